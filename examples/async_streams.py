@@ -1,4 +1,4 @@
-"""Three prompts at once, each streamed by a task of its own: `python examples/async_streams.py`."""
+"""Three prompts at once, each streamed by its own task: `python examples/async_streams.py`."""
 
 import asyncio
 
@@ -8,8 +8,8 @@ PROMPTS = ["def read_lines(path):\n", "import os\n\n\n", "class Stack:\n"]
 PARAMS = SamplingParams(temperature=0.6, seed=1, max_tokens=48)
 
 
-async def tell(engine: AsyncEngine, prompt: str) -> str:
-    """Read one stream; the marks show which tokens were drafted, and that the streams grow side by side."""
+async def follow(engine: AsyncEngine, prompt: str) -> str:
+    """Read one stream. The marks show drafted tokens, and that the streams grow together."""
     text = prompt
     async for piece in engine.stream(prompt, PARAMS):
         text += piece.text
@@ -18,10 +18,10 @@ async def tell(engine: AsyncEngine, prompt: str) -> str:
 
 
 async def main() -> None:
-    """Leaving the block finishes what still runs and ends the engine's thread."""
+    """Leaving the block waits for running requests and ends the engine's thread."""
     async with AsyncEngine("demo", draft_model="demo") as engine:
-        print(f"Speculation: {engine.speculation}. Each mark is a token, + one that was drafted.")
-        texts = await asyncio.gather(*(tell(engine, prompt) for prompt in PROMPTS))
+        print(f"Speculation: {engine.speculation}. Each mark is a token, each + a drafted one.")
+        texts = await asyncio.gather(*(follow(engine, prompt) for prompt in PROMPTS))
         print(f"\n{engine.metrics.tokens} tokens in {engine.metrics.steps} steps")
     print(*texts, sep="\n---\n")
 

@@ -7,8 +7,8 @@ PARAMS = SamplingParams(temperature=0.8, top_p=0.9, seed=3, max_tokens=40, stop=
 
 
 def main() -> None:
-    """Stream each answer; what was said before is part of the next prompt."""
-    llm = LLM("demo", draft_model="demo")  # a tiny model of code; one that was trained to chat has more to say
+    """Stream each answer. Earlier messages are part of the next prompt."""
+    llm = LLM("demo", draft_model="demo")  # a tiny model of code; a model that was trained to chat answers better
     conversation: list[dict[str, str]] = []
     for message in MESSAGES:
         print(f"\n>>> {message}")

@@ -1,7 +1,7 @@
-"""A drafter of one's own, used by its name: `python examples/custom_drafter.py`.
+"""Your own drafter, used by its name: `python examples/custom_drafter.py`.
 
-A package says `copycat = "custom_drafter"` under [project.entry-points."speculant.drafting"] in its pyproject.toml,
-and pip writes that into the package's metadata. Here that is examples-1.0.dist-info, beside this file.
+A package has `copycat = "custom_drafter"` under [project.entry-points."speculant.drafting"] in its pyproject.toml, and
+pip writes it into the package's metadata. Here the metadata is the folder examples-1.0.dist-info next to this file.
 """
 
 from collections.abc import Sequence
@@ -15,13 +15,13 @@ PROMPT = "def remove(path):\n    try:\n        os.unlink(path)\n    except OSErr
 
 
 class Copycat:
-    """Proposes what followed the newest token when it last occurred. It keeps no state, so there is nothing to end."""
+    """Proposes the tokens that followed the newest token at its last occurrence. It keeps no state."""
 
     needs = DrafterNeeds()
     begin = observe = end = lambda self, request, *_: None
 
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
-        """Return one chain per request, with at most `limits[i]` tokens; an empty one is legal."""
+        """Return one chain per request, with at most `limits[i]` tokens. It may be empty."""
         after = [self._last_place(request.tokens) + 1 for request in requests]
         return [DraftTree.chain(r.tokens[i : i + n]) for r, i, n in zip(requests, after, limits, strict=True)]
 
@@ -30,7 +30,7 @@ class Copycat:
 
 
 def build(context: DrafterContext) -> Copycat:
-    """Make the drafter; `context` has models, caches and options for those that need them."""
+    """Make the drafter. `context` has models, caches and options for drafters that need them."""
     return Copycat()
 
 

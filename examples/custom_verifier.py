@@ -1,6 +1,6 @@
-"""A verification rule of one's own, used by its name: `python examples/custom_verifier.py`.
+"""Your own verifier, used by its name: `python examples/custom_verifier.py`.
 
-It is announced by an entry point of the group "speculant.verification", as custom_drafter.py says.
+It has an entry point in the group "speculant.verification"; custom_drafter.py explains how.
 """
 
 from math import exp
@@ -14,13 +14,13 @@ from speculant.verification.base import VerifierNeeds
 
 
 class Typical:
-    """Typical acceptance (Medusa, arXiv 2401.10774): keep what is likely enough for the entropy of the target."""
+    """Typical acceptance (Medusa, arXiv 2401.10774): accept tokens that are likely enough for the target's entropy."""
 
-    lossless = False  # results, metrics and `llm.speculation` say so
+    lossless = False  # shown by results, metrics and `llm.speculation`
     needs = VerifierNeeds(shared_noise=False, branches=True)
 
     def verify(self, tree: DraftTree, p: Tensor, chance: Chance) -> Verdict:
-        """Follow the likeliest child while it is typical; p is [n + 1, V], its row 1 + i the probs after node i."""
+        """Follow the likeliest child while it is typical. p is [n + 1, V]; its row 1 + i has the probs after node i."""
         path, node = list[int](), -1
         while children := tree.children(node):
             probs = p[1 + node]

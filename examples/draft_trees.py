@@ -1,7 +1,7 @@
-"""Drafts that branch, beside a chain of the same depth: `python examples/draft_trees.py`.
+"""Draft trees, compared with a chain of the same depth: `python examples/draft_trees.py`.
 
-A tree of [3, 2, 1] has three first tokens, two behind each of those, one behind each of these: 15 nodes, 3 deep.
-The target checks all of its paths in one pass, and the longest path that it agrees with is kept.
+A tree of [3, 2, 1] has three first tokens, each followed by two tokens, each followed by one: 15 nodes, 3 deep.
+The target checks all of its paths in one pass, and one accepted path is kept.
 """
 
 from speculant import LLM, SamplingParams
@@ -17,7 +17,7 @@ DRAFTS = {
 
 
 def draw(tree: DraftTree) -> str:
-    """Show a tree, a line a node, each behind its parent."""
+    """Show a tree: a line per node, each below its parent."""
     return "\n".join(f"{'  ' * depth}{token}" for token, depth in zip(tree.token_list, tree.depths, strict=True))
 
 
@@ -27,4 +27,4 @@ if __name__ == "__main__":
         outputs = LLM("demo", speculative_config=config, seed=1).generate(PROMPTS, PARAMS)
         rule, passes = outputs[0].metrics.verification, sum(out.metrics.timing.sampled_passes for out in outputs)
         tokens = sum(len(out.outputs[0].token_ids) for out in outputs)
-        print(f"{name:>12}: {tokens / passes:.2f} tokens a pass of the target, verified by {rule}")
+        print(f"{name:>12}: {tokens / passes:.2f} tokens per pass of the target, verified by {rule}")

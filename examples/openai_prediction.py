@@ -1,4 +1,4 @@
-"""OpenAI's Predicted Outputs, whose text is the draft: start `speculant serve demo --draft-model demo` first."""
+"""OpenAI's Predicted Outputs as drafts: start `speculant serve demo --draft-model demo` first."""
 
 import os
 
@@ -9,7 +9,7 @@ MESSAGES = [{"role": "user", "content": "class Stack:\n    def push(self, item):
 
 
 def main() -> None:
-    """Predict an answer exactly, and then with one word changed: the answer stays the same, its cost does not."""
+    """Predict an answer exactly, and then with one word changed. The answer stays the same, its cost changes."""
     client = OpenAI(base_url=URL, api_key=os.environ.get("OPENAI_API_KEY", "none"))
     model = client.models.list().data[0].id
     settings = {"model": model, "messages": MESSAGES, "temperature": 0.6, "seed": 3, "max_tokens": 64}

@@ -1,4 +1,4 @@
-"""A chat whose answer is streamed, by OpenAI's client: start `speculant serve demo --draft-model demo` first."""
+"""A streamed chat with OpenAI's client: start `speculant serve demo --draft-model demo` first."""
 
 import os
 
@@ -12,7 +12,7 @@ MESSAGES = [
 
 
 def main() -> None:
-    """Print the text as it comes. Chunks say which of their tokens were drafted if a request asks for that."""
+    """Print the text as it arrives. With the field `speculant`, chunks show which of their tokens were drafted."""
     client = OpenAI(base_url=URL, api_key=os.environ.get("OPENAI_API_KEY", "none"))
     stream = client.chat.completions.create(
         model=client.models.list().data[0].id,

@@ -1,6 +1,6 @@
-"""An answer that is JSON of a schema, by OpenAI's client: start `speculant serve demo --draft-model demo` first.
+"""An answer in JSON of a schema, with OpenAI's client: start `speculant serve demo --draft-model demo` first.
 
-OpenAI's response_format takes the schema too. This server's own field can forbid spaces between the parts, so that
+OpenAI's response_format accepts the schema too. This server's own field can forbid white space between the parts: then
 more tokens are forced, and forced tokens are free drafts.
 """
 
@@ -23,7 +23,7 @@ SCHEMA = {
 
 
 def main() -> None:
-    """Ask twice with the same seed: speculation changes the speed, and neither the form nor the content."""
+    """Send the request twice with the same seed: speculation changes the speed, but neither form nor content."""
     client = OpenAI(base_url=URL, api_key=os.environ.get("OPENAI_API_KEY", "none"))
     settings = {"model": client.models.list().data[0].id, "messages": MESSAGES, "seed": 1, "max_tokens": 100}
     form = {"json": SCHEMA, "disable_any_whitespace": True}

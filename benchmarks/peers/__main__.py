@@ -28,7 +28,7 @@ from benchmarks.peers.own_engine import OwnEngine
 from benchmarks.peers.report import case_value, tables
 from benchmarks.peers.vllm_cpu import VLLM
 
-from speculant.cli.machine import inspect_machine
+from speculant.cli.doctor import inspect_machine
 from speculant.files import cache_folder
 from speculant.lab.bench.runner import origin
 from speculant.text.tokenizer import Tokenizer

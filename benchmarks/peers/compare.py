@@ -9,7 +9,7 @@ from pathlib import Path
 from benchmarks.peers.base import Job, Measurement, Mode, Pair, Peer, PeerError, Workload
 from benchmarks.peers.models import Workloads
 
-from speculant.cli.probes import measure_speeds
+from speculant.cli.doctor import measure_speeds
 from speculant.lab.bench.measuring import interleave
 from speculant.text.tokenizer import Tokenizer
 

@@ -1,4 +1,4 @@
-"""Speculative decoding that is exact: faster text from the same model, without another answer."""
+"""Exact speculative decoding: the same text from the same model, faster."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name when it is first used: `import speculant` alone loads no torch."""
+    """Import a public name when it is first used, so that `import speculant` alone does not load torch."""
     if name in _HOMES:
         home = importlib.import_module(_HOMES[name])
         return getattr(home, _OTHER_NAMES.get(name, name))

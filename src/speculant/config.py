@@ -18,7 +18,11 @@ from speculant.params import MAX_LOGPROBS, MAX_SPECULATIVE_TOKENS
 logger = logging.getLogger(__name__)
 
 DTYPES = ("auto", "float64", "float32", "bfloat16")
-DTYPE_NAMES = {"half": "float32", "float16": "float32", "float": "float32"}  # what others are computed in
+DTYPE_NAMES = {
+    "half": "float32",
+    "float16": "float32",
+    "float": "float32",
+}  # other types, and the type that computes them
 CACHES = ("paged", "slotted")
 PACKINGS = ("auto", "plain", "12bit")
 DEFAULT_POLICY = "adaptive"  # of draft lengths
@@ -29,33 +33,33 @@ POLICIES = ("first-come", "decode-first", "shortest-prompt")
 class EngineConfig:
     """All settings of an engine; each field is a command-line flag and an environment variable.
 
-    Speculation is on unless `use_speculative_decoding` is False. None = on if `draft_model`, `spec_length` or
-    `speculative_config` is given, or the backend computes a row alike in every batch: only then a draft can't change
-    which of two nearly equal tokens is chosen. `spec_length` is another name of `num_speculative_tokens`.
-    seed: seeds the requests that bring no seed of their own; they are verified by `match` then, so that their texts can
-    be repeated. None = sampled texts differ from run to run.
+    Speculation is off if `use_speculative_decoding` is False. None = on if `draft_model`, `spec_length` or
+    `speculative_config` is given, or if the backend's results for a row do not depend on the batch. Otherwise a draft
+    could change which of two nearly equal tokens is chosen. `spec_length` is another name of `num_speculative_tokens`.
+    seed: for requests without their own seed. They are then verified by `match`, so that their texts are reproducible.
+    None = sampled texts differ from run to run.
 
-    max_model_len: positions per sequence, prompt and output together. None = all that the model was made for, or fewer
-    if their keys and values do not fit into memory.
-    kv_memory bounds all KV caches together, the drafter's included: bytes, or text like "2GiB". None = the need of
-    max_num_seqs sequences of max_model_len, or of 4096 positions if max_model_len is None and the model has more; room
-    for one sequence of max_model_len in any case, and at most half of the free memory.
-    dtype: float16 (half) becomes float32, which holds the same numbers; a torch type is read by its name.
-    kernels names a backend (native, reference, or another package's); "auto" = native if it can compute the model, else
-    reference. It and the quantizations are checked when the engine is built.
+    max_model_len: positions per sequence, prompt and output together. None = the model's maximum, or fewer if their
+    keys and values do not fit into memory.
+    kv_memory: the bound on all KV caches together, including the drafter's, in bytes or as text like "2GiB". None =
+    enough for max_num_seqs sequences of max_model_len, or of 4096 positions if max_model_len is None and the model has
+    more. It is at least one sequence of max_model_len, and at most half of the free memory.
+    dtype: float16 (half) becomes float32, which represents the same numbers. A torch type is read by its name.
+    kernels: a backend (native, reference, or one of another package). "auto" = native if it supports the model,
+    otherwise reference. It and the quantizations are checked when the engine is built.
     quantization, draft_quantization: weights of the target and of the draft in int8 or int4. A quantized target is a
-    different model, and speculation is exact with respect to it. draft_quantization="auto" takes the type that is
+    different model, and speculation is exact with respect to it. draft_quantization="auto" chooses the type that is
     expected to be fastest here (engine/draft_loading.py); "none" or None leaves the draft's weights unchanged.
-    weight_packing: how bfloat16 weights of target and draft are stored; both ways give the same bits. "12bit" takes
+    weight_packing: how bfloat16 weights of target and draft are stored; both ways give the same bits. "12bit" needs
     three quarters of the memory, on the native kernels; "auto" = the faster one here, timed for large models.
     weight_cache: where packed weights are kept, so that the next start maps them: a folder, "auto" (or True) for one in
-    $XDG_CACHE_HOME/speculant, "off" (or False). The native kernels use it, for models of 64 MiB or more.
-    tokenizer: a folder or a hub id whose tokenizer is used instead of the model's. revision, tokenizer_revision: a
-    branch, a tag or a commit on the hub of the model and of its tokenizer; without a tokenizer of its own, the model's
-    revision holds for both. download_dir: the folder for downloads; None = the hub's own cache. max_logprobs:
-    the most log-probabilities per token that a request may ask for; -1 = all.
-    scheduling_policy: the order of requests (scheduling/scheduler.py). max_waiting bounds the queue: at
-    most max_num_seqs + max_waiting sequences are there, and those that find no room in memory wait.
+    $XDG_CACHE_HOME/speculant, "off" (or False). The native kernels use it for models of 64 MiB or more.
+    tokenizer: a folder or hub id whose tokenizer replaces the model's. revision, tokenizer_revision: a branch, tag or
+    commit of the model and of the tokenizer on the hub; without `tokenizer`, the model's revision applies to both.
+    download_dir: the folder for downloads; None = the hub's own cache. max_logprobs: the most log-probabilities per
+    token that a request may have; -1 = all.
+    scheduling_policy: the order of requests (scheduling/scheduler.py). max_waiting: bounds the queue. At
+    most max_num_seqs + max_waiting sequences are accepted; sequences without room in memory wait.
     """
 
     model: str
@@ -123,7 +127,7 @@ class EngineConfig:
 
     @classmethod
     def from_arguments(cls, **values: Any) -> EngineConfig:
-        """Build from keyword values; an unknown one is an error with a suggestion."""
+        """Build from keyword values. Raises ConfigError with a suggestion for an unknown one."""
         known = {f.name for f in dataclasses.fields(cls)}
         for key in values:
             if key not in known:
@@ -131,7 +135,7 @@ class EngineConfig:
         return cls(**values)
 
     def speculative(self) -> SpeculativeConfig | None:
-        """Return the speculative settings, merged from their three arguments; None when speculation is off."""
+        """Return the speculative settings, merged from their three arguments; None if speculation is off."""
         if self.use_speculative_decoding is False:
             return None
         return SpeculativeConfig.from_mapping(
@@ -143,7 +147,7 @@ class EngineConfig:
         return None if self.kv_memory in (None, "auto") else read_bytes("kv_memory", self.kv_memory)
 
     def weight_cache_folder(self) -> Path | None:
-        """Return the folder in which packed weights are kept; None = they are not."""
+        """Return the folder for packed weights; None = they are not kept."""
         if self.weight_cache in (False, "off"):
             return None
         own = self.weight_cache not in (True, "auto")
@@ -151,19 +155,19 @@ class EngineConfig:
 
     @property
     def names_speculation(self) -> bool:
-        """Whether the user asks for speculation, rather than leaving it to the default."""
+        """Whether the user requests speculation explicitly, instead of leaving it to the default."""
         return bool(self.use_speculative_decoding or self.draft_model or self.spec_length or self.speculative_config)
 
 
 @dataclass(frozen=True)
 class SpeculativeConfig:
-    """How tokens are drafted and verified. `options` are the method's own keys.
+    """How tokens are drafted and verified. options: the method's own keys.
 
-    method None = `fallback`, or `draft_model` if a model is named with a length, a policy other than `adaptive`, or
-    options. num_speculative_tokens None = the policy's choice, or the method's default length if the policy is `fixed`.
-    verification "auto" chooses per request (engine/verify.py). draft_length names a policy or is a mapping with the
-    key `policy` and the policy's own keys; None = `fixed` if num_speculative_tokens is set, else `adaptive`. methods:
-    additional ones that requests may name.
+    method: None = `fallback`, or `draft_model` if a model is given with a length, options, or a policy other than
+    `adaptive`. num_speculative_tokens: None = the policy's choice, or the method's default length for the policy
+    `fixed`. verification: "auto" chooses per request (engine/verify.py). draft_length: the name of a policy, or a
+    mapping with the key `policy` and the policy's own keys; None = `fixed` if num_speculative_tokens is set, otherwise
+    `adaptive`. methods: additional methods that requests may name.
     """
 
     method: str | None = None
@@ -196,7 +200,7 @@ class SpeculativeConfig:
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any], **elsewhere: Any) -> SpeculativeConfig:
-        """Build from a mapping; `elsewhere` are the same keys given by other arguments (None = not given)."""
+        """Build from a mapping. elsewhere: the same keys from other arguments; None = not given."""
         own = {f.name for f in dataclasses.fields(cls)} - {"options"}
         merged = {key: value for key, value in values.items() if key in own}
         for key, value in elsewhere.items():
@@ -223,11 +227,11 @@ class Limits:
 def resolve(config: EngineConfig, max_positions: int) -> Limits:
     """Turn missing sizes into values for a model of at most `max_positions` positions.
 
-    A context that is not configured is the model's own; the memory for it may lower it (engine/memory.py).
+    Without a configured context the model's maximum is used, which the available memory may lower (engine/memory.py).
     """
     if config.max_model_len is not None and config.max_model_len > max_positions:
         raise ConfigError(
-            f"max_model_len={config.max_model_len} is beyond the {max_positions} positions the model was made for",
+            f"max_model_len={config.max_model_len} is more than the {max_positions} positions of the model",
             f"use at most {max_positions}.",
         )
     return Limits(
@@ -256,10 +260,12 @@ def read_bytes(name: str, value: object) -> int:
 
 
 def _read_dtype(given: object) -> str:
-    """Return the name of a type, which may be torch's. float32 holds every number of float16."""
+    """Return the name of a type, which may be torch's. float32 represents every number of float16."""
     name = str(given).removeprefix("torch.")
     if name in DTYPE_NAMES and name != "float":
-        logger.info("dtype %s is computed in float32, which holds the same numbers; bfloat16 takes half as much", name)
+        logger.info(
+            "dtype %s is computed in float32, which represents the same numbers; bfloat16 needs half the memory", name
+        )
     return DTYPE_NAMES.get(name, name)
 
 
@@ -274,7 +280,7 @@ def _check_name(name: str, value: object) -> None:
 
 
 def _check_models(**named: object) -> None:
-    """Check that each value is the name of a model, or the path of its folder."""
+    """Check that each value is a name or a path."""
     for name, value in named.items():
         if not isinstance(value, os.PathLike):
             _check_name(name, value)
@@ -303,7 +309,7 @@ def _check_logprobs(value: object) -> None:
 def _check_length(name: str, value: object) -> None:
     _check_optional(name, value)
     if isinstance(value, int) and value > MAX_SPECULATIVE_TOKENS:
-        raise ConfigError(f"{name}={value} is more than a draft can have", f"use at most {MAX_SPECULATIVE_TOKENS}.")
+        raise ConfigError(f"{name}={value} is more than a draft may have", f"use at most {MAX_SPECULATIVE_TOKENS}.")
 
 
 def _check_optional(name: str, value: object) -> None:

@@ -1,4 +1,4 @@
-"""Errors that a user can cause, each with its problem and its fix."""
+"""Errors that a user can cause, each with a problem and a fix."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from types import TracebackType
 class SpeculantError(Exception):
     """Base of every error a user can cause.
 
-    The message is one sentence on what is wrong and why, followed by the fix.
+    The message is one sentence about the problem and its reason, followed by the fix.
     """
 
     def __init__(self, problem: str, fix: str) -> None:
@@ -26,7 +26,7 @@ class ConfigError(SpeculantError, ValueError):
 
 
 class ModelError(SpeculantError, ValueError):
-    """A checkpoint that can't be loaded: missing, misshaped, unsafe or of an unknown kind."""
+    """A checkpoint that can't be loaded: missing, malformed, unsafe or of an unknown kind."""
 
 
 class PairError(SpeculantError, ValueError):
@@ -34,15 +34,15 @@ class PairError(SpeculantError, ValueError):
 
 
 class DistributionError(SpeculantError, ValueError):
-    """Weights that are not those of a distribution, or two distributions over different outcomes."""
+    """Weights that do not form a distribution, or two distributions over different outcomes."""
 
 
 class DraftError(SpeculantError, ValueError):
-    """A draft that breaks the contract of `Drafter.propose`; it costs the draft and fails no request."""
+    """A draft that breaks the contract of `Drafter.propose`. It is dropped, and no request fails."""
 
 
 class DraftLengthError(SpeculantError, ValueError):
-    """Lengths that break the contract of `DraftLength.choose`; they cost the drafts of a step."""
+    """Lengths that break the contract of `DraftLength.choose`. The step then has no drafts."""
 
 
 class RequestError(SpeculantError, ValueError):
@@ -66,16 +66,16 @@ class ServerError(SpeculantError, RuntimeError):
 
 
 def is_failure(error: BaseException) -> bool:
-    """Whether code has failed, which a panic of a Rust extension is too: pyo3 raises it as a BaseException."""
+    """Whether an error is a failure of code. That includes panics of Rust extensions, which are BaseExceptions."""
     return isinstance(error, Exception) or type(error).__module__ == "pyo3_runtime"
 
 
 @dataclass(frozen=True)
 class Converts:
-    """A context that converts the errors of foreign code into a SpeculantError of kind `to`, with their reason.
+    """A context that converts errors of foreign code into a SpeculantError of type `to`, with their message.
 
-    A panic of a Rust extension is converted as well. SpeculantErrors, KeyboardInterrupt and SystemExit are not
-    converted. Instances are reusable.
+    Panics of Rust extensions are converted too. SpeculantErrors, KeyboardInterrupt and SystemExit are not.
+    Instances are reusable.
     """
 
     to: type[SpeculantError]
@@ -93,14 +93,14 @@ class Converts:
 
 
 class Guard:
-    """Calls plug-ins whose errors must fail no request; it logs the first error of each name and type."""
+    """Calls plug-ins whose errors must not fail requests. Logs the first error of each name and type."""
 
     def __init__(self, logger: logging.Logger, consequence: str) -> None:
         self._logger, self._consequence = logger, consequence
         self._logged: set[tuple[str, str]] = set()
 
     def succeeds(self, name: str, call: Callable[[], object]) -> bool:
-        """Make a call and return whether it raised nothing."""
+        """Make a call and return whether it succeeded."""
         try:
             call()
         except BaseException as error:  # noqa: BLE001 - what is no failure is raised again
@@ -119,7 +119,7 @@ class Guard:
 
 
 def suggest(given: str, known: Iterable[str]) -> str:
-    """Return advice for an unknown name: the closest known one, else all of them."""
+    """Return advice for an unknown name: the closest known name, and all of them."""
     names = sorted(known)
     close = difflib.get_close_matches(given, names, n=1)
     if close:

@@ -1,4 +1,4 @@
-"""Reads the JSON files of a checkpoint, where an invalid one is a ModelError, and keeps measurements between runs."""
+"""Reads the JSON files of a checkpoint, and keeps measurements between runs."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from typing import Any
 from speculant import __version__
 from speculant.errors import ModelError
 
-MOST_FILES = 64  # of one kind that are kept
-MOST_DEPTH = 32  # levels of nesting; far below the interpreter's recursion limit, so that values can be printed
+MOST_FILES = 64  # of one kind to keep
+MOST_DEPTH = 32  # levels of nesting; far below the recursion limit, so that values can be printed
 
 
 def cache_folder(name: str) -> Path:
-    """Return where files of a kind are kept between runs: in $XDG_CACHE_HOME/speculant, or ~/.cache/speculant."""
+    """Return the folder for a kind of file, in $XDG_CACHE_HOME/speculant or ~/.cache/speculant."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "speculant" / name
 
 
 def key_of(facts: Sequence[str]) -> str:
-    """Return the name of a file for what was measured under these facts, on this machine with this version."""
+    """Return the name of a file for a measurement under these facts, on this machine with this version."""
     machine = (platform.processor(), platform.node(), str(os.cpu_count()))
     return hashlib.sha256("\n".join((__version__, *machine, *facts)).encode()).hexdigest()[:32]
 
 
 def write_file(path: Path, measured: Mapping[str, Any]) -> None:
-    """Keep what was measured, whole or not at all; a folder that can't be written costs the next start its time."""
+    """Write a measurement atomically. If the folder can't be written, the next start measures again."""
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
@@ -50,7 +50,7 @@ def _drop_oldest(files: Iterable[Path]) -> None:
 def read_json(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file.
 
-    Raises ModelError when it is missing, invalid, not an object, nested over MOST_DEPTH levels, or has text with lone
+    Raises ModelError if it is missing, invalid, not an object, nested over MOST_DEPTH levels, or has text with lone
     surrogates, which can't be encoded.
     """
     try:
@@ -64,13 +64,13 @@ def read_json(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{path} is not valid JSON: {error}", "download the checkpoint again.") from error
     if not isinstance(content, dict):
-        raise ModelError(f"{path} holds no JSON object", "download the checkpoint again.")
+        raise ModelError(f"{path} does not hold a JSON object", "download the checkpoint again.")
     _check(content, path)
     return content
 
 
 def read_optional_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file, an empty one if there is no such file; raises as `read_json` does."""
+    """Return the object in a JSON file; an empty one if there is no file. Raises as `read_json` does."""
     return read_json(path) if path.exists() else {}
 
 
@@ -104,7 +104,7 @@ def _inner(value: Any) -> Iterator[Any]:
 
 
 def is_encodable(text: str) -> bool:
-    """Whether a text has a UTF-8 form, which a lone surrogate has not."""
+    """Whether a text can be encoded in UTF-8; lone surrogates can't."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:

@@ -1,4 +1,4 @@
-"""Sampling settings and end conditions of one request."""
+"""Sampling settings and end conditions of a request."""
 
 from __future__ import annotations
 
@@ -18,38 +18,42 @@ from speculant.speculation import Speculation, read_speculation
 from speculant.structured.spec import StructuredOutputs, read_structured
 
 MAX_N = 128
-MAX_LOGPROBS = 100  # unless the engine's max_logprobs says otherwise
+MAX_LOGPROBS = 100  # the engine's default max_logprobs
 MAX_BAD_WORDS = 1024  # texts or lists of token ids
-MAX_BAD_CHARACTERS = 16_384  # of all of them together, or tokens
+MAX_BAD_CHARACTERS = 16_384  # of all texts together, or tokens of all lists
 MAX_STOPS = 64
 MAX_STOP_CHARACTERS = 4096  # of all stop strings together
 MAX_LOGIT_BIAS = 1024  # entries
 MAX_STOP_TOKEN_IDS = 1024
-MAX_COUNT = 2**31 - 1  # of tokens; the kernels count in 64 bits
+MAX_COUNT = 2**31 - 1  # of tokens; far below the 64 bits of the kernels' counters
 MAX_BIAS = 1e6  # far beyond any logit, and finite in every dtype
-MIN_PENALTY = 1e-6  # below it the products overflow
-MIN_TEMPERATURE = 1e-10  # below it the quotients overflow; 0 is greedy
+MIN_PENALTY = 1e-6  # below it products overflow
+MIN_TEMPERATURE = 1e-10  # below it quotients overflow; 0 is greedy
 _T = TypeVar("_T")
 
 _NO_EFFECT: tuple[Any, ...] = (None, False)
 _CHUNKS = "a result is whole, and a stream yields every token"
-# vLLM's parameters that are not parameters here: the values at which each changes nothing, and why others are refused.
+# Parameters that only vLLM has: the values that change nothing, why others are refused, and what to do instead.
 FOREIGN: Mapping[str, tuple[tuple[Any, ...], str, str]] = MappingProxyType(
     {
-        "best_of": ((None, 1), "as many samples are made as are returned", "set n alone."),
-        "early_stopping": (_NO_EFFECT, "a beam search ends when no better text can come", "leave it out."),
+        "best_of": ((None, 1), "every sample that is made is returned", "set only n."),
+        "early_stopping": (_NO_EFFECT, "a beam search ends when no better text is possible", "leave it out."),
         "extra_args": ((None, {}), "no plug-in here reads them", "leave them out."),
         "flat_logprobs": (_NO_EFFECT, "log-probabilities are mappings by token id", "leave it out."),
         "guided_decoding": ((None,), "it has another name", "use structured_outputs."),
-        "logits_processors": ((None, (), []), "code in a step would see no drafts", "use logit_bias or bad_words."),
-        "logprob_token_ids": ((None,), "single tokens can't be named", "use logprobs=-1 and read these tokens."),
+        "logits_processors": (
+            (None, (), []),
+            "code within a step would not see drafts",
+            "use logit_bias or bad_words.",
+        ),
+        "logprob_token_ids": ((None,), "tokens can't be selected", "use logprobs=-1 and read these tokens."),
         "output_kind": ((None,), _CHUNKS, "use LLM.stream or AsyncEngine.stream for single tokens."),
-        "prompt_logprob_start": ((None, 0), "all tokens of a prompt are scored", "use prompt_logprobs alone."),
-        "prompt_logprob_token_ids": ((None,), "single tokens can't be named", "use prompt_logprobs=-1."),
-        "repetition_detection": ((None,), "a text does not end by repeating itself", "use repetition_penalty."),
+        "prompt_logprob_start": ((None, 0), "all tokens of a prompt are scored", "use only prompt_logprobs."),
+        "prompt_logprob_token_ids": ((None,), "tokens can't be selected", "use prompt_logprobs=-1."),
+        "repetition_detection": ((None,), "repetition does not end a text", "use repetition_penalty."),
         "routed_experts_prompt_start": ((None, 0), "routing of experts is not reported", "leave it out."),
         "skip_clone": ((None, False, True), "", ""),
-        "skip_reading_prefix_cache": (_NO_EFFECT, "a salt separates caches", 'give the prompt a "cache_salt".'),
+        "skip_reading_prefix_cache": (_NO_EFFECT, "a salt separates caches instead", 'give the prompt a "cache_salt".'),
         "spaces_between_special_tokens": ((None, True), "the tokenizer's decoder joins tokens", "leave it out."),
         "stream_interval": ((None, 1), _CHUNKS, "leave it out."),
         "thinking_token_budget": ((None, -1), "reasoning has no limit of its own", "use max_tokens."),
@@ -60,7 +64,7 @@ FOREIGN: Mapping[str, tuple[tuple[Any, ...], str, str]] = MappingProxyType(
 
 
 def _reads_foreign(cls: type[_T]) -> type[_T]:
-    """Have a class take vLLM's other parameters where they change nothing, and refuse unknown ones by ConfigError."""
+    """Make a class accept vLLM's other parameters if they change nothing, and raise ConfigError for unknown ones."""
     made: Callable[..., None] = cls.__init__
 
     @functools.wraps(made)
@@ -85,30 +89,30 @@ def _without_foreign(values: dict[str, Any]) -> dict[str, Any]:
 @_reads_foreign
 @dataclass(frozen=True)
 class SamplingParams:
-    """Sampling settings in vLLM's names. Every setting is a distribution over tokens (arXiv 2211.17192, section 2.2).
+    """Sampling settings with vLLM's names. They define a distribution over tokens (arXiv 2211.17192, section 2.2).
 
     temperature 0 is greedy: the lowest token id among the most likely ones. The settings apply in this
     order: bad_words and allowed_token_ids, logit_bias, end tokens banned below min_tokens, repetition, presence and
-    frequency penalties, temperature, top_k, top_p, min_p. `logprobs` are of the model's own distribution, before all
-    of them; -1 reports the whole vocabulary, which the engine's max_logprobs has to allow.
+    frequency penalties, temperature, top_k, top_p, min_p. `logprobs` are those of the model's own distribution, before
+    any of them; -1 reports the whole vocabulary, if the engine's max_logprobs allows it.
 
-    bad_words: texts that the output must not contain, or lists of token ids. A text is banned in the tokens that it has
-    alone and after a space; its last token is banned where the output ends with the others. allowed_token_ids: the
-    only tokens that may come, end tokens included; None = all. detokenize: False makes no text, so that there are no
-    stop strings either. truncate_prompt_tokens: how many tokens of a prompt are kept, the last ones; -1 = as many as
-    the context and max_tokens leave room for.
+    bad_words: texts or lists of token ids to ban. Of a text only two tokenisations are banned, without and with a
+    leading space, as in vLLM; the same text in other tokens may occur. The last token of a tokenisation is banned where
+    the output ends with its other tokens. allowed_token_ids: the only allowed tokens, including end tokens; None = all.
+    detokenize: False makes no text, so stop strings are not possible. truncate_prompt_tokens: keep only this many
+    tokens at the end of a prompt; -1 = as many as the context holds together with max_tokens.
 
-    A `seed` fixes the text: the same with speculation on or off, alone or in any batch.
+    A `seed` fixes the text: it is the same with speculation on or off, alone or in any batch.
     `speculation` overrides the engine per request: False turns it off, a mapping may set `method`,
     `num_speculative_tokens`, `verification` and `prediction` (see `Speculation`).
 
-    With `beam_width` nothing is sampled: the `n` best texts that a beam search of that width finds are returned,
-    by the sum of their log-probabilities / length ** length_penalty, under the distribution at temperature 1.
+    With `beam_width` nothing is sampled. A beam search of that width returns its `n` best texts, scored by the sum of
+    log-probabilities / length ** length_penalty under the distribution at temperature 1.
     """
 
     n: int = 1
     temperature: float = 1.0
-    top_k: int = 0  # 0 = all tokens; -1, other engines' spelling of it, is read as 0
+    top_k: int = 0  # 0 = all tokens; so is -1, as in other engines
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
@@ -116,7 +120,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     seed: int | None = None
-    max_tokens: int | None = 16  # None = up to the context's end
+    max_tokens: int | None = 16  # None = up to the end of the context
     min_tokens: int = 0
     stop: str | Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
@@ -128,7 +132,7 @@ class SamplingParams:
     speculation: bool | Mapping[str, Any] | None = None
     beam_width: int | None = None  # None = no beam search
     length_penalty: float = 1.0  # above 0 favours longer texts
-    structured_outputs: StructuredOutputs | None = None  # the form of the text; a mapping of its fields is read too
+    structured_outputs: StructuredOutputs | None = None  # the form of the text; may be a mapping of its fields
     bad_words: Sequence[str | Sequence[int]] = ()
     allowed_token_ids: Sequence[int] | None = None
     detokenize: bool = True
@@ -191,16 +195,17 @@ class SamplingParams:
             raise ConfigError(f"stop must be at most {MAX_STOPS} non-empty strings", "remove empty or surplus ones.")
         if (length := sum(map(len, self.stop))) > MAX_STOP_CHARACTERS:
             raise ConfigError(
-                f"stop has {length} characters, more than {MAX_STOP_CHARACTERS} over all strings", "use shorter ones."
+                f"stop has {length} characters, more than {MAX_STOP_CHARACTERS} over all strings",
+                "use shorter strings.",
             )
         if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
             raise ConfigError(
-                f"stop_token_ids has {len(self.stop_token_ids)} ids and may have {MAX_STOP_TOKEN_IDS}", "use fewer."
+                f"stop_token_ids has {len(self.stop_token_ids)} ids, more than {MAX_STOP_TOKEN_IDS}", "use fewer."
             )
         if 0 < self.temperature < MIN_TEMPERATURE:
             raise ConfigError(f"temperature={self.temperature} is too small to divide by", "use 0 for greedy decoding.")
         if self.stop and not self.detokenize:
-            raise ConfigError("stop strings need the text that detokenize=False leaves out", "use stop_token_ids.")
+            raise ConfigError("stop strings need text, and detokenize=False makes none", "use stop_token_ids.")
         if self.truncate_prompt_tokens == 0:
             raise ConfigError("truncate_prompt_tokens=0 leaves no prompt", "keep at least one token.")
         self._check_search()
@@ -209,19 +214,19 @@ class SamplingParams:
         """Refuse settings that a beam search does not use."""
         if self.beam_width is None:
             if self.length_penalty != 1:
-                raise ConfigError(f"length_penalty={self.length_penalty} is for a beam search", "set beam_width too.")
+                raise ConfigError(f"length_penalty={self.length_penalty} needs a beam search", "set beam_width too.")
             return
         if self.n > self.beam_width:
             raise ConfigError(f"n={self.n} is above beam_width={self.beam_width}", "lower n or raise beam_width.")
         for name, useless in self._useless_for_search().items():
             if useless:
                 raise ConfigError(
-                    f"{name}={getattr(self, name)!r} does not go with beam_width={self.beam_width}",
+                    f"{name}={getattr(self, name)!r} can't be combined with beam_width={self.beam_width}",
                     f"leave out {name}, or beam_width.",
                 )
 
     def _useless_for_search(self) -> dict[str, bool]:
-        """Return the settings that a beam search refuses, and whether each is set; it draws no tokens."""
+        """Return the settings that a beam search refuses, and whether each is set. A beam search samples no tokens."""
         named = isinstance(self.speculation, Mapping) and self.speculation.get("verification", "auto") != "auto"
         return {
             "temperature": self.temperature not in (0, 1),
@@ -248,26 +253,26 @@ class SamplingParams:
 
     @property
     def prediction(self) -> str | Sequence[int] | None:
-        """The caller's guess of the output, as it was given; None if there is none."""
+        """The caller's guess of the output, as given; None if there is none."""
         return Speculation(**self.speculation).prediction if isinstance(self.speculation, Mapping) else None
 
     def with_prediction(self, tokens: Sequence[int]) -> SamplingParams:
-        """Return these settings with token ids in place of a prediction's text."""
+        """Return these settings with the prediction's text replaced by token ids."""
         assert isinstance(self.speculation, Mapping), "there is no prediction"
         return dataclasses.replace(self, speculation=dict(self.speculation, prediction=tokens))
 
     def clone(self) -> SamplingParams:
-        """Return a copy. Settings can't be changed, so the copy serves where other engines need one."""
+        """Return a copy. Settings can't be changed, so a copy is only needed by code for other engines."""
         return dataclasses.replace(self)
 
     @classmethod
     def from_optional(cls, **values: Any) -> SamplingParams:
-        """Build from keyword values of which None stands for the default, but for max_tokens, where it is a value."""
+        """Build from keyword values. None is the default of each, except for max_tokens, where None is a value."""
         return cls(**{name: value for name, value in values.items() if value is not None or name == "max_tokens"})
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> SamplingParams:
-        """Build from a mapping; an unknown key is an error with a suggestion."""
+        """Build from a mapping. Raises ConfigError with a suggestion for an unknown key."""
         return cls(**values)
 
 
@@ -328,7 +333,9 @@ def _read_words(given: Any) -> tuple[str | tuple[int, ...], ...]:
     if wrong := [token for token in ids if not isinstance(token, int) or isinstance(token, bool)]:
         raise ConfigError(f"bad_words has {wrong[0]!r} among token ids", "give texts, or lists of whole numbers.")
     if len(words) > MAX_BAD_WORDS or not all(words):
-        raise ConfigError(f"bad_words must be at most {MAX_BAD_WORDS} that are not empty", "remove the others.")
+        raise ConfigError(
+            f"bad_words must be at most {MAX_BAD_WORDS} non-empty entries", "remove empty or surplus ones."
+        )
     if (length := sum(map(len, words))) > MAX_BAD_CHARACTERS:
         raise ConfigError(f"bad_words has {length} characters, more than {MAX_BAD_CHARACTERS}", "ban fewer words.")
     return words
@@ -337,7 +344,7 @@ def _read_words(given: Any) -> tuple[str | tuple[int, ...], ...]:
 def _read_allowed(given: Any) -> tuple[int, ...] | None:
     tokens = None if given is None else _listed("allowed_token_ids", given)
     if tokens == ():
-        raise ConfigError("allowed_token_ids is empty, so that no token may come", "allow one, or leave it out.")
+        raise ConfigError("allowed_token_ids is empty, so no token is allowed", "allow one, or leave it out.")
     return tokens
 
 
@@ -346,7 +353,7 @@ def _read_bias(given: Any) -> Mapping[int, float]:
         raise ConfigError(f"logit_bias={given!r} is not a mapping", "map token ids to numbers.")
     if given and len(given) > MAX_LOGIT_BIAS:
         raise ConfigError(
-            f"logit_bias has {len(given)} entries and may have {MAX_LOGIT_BIAS}",
+            f"logit_bias has {len(given)} entries, more than {MAX_LOGIT_BIAS}",
             "bias fewer tokens.",
         )
     return MappingProxyType({_token_id(key): _bias(value) for key, value in (given or {}).items()})
@@ -360,7 +367,7 @@ def _token_id(key: Any) -> int:
 
 
 def _bias(given: Any) -> float:
-    """Read a bias; text is accepted too, as -inf has no other form in JSON."""
+    """Read a bias. Text is accepted too, because JSON has no other form of -inf."""
     try:
         value = float(given)
     except (TypeError, ValueError, OverflowError):

@@ -1,8 +1,8 @@
 """Plugins found by name: modules of this package, and entry points of other packages.
 
-A package such as `speculant.drafting` is a kind of plugin. A module in it or in one of its subpackages is a plugin of
-the module's name if it defines the kind's attribute at the top level; there is no registration, and a plugin is
-imported on first use. Other packages add plugins under an entry point group of the kind's name:
+A package such as `speculant.drafting` is a kind of plugin. A module in it or in a subpackage is a plugin if it defines
+the kind's attribute at the top level; the module's name is the plugin's. There is no registration, and a plugin is
+imported on first use. Other packages add plugins by an entry point group with the kind's name:
 
     [project.entry-points."speculant.models"]
     my_family = "my_package.my_family"
@@ -37,7 +37,7 @@ ATTRIBUTES = {
 def names(package: str, attribute: str | None = None) -> list[str]:
     """Return the sorted names of a kind's plugins, without importing any of them.
 
-    A module that defines `attribute` is a plugin; None = the kind's own attribute.
+    attribute: a module that defines it is a plugin; None = the kind's own attribute.
     """
     wanted = attribute or ATTRIBUTES[package]
     return sorted({*_built_in(package, wanted), *_entry_points(package)})
@@ -46,7 +46,7 @@ def names(package: str, attribute: str | None = None) -> list[str]:
 def load(package: str, name: str) -> Any:
     """Import a plugin and return its module (or whatever object an entry point names).
 
-    Raises ConfigError for an unknown name, or when the plugin does not define the kind's attribute.
+    Raises ConfigError for an unknown name, or if the plugin does not define the kind's attribute.
     """
     attribute = ATTRIBUTES[package]
     if (module := _built_in(package, attribute).get(name)) is not None:
@@ -57,11 +57,11 @@ def load(package: str, name: str) -> Any:
     return _load_entry_point(others[name], attribute)
 
 
-Folders = tuple[tuple[str, int], ...]  # paths, and when each was changed last
+Folders = tuple[tuple[str, int], ...]  # paths, each with the time of its last change
 
 
 def _folders(paths: Iterable[str]) -> Folders:
-    """Return what an engine's start, which asks for the same plugins again and again, can remember them by."""
+    """Return a cache key for lookups in these folders, which an engine's start repeats many times."""
     return tuple((path, os.stat(path).st_mtime_ns if os.path.isdir(path) else 0) for path in paths)
 
 
@@ -87,7 +87,7 @@ def _defining(package: str, attribute: str, folders: Folders) -> Mapping[str, st
 
 
 def _defines(module: str, attribute: str) -> bool:
-    """Whether a module's source defines an attribute; a plugin whose imports are missing is thus listed too."""
+    """Whether a module's source defines an attribute. So a plugin is listed even if its imports are missing."""
     spec = find_spec(module)
     loader = spec.loader if spec else None
     source = loader.get_source(module) if isinstance(loader, InspectLoader) else None
@@ -131,6 +131,7 @@ def _load_entry_point(point: EntryPoint, attribute: str) -> Any:
         ) from error
     if not hasattr(plugin, attribute):
         raise ConfigError(
-            f"plugin {point.name!r} ({point.value}) does not define {attribute!r}", "tell its author, or uninstall it."
+            f"plugin {point.name!r} ({point.value}) does not define {attribute!r}",
+            "uninstall it, or report it to its author.",
         )
     return plugin

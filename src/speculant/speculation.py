@@ -1,4 +1,4 @@
-"""What one request may set about its speculation."""
+"""The settings of speculation that a request may override."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ MAX_PREDICTION = 131_072  # characters of its text, and tokens
 
 @dataclass(frozen=True)
 class Speculation:
-    """What a request may set about its speculation; None = as the engine does.
+    """The settings of speculation that a request may override; None = the engine's own.
 
-    prediction: the caller's guess of the output, text or token ids, for a method that drafts from it.
+    prediction: the caller's guess of the output, as text or token ids, for methods that draft from it.
     """
 
     method: str | None = None
@@ -30,7 +30,7 @@ KEYS = tuple(each.name for each in dataclasses.fields(Speculation))
 
 
 def read_speculation(given: Any) -> bool | Mapping[str, Any] | None:
-    """Check the `speculation` of a request's `SamplingParams`, as far as that is possible without an engine."""
+    """Check the `speculation` of a request's `SamplingParams`, as far as possible without an engine."""
     if given is None or isinstance(given, bool):
         return given
     if not isinstance(given, Mapping):
@@ -45,9 +45,11 @@ def read_speculation(given: Any) -> bool | Mapping[str, Any] | None:
             "use for example 4.",
         )
     if not isinstance(given.get("method", ""), str):
-        raise ConfigError(f"method={given['method']!r} is not the name of a drafter", "leave it out for the usual one.")
+        raise ConfigError(
+            f"method={given['method']!r} is not the name of a drafter", "leave it out for the engine's own."
+        )
     if not isinstance(verifier, str):
-        raise ConfigError(f"verification={verifier!r} is not the name of a rule", 'use for example "auto".')
+        raise ConfigError(f"verification={verifier!r} is not the name of a verifier", 'use for example "auto".')
     if (prediction := Speculation(**given).prediction) is not None:
         _check_prediction(prediction)
     return dict(given)
@@ -55,7 +57,7 @@ def read_speculation(given: Any) -> bool | Mapping[str, Any] | None:
 
 def _check_prediction(given: object) -> None:
     if not isinstance(given, str | list | tuple):
-        raise ConfigError(f"the prediction is a {type(given).__name__}", "give a text or a list of token ids.")
+        raise ConfigError(f"the prediction is a {type(given).__name__}", "give text or a list of token ids.")
     if len(given) > MAX_PREDICTION:
         unit = "characters" if isinstance(given, str) else "tokens"
         raise ConfigError(f"the prediction has {len(given)} {unit}, more than {MAX_PREDICTION}", "shorten it.")

@@ -60,7 +60,7 @@ NATIVE = frozenset(
     }
 )
 CHOOSERS = frozenset({"kernels.suffix_indexes"})  # takes what is native where it was built, else the reference
-INSPECTORS = frozenset({"cli.machine", "cli.probes"})  # `speculant doctor` measures the library itself
+INSPECTORS = frozenset({"cli.doctor"})  # `speculant doctor` measures the library itself
 OUTSIDE_OF_THEORY = frozenset({"numpy"})
 
 

@@ -137,7 +137,7 @@ def test_help_has_these_defaults_and_examples() -> None:
     for benchmark in ("throughput", "latency"):
         shown = " ".join(_invoke(benchmark, "--help", COLUMNS="250").stdout.split())
         assert "0 is greedy; higher is more varied. [default: 0]" in shown
-        assert "Go on after an end token. [default: on]" in shown
+        assert "Continue after an end token. [default: on]" in shown
         assert "--prompt-length" in shown
         assert f"Examples: speculant bench {benchmark}" in shown
         assert "--model" in shown

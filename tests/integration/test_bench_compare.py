@@ -159,7 +159,7 @@ def test_the_history_names_slower_runs(checkpoints: Checkpoints, tmp_path: Path)
     entries[1]["figures"] = {name: dict.fromkeys(each, 0.01) for name, each in entries[0]["figures"].items()}
     path.write_text("\n".join(map(json.dumps, entries)))
     shown = _invoke("history", str(path), code=1).stdout
-    assert "beside 1 earlier runs" in shown
+    assert "compared with 1 earlier runs" in shown
     assert "slower: speculative/plain tokens/s" in shown
     value = json.loads(_invoke("history", str(path), "--json", code=1).stdout)
     assert {change["verdict"] for change in value["benchmarks"][0]["figures"]} == {"slower"}

@@ -156,7 +156,7 @@ def test_the_server_s_refusal_is_shown(
         (("demo", "--dtype", "float31"), "float31", "float32"),
         (("--url", "http://127.0.0.1:1", "--max-num-seqs", "2"), "--max-num-seqs has no meaning", "speculant serve"),
         (("--url", "http://127.0.0.1:1"), "can't be reached", "--url"),
-        (("--url", "nowhere"), "no address", "http://"),
+        (("--url", "nowhere"), "not the address", "http://"),
     ],
 )
 def test_a_mistake_is_explained(arguments: tuple[str, ...], problem: str, fix: str) -> None:

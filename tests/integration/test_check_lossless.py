@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from speculant.cli.check_lossless import DistributionFlags, PairFlags
+from speculant.cli.check_lossless import CheckedEngine, CheckedSampling
 from speculant.cli.main import app
 from speculant.errors import SpeculantError
 from speculant.verification.rejection import Rejection
@@ -186,8 +186,8 @@ def test_json_stays_json_with_bans(checkpoints: Checkpoints) -> None:
 
 
 def _arguments(given: dict[str, Any], method: str | None = None, verification: str | None = None) -> dict[str, Any]:
-    values = {PairFlags.renamed.get(name, name): None for name in PairFlags.names()}
-    return PairFlags({**values, **given}).arguments(method, verification)
+    values = {CheckedEngine.renamed.get(name, name): None for name in CheckedEngine.names()}
+    return CheckedEngine({**values, **given}).arguments(method, verification)
 
 
 def test_the_embedded_pair_is_checked_unless_another_is_named() -> None:
@@ -207,8 +207,8 @@ def test_the_embedded_pair_is_checked_unless_another_is_named() -> None:
 
 
 def test_only_flags_for_distributions_and_ends_are_offered() -> None:
-    assert {"temperature", "stop", "max_tokens"} <= set(DistributionFlags.names())
-    assert not {"n", "seed", "logprobs", "speculation"} & set(DistributionFlags.names())
+    assert {"temperature", "stop", "max_tokens"} <= set(CheckedSampling.names())
+    assert not {"n", "seed", "logprobs", "speculation"} & set(CheckedSampling.names())
 
 
 @pytest.mark.parametrize(

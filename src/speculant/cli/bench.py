@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from speculant.cli import bench_compare, bench_history, bench_serve, bench_sweep
-from speculant.cli.bench_flags import (
+from speculant.cli.bench_io import (
     FEW,
     MANY,
     AsJson,
@@ -21,13 +21,20 @@ from speculant.cli.bench_flags import (
     Report,
     Rounds,
     Trace,
+    show,
+    write_files,
 )
-from speculant.cli.bench_results import show, write_files
-from speculant.cli.flags import BenchSampling, EngineFlags, SamplingFlags, accepts_flags
+from speculant.cli.flags import (
+    BenchSampling,
+    EngineFlags,
+    Profile,
+    SamplingFlags,
+    accepts_flags,
+    accepts_log_level,
+    profiling,
+)
 from speculant.cli.generate import fetch
-from speculant.cli.logs import accepts_log_level
-from speculant.cli.profile import Profile, profiling
-from speculant.cli.terminal import WholeSummaries, examples, progress, progress_of_runs
+from speculant.cli.terminal import command_group, examples, progress, progress_of_runs
 from speculant.config import EngineConfig
 from speculant.errors import ConfigError
 from speculant.lab.bench.outputs import OutputFiles
@@ -59,7 +66,7 @@ OTHERS = {
 }
 EXAMPLES = examples(*(f"speculant bench {name} --help" for name in ("throughput", "latency", *OTHERS)))
 
-app = typer.Typer(cls=WholeSummaries, no_args_is_help=True)
+app = command_group(epilog=EXAMPLES)
 for _name, (_command, _examples) in OTHERS.items():
     app.command(_name, epilog=_examples)(accepts_log_level(_command))
 
@@ -74,12 +81,12 @@ def bench() -> None:
 
 
 Rate = Annotated[float | None, typer.Option(help="Prompts that arrive per second; left out, all come at once.")]
-Sequential = Annotated[bool, typer.Option("--sequential", help="Run the prompts one at a time too, to compare.")]
+Sequential = Annotated[bool, typer.Option("--sequential", help="Also run the prompts one at a time, to compare.")]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The settings of a benchmark. `alone`: prompts run one at a time; `alone_too`: in both ways."""
+    """The settings of a benchmark. alone: prompts run one at a time. alone_too: once together, once one at a time."""
 
     benchmark: str
     workloads: Sequence[WorkloadConfig]
@@ -115,8 +122,8 @@ def throughput(
 ) -> None:
     """Measure the tokens per second of many prompts that run together.
 
-    Also: steps, tokens per step, acceptance, preemptions, prompt tokens found in the prefix cache and
-    the largest number of cache blocks in use. A figure is its median over the rounds, with quartiles.
+    It also shows steps, tokens per step, acceptance, preemptions, prompt tokens found in the prefix
+    cache and the largest number of cache blocks in use. Each figure is a median over the rounds, with quartiles.
     """
     configs = [WorkloadConfig(prompts, num_prompts, length, request_rate) for length in _each(prompt_lengths)]
     files = OutputFiles(profile, report, trace, history)
@@ -188,7 +195,7 @@ def _measure(plan: Plan, runtime: Runtime, workloads: Sequence[Workload], ways: 
 
     num_runs = len(workloads) * len(ways) * plan.rounds
     with profiling(runtime.engine, plan.files.profile), progress_of_runs(num_runs) as runs:
-        return [measure(ways, workload, plan.rounds, runs.begin, runs.tell) for workload in workloads]
+        return [measure(ways, workload, plan.rounds, runs.begin, runs.show) for workload in workloads]
 
 
 def _document(plan: Plan, config: EngineConfig, runtime: Runtime, cases: Sequence[BenchCase]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`speculant bench compare`: several ways to draft for one model, beside plain decoding in the same run."""
+"""`speculant bench compare`: several ways to draft for one model, and plain decoding, in the same run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from speculant.cli.bench_flags import (
+from speculant.cli.bench_io import (
     FEW,
     AsJson,
     FewNumber,
@@ -18,8 +18,9 @@ from speculant.cli.bench_flags import (
     Rounds,
     Target,
     Trace,
+    show,
+    write_files,
 )
-from speculant.cli.bench_results import show, write_files
 from speculant.cli.flags import BenchSampling, EngineFlags, accepts_flags, parse_mapping
 from speculant.cli.generate import fetch
 from speculant.cli.terminal import examples, progress, progress_of_runs
@@ -82,12 +83,12 @@ def compare(
 ) -> None:
     """Measure several ways to draft, and plain decoding, in turn on the same prompts.
 
-    A way is a method, a method with a draft length, or a setting. Each has an engine of its own; all share the model.
-    If no way is named, these are compared: what the engine does by itself, the draft model alone if there is one, and
-    the methods that look drafts up in text.
+    A way is a method, a method with a draft length, or a setting. Each has its own engine; all share the model. If none
+    is named, these are compared: the engine's default, the draft model alone if there is one, and the methods that
+    look up drafts in text.
 
-    The table has the speed between tokens over plain decoding, measured and by the formula, with quartiles of the
-    rounds, tokens per pass, and accepted / tested draft tokens with their 95% interval.
+    The table shows the speed relative to plain decoding, measured with quartiles over the rounds and predicted by the
+    formula, then tokens per pass, and accepted / tested draft tokens with their 95% interval.
     """
     if rounds < 1:
         raise ConfigError(f"rounds={rounds} is not above 0", "use --rounds 5, or 1 for a quick look.")
@@ -132,4 +133,4 @@ def _measure(ways: Mapping[str, Way], workloads: Sequence[Workload], rounds: int
     from speculant.lab.bench.measuring import measure
 
     with progress_of_runs(len(workloads) * len(ways) * rounds) as runs:
-        return [measure(ways, workload, rounds, runs.begin, runs.tell) for workload in workloads]
+        return [measure(ways, workload, rounds, runs.begin, runs.show) for workload in workloads]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from speculant.cli.bench_flags import AsJson
+from speculant.cli.bench_io import AsJson
 from speculant.cli.terminal import examples, print_json, results
 
 if TYPE_CHECKING:
@@ -34,9 +34,9 @@ def history(
 ) -> None:
     """Compare the newest run of each benchmark with the earlier ones, and say what became slower.
 
-    Compared are ratios of one command on one machine: the newest run with the median of the earlier ones. A figure is
-    slower if its quartiles lie below all that is usual: the quartiles of a typical run, and of the runs' medians.
-    The exit code is 1 if any figure is slower.
+    It compares ratios of one command on one machine: the newest run with the median of the earlier ones. A figure is
+    slower if its quartiles lie below the quartiles of a typical run, and below those of the runs' medians. The exit
+    code is 1 if any figure is slower.
     """
     from speculant.lab.bench.history import compare, read
 
@@ -70,7 +70,7 @@ def _show(benchmarks: Sequence[Mapping[str, Any]], slower: Sequence[Mapping[str,
     console = results()
     for each in benchmarks:
         console.print(f"{each['command']}", style="bold")
-        console.print(f"revision {each['revision']} of {each['date']} beside {each['earlier']} earlier runs")
+        console.print(f"revision {each['revision']} of {each['date']}, compared with {each['earlier']} earlier runs")
         if not each["figures"]:
             console.print("nothing to compare with\n")
             continue

@@ -1,4 +1,4 @@
-"""`speculant bench serve`: what a server bears, and how long its users wait."""
+"""`speculant bench serve`: how much load a server handles, and how long its users wait."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
-from speculant.cli.bench_flags import AsJson, History
-from speculant.cli.chat_models import RemotePartner
+from speculant.cli.bench_io import AsJson, History
+from speculant.cli.chat_backends import RemoteChatBackend
 from speculant.cli.flags import NEW_TOKENS, BenchSampling, EngineFlags, accepts_flags
 from speculant.cli.generate import fetch
 from speculant.cli.terminal import examples, messages, print_json, progress, progress_of_runs, results
@@ -26,11 +26,11 @@ EXAMPLES = examples(
     "speculant bench serve demo --draft-model demo --max-waiting 8 --load 1 --load 4",
     "speculant bench serve --url http://127.0.0.1:8000 --clients 64 --max-tokens 64 --prompts prompts.jsonl",
 )
-CLIENTS = 32  # of a server whose max_num_seqs is not known
+CLIENTS = 32  # for a server whose max_num_seqs is unknown
 PROMPTS = 256  # built-in ones
 LOADS = (0.5, 1.0, 2.0)
-NO_SWITCH = "this server has no switch for speculation: it was measured as it is"
-_UNFIT = ("n", "beam_width")  # their tokens have no times of their own
+NO_SWITCH = "speculation can't be switched on this server: it was measured as it is"
+_UNFIT = ("n", "beam_width")  # with these, tokens have no times of their own
 
 Target = Annotated[
     str | None, typer.Argument(metavar="MODEL", help="Serve this model: a folder, a Hugging Face id, or demo.")
@@ -41,22 +41,22 @@ ApiKey = Annotated[
     typer.Option(envvar="SPECULANT_API_KEY", help="The server's key. [env: SPECULANT_API_KEY]", show_envvar=False),
 ]
 Prompts = Annotated[
-    str, typer.Option(help="code (built in), or a file: a prompt a line, or JSON lines as those of Spec-Bench.")
+    str, typer.Option(help="code (built in), or a file: a prompt per line, or JSON lines in the form of Spec-Bench.")
 ]
 Loads = Annotated[
     list[float] | None,
     typer.Option("--load", help="Arrivals as a multiple of the capacity; can be repeated. [default: 0.5, 1, 2]"),
 ]
-Seconds = Annotated[float, typer.Option(help="Seconds in which requests come, in each run.")]
-Rounds = Annotated[int, typer.Option(help="How often each run is repeated.")]
+Seconds = Annotated[float, typer.Option(help="Seconds during which requests arrive, in each run.")]
+Rounds = Annotated[int, typer.Option(help="Repetitions of each run.")]
 Clients = Annotated[
     int | None,
     typer.Option(
-        help="Clients that find the capacity: as many sequences as run at a time, or more."
+        help="Clients that measure the capacity, at least as many as sequences run at a time."
         f" [default: max_num_seqs; {CLIENTS} with --url]"
     ),
 ]
-Seed = Annotated[int, typer.Option(help="Seeds the times at which requests come.")]
+Seed = Annotated[int, typer.Option(help="Seed of the times at which requests arrive.")]
 
 
 @accepts_flags
@@ -78,11 +78,12 @@ def serve(
 ) -> None:
     """Measure a server under load: throughput and latencies, with speculation on and off.
 
-    First its capacity: requests per second without speculation while clients ask again as soon as they are answered.
-    Then requests come at random times, at multiples of the capacity, whether or not others were answered. Both modes
-    get the same requests at the same times, in turn. Latencies count from when a request was due.
+    First the capacity: requests per second without speculation, while each client sends its next request as soon as it
+    has an answer. Then requests arrive at random times, at multiples of the capacity, whether or not earlier ones were
+    answered. Both modes get the same requests at the same times, in turn. Latencies count from the time at which a
+    request was due.
 
-    Without --url a server is started, in a process of its own that ends with the command.
+    Without --url a server is started in a process of its own, which ends with the command.
     """
     from speculant.lab.bench.http_load import Load, connector
     from speculant.lab.bench.serving_load import LoadPlan, document, measure_serving
@@ -95,7 +96,7 @@ def serve(
     plan = LoadPlan(most, tuple(loads or LOADS), seconds, rounds, arrival_seed)
     fields, chosen, connect = _fields(sampling), server_prompts(prompts, PROMPTS), connector(api_key)
     with _running(url, config, engine) as address:
-        server = RemotePartner(address, target if url and target else named, api_key)
+        server = RemoteChatBackend(address, target if url and target else named, api_key)
         load, modes = Load(partial(connect, address), chosen), _modes(server, fields)
         with progress_of_runs(plan.num_runs(len(modes))) as runs:
             measured = measure_serving(load, modes, plan, runs.begin)
@@ -118,7 +119,7 @@ def serve(
 
 
 def _fields(sampling: BenchSampling) -> dict[str, Any]:
-    """Return the fields that all requests have. Raises ConfigError for those that can't be measured."""
+    """Return the fields of all requests. Raises ConfigError for settings that can't be measured."""
     if unfit := [name for name in _UNFIT if name in sampling.given]:
         flag = unfit[0].replace("_", "-")
         raise ConfigError(f"--{flag} has no meaning under load", "leave it out: each request has one answer.")
@@ -133,7 +134,7 @@ def _comparable(sampling: BenchSampling) -> bool:
 
 @contextmanager
 def _running(url: str | None, config: EngineConfig | None, engine: EngineFlags) -> Iterator[str]:
-    """Yield the address of the server. It is started, and ended with the block, if it is not there."""
+    """Yield the address of the server. Without a URL it is started, and ends with the block."""
     if config is None:
         assert url is not None
         yield url.rstrip("/").removesuffix("/v1")
@@ -147,7 +148,7 @@ def _running(url: str | None, config: EngineConfig | None, engine: EngineFlags) 
         yield address
 
 
-def _modes(server: RemotePartner, fields: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def _modes(server: RemoteChatBackend, fields: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Return the fields of each mode's requests: plain ones and, if the server drafts for them, speculative ones."""
     from speculant.lab.bench.measuring import PLAIN, SPECULATIVE
 
@@ -164,7 +165,7 @@ def _show(introduction: str, value: Mapping[str, Any]) -> None:
 
     console, plan = results(), value["plan"]
     console.print(introduction)
-    loop = f"{plan['clients']} clients that ask again as soon as they are answered"
+    loop = f"{plan['clients']} clients, each sending its next request as soon as it has an answer"
     console.print(f"\ncapacity: {loop}; {described_rounds(plan['rounds'])}\n", style="bold")
     for table in tables("serve", value["capacity"]):
         console.print(table)

@@ -6,8 +6,19 @@ from typing import Annotated
 
 import typer
 
-from speculant.cli.bench_flags import FEW, AsJson, FewNumber, History, Prompts, Report, Rounds, Target, Trace
-from speculant.cli.bench_results import show, write_files
+from speculant.cli.bench_io import (
+    FEW,
+    AsJson,
+    FewNumber,
+    History,
+    Prompts,
+    Report,
+    Rounds,
+    Target,
+    Trace,
+    show,
+    write_files,
+)
 from speculant.cli.flags import BenchSampling, EngineFlags, accepts_flags
 from speculant.cli.generate import fetch
 from speculant.cli.terminal import examples, progress_of_parts, progress_of_runs
@@ -49,11 +60,11 @@ def sweep(
     sampling: BenchSampling,
     engine: EngineFlags,
 ) -> None:
-    """Measure a draft model's speed over plain decoding by draft length and batch size, beside the predicted one.
+    """Measure and predict a draft model's speed over plain decoding, by draft length and batch size.
 
-    The prediction comes first: from the acceptance along the target's own texts for these prompts, and from what steps
-    with drafts of these lengths cost. Then plain decoding and all lengths run in turn. A batch always runs whole, so
-    that the number of prompts is rounded up to a multiple of it. The draft's weights stay as they are unless
+    The prediction comes first, from the acceptance rate on the target's own texts for these prompts and the time of
+    steps with drafts of these lengths. Then plain decoding and all lengths run in turn. Batches are always full, so the
+    number of prompts is rounded up to a multiple of the batch size. The draft's weights stay as they are unless
     --draft-quantization names a type.
     """
     from speculant.lab.bench import sweep as sweeping
@@ -73,7 +84,7 @@ def sweep(
     with progress_of_parts() as parts:
         predicted = sweeping.predict_sweep(config, plan, params, parts.begin)
     with progress_of_runs(plan.num_runs) as runs:
-        found = sweeping.measure_sweep(predicted, plan, params, runs.begin, runs.tell)
+        found = sweeping.measure_sweep(predicted, plan, params, runs.begin, runs.show)
     value = sweeping.swept(config, plan, found)
     best = [sweeping.way_of(case["best"]["found"]["length"]) for case in value["cases"]]
     shown = [{name: each.ways[name] for name in (PLAIN, way)} for each, way in zip(found, best, strict=True)]

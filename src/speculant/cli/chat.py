@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from speculant.cli.chat_models import LocalPartner, Partner, Piece, RemotePartner
+from speculant.cli.chat_backends import AnswerPiece, ChatBackend, LocalChatBackend, RemoteChatBackend
 from speculant.cli.demo import ACCEPTED
 from speculant.cli.flags import EngineFlags, SamplingFlags, accepts_flags
 from speculant.cli.generate import fetch, load
@@ -35,14 +35,16 @@ COMMANDS = {
     "/speculation": "on or off: switch speculation",
     "/system": "TEXT: set the system message; without TEXT, remove it",
 }
-_UNFIT = ("n", "beam_width", "logprobs", "prompt_logprobs")  # what a conversation has no place for
-_CONTROL = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160)])  # could drive a terminal; not tab, not newline
+_UNFIT = ("n", "beam_width", "logprobs", "prompt_logprobs")  # settings that make no sense in a conversation
+_CONTROL = dict.fromkeys(
+    [*range(9), *range(11, 32), *range(127, 160)]
+)  # characters that control a terminal, but not tab and newline
 
 
 @accepts_flags
 def chat(
     url: Annotated[
-        str | None, typer.Option(help="Talk to this server with OpenAI's API; --model names its model.")
+        str | None, typer.Option(help="Talk to this server, by OpenAI's API; --model names its model.")
     ] = None,
     api_key: Annotated[
         str | None,
@@ -51,7 +53,7 @@ def chat(
     system: Annotated[str | None, typer.Option(help="The system message.")] = None,
     verbose: Annotated[
         bool,
-        typer.Option("--verbose", help="Show after each answer the figures of speculation and the weights in use."),
+        typer.Option("--verbose", help="After each answer, show figures on speculation and the weights in use."),
     ] = False,
     *,
     sampling: SamplingFlags,
@@ -68,11 +70,11 @@ def chat(
             f"--{flag} has no meaning in a conversation", "leave it out, or use speculant generate --chat."
         )
     sampling.params()  # checks ranges before anything is loaded
-    partner = _local(sampling, engine) if url is None else _remote(url, api_key, sampling, engine)
-    Conversation(partner, system, sys.stdin.isatty(), verbose).run()
+    backend = _local(sampling, engine) if url is None else _remote(url, api_key, sampling, engine)
+    Conversation(backend, system, sys.stdin.isatty(), verbose).run()
 
 
-def _local(sampling: SamplingFlags, engine: EngineFlags) -> Partner:
+def _local(sampling: SamplingFlags, engine: EngineFlags) -> ChatBackend:
     values = engine.values()
     fetch(EngineConfig.from_arguments(**values))
     with progress("Loading the models"):
@@ -80,31 +82,31 @@ def _local(sampling: SamplingFlags, engine: EngineFlags) -> Partner:
     llm.render_chat(
         [{"role": "user", "content": "Hi"}]
     )  # a model without a template is refused before anything is typed
-    return LocalPartner(llm, sampling.params(llm.default_params))
+    return LocalChatBackend(llm, sampling.params(llm.default_params))
 
 
-def _remote(url: str, api_key: str | None, sampling: SamplingFlags, engine: EngineFlags) -> Partner:
-    return RemotePartner(url, engine.remote_model(), api_key, sampling.fields())
+def _remote(url: str, api_key: str | None, sampling: SamplingFlags, engine: EngineFlags) -> ChatBackend:
+    return RemoteChatBackend(url, engine.remote_model(), api_key, sampling.fields())
 
 
 @dataclass
 class Conversation:
     """The conversation so far, and the settings of the next answers.
 
-    interactive: somebody types, and sees errors at once. verbose: each answer is followed by the figures of
-    speculation, not by its speed alone.
+    interactive: input is typed, and errors are shown at once. verbose: each answer is followed by its speed and by
+    figures on speculation.
     """
 
-    partner: Partner
+    backend: ChatBackend
     system: str | None
     interactive: bool
     verbose: bool = False
     turns: list[dict[str, Any]] = field(default_factory=list)
-    speculating: bool | None = None  # None = as the flags say
+    speculating: bool | None = None  # None = as set by the flags
 
     def run(self) -> None:
-        """Converse until the end of the input. Raises SpeculantError, unless it is shown to somebody who types."""
-        _tell(self.partner.introduction + ("; /help lists the commands" if self.interactive else ""))
+        """Answer until the input ends. An interactive session shows a SpeculantError; otherwise it is raised."""
+        _notify(self.backend.introduction + ("; /help lists the commands" if self.interactive else ""))
         for line in _lines(self.interactive):
             try:
                 if line == "/exit":
@@ -116,7 +118,7 @@ class Conversation:
                 show_error(error)
 
     def read(self, line: str) -> None:
-        """Obey a command, or answer a message."""
+        """Run a command, or answer a message."""
         if not line.startswith("/"):
             self._answer(line)
             return
@@ -124,33 +126,33 @@ class Conversation:
         match command:
             case "/reset":
                 self.turns.clear()
-                _tell("the conversation is empty")
+                _notify("the conversation is empty")
             case "/system":
                 self.system = value.strip() or None
-                _tell("the system message is set" if self.system else "there is no system message")
+                _notify("the system message is set" if self.system else "there is no system message")
             case "/speculation":
                 self._switch(value.strip())
             case "/help":
-                _tell("\n".join(f"{name:14}{meaning}" for name, meaning in COMMANDS.items()))
+                _notify("\n".join(f"{name:14}{meaning}" for name, meaning in COMMANDS.items()))
             case _:
                 raise RequestError(f"there is no command {command}", suggest(command, COMMANDS))
 
     def _switch(self, value: str) -> None:
         if value not in ("on", "off"):
             raise RequestError(f"speculation can't be set to {value!r}", "write /speculation on, or /speculation off.")
-        if not self.partner.can_switch:
+        if not self.backend.can_switch:
             raise RequestError("speculation can't be switched here", "give a draft model, or a server that has one.")
         self.speculating = value == "on"
-        _tell(f"speculation is {value}")
+        _notify(f"speculation is {value}")
 
     def _answer(self, line: str) -> None:
-        """Show the answer to a message. Both become part of the conversation, unless there is no answer."""
+        """Show the answer to a message. Both become part of the conversation, unless the answer is empty."""
         message, said = {"role": "user", "content": line}, list[str]()
         opening = [{"role": "system", "content": self.system}] if self.system else []
         console, summary = results(), "stopped"
-        with closing(self.partner.answer([*opening, *self.turns, message], self.speculating)) as pieces:
+        with closing(self.backend.answer([*opening, *self.turns, message], self.speculating)) as pieces:
             try:
-                with _stoppable(self.partner.waits) as stopped:
+                with _stoppable(self.backend.waits) as stopped:
                     while not stopped.is_set():
                         piece = next(pieces)
                         said += [] if piece.reasoning else [piece.text]
@@ -158,22 +160,22 @@ class Conversation:
             except StopIteration as end:
                 summary = end.value.full if self.verbose else end.value.brief
             except KeyboardInterrupt:
-                if not self.partner.waits:
+                if not self.backend.waits:
                     raise
             finally:
                 console.file.write("\n")
                 console.file.flush()
         if text := "".join(said):
             self.turns += [message, {"role": "assistant", "content": text}]
-        _tell(summary)
+        _notify(summary)
 
 
-def _tell(text: str) -> None:
+def _notify(text: str) -> None:
     messages().print(text, style="dim")
 
 
-def _show(console: Console, piece: Piece) -> None:
-    """Print a piece at once: in colours on a terminal that has them, else as it is."""
+def _show(console: Console, piece: AnswerPiece) -> None:
+    """Print a piece at once: in colour on a terminal that has colours, otherwise verbatim."""
     text = piece.text.translate(_CONTROL) if console.is_terminal else piece.text
     style = "dim" if piece.reasoning else ACCEPTED if piece.drafted else ""
     if style and console.is_terminal and not console.no_color:
@@ -184,7 +186,7 @@ def _show(console: Console, piece: Piece) -> None:
 
 
 def _lines(interactive: bool) -> Iterator[str]:
-    """Yield what is typed or piped, without empty lines. Ctrl-C empties the line, Ctrl-D ends the input."""
+    """Yield the typed or piped lines that are not empty. Ctrl-C empties the line, Ctrl-D ends the input."""
     if not interactive:
         yield from _piped_lines()
         return
@@ -208,14 +210,14 @@ def _piped_lines() -> Iterator[str]:
             if line.strip():
                 yield line.strip()
     except UnicodeDecodeError as error:
-        raise RequestError(f"the input is no text: {error}", f"write {sys.stdin.encoding}.") from error
+        raise RequestError(f"the input is not valid text: {error}", f"write {sys.stdin.encoding}.") from error
 
 
 @contextmanager
 def _stoppable(at_once: bool) -> Iterator[threading.Event]:
-    """Let Ctrl-C set the event that is yielded, or raise KeyboardInterrupt: `at_once`, or the second time.
+    """Yield an event that Ctrl-C sets. With `at_once`, or the second time, Ctrl-C raises KeyboardInterrupt instead.
 
-    An engine's step must not be broken off, as its state would be half changed; a call that waits for a server may be.
+    Interrupting an engine's step would leave its state half changed. A call that waits for a server can be interrupted.
     """
     stopped = threading.Event()
 

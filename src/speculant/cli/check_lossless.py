@@ -28,23 +28,13 @@ EXAMPLES = examples(
     "speculant check-lossless --model ./llama --method ngram --prompt 'def read(path):' --prompt 'import os'",
     """speculant check-lossless --speculative-config '{"model": "demo", "tree": [2, 1]}'""",
 )
-WITHOUT = (
-    *("n", "seed", "logprobs", "prompt_logprobs", "speculation"),
-    *("skip_special_tokens", "include_stop_str_in_output", "beam_width", "length_penalty"),
-    *("detokenize", "truncate_prompt_tokens", "bad_words", "allowed_token_ids"),
-)  # sampling flags that do not change a distribution, or that the check sets itself
 EXIT_FAILED = 1
 NUM_PROMPTS = 8  # of built-in code
 PASSED, FAILED = "green", "bold red"  # styles
 
 
-class PairFlags(EngineFlags):
-    """The same flags; the default is the embedded pair."""
-
-    @classmethod
-    def names(cls) -> list[str]:
-        """See `FlagGroup.names`."""
-        return EngineFlags.names()
+class CheckedEngine(EngineFlags):
+    """The engine's flags; the default is the embedded pair."""
 
     def arguments(self, method: str | None, verification: str | None) -> dict[str, Any]:
         """Return the engine's arguments; method and verification are keys of its speculative_config too."""
@@ -57,7 +47,7 @@ class PairFlags(EngineFlags):
                 raise ConfigError(
                     f"{key} is given twice, as {value!r} and as {config[key]!r} in --speculative-config", "keep one."
                 )
-        config.setdefault("draft_length", "fixed")  # drafts are tested whether they pay or not
+        config.setdefault("draft_length", "fixed")  # so that drafts are made even where they don't pay
         return {**values, "speculative_config": config}
 
 
@@ -66,22 +56,23 @@ def _embedded(drafting: bool, draft_model: str | None = None, **values: Any) -> 
     return dict(values, model="demo", draft_model=draft_model if drafting or draft_model else "demo")
 
 
-class DistributionFlags(SamplingFlags):
-    """The flags that determine distributions and stops; the check sets the seeds."""
+class CheckedSampling(SamplingFlags):
+    """The flags that determine distributions and ends; the check sets the seeds."""
 
-    @classmethod
-    def names(cls) -> list[str]:
-        """See `FlagGroup.names`."""
-        return [name for name in SamplingFlags.names() if name not in WITHOUT]
+    left_out = (
+        *("n", "seed", "logprobs", "prompt_logprobs", "speculation"),
+        *("skip_special_tokens", "include_stop_str_in_output", "beam_width", "length_penalty"),
+        *("detokenize", "truncate_prompt_tokens", "bad_words", "allowed_token_ids"),
+    )
 
 
 Prompts = Annotated[
     list[str] | None, typer.Option("--prompt", help="A prompt; can be repeated. Without it, built-in code.")
 ]
-Method = Annotated[str | None, typer.Option(help="What drafts [default: the draft model].")]
+Method = Annotated[str | None, typer.Option(help="The drafting method [default: the draft model].")]
 Verification = Annotated[str | None, typer.Option(help="The verifier of drafts [default: auto].")]
 Cases = Annotated[int, typer.Option(help="Random pairs of distributions to enumerate.")]
-Texts = Annotated[int, typer.Option(help="Texts to draw and to test: four times as many find half the shift.")]
+Texts = Annotated[int, typer.Option(help="Texts to sample and test; four times as many detect half the shift.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the report as JSON.")]
 
 
@@ -94,14 +85,14 @@ def check_lossless(
     texts: Texts = 64,
     as_json: AsJson = False,
     *,
-    sampling: DistributionFlags,
-    engine: PairFlags,
+    sampling: CheckedSampling,
+    engine: CheckedEngine,
 ) -> None:
     """Check that speculation preserves the target's distribution, for a pair of models and a drafter.
 
     Proves it on tables, by following every branch of the real engine. Tests on the pair that tokens
-    follow the target's distribution, with the smallest shift that the test can detect. Compares greedy and
-    seeded texts with and without speculation. Exits with 1 if any of these fails.
+    follow the target's distribution, and prints the smallest shift that the test can detect. Compares
+    greedy and seeded texts with and without speculation. The exit code is 1 if any of these fails.
     """
     params = sampling.params()
     config = EngineConfig.from_arguments(**{"use_speculative_decoding": True} | engine.arguments(method, verification))
@@ -127,7 +118,7 @@ def _check_settings(config: EngineConfig, params: SamplingParams, sizes: Mapping
             raise ConfigError(f"{name}={size} is not above 0", f"use for example --{name} 50.")
     if params.greedy:
         raise ConfigError(
-            "temperature=0 draws nothing that could be tested", "leave it out; greedy texts are compared in any case."
+            "temperature=0 samples nothing that could be tested", "leave it out; greedy texts are compared in any case."
         )
     if config.speculative() is None:
         raise ConfigError(
@@ -158,7 +149,7 @@ def _check(
 
 
 class _Shown:
-    """Prints each part of the report when it is there. The first part of a section has the heading before it."""
+    """Prints each part of the report as soon as it is known, with a heading before the first part of a section."""
 
     def __init__(self, parts: Parts) -> None:
         self._parts, self._console = parts, results()
@@ -214,7 +205,7 @@ def _show_proof(console: Console, proof: Mapping[str, Any]) -> None:
     found = f"    the output's joint distribution is within {proof['largest_deviation']:.1e} of the target's"
     console.print(f"{found} ({proof['tolerance']:.0e} is rounding); {proof['mean_accepted']:.2f} accepted on average")
     if proof["error"]:
-        console.print(f"    broke off: {proof['error']}")
+        console.print(f"    stopped early: {proof['error']}")
 
 
 def _span(values: Sequence[int]) -> str:
@@ -237,7 +228,7 @@ def _show_tests(console: Console, value: Mapping[str, Any]) -> None:
     console.print(table)
     for score in scores:
         console.print(f"  {score['test']}: {_strength(score)}")
-    console.print(f"  tokens that the target can't say: {impossible['observed']} ", end="")
+    console.print(f"  tokens that the target can't produce: {impossible['observed']} ", end="")
     _mark(console, impossible["passed"])
 
 
@@ -263,7 +254,7 @@ def _show_identity(console: Console, each: Mapping[str, Any]) -> None:
 
 
 def _difference(each: Mapping[str, Any]) -> str:
-    """Return what a difference of texts means."""
+    """Return an explanation of why texts differ."""
     gap = each["first_difference_gap_nats"]
     where = "nowhere near a tie" if gap is None else f"first difference at a gap of at most {gap:.2g} nats"
     if each["bitwise"]:

@@ -1,11 +1,11 @@
-"""`speculant check-pair`: whether a draft model or a head pays for a target here, and with which settings."""
+"""`speculant check-pair`: whether a draft model or a head speeds up a target here, and with which settings."""
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 from rich.console import Console
@@ -39,33 +39,24 @@ BEST = "bold green"
 
 
 class PairFlags(EngineFlags):
-    """How both models are computed; those that the result names are left out."""
+    """The flags for computing both models; the result names the others."""
 
-    @classmethod
-    def names(cls) -> list[str]:
-        """See `FlagGroup.names`."""
-        return ["dtype", "device", "kernels", "quantization"]
+    left_out = frozenset(EngineFlags.names()) - {"dtype", "device", "kernels", "quantization"}
 
 
-class DistributionFlags(SamplingFlags):
+class PairSampling(SamplingFlags):
     """The flags that determine distributions; greedy by default."""
 
-    @classmethod
-    def names(cls) -> list[str]:
-        """See `FlagGroup.names`."""
-        return ["temperature", "top_k", "top_p", "min_p"]
-
-    @classmethod
-    def _default_text(cls, name: str) -> str:
-        return " [default: 0]" if name == "temperature" else super()._default_text(name)
+    left_out = frozenset(SamplingFlags.names()) - {"temperature", "top_k", "top_p", "min_p"}
+    defaults: ClassVar[Mapping[str, object]] = {"temperature": 0}
 
 
 Target = Annotated[str, typer.Argument(help="The target: a folder, a Hugging Face id, or demo.")]
-Draft = Annotated[str | None, typer.Argument(help="What drafts, a model or a head: a folder, an id, or demo.")]
+Draft = Annotated[str | None, typer.Argument(help="The draft model or head: a folder, an id, or demo.")]
 Method = Annotated[
-    str | None, typer.Option(help="How it drafts, such as medusa, eagle or early_exit. Without it, as a draft model.")
+    str | None, typer.Option(help="How it drafts, such as medusa, eagle or early_exit [default: as a draft model].")
 ]
-Prompts = Annotated[str, typer.Option(help="code (built in), random (token ids), or a file with one prompt a line.")]
+Prompts = Annotated[str, typer.Option(help="code (built in), random (token ids), or a file with one prompt per line.")]
 Tokens = Annotated[int, typer.Option(help="Tokens that the target generates for each prompt.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print everything that was measured as JSON.")]
 
@@ -79,16 +70,16 @@ def check_pair(
     tokens: Tokens = 64,
     as_json: AsJson = False,
     *,
-    sampling: DistributionFlags,
+    sampling: PairSampling,
     engine: PairFlags,
 ) -> None:
-    """Measure whether a draft model or a head pays for a target, and say which flags to use.
+    """Measure whether a draft model or a head speeds up a target, and recommend flags.
 
-    Compares the tokenizers and sizes. Lets the target write texts and measures how often the draft's tokens are
-    accepted, what steps with drafts of different lengths cost, and all of that for the draft in each type of
-    weights that the kernels have. Predicts the speed of each length from it, and measures the best one against
-    plain decoding. The embedded pair takes about 20 seconds. What a head's drafts bring is seen by drafting with each
-    of some lengths.
+    Compares tokenizers and sizes. On texts that the target writes, it measures how often draft tokens are
+    accepted and how long steps with drafts of several lengths take, for each type of draft weights that the
+    kernels support. From this it predicts the speed of each draft length, and measures the best one against
+    plain decoding. For a head it measures several draft lengths directly. The embedded pair takes about
+    20 seconds.
     """
     if tokens < FEWEST_TOKENS:
         raise ConfigError(f"tokens={tokens} is too few to measure", f"use --tokens {FEWEST_TOKENS} or more.")
@@ -119,7 +110,7 @@ def _check(config: EngineConfig, workload: WorkloadConfig, params: SamplingParam
 
 
 def document(config: EngineConfig, findings: Findings) -> dict[str, Any]:
-    """Return the findings as `--json` prints them; `verify_curve` is what `speculant plan` reads."""
+    """Return the findings as `--json` prints them; `speculant plan` reads `verify_curve`."""
     usual, chosen = findings.predictions["none"].costs, findings.predictions[findings.chosen]
     costs = [time / usual.other_s[0] for time in usual.other_s]
     tokens = [length + 1 for length in usual.lengths]
@@ -130,7 +121,7 @@ def document(config: EngineConfig, findings: Findings) -> dict[str, Any]:
         "draft": asdict(findings.draft),
         "draft_lacks_tokens": findings.lacks,
         "size_ratio": findings.draft.parameters / findings.target.parameters,
-        "sampling": {name: getattr(findings.params, name) for name in DistributionFlags.names()},
+        "sampling": {name: getattr(findings.params, name) for name in PairSampling.names()},
         "texts": findings.num_texts,
         "step_ms": 1e3 * usual.plain_s,
         "verification": {"tokens": tokens, "cost": costs},
@@ -228,7 +219,7 @@ def _show(console: Console, value: Mapping[str, Any]) -> None:
     )
     if measured["alpha"] is not None:
         console.print(
-            f"accepted of what was tested: {_interval(measured['alpha'])}, verified by {measured['verification']}"
+            f"accepted / tested tokens: {_interval(measured['alpha'])}, verified by {measured['verification']}"
         )
     if measured["identical_outputs"] is not None:
         console.print(f"outputs identical to plain: {measured['identical_outputs']} of {measured['outputs']}")
@@ -236,7 +227,7 @@ def _show(console: Console, value: Mapping[str, Any]) -> None:
 
 
 def _show_acceptance(console: Console, value: Mapping[str, Any]) -> None:
-    """Print alpha and the costs of drafting by type of the draft's weights, and the costs of verification."""
+    """Print alpha and the costs of drafting for each type of draft weights, and the costs of verification."""
     usual = value["precisions"]["none"]
     first = usual["alpha"]
     greedy = value["sampling"]["temperature"] == 0
@@ -257,11 +248,11 @@ def _show_acceptance(console: Console, value: Mapping[str, Any]) -> None:
         )
     console.print(table)
     if usual["correlation"] is not None:
-        console.print(f"correlation of the acceptance of neighbours: {usual['correlation']:.2f}")
+        console.print(f"correlation of acceptance between neighbouring tokens: {usual['correlation']:.2f}")
     by_tokens = dict(zip(value["verification"]["tokens"], value["verification"]["cost"], strict=True))
     shown = ", ".join(f"{tokens}: {by_tokens[tokens]:.2f}" for tokens in SHOWN if tokens in by_tokens)
     console.print(
-        f"costs are in steps of plain decoding, {value['step_ms']:.2f} ms; a step by tokens of its pass: {shown}"
+        f"costs are relative to a step of plain decoding, {value['step_ms']:.2f} ms; steps by tokens per pass: {shown}"
     )
 
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import time
+import uuid
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from speculant.cli.comparison import Run, RunPair, pool, run, summary
 from speculant.cli.terminal import examples, print_json, progress, results
+from speculant.metrics import SpeculationMetrics
 from speculant.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -45,20 +48,20 @@ def demo(
         int | None, typer.Option(help="Tokens to draft per step [default: 3, or the method's].")
     ] = None,
     method: Annotated[
-        str | None, typer.Option(help="What drafts: another method than the embedded draft model.")
+        str | None, typer.Option(help="A drafting method to use instead of the embedded draft model.")
     ] = None,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.8,
     top_p: Annotated[float, typer.Option(help="Sample among the likeliest tokens of this total probability.")] = 0.9,
-    seed: Annotated[int | None, typer.Option(help="Seed of all prompts; left out, each has its own.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of all prompts [default: each has its own].")] = None,
     shape: Annotated[
-        str | None, typer.Option(help="The same texts at the cost of larger models: 1b or 3b. Takes disk space once.")
+        str | None, typer.Option(help="The same texts at the cost of larger models: 1b or 3b. Needs disk space once.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print texts and figures as JSON.")] = False,
 ) -> None:
     """Compare plain and speculative decoding with the embedded models.
 
     Each prompt is decoded twice with the same seed: a token per pass of the target, then with drafts.
-    Accepted draft tokens are green; yellow ones the target chose itself. The texts are the same, token for token.
+    Accepted draft tokens are green; the target chose the yellow ones itself. Both texts are the same, token for token.
     """
     params = SamplingParams(temperature=temperature, top_p=top_p, max_tokens=max_tokens)
     console = Console(quiet=True) if as_json else results()
@@ -77,7 +80,7 @@ def demo(
 
 
 def _load(spec_length: int | None, shape: str | None, method: str | None) -> LLM:
-    """Load the embedded models; a method that needs no model gets none, and a head is the embedded one of its kind."""
+    """Load the embedded models. A method that needs no model gets none; a method with a head gets its embedded head."""
     from speculant.drafting.methods import method_facts
     from speculant.engine.drafters import head_parts
     from speculant.engine.llm import LLM
@@ -104,9 +107,9 @@ def _introduce(console: Console, llm: LLM, params: SamplingParams, shape: str | 
     console.print("yellow", style=CHOSEN, end=" ones the target chose itself.\n\n")
 
 
-def _show_pair(console: Console, llm: LLM, prompt: str, params: SamplingParams) -> RunPair:
+def _show_pair(console: Console, llm: LLM, prompt: str, params: SamplingParams) -> ComparedPrompt:
     plain = _show_run(console, llm, prompt, replace(params, speculation=False))
-    pair = RunPair(prompt, plain, _show_run(console, llm, prompt, params))
+    pair = ComparedPrompt(prompt, plain, _show_run(console, llm, prompt, params))
     before, after = pool([pair.plain]), pool([pair.speculative])
     console.print(
         f"{before.tokens_per_s:.0f} -> {after.tokens_per_s:.0f} tokens/s, "
@@ -117,7 +120,7 @@ def _show_pair(console: Console, llm: LLM, prompt: str, params: SamplingParams) 
     return pair
 
 
-def _show_run(console: Console, llm: LLM, prompt: str, params: SamplingParams) -> Run:
+def _show_run(console: Console, llm: LLM, prompt: str, params: SamplingParams) -> DecodedPrompt:
     drafting = params.speculation is not False
     console.print("--- speculative" if drafting else "--- plain", style="bold")
     console.print(prompt, style=PROMPT, end="")
@@ -149,3 +152,107 @@ def _conclude(console: Console, figures: dict[str, Any]) -> None:
     console.print(f"identical outputs: {figures['identical_outputs']} of {figures['prompts']}", end="")
     exact = figures["identical_outputs"] == figures["prompts"]
     console.print(" (speculation changed the speed and no token)" if exact else "")
+
+
+@dataclass(frozen=True)
+class DecodedPrompt:
+    """One prompt decoded once.
+
+    seconds: the engine's time, without the time for display. sampled_passes: see `TimingMetrics`.
+    """
+
+    text: str
+    token_ids: list[int]
+    seconds: float
+    target_passes: int
+    sampled_passes: int
+    speculation: SpeculationMetrics
+
+
+@dataclass(frozen=True)
+class ComparedPrompt:
+    """One prompt decoded both ways."""
+
+    prompt: str
+    plain: DecodedPrompt
+    speculative: DecodedPrompt
+
+    @property
+    def identical(self) -> bool:
+        """Whether both gave the same tokens."""
+        return self.plain.token_ids == self.speculative.token_ids
+
+
+@dataclass(frozen=True)
+class Total:
+    """Sums over several decoded prompts of one kind."""
+
+    tokens: int
+    seconds: float
+    target_passes: int
+    sampled_passes: int
+    speculation: SpeculationMetrics = field(default_factory=SpeculationMetrics)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens per second, prompts included in the time."""
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+    @property
+    def tokens_per_pass(self) -> float:
+        """Tokens per target pass that sampled them."""
+        return self.tokens / self.sampled_passes if self.sampled_passes else 0.0
+
+
+def pool(runs: Sequence[DecodedPrompt]) -> Total:
+    """Add up runs."""
+    speculation = SpeculationMetrics()
+    for run in runs:
+        speculation.add(run.speculation)
+    return Total(
+        tokens=sum(len(run.token_ids) for run in runs),
+        seconds=sum(run.seconds for run in runs),
+        target_passes=sum(run.target_passes for run in runs),
+        sampled_passes=sum(run.sampled_passes for run in runs),
+        speculation=speculation,
+    )
+
+
+def run(llm: LLM, prompt: str, params: SamplingParams, show: Callable[[StreamPiece], None]) -> DecodedPrompt:
+    """Decode one prompt and pass each piece to `show` when it arrives.
+
+    Each run has its own cache salt. Otherwise the second run of a prompt would be faster: it would find the prompt in
+    the cache, and drafts in the text of the first run.
+    """
+    stream, seconds, text = llm.stream(prompt, params, cache_salt=uuid.uuid4().hex), 0.0, ""
+    while True:
+        started = time.perf_counter()
+        piece = next(stream, None)
+        seconds += time.perf_counter() - started
+        assert piece is not None, "a stream ends with its output"
+        text += piece.text
+        show(piece)
+        if piece.output is not None:
+            metrics = piece.output.metrics
+            tokens = piece.output.outputs[0].token_ids
+            passes = metrics.timing.target_passes, metrics.timing.sampled_passes
+            return DecodedPrompt(text, tokens, seconds, *passes, metrics.speculative_decoding)
+
+
+def summary(pairs: Sequence[ComparedPrompt]) -> dict[str, Any]:
+    """Return the figures over all prompts."""
+    plain, fast = pool([pair.plain for pair in pairs]), pool([pair.speculative for pair in pairs])
+    return {
+        "prompts": len(pairs),
+        "tokens": fast.tokens,
+        "plain_tokens_per_s": plain.tokens_per_s,
+        "speculative_tokens_per_s": fast.tokens_per_s,
+        "speedup": fast.tokens_per_s / plain.tokens_per_s if plain.tokens_per_s else 0.0,
+        "plain_target_passes": plain.target_passes,
+        "speculative_target_passes": fast.target_passes,
+        "tokens_per_pass": fast.tokens_per_pass,
+        "mean_acceptance_length": fast.speculation.mean_acceptance_length,
+        "acceptance_rate": fast.speculation.acceptance_rate,
+        "draft_acceptance_rate": fast.speculation.draft_acceptance_rate,
+        "identical_outputs": sum(pair.identical for pair in pairs),
+    }

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def document(llm: LLM, output: RequestOutput) -> dict[str, Any]:
-    """Return a result as `--json` prints it; `outputs` lists the samples, each with its metrics, if there are several.
+    """Return a result as `--json` prints it. Of several samples, `outputs` lists each one with its metrics.
 
     `metrics` are those of all samples together.
     """
@@ -71,7 +71,7 @@ def speculation(llm: LLM, output: RequestOutput) -> str:
 
 
 def figures(llm: LLM, output: RequestOutput) -> str:
-    """Return one line: the measurements, whether speculation is on, with which drafter or why not, and the weights."""
+    """Return one line: measurements, the drafter or the reason why speculation is off, and the weights."""
     metrics, timing = output.metrics, output.metrics.timing
     tokens = sum(len(sample.token_ids) for sample in output.outputs)
     seconds = (timing.ttft_s or 0.0) + timing.decode_s

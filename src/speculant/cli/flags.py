@@ -1,4 +1,4 @@
-"""Groups of flags that several commands share, made from the fields they set.
+"""Flags that several commands share: groups made from the fields that they set, `--log-level` and `--profile`.
 
 A group is a class whose annotations are flags: `name: Annotated[type, "help"]`. A command decorated with
 `@accepts_flags` annotates a parameter with a group and receives the values that the user gave.
@@ -10,26 +10,38 @@ import dataclasses
 import functools
 import inspect
 import json
+import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Annotated, Any, ClassVar, get_args, get_type_hints
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, get_args, get_type_hints
 
 import typer
 
+from speculant.cli.terminal import messages
 from speculant.config import EngineConfig
+from speculant.engine.profiling import profiled
 from speculant.errors import ConfigError
 from speculant.files import MOST_DEPTH, is_deep
 from speculant.params import SamplingParams
 
-NEW_TOKENS = 128  # the command line's max_tokens; SamplingParams' 16 is meant for programs
+if TYPE_CHECKING:
+    from speculant.engine.engine import Engine
+
+NEW_TOKENS = 128  # the command line's max_tokens; the 16 of SamplingParams is meant for programs
+FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 class FlagGroup:
-    """The values of one group that the user gave; `given` has no flag that was left out."""
+    """The values of one group. `given` has only the flags that the user set."""
 
     sets: ClassVar[type]  # the dataclass whose fields these are
     from_environment: ClassVar[bool] = False  # each flag is also SPECULANT_<NAME>
     renamed: ClassVar[Mapping[str, str]] = {}  # fields whose flags have another name
+    left_out: ClassVar[Collection[str]] = ()  # inherited flags that this group does not have
+    defaults: ClassVar[Mapping[str, object]] = {}  # to show in place of the dataclass's
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         every = {name: values[self.renamed.get(name, name)] for name in self.names()}
@@ -38,7 +50,8 @@ class FlagGroup:
     @classmethod
     def names(cls) -> list[str]:
         """Return the fields in the order of their flags."""
-        return [name for name in cls.__annotations__ if name not in FlagGroup.__annotations__]
+        annotated = (name for kind in reversed(cls.__mro__) for name in vars(kind).get("__annotations__", ()))
+        return [name for name in annotated if name not in FlagGroup.__annotations__ and name not in cls.left_out]
 
     @classmethod
     def parameters(cls) -> Iterator[inspect.Parameter]:
@@ -61,7 +74,7 @@ class FlagGroup:
 
     @classmethod
     def _default_text(cls, name: str) -> str:
-        default = next(field.default for field in dataclasses.fields(cls.sets) if field.name == name)
+        default = cls.defaults.get(name, {field.name: field.default for field in dataclasses.fields(cls.sets)}[name])
         return f" [default: {default}]" if isinstance(default, str | int | float) and default is not False else ""
 
 
@@ -69,39 +82,40 @@ class SamplingFlags(FlagGroup):
     """Sampling and stop conditions."""
 
     sets = SamplingParams
+    defaults: ClassVar[Mapping[str, object]] = {"max_tokens": NEW_TOKENS}
 
-    n: Annotated[int, "Samples of the prompt."]
+    n: Annotated[int, "Samples per prompt."]
     temperature: Annotated[float, "0 is greedy; higher is more varied."]
     top_k: Annotated[int, "Sample among the k most likely tokens; 0 = all."]
     top_p: Annotated[float, "Sample among the likeliest tokens that together have this probability."]
     min_p: Annotated[float, "Drop tokens less likely than this share of the likeliest one's probability."]
-    repetition_penalty: Annotated[float, "Above 1 makes tokens of prompt and output less likely to come again."]
+    repetition_penalty: Annotated[float, "Above 1 makes repeating tokens of prompt and output less likely."]
     presence_penalty: Annotated[float, "Subtracted once from the logit of each token of the output."]
-    frequency_penalty: Annotated[float, "Subtracted from a token's logit each time it is in the output."]
+    frequency_penalty: Annotated[float, "Subtracted from a token's logit for each time it is in the output."]
     logit_bias: Annotated[str, "Added to logits: ID=VALUE,ID=VALUE or a JSON object; -inf bans a token."]
     seed: Annotated[int, "Fixes the text: the same with speculation on or off, alone or in a batch."]
-    max_tokens: Annotated[int, "Tokens to generate at most."]
-    min_tokens: Annotated[int, "Tokens before an end token may come."]
+    max_tokens: Annotated[int, "The most tokens to generate."]
+    min_tokens: Annotated[int, "Tokens to generate before an end token is allowed."]
     stop: Annotated[list[str], "Text to stop at; can be repeated."]
     stop_token_ids: Annotated[list[int], "Token ids to stop at; can be repeated."]
     include_stop_str_in_output: Annotated[bool, "Keep the stop string or end token in the text."]
-    ignore_eos: Annotated[bool, "Go on after an end token."]
+    ignore_eos: Annotated[bool, "Continue after an end token."]
     logprobs: Annotated[int, "Report each token's log-probability and this many alternatives, -1 = all (with --json)."]
     prompt_logprobs: Annotated[int, "The same for the prompt's tokens (with --json)."]
     skip_special_tokens: Annotated[bool, "Leave special tokens out of the text."]
     speculation: Annotated[str, "This request's speculation: off, or KEY=VALUE,... such as num_speculative_tokens=3."]
     beam_width: Annotated[int, "Search for the likeliest text with this many beams instead of sampling."]
     length_penalty: Annotated[
-        float, "A beam's score is its log-probability / length ** this; higher favours long ones."
+        float, "A beam's score is its log-probability / length ** this; higher favours longer texts."
     ]
     structured_outputs: Annotated[
         str, 'The form of the text: json_object=true, regex=EXPRESSION or a JSON object such as {"json": SCHEMA}.'
     ]
 
-    bad_words: Annotated[list[str], "Text that must not come; can be repeated."]
-    allowed_token_ids: Annotated[list[int], "The only tokens that may come; can be repeated."]
-    detokenize: Annotated[bool, "Make text of the tokens; on by default."]
-    truncate_prompt_tokens: Annotated[int, "Keep this many tokens of a prompt, its last ones; -1 = what fits."]
+    bad_words: Annotated[list[str], "Text to ban, tokenised with and without a leading space; can be repeated."]
+    allowed_token_ids: Annotated[list[int], "Allow no token ids but this; can be repeated."]
+    detokenize: Annotated[bool, "Convert tokens to text; on by default."]
+    truncate_prompt_tokens: Annotated[int, "Keep only this many tokens at the end of a prompt; -1 = as many as fit."]
 
     def params(self, defaults: SamplingParams | None = None) -> SamplingParams:
         """Return the sampling parameters; `defaults` replace flags that were not given."""
@@ -111,7 +125,7 @@ class SamplingFlags(FlagGroup):
         return dataclasses.replace(defaults, **values)
 
     def fields(self) -> dict[str, Any]:
-        """Return the values that were given: parameters by name, as a request to a server has them too."""
+        """Return the given values by parameter name, as a request to a server has them."""
         values = dict(self.given)
         for name in {"logit_bias", "structured_outputs"} & values.keys():
             values[name] = parse_mapping("--" + name.replace("_", "-"), values[name])
@@ -119,29 +133,15 @@ class SamplingFlags(FlagGroup):
             values["speculation"] = parse_speculation(values["speculation"])
         return values
 
-    @classmethod
-    def _default_text(cls, name: str) -> str:
-        return f" [default: {NEW_TOKENS}]" if name == "max_tokens" else super()._default_text(name)
-
 
 class BenchSampling(SamplingFlags):
-    """The same flags, with other defaults: greedy and past end tokens, so that runs can be compared."""
+    """The same flags with other defaults: greedy, and continuing after end tokens, so that runs can be compared."""
 
-    CHANGED = SamplingParams(temperature=0.0, ignore_eos=True)
-
-    @classmethod
-    def names(cls) -> list[str]:
-        """See `FlagGroup.names`."""
-        return SamplingFlags.names()
+    defaults: ClassVar[Mapping[str, object]] = {**SamplingFlags.defaults, "temperature": 0, "ignore_eos": "on"}
 
     def params(self, defaults: SamplingParams | None = None) -> SamplingParams:
         """See `SamplingFlags.params`."""
-        return super().params(defaults or self.CHANGED)
-
-    @classmethod
-    def _default_text(cls, name: str) -> str:
-        changed = {"temperature": " [default: 0]", "ignore_eos": " [default: on]"}
-        return changed.get(name) or super()._default_text(name)
+        return super().params(defaults or SamplingParams(temperature=0.0, ignore_eos=True))
 
 
 class EngineFlags(FlagGroup):
@@ -154,7 +154,7 @@ class EngineFlags(FlagGroup):
     model: Annotated[str, "The target: a folder, a Hugging Face id, or demo for the embedded one."]
     draft_model: Annotated[str, "The model that drafts: a folder, a Hugging Face id, or demo."]
     spec_length: Annotated[int, "Tokens to draft per step."]
-    use_speculative_decoding: Annotated[bool, "Switch speculation; on by default."]
+    use_speculative_decoding: Annotated[bool, "Turn speculation on or off; on by default."]
     speculative_config: Annotated[str, "How to draft: KEY=VALUE,... or a JSON object, with method, model and the rest."]
     dtype: Annotated[str, "auto (the checkpoint's), float64, float32 or bfloat16."]
     device: Annotated[str, "Where to compute: cpu, cuda, or one of several, such as cuda:1."]
@@ -165,21 +165,21 @@ class EngineFlags(FlagGroup):
     kv_memory: Annotated[str, "Memory for all keys and values, such as 2GiB; else at most half of what is free."]
     block_size: Annotated[int, "Positions in a block of the paged cache."]
     enable_prefix_caching: Annotated[bool, "Keep the keys and values of prompts that may come again."]
-    scheduling_policy: Annotated[str, "Who is served first: first-come, decode-first or shortest-prompt."]
-    max_waiting: Annotated[int, "Sequences that may be there beyond max_num_seqs; more are refused."]
-    kernels: Annotated[str, "Which kernels compute: auto, native or reference."]
+    scheduling_policy: Annotated[str, "Which requests go first: first-come, decode-first or shortest-prompt."]
+    max_waiting: Annotated[int, "Sequences that may wait beyond max_num_seqs; more are refused."]
+    kernels: Annotated[str, "Kernels to use: auto, native or reference."]
     quantization: Annotated[str, "Weights of the target in int8 or int4."]
     draft_quantization: Annotated[str, "Weights of the draft: int8, int4, none (as they are) or auto (fastest here)."]
     weight_packing: Annotated[
         str, "How bfloat16 weights are stored: plain, 12bit (the same bits) or auto (faster here)."
     ]
     weight_cache: Annotated[str, "Where packed weights are kept for the next start: a folder, auto or off."]
-    seed: Annotated[int, "Seeds the requests that bring no seed of their own; their text can be repeated then."]
+    seed: Annotated[int, "Seed for requests without their own seed, so that their texts are reproducible."]
     tokenizer: Annotated[str, "The tokenizer's folder or Hugging Face id, if it is not the model's."]
     revision: Annotated[str, "A branch, tag or commit of the model on the hub."]
     tokenizer_revision: Annotated[str, "A branch, tag or commit of the tokenizer on the hub."]
     download_dir: Annotated[str, "The folder for downloads; else the hub's own cache."]
-    max_logprobs: Annotated[int, "The most log-probabilities per token that a request may ask for; -1 = all."]
+    max_logprobs: Annotated[int, "The most log-probabilities per token that a request may have; -1 = all."]
 
     def values(self) -> dict[str, Any]:
         """Return the arguments of `LLM`; ConfigError if no model was given."""
@@ -198,9 +198,9 @@ class EngineFlags(FlagGroup):
         return values
 
     def remote_model(self) -> str | None:
-        """Return the model that was named of a server elsewhere. Raises ConfigError for flags that an engine has alone.
+        """Return the model named for a remote server, if any. Raises ConfigError for flags that only an engine has.
 
-        What comes from the environment is meant for engines.
+        Values from the environment are meant for local engines and are ignored.
         """
         typed = {name for name in self.given if f"SPECULANT_{name.upper()}" not in os.environ}
         if useless := sorted(typed - {"model"}):
@@ -209,19 +209,19 @@ class EngineFlags(FlagGroup):
         return self.given["model"] if "model" in typed else None
 
     def name_model(self, model: str | None) -> None:
-        """Take a command's argument MODEL for --model. Raises ConfigError if there are both."""
+        """Use a command's argument MODEL as --model. Raises ConfigError if both are given and differ."""
         if model is not None:
             if self.given.get("model", model) != model and "SPECULANT_MODEL" not in os.environ:
                 raise ConfigError("the model is named twice", "leave out --model.")
             self.given["model"] = model
 
     def environment(self) -> dict[str, str]:
-        """Return what was given as the environment variables of another process."""
+        """Return the given values as environment variables for another process."""
         return {f"SPECULANT_{name.upper()}": str(value) for name, value in self.given.items()}
 
 
 def accepts_flags(command: Callable[..., None]) -> Callable[..., None]:
-    """Replace each parameter whose annotation is a group by the group's flags."""
+    """Replace each parameter that is annotated with a group by the group's flags."""
     signature = inspect.signature(command, eval_str=True)
     groups = {name: p.annotation for name, p in signature.parameters.items() if _is_group(p.annotation)}
     own = [parameter for name, parameter in signature.parameters.items() if name not in groups]
@@ -234,10 +234,10 @@ def accepts_flags(command: Callable[..., None]) -> Callable[..., None]:
             **{name: group(values) for name, group in groups.items()},
         )
 
-    return announce(with_flags, parameters)
+    return set_parameters(with_flags, parameters)
 
 
-def announce(command: Callable[..., None], parameters: Sequence[inspect.Parameter]) -> Callable[..., None]:
+def set_parameters(command: Callable[..., None], parameters: Sequence[inspect.Parameter]) -> Callable[..., None]:
     """Replace the parameters that typer reads from a command's definition."""
     vars(command).pop("__wrapped__", None)
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -292,3 +292,56 @@ def parse_speculation(text: str) -> bool | dict[str, Any]:
     """Read the per-request switch: on, off, or values of the speculative config."""
     switches = {"on": True, "off": False}
     return switches[text] if text in switches else parse_mapping("--speculation", text)
+
+
+class LogLevel(StrEnum):
+    """Log levels, the most verbose first."""
+
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+Option = Annotated[
+    LogLevel | None,
+    typer.Option(
+        help="Log to standard error: info shows loading and failures, debug also preemptions.",
+        envvar="SPECULANT_LOG_LEVEL",
+        show_envvar=False,
+    ),
+]
+
+
+def show_logs(level: LogLevel) -> None:
+    """Send the package's log records from a level upwards to standard error, unless there is a handler already."""
+    logging.basicConfig(format=FORMAT)
+    logging.getLogger("speculant").setLevel(level.upper())
+
+
+def accepts_log_level(command: Callable[..., None]) -> Callable[..., None]:
+    """Add `--log-level` to a command's flags."""
+    flag = inspect.Parameter("log_level", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Option)
+
+    @functools.wraps(command)
+    def with_logs(*, log_level: LogLevel | None = None, **values: Any) -> None:
+        if log_level is not None:
+            show_logs(log_level)
+        command(**values)
+
+    return set_parameters(with_logs, [*inspect.signature(command, eval_str=True).parameters.values(), flag])
+
+
+Profile = Annotated[
+    Path | None,
+    typer.Option(help="Write a trace of the engine's steps here, for ui.perfetto.dev; profiling slows the run down."),
+]
+
+
+@contextmanager
+def profiling(engine: Engine, path: Path | None) -> Iterator[None]:
+    """Profile the steps of this block and print the path of the trace; None = do nothing."""
+    with profiled(engine, path):
+        yield
+    if path is not None:
+        messages().print(f"trace of the steps: {path}; open it at https://ui.perfetto.dev", style="dim")

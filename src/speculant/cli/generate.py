@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from speculant.cli.describe import document, figures
-from speculant.cli.flags import EngineFlags, SamplingFlags, accepts_flags
-from speculant.cli.profile import Profile, profiling
+from speculant.cli.flags import EngineFlags, Profile, SamplingFlags, accepts_flags, profiling
 from speculant.cli.terminal import examples, messages, print_json, progress, results
 from speculant.config import EngineConfig
 from speculant.engine.profiling import check_trace_path
@@ -38,8 +37,10 @@ EXAMPLES = examples(
 def generate(
     prompt: Annotated[str | None, typer.Argument(help="The prompt; - reads it from standard input.")] = None,
     prompt_file: Annotated[Path | None, typer.Option(help="Read the prompt from a file.")] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="The prompt is a message to the model's chat template.")] = False,
-    system: Annotated[str | None, typer.Option(help="The system message before it; needs --chat.")] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Send the prompt as a message, in the model's chat format.")
+    ] = False,
+    system: Annotated[str | None, typer.Option(help="The system message before the prompt; needs --chat.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print text, token ids, usage and metrics as JSON.")] = False,
     profile: Profile = None,
     *,
@@ -49,13 +50,13 @@ def generate(
     """Complete a prompt.
 
     Text is printed to standard output as it is generated. Measurements follow on standard error, with
-    whether speculation is on, or why not.
+    the drafter in use, or the reason why speculation is off.
 
-    Options of the engine are environment variables too: --draft-model is SPECULANT_DRAFT_MODEL, and
-    --engine-seed is SPECULANT_SEED. Sampling defaults are those of the checkpoint, if any.
+    Each option of the engine is also an environment variable: --draft-model is SPECULANT_DRAFT_MODEL, and
+    --engine-seed is SPECULANT_SEED. Sampling defaults are those of the checkpoint, if it has any.
     """
     if system is not None and not chat:
-        raise RequestError("--system came without --chat", "add --chat.")
+        raise RequestError("--system needs --chat", "add --chat.")
     text, values = read_prompt(prompt, prompt_file), engine.values()
     sampling.params()  # checks ranges before anything is loaded
     check_trace_path(profile)
@@ -81,9 +82,9 @@ def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
         return _read_file(prompt_file)
     try:
         text = sys.stdin.read() if prompt == "-" else str(prompt)
-        text.encode()  # an argument that is no text has surrogates
+        text.encode()  # invalid bytes of an argument are surrogates
     except UnicodeError as error:
-        raise RequestError(f"the prompt is no text: {error}", "write UTF-8.") from error
+        raise RequestError(f"the prompt is not valid text: {error}", "encode it in UTF-8.") from error
     return text
 
 

@@ -34,18 +34,18 @@ def inflate(
     role: Annotated[
         str, typer.Option(help="Which of the embedded models: target, draft, or the method of a head.")
     ] = "target",
-    hidden_size: Annotated[int | None, typer.Option(help="In place of the shape's: a multiple of the model's.")] = None,
-    intermediate_size: Annotated[int | None, typer.Option(help="The rows of the MLP, in place of the shape's.")] = None,
-    layers: Annotated[int | None, typer.Option(help="The layers, in place of the shape's.")] = None,
+    hidden_size: Annotated[int | None, typer.Option(help="Instead of the shape's: a multiple of the model's.")] = None,
+    intermediate_size: Annotated[int | None, typer.Option(help="The rows of the MLP, instead of the shape's.")] = None,
+    layers: Annotated[int | None, typer.Option(help="The number of layers, instead of the shape's.")] = None,
     noise: Annotated[
-        float, typer.Option(help="Noise in the weights, in standard deviations: lowers acceptance.")
+        float, typer.Option(help="Noise in the weights, in standard deviations; it lowers acceptance.")
     ] = 0.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print what was written as JSON.")] = False,
 ) -> None:
     """Write a model of a larger shape that computes the same function.
 
-    Its text and acceptance are the small model's, its cost is that of the shape: for measurements, not for use. The
-    folder's README.md says so too. A head of a model is written for that model at the same shape.
+    Text and acceptance are those of the small model, the cost is that of the shape: it is for measurements, not for
+    use. A head is written for its model at the same shape.
     """
     from speculant.lab.inflation.heads import head_kind, inflate_head
     from speculant.lab.inflation.model import inflate as inflate_model

@@ -2,42 +2,69 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
-import typer
+import typer.main
 
-from speculant.cli import bench, chat, check_lossless, check_pair, demo, doctor, generate, inflate, plan, serve, train
-from speculant.cli.entry import EXIT_INTERRUPTED
-from speculant.cli.logs import accepts_log_level
-from speculant.cli.streams import prepare_streams
-from speculant.cli.terminal import WholeSummaries, end_at_once, show_error
+from speculant.cli.entry import EXIT_INTERRUPTED, prepare_streams
+from speculant.cli.terminal import WholeSummaries, command_group, end_at_once, show_error
 from speculant.errors import SpeculantError
 
 EXIT_RUNTIME = 1  # an error at run time
 EXIT_USAGE = 2  # an error in the arguments
 
-app = typer.Typer(
-    name="speculant",
-    cls=WholeSummaries,
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode=None,  # rich truncates long flags
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-app.command("generate", epilog=generate.EXAMPLES)(accepts_log_level(generate.generate))
-app.command("chat", epilog=chat.EXAMPLES)(accepts_log_level(chat.chat))
-app.command("demo", epilog=demo.EXAMPLES)(accepts_log_level(demo.demo))
-app.command("doctor", epilog=doctor.EXAMPLES)(accepts_log_level(doctor.doctor))
-app.command("check-lossless", epilog=check_lossless.EXAMPLES)(accepts_log_level(check_lossless.check_lossless))
-app.command("check-pair", epilog=check_pair.EXAMPLES)(accepts_log_level(check_pair.check_pair))
-app.command("inflate", epilog=inflate.EXAMPLES)(accepts_log_level(inflate.inflate))
-app.command("plan", epilog=plan.EXAMPLES)(accepts_log_level(plan.plan))
-app.command("serve", epilog=serve.EXAMPLES)(accepts_log_level(serve.serve))
-app.add_typer(bench.app, name="bench", epilog=bench.EXAMPLES)
-app.add_typer(train.app, name="train", epilog=train.EXAMPLES)
+COMMANDS = {  # with the first paragraph of each one's help, so that the list of commands imports none of them
+    "generate": "Complete a prompt.",
+    "chat": "Talk to a model.",
+    "demo": "Compare plain and speculative decoding with the embedded models.",
+    "doctor": "Report what this machine has, what is missing, and what that costs.",
+    "check-lossless": "Check that speculation preserves the target's distribution, for a pair of models and a drafter.",
+    "check-pair": "Measure whether a draft model or a head speeds up a target, and recommend flags.",
+    "inflate": "Write a model of a larger shape that computes the same function.",
+    "plan": "Compute the best draft length, its speed and its extra operations.",
+    "serve": "Serve a model over HTTP, in the shape of OpenAI's API.",
+    "bench": "Measure how fast a model is on this machine, plain and speculative in the same run.",
+    "train": "Train small models: a target, a draft for a target, or a head.",
+}
+
+
+class LazyCommands(WholeSummaries):
+    """Imports a command when it is used, and all of them to suggest one in place of an unknown name."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Return the names of the commands."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Return the command of a name; None if there is none."""
+        for name in [cmd_name] if cmd_name in COMMANDS else COMMANDS:
+            if name not in self.commands:
+                self.add_command(_import(name), name)
+        return super().get_command(ctx, cmd_name)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write the list of commands."""
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+
+def _import(name: str) -> Any:
+    """Return the command of a module: its function of the same name, or the group `app`."""
+    function = name.replace("-", "_")
+    module = importlib.import_module(f"speculant.cli.{function}")
+    group: typer.Typer | None = getattr(module, "app", None)
+    if group is None:
+        from speculant.cli.flags import accepts_log_level
+
+        group = command_group()
+        group.command(name, epilog=module.EXAMPLES)(accepts_log_level(getattr(module, function)))
+    return typer.main.get_command(group)
+
+
+app = command_group(LazyCommands, name="speculant")
 
 
 def _print_version(wanted: bool) -> None:
@@ -63,7 +90,7 @@ def root(
 def main() -> None:
     """Run the command line. An error is printed with its fix, without a traceback, and sets the exit code.
 
-    SPECULANT_DEBUG=1 raises it instead. Ctrl-C prints one line and ends the process at once with 130.
+    SPECULANT_DEBUG=1 raises it instead. Ctrl-C prints one line and ends the process at once, with exit code 130.
     """
     prepare_streams()
     if os.environ.get("SPECULANT_DEBUG") == "1":
@@ -73,7 +100,7 @@ def main() -> None:
         _run()
     except KeyboardInterrupt:
         end_at_once()
-    except SystemExit as end:  # typer's way to end, after Ctrl-C too
+    except SystemExit as end:  # typer raises it at the end, and after Ctrl-C
         if end.code == EXIT_INTERRUPTED:
             end_at_once()
         raise
@@ -88,7 +115,7 @@ def _run() -> None:
         try:
             app()
         finally:
-            sys.stdout.flush()  # here, because an error while the interpreter ends can't be caught
+            sys.stdout.flush()  # now: an error at the interpreter's exit can't be caught
     except BrokenPipeError:  # the reader has closed the pipe
         _drop_output()
         sys.exit(EXIT_RUNTIME)
@@ -99,11 +126,11 @@ def _run() -> None:
         raise _refused(error) from error
     except Exception as error:
         problem = f"Speculant failed: {type(error).__name__}: {error}"
-        raise SpeculantError(problem, "set SPECULANT_DEBUG=1 to see where, and report it, please.") from error
+        raise SpeculantError(problem, "set SPECULANT_DEBUG=1 to see where, and please report it.") from error
 
 
 def _drop_output() -> None:
-    """Drop output that can't be written, which the interpreter would try to write again, and fail, at its end."""
+    """Drop output that can't be written. Otherwise the interpreter would try again at its exit, and fail."""
     try:
         sys.stdout.flush()
     except OSError:
@@ -114,7 +141,7 @@ def _refused(error: OSError) -> SpeculantError:
     """Return the error for a file, a disk or a connection that the system refused."""
     return SpeculantError(
         f"the system refused: {error}",
-        "check the path, its permissions and the free space; SPECULANT_DEBUG=1 tells more.",
+        "check the path, its permissions and the free space; SPECULANT_DEBUG=1 shows more.",
     )
 
 

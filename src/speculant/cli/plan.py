@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,7 +12,6 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from speculant.cli.curves import read_curve, read_pair
 from speculant.cli.terminal import examples, print_json, results
 from speculant.errors import ConfigError
 from speculant.params import MAX_SPECULATIVE_TOKENS
@@ -27,18 +27,20 @@ EXAMPLES = examples(
     "speculant check-pair demo demo --json > pair.json",
     "speculant plan --verify-curve pair.json",
 )
-ANSWERS = 1000  # that are simulated
+ANSWERS = 1000  # to simulate
 LONGEST_ANSWER = 4096
 SPREAD = (2.5, 97.5)  # percentiles
 BAR = 32  # characters of the longest bar
 BEST = "bold green"  # style
+LARGEST = 1e9  # of counts and costs
+FORMS = 'write {"1": 1.0, "2": 1.03, ...} or {"tokens": [1, 2, ...], "cost": [1.0, 1.03, ...]}.'
 
 Alpha = Annotated[str | None, typer.Option(help="Acceptance rate, 0 to 1; or one per depth: 0.9,0.8,0.7.")]
 CostRatio = Annotated[float | None, typer.Option(help="Time of a draft pass / a target pass of one row.")]
 Curve = Annotated[
     Path | None,
     typer.Option(
-        help="JSON file: cost of a target pass by its tokens, or a report of check-pair. Without it, they cost nothing."
+        help="JSON file: cost of a target pass by its tokens, or a report of check-pair [default: tokens add no cost]."
     ),
 ]
 Batch = Annotated[int, typer.Option(help="Sequences that step together; the target's pass has this many rows or more.")]
@@ -48,19 +50,20 @@ OperationsRatio = Annotated[
     typer.Option(help="Operations per token, draft / target [default: the cost ratio]."),
 ]
 Tokens = Annotated[
-    int | None, typer.Option(help="Simulate answers of so many tokens, and print how far their speed varies.")
+    int | None, typer.Option(help="Simulate answers of this many tokens, and print how much their speed varies.")
 ]
 Correlation = Annotated[
-    float, typer.Option(help="Correlation of the acceptance of neighbours in the simulated answers; 0 = independent.")
+    float,
+    typer.Option(help="Correlation of acceptance between neighbouring tokens in simulated answers; 0 = independent."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print everything as JSON.")]
 
 
 @dataclass(frozen=True)
 class Assumptions:
-    """What a plan is computed from. alpha: acceptance rates by depth, the last one for all greater depths.
+    """The input of a plan. alpha: acceptance rates by depth, the last one for all greater depths.
 
-    tokens: of the answers that are simulated, with this correlation of acceptance; None = no simulation.
+    tokens: the length of simulated answers, whose acceptance has this correlation; None = no simulation.
     """
 
     alpha: Sequence[float]
@@ -78,7 +81,7 @@ class Assumptions:
         for name in ("cost_ratio", "operations_ratio"):
             value = getattr(self, name)
             if not 0 <= value < float("inf"):
-                raise ConfigError(f"{name}={value} is not a number from 0 on", "use for example 0.05.")
+                raise ConfigError(f"{name}={value} is not a number of 0 or more", "use for example 0.05.")
         if self.batch < 1:
             raise ConfigError(f"batch={self.batch} is not above 0", "use --batch 1 or more.")
         if not 1 <= self.max_length <= MAX_SPECULATIVE_TOKENS:
@@ -93,7 +96,7 @@ class Assumptions:
         if not 0 <= self.correlation < 1:
             raise ConfigError(f"correlation={self.correlation} is not from 0 to below 1", "use --correlation 0.3.")
         if self.correlation and self.tokens is None:
-            raise ConfigError("a correlation is for simulated answers", "add --tokens 128.")
+            raise ConfigError("a correlation applies to simulated answers alone", "add --tokens 128.")
 
 
 def plan(
@@ -109,11 +112,11 @@ def plan(
 ) -> None:
     """Compute the best draft length, its speed and its extra operations.
 
-    Speed is that over plain decoding, tokens per pass / (length x cost ratio + cost of the pass). The oracle
-    knows what will be accepted: no choice of lengths is faster. All of that is for long texts whose tokens are
-    accepted independently; --tokens simulates answers of a finite length, with the best length of drafts.
-    `speculant check-pair` measures alpha, the cost ratio, the curve and the correlation of two models on this
-    machine; its JSON output can be given as --verify-curve, and has alpha and the cost ratio too, also of a head.
+    Speed is relative to plain decoding: tokens per pass / (length x cost ratio + cost of the pass). The oracle
+    chooses each length with foresight, so no other choice of lengths is faster. These figures are for long
+    texts whose tokens are accepted independently; --tokens simulates answers of a finite length, with the best
+    draft length. `speculant check-pair` measures alpha, the cost ratio, the curve and the correlation of a draft
+    model or a head on this machine; give its JSON output as --verify-curve, which sets alpha and the cost ratio too.
     """
     measured_rates, measured_ratio = read_pair(verify_curve)
     rates = measured_rates if alpha is None else read_rates(alpha)
@@ -188,7 +191,7 @@ def document(given: Assumptions, curve: VerificationCurve) -> dict[str, Any]:
 
 
 def _simulated(given: Assumptions, costs: Sequence[float]) -> dict[str, float] | None:
-    """Return the speed of all simulated answers together, with drafts of the last length of `costs`, and its spread."""
+    """Return the mean and the spread of the speed of simulated answers, with drafts of the last length in `costs`."""
     import numpy as np
 
     from speculant.lab.theory.simulate import simulate
@@ -247,7 +250,7 @@ def _conclusions(value: Mapping[str, Any]) -> list[str]:
     return [
         choice if length else nothing,
         never if least is None else f"drafts pay where alpha is above {least:.3f}",
-        f"oracle: {value['oracle_speed']:.2f} times, if it were known what will be accepted",
+        f"oracle: {value['oracle_speed']:.2f} times, if accepted tokens were known in advance",
         *(() if answers is None else [_answers(tokens, answers)]),
     ]
 
@@ -257,3 +260,82 @@ def _answers(tokens: int, answers: Mapping[str, float]) -> str:
         f"answers of {tokens} tokens: {answers['mean']:.2f} times, "
         f"95% of them {answers['low']:.2f} to {answers['high']:.2f}"
     )
+
+
+def read_curve(path: Path | None) -> VerificationCurve:
+    """Read a verification curve; None = a pass costs the same whatever its tokens. Raises ConfigError.
+
+    The file has an object of costs by number of tokens, or one of two lists `tokens` and `cost`, or either of them
+    under the key `verify_curve`. Costs may be in any unit.
+    """
+    from speculant.lab.theory.curve import FLAT, VerificationCurve
+
+    if path is None:
+        return FLAT
+    content = _read_object(path)
+    tokens, costs = _points(path, content.get("verify_curve", content))
+    try:
+        return VerificationCurve(tuple(tokens), tuple(costs))
+    except ValueError as error:
+        problem, _, fix = str(error).partition("; ")
+        raise _error(path, f"can't be used: {problem}", f"{fix}.") from error
+
+
+def read_pair(path: Path | None) -> tuple[list[float], float] | tuple[None, None]:
+    """Return acceptance rates by depth and the cost ratio from a report of `check-pair`; None for another file.
+
+    Raises ConfigError for a file that can't be read.
+    """
+    content = {} if path is None else _read_object(path)
+    try:
+        best = content["precisions"][content["best"]["precision"]]
+        rates = best["rates"] or [best["alpha"]["mean"]]
+        return [float(rate) for rate in rates], float(best["cost_ratio"])
+    except (KeyError, TypeError, ValueError):
+        return None, None
+
+
+def _error(path: Path, problem: str, fix: str = FORMS) -> ConfigError:
+    return ConfigError(f"the verification curve {path} {problem}", fix)
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise _error(path, f"can't be read: {error}", "check the path.") from error
+    except (ValueError, RecursionError) as error:
+        raise _error(path, f"is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise _error(path, "does not hold a JSON object")
+    return content
+
+
+def _points(path: Path, points: Any) -> tuple[list[int], list[float]]:
+    """Return numbers of tokens and their costs; the keys of an object are sorted."""
+    if not isinstance(points, dict):
+        raise _error(path, "has a verify_curve that is not a JSON object")
+    if not {"tokens", "cost"} & points.keys():
+        pairs = sorted(((_read_key(path, key), cost) for key, cost in points.items()), key=lambda pair: pair[0])
+        points = {"tokens": [count for count, _ in pairs], "cost": [cost for _, cost in pairs]}
+    tokens, costs = points.get("tokens"), points.get("cost")
+    if set(points) != {"tokens", "cost"} or not isinstance(tokens, list) or not isinstance(costs, list):
+        raise _error(path, "does not have two lists, tokens and cost, and nothing else")
+    for count in tokens:
+        if not _is_number(count) or count != int(count):
+            raise _error(path, f"has {count!r}, which is not a number of tokens")
+    for cost in costs:
+        if not _is_number(cost):
+            raise _error(path, f"has {cost!r}, which is not a cost")
+    return [int(count) for count in tokens], [float(cost) for cost in costs]
+
+
+def _read_key(path: Path, key: str) -> int:
+    try:
+        return int(key)
+    except ValueError:
+        raise _error(path, f"has the key {key!r}, which is not a number of tokens") from None
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and -LARGEST <= value <= LARGEST

@@ -34,28 +34,26 @@ class ServerFlags(FlagGroup):
 
     sets = ServerOptions
 
-    host: Annotated[str, "Address to listen at; 0.0.0.0 = all of this machine's."]
-    port: Annotated[int, "Port to listen at; 0 = any free one."]
+    host: Annotated[str, "Address to listen on; 0.0.0.0 = all addresses of this machine."]
+    port: Annotated[int, "Port to listen on; 0 = any free one."]
     api_keys: Annotated[list[str], "Key that clients must send; can be repeated. [env: SPECULANT_API_KEY]"]
     served_model_names: Annotated[list[str], "Name of the model for clients; can be repeated."]
-    allowed_origins: Annotated[list[str], "Other site whose pages may use the server (CORS); can be repeated."]
-    metrics_prefix: Annotated[str, "Prefix of the metrics' names; vLLM's names are listed too."]
-    per_request_spec_decode_metrics: Annotated[
-        str, "What responses say about their speculation: none, summary or detailed."
-    ]
-    tool_parser: Annotated[str, "Format of tool calls; else that of the chat template."]
-    max_body_bytes: Annotated[int, "Bytes of a body at most."]
-    max_header_bytes: Annotated[int, "Bytes of the headers at most."]
-    max_messages: Annotated[int, "Messages of a conversation at most."]
-    max_prompts: Annotated[int, "Prompts of a completion at most."]
-    max_samples: Annotated[int, "Answers to one request at most, over all its prompts."]
-    max_prompt_characters: Annotated[int, "Characters of a prompt at most."]
-    body_timeout: Annotated[float, "Seconds in which a body has to arrive."]
-    text_timeout: Annotated[float, "Seconds for a prompt's template and tokens."]
+    allowed_origins: Annotated[list[str], "Another site whose pages may use the server (CORS); can be repeated."]
+    metrics_prefix: Annotated[str, "Prefix of the metrics' names; metrics with vLLM's names are always listed."]
+    per_request_spec_decode_metrics: Annotated[str, "Figures on speculation in responses: none, summary or detailed."]
+    tool_parser: Annotated[str, "Format of tool calls [default: that of the chat template]."]
+    max_body_bytes: Annotated[int, "The most bytes of a body."]
+    max_header_bytes: Annotated[int, "The most bytes of the headers."]
+    max_messages: Annotated[int, "The most messages of a conversation."]
+    max_prompts: Annotated[int, "The most prompts of a completion."]
+    max_samples: Annotated[int, "The most answers to one request, over all its prompts."]
+    max_prompt_characters: Annotated[int, "The most characters of a prompt."]
+    body_timeout: Annotated[float, "Seconds for a body to arrive."]
+    text_timeout: Annotated[float, "Seconds for rendering and tokenising a prompt."]
     queue_timeout: Annotated[float, "Seconds that a request may wait for its first step."]
-    first_token_timeout: Annotated[float, "Seconds until a request's first token at most."]
-    request_timeout: Annotated[float, "Seconds until a request's end at most."]
-    send_timeout: Annotated[float, "Seconds that a client may read nothing of what it is sent."]
+    first_token_timeout: Annotated[float, "Seconds until a request's first token."]
+    request_timeout: Annotated[float, "Seconds until a request's end."]
+    send_timeout: Annotated[float, "Seconds that a client may leave data unread."]
     drain_timeout: Annotated[float, "Seconds that running requests get after SIGTERM."]
 
     renamed = {"api_keys": "api_key", "served_model_names": "served_model_name", "allowed_origins": "allowed_origin"}  # noqa: RUF012
@@ -81,8 +79,8 @@ def serve(
 ) -> None:
     """Serve a model over HTTP, in the shape of OpenAI's API.
 
-    It answers /health while the model is loaded, and ends with SIGTERM or Ctrl-C once the running requests have.
-    Ctrl-C while the model is loaded ends it at once.
+    /health answers while the model loads. After SIGTERM or Ctrl-C the server ends once the running requests have
+    ended. Ctrl-C during loading ends it at once.
     """
     engine.name_model(target)
     values, options = engine.values(), server.options()
@@ -104,12 +102,12 @@ def run(values: dict[str, Any], options: ServerOptions, config: EngineConfig) ->
 
         loaded = AsyncEngine(**values)
         gc.collect()
-        gc.freeze()  # what is loaded stays: to look at it in each collection would hold up all requests
+        gc.freeze()  # collections that examine loaded objects would delay all requests
         state = f"speculation is {'on' if loaded.speculating else 'off'}: {loaded.speculation}"
         messages().print(f"{name}: ready; {state}; context: {loaded.context}")
         return loaded
 
-    logging.getLogger("asyncio").setLevel(logging.ERROR)  # it warns of each write to a client that has just gone
+    logging.getLogger("asyncio").setLevel(logging.ERROR)  # it warns about each write to a client that has disconnected
     short = _short(values["model"])
     name = (*options.served_model_names, short)[0]
     app = make_app(load, options, [short, values["model"]])

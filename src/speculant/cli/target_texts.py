@@ -6,22 +6,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from speculant.cli.terminal import progress
-from speculant.cli.training_progress import shown_progress
+from speculant.cli.terminal import progress, shown_progress
 
 if TYPE_CHECKING:
     from speculant.engine.llm import LLM
     from speculant.lab.training.heads.texts import TextsPlan
     from speculant.text.tokenizer import Tokenizer
 
-_AT_A_TIME = 64  # prompts of a call
-_MOST_DOCUMENTS = 400  # that prompts are cut from
+_AT_A_TIME = 64  # prompts per call
+_MOST_DOCUMENTS = 400  # to cut prompts from
 
 
 def write_texts(plan: TextsPlan, data: Sequence[Path], suffix: str, width: int) -> None:
-    """Let the target continue prompts; the last ones are of files that it was not trained on, if it was made here.
+    """Let the target continue prompts. The last ones are from files that no model made by `train lm` is trained on.
 
-    width: numbers that are kept of a token's hidden states.
+    width: numbers to store of a token's hidden states.
     """
     from speculant.engine.llm import LLM
     from speculant.lab.training.heads import job
@@ -44,7 +43,7 @@ def write_texts(plan: TextsPlan, data: Sequence[Path], suffix: str, width: int) 
 def _prompts(
     plan: TextsPlan, data: Sequence[Path], suffix: str, tokenizer: Tokenizer, counts: tuple[int, int]
 ) -> list[list[int]]:
-    """Return so many prompts of the files that models made here are trained on, then so many of the others."""
+    """Return prompts from the files that `train lm` trains on, then from held-out ones; counts: how many of each."""
     from speculant.lab.training.corpus import read_corpus, standard_library
     from speculant.lab.training.heads import job
 
@@ -61,7 +60,7 @@ def _prompts(
 
 
 def _continued(llm: LLM, plan: TextsPlan, prompts: Sequence[list[int]], first: int) -> list[list[int]]:
-    """Return prompts with what the target writes behind them, `seq` tokens each; `first` is the first one's number."""
+    """Return prompts with their continuations, `seq` tokens each. first: the number of the first prompt."""
     from speculant.params import SamplingParams
 
     params = [

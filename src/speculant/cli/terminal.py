@@ -10,28 +10,50 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
+import typer
 import typer.core
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.status import Status
 from rich.text import Text
 
 from speculant.cli.entry import EXIT_INTERRUPTED
 from speculant.errors import SpeculantError
 
+if TYPE_CHECKING:
+    from rich.progress import Progress
+    from rich.status import Status
+
+    from speculant.lab.training.evaluation import Watcher
+    from speculant.lab.training.trainer import Trainer, TrainingReport
+
 SPINNER = "dots"
-SOON_S, PAUSE_S = 1.0, 5.0  # before the first line of progress without a terminal, and between two lines
+SOON_S, PAUSE_S = 1.0, 5.0  # without a terminal: before the first line of progress, and between lines
+_LOG_STEPS = 50  # steps per line of output without a terminal
 
 
 class WholeSummaries(typer.core.TyperGroup):
-    """A group of commands whose help has the first paragraph of each command's help in full, not one line of it."""
+    """A group of commands. Its help shows the whole first paragraph of each command's help, not one line of it."""
 
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(**settings)
-        for command in self.commands.values():
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Return the command of a name; None if there is none."""
+        command = super().get_command(ctx, cmd_name)
+        if command is not None:
             command.short_help = command.short_help or _first_paragraph(command.help or "")
+        return command
+
+
+def command_group(kind: type[WholeSummaries] = WholeSummaries, **settings: Any) -> typer.Typer:
+    """Return a group of commands with the settings that all groups share."""
+    return typer.Typer(
+        cls=kind,
+        no_args_is_help=True,
+        add_completion=False,
+        rich_markup_mode=None,  # rich truncates long flags
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+        **settings,
+    )
 
 
 def _first_paragraph(text: str) -> str:
@@ -39,7 +61,7 @@ def _first_paragraph(text: str) -> str:
 
 
 def examples(*commands: str) -> str:
-    """Return the end of a command's help, without rewrapping its lines."""
+    """Return the examples for the end of a command's help; their lines are not rewrapped."""
     return "\n".join(("\b", "Examples:", *(f"  {command}" for command in commands)))
 
 
@@ -79,9 +101,9 @@ def print_json(value: Mapping[str, Any]) -> None:
 
 
 class Parts:
-    """Shows the current work: at once on a terminal, else in a line now and then.
+    """Shows the current task: at once on a terminal, otherwise in occasional lines.
 
-    Without a terminal nothing is printed about work that ends within a second.
+    Without a terminal, nothing is printed about tasks that take less than a second.
     """
 
     def __init__(self) -> None:
@@ -93,7 +115,7 @@ class Parts:
         """Show this until the next part begins, or until `end`."""
         shown, self._doing = bool(self._doing), part
         if self._status is not None:
-            self._status.update(part, spinner=SPINNER)  # a spinner that is named is drawn at once
+            self._status.update(part, spinner=SPINNER)  # naming the spinner redraws it at once
         elif not shown and self._console.is_terminal:
             self._status = self._shown.enter_context(self._console.status(part, spinner=SPINNER))
         elif not shown:
@@ -124,7 +146,7 @@ class Parts:
 
 @contextmanager
 def progress_of_parts() -> Iterator[Parts]:
-    """Yield what shows the progress of the parts of the block."""
+    """Yield an object that shows which part of the block is running."""
     parts = Parts()
     try:
         yield parts
@@ -141,12 +163,12 @@ def progress(doing: str) -> Iterator[None]:
 
 
 class Runs:
-    """Shows the progress of a number of runs, and interim results: a bar on a terminal, else a line now and then."""
+    """Shows the progress of several runs, and interim results: a bar on a terminal, otherwise occasional lines."""
 
     def __init__(self, number: int, console: Console, bar: Progress | None) -> None:
         self._number, self._console, self._bar = number, console, bar
         self._started = itertools.count(1)
-        self._line_due = self._result_due = 0.0  # when the next of each may be printed, without a terminal
+        self._line_due = self._result_due = 0.0  # without a terminal: when the next of each may be printed
         self._task = bar.add_task("Warming up", total=number) if bar else None
         if bar is None:
             self._print("Warming up")
@@ -159,14 +181,14 @@ class Runs:
         elif time.perf_counter() >= self._line_due:
             self._print(f"{doing} (run {number} of {self._number})")
 
-    def tell(self, result: str) -> None:
+    def show(self, result: str) -> None:
         """Print an interim result."""
         if self._bar is not None or time.perf_counter() >= self._result_due:
             self._print(result)
             self._result_due = self._line_due
 
     def _print(self, line: str) -> None:
-        self._console.print(Text(line, style="dim"))  # a style of `print` would be the bar's too
+        self._console.print(Text(line, style="dim"))  # a style given to `print` would also apply to the bar
         self._line_due = time.perf_counter() + PAUSE_S
 
 
@@ -177,6 +199,49 @@ def progress_of_runs(number: int) -> Iterator[Runs]:
     if not console.is_terminal:
         yield Runs(number, console, None)
         return
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, refresh_per_second=1, transient=True) as bar:
+    with _bar(console, refresh_per_second=1, transient=True) as bar:
         yield Runs(number, console, bar)
+
+
+def _bar(console: Console, **settings: Any) -> Progress:
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    return Progress(TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=console, **settings)
+
+
+def show_training(trainer: Trainer) -> None:
+    """Run a trainer to its end and show its progress: a bar on a terminal, otherwise occasional lines."""
+    console = messages()
+    if console.is_terminal:
+        _train_with_bar(trainer)
+        return
+    for report in trainer.run():
+        if report.step % _LOG_STEPS == 0:
+            console.print(_line(trainer, report))
+
+
+def _train_with_bar(trainer: Trainer) -> None:
+    with _bar(messages()) as bar:
+        task = bar.add_task("Training", total=1.0)
+        for report in trainer.run():
+            bar.update(task, completed=report.progress, description=_line(trainer, report))
+
+
+def _line(trainer: Trainer, report: TrainingReport) -> str:
+    left = report.elapsed * (1 / max(report.progress, 1e-9) - 1) / 60
+    loss = f"{trainer.objective.name} {trainer.recent_loss():.3f}"
+    return f"step {report.step}, {loss}, {report.rate:,.0f} tokens/s, {left:.0f} min left"
+
+
+@contextmanager
+def shown_progress(doing: str) -> Iterator[Watcher | None]:
+    """Yield a function that shows the fraction done, on a terminal only."""
+    console = messages()
+    if not console.is_terminal:
+        yield None
+        return
+    from rich.progress import Progress
+
+    with Progress(console=console) as bar:
+        task: Any = bar.add_task(doing, total=1.0)
+        yield lambda done: bar.update(task, completed=done)

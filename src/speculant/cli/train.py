@@ -9,10 +9,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from speculant.cli import train_draft, train_head, train_head_tokens, train_static
-from speculant.cli.flags import FlagGroup, accepts_flags
-from speculant.cli.logs import accepts_log_level
-from speculant.cli.terminal import WholeSummaries, examples, messages, print_json, progress
-from speculant.cli.training_progress import show_training, shown_progress
+from speculant.cli.flags import FlagGroup, accepts_flags, accepts_log_level
+from speculant.cli.terminal import (
+    command_group,
+    examples,
+    messages,
+    print_json,
+    progress,
+    show_training,
+    shown_progress,
+)
 from speculant.errors import ConfigError
 from speculant.lab.training.config import TrainingConfig
 
@@ -26,9 +32,7 @@ EXAMPLES = examples(
     "speculant train lm --out poems --data ./poems --suffix .txt --steps 2000",
 )
 
-app = typer.Typer(
-    cls=WholeSummaries, help="Train small models: a target, a draft for a target, or a head.", no_args_is_help=True
-)
+app = command_group(help="Train small models: a target, a draft for a target, or a head.", epilog=EXAMPLES)
 app.command(epilog=train_static.EXAMPLES)(accepts_log_level(train_static.static))
 app.command(epilog=train_draft.EXAMPLES)(accepts_log_level(train_draft.draft))
 app.command(epilog=train_head.EXAMPLES)(accepts_log_level(train_head.head))
@@ -79,7 +83,7 @@ class TrainingFlags(FlagGroup):
 @accepts_log_level
 @accepts_flags
 def lm(
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print what was measured as JSON.")] = False,
     *,
     flags: TrainingFlags,
@@ -100,7 +104,7 @@ def lm(
 def _run(config: TrainingConfig, resume: bool) -> Outcome:
     from speculant.lab.training import job
 
-    _ = config.schedule  # checks that the run has an end before anything is read
+    _ = config.schedule  # before reading anything, checks that the run has an end
     job.check_folder(config, resume)
     with progress("Reading the text files"):
         corpus = job.read_files(config)

@@ -1,4 +1,4 @@
-"""`speculant train draft`: trains several drafts for one tree, each on what the ones before miss."""
+"""`speculant train draft`: trains several drafts for one tree, each on the tokens that earlier drafts miss."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import typer
 
 from speculant.cli.flags import FlagGroup, accepts_flags
 from speculant.cli.target_texts import write_texts
-from speculant.cli.terminal import examples, messages, print_json, progress
-from speculant.cli.training_progress import show_training, shown_progress
+from speculant.cli.terminal import examples, messages, print_json, progress, show_training, shown_progress
 from speculant.errors import ConfigError
 from speculant.lab.training.boosted.config import BoostedConfig
 
@@ -39,12 +38,12 @@ class BoostedFlags(FlagGroup):
     steps: Annotated[int, "End each draft's training after this many steps."]
     start: Annotated[str, "The draft model to begin with: a folder, an id or demo. Without it, random weights."]
     data: Annotated[list[Path], "A folder of texts for prompts; can be repeated. Without it, Python's library."]
-    suffix: Annotated[str, "How these texts' names end."]
-    known_share: Annotated[float, "Share of the tokens that earlier drafts predict which are trained on all the same."]
+    suffix: Annotated[str, "How the names of these files end."]
+    known_share: Annotated[float, "Of the tokens that earlier drafts predict, the share to train on nevertheless."]
     tokens: Annotated[int, "Tokens of texts that the target writes."]
     seq: Annotated[int, "Tokens in a text."]
     batch: Annotated[int, "Texts in a step."]
-    temperature: Annotated[float, "Of the target's texts."]
+    temperature: Annotated[float, "Temperature of the target's texts."]
     cache_gib: Annotated[float, "Most space on disk for hidden states, in GiB."]
     hidden: Annotated[int, "Width of the residual stream."]
     intermediate: Annotated[int, "Width inside the feed-forward blocks."]
@@ -53,7 +52,7 @@ class BoostedFlags(FlagGroup):
     kv_heads: Annotated[int, "Key heads, shared among the attention heads."]
     warmup: Annotated[int, "Steps in which the learning rate rises."]
     matrix_lr: Annotated[float, "Peak learning rate of the layers' matrices (Muon); a quarter for trained weights."]
-    embedding_lr: Annotated[float, "Peak learning rate of embeddings and norms (AdamW); likewise."]
+    embedding_lr: Annotated[float, "Peak learning rate of embeddings and norms (AdamW); a quarter for trained weights."]
     seed: Annotated[int, "Fixes the first weights, the prompts and the order of the data."]
     save_minutes: Annotated[float, "Minutes between checkpoints."]
 
@@ -67,16 +66,16 @@ class BoostedFlags(FlagGroup):
 
 @accepts_flags
 def draft(
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print what was measured as JSON.")] = False,
     *,
     flags: BoostedFlags,
 ) -> None:
-    """Train small drafts that are used together in one tree, each on what the ones before miss.
+    """Train small drafts that are used together in one tree, each on the tokens that earlier drafts miss.
 
-    The target continues prompts. The first draft learns its distributions at every token of these texts, the next ones
-    at those tokens whose likeliest one no draft before has. Each is a model of its own: the first is named as `model`
-    of the method specinfer, the others as `models`.
+    The target continues prompts. The first draft learns the target's distributions at every token of these texts. Each
+    later draft learns them where no earlier one predicts the target's likeliest token. In the method specinfer, the
+    first draft is the `model` and the others are the `models`.
     """
     config = flags.config()
     outcomes = _run(config, resume)
@@ -120,6 +119,6 @@ def _show(config: BoostedConfig, outcomes: list[BoostedOutcome]) -> None:
         console.print(f"{config.folder(each.number)}: {each.parameters:,} weights, {each.steps:,} steps")
         console.print(
             f"  sum min(p, q) {each.alpha:.3f}, same likeliest token {each.agreement:.3f};"
-            f" drafts 1 to {each.number} have it for {each.covered:.3f} of the tokens,"
-            f" the {each.number} likeliest of draft 1 for {each.alone:.3f}"
+            f" for {each.covered:.3f} of the tokens one of drafts 1 to {each.number} has it,"
+            f" for {each.alone:.3f} the {each.number} likeliest tokens of draft 1 have it"
         )

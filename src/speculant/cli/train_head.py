@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from speculant.cli.target_texts import write_texts
-from speculant.cli.terminal import examples, messages, print_json, progress
-from speculant.cli.training_progress import show_training, shown_progress
+from speculant.cli.terminal import examples, messages, print_json, progress, show_training, shown_progress
 
 if TYPE_CHECKING:
     from speculant.lab.training.heads.config import HeadTrainingConfig
@@ -35,26 +34,30 @@ def head(
     data: Annotated[
         list[Path] | None, typer.Option(help="A folder of texts for prompts [default: Python's standard library].")
     ] = None,
-    suffix: Annotated[str, typer.Option(help="How these texts' names end.")] = ".py",
+    suffix: Annotated[str, typer.Option(help="How the names of these files end.")] = ".py",
     tokens: Annotated[int | None, typer.Option(help="Tokens of texts that the target writes.")] = None,
     seq: Annotated[int | None, typer.Option(help="Tokens in a text.")] = None,
     batch: Annotated[int | None, typer.Option(help="Texts in a step.")] = None,
-    temperature: Annotated[float | None, typer.Option(help="Of the target's texts.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="Temperature of the target's texts.")] = None,
     cache_gib: Annotated[float | None, typer.Option(help="Most space on disk for hidden states, in GiB.")] = None,
-    num_heads: Annotated[int | None, typer.Option(help="Tokens that heads on one state predict.")] = None,
-    num_layers: Annotated[int | None, typer.Option(help="Residual blocks in each of these.")] = None,
+    num_heads: Annotated[
+        int | None, typer.Option(help="Tokens to predict from one hidden state, each by its own head.")
+    ] = None,
+    num_layers: Annotated[int | None, typer.Option(help="Residual blocks in each of these heads.")] = None,
     inner: Annotated[int | None, typer.Option(help="Width of feed-forward blocks.")] = None,
-    depth: Annotated[int | None, typer.Option(help="Rows in a row that a layer continues from its own states.")] = None,
+    depth: Annotated[
+        int | None, typer.Option(help="Tokens in a row that a layer predicts from its own states.")
+    ] = None,
     draft_vocab: Annotated[
-        int | None, typer.Option(help="Tokens of an output head of its own [default: the target's output head].")
+        int | None, typer.Option(help="Vocabulary of the head's own output layer [default: the target's output layer].")
     ] = None,
     matrix_lr: Annotated[float | None, typer.Option(help="Peak learning rate of matrices (Muon).")] = None,
-    vector_lr: Annotated[float | None, typer.Option(help="Peak learning rate of all else (AdamW).")] = None,
+    vector_lr: Annotated[float | None, typer.Option(help="Peak learning rate of all other weights (AdamW).")] = None,
     seed: Annotated[int | None, typer.Option(help="Fixes the first weights and the prompts.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print what was measured as JSON.")] = False,
 ) -> None:
-    """Train a head on what the target itself writes.
+    """Train a head on texts that the target itself writes.
 
     The target continues prompts; the head learns its distributions from its hidden states, which are kept on disk. When
     the run ends, the folder can be used: --speculative-config '{"method": KIND, "model": FOLDER}'.

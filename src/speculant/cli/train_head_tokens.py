@@ -20,7 +20,7 @@ EXAMPLES = examples(
     "speculant train head-tokens README.md docs/*.md --tokenizer demo --out head.json",
     "speculant train head-tokens outputs.jsonl --tokenizer demo --size 2048 --out head.json",
 )
-SHARE = 4  # the usual head has the vocabulary's size over this (arXiv 2502.14856, section 4)
+SHARE = 4  # by default a head keeps a quarter of the vocabulary (arXiv 2502.14856, section 4)
 
 
 def head_tokens(
@@ -32,8 +32,8 @@ def head_tokens(
 ) -> None:
     """Find the most frequent tokens in texts like those that the target will write.
 
-    Best are the target's own outputs: `speculant generate --json` prints their token ids. A draft model that can draw
-    these tokens only is faster: speculative_config={"head_tokens": FILE}. End tokens are always kept.
+    The target's own outputs work best: `speculant generate --json` prints their token ids. A draft model that is
+    limited to these tokens is faster: speculative_config={"head_tokens": FILE}. End tokens are always kept.
     """
     outcome = _make(files, tokenizer, out, size)
     if as_json:
@@ -77,7 +77,7 @@ def _most_frequent(counts: np.ndarray[Any, Any], size: int, ends: frozenset[int]
 
 
 def _ends(folder: Path, vocab_size: int) -> frozenset[int]:
-    """Return the model's end tokens; a folder of a tokenizer alone has none."""
+    """Return the model's end tokens; a folder with only a tokenizer has none."""
     from speculant.models.generation import read_end_tokens, read_generation
 
     config = read_optional_json(folder / "config.json")

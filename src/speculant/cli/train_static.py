@@ -31,7 +31,7 @@ def static(
 ) -> None:
     """Count which token follows which, in texts like those that the target will write.
 
-    Best are the target's own outputs: `speculant generate --json` prints their token ids. The file is used by
+    The target's own outputs work best: `speculant generate --json` prints their token ids. Use the file by
     speculative_config={"method": "static", "tables": FILE}.
     """
     outcome = _make(files, tokenizer, out, continuations)
@@ -72,6 +72,6 @@ def require_folder(out: Path) -> None:
 
 
 def vocab_size_of(folder: Path, tokenizer: Tokenizer) -> int:
-    """Return the rows of the model's head; a folder of a tokenizer alone has as many as tokens."""
+    """Return the rows of the model's output head; for a folder with only a tokenizer, its number of tokens."""
     config = folder / "config.json"
     return count(read_json(config), "vocab_size") if config.exists() else tokenizer.vocab_size

@@ -1,1 +1,1 @@
-"""Serving over HTTP: an API in OpenAI's shape, and what it makes of a model's text."""
+"""Serving over HTTP: an API in OpenAI's shape, with reasoning and tool calls read from a model's text."""

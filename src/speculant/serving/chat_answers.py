@@ -16,24 +16,24 @@ MakeReader = Callable[[Prompt], MessageReader]
 
 
 @dataclass
-class _Choice:
+class _ChatChoice:
     reader: MessageReader
     logprobs: list[dict[str, Any]] = field(default_factory=list)
     finish_reason: str | None = None
 
 
 class ChatAnswer(Answer):
-    """One choice for each sample. The readers tell reasoning and tool calls from content."""
+    """One choice for each sample. Its reader separates reasoning, content and tool calls."""
 
     def __init__(self, call: Call, make_reader: MakeReader, calls_reason: str = "tool_calls") -> None:
         """calls_reason: `finish_reason` after calls."""
         super().__init__(call, 1)
         self._id, self._make_reader, self._calls_reason = new_id("chatcmpl-"), make_reader, calls_reason
-        self._choices: list[_Choice] = []
+        self._choices: list[_ChatChoice] = []
 
     def begin(self, prompts: Sequence[Prompt]) -> list[Chunk]:
         """See `Answer.begin`."""
-        self._choices = [_Choice(self._make_reader(prompts[0])) for _ in range(self.call.params.n)]
+        self._choices = [_ChatChoice(self._make_reader(prompts[0])) for _ in range(self.call.params.n)]
         first = {"role": "assistant", "content": ""}
         ids = {"prompt_token_ids": list(prompts[0].tokens)} if self.call.returns_ids else {}
         return [self._chunk([_shown(index, first)], **ids) for index in range(self.call.params.n)]
@@ -48,7 +48,9 @@ class ChatAnswer(Answer):
             chunks += [self._chunk([_shown(index, rest)])] if rest else []
             choice.finish_reason = self._reason(choice, piece.finish_reason)
             if choice.finish_reason is not None:
-                chunks.append(self._chunk([_shown(index, {}, None, choice.finish_reason)], **self.last_words(piece)))
+                chunks.append(
+                    self._chunk([_shown(index, {}, None, choice.finish_reason)], **self.last_speculation(piece))
+                )
         return [chunk for chunk in chunks if chunk is not None]
 
     def end(self) -> list[Chunk]:
@@ -79,7 +81,7 @@ class ChatAnswer(Answer):
             return None
         return self._chunk([_shown(index, delta, logprobs) | ids], **self.tokens_of(piece))
 
-    def _document(self, index: int, choice: _Choice) -> dict[str, Any]:
+    def _document(self, index: int, choice: _ChatChoice) -> dict[str, Any]:
         read = choice.reader.message
         message: dict[str, Any] = {"role": "assistant", "content": read.content, "refusal": None}
         if read.reasoning:
@@ -96,7 +98,7 @@ class ChatAnswer(Answer):
             **self.ids_of_output(self.results[0].outputs[index]),
         }
 
-    def _reason(self, choice: _Choice, reason: str) -> str | None:
+    def _reason(self, choice: _ChatChoice, reason: str) -> str | None:
         if reason == "error":
             return None
         return self._calls_reason if choice.reader.message.calls and reason == "stop" else reason

@@ -14,8 +14,8 @@ from speculant.types import Logprobs
 
 
 @dataclass
-class _Choice:
-    """One sample: its text so far, and for each token with log-probabilities where its text begins."""
+class _CompletionChoice:
+    """One sample: its text so far, and the offset of each token that has log-probabilities."""
 
     pieces: list[str] = field(default_factory=list)
     length: int = 0
@@ -29,10 +29,10 @@ class CompletionAnswer(Answer):
     """Choices in the order of the prompts, `n` for each."""
 
     def __init__(self, call: Call, num_prompts: int, echo: bool = False, answers: bool = True) -> None:
-        """`echo`: the text begins with the prompt. answers: False = the prompt alone is returned."""
+        """echo: the text begins with the prompt. answers: False = only the prompt is returned."""
         super().__init__(call, num_prompts)
         self._id, self._echo, self._answers = new_id("cmpl-"), echo, answers
-        self._choices = [_Choice() for _ in range(num_prompts * call.params.n)]
+        self._choices = [_CompletionChoice() for _ in range(num_prompts * call.params.n)]
 
     def begin(self, prompts: Sequence[Prompt]) -> list[Chunk]:
         """See `Answer.begin`."""
@@ -45,7 +45,7 @@ class CompletionAnswer(Answer):
             return []
         return [self._first(index, choice) for index, choice in enumerate(self._choices)]
 
-    def _first(self, index: int, choice: _Choice) -> Chunk:
+    def _first(self, index: int, choice: _CompletionChoice) -> Chunk:
         ids: dict[str, Any] = {}
         if self.call.returns_ids:
             ids = {"prompt_token_ids": list(self.prompts[index // self.call.params.n].tokens), "token_ids": []}
@@ -77,7 +77,7 @@ class CompletionAnswer(Answer):
             logprobs = completion_logprobs(self.call.texts, [piece.token], [piece.logprobs], [before])
         reason = None if piece.finish_reason == "error" else piece.finish_reason
         shown = {"index": index, "text": piece.text, "logprobs": logprobs, "finish_reason": reason, **ids}
-        return [self._chunk([shown], **self.tokens_of(piece), **self.last_words(piece))]
+        return [self._chunk([shown], **self.tokens_of(piece), **self.last_speculation(piece))]
 
     def end(self) -> list[Chunk]:
         """See `Answer.end`."""
@@ -90,7 +90,7 @@ class CompletionAnswer(Answer):
         choices = [self._document(index, choice) for index, choice in enumerate(self._choices)]
         return self._named() | {"choices": choices, "usage": self.usage(), **self.speculation()}
 
-    def _document(self, index: int, choice: _Choice) -> dict[str, Any]:
+    def _document(self, index: int, choice: _CompletionChoice) -> dict[str, Any]:
         prompt, sample = divmod(index, self.call.params.n)
         output = self.results[prompt]
         logprobs = None
@@ -114,14 +114,14 @@ class CompletionAnswer(Answer):
         return value
 
     def _echoed(self, prompt: int) -> tuple[Sequence[int], Sequence[Logprobs | None], Sequence[int]]:
-        """Return a repeated prompt's tokens, their log-probabilities, and where their texts begin."""
+        """Return the tokens of a repeated prompt, their log-probabilities, and the offsets of their texts."""
         output = self.results[prompt]
         if not self._echo or output.prompt_logprobs is None:
             return (), (), ()
         return output.prompt_token_ids, output.prompt_logprobs, self.prompts[prompt].offsets
 
     def usage(self, reasoning_tokens: int = 0) -> dict[str, Any]:
-        """See `Answer.usage`; a token that is left out does not count."""
+        """See `Answer.usage`; an answer that is left out does not count."""
         value = super().usage(reasoning_tokens)
         if not self._answers:
             value |= {"completion_tokens": 0, "total_tokens": value["prompt_tokens"]}

@@ -9,20 +9,20 @@ from typing import Any
 
 from speculant.errors import CapacityError, EngineClosedError, EngineDeadError, SpeculantError
 
-MAX_MESSAGE = 1000  # characters; a message may quote what the client sent
+MAX_MESSAGE = 1000  # characters; a message may quote data of the client
 RETRY_AFTER = MappingProxyType({"retry-after": "1"})
 _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{6,}")
 _PATH = re.compile(r"(?<![\w.:/])(?:/[\w.@+-]+){2,}/?|\b[A-Za-z]:\\\S+")
 _WORD = re.compile(r"(?<![\w.-])[a-z]\w*(?![\w-])")
 _NAME = re.compile(r"\w+[=\[]|[a-z]*_")  # a message begins with a field's name
-_NOUNS = frozenset({"prompt", "method", "verification"})  # what messages speak of as things
+_NOUNS = frozenset({"prompt", "method", "verification"})  # messages use these field names as nouns
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
 class ApiError(Exception):
-    """An error with an HTTP status, and what OpenAI's clients read: message, type, param, code.
+    """An error with an HTTP status, and the fields that OpenAI's clients read: message, type, param, code.
 
-    A message has the server's own words and the client's, so that no path in it is the server's.
+    Its message consists of fixed text and of data from the client, so it contains no path of the server.
     """
 
     def __init__(
@@ -50,17 +50,17 @@ class ApiError(Exception):
 
 
 def refusal(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    """Return an error of status 400: the request can't be served as it is."""
+    """Return an error of status 400: the request is invalid."""
     return ApiError(400, message, param=param, code=code)
 
 
 def overloaded(message: str) -> ApiError:
-    """Return an error of status 429: it may be tried again later."""
+    """Return an error of status 429: the request may be sent again later."""
     return ApiError(429, message, code="rate_limit_exceeded", headers=RETRY_AFTER)
 
 
 def unavailable(message: str, code: str) -> ApiError:
-    """Return an error of status 503: the server does not serve now."""
+    """Return an error of status 503: the server does not accept requests now."""
     return ApiError(503, message, code=code, headers=RETRY_AFTER)
 
 
@@ -69,7 +69,7 @@ def timed_out(message: str) -> ApiError:
     return ApiError(504, message, code="timeout")
 
 
-Sent = Callable[[str], str | None]  # from a setting's name to the field that set it; None = none did
+Sent = Callable[[str], str | None]  # from a setting's name to the field that set it; None = no field did
 
 
 def _nothing(_: str) -> None:
@@ -77,9 +77,9 @@ def _nothing(_: str) -> None:
 
 
 def api_error(error: Exception, sent_as: Sent = _nothing) -> ApiError:
-    """Return the error that a client gets; for one that is no SpeculantError it has no details.
+    """Return the error for a client. It has no details of errors other than SpeculantError.
 
-    sent_as: of the request's body; an error about a field has the field's name, as it was sent.
+    sent_as: the body's method of that name, by which an error names a field as the client sent it.
     """
     if isinstance(error, ApiError):
         return _as_sent(error, sent_as)
@@ -95,7 +95,7 @@ def api_error(error: Exception, sent_as: Sent = _nothing) -> ApiError:
 
 
 def _as_sent(error: ApiError, sent_as: Sent) -> ApiError:
-    """Return an error about a request with the names of its fields as they were sent."""
+    """Return an error with the names of fields as the client sent them."""
     if error.status != 400:
         return error
     sent: dict[str, str] = {}  # by the name in the message
@@ -108,12 +108,12 @@ def _as_sent(error: ApiError, sent_as: Sent) -> ApiError:
 
 
 def _may_be_field(word: re.Match[str]) -> bool:
-    """Whether a word of a message is a field's name rather than English, if there is such a field."""
+    """Whether a word of a message is the name of a field, if a field has that name, and not an English word."""
     return word.start() == 0 or "_" in word[0] or word[0] in _NOUNS
 
 
 def scrub(text: str) -> str:
-    """Return a message without addresses of memory and absolute paths, and not longer than MAX_MESSAGE."""
+    """Return a message without memory addresses and absolute paths, shortened to MAX_MESSAGE."""
     return _PATH.sub("[path]", _ADDRESS.sub("[address]", _shortened(text)))
 
 

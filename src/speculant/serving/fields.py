@@ -1,8 +1,8 @@
-"""Request fields that vLLM's and llama.cpp's servers document and this one does not read: data alone.
+"""Request fields that the servers of vLLM and llama.cpp document and this one does not read. This module is only data.
 
-A field that a body declares is read, even if it is listed here. Of the others, those that would change the answer are
-refused, so that no client gets another answer than it asked for without a word; those that change nothing are accepted.
-Fields that nobody documents are ignored.
+A field that a body declares is read, even if it is listed here. Other fields that would change the answer are refused,
+so a client is told when it can't get the answer that it wants. Fields that change nothing are accepted. Fields that no
+server documents are ignored.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from typing import Any
 class Refused:
     """A field that would change the answer.
 
-    advice: what to do instead. off: the values that change nothing; None is always one. of_prompt: it changes a
-    prompt's tokens, so that /tokenize refuses it too.
+    advice: what to do instead. off: values that change nothing; None is always one. of_prompt: the field changes a
+    prompt's tokens, so /tokenize refuses it too.
     """
 
     advice: str
     off: tuple[Any, ...] = (False, "", [], {})
     of_prompt: bool = False
 
-    def asks(self, value: Any) -> bool:
-        """Whether a value asks for something."""
+    def is_set(self, value: Any) -> bool:
+        """Whether a value would change the answer."""
         return value is not None and value not in self.off
 
 
@@ -34,7 +34,7 @@ _SAMPLER = "use temperature, top_k, top_p or min_p"
 _STORED = "responses are not stored; send the whole conversation as input"
 _GRAMMAR = 'use structured_outputs={"grammar": ...}'
 _SCHEMA = 'use response_format={"type": "json_schema", ...}'
-_TEXT_ONLY = "this server reads and makes text alone; leave it out"
+_TEXT_ONLY = "this server reads and makes only text; leave it out"
 _ONE_MODEL = "this server runs one model on one machine; leave it out"
 _CHAT = "use /v1/chat/completions"
 
@@ -55,7 +55,7 @@ REFUSED: Mapping[str, Refused] = MappingProxyType(
         "mirostat": Refused(_SAMPLER),
         "dry_multiplier": Refused("use repetition_penalty or frequency_penalty"),
         "xtc_probability": Refused(_SAMPLER),
-        "dynatemp_range": Refused("set temperature alone"),
+        "dynatemp_range": Refused("set only temperature"),
         "top_n_sigma": Refused("use min_p", (0, -1)),
         "min_keep": Refused("use top_k"),
         "samplers": Refused("the order of samplers is fixed; leave it out"),
@@ -68,7 +68,7 @@ REFUSED: Mapping[str, Refused] = MappingProxyType(
         "speculative.n_max": Refused('use speculation={"num_speculative_tokens": ...}'),
         "speculative.n_min": Refused("use speculation"),
         "speculative.p_min": Refused("use speculation"),
-        # ends
+        # end conditions
         "n_predict": Refused("use max_tokens", (-1,)),
         "n_cmpl": Refused("use n", (1,)),
         "t_max_predict_ms": Refused("use max_tokens"),
@@ -76,7 +76,7 @@ REFUSED: Mapping[str, Refused] = MappingProxyType(
         "reasoning_control": Refused("use max_tokens"),
         "max_tool_calls": Refused(_CHAT),
         # prompts
-        "chat_template": Refused("templates come from the model's folder alone; leave it out", of_prompt=True),
+        "chat_template": Refused("templates come only from the model's folder; leave it out", of_prompt=True),
         "prompt_embeds": Refused("send text or token ids", of_prompt=True),
         "mm_processor_kwargs": Refused(_TEXT_ONLY, of_prompt=True),
         "media_io_kwargs": Refused(_TEXT_ONLY, of_prompt=True),
@@ -94,7 +94,7 @@ REFUSED: Mapping[str, Refused] = MappingProxyType(
         "previous_response": Refused(_STORED),
         "previous_response_id": Refused(_STORED),
         "conversation": Refused("conversations are not stored; send the whole conversation as input"),
-        # what an answer has
+        # content of the answer
         "audio": Refused(_TEXT_ONLY),
         "background": Refused("responses are not stored; leave it out"),
         "detokenize": Refused("answers are text; set return_token_ids for their tokens", (True,)),

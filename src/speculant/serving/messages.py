@@ -1,4 +1,4 @@
-"""Tells the parts of an assistant's message from its text while it is generated: reasoning, content, tool calls."""
+"""Splits an assistant's message into reasoning, content and tool calls while it is generated."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from speculant.serving.tools import TextDelta, ToolDelta, ToolParser
 
 @dataclass
 class MessagePart:
-    """What some text adds to a message."""
+    """The parts that some text adds to a message."""
 
     content: str = ""
     reasoning: str = ""
     calls: list[ToolDelta] = field(default_factory=list)
 
     def as_delta(self) -> dict[str, Any]:
-        """Return it as a streamed `delta`; empty if it adds nothing."""
+        """Return the part as a streamed `delta`; empty if it adds nothing."""
         delta: dict[str, Any] = {}
         if self.content:
             delta["content"] = self.content
@@ -31,18 +31,18 @@ class MessagePart:
 
 
 class MessageReader:
-    """Reads one answer. Without parsers all of it is content. `message` has all that was read."""
+    """Reads one answer. Without parsers all of it is content. message: everything so far."""
 
     def __init__(
         self, reasoning: ReasoningParser | None = None, tools: ToolParser | None = None, calls_alone: bool = False
     ) -> None:
-        """calls_alone: the answer's form is that of calls, so that other text is a call that was cut off: left out."""
+        """calls_alone: the answer has the form of calls, so other text is a call that was cut off. It is left out."""
         self.message = MessagePart()
         self.reasoning_tokens = 0
         self._reasoning, self._tools, self._calls_alone = reasoning, tools, calls_alone
 
     def feed(self, text: str, token: int | None = None) -> MessagePart:
-        """Return what has become certain with one more token, and the text that came with it."""
+        """Return what has become certain with one more token and its text."""
         if self._reasoning is None:
             return self._sort([TextDelta(text)])
         before = self._reasoning.within
@@ -77,7 +77,7 @@ class MessageReader:
 
 
 def joined_calls(deltas: Sequence[ToolDelta]) -> list[dict[str, Any]]:
-    """Return whole calls from their pieces."""
+    """Join the pieces of calls to whole calls."""
     calls: list[dict[str, Any]] = []
     for delta in deltas:
         if delta.index == len(calls):

@@ -1,4 +1,4 @@
-"""Prometheus metrics with a prefix of choice, and vLLM's under vLLM's names. Each app has a registry of its own."""
+"""Prometheus metrics with a configurable prefix, and also under vLLM's names. Each app has its own registry."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ REQUEST_BUCKETS = (0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0
 _LABELS = ("model_name",)
 _VLLM = "vllm"  # the prefix of vLLM's metrics
 
-# Totals of the engine: name, what they count, and the field of `EngineMetrics`.
+# Totals of the engine: name, description, and the field of `EngineMetrics`.
 _COUNTERS = (
     ("prompt_tokens", "Tokens of the prompts of ended requests.", "prompt_tokens"),
     ("generation_tokens", "Tokens generated.", "tokens"),
@@ -43,7 +43,7 @@ _GAUGES = (
 )
 
 
-# What dashboards for vLLM read: these metrics mean the same here.
+# Metrics that dashboards for vLLM read; they mean the same here.
 VLLM_NAMES = frozenset(
     {
         *("prompt_tokens", "generation_tokens", "num_preemptions", "request_success"),
@@ -57,9 +57,9 @@ VLLM_NAMES = frozenset(
 
 
 class ServerMetrics:
-    """The registry of one server. `read` returns the engine's totals, None while there is no engine.
+    """The registry of one server. read: returns the engine's totals, or None while there is no engine.
 
-    read_cache: returns what is constant of the cache, as labels of `cache_config_info`.
+    read_cache: returns the cache's settings, as labels of `cache_config_info`.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class ServerMetrics:
 
 
 class RequestMeter:
-    """Measures one request where its pieces arrive. Samples that have not ended when it is closed were aborted."""
+    """Measures one request at the arrival of its pieces. Samples that have not ended at `close` count as aborted."""
 
     def __init__(self, metrics: ServerMetrics, samples: int) -> None:
         self._metrics, self._open = metrics, samples
@@ -134,7 +134,7 @@ class RequestMeter:
 
 
 class _EngineTotals(Collector):
-    """Reads the engine's own counters when they are asked for."""
+    """Reads the engine's counters when the metrics are collected."""
 
     def __init__(
         self,
@@ -178,7 +178,7 @@ class _EngineTotals(Collector):
 
 
 class _UnderOtherPrefix(Collector):
-    """Shows some metrics of a registry again, with another prefix."""
+    """Copies some metrics of a registry, with another prefix."""
 
     def __init__(self, registry: CollectorRegistry, prefix: str, other: str, names: Collection[str]) -> None:
         self._registry, self._prefix, self._other, self._names = registry, f"{prefix}:", f"{other}:", names

@@ -1,4 +1,4 @@
-"""What every request passes through before its route: an id, the bounds of its headers and body, the API key."""
+"""Middleware for all requests: a request id, bounds on headers and body, and the API key."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import hmac
 import re
 import uuid
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -14,17 +14,15 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from speculant.serving.errors import ApiError
 from speculant.serving.options import ServerOptions
-from speculant.serving.page import PAGE
 from speculant.serving.wire import error_response
 
-API_KEY = "speculant.api_key"  # in a scope: the key that was sent
-OPEN_PATHS = frozenset({"/health", *PAGE})  # need no key
+API_KEY = "speculant.api_key"  # in a scope: the key of the client
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
-_LINGER = 1.0  # seconds in which the rest of a refused body is thrown away, so that the client reads the response
+_LINGER = 1.0  # seconds of discarding the rest of a refused body, so that the client reads the response
 
 
 class RequestIds:
-    """Answers with the client's X-Request-Id, or with one of the server's."""
+    """Sets X-Request-Id of a response: the client's, or one made by the server."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -63,12 +61,10 @@ class Heads:
         await self._app({**scope, "method": "GET"}, receive, send_head)
 
 
-class Limits:
-    """Refuses headers and bodies that are too large, and bodies that are too slow, before they are read to their end.
+class RequestLimits:
+    """Refuses headers and bodies that are too large, bodies that arrive too slowly, and compressed bodies.
 
-    A compressed body is refused too.
-
-    The route gets a body in one piece.
+    It does so before a body is read to its end. The route gets a body in one piece.
     """
 
     def __init__(self, app: ASGIApp, options: ServerOptions) -> None:
@@ -99,7 +95,7 @@ class Limits:
             raise ApiError(415, text, code="unsupported_encoding")
 
     async def _read(self, scope: Scope, receive: Receive) -> bytes | None:
-        """Return the body; None if the client went away before its end."""
+        """Return the body; None if the client disconnected before its end."""
         most = self._options.max_body_bytes
         length = Headers(scope=scope).get("content-length", "0")
         if length.isdecimal() and int(length[:20]) > most:
@@ -121,19 +117,19 @@ class Limits:
 
 
 class ApiKeys:
-    """Lets in who has one of the keys, compared in constant time; /health and the page's files are open to all."""
+    """Refuses requests without one of the keys, which it compares in constant time. Open paths need no key."""
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
-        self._app, self._keys = app, tuple(keys)
+    def __init__(self, app: ASGIApp, keys: Sequence[str], open_paths: Collection[str] = ()) -> None:
+        self._app, self._keys, self._open_paths = app, tuple(keys), open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one connection, see ASGI."""
-        if scope["type"] == "http" and self._keys and scope["path"] not in OPEN_PATHS:
+        if scope["type"] == "http" and self._keys and scope["path"] not in self._open_paths:
             scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
             if scheme.lower() != "bearer" or not self._has(given.strip()):
                 error = ApiError(
                     401,
-                    "There is no API key of this server: send it as Authorization: Bearer KEY.",
+                    "The API key is missing or wrong: send it as Authorization: Bearer KEY.",
                     code="invalid_api_key",
                     headers={"www-authenticate": "Bearer"},
                 )
@@ -143,10 +139,10 @@ class ApiKeys:
         await self._app(scope, receive, send)
 
     def _has(self, given: str) -> bool:
-        """Compare with every key, so that the time does not tell which one is alike."""
+        """Compare with every key, so that the time does not depend on which one matches."""
         data = given.encode("utf-8", "surrogateescape")
-        alike = [hmac.compare_digest(data, key.encode("ascii")) for key in self._keys]
-        return any(alike)
+        matches = [hmac.compare_digest(data, key.encode("ascii")) for key in self._keys]
+        return any(matches)
 
 
 def _too_large(most: int) -> ApiError:
@@ -154,7 +150,7 @@ def _too_large(most: int) -> ApiError:
 
 
 def _after(body: bytes, receive: Receive) -> Receive:
-    """Return a channel that has the body first, then what comes after it."""
+    """Return a channel that yields the body first, then the following messages."""
     waiting = [body]
 
     async def receive_body() -> Message:
@@ -166,7 +162,7 @@ def _after(body: bytes, receive: Receive) -> Receive:
 
 
 async def _refuse(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
-    """Answer before the body was read, close the connection, and throw away what still comes within a second."""
+    """Answer before the body was read, discard what arrives within a second, and close the connection."""
     response = error_response(error)
     headers = MutableHeaders(raw=list(response.raw_headers))
     headers["connection"] = "close"

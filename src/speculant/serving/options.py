@@ -1,4 +1,4 @@
-"""What a server is configured with; each option is a flag of `speculant serve`."""
+"""The configuration of a server; each option is a flag of `speculant serve`."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ METRIC_LEVELS = ("none", "summary", "detailed")
 class ServerOptions:
     """Addresses, keys, names, limits and deadlines. Deadlines are in seconds, None = none; sizes in bytes.
 
-    api_keys: who may use every route but /health; none = anybody. Each key has a prefix cache of its own.
-    served_model_names: what clients may call the model, the first one being its own name; none = the engine's.
+    api_keys: keys for every route but /health and the page; none = open to all. Each key has its own prefix cache.
+    served_model_names: names of the model for clients, its own name first; none = the engine's.
     allowed_origins: other sites whose pages may use the server (CORS).
-    max_samples: sequences that one request may ask for, over all its prompts.
-    max_prompt_characters: more are refused before they are tokenised.
-    queue_timeout: how long a request may wait for its first step. first_token_timeout: and until its first token.
-    request_timeout: until its end. body_timeout: how long a body may take to arrive. send_timeout: how long one piece
-    of a response may wait for a slow reader. drain_timeout: how long SIGTERM lets running requests go on.
-    per_request_spec_decode_metrics: "none", "summary" or "detailed": what responses say about their speculation.
-    tool_parser: the format of tool calls; None = the one that the chat template is written for.
+    max_samples: sequences of one request, over all its prompts.
+    max_prompt_characters: longer prompts are refused before they are tokenised.
+    queue_timeout: until a request's first step. first_token_timeout: until its first token. request_timeout: until its
+    end. body_timeout: for a body to arrive. send_timeout: for a slow client to read one piece of a response.
+    drain_timeout: for running requests to end after SIGTERM.
+    per_request_spec_decode_metrics: figures on speculation in responses: "none", "summary" or "detailed".
+    tool_parser: the format of tool calls; None = the format of the chat template.
     """
 
     host: str = "127.0.0.1"
@@ -59,7 +59,7 @@ class ServerOptions:
                 f"metrics_prefix={self.metrics_prefix!r} is not a prefix of metrics", 'use for example "vllm".'
             )
         if not all(key and key.isascii() and key.isprintable() for key in self.api_keys):
-            raise ConfigError("an API key is empty or has other than printable ASCII characters", "use another key.")
+            raise ConfigError("an API key is empty or has characters other than printable ASCII", "use another key.")
         for name in _POSITIVE:
             value = getattr(self, name)
             if value is not None and not value > 0:

@@ -1,4 +1,4 @@
-"""From texts and conversations to token ids, away from the event loop."""
+"""Turns texts and conversations into token ids, outside the event loop."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from speculant.serving.protocol import (
     DEFAULT_COMPLETION_TOKENS,
     ChatBody,
     CompletionBody,
-    Conversation,
+    ConversationBody,
     TokenizeBody,
 )
 from speculant.serving.state import ServerState
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids, and the text that they were made from if there is one. rendered: it is a conversation.
+    """Token ids, and their text if they were made from one. rendered: set for a conversation.
 
     offsets: where the text of each token begins, if the answer repeats the prompt with its log-probabilities.
     """
@@ -40,19 +40,19 @@ class Prompt:
 
     @property
     def given(self) -> Sequence[int] | RenderedPrompt:
-        """What an engine gets."""
+        """The prompt in the form for an engine."""
         return self.tokens if self.rendered is None else self.rendered
 
 
 @dataclass(frozen=True)
 class Prompts:
-    """Makes prompts in the server's threads for text, within `options.text_timeout` seconds each."""
+    """Makes prompts in the server's text threads, within `options.text_timeout` seconds each."""
 
     state: ServerState
     options: ServerOptions
 
-    async def aside(self, work: Callable[[], T]) -> T:
-        """Return what `work` returns; it runs in a thread. Raises ApiError (504) if that takes too long."""
+    async def in_thread(self, work: Callable[[], T]) -> T:
+        """Return the result of `work`, which runs in a thread. Raises ApiError (504) if it takes too long."""
         working = asyncio.get_running_loop().run_in_executor(self.state.texts, work)
         try:
             async with asyncio.timeout(self.options.text_timeout):
@@ -62,27 +62,31 @@ class Prompts:
 
     async def of_completion(self, engine: AsyncEngine, body: CompletionBody) -> list[Prompt]:
         """Return the prompts of a completion; see `count_prompts`."""
-        return await self.aside(lambda: [self._of(engine, each, body) for each in _listed(body)])
+        return await self.in_thread(lambda: [self._of(engine, each, body) for each in _listed(body)])
 
     async def of_text(self, engine: AsyncEngine, text: str, body: TokenizeBody) -> Prompt:
         """Return the prompt of a text."""
-        return await self.aside(lambda: self._of(engine, text, body))
+        return await self.in_thread(lambda: self._of(engine, text, body))
 
-    async def of_chat(self, engine: AsyncEngine, body: Conversation) -> Prompt:
+    async def of_chat(self, engine: AsyncEngine, body: ConversationBody) -> Prompt:
         """Return the prompt of a conversation, by the template of the model's folder.
 
-        Raises ApiError (400) or SpeculantError for messages that it can't render; RequestError if there is no template.
+        Raises ApiError (400) or SpeculantError for messages that it can't render, RequestError without a template.
         """
         messages = body.messages or []
         if body.truncation_side == "right" and body.truncate_prompt_tokens is not None:
-            raise refusal("A conversation is cut on the left: its end is what is answered.", "truncation_side")
+            raise refusal(
+                "A conversation can only be cut on the left, as the answer follows its end.", "truncation_side"
+            )
         if len(messages) > self.options.max_messages:
-            raise refusal(f"There are {len(messages)} messages and {self.options.max_messages} may be.", "messages")
+            raise refusal(
+                f"There are {len(messages)} messages and at most {self.options.max_messages} are allowed.", "messages"
+            )
         variables = dict(body.chat_template_kwargs or {})
         for name in ("reasoning_effort", "documents"):
             if (value := getattr(body, name)) is not None:
                 variables.setdefault(name, value)
-        if body.reasoning_effort is not None:  # the switch of templates that know no degrees
+        if body.reasoning_effort is not None:  # for templates with a switch in place of an effort
             variables.setdefault("enable_thinking", body.reasoning_effort != "none")
         tools = None if body.tool_choice == "none" else body.tools
         conversation = [message.model_dump(exclude_none=True) for message in messages]
@@ -94,14 +98,14 @@ class Prompts:
             tokens = _cut(engine, engine.tokenizer.encode(rendered.text, bool(body.add_special_tokens)), body)
             return Prompt(tokens, rendered.text, replace(rendered, tokens=tokens))
 
-        return await self.aside(render)
+        return await self.in_thread(render)
 
     async def of_params(self, engine: AsyncEngine, params: SamplingParams) -> SamplingParams:
         """Return settings whose prediction, if there is one, is token ids."""
         guess = params.prediction
         if not isinstance(guess, str):
             return params
-        tokens = await self.aside(lambda: engine.tokenizer.encode(guess, add_special_tokens=False))
+        tokens = await self.in_thread(lambda: engine.tokenizer.encode(guess, add_special_tokens=False))
         return params.with_prediction(tokens)
 
     def _of(self, engine: AsyncEngine, prompt: str | Sequence[int], body: CompletionBody | TokenizeBody) -> Prompt:
@@ -116,11 +120,13 @@ class Prompts:
     def _check_text(self, text: str) -> None:
         most = self.options.max_prompt_characters
         if len(text) > most:
-            raise refusal(f"The prompt has {len(text)} characters and {most} are the most.", "prompt", "too_long")
+            raise refusal(
+                f"The prompt has {len(text)} characters and at most {most} are allowed.", "prompt", "too_long"
+            )
 
 
 def _echoed(tokenizer: Tokenizer, prompt: Prompt, body: CompletionBody) -> Prompt:
-    """Return a prompt with all that is needed to repeat it: the text of its tokens, and where they begin in it."""
+    """Return a prompt with its text and the offsets of its tokens, which an answer needs to repeat it."""
     skip = body.skip_special_tokens is not False
     whole = prompt.text is not None and body.truncate_prompt_tokens is None
     text = prompt.text if whole else tokenizer.decode(prompt.tokens, skip)
@@ -133,22 +139,22 @@ def _echoed(tokenizer: Tokenizer, prompt: Prompt, body: CompletionBody) -> Promp
     return replace(prompt, text=text, offsets=offsets)
 
 
-def _cut(engine: AsyncEngine, tokens: Sequence[int], body: CompletionBody | Conversation) -> Sequence[int]:
-    """Return as many tokens of a prompt as a request wants to keep: the last ones, unless it names the other side."""
+def _cut(engine: AsyncEngine, tokens: Sequence[int], body: CompletionBody | ConversationBody) -> Sequence[int]:
+    """Return the tokens of a prompt that a request keeps: the last ones, unless it names the other side."""
     most = body.truncate_prompt_tokens
     if most is None:
         return tokens
-    if most == -1:  # as many as the context holds beside the answer
+    if most == -1:  # as many as fit into the context with the answer
         most = max(1, engine.limits.max_model_len - _answer_tokens(body))
     if most < 1:
         raise refusal(
-            f"truncate_prompt_tokens={most} is not a number of tokens from 1 on, or -1.", "truncate_prompt_tokens"
+            f"truncate_prompt_tokens={most} is neither a number of tokens above 0 nor -1.", "truncate_prompt_tokens"
         )
     return tokens[:most] if body.truncation_side == "right" else tokens[-most:]
 
 
-def _answer_tokens(body: CompletionBody | Conversation) -> int:
-    """Return how many tokens an answer needs room for: its limit, else one."""
+def _answer_tokens(body: CompletionBody | ConversationBody) -> int:
+    """Return the tokens to reserve for an answer: its limit, otherwise one."""
     if isinstance(body, CompletionBody):
         return DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else max(1, body.max_tokens)
     return (body.max_completion_tokens or body.max_tokens or 1) if isinstance(body, ChatBody) else 1
@@ -158,7 +164,7 @@ def count_prompts(body: CompletionBody, options: ServerOptions) -> int:
     """Return how many prompts a completion has. Raises ApiError (400) if there are too many."""
     prompts = _listed(body)
     if len(prompts) > options.max_prompts:
-        raise refusal(f"There are {len(prompts)} prompts and {options.max_prompts} are the most.", "prompt")
+        raise refusal(f"There are {len(prompts)} prompts and at most {options.max_prompts} are allowed.", "prompt")
     return len(prompts)
 
 

@@ -1,7 +1,7 @@
-"""The bodies of requests, in OpenAI's shapes with this package's own fields beside them.
+"""The bodies of requests, in OpenAI's shapes and with this package's own fields.
 
-Types are strict: text is no number, true is no 1. What is null counts as not given. Fields of other servers are read,
-refused or accepted, see `fields`; other unknown fields are ignored.
+Types are strict: text is not read as a number, nor true as 1. A field that is null counts as not given. Fields of other
+servers are read, refused or accepted, see `fields`; other unknown fields are ignored.
 """
 
 from __future__ import annotations
@@ -40,24 +40,24 @@ Parts = Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=MOST_LI
 Object = dict[str, Any]
 Side = Literal["left", "right"]
 
-# Settings whose fields have other names or other forms in bodies, or are read before the engine.
+# Settings that bodies name or write in another way, or that are read before the engine.
 _OTHERWISE = frozenset({"logprobs", "structured_outputs", "detokenize", "truncate_prompt_tokens"})
 SETTINGS = frozenset(field.name for field in dataclasses.fields(SamplingParams)) - _OTHERWISE
 
 
 class Body(BaseModel):
-    """What every body has in common."""
+    """The base of all bodies."""
 
     model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
-    # The fields that set what the engine calls by a name, the first one that was sent counts; others: the name itself.
+    # The fields that set an engine's setting, by its name; the first that was sent counts. Others have the same name.
     aliases: ClassVar[Mapping[str, Sequence[str]]] = MappingProxyType({})
-    # What to do instead of sending a field of another route, where this route has the same under another name.
+    # Advice for fields of other routes, where this route has the same setting under another name.
     instead: ClassVar[Mapping[str, str]] = MappingProxyType({})
 
     model: str | None = None
 
     def sent_as(self, name: str) -> str | None:
-        """Return the field by which a client set something that the engine calls `name`; None if it did not."""
+        """Return the field by which a client set the engine's setting `name`; None if it did not."""
         fields = self.aliases.get(name, (name,))
         return next(
             (each for each in fields if each in self.model_fields_set and getattr(self, each) is not None), None
@@ -65,7 +65,7 @@ class Body(BaseModel):
 
 
 class StreamOptions(BaseModel):
-    """What a stream has beside the answer."""
+    """Data that a stream has besides the answer."""
 
     model_config = ConfigDict(strict=True)
 
@@ -74,14 +74,14 @@ class StreamOptions(BaseModel):
 
 
 class Extras(BaseModel):
-    """What this server alone has. tokens: chunks list their tokens, in `speculant_tokens`."""
+    """Fields that only this server has. tokens: chunks list their tokens, in `speculant_tokens`."""
 
     model_config = ConfigDict(strict=True)
 
     tokens: bool | None = None
 
 
-class Prediction(BaseModel):
+class PredictedOutput(BaseModel):
     """A guess of the answer: OpenAI's Predicted Outputs."""
 
     model_config = ConfigDict(strict=True)
@@ -94,14 +94,14 @@ _SPECULATION = MappingProxyType({"method": ("speculation",), "verification": ("s
 
 
 def _on_wire(hint: Any) -> Any:
-    """Return the type in a JSON body of a setting's type."""
+    """Return the type of a JSON field for a setting of a type."""
     kind, inner = get_origin(hint), get_args(hint)
     if kind is Sequence:
         item = _on_wire(inner[0])
         return Listed[item]  # type: ignore[valid-type]
     if kind is Mapping:
         return Object
-    return Union[tuple(map(_on_wire, inner))] if kind in (Union, UnionType) else hint  # noqa: UP007 - of any number
+    return Union[tuple(map(_on_wire, inner))] if kind in (Union, UnionType) else hint  # noqa: UP007 - of any length
 
 
 if TYPE_CHECKING:
@@ -113,8 +113,8 @@ else:
     )
 
 
-class Generation(_Settings):
-    """Settings of every request that generates: each field of `SamplingParams`, and these."""
+class GeneratingBody(_Settings):
+    """A body that generates text: each field of `SamplingParams`, and these."""
 
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -124,7 +124,7 @@ class Generation(_Settings):
     skip_special_tokens: bool | None = None
     prompt_logprobs: int | None = None
     speculation: bool | Object | None = None
-    prediction: Prediction | None = None
+    prediction: PredictedOutput | None = None
     response_format: Object | None = None
     structured_outputs: Object | None = None
     priority: int | None = None
@@ -132,7 +132,7 @@ class Generation(_Settings):
     speculant: Extras | None = None
 
 
-class CompletionBody(Generation):
+class CompletionBody(GeneratingBody):
     """A body of /v1/completions. prompt: a text, texts, token ids, or lists of token ids."""
 
     aliases = MappingProxyType({"structured_outputs": ("structured_outputs", "response_format"), **_SPECULATION})
@@ -183,8 +183,8 @@ class Message(BaseModel):
 Messages = Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MOST_LISTED)]
 
 
-class Conversation(Body):
-    """What makes the prompt of a conversation."""
+class ConversationBody(Body):
+    """A body with a conversation: the fields that make its prompt."""
 
     messages: Messages | None = None
     tools: Listed[Object] | None = None
@@ -199,7 +199,7 @@ class Conversation(Body):
     truncation_side: Side | None = None
 
 
-class ChatBody(Conversation, Generation):
+class ChatBody(ConversationBody, GeneratingBody):
     """A body of /v1/chat/completions."""
 
     aliases = MappingProxyType(
@@ -221,7 +221,7 @@ class ChatBody(Conversation, Generation):
     return_token_ids: bool | None = None
 
 
-class ResponseBody(Generation):
+class ResponseBody(GeneratingBody):
     """A body of /v1/responses. input: a text, or messages whose parts are text."""
 
     aliases = MappingProxyType(
@@ -256,7 +256,7 @@ class ResponseBody(Generation):
     metadata: dict[str, str] | None = None
 
 
-class TokenizeBody(Conversation):
+class TokenizeBody(ConversationBody):
     """A body of /tokenize: a prompt, or messages."""
 
     aliases = MappingProxyType({"prompt": ("prompt", "messages")})
@@ -284,7 +284,7 @@ BODIES: Mapping[str, type[Body]] = MappingProxyType(
 
 
 def read_body(kind: type[T], raw: bytes) -> T:
-    """Return the body that JSON text has. Raises ApiError (400) for what is no JSON, too deep, or of other types."""
+    """Parse a body. Raises ApiError (400) for invalid JSON, deep nesting and wrong types."""
     assert issubclass(kind, Body)
     try:
         body = kind.model_validate_json(raw)
@@ -295,16 +295,16 @@ def read_body(kind: type[T], raw: bytes) -> T:
 
 
 def _check_others(body: Body, given: Mapping[str, Any]) -> None:
-    """Refuse those fields that a body does not read and that would change the answer."""
-    generates = isinstance(body, Generation)
+    """Refuse fields that a body does not read and that would change the answer."""
+    generates = isinstance(body, GeneratingBody)
     for name, value in given.items():
         entry = REFUSED.get(name)
         if entry is not None:
-            if entry.asks(value) and (generates or (entry.of_prompt and isinstance(body, Conversation))):
+            if entry.is_set(value) and (generates or (entry.of_prompt and isinstance(body, ConversationBody))):
                 raise refusal(f"{name} is not supported: {entry.advice}.", name, "unsupported_parameter")
         elif generates and value and name not in ACCEPTED and (paths := _paths_with(name)):
             advice = f": {body.instead[name]}" if name in body.instead else ""
-            raise refusal(f"{name} is a field of {' and '.join(paths)} alone{advice}.", name, "unsupported_parameter")
+            raise refusal(f"{name} is a field of {' and '.join(paths)} only{advice}.", name, "unsupported_parameter")
 
 
 def _paths_with(name: str) -> list[str]:
@@ -313,7 +313,7 @@ def _paths_with(name: str) -> list[str]:
 
 
 def _invalid(error: ValidationError) -> ApiError:
-    """Return the error of the first wrong field; where several types are allowed it has what each one says."""
+    """Return the error of the first wrong field. If several types are allowed, it has the message for each one."""
     found = error.errors(include_url=False, include_context=False, include_input=False)
     first = found[0]
     if first["type"] == "json_invalid":

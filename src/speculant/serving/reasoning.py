@@ -1,4 +1,4 @@
-"""The part of an answer in which a model reasons, `<think>...</think>`, told from the rest while both are generated."""
+"""Separates the reasoning in an answer, `<think>...</think>`, from the rest while both are generated."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ Delta = ReasoningDelta | TextDelta
 
 
 class ReasoningParser:
-    """Splits an answer at the end of its reasoning, which can only be its beginning.
+    """Splits an answer into reasoning and the rest. Reasoning can only be at the beginning.
 
-    White space beside the tags is left out. Time is linear in the text, and its cuts do not matter.
+    White space next to the tags is left out. Time is linear in the text, and the result does not depend on its pieces.
     """
 
     def __init__(
         self, start: str = "<think>", end: str = "</think>", opened: bool = False, tokens: Reasoning | None = None
     ) -> None:
-        """`opened`: the prompt ends with the start tag, so that the answer begins within the reasoning.
+        """opened: the prompt ends with the start tag, so the answer begins within the reasoning.
 
-        tokens: the tags that a form follows; the same texts in other tokens are no tags then. None = any tokens.
+        tokens: the tags that the form's constraint reads; the same text in other tokens is no tag. None = any tokens.
         """
         self.start, self.end, self._opened, self._tokens = start, end, opened, tokens
         self.within = opened  # whether the text so far ends within the reasoning
@@ -50,9 +50,9 @@ class ReasoningParser:
         next(self._script)
 
     def feed(self, text: str, token: int | None = None) -> list[Delta]:
-        """Return what has become certain with more text; only what may be a tag's beginning is held back.
+        """Return what has become certain with more text. Only a possible beginning of a tag is held back.
 
-        token: whose text it is, possibly after text of earlier ones. It is needed only where `tokens` are followed.
+        token: the token of this text, which may include text of earlier ones. Needed only if `tokens` are given.
         """
         if self._tokens is not None:
             self._may_open |= not self._begun and token == self._tokens.start
@@ -63,7 +63,7 @@ class ReasoningParser:
         return self._fetch()
 
     def finish(self) -> list[Delta]:
-        """Return the rest at the text's end; `feed` may not follow. Reasoning that was not ended stays reasoning."""
+        """Return the rest at the text's end; no `feed` may follow. Reasoning without an end tag stays reasoning."""
         with suppress(StopIteration):
             self._script.send("")
         return self._fetch()
@@ -85,7 +85,7 @@ class ReasoningParser:
             self._char = yield
 
     def _opens(self) -> Generator[None, str, bool]:
-        """Read the start tag; what is none is text."""
+        """Read the start tag; anything else is text."""
         held = yield from self._skip_space()
         for expected in self.start:
             if self._char != expected:
@@ -127,7 +127,7 @@ class ReasoningParser:
 def find_reasoning(rendered: RenderedPrompt | None, has_form: bool = False) -> ReasoningParser | None:
     """Return a parser for one answer to a prompt; None if all of it is content.
 
-    has_form: the answer has a given form. Then the reasoning is where the form's constraint says.
+    has_form: the answer has a given form, whose constraint then defines where the reasoning is.
     """
     if rendered is None or rendered.expected is None or (has_form and rendered.reasoning is None):
         return None
@@ -136,7 +136,7 @@ def find_reasoning(rendered: RenderedPrompt | None, has_form: bool = False) -> R
 
 
 def with_tags(tokenizer: Tokenizer, params: SamplingParams, tags: Iterable[str]) -> SamplingParams:
-    """Return settings under which these texts are in the answer, although they may be special tokens."""
+    """Return settings that keep these texts in the answer, even if they are special tokens."""
     if all(tokenizer.backend.token_to_id(tag) not in tokenizer.special_ids for tag in tags):
         return params
     return dataclasses.replace(params, skip_special_tokens=False)

@@ -26,11 +26,11 @@ class _Item:
     logprobs: list[dict[str, Any]] = field(default_factory=list)
 
     def event(self, ending: str) -> str:
-        """Return the type of an event about its text."""
+        """Return the type of an event about the item's text."""
         return f"response.{'reasoning' if self.kind == 'reasoning' else 'output'}_text.{ending}"
 
     def part(self, text: str) -> dict[str, Any]:
-        """Return its only part, with a text."""
+        """Return the item's only part, with a text."""
         if self.kind == "reasoning":
             return {"type": "reasoning_text", "text": text}
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": [*self.logprobs]}
@@ -42,14 +42,14 @@ class _Item:
 
 
 class ResponseAnswer(Answer):
-    """A response in OpenAI's newer shape. Chunks are its events; each has its type and a number."""
+    """A response in OpenAI's newer shape. Its chunks are events; each has a type and a number."""
 
     def __init__(self, call: Call, body: ResponseBody, make_reader: Callable[[Prompt], MessageReader]) -> None:
         super().__init__(call, 1)
         self._body, self._id, self._make_reader = body, new_id("resp_"), make_reader
         self._reader = MessageReader()
         self._items: list[_Item] = []
-        self._unsent: list[dict[str, Any]] = []  # log-probabilities of tokens whose text has not come yet
+        self._unsent: list[dict[str, Any]] = []  # log-probabilities of tokens whose text has not arrived yet
         self._reason: str | None = None
         self._number = -1
 
@@ -102,7 +102,7 @@ class ResponseAnswer(Answer):
         return "incomplete" if self._reason == "length" else "completed"
 
     def _shown(self, part: MessagePart, tokens: dict[str, Any], kind: str) -> list[Chunk]:
-        """Return the events of a part. kind: the item that its token belongs to, "" = none."""
+        """Return the events of a part. kind: the item of its token, "" = none."""
         events = self._delta("reasoning", part.reasoning, {}) if part.reasoning else []
         events += self._delta("message", part.content, {}) if part.content else []
         if not tokens:
@@ -121,7 +121,7 @@ class ResponseAnswer(Answer):
         return [*opened, self._event(item.event("delta"), **_place(item), delta=text, **rest, **tokens)]
 
     def _fetch_logprobs(self, kind: str) -> list[dict[str, Any]]:
-        """Return the log-probabilities that were not sent yet, if the item is the message."""
+        """Return the unsent log-probabilities, if the item is the message."""
         if kind == "reasoning":
             return []
         unsent, self._unsent = self._unsent, []

@@ -1,4 +1,4 @@
-"""The routes. Each reads its body, and answers in OpenAI's shape or, where OpenAI has none, in vLLM's."""
+"""The routes. Each reads its body, and answers in OpenAI's shape, or in vLLM's if OpenAI has none."""
 
 from __future__ import annotations
 
@@ -72,7 +72,9 @@ class Routes:
         service, engine = self._service, self._service.state.engine
         body = await service.read(ResponseBody, request)
         if body.tools:
-            raise refusal("Responses have no tools here: use /v1/chat/completions.", "tools", "unsupported_parameter")
+            raise refusal(
+                "This route does not support tools: use /v1/chat/completions.", "tools", "unsupported_parameter"
+            )
         tokenizer, chat = engine.tokenizer, _as_chat(body)
         params = with_tags(tokenizer, response_params(engine, body), find_tags(tokenizer.chat_template) or ())
         reader = reader_for(tokenizer, chat, None, _has_form(params))
@@ -110,11 +112,13 @@ class Routes:
         service.model(body)
         if any(not 0 <= token < 2**31 for token in body.tokens):
             raise refusal("A token id is negative or too large.", "tokens")
-        text = await service.prompts.aside(lambda: engine.tokenizer.decode(body.tokens, bool(body.skip_special_tokens)))
+        text = await service.prompts.in_thread(
+            lambda: engine.tokenizer.decode(body.tokens, bool(body.skip_special_tokens))
+        )
         return json_response({"prompt": text})
 
     async def tokenizer_info(self) -> Response:
-        """Return the settings of the tokenizer, as its folder has them, and the chat template."""
+        """Return the settings in the tokenizer's folder, and the chat template."""
         return json_response(dict(self._service.state.engine.tokenizer.settings))
 
     async def models(self) -> Response:
@@ -125,12 +129,12 @@ class Routes:
     async def model(self, model: str) -> Response:
         """Describe the model."""
         engine = self._service.state.engine
-        if not self._service.knows(model):
+        if not self._service.has_name(model):
             raise ApiError(404, f"The model {model!r} does not exist.", param="model", code="model_not_found")
         return json_response(self._model(engine, model))
 
     async def health(self) -> Response:
-        """Say whether requests are served: 200, or 503 with the reason."""
+        """Return whether requests are served: 200, or 503 with the reason."""
         self._service.state.check()
         return json_response({"status": "ok"})
 
@@ -161,10 +165,10 @@ def _has_form(params: SamplingParams) -> bool:
 
 
 def _as_chat(body: ResponseBody) -> ChatBody:
-    """Return the conversation of a response. Raises ApiError (400) for items that are no messages of text."""
+    """Return the conversation of a response. Raises ApiError (400) for items other than text messages."""
     effort = (body.reasoning or {}).get("effort")
     if effort is not None and not isinstance(effort, str):
-        raise refusal("reasoning.effort is no text.", "reasoning")
+        raise refusal("reasoning.effort is not text.", "reasoning")
     return ChatBody(messages=_messages(body), chat_template_kwargs=body.chat_template_kwargs, reasoning_effort=effort)
 
 
@@ -180,7 +184,7 @@ def _messages(body: ResponseBody) -> list[Message]:
 def _message(item: dict[str, Any]) -> Message:
     role, content = item.get("role"), item.get("content")
     if item.get("type", "message") != "message" or not isinstance(role, str):
-        raise refusal("An item of input is no message.", "input")
+        raise refusal("An item of input is not a message.", "input")
     if isinstance(content, list) and all(isinstance(part, dict) for part in content):
         content = text_of(content, _INPUT_PARTS)
     if not isinstance(content, str):

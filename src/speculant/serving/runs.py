@@ -1,4 +1,4 @@
-"""Runs the prompts of one request, all in the engine's batch, under the server's deadlines."""
+"""Runs all prompts of one request in the engine, under the server's deadlines."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from speculant.serving.prompts import Prompt
 
 @dataclass(frozen=True)
 class Work:
-    """What an engine is to do for one request: its prompts, all with the same settings."""
+    """The prompts of one request, all with the same settings."""
 
     request_id: str
     prompts: Sequence[Prompt]
@@ -34,9 +34,9 @@ Numbered = tuple[int, StreamPiece]  # the number of a prompt, and a piece of one
 async def run(
     engine: AsyncEngine, work: Work, options: ServerOptions, meter: RequestMeter
 ) -> AsyncGenerator[Sequence[Numbered], None]:
-    """Yield the pieces of all prompts as they are committed: all that are there. Closing the iterator aborts what runs.
+    """Yield the pieces of all prompts as they are committed, in batches. Closing the iterator aborts the request.
 
-    Raises ApiError for a deadline that passes, and what `AsyncEngine.stream` raises; of several errors the first.
+    Raises ApiError for a missed deadline, and the errors of `AsyncEngine.stream`; of several errors the first.
     """
     arrived: asyncio.Queue[Numbered | Exception | None] = asyncio.Queue()
     readers = [asyncio.create_task(_read(engine, work, place, options, arrived)) for place in range(len(work.prompts))]
@@ -69,7 +69,7 @@ async def _read(
     options: ServerOptions,
     arrived: asyncio.Queue[Numbered | Exception | None],
 ) -> None:
-    """Put a prompt's pieces, then None, or the error that ended it."""
+    """Put a prompt's pieces into the queue, then None or the error that ended it."""
     request_id = f"{work.request_id}-{place}"
     pieces = engine.stream(
         work.prompts[place].given,
@@ -89,12 +89,12 @@ async def _read(
         arrived.put_nowait(None)
     except TimeoutError:
         arrived.put_nowait(timed_out(f"The answer was not complete after {options.request_timeout} s."))
-    except Exception as error:  # noqa: BLE001 - whatever it is, the request ends with it
+    except Exception as error:  # noqa: BLE001 - any error ends the request
         arrived.put_nowait(error)
 
 
 def _check_output(piece: StreamPiece | None) -> None:
-    """Raise, after the last piece, the error of a sample that failed while others did not."""
+    """Raise, after the last piece, the error of a sample that failed while others succeeded."""
     if piece is not None and piece.output is not None and piece.output.error is not None:
         problem, _, fix = piece.output.error.partition("\n  Fix: ")
         raise SpeculantError(problem, fix)
@@ -110,7 +110,7 @@ async def _first(
         if queue is not None and (total is None or queue < total):
             await asyncio.wait({waiting}, timeout=queue)
             if not waiting.done() and not engine.has_begun(request_id):
-                raise unavailable(f"The request waited for {queue} s and nothing became free.", "queue_timeout")
+                raise unavailable(f"The request waited for {queue} s without being started.", "queue_timeout")
             total = None if total is None else total - queue
         await asyncio.wait({waiting}, timeout=total)
         if not waiting.done():

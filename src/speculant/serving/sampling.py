@@ -1,4 +1,4 @@
-"""From a request's fields to `SamplingParams`."""
+"""Turns a request's fields into `SamplingParams`."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from speculant.serving.protocol import (
     SETTINGS,
     ChatBody,
     CompletionBody,
-    Generation,
-    Prediction,
+    GeneratingBody,
+    PredictedOutput,
     ResponseBody,
 )
 
-LOGPROBS = "message.output_text.logprobs"  # a response has them if its `include` names this
+LOGPROBS = "message.output_text.logprobs"  # a response has log-probabilities if its `include` has this
 _WHITESPACE = frozenset({"disable_any_whitespace"})
 
 
 def completion_params(engine: AsyncEngine, body: CompletionBody) -> SamplingParams:
-    """Return the settings of a completion. Raises ApiError or ConfigError for those that can't be served."""
+    """Return the settings of a completion. Raises ApiError or ConfigError for invalid ones."""
     if body.suffix:
         raise refusal("suffix is not supported: leave it out.", "suffix", "unsupported_parameter")
     if body.best_of is not None and body.best_of != (body.n or 1):
-        raise refusal("best_of must be n: set n alone.", "best_of", "unsupported_parameter")
+        raise refusal("best_of must be n: set only n.", "best_of", "unsupported_parameter")
     given = {"max_tokens": DEFAULT_COMPLETION_TOKENS, **_given(engine, body)}
     if body.echo:
         given |= _echoing(body)
@@ -36,7 +36,7 @@ def completion_params(engine: AsyncEngine, body: CompletionBody) -> SamplingPara
 
 
 def _echoing(body: CompletionBody) -> dict[str, Any]:
-    """Return the settings of a completion that repeats its prompt; without an answer one token is made and left out."""
+    """Return the settings of a completion that repeats its prompt. If max_tokens is 0, a token is made and left out."""
     if body.stream and body.logprobs is not None:
         raise refusal("echo with logprobs is not streamed: leave out stream, or logprobs.", "echo")
     given = {} if body.max_tokens != 0 else {"max_tokens": 1}
@@ -48,7 +48,7 @@ def _echoing(body: CompletionBody) -> dict[str, Any]:
 def chat_params(engine: AsyncEngine, body: ChatBody) -> SamplingParams:
     """Return the settings of a chat; without a limit the answer may fill the context."""
     if body.modalities is not None and body.modalities != ["text"]:
-        raise refusal("This server makes text alone.", "modalities", "unsupported_value")
+        raise refusal("This server makes only text.", "modalities", "unsupported_value")
     if body.top_logprobs is not None and not body.logprobs:
         raise refusal("top_logprobs needs logprobs=true.", "top_logprobs")
     given = {"max_tokens": None, **_given(engine, body)}
@@ -63,7 +63,7 @@ def response_params(engine: AsyncEngine, body: ResponseBody) -> SamplingParams:
     if body.prompt_logprobs is not None:
         raise refusal("A response has no prompt_logprobs: use /v1/chat/completions.", "prompt_logprobs")
     if body.stream_options is not None and body.stream_options.continuous_usage_stats:
-        raise refusal("A response has its usage in the last event alone.", "stream_options")
+        raise refusal("A response has its usage in the last event only.", "stream_options")
     given = {"max_tokens": None, **_given(engine, body)}
     if body.max_output_tokens is not None:
         given["max_tokens"] = body.max_output_tokens
@@ -81,17 +81,17 @@ def _check_response(body: ResponseBody) -> None:
     asked = f'include=["{LOGPROBS}"]'
     refused = {
         "n": (body.n not in (None, 1), "a response has one answer; leave it out"),
-        "include": (bool(included - {LOGPROBS}), f"this server has {asked} alone"),
+        "include": (bool(included - {LOGPROBS}), f"this server supports only {asked}"),
         "top_logprobs": (bool(body.top_logprobs) and LOGPROBS not in included, f"it needs {asked}"),
-        "reasoning": (bool(reasoning - {"effort"}), "it may have effort alone; reasoning is not summarised"),
-        "text": (bool(text - {"format"}), "it may have format alone"),
+        "reasoning": (bool(reasoning - {"effort"}), "only effort is supported; reasoning is not summarised"),
+        "text": (bool(text - {"format"}), "only format is supported"),
         "tool_choice": (body.tool_choice not in (None, "none", "auto"), "there are no tools"),
         "truncation": (body.truncation not in (None, "disabled"), 'use "disabled"; a conversation is never cut'),
-        "response_format": (body.response_format is not None and "format" in text, "text.format is given, too"),
+        "response_format": (body.response_format is not None and "format" in text, "text.format is given too"),
     }
     for name, (wrong, instead) in refused.items():
         if wrong:
-            raise refusal(f"{name} can't be honoured: {instead}.", name, "unsupported_parameter")
+            raise refusal(f"{name} is not supported here: {instead}.", name, "unsupported_parameter")
 
 
 def _set_keys(value: Mapping[str, Any] | None) -> set[str]:
@@ -99,8 +99,8 @@ def _set_keys(value: Mapping[str, Any] | None) -> set[str]:
     return {key for key, each in (value or {}).items() if each is not None}
 
 
-def _given(engine: AsyncEngine, body: Generation) -> dict[str, Any]:
-    """Return those settings that a body has."""
+def _given(engine: AsyncEngine, body: GeneratingBody) -> dict[str, Any]:
+    """Return the settings that a body has."""
     if body.stream and body.prompt_logprobs is not None:
         raise refusal("prompt_logprobs are not streamed: leave out stream.", "prompt_logprobs")
     values = {name: value for name in SETTINGS if (value := getattr(body, name, None)) is not None}
@@ -118,12 +118,12 @@ def _merge(engine: AsyncEngine, given: Mapping[str, Any], logprobs: int | None) 
 
 
 def _with_prediction(
-    engine: AsyncEngine, speculation: bool | Mapping[str, Any] | None, prediction: Prediction
+    engine: AsyncEngine, speculation: bool | Mapping[str, Any] | None, prediction: PredictedOutput
 ) -> bool | Mapping[str, Any] | None:
     """Return the speculation of a request with a prediction.
 
-    Its drafts come from the prediction alone unless it names a method of its own. Where nothing drafts the prediction
-    is not used, which changes nothing but the speed.
+    Its drafts come from the prediction alone unless it names a method. Without a method that drafts from predictions,
+    the prediction is ignored, which changes only the speed.
     """
     if prediction.type != "content":
         raise refusal(f"A prediction of type {prediction.type!r} is unknown: use content.")
@@ -133,18 +133,18 @@ def _with_prediction(
     return {"method": engine.prediction_method, **own} | dict(prediction=text_of(prediction.content))
 
 
-def _form(body: Generation) -> Mapping[str, Any] | None:
-    """Return the fields of `StructuredOutputs` that a body asks for, by response_format or in vLLM's way."""
+def _form(body: GeneratingBody) -> Mapping[str, Any] | None:
+    """Return the fields of `StructuredOutputs` that a body sets, by response_format or as in vLLM."""
     given, own = body.response_format, body.structured_outputs
     kind = "text" if given is None else given.get("type")
     if given is None or kind == "text":
-        return None if own is not None and insists_on_call(body) and own.keys() <= _WHITESPACE else own
+        return None if own is not None and requires_call(body) and own.keys() <= _WHITESPACE else own
     if own is not None and not own.keys() <= _WHITESPACE:
         raise refusal("response_format and structured_outputs are both given: keep one.", "response_format")
     compact = {"disable_any_whitespace": wants_compact(body)}
     if kind not in ("json_object", "json_schema"):
         raise refusal('response_format has no type "text", "json_object" or "json_schema".', "response_format")
-    named = given.get("json_schema", given)  # llama.cpp has the schema beside the type
+    named = given.get("json_schema", given)  # in llama.cpp the schema is next to the type
     schema = named.get("schema") if isinstance(named, Mapping) else None
     if kind == "json_object" and schema is None:
         return {"json_object": True, **compact}
@@ -153,26 +153,26 @@ def _form(body: Generation) -> Mapping[str, Any] | None:
     return {"json": schema, **compact}
 
 
-def insists_on_call(body: Generation) -> bool:
-    """Whether a request insists on a tool call."""
+def requires_call(body: GeneratingBody) -> bool:
+    """Whether a request requires a tool call."""
     return getattr(body, "tool_choice", None) not in (None, "none", "auto")
 
 
-def wants_compact(body: Generation) -> bool:
-    """Whether JSON has no blanks between its parts, by response_format or in a call that is insisted on.
+def wants_compact(body: GeneratingBody) -> bool:
+    """Whether JSON has no white space between its parts, by response_format or in a required tool call.
 
-    `structured_outputs={"disable_any_whitespace": false}` beside them allows blanks.
+    `structured_outputs={"disable_any_whitespace": false}` in the same request allows it.
     """
     compact = (body.structured_outputs or {}).get("disable_any_whitespace", True)
     if not isinstance(compact, bool):
-        raise refusal("disable_any_whitespace is true or false.", "structured_outputs")
+        raise refusal("disable_any_whitespace must be true or false.", "structured_outputs")
     return compact
 
 
-def predicts(engine: AsyncEngine, body: Generation, params: SamplingParams) -> bool:
-    """Whether a request's drafts come from its prediction alone, so that its counts are the prediction's.
+def predicts(engine: AsyncEngine, body: GeneratingBody, params: SamplingParams) -> bool:
+    """Whether a request's drafts come from its prediction alone, so that their counts are those of the prediction.
 
-    Where the output's form forces tokens, these are drafts too.
+    With a given form of the output, forced tokens are drafts too.
     """
     asked = params.speculation
     named = isinstance(asked, Mapping) and asked.get("method") == engine.prediction_method
@@ -189,5 +189,5 @@ def text_of(content: str | Sequence[Mapping[str, Any]] | None, kinds: Sequence[s
 def _part(part: Mapping[str, Any], kinds: Sequence[str]) -> str:
     text = part.get("text")
     if part.get("type", "text") not in kinds or not isinstance(text, str):
-        raise refusal(f"A content part is no text: this model reads parts of type {' or '.join(kinds)} alone.")
+        raise refusal(f"A content part is not text: only parts of type {' or '.join(kinds)} are supported.")
     return text

@@ -1,4 +1,4 @@
-"""Runs an application under uvicorn: it drains on SIGTERM, and ends if the model can't be loaded."""
+"""Runs an application under uvicorn. It drains on SIGTERM, and ends if the model can't be loaded."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _LAST_EVENTS = 5  # seconds in which the last events of aborted streams are sent
 
 
 class AbortableProtocol(H11Protocol):
-    """HTTP/1.1 whose requests can close their connection at once, although a slow reader has not read what was sent."""
+    """HTTP/1.1 with connections that a request can close at once, even if the client has not read all data."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -39,7 +39,7 @@ class AbortableProtocol(H11Protocol):
 
 
 class Server(uvicorn.Server):
-    """Serves an application until a signal. The first one lets running requests end, the second one does not."""
+    """Serves an application until a signal. The first signal lets running requests end, the second one aborts them."""
 
     def __init__(
         self,
@@ -48,10 +48,10 @@ class Server(uvicorn.Server):
         on_listening: Callable[[str], None],
         on_early_interrupt: Callable[[], None] = lambda: None,
     ) -> None:
-        """Raises ConfigError for an address that can't be listened at, before the application loads anything.
+        """Raises ConfigError if it can't listen at the address, before the application loads anything.
 
-        on_listening: gets the address once requests are answered. on_early_interrupt: called at Ctrl-C during a load,
-        which can't be stopped, so that a server which drained would wait for its end.
+        on_listening: called with the address once requests are answered. on_early_interrupt: called at Ctrl-C during
+        loading, which can't be stopped: a draining server would wait for its end.
         """
         config = uvicorn.Config(
             app,
@@ -87,7 +87,7 @@ class Server(uvicorn.Server):
         return await super().on_tick(counter) or self._state.load_error is not None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Drain at the first signal, while /health says so; exit at the second."""
+        """Drain at the first signal, which /health then reports; exit at the second."""
         if sig == signal.SIGINT and self._state.loading:
             self._on_early_interrupt()
         if self._loop is None or self._state.draining:
@@ -107,12 +107,12 @@ class Server(uvicorn.Server):
 
 
 def _listen(options: ServerOptions) -> socket.socket:
-    """Return a socket that listens at a server's address. Of a name with several addresses an IPv4 one is taken."""
+    """Return a socket that listens at a server's address. If a name has several addresses, an IPv4 one is used."""
     try:
         found = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, kind, protocol, _, address = min(found, key=lambda each: each[0] != socket.AF_INET)
         with ExitStack() as undone:
-            # asyncio sends at once (TCP_NODELAY) through sockets that name their protocol alone.
+            # asyncio sends without delay (TCP_NODELAY) only through sockets that name their protocol.
             made = undone.enter_context(socket.socket(family, kind, protocol))
             made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             made.bind(address)
@@ -122,5 +122,6 @@ def _listen(options: ServerOptions) -> socket.socket:
     except OSError as error:
         where = f"{options.host}:{options.port}"
         raise ConfigError(
-            f"the server can't listen at {where}: {error.strerror}", "choose another --port, or end what uses this one."
+            f"the server can't listen at {where}: {error.strerror}",
+            "choose another --port, or end the program that uses this one.",
         ) from error

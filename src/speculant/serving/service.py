@@ -1,4 +1,4 @@
-"""What the routes that generate have in common: from a body to a response, in one piece or streamed."""
+"""The common part of the routes that generate: from a body to a response, in one piece or streamed."""
 
 from __future__ import annotations
 
@@ -17,16 +17,15 @@ from starlette.responses import Response
 from speculant.engine.async_engine import AsyncEngine
 from speculant.params import SamplingParams
 from speculant.serving.answers import Answer, Call, Chunk
-from speculant.serving.disconnect import while_connected
 from speculant.serving.errors import ApiError, api_error, refusal
 from speculant.serving.metrics import RequestMeter, ServerMetrics
 from speculant.serving.options import ServerOptions
 from speculant.serving.prompts import Prompt, Prompts
-from speculant.serving.protocol import Body, Generation, read_body
+from speculant.serving.protocol import Body, GeneratingBody, read_body
 from speculant.serving.runs import Work, run
 from speculant.serving.sampling import predicts
 from speculant.serving.state import ServerState
-from speculant.serving.streams import EventStream
+from speculant.serving.streams import EventStream, while_connected
 from speculant.serving.token_texts import TokenTexts
 from speculant.serving.wire import DONE, document_response, event
 
@@ -36,12 +35,12 @@ _LARGE = 65_536  # bytes of a body that is parsed in a thread
 
 @dataclass(frozen=True)
 class Job:
-    """One request that generates: what it asks for, how its prompts are made, and the shape of its answer.
+    """One request that generates: its body and settings, how to make its prompts, and the shape of its answer.
 
     named_events: the stream has OpenAI's newer form, events with names.
     """
 
-    body: Generation
+    body: GeneratingBody
     params: SamplingParams
     num_prompts: int
     make_prompts: Callable[[], Awaitable[Sequence[Prompt]]]
@@ -55,30 +54,30 @@ class Service:
     def __init__(
         self, state: ServerState, options: ServerOptions, names: Sequence[str], aliases: Sequence[str] = ()
     ) -> None:
-        """`names`: what the model is called; the first one is its own. aliases: requests may call it so, too."""
+        """names: the model's names, its own first. aliases: further names that requests may use."""
         self.state, self.options, self.names = state, options, tuple(names)
         self._aliases = frozenset(aliases)
         self.metrics = ServerMetrics(options.metrics_prefix, self.names[0], self._totals, self._cache)
         self.prompts = Prompts(state, options)
 
     async def read(self, kind: type[B], request: Request) -> B:
-        """Return a request's body; large ones are parsed in a thread. Raises ApiError for one that is not valid."""
+        """Return a request's body; a large one is parsed in a thread. Raises ApiError for an invalid one."""
         raw = await request.body()
         if len(raw) <= _LARGE:
             body = read_body(kind, raw)
         else:
-            body = await self.prompts.aside(lambda: read_body(kind, raw))
+            body = await self.prompts.in_thread(lambda: read_body(kind, raw))
         request.state.body = body  # errors name its fields
         return body
 
-    def knows(self, name: str) -> bool:
-        """Whether the model is called so."""
+    def has_name(self, name: str) -> bool:
+        """Whether the model has this name."""
         return name in self.names or name in self._aliases
 
     def model(self, body: Body) -> str:
         """Return the model's name as the client knows it. Raises ApiError (404) for another model."""
         name = self.names[0] if body.model is None else body.model
-        if not self.knows(name):
+        if not self.has_name(name):
             raise ApiError(
                 404,
                 f"The model {name!r} does not exist; {self.names[0]!r} does.",
@@ -87,11 +86,11 @@ class Service:
             )
         return name
 
-    def call(self, engine: AsyncEngine, body: Generation, params: SamplingParams, num_prompts: int = 1) -> Call:
-        """Return what an answer has to know of a request. Raises ApiError (400) if it asks for too many samples."""
+    def call(self, engine: AsyncEngine, body: GeneratingBody, params: SamplingParams, num_prompts: int = 1) -> Call:
+        """Return the facts about a request for its answer. Raises ApiError (400) for too many samples."""
         samples, most = num_prompts * params.n, self.options.max_samples
         if samples > most:
-            raise refusal(f"{samples} answers are asked for and {most} are the most.", "n")
+            raise refusal(f"The request has {samples} answers and at most {most} are allowed.", "n")
         options = body.stream_options
         return Call(
             model=self.model(body),
@@ -111,7 +110,7 @@ class Service:
         return TokenTexts(self.state.engine.tokenizer)
 
     async def answer(self, engine: AsyncEngine, request: Request, job: Job) -> Response:
-        """Generate, and return the response. Errors before the first piece have a status, later ones are an event."""
+        """Generate, and return the response. Errors before the first piece set its status, later ones are an event."""
         if job.body.stream_options is not None and not job.body.stream:
             raise refusal("stream_options needs stream=true.", "stream_options")
         chunks = self._chunks(engine, request, job)
@@ -121,7 +120,7 @@ class Service:
         return EventStream(_events(first, chunks, job.named_events), self.options.send_timeout)
 
     async def _chunks(self, engine: AsyncEngine, request: Request, job: Job) -> AsyncGenerator[Sequence[Chunk], None]:
-        """Yield the chunks of an answer while it is generated; those of its beginning come with the first piece."""
+        """Yield the chunks of an answer while it is generated; its first chunks come with the first piece."""
         samples, answer = job.num_prompts * job.params.n, job.answer
         with self.state.admission.admit(samples):
             meter, failed = RequestMeter(self.metrics, samples), True
@@ -164,7 +163,7 @@ class Service:
 
 
 def salt_of(api_key: str | None, own: str | None) -> str:
-    """Return the salt of a request's prefix cache: keys share nothing, and neither do a key's own salts."""
+    """Return the salt of a request's prefix cache. Different keys share nothing, nor do different salts of a key."""
     if api_key is None:
         return own or ""
     key = hashlib.sha256(api_key.encode("utf-8")).hexdigest()
@@ -193,7 +192,7 @@ async def _events(
                 batch = await anext(chunks, None)
         if not named:
             yield DONE
-    except Exception as error:  # noqa: BLE001 - the client has to learn of it
+    except Exception as error:  # noqa: BLE001 - the client must get it
         yield _error_event(api_error(error), number, named)
 
 

@@ -1,17 +1,17 @@
-"""The life of a server: loading, ready, draining, or failed; and the engine that it has once it is ready."""
+"""The state of a server: loading, ready, draining or failed; its engine, and the sequences in it."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 from speculant.engine.async_engine import AsyncEngine
 from speculant.errors import SpeculantError
-from speculant.serving.admission import Admission
-from speculant.serving.errors import ApiError, api_error, unavailable
+from speculant.serving.errors import ApiError, api_error, overloaded, refusal, unavailable
 
 logger = logging.getLogger(__name__)
 
@@ -19,18 +19,45 @@ Source = AsyncEngine | Callable[[], AsyncEngine]
 _TEXT_THREADS = 2
 
 
-class ServerState:
-    """The engine, who is in it, and whether requests are taken. Used in one event loop.
+class Admission:
+    """Counts the sequences of all requests from arrival to end, and bounds them. For use in one event loop."""
 
-    source: an engine, or what loads one. created: when the server started, in seconds since the epoch.
-    load_error: why there is no engine.
+    def __init__(self, most: int) -> None:
+        """most: sequences that may run or wait at a time."""
+        self.most, self.count = most, 0
+
+    @contextmanager
+    def admit(self, sequences: int) -> Iterator[None]:
+        """Count sequences while the block runs.
+
+        Raises ApiError if there is no room for them now (429), or never (400).
+        """
+        if sequences > self.most:
+            raise refusal(f"The request has {sequences} answers and at most {self.most} may run and wait.", "n")
+        if self.count + sequences > self.most:
+            raise overloaded(
+                f"The server's queue is full: {self.count} sequences run or wait, the request has {sequences} and the"
+                f" most is {self.most}. Try again later."
+            )
+        self.count += sequences
+        try:
+            yield
+        finally:
+            self.count -= sequences
+
+
+class ServerState:
+    """The engine, its sequences, and whether requests are accepted. For use in one event loop.
+
+    source: an engine, or a function that loads one. created: the start of the server, in seconds since the epoch.
+    load_error: the reason why there is no engine.
     """
 
     def __init__(self, source: Source) -> None:
         self._load = source if callable(source) else None
         self._engine: AsyncEngine | None = None
         self.admission = Admission(0)
-        self.texts = ThreadPoolExecutor(_TEXT_THREADS, "speculant-text")  # templates and tokenisers
+        self.texts = ThreadPoolExecutor(_TEXT_THREADS, "speculant-text")  # for templates and tokenizers
         self.created = int(time.time())
         self.load_error: Exception | None = None
         self.draining = False
@@ -38,34 +65,34 @@ class ServerState:
             self._take(source)
 
     async def load(self) -> None:
-        """Load the engine in a thread, unless it is there."""
+        """Load the engine in a thread, unless it is loaded."""
         if self._load is None:
             return
         try:
             self._take(await asyncio.to_thread(self._load))
-        except Exception as error:  # /health tells, whatever it is
+        except Exception as error:  # /health reports it, whatever it is
             self.load_error = error
             logger.error("the model can't be loaded: %s", error, exc_info=not isinstance(error, SpeculantError))
 
     @property
     def engine(self) -> AsyncEngine:
-        """The engine, if it takes requests; else raises ApiError (503)."""
+        """The engine, if it accepts requests; raises ApiError (503) otherwise."""
         self.check()
         assert self._engine is not None
         return self._engine
 
     @property
     def loaded(self) -> AsyncEngine | None:
-        """The engine, whatever has become of it; None until it is loaded."""
+        """The engine, in whatever state; None until it is loaded."""
         return self._engine
 
     @property
     def loading(self) -> bool:
-        """Whether the engine is still to come."""
+        """Whether the engine is still being loaded."""
         return self._engine is None and self.load_error is None
 
     def check(self) -> None:
-        """Raise ApiError (503) unless requests are taken."""
+        """Raise ApiError (503) unless requests are accepted."""
         if self.load_error is not None:
             raise ApiError(503, "The model could not be loaded.", code="engine_failed")
         if self._engine is None:
@@ -78,21 +105,21 @@ class ServerState:
             raise api_error(error) from error
 
     async def drain(self, seconds: float) -> None:
-        """Take no more requests, let those that run end for so many seconds, then abort them.
+        """Accept no more requests, give running ones this many seconds to end, then abort them.
 
-        Every stream that is aborted ends with an error event.
+        Each aborted stream ends with an error event.
         """
         self.draining = True
         if self._engine is not None:
             finished = asyncio.ensure_future(self._engine.shutdown(drain=True))
             await asyncio.wait({finished}, timeout=seconds)
             if not finished.done():
-                logger.warning("requests still run after %s s and are aborted", seconds)
+                logger.warning("aborting the requests that still run after %s s", seconds)
                 await self._engine.shutdown(drain=False)
             await finished
 
     async def close(self) -> None:
-        """Abort what runs, and end the threads."""
+        """Abort running requests, and end the threads."""
         self.draining = True
         if self._engine is not None:
             await self._engine.shutdown(drain=False)

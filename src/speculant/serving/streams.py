@@ -1,28 +1,28 @@
-"""A response of server-sent events. Whoever reads it too slowly is dropped, and so is whoever has gone."""
+"""A response of server-sent events, which ends when its client disconnects or reads too slowly."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Mapping
 from contextlib import aclosing
+from typing import TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from speculant.serving.disconnect import ClientGoneError, while_connected
-
 logger = logging.getLogger(__name__)
 
-ABORT = "speculant.abort"  # of a scope's extensions: closes the connection at once, what was not sent is lost
+ABORT = "speculant.abort"  # in a scope's extensions: closes the connection at once; unsent data is lost
+T = TypeVar("T")
 _HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
 class EventStream(Response):
     """Sends events as they are made.
 
-    The client's system buffers what it does not read, then the connection does, within its bound; then an event waits.
-    One that waits longer than `send_timeout` seconds (None = for ever) ends the connection.
+    Data that a client does not read fills the buffers of the client's system and of the connection. Then the next event
+    waits. If it waits longer than `send_timeout` seconds (None = for ever), the connection is closed.
     """
 
     media_type = "text/event-stream"
@@ -39,13 +39,13 @@ class EventStream(Response):
         try:
             await while_connected(receive, self._send_all(send))
         except ClientGoneError:
-            logger.info("a client went away while its answer was streamed")
+            logger.info("a client disconnected while its answer was streamed")
         except TimeoutError:
-            logger.warning("a client read nothing of its answer for %s s and was dropped", self._send_timeout)
+            logger.warning("dropped a client that read nothing of its answer for %s s", self._send_timeout)
             abort = scope.get("extensions", {}).get(ABORT)
             if abort is not None:
                 abort()
-                await asyncio.sleep(0)  # the connection notices it
+                await asyncio.sleep(0)  # lets the connection notice it
 
     async def _send_all(self, send: Send) -> None:
         async with aclosing(self._events) as events:
@@ -57,3 +57,30 @@ class EventStream(Response):
     async def _send(self, send: Send, message: Mapping[str, object]) -> None:
         async with asyncio.timeout(self._send_timeout):
             await send(dict(message))
+
+
+class ClientGoneError(Exception):
+    """The client has closed its connection, so a response would not be read."""
+
+
+async def while_connected(receive: Receive, work: Awaitable[T]) -> T:
+    """Return the result of `work`. If the client disconnects before, cancel it and raise ClientGoneError.
+
+    The request's body must have been read. Nothing is polled.
+    """
+    working = asyncio.ensure_future(work)
+    watching = asyncio.ensure_future(_until_gone(receive))
+    try:
+        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientGoneError
+        return working.result()
+    finally:
+        for task in (working, watching):
+            task.cancel()
+        await asyncio.gather(working, watching, return_exceptions=True)
+
+
+async def _until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

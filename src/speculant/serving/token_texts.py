@@ -17,7 +17,7 @@ _CACHED = 16_384
 
 
 class TokenTexts:
-    """The text and the bytes of tokens, each made once."""
+    """The text and the bytes of tokens, cached."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -28,7 +28,7 @@ class TokenTexts:
         self.of = lru_cache(_CACHED)(self._of)
 
     def _of(self, token: int) -> tuple[str, list[int] | None]:
-        """Return a token's text and bytes; a part of a character is shown as OpenAI does, `bytes:` and hex codes."""
+        """Return a token's text and bytes. Part of a character is written as OpenAI does: `bytes:` and hex codes."""
         data = self._bytes(token)
         if data is None:
             return self._tokenizer.decode_alone(token) or "", None
@@ -67,7 +67,7 @@ def completion_logprobs(
 ) -> dict[str, Any]:
     """Return a completion's `logprobs`. offsets: where each token's text begins in the answer.
 
-    entries: None for the first token of a prompt, before which there is nothing.
+    entries: None for the first token of a prompt, which has no log-probability.
     """
     pairs = list(zip(tokens, entries, strict=True))
     return {
@@ -79,7 +79,7 @@ def completion_logprobs(
 
 
 def _by_text(texts: TokenTexts, entry: Logprobs) -> dict[str, float]:
-    """Return alternatives by their texts, the most likely first; of several with one text the most likely counts."""
+    """Return alternatives by their texts, the most likely first. Of several with one text, the most likely counts."""
     values: dict[str, float] = {}
     for token, value in sorted(entry.items(), key=lambda each: each[1].rank):
         values.setdefault(texts.of(token)[0], finite(value.logprob))
@@ -106,7 +106,7 @@ def finite(value: float) -> float:
 
 
 def _byte_table() -> dict[str, int]:
-    """Return the byte of each character that byte-level tokenizers write for it (GPT-2's table)."""
+    """Return the byte for each character of byte-level tokenizers (GPT-2's table)."""
     shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
     hidden = [byte for byte in range(256) if byte not in shown]
     return {chr(byte): byte for byte in shown} | {chr(256 + place): byte for place, byte in enumerate(hidden)}

@@ -1,4 +1,4 @@
-"""Tools of a chat: what the model's template and format make of them, and what a `tool_choice` insists on."""
+"""Tools of a chat: the format that the model's template defines for calls, and calls that a `tool_choice` requires."""
 
 from __future__ import annotations
 
@@ -12,29 +12,28 @@ from speculant.serving.messages import MessageReader
 from speculant.serving.prompts import Prompt
 from speculant.serving.protocol import ChatBody
 from speculant.serving.reasoning import find_reasoning, with_tags
-from speculant.serving.sampling import insists_on_call, wants_compact
+from speculant.serving.sampling import requires_call, wants_compact
 from speculant.serving.tools import ToolParser, call_grammar, call_schema, find_format
 from speculant.text.tokenizer import Tokenizer
 
 MOST_TOOLS = 128  # OpenAI's limit
-_UNKNOWN = "json"  # the format of calls that are insisted on where the model's own is not known
+_UNKNOWN = "json"  # the format of required calls if the model's own is unknown
 
 
 def with_tools(tokenizer: Tokenizer, params: SamplingParams, body: ChatBody, name: str | None) -> SamplingParams:
-    """Return settings under which calls can be read, and are made if the request insists on one.
+    """Return settings under which calls can be read, and must be made if the request requires one.
 
-    name: the format of calls; None = the one that the template is written for. Raises RequestError for tools or a
-    choice that make no sense.
+    name: the format of calls; None = the template's. Raises RequestError for invalid tools or an invalid choice.
     """
     if not body.tools or body.tool_choice == "none":
         if body.tool_choice not in (None, "none", "auto"):
-            raise refusal("tool_choice came without tools.", "tool_choice")
+            raise refusal("tool_choice needs tools.", "tool_choice")
         return params
     if len(body.tools) > MOST_TOOLS:
-        raise refusal(f"There are {len(body.tools)} tools and {MOST_TOOLS} may be.", "tools")
+        raise refusal(f"There are {len(body.tools)} tools and at most {MOST_TOOLS} are allowed.", "tools")
     template, found = tokenizer.template_for(tools=True), _format_of(tokenizer, body, name)
     params = with_tags(tokenizer, params, found.markers())
-    if not insists_on_call(body):
+    if not requires_call(body):
         call_schema(body.tools, "required", template, name)  # checks them
         return params
     if params.structured_outputs is not None:
@@ -49,33 +48,33 @@ def with_tools(tokenizer: Tokenizer, params: SamplingParams, body: ChatBody, nam
 def reader_for(
     tokenizer: Tokenizer, body: ChatBody, name: str | None, has_form: bool
 ) -> Callable[[Prompt], MessageReader]:
-    """Return what makes the reader of an answer, from its prompt. has_form: the answer has a given form."""
+    """Return a function that makes the reader of an answer from its prompt. has_form: the answer has a given form."""
     calls = bool(body.tools) and body.tool_choice != "none"
 
     def make(prompt: Prompt) -> MessageReader:
         tools = _format_of(tokenizer, body, name)() if calls else None
-        return MessageReader(find_reasoning(prompt.rendered, has_form), tools, insists_on_call(body))
+        return MessageReader(find_reasoning(prompt.rendered, has_form), tools, requires_call(body))
 
     return make
 
 
 def finish_reason_of_calls(body: ChatBody) -> str:
-    """Return the finish_reason of an answer that ends with calls: as OpenAI's, "stop" where one function was named."""
+    """Return the finish_reason of an answer that ends with calls: as in OpenAI, "stop" if one function was named."""
     return "tool_calls" if body.tool_choice in (None, "auto", "required") else "stop"
 
 
 def _format_of(tokenizer: Tokenizer, body: ChatBody, name: str | None) -> type[ToolParser]:
-    """Return the format that calls are read in, and written in if the request insists on one.
+    """Return the format in which calls are read, and written if the request requires one.
 
-    Raises ApiError (400) where the model decides whether it calls, and its format is not known.
+    Raises ApiError (400) if the model decides whether it makes calls, and its format is unknown.
     """
     found = find_format(tokenizer.template_for(tools=True), name)
-    if found is None and insists_on_call(body):
+    if found is None and requires_call(body):
         found = find_format(None, _UNKNOWN)
     if found is None:
         known = ", ".join(plugins.names("speculant.serving.tools"))
         raise refusal(
-            "The format of this model's tool calls is not known, so they could not be told from text. "
+            "The format of this model's tool calls is unknown, so they can't be separated from text. "
             f'Start the server with --tool-parser ({known}), or send tool_choice="required" or a named function.',
             "tool_choice",
         )

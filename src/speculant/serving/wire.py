@@ -1,4 +1,4 @@
-"""Bytes on the wire: JSON documents and server-sent events."""
+"""The bytes of responses: JSON documents and server-sent events."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from starlette.responses import Response
 from speculant.serving.errors import ApiError
 
 DONE = b"data: [DONE]\n\n"
-MANY = 32  # items of a list, from which on each is written at once
-LONGEST_TURN = 2e-3  # seconds that a long document holds a loop, and the interpreter's lock, at a time
-PAUSE = 1e-3  # seconds between two turns; 0 would not be enough for a thread that waits for that lock
+MANY = 32  # a list of more items is written item by item
+LONGEST_TURN = 2e-3  # seconds for which a long document blocks the loop and the interpreter's lock at a time
+PAUSE = 1e-3  # seconds between two turns; with 0 a thread that waits for the lock would not get it
 
 
 @dataclass(frozen=True)
 class Deferred:
-    """A part of a document that is made when it is written, as its time counts where there are many."""
+    """A part of a document that is made when it is written, because many of them take time."""
 
     make: Callable[[], Any]
 
 
 def encode(value: Any) -> bytes:
-    """Return a value as JSON in UTF-8; text that UTF-8 can't hold (single surrogates) is escaped."""
+    """Return a value as JSON in UTF-8. Lone surrogates, which UTF-8 can't encode, are escaped."""
     try:
         return _dumps(value, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError:
@@ -35,7 +35,7 @@ def encode(value: Any) -> bytes:
 
 
 async def encode_in_parts(value: Any) -> bytes:
-    """Return what `encode` does. A long list is written item by item, with pauses in which others get the processor."""
+    """Return the same as `encode`. A long list is written item by item, with pauses for other work."""
     written, began = list[bytes](), time.perf_counter()
     for part in _parts(value):
         written.append(part)
@@ -78,7 +78,7 @@ def event(value: Any, name: str | None = None) -> bytes:
 
 
 async def document_response(value: Any) -> Response:
-    """Return a response with a JSON document that may be large; see `encode_in_parts`."""
+    """Return a response with a JSON document, which may be large; see `encode_in_parts`."""
     return Response(await encode_in_parts(value), media_type="application/json")
 
 

@@ -1,4 +1,4 @@
-"""Compiles the forms that requests ask for: each distinct one once, and never in an engine's thread."""
+"""Compiles the forms of requests: each distinct form once, and never in an engine's thread."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from speculant.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-CAPACITY = 64  # grammars that are kept
-MOST_WAITING = 1024  # callers, as many as the requests that an engine lets wait by default
-COMPILERS = 2  # threads, so that a form that takes long is not in the way of all others
+CAPACITY = 64  # grammars to keep
+MOST_WAITING = 1024  # callers; as many requests wait in an engine by default
+COMPILERS = 2  # threads, so that one slow form does not delay all others
 STACK_BYTES = 256 * 2**20  # the compiler recurses once per rule of a chain of rules
 INSTALL = 'run: pip install -c constraints.txt "speculant[structured]"'
-CORRECT = "correct it; docs/structured.md says what is supported."
+CORRECT = "correct it; docs/structured.md has the supported forms."
 
 
 @dataclass(eq=False)
 class _Compilation:
-    """One form's compilation, and the futures of those who wait for it."""
+    """The compilation of one form, and the futures of its callers."""
 
     source: GrammarSource
     work: Future[Grammar]
@@ -40,8 +40,8 @@ class _Compilation:
 class Grammars:
     """Compiled grammars over one tokenizer, the most recently used ones.
 
-    end_token_ids: the tokens that end a text; if the tokenizer has none of them, its own end token does. capacity: how
-    many compiled forms are kept. most_waiting: how many callers may wait for forms at a time. Any thread may use it.
+    end_token_ids: the tokens that end a text; if the tokenizer has none of them, its own end token is used. capacity:
+    compiled forms to keep. most_waiting: callers that may wait for forms at a time. Any thread may use it.
     """
 
     def __init__(
@@ -58,11 +58,10 @@ class Grammars:
         self._lock = threading.Lock()  # never held while a form is compiled
 
     def compile(self, form: StructuredOutputs) -> Future[Grammar]:
-        """Have a form compiled, unless it is or was already; the caller need not wait, and may cancel the future.
+        """Start to compile a form, unless it is known already. The caller may cancel the future.
 
-        A compilation that has not begun is dropped when everybody who waits for it has cancelled. Raises CapacityError
-        if too many callers wait, and ConfigError without llguidance. For a form that can't be used the result is a
-        RequestError.
+        A compilation that has not begun is dropped when all of its callers have cancelled. Raises CapacityError if too
+        many callers wait, and ConfigError without llguidance. The future of an invalid form raises RequestError.
         """
         _require_library()
         with self._lock:
@@ -77,20 +76,20 @@ class Grammars:
             self._num_waiting += 1
             self._known[form.source] = compilation
         waiter.add_done_callback(partial(self._leave, compilation))
-        if known is None:  # after the lock: the work may be done by now, and then this call delivers it
+        if known is None:  # outside the lock: if the work is done, this call delivers it
             compilation.work.add_done_callback(partial(self._deliver, compilation))
         return waiter
 
     def _check_room(self) -> None:
         if self._num_waiting >= self._most_waiting:
             raise CapacityError(
-                f"{self._num_waiting} requests wait until the forms of their outputs are compiled and max_waiting is "
+                f"{self._num_waiting} requests wait for the forms of their outputs to be compiled and max_waiting is "
                 f"{self._most_waiting}",
                 "try again later, or raise max_waiting.",
             )
 
     def _deliver(self, compilation: _Compilation, work: Future[Grammar]) -> None:
-        """Pass a result on to those who wait for it, and forget the least recent ones beyond the capacity."""
+        """Pass a result on to its callers, and drop the least recently used forms beyond the capacity."""
         if work.cancelled():
             return
         with self._lock:
@@ -106,7 +105,7 @@ class Grammars:
                     waiter.set_result(work.result())
 
     def _leave(self, compilation: _Compilation, waiter: Future[Grammar]) -> None:
-        """Count one caller less, who has the result or has cancelled; the last one who cancels ends the compilation."""
+        """Remove a caller that has the result or has cancelled. Without callers, cancel the compilation."""
         with self._lock:
             self._num_waiting -= 1
             compilation.waiters.discard(waiter)
@@ -115,7 +114,7 @@ class Grammars:
 
     @cached_property
     def _compiler(self) -> ThreadPoolExecutor:
-        """Threads whose stacks are large."""
+        """Threads with large stacks."""
         pool, all_there = ThreadPoolExecutor(COMPILERS, "speculant-grammars"), threading.Barrier(COMPILERS)
         before = threading.stack_size(STACK_BYTES)
         try:
@@ -138,21 +137,21 @@ class Grammars:
         _check(matcher, source)
         grammar = Grammar(matcher.deep_copy, tokens.vocab_size, ends, self._workers)
         first = Grammar(lambda: matcher, tokens.vocab_size, ends).constrain()
-        if not bool(first.mask(()).any()):  # copies begin with what this has computed
+        if not bool(first.mask(()).any()):  # copies share what this one has computed
             raise RequestError(
-                f"the {source.kind} of structured_outputs allows no text of this model's tokens", CORRECT
+                f"the {source.kind} of structured_outputs allows no text that this model's tokens can write", CORRECT
             )
         _check_beginning(grammar)
         return grammar
 
     @cached_property
     def _tokens(self) -> tuple[LLTokenizer, frozenset[int]]:
-        """The library's form of the tokenizer, and the end tokens that it has."""
+        """The library's form of the tokenizer, and its end tokens."""
         size, own = max(self._tokenizer.vocab().values()) + 1, self._tokenizer.eos_id
         ends = sorted(token for token in self._ends if token < size) or [token for token in (own,) if token is not None]
         if not ends:
             raise RequestError(
-                "this checkpoint names no end token, which structured outputs end with", "add it to its config.json."
+                "this checkpoint names no end token, which structured outputs need", "add it to its config.json."
             )
         with Converts(RequestError, "structured outputs don't work with this tokenizer", "use another checkpoint."):
             return read_vocabulary(self._tokenizer, size, ends), frozenset(ends)
@@ -167,11 +166,11 @@ def _check(matcher: LLMatcher, source: GrammarSource) -> None:
 
 
 def _check_beginning(grammar: Grammar) -> None:
-    """Raise RequestError for a grammar whose texts begin with more forced bytes than its limits allow."""
+    """Raise RequestError for a grammar that forces more bytes at the beginning than its limits allow."""
     constraint = grammar.constrain()
     if forced := constraint.forced():
         constraint.advance(forced[:1])
-        constraint.mask(())  # a run that has used up the fuel of one step fails in the next one
+        constraint.mask(())  # forced bytes that use up the fuel of one step fail in the next one
 
 
 def _grammar_text(source: GrammarSource) -> str:
@@ -190,10 +189,10 @@ def _grammar_text(source: GrammarSource) -> str:
 
 
 def _limits() -> LLParserLimits:
-    """Return limits by which compiling ends within a second, and a mask within some tens of milliseconds.
+    """Return limits under which compiling takes at most a second, and a mask some tens of milliseconds.
 
-    What compiling leaves of its fuel may be spent on the bytes that a text has to begin with: `(a{1000}){1000}` forces
-    a million. The largest texts that are accepted need 100,000 to be compiled.
+    The fuel that compiling leaves may be spent on bytes that are forced at the beginning: `(a{1000}){1000}` forces a
+    million. Compiling the largest accepted texts takes 100,000.
     """
     from llguidance import LLParserLimits
 
@@ -201,6 +200,6 @@ def _limits() -> LLParserLimits:
 
 
 def _require_library() -> None:
-    """Raise ConfigError without llguidance; it is not imported, for that takes time and the caller may be a loop."""
+    """Raise ConfigError without llguidance. It is not imported here: that would block a caller's event loop."""
     if find_spec("llguidance") is None:
         raise ConfigError("structured outputs need the package llguidance, which is not installed", INSTALL)

@@ -1,4 +1,4 @@
-"""A form that comes after a model's reasoning."""
+"""A form that begins after a model's reasoning."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from speculant.structured.constraint import WORD, Grammar, GrammarConstraint, wi
 
 @dataclass(frozen=True)
 class Reasoning:
-    """The tokens before and after the reasoning. opened: the prompt has the first one, so that reasoning comes first.
+    """The tokens before and after the reasoning. opened: the prompt ends with the first one.
 
-    If not, the first token decides: it is the start token or one of the form.
+    If it does not, the first output token decides: it is the start token, or belongs to the form.
     """
 
     start: int
@@ -24,13 +24,13 @@ class Reasoning:
 
 
 class ReasonedConstraint:
-    """See `Constraint`. While the model reasons everything may come but an end token; then the form begins."""
+    """See `Constraint`. During the reasoning all tokens but end tokens are allowed; then the form begins."""
 
     def __init__(self, grammar: Grammar, reasoning: Reasoning) -> None:
         self._form: GrammarConstraint = grammar.constrain()
         self._reasoning = reasoning
         self._count = 0  # of all advanced tokens
-        self._begins: int | None = None  # how many of them stand before the form, once that is known
+        self._begins: int | None = None  # how many of them precede the form; None = unknown yet
         everything = torch.full((-(-grammar.vocab_size // WORD),), -1, dtype=torch.int32)
         self._free = without_tokens(everything, grammar.end_token_ids)
 
@@ -83,7 +83,7 @@ class ReasonedConstraint:
         return self._begins is None and (self._reasoning.opened or self._count > 0)
 
     def _before_form(self, tokens: Sequence[int]) -> int | None:
-        """Return how many of the next tokens come before the form; None if it does not begin behind them yet."""
+        """Return how many of the next tokens precede the form; None if it does not begin after them."""
         if self._begins is not None:
             return 0
         if not self._reasons and (not tokens or tokens[0] != self._reasoning.start):

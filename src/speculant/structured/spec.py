@@ -1,4 +1,4 @@
-"""What a request's output has to look like."""
+"""The form of a request's output."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 from speculant.errors import ConfigError, RequestError, suggest
 from speculant.files import MOST_DEPTH, is_deep, is_encodable
 
-MAX_CHARACTERS = 65_536  # of a schema, an expression or a grammar; of all choices together
+MAX_CHARACTERS = 65_536  # of a schema, an expression or a grammar, or of all choices together
 MAX_CHOICES = 1024
 KINDS = ("json", "regex", "choice", "grammar", "json_object")
-# Fields of vLLM's that can't be followed, with what to do instead.
+# Fields of vLLM that are not supported, with alternatives.
 REFUSED = {
     "disable_additional_properties": 'write "additionalProperties": false into the schema.',
     "whitespace_pattern": "use disable_any_whitespace, or describe the text by a regex.",
@@ -33,12 +33,12 @@ class GrammarSource(NamedTuple):
 
 @dataclass(frozen=True)
 class StructuredOutputs:
-    """The form of an output, in vLLM's names. Exactly one of the first five is set.
+    """The form of an output, with vLLM's field names. Exactly one of the first five is set.
 
     json: a JSON schema, as a mapping or as text. regex: an expression in Rust's syntax, without look-around, that the
     whole output matches. choice: the texts to choose from. grammar: a Lark grammar whose first rule is `start`.
-    json_object: any JSON object. disable_any_whitespace: JSON has no spaces or line breaks between its parts, so that
-    more of its tokens are forced. The last three are vLLM's and are refused if they are set.
+    json_object: any JSON object. disable_any_whitespace: JSON has no white space between its parts, so more of its
+    tokens are forced. The last three are fields of vLLM and must not be set.
 
     Raises ConfigError for values of another type, and RequestError for texts that are too large.
     """
@@ -72,14 +72,14 @@ class StructuredOutputs:
         if len(text) > MAX_CHARACTERS:
             raise RequestError(
                 f"{named[0]} of structured_outputs has {len(text)} characters, more than {MAX_CHARACTERS}",
-                "make it smaller, for example by $defs for what occurs several times.",
+                "make it smaller, for example by $defs for parts that occur several times.",
             )
         if not is_encodable(text):
             raise RequestError(f"{named[0]} of structured_outputs is not valid Unicode", "remove lone surrogates.")
 
     @cached_property
     def source(self) -> GrammarSource:
-        """What to compile: equal for equal forms."""
+        """The text to compile; it is equal for equal forms."""
         if self.json is not None:
             return GrammarSource("json", _schema_text(self.json), self.disable_any_whitespace)
         if self.json_object:
@@ -123,7 +123,7 @@ def _read_choices(given: object) -> tuple[str, ...]:
 
 
 def _schema_text(given: object) -> str:
-    """Return a schema as JSON text; the order of its keys counts, for it is that of the output."""
+    """Return a schema as JSON text. The order of its keys matters: the output has the same order."""
     schema = _parsed(given) if isinstance(given, str) else given
     if not isinstance(schema, Mapping):
         raise ConfigError(f"json of structured_outputs is a {type(schema).__name__}", "give a JSON schema: an object.")
@@ -132,12 +132,12 @@ def _schema_text(given: object) -> str:
     try:
         return json.dumps(dict(schema))
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"json of structured_outputs is no JSON: {error}", "use JSON's types alone.") from error
+        raise ConfigError(f"json of structured_outputs is not JSON: {error}", "use only JSON's types.") from error
 
 
 def _parsed(text: str) -> Any:
     if len(text) > MAX_CHARACTERS:
-        return {"": text}  # refused by its size, and not worth parsing
+        return {"": text}  # refused later for its size, so it need not be parsed
     try:
         return json.loads(text)
     except RecursionError:

@@ -1,4 +1,4 @@
-"""A checkpoint's tokenizer in the form that the grammar library needs."""
+"""A checkpoint's tokenizer in the form of the grammar library."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ if TYPE_CHECKING:
 
 
 def read_vocabulary(tokenizer: Tokenizer, size: int, end_token_ids: Sequence[int]) -> LLTokenizer:
-    """Return the library's tokenizer of `size` tokens. Raises what the library raises for one that it can't read.
+    """Return the library's tokenizer of `size` tokens. Raises the library's error for one that it can't read.
 
-    Where a grammar leaves one way to go on, the library encodes the bytes of that way and allows the first token of
-    them alone. It marks special tokens, and added tokens that look like `<tag>`: these are never text to a grammar,
-    only `<[id]>` is. The checkpoint's own encoder makes such a token of its name, which the grammar then forbids. So
-    the library gets an encoder that spells these names.
+    If a grammar forces the next bytes, the library encodes them and allows only the first of their tokens. It marks
+    special tokens, and added tokens that look like `<tag>`: a grammar's text never matches them, only `<[id]>` does.
+    The checkpoint's own encoder would encode such a name as its marked token, which the grammar then forbids. So the
+    library gets an encoder that spells these names with other tokens.
     """
     from llguidance import LLTokenizer
 
@@ -27,7 +27,7 @@ def read_vocabulary(tokenizer: Tokenizer, size: int, end_token_ids: Sequence[int
 
 
 class SpellingTokenizer:
-    """What the library calls a `TokenizerWrapper`: the bytes of all tokens, and an encoder without marked tokens."""
+    """A `TokenizerWrapper` of the library: the bytes of all tokens, and an encoder that uses no marked tokens."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None

@@ -1,4 +1,4 @@
-"""Words that an output must not contain, and the only tokens that it may have; beside a form if there is one."""
+"""Banned words and allowed tokens as a constraint, alone or together with a form."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ Word = Sequence[int]
 
 
 class Vocabulary:
-    """The rules of a request, for any number of sequences: banned words, as token ids, and allowed tokens; None = all.
+    """The banned words of a request, as token ids, and its allowed tokens (None = all), for any number of sequences.
 
-    The last token of a word is banned where the output ends with the others, drafted ones included. So a word of one
-    token is never there.
+    The last token of a word is banned where the output, drafted tokens included, ends with the word's other tokens. A
+    word of one token is always banned.
     """
 
     def __init__(self, vocab_size: int, words: Sequence[Word], allowed: Collection[int] | None) -> None:
         single = [word[0] for word in words if len(word) == 1]
         self._usual = without_tokens(_mask_of(vocab_size, allowed), single)
         self._free = allowed is None and not single
-        self._by_token: dict[int, list[Word]] = {}  # the longer words, by the last token but one
+        self._by_token: dict[int, list[Word]] = {}  # words of two or more tokens, by their last token but one
         for word in words:
             if len(word) > 1:
                 self._by_token.setdefault(word[-2], []).append(word)
@@ -38,7 +38,7 @@ class Vocabulary:
         return VocabularyConstraint(self)
 
     def mask_after(self, output: Sequence[int]) -> Tensor | None:
-        """Return the mask after an output, of which the last `reach` tokens are enough; None = all may follow."""
+        """Return the mask after an output, which depends on its last `reach` tokens; None = all are allowed."""
         banned = list(self._completing(output))
         if banned:
             return without_tokens(self._usual, banned)
@@ -52,30 +52,30 @@ class Vocabulary:
 
 
 class VocabularyConstraint:
-    """See `Constraint`; it never ends a text."""
+    """See `Constraint`. It never ends a text."""
 
     is_done = False
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
-        self._taken: list[int] = []
+        self._advanced: list[int] = []
 
     def mask(self, tokens: Sequence[int]) -> Tensor | None:
         """See `Constraint.mask`."""
         reach = self._vocabulary.reach
-        return self._vocabulary.mask_after([*self._taken[max(0, len(self._taken) - reach) :], *tokens])
+        return self._vocabulary.mask_after([*self._advanced[max(0, len(self._advanced) - reach) :], *tokens])
 
     def advance(self, tokens: Sequence[int]) -> None:
         """See `Constraint.advance`."""
-        self._taken += tokens
+        self._advanced += tokens
 
     def rollback(self, n: int) -> None:
         """See `Constraint.rollback`."""
-        del self._taken[len(self._taken) - n :]
+        del self._advanced[len(self._advanced) - n :]
 
 
 class JoinedConstraint:
-    """See `Constraint`: the form of an output and its vocabulary together. Tokens that both allow may come."""
+    """See `Constraint`: the form of an output together with its vocabulary. A token must be allowed by both."""
 
     def __init__(self, form: Constraint, vocabulary: Constraint) -> None:
         self._form, self._vocabulary = form, vocabulary
@@ -86,7 +86,7 @@ class JoinedConstraint:
         return reduce(_both, masks)
 
     def advance(self, tokens: Sequence[int]) -> None:
-        """See `Constraint.advance`. The form is first: it may refuse tokens, and then nothing has changed."""
+        """See `Constraint.advance`. The form comes first: if it refuses the tokens, nothing has changed."""
         self._form.advance(tokens)
         self._vocabulary.advance(tokens)
 
@@ -101,7 +101,7 @@ class JoinedConstraint:
         return self._form.is_done
 
     def forced(self) -> list[int]:
-        """See `forced_tokens`. What the form forces is a draft, so that a banned token among it is rejected."""
+        """See `forced_tokens`. The form's forced tokens are a draft, so a banned one among them is rejected."""
         form: ForcingConstraint | Constraint = self._form
         return form.forced() if hasattr(form, "forced") else []
 
@@ -115,7 +115,7 @@ class JoinedConstraint:
 def constrain_all(
     form: Callable[[], Constraint] | None, vocabulary: Vocabulary | None
 ) -> Callable[[], Constraint] | None:
-    """Return what makes the constraint of a sequence that has a form, a vocabulary, both or neither."""
+    """Return a function that makes the constraint of a form, a vocabulary or both; None for neither."""
     if vocabulary is None or form is None:
         return form if vocabulary is None else vocabulary.constrain
     return lambda: JoinedConstraint(form(), vocabulary.constrain())
@@ -130,7 +130,7 @@ def _mask_of(vocab_size: int, allowed: Collection[int] | None) -> Tensor:
 
 
 def _both(one: Tensor | None, other: Tensor | None) -> Tensor | None:
-    """Return the tokens that two masks allow; tokens beyond the end of the shorter mask are forbidden."""
+    """Return the mask of tokens that two masks allow. Tokens beyond the end of the shorter mask are forbidden."""
     if one is None or other is None:
         return other if one is None else one
     size = min(len(one), len(other))
@@ -141,23 +141,23 @@ Encode = Callable[[str, bool], list[int]]  # text, and whether special tokens ar
 
 
 def banned_tokens(words: Sequence[str | Word], encode: Encode) -> tuple[Word, ...]:
-    """Return banned words as token ids. Raises RequestError for a text of which the tokenizer makes none."""
+    """Return banned words as token ids. Raises RequestError for a text that the tokenizer encodes as no tokens."""
     found: list[Word] = []
     for word in words:
         tokens = _tokens_of(word, encode) if isinstance(word, str) else [word]
         if not tokens:
-            raise RequestError(f"bad_words has {word!r}, of which the tokenizer makes no tokens", "leave it out.")
+            raise RequestError(f"bad_words has {word!r}, which the tokenizer encodes as no tokens", "leave it out.")
         found += tokens
     return tuple(found)
 
 
 def _tokens_of(word: str, encode: Encode) -> list[list[int]]:
-    """Return the token ids of a banned text: alone, and after a space if that gives other ids of the same number.
+    """Return the token ids of a banned text, without and with a leading space.
 
-    That is vLLM's rule.
+    As in vLLM, the second is left out if it has another number of tokens, or the same first token.
     """
-    alone, behind = (encode(space + word.lstrip(), False) for space in ("", " "))
+    alone, spaced = (encode(space + word.lstrip(), False) for space in ("", " "))
     if not alone:
         return []
-    other = len(behind) == len(alone) and behind[0] != alone[0]
-    return [alone, behind] if other else [alone]
+    other = len(spaced) == len(alone) and spaced[0] != alone[0]
+    return [alone, spaced] if other else [alone]

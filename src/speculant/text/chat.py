@@ -1,4 +1,4 @@
-"""Chat templates. They are programs of a checkpoint, so they run in a sandbox."""
+"""Chat templates. They are programs from a checkpoint, so they run in a sandbox."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _REPAIR = "repair chat_template.jinja (or chat_template in tokenizer_config.json
 class ChatTemplate:
     """A compiled chat template. It can neither change its arguments nor access anything else.
 
-    The text, memory and time that it can use are bounded; see speculant.text.sandbox for what is not.
+    Its text, memory and time are bounded; see speculant.text.sandbox for the exceptions.
     """
 
     def __init__(self, source: str) -> None:
-        """Compile the template. Raises ModelError when it is not valid Jinja."""
+        """Compile the template. Raises ModelError if it is not valid Jinja."""
         with Converts(ModelError, "the chat template is not valid", _REPAIR):
             try:
                 self._template = _environment().from_string(source)
@@ -43,14 +43,14 @@ class ChatTemplate:
     def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, **variables: Any) -> str:
         """Return the prompt text of a conversation.
 
-        Raises RequestError with the template's own reason, ModelError if the template does what the sandbox forbids.
+        Raises RequestError with the template's own reason, and ModelError if the sandbox stops the template.
         """
         given = {"tools": None, **variables, "messages": messages, "add_generation_prompt": add_generation_prompt}
         try:
             return self._template.render({**given, **Budget(given).variables()})
         except SecurityError as error:
             raise ModelError(
-                f"the chat template tried what a template must not do: {error}", "do not trust this checkpoint."
+                f"the sandbox stopped the chat template: {error}", "do not trust this checkpoint."
             ) from error
         except Exception as error:
             raise RequestError(
@@ -60,7 +60,7 @@ class ChatTemplate:
 
 
 def read_template(given: object) -> str | None:
-    """Return the source of a template that a user names: itself, or the content of its file. Raises ConfigError."""
+    """Return the source of a user's template, which is given as source or as a file. Raises ConfigError."""
     if given is None or (isinstance(given, str) and ("{" in given or "\n" in given)):
         return given
     if not isinstance(given, str | os.PathLike):
@@ -70,10 +70,10 @@ def read_template(given: object) -> str | None:
 
 
 def find_template(folder: Path, settings: Mapping[str, Any], name: str = DEFAULT) -> str | None:
-    """Return the source of a checkpoint's template: a file of its own, or an entry of tokenizer_config.json.
+    """Return the source of a checkpoint's template, from its own file or from tokenizer_config.json.
 
-    name: "default", or that of another one, such as "tool_use", which a checkpoint may have beside it. Raises
-    ModelError when the file can't be read, or the entry is neither a text nor a list of named templates.
+    name: "default", or the name of an additional template such as "tool_use". Raises ModelError if the file can't be
+    read, or if the entry is neither a text nor a list of named templates.
     """
     file = folder / ("chat_template.jinja" if name == DEFAULT else f"additional_chat_templates/{name}.jinja")
     if file.exists():
@@ -97,13 +97,13 @@ def _named_templates(entries: list[Any]) -> dict[str, Any]:
 
 def _unusable_template() -> ModelError:
     return ModelError(
-        "chat_template in tokenizer_config.json is neither a text nor a list of named ones",
+        "chat_template in tokenizer_config.json is neither a text nor a list of named templates",
         "correct it, or add a chat_template.jinja to the checkpoint's folder.",
     )
 
 
 class _GenerationBlock(Extension):
-    """`{% generation %}` marks the assistant's text for training; here the block is its content."""
+    """`{% generation %}` marks the assistant's text for training. Here the block is replaced by its content."""
 
     tags = {"generation"}  # noqa: RUF012 - Jinja declares it as an instance variable
 
@@ -133,7 +133,7 @@ def _to_json(
 
 
 def _json_cost(budget: Budget, value: Any, *args: Any, **kwargs: Any) -> int:
-    """Return the characters of a value's JSON, if all that is given is used as indent and as separator."""
+    """Return the most characters of a value's JSON: each argument is counted as indent and as separator."""
     given = [*args, *kwargs.values()]
     widths = [each if isinstance(each, int) else budget.text(each) for each in given]
     return budget.text(value, indent=max([0, *widths]))

@@ -1,7 +1,7 @@
-"""What the steps of a chat template make, and the budget of a rendering.
+"""The costs of a chat template's steps, and the budget of a rendering.
 
-A step makes characters of text, elements of lists at every level, or bits of whole numbers. What could become large is
-known before it is made.
+A step makes characters of text, elements of lists at every level, or bits of integers. Costs that could be large are
+computed before the step runs.
 """
 
 from __future__ import annotations
@@ -16,20 +16,22 @@ from jinja2.exceptions import SecurityError
 from jinja2.runtime import Context
 from jinja2.utils import Namespace
 
-LEAST_BUDGET, BUDGET_PER_INPUT = 2**24, 64  # characters; for each character of the input
-MOST_ELEMENTS = 2**20  # of one value, at every level; the input may contain itself
+LEAST_BUDGET, BUDGET_PER_INPUT = 2**24, 64  # characters, and characters per character of the input
+MOST_ELEMENTS = 2**20  # of one value, over all levels; the input may contain itself
 _MOST_INPUT = 2**24  # characters of the input that count
 MOST_STEPS, MOST_SECONDS = 10**7, 5.0  # of processor time
-_STEPS_PER_LOOK = 64  # at the clock
-_BIT = 64  # the cost of a bit of a whole number: a product takes more time than a copy
-_BUDGET = " budget"  # the variable that holds it: no template can write its name
+_STEPS_PER_LOOK = 64  # steps between readings of the clock
+_BIT = 64  # the cost of a bit of an integer: multiplying takes longer than copying
+_BUDGET = " budget"  # the variable that holds it; no template can write this name
 _END = object()
 _CONTAINERS = (list, tuple, set, frozenset, KeysView, ValuesView, ItemsView)
 _ATTRIBUTES = "_Namespace__attrs"
-_WIDE = re.compile(r"[0-9]{5}|[{*]")  # a width of 10,000 or more, or one that is computed
-_CONVERSION = re.compile(r"%(?:\([^()]*\))?([^A-Za-z%(]*)[A-Za-z%]")  # of the operator %: its width and precision
+_WIDE = re.compile(r"[0-9]{5}|[{*]")  # a width of 10,000 or more, or a computed one
+_CONVERSION = re.compile(
+    r"%(?:\([^()]*\))?([^A-Za-z%(]*)[A-Za-z%]"
+)  # a conversion of the operator %: its width and precision
 _NESTED_KEY = re.compile(r"%\([^()]*\(")
-_KEEPING_FILTERS = frozenset(  # they return parts of their input, not its text
+_KEEPING_FILTERS = frozenset(  # filters that return parts of their input, not its text
     [
         *("abs", "attr", "batch", "count", "d", "default", "dictsort", "first", "float", "groupby", "int", "items"),
         *("last", "length", "list", "map", "max", "min", "random", "reject", "rejectattr", "reverse", "round"),
@@ -39,7 +41,7 @@ _KEEPING_FILTERS = frozenset(  # they return parts of their input, not its text
 
 
 class Budget:
-    """What a rendering may still make, and how many steps it may still take."""
+    """The output that a rendering may still make, and the steps that it may still take."""
 
     def __init__(self, variables: Mapping[str, Any]) -> None:
         size, _ = _measure(variables, True, _MOST_INPUT)
@@ -54,11 +56,11 @@ class Budget:
         return budget
 
     def variables(self) -> dict[str, Any]:
-        """Return the variable that a template's context must have."""
+        """Return the variable that a template's context needs."""
         return {_BUDGET: self}
 
     def charge(self, cost: int) -> None:
-        """Take a step that makes `cost` characters or elements. Raises SecurityError if that is too much."""
+        """Charge for a step that makes `cost` characters or elements. Raises SecurityError beyond the budget."""
         self._left -= cost
         self._steps -= 1
         if self._left < 0:
@@ -71,11 +73,11 @@ class Budget:
                 raise SecurityError(f"it ran for more than {MOST_SECONDS:g} seconds")
 
     def text(self, value: Any, indent: int = 0) -> int:
-        """Return the characters of a value's text, each element indented by its level; it takes a step per element."""
+        """Return the characters of a value's text, with elements indented by level. Takes a step per element."""
         return self._measure(value, True, indent)
 
     def keep(self, value: Any) -> Any:
-        """Charge for the characters of a text, or the elements of a container, and return it."""
+        """Charge for the characters of a text or the elements of a container, and return the value."""
         self.charge(len(value) if isinstance(value, str | bytes) else self._measure(value, False))
         return value
 
@@ -88,10 +90,10 @@ class Budget:
 
 
 def _measure(value: Any, texts: bool, most: int, indent: int = 0) -> tuple[int, int]:
-    """Return the size of a value, and its number of elements at every level; it stops above `most` or MOST_ELEMENTS.
+    """Return the size of a value, and its number of elements over all levels. Stops above `most` or MOST_ELEMENTS.
 
-    The size is that number, with the characters of elements if wanted. A list that is in another one twice counts
-    twice, as it does when it is printed.
+    The size is the number of elements, plus their characters if `texts` is set. A list that occurs twice in another one
+    counts twice, as it does when it is printed.
     """
     size, elements, levels = 0, 0, [iter((value,))]
     while levels and size <= most and elements <= MOST_ELEMENTS:
@@ -116,7 +118,7 @@ def _inner(value: Any) -> Collection[Any]:
 
 
 def _characters(value: Any) -> int:
-    """Return about the characters of a value's text, without those of its elements."""
+    """Return roughly the characters of a value's text, without those of its elements."""
     if isinstance(value, str | bytes):
         return len(value)
     if isinstance(value, int):
@@ -126,10 +128,10 @@ def _characters(value: Any) -> int:
 
 
 def filter_cost(name: str, budget: Budget, value: Any, *args: Any, **kwargs: Any) -> int:
-    """Return what a filter may make beyond its result, or before its result can be measured."""
+    """Return the cost of a filter that its result does not show, or that must be known before it runs."""
     given = [*args, *kwargs.values()]
     if name == "sum" and not all(isinstance(each, int | float) for each in (kwargs.get("start", 0), *args[1:])):
-        raise SecurityError("it sums what are no numbers")
+        raise SecurityError("it calls sum on values that are not numbers")
     if name == "replace":
         old, new = (args[i] if len(args) > i else kwargs.get(key, "") for i, key in enumerate(("old", "new")))
         return _replaced(budget, value, old, new)
@@ -144,7 +146,7 @@ def filter_cost(name: str, budget: Budget, value: Any, *args: Any, **kwargs: Any
 
 
 def method_cost(budget: Budget, receiver: Any, name: str, args: tuple[Any, ...]) -> int:
-    """Return what a method of a text, of bytes or of a whole number makes."""
+    """Return the cost of a method of a text, of bytes or of an integer."""
     if name == "translate":
         raise SecurityError("it called str.translate")
     if name == "replace":
@@ -159,7 +161,7 @@ def method_cost(budget: Budget, receiver: Any, name: str, args: tuple[Any, ...])
 
 
 def operator_cost(budget: Budget, operator: str, left: Any, right: Any) -> int:
-    """Return what an operator makes of texts, lists or whole numbers."""
+    """Return the cost of an operator on texts, lists or integers."""
     if operator == "%":
         return _formatted(budget, left, (right,), percent=True) if isinstance(left, str | bytes) else 0
     if isinstance(left, int) and isinstance(right, int):
@@ -176,20 +178,20 @@ def _width(value: Any) -> int:
 
 
 def _replaced(budget: Budget, text: Any, old: Any, new: Any) -> int:
-    """Return the size of a text in which each `old` is `new`."""
+    """Return the size of a text after replacing each `old` by `new`."""
     exact = isinstance(text, str | bytes) and isinstance(old, type(text) | str)
     times = text.count(old) if exact else budget.text(text)
     return budget.text(text) + times * budget.text(new)
 
 
 def _formatted(budget: Budget, template: Any, values: Sequence[Any], percent: bool = False) -> int:
-    """Return the most characters that a format makes. Raises SecurityError for widths that are computed or large."""
+    """Return the most characters that formatting makes. Raises SecurityError for computed or large widths."""
     if percent:
         template = template.decode("latin-1") if isinstance(template, bytes) else str(template)
         widths = _CONVERSION.findall(template)
     else:
         widths = [spec or "" for _, field, spec, _ in Formatter().parse(template) if field is not None]
     if any(map(_WIDE.search, widths)) or (percent and _NESTED_KEY.search(template)):
-        raise SecurityError("it formats with a width that is computed or above 9999")
+        raise SecurityError("it uses a format with a width that is computed or above 9999")
     padding = sum(int(digits) for width in widths for digits in re.findall(r"[0-9]+", width))
     return len(template) + padding + len(widths) * budget.text(list(values))

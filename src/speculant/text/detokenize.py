@@ -1,4 +1,4 @@
-"""Incremental decoding of token ids: only whole characters, and only text that can't change any more."""
+"""Incremental decoding of token ids: it returns whole characters only, and only text that can no longer change."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class IncrementalDetokenizer:
 
     Text can still change in two cases. A byte-level decoder shows an incomplete character as one U+FFFD at
     the end. A decoder with byte fallback (`<0xE4>` tokens) turns a whole run of such tokens into
-    U+FFFD when one of them is invalid, so a run is returned when it has ended.
+    U+FFFD when one of them is invalid, so a run is returned only after its end.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True, decodes: bool = True) -> None:
-        """decodes: False makes no text of any token."""
+        """decodes: False returns no text for any token."""
         self._tokenizer, self._decodes = tokenizer, decodes
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
         self._fallback = _fallback_ids(tokenizer)
@@ -74,7 +74,7 @@ class IncrementalDetokenizer:
         return piece
 
     def _shorten(self, held: int) -> None:
-        """Drop old tokens. The others may decode differently at their start, but not in the last `held` characters."""
+        """Drop old tokens. The rest may decode differently at the start, but not in the last `held` characters."""
         self._window = self._window[-_CONTEXT:]
         self._returned = len(self._decode()) - held
 

@@ -1,4 +1,4 @@
-"""Conversations: messages as users give them, in OpenAI's form, and as chat templates read them."""
+"""Conversations: turns messages in OpenAI's form into the form that chat templates read."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _RESERVED = frozenset({"messages", "tools", "add_generation_prompt"})
 
 
 def read_messages(messages: object) -> list[dict[str, Any]]:
-    """Return a conversation for a chat template: contents are text, the arguments of calls objects.
+    """Return a conversation for a chat template: contents become text, and the arguments of calls objects.
 
-    A message is a mapping with a `role` and a `content`, a text or a list of parts `{"type": "text", "text": ...}`; an
-    assistant's with `tool_calls` needs no content. Raises RequestError, which says which message is wrong.
+    A message is a mapping with a `role` and a `content`: a text, or a list of parts `{"type": "text", "text": ...}`. An
+    assistant's message with `tool_calls` needs no content. Raises RequestError with the number of the wrong message.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
         raise RequestError(
@@ -28,7 +28,7 @@ def read_messages(messages: object) -> list[dict[str, Any]]:
 
 
 def check_variables(given: object) -> Mapping[str, Any]:
-    """Return the caller's own variables of a template. Raises RequestError for one that has a parameter of its own."""
+    """Return the caller's variables for a template. Raises RequestError for a variable that has its own parameter."""
     if given is None:
         return {}
     if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
@@ -47,7 +47,7 @@ def _read(message: object, where: str) -> dict[str, Any]:
         _refuse(where, f"has the role {role!r}" if role is not None else "has no role", fix)
     calls = message.get("tool_calls")
     value = {name: each for name, each in message.items() if each is not None}
-    value["role"] = "system" if role == "developer" else role  # OpenAI's other name, which templates do not know
+    value["role"] = "system" if role == "developer" else role  # OpenAI's other name, unknown to templates
     value["content"] = _text(message.get("content"), where, optional=bool(calls))
     if calls:
         value["tool_calls"] = _calls(calls, where)
@@ -69,7 +69,7 @@ def _part(part: object, where: str) -> str:
     text = part.get("text") if isinstance(part, Mapping) and part.get("type", "text") == "text" else None
     if not isinstance(text, str):
         kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-        _refuse(where, f"has a part of type {kind!r} without text", 'use {"type": "text", "text": "..."} alone.')
+        _refuse(where, f"has a part of type {kind!r} without text", 'use only {"type": "text", "text": "..."}.')
     return text
 
 
@@ -90,7 +90,7 @@ def _function(call: object) -> dict[str, Any] | None:
 
 
 def _arguments(given: Any) -> Any:
-    """Return arguments as an object, which templates expect; text that is no JSON object stays as it is."""
+    """Return arguments as an object, which templates expect. Text that is not a JSON object stays unchanged."""
     if not isinstance(given, str):
         return given
     try:

@@ -1,11 +1,11 @@
-"""Where a model's reasoning begins, as far as its chat template and the prompt tell."""
+"""Where a model's reasoning begins, as far as its chat template and the prompt show it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import NamedTuple
 
-_SPACE = " \t\r\n"  # may stand beside tags
+_SPACE = " \t\r\n"  # may be next to tags
 
 
 class ReasoningTags(NamedTuple):
@@ -17,10 +17,10 @@ class ReasoningTags(NamedTuple):
 
 @dataclass(frozen=True)
 class ExpectedReasoning:
-    """What a prompt says about reasoning in its answer: a form and a reader of the answer both follow it.
+    """The reasoning to expect in an answer. The constraint of a form and the reader of the answer both use it.
 
-    opened: the prompt ends with the start tag, so that the answer begins within the reasoning. possible: the answer
-    may begin with the start tag itself.
+    opened: the prompt ends with the start tag, so the answer begins within the reasoning. possible: the answer may have
+    reasoning.
     """
 
     tags: ReasoningTags
@@ -36,27 +36,27 @@ TAGS = (
 
 
 def find_tags(template: str | None) -> ReasoningTags | None:
-    """Return the tags that a chat template knows; None if it knows none."""
+    """Return the tags that a chat template contains; None if it contains none."""
     return next((tags for tags in TAGS if template is not None and tags.end in template), None)
 
 
 def is_opened(tags: ReasoningTags, prompt: str) -> bool:
-    """Whether a prompt ends with the start tag, so that the answer begins within the reasoning."""
+    """Whether a prompt ends with the start tag, so the answer begins within the reasoning."""
     return prompt.rstrip(_SPACE).endswith(tags.start)
 
 
 def is_over(tags: ReasoningTags, prompt: str) -> bool:
-    """Whether a prompt ends with the end tag: templates write an empty reasoning where there should be none."""
+    """Whether a prompt ends with the end tag. Templates write empty reasoning to switch it off."""
     return prompt.rstrip(_SPACE).endswith(tags.end)
 
 
 def expect_reasoning(
     template: str | None, prompt: str, quoted: str = "", wanted: bool = True
 ) -> ExpectedReasoning | None:
-    """Return what a prompt says about reasoning; None if its chat template knows no tags.
+    """Return the reasoning to expect after a prompt; None if its chat template has no tags.
 
-    quoted: the text of a user's message, which may end the prompt without opening anything. wanted: whether an answer
-    begins after the prompt, and is to have reasoning if the model likes.
+    quoted: the text of a user's message; a tag in it at the end of the prompt opens no reasoning. wanted: an answer
+    begins after the prompt, and the model may reason in it.
     """
     tags = find_tags(template)
     if tags is None:

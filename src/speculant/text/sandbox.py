@@ -1,10 +1,10 @@
-"""The sandbox of chat templates: it bounds what a template computes, as Jinja's own sandbox bounds what it accesses.
+"""The sandbox of chat templates. Jinja's own sandbox bounds a template's access; this one also bounds its computation.
 
-Each rendering has a budget (speculant.text.costs): so many characters and elements, which grow with the input, so many
-steps, and seconds of processor time. Iterations, calls, filters, operators, literals and outputs are charged to it.
+Each rendering has a budget (speculant.text.costs) of characters and elements, which grows with the input, of steps and
+of processor time. Iterations, calls, filters, operators, literals and outputs are charged to it.
 
-Not bounded: a single operation that makes nothing, such as a comparison of two large lists or a search in a large text;
-and compiling, which takes time and memory in proportion to the template's own size.
+Not bounded: a single operation without a result, such as a comparison of two large lists or a search in a large text;
+and compiling, whose time and memory are proportional to the size of the template.
 """
 
 from __future__ import annotations
@@ -22,7 +22,13 @@ from jinja2.visitor import NodeTransformer
 
 from speculant.text.costs import Budget, filter_cost, method_cost, operator_cost
 
-_REMOVED_FILTERS = ("center", "pprint", "urlize", "wordwrap", "xmlattr")  # they pad or repeat; prompts need none
+_REMOVED_FILTERS = (
+    "center",
+    "pprint",
+    "urlize",
+    "wordwrap",
+    "xmlattr",
+)  # they pad or repeat text; prompts don't need them
 _COUNTED, _KEPT = " counted", " kept"  # filters that the compiler inserts
 _PASSED: dict[Any, Callable[[Context], tuple[Any, ...]]] = {
     None: lambda context: (),
@@ -33,7 +39,7 @@ _PASSED: dict[Any, Callable[[Context], tuple[Any, ...]]] = {
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """An environment whose templates need `Budget.variables` in their context. Raises SecurityError at its end."""
+    """An environment whose templates need `Budget.variables` in their context. Over budget it raises SecurityError."""
 
     intercepted_binops = frozenset(["+", "*", "**", "%"])
 
@@ -46,7 +52,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         self.filters.update({"join": _join, _COUNTED: _counted, _KEPT: _keep})
 
     def bound_filter(self, name: str, function: Callable[..., Any], cost: Callable[..., int]) -> None:
-        """Add a filter of one's own; `cost` takes the budget and then the filter's arguments."""
+        """Add a filter; `cost` takes the budget and then the filter's arguments."""
         self.filters[name] = _charging(function, cost)
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
@@ -54,18 +60,18 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return template
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """Compute an operator that may make something large."""
+        """Compute an operator whose result may be large."""
         budget = Budget.of(context)
         budget.charge(operator_cost(budget, operator, left, right))
         return super().call_binop(context, operator, left, right)
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805 - Jinja's names
-        """Call what a template calls."""
+        """Make a call of a template."""
         budget = Budget.of(__context)
         method = getattr(__obj, "__wrapped__", __obj)  # the sandbox wraps str.format
         if isinstance(getattr(method, "__self__", None), str | bytes | int):
             if method.__name__ == "join" and args:
-                args = (list(args[0]), *args[1:])  # an iterator can be measured only once it is a list
+                args = (list(args[0]), *args[1:])  # an iterator must be a list to be measured
             budget.charge(method_cost(budget, method.__self__, method.__name__, (*args, *kwargs.values())))
         return budget.keep(super().call(__context, __obj, *args, **kwargs))
 
@@ -77,7 +83,7 @@ class _Insertions(NodeTransformer):
         self._environment = environment
 
     def visit(self, node: nodes.Node, *args: Any, **kwargs: Any) -> Any:
-        """Return the node, its parts visited, or what takes its place."""
+        """Return the node with its parts visited, or its replacement."""
         self.generic_visit(node)
         if isinstance(node, nodes.For):
             text = sum(len(data.data) for data in node.find_all(nodes.TemplateData))
@@ -97,7 +103,7 @@ class _Insertions(NodeTransformer):
 
 @pass_context
 def _output(context: Context, value: Any) -> Any:
-    """Charge for a value that is printed, wherever its text goes."""
+    """Charge for a value that is printed, wherever its text is used."""
     budget = Budget.of(context)
     budget.charge(budget.text(value))
     return value
@@ -105,7 +111,7 @@ def _output(context: Context, value: Any) -> Any:
 
 @pass_context
 def _counted(context: Context, items: Iterable[Any], text: int) -> Iterator[Any]:
-    """Charge for each iteration of a loop with as many characters of plain text in its body."""
+    """Charge for each iteration of a loop the characters of plain text in its body."""
     budget = Budget.of(context)
     for item in items:
         budget.charge(text)
@@ -119,7 +125,7 @@ def _keep(context: Context, value: Any) -> Any:
 
 @pass_context
 def _join(context: Context, value: Iterable[Any], d: str = "", attribute: str | int | None = None) -> Any:
-    """Jinja's `join`, of items that are in memory."""
+    """Jinja's `join`, which reads all items into a list first."""
     items = list(value)
     if attribute is not None:
         items = [*map(make_attrgetter(context.environment, attribute), items)]

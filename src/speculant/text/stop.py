@@ -1,4 +1,4 @@
-"""Stop strings in streamed text: found across any number of pieces, and never released in part."""
+"""Stop strings in streamed text: found across pieces, and never released in part."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class _State:
     depth: int
     follow: dict[str, _State] = field(default_factory=dict)
     shorter: _State | None = None  # the next longest end of the text that begins a stop string
-    stop: str | None = None  # the longest stop string that ends here
+    stop: str | None = None  # the longest stop string that ends at this state
 
 
 class StopStrings:

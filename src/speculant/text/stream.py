@@ -1,4 +1,4 @@
-"""The text of one sequence while its tokens are committed: decoded, searched for stop strings, cut at the first."""
+"""The text of one sequence as its tokens are committed: decoded, and cut at the first stop string."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class _Checkpoint(NamedTuple):
 class TextStream:
     """A `StopChecker`: takes committed tokens and queues the text that each of them made final.
 
-    The end token is no part of the text unless `params.include_stop_str_in_output` is set.
+    The end token is not part of the text unless `params.include_stop_str_in_output` is set.
 
-    `stops` are the compiled stop strings of `params`. The search begins with the text of the min_tokens-th token.
+    stops: the compiled stop strings of `params`. The search begins with the text of the min_tokens-th token.
     """
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams, stops: StopStrings | None) -> None:
@@ -64,7 +64,7 @@ class TextStream:
             self._pieces.pop()
 
     def pop(self) -> str:
-        """Return the piece of the oldest token not yet popped; may be empty."""
+        """Return the piece of the oldest token that was not popped yet; it may be empty."""
         return self._pieces.popleft()
 
     def finish(self) -> str:

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer as Backend
 from speculant.errors import Converts, ModelError, PairError, RequestError
 from speculant.files import read_optional_json
 from speculant.text.chat import TOOL_USE, ChatTemplate, find_template
-from speculant.text.length_bounds import check_growth
+from speculant.text.length_bounds import check_length_bounds
 
 _SOURCE = "use another text, or correct the tokenizer.json of this checkpoint."
 _ENCODING = Converts(RequestError, "the tokenizer can't encode this text", _SOURCE)
@@ -30,9 +30,9 @@ class Tokenizer:
         template: str | None = None,
         tool_template: str | None = None,
     ) -> None:
-        """`settings` is the content of tokenizer_config.json, `template` the source of the chat template.
+        """settings: the content of tokenizer_config.json. template: the source of the chat template.
 
-        tool_template: the one for conversations with tools; None = the same.
+        tool_template: the template for conversations with tools; None = the same.
         """
         backend.no_truncation()
         backend.no_padding()
@@ -50,7 +50,7 @@ class Tokenizer:
         backend = _load_backend(folder)
         templates = find_template(folder, settings), find_template(folder, settings, TOOL_USE)
         with Converts(ModelError, f"{folder / 'tokenizer.json'} can't be used", "download it again."):
-            check_growth(backend)
+            check_length_bounds(backend)
             tokenizer = cls(backend, settings, *templates)
             _ = tokenizer.special_ids, tokenizer.decoder_settings, tokenizer.vocab_size
         return tokenizer
@@ -115,9 +115,9 @@ class Tokenizer:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The content of tokenizer_config.json: special tokens as texts, the class and the template always there.
+        """The content of tokenizer_config.json, with the class, the template, and special tokens as texts.
 
-        Where its files once were is left out.
+        Paths of its files are left out.
         """
         kept = {name: value for name, value in self._settings.items() if not name.endswith(("_file", "name_or_path"))}
         named = {"tokenizer_class": "PreTrainedTokenizerFast", **kept, **self._special}
@@ -129,7 +129,7 @@ class Tokenizer:
         return self._template
 
     def template_for(self, tools: bool) -> str | None:
-        """Return the source of the template of conversations with tools, or without; None if there is none."""
+        """Return the source of the template for conversations with or without tools; None if there is none."""
         return self._tool_template if tools and self._tool_template is not None else self._template
 
     @property
@@ -174,9 +174,9 @@ class Tokenizer:
 
 
 def compare_vocabularies(target: Tokenizer, draft: Tokenizer) -> frozenset[int]:
-    """Check that an id that is a token of both is the same text in both; return the ids that only one of them has.
+    """Check that each id of both tokenizers is the same text in both. Return the ids that only one of them has.
 
-    Only tokens are compared: a model's head may have more rows. Raises PairError with the first differences.
+    Only tokens are compared; a model's head may have more rows. Raises PairError with the first differences.
     """
     ours, theirs = _by_id(target), _by_id(draft)
     if ours == theirs:
@@ -194,9 +194,9 @@ def compare_vocabularies(target: Tokenizer, draft: Tokenizer) -> frozenset[int]:
 
 
 def substitute_token(draft: Tokenizer, unknown: Collection[int]) -> int:
-    """Return the token that a draft reads in place of one that it does not know: a line break, which means little.
+    """Return the token that a draft reads in place of one that it lacks: a line break, which means little.
 
-    A tokenizer without one encodes it as its unknown token. `unknown` ids are no choice.
+    A tokenizer without a line break encodes it as its unknown token. unknown: ids that can't be used.
     """
     known = [token for token in draft.encode("\n", add_special_tokens=False) if token not in unknown]
     return known[-1] if known else min({*draft.vocab().values()} - {*unknown})

@@ -1,4 +1,4 @@
-"""A checkpoint's tokenizer with the names that transformers' users know."""
+"""A checkpoint's tokenizer with the method names of transformers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from speculant.text.tokenizer import Tokenizer
 
 
 class UserTokenizer:
-    """What `LLM.get_tokenizer` returns: texts to ids and back, chat templates, special tokens.
+    """The result of `LLM.get_tokenizer`: texts to ids and back, chat templates, special tokens.
 
     Arguments have the names of transformers' tokenizers and the defaults of its version 5. Results are lists.
     """
@@ -37,7 +37,7 @@ class UserTokenizer:
         return self._tokenizer.encode(text, add_special_tokens)
 
     def decode(self, token_ids: int | Sequence[int], skip_special_tokens: bool = False) -> str:
-        """Return the text of a token id, or of several. Raises RequestError for ids that can't be decoded."""
+        """Return the text of one or more token ids. Raises RequestError for ids that can't be decoded."""
         ids = [token_ids] if isinstance(token_ids, int) else [int(each) for each in token_ids]
         return self._tokenizer.decode(ids, skip_special_tokens)
 
@@ -78,13 +78,13 @@ class UserTokenizer:
         return_dict: bool = True,
         **variables: Any,
     ) -> str | list[int] | dict[str, Any]:
-        """Return a conversation in the model's format: token ids beside their mask, ids alone, or text.
+        """Return a conversation in the model's format: token ids with their mask, ids alone, or text.
 
         chat_template: the source of a template to use instead of the checkpoint's. Raises RequestError for messages
         that the template can't render, ModelError for a checkpoint without a template.
         """
         if continue_final_message:
-            raise RequestError("continue_final_message is LLM.chat's own argument", "give it to LLM.chat.")
+            raise RequestError("continue_final_message is an argument of LLM.chat only", "give it to LLM.chat.")
         given = {**variables, "tools": list(tools) if tools else None}
         messages = read_messages(conversation)
         text = self._tokenizer.render_template(chat_template, messages, add_generation_prompt, given)
@@ -126,12 +126,12 @@ class UserTokenizer:
 
     @property
     def pad_token(self) -> str | None:
-        """The token that fills batches elsewhere; nothing is filled here."""
+        """The padding token of other engines; nothing is padded here."""
         return self._tokenizer.special_token("pad_token")
 
     @property
     def unk_token(self) -> str | None:
-        """The token of what has none."""
+        """The token for text that has no other token."""
         return self._tokenizer.special_token("unk_token")
 
     @property

@@ -186,14 +186,14 @@ DISTRIBUTIONS = [
     Mutant(
         "banned words blind to drafted ancestors",
         VOCABULARY,
-        "max(0, len(self._taken) - reach) :], *tokens]",
-        "max(0, len(self._taken) - reach) :]]",
+        "max(0, len(self._advanced) - reach) :], *tokens]",
+        "max(0, len(self._advanced) - reach) :]]",
         "test_allowed_words.py::test_chains_of_a_draft_model[rejection-words]",
     ),
     Mutant(
         "banned words blind to the output",
         VOCABULARY,
-        "[*self._taken[max(0, len(self._taken) - reach) :], *tokens]",
+        "[*self._advanced[max(0, len(self._advanced) - reach) :], *tokens]",
         "[*tokens]",
         "test_allowed_words.py::test_speculation_changes_no_text[settings0-words-none]",
     ),

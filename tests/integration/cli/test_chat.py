@@ -17,7 +17,7 @@ from typer.testing import CliRunner, Result
 
 from speculant import LLM, SamplingParams
 from speculant.cli.chat import Conversation
-from speculant.cli.chat_models import Answer, LocalPartner, Messages, Piece, RemotePartner, Summary
+from speculant.cli.chat_backends import Answer, AnswerPiece, LocalChatBackend, Messages, RemoteChatBackend, Summary
 from speculant.cli.main import app
 from speculant.errors import ConfigError, ModelError, RequestError, ServerError
 from tests.models import Checkpoints
@@ -104,7 +104,7 @@ def test_generate_answers_one_message(llm: LLM, folder: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "stdin", "kind", "reason"),
     [
-        (["generate", "Hi", "--system", "S", "--model", "demo"], "", RequestError, "--system came without --chat"),
+        (["generate", "Hi", "--system", "S", "--model", "demo"], "", RequestError, "--system needs --chat"),
         (["chat", "--model", "demo", "--n", "2"], "", ConfigError, "--n has no meaning"),
         (
             ["chat", "--url", "http://x", "--spec-length", "2"],
@@ -112,7 +112,7 @@ def test_generate_answers_one_message(llm: LLM, folder: str) -> None:
             ConfigError,
             "--spec-length has no meaning with --url",
         ),
-        (["chat", "--url", "ftp://x"], "", RequestError, "no address of a server"),
+        (["chat", "--url", "ftp://x"], "", RequestError, "not the address of a server"),
         (["chat", "--url", "http://127.0.0.1:9"], "", ServerError, "can't be reached"),
         (["chat"], "", ConfigError, "no model was given"),
     ],
@@ -157,7 +157,7 @@ def test_errors_are_shown_in_the_chat(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     typing(monkeypatch, "/bogus", "x" * 300, KeyboardInterrupt, "", "Hi", EOFError)
-    Conversation(LocalPartner(llm, PARAMS), None, interactive=True).run()
+    Conversation(LocalChatBackend(llm, PARAMS), None, interactive=True).run()
     out, err = capsys.readouterr()
     assert out.split() == [text.strip() for text in answers(llm, HI)]
     assert err.count("error:") == 2
@@ -166,11 +166,11 @@ def test_errors_are_shown_in_the_chat(
 
 
 class Interrupted:
-    """Partner to whom somebody presses Ctrl-C after the first two tokens."""
+    """A chat backend that gets Ctrl-C after the first two tokens."""
 
     introduction, can_switch = "a test", False
 
-    def __init__(self, inner: LocalPartner, waits: bool) -> None:
+    def __init__(self, inner: LocalChatBackend, waits: bool) -> None:
         self.inner, self.waits = inner, waits
 
     def answer(self, messages: Messages, speculating: bool | None) -> Answer:
@@ -182,9 +182,9 @@ class Interrupted:
 
 
 @pytest.mark.parametrize("waits", [False, True])
-def test_ctrl_c_ends_the_answer_alone(llm: LLM, waits: bool, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ctrl_c_ends_only_the_answer(llm: LLM, waits: bool, capsys: pytest.CaptureFixture[str]) -> None:
     inner, before = (
-        LocalPartner(llm, SamplingParams(seed=1, max_tokens=60, ignore_eos=True)),
+        LocalChatBackend(llm, SamplingParams(seed=1, max_tokens=60, ignore_eos=True)),
         signal.getsignal(signal.SIGINT),
     )
     conversation = Conversation(Interrupted(inner, waits), None, interactive=False)
@@ -214,13 +214,13 @@ def test_accepted_tokens_are_coloured(
         monkeypatch.delenv(name, raising=False)
     for name, value in names.items():
         monkeypatch.setenv(name, value)
-    partner = LocalPartner(llm, PARAMS)
-    pieces = list(partner.answer([HI], None))
+    backend = LocalChatBackend(llm, PARAMS)
+    pieces = list(backend.answer([HI], None))
     assert {piece.drafted for piece in pieces} == {True, False}
-    Conversation(partner, None, interactive=False).read("Hi")
+    Conversation(backend, None, interactive=False).read("Hi")
     shown = "".join(f"\x1b[32m{piece.text}\x1b[0m" if piece.drafted and coloured else piece.text for piece in pieces)
     assert capsys.readouterr().out == shown + "\n"
-    assert {piece.drafted for piece in partner.answer([HI], False)} == {None}
+    assert {piece.drafted for piece in backend.answer([HI], False)} == {None}
 
 
 def test_a_terminal_gets_no_control_characters(
@@ -230,7 +230,7 @@ def test_a_terminal_gets_no_control_characters(
         introduction, can_switch, waits = "a test", False, True
 
         def answer(self, messages: Messages, speculating: bool | None) -> Answer:
-            yield Piece("a\x1b]0;title\x07b\n\tc\x9b")
+            yield AnswerPiece("a\x1b]0;title\x07b\n\tc\x9b")
             return Summary("done", "done")
 
     monkeypatch.setenv("FORCE_COLOR", "1")
@@ -349,7 +349,7 @@ def test_a_server_answers_in_the_chat(serve: Any) -> None:
     assert server.keys == ["Bearer secret"] * 2
 
 
-def test_another_server_gets_openai_fields_alone(serve: Any) -> None:
+def test_another_server_gets_only_openai_fields(serve: Any) -> None:
     server = serve(GOOD, owner="somebody")
     invoke("chat", "--url", server.url, stdin="Hi\n")
     assert server.asked == [
@@ -369,7 +369,12 @@ def test_pieces_of_a_server_mark_drafted_tokens(serve: Any) -> None:
     [
         ([*GOOD[:4]], 200, ServerError, "ended the answer early"),
         ([GOOD[3], event(error={"message": "too slow"})], 200, ServerError, "ended the answer: too slow"),
-        ([b'{"error": {"message": "no such thing"}}'], 400, RequestError, r"refuses: no such thing \(400\)"),
+        (
+            [b'{"error": {"message": "unknown"}}'],
+            400,
+            RequestError,
+            r"refused the request: unknown \(400\)",
+        ),
         ([b'{"error": {"message": "who?"}}'], 401, RequestError, "give --api-key"),
         ([b'{"error": {"message": "full"}}'], 429, ServerError, "full"),
         ([b"<html>" + b"x" * 100_000], 502, ServerError, "no reason given"),
@@ -395,10 +400,10 @@ def test_our_own_server_gives_the_same_answer(llm: LLM, folder: str) -> None:
 
     server = LiveServer(lambda: AsyncEngine(folder, dtype="float64")).ready()
     try:
-        partner = RemotePartner(server.url, settings={"seed": 1, "max_tokens": 6, "ignore_eos": True})
-        assert partner.can_switch
+        backend = RemoteChatBackend(server.url, settings={"seed": 1, "max_tokens": 6, "ignore_eos": True})
+        assert backend.can_switch
         for speculating in (None, False):
-            text = "".join(piece.text for piece in partner.answer([HI], speculating))
+            text = "".join(piece.text for piece in backend.answer([HI], speculating))
             assert text.strip() == answers(llm, HI)[0].strip()
     finally:
         server.stop()

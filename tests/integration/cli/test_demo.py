@@ -1,4 +1,4 @@
-"""`speculant demo`: true figures, colour only where it is wanted, the same text both ways."""
+"""`speculant demo`: correct figures, colour only where it is wanted, and the same text both ways."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from speculant.cli import demo
-from speculant.cli.comparison import Run, RunPair, pool, run, summary
+from speculant.cli.demo import ComparedPrompt, DecodedPrompt, pool, run, summary
 from speculant.cli.main import app
 from speculant.engine.llm import LLM
 from speculant.metrics import SpeculationMetrics
@@ -45,7 +45,7 @@ def _demo(*arguments: str) -> Result:
 
 @pytest.mark.usefixtures("tiny")
 @pytest.mark.parametrize("temperature", ["0", "0.8"])
-def test_json_has_the_figures_that_count(temperature: str) -> None:
+def test_json_has_the_figures(temperature: str) -> None:
     value = json.loads(_demo("--json", "--temperature", temperature, "--seed", "3").stdout)
     assert value["identical_outputs"] == value["prompts"] == len(demo.PROMPTS)
     assert value["speculative_target_passes"] < value["plain_target_passes"]
@@ -58,7 +58,7 @@ def test_json_has_the_figures_that_count(temperature: str) -> None:
 
 
 @pytest.mark.usefixtures("tiny")
-def test_text_has_prompts_and_figures_and_no_colour_off_a_tty() -> None:
+def test_text_has_prompts_and_figures_without_colour() -> None:
     output = _demo().stdout
     assert "\x1b[" not in output
     assert all(prompt in output for prompt in demo.PROMPTS)
@@ -70,7 +70,7 @@ def test_text_has_prompts_and_figures_and_no_colour_off_a_tty() -> None:
 
 
 @pytest.mark.usefixtures("tiny")
-def test_demo_seed_replaces_the_prompts_own() -> None:
+def test_demo_seed_replaces_the_seeds_of_the_prompts() -> None:
     own, same = (json.loads(_demo("--json", *seed).stdout)["pairs"] for seed in ((), ("--seed", "9")))
     seeds = list(demo.PROMPTS.values())
     equal = [a["plain"]["text"] == b["plain"]["text"] for a, b in zip(own, same, strict=True)]
@@ -133,11 +133,11 @@ def test_no_run_drafts_from_the_text_of_another(checkpoints: Checkpoints) -> Non
     )
 
 
-def _run(tokens: list[int], seconds: float, passes: int, accepted: int = 0) -> Run:
+def _run(tokens: list[int], seconds: float, passes: int, accepted: int = 0) -> DecodedPrompt:
     spec = SpeculationMetrics()
     if accepted:
         spec.record(drafted=4, accepted=accepted, tested=4)
-    return Run("", tokens, seconds, passes + 1, passes, spec)
+    return DecodedPrompt("", tokens, seconds, passes + 1, passes, spec)
 
 
 def test_figures_are_pooled_not_averaged() -> None:
@@ -148,10 +148,10 @@ def test_figures_are_pooled_not_averaged() -> None:
     assert total.speculation.mean_acceptance_length == 2.5
 
 
-def test_a_difference_is_not_hidden() -> None:
+def test_a_difference_of_outputs_is_counted() -> None:
     pairs = [
-        RunPair("a", _run([1, 2], 2.0, 2), _run([1, 2], 1.0, 1, accepted=1)),
-        RunPair("b", _run([1, 2], 2.0, 2), _run([1, 3], 1.0, 1, accepted=1)),
+        ComparedPrompt("a", _run([1, 2], 2.0, 2), _run([1, 2], 1.0, 1, accepted=1)),
+        ComparedPrompt("b", _run([1, 2], 2.0, 2), _run([1, 3], 1.0, 1, accepted=1)),
     ]
     figures: dict[str, Any] = summary(pairs)
     assert figures["identical_outputs"] == 1
@@ -166,6 +166,6 @@ def test_the_embedded_pair_is_worth_showing() -> None:
 
 
 def _loops(tokens: list[int]) -> bool:
-    """Whether a text repeats itself: more than a fifth of its runs of three tokens were there before."""
+    """Whether a text repeats itself: more than a fifth of its token triples occurred before."""
     runs = list(zip(tokens, tokens[1:], tokens[2:], strict=False))
     return len(set(runs)) < 0.8 * len(runs)

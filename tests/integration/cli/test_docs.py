@@ -15,7 +15,7 @@ from speculant.cli.main import app
 ROOT = Path(__file__).parents[3]
 DOCUMENTS = ("README.md", "docs/quickstart.md", "docs/planning.md", "docs/profiling.md", "docs/structured.md")
 WITH_COMMANDS = (*DOCUMENTS, "docs/benchmarks.md")
-OTHERS = ("demo", "serve", "chat")  # which have tests of their own; the latter two do not end by themselves
+OTHERS = ("demo", "serve", "chat")  # they have their own tests; the last two do not end by themselves
 LINKED = ("README.md", "CONTRIBUTING.md", *sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("docs/**/*.md")))
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from speculant.cli import machine
+from speculant.cli import doctor
 from speculant.cli.main import app
 from speculant.errors import ModelError
 from speculant.kernels.native import usable_sets
@@ -53,20 +53,20 @@ def test_missing_embedded_models_are_found(monkeypatch: pytest.MonkeyPatch) -> N
     def missing(source: str, role: str) -> None:
         raise ModelError("gone", "reinstall")
 
-    monkeypatch.setattr(machine, "resolve_source", missing)
-    findings = [finding for finding in machine.inspect_machine().findings if "embedded" in finding.what]
+    monkeypatch.setattr(doctor, "resolve_source", missing)
+    findings = [finding for finding in doctor.inspect_machine().findings if "embedded" in finding.what]
     assert [finding.status for finding in findings] == ["missing"]
     assert "target/model.safetensors" in findings[0].what
     assert "speculant demo" in findings[0].cost
 
 
 def test_missing_packages_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "REQUIRED_PACKAGES", ("torch", "no-such-package"))
-    found = machine.inspect_machine()
+    monkeypatch.setattr(doctor, "REQUIRED_PACKAGES", ("torch", "no-such-package"))
+    found = doctor.inspect_machine()
     assert found.packages["no-such-package"] is None
     assert [finding.status for finding in found.findings if "no-such-package" in finding.what] == ["missing"]
 
 
 def test_the_required_packages_are_those_of_the_project() -> None:
     project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
-    assert {name.partition(">=")[0] for name in project["dependencies"]} == set(machine.REQUIRED_PACKAGES)
+    assert {name.partition(">=")[0] for name in project["dependencies"]} == set(doctor.REQUIRED_PACKAGES)

@@ -89,7 +89,7 @@ def test_the_speed_of_samples_is_that_of_all_of_them(checkpoints: Checkpoints) -
 
 
 def each_decode_s(samples: list[dict[str, Any]]) -> list[float]:
-    """Return each sample's time between its first token and its last."""
+    """Return each sample's time from its first to its last token."""
     return [sample["metrics"]["timing"]["decode_s"] for sample in samples]
 
 
@@ -166,7 +166,7 @@ def test_prompt_comes_from_stdin_or_a_file(checkpoints: Checkpoints, tmp_path: P
     assert _invoke("--prompt-file", str(tmp_path / "prompt.txt"), *arguments).stdout == expected
 
 
-def test_there_is_exactly_one_prompt(tmp_path: Path) -> None:
+def test_exactly_one_prompt_is_required(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="no prompt"):
         read_prompt(None, None)
     with pytest.raises(RequestError, match="two prompts"):

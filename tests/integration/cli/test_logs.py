@@ -9,7 +9,7 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from speculant.cli.logs import LogLevel
+from speculant.cli.flags import LogLevel
 from speculant.cli.main import app
 from tests.models import Checkpoints
 

@@ -15,7 +15,6 @@ from speculant.cli.main import app, main
 from tests.models import Checkpoints
 
 _COMMAND = f"{sys.executable} -m speculant.cli.main"
-COMMANDS = ("generate", "chat", "demo", "doctor", "check-lossless", "check-pair", "plan", "train")
 
 
 def _speculant(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -143,7 +142,7 @@ def test_a_full_cache_is_a_runtime_error(monkeypatch: pytest.MonkeyPatch, capsys
     assert capsys.readouterr().err == "error: the cache is full\n  fix: raise kv_memory.\n"
 
 
-def test_a_reader_that_goes_away_is_no_error(checkpoints: Checkpoints) -> None:
+def test_a_closed_pipe_is_no_error(checkpoints: Checkpoints) -> None:
     arguments = f"generate hello --model {checkpoints.target} --max-tokens 100 --ignore-eos"
     command = f"{sys.executable} -m speculant.cli.main {arguments} | head -c 1"
     result = subprocess.run(["bash", "-c", command], check=False, capture_output=True)
@@ -204,7 +203,7 @@ def test_a_locale_without_the_characters_is_no_error(checkpoints: Checkpoints, e
         assert json.loads(result.stdout)["usage"]["completion_tokens"] == 4
 
 
-def test_a_prompt_that_is_no_text_is_explained(checkpoints: Checkpoints) -> None:
+def test_a_prompt_that_is_not_text_is_explained(checkpoints: Checkpoints) -> None:
     result = _shell(f"printf '\\377' | {_COMMAND} generate - --model {checkpoints.target}", LC_ALL="C")
     assert result.returncode == 2
-    assert result.stderr.startswith("error: the prompt is no text")
+    assert result.stderr.startswith("error: the prompt is not valid text")

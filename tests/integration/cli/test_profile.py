@@ -47,7 +47,7 @@ def test_generate_writes_a_trace(checkpoints: Checkpoints, tmp_path: Path, form:
 
 
 @pytest.mark.parametrize("benchmark", ["throughput", "latency"])
-def test_bench_writes_a_trace_and_says_so(checkpoints: Checkpoints, tmp_path: Path, benchmark: str) -> None:
+def test_bench_writes_a_trace_and_prints_its_path(checkpoints: Checkpoints, tmp_path: Path, benchmark: str) -> None:
     path = tmp_path / "trace.json"
     result = _invoke(checkpoints, "bench", benchmark, *SMALL, "--profile", str(path), "--json")
     assert _phases(path) == set(PHASES)

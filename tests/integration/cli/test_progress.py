@@ -21,7 +21,7 @@ COMPARE = ("bench", "compare", "demo", "--draft-model", "demo", "--method", "ngr
 
 @dataclass(frozen=True)
 class Line:
-    """A line of a command's output, and when it came."""
+    """A line of a command's output, and its time."""
 
     stream: str
     text: str
@@ -29,7 +29,7 @@ class Line:
 
 
 def run(*arguments: str) -> list[Line]:
-    """Run a command to its end and return its lines in the order in which they came."""
+    """Run a command to its end and return its lines in order."""
     started, lines = time.monotonic(), list[Line]()
     process = subprocess.Popen(
         [sys.executable, "-m", "speculant.cli.main", *arguments],
@@ -61,7 +61,7 @@ def first(lines: list[Line], beginning: str) -> Line:
     return next(line for line in lines if line.text.strip().startswith(beginning))
 
 
-def test_check_lossless_prints_each_result_when_it_is_there() -> None:
+def test_check_lossless_prints_each_result_at_once() -> None:
     lines = run(*CHECK)
     results = [line for line in lines if line.stream == "out"]
     settings, proof = first(results, "speculation is on"), first(results, "block, for sampled")
@@ -116,5 +116,5 @@ def test_interim_results_come_at_once_and_then_rarely(capsys: pytest.CaptureFixt
     with progress_of_runs(4) as runs:
         for number in range(4):
             runs.begin("plain")
-            runs.tell(f"after {number}")
+            runs.show(f"after {number}")
     assert capsys.readouterr().err.splitlines() == ["Warming up", "after 0"]

@@ -1,4 +1,4 @@
-"""One server over the embedded pair for all tests that leave it as it is."""
+"""One server of the embedded pair for all tests that do not change it."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ def llm() -> Any:
 
 
 @pytest.mark.parametrize("as_tokens", [False, True])
-def test_the_prompt_stands_before_the_answer(demo: LiveServer, as_tokens: bool) -> None:
+def test_the_prompt_precedes_the_answer(demo: LiveServer, as_tokens: bool) -> None:
     tokens = demo.post("/tokenize", prompt=PROMPT)["tokens"]
     asked = {"prompt": tokens if as_tokens else PROMPT, "n": 2, **GREEDY}
     plain = demo.post("/v1/completions", **asked)
@@ -36,7 +36,7 @@ def test_the_prompt_stands_before_the_answer(demo: LiveServer, as_tokens: bool) 
 
 
 @pytest.mark.parametrize("max_tokens", [0, 1, 3])
-def test_log_probabilities_are_those_of_the_library(demo: LiveServer, llm: Any, max_tokens: int) -> None:
+def test_log_probabilities_equal_the_library_s(demo: LiveServer, llm: Any, max_tokens: int) -> None:
     tokens = demo.post("/tokenize", prompt=PROMPT)["tokens"]
     answer = demo.post("/v1/completions", prompt=tokens, echo=True, logprobs=1, temperature=0, max_tokens=max_tokens)
     choice, known = answer["choices"][0], llm.generate([tokens], SamplingParams(max_tokens=1, prompt_logprobs=1))[0]
@@ -53,12 +53,12 @@ def test_log_probabilities_are_those_of_the_library(demo: LiveServer, llm: Any, 
     assert choice["finish_reason"] == "length"
 
 
-def test_offsets_are_places_in_the_text(demo: LiveServer) -> None:
+def test_offsets_are_positions_in_the_text(demo: LiveServer) -> None:
     choice = demo.post("/v1/completions", prompt="import os\n", echo=True, logprobs=0, **GREEDY)["choices"][0]
     logprobs, text = choice["logprobs"], choice["text"]
     ends = [*logprobs["text_offset"][1:], len(text)]
     shown = [text[a:b] for a, b in pairwise([logprobs["text_offset"][0], *ends])]
-    assert shown[0] == ""  # the first token is special, and its text is no part of the answer's
+    assert shown[0] == ""  # the first token is special, and its text is not in the answer
     assert shown[1:] == logprobs["tokens"][1:]
 
 
@@ -86,7 +86,7 @@ def test_a_beam_search_repeats_the_prompt_too(demo: LiveServer) -> None:
     assert demo.post("/v1/completions", echo=True, **asked)["choices"][0]["text"] == PROMPT + plain
 
 
-def test_openai_s_client_reads_it(demo: LiveServer) -> None:
+def test_openai_s_client_reads_an_echo(demo: LiveServer) -> None:
     client = openai.OpenAI(base_url=f"{demo.url}/v1", api_key="none", max_retries=0)
     answer = client.completions.create(model="demo", prompt=[PROMPT, "import os"], echo=True, logprobs=2, **GREEDY)
     for choice, prompt in zip(answer.choices, (PROMPT, "import os"), strict=True):

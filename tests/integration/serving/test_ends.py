@@ -1,4 +1,4 @@
-"""How requests and servers end before their time: gone clients, deadlines, a full queue, SIGTERM, broken engines."""
+"""Early ends of requests and servers: disconnected clients, deadlines, a full queue, SIGTERM, failed engines."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def idle(engine: AsyncEngine) -> bool:
 
 
 def first_event(server: LiveServer, **body: Any) -> tuple[Any, Iterator[str]]:
-    """Return a response that has begun, and its lines."""
+    """Return a response after its first event, and its lines."""
     response = server.http.send(
         server.http.build_request("POST", "/v1/completions", json={"stream": True, **LONG, **body}), stream=True
     )
@@ -63,7 +63,7 @@ def first_event(server: LiveServer, **body: Any) -> tuple[Any, Iterator[str]]:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_goes_frees_its_place(
+def test_a_client_that_disconnects_frees_its_room(
     serve: Any, engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
     SlowEngine(engine, monkeypatch)
@@ -99,10 +99,8 @@ def test_a_full_queue_refuses_at_once(serve: Any, engine: AsyncEngine, monkeypat
     assert server.http.post("/v1/completions", json=LONG).status_code == 200
 
 
-def test_a_burst_finds_every_place_that_is_free(
-    serve: Any, engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Places count from a request's arrival, not from when the engine takes it up."""
+def test_a_burst_uses_all_free_room(serve: Any, engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request takes up room from its arrival, not from its first step."""
     SlowEngine(engine, monkeypatch, 0.2)
     server = serve(engine).ready()
     statuses: list[int] = []
@@ -120,7 +118,7 @@ def test_a_burst_finds_every_place_that_is_free(
     assert (never.status_code, never.json()["error"]["param"]) == (400, "n")
 
 
-def test_deadlines_end_what_takes_too_long(serve: Any, engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deadlines_end_slow_requests(serve: Any, engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     slow = SlowEngine(engine, monkeypatch)
     server = serve(engine, queue_timeout=0.3, first_token_timeout=0.6, request_timeout=1.0).ready()
     held = [first_event(server) for _ in range(2)]
@@ -136,7 +134,7 @@ def test_deadlines_end_what_takes_too_long(serve: Any, engine: AsyncEngine, monk
 
 
 @pytest.mark.slow
-def test_a_reader_that_reads_nothing_is_dropped(
+def test_a_client_that_reads_nothing_is_dropped(
     serve: Any, checkpoints: Checkpoints, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = AsyncEngine(checkpoints.target, max_num_seqs=16, dtype="float32")
@@ -152,7 +150,7 @@ def test_a_reader_that_reads_nothing_is_dropped(
         )
         server.until(lambda: server.state.admission.count > 0)
         server.until(lambda: server.state.admission.count == 0)
-        server.until(lambda: "was dropped" in caplog.text)  # a moment after its place is free
+        server.until(lambda: "was dropped" in caplog.text)  # just after its room is free
         server.until(lambda: len(server.server.server_state.connections) == 1)  # the one of `server.http`
     server.until(lambda: idle(engine))
 
@@ -226,7 +224,7 @@ def test_a_signal_drains_until_the_deadline(
     server.wait()
 
 
-def test_one_failed_row_ends_its_request_alone(serve: Any, engine: AsyncEngine) -> None:
+def test_a_failed_row_ends_only_its_request(serve: Any, engine: AsyncEngine) -> None:
     server = serve(engine).ready()
     banned = {str(token): "-inf" for token in range(264)}
     body = json.dumps({**LONG, "logit_bias": banned}).replace('"-inf"', "-Infinity")

@@ -1,4 +1,4 @@
-"""SIGTERM at any moment, a target that fails, an engine's thread that is killed: every stream gets an end."""
+"""SIGTERM at any moment, a failing target, a killed engine thread: every stream ends properly."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ dies = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadException
 async def send_streams(
     url: str, count: int, chance: random.Random, meanwhile: Callable[[], Awaitable[None]]
 ) -> list[Reply]:
-    """Do something while clients send streams of all lengths, some of several samples, one after another.
+    """Act while clients send streams of all lengths, some of several samples, one after another.
 
     They begin within half a second; none sends another stream when it is done.
     """
@@ -64,13 +64,13 @@ def assert_ended(replies: list[Reply], *codes: str) -> None:
             last = reply.events[-1]
             assert last == "[DONE]" or json.loads(last)["error"]["code"] in codes, last
         else:
-            assert reply.status in (0, 500, 503), reply.body  # 0: nobody listened any more
+            assert reply.status in (0, 500, 503), reply.body  # 0: no listener any more
             assert reply.status == 0 or reply.value["error"]["code"] in (*codes, "loading")
 
 
 @pytest.mark.parametrize("count", sizes(2, 50))
 def test_a_signal_at_any_moment_drains(serve_process: Any, checkpoints: Checkpoints, count: int) -> None:
-    """While it loads, while requests arrive, while they run, while it drains already."""
+    """During loading, while requests arrive, while they run, and while it drains already."""
     chance, longest, broken_off = random.Random(count), 0.0, 0
     for number in range(count):
         deadline = DEADLINES[number % len(DEADLINES)]
@@ -97,7 +97,7 @@ def test_a_signal_at_any_moment_drains(serve_process: Any, checkpoints: Checkpoi
 
 
 class Faults:
-    """Lets a model's passes fail: those of batches that `hit` chooses by their number of sequences."""
+    """Makes passes of a model fail: for batches that `hit` chooses by their number of sequences."""
 
     def __init__(self, engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
         target = core(engine)._context.target
@@ -140,7 +140,7 @@ def test_a_pass_that_fails_once_harms_no_request(server: LiveServer, monkeypatch
 
 @dies
 def test_a_model_that_fails_is_a_failed_engine(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every stream ends with an error event, and /health says it."""
+    """Every stream ends with an error event, and /health reports the failure."""
     faults = Faults(engine_of(server), monkeypatch)
 
     async def break_it() -> None:
@@ -170,7 +170,7 @@ def test_a_killed_thread_ends_every_stream(serve: Any, checkpoints: Checkpoints,
             await asyncio.sleep(0.6 * chance.random())
             killed = time.monotonic()
             while (await exchange(server.url, encoded("/health"))).status == 200:
-                # again and again: what is raised within a callback or a finaliser is lost
+                # repeatedly: an exception within a callback or a finaliser is lost
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident or 0), ctypes.py_object(SystemExit))
                 await exchange(server.url, encoded("/v1/completions", {"prompt": "a"}))  # wakes it if it sleeps
                 assert time.monotonic() < killed + 20

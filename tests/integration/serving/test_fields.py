@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from speculant.serving.fields import ACCEPTED, REFUSED
-from speculant.serving.protocol import BODIES, SETTINGS, Generation
+from speculant.serving.protocol import BODIES, SETTINGS, GeneratingBody
 from tests.documented_fields import NAMES, VALUES, value_of
 from tests.servers import LiveServer
 
@@ -24,9 +24,9 @@ BASES: dict[str, dict[str, Any]] = {
     "/tokenize": {"messages": CHAT},
     "/detokenize": {"tokens": [5, 6]},
 }
-GENERATING = [path for path, kind in BODIES.items() if issubclass(kind, Generation)]
+GENERATING = [path for path, kind in BODIES.items() if issubclass(kind, GeneratingBody)]
 
-# Where a test shows that a field is read which is no setting of `SamplingParams`.
+# Tests that show that fields other than settings of `SamplingParams` are read.
 READ = {
     **dict.fromkeys(["model", "seed"], "test_openai_client.py"),
     **dict.fromkeys(["stream", "stream_options", "logprobs", "top_logprobs", "prediction"], "test_openai_client.py"),
@@ -88,7 +88,7 @@ def test_each_field_of_the_table_belongs_to_a_route() -> None:
 def test_the_proof_that_a_field_is_read_names_it() -> None:
     folder = Path(__file__).parent
     for name, file in READ.items():
-        text = (folder / file).read_text(encoding="utf-8").split("# --- what is read", 1)[-1]
+        text = (folder / file).read_text(encoding="utf-8").split("# --- fields that are read", 1)[-1]
         assert re.search(rf"\b{name}\b", text), (name, file)
 
 
@@ -110,7 +110,7 @@ def test_a_response_names_its_fields_for_those_of_a_chat(demo: LiveServer, sent:
 
 @pytest.mark.parametrize("path", GENERATING)
 @pytest.mark.parametrize("value", [None, False])
-def test_a_field_that_asks_for_nothing_is_accepted(demo: LiveServer, path: str, value: Any) -> None:
+def test_a_field_without_effect_is_accepted(demo: LiveServer, path: str, value: Any) -> None:
     off = {"mirostat": 0, "typical_p": 1.0, "dry_multiplier": 0, "truncation": "disabled", "n_predict": -1}
     demo.post(path, **BASES[path], guided_json=value, grammar="", logits_processors=[], **off)
 
@@ -124,13 +124,13 @@ def test_a_field_of_another_route_is_refused(demo: LiveServer) -> None:
     reply = demo.http.post("/v1/completions", json={**BASES["/v1/completions"], "max_completion_tokens": 2})
     error = reply.json()["error"]
     assert (reply.status_code, error["param"]) == (400, "max_completion_tokens")
-    assert error["message"] == "max_completion_tokens is a field of /v1/chat/completions alone."
+    assert error["message"] == "max_completion_tokens is a field of /v1/chat/completions only."
 
 
-# --- what is read
+# --- fields that are read
 
 
-def test_a_text_with_its_own_first_token_gets_no_second_one(demo: LiveServer) -> None:
+def test_a_text_with_a_first_token_gets_no_second_one(demo: LiveServer) -> None:
     text = "<|endoftext|>" + PROMPT
     plain = demo.post("/v1/completions", prompt=PROMPT, **GREEDY)["usage"]["prompt_tokens"]
     without = demo.post("/v1/completions", prompt=text, add_special_tokens=False, **GREEDY)

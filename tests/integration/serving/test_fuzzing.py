@@ -1,4 +1,4 @@
-"""Random requests, by the served OpenAPI document and against it: none breaks the server, none hangs."""
+"""Random requests, valid and invalid by the served OpenAPI document: none breaks the server, none hangs."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_random_requests_break_nothing(server: LiveServer, count: int) -> None:
     posts = [each for each in operations if each.method.upper() == "POST"]
     share = count // (2 * len(posts))
     for operation in operations:
-        number = share if operation in posts else max(1, share // 20)  # most of the others have nothing to vary
+        number = share if operation in posts else max(1, share // 20)  # most others have no field to vary
         for mode in schemathesis.GenerationMode:
             _send_many(sender, operation, mode, number)
     sent = sum(sender.statuses.values())
@@ -90,8 +90,8 @@ def _send_many(sender: Sender, operation: Any, mode: Any, count: int) -> None:
     @given(cases, st.booleans())
     def send(case: Any, named: bool) -> None:
         if isinstance(case.body, dict) and not named:
-            case.body.pop("model", None)  # most names are unknown, which is as far as such a request comes
+            case.body.pop("model", None)  # most names are unknown, so such a request ends early
         sender.send(case)
 
-    with suppress(Unsatisfiable):  # nothing can be wrong with a request that has nothing
+    with suppress(Unsatisfiable):  # an empty request can't be wrong
         send()

@@ -73,7 +73,7 @@ class HealthWatch:
                 self.times.append(self._clock() - started)
 
     def share_within(self, seconds: float) -> float:
-        """Return the share of answers that took no longer."""
+        """Return the share of answers within a time."""
         return sum(each <= seconds for each in self.times) / len(self.times)
 
 
@@ -87,7 +87,7 @@ def refusal_time(url: str, request: bytes) -> float:
 
 
 def second_chance(url: str, request: bytes) -> float:
-    """Return the time of a refusal, or of another one if it took over a second: other programs may have delayed it."""
+    """Return the time of a refusal. One over a second is measured again: other programs may have delayed it."""
     took = refusal_time(url, request)
     return min(took, refusal_time(url, request)) if took > 1 else took
 

@@ -1,4 +1,4 @@
-"""Crowds: many streams at once, clients that go or hardly read, and far more requests than can be served."""
+"""Crowds: many streams at once, clients that disconnect or hardly read, and far more requests than can be served."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.servers import LiveServer, ServerProcess, serve, serve_process
 pytestmark = pytest.mark.slow
 
 __all__ = ["checkpoints", "serve", "serve_process"]
-STEP = 0.03  # seconds that a step of the crowd's engine takes at least, so that the loop keeps up with it
+STEP = 0.03  # least seconds of a step of the crowd's engine, so that the loop keeps up with it
 SMALLEST_BUFFER = 2048  # bytes
 
 
@@ -46,11 +46,11 @@ class Watch:
         monkeypatch.setattr(engine._thread, "abort", self.abort)
 
     def gone(self, number: int) -> None:
-        """Note that a client has just gone."""
+        """Note that a client has just disconnected."""
         self._closed[number] = self.steps
 
     def abort(self, stream: PieceStream) -> None:
-        """Note that the server has given up a request, or has come to its end."""
+        """Note that the server has aborted a request, or has ended it."""
         self._noticed[_number(stream.generation._tokens)] = self.steps
         self._abort(stream)
 
@@ -71,7 +71,7 @@ def _number(prompt: Sequence[int]) -> int:
 
 @dataclass
 class Client:
-    """One of a crowd. leaves: bytes after which it goes, None = it stays. slow: it reads one byte each second."""
+    """A client of a crowd. leaves: disconnects after so many bytes; None = never. slow: reads one byte per second."""
 
     number: int
     body: dict[str, Any]
@@ -80,7 +80,7 @@ class Client:
     read: bytearray = field(default_factory=bytearray)
 
     async def run(self, url: str, watch: Watch, begins: float, abrupt: bool, over: asyncio.Event) -> None:
-        """Connect, send, and read as this client does; slow ones go when it is over."""
+        """Connect, send, and read as this client does; slow clients disconnect at the end."""
         await asyncio.sleep(begins)
         async with Connection(url, SMALLEST_BUFFER if self.slow else None) as connection:
             await connection.send(encoded("/v1/completions", self.body))
@@ -97,7 +97,7 @@ class Client:
 
 
 def draw_crowd(count: int, chance: random.Random) -> list[Client]:
-    """Return clients of which 30% leave and 5% hardly read."""
+    """Return clients, of which 30% disconnect and 5% hardly read."""
     crowd = [Client(number, _body(number, chance)) for number in range(count)]
     chosen = chance.sample(crowd, round(0.35 * count))
     for client in chosen[: round(0.3 * count)]:
@@ -119,7 +119,7 @@ def content(reply: Reply) -> list[Any]:
     named = [{key: value for key, value in chunk.items() if key not in ("id", "created")} for chunk in reply.chunks]
     for chunk in named:
         if chunk.get("usage"):
-            del chunk["usage"]["prompt_tokens_details"]  # what is in the cache depends on who else came
+            del chunk["usage"]["prompt_tokens_details"]  # the content of the cache depends on other requests
     return named
 
 
@@ -224,7 +224,7 @@ class Flood:
 @pytest.mark.parametrize("seconds", sizes(2, 60))
 def test_ten_times_capacity_is_refused_at_once(serve_process: Any, seconds: int) -> None:
     limits = ["--max-num-seqs", str(SEQUENCES), "--max-waiting", str(WAITING)]
-    limits += ["--kv-memory", "16MiB"]  # is all in use soon, so that what grows later is no cache
+    limits += ["--kv-memory", "16MiB"]  # soon in full use, so that later growth is not the cache
     suffix = {"method": "suffix", "suffix_decoding_corpus_tokens": 16 * TOKENS}  # nor the store of finished requests
     members = [suffix, "prompt_lookup", "draft_model"]
     limits += ["--speculative-config", json.dumps({"method": "fallback", "model": "demo", "members": members})]

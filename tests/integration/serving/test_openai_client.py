@@ -27,7 +27,7 @@ SCHEMA = {
 
 @pytest.fixture
 def client(demo: LiveServer, conforms: Check) -> Iterator[Any]:
-    """Return a client; whatever a test gets with it is validated."""
+    """Return a client; all of its answers are validated."""
     recorder = Recorder()
     with httpx.Client(transport=recorder) as http:
         yield openai.OpenAI(base_url=f"{demo.url}/v1", api_key="none", max_retries=0, timeout=30, http_client=http)
@@ -164,7 +164,7 @@ def test_models_are_listed(client: Any) -> None:
         ("BadRequestError", {"stream": True, "prompt": "x y " * 2000}),
     ],
 )
-def test_errors_are_those_of_openai(client: Any, kind: str, given: dict[str, Any]) -> None:
+def test_errors_have_openai_s_shape(client: Any, kind: str, given: dict[str, Any]) -> None:
     with pytest.raises(getattr(openai, kind)) as caught:
         client.completions.create(**{**GREEDY, "prompt": PROMPT, **given})
     assert caught.value.response.headers["x-request-id"]

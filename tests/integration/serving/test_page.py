@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from speculant import AsyncEngine
-from speculant.serving.page import PAGE
+from speculant.serving.app import PAGE
 from tests.servers import LiveServer
 
 KEY = "a-key-of-the-page"
@@ -21,7 +21,7 @@ PROMPT = "import os\n\n\ndef read_lines(path):\n"
 
 
 class Elements(HTMLParser):
-    """The elements of a page with their attributes, and the controls that stand inside a label."""
+    """The elements of a page with their attributes, and the controls within labels."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Elements(HTMLParser):
         self._in_label = self._in_label and tag != "label"
 
 
-def test_page_is_whole_and_works_offline(demo: LiveServer) -> None:
+def test_page_is_complete_and_works_offline(demo: LiveServer) -> None:
     texts = {}
     for path, (_, kind) in PAGE.items():
         response = demo.http.get(path)
@@ -153,7 +153,7 @@ def test_page_turns_speculation_off(page: Any) -> None:
     assert page.text_content("#without").endswith("tokens/s")
 
 
-def test_page_compares_both(page: Any) -> None:
+def test_page_compares_plain_and_speculative(page: Any) -> None:
     page.fill("#prompt", PROMPT)
     page.fill("#temperature", "0.8")
     page.click("#compare")
@@ -165,8 +165,8 @@ def test_page_compares_both(page: Any) -> None:
         page.screenshot(path=str(Path(folder) / "compare.png"))
 
 
-def test_page_has_no_gain_between_two_prompts(page: Any) -> None:
-    """One run with speculation and another one without are no comparison, whatever their speeds are."""
+def test_page_compares_no_two_prompts(page: Any) -> None:
+    """Runs of two different prompts, with and without speculation, are not compared."""
     for prompt, label in ((PROMPT, "with"), ("class Stack:\n", "without")):
         page.fill("#prompt", prompt)
         page.click("#run")
@@ -177,8 +177,8 @@ def test_page_has_no_gain_between_two_prompts(page: Any) -> None:
         page.keyboard.press("Space")
 
 
-def test_page_compares_both_ways_from_the_same_start(page: Any) -> None:
-    """The same request twice, but for the switch and the salt: the second run can't draft from the first one's text."""
+def test_page_comparisons_have_the_same_start(page: Any) -> None:
+    """Both requests differ only in the switch and the salt: the second can't draft from the text of the first."""
     sent: list[dict[str, Any]] = []
     page.on("request", lambda request: sent.append(request.post_data_json) if request.method == "POST" else None)
     page.fill("#prompt", PROMPT)

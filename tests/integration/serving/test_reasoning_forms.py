@@ -71,7 +71,7 @@ def test_the_form_follows_the_reasoning(server: LiveServer, seed: int) -> None:
 
 
 def test_the_model_chooses_whether_to_reason(server: LiveServer) -> None:
-    likely = {str(THINK): 50, str(THOUGHT): 50}  # again and again, until it ends
+    likely = {str(THINK): 50, str(THOUGHT): 50}  # repeatedly, until it ends
     thinks = [answer(server, logit_bias=likely, seed=seed) for seed in range(5)]
     assert {message["content"] for message in thinks} <= {"yes!!!", "no!!!"}
     assert {message.get("reasoning_content", "<think>")[:7] for message in thinks} == {"<think>"}
@@ -81,7 +81,7 @@ def test_the_model_chooses_whether_to_reason(server: LiveServer) -> None:
     assert does_not["content"] in ("yes!!!", "no!!!")
 
 
-def test_no_reasoning_where_it_is_switched_off(server: LiveServer) -> None:
+def test_reasoning_can_be_switched_off(server: LiveServer) -> None:
     likely = {str(THINK): 90}
     for given in (
         {"chat_template_kwargs": {"enable_thinking": False}},
@@ -121,7 +121,7 @@ def test_the_last_message_is_continued(server: LiveServer) -> None:
     assert (refused.status_code, "can't be continued" in refused.json()["error"]["message"]) == (400, True)
 
 
-def test_tools_have_a_template_of_their_own(server: LiveServer) -> None:
+def test_tools_have_their_own_template(server: LiveServer) -> None:
     tools = [{"type": "function", "function": {"name": "cut", "parameters": SCHEMA}}]
     made = server.post("/tokenize", messages=CHAT, tools=tools)
     assert server.post("/detokenize", tokens=made["tokens"])["prompt"] == "<tool_call>TOOLS"
@@ -175,7 +175,7 @@ def test_a_user_s_tag_opens_no_reasoning(server: LiveServer) -> None:
     assert choice["message"]["content"] in ("yes!!!", "no!!!")
 
 
-def test_a_response_has_its_reasoning_apart(opening: LiveServer) -> None:
+def test_a_response_separates_its_reasoning(opening: LiveServer) -> None:
     likely = {} if opening.url.endswith("several tokens") else {str(THOUGHT): 6}
     settings = {**RESPONSE, **FORM, "logit_bias": likely}
     whole = opening.post("/v1/responses", **settings)

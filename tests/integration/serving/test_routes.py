@@ -1,4 +1,4 @@
-"""The routes beside OpenAI's, and this server's own fields."""
+"""The routes that OpenAI does not have, and this server's own fields."""
 
 from __future__ import annotations
 
@@ -79,8 +79,8 @@ def test_speculation_is_switched_per_request(demo: LiveServer) -> None:
     assert 1 < figures["tokens_per_pass"] <= on["usage"]["completion_tokens"] / figures["num_spec_steps"]
 
 
-def test_end_tokens_are_no_part_of_an_answer_on_any_route(demo: LiveServer) -> None:
-    """The token is counted and its log-probability is there; whole and streamed answers agree."""
+def test_no_answer_contains_end_tokens(demo: LiveServer) -> None:
+    """The token is counted and has a log-probability; whole and streamed answers agree."""
     full = demo.post("/v1/completions", prompt=PROMPT, logprobs=0, **GREEDY)["choices"][0]
     place = next(i for i, text in enumerate(full["logprobs"]["tokens"]) if i > 2 and text.strip())
     text = full["logprobs"]["tokens"][place]
@@ -175,7 +175,7 @@ def test_request_ids_are_echoed(demo: LiveServer) -> None:
     assert demo.http.get("/nothing").headers["x-request-id"]
 
 
-def test_unknown_routes_are_errors_of_openai(demo: LiveServer) -> None:
+def test_unknown_routes_have_openai_s_errors(demo: LiveServer) -> None:
     missing, wrong = demo.http.get("/v2/things"), demo.http.get("/v1/completions")
     assert (missing.status_code, wrong.status_code) == (404, 405)
     for response in (missing, wrong):
@@ -189,7 +189,7 @@ def test_the_openapi_document_has_the_bodies(demo: LiveServer) -> None:
     assert "messages" in document["components"]["schemas"][reference.rsplit("/", 1)[1]]["properties"]
 
 
-def test_a_tool_choice_insists_on_a_call(demo: LiveServer) -> None:
+def test_a_tool_choice_requires_a_call(demo: LiveServer) -> None:
     parameters = {"type": "object", "properties": {"size": {"enum": [1, 2]}}, "required": ["size"]}
     tools = [{"type": "function", "function": {"name": "cut", "parameters": parameters}}]
     settings = {**GREEDY, "max_tokens": 80, "messages": CHAT, "tools": tools}
@@ -241,7 +241,7 @@ def test_a_compressed_body_is_refused_by_name(demo: LiveServer) -> None:
         ("/v1/responses", {"input": "x y " * 2000}, "input"),
     ],
 )
-def test_an_error_names_the_field_as_it_was_sent(
+def test_an_error_uses_the_field_name_that_was_sent(
     demo: LiveServer, path: str, fields: dict[str, Any], param: str
 ) -> None:
     bases = {"/v1/completions": {"prompt": PROMPT}, "/v1/chat/completions": {"messages": CHAT}}
@@ -252,7 +252,7 @@ def test_an_error_names_the_field_as_it_was_sent(
     assert name is None or name[0] == param or param == "speculation"  # of that, the key is named
 
 
-def test_the_model_has_each_of_its_names(serve: Any, checkpoints: Checkpoints) -> None:
+def test_the_model_is_found_by_each_name(serve: Any, checkpoints: Checkpoints) -> None:
     given = str(checkpoints.target)
     server: LiveServer = serve(AsyncEngine(given), served_model_names=("mine", "other")).ready()
     for name in ("mine", "other", given):

@@ -1,4 +1,4 @@
-"""A server that can't listen says so before it downloads or loads anything."""
+"""A server that can't listen reports it before it downloads or loads anything."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_busy_port_is_refused_before_the_model_is_downloaded(busy: int, monkey
         command.run({"model": "org/far"}, ServerOptions(port=busy), EngineConfig(model="org/far"))
 
 
-def test_a_foreign_address_is_refused() -> None:
+def test_an_address_of_another_machine_is_refused() -> None:
     options = ServerOptions(host="203.0.113.1")
     with pytest.raises(ConfigError, match=r"can't listen at 203.0.113.1:8000: "):
         Server(make_app(never, options), options, never)

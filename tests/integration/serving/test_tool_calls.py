@@ -81,13 +81,13 @@ def test_a_named_call_streams_as_deltas(server: LiveServer) -> None:
     ],
     ids=["no function", "no tools", "unknown", "too many", "two forms"],
 )
-def test_senseless_tools_are_refused(server: LiveServer, given: dict[str, Any]) -> None:
+def test_invalid_tools_are_refused(server: LiveServer, given: dict[str, Any]) -> None:
     response = server.http.post("/v1/chat/completions", json={**BODY, **given})
     assert response.status_code == 400
 
 
 def test_several_calls_are_parsed(server: LiveServer) -> None:
-    """Unless the request wants one: a call may be followed by a line break and another one."""
+    """Unless the request wants only one, a line break and another call may follow a call."""
     bias = {key: value for key, value in BODY["logit_bias"].items() if key != str(ALPHABET.index("Ċ"))}
     body = {**BODY, "logit_bias": {**bias, str(END): -100}, "tool_choice": "required", "max_completion_tokens": 300}
     message = server.post("/v1/chat/completions", **body)["choices"][0]["message"]
@@ -145,8 +145,8 @@ def test_a_response_format_is_compact_unless_blanks_are_asked(server: LiveServer
 
 
 @pytest.mark.parametrize(("include", "content"), [(False, ""), (True, "<end>")])
-def test_an_end_token_is_no_part_of_a_chat_with_tools(server: LiveServer, include: bool, content: str) -> None:
-    """Whole and streamed: the parsers of tools read the same text, and the token still counts."""
+def test_an_end_token_is_not_in_the_text_of_a_chat_with_tools(server: LiveServer, include: bool, content: str) -> None:
+    """For whole and streamed answers: tool parsers read the same text, and the token still counts."""
     ending = BODY | {"logit_bias": {str(END): 100}, "skip_special_tokens": False, "include_stop_str_in_output": include}
     answer = server.post("/v1/chat/completions", **ending)
     (choice,) = answer["choices"]

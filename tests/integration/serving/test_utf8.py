@@ -1,4 +1,4 @@
-"""Streamed text is the unstreamed one, whatever bytes a token holds: every token of the model here is one byte."""
+"""Streamed text equals unstreamed text for any bytes of a token: each token of this model is one byte."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
 
 
 def draw_case(chance: random.Random) -> tuple[str, dict[str, Any]]:
-    """Return a path and a body: text of a form, or any bytes, whole characters or not."""
+    """Return a path and a body: text of a form, or arbitrary bytes that may not be whole characters."""
     body: dict[str, Any] = {"seed": chance.getrandbits(32), "n": chance.choice([1, 1, 1, 2])}
     if chance.random() < 0.6:
         body["structured_outputs"] = {"regex": chance.choice(FORMS)}
@@ -119,6 +119,6 @@ def test_streamed_utf8_equals_unstreamed(server: LiveServer, count: int) -> None
                 group.create_task(some())
 
     asyncio.run(all_cases())
-    for kind in ("😀", "的", "\ufffd"):  # the cases are what they should be
+    for kind in ("😀", "的", "\ufffd"):  # the cases are the intended ones
         low, high = {"😀": ("😀", "🙏"), "的": ("一", "龥"), "\ufffd": ("\ufffd", "\ufffd")}[kind]
         assert any(low <= character <= high for character in seen), kind

@@ -1,4 +1,4 @@
-"""Flags: one for every field, parsed as the field wants it."""
+"""Flags: one for every field, parsed to the field's type."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _run(*arguments: str, env: dict[str, str] | None = None) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("group", "source"), [(SamplingFlags, SamplingParams), (EngineFlags, EngineConfig)])
-def test_every_field_has_a_flag_and_the_other_way_round(group: type[FlagGroup], source: type) -> None:
+def test_fields_and_flags_match(group: type[FlagGroup], source: type) -> None:
     assert set(group.names()) == {field.name for field in dataclasses.fields(source)}
 
 
@@ -50,14 +50,14 @@ def test_every_flag_has_help() -> None:
         assert all(parameter.annotation.__metadata__[0].help for parameter in group.parameters())
 
 
-def test_what_is_not_given_is_left_to_the_library() -> None:
+def test_flags_that_are_not_given_keep_the_library_default() -> None:
     received = _run()
     assert received["word"] == "hello"
     assert received["engine"].given == {}
     assert received["sampling"].params() == SamplingParams(max_tokens=NEW_TOKENS)
 
 
-def test_every_sampling_field_arrives() -> None:
+def test_every_sampling_field_is_passed_on() -> None:
     arguments = """--n 2 --temperature 0.5 --top-k 7 --top-p 0.9 --min-p 0.1 --repetition-penalty 1.1
         --presence-penalty 0.2 --frequency-penalty 0.3 --logit-bias 5=-inf,6=1.5 --seed 3 --max-tokens 9
         --min-tokens 2 --stop a --stop b --stop-token-ids 1 --stop-token-ids 2 --include-stop-str-in-output
@@ -108,7 +108,7 @@ def test_a_beam_search_ignores_the_checkpoint_s_sampling() -> None:
     assert _run("--beam-width", "2")["sampling"].params(advice) == SamplingParams(beam_width=2, max_tokens=NEW_TOKENS)
 
 
-def test_engine_flags_arrive_as_arguments() -> None:
+def test_engine_flags_become_arguments() -> None:
     engine = _run("--model", "m", "--spec-length", "3", "--engine-seed", "5", "--no-use-speculative-decoding")["engine"]
     assert engine.values() == {"model": "m", "spec_length": 3, "seed": 5, "use_speculative_decoding": False}
 
@@ -120,11 +120,11 @@ def test_every_engine_option_reads_its_environment_variable(name: str) -> None:
     assert _run(env={f"SPECULANT_{name.upper()}": text})["engine"].given == {name: value}
 
 
-def test_a_flag_comes_before_its_variable() -> None:
+def test_a_flag_overrides_its_environment_variable() -> None:
     assert _run("--dtype", "float64", env={"SPECULANT_DTYPE": "float32"})["engine"].given == {"dtype": "float64"}
 
 
-def test_seeds_of_request_and_engine_are_told_apart() -> None:
+def test_request_and_engine_have_separate_seeds() -> None:
     received = _run("--seed", "1", "--engine-seed", "2")
     assert received["sampling"].given == {"seed": 1}
     assert received["engine"].given == {"seed": 2}
@@ -172,7 +172,7 @@ def test_speculation_is_a_switch_or_values() -> None:
     assert parse_speculation("num_speculative_tokens=2") == {"num_speculative_tokens": 2}
 
 
-def test_help_tells_the_default() -> None:
+def test_help_shows_the_default() -> None:
     texts = {parameter.name: parameter.annotation.__metadata__[0].help for parameter in SamplingFlags.parameters()}
     assert texts["temperature"].endswith("[default: 1.0]")
     assert texts["n"].endswith("[default: 1]")

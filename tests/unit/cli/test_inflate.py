@@ -50,7 +50,7 @@ def test_inflate_writes_a_head(tmp_path: Path) -> None:
         (("--shape", "50m", "--role", "medusa", "--layers", "2"), "a head keeps its number of layers"),
     ],
 )
-def test_inflate_says_what_is_wrong(arguments: tuple[str, ...], message: str, tmp_path: Path) -> None:
+def test_inflate_explains_mistakes(arguments: tuple[str, ...], message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message):
         CliRunner().invoke(app, ["inflate", "demo", str(tmp_path / "x"), *arguments], catch_exceptions=False)
     assert not (tmp_path / "x").exists()

@@ -66,7 +66,7 @@ def test_json_has_the_table_and_its_best_row() -> None:
     assert value["notes"] == []
 
 
-def test_rates_by_depth_and_operations_are_taken() -> None:
+def test_rates_by_depth_and_operations_are_used() -> None:
     value = _json("--alpha", "0.9,0.5,0", "--cost-ratio", "0", "--operations-ratio", "0.1", "--max-length", "3")
     assert [row["tokens_per_pass"] for row in value["lengths"]] == pytest.approx([1, 1.9, 2.35, 2.35])
     assert value["lengths"][2]["operations"] == pytest.approx(3.2 / 2.35)
@@ -88,7 +88,7 @@ def test_curve_is_read_in_each_form(tmp_path: Path, content: object) -> None:
     assert [row["cost"] for row in value["lengths"]] == pytest.approx([1.0, 1.15, 1.3, 2.15, 3.0])
 
 
-def test_batch_takes_the_curve_at_its_rows(tmp_path: Path) -> None:
+def test_batch_reads_the_curve_at_its_number_of_rows(tmp_path: Path) -> None:
     value = _json(*_curve(tmp_path, {"1": 1.0, "2": 1.2, "4": 3.0}), "--batch", "2", "--max-length", "1")
     assert value["lengths"][1]["cost"] == pytest.approx(0.05 + 3.0 / 1.2)
     assert value["best_length"] == 0
@@ -143,7 +143,7 @@ def test_colour_respects_no_color() -> None:
         ([*GIVEN, "--tokens", "0"], "tokens=0", "--tokens 128"),
         ([*GIVEN, "--tokens", "9999"], "tokens=9999", "--tokens 128"),
         ([*GIVEN, "--tokens", "9", "--correlation", "1"], "correlation=1.0", "--correlation 0.3"),
-        ([*GIVEN, "--correlation", "0.2"], "for simulated answers", "--tokens 128"),
+        ([*GIVEN, "--correlation", "0.2"], "to simulated answers", "--tokens 128"),
     ],
 )
 def test_mistakes_are_explained(arguments: list[str], problem: str, fix: str) -> None:
@@ -157,21 +157,21 @@ def test_mistakes_are_explained(arguments: list[str], problem: str, fix: str) ->
     ("content", "problem", "fix"),
     [
         ("{", "not valid JSON", '{"1": 1.0'),
-        ("[1]", "no JSON object", '{"1": 1.0'),
-        ('{"verify_curve": 3}', "no JSON object", '{"1": 1.0'),
-        ('{"one": 1}', "'one', which is no number of tokens", '{"1": 1.0'),
-        ('{"1": 1, "2": "x"}', "'x', which is no cost", '{"1": 1.0'),
-        ('{"1": 1, "2": true}', "True, which is no cost", '{"1": 1.0'),
-        ('{"1": 1, "2": NaN}', "nan, which is no cost", '{"1": 1.0'),
+        ("[1]", "does not hold a JSON object", '{"1": 1.0'),
+        ('{"verify_curve": 3}', "not a JSON object", '{"1": 1.0'),
+        ('{"one": 1}', "'one', which is not a number of tokens", '{"1": 1.0'),
+        ('{"1": 1, "2": "x"}', "'x', which is not a cost", '{"1": 1.0'),
+        ('{"1": 1, "2": true}', "True, which is not a cost", '{"1": 1.0'),
+        ('{"1": 1, "2": NaN}', "nan, which is not a cost", '{"1": 1.0'),
         ('{"1": 1, "2": -1}', "costs are [1.0, -1.0]", "above 0"),
         ('{"1": 1}', "numbers of tokens are [1]", "two or more"),
         ('{"1": 1, "2": 1.1, "02": 1.2}', "[1, 2, 2]", "ascending"),
         ('{"2": 1, "3": 1.1}', "[2, 3]", "from 1"),
         ('{"tokens": [1, 2]}', "two lists", '"cost": [1.0'),
         ('{"tokens": [1, 2], "cost": [1, 2], "1": 1}', "two lists", '"cost": [1.0'),
-        ('{"tokens": [1, 2.5], "cost": [1, 2]}', "2.5, which is no number of tokens", '"cost": [1.0'),
+        ('{"tokens": [1, 2.5], "cost": [1, 2]}', "2.5, which is not a number of tokens", '"cost": [1.0'),
         ('{"tokens": [1, 2, 3], "cost": [1, 2]}', "3 numbers of tokens have 2 costs", "one cost each"),
-        ('{"1": 1, "' + "9" * 400 + '": 2}', "no number of tokens", '{"1": 1.0'),
+        ('{"1": 1, "' + "9" * 400 + '": 2}', "not a number of tokens", '{"1": 1.0'),
     ],
 )
 def test_malformed_curves_are_explained(tmp_path: Path, content: str, problem: str, fix: str) -> None:
@@ -182,7 +182,7 @@ def test_malformed_curves_are_explained(tmp_path: Path, content: str, problem: s
     assert fix in error.fix
 
 
-def test_curve_that_is_not_there_is_explained(tmp_path: Path) -> None:
+def test_a_missing_curve_file_is_explained(tmp_path: Path) -> None:
     error = CliRunner().invoke(app, ["plan", *GIVEN, "--verify-curve", str(tmp_path)]).exception
     assert isinstance(error, ConfigError)
     assert "can't be read" in error.problem

@@ -1,4 +1,4 @@
-"""EngineConfig and its speculative part: its rules, three spellings of one thing, and what is refused."""
+"""EngineConfig and its speculative part: defaults, several spellings of one setting, and refused values."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_model_may_be_a_path() -> None:
     assert config.speculative() == SpeculativeConfig(model=Path("d"))  # type: ignore[arg-type]
 
 
-def test_an_unknown_argument_is_refused_with_the_nearest_one() -> None:
+def test_an_unknown_argument_is_refused_with_a_suggestion() -> None:
     with pytest.raises(ConfigError, match=r"'spec_lenght'(?s:.*)did you mean 'spec_length'"):
         EngineConfig.from_arguments(model="m", spec_lenght=3)
 
@@ -119,14 +119,14 @@ def test_a_draft_has_at_least_one_token(length: int) -> None:
     assert EngineConfig(model="m", draft_model="d", spec_length=1).spec_length == 1
 
 
-def test_what_this_engine_never_needs_is_unknown() -> None:
-    """Batching is always continuous, so batching modes are no arguments."""
+def test_arguments_of_other_engines_are_unknown() -> None:
+    """Batching is always continuous, so there are no arguments for batching modes."""
     for name in ("batching_mode", "use_cuda_graphs"):
         with pytest.raises(ConfigError, match=f"unknown engine argument '{name}'"):
             EngineConfig.from_arguments(model="m", **{name: "continuous"})
 
 
-def test_a_step_has_room_for_everyone() -> None:
+def test_a_step_has_a_token_for_each_running_sequence() -> None:
     with pytest.raises(ConfigError, match="max_num_batched_tokens=4 is below max_num_seqs=5") as caught:
         EngineConfig(model="m", max_num_seqs=5, max_num_batched_tokens=4)
     assert "every running sequence needs a token per step" in caught.value.fix
@@ -150,23 +150,23 @@ def test_a_step_has_room_for_everyone() -> None:
         ("1MB", 10**6),
     ],
 )
-def test_sizes_are_read_in_every_spelling(text: int | str, size: int) -> None:
+def test_sizes_are_read_in_every_form(text: int | str, size: int) -> None:
     assert read_bytes("kv_memory", text) == size
     assert EngineConfig(model="m", kv_memory=text).kv_memory_bytes() == size
 
 
 @pytest.mark.parametrize("value", [None, "auto"])
-def test_no_size_leaves_the_choice_to_the_engine(value: str | None) -> None:
+def test_without_a_size_the_engine_chooses(value: str | None) -> None:
     assert EngineConfig(model="m", kv_memory=value).kv_memory_bytes() is None
 
 
-def test_what_is_no_size_is_refused_with_examples() -> None:
+def test_an_invalid_size_is_refused_with_examples() -> None:
     with pytest.raises(ConfigError, match="kv_memory='2 gigs' is not a size in memory") as caught:
         EngineConfig(model="m", kv_memory="2 gigs")
     assert "512MiB" in caught.value.fix
 
 
-# --- one thing, several spellings
+# --- one setting, several spellings
 
 
 @pytest.mark.parametrize("draft", [{"draft_model": "d"}, {"speculative_config": {"method": "m"}}])
@@ -180,7 +180,7 @@ def test_speculation_can_be_switched_off() -> None:
     assert config.speculative() is None
 
 
-def test_the_three_spellings_are_one() -> None:
+def test_three_spellings_give_one_configuration() -> None:
     by_seed_names = EngineConfig(model="m", draft_model="d", spec_length=3)
     in_one = EngineConfig(model="m", speculative_config={"model": "d", "num_speculative_tokens": 3})
     mixed = EngineConfig(model="m", draft_model="d", speculative_config={"num_speculative_tokens": 3})
@@ -195,20 +195,20 @@ def test_the_three_spellings_are_one() -> None:
         ({"draft_model": "d", "spec_length": 3, "speculative_config": {"num_speculative_tokens": 4}}, ["3", "4"]),
     ],
 )
-def test_two_different_values_for_one_thing_are_refused(arguments: dict[str, Any], named: list[str]) -> None:
+def test_two_values_for_one_setting_are_refused(arguments: dict[str, Any], named: list[str]) -> None:
     with pytest.raises(ConfigError, match="given twice") as caught:
         EngineConfig(model="m", **arguments)
     assert all(word in caught.value.problem for word in named)
 
 
-def test_the_same_value_twice_is_no_contradiction() -> None:
+def test_the_same_value_twice_is_accepted() -> None:
     config = EngineConfig(
         model="m", draft_model="d", spec_length=3, speculative_config={"model": "d", "num_speculative_tokens": 3}
     )
     assert config.speculative() == SpeculativeConfig(model="d", num_speculative_tokens=3)
 
 
-def test_keys_that_are_not_ours_are_the_method_s_options() -> None:
+def test_other_keys_are_the_method_s_options() -> None:
     config = EngineConfig(model="m", speculative_config={"method": "x", "verification": "match", "max_order": 3})
     assert config.speculative() == SpeculativeConfig(method="x", verification="match", options={"max_order": 3})
 
@@ -227,7 +227,7 @@ def test_the_context_is_resolved(asked: int | None, positions: int, expected: in
     assert resolve(config, positions) == Limits(expected, 3, 9)
 
 
-def test_every_limit_is_the_configured_one() -> None:
+def test_limits_are_the_configured_ones() -> None:
     config = EngineConfig(model="m", max_waiting=7, scheduling_policy="first-come")
     assert resolve(config, 100) == Limits(100, 8, 512, 7, "first-come")
 

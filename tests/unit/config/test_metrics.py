@@ -1,4 +1,4 @@
-"""The figures: the pooled alpha beside accepted / drafted, histograms, gaps and percentiles."""
+"""The figures: pooled alpha, accepted / drafted, histograms, gaps and percentiles."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_passes_add_up() -> None:
 
 
 def test_tokens_per_pass_counts_passes_that_gave_tokens() -> None:
-    """Two passes process the prompt, the second of them gives a token; 1 of 4 then had a draft, and 4 were accepted."""
+    """Two passes process the prompt, and the second gives a token. One of the next 4 passes accepts 4 draft tokens."""
     metrics = RequestMetrics(TimingMetrics(arrival=0.0))
     assert metrics.tokens_per_pass == 0, "there is no pass"
     for number, gained in enumerate((0, 1, 5, 1, 1)):
@@ -156,8 +156,8 @@ def samples_of(*steps: dict[int, int], number: int = 3) -> list[RequestMetrics]:
     return [RequestMetrics(timing, num_preemptions=1) for timing in timings]
 
 
-def test_samples_together_have_all_tokens_over_all_the_time() -> None:
-    """The first sample ends at once: its time alone would say that 9 tokens took no time at all."""
+def test_pooled_speed_is_all_tokens_over_all_time() -> None:
+    """The first sample ends at once: by its time alone, 9 tokens would have taken no time."""
     samples = samples_of({0: 1}, {1: 1, 2: 2}, {1: 3}, {2: 3})
     pooled = RequestMetrics.pooled(samples)
     timing = pooled.timing
@@ -170,7 +170,7 @@ def test_samples_together_have_all_tokens_over_all_the_time() -> None:
     assert [sample.tokens_per_pass for sample in samples] == [1.0, 2.0, 2.5]
 
 
-def test_one_sample_s_figures_are_its_own() -> None:
+def test_figures_of_one_sample_are_its_own() -> None:
     metrics = RequestMetrics(TimingMetrics(arrival=0.0))
     assert RequestMetrics.pooled([metrics]) is metrics
 

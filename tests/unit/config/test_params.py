@@ -1,4 +1,4 @@
-"""SamplingParams: what is refused, with the fix, and what is read as what."""
+"""SamplingParams: values that are refused, with a fix, and values that are converted."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ BAD: dict[str, list[Any]] = {
     "allowed_token_ids": [[], 3],
     "detokenize": [None, 1],
     "truncate_prompt_tokens": [0, -2, 1.5, 2**31],
-    "length_penalty": [-11, 11, NAN, None, "long", 0.5],  # 0.5 is for a beam search, and there is none
+    "length_penalty": [-11, 11, NAN, None, "long", 0.5],  # 0.5 needs a beam search, and there is none
 }
 
 
@@ -102,7 +102,7 @@ def test_every_parameter_has_a_bad_value_above() -> None:
     assert set(BAD) == {field.name for field in dataclasses.fields(SamplingParams)}
 
 
-def test_an_unknown_name_is_refused_with_the_nearest_one() -> None:
+def test_an_unknown_name_is_refused_with_a_suggestion() -> None:
     with pytest.raises(ConfigError, match=r"'temprature'(?s:.*)did you mean 'temperature'"):
         SamplingParams.from_mapping({"temprature": 1.0})
     with pytest.raises(ConfigError, match=r"'methd'(?s:.*)did you mean 'method'"):
@@ -125,13 +125,13 @@ def test_vllm_s_parameters_change_nothing_or_are_refused(name: str) -> None:
         assert caught.value.fix == fix
 
 
-def test_a_clone_is_equal_and_another() -> None:
+def test_a_clone_is_an_equal_copy() -> None:
     params = SamplingParams(logit_bias={1: 2.0}, bad_words=["x", [1, 2]], structured_outputs={"regex": "a"})  # type: ignore[arg-type]
     assert params.clone() == params
     assert params.clone() is not params
 
 
-def test_none_is_the_default_of_what_is_optional() -> None:
+def test_none_is_the_default_of_optional_values() -> None:
     assert SamplingParams.from_optional(n=None, top_p=None, seed=3) == SamplingParams(seed=3)
     assert SamplingParams.from_optional(max_tokens=None).max_tokens is None
 
@@ -156,19 +156,19 @@ def test_stop_strings_need_text() -> None:
     ],
     ids=lambda asked: next(iter(asked)),
 )
-def test_a_beam_search_refuses_what_it_has_no_use_for(asked: dict[str, Any]) -> None:
+def test_a_beam_search_refuses_useless_settings(asked: dict[str, Any]) -> None:
     (name,) = asked
-    with pytest.raises(ConfigError, match=rf"{name}=.* does not go with beam_width=3(?s:.*)leave out {name}"):
+    with pytest.raises(ConfigError, match=rf"{name}=.* can't be combined with beam_width=3(?s:.*)leave out {name}"):
         SamplingParams(beam_width=3, **asked)
     SamplingParams(**asked)
 
 
-def test_a_beam_search_returns_no_more_than_it_keeps() -> None:
+def test_a_beam_search_returns_at_most_its_width() -> None:
     with pytest.raises(ConfigError, match="n=4 is above beam_width=3"):
         SamplingParams(beam_width=3, n=4)
 
 
-def test_a_beam_search_takes_the_rest() -> None:
+def test_a_beam_search_accepts_the_other_settings() -> None:
     SamplingParams(beam_width=3, n=3, temperature=0, top_k=-1, seed=1, length_penalty=-0.5)
     SamplingParams(beam_width=MAX_N, repetition_penalty=1.1, min_tokens=3, stop_token_ids=[1], prompt_logprobs=1)
     SamplingParams(beam_width=1, speculation={"num_speculative_tokens": 2, "verification": "auto"})
@@ -184,7 +184,7 @@ def test_the_limits_themselves_are_allowed() -> None:
     SamplingParams(logit_bias=dict.fromkeys(range(MAX_LOGIT_BIAS), 1.0))
 
 
-def test_other_spellings_of_the_same() -> None:
+def test_other_spellings_are_accepted() -> None:
     assert SamplingParams(top_k=-1).top_k == 0
     assert SamplingParams(stop="x").stop == ("x",)
     assert SamplingParams(stop=["x", "y"]).stop == ("x", "y")
@@ -193,7 +193,7 @@ def test_other_spellings_of_the_same() -> None:
     assert SamplingParams(stop_token_ids=[1, 2]).stop_token_ids == (1, 2)
 
 
-def test_parameters_cannot_be_changed_from_anywhere() -> None:
+def test_parameters_cannot_be_changed() -> None:
     bias, stop, ids, wishes = {1: 1.0}, ["x"], [1], {"num_speculative_tokens": 2}
     params = SamplingParams(logit_bias=bias, stop=stop, stop_token_ids=ids, speculation=wishes)
     bias[2], wishes["num_speculative_tokens"] = 2.0, 9
@@ -207,8 +207,8 @@ def test_parameters_cannot_be_changed_from_anywhere() -> None:
         params.logit_bias[3] = 1.0
 
 
-def test_parameters_travel() -> None:
-    """Between processes, into copies and with one value replaced."""
+def test_parameters_can_be_pickled() -> None:
+    """Also copied, and with one value replaced."""
     params = SamplingParams(temperature=0.5, logit_bias={1: 2.0}, stop=["x"], speculation={"verification": "auto"})
     assert pickle.loads(pickle.dumps(params)) == copy.deepcopy(params) == params
     assert dataclasses.replace(params, n=3) == SamplingParams(
@@ -226,6 +226,6 @@ def test_parameters_travel() -> None:
         ({"temperature": 0, "logit_bias": {1: 1.0}}, False),
     ],
 )
-def test_what_depends_on_the_history(values: dict[str, Any], penalised: bool) -> None:
+def test_penalties_depend_on_the_history(values: dict[str, Any], penalised: bool) -> None:
     assert SamplingParams(**values).penalised is penalised
     assert SamplingParams(**values).greedy is (values.get("temperature") == 0)

@@ -1,4 +1,4 @@
-"""What clients are told, and what they are not."""
+"""Errors for clients: status, type and field, without the server's paths."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_errors_have_a_status_and_a_type(error: Exception, status: int, kind: st
     assert set(told.body()["error"]) == {"message", "type", "param", "code"}
 
 
-def test_foreign_errors_are_not_told() -> None:
+def test_foreign_errors_have_no_details() -> None:
     assert "secret" not in api_error(ZeroDivisionError("secret")).message
     assert "secret" not in api_error(EngineDeadError("died of secret", "x.")).message
 
@@ -58,7 +58,7 @@ def test_messages_have_no_paths_and_addresses(text: str, shown: str) -> None:
     assert scrub(text) == shown
 
 
-def test_long_messages_are_cut_and_keep_their_fix() -> None:
+def test_long_messages_are_shortened_and_keep_their_fix() -> None:
     told = api_error(RequestError("x" * 10_000, "shorten it."))
     assert told.message.endswith("Fix: shorten it.")
     assert len(told.message) < 1000
@@ -73,7 +73,7 @@ def test_long_messages_are_cut_and_keep_their_fix() -> None:
         "the model '/models/mine/x' is unknown.",
     ],
 )
-def test_the_server_s_own_advice_and_the_client_s_words_stay(advice: str) -> None:
+def test_advice_and_words_of_the_client_are_kept(advice: str) -> None:
     assert refusal(advice).message == advice
 
 
@@ -100,7 +100,7 @@ def test_a_path_of_the_server_is_hidden() -> None:
         ({"seed": 1, "user": "the"}, RequestError("the seed of all evil", "x."), None, "The seed of"),
     ],
 )  # fmt: skip
-def test_errors_name_the_field_as_it_was_sent(
+def test_errors_use_the_field_name_that_was_sent(
     body: dict[str, Any], error: SpeculantError, param: str | None, begins: str
 ) -> None:
     sent = ChatBody.model_validate({"messages": [{"role": "user", "content": "x"}], **body})

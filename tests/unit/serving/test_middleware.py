@@ -1,4 +1,4 @@
-"""Bounds and keys, at an application that tells what reaches it."""
+"""Bounds and keys, with an application that returns what it receives."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import httpx
 import pytest
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from speculant.serving.middleware import API_KEY, ApiKeys, Limits, RequestIds
+from speculant.serving.middleware import API_KEY, ApiKeys, RequestIds, RequestLimits
 from speculant.serving.options import ServerOptions
 
 
@@ -30,8 +30,8 @@ def ask(app: ASGIApp, **request: Any) -> Any:
     return asyncio.run(main())
 
 
-def limited(**options: Any) -> Limits:
-    return Limits(echo, ServerOptions(max_body_bytes=100, max_header_bytes=500, **options))
+def limited(**options: Any) -> RequestLimits:
+    return RequestLimits(echo, ServerOptions(max_body_bytes=100, max_header_bytes=500, **options))
 
 
 async def parts(count: int, size: int, pause: float = 0.0) -> AsyncIterator[bytes]:
@@ -80,19 +80,19 @@ def test_a_key_is_passed_on(key: str) -> None:
 
 
 def test_health_needs_no_key() -> None:
-    assert ask(ApiKeys(echo, ["one"]), url="/health").status_code == 200
+    assert ask(ApiKeys(echo, ["one"], ["/health"]), url="/health").status_code == 200
     assert ask(ApiKeys(echo, []), url="/x").json()["key"] is None
 
 
 @pytest.mark.parametrize(("given", "kept"), [("abc", True), ("a b", False), ("x" * 129, False), ("", False)])
-def test_request_ids_are_kept_if_they_are_sound(given: str, kept: bool) -> None:
+def test_valid_request_ids_are_kept(given: str, kept: bool) -> None:
     answered = ask(RequestIds(echo), headers={"x-request-id": given}).headers["x-request-id"]
     assert (answered == given) is kept
     assert answered
 
 
 @pytest.mark.parametrize(("coding", "status"), [("gzip", 415), ("br", 415), ("identity", 200)])
-def test_a_compressed_body_is_refused_as_such(coding: str, status: int) -> None:
+def test_a_compressed_body_is_refused(coding: str, status: int) -> None:
     response = ask(limited(), content=b"x", headers={"content-encoding": coding})
     assert response.status_code == status
     if status == 415:

@@ -35,12 +35,12 @@ def test_other_types_are_refused(field: str, value: str) -> None:
 
 
 @pytest.mark.parametrize("raw", [b"", b"{", b"[]", b"1", b"\xff", b'{"prompt": "\\ud800"}', b'{"a": ' + b"[" * 10**6])
-def test_what_is_no_json_object_is_refused(raw: bytes) -> None:
+def test_a_body_other_than_a_json_object_is_refused(raw: bytes) -> None:
     assert refused(raw).message
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED.keys() - CompletionBody.model_fields.keys()))
-def test_fields_that_would_change_the_answer(name: str) -> None:
+def test_fields_that_would_change_the_answer_are_refused(name: str) -> None:
     error = refused(b'{"prompt": "a", "%s": {"x": 1}}' % name.encode())
     assert (error.param, error.code) == (name, "unsupported_parameter")
     assert read_body(CompletionBody, b'{"prompt": "a", "%s": null}' % name.encode())
@@ -55,7 +55,7 @@ def test_other_unknown_fields_are_accepted() -> None:
     [b'{"prompt": [' + b'"a",' * 500_000 + b"1]}", b'{"prompt": [' + b"1," * 500_000 + b'"a"]}',
      b'{"prompt": "a", "stop": [' + b"1," * 500_000 + b"1]}"],
 )  # fmt: skip
-def test_a_long_list_of_wrong_items_is_refused_soon(raw: bytes) -> None:
+def test_a_long_list_of_wrong_items_is_refused_quickly(raw: bytes) -> None:
     started = time.thread_time()
     assert len(refused(raw).message) < 1000
     assert time.thread_time() - started < 1

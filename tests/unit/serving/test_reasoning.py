@@ -1,4 +1,4 @@
-"""The reasoning is told from the answer, whatever the cuts of the stream."""
+"""The reasoning is separated from the answer, however the stream is split."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PIECES = st.sampled_from(["<think>", "</think>", "<thi", "</", " ", "\n", "text"
 
 
 def read(text: str, cuts: Sequence[int] = (), opened: bool = False) -> tuple[str, str]:
-    """Return reasoning and answer, which are not mixed."""
+    """Return reasoning and answer, and check that they do not alternate."""
     parser = ReasoningParser(opened=opened)
     places = [0, *sorted(cuts), len(text)]
     deltas = [delta for i, j in itertools.pairwise(places) for delta in parser.feed(text[i:j])]
@@ -48,7 +48,7 @@ def read(text: str, cuts: Sequence[int] = (), opened: bool = False) -> tuple[str
         ("<thi", False, ("", "<thi")),
     ],
 )
-def test_reasoning_is_split_off(text: str, opened: bool, expected: tuple[str, str]) -> None:
+def test_reasoning_is_separated(text: str, opened: bool, expected: tuple[str, str]) -> None:
     assert read(text, opened=opened) == expected
     assert read(text, range(1, len(text)), opened) == expected
 
@@ -83,7 +83,7 @@ def test_pieces_are_streamed_at_once() -> None:
         ("{{ '</think>' }}", "<think>\n\n</think>\n\n", ("", "a</think>b")),
     ],
 )
-def test_the_prompt_may_open_it(template: str, prompt: str, split: tuple[str, str]) -> None:
+def test_a_prompt_may_open_the_reasoning(template: str, prompt: str, split: tuple[str, str]) -> None:
     parser = find_reasoning(RenderedPrompt(prompt, expected=expect_reasoning(template, prompt)))
     assert parser is not None
     deltas = [*parser.feed("a</think>b"), *parser.finish()]
@@ -91,14 +91,14 @@ def test_the_prompt_may_open_it(template: str, prompt: str, split: tuple[str, st
     assert (reasoning, "".join(delta.text for delta in deltas if isinstance(delta, TextDelta))) == split
 
 
-def test_other_templates_have_none() -> None:
+def test_a_template_without_tags_has_no_reasoning() -> None:
     for template in ("{{ messages }}", None):
         assert expect_reasoning(template, "<think>") is None
     assert find_reasoning(RenderedPrompt("<think>")) is None
     assert find_reasoning(None) is None
 
 
-def test_a_user_s_words_open_nothing() -> None:
+def test_a_tag_in_a_user_message_opens_no_reasoning() -> None:
     for prompt, quoted, opened in (
         ("user: What is <think>\n", "What is <think>", False),
         ("user: What is <think>\nassistant: <think>\n", "What is <think>", True),
@@ -111,8 +111,8 @@ def test_a_user_s_words_open_nothing() -> None:
 
 
 @pytest.mark.parametrize("opened", [False, True])
-def test_tags_that_a_form_does_not_follow_are_text(opened: bool) -> None:
-    """The same text in other tokens is no tag to the form, so it is none to the reader."""
+def test_tags_in_other_tokens_than_the_form_s_are_text(opened: bool) -> None:
+    """The form does not read the same text in other tokens as a tag, so neither does the reader."""
 
     def read_tokens(*pieces: tuple[str, int]) -> tuple[str, str]:
         parser = ReasoningParser(opened=opened, tokens=Reasoning(1, 2, opened))

@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 
 from speculant import SamplingParams
-from speculant.serving.protocol import SETTINGS, ChatBody, CompletionBody, Generation, ResponseBody
+from speculant.serving.protocol import SETTINGS, ChatBody, CompletionBody, GeneratingBody, ResponseBody
 from speculant.serving.sampling import chat_params, completion_params, response_params
 from tests.documented_fields import VALUES
 
-ROUTES: dict[str, tuple[type[Generation], dict[str, Any], Callable[[Any, Any], SamplingParams]]] = {
+ROUTES: dict[str, tuple[type[GeneratingBody], dict[str, Any], Callable[[Any, Any], SamplingParams]]] = {
     "completions": (CompletionBody, {"prompt": "x"}, completion_params),
     "chat": (ChatBody, {"messages": [{"role": "user", "content": "x"}]}, chat_params),
     "responses": (ResponseBody, {"input": "x"}, response_params),
 }
 OWN = {"beam_width": 2, "speculation": False}
-BESIDE = {"length_penalty": {"beam_width": 2}}  # what a setting needs to mean something
-NOT_OF_RESPONSES = {"n", "max_tokens", "prompt_logprobs"}  # refused, or named otherwise
+BESIDE = {"length_penalty": {"beam_width": 2}}  # other settings that a setting needs
+NOT_OF_RESPONSES = {"n", "max_tokens", "prompt_logprobs"}  # refused, or under another name
 
 
 @pytest.mark.parametrize("route", ROUTES)
@@ -38,6 +38,6 @@ def test_a_setting_is_passed_on(route: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(SETTINGS))
-def test_a_setting_has_a_type(name: str) -> None:
+def test_a_setting_of_a_wrong_type_is_refused(name: str) -> None:
     for kind, *_ in ROUTES.values():
         assert name in kind.model_fields

@@ -12,13 +12,13 @@ import pytest
 from speculant import StreamPiece
 from speculant.errors import ConfigError
 from speculant.metrics import EngineMetrics, SpeculationMetrics
-from speculant.serving.admission import Admission
 from speculant.serving.errors import ApiError
 from speculant.serving.messages import MessageReader, joined_calls
 from speculant.serving.metrics import RequestMeter, ServerMetrics
 from speculant.serving.options import ServerOptions
 from speculant.serving.reasoning import ReasoningParser
 from speculant.serving.service import salt_of
+from speculant.serving.state import Admission
 from speculant.serving.token_texts import LOWEST, TokenTexts, chat_logprob, completion_logprobs, prompt_logprobs
 from speculant.serving.tools import find_parser
 from speculant.serving.wire import encode, event
@@ -40,7 +40,7 @@ def test_options_are_checked(given: dict[str, Any]) -> None:
         ServerOptions(**given)
 
 
-def test_no_deadline_is_none() -> None:
+def test_none_means_no_deadline() -> None:
     assert ServerOptions(queue_timeout=None).queue_timeout is None
 
 
@@ -58,7 +58,7 @@ def test_admission_counts_and_refuses() -> None:
 
 
 @pytest.mark.parametrize("text", ["plain", "ä€😀", "\ud800", '"\\\n\x00'])
-def test_json_holds_any_text(text: str) -> None:
+def test_json_encodes_any_text(text: str) -> None:
     assert json.loads(encode({"text": text}))["text"] == text
     assert event({"text": text}).count(b"\n") == 2
 
@@ -72,7 +72,7 @@ def test_salts_differ_by_key_and_hide_it() -> None:
 # --- metrics
 
 
-def test_metrics_have_vllm_s_names_behind_a_prefix() -> None:
+def test_metrics_have_vllm_s_names_after_a_prefix() -> None:
     totals = EngineMetrics(tokens=7, sampled_passes=4, blocks_total=4, blocks_used=1, running=2)
     totals.count_draft(4, 3)
     totals.count_draft(2, 0)
@@ -94,7 +94,7 @@ def test_metrics_have_vllm_s_names_behind_a_prefix() -> None:
 
 
 @pytest.mark.parametrize("prefix", ["speculant", "vllm"])
-def test_dashboards_for_vllm_find_their_metrics_beside_ours(prefix: str) -> None:
+def test_vllm_s_metric_names_are_listed_too(prefix: str) -> None:
     totals = EngineMetrics(tokens=7, blocks_total=4, blocks_used=1, running=2)
     totals.count_draft(4, 3)
     cache = {"block_size": "16", "num_gpu_blocks": "4"}
@@ -122,7 +122,7 @@ def test_dashboards_for_vllm_find_their_metrics_beside_ours(prefix: str) -> None
     assert len(own) == len(set(own)) > 50
 
 
-def test_a_meter_counts_what_ended_and_what_did_not() -> None:
+def test_a_meter_counts_ended_and_aborted_samples() -> None:
     metrics = ServerMetrics("speculant", "m", lambda: None)
     meter = RequestMeter(metrics, 3)
     meter.record(0, StreamPiece(0, 5, "a"))
@@ -179,7 +179,7 @@ def test_both_shapes_of_logprobs(texts: TokenTexts) -> None:
     }
 
 
-def test_of_tokens_with_one_text_the_likeliest_counts(texts: TokenTexts, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_likeliest_of_tokens_with_one_text_counts(texts: TokenTexts, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(texts, "of", lambda token: ("same", None))
     entry = {5: Logprob(-2.0, 3), 6: Logprob(-0.5, 1), 7: Logprob(-1.0, 2)}
     shown = json.loads(encode(completion_logprobs(texts, [5], [entry], [0])))
@@ -199,7 +199,7 @@ def test_impossible_tokens_have_a_finite_logprob(texts: TokenTexts) -> None:
 # --- messages
 
 
-def test_a_reader_sorts_reasoning_content_and_calls() -> None:
+def test_a_reader_separates_reasoning_content_and_calls() -> None:
     text = '<think>hm</think>I call.<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
     reader = MessageReader(ReasoningParser(), find_parser(None, "hermes"))
     deltas = [reader.feed(character).as_delta() for character in text] + [reader.finish().as_delta()]

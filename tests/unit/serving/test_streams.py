@@ -1,4 +1,4 @@
-"""Event streams end when their reader goes or reads nothing, and close what makes their events."""
+"""Event streams end, and close their source, when the client disconnects or reads nothing."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 
-from speculant.serving.disconnect import ClientGoneError, while_connected
-from speculant.serving.streams import ABORT, EventStream
+from speculant.serving.streams import ABORT, ClientGoneError, EventStream, while_connected
 
 
 class Client:
-    """The other side of a connection: goes after `goes` seconds, and stops reading after `reads` events."""
+    """The client of a connection: it disconnects after `goes` seconds, and stops reading after `reads` events."""
 
     def __init__(self, goes: float = 100, reads: int = 100) -> None:
         self._goes, self._reads = goes, reads
@@ -35,7 +34,7 @@ class Client:
 
 
 class Source:
-    """Makes events, and knows whether it was closed."""
+    """Makes events, and records whether it was closed."""
 
     def __init__(self, count: int) -> None:
         self.count, self.closed = count, False
@@ -59,28 +58,28 @@ def play(source: Source, client: Client, timeout: float | None = 0.05) -> None:
     assert source.closed
 
 
-def test_all_events_reach_a_reader() -> None:
+def test_all_events_reach_the_client() -> None:
     client = Client()
     play(Source(20), client)
     assert client.had == [b"%d" % number for number in range(20)]
     assert not client.aborted
 
 
-def test_a_reader_that_stops_is_dropped() -> None:
+def test_a_client_that_stops_reading_is_dropped() -> None:
     client = Client(reads=3)
     play(Source(10_000), client)
     assert client.aborted
     assert len(client.had) == 3
 
 
-def test_a_reader_that_goes_ends_the_stream() -> None:
+def test_a_client_that_disconnects_ends_the_stream() -> None:
     client = Client(goes=0.05)
     play(Source(10_000), client, None)
     assert 0 < len(client.had) < 1000
     assert not client.aborted
 
 
-def test_work_is_cancelled_when_its_client_goes() -> None:
+def test_work_is_cancelled_when_its_client_disconnects() -> None:
     ended: list[str] = []
 
     async def work() -> str:

@@ -1,4 +1,4 @@
-"""JSON in parts is the same JSON, and lets others run in between."""
+"""JSON in parts is the same JSON, and other tasks run in between."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ def test_deferred_part_is_made_when_it_is_written() -> None:
     assert found == json.loads(encode(value)) == {"rows": [None, *({"number": number} for number in range(50))]}
 
 
-def test_value_that_is_no_json_is_an_error() -> None:
+def test_a_value_outside_json_is_an_error() -> None:
     with pytest.raises(TypeError, match="object can't be written"):
         encode({"a": object()})
 
 
-def test_others_run_while_a_long_document_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At every place where it may pause it does; between two of those lies one item of the list."""
+def test_other_tasks_run_while_a_long_document_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It pauses wherever it may; between two pauses it writes one item of the list."""
     monkeypatch.setattr(wire, "LONGEST_TURN", 0.0)
     monkeypatch.setattr(wire, "PAUSE", 0.0)
     order: list[str] = []

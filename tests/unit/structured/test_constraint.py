@@ -1,4 +1,4 @@
-"""A grammar's constraint: its masks depend on the tokens alone, whatever was drafted, taken back or prepared."""
+"""A grammar's constraint: its masks depend only on the tokens, not on drafts, rollbacks or prepared masks."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def allowed(mask: Tensor) -> set[int]:
     return set(unpacked(mask, VOCAB_SIZE).nonzero().flatten().tolist())
 
 
-def test_masks_are_those_of_the_choices(grammars: Grammars, tokenizer: Tokenizer) -> None:
-    """The oracle: a byte may follow if some choice goes on with it, and the end token behind a whole choice."""
+def test_masks_allow_exactly_the_choices(grammars: Grammars, tokenizer: Tokenizer) -> None:
+    """The oracle: a byte is allowed if some choice continues with it, and the end token after a whole choice."""
     texts = [tuple(tokenizer.encode(choice)) for choice in CHOICES]
     constraint = grammars.compile(FORMS["choice"]).result().constrain()
     for length in range(max(map(len, texts)) + 1):
@@ -53,7 +53,7 @@ def test_masks_are_those_of_the_choices(grammars: Grammars, tokenizer: Tokenizer
 
 @pytest.mark.parametrize("form", FORMS)
 def test_masks_depend_on_the_tokens_alone(grammars: Grammars, form: str) -> None:
-    """Random walks, drafts, rollbacks: always the mask of a constraint that took the same tokens at once."""
+    """After random advances, drafts and rollbacks, masks equal those of a new constraint with the same tokens."""
     grammar, rng = grammars.compile(FORMS[form]).result(), random.Random(form)
     for _ in range(4):
         constraint, taken = grammar.constrain(), list[int]()
@@ -106,14 +106,14 @@ def test_forced_tokens_are_the_only_ones_allowed(grammars: Grammars, form: str) 
         constraint.advance([rng.choice(sorted(allowed(constraint.mask(()))))])
 
 
-def test_compact_json_forces_its_frame(grammars: Grammars, tokenizer: Tokenizer) -> None:
+def test_compact_json_forces_its_fixed_parts(grammars: Grammars, tokenizer: Tokenizer) -> None:
     constraint = grammars.compile(FORMS["compact"]).result().constrain()
     assert tokenizer.decode(constraint.forced()) == '{"name":"'
     constraint.advance(tokenizer.encode('{"name":"ab"'))
     assert tokenizer.decode(constraint.forced()) == ',"n":['
 
 
-def test_nothing_follows_a_forbidden_token_or_the_end(grammars: Grammars, tokenizer: Tokenizer) -> None:
+def test_no_token_follows_a_forbidden_one_or_the_end(grammars: Grammars, tokenizer: Tokenizer) -> None:
     cat = tokenizer.encode("cat")
     constraint = grammars.compile(FORMS["choice"]).result().constrain()
     for draft in ([0], [*cat[:2], 0, 1], [*cat, END], [*cat, END, END], [END], [VOCAB_SIZE - 1], [END + 1]):
@@ -127,7 +127,7 @@ def test_nothing_follows_a_forbidden_token_or_the_end(grammars: Grammars, tokeni
 
 
 @pytest.mark.parametrize("text", ["", "no", "yes"])
-def test_an_end_token_is_taken_and_given_back(grammars: Grammars, tokenizer: Tokenizer, text: str) -> None:
+def test_an_end_token_is_advanced_and_rolled_back(grammars: Grammars, tokenizer: Tokenizer, text: str) -> None:
     constraint = grammars.compile(StructuredOutputs(choice=["", "no", "not", "yes"])).result().constrain()
     tokens = tokenizer.encode(text)
     constraint.advance(tokens)
@@ -148,7 +148,7 @@ def test_an_end_token_is_taken_and_given_back(grammars: Grammars, tokenizer: Tok
     assert allowed(constraint.mask(())) == {END, *tokenizer.encode("ny")}
 
 
-def test_it_is_done_where_only_the_end_may_follow(grammars: Grammars, tokenizer: Tokenizer) -> None:
+def test_a_constraint_is_done_when_only_the_end_may_follow(grammars: Grammars, tokenizer: Tokenizer) -> None:
     for choice, done in {"cat": False, "catalogue": True, "dog": True, "do": False}.items():
         constraint = grammars.compile(FORMS["choice"]).result().constrain()
         constraint.advance(tokenizer.encode(choice))
@@ -162,7 +162,7 @@ def test_a_forbidden_token_is_not_advanced(grammars: Grammars) -> None:
     assert constraint.mask(()).any()
 
 
-def test_rolling_back_undoes_all_of_it(grammars: Grammars, tokenizer: Tokenizer) -> None:
+def test_rollback_undoes_every_advance(grammars: Grammars, tokenizer: Tokenizer) -> None:
     constraint = grammars.compile(FORMS["grammar"]).result().constrain()
     first = constraint.mask(()).clone()
     constraint.advance(tokenizer.encode("<(x)x>"))
@@ -171,7 +171,7 @@ def test_rolling_back_undoes_all_of_it(grammars: Grammars, tokenizer: Tokenizer)
     assert torch.equal(constraint.mask(()), first)
 
 
-# A grammar whose second branch exceeds the limits that it is given here, and whose first one does not.
+# A grammar whose second branch exceeds the limits of this test, and whose first branch does not.
 LIMITED = StructuredOutputs(grammar='start: "a" | "b" tail\ntail: "x" tail "y" | "x" tail "z" | "x" "w"')
 
 
@@ -183,7 +183,7 @@ def limited(grammars: Grammars, **limits: int) -> Grammar:
     return replace(grammar, begin=matcher.deep_copy)
 
 
-def test_a_draft_over_the_limits_costs_itself(grammars: Grammars, tokenizer: Tokenizer) -> None:
+def test_a_draft_over_the_limits_is_the_only_loss(grammars: Grammars, tokenizer: Tokenizer) -> None:
     a, b, x = (tokenizer.encode(each)[0] for each in "abx")
     constraint = limited(grammars).constrain()
     assert not constraint.mask([b, x, x]).any()
@@ -215,7 +215,7 @@ def test_masks_are_prepared_in_another_thread(grammars: Grammars) -> None:
         constraint = Watched(replace(grammars.compile(FORMS["choice"]).result(), workers=pool))
         constraint.prepare([[], [1]])
         pool.submit(int).result()
-        assert not used  # nothing is known to take long yet
+        assert not used  # no mask is known to be slow yet
         constraint.mask_s = 1.0
         constraint.prepare([[], [1]])
         pool.submit(int).result()

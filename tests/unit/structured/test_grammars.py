@@ -1,4 +1,4 @@
-"""Forms are compiled once, beside the callers, within bounds; what is wrong with one is said at once."""
+"""Forms are compiled once, in other threads and within bounds; errors of a form are reported at once."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ INVALID = {
 
 
 @pytest.mark.parametrize("reason", INVALID, ids=str)
-def test_an_invalid_form_says_why(grammars: Grammars, reason: str) -> None:
+def test_an_error_explains_why_a_form_is_invalid(grammars: Grammars, reason: str) -> None:
     with pytest.raises(RequestError, match=reason) as caught:
         grammars.compile(INVALID[reason]).result()
     assert len(str(caught.value)) < 600
@@ -102,14 +102,14 @@ def test_an_endless_run_is_refused_at_once(grammars: Grammars, name: str) -> Non
 
 
 def follow(constraint: GrammarConstraint, count: int) -> None:
-    """Advance by what is forced, token by token."""
+    """Advance by the forced tokens, one at a time."""
     for _ in range(count):
         constraint.mask(())
         constraint.advance(constraint.forced()[:1])
 
 
 def test_an_endless_run_may_begin_later(grammars: Grammars) -> None:
-    """It costs its request, and no step much time."""
+    """Its request fails, and no step takes long."""
     constraint = grammars.compile(StructuredOutputs(regex="x|b(((a{1000}){1000}){1000})")).result().constrain()
     constraint.advance([grammars._tokenizer.encode("b")[0]])
     started = time.process_time()
@@ -118,7 +118,7 @@ def test_an_endless_run_may_begin_later(grammars: Grammars) -> None:
     assert time.process_time() - started < 1
 
 
-def test_a_slow_form_holds_up_no_other(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_form_delays_no_other(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
     leave, compile_one = threading.Event(), grammars._compile
 
     def slowly(source: GrammarSource) -> Grammar:
@@ -143,7 +143,7 @@ def test_a_large_form_ends_within_seconds(grammars: Grammars, name: str) -> None
     assert time.process_time() - started < 5
 
 
-def test_compiling_leaves_threads_their_stack(grammars: Grammars) -> None:
+def test_compiling_does_not_change_thread_stacks(grammars: Grammars) -> None:
     grammars.compile(WORD).result()
     assert threading.stack_size() == 0
 
@@ -172,7 +172,7 @@ def test_a_checkpoint_without_end_tokens_is_refused(tokenizer: Tokenizer) -> Non
 
 
 class Watched:
-    """Compilations that wait until `go` is set; `begun` has the texts of those that have begun."""
+    """Compilations that wait until `go` is set. begun: the texts of the compilations that have begun."""
 
     def __init__(self, grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
         self.go, self.begun, self._compile = threading.Event(), list[str](), grammars._compile
@@ -189,7 +189,7 @@ def form_of(text: str) -> StructuredOutputs:
 
 
 def test_cancelled_compilations_never_begin(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two are under way; 500 queue after them and are cancelled, so the next one comes at once."""
+    """Two are running; 500 more are queued and cancelled, so the next one begins at once."""
     grammars = Grammars(tokenizer, {END})
     watched = Watched(grammars, monkeypatch)
     under_way = [grammars.compile(form_of(text)) for text in ("first", "second")]
@@ -202,7 +202,7 @@ def test_cancelled_compilations_never_begin(tokenizer: Tokenizer, monkeypatch: p
     assert watched.begun[2:] == ["next"]
 
 
-def test_compilation_goes_on_for_others_who_wait(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compilation_continues_for_the_other_callers(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     grammars = Grammars(tokenizer, {END})
     watched = Watched(grammars, monkeypatch)
     busy = [grammars.compile(form_of(text)) for text in ("first", "second")]
@@ -215,7 +215,7 @@ def test_compilation_goes_on_for_others_who_wait(tokenizer: Tokenizer, monkeypat
     assert watched.begun.count("shared") == 1
 
 
-def test_form_that_was_dropped_can_be_asked_for_again(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dropped_form_can_be_compiled_again(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     grammars = Grammars(tokenizer, {END})
     watched = Watched(grammars, monkeypatch)
     busy = [grammars.compile(form_of(text)) for text in ("first", "second")]
@@ -226,8 +226,8 @@ def test_form_that_was_dropped_can_be_asked_for_again(tokenizer: Tokenizer, monk
     assert [future.result(timeout=20) for future in busy]
 
 
-def test_callers_who_wait_are_bounded(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each one counts, of the same form too, until it has the result or has cancelled."""
+def test_waiting_callers_are_bounded(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each caller counts, also for the same form, until it has the result or has cancelled."""
     grammars = Grammars(tokenizer, {END}, most_waiting=3)
     watched = Watched(grammars, monkeypatch)
     waiting = [grammars.compile(form_of(text)) for text in ("a", "a", "b")]
@@ -240,9 +240,7 @@ def test_callers_who_wait_are_bounded(tokenizer: Tokenizer, monkeypatch: pytest.
     assert all(grammars.compile(form_of(text)).result(timeout=20) for text in "efgh")
 
 
-def test_form_is_kept_for_those_who_wait_beyond_the_capacity(
-    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_form_with_callers_is_kept_beyond_the_capacity(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     grammars = Grammars(tokenizer, {END}, capacity=2)
     watched = Watched(grammars, monkeypatch)
     texts = [f"x{number}" for number in range(9)]

@@ -1,4 +1,4 @@
-"""A form behind reasoning: nothing but an end is forbidden before, nothing but the form is allowed behind."""
+"""A form after reasoning: during the reasoning only end tokens are forbidden; after it only the form is allowed."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ def test_the_first_token_may_decide(grammar: Grammar, tokenizer: Tokenizer) -> N
 
 
 @pytest.mark.parametrize("opened", [False, True])
-def test_rollback_restores_what_was(grammar: Grammar, tokenizer: Tokenizer, opened: bool) -> None:
-    """Random walks forward and back have the masks of a constraint that went there at once."""
+def test_rollback_restores_the_state(grammar: Grammar, tokenizer: Tokenizer, opened: bool) -> None:
+    """After random advances and rollbacks, masks equal those of a new constraint with the same tokens."""
     chance = random.Random(opened)
     whole = [START] * (not opened) + [50, 51, STOP] + text(tokenizer, "no!!") + [END]
     others = [*text(tokenizer, "yes!!"), END]

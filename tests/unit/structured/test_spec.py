@@ -1,4 +1,4 @@
-"""The form of an output is checked where it is given."""
+"""The form of an output is checked as soon as it is given."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_equal_forms_have_one_source() -> None:
     assert StructuredOutputs(json=SCHEMA).source != StructuredOutputs(json=SCHEMA, disable_any_whitespace=True).source
 
 
-def test_a_schemas_order_of_keys_counts() -> None:
+def test_the_order_of_a_schema_s_keys_matters() -> None:
     properties = dict(reversed(SCHEMA["properties"].items()))  # type: ignore[attr-defined]
     assert StructuredOutputs(json={**SCHEMA, "properties": properties}).source != StructuredOutputs(json=SCHEMA).source
 
@@ -63,7 +63,7 @@ INVALID: list[tuple[Any, type[SpeculantError], str]] = [
     ({"json": "[1, 2"}, RequestError, "not valid JSON"),
     ({"json": [1, 2]}, ConfigError, "is a list"),
     ({"json": "true"}, ConfigError, "is a bool"),
-    ({"json": {"const": {1, 2}}}, ConfigError, "is no JSON"),
+    ({"json": {"const": {1, 2}}}, ConfigError, "is not JSON"),
     ({"json": deep(40)}, RequestError, "levels deep"),
     ({"json": "[" * 50_000}, RequestError, "levels deep"),
     ({"json": json.dumps(deep(40))}, RequestError, "levels deep"),
@@ -80,5 +80,5 @@ def test_structured_outputs_are_refused(given: Any, kind: type[SpeculantError], 
 
 
 def test_a_beam_search_has_no_form() -> None:
-    with pytest.raises(ConfigError, match="structured_outputs=.* does not go with beam_width"):
+    with pytest.raises(ConfigError, match="structured_outputs=.* can't be combined with beam_width"):
         SamplingParams(beam_width=2, structured_outputs=StructuredOutputs(regex="a"))

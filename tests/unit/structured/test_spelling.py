@@ -1,4 +1,4 @@
-"""Texts that name added tokens are spelled; only `<[id]>` in a grammar is the token."""
+"""Texts that name added tokens are spelled with other tokens; only `<[id]>` in a grammar is the token."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def compiled(tokenizer: Tokenizer, **form: Any) -> Grammar:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_text_that_names_an_added_token_can_be_written(tagged: Tokenizer, form: str) -> None:
-    """Forced names of added tokens were encoded as these tokens, which the grammar then forbade."""
+    """If a forced name of an added token were encoded as this token, the grammar would forbid it."""
     grammar, rng = compiled(tagged, **FORMS[form][0]), random.Random(form)
     for _ in range(6):
         written = write(grammar.constrain(), tagged, rng)
@@ -58,7 +58,7 @@ def test_a_text_that_names_an_added_token_can_be_written(tagged: Tokenizer, form
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_it_can_be_written_after_reasoning(tagged: Tokenizer, form: str) -> None:
+def test_a_form_can_follow_reasoning(tagged: Tokenizer, form: str) -> None:
     start, end = map(tagged.backend.token_to_id, ("<think>", "</think>"))
     constraint = ReasonedConstraint(compiled(tagged, **FORMS[form][0]), Reasoning(start, end, opened=True))
     thought = [*tagged.encode("hm"), end]

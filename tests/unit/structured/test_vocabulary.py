@@ -1,4 +1,4 @@
-"""Banned words and allowed tokens as a constraint: the masks that a plain reading of the rules gives."""
+"""Banned words and allowed tokens as a constraint, compared with a direct implementation of the rules."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LETTERS = Automaton({0: {1: 1, 33: 0, 2: 0}, 1: {2: 0, 35: 1}})
 
 
 def allowed(words: Sequence[Sequence[int]], tokens: Sequence[int] | None, output: Sequence[int]) -> list[int]:
-    """Return what may follow an output: nothing that completes a word, and nothing that is not allowed."""
+    """Return the tokens that may follow an output: allowed ones that complete no banned word."""
     return [
         token
         for token in (range(SIZE) if tokens is None else sorted(set(tokens)))
@@ -31,7 +31,7 @@ def masked(constraint: Constraint, drafted: Sequence[int] = ()) -> list[int]:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_masks_are_those_of_the_rules(seed: int) -> None:
+def test_masks_follow_words_and_allowed_tokens(seed: int) -> None:
     chance = random.Random(seed)
     words = [[chance.randrange(4) for _ in range(chance.randint(1, 4))] for _ in range(chance.randint(0, 6))]
     tokens = None if seed % 2 else [*chance.sample(range(SIZE), 9), 0, 1, 2, 3]
@@ -56,7 +56,7 @@ def test_without_a_word_in_sight_there_is_no_mask() -> None:
     assert constraint.mask([1, 0]) is None
 
 
-def test_a_form_and_a_vocabulary_allow_what_both_do() -> None:
+def test_a_token_must_be_allowed_by_form_and_vocabulary() -> None:
     make = constrain_all(LETTERS.constrain, Vocabulary(SIZE, [(1, 35), (33,)], None))
     assert make is not None
     joined = make()
@@ -70,7 +70,7 @@ def test_a_form_and_a_vocabulary_allow_what_both_do() -> None:
     assert not joined.is_done
 
 
-def test_a_joined_form_ends_and_forces_as_it_does_alone() -> None:
+def test_a_joined_form_ends_and_forces_as_alone() -> None:
     form, vocabulary = ForcingAutomaton({0: {3: 1}, 1: {}}), Vocabulary(SIZE, [], [3])
     joined = JoinedConstraint(form.constrain(), vocabulary.constrain())
     assert joined.forced() == [3]
@@ -79,7 +79,7 @@ def test_a_joined_form_ends_and_forces_as_it_does_alone() -> None:
     assert joined.is_done
 
 
-def test_one_alone_is_not_joined() -> None:
+def test_a_single_constraint_is_not_joined() -> None:
     assert constrain_all(None, None) is None
     assert constrain_all(LETTERS.constrain, None) == LETTERS.constrain
 
@@ -93,11 +93,11 @@ def test_one_alone_is_not_joined() -> None:
         ({"cat": [1, 2], " cat": [4, 2]}, [[1, 2], [4, 2]]),
     ],
 )
-def test_a_word_is_banned_alone_and_behind_a_space(tokens: dict[str, list[int]], expected: list[list[int]]) -> None:
+def test_a_word_is_banned_with_and_without_a_space(tokens: dict[str, list[int]], expected: list[list[int]]) -> None:
     found = banned_tokens([" cat", (7, 8)], lambda text, special: tokens[text])
     assert found == (*expected, (7, 8))
 
 
 def test_a_word_without_tokens_is_refused() -> None:
-    with pytest.raises(RequestError, match="'cat', of which the tokenizer makes no tokens"):
+    with pytest.raises(RequestError, match="'cat', which the tokenizer encodes as no tokens"):
         banned_tokens(["cat"], lambda text, special: [5] if text == " cat" else [])

@@ -1,4 +1,4 @@
-"""Chat templates render what Hugging Face's do, and can do nothing else."""
+"""Chat templates render as in Hugging Face's libraries, and can do nothing else."""
 
 from __future__ import annotations
 
@@ -32,37 +32,37 @@ def with_template(template: str | None) -> Tokenizer:
     return Tokenizer(byte_level().backend, SETTINGS, template)
 
 
-def test_a_conversation() -> None:
+def test_a_conversation_is_rendered() -> None:
     tokenizer = with_template(CHATML)
     text = "<s><|user|>Hi & <hello></s><|assistant|>Yes?</s>"
     assert tokenizer.apply_chat_template(MESSAGES) == text + "<|assistant|>"
     assert tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=False) == text
 
 
-def test_the_same_text_as_transformers() -> None:
+def test_rendering_equals_transformers() -> None:
     from transformers.utils.chat_template_utils import render_jinja_template
 
     theirs, _ = render_jinja_template([MESSAGES], chat_template=CHATML, bos_token="<s>", eos_token="</s>")
     assert render(CHATML, bos_token="<s>", eos_token="</s>") == theirs[0]
 
 
-def test_the_template_s_own_complaint_reaches_the_user() -> None:
+def test_the_template_s_own_error_reaches_the_user() -> None:
     with pytest.raises(RequestError, match="unknown role robot"):
         with_template(CHATML).apply_chat_template([{"role": "robot", "content": ""}])
 
 
 @pytest.mark.parametrize("messages", [[{"content": "no role"}], [{"role": "user", "content": None}], ["text"]])
-def test_messages_of_a_wrong_shape(messages: Any) -> None:
+def test_messages_of_a_wrong_shape_are_refused(messages: Any) -> None:
     with pytest.raises(RequestError, match="can't render"):
         with_template(CHATML).apply_chat_template(messages)
 
 
-def test_a_template_that_is_no_template() -> None:
+def test_an_invalid_template_is_refused() -> None:
     with pytest.raises(ModelError, match="not valid"):
         with_template("{% for %}").apply_chat_template(MESSAGES)
 
 
-def test_no_template() -> None:
+def test_a_missing_template_is_explained() -> None:
     with pytest.raises(ModelError, match="no chat template"):
         with_template(None).apply_chat_template(MESSAGES)
 
@@ -72,11 +72,11 @@ def test_tojson_does_not_escape_html() -> None:
     assert render("{{ ['é'] | tojson(indent=1) }}") == '[\n "é"\n]'
 
 
-def test_the_date() -> None:
+def test_templates_can_format_the_date() -> None:
     assert re.fullmatch(r"\d{4}-\d\d-\d\d", render("{{ strftime_now('%Y-%m-%d') }}"))
 
 
-def test_generation_marks_stand_for_their_content() -> None:
+def test_generation_blocks_are_replaced_by_their_content() -> None:
     assert (
         render("{% for m in messages %}{% generation %}{{ m.role }}{% endgeneration %}{% break %}{% endfor %}")
         == "user"
@@ -98,14 +98,14 @@ def test_variables_reach_the_template() -> None:
         "{% for i in range(10000000000) %}{% endfor %}",
     ],
 )
-def test_the_sandbox(attack: str) -> None:
+def test_the_sandbox_stops_forbidden_access(attack: str) -> None:
     messages = [dict(message) for message in MESSAGES]
     with pytest.raises((ModelError, RequestError)):
         render(attack, messages)
     assert messages == MESSAGES
 
 
-def test_where_templates_are_found(tmp_path: Path) -> None:
+def test_templates_are_found_in_each_place(tmp_path: Path) -> None:
     named = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]
     assert find_template(tmp_path, {}) is None
     assert find_template(tmp_path, {"chat_template": "S"}) == "S"

@@ -1,4 +1,4 @@
-"""Streamed text is the whole text in pieces, and no piece shows half a character."""
+"""Streamed text is the whole text in pieces, and no piece contains part of a character."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
 @settings(deadline=None, max_examples=examples(150))
 @given(text=texts)
 @pytest.mark.parametrize("kind", TOKENIZERS)
-def test_pieces_of_a_text_join_to_it_and_show_whole_characters(kind: str, text: str) -> None:
+def test_pieces_join_to_the_text_and_have_whole_characters(kind: str, text: str) -> None:
     tokenizer = TOKENIZERS[kind]
     ids = tokenizer.encode(text)
     pieces = stream(tokenizer, ids)
@@ -41,13 +41,13 @@ def test_pieces_of_a_text_join_to_it_and_show_whole_characters(kind: str, text: 
 @given(data=st.data(), skip=st.booleans())
 @pytest.mark.parametrize("kind", TOKENIZERS)
 def test_any_ids_join_to_their_decoding(kind: str, data: st.DataObject, skip: bool) -> None:
-    """Broken bytes, special tokens and ids beyond the vocabulary included, at lengths that drop old tokens."""
+    """Including invalid bytes, special tokens and ids beyond the vocabulary, at lengths that drop old tokens."""
     tokenizer = TOKENIZERS[kind]
     ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size + 3), max_size=80))
     assert "".join(stream(tokenizer, ids, skip)) == tokenizer.decode(ids, skip)
 
 
-def test_a_character_over_four_tokens_appears_once_and_whole() -> None:
+def test_a_character_of_four_tokens_appears_once() -> None:
     tokenizer = byte_level(vocab_size=258)  # bytes alone: no merges
     ids = tokenizer.encode("a👍b", add_special_tokens=False)
     assert stream(tokenizer, ids) == ["a", "", "", "", "👍", "b", ""]
@@ -60,8 +60,8 @@ def test_an_unfinished_character_is_shown_at_the_end_only(tokenizer: Tokenizer) 
     assert "\ufffd" in rest
 
 
-def test_text_is_not_held_longer_than_a_character() -> None:
-    """Each ordinary token's text comes with it: a reader sees no delay."""
+def test_at_most_one_character_is_held_back() -> None:
+    """The text of an ordinary token is returned with the token, without delay."""
     tokenizer = byte_level()
     ids = tokenizer.encode("the quick brown fox", add_special_tokens=False)
     assert all(stream(tokenizer, ids)[:-1])
@@ -75,8 +75,8 @@ def test_special_tokens_are_shown_on_request() -> None:
 
 
 @pytest.mark.parametrize("text", ["a", "世", "\x80", "ab \n"])
-def test_work_for_a_token_does_not_grow(tokenizer: Tokenizer, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No decoding is longer than a fixed window, except of a run of bytes, which is decoded once."""
+def test_time_per_token_is_constant(tokenizer: Tokenizer, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each decoding has at most a fixed window of tokens, except for a run of bytes, which is decoded once."""
     decoded = []
     whole = tokenizer.decode
     monkeypatch.setattr(tokenizer, "decode", lambda ids, **options: decoded.append(len(ids)) or whole(ids, **options))

@@ -1,4 +1,4 @@
-"""Tokenizer files that were tampered with: a tokenizer or a ModelError, and a text or a RequestError."""
+"""Corrupted tokenizer files give a tokenizer or a ModelError, and then a text or a RequestError."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ quick = settings(
 
 
 def contents() -> list[dict[str, Any]]:
-    """Return the content of tokenizer.json for each kind, and for one with every part that a file may have."""
+    """Return the content of tokenizer.json for each kind of tokenizer, and one with every possible part."""
     plain = [json.loads(make().backend.to_str()) for make in (byte_level, sentencepiece_style, metaspace_style)]
     full = json.loads(byte_level().backend.to_str())
     full["truncation"] = {"direction": "Right", "max_length": 8, "strategy": "LongestFirst", "stride": 2}
@@ -53,7 +53,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def use(folder: Path) -> None:
-    """Load a tokenizer and put it through everything that a request does with it."""
+    """Load a tokenizer and use it in every way that a request does."""
     with suppress(ModelError):
         tokenizer = Tokenizer.from_folder(folder)
         for text in ("a  fox 👍", "", " "):
@@ -118,7 +118,7 @@ def test_changed_settings_are_usable_or_refused(folder: Path, file: str, content
 
 
 @pytest.mark.parametrize("text", ["[" * 10**5, '{"a":' * 500 + "1" + "}" * 500, '{"eos_token": "\\ud800"}', "[]", "1"])
-def test_settings_that_no_one_can_use_are_refused(folder: Path, text: str) -> None:
+def test_unusable_settings_are_refused(folder: Path, text: str) -> None:
     (folder / "tokenizer_config.json").write_text(text, encoding="utf-8")
     with pytest.raises(ModelError, match="tokenizer_config.json"):
         Tokenizer.from_folder(folder)

@@ -1,4 +1,4 @@
-"""Messages are checked, and given the form that chat templates read."""
+"""Messages are checked, and converted to the form that chat templates read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def called(arguments: Any) -> dict[str, Any]:
     return {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": arguments}}
 
 
-def test_texts_stay_as_they_are() -> None:
+def test_texts_are_unchanged() -> None:
     messages = [{"role": role, "content": "x"} for role in ROLES if role != "developer"]
     assert read_messages(messages) == messages
     assert read_messages(({"role": "developer", "content": ""},)) == [{"role": "system", "content": ""}]
@@ -38,7 +38,7 @@ def test_arguments_become_objects(given: Any, read: Any) -> None:
     assert read_messages([message]) == [{"role": "assistant", "content": "", "tool_calls": [called(read)]}]
 
 
-def test_what_was_given_is_not_changed() -> None:
+def test_the_caller_s_messages_are_not_changed() -> None:
     message = {"role": "assistant", "content": [{"type": "text", "text": "x"}], "tool_calls": [called("{}")]}
     read_messages([message])
     assert message == {"role": "assistant", "content": [{"type": "text", "text": "x"}], "tool_calls": [called("{}")]}
@@ -68,7 +68,7 @@ def test_wrong_messages_are_refused(messages: Any, reason: str) -> None:
         read_messages(messages)
 
 
-def test_variables_have_names_of_their_own() -> None:
+def test_variables_can_t_replace_parameters() -> None:
     assert check_variables(None) == {}
     assert check_variables({"enable_thinking": False}) == {"enable_thinking": False}
     with pytest.raises(RequestError, match="can't set tools"):

@@ -1,4 +1,4 @@
-"""A chat template can use only so much text, memory and time; templates of the usual kind notice nothing of it."""
+"""A chat template has limits on text, memory and time, which common templates do not reach."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from speculant.text.chat import ChatTemplate
 
 
 def nested(value: str) -> str:
-    """Return a template that prints a value which contains itself of the step before twice, after 99 steps."""
+    """Return a template that prints a value after 99 steps, each of which makes it contain the previous value twice."""
     return "{% set x = namespace(t=1) %}{% for i in range(99) %}{% set x.t = " + value + " %}{% endfor %}{{ x.t }}"
 
 
@@ -175,7 +175,7 @@ def test_a_template_that_takes_too_long_is_refused(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("name", USUAL)
-def test_usual_templates_render_as_in_transformers(name: str) -> None:
+def test_common_templates_render_as_in_transformers(name: str) -> None:
     variables = {"bos_token": "<s>", "eos_token": "</s>"}
     theirs, _ = render_jinja_template([CONVERSATION], tools=TOOLS, chat_template=USUAL[name], **variables)
     ours = ChatTemplate(USUAL[name]).render(CONVERSATION, False, tools=TOOLS, **variables)
@@ -184,7 +184,7 @@ def test_usual_templates_render_as_in_transformers(name: str) -> None:
 
 @pytest.mark.parametrize("name", USUAL)
 def test_the_budget_grows_with_the_conversation(name: str) -> None:
-    """A thousand turns of 2 kB each, most of it as the content of one message."""
+    """A thousand turns of 2 kB each, mostly in the content of one message."""
     turns = [{**message, "content": "word " * 400} for message in CONVERSATION[4:]] * 500
     messages = [*CONVERSATION, *turns, {"role": "user", "content": "word " * 10**6}]
     assert render(USUAL[name], messages, tools=TOOLS, bos_token="<s>")
@@ -205,7 +205,7 @@ def test_renderings_do_not_share_a_budget(monkeypatch: pytest.MonkeyPatch) -> No
         assert template.render([], False) == ""
 
 
-def test_names_of_the_sandbox_are_out_of_reach() -> None:
+def test_names_of_the_sandbox_are_inaccessible() -> None:
     assert render("{{ budget is defined }}{{ self is defined }}", []) == "FalseTrue"
     assert render("{{ namespace(a=1)._Namespace__attrs }}{{ self._TemplateReference__context }}") == ""
     with pytest.raises(ModelError, match="No filter named 'counted'"):

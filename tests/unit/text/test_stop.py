@@ -1,4 +1,4 @@
-"""Stop strings are found wherever the text is cut, and no part of one is shown."""
+"""Stop strings are found however the text is split, and no part of one is released."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pieces_over_ab = st.lists(st.text("abc", max_size=4), max_size=12)
 
 
 def oracle(text: str, stops: list[str], include: bool) -> tuple[str, str | None]:
-    """Look at ever longer beginnings of the text for one that ends with a stop string."""
+    """Search for the shortest beginning of the text that ends with a stop string."""
     for end in range(1, len(text) + 1):
         hits = [stop for stop in stops if text[:end].endswith(stop)]
         if hits:
@@ -33,14 +33,14 @@ def run(stops: list[str], pieces: list[str], include: bool = False) -> tuple[lis
 
 @settings(deadline=None, max_examples=examples(400))
 @given(stops=stops_over_ab, pieces=pieces_over_ab, include=st.booleans())
-def test_agrees_with_the_oracle_however_the_text_is_cut(stops: list[str], pieces: list[str], include: bool) -> None:
+def test_any_split_of_the_text_agrees_with_the_oracle(stops: list[str], pieces: list[str], include: bool) -> None:
     shown, stop = run(stops, pieces, include)
     assert ("".join(shown), stop) == oracle("".join(pieces), stops, include)
 
 
 @settings(deadline=None, max_examples=examples(300))
 @given(stops=stops_over_ab, pieces=pieces_over_ab)
-def test_holds_back_exactly_what_may_begin_a_stop_string(stops: list[str], pieces: list[str]) -> None:
+def test_only_possible_beginnings_of_a_stop_are_held_back(stops: list[str], pieces: list[str]) -> None:
     stop_checker, seen, shown = StopSearch(StopStrings(stops)), "", ""
     for piece in pieces:
         seen += piece
@@ -52,27 +52,27 @@ def test_holds_back_exactly_what_may_begin_a_stop_string(stops: list[str], piece
         assert len(seen) - len(shown) == max((len(b) for b in beginnings if seen.endswith(b)), default=0)
 
 
-def test_a_stop_string_over_three_pieces() -> None:
+def test_a_stop_string_in_three_pieces_is_found() -> None:
     assert run(["</end>"], ["text</", "en", "d>more"]) == (["text", "", "", ""], "</end>")
 
 
-def test_include_keeps_the_stop_string_and_drops_the_rest() -> None:
+def test_include_keeps_the_stop_string_and_drops_later_text() -> None:
     assert run(["END"], ["a E", "ND b"], include=True) == (["a ", "END", ""], "END")
 
 
-def test_a_beginning_that_leads_nowhere_is_released() -> None:
+def test_an_incomplete_stop_string_is_released() -> None:
     assert run(["aab"], ["aa", "aa", "c"]) == (["", "aa", "aac", ""], None)
 
 
-def test_a_stop_inside_the_beginning_of_another() -> None:
+def test_a_stop_inside_the_beginning_of_another_is_found() -> None:
     assert run(["abcd", "bc"], ["xab", "c", "d"]) == (["x", "a", "", ""], "bc")
 
 
-def test_what_is_held_comes_at_the_end() -> None:
+def test_held_text_is_returned_at_the_end() -> None:
     assert run(["abc"], ["xab"]) == (["x", "ab"], None)
 
 
-def test_nothing_comes_after_the_stop() -> None:
+def test_no_text_follows_the_stop() -> None:
     stop_checker = StopSearch(StopStrings(["b"]))
     assert stop_checker.push("abc") == Released("a", "b")
     assert stop_checker.push("def") == Released("", "b")

@@ -1,4 +1,4 @@
-"""A text stream goes back to its checkpoint exactly: what is pushed afterwards gives what it gives a fresh stream."""
+"""A text stream returns to its checkpoint exactly: later tokens give the same text as in a new stream."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def push(stream: TextStream, ids: Sequence[int]) -> list[str | None]:
 
 
 def rest_of(stream: TextStream, ids: Sequence[int]) -> tuple[list[str | None], list[str], str, str]:
-    """Push more tokens to the end; return everything that a stream shows from here on."""
+    """Push the remaining tokens; return all the text that the stream releases from here on."""
     found = push(stream, ids)
     pieces = [stream.pop() for _ in range(len(stream._pieces))]
     return found, pieces, stream.finish(), stream.text
@@ -38,7 +38,7 @@ def rest_of(stream: TextStream, ids: Sequence[int]) -> tuple[list[str | None], l
 @given(data=st.data(), min_tokens=st.integers(0, 30), popped=st.booleans())
 @pytest.mark.parametrize("kind", TOKENIZERS)
 def test_rollback_is_exact(kind: str, data: st.DataObject, min_tokens: int, popped: bool) -> None:
-    """Windows that were shortened, open runs of bytes and strings that were half found are as they were."""
+    """It restores shortened windows, open runs of bytes and partly found strings."""
     tokenizer = TOKENIZERS[kind]
     ids = st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=40)
     before, undone, after = data.draw(ids), data.draw(ids), data.draw(ids)

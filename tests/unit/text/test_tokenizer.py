@@ -22,7 +22,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_text_and_back(folder: Path) -> None:
+def test_decoding_returns_the_encoded_text(folder: Path) -> None:
     tokenizer = Tokenizer.from_folder(folder)
     ids = tokenizer.encode("the naïve fox 👍")
     assert ids[0] == tokenizer.bos_id == tokenizer.vocab()["<s>"]
@@ -34,7 +34,7 @@ def test_text_and_back(folder: Path) -> None:
     assert tokenizer.apply_chat_template([]) == "<s>"
 
 
-def test_settings_are_plain_and_name_no_files(folder: Path) -> None:
+def test_settings_have_texts_and_no_file_names(folder: Path) -> None:
     settings = {"eos_token": {"content": "</s>"}, "name_or_path": "/home/me/x", "tokenizer_file": "/home/me/y", "a": 1}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     told = Tokenizer.from_folder(folder).settings
@@ -80,26 +80,26 @@ def test_broken_files_are_named(folder: Path, file: str, content: str | None, re
         Tokenizer.from_folder(folder)
 
 
-def test_sentencepiece_alone_is_refused_with_the_way_out(folder: Path) -> None:
+def test_sentencepiece_alone_is_refused_with_a_fix(folder: Path) -> None:
     (folder / "tokenizer.json").unlink()
     (folder / "tokenizer.model").write_bytes(b"")
     with pytest.raises(ModelError, match=r"sentencepiece(.|\n)*save_pretrained"):
         Tokenizer.from_folder(folder)
 
 
-def test_equal_vocabularies_fit() -> None:
+def test_equal_vocabularies_match() -> None:
     compare_vocabularies(byte_level(), byte_level())
 
 
 def swapped(first: str, second: str) -> Tokenizer:
-    """A tokenizer of the same size and the same tokens, two of which have each other's id."""
+    """A tokenizer of the same size with the same tokens, but the ids of two tokens are swapped."""
     content = json.loads(byte_level().backend.to_str())
     vocab = content["model"]["vocab"]
     vocab[first], vocab[second] = vocab[second], vocab[first]
     return Tokenizer(Backend.from_str(json.dumps(content)), {})
 
 
-def test_the_same_size_is_not_the_same_vocabulary() -> None:
+def test_vocabularies_of_the_same_size_may_differ() -> None:
     draft, target = swapped("a", "b"), byte_level()
     assert draft.vocab_size == target.vocab_size
     with pytest.raises(PairError) as caught:
@@ -112,7 +112,7 @@ def test_the_same_size_is_not_the_same_vocabulary() -> None:
     assert "needs no model" in message
 
 
-def test_tokens_that_one_side_lacks_are_told() -> None:
+def test_tokens_that_one_side_lacks_are_returned() -> None:
     draft = byte_level()
     assert compare_vocabularies(byte_level(), draft) == frozenset()
     draft.backend.add_tokens(["<extra>", "<more>"])
@@ -120,7 +120,7 @@ def test_tokens_that_one_side_lacks_are_told() -> None:
     assert compare_vocabularies(draft, byte_level()) == frozenset({321, 322})
 
 
-def test_different_added_tokens_of_one_id_are_a_difference() -> None:
+def test_added_tokens_of_one_id_are_compared() -> None:
     draft, target = byte_level(), byte_level()
     draft.backend.add_tokens(["<extra>"])
     target.backend.add_tokens(["<other>"])
@@ -146,6 +146,6 @@ def word_level(vocab: dict[str, int], unknown: str = "?") -> Tokenizer:
     return Tokenizer(Backend(WordLevel(vocab, unk_token=unknown)), {})
 
 
-def test_another_kind_of_tokenizer_differs_in_many() -> None:
+def test_another_kind_of_tokenizer_has_many_differences() -> None:
     with pytest.raises(PairError, match="ids differ"):
         compare_vocabularies(byte_level(), sentencepiece_style())

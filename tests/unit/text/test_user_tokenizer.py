@@ -1,4 +1,4 @@
-"""The tokenizer for users gives what transformers' own gives, by the same names."""
+"""The tokenizer for users gives the same results as that of transformers, by the same names."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def theirs(folder: Path) -> Any:
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_texts_are_encoded_and_decoded_alike(ours: UserTokenizer, theirs: Any, text: str) -> None:
+def test_encoding_and_decoding_equal_those_of_transformers(ours: UserTokenizer, theirs: Any, text: str) -> None:
     for special in (True, False):
         ids = theirs.encode(text, add_special_tokens=special)
         assert ours.encode(text, add_special_tokens=special) == ids
@@ -46,13 +46,13 @@ def test_texts_are_encoded_and_decoded_alike(ours: UserTokenizer, theirs: Any, t
     assert ours(text) == {name: theirs(text)[name] for name in ("input_ids", "attention_mask")}
 
 
-def test_several_texts_are_encoded_alike(ours: UserTokenizer, theirs: Any) -> None:
+def test_encoding_several_texts_equals_transformers(ours: UserTokenizer, theirs: Any) -> None:
     expected = theirs(TEXTS)
     assert ours(TEXTS) == {name: expected[name] for name in ("input_ids", "attention_mask")}
     assert ours.batch_decode(expected["input_ids"]) == theirs.batch_decode(expected["input_ids"])
 
 
-def test_vocabulary_and_special_tokens_are_alike(ours: UserTokenizer, theirs: Any) -> None:
+def test_vocabulary_and_special_tokens_equal_transformers(ours: UserTokenizer, theirs: Any) -> None:
     assert len(ours) == len(theirs)
     assert ours.get_vocab() == theirs.get_vocab()
     assert sorted(ours.all_special_ids) == sorted(theirs.all_special_ids)
@@ -68,7 +68,7 @@ def test_vocabulary_and_special_tokens_are_alike(ours: UserTokenizer, theirs: An
 
 
 @pytest.mark.parametrize("begins", [True, False])
-def test_templates_are_applied_alike(ours: UserTokenizer, theirs: Any, begins: bool) -> None:
+def test_templates_are_applied_as_in_transformers(ours: UserTokenizer, theirs: Any, begins: bool) -> None:
     named: dict[str, Any] = {"chat_template": TEMPLATE, "add_generation_prompt": begins}
     assert ours.apply_chat_template(TALK, tokenize=False, **named) == theirs.apply_chat_template(
         TALK, tokenize=False, **named
@@ -80,6 +80,6 @@ def test_templates_are_applied_alike(ours: UserTokenizer, theirs: Any, begins: b
     assert ours.apply_chat_template(TALK, **named) == {name: both[name] for name in ("input_ids", "attention_mask")}
 
 
-def test_continuing_a_message_is_left_to_chat(ours: UserTokenizer) -> None:
+def test_continuing_a_message_is_refused(ours: UserTokenizer) -> None:
     with pytest.raises(RequestError, match=r"LLM\.chat"):
         ours.apply_chat_template(TALK, chat_template=TEMPLATE, continue_final_message=True)

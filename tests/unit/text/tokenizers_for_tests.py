@@ -45,7 +45,7 @@ def sentencepiece_style() -> Tokenizer:
 
 
 def metaspace_style() -> Tokenizer:
-    """The newer form of the same: one decoder that turns the mark into a space."""
+    """Its newer form: one decoder that turns the mark into a space."""
     tokenizer = sentencepiece_style().backend
     tokenizer.normalizer = normalizers.Replace(Regex(" +"), " ")
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")

@@ -1,6 +1,6 @@
-"""Tool calls: a parser for each format that models write them in, and the form of a call that a request insists on.
+"""Tool calls: a parser for each format in which models write them, and the form of calls that a request requires.
 
-A format is a module of its own here, or an entry point in the group "speculant.serving.tools", that defines `Parser`.
+A format is a module in this package, or an entry point of the group "speculant.serving.tools", that defines `Parser`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = [
 
 
 def find_format(template: str | None, name: str | None = None) -> type[ToolParser] | None:
-    """Return the format of that name, else the one that a chat template is written for; None if none is known.
+    """Return the format of that name, or else the format of a chat template; None if it is unknown.
 
     Raises ConfigError for an unknown name.
     """
@@ -39,7 +39,7 @@ def find_format(template: str | None, name: str | None = None) -> type[ToolParse
 def find_parser(
     template: str | None, name: str | None = None, new_id: Callable[[], str] | None = None
 ) -> ToolParser | None:
-    """Return a parser for one answer, chosen as `find_format` does; `new_id` makes the calls' ids (None = random)."""
+    """Return a parser for one answer, in the format of `find_format`. new_id: makes call ids; None = random."""
     found = find_format(template, name)
     return None if found is None else found(new_id)
 
@@ -50,10 +50,10 @@ def call_schema(
     template: str | None = None,
     name: str | None = None,
 ) -> list[CallShape]:
-    """Return the forms of which one call must have one: of each tool that `tool_choice` leaves, in the model's format.
+    """Return the forms of a required call, in the model's format: one for each tool that `tool_choice` allows.
 
-    tools and choice are in OpenAI's form, "required" or a named function. A model whose format is not known writes
-    `{"name": ..., "arguments": ...}`. Raises RequestError for tools or a choice that make no sense.
+    tools and choice are in OpenAI's form; the choice is "required" or a named function. A model whose format is unknown
+    writes `{"name": ..., "arguments": ...}`. Raises RequestError for invalid tools or an invalid choice.
     """
     found = find_format(template, name)
     chosen = choose_tools(read_tools(tools), choice)

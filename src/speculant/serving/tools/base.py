@@ -1,9 +1,9 @@
-"""Tool calls in a model's text, read while the text is generated: what every format shares.
+"""Tool calls in a model's text, read while the text is generated: the base of all formats.
 
-A parser is a small automaton over characters, so its result does not depend on how the text was cut. It is written as
-a generator that is sent one character at a time; "" is the end of the text. A call is a part of the output from the
-moment on that its name and the first character of its arguments are known. What is malformed before that is text, and
-so is what is malformed after it, from the first wrong character on; the arguments so far stay.
+A parser is a small automaton over characters, so its result does not depend on how the text is split. It is a generator
+that receives one character at a time; "" is the end of the text. A call is output as soon as its name and the first
+character of its arguments are known. Malformed text before that point is output as text. After it, text is output as
+text from the first wrong character on, and the arguments so far remain.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SPACE = " \t\r\n"
 
 @dataclass(frozen=True)
 class TextDelta:
-    """A piece of the answer that is no part of a call."""
+    """A piece of the answer outside calls."""
 
     text: str
 
@@ -49,7 +49,7 @@ def random_id() -> str:
 
 
 def short_id() -> str:
-    """Return an id of nine letters and digits, which Mistral's templates insist on."""
+    """Return an id of nine letters and digits, which Mistral's templates require."""
     return _random_letters(9)
 
 
@@ -58,7 +58,7 @@ def _random_letters(count: int) -> str:
 
 
 class Deltas:
-    """What was read and not fetched yet. White space beside a call belongs to neither: it is left out."""
+    """The output that was not fetched yet. White space next to a call is left out."""
 
     def __init__(self, new_id: Callable[[], str]) -> None:
         self._new_id = new_id
@@ -94,7 +94,7 @@ class Deltas:
         self._space.clear()
 
     def fetch(self) -> list[Delta]:
-        """Return what was added since the last time, neighbours of a kind joined."""
+        """Return the deltas since the last call; adjacent ones of the same kind are joined."""
         made, self._made = self._made, []
         groups = groupby(made, lambda delta: delta.index if isinstance(delta, ToolDelta) else None)
         joined = (_join(list(group)) for _, group in groups)
@@ -110,10 +110,9 @@ def _join(group: Sequence[Delta]) -> Delta:
 
 
 class ToolParser(ABC):
-    """Tells calls from text while both are generated. A format is a subclass called `Parser` in a module of its own.
+    """Separates calls from text while both are generated. A format is a subclass, `Parser` in its module.
 
-    marker: begins a call; "" = nothing does. closing: may follow a call and is left out then. The time that it takes
-    is linear in the text.
+    marker: begins a call; "" = no marker. closing: may follow a call, and is left out. Time is linear in the text.
     """
 
     marker: ClassVar[str]
@@ -121,20 +120,20 @@ class ToolParser(ABC):
     default_id: ClassVar[Callable[[], str]] = staticmethod(random_id)
 
     def __init__(self, new_id: Callable[[], str] | None = None) -> None:
-        """`new_id` makes the calls' ids; None = random ones."""
+        """new_id: makes the calls' ids; None = random ones."""
         self._deltas = Deltas(new_id or type(self).default_id)
         self._cursor = Cursor()
         self._script = self._read()
         next(self._script)
 
     def feed(self, text: str) -> list[Delta]:
-        """Return what has become certain with more text; only what may be a marker's beginning is held back."""
+        """Return what has become certain with more text. Only a possible beginning of a marker is held back."""
         for char in text:
             self._script.send(char)
         return self._deltas.fetch()
 
     def finish(self) -> list[Delta]:
-        """Return the rest at the text's end; `feed` may not follow."""
+        """Return the rest at the text's end; no `feed` may follow."""
         with suppress(StopIteration):
             self._script.send("")
         self._deltas.end()
@@ -142,7 +141,7 @@ class ToolParser(ABC):
 
     @classmethod
     def markers(cls) -> tuple[str, ...]:
-        """Return what has to be in the text; where these are special tokens, decoding must not skip them."""
+        """Return texts that the parser needs; if they are special tokens, decoding must keep them."""
         return (cls.marker,) if cls.closing is None else (cls.marker, cls.closing)
 
     @classmethod
@@ -157,12 +156,12 @@ class ToolParser(ABC):
 
     @classmethod
     def separator(cls, template: str | None = None) -> str | None:
-        """Return what stands between two calls of `shape`; None if several can't be written like that."""
+        """Return the text between two calls of `shape`; None if several calls can't be written in that shape."""
         return None
 
     @abstractmethod
     def _calls(self) -> Script:
-        """Read the calls that follow a marker. Raises MalformedError; what is in `_cursor.raw` is text in the end."""
+        """Read the calls that follow a marker. Raises MalformedError; then the content of `_cursor.raw` is text."""
 
     def _read(self) -> Script:
         self._cursor.char = yield
@@ -176,7 +175,7 @@ class ToolParser(ABC):
             self._release()
 
     def _begin(self) -> Script:
-        """Read what counts at the beginning of the text alone."""
+        """Read calls that may only be at the beginning of the text."""
         yield from ()
 
     def _attempt(self) -> Script:
@@ -184,12 +183,12 @@ class ToolParser(ABC):
             yield from self._calls()
 
     def _release(self) -> None:
-        """Let what was read and not understood be text."""
+        """Output the characters that are not part of a call as text."""
         self._deltas.text("".join(self._cursor.raw))
         self._cursor.raw.clear()
 
     def _search(self) -> Generator[None, str, str]:
-        """Pass on text up to a marker or a closing, which stays in `raw`; return it, or "" at the end."""
+        """Output text up to a marker or a closing, which stays in `raw`. Return it, or "" at the end of the text."""
         cursor, held, markers = self._cursor, "", self.markers()
         while cursor.char:
             held += cursor.char
@@ -208,7 +207,7 @@ class ToolParser(ABC):
         held: list[str] = []  # arguments that precede the name
         begun = False
 
-        def argue(piece: str) -> None:
+        def add_arguments(piece: str) -> None:
             nonlocal begun
             if name is None:
                 held.append(piece)
@@ -216,16 +215,16 @@ class ToolParser(ABC):
             if not begun:
                 self._begin_call(name)
                 begun = True
-            self._argue("".join((*held, piece)))
+            self._add_arguments("".join((*held, piece)))
             held.clear()
 
-        def called(text: str) -> None:
+        def set_name(text: str) -> None:
             nonlocal name
             name = checked_name(text)
             if held:
-                argue("")
+                add_arguments("")
 
-        yield from read_call(self._cursor, called, argue)
+        yield from read_call(self._cursor, set_name, add_arguments)
         if not begun:
             raise MalformedError
         self._cursor.raw.clear()
@@ -234,19 +233,19 @@ class ToolParser(ABC):
         self._deltas.begin_call(name, call_id)
         self._cursor.raw.clear()
 
-    def _argue(self, piece: str) -> None:
+    def _add_arguments(self, piece: str) -> None:
         self._deltas.arguments(piece)
         self._cursor.raw.clear()
 
 
 def checked_name(text: str) -> str:
-    """Return a function's name; raises MalformedError for one that is empty or has control characters."""
+    """Return a function's name. Raises MalformedError if it is empty or has control characters."""
     if not text or not text.isprintable():
         raise MalformedError
     return text
 
 
 def parse(parser: ToolParser, pieces: Iterable[str]) -> list[Delta]:
-    """Return everything that a parser makes of a text."""
+    """Return all deltas of a text."""
     deltas = [delta for piece in pieces for delta in parser.feed(piece)]
     return [*deltas, *parser.finish()]

@@ -9,7 +9,7 @@ from speculant.serving.tools.schema import CallShape, Tool, object_shape
 _OTHERS = ("<function=", "<arg_key>")  # formats that share the marker: Qwen3-Coder's, GLM's
 
 
-class Parser(ToolParser):
+class HermesParser(ToolParser):
     """See the module."""
 
     marker, closing = "<tool_call>", "</tool_call>"
@@ -32,3 +32,6 @@ class Parser(ToolParser):
     def _calls(self) -> Script:
         yield from skip_space(self._cursor)
         yield from self._call_object()
+
+
+Parser = HermesParser

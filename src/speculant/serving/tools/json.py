@@ -1,7 +1,6 @@
 """Calls that are the whole text: `{"name": "f", "arguments": {...}}`, several separated by ";" or white space.
 
-No template is written for it. It is the form of a call that a request insists on where the format of the model's own
-calls is not known.
+No template uses this format. It is the form of calls that a request requires if the model's own format is unknown.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from speculant.serving.tools.json_text import Script, drop, skip_space, take
 from speculant.serving.tools.schema import CallShape, Tool, object_shape
 
 
-class Parser(ToolParser):
+class JsonParser(ToolParser):
     """See the module."""
 
     marker = ""
@@ -46,3 +45,6 @@ class Parser(ToolParser):
                 yield from take(self._cursor, drop)
                 yield from skip_space(self._cursor)
             yield from self._call_object()
+
+
+Parser = JsonParser

@@ -1,7 +1,7 @@
 """JSON read one character at a time. Each function is a generator that reads a part of it; see `ToolParser`.
 
-Characters are passed on as soon as they are valid. The one repair: a control character within a string, which models
-write for a line break, is passed on as its escape.
+Characters are passed on as soon as they are valid. There is one repair: a control character within a string, which
+models write for a line break, is passed on as its escape.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _KEYS = {"name": "name", "arguments": "arguments", "parameters": "arguments", "i
 
 
 class MalformedError(Exception):
-    """The text is no call of the format."""
+    """The text is not a call of the format."""
 
 
 class Cursor:
-    """The character to be read next ("" at the end of the text), and in `raw` those read and not understood yet."""
+    """The next character ("" at the end of the text), and in `raw` the characters read but not yet output."""
 
     def __init__(self) -> None:
         self.char = ""
@@ -34,7 +34,7 @@ class Cursor:
 
 
 def take(cursor: Cursor, emit: Emit, instead: str | None = None) -> Script:
-    """Read any character and pass it on, or `instead` of it."""
+    """Read any character and pass it on, or `instead` if given."""
     if not cursor.char:
         raise MalformedError
     cursor.raw.append(cursor.char)
@@ -61,7 +61,7 @@ def skip_space(cursor: Cursor, emit: Emit = drop) -> Script:
 
 
 def read_call(cursor: Cursor, named: Emit, emit: Emit) -> Script:
-    """Read `{"name": "f", "arguments": {...}}` with its keys in any order, beside which only id and type may be there.
+    """Read `{"name": "f", "arguments": {...}}` with keys in any order. Only the keys id and type may be added.
 
     `named` gets the name, `emit` the arguments. Raises MalformedError at the first character that does not fit.
     """
@@ -123,7 +123,7 @@ def read_value(cursor: Cursor, emit: Emit) -> Script:
 
 
 def _close(cursor: Cursor, emit: Emit, closers: list[str]) -> Generator[None, str, bool]:
-    """Close what ends after a value, and return whether another value follows, behind a comma."""
+    """Close the objects and lists that end after a value. Return whether a comma and another value follow."""
     while closers:
         yield from skip_space(cursor, emit)
         if cursor.char != closers[-1]:

@@ -5,11 +5,11 @@ Without the tag a call can only begin the text. Several calls are separated by "
 
 from __future__ import annotations
 
-from speculant.serving.tools import json
+from speculant.serving.tools.json import JsonParser
 from speculant.serving.tools.schema import CallShape, Tool, object_shape
 
 
-class Parser(json.Parser):
+class LlamaParser(JsonParser):
     """See the module."""
 
     marker = "<|python_tag|>"
@@ -28,3 +28,6 @@ class Parser(json.Parser):
     def shape(cls, tool: Tool, template: str | None = None) -> CallShape:
         """See `ToolParser.shape`."""
         return object_shape(tool, "", key="parameters")
+
+
+Parser = LlamaParser

@@ -1,6 +1,6 @@
 """Mistral: `[TOOL_CALLS][{"name": "f", "arguments": {...}}, ...]`, or `[TOOL_CALLS]f[ARGS]{...}` once for each call.
 
-Newer models may write `[CALL_ID]` and an id before `[ARGS]`, older ones no `[ARGS]` after the name.
+Newer models may write `[CALL_ID]` and an id before `[ARGS]`; older ones may leave out `[ARGS]`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _WORD = frozenset(string.ascii_letters + string.digits + "_-.")
 _ARGUMENTS = "[ARGS]"
 
 
-class Parser(ToolParser):
+class MistralParser(ToolParser):
     """See the module. The markers are special tokens of Mistral's tokenizers."""
 
     marker = "[TOOL_CALLS]"
@@ -79,7 +79,7 @@ class Parser(ToolParser):
         if cursor.char != "{":
             raise MalformedError
         self._begin_call(name, call_id)
-        yield from read_object(cursor, self._argue)
+        yield from read_object(cursor, self._add_arguments)
 
     def _word(self) -> Generator[None, str, str]:
         letters: list[str] = []
@@ -91,9 +91,12 @@ class Parser(ToolParser):
 
 
 def _check_name(tool: Tool) -> None:
-    """Raise RequestError for a name that would not be read to its end."""
+    """Raise RequestError for a name that the parser would not read completely."""
     if not _WORD.issuperset(tool.name):
         raise RequestError(
             f"this model can't call a function with the name {tool.name[:80]!r}",
-            "name it by letters of English, digits, '_', '-' and '.'.",
+            "use only English letters, digits, '_', '-' and '.' in its name.",
         )
+
+
+Parser = MistralParser

@@ -1,4 +1,4 @@
-"""The form that a call must have, for a request that insists on one: texts around arguments of a JSON schema."""
+"""The form of calls that a request requires: fixed texts around arguments that fit a JSON schema."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from speculant.errors import RequestError, suggest
 
 @dataclass(frozen=True)
 class Tool:
-    """A function that a model may call; `parameters` is the JSON schema of its arguments, None = it has none."""
+    """A function that a model may call. parameters: the JSON schema of its arguments; None = no arguments."""
 
     name: str
     parameters: Mapping[str, Any] | None = None
@@ -23,7 +23,7 @@ class Tool:
 class CallShape:
     """One call as the model writes it: marker + prefix + arguments that fit `schema` + suffix.
 
-    tags: texts within prefix and suffix that may be tokens of their own, as the marker may be.
+    tags: texts within prefix and suffix that, like the marker, may be single tokens.
     """
 
     marker: str  # "" = none
@@ -46,12 +46,12 @@ def _read_tool(given: object) -> Tool:
         )
     name, schema = function.get("name"), function.get("parameters")
     if not isinstance(name, str) or not name.isprintable() or not name:
-        raise RequestError(f"a tool has the name {str(name)[:80]!r}", "name each function by a printable text.")
+        raise RequestError(f"a tool has the name {str(name)[:80]!r}", "give each function a printable name.")
     if schema is not None and not isinstance(schema, Mapping):
-        raise RequestError(f"the parameters of {name!r} are no JSON schema", 'give {"type": "object", ...}.')
+        raise RequestError(f"the parameters of {name!r} are not a JSON schema", 'give {"type": "object", ...}.')
     if schema is not None and not _allows_object(schema.get("type", "object")):
         raise RequestError(
-            f"the parameters of {name!r} are of type {str(schema['type'])[:80]}, and arguments are an object",
+            f"the parameters of {name!r} are of type {str(schema['type'])[:80]}, but arguments are an object",
             'give {"type": "object", ...}.',
         )
     return Tool(name, schema)
@@ -62,12 +62,12 @@ def _allows_object(kind: object) -> bool:
 
 
 def choose_tools(tools: Sequence[Tool], choice: str | Mapping[str, Any]) -> list[Tool]:
-    """Return the tools that a `tool_choice` leaves: all for "required", one that is named in OpenAI's form.
+    """Return the tools that a `tool_choice` allows: all for "required", or one that is named in OpenAI's form.
 
     Raises RequestError for a choice that names none of them.
     """
     if not tools:
-        raise RequestError(f"tool_choice={choice!r} came without tools", 'give tools, or tool_choice="none".')
+        raise RequestError(f"tool_choice={choice!r} needs tools", 'give tools, or tool_choice="none".')
     if choice == "required":
         return list(tools)
     function = choice.get("function") if isinstance(choice, Mapping) else None
@@ -94,7 +94,7 @@ def parameters(tool: Tool) -> Mapping[str, Any]:
 def object_shape(
     tool: Tool, marker: str, before: str = "", after: str = "", key: str = "arguments", tags: tuple[str, ...] = ()
 ) -> CallShape:
-    """Return the shape of a call that is `{"name": ..., key: {...}}`, between two texts."""
+    """Return the shape of a call `{"name": ..., key: {...}}` between two texts."""
     name = json.dumps(tool.name, ensure_ascii=False)
     return CallShape(marker, f'{before}{{"name": {name}, "{key}": ', parameters(tool), "}" + after, tags)
 
@@ -105,11 +105,11 @@ def call_grammar(
     separator: str | None = None,
     compact: bool = False,
 ) -> str:
-    """Return a grammar, in llguidance's dialect of Lark, of calls that have one of these shapes each.
+    """Return a grammar, in llguidance's dialect of Lark, for calls that each have one of these shapes.
 
-    token_id: the id of a marker or tag that is one added token, else None: it can only be written as this token.
-    separator: what stands between two calls; None = there is one call. compact: arguments have no blanks between
-    their parts.
+    token_id: returns the id of a marker or tag that is one added token, and can only be written as this token;
+    otherwise None. separator: the text between two calls; None = there is one call. compact: arguments have no white
+    space between their parts.
     """
     rules = [" ".join(_symbols(shape, token_id, compact)) for shape in shapes]
     more = "" if separator is None else f" ({_quoted(separator)} call)*"
@@ -122,13 +122,13 @@ def call_grammar(
 
 def _symbols(shape: CallShape, token_id: Callable[[str], int | None], compact: bool) -> list[str]:
     known = {tag: token for tag in (shape.marker, *shape.tags) if tag and (token := token_id(tag)) is not None}
-    options = {"whitespace_flexible": not compact}  # in place of options that the schema itself has
+    options = {"whitespace_flexible": not compact}  # overrides the options of the schema itself
     schema = json.dumps({**shape.schema, "x-guidance": options})
     return [*_literals(shape.marker + shape.prefix, known), f"%json {schema}", *_literals(shape.suffix, known)]
 
 
 def _literals(text: str, tokens: Mapping[str, int]) -> list[str]:
-    """Return a text as symbols of a grammar: its tags by their token ids, the rest as strings."""
+    """Return a text as symbols of a grammar: tags as token ids, the rest as strings."""
     pieces = re.split("(" + "|".join(map(re.escape, tokens)) + ")", text) if tokens else [text]
     return [f"<[{tokens[piece]}]>" if piece in tokens else _quoted(piece) for piece in pieces if piece]
 

@@ -42,7 +42,7 @@ from benchmarks.peers.llama_cpp import (
 from benchmarks.peers.models import DEMO, POSITIONS, Workloads, canonical_prompt, make_pair
 from benchmarks.peers.report import case_value, tables
 
-from speculant.cli.probes import Speeds
+from speculant.cli.doctor import Speeds
 from speculant.models.source import read_json, resolve_source
 from speculant.models.weights.tensors import TensorFiles
 from speculant.text.tokenizer import Tokenizer

@@ -1,4 +1,4 @@
-"""What the form of a forced call allows is read as calls: by every format, whatever the tokenizer's tags are."""
+"""Every text that the form of a forced call allows is read as calls, in each format and with any kind of tags."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.examples import examples
 from tests.tagged import tokenizer_with_tags, write
 
 pytest.importorskip("llguidance")
-PLAIN = "{{ messages }}"  # knows no tools
+PLAIN = "{{ messages }}"  # has no tools
 TEMPLATES = {
     "hermes": "{{ tools }}<tool_call>",
     "llama3": "<|start_header_id|>{{ tools }}<|python_tag|>",
@@ -58,7 +58,7 @@ def body_of(names: list[str], schema: dict[str, Any] | None, choice: Any = "requ
 
 
 def sampled(tokenizer: Tokenizer, body: ChatBody, rng: random.Random, most: int) -> str:
-    """Return a random text of the form, as the server decodes it; after `most` choices it closes what is open."""
+    """Return a random text of the form, as the server decodes it. After `most` choices it closes open parts."""
     params = with_tools(tokenizer, SamplingParams(), body, None)
     assert params.structured_outputs is not None
     constraint = Grammars(tokenizer, ()).compile(params.structured_outputs).result().constrain()
@@ -80,7 +80,7 @@ def sampled(tokenizer: Tokenizer, body: ChatBody, rng: random.Random, most: int)
 @pytest.mark.parametrize("special", [False, True], ids=["added", "special"])
 @pytest.mark.parametrize("schema", SCHEMAS)
 @pytest.mark.parametrize("template", TEMPLATES)
-def test_everything_that_the_form_allows_is_read_as_calls(template: str, schema: str, special: bool) -> None:
+def test_all_texts_of_the_form_are_read_as_calls(template: str, schema: str, special: bool) -> None:
     tokenizer, rng = tokenizer_with_tags(special, TEMPLATES[template]), random.Random(f"{template} {schema}")
     for choice in ("required", {"type": "function", "function": {"name": "sew"}}):
         body = body_of(["cut", "sew"], SCHEMAS[schema], choice)
@@ -115,16 +115,16 @@ def test_every_name_is_refused_or_read(template: str, name: str, seed: int) -> N
 
 @pytest.mark.parametrize("special", [False, True], ids=["added", "special"])
 def test_a_tag_that_is_an_added_token_is_written_as_the_token(special: bool) -> None:
-    """Qwen's tags are added tokens that are not special; they were literals, which no token may write."""
+    """Qwen's tags are added tokens that are not special; no tokens could write them as literals."""
     tokenizer = tokenizer_with_tags(special, TEMPLATES["hermes"])
     form = with_tools(tokenizer, SamplingParams(), body_of(["cut"], None), None).structured_outputs
     constraint = Grammars(tokenizer, ()).compile(form).result().constrain()  # type: ignore[arg-type]
-    written = write(constraint, tokenizer, random.Random(0), max)  # the end token comes after all that may be text
+    written = write(constraint, tokenizer, random.Random(0), max)  # the end token follows all possible text
     ends = [tokenizer.backend.token_to_id(tag) for tag in ("<tool_call>", "</tool_call>")]
     assert [written[0], written[-1]] == ends
 
 
-def test_calls_have_blanks_only_where_they_are_asked_for() -> None:
+def test_calls_are_compact_unless_white_space_is_allowed() -> None:
     tokenizer = tokenizer_with_tags(False, PLAIN)
     space, compact = tokenizer.encode(" ")[0], body_of(["cut"], SCHEMAS["closed"])
     flexible = body_of(["cut"], SCHEMAS["closed"], structured_outputs={"disable_any_whitespace": False})
@@ -137,7 +137,7 @@ def test_calls_have_blanks_only_where_they_are_asked_for() -> None:
 
 @pytest.mark.parametrize("choice", [None, "auto"])
 @pytest.mark.parametrize("template", ["unknown", "no tools"])
-def test_refused_calls_name_the_flag_that_helps(template: str, choice: str | None) -> None:
+def test_an_error_about_tool_formats_names_the_flag(template: str, choice: str | None) -> None:
     tokenizer, body = tokenizer_with_tags(False, TEMPLATES[template]), body_of(["cut"], None, choice)
     with pytest.raises(ApiError, match="--tool-parser") as caught:
         with_tools(tokenizer, SamplingParams(), body, None)
@@ -147,7 +147,7 @@ def test_refused_calls_name_the_flag_that_helps(template: str, choice: str | Non
         with_tools(tokenizer, SamplingParams(), body, name)
 
 
-def test_the_end_of_calls_is_named_as_openai_does() -> None:
+def test_finish_reason_of_calls_is_that_of_openai() -> None:
     named = {"type": "function", "function": {"name": "cut"}}
     reasons = [finish_reason_of_calls(body_of(["cut"], None, choice)) for choice in (None, "auto", "required", named)]
     assert reasons == ["tool_calls", "tool_calls", "tool_calls", "stop"]

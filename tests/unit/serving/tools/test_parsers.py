@@ -1,4 +1,4 @@
-"""Tool calls are told from text, whatever the cuts of the stream."""
+"""Tool calls are separated from text, however the stream is split."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def read(name: str, text: str, cuts: Sequence[int] = ()) -> list[Delta]:
 
 
 def joined(deltas: Sequence[Delta]) -> list[Delta]:
-    """Join neighbours, as a client does."""
+    """Join adjacent deltas, as a client does."""
     result: list[Delta] = []
     for delta in deltas:
         last = result[-1] if result else None
@@ -134,7 +134,7 @@ def test_malformed_calls_are_text(name: str, text: str) -> None:
 
 
 @pytest.mark.parametrize("bad", ["01", "1.", "-", "1e", "+1", "nul", "tru,", "'x'", "[1,]", "[1 2]", '"\\x"', "{1:2}"])
-def test_wrong_arguments_end_where_they_are_wrong(bad: str) -> None:
+def test_arguments_end_at_the_first_wrong_character(bad: str) -> None:
     text = f'<tool_call>{{"name":"f","arguments":{{"a":{bad}}}}}</tool_call>'
     first, second = read("hermes", text)
     assert isinstance(first, ToolDelta)

@@ -1,4 +1,4 @@
-"""A call that a request insists on: its form, and a grammar that a parser's own text fits."""
+"""A required call: its form, and a grammar that accepts the text which the parser reads."""
 
 from __future__ import annotations
 
@@ -52,23 +52,23 @@ def test_an_unknown_format_is_a_json_object() -> None:
 @pytest.mark.parametrize(
     ("tools", "choice", "reason"),
     [
-        ([], "required", "without tools"),
+        ([], "required", "needs tools"),
         (TOOLS, "sometimes", "does not name a function"),
         (TOOLS, {"type": "function"}, "does not name a function"),
         (TOOLS, {"type": "function", "function": {"name": "wether"}}, "did you mean 'weather'"),
         ([{"type": "web_search"}], "required", "not a function"),
         (["weather"], "required", "not a function"),
         ([{"type": "function", "function": {"name": ""}}], "required", "has the name"),
-        ([{"type": "function", "function": {"name": "f", "parameters": []}}], "required", "no JSON schema"),
+        ([{"type": "function", "function": {"name": "f", "parameters": []}}], "required", "not a JSON schema"),
     ],
 )
-def test_nonsense_is_refused(tools: Any, choice: Any, reason: str) -> None:
+def test_invalid_tools_and_choices_are_refused(tools: Any, choice: Any, reason: str) -> None:
     with pytest.raises(RequestError, match=reason):
         call_schema(tools, choice)
 
 
 def accepts(grammar: str, tokens: list[int]) -> bool:
-    """Whether llguidance's grammar lets these bytes (and 256, a special token) be a whole output."""
+    """Whether llguidance's grammar accepts these bytes (and 256, a special token) as a whole output."""
     llguidance = pytest.importorskip("llguidance")
     matcher = llguidance.LLMatcher(_bytes_tokenizer(llguidance), llguidance.LLMatcher.grammar_from_lark(grammar))
     assert not matcher.is_error(), matcher.get_error()
@@ -88,7 +88,7 @@ def _bytes_tokenizer(llguidance: Any) -> Any:
 
 
 @pytest.mark.parametrize(("name", "template"), FORMS)
-def test_a_grammar_accepts_calls_alone(name: str, template: str | None) -> None:
+def test_a_grammar_accepts_only_calls(name: str, template: str | None) -> None:
     shapes = call_schema(TOOLS, "required", template, name)
     grammar = call_grammar(shapes, lambda marker: None)
     weather, now = shapes
@@ -99,7 +99,7 @@ def test_a_grammar_accepts_calls_alone(name: str, template: str | None) -> None:
     assert not accepts(grammar, [*b"Hello"])
 
 
-def test_a_marker_that_is_a_token_is_that_token() -> None:
+def test_a_marker_that_is_a_token_is_written_as_the_token() -> None:
     (shape,) = call_schema(TOOLS, NAMED, "[TOOL_CALLS]")
     grammar = call_grammar([shape], lambda marker: 256 if marker == "[TOOL_CALLS]" else None)
     rest = [*text_of(CallShape("", shape.prefix, {}, shape.suffix), {"city": "x"}).encode()]

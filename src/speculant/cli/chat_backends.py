@@ -1,4 +1,4 @@
-"""Who answers in `speculant chat`: a model in this process, or a server with OpenAI's API."""
+"""Chat backends, which answer in `speculant chat`: a model in this process, or a server with OpenAI's API."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from speculant.params import SamplingParams
 
 Messages = Sequence[Mapping[str, Any]]
-_PATIENCE = 300.0  # seconds that a server may send nothing
+_PATIENCE = 300.0  # seconds without data from a server
 _LONGEST_LINE = 2**22  # bytes of an event
 _LONGEST_ERROR = 2**16
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A part of an answer. drafted: accepted draft tokens; None = not known. reasoning: it precedes the answer."""
+class AnswerPiece:
+    """A part of an answer. drafted: an accepted draft token; None = unknown. reasoning: it precedes the answer."""
 
     text: str
     drafted: bool | None = None
@@ -36,23 +36,23 @@ class Piece:
 
 @dataclass(frozen=True)
 class Summary:
-    """How an answer was made: in a few words, and in full, with what speculation did."""
+    """brief: the speed of an answer. full: the same with figures on speculation."""
 
     brief: str
     full: str
 
 
-Answer = Generator[Piece, None, Summary]
+Answer = Generator[AnswerPiece, None, Summary]
 
 
-class Partner(Protocol):
-    """Answers conversations. `waits`: the next piece is waited for in a call that an exception may break off."""
+class ChatBackend(Protocol):
+    """Answers conversations. waits: an exception may interrupt the call that waits for the next piece."""
 
     waits: bool
 
     @property
     def introduction(self) -> str:
-        """Who it is, and whether speculation is on."""
+        """The model's name, and whether speculation is on."""
         ...
 
     @property
@@ -61,12 +61,12 @@ class Partner(Protocol):
         ...
 
     def answer(self, messages: Messages, speculating: bool | None) -> Answer:
-        """Yield the next answer; closing the generator ends it early. speculating: None = as the settings say."""
+        """Yield the next answer; closing the generator ends it early. speculating: None = as the settings define."""
         ...
 
 
 @dataclass
-class LocalPartner:
+class LocalChatBackend:
     """A model in this process."""
 
     llm: LLM
@@ -75,24 +75,24 @@ class LocalPartner:
 
     @property
     def introduction(self) -> str:
-        """See `Partner`."""
+        """See `ChatBackend`."""
         state = f"speculation is {'on' if self.llm.speculating else 'off'}: {self.llm.speculation}"
         return f"{self.llm.config.model}; {state}; context: {self.llm.context}"
 
     @property
     def can_switch(self) -> bool:
-        """See `Partner`."""
+        """See `ChatBackend`."""
         return self.llm.speculating
 
     def answer(self, messages: Messages, speculating: bool | None) -> Answer:
-        """See `Partner`."""
+        """See `ChatBackend`."""
         params = self.params
         if speculating is not None and speculating != (params.speculation is not False):
             params = replace(params, speculation=None if speculating else False)
         drafting, output = self.llm.speculating and params.speculation is not False, None
         with closing(self.llm.stream_chat(messages, params)) as pieces:  # type: ignore[type-var]
             for piece in pieces:
-                yield Piece(piece.text, piece.drafted if drafting else None)
+                yield AnswerPiece(piece.text, piece.drafted if drafting else None)
                 output = piece.output
         assert output is not None, "a stream ends with its output"
         cut, timing = _cut(output.outputs[0].finish_reason == "length"), output.metrics.timing
@@ -101,7 +101,7 @@ class LocalPartner:
 
 
 @dataclass
-class RemotePartner:
+class RemoteChatBackend:
     """A server with OpenAI's API. `model`: None = the first one that it lists; `settings` are added to each request.
 
     served: the model as the server lists it.
@@ -117,14 +117,14 @@ class RemotePartner:
 
     def __post_init__(self) -> None:
         if not self.url.startswith(("http://", "https://")):
-            raise RequestError(f"{self.url!r} is no address of a server", "write it like http://127.0.0.1:8000.")
+            raise RequestError(f"{self.url!r} is not the address of a server", "write it like http://127.0.0.1:8000.")
         base = self.url.rstrip("/")
         self._base = base if base.endswith("/v1") else base + "/v1"
         self.served = self._find_model()
 
     @property
     def introduction(self) -> str:
-        """See `Partner`."""
+        """See `ChatBackend`."""
         speculation = self.served.get("speculation")
         if not isinstance(speculation, dict):
             return f"{self.served['id']} at {self._base}"
@@ -133,11 +133,11 @@ class RemotePartner:
 
     @property
     def can_switch(self) -> bool:
-        """See `Partner`; only this package's server has a switch."""
+        """See `ChatBackend`; only this package's server has a switch."""
         return self.served.get("owned_by") == "speculant"
 
     def answer(self, messages: Messages, speculating: bool | None) -> Answer:
-        """See `Partner`."""
+        """See `ChatBackend`."""
         asked = {"model": self.served["id"], "messages": list(messages), "stream": True, **self.settings}
         asked["stream_options"] = {"include_usage": True}
         if self.can_switch:
@@ -182,7 +182,7 @@ class RemotePartner:
 
 @dataclass
 class _Count:
-    """What the chunks of an answer say, beside its text."""
+    """Figures from the chunks of an answer."""
 
     started: float = field(default_factory=time.perf_counter)
     pieces: int = 0
@@ -190,7 +190,7 @@ class _Count:
     speculation: Mapping[str, Any] = field(default_factory=dict)
     cut: bool = False
 
-    def read(self, chunk: Mapping[str, Any]) -> Iterator[Piece]:
+    def read(self, chunk: Mapping[str, Any]) -> Iterator[AnswerPiece]:
         """Yield the text of a chunk."""
         self.usage = chunk.get("usage") or self.usage
         self.speculation = (chunk.get("metrics") or {}).get("speculative_decoding") or self.speculation
@@ -202,10 +202,10 @@ class _Count:
             for name, reasoning in (("reasoning_content", True), ("reasoning", True), ("content", False)):
                 if text := delta.get(name):
                     self.pieces += 1
-                    yield Piece(text, drafted, reasoning)
+                    yield AnswerPiece(text, drafted, reasoning)
 
     def summary(self) -> Summary:
-        """Return the speed, and what speculation did if the server tells."""
+        """Return the speed, and figures on speculation if the server sent them."""
         tokens = self.usage.get("completion_tokens") or self.pieces
         made = _speed(tokens, time.perf_counter() - self.started) + _cut(self.cut)
         if not self.speculation:
@@ -240,7 +240,7 @@ def _events(response: HTTPResponse) -> Iterator[Mapping[str, Any]]:
                 raise ServerError(f"the server ended the answer: {_message(chunk)}", "ask again.")
             yield chunk
     except (OSError, HTTPException) as error:
-        raise ServerError(f"the connection broke off: {error}", "ask again.") from error
+        raise ServerError(f"the connection was lost: {error}", "ask again.") from error
     raise ServerError("the server ended the answer early", "ask again.")
 
 
@@ -254,7 +254,7 @@ def _parsed(data: bytes) -> Mapping[str, Any]:
 
 
 def _refused(status: int, body: Mapping[str, Any]) -> RequestError | ServerError:
-    reason = f"the server refuses: {_message(body)} ({status})"
+    reason = f"the server refused the request: {_message(body)} ({status})"
     if status == 401:
         return RequestError(reason, "give --api-key.")
     if status < 500 and status not in (408, 429):
