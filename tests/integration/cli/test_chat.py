@@ -360,8 +360,8 @@ def test_another_server_gets_only_openai_fields(serve: Any) -> None:
 
 
 def test_pieces_of_a_server_mark_drafted_tokens(serve: Any) -> None:
-    pieces = list(RemotePartner(serve(GOOD).url).answer([HI], None))
-    assert pieces == [Piece("Hm.", None, reasoning=True), Piece("Yes", True), Piece("!", None)]
+    pieces = list(RemoteChatBackend(serve(GOOD).url).answer([HI], None))
+    assert pieces == [AnswerPiece("Hm.", None, reasoning=True), AnswerPiece("Yes", True), AnswerPiece("!", None)]
 
 
 @pytest.mark.parametrize(

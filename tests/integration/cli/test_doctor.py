@@ -41,8 +41,8 @@ def test_text_names_every_section_and_finding() -> None:
 
 
 def test_doctor_names_the_cost_of_missing_native_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "measure_speeds", lambda: machine.Speeds(20.0, 8.0, None))
-    findings = [finding for finding in machine.inspect_machine().findings if "native kernels" in finding.what]
+    monkeypatch.setattr(doctor, "measure_speeds", lambda: doctor.Speeds(20.0, 8.0, None))
+    findings = [finding for finding in doctor.inspect_machine().findings if "native kernels" in finding.what]
     assert [finding.status for finding in findings] == ["missing"]
     assert "8.0 GB/s" in findings[0].cost
     assert "20.0" in findings[0].cost

@@ -8,10 +8,11 @@ import subprocess
 import sys
 
 import pytest
+import typer.main
 from typer.testing import CliRunner
 
 from speculant import __version__
-from speculant.cli.main import app, main
+from speculant.cli.main import COMMANDS, app, main
 from tests.models import Checkpoints
 
 _COMMAND = f"{sys.executable} -m speculant.cli.main"
@@ -70,6 +71,12 @@ def test_help_lists_every_command() -> None:
     result = _speculant("--help")
     assert result.returncode == 0
     assert all(name in result.stdout for name in COMMANDS)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_list_of_commands_has_their_summaries(name: str) -> None:
+    found = typer.main.get_command(app).get_command(None, name)  # type: ignore[attr-defined]
+    assert " ".join(found.help.partition("\n\n")[0].split()) == COMMANDS[name]
 
 
 @pytest.mark.parametrize("name", COMMANDS)
