@@ -32,6 +32,16 @@ def forbidden_names(module: Module) -> list[str]:
     return [f"{module.name}: {word!r} says nothing about a module" for word in sorted(words & FORBIDDEN_WORDS)]
 
 
+def doubled_classes(modules: Iterable[Module]) -> list[str]:
+    """Find class names that stand in several modules."""
+    homes: dict[str, list[str]] = {}
+    for module in modules:
+        for node in module.tree.body:
+            if isinstance(node, ast.ClassDef):
+                homes.setdefault(node.name, []).append(module.at(node))
+    return [f"{name}: {', '.join(found)}" for name, found in homes.items() if len(found) > 1]
+
+
 def missing_docstrings(module: Module) -> list[str]:
     """Find public modules, classes, functions and methods without a docstring."""
     return [

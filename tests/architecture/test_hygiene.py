@@ -6,7 +6,13 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.architecture.hygiene import bare_excepts, forbidden_names, missing_docstrings, module_state
+from tests.architecture.hygiene import (
+    bare_excepts,
+    doubled_classes,
+    forbidden_names,
+    missing_docstrings,
+    module_state,
+)
 from tests.architecture.source import Module, load_package
 
 RULES: list[Callable[[Module], list[str]]] = [bare_excepts, forbidden_names, missing_docstrings, module_state]
@@ -26,6 +32,15 @@ def test_bare_except_is_found() -> None:
 @pytest.mark.parametrize("name", ["cache.utils", "helpers", "engine.string_utils", "models.new_attention"])
 def test_empty_names_are_found(name: str) -> None:
     assert len(forbidden_names(Module(name, ""))) == 1
+
+
+def test_a_class_name_stands_in_one_module() -> None:
+    assert doubled_classes(load_package()) == []
+
+
+def test_doubled_class_names_are_found() -> None:
+    modules = [Module("a", "class A: ...\nclass B: ...\n"), Module("b", "class A: ...\n")]
+    assert doubled_classes(modules) == ["A: a:1, b:1"]
 
 
 def test_missing_docstrings_are_found() -> None:
