@@ -130,7 +130,7 @@ def _made(n: int, distribution: int, length: int, speculation: int, logprobs: in
 
 
 def size_of(num_actions: int) -> int:
-    """Return how many bytes a schedule of so many actions has."""
+    """Return the number of bytes of a schedule with a number of actions."""
     return SETUP_BYTES + num_actions * ACTION_BYTES
 
 

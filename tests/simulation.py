@@ -21,14 +21,14 @@ class World:
     """The properties of a simulated engine, which a policy does not see.
 
     pass_s: seconds of a pass by its rows. token_s: seconds per drafted token of a chain, however many sequences.
-    alpha: the probability that a token is accepted, by the number of tokens that its sequence has. score: what the
-    drafter says of it; None = nothing. first_scored: only the first steps have scores, so many. draftable: whether
-    there is anything to draft, by the same number. ask_s: seconds to find that out. undrafted: of a pass that follows
-    another one without a draft between them, in proportion; lingers: how much of that is still missing after one more
-    such pass. bursts: the share of passes that other programs make up to
-    five times as long; what they add is seen by the policy and not counted. own_rows: the most rows of its own
-    that the drafter has below each node, from which the next pass's draft comes; 0 = it drafts without. prompt: its
-    tokens; key_s: what a pass takes longer for each of them, by its rows.
+    alpha: the probability that a token is accepted, by the length of its sequence. score: the drafter's score of a
+    token; None = it gives none. first_scored: the number of first steps that have scores. draftable: whether the
+    drafter finds a draft, by the length of the sequence. ask_s: seconds that it searches. undrafted: the relative time
+    of a pass that follows another one without a draft between them. lingers: the share of that difference that is left
+    after one more such pass. bursts: the share of passes that other programs make up to five times as long; the policy
+    sees the added time, the result does not count it. own_rows: the most look-ahead rows of the drafter below each
+    node, from which the next pass's draft comes; 0 = none. prompt: its number of tokens. key_s: seconds that each of
+    them adds to a pass, by the pass's rows.
     """
 
     pass_s: Callable[[int], float]

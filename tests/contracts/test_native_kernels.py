@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(not SETS, reason="the native kernels are not bui
 KERNELS = {(isa, threads): open_kernels(isa, threads) for isa in SETS for threads in (1, 2)}
 EXACT_TYPES = {Type.F32: torch.float32, Type.BF16: torch.bfloat16, Type.BF12: torch.bfloat16}
 SIZES = st.one_of(st.integers(1, 70), st.sampled_from([127, 128, 129, 513, 1030]))
-DEEP = 2101  # so many inputs lie in streams on every instruction set, some of them with padding
+DEEP = 2101  # inputs: enough to lie in streams on every instruction set, some of them with padding
 DEPTHS = st.one_of(SIZES, st.integers(DEEP - 70, DEEP))
 
 

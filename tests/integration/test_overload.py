@@ -62,7 +62,7 @@ def test_results_count_their_prefix_hits(llm_of: MakeLLM) -> None:
 
 
 def broken_for(llm: LLM, monkeypatch: pytest.MonkeyPatch, prompts: list[list[int]], output: int) -> None:
-    """Let the target's pass raise for these prompts once they have so many tokens of output."""
+    """Let the target's pass raise for these prompts once they have a number of output tokens."""
     forward_target = runner_module.forward_target
 
     def failing(model: Any, cache: Any, scheduled: Sequence[Any], trees: Any, layers: Any) -> Any:

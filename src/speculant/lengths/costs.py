@@ -221,9 +221,10 @@ class StepCosts:
             curves[nearest].observe(depth, seconds)
 
     def observe_pass(self, rows: int, seconds: float, attention_s: float, alike: bool = False) -> None:
-        """Follow a pass behind texts whose attention was expected to take so long: in proportion, as all of it.
+        """Update the curve by a pass whose attention was expected to take attention_s.
 
-        alike: its draft came from no model, so that passes without drafts would be as much slower than expected.
+        A deviation from the expected time is shared in proportion with attention. alike: no model drafted for the pass,
+        so a pass without a draft would deviate as much.
         """
         if alike and self._share is None:
             self._share = self.undrafted

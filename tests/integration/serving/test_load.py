@@ -71,7 +71,7 @@ def _number(prompt: Sequence[int]) -> int:
 
 @dataclass
 class Client:
-    """A client of a crowd. leaves: disconnects after so many bytes; None = never. slow: reads one byte per second."""
+    """One of many clients. leaves: the bytes after which it disconnects; None = never. slow: reads one byte per second."""
 
     number: int
     body: dict[str, Any]

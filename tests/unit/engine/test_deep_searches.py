@@ -82,7 +82,7 @@ def test_search_deeper_than_512_is_the_plain_one(limits: Limits, deepest: int) -
 
 
 def seconds(longest: int) -> float:
-    """Return the processor time of a search that ends after so many tokens."""
+    """Return the processor time of a search that ends after `longest` tokens."""
     return cpu_seconds(lambda: search(LastTokenModel(), 2, longest), repeats=2)
 
 

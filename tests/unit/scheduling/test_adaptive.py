@@ -198,8 +198,8 @@ def test_adaptive_drafts_a_request_s_own_length(wished: int) -> None:
     assert USELESS["random"].adaptive().trim([ScoredDraft(request, [0.0] * 5, range(-1, 4))]) == [5]
 
 
-def judge_of(alpha: float) -> tuple[Adaptive, Request]:
-    """Return a policy that has seen a model's drafts, of which so many tokens were accepted, beside looked-up ones."""
+def selector_of(alpha: float) -> tuple[Adaptive, Request]:
+    """Return a policy that has seen a model's drafts of this acceptance rate and looked-up drafts."""
     setting, request = Setting(lambda place: alpha, 0.1), make_request([1], [], LONG, seq_id=1, drafter="some")
     policy = setting.adaptive()
     for _ in range(40):
@@ -214,18 +214,18 @@ def judge_of(alpha: float) -> tuple[Adaptive, Request]:
 
 def test_adaptive_prefers_the_better_arm() -> None:
     """A long copy beats a draft model, a doubtful one does not unless the model is poor."""
-    good, request = judge_of(0.9)
+    good, request = selector_of(0.9)
     assert (good.longest_unscored(request) or 0) > 2
     assert good.prefers(request, [0.95] * 12, range(-1, 11))
     assert not good.prefers(request, [0.3], [-1])
-    poor, request = judge_of(0.1)
+    poor, request = selector_of(0.1)
     assert poor.longest_unscored(request) == 0
     assert poor.prefers(request, [0.5], [-1])
 
 
 def test_adaptive_gives_each_candidate_drafter_its_own_length() -> None:
     """Looked-up drafts are cut by their scores, so the model's length does not bound them."""
-    policy, request = judge_of(0.9)
+    policy, request = selector_of(0.9)
     (wished,) = policy.choose(Schedule([Scheduled(request, 0, 1)], None, 10**6, [], []))  # type: ignore[arg-type]
     assert wished == 16
     assert 0 < (policy.longest_unscored(request) or 0) <= 16

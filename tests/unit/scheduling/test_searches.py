@@ -31,7 +31,7 @@ def paths(item: Scheduled) -> list[tuple[int, ...]]:
 
 
 def next_after_feeding(driver: Driver, tokens: int, request: Request) -> Schedule:
-    """Schedule when so many of a request's tokens are held."""
+    """Schedule a request of which a number of tokens is in the cache."""
     driver.scheduler.running.append(request)
     driver.scheduler.waiting.remove(request)
     driver.cache.reserve(request.seq_id, tokens)
