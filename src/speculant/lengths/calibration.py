@@ -235,7 +235,8 @@ def timed_rounds(
     """Return the seconds of each round of `run` at the first sizes that have LEAST_ROUNDS rounds within the budget.
 
     least: the number of first sizes that are measured even if the budget is used up. runs: the least number of runs in
-    all. share: of the budget. is_warm: `run` has run before; else a first run, which takes memory and fills caches, is not counted.
+    all. share: of the budget. is_warm: `run` has run before; else a first run, which takes memory and fills caches, is
+    not counted.
     """
     seconds, done, budget_s = dict[int, list[float]](), 0, share * BUDGET_S
     if not is_warm:

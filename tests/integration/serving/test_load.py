@@ -71,7 +71,7 @@ def _number(prompt: Sequence[int]) -> int:
 
 @dataclass
 class Client:
-    """One of many clients. leaves: the bytes after which it disconnects; None = never. slow: reads one byte per second."""
+    """One of many clients. leaves: bytes after which it disconnects; None = never. slow: reads one byte per second."""
 
     number: int
     body: dict[str, Any]
