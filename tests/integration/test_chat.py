@@ -165,7 +165,7 @@ def test_a_template_that_can_t_be_read_is_refused(folder: str, given: Any) -> No
 
 
 def test_a_caller_s_template_runs_in_the_sandbox(llm: LLM) -> None:
-    with pytest.raises(ModelError, match="must not do"):
+    with pytest.raises(ModelError, match="the sandbox stopped"):
         llm.chat(SECOND, GREEDY, chat_template="{{ messages.append(1) }}")
     with pytest.raises(ModelError, match="not valid"):
         llm.chat(SECOND, GREEDY, chat_template="{% if %}")
