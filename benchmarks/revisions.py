@@ -26,7 +26,7 @@ HERE = Path(__file__).parents[1]
 SMALL = [
     f"small, {drafting}, {batch}, {distribution}"
     for drafting in ("plain", "speculative")
-    for batch in (1, 8)
+    for batch in (1, 8, 32)
     for distribution in ("greedy", "sampled")
 ]
 LARGE = [f"large, {drafting}, {batch}, greedy" for batch in (1, 8) for drafting in ("plain", "speculative")]
