@@ -113,8 +113,7 @@ class AsyncEngine(Frontend):
     ) -> AsyncGenerator[StreamPiece, None]:
         """Yield the answer to a conversation as `stream` does; `named` are its keyword arguments.
 
-        The template is rendered at once, in the caller's thread; arguments and errors of that are those of
-        `render_chat`.
+        The template is rendered at once, in the caller's thread, with the arguments and errors of `render_chat`.
         """
         prompt = self.render_chat(
             messages,
@@ -150,9 +149,9 @@ class AsyncEngine(Frontend):
         return await self.generate(prompt, sampling_params, **named)
 
     async def shutdown(self, drain: bool) -> None:
-        """Refuse new requests, finish those that are there (drain) or abort them, and end the thread.
+        """Refuse new requests, finish the accepted ones (drain) or abort them, and end the thread.
 
-        It may be called again, from anywhere: to wait too, or to abort the requests that are being drained.
+        It may be called again from anywhere, to wait as well or to abort the requests that are being drained.
         """
         self._thread.close()
         if not drain:

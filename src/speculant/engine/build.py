@@ -103,7 +103,7 @@ def build_around(config: EngineConfig, target: Checkpoint) -> Runtime:
     limits, context = memory.limits, memory.context(longest)
     if limits.max_model_len < (config.max_model_len or longest):
         logger.warning("max_model_len is %s", context)
-    facts = str(replace(config, seed=0, weight_cache="off"))  # costs depend on neither
+    facts = str(replace(config, seed=0, weight_cache="off"))  # costs do not depend on these two
     identity = (facts, target.kernels, str(target.folder), notes)
     measured = Calibration(target.model, cache, sampler, drafters.known, limits, identity, forward_target)
     policy = _draft_length(spec, length, drafters, measured)
@@ -187,7 +187,7 @@ def _verification(config: EngineConfig, spec: SpeculativeConfig | None) -> str:
 
 
 def method_name(spec: SpeculativeConfig) -> str:
-    """Return the method's name and check that a model is named just when it uses one."""
+    """Return the method's name, and check that a model is named if and only if the method uses one."""
     name = spec.method or _usual_method(spec)
     if method_facts(name).uses_model and spec.model is None:
         raise ConfigError(f"method {name!r} drafts with a model and none is named", "set draft_model=... too.")

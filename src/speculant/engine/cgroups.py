@@ -19,7 +19,7 @@ class _Version:
     tree: str
     limit: str
     usage: str
-    cached: tuple[str, ...]  # entries of memory.stat: pages of files, which are given up when memory is needed
+    cached: tuple[str, ...]  # entries of memory.stat: pages of files, which the system drops when it needs memory
 
 
 _V1 = _Version(
@@ -67,7 +67,7 @@ def _cached(version: _Version, folder: Path) -> int:
 
 
 def _read(path: Path) -> str:
-    """Return a file's content, nothing if there is no such file: a group without a limit has none."""
+    """Return a file's content, or "" if there is no such file: a group without a limit has none."""
     try:
         return path.read_text(encoding="utf-8", errors="surrogateescape")
     except OSError:

@@ -27,9 +27,10 @@ logger = logging.getLogger(__name__)
 class Committed(NamedTuple):
     """The tokens that a request gained in one step, and the outputs for its caller.
 
-    A beam search has no outputs until it is over, and then those of all its samples. left: its text does not continue
-    the one before, and `tokens` is empty. kept: the draft nodes whose keys and values stay in the cache.
-    sampled: the number of samples that got tokens from the pass; the samples of a beam search share its passes.
+    A beam search has no outputs until it is over, and then those of all its samples. left: a beam search changed to a
+    text that does not continue the earlier one; `tokens` is empty. kept: the draft nodes whose keys and values stay in
+    the cache. sampled: the number of samples that got tokens from the pass; the samples of a beam search share its
+    passes.
     """
 
     request: Request
@@ -77,7 +78,7 @@ def commit_output(
 
 
 def notify(drafters: Drafters, output: TargetOutput, committed: Committed) -> None:
-    """Pass on the committed rows to the drafters. A text that does not continue the one before begins anew."""
+    """Pass the committed rows on to the drafters. A sequence with another text begins again."""
     request = output.item.request
     if committed.left:
         drafters.end(request)
@@ -223,7 +224,7 @@ def ending_with(request: Request) -> Sequence[Request]:
 
 def _fail(request: Request, error: Exception) -> StepOutput:
     request.finish_reason, request.error = "error", error
-    if request.search is not None:  # the common prefix of its hypotheses is no result
+    if request.search is not None:  # the common prefix of its hypotheses is not a result
         request.shorten(len(request.prompt))
         request.stop_reason = None
     rate = request.metrics.speculative_decoding.draft_acceptance_rate
@@ -276,7 +277,7 @@ def _why_finished(request: Request, token: int, max_model_len: int) -> tuple[str
 
 
 def _named_stop(request: Request, token: int) -> int | None:
-    """Return the reason that a token is for the end: itself if the caller named it in `stop_token_ids`."""
+    """Return the stop reason of an end token: the token if the caller named it in `stop_token_ids`, else None."""
     return token if token in request.stop_token_ids else None
 
 

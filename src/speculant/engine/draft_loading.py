@@ -1,8 +1,8 @@
-"""How a draft model is loaded: with which vocabulary beside its target's, and with weights of which type.
+"""Loads a draft model: fits its vocabulary to the target's, and chooses the type of its weights.
 
-The type is the one with which text is expected to come fastest on this machine. A draft does not change the output's
-distribution, so its weights may be rounded: its passes become faster, and fewer of its tokens are accepted. Both are
-measured, on a text that the draft itself draws, and the choice is kept on disk beside the curves of costs
+The chosen type is the one that is expected to generate text fastest on this machine. A draft does not change the
+output's distribution, so its weights may be rounded: its passes become faster, and fewer of its tokens are accepted.
+Both are measured, on a text that the draft itself draws, and the choice is kept on disk next to the cost curves
 (lengths/calibration.py).
 """
 
@@ -57,7 +57,7 @@ def draft_vocabulary(folder: Path, target: Checkpoint, tokenizer: Tokenizer) -> 
 
 
 def rounded(given: str | None) -> str | None:
-    """Return the type that weights are rounded to; None = unchanged, which has a name for the command line."""
+    """Return the type that weights are rounded to; None = unchanged, for which the command line has a name."""
     return None if given == UNCHANGED else given
 
 

@@ -80,7 +80,7 @@ class Engine:
         self._by_id: dict[str, list[Request]] = {}
         self.metrics = self._drafters.metrics = EngineMetrics(blocks_total=cache.num_blocks)
         self.mark: Mark = unmarked
-        self.doubtful = False  # in the last step every sequence failed, none by an error that the request caused
+        self.doubtful = False  # in the last step every sequence failed, and no request caused the error
 
     def add_request(
         self,
@@ -189,7 +189,7 @@ class Engine:
             assert len(request.tokens) <= self._context.limits.max_model_len, "a context overflowed"
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all prompts in the caches but those of running sequences; return whether none is left."""
+        """Drop all prompts from the caches except those of running sequences; return whether none is left."""
         caches = self._context.cache, *self._drafters.caches
         kept = [cache for cache in caches if not cache.forget_prefixes()]
         return not kept

@@ -1,4 +1,4 @@
-"""The part that `LLM` and `AsyncEngine` share: loaded models, and prompts in all forms that become a `Generation`."""
+"""The part that `LLM` and `AsyncEngine` share: it loads models, and makes a `Generation` from a prompt of any form."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class PlainPrompt(NamedTuple):
 
 @dataclass(frozen=True)
 class RenderedPrompt:
-    """The text of a conversation in the model's format. It has its special tokens; none are added.
+    """The text of a conversation in the model's format. It already has its special tokens, so none are added.
 
     tokens: its token ids, if they are known already. reasoning: the tokens around the reasoning that may come before
     an answer of a given form; None = the form begins at once. expected: the reasoning that other answers may have.
@@ -194,7 +194,7 @@ class Frontend:
     def _reasoning(self, expected: ExpectedReasoning | None) -> Reasoning | None:
         """Return the tokens of the reasoning that may come before a form; None if there will be none.
 
-        A tag of several tokens can't be told from other tokens; the form then begins at once.
+        A tag of several tokens can't be distinguished from other tokens; the form then begins at once.
         """
         if expected is None or not expected.possible:
             return None
@@ -373,7 +373,7 @@ def _is_list(given: object) -> bool:
 
 
 def _is_number(given: Any) -> bool:
-    """Whether an element of a list is a whole number; a truth value is none."""
+    """Whether an element of a list is a whole number; a truth value is not one."""
     if isinstance(given, Tensor | np.ndarray | np.generic):
         return given.ndim == 0 and _has_whole_numbers(given)
     return isinstance(given, int) and not isinstance(given, bool)

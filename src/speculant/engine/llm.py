@@ -58,8 +58,8 @@ class LLM(Frontend):
         any of them runs: RequestError or ConfigError. One that fails later has finish_reason "error" and leaves the
         others alone; if all of them fail, the first error is raised.
 
-        use_tqdm: see `progress`. priority: one number per prompt; a lower one is served sooner. The rest is vLLM's, and
-        has to be None.
+        use_tqdm: see `progress`. priority: one number per prompt; a lower one is served sooner. The other arguments are
+        vLLM's and must be None.
         """
         if not (lora_request is tokenization_kwargs is mm_processor_kwargs is None):
             check_call(
@@ -108,7 +108,7 @@ class LLM(Frontend):
         return read_metrics(self.engine.metrics, str(self.config.model))
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all prompts that are kept for later ones; return whether none is left, as open streams hold theirs."""
+        """Drop the prompts that are kept for later ones; return whether none is left. Open streams keep theirs."""
         return self.engine.reset_prefix_cache()
 
     def stream(
@@ -213,10 +213,10 @@ def _as_conversations(messages: Any) -> Sequence[Any]:
 
 @contextmanager
 def progress(wanted: ShowProgress, total: int) -> Iterator[Callable[[], object]]:
-    """Show how many of `total` prompts are done; the value is to be called for each.
+    """Show how many of `total` prompts are done; the caller calls the returned function once for each.
 
     wanted: True shows a bar where standard error is a terminal, False none; a callable in tqdm's place makes the bar,
-    wherever that is shown. Raises ConfigError for anything else.
+    wherever it is shown. Raises ConfigError for anything else.
     """
     if not isinstance(wanted, bool) and not callable(wanted):
         raise ConfigError(
@@ -243,8 +243,8 @@ def _tqdm() -> Callable[..., Any]:
 class SharedEngine:
     """Runs generations of any number of threads in one batch. Callers that wait run the steps; it starts no thread.
 
-    A thread has the engine for one step, or to add requests. Waiting threads take turns, so that none of them is kept
-    out by one that steps again and again.
+    A thread holds the engine for one step, or to add requests. Waiting threads take turns, so that a thread that steps
+    again and again does not keep the others out.
     """
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer) -> None:

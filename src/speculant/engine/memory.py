@@ -65,7 +65,7 @@ class CacheMemory:
         return self._make(self._target, self._left, "target")
 
     def make(self, shape: CacheShape) -> KVCache:
-        """Make a cache for a drafter, leaving room for as many of the target's positions; CapacityError likewise."""
+        """Make a cache for a drafter, leaving room for as many positions of the target's; raises CapacityError too."""
         both = shape.bytes_per_token + self._target.bytes_per_token
         return self._make(shape, self._left * shape.bytes_per_token // both, "drafter")
 

@@ -2,7 +2,7 @@
 
     step 17   | schedule | draft | target pass | verify | commit |
 
-A native call is not seen by torch's profiler. The range around it shows how long it took.
+torch's profiler does not see inside a native call; the range around the call shows how long it took.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ def propose(
             _fill(drafts, requests, drafters, draft_length, vocab_size)
     for draft in drafts:
         if draft.item.request.constraint is not None and draft.item.completes:
-            prepare_masks(draft.item.request.constraint, draft.tree)  # computed beside the target's pass
+            prepare_masks(draft.item.request.constraint, draft.tree)  # computed while the target's pass runs
     return drafts
 
 
@@ -94,7 +94,8 @@ class DraftBounds(NamedTuple):
 
     max_len: the longest sequence that target and drafter can hold. max_nodes: the drafter's own limit; None = none.
     nodes_per_beam: nodes that it drafts per beam and round of a beam search; 0 = beam searches get no drafts.
-    own_rows: the most look-ahead rows below the root and each node, of which there are no more than nodes.
+    own_rows: the most look-ahead rows below the root and below each node; there are at most as many below each as the
+    draft has nodes.
     """
 
     max_len: int

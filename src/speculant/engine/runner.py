@@ -82,7 +82,7 @@ def forward_target(
 ) -> tuple[list[TargetOutput], Tensor]:
     """Process every sequence's tokens and draft in one pass; logits are computed for the rows that need them.
 
-    layers: those whose input hidden states are wanted, ascending: see `DrafterNeeds.hidden_layers`. Returns the
+    layers: those whose input hidden states are needed, ascending: see `DrafterNeeds.hidden_layers`. Returns the
     outputs, and the logits of all of them in order.
     """
     inputs, shares, wanted, first = list[SequenceInput](), list[_Share](), list[int](), 0
@@ -95,7 +95,7 @@ def forward_target(
         first = root + tree.num_rows
     taps = layers if not layers or layers[-1] <= model.num_layers else layers[:-1]
     hidden = model.forward(build_batch(inputs, cache, model.cache_shape.device), cache.storage, taps)
-    if len(taps) < len(layers):  # the states after the final norm are no tap
+    if len(taps) < len(layers):  # the states after the final norm are not a tap
         hidden = hidden._replace(taps=(*hidden.taps, hidden.last))
     chosen = hidden.last if len(wanted) == hidden.last.shape[0] else hidden.last[wanted]
     logits = model.logits(chosen) if wanted else chosen
@@ -129,7 +129,7 @@ def _output(share: _Share, hidden: Hidden, logits: Tensor) -> TargetOutput:
     """Cut a sequence's share out of a pass."""
     item, tree, nodes, first, begin, end = share
     last = first + item.count + tree.size
-    is_all = last - first == hidden.last.shape[0]  # then no views are needed, which take microseconds each
+    is_all = last - first == hidden.last.shape[0]  # then no views are needed; each takes microseconds
     prompt = None if item.request.params.prompt_logprobs is None else _prompt_rows(item)
     own = None
     if tree.ahead is not None:

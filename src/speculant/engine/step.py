@@ -45,7 +45,7 @@ class StepContext:
 
 @torch.inference_mode()
 def step(context: StepContext, schedule: Schedule, mark: Mark = unmarked) -> tuple[list[Committed], StepTiming]:
-    """Compute every scheduled sequence once and commit the tokens that the target agrees to.
+    """Compute every scheduled sequence once and commit the tokens of its verdict.
 
     An error before the first commit leaves every request and the cache as they were. `mark` shows the phases
     to a profiler.

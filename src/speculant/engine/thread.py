@@ -35,7 +35,7 @@ class _End:
 
 
 class PieceStream:
-    """The way of a generation's pieces from the engine's thread to the event loop that it is made in."""
+    """Carries a generation's pieces from the engine's thread to the event loop that it is made in."""
 
     def __init__(self, generation: Generation) -> None:
         self.generation = generation
@@ -75,7 +75,7 @@ class EngineThread:
         self.ended: Future[None] = Future()
         self.ended.set_running_or_notify_cancel()  # a caller that stops waiting does not cancel it
         self._runtime, self._engine = runtime, runtime.engine
-        self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()  # may be put to by finalisers, unlike Queue
+        self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()  # unlike Queue, safe in finalisers
         self._open: dict[str, PieceStream] = {}
         self._readers: set[PieceStream] = set()  # from `add` to `abort`: each gets an end if the engine dies
         self._lock = threading.RLock()  # nothing is added once it is closed

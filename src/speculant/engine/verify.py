@@ -1,8 +1,9 @@
 """From a pass's logits to the verdict on each draft.
 
-A row may be no distribution. After a committed token it is the error of the request. After a drafted node it costs the
-draft below: the node may be accepted, since its parent's row decides that, but it is then the last token of the
-verdict. The next pass has its row after a committed token. So an output ends where it would end without a draft.
+A row of logits may not give a distribution. After a committed token, this is an error of the request. After a drafted
+node, the nodes below it are dropped. The node itself may be accepted, since its parent's row decides that; the verdict
+then ends with it, and the next pass computes the same row after a committed token. So an output ends where it would end
+without a draft.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from speculant.sampling.rows import rank
 from speculant.types import DraftTree, Request, Verdict
 from speculant.verification.base import Verifier
 
-Decision = Verdict | Beams | SpeculantError  # a beam search advances; an error is that of one request
+Decision = Verdict | Beams | SpeculantError  # `Beams` of an advanced search; an error ends that request alone
 
 
 def verify(
@@ -71,7 +72,7 @@ def verifier_for(verifier: Verifier, request: Request) -> Verifier:
 
 
 def _nodes(output: TargetOutput, verifier: Verifier) -> list[Node]:
-    """Return the place of each row; rows share one where the drafted tokens before them change nothing."""
+    """Return the `Node` of each row; rows share one if drafted tokens before them have no effect."""
     request, tree = output.item.request, output.tree
     if request.constraint is None and not request.params.edits:
         return [Node(request, (), verifier.needs.softened)] * len(output.nodes)
@@ -90,7 +91,7 @@ def _decide(
 
 
 def failure_of(largest: float) -> SpeculantError:
-    """Return the error of a row whose largest entry shows that it is no distribution: 0 or NaN."""
+    """Return the error of a row that is not a distribution; its largest entry is 0 or NaN."""
     if largest == 0:
         return RequestError(
             "no token is possible: all are banned by the constraint, bad_words, allowed_token_ids, logit_bias or"
