@@ -35,8 +35,8 @@ class Method:
     uses_model: the method needs a draft model. accepts_model: a draft model may be named and need not be. A method with
     neither refuses one.
     learns: earlier requests make its later drafts better.
-    on_request: a request may name it although the configuration does not. It then keeps nothing across requests, or
-    keeps it apart by cache salt and within a bound.
+    on_request: a request may name it although the configuration does not. Such a method keeps no state across requests,
+    or bounded state for each cache salt.
     varies: the length of its drafts depends on what it finds, not only on the limit.
 
     The roles of methods (which one is the default, which look drafts up in text) are in drafting/methods.py.
@@ -61,10 +61,10 @@ class DrafterNeeds:
     usual_nodes: nodes it proposes unless the user sets a number; None = its method's default_length.
     tree_depth: the depth of a tree of its usual nodes; None = it drafts chains, or trees whose nodes have scores.
     own_cache: it owns KV caches; they are its `caches`.
-    hidden_layers: target layers whose input hidden states `observe` receives; the number of layers means the
-    last layer's output, one more that output after the final norm.
+    hidden_layers: target layers whose input hidden states `observe` receives; with L layers, L stands for the last
+    layer's output, and L + 1 for that output after the final norm.
     target_inputs: the most look-ahead rows that it adds to the target's pass below the root and each node
-    (`DraftTree.ahead`); it adds at most as many as its limit on nodes. It can't be a sub-drafter.
+    (`DraftTree.ahead`); it adds at most as many as its limit on nodes. A drafter with such rows can't be a sub-drafter.
     max_positions: the longest sequence it can draft for; None = any.
     target_top_k: how many of the target's most likely next tokens `observe` receives for each row that has logits
     (`CommittedRows.successors`); 0 = none are computed.
@@ -131,7 +131,7 @@ class Drafter(Protocol):
         ...
 
     def roll_back(self, request: Request, dropped: Sequence[int]) -> None:
-        """Forget the tokens `dropped`, which were the last of `request.tokens` and are no longer there.
+        """Forget the tokens `dropped`, which were at the end of `request.tokens` and have been removed from it.
 
         Only another drafter calls it, whose requests have drafted tokens after the committed ones.
         """
@@ -166,7 +166,7 @@ class StatelessDrafter:
         """See `Drafter.observe`."""
 
     def roll_back(self, request: Request, dropped: Sequence[int]) -> None:
-        """See `Drafter.roll_back`: the sequence begins anew, and the next `propose` catches up with all of it."""
+        """See `Drafter.roll_back`: the sequence begins again, and the next `propose` catches up with all of it."""
         self.end(request)
         self.begin(request)
 

@@ -62,7 +62,7 @@ class GuardedDrafter:
         return {seq_id: tree for each in alone for seq_id, tree in each.items()}
 
     def catch_up(self, requests: Sequence[Request]) -> None:
-        """See `Drafter.catch_up`; after an error for each sequence alone, so that only those at fault begin anew."""
+        """See `Drafter.catch_up`; after an error for each sequence alone, so that only those at fault begin again."""
         begun = [request for request in requests if request.seq_id in self.begun]
         if not begun or self._succeeds(partial(self.drafter.catch_up, begun)):
             return
@@ -114,7 +114,7 @@ class GuardedDrafter:
         before, succeeds = self.drafter.errors, True
         try:
             call()
-        except BaseException as error:  # noqa: BLE001 - what is no failure is raised again
+        except BaseException as error:  # noqa: BLE001 - anything but a failure is raised again
             self._guard.note(self._described, error)
             succeeds = False
         if errors := self.drafter.errors - before + (not succeeds):

@@ -27,9 +27,9 @@ class SubDrafter:
 
 
 class CompositeDrafter(StatelessDrafter):
-    """Passes every call but `propose` to its sub-drafters. An error of one costs its own drafts and counts in `errors`.
+    """Passes every call but `propose` to its sub-drafters. Errors of one lose its own drafts alone.
 
-    vocab_size: the target's. count: receives numbers of errors too.
+    vocab_size: the target's. `errors` counts the errors of all; `count` receives their numbers too.
     """
 
     def __init__(

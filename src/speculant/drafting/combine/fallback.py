@@ -1,7 +1,7 @@
 """Several drafters in order: per sequence and step, the first one with a draft proposes it.
 
-A looked-up draft must also be worth more than the draft of a model, where a drafter with a model comes later and the
-draft-length policy selects (drafting/selection.py).
+If a drafter with a model comes later and the draft-length policy selects (drafting/selection.py), a looked-up draft
+must also be worth more than the model's draft.
 
 Each drafter proposes for the sequences that have no draft yet, in one call. Verification stays exact: whether a drafter
 has a draft does not depend on the tokens that it would draw, and a draft without probs is a point mass at each node

@@ -3,7 +3,7 @@
 Stern, Shazeer and Uszkoreit, "Blockwise Parallel Decoding for Deep Autoregressive Models", 2018. All heads share the
 target's output head. A draft is a chain of one token of each head; sampled requests draw it from their distributions.
 
-Memory: one state per sequence, and the heads' weights. Cost: the blocks and the output head, of one row per head.
+Memory: one state per sequence, and the heads' weights. Cost: the blocks, and the output head for one row per head.
 """
 
 from __future__ import annotations

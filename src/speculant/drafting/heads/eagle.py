@@ -70,9 +70,9 @@ def load(folder: HeadFolder, target: CausalLM, tokens: tuple[int, ...] = ()) -> 
 
 
 def _without_unused_norms(weights: Renamed) -> Renamed:
-    """Leave out the norms that vLLM's files have, as their layer is a complete one, and that its head skips.
+    """Leave out the norms that the head skips; vLLM's files have them because their layer is a complete one.
 
-    The layer's config is `model` in config.json of this form; it has a key with False for a norm that is used.
+    In this form, config.json has the layer's config under `model`. There, the key of a norm that is used is False.
     """
     inner = weights.source.config.get("model")
     if not isinstance(inner, dict):

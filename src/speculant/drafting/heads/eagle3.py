@@ -1,9 +1,9 @@
 """EAGLE-3: a decoder layer over the states of three of the target's layers (arXiv 2503.01840).
 
-The three states of a token are mapped to one, g, in some files after a norm of all three or of each. The layer attends
-over [norm(embedding of the next token); norm(g)]; after the first drafted token it takes its own output in place of g.
-If the file has d2t, the output head predicts `draft_vocab_size` tokens: token i of the head is token i + d2t[i] of the
-target.
+A matrix maps the three states of a token to one, g. Some files have norms before it: one of all three, or one of each.
+The layer attends over [norm(embedding of the next token); norm(g)]; after the first drafted token it takes its own
+output in place of g. If the file has d2t, the output head predicts `draft_vocab_size` tokens: token i of the head is
+token i + d2t[i] of the target.
 
 The head's folder has config.json and safetensors, as on the hub or as the `speculators` package writes them. Embedding
 and output head are the target's where the file has none.
@@ -114,7 +114,7 @@ def load(folder: HeadFolder, target: CausalLM) -> tuple[CausalLM, Encode]:
 
 
 def encoder_norms(folder: HeadFolder, target: CausalLM) -> dict[str, tuple[int, ...]]:
-    """Return names and shapes of the norms before the three states are mapped. Raises ModelError if both kinds are."""
+    """Return names and shapes of the norms before the three states are mapped. Raises ModelError for both kinds."""
     of_all, of_each = (flag(folder.config, key) for key in ("norm_before_fc", "fc_norm"))
     if of_all and of_each:
         raise ModelError(

@@ -55,10 +55,10 @@ class HeadFolder:
 
     @cached_property
     def stored(self) -> Mapping[str, str]:
-        """The file's name of each tensor. The own name is without `model.`, as some files have the head in a model.
+        """The file's name of each tensor, by our name.
 
-        Tables of rotary frequencies are left out: they can be computed. Raises ModelError for a name that occurs
-        twice.
+        Our names have no prefix `model.`; some files hold the head within a model and have it. Tables of rotary
+        frequencies are left out: they can be computed. Raises ModelError for a name that occurs twice.
         """
         found = dict[str, str]()
         for name in self.files.names():

@@ -1,14 +1,14 @@
 """A head with a KV cache of its own, which follows the hidden states that the target computed.
 
-Row i of the cache is made of the target's state of token i and of token i + 1 (arXiv 2401.15077, section 3.1):
+Row i of the cache is computed from token i + 1 and the target's state of token i (arXiv 2401.15077, section 3.1):
 
     tokens     t0 t1 t2 t3 t4         t4 = the newest token, not in the target's cache yet
     states     h0 h1 h2 h3            observed from the target's passes
     rows       (t1, h0) (t2, h1) (t3, h2) (t4, h3)         the last one predicts the token after t4
 
 Rows of drafted tokens are made of the head's own states. They are dropped after each draft, and their tokens, if they
-were accepted, get rows of the target's states. A sequence whose first states were not observed begins with the first
-one that was: rotary positions are relative.
+were accepted, get rows of the target's states. If the first states of a sequence were not observed, its rows begin with
+the first observed one. Rotary positions are relative, so this changes nothing else.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class _Followed:
 
     first: the target's position that is row 0 here. length: rows in the cache that are made of the target's states.
     pending: the states of the next rows; the newest row's stays here, so that it can be computed again. None = no state
-    was observed.
+    has been observed.
     carried [1 + n, hidden]: in a round, the states that the root and each node of the tree so far hand on.
     """
 
@@ -153,7 +153,7 @@ class HiddenStateRunner(DraftModelRunner):
         return [followed.request for followed in self._followed.values() if followed.num_pending > 1]
 
     def note(self, request: Request, tokens: Sequence[int]) -> None:
-        """See the base: rows of the target's states stay, but for the newest one."""
+        """See the base: rows of the target's states stay, except the newest one."""
         followed = self._followed[request.seq_id]
         assert followed.pending is not None
         done = min(len(tokens), followed.pending.count - 1)

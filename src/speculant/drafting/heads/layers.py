@@ -51,7 +51,7 @@ def read_sizes(config: Mapping[str, Any], names: Collection[str], target: Causal
 
 
 def _windows(own: Sequence[int | None], trained: int, needed: int) -> tuple[int | None, ...]:
-    """Return the sliding windows of a head's layers that was trained for fewer positions than the target has.
+    """Return the sliding windows of the layers of a head that was trained for fewer positions than the target.
 
     Rotary positions are relative. So a row that attends to the last `trained` rows alone is computed as if the text
     began with the first of them, and a head also drafts beyond the positions that it was trained for.
@@ -74,7 +74,7 @@ def load_layers(
     kind: str,
     beside: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
 ) -> CausalLM:
-    """Check and load a head; beside: names and shapes of tensors that are no part of its layers."""
+    """Check and load a head; beside: names and shapes of tensors outside of its layers."""
     weights.check({**head_shapes(config, target), **beside}, kind)
     own = {name: stored for name, stored in weights.stored.items() if name not in beside}
     return attach(target, config, replace(weights, stored=own))

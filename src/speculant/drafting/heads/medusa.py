@@ -137,7 +137,7 @@ def _shape_in(weights: Renamed, target: CausalLM, tokens: tuple[int, ...]) -> Fu
 
 
 def _check_said(folder: HeadFolder, key: str, number: int, most: bool = False) -> None:
-    """Check a number of config.json, if it has it; most: a lower one is right, too. Raises ModelError."""
+    """Check a number in config.json, if there is one; most: it may also be lower. Raises ModelError."""
     said = folder.config.get(key, number)
     if said != number and not (most and is_whole(said) and 0 < said < number):
         raise ModelError(

@@ -99,7 +99,7 @@ class Predictor:
             self.seen += 1
 
     def count(self, context: Sequence[int], token: int) -> int:
-        """Return how often a token followed a context whose length is that of a table's contexts."""
+        """Return how often a token followed a context, which has the length of a table's contexts."""
         return next(table for table in self._tables if table.length == len(context)).count(context_hash(context), token)
 
     def predict(self, limit: int) -> list[int]:

@@ -1,14 +1,14 @@
 """The user's own guess of the output: an edited file, a form letter, an earlier answer (arXiv 2304.04487).
 
 A request has it as `SamplingParams(speculation={"prediction": text or token ids})`. The drafter proposes its tokens in
-order. After a departure of the output from the prediction, the drafter searches the prediction for the longest end of
+order. When the output departs from the prediction, the drafter searches the prediction for the longest end of
 the output, of up to 16 tokens, and continues after it. Of several such places it takes the next one after the last
 place used, or else the last one before. A match of a single token counts only after the last place used. Without a
 place, or without a prediction, nothing is proposed.
 
 Memory: 44 bytes for each token of a running request's prediction, which has at most 131,072. Cost: 0.2 microseconds for
 a token that was predicted; for each token after a departure 7 to 55 with a prediction of 1000 tokens, 40 to 130 with
-the longest, and 2300 at the first one.
+the longest, where the first departure takes 2300.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LONGEST_MATCH = 16
 
 
 class Alignment:
-    """The place of a text in a prediction of the tokens after its first `seen` ones.
+    """A text's place in a prediction, which predicts the tokens after the text's first `seen` ones.
 
     `place` is the predicted token that comes next; None = the text has departed. `run` is how many tokens have agreed
     since the last departure.
@@ -109,7 +109,7 @@ class PredictionDrafter(StatelessDrafter):
 
 
 def _agreement(run: int) -> float:
-    """Estimate that the next token agrees after `run` tokens that did, by the rule of succession."""
+    """Estimate the probability that the next token agrees after `run` tokens that did, by the rule of succession."""
     return (run + 1) / (run + 2)
 
 

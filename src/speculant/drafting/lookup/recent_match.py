@@ -105,7 +105,7 @@ class RecentMatches:
         return found, self._matched(found, longest, LONGEST_SCORED)
 
     def _matched(self, place: int, length: int, most: int) -> int:
-        """Return how many tokens before a place are those of the text's end, `length` at least and `most` at most."""
+        """Return how many tokens before a place equal the text's end, from `length` to `most`."""
         tokens, most = self._tokens, min(most, place)
         while length < most and tokens[place - length - 1] == tokens[-length - 1]:
             length += 1

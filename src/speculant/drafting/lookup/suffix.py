@@ -2,8 +2,9 @@
 
 The request's own index holds its prompt and output, the store the outputs of requests that finished, with the end of
 their prompts before them. For a match of L tokens the most frequent continuation is followed for at most
-floor(L * factor) tokens, while the product of its ratios stays at min_prob or above. A ratio is a token's count over
-the times that anything followed. The match with the largest sum of products wins, the request's own index on a tie.
+floor(L * factor) tokens, while the product of its ratios stays at min_prob or above. A ratio is a token's count divided
+by the count of all tokens that followed. The match with the largest sum of products wins, the request's own index on a
+tie.
 
 Memory: with the native library at most 190 bytes per token of a running request and of the store (65 to 100 on code),
 without it at most 580 (260), and 3 kB for each salt in the store. The store holds at most
@@ -30,7 +31,7 @@ FINISHED = ("stop", "length")  # reasons; aborted and failed outputs are not lea
 
 @dataclass(frozen=True)
 class SuffixOptions:
-    """vLLM's keys with its defaults, but for the corpus, which is half as large.
+    """vLLM's keys with its defaults, except for the corpus, which is half as large.
 
     suffix_decoding_max_tree_depth: most tokens of match and draft together. suffix_decoding_max_spec_factor: a match of
     L tokens is continued by at most floor(factor * L). suffix_decoding_min_token_prob: the smallest product of ratios.
@@ -89,7 +90,7 @@ class SuffixStore:
         self._older, self._newer = TextGeneration(), TextGeneration()
 
     def add(self, salt: str, tokens: Sequence[int]) -> None:
-        """Add a text; of one that is longer than half the bound, its end."""
+        """Add a text, or only its end if it is longer than half the bound."""
         if not self._half_tokens:
             return
         kept = tokens[-self._half_tokens :]

@@ -1,11 +1,11 @@
 """Token Recycling (arXiv 2408.08696): when a token recurs, the target's likely next tokens of last time are proposed.
 
-A matrix has each token's `successors` most likely next tokens, as of the last verified row with the token as its input,
-also the row of a rejected draft. A draft is a static tree: a child of rank r of any node is the successor of rank r of
-its token. A tree of n nodes has the n paths with the lowest sums of (1 + 2 rank), as if survival fell by one factor for
-each level and by its square for each rank. Its nodes come likeliest first, by the acceptance of earlier nodes of their
-depths and ranks. A prompt has logits for its last row alone, so after a token without successors the draft repeats the
-token that followed it last in the request's own text.
+A matrix has each token's `successors` most likely next tokens, taken from the last verified row with the token as its
+input, which may be the row of a rejected draft. A draft is a static tree: a child of rank r of any node is the
+successor of rank r of its token. A tree of n nodes has the n paths with the lowest sums of (1 + 2 rank), as if survival
+fell by one factor for each level and by its square for each rank. Its nodes come likeliest first, by the acceptance of
+earlier nodes of their depths and ranks. A prompt has logits for its last row alone, so after a token without successors
+the draft repeats the token that followed it last in the request's own text.
 
 The matrix outlives requests: most of the gain comes from earlier requests. It depends on their texts, so there is one
 for each cache_salt, of at most `matrices`; the least recently used is dropped.

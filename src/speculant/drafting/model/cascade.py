@@ -2,8 +2,8 @@
 
 The inner drafter guesses the draft model's next tokens, and one pass of the draft model computes the rows of all of
 them. Each token is drawn from the draft model's own distribution with the chance of a draft, so that tokens and probs
-are those of the draft model alone, whatever the guess: the verifier may use them. Guessed tokens that were not drawn
-are dropped from the draft model's cache.
+are those of the draft model alone, whatever was guessed, and the verifier may use them. Guessed tokens that were not
+drawn are dropped from the draft model's cache.
 
 The inner drafter sees a copy of each request in which the drafted tokens follow. After a rejection it rolls back, and
 catches up with the whole text again unless it overrides `Drafter.roll_back`.
@@ -44,7 +44,7 @@ class CascadeOptions:
 class DraftedRequest(Request):
     """A copy of a request with tokens of its own: the committed ones, then drafted ones.
 
-    The first `agreed` tokens are known to be committed. It has no constraint: a forbidden guess is never drawn.
+    The first `agreed` tokens are known to be committed. It has no constraint, because a forbidden guess is never drawn.
     """
 
     agreed: int = 0
