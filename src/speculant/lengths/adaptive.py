@@ -28,8 +28,8 @@ from speculant.scheduling.scheduler import Schedule
 from speculant.types import Request
 
 # A draft makes its pass slower by a share (`StepCosts.undrafted`), and also the next passes without drafts.
-RETURN = 0.2  # times this share: the gain that drafts need in addition
-RECOVERY = 4  # times this share: the time that these next passes lose together
+RETURN = 0.2  # times this share is the gain that drafts need in addition
+RECOVERY = 4  # times this share is the time that these next passes lose together
 CHEAP = 0.25  # of a pass: a drafter whose first token takes longer is not tried if its costs exceed its gain
 HOLDS = 8  # steps for which a choice holds, for the same sequences
 LONGEST_HOLD, LONGEST_PAUSE = 32, 64  # if it is the same as before; if nothing is drafted
@@ -63,8 +63,8 @@ class Adaptive:
         self._own_s = 0.0  # seconds of `observe` after a step with drafts
         self._scores: dict[int, ScoredDraft] = {}  # of this step, by sequence id
         self._scored: dict[str, Lookups] = {}  # methods with a draft that had scores
-        self._unscored: WeakSet[Request] = WeakSet()  # requests whose last draft had none nevertheless
-        self._armed: set[str] = set()  # methods that ask which of several drafters' drafts to take
+        self._unscored: WeakSet[Request] = WeakSet()  # requests of these methods whose last draft had no scores
+        self._armed: set[str] = set()  # methods for which this policy selects between candidate drafters
         self._unscored_lengths: dict[int, int] = {}  # of their drafts without scores, by sequence id
 
     def choose(self, schedule: Schedule) -> list[int]:
@@ -139,7 +139,7 @@ class Adaptive:
         return any(each >= other * pass_s[nodes] for nodes, each in enumerate(expected) if nodes)
 
     def _arm(self, method: str) -> None:
-        """Note that a method asks which of several drafters' drafts to take."""
+        """Note that this policy selects between a method's candidate drafters."""
         if method not in self._armed:
             self._armed.add(method)
             self._scored.setdefault(method, Lookups())
@@ -252,7 +252,7 @@ class Adaptive:
             and any(tried := self._backlogs.affordable(method, requests, most, seconds(0, 0, 0)))
             and trials.may_pay(most, seconds, least_gain, draft_s(count, 1) < CHEAP * self._held.plain_s)
         ):
-            probe = tree[0] if tree and min(most) >= tree[0] else PROBE  # acceptance by depth is that of whole trees
+            probe = tree[0] if tree and min(most) >= tree[0] else PROBE  # acceptance by depth is of whole trees
             tried, returning = trials.start(tried, probe), RECOVERY * (1 / self._costs.undrafted - 1)
             trial_s = seconds(sum(tried), max(tried), sum(map(bool, tried)))
             trials.costs(trial_s / seconds(0, 0, 0) - 1 + returning)
@@ -271,7 +271,8 @@ class Adaptive:
     def _follow(self, outcomes: Sequence[DraftOutcome], timing: StepTiming, costly: bool) -> None:
         """Update the curves by a step with drafts in which every sequence decodes.
 
-        costly: it is a trial of costs alone, or a draft with a long backlog: it can only show that costs are lower.
+        costly: the step is a trial of costs alone, or has a draft with a long backlog, so that it can only show that
+        costs are lower.
         """
         nodes = sum(sum(outcome.drafted) + outcome.own_rows for outcome in outcomes)
         rows, attention_s = self._held.rows + nodes, self._held.attention.seconds(nodes)

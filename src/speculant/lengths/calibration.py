@@ -276,7 +276,7 @@ def folder() -> Path:
 
 
 def points(kept: Mapping[str, float]) -> dict[int, float]:
-    """Return a curve's points; JSON has text for its keys."""
+    """Return a curve's points; in JSON their keys are text."""
     return {int(size): float(seconds) for size, seconds in kept.items()}
 
 

@@ -18,7 +18,7 @@ class Choice:
 
     made_for: for each sequence its id, its rows without a draft, and whether it only decodes. rows: the sum of these
     rows. plain_s: the seconds of a pass over them; attention: those of long texts, and of each node after them. pure:
-    whether all only decode, and none is a beam search.
+    whether all sequences only decode, and none is a beam search.
     """
 
     made_for: list[tuple[int, int, bool]]
@@ -70,8 +70,8 @@ def scored(method: str) -> str:
 def most_nodes(request: Request, longest: int | None, tree: tuple[int, int] | None, own_rows: int = 0) -> int:
     """Return the most nodes of a draft: the request's number, else the user's, else a whole tree, or LONGEST.
 
-    tree: nodes and depth of the trees of a method that drafts whole ones. own_rows: of a method whose drafts come from
-    rows of its own; there are no more nodes than these.
+    tree: nodes and depth of the trees of a method that drafts whole ones. own_rows: the look-ahead rows of a method
+    that drafts from them, which bound its nodes.
     """
     asked = request.num_speculative_tokens if request.num_speculative_tokens is not None else longest
     most = asked if asked is not None else tree[0] if tree else LONGEST
@@ -79,6 +79,6 @@ def most_nodes(request: Request, longest: int | None, tree: tuple[int, int] | No
 
 
 def asked_length(request: Request) -> int | None:
-    """Return the number of draft tokens that a request sets itself; it gets this number at any cost."""
+    """Return the number of draft tokens that a request sets itself; it gets this number whatever the cost."""
     speculation = request.params.speculation
     return speculation.get("num_speculative_tokens") if isinstance(speculation, Mapping) else None

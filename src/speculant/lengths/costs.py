@@ -28,9 +28,9 @@ LEAST_TABLE = 32  # sizes that are interpolated at once
 
 
 class CostCurve:
-    """Seconds by a whole number, linear between the measured points and beyond the last one.
+    """Seconds as a function of a whole number, linear between the measured points and beyond the last one.
 
-    points: at least one, from 1 up. Costs need not be even or monotone: a kernel may be slower at 9 rows than at 12.
+    points: at least one, from 1 up. Costs may jump or fall: a kernel may be slower at 9 rows than at 12.
     """
 
     def __init__(self, points: Mapping[int, float]) -> None:
@@ -63,13 +63,13 @@ class CostCurve:
         return list(map(mul, self._table[first:end], repeat(self._scale)))
 
     def observe(self, size: int, seconds: float) -> None:
-        """Follow a step of this size that took so long; the curve changes when it is read next."""
+        """Follow a step of this size that took `seconds`; the curve changes when it is read next."""
         self._pending.append((size, seconds))
         if len(self._pending) == MOST_PENDING:
             self._follow()
 
     def _follow(self) -> None:
-        """Move each point that was met by the mean of its steps, and the whole curve by that of all steps."""
+        """Move each point that steps have timed by the mean of its steps, and the whole curve by that of all steps."""
         pending, self._pending = self._pending, []
         ratios: dict[int, list[float]] = {}
         for size, seconds in pending:
@@ -89,13 +89,13 @@ class CostCurve:
                 self._table = []
 
     def _lower(self, size: int, seconds: float) -> None:
-        """Let a size, and so all smaller ones, take at most so long."""
+        """Set the seconds of a size; no smaller size takes more."""
         self._points[size] = seconds
         self._points = {each: min(own, seconds) if each < size else own for each, own in sorted(self._points.items())}
         self._table = []
 
     def _interpolated(self, count: int) -> list[float]:
-        """Return the seconds at the sizes 0 to count - 1, but for the scale."""
+        """Return the seconds at the sizes 0 to count - 1, without the scale."""
         sizes, known, seconds = np.arange(count), [*self._points], [*self._points.values()]
         table = np.interp(sizes, known, seconds)
         if len(known) > 1:
@@ -158,9 +158,9 @@ class StepCosts:
     rest_s: the remaining seconds of a step with drafts; plain_rest_s: those of one without.
 
     A pass that follows another one without a draft between them is faster: weights that fit a processor's cache are
-    still there. The curve is measured with such passes and then moves to passes after a model's drafts. The time of
-    passes without drafts stays as it was until the curve has learnt. Then it is a share of the curve, as both change
-    with the machine.
+    still there. The curve is measured with such passes; real steps then move it to the time of passes after a model's
+    drafts. Until the curve has learnt, the time of passes without drafts stays as measured. From then on it is a share
+    of the curve, because both change with the machine.
     """
 
     passes: CostCurve
@@ -176,7 +176,7 @@ class StepCosts:
 
     @property
     def undrafted(self) -> float:
-        """What passes without drafts between them take, as a share of those after drafts: at most 1."""
+        """The time of passes without drafts between them, as a share of that of passes after drafts: at most 1."""
         return min(1.0, self._one_s / self.passes.at(1)) if self._share is None else self._share
 
     def attention(self, sequences: Iterable[tuple[int, int]]) -> AttentionSeconds:
@@ -188,7 +188,7 @@ class StepCosts:
         return AttentionSeconds(one_s * sum(shares), one_s * self.keys.further * sum(counts) / max(1, len(counts)))
 
     def steps_s(self, rows: int, plain_s: float, most: int, attention: AttentionSeconds = NO_ATTENTION) -> list[float]:
-        """Return the seconds of steps with 0 to `most` nodes beside `rows`, without drafting: at least those of none.
+        """Return the seconds of steps with `rows` and 0 to `most` nodes, without drafting: at least those of no nodes.
 
         plain_s: of a pass without nodes, with its attention.
         """
@@ -212,7 +212,7 @@ class StepCosts:
         return max(low, low + (sequences - fewer) / (more - fewer) * (high - low))
 
     def observe_draft(self, method: str, sequences: int, depth: int, seconds: float) -> None:
-        """Follow a draft of one method that took so long."""
+        """Follow a draft of one method that took `seconds`."""
         curves = self.drafts.get(method)
         if curves and depth:
             nearest = min(curves, key=lambda count: abs(count - sequences))
@@ -232,17 +232,16 @@ class StepCosts:
         self.passes.observe(rows, seconds * short_s / (short_s + attention_s))
 
     def compare_undrafted(self, rows: int, seconds: float, attention_s: float = 0.0) -> None:
-        """Take in what passes without drafts take soon after those with drafts: the curve's time belongs to these.
+        """Compare a pass without drafts with the curve, which has the time of the passes with drafts shortly before.
 
-        Whatever other programs add to a time, they are never taken to be slower than those with drafts, and to be
-        slower than before only little by little.
+        Other programs may slow a pass down. So the share never exceeds 1, and it rises only little by little.
         """
         ratio = min(max(seconds / (self.passes.at(rows) + attention_s), LEAST_UNDRAFTED), 1.0)
         more = ratio - self.undrafted
         self._know(self.undrafted + (SLOWER if more > 0 else FASTER) * more)
 
     def observe_undrafted(self, rows: int, seconds: float, attention_s: float = 0.0) -> None:
-        """Follow a pass long after the last one with drafts: these would take another time by now as well."""
+        """Follow a pass long after the last one with drafts: the time of these may have changed too."""
         ratio = seconds / ((self.passes.at(rows) + attention_s) * self.undrafted)
         factor = _moved(SLOWER, [min(max(ratio, LEAST_UNDRAFTED), OUTLIER)])
         if self._share is None:

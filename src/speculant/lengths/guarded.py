@@ -36,7 +36,7 @@ class GuardedLength:
                 raise DraftLengthError(f"the lengths are {lengths!r} for {count} sequences", "give each one from 0 up.")
             if self._pause is not None and not any(lengths):
                 self._left, self._spare = index(self._pause()), schedule.spare_tokens
-        except BaseException as error:  # noqa: BLE001 - what is no failure is raised again
+        except BaseException as error:  # noqa: BLE001 - anything but a failure is raised again
             self._guard.note(_NAME, error)
             return [0] * count
         return lengths
@@ -64,7 +64,7 @@ class GuardedLength:
             return drafts
         try:
             counts = list(map(index, self._trim(seen)))
-        except BaseException as error:  # noqa: BLE001 - what is no failure is raised again
+        except BaseException as error:  # noqa: BLE001 - anything but a failure is raised again
             self._guard.note(_NAME, error)
             return drafts
         cut = list(drafts)
@@ -76,5 +76,5 @@ class GuardedLength:
         """Pass on the outcomes of a step's drafts, which are committed by now."""
         try:
             self._policy.observe(outcomes, timing)
-        except BaseException as error:  # noqa: BLE001 - what is no failure is raised again
+        except BaseException as error:  # noqa: BLE001 - anything but a failure is raised again
             self._guard.note(_NAME, error)

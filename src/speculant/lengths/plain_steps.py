@@ -1,4 +1,4 @@
-"""The time of passes without drafts. Where drafts pay, some steps draft nothing, because only they show that time."""
+"""Times passes without drafts. Where drafts pay, some steps still draft nothing, because only they show that time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When drafting is tried again where it did not pay, and whether calling a drafter that finds little pays."""
+"""Decides when drafting that did not pay is tried again, and whether a drafter that finds little is worth a call."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from speculant.lengths.joint import Seconds, chain_offers, choose_jointly
 LEAST_GAIN = 0.01  # drafts that gain less are not worth the risk that the estimates are wrong
 PROBE = 2  # nodes of a trial
 FIRST_WAIT, LONGEST_WAIT = 16, 1024  # steps without drafts between two trials
-TRIALS_SHARE = 0.005  # of the time, which trials that fail may take: cheap ones need not become rarer
+TRIALS_SHARE = 0.005  # of the time that failing trials may take: cheap trials need not become rarer
 MOST_REPEATS = 3
 FIRST_DOUBT = 256  # the same where, by the measured costs, even fully accepted drafts would not pay
 FIRST_LONGER = 256  # steps with drafts until longer ones are tried
@@ -61,12 +61,12 @@ class Trials:
         self.doubting, self.repeats = False, 0
 
     def costs(self, share: float) -> None:
-        """Bound the time between trials, where one costs this share of a step without drafts."""
+        """Bound the steps between trials; one trial costs this share of a step without drafts."""
         steps = int(share / TRIALS_SHARE)
         self.longest, self.costly = min(LONGEST_WAIT, max(FIRST_WAIT, steps)), steps > LONGEST_WAIT
 
     def pays(self) -> None:
-        """Note that drafts pay, so that trials begin anew once they do not."""
+        """Note that drafts pay, so that trials begin again once they do not."""
         self.wait = self.backoff = max(FIRST_WAIT, self.backoff // 2)
         self.doubt, self.repeats = self.doubt or FIRST_DOUBT, 0
 
@@ -80,14 +80,14 @@ class Trials:
         return self.hopes() if pays else self.doubts(is_cheap)
 
     def hopes(self) -> bool:
-        """Whether a trial is due that may show that drafts pay; the first one comes at once."""
+        """Whether to begin a trial that may show that drafts pay; the first one comes at once."""
         is_first, self.doubt = not self.doubt, self.doubt or FIRST_DOUBT
         return is_first or self.due(0)
 
     def doubts(self, is_cheap: bool) -> bool:
-        """Whether a trial is due that can only show that costs were measured wrong, as on a busy machine.
+        """Whether to begin a trial that can only show that costs were measured wrong, as on a busy machine.
 
-        The first one comes at once. is_cheap: whether it costs little; otherwise there is no other.
+        The first one comes at once. is_cheap: whether it costs little; if not, it is not repeated.
         """
         self.doubting = self.since >= self.doubt and (is_cheap or not self.doubt)
         if self.doubting:
