@@ -168,7 +168,7 @@ class Scheduler:
 
     @property
     def num_vacant(self) -> int:
-        """How many more requests find a place: max_num_seqs of them may run and max_waiting wait."""
+        """How many more requests can be accepted: max_num_seqs of them may run and max_waiting may wait."""
         return max(0, self._num_places - len(self.running) - len(self.waiting))
 
     @property
@@ -176,7 +176,7 @@ class Scheduler:
         return self._limits.max_num_seqs + self._limits.max_waiting
 
     def check_size(self, count: int) -> None:
-        """Raise CapacityError if `count` requests never find places together."""
+        """Raise CapacityError if `count` requests can never be accepted together."""
         if count > self._num_places:
             raise CapacityError(
                 f"{count} sequences come together and max_num_seqs + max_waiting is {self._num_places}",
@@ -184,7 +184,7 @@ class Scheduler:
             )
 
     def add(self, requests: Sequence[Request]) -> None:
-        """Queue requests together; CapacityError if there are no places for them."""
+        """Queue requests together; raises CapacityError if the queue has no places for them."""
         if len(requests) > self.num_vacant:
             raise CapacityError(
                 f"{len(self.running)} sequences run and {len(self.waiting)} wait, {len(requests)} more came and "
@@ -342,9 +342,9 @@ class WaitingQueue:
     key: orders the requests; it must not change while a request waits. A request that is held back stays in the queue
     and can't be the first until `readmit`.
 
-    A request that leaves the heap does not take its entry along. Each entry has a number of its own, and only the one
-    in `_entries` is valid: a request that was removed and added again may have another key. The heap is rebuilt when
-    most of its entries are not valid, so its size is proportional to the number of waiting requests.
+    The entry of a request that leaves stays in the heap. Each entry has a number of its own, and only the one in
+    `_entries` is valid: a request that was removed and added again may have another key. The heap is rebuilt when most
+    of its entries are not valid, so its size is proportional to the number of waiting requests.
     """
 
     def __init__(self, key: Callable[[Request], Key]) -> None:
