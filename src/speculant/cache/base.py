@@ -159,7 +159,7 @@ class BlockManager(Protocol):
         ...
 
     def forget_prefixes(self) -> bool:
-        """Empty the prefix index, but for positions that sequences hold; return whether it is empty."""
+        """Empty the prefix index, except for positions that sequences hold; return whether it is empty."""
         ...
 
     def release(self, seq_id: int) -> None:

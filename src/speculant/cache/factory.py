@@ -18,6 +18,6 @@ def paged_cache(shape: CacheShape, num_blocks: int, block_size: int, keep_prefix
 
 
 def slotted_cache(shape: CacheShape, num_seqs: int, max_len: int) -> KVCache:
-    """Make a cache of one block per sequence, see `SlottedBlockManager`; raises CapacityError likewise."""
+    """Make a cache of one block per sequence, see `SlottedBlockManager`; raises CapacityError too."""
     storage = TensorStorage(shape, num_seqs * max_len, "lower max_num_seqs or max_model_len.")
     return KVCache(SlottedBlockManager(num_seqs, max_len), storage)
