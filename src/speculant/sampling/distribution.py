@@ -66,7 +66,7 @@ def distribution(logits: Tensor, nodes: Sequence[Node], sampler: Sampler = REFER
 
 
 def row_maxima(probs: Tensor) -> list[float]:
-    """Return the largest probability of each row of distributions [r, V]; 0 or NaN for a row that is none."""
+    """Return the largest probability of each row [r, V]; 0 or NaN for a row that is not a distribution."""
     maxima: list[float] = (probs.numpy().max(axis=1) if is_numpys(probs) else probs.amax(-1)).tolist()
     return maxima
 

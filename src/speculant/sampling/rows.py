@@ -1,7 +1,8 @@
 """Rows of logits and distributions [m, V]: their largest entries, and copies of some rows.
 
-On a CPU, torch would divide this work among threads of its own. They then wait for more work beside the threads of the
-kernels, and the target's next pass takes up to half as long again. numpy starts no threads.
+On a CPU, torch would divide this work among threads of its own. Those threads then spin while they wait for more work.
+They compete with the kernels' threads, and the target's next pass takes up to half as long again. numpy starts no
+threads.
 """
 
 from __future__ import annotations
