@@ -60,7 +60,7 @@ def coins(weights: list[float], p: Tensor, q: Tensor) -> list[float]:
 def share(owed: float, weight: float) -> float:
     """Return owed / (owed + 1 - weight): the probability to accept a prefix of this weight and residual mass.
 
-    owed is NaN where the draft's distribution has NaN. The draft then counts as ended there, and h is the weight.
+    owed is NaN if the draft's distribution has NaN. The draft is then taken to end there, and h is the weight.
     """
     if math.isnan(owed):
         return weight

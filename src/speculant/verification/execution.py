@@ -2,7 +2,7 @@
 
 f returns a distribution over outcomes, and g runs on an outcome drawn from it. A cheap approximation of f's
 distribution is known at once, so g starts on a draw from it while f runs. The draw is then verified as a drafted token
-is: accepted with probability min(1, p / q), else replaced by a draw from norm((p - q)+), on which g runs again. The
+is: it is accepted with probability min(1, p / q), or replaced by a draw from norm((p - q)+), on which g runs again. The
 outcome has exactly f's distribution, whatever the approximation is; a good one makes a second run of g rare.
 
     one after the other     f f f f f f g g g g

@@ -1,7 +1,8 @@
 """Lenient verification (arXiv 2211.17192, A.5): accepts more drafts, at the cost of exactness.
 
 Sampled: accept x with probability min(1, p(x) / (l q(x))), else draw from norm((p - q)+); no token becomes likelier
-than p / l. Greedy: accept x if p(x) >= l max(p), p at temperature 1. l = 1 is `rejection`, or greedy but for ties.
+than p / l. Greedy: accept x if p(x) >= l max(p), p at temperature 1. l = 1 is `rejection`, or, except for ties, greedy
+verification.
 """
 
 from __future__ import annotations
