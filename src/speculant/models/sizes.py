@@ -16,7 +16,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def tensor_shapes(config: DecoderConfig) -> Shapes:
-    """Return the shape of each tensor of a model. A tied head is none."""
+    """Return the shape of each tensor of a model. A tied head has none of its own."""
     hidden = config.hidden_size
     found: Shapes = {TABLE: (config.vocab_size, hidden)}
     for index, layer in enumerate(config.layers):

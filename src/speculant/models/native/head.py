@@ -32,7 +32,7 @@ _QUERIES = ("q_proj.weight", "k_proj.weight", "v_proj.weight")
 
 @dataclass(frozen=True)
 class Half:
-    """A source in which the matrices `double`, which multiply [e; h], have the columns for one of the two alone.
+    """A source that gives only the columns for e, or only those for h, of the matrices `double`, which multiply [e; h].
 
     index: 0 = e, 1 = h.
     """

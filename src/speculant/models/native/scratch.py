@@ -51,5 +51,5 @@ def _span_bytes(of: Attention, threads: int, rows: int, positions: int) -> int:
 
 
 def _power(count: int) -> int:
-    """Return the least power of two that is not below a count, at least 256: rows and positions grow in such steps."""
+    """Return the least power of two, from 256 up, that is not below a count: rows and positions grow in such steps."""
     return max(256, 1 << (count - 1).bit_length())

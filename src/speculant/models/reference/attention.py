@@ -28,7 +28,7 @@ class Attend(Protocol):
     """
 
     def __call__(self, layer: int, of: Attention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attend with a layer's queries [..., heads, head_dim], and return as much.
+        """Attend with a layer's queries [..., heads, head_dim]; return a result of the same shape.
 
         The keys and values [..., kv_heads, head_dim] are those of the same rows.
         """

@@ -40,7 +40,7 @@ class RMSNorm(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """A layer's attention, of inputs [..., inputs]."""
+    """A layer's attention, which reads inputs [..., inputs]."""
 
     def __init__(self, of: Attention, layer: int, inputs: int, hidden: int) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class GatedMlp(nn.Module):
         self.down_proj = nn.Linear(of.size, hidden, bias=of.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map x [..., hidden] to as much."""
+        """Map x [..., hidden] to a result of the same shape."""
         out: Tensor = self.down_proj(reference.silu_gate(self.gate_proj(x), self.up_proj(x)))
         return out
 
@@ -93,7 +93,7 @@ class DecoderLayer(nn.Module):
         self.mlp = GatedMlp(layer.mlp, hidden)
 
     def forward(self, x: Tensor, angles: Angles, attend: Attend) -> Tensor:
-        """Map x [..., hidden] to as much."""
+        """Map x [..., hidden] to a result of the same shape."""
         return self.add(x, self.input_layernorm(x), angles, attend)
 
     def add(self, x: Tensor, entering: Tensor, angles: Angles, attend: Attend) -> Tensor:

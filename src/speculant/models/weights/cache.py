@@ -56,7 +56,7 @@ class WeightCache:
         try:
             _remove_abandoned(self.folder)
             found = map_weights(path, facts, self.kernels)
-            os.utime(path)  # used now: others go first
+            os.utime(path)  # it was used now, so other files are deleted first
         except FileNotFoundError:
             return None
         except DamagedFileError as error:

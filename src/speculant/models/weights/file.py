@@ -49,8 +49,8 @@ def write_weights(file: BinaryIO, facts: Sequence[str], weights: Mapping[str, We
 def map_weights(path: Path, facts: Sequence[str], kernels: Kernels) -> dict[str, Weight]:
     """Return the weights of a file by name, mapped for reading.
 
-    Raises DamagedFileError if it has changed since it was written, was made of something else or belongs to another
-    user, and OSError if it can't be read.
+    Raises DamagedFileError if it has changed since it was written, has another origin or belongs to another user, and
+    OSError if it can't be read.
     """
     with path.open("rb") as file:
         status = os.fstat(file.fileno())

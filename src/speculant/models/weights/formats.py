@@ -38,7 +38,7 @@ _READABLE = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt")  # these have 
 
 
 def quantised_format(config: Mapping[str, Any]) -> str | None:
-    """Return the name of the format that a config.json says its weights are quantised in; None = they are not.
+    """Return the name of the quantised format that a config.json names for its weights; None = it names none.
 
     A null entry counts as absent.
     """
@@ -111,7 +111,7 @@ def _begins_as_gguf(path: Path) -> bool:
 
 
 def unknown_family(config: Mapping[str, Any], known: Sequence[str]) -> ModelError:
-    """Return the error for a config.json whose model_type is no known family.
+    """Return the error for a config.json whose model_type is not a known family.
 
     It suggests the family whose class config.json names under `architectures`, which a misspelt model_type leaves as it
     is. Another family with a similar name would compute something else.

@@ -43,7 +43,7 @@ class Checkpoint:
     dtype: torch.dtype
     eos_token_ids: frozenset[int]  # empty when the checkpoint names none
     generation: dict[str, Any]  # generation_config.json as it is; empty when there is none
-    sampling: SamplingParams  # what generation_config.json recommends
+    sampling: SamplingParams  # the settings that generation_config.json recommends
     name: str
     kernels: str  # the backend's name and facts, and why other backends were not chosen
     backend: Backend  # computes the model

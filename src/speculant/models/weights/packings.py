@@ -37,7 +37,7 @@ DISTINCT = 8  # panels of random weights; the others repeat them
 LEAST_GAIN = 1.03  # at one row
 LEAST_ELSEWHERE = 0.97
 STEADY = 1.5  # a machine is busy if typical times are more than this many times the best ones
-BUSY_KEPT_S = 3600.0  # for gains of a busy machine, so that the starts that follow find their packed weights
+BUSY_KEPT_S = 3600.0  # for gains of a busy machine, so that the next starts find their packed weights
 
 Times = dict[tuple[str, int], dict[int, list[float]]]  # seconds of runs, by packing, rows and depth
 
@@ -54,7 +54,7 @@ def fastest_packing(kernels: Kernels, config: DecoderConfig, quantization: str |
 
 
 def kept_gains(kernels: Kernels, depths: Sequence[int], num_bytes: int) -> dict[int, float]:
-    """Return the gains that were measured at an earlier start; else measure and keep them, for a while if unsteady."""
+    """Return the gains of an earlier start, or measure and keep them; unsteady ones are kept only for a while."""
     facts = ["gains", kernels.isa, str(kernels.threads), str(depths), str(num_bytes)]
     path = cache_folder("costs") / f"{key_of(facts)}.packing.json"
     with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
@@ -126,7 +126,7 @@ def time_packings(kernels: Kernels, depths: Sequence[int], num_bytes: int) -> Ti
 
 
 def _random_matrix(kernels: Kernels, depth: int) -> Weight:
-    """Return a packed matrix of about LAYER_BYTES, of random weights whose exponents are those of trained ones."""
+    """Return a packed matrix of about LAYER_BYTES, of random weights with the exponents of trained ones."""
     height = DISTINCT * panel_rows(kernels)
     generator = torch.Generator().manual_seed(0)
     distinct = kernels.pack(Type.BF16, torch.randn(height, depth, generator=generator).mul_(0.02).bfloat16()).memory

@@ -23,10 +23,10 @@ from speculant.models.weights.formats import no_weights
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-_LAYER = re.compile(r"(?:[A-Za-z_]\w*\.)+?([0-9]{1,10})\.", re.ASCII)  # the names of a layer's tensors begin so
+_LAYER = re.compile(r"(?:[A-Za-z_]\w*\.)+?([0-9]{1,10})\.", re.ASCII)  # begins the names of a layer's tensors
 _SHOWN = 5
 TICK = 0.05  # seconds; changes that follow one another within a system's clock tick get the same time
-_SHARD = re.compile(r"\w[\w .+-]{0,199}", re.ASCII)  # a file of the folder itself
+_SHARD = re.compile(r"\w[\w .+-]{0,199}", re.ASCII)  # the name of a file in the folder itself
 
 
 @dataclass(frozen=True)
