@@ -98,7 +98,7 @@ def tree_of(texts: Collection[Hypothesis]) -> DraftTree:
 
 @dataclass(frozen=True)
 class Scored:
-    """A text's continuations; `longer` has those of known longer texts, by next token."""
+    """A text's continuations. `longer` maps a next token to those of the longer text, where they are known."""
 
     continuations: Continuations
     longer: Mapping[int, Scored] = field(default_factory=dict)
@@ -137,7 +137,8 @@ class Beams:
     def trunk(self) -> Hypothesis:
         """The text before the tree of hypotheses: the common prefix of all live ones.
 
-        Where they part more than `reach` tokens back, it is longer, and a pass computes only those that continue it.
+        If they diverge more than `reach` tokens back, the trunk is longer than that prefix, and a pass computes only
+        the hypotheses that continue it.
         """
         return self.unscored[0].prefix(max(self._shared.length, self.rounds - self.reach))
 

@@ -22,8 +22,8 @@ class Constraint(Protocol):
         """Return which tokens may follow the drafted `tokens`, which follow the advanced ones; None = all.
 
         A mask is int32 [ceil(V / 32)]: bit v % 32 of word v // 32 allows token v, and tokens beyond its words are
-        forbidden. Drafted tokens may be forbidden ones, or follow the end: then no token may follow. The call must not
-        change the constraint.
+        forbidden. Drafted tokens may be forbidden ones or come after the end; the mask then allows no token. The call
+        must not change the constraint.
         """
         ...
 
@@ -45,15 +45,15 @@ class ForcingConstraint(Constraint, Protocol):
     """A constraint that can name the next tokens where there is no choice."""
 
     def forced(self) -> list[int]:
-        """Return tokens that have to follow the advanced ones, as far as that is known; none if there is a choice."""
+        """Return the tokens that must follow the advanced ones, as far as they are known; none if there is a choice."""
         ...
 
 
 class PreparingConstraint(Constraint, Protocol):
-    """A constraint that computes masks beside the target's pass."""
+    """A constraint that computes masks while the target's pass runs."""
 
     def prepare(self, paths: Sequence[Sequence[int]]) -> None:
-        """Begin to compute the masks after drafted paths, which are needed next; it returns at once."""
+        """Begin to compute the masks after drafted paths, which are needed next; the call returns at once."""
         ...
 
 

@@ -56,8 +56,8 @@ class SpeculationMetrics:
     def mean_acceptance_length(self) -> float:
         """1 + accepted / steps that had a draft, vLLM's figure.
 
-        It is no count of tokens: steps without a draft are left out, and the 1 is added for a step whose draft ended
-        the request, too. `RequestMetrics.tokens_per_pass` counts.
+        It does not count tokens: steps without a draft are left out, and the 1 is also added for a step whose draft
+        ended the request. `RequestMetrics.tokens_per_pass` counts tokens.
         """
         return 1 + _ratio(self.num_accepted_draft_tokens, self.num_spec_steps)
 
@@ -133,9 +133,9 @@ class TimingMetrics:
     """Wall-clock figures of one sample, or of all samples of a request (`pooled`).
 
     Readings of `time.perf_counter` and durations, in seconds. target_passes: passes that it took part in.
-    sampled_passes: those after which it was given tokens, which are all but the passes that only process a part of the
-    prompt. A pass that serves several samples is one of the target_passes of their request, and as many sampled_passes.
-    together: the totals that the samples of one prompt share; None = it is the only one.
+    sampled_passes: those that gave it tokens; passes that only process a part of the prompt are left out. A pass that
+    serves k samples of a request adds 1 to its target_passes and k to its sampled_passes. together: the totals that the
+    samples of one prompt share; None = it is the only one.
     """
 
     arrival: float
@@ -298,8 +298,8 @@ class EngineMetrics:
 
     Requests are counted per sample. sampled_passes: target passes after which a sequence was given tokens, counted for
     each sequence; a beam search counts as its samples. draft_s, verify_s and other_s divide the steps' time, in
-    seconds. lossy samples were verified by a verifier that is not lossless. repeated_steps failed and were repeated for
-    each sequence alone; transient_errors counts those that then failed for no sequence.
+    seconds. lossy samples were verified by a verifier that is not lossless. repeated_steps counts steps that failed and
+    were repeated for each sequence alone; transient_errors counts those of them that then succeeded for every sequence.
     drafts were verified, with draft_tokens nodes, of which accepted_tokens were kept; accepted_per_position[d] is how
     many at depth d, the root's children being at 0.
     drafter_errors counts calls of a drafter that raised, and drafts that broke its contract; none of them fails a
@@ -333,7 +333,7 @@ class EngineMetrics:
     blocks_total: int = 0
 
     def count_draft(self, drafted: int, accepted: int) -> None:
-        """Count a draft of `drafted` > 0 nodes, of which a path of `accepted` was kept."""
+        """Count a draft of `drafted` > 0 nodes, of which a path of `accepted` nodes was accepted."""
         self.drafts += 1
         self.draft_tokens += drafted
         self.accepted_tokens += accepted

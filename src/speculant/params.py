@@ -96,7 +96,7 @@ class SamplingParams:
     frequency penalties, temperature, top_k, top_p, min_p. `logprobs` are those of the model's own distribution, before
     any of them; -1 reports the whole vocabulary, if the engine's max_logprobs allows it.
 
-    bad_words: texts or lists of token ids to ban. Of a text only two tokenisations are banned, without and with a
+    bad_words: texts or lists of token ids to ban. Only two tokenisations of a text are banned, without and with a
     leading space, as in vLLM; the same text in other tokens may occur. The last token of a tokenisation is banned where
     the output ends with its other tokens. allowed_token_ids: the only allowed tokens, including end tokens; None = all.
     detokenize: False makes no text, so stop strings are not possible. truncate_prompt_tokens: keep only this many

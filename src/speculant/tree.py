@@ -19,8 +19,8 @@ class DraftTree:
 
     scores: for each node, the drafter's estimate of the probability that it is accepted once its parent is, from 0 to
     1; None = no estimate. Only the draft length depends on them.
-    ahead: input embeddings of look-ahead rows in the target's pass, which are no proposals: a chain of them
-    below the root and below each node. A draft without nodes may have them too.
+    ahead: input embeddings of a chain of look-ahead rows, which the target's pass has below the root and below each
+    node. These rows are not proposals. A draft without nodes may have them too.
     """
 
     tokens: Tensor  # [n] int64
@@ -31,12 +31,12 @@ class DraftTree:
 
     @classmethod
     def chain(cls, tokens: list[int], probs: Tensor | None = None, scores: Sequence[float] | None = None) -> DraftTree:
-        """Make a tree without branches of integers."""
+        """Make a tree without branches from integers."""
         tree, values = cls.__new__(cls), _integers(tokens)
         size = len(values)
         vars(tree).update(
             token_list=values, size=size, parent_list=list(range(-1, size - 1)), probs=probs, scores=scores,
-            is_chain=True, depths=list(range(1, size + 1)),  # known, and read in every pass
+            is_chain=True, depths=list(range(1, size + 1)),  # known here, and read in every pass
         )  # fmt: skip
         return tree
 
@@ -48,7 +48,7 @@ class DraftTree:
         probs: Tensor | None = None,
         scores: Sequence[float] | None = None,
     ) -> DraftTree:
-        """Make a tree of integers."""
+        """Make a tree from integers."""
         tree, values = cls.__new__(cls), _integers(tokens)
         vars(tree).update(
             token_list=values, size=len(values), parent_list=_integers(parents), probs=probs, scores=scores
@@ -56,7 +56,7 @@ class DraftTree:
         return tree
 
     def __getattr__(self, name: str) -> Tensor:
-        """Make a tensor of a tree that was made of integers."""
+        """Make a tensor of a tree that was made from integers, when it is first read."""
         if name not in ("tokens", "parents"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         made = ids(self.token_list if name == "tokens" else self.parent_list)
@@ -66,7 +66,7 @@ class DraftTree:
     @staticmethod
     @cache
     def empty() -> DraftTree:
-        """Return the tree of no nodes: plain decoding."""
+        """Return the tree without nodes, which means plain decoding."""
         return DraftTree.chain([])
 
     @cached_property
@@ -118,7 +118,7 @@ class DraftTree:
         return DraftTree.of([*self.token_list, *[0] * self.num_own_rows], parents)
 
     def first(self, count: int) -> DraftTree:
-        """Return the tree of the first `count` nodes; it is this one if that is all."""
+        """Return the tree of the first `count` nodes; this tree itself if it has no more nodes."""
         if count >= self.size:
             return self
         probs = None if self.probs is None else self.probs[:count]

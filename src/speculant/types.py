@@ -39,7 +39,7 @@ class StopChecker(Protocol):
         ...
 
     def rollback(self) -> None:
-        """Return to the last checkpoint, to the beginning without one, also when a push has raised."""
+        """Return to the last checkpoint, or to the beginning if there is none; valid even after a push has raised."""
         ...
 
 
@@ -53,10 +53,10 @@ class Logprob:
 
 
 class LayerStates(Sequence[Tensor]):
-    """The hidden states of several layers: item i is [n, hidden], those of the i-th one.
+    """The hidden states of several layers: item i holds those of the i-th layer, [n, hidden].
 
-    They are the rows `first` to `end` - 1 of `memory` [layers, rows, hidden]. A tensor is made when an item is read:
-    that takes microseconds, and a paused drafter reads its states late, many at once.
+    They are the rows `first` to `end` - 1 of `memory` [layers, rows, hidden]. A tensor is made only when an item is
+    read: making it takes microseconds, and a paused drafter reads many rows at once.
     """
 
     __slots__ = ("end", "first", "memory")
@@ -110,8 +110,8 @@ class CommittedRows(NamedTuple):
     that the pass added to the sequence; the newest of them is not among `tokens`, as it is not computed yet.
 
     successors: for each row of the pass that has logits, those of rejected drafts among them, the input token
-    and the `DrafterNeeds.target_top_k` most likely next tokens by the target's logits, best first. Of a prompt only the
-    last row has logits.
+    and the `DrafterNeeds.target_top_k` most likely next tokens by the target's logits, best first. In a prompt, only
+    the last row has logits.
 
     ahead: the hidden states [k, hidden], after the final norm, of the look-ahead rows below the last one of `tokens`
     (`DraftTree.ahead`); None = the pass had none.
@@ -199,7 +199,7 @@ class Request:
 
     @property
     def wants_prompt_logits(self) -> bool:
-        """Whether requested log-probabilities of the prompt are not known yet; the first sample has them."""
+        """Whether log-probabilities of the prompt are requested and not known yet; the first sample records them."""
         wanted = self.params.prompt_logprobs is not None and self.index == 0
         return wanted and len(self.prompt_logprobs) < len(self.prompt) - 1
 
@@ -238,7 +238,7 @@ class StepOutput:
 
     @property
     def corrected(self) -> bool:
-        """Whether it is the target's own token where a draft token was rejected."""
+        """Whether it is the target's own token, in place of a rejected draft token."""
         return bool(self.rejected)
 
 
@@ -247,8 +247,8 @@ class CompletionOutput:
     """One finished or growing sample of a request.
 
     cumulative_logprob: the sum of its log-probabilities, if they were requested or it is of a beam search.
-    score: that sum / length ** length_penalty, by which a beam search ranks. metrics: the figures of this sample alone.
-    stop_reason: the stop string or the id of `stop_token_ids` that ended it; None at the model's own end token.
+    score: that sum / length ** length_penalty; a beam search ranks samples by it. metrics: the figures of this sample
+    alone. stop_reason: the stop string or the id of `stop_token_ids` that ended it; None at the model's own end token.
     """
 
     index: int
