@@ -78,7 +78,7 @@ def commit_output(
 
 
 def notify(drafters: Drafters, output: TargetOutput, committed: Committed) -> None:
-    """Pass the committed rows on to the drafters. A sequence with another text begins again."""
+    """Pass the committed rows on to the drafters; a sequence whose text was replaced begins again."""
     request = output.item.request
     if committed.left:
         drafters.end(request)

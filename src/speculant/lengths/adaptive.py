@@ -39,7 +39,7 @@ UNKNOWN_COSTS = {1: 1.0, 64: 1.5}  # of a pass, in any unit, if nothing was meas
 
 
 class Adaptive:
-    """See the module's docstring; for the arguments `DraftLengthContext`. costs: None = unknown."""
+    """See the module's docstring, and `DraftLengthContext` for the arguments. costs: None = unknown."""
 
     keeps_up = False
 

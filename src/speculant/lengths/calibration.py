@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 # The most important sizes first: there is time for few of them with a large model.
 ROWS = (1, 8, 16, 4, 2, 48, 24, 6, 3, 12, 5, 7, 9, 10, 32, 14, 17, 20, 64, 40, 96, 128)
 DEPTHS, SEQUENCES = (1, 4, 8, 2, 16), (1, 8)
-LEAST_LONG, LONG_CONTEXT = 192, 2048  # tokens that show the cost of attention: copies of one
+LEAST_LONG, LONG_CONTEXT = 192, 2048  # tokens of the texts that show the cost of attention
 DRAFTED_AFTER = 16  # tokens
 MANY_ROWS = 8  # of a second pass after the longer text; the first has one row
 SHORT_TEXT, LONG_TEXT = 256, 1024  # tokens that a drafter with a cache of its own reads
