@@ -103,7 +103,7 @@ class Guard:
         """Make a call and return whether it succeeded."""
         try:
             call()
-        except BaseException as error:  # noqa: BLE001 - what is no failure is raised again
+        except BaseException as error:  # noqa: BLE001 - anything but a failure is raised again
             self.note(name, error)
             return False
         return True
