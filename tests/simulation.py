@@ -26,9 +26,9 @@ class World:
     drafter finds a draft, by the length of the sequence. ask_s: seconds that it searches. undrafted: the relative time
     of a pass that follows another one without a draft between them. lingers: the share of that difference that is left
     after one more such pass. bursts: the share of passes that other programs make up to five times as long; the policy
-    sees the added time, the result does not count it. own_rows: the most look-ahead rows of the drafter below each
-    node, from which the next pass's draft comes; 0 = none. prompt: its number of tokens. key_s: seconds that each of
-    them adds to a pass, by the pass's rows.
+    sees the added time, the result does not count it. look_ahead_rows: the drafter's most below each node, from which the
+    next pass's draft comes; 0 = none. prompt: its number of tokens. key_s: seconds that each of them adds to a pass, by
+    the pass's rows.
     """
 
     pass_s: Callable[[int], float]
@@ -42,7 +42,7 @@ class World:
     undrafted: float = 1.0
     lingers: float = 0.0
     bursts: float = 0.0
-    own_rows: int = 0
+    look_ahead_rows: int = 0
     prompt: int = 1
     key_s: Callable[[int], float] = lambda rows: 0.0
     seed: int = 0
@@ -74,8 +74,8 @@ class World:
                 if not self.draftable(place):
                     chosen[index], alphas[index] = 0, []
             drafted_s = self.token_s * max(chosen) + self.ask_s * asked
-            ahead = [min(count, self.own_rows) for count in chosen]
-            if self.own_rows:
+            ahead = [min(count, self.look_ahead_rows) for count in chosen]
+            if self.look_ahead_rows:
                 alphas = [each[:states] for each, states in zip(alphas, known, strict=True)]
             chosen, known = self._trimmed(policy, requests, alphas), ahead
             own = [(count + 1) * rows for count, rows in zip(chosen, ahead, strict=True)]
@@ -90,7 +90,7 @@ class World:
                 lengths[index] += accepted + 1
                 self.tokens += accepted + 1
                 if count:
-                    outcomes.append(outcome_of(request, count, accepted)._replace(own_rows=own[index]))
+                    outcomes.append(outcome_of(request, count, accepted)._replace(look_ahead_rows=own[index]))
             self.time += drafted_s + verify_s
             if self.bursts and self._random.random() < self.bursts:
                 verify_s *= self._random.uniform(1, 5)

@@ -97,10 +97,10 @@ class DraftTree:
     @property
     def num_rows(self) -> int:
         """The rows of the target's pass: the nodes and the look-ahead rows."""
-        return self.size if self.ahead is None else self.size + self.num_own_rows
+        return self.size if self.ahead is None else self.size + self.num_look_ahead_rows
 
     @property
-    def num_own_rows(self) -> int:
+    def num_look_ahead_rows(self) -> int:
         """The number of look-ahead rows."""
         return 0 if self.ahead is None else (self.size + 1) * len(self.ahead)
 
@@ -110,12 +110,12 @@ class DraftTree:
         vars(tree).update(vars(self), ahead=ahead)
         return tree
 
-    def with_own_rows(self) -> DraftTree:
+    def with_look_ahead_rows(self) -> DraftTree:
         """Return the tree of all rows of a pass: the nodes, then the look-ahead rows of the root and of each node."""
         parents, count = list(self.parent_list), 0 if self.ahead is None else len(self.ahead)
         for node in range(-1, self.size) if count else ():
             parents += (node, *range(len(parents), len(parents) + count - 1))
-        return DraftTree.of([*self.token_list, *[0] * self.num_own_rows], parents)
+        return DraftTree.of([*self.token_list, *[0] * self.num_look_ahead_rows], parents)
 
     def first(self, count: int) -> DraftTree:
         """Return the tree of the first `count` nodes; this tree itself if it has no more nodes."""

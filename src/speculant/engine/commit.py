@@ -119,7 +119,7 @@ def _outcome(request: Request, tree: DraftTree, path: tuple[int, ...], committed
     reached = len(path) + tree.has_children(path[-1] if path else -1)
     tested = max(accepted, min(reached, committed))
     ones = [1] * tested + [0] * (depth - tested), [1] * accepted + [0] * (depth - accepted)
-    return DraftOutcome(request, drafted, *ones, path[:accepted], tree.num_own_rows)
+    return DraftOutcome(request, drafted, *ones, path[:accepted], tree.num_look_ahead_rows)
 
 
 def nodes_by_depth(tree: DraftTree) -> list[int]:

@@ -94,19 +94,19 @@ class DraftBounds(NamedTuple):
 
     max_len: the longest sequence that target and drafter can hold. max_nodes: the drafter's own limit; None = none.
     nodes_per_beam: nodes that it drafts per beam and round of a beam search; 0 = beam searches get no drafts.
-    own_rows: the most look-ahead rows below the root and below each node; there are at most as many below each as the
+    look_ahead_rows: the most of them below the root and below each node; there are at most as many below each as the
     draft has nodes.
     """
 
     max_len: int
     max_nodes: int | None = None
     nodes_per_beam: int = 0
-    own_rows: int = 0
+    look_ahead_rows: int = 0
 
     def within(self, nodes: int, rows: int) -> int:
         """Return how many of these nodes fit into a number of rows, with the look-ahead rows."""
         nodes = max(0, min(nodes, rows))
-        while nodes and num_rows(nodes, self.own_rows) > rows:
+        while nodes and num_rows(nodes, self.look_ahead_rows) > rows:
             nodes -= 1
         return nodes
 
@@ -144,15 +144,15 @@ class DraftBudget:
             nodes *= search.beams.width * bounds.nodes_per_beam
         elif bounds.max_nodes is not None:
             nodes = min(nodes, bounds.max_nodes)
-        if bounds.own_rows:
+        if bounds.look_ahead_rows:
             nodes = bounds.within(nodes, bounds.max_len - request.num_positions - 1)
         if nodes <= 0 or not item.decodes:
             return 0
         uncomputed = 0 if search is None else search.beams.live_tree.size - item.tree.size
-        taken = uncomputed + (num_rows(nodes, bounds.own_rows) if bounds.own_rows else nodes)
+        taken = uncomputed + (num_rows(nodes, bounds.look_ahead_rows) if bounds.look_ahead_rows else nodes)
         if taken > self._left or not self._plan.take(request.seq_id, taken):
             nodes = bounds.within(nodes, min(self._left, self._plan.room(request.seq_id)) - uncomputed)
-            taken = num_rows(nodes, bounds.own_rows) + uncomputed if nodes else 0
+            taken = num_rows(nodes, bounds.look_ahead_rows) + uncomputed if nodes else 0
             self._plan.take(request.seq_id, taken)
         self._left -= taken
         return nodes

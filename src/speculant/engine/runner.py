@@ -121,8 +121,8 @@ def _input(item: Scheduled, tree: DraftTree) -> SequenceInput:
     if tree.ahead is None:
         return SequenceInput(item.request.seq_id, item.tokens, tree)
     first = item.count + tree.size
-    own = {first + row: tree.ahead[row % len(tree.ahead)] for row in range(tree.num_own_rows)}
-    return SequenceInput(item.request.seq_id, item.tokens, tree.with_own_rows(), own)
+    own = {first + row: tree.ahead[row % len(tree.ahead)] for row in range(tree.num_look_ahead_rows)}
+    return SequenceInput(item.request.seq_id, item.tokens, tree.with_look_ahead_rows(), own)
 
 
 def _output(share: _Share, hidden: Hidden, logits: Tensor) -> TargetOutput:
@@ -133,7 +133,7 @@ def _output(share: _Share, hidden: Hidden, logits: Tensor) -> TargetOutput:
     prompt = None if item.request.params.prompt_logprobs is None else _prompt_rows(item)
     own = None
     if tree.ahead is not None:
-        own = hidden.last[last : last + tree.num_own_rows].view(tree.size + 1, len(tree.ahead), -1)
+        own = hidden.last[last : last + tree.num_look_ahead_rows].view(tree.size + 1, len(tree.ahead), -1)
     return TargetOutput(
         item,
         tree,

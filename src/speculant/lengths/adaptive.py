@@ -48,10 +48,10 @@ class Adaptive:
         longest: int | None = None,
         costs: StepCosts | None = None,
         trees: Callable[[str], tuple[int, int] | None] = lambda method: None,
-        own_rows: Callable[[str], int] = lambda method: 0,
-        asks_judge: Callable[[str], bool] = lambda method: False,
+        look_ahead_rows: Callable[[str], int] = lambda method: 0,
+        selects: Callable[[str], bool] = lambda method: False,
     ) -> None:
-        self._longest, self._trees, self._own_rows, self._asks_judge = longest, trees, own_rows, asks_judge
+        self._longest, self._trees, self._look_ahead_rows, self._selects = longest, trees, look_ahead_rows, selects
         self._costs = costs or StepCosts(CostCurve(UNKNOWN_COSTS))
         self._backlogs = Backlogs(self._costs)
         self._acceptance = Acceptance()
@@ -64,7 +64,7 @@ class Adaptive:
         self._scores: dict[int, ScoredDraft] = {}  # of this step, by sequence id
         self._scored: dict[str, Lookups] = {}  # methods with a draft that had scores
         self._unscored: WeakSet[Request] = WeakSet()  # requests of these methods whose last draft had no scores
-        self._armed: set[str] = set()  # methods for which this policy selects between candidate drafters
+        self._selecting: set[str] = set()  # methods for which this policy selects between candidate drafters
         self._unscored_lengths: dict[int, int] = {}  # of their drafts without scores, by sequence id
 
     def choose(self, schedule: Schedule) -> list[int]:
@@ -95,7 +95,7 @@ class Adaptive:
                 held.lengths[place] = self._most(request) if asked is None else asked
             elif item.decodes and method is not None:
                 by_method.setdefault(method, []).append(place)
-        drawing = by_method.keys() - (self._scored.keys() - self._armed)  # passes differ only after such drafts
+        drawing = by_method.keys() - (self._scored.keys() - self._selecting)  # passes differ only after such drafts
         if held.pure and drawing and self._plain_steps.due():
             held.left = BLOCK
             return held
@@ -128,7 +128,7 @@ class Adaptive:
     def prefers(self, request: Request, scores: Sequence[float], parents: Sequence[int]) -> bool:
         """See `Selector.prefers`: the draft with the more expected tokens per second is taken."""
         method, tokens = str(request.drafter), len(self._held.lengths)
-        self._arm(method)
+        self._begin_selecting(method)
         if asked_length(request) is not None:
             return True
         length = self._unscored_lengths.get(request.seq_id, 0)
@@ -138,10 +138,10 @@ class Adaptive:
         expected = accumulate(self._scored_survivals(ScoredDraft(request, scores, parents)), initial=float(tokens))
         return any(each >= other * pass_s[nodes] for nodes, each in enumerate(expected) if nodes)
 
-    def _arm(self, method: str) -> None:
+    def _begin_selecting(self, method: str) -> None:
         """Note that this policy selects between a method's candidate drafters."""
-        if method not in self._armed:
-            self._armed.add(method)
+        if method not in self._selecting:
+            self._selecting.add(method)
             self._scored.setdefault(method, Lookups())
             self._unscored.clear()
             self._held.left = 0
@@ -188,13 +188,13 @@ class Adaptive:
 
     def _note_scores(self, request: Request, method: str, has_scores: bool) -> None:
         """Remember whether a draft of a method that gives scores had some."""
-        if method in self._scored and method not in self._armed and has_scores is (request in self._unscored):
+        if method in self._scored and method not in self._selecting and has_scores is (request in self._unscored):
             (self._unscored.discard if has_scores else self._unscored.add)(request)
             self._held.left = 0
 
     def _most(self, request: Request) -> int:
         method = str(request.drafter)
-        return most_nodes(request, self._longest, self._trees(method), self._own_rows(method))
+        return most_nodes(request, self._longest, self._trees(method), self._look_ahead_rows(method))
 
     def _lengths(self, method: str, requests: Sequence[Request]) -> tuple[list[int], int]:
         """Choose the lengths of one method's sequences, and for how many steps they hold.
@@ -202,8 +202,8 @@ class Adaptive:
         Sequences whose drafts have scores get the longest: their drafts are cut by the scores.
         """
         most = [self._most(request) for request in requests]
-        if method in self._armed or self._asks_judge(method):
-            self._arm(method)
+        if method in self._selecting or self._selects(method):
+            self._begin_selecting(method)
             lengths, holds = self._joint_lengths(method, requests, most)
             self._unscored_lengths |= {request.seq_id: each for request, each in zip(requests, lengths, strict=True)}
             if any(lengths):
@@ -231,7 +231,7 @@ class Adaptive:
     def _joint_lengths(self, method: str, requests: Sequence[Request], most: Sequence[int]) -> tuple[list[int], int]:
         """Choose the lengths of drafts without scores, and for how many steps they hold."""
         draft_s = cache(partial(self._costs.draft_s, method))  # needed many times, while nothing changes
-        own = self._own_rows(method)
+        own = self._look_ahead_rows(method)
         pass_s = self._held.steps_s(self._costs, num_rows(sum(most), own, len(most)))
 
         def seconds(nodes: int, depth: int, sequences: int) -> float:
@@ -274,14 +274,14 @@ class Adaptive:
         costly: the step is a trial of costs alone, or has a draft with a long backlog, so that it can only show that
         costs are lower.
         """
-        nodes = sum(sum(outcome.drafted) + outcome.own_rows for outcome in outcomes)
+        nodes = sum(sum(outcome.drafted) + outcome.look_ahead_rows for outcome in outcomes)
         rows, attention_s = self._held.rows + nodes, self._held.attention.seconds(nodes)
         if costly and timing.verify_s > self._costs.passes.at(rows) + attention_s:
             return
         self._costs.observe_pass(rows, timing.verify_s, attention_s, bool(self._scores))
         self._costs.observe_rest(timing.rest_s + self._own_s)
         methods = {str(outcome.request.drafter) for outcome in outcomes}
-        if len(methods) == 1 and not (self._scores and methods & self._armed):
+        if len(methods) == 1 and not (self._scores and methods & self._selecting):
             method, depth = methods.pop(), max(len(outcome.drafted) for outcome in outcomes)
             if not costly or timing.draft_s < self._costs.draft_s(method, len(outcomes), depth):
                 self._costs.observe_draft(method, len(outcomes), depth, timing.draft_s)
@@ -291,5 +291,5 @@ def build(context: DraftLengthContext) -> Adaptive:
     """Make the policy; it has no options of its own."""
     for key in context.options:
         raise ConfigError(f"draft_length has the unknown key {key!r}", suggest(key, ["policy"]))
-    own = context.trees, context.own_rows, context.asks_judge
+    own = context.trees, context.look_ahead_rows, context.selects
     return Adaptive(context.longest, context.costs(), *own)

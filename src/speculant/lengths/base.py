@@ -20,8 +20,8 @@ class DraftOutcome(NamedTuple):
     """The outcome of one sequence's draft. Each list has an entry per depth, from the root's children on.
 
     drafted: nodes of the draft. tested: 1 if the target's distribution was compared with nodes at this depth, 0 after a
-    rejection or an end. accepted: 1 if a node was committed, else 0. path: the accepted nodes, root to leaf. own_rows:
-    look-ahead rows in the target's pass.
+    rejection or an end. accepted: 1 if a node was committed, else 0. path: the accepted nodes, root to leaf.
+    look_ahead_rows: of the draft, in the target's pass.
     """
 
     request: Request
@@ -29,7 +29,7 @@ class DraftOutcome(NamedTuple):
     tested: Sequence[int]
     accepted: Sequence[int]
     path: Sequence[int] = ()
-    own_rows: int = 0
+    look_ahead_rows: int = 0
 
 
 class ScoredDraft(NamedTuple):
@@ -91,8 +91,8 @@ class DraftLengthContext:
 
     num_speculative_tokens: the configured length, or the method's usual one. options: the policy's own keys. longest:
     the configured length alone; None = the policy chooses. costs: measures those of this machine; None = can't. trees:
-    nodes and depth of the trees of methods that draft trees without scores. own_rows: a method's `target_inputs`.
-    asks_judge: whether the policy selects between a method's candidate drafters.
+    nodes and depth of the trees of methods that draft trees without scores. look_ahead_rows: a method's
+    `target_inputs`. selects: whether the policy selects between a method's candidate drafters.
     """
 
     num_speculative_tokens: int
@@ -100,10 +100,10 @@ class DraftLengthContext:
     longest: int | None = None
     costs: Callable[[], StepCosts | None] = lambda: None
     trees: Callable[[str], tuple[int, int] | None] = lambda method: None
-    own_rows: Callable[[str], int] = lambda method: 0
-    asks_judge: Callable[[str], bool] = lambda method: False
+    look_ahead_rows: Callable[[str], int] = lambda method: 0
+    selects: Callable[[str], bool] = lambda method: False
 
 
-def num_rows(nodes: int, own_rows: int, sequences: int = 1) -> int:
-    """Return the rows of drafts with a number of nodes: up to `own_rows` look-ahead rows below each root and node."""
-    return nodes + (nodes + sequences) * min(nodes, own_rows)
+def num_rows(nodes: int, look_ahead_rows: int, sequences: int = 1) -> int:
+    """Return the rows of drafts with a number of nodes, with up to `look_ahead_rows` below each root and node."""
+    return nodes + (nodes + sequences) * min(nodes, look_ahead_rows)

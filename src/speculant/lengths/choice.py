@@ -67,15 +67,15 @@ def scored(method: str) -> str:
     return f"{method}, scored"
 
 
-def most_nodes(request: Request, longest: int | None, tree: tuple[int, int] | None, own_rows: int = 0) -> int:
+def most_nodes(request: Request, longest: int | None, tree: tuple[int, int] | None, look_ahead_rows: int = 0) -> int:
     """Return the most nodes of a draft: the request's number, else the user's, else a whole tree, or LONGEST.
 
-    tree: nodes and depth of the trees of a method that drafts whole ones. own_rows: the look-ahead rows of a method
-    that drafts from them, which bound its nodes.
+    tree: nodes and depth of the trees of a method that drafts whole ones. look_ahead_rows: those of a method that
+    drafts from them bound its nodes; 0 = it has none.
     """
     asked = request.num_speculative_tokens if request.num_speculative_tokens is not None else longest
     most = asked if asked is not None else tree[0] if tree else LONGEST
-    return min(most, own_rows) if own_rows else most
+    return min(most, look_ahead_rows) if look_ahead_rows else most
 
 
 def asked_length(request: Request) -> int | None:

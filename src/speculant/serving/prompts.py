@@ -20,7 +20,7 @@ from speculant.serving.protocol import (
     TokenizeBody,
 )
 from speculant.serving.state import ServerState
-from speculant.text.detokenize import IncrementalDetokenizer
+from speculant.text.stream import IncrementalDetokenizer
 from speculant.text.tokenizer import Tokenizer
 
 T = TypeVar("T")

@@ -1,14 +1,105 @@
-"""The text of one sequence as its tokens are committed: decoded, and cut at the first stop string."""
+"""The text of one sequence as its tokens are committed: decoded, and cut at the first stop string.
+
+Decoding returns whole characters only, and only text that can no longer change.
+"""
 
 from __future__ import annotations
 
 from collections import deque
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from speculant.params import SamplingParams
-from speculant.text.detokenize import IncrementalDetokenizer, WindowState
 from speculant.text.stop import SearchState, StopSearch, StopStrings
 from speculant.text.tokenizer import Tokenizer
+
+_CONTEXT = 8  # tokens; the last character never begins before them
+_REPLACEMENT = "\ufffd"
+
+
+class WindowState(NamedTuple):
+    """The state of an `IncrementalDetokenizer`, for `restore`."""
+
+    window: list[int]  # shared with the detokenizer, which only appends to it or replaces it
+    length: int
+    returned: int
+    open_run: bool
+
+
+class IncrementalDetokenizer:
+    """Decodes one sequence token by token.
+
+    The joined results of all calls are `tokenizer.decode(all ids)`. A decoder's text for a token may
+    depend on its neighbours, so a window of recent tokens is decoded together:
+
+        window text   [ already returned | final, returned now | could still change ]
+
+    Text can still change in two cases. A byte-level decoder shows an incomplete character as one U+FFFD at
+    the end. A decoder with byte fallback (`<0xE4>` tokens) turns a whole run of such tokens into
+    U+FFFD when one of them is invalid, so a run is returned only after its end.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True, decodes: bool = True) -> None:
+        """decodes: False returns no text for any token."""
+        self._tokenizer, self._decodes = tokenizer, decodes
+        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._fallback = _fallback_ids(tokenizer)
+        self._window: list[int] = []
+        self._returned = 0  # characters of the window's text
+        self._open_run = False
+
+    def push(self, token_id: int) -> str:
+        """Add a token and return the text that has become final; it may be empty. Amortised O(1)."""
+        if not self._decodes or token_id in self._skipped or self._tokenizer.backend.id_to_token(token_id) is None:
+            return ""
+        self._window.append(token_id)
+        self._open_run = token_id in self._fallback
+        return "" if self._open_run else self._advance()
+
+    def checkpoint(self) -> WindowState:
+        """Return the state for `restore`. O(1)."""
+        return WindowState(self._window, len(self._window), self._returned, self._open_run)
+
+    def restore(self, state: WindowState) -> None:
+        """Roll back to the checkpoint."""
+        self._window, self._returned, self._open_run = state.window, state.returned, state.open_run
+        del self._window[state.length :]
+
+    def flush(self) -> str:
+        """Return the remaining text at the end of the sequence, an incomplete character as U+FFFD."""
+        rest = self._decode()[self._returned :]
+        self._window, self._returned = [], 0
+        return rest
+
+    def _advance(self) -> str:
+        text = self._decode()
+        final = len(text) - text.endswith(_REPLACEMENT)
+        piece = text[self._returned : final]
+        self._returned = max(self._returned, final)
+        if len(self._window) >= 2 * _CONTEXT:
+            self._shorten(held=len(text) - self._returned)
+        return piece
+
+    def _shorten(self, held: int) -> None:
+        """Drop old tokens. The rest may decode differently at the start, but not in the last `held` characters."""
+        self._window = self._window[-_CONTEXT:]
+        self._returned = len(self._decode()) - held
+
+    def _decode(self) -> str:
+        return self._tokenizer.decode(self._window, skip_special_tokens=False)
+
+
+def _fallback_ids(tokenizer: Tokenizer) -> frozenset[int]:
+    """Return the `<0x..>` tokens if the tokenizer's decoder reads them as bytes."""
+    if not _has_byte_fallback(tokenizer.decoder_settings):
+        return frozenset()
+    ids = (tokenizer.backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
+    return frozenset(token_id for token_id in ids if token_id is not None)
+
+
+def _has_byte_fallback(decoder: Any) -> bool:
+    return bool(decoder) and (
+        decoder["type"] == "ByteFallback" or any(map(_has_byte_fallback, decoder.get("decoders", ())))
+    )
 
 
 class _Checkpoint(NamedTuple):

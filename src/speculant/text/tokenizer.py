@@ -69,8 +69,11 @@ class Tokenizer:
 
         Raises RequestError for ids that the tokenizer's decoder fails on.
         """
-        with _DECODING:
+        try:
             text: str = self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        except BaseException:  # converted only now: every token is decoded
+            with _DECODING:
+                raise
         return text
 
     def decode_alone(self, token_id: int) -> str | None:

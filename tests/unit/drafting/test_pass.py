@@ -90,15 +90,15 @@ def ahead_of(tree: DraftTree) -> Tensor:
 def test_look_ahead_rows_are_chains_below_each_node() -> None:
     """Nodes first, then the chain of the root, of node 0, and so on."""
     tree = DraftTree.of([5, 6, 7], [-1, -1, 1]).looking_ahead(torch.zeros(2, 4))
-    whole = tree.with_own_rows()
-    assert (tree.num_own_rows, tree.num_rows, whole.size) == (8, 11, 11)
+    whole = tree.with_look_ahead_rows()
+    assert (tree.num_look_ahead_rows, tree.num_rows, whole.size) == (8, 11, 11)
     assert whole.parent_list == [-1, -1, 1, -1, 3, 0, 5, 1, 7, 2, 9]
     assert depths_of(whole.parent_list) == [1, 1, 2, 1, 2, 2, 3, 2, 3, 3, 4]
     assert whole.token_list[:3] == [5, 6, 7]
     assert tree.size == 3, "look-ahead rows are no nodes"
     assert tree.first(1).num_rows == 1 + 2 * 2
     alone = DraftTree.empty().looking_ahead(torch.zeros(2, 4))
-    assert alone.with_own_rows().parent_list == [-1, 0]
+    assert alone.with_look_ahead_rows().parent_list == [-1, 0]
     assert DraftTree.empty().num_rows == 0, "the empty draft is shared and stays empty"
 
 
@@ -167,7 +167,7 @@ def test_more_look_ahead_rows_than_allowed_are_refused() -> None:
     request = make_request(TEXT, params=GREEDY)
     drafts = Proposals()
     propose_checked(Overdoing(), [(request, 2)], V, drafts)
-    assert drafts[request.seq_id].num_own_rows == 2
+    assert drafts[request.seq_id].num_look_ahead_rows == 2
     with pytest.raises(DraftError, match="1 are allowed"):
         propose_checked(Overdoing(), [(request, 1)], V, drafts)
     for wrong in (torch.zeros(0, 4), torch.zeros(4), torch.zeros(3, 4)):

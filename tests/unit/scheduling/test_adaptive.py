@@ -35,15 +35,17 @@ class Setting:
     alpha: Callable[[int], float]
     token_s: float
     score: Callable[[float], float] | None = None
-    own_rows: int = 0
+    look_ahead_rows: int = 0
 
     def world(self, seed: int = 0) -> World:
-        return World(pass_s, self.token_s, self.alpha, self.score, noise=0.1, seed=seed, own_rows=self.own_rows)
+        return World(
+            pass_s, self.token_s, self.alpha, self.score, noise=0.1, seed=seed, look_ahead_rows=self.look_ahead_rows
+        )
 
     def adaptive(self) -> Adaptive:
         drafts = {count: CostCurve({depth: depth * self.token_s for depth in DEPTHS}) for count in (1, 8)}
         costs = StepCosts(CostCurve({rows: pass_s(rows) for rows in ROWS}), {"some": drafts})
-        return Adaptive(16, costs, own_rows=lambda method: self.own_rows)
+        return Adaptive(16, costs, look_ahead_rows=lambda method: self.look_ahead_rows)
 
 
 USELESS = {
@@ -51,7 +53,7 @@ USELESS = {
     "as large as the target": Setting(lambda place: 1.0, 1.0),
     "costs more than it gains": Setting(lambda place: 0.3, 0.3),
     "scores that promise too much": Setting(lambda place: 0.0, 0.0005, lambda alpha: 0.9),
-    "rows of its own": Setting(lambda place: 0.1, 0.001, own_rows=3),
+    "rows of its own": Setting(lambda place: 0.1, 0.001, look_ahead_rows=3),
 }
 GOOD = {
     "good": Setting(lambda place: 0.85, 0.03),
@@ -102,14 +104,14 @@ def test_adaptive_returns_when_drafts_become_good() -> None:
 @pytest.mark.parametrize("batch", [1, 4])
 def test_adaptive_finds_the_length_of_look_ahead_rows(batch: int) -> None:
     """Each step without drafts costs one more, in which the rows are computed that the next draft comes from."""
-    setting = Setting(lambda place: 0.8, 0.001, own_rows=3)
+    setting = Setting(lambda place: 0.8, 0.001, look_ahead_rows=3)
     best = max(setting.world().run(Fixed(length), batch, STEPS) for length in (1, 2, 3))
     assert setting.world().run(setting.adaptive(), batch, STEPS) >= 0.93 * best
 
 
 def test_adaptive_returns_to_drafts_from_look_ahead_rows() -> None:
     """A trial takes two steps: one computes the rows that the other drafts from."""
-    setting = Setting(lambda place: 0.0 if place < 300 else 0.95, 0.001, own_rows=3)
+    setting = Setting(lambda place: 0.0 if place < 300 else 0.95, 0.001, look_ahead_rows=3)
     assert setting.world().run(setting.adaptive(), 1, 900) >= 1.2 * setting.world().run(Fixed(0), 1, 900)
 
 

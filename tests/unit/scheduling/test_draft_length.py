@@ -51,10 +51,13 @@ def limits_of(
     max_len: int = 100,
     nodes_per_beam: int | None = None,
     most_nodes: int = 1000,
-    own_rows: int = 0,
+    look_ahead_rows: int = 0,
 ) -> list[int]:
     schedule = Schedule(items, Pool(memory), budget, [], [])
-    bounds, budget = DraftBounds(max_len, max_nodes, nodes_per_beam or 0, own_rows), DraftBudget(schedule, most_nodes)
+    bounds, budget = (
+        DraftBounds(max_len, max_nodes, nodes_per_beam or 0, look_ahead_rows),
+        DraftBudget(schedule, most_nodes),
+    )
     lengths = Fixed(length).choose(schedule)
     return [budget.take(item, length, bounds) for item, length in zip(items, lengths, strict=True)]
 
@@ -103,15 +106,15 @@ def test_an_unfinished_prompt_gets_no_draft() -> None:
 @pytest.mark.parametrize(("room_for", "expected"), [(14, 4), (13, 3), (11, 3), (10, 2), (8, 2), (7, 1), (3, 1), (2, 0)])
 def test_look_ahead_rows_take_room(room_for: int, expected: int) -> None:
     """A draft of n nodes takes n + (n + 1) min(n, 2) rows: 3, 8, 11 and 14."""
-    assert limits_of([decoding()], own_rows=2, budget=room_for) == [expected]
-    assert limits_of([decoding()], own_rows=2, memory=room_for) == [expected]
-    assert limits_of([decoding()], own_rows=2, max_len=6 + room_for + 1) == [expected]
+    assert limits_of([decoding()], look_ahead_rows=2, budget=room_for) == [expected]
+    assert limits_of([decoding()], look_ahead_rows=2, memory=room_for) == [expected]
+    assert limits_of([decoding()], look_ahead_rows=2, max_len=6 + room_for + 1) == [expected]
 
 
 def test_look_ahead_rows_leave_less_for_other_drafts() -> None:
-    assert limits_of([decoding(), decoding()], own_rows=2, budget=17) == [4, 1]
-    assert limits_of([decoding(), decoding()], own_rows=2, memory=21) == [4, 1]
-    assert limits_of([decoding(), decoding()], own_rows=2, memory=22) == [4, 2]
+    assert limits_of([decoding(), decoding()], look_ahead_rows=2, budget=17) == [4, 1]
+    assert limits_of([decoding(), decoding()], look_ahead_rows=2, memory=21) == [4, 1]
+    assert limits_of([decoding(), decoding()], look_ahead_rows=2, memory=22) == [4, 2]
 
 
 def searching(rounds: int = 3, max_tokens: int = 100) -> Scheduled:

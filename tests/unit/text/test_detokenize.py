@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from speculant.text.detokenize import IncrementalDetokenizer
+from speculant.text.stream import IncrementalDetokenizer
 from speculant.text.tokenizer import Tokenizer
 from tests.examples import examples
 from tests.unit.text.tokenizers_for_tests import byte_level, metaspace_style, sentencepiece_style

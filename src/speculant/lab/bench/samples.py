@@ -16,7 +16,7 @@ from speculant.errors import ConfigError, Converts
 from speculant.lab.bench.measuring import Way
 from speculant.lab.bench.runs import Bench
 from speculant.lab.bench.workloads import Workload
-from speculant.text.detokenize import IncrementalDetokenizer
+from speculant.text.stream import IncrementalDetokenizer
 
 NO_TEXT = "\ufffd"  # shown for a rejected token without one
 LINE_END = "\u21b5"  # shown for a rejected line's end

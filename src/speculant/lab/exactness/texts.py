@@ -123,7 +123,7 @@ class Second:
         assert drafters.default is not None, "nothing drafts"
         drafter = self._drafter = drafters.find(drafters.default)
         self.layers = drafters.hidden_layers  # layers whose states the observed rows must have
-        self.num_own_rows = drafter.needs.target_inputs
+        self.num_look_ahead_rows = drafter.needs.target_inputs
         self.ahead: Tensor | None = None  # the look-ahead rows of its last drafts
         self._longest = min(drafter.needs.max_positions or longest, longest)
 
@@ -164,7 +164,7 @@ def score_texts(config: EngineConfig, runtime: Runtime, texts: Sequence[Request]
     scores, width = Scores(), runtime.limits.max_num_seqs
     longest = max(len(text.tokens) for text in texts)
     second = Second(config, runtime, width, longest)
-    reader = TargetReader(runtime, width, longest + second.num_own_rows, second.layers)
+    reader = TargetReader(runtime, width, longest + second.num_look_ahead_rows, second.layers)
     for first in range(0, len(texts), width):
         _score(scores, reader, second, texts[first : first + width])
     return scores

@@ -11,7 +11,7 @@ from speculant.lab.bench.runs import Bench
 from speculant.lab.bench.samples import LINE_END, Sample, Span, chrome_trace, recorded, take_samples
 from speculant.lab.bench.workloads import Workload
 from speculant.params import SamplingParams
-from speculant.text.detokenize import IncrementalDetokenizer
+from speculant.text.stream import IncrementalDetokenizer
 from tests.models import Checkpoints
 
 PARAMS = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
