@@ -26,9 +26,9 @@ class World:
     drafter finds a draft, by the length of the sequence. ask_s: seconds that it searches. undrafted: the relative time
     of a pass that follows another one without a draft between them. lingers: the share of that difference that is left
     after one more such pass. bursts: the share of passes that other programs make up to five times as long; the policy
-    sees the added time, the result does not count it. look_ahead_rows: the drafter's most below each node, from which the
-    next pass's draft comes; 0 = none. prompt: its number of tokens. key_s: seconds that each of them adds to a pass, by
-    the pass's rows.
+    sees the added time, the result does not count it. look_ahead_rows: the drafter's most below each node, from which
+    the next pass's draft comes; 0 = none. prompt: its number of tokens. key_s: seconds that each of them adds to a
+    pass, by the pass's rows.
     """
 
     pass_s: Callable[[int], float]
