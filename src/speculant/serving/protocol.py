@@ -81,7 +81,7 @@ class Extras(BaseModel):
     tokens: bool | None = None
 
 
-class PredictedOutput(BaseModel):
+class Prediction(BaseModel):
     """A guess of the answer: OpenAI's Predicted Outputs."""
 
     model_config = ConfigDict(strict=True)
@@ -124,7 +124,7 @@ class GeneratingBody(_Settings):
     skip_special_tokens: bool | None = None
     prompt_logprobs: int | None = None
     speculation: bool | Object | None = None
-    prediction: PredictedOutput | None = None
+    prediction: Prediction | None = None
     response_format: Object | None = None
     structured_outputs: Object | None = None
     priority: int | None = None

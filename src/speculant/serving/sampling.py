@@ -15,7 +15,7 @@ from speculant.serving.protocol import (
     ChatBody,
     CompletionBody,
     GeneratingBody,
-    PredictedOutput,
+    Prediction,
     ResponseBody,
 )
 
@@ -118,7 +118,7 @@ def _merge(engine: AsyncEngine, given: Mapping[str, Any], logprobs: int | None) 
 
 
 def _with_prediction(
-    engine: AsyncEngine, speculation: bool | Mapping[str, Any] | None, prediction: PredictedOutput
+    engine: AsyncEngine, speculation: bool | Mapping[str, Any] | None, prediction: Prediction
 ) -> bool | Mapping[str, Any] | None:
     """Return the speculation of a request with a prediction.
 

@@ -66,3 +66,9 @@ def test_messages_have_text_parts_and_calls() -> None:
     raw = ChatBody.model_validate({"messages": [{"role": "assistant", "content": None, "tool_calls": [call]}]})
     assert raw.messages[0].tool_calls is not None
     assert raw.messages[0].tool_calls[0].function.name == "f"
+
+
+def test_schemas_of_bodies_keep_their_names() -> None:
+    """Generated clients name their classes after the schemas of the OpenAPI document."""
+    names = CompletionBody.model_json_schema()["$defs"].keys()
+    assert names >= {"Prediction", "StreamOptions", "Extras"}
