@@ -150,7 +150,7 @@ def test_a_client_that_reads_nothing_is_dropped(
         )
         server.until(lambda: server.state.admission.count > 0)
         server.until(lambda: server.state.admission.count == 0)
-        server.until(lambda: "was dropped" in caplog.text)  # just after its room is free
+        server.until(lambda: "dropped a client" in caplog.text)  # just after its room is free
         server.until(lambda: len(server.server.server_state.connections) == 1)  # the one of `server.http`
     server.until(lambda: idle(engine))
 
