@@ -22,7 +22,7 @@ def test_native_parts_stay_behind_a_backend() -> None:
 @pytest.mark.parametrize(
     ("name", "line", "found"),
     [
-        ("drafting.model.chains", "from speculant.models.native.decoder import NativeDecoder", 1),
+        ("drafting.model.runner", "from speculant.models.native.decoder import NativeDecoder", 1),
         ("engine.step", "from speculant.kernels.native import Kernels", 1),
         ("sampling.chance", "from ..kernels import native", 1),
         ("models.weights.load", "from speculant.models.backends import native", 1),

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from speculant.kernels.native import Code, Kernels, Op, Pass, Type, open_kernels, usable_sets
-from speculant.models.native.chains import address
+from speculant.models.native.decoder import address
 from tests.examples import examples
 from tests.timing import cpu_seconds
 

@@ -9,12 +9,11 @@ import torch
 
 from speculant.cache.base import CacheShape, KVCache
 from speculant.cache.factory import paged_cache, slotted_cache
-from speculant.drafting.model.chains import grow
+from speculant.drafting.model.runner import grow
 from speculant.kernels.native import QUANTIZED, NativeSampler
 from speculant.models.base import Chain, SequenceInput, build_batch
 from speculant.models.native import decoder as native_decoder
-from speculant.models.native.chains import is_foreseeable
-from speculant.models.native.decoder import NativeDecoder
+from speculant.models.native.decoder import NativeDecoder, is_foreseeable
 from speculant.params import SamplingParams
 from speculant.sampling.chance import KeyedChances, MostLikely
 from speculant.types import DraftTree

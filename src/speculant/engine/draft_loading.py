@@ -21,7 +21,7 @@ from torch import Tensor
 
 from speculant.cache.base import KVCache
 from speculant.cache.factory import slotted_cache
-from speculant.drafting.model.chains import fit_vocabulary, grow
+from speculant.drafting.model.runner import fit_vocabulary, grow
 from speculant.errors import ModelError, SpeculantError
 from speculant.files import key_of, write_file
 from speculant.lengths.calibration import folder, requests, timed

@@ -60,8 +60,11 @@ class Tokenizer:
 
         Raises RequestError for a text that the tokenizer can't encode.
         """
-        with _ENCODING:
+        try:
             ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except BaseException:
+            with _ENCODING:
+                raise
         return ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -71,7 +74,7 @@ class Tokenizer:
         """
         try:
             text: str = self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
-        except BaseException:  # converted only now: every token is decoded
+        except BaseException:
             with _DECODING:
                 raise
         return text

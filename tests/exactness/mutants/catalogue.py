@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from tests.exactness.mutants.mutant import (
-    CHAINS,
     CHANCE,
     COMMIT,
     COUNTS,
     DISTRIBUTION,
+    DRAFT_RUNNER,
     END,
     INDEPENDENT,
     LOGPROBS,
@@ -138,14 +138,14 @@ RANDOMNESS = [
 DISTRIBUTIONS = [
     Mutant(
         "q reported raw while drafts are drawn after top-k",
-        CHAINS,
+        DRAFT_RUNNER,
         "drawn = probs[[first + 1 + node for node in path]]",
         "drawn = torch.softmax(logits[[first + 1 + node for node in path]].double(), -1)",
         TRANSFORM.format("top_k"),
     ),
     Mutant(
         "unlikely drafts thrown away before a ratio test",
-        CHAINS,
+        DRAFT_RUNNER,
         "        path.append(node)\n",
         (
             "        if probs[1 + node][chain.tokens[-1]] < 0.4:\n"
@@ -164,7 +164,7 @@ DISTRIBUTIONS = [
     ),
     Mutant(
         "draft distribution blind to drafted ancestors",
-        CHAINS,
+        DRAFT_RUNNER,
         "Node(chain.request, [*chain.tokens, *tree.tokens_to(node)], chain.softened)",
         "Node(chain.request, [], chain.softened)",
         TRANSFORM.format("frequency"),

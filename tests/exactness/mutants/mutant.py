@@ -18,11 +18,7 @@ class Mutant:
 
 CHANCE, DISTRIBUTION = "sampling/chance.py", "sampling/distribution.py"
 SAMPLER = "kernels/reference_sampler.py"
-DRAFT_RUNNER, CHAINS, ATTENTION = (
-    "drafting/model/runner.py",
-    "drafting/model/chains.py",
-    "models/reference/attention.py",
-)
+DRAFT_RUNNER, ATTENTION = "drafting/model/runner.py", "models/reference/attention.py"
 CACHE, CACHES = "cache/base.py", {"slotted": "cache/slotted.py", "paged": "cache/paged.py"}
 RUNNER, COMMIT, ENGINE = "engine/runner.py", "engine/commit.py", "engine/engine.py"
 LOGPROBS, COUNTS, VERIFY, PROPOSE = "engine/logprobs.py", "counts.py", "engine/verify.py", "engine/propose.py"

@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from speculant.beams import Beams, Hypothesis, Scored, tree_of
-from speculant.drafting.model.chains import fit_vocabulary
-from speculant.drafting.model.runner import DraftModelRunner
+from speculant.drafting.model.runner import DraftModelRunner, fit_vocabulary
 from speculant.kernels.base import Sampler
 from speculant.kernels.reference_sampler import REFERENCE
 from speculant.models.base import Chain, SequenceInput, build_batch, known

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from speculant.drafting.base import DrafterContext, DrafterNeeds, StatelessDrafter
 from speculant.drafting.guard import Proposals
 from speculant.drafting.model.beams import draft_beams
-from speculant.drafting.model.chains import Guess, grow
-from speculant.drafting.model.runner import DraftModelRunner
+from speculant.drafting.model.runner import DraftModelRunner, Guess, grow
 from speculant.drafting.model.trees import grow_trees, plan_trees
 from speculant.drafting.topology import TreeTopology
 from speculant.kernels.base import Sampler

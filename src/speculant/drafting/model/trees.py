@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from speculant.drafting.model.chains import fit_vocabulary
-from speculant.drafting.model.runner import DraftModelRunner
+from speculant.drafting.model.runner import DraftModelRunner, fit_vocabulary
 from speculant.drafting.topology import Distributions, Pick, TreeTopology
 from speculant.kernels.base import Sampler
 from speculant.kernels.reference_sampler import REFERENCE

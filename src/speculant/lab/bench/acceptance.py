@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from speculant.cache.factory import slotted_cache
-from speculant.drafting.model.chains import fit_vocabulary
+from speculant.drafting.model.runner import fit_vocabulary
 from speculant.kernels.base import Sampler
 from speculant.lab.theory.acceptance import acceptance
 from speculant.metrics import SpeculationMetrics
