@@ -113,7 +113,7 @@ void *begin(void *given) {
   return nullptr;
 }
 
-// Start helpers until there are `count`. If the system refuses a thread there are fewer, and the work is done all the same.
+// Start helpers until there are `count`. If the system refuses a thread, fewer helpers do all of the work.
 void Team::grow(int count) {
   if (count > MOST_HELPERS) count = MOST_HELPERS;
   if (helpers >= count) return;

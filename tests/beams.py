@@ -11,7 +11,7 @@ Text = tuple[int, ...]
 
 
 def hypotheses(texts: Mapping[Text, float] | Iterable[Text]) -> tuple[Hypothesis, ...]:
-    """Link texts that share what they begin with; log-probabilities are those given, -1 unless there are any."""
+    """Link texts that share their beginning; log-probabilities are those given, -1 unless there are any."""
     logprobs = texts if isinstance(texts, Mapping) else dict.fromkeys(texts, -1.0)
     known: dict[Text, Hypothesis] = {(): Hypothesis()}
     for text, logprob in sorted(logprobs.items(), key=lambda each: len(each[0])):
@@ -59,7 +59,7 @@ def is_fed(request: Request) -> bool:
 
 
 def found_by(request: Request) -> tuple[float | None, float | None]:
-    """Return the log-probability and the score of what a search found for a request."""
+    """Return the log-probability and the score of a search's result for a request."""
     if request.search is None:
         return None, None
     found = request.search.result(request.index)

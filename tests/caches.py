@@ -1,4 +1,4 @@
-"""Cache content that can be read off: what a position holds says which token, layer, head and dimension it is of."""
+"""Cache content that identifies itself: a value encodes its token, layer, head and dimension."""
 
 from __future__ import annotations
 

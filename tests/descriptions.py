@@ -15,7 +15,7 @@ SMALL: dict[str, Any] = {
 
 
 def describe(**changes: Any) -> DecoderConfig:
-    """Describe a decoder; what is not given is as in SMALL."""
+    """Describe a decoder with the sizes of SMALL, except for the changes."""
     given, norm = {**SMALL, **changes}, Norm(1e-6)
     attention = Attention(
         given["num_heads"], given["num_kv_heads"], given["head_dim"], Rope(10000.0),

@@ -165,7 +165,7 @@ class Rig:
         self.engine.abort(request_id)
 
     def step(self) -> list[StepOutput]:
-        """Run one step, then check what must hold between steps."""
+        """Run one step, then check the invariants that hold between steps."""
         outputs = self.engine.step()
         self.engine.check()
         metrics = self.engine.metrics

@@ -172,7 +172,7 @@ WRITERS = {
 
 
 class Shown(StatelessDrafter):
-    """A drafter that is shown the states of a fresh pass for whatever was committed; others are left as they are."""
+    """A drafter that observes states of a fresh pass over the committed tokens. One without states stays as it is."""
 
     def __init__(self, drafter: Drafter, target: CausalLM) -> None:
         self.drafter, self._target = drafter, target
@@ -207,7 +207,7 @@ class Shown(StatelessDrafter):
 
 
 def fresh_rows(drafter: Drafter, target: CausalLM, tokens: Sequence[int], start: int = 0) -> CommittedRows:
-    """Return what a drafter observes of a fresh pass over a text: its rows from `start` on."""
+    """Return the rows, from `start` on, that a drafter observes of a fresh pass over a text."""
     states = fresh_states(target, tokens, drafter.needs.hidden_layers)
     inputs: Tensor | None = getattr(drafter, "inputs", None)
     ahead = None if inputs is None else fresh_ahead(target, tokens, inputs)

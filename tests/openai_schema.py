@@ -33,7 +33,7 @@ CHUNKS = {
 
 
 class Recorder(httpx.BaseTransport):
-    """Sends requests, and keeps what comes back, as bytes."""
+    """Sends requests and keeps the responses as bytes."""
 
     def __init__(self) -> None:
         self._transport = httpx.HTTPTransport()

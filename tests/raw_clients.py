@@ -91,7 +91,7 @@ class Connection:
         await asyncio.get_running_loop().sock_sendall(self.socket, data)
 
     async def read(self, most: int = 65_536) -> bytes:
-        """Return what has arrived, at most that many bytes; nothing = the end."""
+        """Return at most that many bytes of those that have arrived; nothing = the end."""
         return await asyncio.get_running_loop().sock_recv(self.socket, most)
 
     async def read_all(self) -> bytes:

@@ -1,4 +1,4 @@
-"""A simulated engine for draft-length policies: acceptance and costs are given, and time is what they add up to."""
+"""A simulated engine for draft-length policies: acceptance and costs are given, and their sum is the time."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ def make_module(
 
 
 def read_into(module: PreTrainedModel, folder: str, target: PreTrainedModel) -> None:
-    """Read the files of a head as on the hub into a module; what they lack is the target's."""
+    """Read a head's files, in the form of the hub, into a module. The target supplies tensors that they lack."""
     tensors = load_file(f"{folder}/model.safetensors")
     state = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
     state.setdefault("embed_tokens.weight", target.get_input_embeddings().weight)

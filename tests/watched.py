@@ -82,7 +82,7 @@ class CountedBlocks(PagedBlockManager):
         return self._forget(block)
 
     def reserve(self, seq_id: int, n: int) -> Slots:
-        """See `BlockManager.reserve`; what it takes beyond new blocks are copies."""
+        """See `BlockManager.reserve`; all that it takes beyond new blocks are copies."""
         held = -(-self.length(seq_id) // self.block_size)
         needed = -(-(self.length(seq_id) + n) // self.block_size) if n else held
         self._tally["copies on write"] += self.missing(seq_id, n) - (needed - held)

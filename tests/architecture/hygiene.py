@@ -112,7 +112,7 @@ def _is_context(value: ast.expr | None) -> bool:
 
 
 def _changes(function: Function, constants: set[str]) -> Iterator[tuple[ast.AST, str]]:
-    """Yield what a function does to module-level names; a local of the same name hides the global."""
+    """Yield the changes that a function makes to module-level names; a local of the same name hides the global."""
     local = _local_names(function)
     for node in ast.walk(function):
         if isinstance(node, ast.Global):

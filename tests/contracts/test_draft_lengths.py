@@ -56,7 +56,7 @@ def test_policy_refuses_unknown_options(name: str) -> None:
 
 
 class Recorded:
-    """Chooses the scripted length for a whole batch, and notes what it observes."""
+    """Chooses the scripted length for a whole batch, and keeps the outcomes that it observes."""
 
     def __init__(self, script: Sequence[int], keeps_up: bool = False) -> None:
         self.keeps_up, self._script = keeps_up, script

@@ -99,7 +99,7 @@ def test_states_of_own_rows_are_those_of_a_fresh_pass(name: str, cache: str) -> 
 
 @pytest.mark.parametrize("name", BACKENDS)
 def test_look_ahead_rows_cause_no_preemption(name: str) -> None:
-    """They use what the step leaves; where memory is short there are fewer, or none."""
+    """They use the rows that the step leaves; if memory is short, there are fewer or none."""
     drafter, engine, requests = run(name, "paged", drafting=True, num_blocks=24)
     _, tight, plain = run(name, "paged", drafting=False, num_blocks=24)
     assert [request.output for request in requests] == [request.output for request in plain]

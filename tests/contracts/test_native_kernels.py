@@ -48,7 +48,7 @@ def run_linear(
 
 
 def multiplied(isa: str, type_: Type, x: Tensor) -> Tensor:
-    """Return what a linear layer multiplies with: x, or x in bfloat16 where the instruction takes pairs of it."""
+    """Return the factor of a linear layer: x, or x in bfloat16 where the instruction takes pairs of it."""
     return x.bfloat16().float() if isa == "avx512bf16" and type_ in (Type.BF16, Type.BF12) else x
 
 

@@ -36,7 +36,7 @@ def _penalised(score: float, token: int, params: SamplingParams, history: Histor
 
 
 def _filtered(scores: Sequence[float], order: Sequence[int], params: SamplingParams) -> set[int]:
-    """Return the tokens that top-k, then top-p of what is left, then min-p keep."""
+    """Return the tokens that are left after top-k, then top-p, then min-p."""
     best = order[: params.top_k] if params.top_k else order
     distribution = dict(zip(best, softmax([scores[token] for token in best]), strict=True))
     kept, mass = set(), 0.0

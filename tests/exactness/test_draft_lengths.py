@@ -36,7 +36,7 @@ Policy = Adaptive | Confidence
 
 
 class Apart:
-    """A policy for each request. `lengths` counts what was chosen, `cut` the drafts that were cut."""
+    """A policy for each request. `lengths` counts the choices, `cut` the drafts that were cut."""
 
     keeps_up = False
 

@@ -63,7 +63,7 @@ def prompts() -> list[list[int]]:
 def texts(
     llm: LLM, distribution: str, drafter: str = "", plain: Sequence[Sequence[int]] = ((),) * len(LENGTHS)
 ) -> tuple[list[list[int]], int]:
-    """Return what follows every prompt, and how many drafted tokens were accepted on the way.
+    """Return the continuation of every prompt, and the number of drafted tokens that were accepted.
 
     plain: what will follow, for a drafter that reads predictions.
     """

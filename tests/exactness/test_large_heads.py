@@ -54,7 +54,7 @@ def load(method: str, folder: str, target: CausalLM) -> CausalLM:
 
 @torch.inference_mode()
 def states_and_logits(model: CausalLM) -> tuple[Tensor, Tensor]:
-    """Return what a head makes of random states: a prompt in two chunks, the second one with a tree."""
+    """Return a head's results for random states: a prompt in two chunks, the second one with a tree."""
     cache = paged_cache(model.cache_shape, 100, 4)
     tree, tokens = DraftTree.of([3, 5, 7, 9], [-1, -1, 0, 1]), tokens_of(1)[:90]
     states = torch.randn(94, 32, generator=torch.Generator().manual_seed(2))

@@ -56,7 +56,7 @@ def make_chains(model: NativeDecoder, shared_noise: Sequence[bool], stop_below: 
 
 @torch.inference_mode()
 def feed_before(model: NativeDecoder, made: list[Chain], cache: KVCache) -> None:
-    """Feed what comes before each chain."""
+    """Compute the context of each chain."""
     feeds = [
         SequenceInput(chain.request.seq_id, chain.request.tokens[: -len(chain.input_tokens)], DraftTree.empty())
         for chain in made

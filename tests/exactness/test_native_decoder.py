@@ -159,7 +159,7 @@ def test_a_sequence_never_sees_its_neighbours(num_others: int, quantization: Typ
 @pytest.mark.parametrize("variant", ["grouped", "windowed"])
 @torch.inference_mode()
 def test_a_path_of_a_tree_is_a_chain(variant: str, context: int, committed: int) -> None:
-    """The logits along a path, and whatever follows once it is kept, equal those of the path alone."""
+    """The logits along a path, and those after it is kept, equal those of the path alone."""
     native = make_native(dtype=torch.bfloat16, **VARIANTS[variant])
     shape, tokens = native.cache_shape, tokens_of(4)
     context -= committed

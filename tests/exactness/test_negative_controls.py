@@ -175,7 +175,7 @@ def target_for_residual(p: Tensor, q: Tensor) -> Tensor:
 
 
 def residual_not_normalised(p: Tensor, q: Tensor) -> Tensor:
-    """Draw with a sum that is not 1: what is missing falls to the last token."""
+    """Draw with a sum that is not 1: the last token gets the difference."""
     rest = (p - q).clamp(min=0)
     rest[-1] += 1 - rest.sum()
     return rest

@@ -131,7 +131,7 @@ def test_a_draft_model_short_of_memory_drafts_less(blocks: int) -> None:
 
 
 def test_a_small_budget_gives_small_drafts() -> None:
-    """What the hypotheses need comes first; drafts have what is left of the pass."""
+    """Hypotheses take their rows of the pass first; drafts take the rest."""
     pair, params = Pair(4, 6, FULL_SUPPORT), wide(3, 20)
     taken = []
     for budget in (1, 8, 16, 24, 64):

@@ -36,7 +36,7 @@ async def read(engine: AsyncEngine, *arguments: Any, **named: Any) -> list[Strea
 
 
 def shown(pieces: Sequence[StreamPiece]) -> dict[int, list[tuple[Any, ...]]]:
-    """Return the text of each sample's pieces; the batch decides how samples interleave and what is drafted."""
+    """Return each sample's text. The order of the samples' pieces, and the drafts, depend on the batch."""
     samples: dict[int, list[tuple[Any, ...]]] = {}
     for piece in pieces:
         samples.setdefault(piece.index, []).append((piece.token, piece.text, piece.finish_reason))

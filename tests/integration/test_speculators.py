@@ -1,4 +1,4 @@
-"""EAGLE-3 heads draft what the `speculators` package's module predicts from the target's states in transformers."""
+"""EAGLE-3 heads draft the predictions of the `speculators` package's module from transformers' states of the target."""
 
 from __future__ import annotations
 

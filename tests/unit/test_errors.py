@@ -1,4 +1,4 @@
-"""What foreign code raises becomes an error of ours; what is not its own passes."""
+"""Errors of foreign code become errors of ours; other errors pass unchanged."""
 
 from __future__ import annotations
 

@@ -79,6 +79,6 @@ def most_nodes(request: Request, longest: int | None, tree: tuple[int, int] | No
 
 
 def asked_length(request: Request) -> int | None:
-    """Return the number of draft tokens that a request sets itself; it gets this number whatever the cost."""
+    """Return the number of draft tokens that a request sets itself; the cost does not change it."""
     speculation = request.params.speculation
     return speculation.get("num_speculative_tokens") if isinstance(speculation, Mapping) else None

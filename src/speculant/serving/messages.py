@@ -42,7 +42,7 @@ class MessageReader:
         self._reasoning, self._tools, self._calls_alone = reasoning, tools, calls_alone
 
     def feed(self, text: str, token: int | None = None) -> MessagePart:
-        """Return what has become certain with one more token and its text."""
+        """Take one more token with its text; return the deltas that are now final."""
         if self._reasoning is None:
             return self._sort([TextDelta(text)])
         before = self._reasoning.within

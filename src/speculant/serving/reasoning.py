@@ -50,7 +50,7 @@ class ReasoningParser:
         next(self._script)
 
     def feed(self, text: str, token: int | None = None) -> list[Delta]:
-        """Return what has become certain with more text. Only a possible beginning of a tag is held back.
+        """Take more text; return the deltas that are now final. Only a possible beginning of a tag is held back.
 
         token: the token of this text, which may include text of earlier ones. Needed only if `tokens` are given.
         """

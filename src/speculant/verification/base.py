@@ -34,7 +34,7 @@ def require_chain(tree: DraftTree, verifier: str) -> None:
 
 
 class Verifier(Protocol):
-    """Decides on drafts. If `lossless`, the output has the target's distribution whatever was drafted.
+    """Decides on drafts. If `lossless`, the output has the target's distribution for every draft.
 
     A verifier is a module with `build() -> Verifier`; the function's arguments are options of the speculative config.
     """

@@ -30,7 +30,7 @@ def _speculant(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
 
 
 def _help(*arguments: str, width: int = 200) -> str:
-    """Return what a command prints for --help, without a process of its own."""
+    """Return the --help text of a command, which runs in this process."""
     result = CliRunner().invoke(app, [*arguments, "--help"], env={"COLUMNS": str(width), "NO_COLOR": "1"})
     assert result.exit_code == 0
     return result.stdout
@@ -43,7 +43,7 @@ class Command:
         self._monkeypatch, self._capsys = monkeypatch, capsys
 
     def fails(self, *arguments: str, code: int = 2) -> str:
-        """Return what a command that fails prints on stderr; on stdout it prints nothing."""
+        """Run a command that must fail and print nothing on stdout; return its stderr."""
         self._monkeypatch.setattr(sys, "argv", ["speculant", *arguments])
         with pytest.raises(SystemExit) as ended:
             main()

@@ -26,7 +26,7 @@ from speculant.structured.spec import StructuredOutputs
 
 
 def _run(*arguments: str, env: dict[str, str] | None = None) -> dict[str, Any]:
-    """Parse arguments through typer and return what a command receives."""
+    """Parse arguments through typer and return the values that a command receives."""
     received: dict[str, Any] = {}
 
     @accepts_flags

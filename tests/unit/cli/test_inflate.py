@@ -15,7 +15,7 @@ from speculant.errors import ConfigError
 
 
 def inflate(*arguments: str) -> dict[str, Any]:
-    """Return what the command prints as JSON."""
+    """Return the JSON that the command prints."""
     result = CliRunner().invoke(app, ["inflate", *arguments, "--json"], catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return dict(json.loads(result.stdout))

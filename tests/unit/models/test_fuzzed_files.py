@@ -58,7 +58,7 @@ def folder(folders: dict[str, Path]) -> Path:
 
 
 def load(folder: Path) -> Checkpoint | None:
-    """Return what is loaded, None if that is refused; a model must be able to run."""
+    """Return the loaded model, which must be able to run; None if it is refused."""
     try:
         checkpoint = load_model(str(folder))
     except ModelError:

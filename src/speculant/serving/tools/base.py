@@ -127,7 +127,7 @@ class ToolParser(ABC):
         next(self._script)
 
     def feed(self, text: str) -> list[Delta]:
-        """Return what has become certain with more text. Only a possible beginning of a marker is held back."""
+        """Take more text; return the deltas that are now final. Only a possible beginning of a marker is held back."""
         for char in text:
             self._script.send(char)
         return self._deltas.fetch()
