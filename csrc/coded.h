@@ -141,10 +141,16 @@ static void sum_decoded(const char *panel, const Tile &tile, int64_t k, float *s
   put_acc<ROWS>(acc, sums);
 }
 
-static const SumTile SUM_CODED[] = {nullptr,      sum_coded<1>, sum_coded<2>, sum_coded<3>, sum_coded<4>,
-                                    sum_coded<5>, sum_coded<6>, sum_coded<7>, sum_coded<8>};
-static const SumTile SUM_DECODED[] = {nullptr,        sum_decoded<1>, sum_decoded<2>, sum_decoded<3>, sum_decoded<4>,
-                                      sum_decoded<5>, sum_decoded<6>, sum_decoded<7>, sum_decoded<8>};
+static const SumTile SUM_CODED[] = {nullptr, sum_coded<1>, sum_coded<2>, sum_coded<3>, sum_coded<4>,
+#if defined(SP_AVX512)
+                                    sum_coded<5>, sum_coded<6>, sum_coded<7>, sum_coded<8>,
+#endif
+};
+static const SumTile SUM_DECODED[] = {nullptr, sum_decoded<1>, sum_decoded<2>, sum_decoded<3>, sum_decoded<4>,
+#if defined(SP_AVX512)
+                                      sum_decoded<5>, sum_decoded<6>, sum_decoded<7>, sum_decoded<8>,
+#endif
+};
 
 // Bytes of a decoded panel.
 static inline int64_t decoded_bytes(int64_t k) { return blocks_of(k).count * 2 * LOW_BYTES; }
@@ -251,8 +257,6 @@ static int64_t count_escapes(const char *plain, int64_t k, const uint8_t *table)
   return escapes;
 }
 
-static inline int64_t whole_lines(int64_t bytes) { return (bytes + 63) / 64 * 64; }
-
 // Fill an entry of the index, except for its offsets. Returns the panel's bytes; escapes = 1 unless it stays plain.
 static int64_t measure_panel(const char *plain, int64_t k, CodedPanel &entry) {
   const int64_t weights = steps_of(SP_BF16, k).count * STEP_WEIGHTS, own = panel_bytes(SP_BF16, k);
@@ -296,7 +300,7 @@ static void code_panel(const char *plain, int64_t k, CodedPanel &entry) {
   const Codes codes(entry.table);
   uint8_t indices[LOW_BYTES], *data = (uint8_t *)&entry + entry.data;
   uint32_t *escape = (uint32_t *)((char *)&entry + entry.escapes);
-  for (int64_t b = blocks.count; b < blocks.streams * blocks.length; b++) memset(data + blocks.at(b), 0, BLOCK);
+  blocks.clear_padding((char *)data);
   each_plain_block(plain, k, codes.first, [&](int64_t b, const uint8_t *weights) __attribute__((always_inline)) {
     if (!code_block(weights, codes, data + blocks.at(b), indices)) return;
     for (int64_t first = 0; first < LOW_BYTES; first += VECTOR) {

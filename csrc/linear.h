@@ -28,33 +28,43 @@ constexpr int MOST_ROWS = LANES / 2;             // rows of a tile: its accumula
 constexpr int STEP = WIDTH * 4;                  // bytes of a step: a dword for each output
 constexpr int STREAMS = 8;                       // of a panel of at least LEAST_STREAMED bytes
 constexpr int64_t LEAST_STREAMED = 1 << 15;
+constexpr int64_t LINE = 64;                     // bytes of a line of the processor's caches
 constexpr int AHEAD = 4096;                      // bytes to prefetch ahead, in all streams together
 
+static inline int64_t whole_lines(int64_t bytes) { return (bytes + LINE - 1) / LINE * LINE; }
 static inline int64_t panels_of(int64_t n) { return (n + WIDTH - 1) / WIDTH; }
 
 // The steps of a panel and their layout. A small panel has one stream, because it is read from a processor cache.
 struct Steps {
   int64_t count, streams;
   int64_t round;                 // steps that are read in turn
-  int64_t length;                // steps of a stream: odd, else steps read together share a set of the first-level cache
-  int64_t stride, advance;       // bytes from a step to the next one, and from a round to the next
+  int64_t stride, advance;       // bytes from a step to the next one, and from a round to the next. The stride between streams is an odd
+                                 // number of lines, else steps read together share a set of the first-level cache
   int64_t ahead;                 // bytes to prefetch ahead
   int64_t bytes;                 // of a step
 
   explicit Steps(int64_t n, int64_t step = STEP, int64_t most = STREAMS) : count(n), round(most), bytes(step) {
     streams = n * step < LEAST_STREAMED ? 1 : most;
-    length = streams == 1 ? n : (n + most - 1) / most | 1;
-    stride = streams == 1 ? step : length * step, advance = most / streams * step, ahead = AHEAD / streams;
+    stride = streams == 1 ? step : (whole_lines((n + most - 1) / most * step) / LINE | 1) * LINE;
+    advance = most / streams * step, ahead = AHEAD / streams;
   }
 
   // The same steps without streams.
   Steps in_order() const {
     Steps steps = *this;
-    steps.streams = 1, steps.length = count, steps.stride = bytes, steps.advance = round * bytes, steps.ahead = AHEAD;
+    steps.streams = 1, steps.stride = bytes, steps.advance = round * bytes, steps.ahead = AHEAD;
     return steps;
   }
-  int64_t size() const { return streams * length * bytes; }
+  int64_t size() const { return streams == 1 ? count * bytes : streams * stride; }
   int64_t at(int64_t j) const { return j / round * advance + j % round * stride; }
+
+  // Clear the bytes of a panel after the last step of each stream.
+  void clear_padding(char *panel) const {
+    for (int64_t s = 0; streams > 1 && s < streams; s++) {
+      const int64_t used = (count - s + streams - 1) / streams * bytes;
+      memset(panel + s * stride + used, 0, stride - used);
+    }
+  }
 
   // Call step(j, its address) for the first `some` steps, in order.
   template <typename Step>
@@ -86,8 +96,8 @@ static inline int64_t panel_bytes(int type, int64_t k) { return steps_of(type, k
 // Packed rows, converted to the type that the weights are multiplied by (tiles.h).
 struct Tile {
   const void *dwords;   // [dwords of a row][rows]
-  const float *scales;  // int8 and int4 weights (quantized.h): [rows]
-  const int32_t *compensation;
+  const float *scales;  // weights in groups (integers.h): [groups][rows]
+  const int32_t *offsets;
   char *room;           // coded weights (coded.h): memory for the decoded panel if more tiles follow, else NULL
 };
 
@@ -172,6 +182,22 @@ static inline void add_bf16(const char *panel, const Steps &steps, const void *x
   add_half_step<ROWS>(panel + steps.at(depth / 2), x, depth, acc);
 }
 
+// A step of float16 weights has two k of all outputs, one after the other; the last step of an odd k has one.
+template <int ROWS>
+static inline void add_f16(const char *panel, const float *x, int64_t depth, Vec acc[ROWS][VECS]) {
+  const Steps steps = steps_of(SP_F16, depth);
+  const auto add_half = [&](const char *weight, int64_t k) __attribute__((always_inline)) {
+    Vec w[VECS];
+    for (int v = 0; v < VECS; v++) w[v] = load_f16((const uint16_t *)weight + k % 2 * WIDTH + v * LANES);
+    add_step<ROWS>(acc, x + k * ROWS, w);
+  };
+  steps.each(panel, depth / 2, [&](int64_t j, const char *weight) __attribute__((always_inline)) {
+    prefetch_step(weight, steps.ahead);
+    add_half(weight, 2 * j), add_half(weight, 2 * j + 1);
+  });
+  if (depth % 2) add_half(panel + steps.at(depth / 2), depth - 1);
+}
+
 template <int ROWS>
 static inline __attribute__((always_inline)) void clear(Vec acc[ROWS][VECS]) {
   for (int r = 0; r < ROWS; r++)
@@ -185,29 +211,33 @@ static inline __attribute__((always_inline)) void put_acc(const Vec acc[ROWS][VE
 }
 
 // sums[ROWS][WIDTH] of one panel and a tile, over k inputs.
-template <int ROWS, bool NARROW>
+template <int TYPE, int ROWS>
 static void sum_reals(const char *panel, const Tile &tile, int64_t k, float *sums) {
   Vec acc[ROWS][VECS];
   clear<ROWS>(acc);
-  if (NARROW)
+  if (TYPE == SP_BF16)
     add_bf16<ROWS>(panel, steps_of(SP_BF16, k), tile.dwords, k, acc);
+  else if (TYPE == SP_F16)
+    add_f16<ROWS>(panel, (const float *)tile.dwords, k, acc);
   else
     add_f32<ROWS>(panel, (const float *)tile.dwords, k, acc);
   put_acc<ROWS>(acc, sums);
 }
 
 typedef void (*SumTile)(const char *panel, const Tile &, int64_t k, float *sums);
-static const SumTile SUM_F32[] = {nullptr,
-                                  sum_reals<1, false>, sum_reals<2, false>, sum_reals<3, false>, sum_reals<4, false>,
-                                  sum_reals<5, false>, sum_reals<6, false>, sum_reals<7, false>, sum_reals<8, false>};
-static const SumTile SUM_BF16[] = {nullptr,
-                                   sum_reals<1, true>, sum_reals<2, true>, sum_reals<3, true>, sum_reals<4, true>,
-                                   sum_reals<5, true>, sum_reals<6, true>, sum_reals<7, true>, sum_reals<8, true>};
+template <int TYPE>
+static constexpr SumTile SUM_REALS[] = {nullptr, sum_reals<TYPE, 1>, sum_reals<TYPE, 2>, sum_reals<TYPE, 3>, sum_reals<TYPE, 4>,
+#if defined(SP_AVX512)
+                                        sum_reals<TYPE, 5>, sum_reals<TYPE, 6>, sum_reals<TYPE, 7>, sum_reals<TYPE, 8>,
+#endif
+};
+
+static inline int64_t stride_of(const SpOp &op) { return op.stride ? op.stride : op.n; }
 
 static inline void put_sums(const SpOp &op, int64_t panel, int64_t row, int64_t rows, const float *sums) {
   int64_t first = panel * WIDTH, count = op.n - first < WIDTH ? op.n - first : WIDTH;
   for (int64_t r = 0; r < rows; r++) {
-    float *out = op.out + (row + r) * op.n + first;
+    float *out = op.out + (row + r) * stride_of(op) + first;
     const float *sum = sums + r * WIDTH;
     for (int64_t i = 0; i < count; i++) {
       float y = op.bias ? sum[i] + op.bias[first + i] : sum[i];
@@ -230,7 +260,7 @@ static inline void put_gated(const SpOp &op, int64_t panel, int64_t row, int64_t
       if (op.bias) gate = add(gate, load(biases[0] + v * LANES)), up = add(up, load(biases[1] + v * LANES));
       store(gated + v * LANES, mul(silu(gate), up));
     }
-    memcpy(op.out + (row + r) * op.n + first, gated, count * sizeof(float));
+    memcpy(op.out + (row + r) * stride_of(op) + first, gated, count * sizeof(float));
   }
 }
 
@@ -242,7 +272,9 @@ static inline float read_bf16(uint16_t stored) {
 }
 
 static inline float read_weight(int source, const void *weight, int64_t i) {
-  return source == SP_F32 ? ((const float *)weight)[i] : read_bf16(((const uint16_t *)weight)[i]);
+  if (source == SP_F32) return ((const float *)weight)[i];
+  const uint16_t stored = ((const uint16_t *)weight)[i];
+  return source == SP_F16 ? read_f16(stored) : read_bf16(stored);
 }
 
 // Round to nearest even; a NaN stays a NaN.
@@ -258,7 +290,7 @@ static inline uint16_t to_bf16(float value) {
 static void move_panel(const uint16_t *rows, int64_t k, char *packed) {
   alignas(64) float moved[LANES * LANES];
   const Steps steps = steps_of(SP_BF16, k);
-  for (int64_t j = steps.count; j < steps.streams * steps.length; j++) memset(packed + steps.at(j), 0, STEP);
+  steps.clear_padding(packed);
   for (int64_t i = 0; i < WIDTH; i += LANES)
     for (int64_t j = 0; j < steps.count; j += LANES) {
       const int64_t first = steps.count - j < LANES ? steps.count - LANES : j;  // the last ones overlap
@@ -280,6 +312,8 @@ static void pack_panel(int type, int source, const void *weight, int64_t n, int6
       const float value = read_weight(source, weight, (panel * WIDTH + i) * k + j);
       if (type == SP_F32)
         ((float *)to)[i] = value;
+      else if (type == SP_F16)
+        ((uint16_t *)to)[j % 2 * WIDTH + i] = ((const uint16_t *)weight)[(panel * WIDTH + i) * k + j];
       else
         ((uint16_t *)to)[2 * i + j % 2] = to_bf16(value);
     }

@@ -1,16 +1,19 @@
 // Packs weights for the kernels, once, when a model is loaded.
 #pragma once
-#include "quantized.h"
+#include "blocks.h"
+#include "rounding.h"
 
 namespace SP_NAMESPACE {
 
 static int64_t packed_bytes(int type, int64_t n, int64_t k) { return panels_of(n) * bytes_of_panel(type, k); }
 
 static void pack_any(int type, int source, const void *weight, int64_t n, int64_t k, int64_t panel, char *packed) {
-  if (type == SP_INT8)
-    pack_int8(source, weight, n, k, panel, packed);
-  else if (type == SP_INT4)
-    pack_int4(source, weight, n, k, panel, packed);
+  if (is_grouped(source))
+    pack_any_blocks(type, weight, n, k, panel, packed);
+  else if (type == SP_INT8)
+    round_to_rows(source, weight, n, k, panel, packed);
+  else if (type == SP_Q4_0)
+    round_to_groups(source, weight, n, k, panel, packed);
   else
     pack_panel(type, source, weight, n, k, panel, packed);
 }

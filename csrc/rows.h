@@ -1,6 +1,7 @@
 // Operations on single rows: norms, rotary embedding, and storing keys and values in the cache.
 #pragma once
 #include "coded.h"
+#include "groups.h"
 
 namespace SP_NAMESPACE {
 
@@ -70,7 +71,7 @@ static void run_rotate(const SpOp &op, const SpPass &pass, int64_t t) {
     put_cache(op, layer_of(pass.values, op, pass), pass.slots[t], head, x);
 }
 
-// Row `token` of a table packed with depth `width` (pack_panel and coded.h have the layouts).
+// Row `token` of a table packed with depth `width` (pack_panel, coded.h and groups.h have the layouts).
 static void read_packed_row(const SpOp &op, int64_t token, float *out) {
   const int64_t width = op.n, i = token % WIDTH;
   int type = op.type;
@@ -80,11 +81,14 @@ static void read_packed_row(const SpOp &op, int64_t token, float *out) {
     if (coded.escapes) return read_coded_row(coded, i, width, out);
     panel = coded.at(coded.data), type = SP_BF16;
   } else {
-    panel = (const char *)op.weight + token / WIDTH * panel_bytes(type, width);
+    panel = (const char *)op.weight + token / WIDTH * bytes_of_panel(type, width);
   }
+  if (is_grouped(type)) return decode_row(type, panel, i, width, out);
   const Steps steps = steps_of(type, width);
-  for (int64_t j = 0; j < width; j++)
-    out[j] = type == SP_F32 ? ((const float *)(panel + steps.at(j)))[i] : read_weight(SP_BF16, panel + steps.at(j / 2), 2 * i + j % 2);
+  for (int64_t j = 0; j < width; j++) {
+    const char *step = panel + steps.at(type == SP_F32 ? j : j / 2);
+    out[j] = read_weight(type, step, type == SP_F32 ? i : type == SP_F16 ? j % 2 * WIDTH + i : 2 * i + j % 2);
+  }
 }
 
 // Copy the input embedding that a row brings, or look up a row of the packed table [vocabulary, n].

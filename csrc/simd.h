@@ -9,6 +9,16 @@
 static inline void prefetch(const void *p) { __builtin_prefetch(p); }
 static inline void prefetch_far(const void *p) { __builtin_prefetch(p, 0, 2); }  // into the second-level cache
 
+namespace SP_NAMESPACE {
+static inline float from_bits(uint32_t bits) { float value; memcpy(&value, &bits, 4); return value; }
+static inline float read_f16(uint16_t stored) {
+  const uint32_t sign = (uint32_t)(stored & 0x8000) << 16, exponent = stored >> 10 & 31, rest = stored & 1023;
+  if (exponent == 31) return from_bits(sign | 0x7f800000 | rest << 13 | (rest ? 0x400000 : 0));  // a NaN is made quiet
+  if (exponent == 0) return from_bits(sign | 0x33800000) * (float)rest;  // subnormal: a multiple of 2^-24
+  return from_bits(sign | (exponent + 112) << 23 | rest << 13);
+}
+}  // namespace SP_NAMESPACE
+
 // Reductions over lanes, always in the same order: the high half is folded onto the low one until one lane is left.
 #if defined(SP_AVX2) || defined(SP_AVX512)
 #include <immintrin.h>
@@ -54,6 +64,19 @@ static inline Vec to_floats(Ints a) { return _mm512_cvtepi32_ps(a); }
 static inline Ints low_halves(Ints a) { return _mm512_and_si512(a, _mm512_set1_epi8(15)); }
 static inline Ints high_halves(Ints a) { return low_halves(_mm512_srli_epi16(a, 4)); }
 static inline void store_ints(void *p, Ints a) { _mm512_storeu_si512(p, a); }
+static inline Ints bits_and(Ints a, Ints b) { return _mm512_and_si512(a, b); }
+static inline Ints bits_or(Ints a, Ints b) { return _mm512_or_si512(a, b); }
+static inline Ints add_ints(Ints a, Ints b) { return _mm512_add_epi32(a, b); }
+static inline Ints sub_ints(Ints a, Ints b) { return _mm512_sub_epi32(a, b); }
+template <int N> static inline Ints shift_left(Ints a) { return _mm512_slli_epi32(a, N); }
+template <int N> static inline Ints shift_right(Ints a) { return _mm512_srli_epi32(a, N); }
+static inline Vec as_floats(Ints a) { return _mm512_castsi512_ps(a); }
+static inline Ints load_unsigned(const uint8_t *p) { return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p)); }
+static inline Ints load_signed(const int8_t *p) { return _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)); }
+static inline Vec load_f16(const uint16_t *p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p)); }
+static inline void store_bytes(int8_t *p, Vec a) {  // each number is rounded to nearest even; it must fit
+  _mm_storeu_si128((__m128i *)p, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(a)));
+}
 // For decoding bytes: a table repeated in each 16 bytes; its bytes at the places `index` < 16; and the bytes of a and b in turn, from the
 // first or the second half of each 16 bytes.
 static inline Ints load_table(const uint8_t *p) { return _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)p)); }
@@ -75,7 +98,7 @@ static inline Ints pick_equal(Ints found, Ints a, Ints b, Ints other) {
   return _mm512_mask_mov_epi8(found, _mm512_cmpeq_epi8_mask(a, b), other);
 }
 // Add the products of four unsigned bytes of w and four signed bytes of x to each dword, exactly.
-static inline Ints add_products(Ints sum, Ints w, Ints x) {
+static inline Ints add_four(Ints sum, Ints w, Ints x) {
 #if defined(SP_VNNI)
   asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(w), "v"(x));  // GCC copies the accumulators of the intrinsic between registers
   return sum;
@@ -85,6 +108,11 @@ static inline Ints add_products(Ints sum, Ints w, Ints x) {
   return _mm512_add_epi32(sum, _mm512_add_epi32(_mm512_madd_epi16(even, x_even), _mm512_madd_epi16(odd, x_odd)));
 #endif
 }
+#if !defined(SP_VNNI)
+static inline Ints pair_products(Ints w, Ints x) { return _mm512_maddubs_epi16(w, x); }
+static inline Ints add_shorts(Ints a, Ints b) { return _mm512_add_epi16(a, b); }
+static inline Ints add_short_pairs(Ints sum, Ints a) { return _mm512_add_epi32(sum, _mm512_madd_epi16(a, _mm512_set1_epi16(1))); }
+#endif
 static inline Vec low_bf16(Ints v) { return _mm512_castsi512_ps(_mm512_slli_epi32(v, 16)); }
 static inline Vec high_bf16(Ints v) { return _mm512_castsi512_ps(_mm512_and_si512(v, _mm512_set1_epi32(0xffff0000))); }
 #if defined(SP_BF16_PAIRS)
@@ -167,6 +195,21 @@ static inline Vec to_floats(Ints a) { return _mm256_cvtepi32_ps(a); }
 static inline Ints low_halves(Ints a) { return _mm256_and_si256(a, _mm256_set1_epi8(15)); }
 static inline Ints high_halves(Ints a) { return low_halves(_mm256_srli_epi16(a, 4)); }
 static inline void store_ints(void *p, Ints a) { _mm256_storeu_si256((__m256i *)p, a); }
+static inline Ints bits_and(Ints a, Ints b) { return _mm256_and_si256(a, b); }
+static inline Ints bits_or(Ints a, Ints b) { return _mm256_or_si256(a, b); }
+static inline Ints add_ints(Ints a, Ints b) { return _mm256_add_epi32(a, b); }
+static inline Ints sub_ints(Ints a, Ints b) { return _mm256_sub_epi32(a, b); }
+template <int N> static inline Ints shift_left(Ints a) { return _mm256_slli_epi32(a, N); }
+template <int N> static inline Ints shift_right(Ints a) { return _mm256_srli_epi32(a, N); }
+static inline Vec as_floats(Ints a) { return _mm256_castsi256_ps(a); }
+static inline Ints load_unsigned(const uint8_t *p) { return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p)); }
+static inline Ints load_signed(const int8_t *p) { return _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p)); }
+static inline Vec load_f16(const uint16_t *p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)); }
+static inline void store_bytes(int8_t *p, Vec a) {
+  const __m256i ints = _mm256_cvtps_epi32(a);
+  const __m128i shorts = _mm_packs_epi32(_mm256_castsi256_si128(ints), _mm256_extracti128_si256(ints, 1));
+  _mm_storel_epi64((__m128i *)p, _mm_packs_epi16(shorts, shorts));
+}
 static inline Ints load_table(const uint8_t *p) { return _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)p)); }
 static inline Ints look_up(Ints table, Ints index) { return _mm256_shuffle_epi8(table, index); }
 static inline Ints zip_low(Ints a, Ints b) { return _mm256_unpacklo_epi8(a, b); }
@@ -181,11 +224,14 @@ static inline Ints slots_of(Ints v) {
   return _mm256_or_si256(_mm256_and_si256(v, splat_byte(7)), _mm256_and_si256(_mm256_srli_epi16(v, 4), splat_byte(8)));
 }
 static inline Ints pick_equal(Ints found, Ints a, Ints b, Ints other) { return _mm256_blendv_epi8(found, other, _mm256_cmpeq_epi8(a, b)); }
-static inline Ints add_products(Ints sum, Ints w, Ints x) {
+static inline Ints add_four(Ints sum, Ints w, Ints x) {
   const Ints even = _mm256_and_si256(w, _mm256_set1_epi16(255)), odd = _mm256_srli_epi16(w, 8);
   const Ints x_even = _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8), x_odd = _mm256_srai_epi16(x, 8);
   return _mm256_add_epi32(sum, _mm256_add_epi32(_mm256_madd_epi16(even, x_even), _mm256_madd_epi16(odd, x_odd)));
 }
+static inline Ints pair_products(Ints w, Ints x) { return _mm256_maddubs_epi16(w, x); }
+static inline Ints add_shorts(Ints a, Ints b) { return _mm256_add_epi16(a, b); }
+static inline Ints add_short_pairs(Ints sum, Ints a) { return _mm256_add_epi32(sum, _mm256_madd_epi16(a, _mm256_set1_epi16(1))); }
 static inline Vec low_bf16(Ints v) { return _mm256_castsi256_ps(_mm256_slli_epi32(v, 16)); }
 static inline Vec high_bf16(Ints v) { return _mm256_castsi256_ps(_mm256_and_si256(v, _mm256_set1_epi32(0xffff0000))); }
 static inline Vec load_bf16(const uint16_t *p) {
@@ -211,6 +257,9 @@ static inline void transpose(const float *const *from, float *to, int64_t to_str
 }  // namespace SP_NAMESPACE
 
 #else  // portable: loops over lanes, vectorized by the compiler
+#if defined(__SSE2__)
+#include <emmintrin.h>  // every processor of the architecture has it
+#endif
 namespace SP_NAMESPACE {
 constexpr int LANES = 8, REGISTERS = 0;
 struct Vec { float at[LANES]; };
@@ -219,7 +268,6 @@ struct Ints { uint32_t at[LANES]; };
   result out;                       \
   for (int i = 0; i < LANES; i++) out.at[i] = (expression); \
   return out;
-static inline float from_bits(uint32_t bits) { float value; memcpy(&value, &bits, 4); return value; }
 static inline Vec zero() { SP_EACH(Vec, 0.0f) }
 static inline Vec splat(float x) { SP_EACH(Vec, x) }
 static inline Vec load(const float *p) { Vec out; memcpy(&out, p, sizeof out); return out; }
@@ -240,6 +288,19 @@ static inline Vec to_floats(Ints a) { SP_EACH(Vec, (float)(int32_t)a.at[i]) }
 static inline Ints low_halves(Ints a) { SP_EACH(Ints, a.at[i] & 0x0f0f0f0fu) }
 static inline Ints high_halves(Ints a) { SP_EACH(Ints, a.at[i] >> 4 & 0x0f0f0f0fu) }
 static inline void store_ints(void *p, Ints a) { memcpy(p, &a, sizeof a); }
+static inline Ints bits_and(Ints a, Ints b) { SP_EACH(Ints, a.at[i] & b.at[i]) }
+static inline Ints bits_or(Ints a, Ints b) { SP_EACH(Ints, a.at[i] | b.at[i]) }
+static inline Ints add_ints(Ints a, Ints b) { SP_EACH(Ints, a.at[i] + b.at[i]) }
+static inline Ints sub_ints(Ints a, Ints b) { SP_EACH(Ints, a.at[i] - b.at[i]) }
+template <int N> static inline Ints shift_left(Ints a) { SP_EACH(Ints, a.at[i] << N) }
+template <int N> static inline Ints shift_right(Ints a) { SP_EACH(Ints, a.at[i] >> N) }
+static inline Vec as_floats(Ints a) { SP_EACH(Vec, from_bits(a.at[i])) }
+static inline Ints load_unsigned(const uint8_t *p) { SP_EACH(Ints, p[i]) }
+static inline Ints load_signed(const int8_t *p) { SP_EACH(Ints, (uint32_t)p[i]) }
+static inline Vec load_f16(const uint16_t *p) { SP_EACH(Vec, read_f16(p[i])) }
+static inline void store_bytes(int8_t *p, Vec a) {
+  for (int i = 0; i < LANES; i++) p[i] = (int8_t)lrintf(a.at[i]);
+}
 typedef uint8_t Bytes[LANES * 4];
 static inline Ints load_table(const uint8_t *p) {
   Ints out;
@@ -292,12 +353,26 @@ static inline Ints map_bytes(Ints values, const uint8_t *map) {
   for (int i = 0; i < LANES * 4; i++) found[i] = map[found[i]];
   return load_ints(found);
 }
-static inline int32_t products(uint32_t w, uint32_t x) {
+#if defined(__SSE2__)
+static inline Ints add_four(Ints sum, Ints w, Ints x) {
+  Ints out;
+  for (int half = 0; half < 2; half++) {
+    const __m128i own = _mm_loadu_si128((const __m128i *)&w + half), other = _mm_loadu_si128((const __m128i *)&x + half);
+    const __m128i even = _mm_madd_epi16(_mm_and_si128(own, _mm_set1_epi16(255)), _mm_srai_epi16(_mm_slli_epi16(other, 8), 8));
+    const __m128i odd = _mm_madd_epi16(_mm_srli_epi16(own, 8), _mm_srai_epi16(other, 8));
+    const __m128i before = _mm_loadu_si128((const __m128i *)&sum + half);
+    _mm_storeu_si128((__m128i *)&out + half, _mm_add_epi32(before, _mm_add_epi32(even, odd)));
+  }
+  return out;
+}
+#else
+static inline uint32_t four_products(uint32_t w, uint32_t x) {
   int32_t sum = 0;
   for (int i = 0; i < 32; i += 8) sum += (int32_t)(w >> i & 255) * (int8_t)(x >> i & 255);
-  return sum;
+  return (uint32_t)sum;
 }
-static inline Ints add_products(Ints sum, Ints w, Ints x) { SP_EACH(Ints, sum.at[i] + (uint32_t)products(w.at[i], x.at[i])) }
+static inline Ints add_four(Ints sum, Ints w, Ints x) { SP_EACH(Ints, sum.at[i] + four_products(w.at[i], x.at[i])) }
+#endif
 static inline Vec low_bf16(Ints v) { SP_EACH(Vec, from_bits(v.at[i] << 16)) }
 static inline Vec high_bf16(Ints v) { SP_EACH(Vec, from_bits(v.at[i] & 0xffff0000u)) }
 static inline Vec load_bf16(const uint16_t *p) { SP_EACH(Vec, from_bits((uint32_t)p[i] << 16)) }

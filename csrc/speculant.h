@@ -6,8 +6,9 @@
  * Every row's result depends only on that row and the keys it sees, bit for bit: sums run in one fixed order, tiles of
  * keys begin at absolute positions, and neither the number of threads nor that of rows changes a result.
  *
- * All activations are float32. Products are float32 too, with two exceptions: rows are rounded to int8 for int8 and int4 weights, and
- * to bfloat16 for bfloat16 weights on the set avx512bf16, whose instruction takes no other type.
+ * All activations are float32. Products are float32 too, with two exceptions: rows are rounded to int8, with a scale for each 32 numbers,
+ * for weights in groups of integers (groups.h), and to bfloat16 for bfloat16 weights on the set avx512bf16, whose instruction takes no
+ * other type.
  * T = number of rows of the pass.
  */
 #ifndef SPECULANT_H
@@ -19,7 +20,11 @@ extern "C" {
 #endif
 #pragma GCC visibility push(default)
 
-enum SpType { SP_F32 = 0, SP_BF16 = 1, SP_INT8 = 2, SP_INT4 = 3, SP_BF12 = 4 };
+/* From SP_INT8 on, weights are groups of integers; from SP_Q8_0 on they have GGUF's names, and k is a multiple of its block of weights. */
+enum SpType {
+  SP_F32 = 0, SP_BF16 = 1, SP_F16 = 2, SP_BF12 = 3, SP_INT8 = 4, SP_Q8_0 = 5, SP_Q4_0 = 6, SP_Q4_1 = 7, SP_Q5_0 = 8, SP_Q5_1 = 9,
+  SP_Q4_K = 10, SP_Q5_K = 11, SP_Q6_K = 12, SP_IQ4_NL = 13, SP_MXFP4 = 14,
+};
 
 enum SpCode {
   SP_EMBED = 0,    /* out[T, n] = rows of the packed table `weight` [vocabulary = k, n] for the pass's tokens, or its inputs */
@@ -47,6 +52,7 @@ typedef struct {
   float *copy;               /* SP_NORM: [T, n], the rows of `in` are copied to it; or NULL */
   int32_t heads, kv_heads, dim, window; /* window 0 = none */
   float eps, factor;         /* of norms; of attention scores */
+  int64_t stride;            /* SP_LINEAR: numbers from a row of `out` to the next; 0 = n */
 } SpOp;
 
 /* One sequence of a pass: rows first .. first + rows - 1, after `start` positions in its cache. The first `chain` rows are
@@ -117,7 +123,8 @@ const char *sp_name(int set);
 int sp_usable(int set);                      /* whether this processor has it */
 
 int64_t sp_packed_bytes(int set, int type, int64_t n, int64_t k);
-/* Pack weights [n, k] in `source` (SP_F32 or SP_BF16) as `type`, into every `step`-th panel from `packed` on: 2 for gate and up,
+/* Pack weights [n, k] as `type`. `source`: SP_F32 or SP_BF16, which is rounded to SP_F32, SP_BF16, SP_INT8 or SP_Q4_0; SP_F16 for the type
+ * SP_F16; or the type itself for rows of GGUF's blocks. They go into every `step`-th panel from `packed` on: 2 for gate and up,
  * which are interleaved, else 1. Each panel has the same number of rows; the last is padded with zeros. Memory is 64-byte aligned. */
 void sp_pack(int set, int threads, int type, int source, const void *weight, int64_t n, int64_t k, int64_t step, void *packed);
 /* SP_BF12 is a form of packed SP_BF16 weights: the same numbers in 12 bits each, or plain if that does not fit (coded.h). It begins with

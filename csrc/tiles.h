@@ -1,40 +1,45 @@
 // Packs the rows of a linear layer into tiles, and runs the layer over them. A stage before the layer converts each row to the type
 // that its weights are multiplied by:
 //
-//   float32, bfloat16       float32; a single row is read in place
-//   bfloat16 in pairs       bfloat16, if the processor multiplies pairs of them (linear.h)
-//   int8, int4              int8 (quantized.h)
+//   float32, float16, bfloat16   float32; a single row is read in place
+//   bfloat16 in pairs            bfloat16, if the processor multiplies pairs of them (linear.h)
+//   groups of integers           int8, with a scale for each 32 numbers (integers.h)
 #pragma once
 #include "coded.h"
-#include "quantized.h"
+#include "integers.h"
 
 namespace SP_NAMESPACE {
 
 constexpr int64_t PART = 8 * LANES;        // dwords of each row that one work item packs
 constexpr int64_t SHARE = 16 * MOST_ROWS;  // rows that one work item of a layer computes
 
-static const SumTile *const SUM_TILES[] = {SUM_F32, SUM_BF16, SUM_INT8, SUM_INT4};  // by SpType; panel_at has SP_BF12
+static const SumTile *const SUM_TILES[] = {  // by SpType; panel_at has SP_BF12
+    SUM_REALS<SP_F32>,   SUM_REALS<SP_BF16>,  SUM_REALS<SP_F16>,   nullptr,             SUM_GROUPS<SP_INT8>,
+    SUM_GROUPS<SP_Q8_0>, SUM_GROUPS<SP_Q4_0>, SUM_GROUPS<SP_Q4_1>, SUM_GROUPS<SP_Q5_0>, SUM_GROUPS<SP_Q5_1>,
+    SUM_GROUPS<SP_Q4_K>, SUM_GROUPS<SP_Q5_K>, SUM_GROUPS<SP_Q6_K>, SUM_GROUPS<SP_IQ4_NL>, SUM_GROUPS<SP_MXFP4>};
 
 struct Tiles {
   List<uint32_t> dwords, narrowed;  // tiles; rows in int8 or bfloat16 before they are packed
-  List<float> scales;
-  List<int32_t> compensation;
+  List<float> scales;          // of groups of rounded rows; see integers.h
+  List<int32_t> offsets;
 };
 
 static inline bool is_bf16(const SpOp &op) { return op.type == SP_BF16 || op.type == SP_BF12; }
-static inline bool is_float(const SpOp &op) { return op.type == SP_F32 || (is_bf16(op) && !ROUNDS); }
+static inline bool is_float(const SpOp &op) { return op.type == SP_F32 || op.type == SP_F16 || (is_bf16(op) && !ROUNDS); }
 static inline bool is_packed(const SpOp &op, int64_t rows) { return !is_float(op) || rows > 1; }
 
 // The size of a packed row.
 static inline int64_t dwords_of(const SpOp &op) {
   return is_float(op) ? op.k : is_bf16(op) ? (op.k + 1) / 2 : padded_depth(op.k) / 4;
 }
-static inline int64_t compensations_of(const SpOp &op) { return op.type == SP_INT4 ? groups_of(op.k) : 1; }
+static inline int64_t scales_of(const SpOp &op) { return is_grouped(op.type) ? groups_of(op.k) : 0; }
+static inline int64_t offsets_of(const SpOp &op) { return is_grouped(op.type) ? offsets_of(op.type, op.k) : 0; }
 
 static void make_room(const SpOp *ops, int count, int64_t rows, Tiles &x) {
   for (int i = 0; i < count; i++) {
     if (ops[i].code != SP_LINEAR || !is_packed(ops[i], rows)) continue;
-    x.dwords.resize(rows * dwords_of(ops[i])), x.scales.resize(rows), x.compensation.resize(rows * compensations_of(ops[i]));
+    x.dwords.resize(rows * dwords_of(ops[i]));
+    x.scales.resize(rows * scales_of(ops[i])), x.offsets.resize(rows * offsets_of(ops[i]));
     if (!is_float(ops[i])) x.narrowed.resize(rows * dwords_of(ops[i]));
   }
 }
@@ -76,13 +81,6 @@ static void round_row(const float *x, int64_t k, uint16_t *rounded) {
   if (k % 2) rounded[k] = 0;
 }
 
-static void narrow_row(const SpOp &op, const float *x, uint32_t *to, float *scale, int64_t stride, int32_t *compensation) {
-  if (is_bf16(op))
-    round_row(x, op.k, (uint16_t *)to);
-  else
-    quantize_row(op.type, x, op.k, (int8_t *)to, scale, stride, compensation);
-}
-
 static void pack_piece(const SpOp &op, int64_t rows, Tiles &x, int64_t item) {
   const int64_t first = item / parts_of(op) * MOST_ROWS, some = rows_at(first, rows), width = dwords_of(op);
   uint32_t *tile = x.dwords.items + first * width;
@@ -91,15 +89,20 @@ static void pack_piece(const SpOp &op, int64_t rows, Tiles &x, int64_t item) {
     return pack_rows((const uint32_t *)(op.in + first * width), width, some, begin, end, tile);
   }
   uint32_t *narrowed = some == 1 ? tile : x.narrowed.items + first * width;
-  for (int64_t r = 0; r < some; r++)
-    narrow_row(op, op.in + (first + r) * op.k, narrowed + r * width, x.scales.items + first + r, some,
-               x.compensation.items + first * compensations_of(op) + r);
+  for (int64_t r = 0; r < some; r++) {
+    const float *row = op.in + (first + r) * op.k;
+    uint32_t *to = narrowed + r * width;
+    if (is_bf16(op))
+      round_row(row, op.k, (uint16_t *)to);
+    else
+      round_to_int8(op.type, row, op.k, (int8_t *)to, x.scales.items + first * scales_of(op) + r, x.offsets.items + first * offsets_of(op) + r, some);
+  }
   if (some > 1) pack_rows(narrowed, width, some, 0, width, tile);
 }
 
 static inline Tile tile_at(const SpOp &op, int64_t rows, Tiles &x, int64_t first) {
   if (!is_packed(op, rows)) return {op.in, nullptr, nullptr, nullptr};
-  return {x.dwords.items + first * dwords_of(op), x.scales.items + first, x.compensation.items + first * compensations_of(op), nullptr};
+  return {x.dwords.items + first * dwords_of(op), x.scales.items + first * scales_of(op), x.offsets.items + first * offsets_of(op), nullptr};
 }
 
 // A work item of a layer is a panel (gate and up for a gated layer) for SHARE rows.
@@ -122,7 +125,7 @@ struct Panel {
 static Panel panel_at(const SpOp &op, int64_t index, int64_t rows, List<char> &room) {
   if (op.type != SP_BF12) return {(const char *)op.weight + index * bytes_of_panel(op.type, op.k), SUM_TILES[op.type], nullptr};
   const CodedPanel &coded = ((const CodedPanel *)op.weight)[index];
-  if (!coded.escapes) return {coded.at(coded.data), SUM_BF16, nullptr};
+  if (!coded.escapes) return {coded.at(coded.data), SUM_REALS<SP_BF16>, nullptr};
   if (rows > MOST_ROWS) room.resize(decoded_bytes(op.k));
   return {(const char *)&coded, SUM_CODED, rows > MOST_ROWS ? room.items : nullptr};
 }

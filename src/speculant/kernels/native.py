@@ -27,7 +27,7 @@ from speculant.kernels.base import Edits, SamplingSettings
 from speculant.kernels.memory import Scratch, aligned
 from speculant.kernels.reference_sampler import REFERENCE, own_scores
 
-VERSION = 13
+VERSION = 14
 MOST_DIM, MOST_GROUP = 256, 32  # of a head; query heads per key head, which bound the scratch memory of a thread
 INDEX_BYTES = 32  # a panel, in the index of a matrix in 12 bits
 _REINSTALL = "install the package again, and unset SPECULANT_LIBRARY if it is set."
@@ -39,13 +39,30 @@ class Type(IntEnum):
 
     F32 = 0
     BF16 = 1
-    INT8 = 2
-    INT4 = 3
-    BF12 = 4  # packed BF16, the same numbers in 12 bits each (csrc/coded.h)
+    F16 = 2
+    BF12 = 3  # packed BF16, the same numbers in 12 bits each (csrc/coded.h)
+    INT8 = 4
+    Q8_0 = 5  # this and the following ones are GGUF's blocks
+    Q4_0 = 6
+    Q4_1 = 7
+    Q5_0 = 8
+    Q5_1 = 9
+    Q4_K = 10
+    Q5_K = 11
+    Q6_K = 12
+    IQ4_NL = 13
+    MXFP4 = 14
 
 
 TYPES = {torch.float32: Type.F32, torch.bfloat16: Type.BF16}
-QUANTIZED = {"int8": Type.INT8, "int4": Type.INT4}
+SOURCES = {**TYPES, torch.float16: Type.F16}  # types of rows to pack; torch.uint8 is a row of blocks
+QUANTIZED = {"int8": Type.INT8, "int4": Type.Q4_0}
+BLOCK_TYPES = {type_.name.lower(): type_ for type_ in Type if type_ >= Type.Q8_0}  # by layout
+BLOCK_SIZES = {
+    Type.Q8_0: (32, 34), Type.Q4_0: (32, 18), Type.Q4_1: (32, 20), Type.Q5_0: (32, 22), Type.Q5_1: (32, 24),
+    Type.Q4_K: (256, 144), Type.Q5_K: (256, 176), Type.Q6_K: (256, 210), Type.IQ4_NL: (32, 18), Type.MXFP4: (32, 17),
+}  # fmt: skip
+"""Weights and bytes of a block, by type."""
 
 
 class Code(IntEnum):
@@ -76,7 +93,7 @@ class Op(Structure):
         ("weight", c_void_p), ("scale", c_void_p), ("bias", c_void_p), ("source", c_void_p), ("out", c_void_p),
         ("copy", c_void_p),
         ("heads", c_int32), ("kv_heads", c_int32), ("dim", c_int32), ("window", c_int32),
-        ("eps", c_float), ("factor", c_float),
+        ("eps", c_float), ("factor", c_float), ("stride", c_int64),
     ]  # fmt: skip
 
 
@@ -134,6 +151,14 @@ class Draft(Structure):
     ]  # fmt: skip
 
 
+def depth_of(type_: Type, rows: Tensor) -> int:
+    """Return the number of weights in each row of floats, or of blocks of a type."""
+    if rows.dtype != torch.uint8:
+        return rows.shape[1]
+    weights, size = BLOCK_SIZES[type_]
+    return rows.shape[1] // size * weights
+
+
 @dataclass(frozen=True)
 class Weight:
     """A matrix [n, k], or two of them interleaved panel by panel, packed for one instruction set."""
@@ -160,10 +185,10 @@ class Kernels:
     scratch: Scratch = field(default_factory=Scratch, compare=False)
 
     def pack(self, type_: Type, weight: Tensor, second: Tensor | None = None) -> Weight:
-        """Pack a matrix [n, k] of float32 or bfloat16; with a second one of the same shape, interleaved by panels."""
+        """Pack the rows of a matrix; with a second one of the same shape, interleaved by panels. See `pack_panels`."""
         if type_ == Type.BF12:
             return self.code(self.pack(Type.BF16, weight, second))
-        n, k = weight.shape
+        n, k = len(weight), depth_of(type_, weight)
         matrices = [matrix for matrix in (weight, second) if matrix is not None]
         memory = aligned(self.packed_bytes(type_, n, k) * len(matrices))
         for lane, matrix in enumerate(matrices):
@@ -192,13 +217,14 @@ class Kernels:
         return end
 
     def pack_panels(self, type_: Type, rows: Tensor, address: int, step: int) -> None:
-        """Pack rows [n, k] of float32 or bfloat16 into every `step`-th panel, the first at an address.
+        """Pack rows into every `step`-th panel, the first at an address.
 
-        For the quantised types the rows must be finite.
+        Rows are [n, k] of float32 or bfloat16 for the types F32, BF16, INT8 and Q4_0; for the last two they must be
+        finite. They are float16 for F16, and uint8 [n, bytes] for rows of blocks.
         """
-        rows, (n, k) = rows.detach().contiguous(), rows.shape
-        source = TYPES[rows.dtype]
-        self.library.sp_pack(self.index, self.threads, type_, source, rows.data_ptr(), n, k, step, address)
+        rows, k = rows.detach().contiguous(), depth_of(type_, rows)
+        source = type_ if rows.dtype == torch.uint8 else SOURCES[rows.dtype]
+        self.library.sp_pack(self.index, self.threads, type_, source, rows.data_ptr(), len(rows), k, step, address)
 
     def touch(self, memory: Tensor) -> None:
         """Get the pages of new bytes from the system, with all threads; a byte of each page is set to zero."""

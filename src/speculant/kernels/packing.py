@@ -23,10 +23,15 @@ LEAST_SHARE = 4  # panels of a window for each thread
 
 Read = Callable[[], Tensor]
 
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by size
+
 
 @dataclass(frozen=True)
 class Packer:
-    """Packs matrices [n, k] as `type_` after rounding to `dtype`, float32 or bfloat16. Weights lie in the arena."""
+    """Packs matrices [n, k]. Rows of floats are rounded to `dtype` first, float32 or bfloat16. Weights lie in the arena.
+
+    Rows for the type F16, and uint8 rows of blocks, are packed as they are.
+    """
 
     kernels: Kernels
     dtype: torch.dtype
@@ -111,9 +116,9 @@ def allocate(kernels: Kernels, type_: Type, n: int, k: int, lanes: int = 1, aren
 
 
 class Lane:
-    """Writes one matrix of a weight in the order of its rows. Rows are rounded to `dtype` before they are packed.
+    """Writes one matrix of a weight in the order of its rows. See `Packer` for their types.
 
-    dtype is float32 or bfloat16. Rows that do not fill a panel are held until more rows follow.
+    Rows that do not fill a panel are held until more rows follow.
     """
 
     def __init__(self, kernels: Kernels, weight: Weight, dtype: torch.dtype, index: int = 0, lanes: int = 1) -> None:
@@ -122,12 +127,16 @@ class Lane:
         self._first = self._address = weight.address + index * self._panel  # of the next panel
         self._height = panel_rows(kernels)
         self._chunk = max(kernels.threads, CHUNK_BYTES // (4 * weight.k * self._height)) * self._height
-        self._panel_rows = torch.empty(self._height, weight.k, dtype=dtype)
+        self._panel_rows = torch.empty(
+            self._height, weight.k, dtype=torch.float16 if weight.type == Type.F16 else dtype
+        )
         self._held = 0  # rows of it
         self._converted: Tensor | None = None  # scratch for a chunk, allocated when it is needed
 
     def write(self, rows: Tensor) -> None:
-        """Pack rows [m, k] of any floating type on the CPU after the rows written before."""
+        """Pack rows [m, k] of any floating type on the CPU, or blocks [m, bytes], after the rows written before."""
+        if rows.dtype == torch.uint8 and self._panel_rows.dtype != torch.uint8:
+            self._panel_rows = rows.new_empty(self._height, rows.shape[1])
         begun = min(-self._held % self._height, len(rows))  # these rows complete the current panel
         self._hold(rows[:begun])
         whole = begun + (len(rows) - begun) // self._height * self._height
@@ -168,7 +177,7 @@ def copy_rows(rows: Tensor, out: Tensor) -> None:
     if rows.dtype != out.dtype:
         out.copy_(rows)
         return
-    bits = torch.int16 if out.dtype.itemsize == 2 else torch.int32  # numpy has no bfloat16
+    bits = _INTEGERS[out.dtype.itemsize]  # numpy has no bfloat16
     out.view(bits).numpy()[...] = rows.detach().view(bits).numpy()
 
 

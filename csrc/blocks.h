@@ -1,0 +1,120 @@
+// Reads GGUF's blocks and packs them as groups (groups.h). A block begins with its scales unless a comment says otherwise.
+#pragma once
+#include "groups.h"
+
+namespace SP_NAMESPACE {
+
+constexpr int64_t block_weights(int type) { return type == SP_Q4_K || type == SP_Q5_K || type == SP_Q6_K ? SUPER : GROUP; }
+
+constexpr int64_t block_bytes(int type) {
+  switch (type) {
+    case SP_Q8_0: return 34;
+    case SP_Q4_0: case SP_IQ4_NL: return 18;
+    case SP_Q4_1: return 20;
+    case SP_Q5_0: return 22;
+    case SP_Q5_1: return 24;
+    case SP_Q4_K: return 144;
+    case SP_Q5_K: return 176;
+    case SP_Q6_K: return 210;
+    case SP_MXFP4: return 17;
+  }
+  return 0;
+}
+
+// q[j] gets the low half of byte j, and q[16 + j] its high half.
+static inline void read_halves(const uint8_t *bytes, uint8_t *q) {
+  for (int64_t j = 0; j < 16; j++) q[j] = bytes[j] & 15, q[16 + j] = bytes[j] >> 4;
+}
+
+// Add the bits of a little-endian dword to the integers of a group, as their fifth bits.
+static inline void read_fifth_bits(const uint8_t *bytes, uint8_t *q) {
+  uint32_t bits;
+  memcpy(&bits, bytes, 4);
+  for (int64_t j = 0; j < GROUP; j++) q[j] |= (uint8_t)((bits >> j & 1) << 4);
+}
+
+// The scales of Q4_K and Q5_K: two float16 factors, then 6 bits for the scale and the minimum of each of eight groups, in 12 bytes. The
+// first four groups have theirs in the low 6 bits of bytes 0 to 3 and 4 to 7. The others have 4 bits in bytes 8 to 11, scales in the low
+// halves, and the highest 2 bits on top of the earlier groups'.
+static inline void read_minimum_scales(const uint8_t *block, int64_t g, Group &group) {
+  const uint8_t *parts = block + 4;
+  memcpy(&group.scale, block, 2), memcpy(&group.minimum, block + 2, 2);
+  const int64_t j = g % 4;
+  const bool later = g >= 4;
+  group.parts[0] = (int8_t)(later ? (parts[8 + j] & 15) | parts[j] >> 6 << 4 : parts[j] & 63);
+  group.parts[1] = (int8_t)(later ? parts[8 + j] >> 4 | parts[4 + j] >> 6 << 4 : parts[4 + j] & 63);
+}
+
+// Groups 2 p and 2 p + 1 of Q4_K and Q5_K have the low and the high halves of 32 bytes.
+static inline void read_pair_half(const uint8_t *bytes, int64_t g, uint8_t *q) {
+  const uint8_t *from = bytes + g / 2 * 32;
+  for (int64_t j = 0; j < GROUP; j++) q[j] = g % 2 ? from[j] >> 4 : from[j] & 15;
+}
+
+// Q6_K: 128 bytes of low bits, 64 of high bits, 16 scales, a float16. Each half of the block has 64 and 32 of these bytes: groups 0 and 1
+// have the low halves, groups 2 and 3 the high ones, and group g bits 2 g and 2 g + 1 of the high bits.
+static inline void read_six_bits(const uint8_t *block, int64_t g, Group &group) {
+  const uint8_t *low = block + g / 4 * 64 + g % 2 * 32, *high = block + 128 + g / 4 * 32;
+  const int64_t quarter = g % 4;
+  for (int64_t j = 0; j < GROUP; j++)
+    group.q[j] = (uint8_t)((quarter < 2 ? low[j] & 15 : low[j] >> 4) | (high[j] >> 2 * quarter & 3) << 4);
+  memcpy(group.parts, block + 192 + 2 * g, 2), memcpy(&group.scale, block + 208, 2);
+}
+
+// Group g of a row of blocks.
+static inline __attribute__((always_inline)) void read_block(int type, const uint8_t *row, int64_t g, Group &group) {
+  const int64_t groups = block_weights(type) / GROUP;
+  const uint8_t *block = row + g / groups * block_bytes(type);
+  g %= groups;
+  memcpy(&group.scale, block, 2);
+  switch (type) {
+    case SP_Q8_0:
+      for (int64_t j = 0; j < GROUP; j++) group.q[j] = block[2 + j] ^ 128;
+      return;
+    case SP_Q4_0: case SP_IQ4_NL: return read_halves(block + 2, group.q);
+    case SP_Q4_1: memcpy(&group.minimum, block + 2, 2); return read_halves(block + 4, group.q);
+    case SP_Q5_0: read_halves(block + 6, group.q); return read_fifth_bits(block + 2, group.q);
+    case SP_Q5_1:
+      memcpy(&group.minimum, block + 2, 2), read_halves(block + 8, group.q);
+      return read_fifth_bits(block + 4, group.q);
+    case SP_Q4_K: read_minimum_scales(block, g, group); return read_pair_half(block + 16, g, group.q);
+    case SP_Q5_K:
+      read_minimum_scales(block, g, group), read_pair_half(block + 48, g, group.q);
+      for (int64_t j = 0; j < GROUP; j++) group.q[j] |= (uint8_t)((block[16 + j] >> g & 1) << 4);
+      return;
+    case SP_Q6_K: return read_six_bits(block, g, group);
+    case SP_MXFP4: group.scale = block[0]; return read_halves(block + 1, group.q);
+  }
+}
+
+template <int TYPE>
+static void pack_blocks(const void *blocks, int64_t n, int64_t k, int64_t panel, char *packed) {
+  const GroupLayout at(TYPE, k);
+  const int64_t row_bytes = k / block_weights(TYPE) * block_bytes(TYPE), first = panel * WIDTH, some = n - first < WIDTH ? n - first : WIDTH;
+  const uint8_t *rows = (const uint8_t *)blocks + first * row_bytes;
+  memset(packed, 0, at.bytes);
+  for (int64_t begin = 0; begin < at.groups; begin += GROUPS_OF_SUPER)  // so that the panel's lines stay in the first-level cache
+    for (int64_t i = 0; i < some; i++)
+      for (int64_t g = begin; g < begin + GROUPS_OF_SUPER && g < at.groups; g++) {
+        Group group;
+        read_block(TYPE, rows + i * row_bytes, g, group);
+        put_group(at, packed, g, i, group);
+      }
+}
+
+static void pack_any_blocks(int type, const void *blocks, int64_t n, int64_t k, int64_t panel, char *packed) {
+  switch (type) {
+    case SP_Q8_0: return pack_blocks<SP_Q8_0>(blocks, n, k, panel, packed);
+    case SP_Q4_0: return pack_blocks<SP_Q4_0>(blocks, n, k, panel, packed);
+    case SP_Q4_1: return pack_blocks<SP_Q4_1>(blocks, n, k, panel, packed);
+    case SP_Q5_0: return pack_blocks<SP_Q5_0>(blocks, n, k, panel, packed);
+    case SP_Q5_1: return pack_blocks<SP_Q5_1>(blocks, n, k, panel, packed);
+    case SP_Q4_K: return pack_blocks<SP_Q4_K>(blocks, n, k, panel, packed);
+    case SP_Q5_K: return pack_blocks<SP_Q5_K>(blocks, n, k, panel, packed);
+    case SP_Q6_K: return pack_blocks<SP_Q6_K>(blocks, n, k, panel, packed);
+    case SP_IQ4_NL: return pack_blocks<SP_IQ4_NL>(blocks, n, k, panel, packed);
+    case SP_MXFP4: return pack_blocks<SP_MXFP4>(blocks, n, k, panel, packed);
+  }
+}
+
+}  // namespace SP_NAMESPACE

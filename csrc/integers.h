@@ -1,0 +1,253 @@
+// Linear layers over weights in groups of small integers (groups.h). Each 32 numbers of a row of x are rounded to int8 by the largest
+// magnitude among them, so that one large number costs its neighbours precision and nobody else:
+//
+//   x = scale * v, |v| < 128        y = sum over groups of scale_x * (scale_w * (sum of q v - OFFSET * sum of v) + minimum_w * sum of v)
+//
+// Products of integers are summed exactly in int32. Only the few float operations of a group depend on order, and groups follow one another
+// in order.
+//
+//   tile     [k / 4][rows] dwords of int8
+//   scales   [groups][rows] float32
+//   offsets  [groups][1 or 2 halves][rows]: -OFFSET times the sum of the group's v, the sums' first value; or scale_x times the sum of
+//            v as float32, for weights with minima
+#pragma once
+#include "groups.h"
+
+namespace SP_NAMESPACE {
+
+static inline int64_t offsets_of(int type, int64_t k) { return groups_of(k) * (form_of(type).is_halved() ? 2 : 1); }
+
+static inline bool is_finite(float x) { return fabsf(x) <= 3.402823466e38f; }
+
+// Round up to GROUP numbers, the missing ones zero. A group with an infinity or NaN gets the scale NaN, so that it reaches the output.
+static inline float round_group(const float *x, int8_t *values) {
+  Vec largest = zero();
+  bool finite = true;
+  for (int64_t i = 0; i < GROUP; i++) finite &= is_finite(x[i]);
+  for (int64_t i = 0; i < GROUP; i += LANES) largest = max(largest, max(load(x + i), sub(zero(), load(x + i))));
+  const float most = max_lanes(largest);
+  if (!finite || most == 0.0f) {
+    memset(values, 0, GROUP);
+    return finite ? 0.0f : NAN;
+  }
+  // A factor of 127 / most would overflow for the smallest numbers.
+  const float factor = most < 1e-36f ? 127.0f / 1e-36f : 127.0f / most;
+  for (int64_t i = 0; i < GROUP; i += LANES) store_bytes(values + i, mul(load(x + i), splat(factor)));
+  return most < 1e-36f ? 1e-36f / 127.0f : most / 127.0f;
+}
+
+// Round a row. The scales and offsets of its groups are `stride` apart, because a tile's rows are interleaved.
+static void round_to_int8(int type, const float *x, int64_t k, int8_t *values, float *scales, int32_t *offsets, int64_t stride) {
+  const Form form = form_of(type);
+  const int64_t halves = form.is_halved() ? 2 : 1;
+  for (int64_t g = 0; g < groups_of(k); g++) {
+    const int64_t first = g * GROUP;
+    float part[GROUP] = {0};
+    if (k - first < GROUP) memcpy(part, x + first, (k - first) * sizeof(float));
+    const float scale = scales[g * stride] = round_group(k - first < GROUP ? part : x + first, values + first);
+    for (int64_t half = 0; half < halves; half++) {
+      int32_t sum = 0;
+      for (int64_t i = 0; i < GROUP / halves; i++) sum += values[first + half * GROUP / 2 + i];
+      int32_t *offset = offsets + (g * halves + half) * stride;
+      const float minimum = scale * (float)sum;
+      if (form.has_minimum())
+        memcpy(offset, &minimum, 4);
+      else
+        *offset = -form.offset * sum;
+    }
+  }
+}
+
+// Sums of products of unsigned integers of BITS bits and of int8, four in each dword. begin_sum and end_sum get the sum's first value, one
+// of which adds it. Without an instruction for the sum of four products, the sums of a group's small ones stay in 16 bits until its end.
+template <int BITS>
+static inline Ints begin_sum(Ints first) {
+#if defined(SP_VNNI) || defined(SP_PORTABLE)
+  return first;
+#else
+  return BITS <= 4 ? splat_ints(0) : first;
+#endif
+}
+
+template <int BITS>
+static inline Ints add_products(Ints sum, Ints w, Ints x) {
+#if !defined(SP_VNNI) && !defined(SP_PORTABLE)
+  if (BITS <= 4) return add_shorts(sum, pair_products(w, x));
+  if (BITS <= 6) return add_short_pairs(sum, pair_products(w, x));
+#endif
+  return add_four(sum, w, x);
+}
+
+template <int BITS>
+static inline Ints end_sum(Ints sum, Ints first) {
+#if !defined(SP_VNNI) && !defined(SP_PORTABLE)
+  if (BITS <= 4) return add_short_pairs(first, sum);
+#endif
+  (void)first;
+  return sum;
+}
+
+// The integers of step S of a group: 4 S .. of k in `low`, 16 + 4 S .. in `high`.
+template <int TYPE, int S>
+static inline __attribute__((always_inline)) void load_integers(const char *weight, const char *high_bits, int64_t stride, Ints table, int v,
+                                                                Ints &low, Ints &high) {
+  constexpr Form FORM = form_of(TYPE);
+  const int64_t at = v * LANES * 4;
+  if constexpr (FORM.in_bytes()) {
+    low = load_ints(weight + 2 * S * stride + at), high = load_ints(weight + (2 * S + 1) * stride + at);
+    return;
+  }
+  const Ints both = load_ints(weight + S * stride + at);
+  low = low_halves(both), high = high_halves(both);
+  if constexpr (FORM.stored_bits == 5) {
+    const Ints bits = load_ints(high_bits + at), place = splat_byte(0x10);
+    low = bits_or(low, bits_and(shift_left<4 - S>(bits), place)), high = bits_or(high, bits_and(shift_right<S>(bits), place));
+  }
+  if constexpr (FORM.stored_bits == 6) {
+    const Ints first = load_ints(high_bits + at), second = load_ints(high_bits + STEP + at), place = splat_byte(0x30);
+    constexpr int LEFT = S < 2 ? 4 - 2 * S : 0, RIGHT = S < 2 ? 0 : 2 * S - 4;
+    low = bits_or(low, bits_and(shift_right<RIGHT>(shift_left<LEFT>(first)), place));
+    high = bits_or(high, bits_and(shift_right<RIGHT>(shift_left<LEFT>(second)), place));
+  }
+  if constexpr (FORM.has_table()) low = look_up(table, low), high = look_up(table, high);
+}
+
+template <int TYPE, int ROWS, int S>
+static inline __attribute__((always_inline)) void add_integers(const char *weight, const char *high_bits, const Steps &steps, Ints table,
+                                                               const char *x, Ints first[ROWS][VECS], Ints second[ROWS][VECS]) {
+  constexpr Form FORM = form_of(TYPE);
+  Ints low[VECS], high[VECS];
+  prefetch_step(weight + S * (FORM.in_bytes() ? 2 : 1) * steps.stride, steps.ahead);
+  if (FORM.in_bytes()) prefetch_step(weight + (2 * S + 1) * steps.stride, steps.ahead);
+  for (int v = 0; v < VECS; v++) load_integers<TYPE, S>(weight, high_bits, steps.stride, table, v, low[v], high[v]);
+  for (int r = 0; r < ROWS; r++) {
+    const Ints four = splat_dword(x + 4 * (S * ROWS + r)), next = splat_dword(x + 4 * ((4 + S) * ROWS + r));
+    for (int v = 0; v < VECS; v++) {
+      first[r][v] = add_products<FORM.bits>(first[r][v], low[v], four);
+      second[r][v] = add_products<FORM.bits>(FORM.is_halved() ? second[r][v] : first[r][v], high[v], next);
+      if (!FORM.is_halved()) first[r][v] = second[r][v];
+    }
+  }
+}
+
+// The scales of one group after another.
+template <ScaleKind KIND>
+struct Scales {
+  const char *at;
+  int64_t group = 0;
+  Ints words[VECS];
+  Vec factors[VECS], minimum_factors[VECS];
+
+  explicit Scales(const char *first) : at(first) {}
+
+  // The scales of the next group; and its minima, or the scales of its second half.
+  inline __attribute__((always_inline)) void next(Vec scale[VECS], Vec second[VECS]) {
+    if (KIND == SUPER_MINIMUM || KIND == SUPER_SIGNED) {
+      if (group % GROUPS_OF_SUPER == 0) begin_super();
+    }
+    for (int v = 0; v < VECS; v++) next_of(v, scale[v], second[v]);
+    group++;
+    if (KIND == HALF_SCALE) at += WIDTH * 2;
+    if (KIND == HALF_MINIMUM) at += WIDTH * 4;
+    if (KIND == POWER_SCALE) at += WIDTH;
+    if (KIND == SUPER_MINIMUM && group % GROUPS_OF_SUPER == 0) at += WIDTH * 16;
+    if (KIND == SUPER_SIGNED && group % GROUPS_OF_SUPER == 0) at += WIDTH * 18;
+  }
+
+ private:
+  inline __attribute__((always_inline)) void begin_super() {
+    const char *factor = at + WIDTH * (KIND == SUPER_MINIMUM ? 12 : 16);
+    for (int line = 0; line < WIDTH * 18 / LINE; line++) prefetch(at + AHEAD / 4 + line * LINE);
+    for (int v = 0; v < VECS; v++) {
+      factors[v] = load_f16((const uint16_t *)factor + v * LANES);
+      if (KIND == SUPER_MINIMUM) minimum_factors[v] = sub(zero(), load_f16((const uint16_t *)factor + WIDTH + v * LANES));
+    }
+  }
+
+  inline __attribute__((always_inline)) void next_of(int v, Vec &scale, Vec &second) {
+    if (KIND == HALF_SCALE || KIND == HALF_MINIMUM) {
+      const uint16_t *own = (const uint16_t *)at + v * LANES;
+      prefetch(at + AHEAD / 8 + v * LANES * 2);
+      scale = load_f16(own);
+      if (KIND == HALF_MINIMUM) second = load_f16(own + WIDTH);
+    } else if (KIND == POWER_SCALE) {
+      const Ints exponent = load_unsigned((const uint8_t *)at + v * LANES), half = shift_right<1>(exponent), bias = splat_ints(63);
+      const Vec first = as_floats(shift_left<23>(add_ints(half, bias)));
+      scale = mul(first, as_floats(shift_left<23>(add_ints(sub_ints(exponent, half), bias))));
+    } else if (KIND == SUPER_SIGNED) {
+      const int8_t *own = (const int8_t *)at + group % GROUPS_OF_SUPER * 2 * WIDTH + v * LANES;
+      scale = mul(factors[v], to_floats(load_signed(own))), second = mul(factors[v], to_floats(load_signed(own + WIDTH)));
+    } else if (KIND == SUPER_MINIMUM) {
+      words[v] = group % 2 ? shift_right<12>(words[v]) : pair_of(v);
+      scale = mul(factors[v], to_floats(bits_and(words[v], splat_ints(63))));
+      second = mul(minimum_factors[v], to_floats(bits_and(shift_right<6>(words[v]), splat_ints(63))));
+    }
+  }
+
+  // The 24 bits of a pair of groups.
+  inline __attribute__((always_inline)) Ints pair_of(int v) const {
+    const char *own = at + v * LANES * 4;
+    const int64_t pair = group % GROUPS_OF_SUPER / 2;
+    if (pair < 3) return load_ints(own + pair * STEP);
+    const Ints low = shift_right<24>(load_ints(own)), middle = bits_and(shift_right<16>(load_ints(own + STEP)), splat_ints(0xff00));
+    return bits_or(low, bits_or(middle, bits_and(shift_right<8>(load_ints(own + 2 * STEP)), splat_ints(0xff0000))));
+  }
+};
+
+// sums[ROWS][WIDTH] of one panel and a tile, over k inputs.
+template <int TYPE, int ROWS>
+static void sum_groups(const char *panel, const Tile &tile, int64_t k, float *sums) {
+  constexpr Form FORM = form_of(TYPE);
+  const GroupLayout at(TYPE, k);
+  const Ints table = FORM.has_table() ? load_table(FORM.table->lifted) : splat_ints(0);
+  Vec total[ROWS][VECS];
+  for (int r = 0; r < ROWS; r++)
+    for (int v = 0; v < VECS; v++) total[r][v] = zero();
+  Scales<FORM.scales> scales(panel + at.scales);
+  const char *high = panel + at.high, *x = (const char *)tile.dwords;
+  const float *x_scales = tile.scales;
+  const int32_t *offsets = tile.offsets;
+  at.steps.template each_group<FORM.steps()>(panel, [&](const char *weight) __attribute__((always_inline)) {
+    Ints first[ROWS][VECS], second[ROWS][VECS];
+    for (int r = 0; r < ROWS; r++)
+      for (int v = 0; v < VECS; v++) {
+        first[r][v] = begin_sum<FORM.bits>(splat_ints(FORM.has_minimum() ? 0 : offsets[r]));
+        if (FORM.is_halved()) second[r][v] = begin_sum<FORM.bits>(splat_ints(offsets[ROWS + r]));
+      }
+    for (int part = 0; part < FORM.high_steps(); part++) prefetch_step(high + part * STEP, AHEAD / 4 * FORM.high_steps());
+    add_integers<TYPE, ROWS, 0>(weight, high, at.steps, table, x, first, second);
+    add_integers<TYPE, ROWS, 1>(weight, high, at.steps, table, x, first, second);
+    add_integers<TYPE, ROWS, 2>(weight, high, at.steps, table, x, first, second);
+    add_integers<TYPE, ROWS, 3>(weight, high, at.steps, table, x, first, second);
+    Vec scale[VECS], other[VECS];
+    scales.next(scale, other);
+    for (int r = 0; r < ROWS; r++) {
+      const Vec own = splat(x_scales[r]);
+      const Ints offset = splat_ints(FORM.has_minimum() ? 0 : offsets[r]);
+      for (int v = 0; v < VECS; v++) {
+        const Vec sum = to_floats(end_sum<FORM.bits>(first[r][v], offset));
+        if (FORM.is_halved()) {
+          const Vec rest = to_floats(end_sum<FORM.bits>(second[r][v], splat_ints(offsets[ROWS + r])));
+          total[r][v] = fma(fma(rest, other[v], mul(sum, scale[v])), own, total[r][v]);
+        } else {
+          total[r][v] = fma(sum, FORM.scales == ROW_SCALE ? own : mul(own, scale[v]), total[r][v]);
+        }
+        if (FORM.has_minimum()) total[r][v] = fma(as_floats(splat_ints(offsets[r])), other[v], total[r][v]);
+      }
+    }
+    x += GROUP * ROWS, high += FORM.high_steps() * STEP, x_scales += ROWS, offsets += ROWS * (FORM.is_halved() ? 2 : 1);
+  });
+  const float *row_scales = (const float *)(panel + at.scales);
+  for (int r = 0; r < ROWS; r++)
+    for (int v = 0; v < VECS; v++)
+      store(sums + r * WIDTH + v * LANES, FORM.scales == ROW_SCALE ? mul(total[r][v], load(row_scales + v * LANES)) : total[r][v]);
+}
+
+template <int TYPE>
+static constexpr SumTile SUM_GROUPS[] = {nullptr, sum_groups<TYPE, 1>, sum_groups<TYPE, 2>, sum_groups<TYPE, 3>, sum_groups<TYPE, 4>,
+#if defined(SP_AVX512)
+                                         sum_groups<TYPE, 5>, sum_groups<TYPE, 6>, sum_groups<TYPE, 7>, sum_groups<TYPE, 8>,
+#endif
+};
+
+}  // namespace SP_NAMESPACE
