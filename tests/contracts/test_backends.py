@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from importlib.metadata import EntryPoint
 from types import ModuleType
 from typing import Any
@@ -29,7 +30,7 @@ from speculant.models.reference.decoder import Decoder
 from speculant.models.sizes import tensor_shapes
 from speculant.models.weights import load as loading
 from speculant.models.weights.load import load_model
-from speculant.models.weights.source import CheckedWeights, ModuleWeights, QuantizedBlocks, WeightSource
+from speculant.models.weights.source import CheckedWeights, ModuleWeights, QuantizedBlocks, WeightSource, kind_of
 from speculant.sampling.chance import mix
 from tests.backends import FakeBackend
 from tests.descriptions import describe
@@ -185,6 +186,9 @@ class LiveWeights:
     def shape(self, name: str) -> tuple[int, ...]:
         return self._shapes[name]
 
+    def kind(self, name: str) -> str:
+        return kind_of(torch.from_numpy(np.empty(0, self._dtype)))
+
     def read(self, name: str) -> Tensor:
         assert not self.live, f"{name} is read while {self.live} are held"
         memory = np.random.default_rng(0).standard_normal(self._shapes[name]).astype(self._dtype)
@@ -206,18 +210,40 @@ def test_backend_holds_one_tensor_at_a_time(
         assert not weights.live, "the model shares memory with the source"
 
 
-class Blocks(ModuleWeights):
-    """A source in which one matrix is stored in blocks."""
+@dataclass(frozen=True)
+class Blocks:
+    """A source in which some matrices are stored in blocks of one layout, of 32 weights in `size` bytes."""
 
-    def read(self, name: str) -> Tensor | QuantizedBlocks:  # type: ignore[override]
+    source: WeightSource
+    layout: str
+    size: int
+
+    def names(self) -> Collection[str]:
+        return self.source.names()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.source.shape(name)
+
+    def kind(self, name: str) -> str:
+        return self.layout.upper() if name.endswith("down_proj.weight") else self.source.kind(name)
+
+    def read(self, name: str) -> Tensor | QuantizedBlocks:
+        if not name.endswith("down_proj.weight"):
+            return self.source.read(name)
+        n, k = self.shape(name)
+        return QuantizedBlocks(self.layout, (n, k), torch.zeros(n, k // 32 * self.size, dtype=torch.uint8))
+
+
+def test_backend_reads_blocks(backend: Backend) -> None:
+    """Blocks of zeros are a matrix of zeros."""
+    decoder, tokens = random_decoder(CONFIG), list(range(2, 90, 4))
+    blocks = Blocks(ModuleWeights(decoder), "q4_0", 18)
+    model = backend.load(CONFIG, blocks, torch.float32, CPU)
+    found = Session(model).extend(tokens)
+    for name, parameter in decoder.named_parameters():
         if name.endswith("down_proj.weight"):
-            return QuantizedBlocks("q4_0", self.shape(name), torch.empty(0, dtype=torch.uint8))
-        return super().read(name)
-
-
-def test_backend_refuses_a_layout_it_cannot_read(backend: Backend) -> None:
-    with pytest.raises(ModelError, match="down_proj.weight is stored in blocks of the layout 'q4_0'"):
-        backend.load(CONFIG, Blocks(random_decoder(CONFIG)), torch.float32, CPU)
+            parameter.zero_()
+    torch.testing.assert_close(found, Session(decoder).extend(tokens), atol=1e-4, rtol=1e-4)
 
 
 # --- a backend of another package

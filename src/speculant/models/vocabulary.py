@@ -11,7 +11,7 @@ from torch import Tensor
 from speculant.errors import ConfigError
 from speculant.models.description import DecoderConfig
 from speculant.models.sizes import TABLE
-from speculant.models.weights.source import QuantizedBlocks, WeightSource, read_plain
+from speculant.models.weights.source import QuantizedBlocks, WeightSource, take_rows
 
 
 @dataclass(frozen=True)
@@ -74,9 +74,13 @@ class Substituted:
         shape = self.source.shape(name)
         return (self.vocabulary.size, *shape[1:]) if name == TABLE else shape
 
+    def kind(self, name: str) -> str:
+        """See `WeightSource.kind`."""
+        return self.source.kind(name)
+
     def read(self, name: str) -> Tensor | QuantizedBlocks:
         """See `WeightSource.read`."""
-        return read_plain(self.source, TABLE)[self._rows] if name == TABLE else self.source.read(name)
+        return take_rows(self.source.read(TABLE), self._rows) if name == TABLE else self.source.read(name)
 
     @cached_property
     def _rows(self) -> list[int]:

@@ -20,6 +20,7 @@ from speculant.models.base import CausalLM
 from speculant.models.config import show
 from speculant.models.source import resolve_source
 from speculant.models.weights.formats import no_weights
+from speculant.models.weights.source import FLOATS
 from speculant.models.weights.tensors import TensorFiles
 
 KIND = "speculant_head"  # our own key of config.json: the method that a head is made for
@@ -28,7 +29,6 @@ PARALLEL, PARALLEL_TOKEN, MASK_STATE = "peagle", "ptd_token_id", "mask_hidden"
 _PREFIX = re.compile(r"^(model\.)+")
 _SHOWN = 6
 _OTHER = "use a head that was trained for this target: `speculant train head --target ...` makes one."
-_TYPES = ("F64", "F32", "BF16", "F16")
 
 
 @dataclass(frozen=True)
@@ -79,13 +79,13 @@ class HeadFolder:
         """See `WeightSource.shape`."""
         return self.files.shape(self.stored[name])
 
+    def kind(self, name: str) -> str:
+        """See `WeightSource.kind`."""
+        return self.files.kind(self.stored[name])
+
     def read(self, name: str) -> Tensor:
         """See `WeightSource.read`."""
         return self.files.read(self.stored[name])
-
-    def kind_of(self, name: str) -> str:
-        """Return safetensors' name of a tensor's type."""
-        return self.files.entries[self.stored[name]].kind
 
     def check_tokens(self, name: str, tokens: Sequence[int], target: CausalLM) -> None:
         """Check that these ids, which the tensor `name` has, are different ones of the target. Raises PairError."""
@@ -119,6 +119,10 @@ class Renamed:
         """See `WeightSource.shape`."""
         return self.source.shape(self.stored[name])
 
+    def kind(self, name: str) -> str:
+        """See `WeightSource.kind`."""
+        return self.source.kind(self.stored[name])
+
     def read(self, name: str) -> Tensor:
         """See `WeightSource.read`."""
         return self.source.read(self.stored[name])
@@ -136,10 +140,10 @@ class Renamed:
                 f"the tensors in {self.source.folder} are not those of a {kind!r} head: {' and '.join(found)}",
                 "name the method that the head was trained for, or download it again.",
             )
-        kinds = sorted({self.source.kind_of(name) for name in self.stored.values()} - {*_TYPES})
+        kinds = sorted({self.kind(name) for name in self.stored} - FLOATS.keys())
         if kinds:
             raise ModelError(
-                f"{self.source.folder} has weights of the type {_listed(kinds)}", f"store them as {_listed(_TYPES)}."
+                f"{self.source.folder} has weights of the type {_listed(kinds)}", f"store them as {_listed([*FLOATS])}."
             )
         wrong = [
             f"{self.stored[name]} is {list(self.shape(name))} and must be {list(shape)}"

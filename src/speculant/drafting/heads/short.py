@@ -21,7 +21,7 @@ from speculant.errors import PairError
 from speculant.models.base import CausalLM
 from speculant.models.linears import linears_of
 from speculant.models.reference.decoder import spread
-from speculant.models.weights.source import WeightSource
+from speculant.models.weights.source import WeightSource, kind_of
 
 FILE = f"{KEY}.json"
 ROWS = "lm_head.weight"
@@ -81,6 +81,10 @@ class WithRows:
     def shape(self, name: str) -> tuple[int, ...]:
         """See `WeightSource.shape`."""
         return tuple(self.rows.shape) if name == ROWS else self.source.shape(name)
+
+    def kind(self, name: str) -> str:
+        """See `WeightSource.kind`."""
+        return kind_of(self.rows) if name == ROWS else self.source.kind(name)
 
     def read(self, name: str) -> Any:
         """See `WeightSource.read`."""

@@ -50,6 +50,10 @@ class Half:
         shape = self.source.shape(name)
         return (shape[0], shape[1] // 2) if name in self.double else shape
 
+    def kind(self, name: str) -> str:
+        """See `WeightSource.kind`."""
+        return self.source.kind(name)
+
     def read(self, name: str) -> Tensor | QuantizedBlocks:
         """See `WeightSource.read`."""
         if name not in self.double:

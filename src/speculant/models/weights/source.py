@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
+import numpy as np
+import torch
 from torch import Tensor, nn
 
 from speculant.errors import ModelError
 from speculant.models.sizes import HEAD
+
+FLOATS = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # by kind
+DECODED_AT_ONCE = 2**22  # weights
+_KINDS = {dtype: kind for kind, dtype in FLOATS.items()}
 
 
 @dataclass(frozen=True)
 class QuantizedBlocks:
     """A matrix that is stored as blocks of small integers with scales, as GGUF and GPTQ files have them.
 
-    shape is the matrix's, [n, k]. `blocks` holds the bytes in the order that `layout` names, such as "q4_0".
+    shape is the matrix's, [n, k]. `blocks` holds the bytes of each row [n, bytes] in the order that `layout` names,
+    such as "q4_0". They may be mapped from a file.
     """
 
     layout: str
@@ -35,20 +42,55 @@ class WeightSource(Protocol):
         """Return a tensor's shape without reading it."""
         ...
 
+    def kind(self, name: str) -> str:
+        """Return the type that a tensor is stored in without reading it: F32, BF16, Q4_K.
+
+        The names are those of safetensors and of GGUF, in capitals. Kinds that are not in FLOATS are read as blocks.
+        """
+        ...
+
     def read(self, name: str) -> Tensor | QuantizedBlocks:
         """Read a tensor in the type it is stored in."""
         ...
 
 
 def read_plain(weights: WeightSource, name: str) -> Tensor:
-    """Read a tensor of floating-point numbers. Raises ModelError for quantised blocks, which are not supported yet."""
+    """Read a tensor of floating-point numbers; blocks are decoded to float32, exactly."""
     tensor = weights.read(name)
-    if isinstance(tensor, QuantizedBlocks):
-        raise ModelError(
-            f"{name} is stored in blocks of the layout {tensor.layout!r}, which is not supported yet",
-            "use the unquantised checkpoint it came from.",
-        )
-    return tensor
+    return decode(tensor, torch.float32) if isinstance(tensor, QuantizedBlocks) else tensor
+
+
+def decode(stored: QuantizedBlocks, dtype: torch.dtype) -> Tensor:
+    """Return the numbers [n, k] of blocks, rounded to a type. Memory holds few rows in float32 besides the result."""
+    from gguf.constants import GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    kind = GGMLQuantizationType[stored.layout.upper()]
+    decoded = torch.empty(stored.shape, dtype=dtype, device="cpu")
+    step = max(1, DECODED_AT_ONCE // stored.shape[1])
+    with np.errstate(all="ignore"):  # scales that are not finite make numbers that are not
+        for first in range(0, stored.shape[0], step):
+            rows = dequantize(stored.blocks[first : first + step].numpy(), kind)
+            decoded[first : first + step] = torch.from_numpy(rows)
+    return decoded
+
+
+def take_rows(stored: Tensor | QuantizedBlocks, rows: Sequence[int] | Tensor) -> Tensor | QuantizedBlocks:
+    """Return the rows with these indices; blocks stay blocks."""
+    index = torch.as_tensor(rows, dtype=torch.int64)
+    if isinstance(stored, QuantizedBlocks):
+        return replace(stored, shape=(len(index), *stored.shape[1:]), blocks=stored.blocks[index])
+    return stored[index]
+
+
+def kind_of(tensor: Tensor) -> str:
+    """Return the kind that a file would name for a tensor of floating-point numbers."""
+    return _KINDS[tensor.dtype]
+
+
+def has_blocks(weights: WeightSource) -> bool:
+    """Whether a source stores any of its tensors in blocks."""
+    return any(weights.kind(name) not in FLOATS for name in weights.names())
 
 
 class ModuleWeights:
@@ -64,6 +106,10 @@ class ModuleWeights:
     def shape(self, name: str) -> tuple[int, ...]:
         """See `WeightSource.shape`."""
         return tuple(self._parameters[name].shape)
+
+    def kind(self, name: str) -> str:
+        """See `WeightSource.kind`."""
+        return kind_of(self._parameters[name])
 
     def read(self, name: str) -> Tensor:
         """See `WeightSource.read`."""
@@ -84,6 +130,10 @@ class Mapped:
     def shape(self, name: str) -> tuple[int, ...]:
         """See `WeightSource.shape`."""
         return self.source.shape(self.stored[name])
+
+    def kind(self, name: str) -> str:
+        """See `WeightSource.kind`."""
+        return self.source.kind(self.stored[name])
 
     def read(self, name: str) -> Tensor | QuantizedBlocks:
         """See `WeightSource.read`."""
@@ -109,9 +159,13 @@ class ShortHead:
         """See `WeightSource.shape`."""
         return (len(self.tokens), *self.source.shape(self.whole)[1:]) if name == HEAD else self.source.shape(name)
 
+    def kind(self, name: str) -> str:
+        """See `WeightSource.kind`."""
+        return self.source.kind(self.whole if name == HEAD else name)
+
     def read(self, name: str) -> Tensor | QuantizedBlocks:
         """See `WeightSource.read`."""
-        return read_plain(self.source, self.whole)[list(self.tokens)] if name == HEAD else self.source.read(name)
+        return take_rows(self.source.read(self.whole), self.tokens) if name == HEAD else self.source.read(name)
 
 
 class CheckedWeights:
@@ -132,6 +186,10 @@ class CheckedWeights:
         """See `WeightSource.shape`."""
         self._unused.pop(name, None)
         return self._source.shape(name)
+
+    def kind(self, name: str) -> str:
+        """See `WeightSource.kind`."""
+        return self._source.kind(name)
 
     def read(self, name: str) -> Tensor | QuantizedBlocks:
         """See `WeightSource.read`."""

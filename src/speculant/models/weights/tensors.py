@@ -20,9 +20,9 @@ from speculant.models.description import DecoderConfig
 from speculant.models.sizes import HEAD, TABLE, tensor_shapes
 from speculant.models.source import read_json
 from speculant.models.weights.formats import no_weights
+from speculant.models.weights.source import FLOATS
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _LAYER = re.compile(r"(?:[A-Za-z_]\w*\.)+?([0-9]{1,10})\.", re.ASCII)  # begins the names of a layer's tensors
 _SHOWN = 5
 TICK = 0.05  # seconds; changes that follow one another within a system's clock tick get the same time
@@ -86,7 +86,7 @@ class TensorFiles:
     def common_dtype(self) -> torch.dtype:
         """Return the type that most tensors are stored in."""
         kinds = Counter(entry.kind for entry in self.entries.values())
-        return _DTYPES[kinds.most_common(1)[0][0]]
+        return FLOATS[kinds.most_common(1)[0][0]]
 
     def names(self) -> Collection[str]:
         """See `WeightSource.names`; without tables that can be recomputed."""
@@ -95,6 +95,10 @@ class TensorFiles:
     def shape(self, name: str) -> tuple[int, ...]:
         """See `WeightSource.shape`."""
         return self.entries[name].shape
+
+    def kind(self, name: str) -> str:
+        """See `WeightSource.kind`."""
+        return self.entries[name].kind
 
     def stamps(self) -> list[Stamp]:
         """Return the stamps of all files."""
@@ -228,7 +232,7 @@ def _check_shapes(found: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tup
 
 
 def _check_kinds(found: TensorFiles) -> None:
-    wrong = sorted(f"{name} is {entry.kind}" for name, entry in found.entries.items() if entry.kind not in _DTYPES)
+    wrong = sorted(f"{name} is {entry.kind}" for name, entry in found.entries.items() if entry.kind not in FLOATS)
     if wrong:
         raise ModelError(
             f"the weights are stored in a type that is not supported ({_listed(wrong)})",
