@@ -1,4 +1,4 @@
-"""Reads the JSON files of a checkpoint, and keeps measurements between runs."""
+"""Reads the JSON files of a checkpoint, tells changed files apart, and keeps measurements between runs."""
 
 from __future__ import annotations
 
@@ -11,13 +11,35 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from speculant import __version__
 from speculant.errors import ModelError
 
 MOST_FILES = 64  # of one kind to keep
+TICK = 0.05  # seconds; changes that follow one another within a system's clock tick get the same time
 MOST_DEPTH = 32  # levels of nesting; far below the recursion limit, so that values can be printed
+
+
+class Stamp(NamedTuple):
+    """Facts of a file that change whenever its content does. modified: of the content, changed: of any fact, in ns."""
+
+    path: str
+    size: int
+    inode: int
+    modified: int
+    changed: int
+
+    @classmethod
+    def of(cls, file: Path) -> Stamp:
+        """Return the stamp of a file; links are followed."""
+        path = file.resolve()
+        status = path.stat()
+        return cls(str(path), status.st_size, status.st_ino, status.st_mtime_ns, status.st_ctime_ns)
+
+    def is_before(self, moment: float) -> bool:
+        """Whether any change after a moment, in seconds, would show in its times."""
+        return max(self.modified, self.changed) / 1e9 < moment - TICK
 
 
 def cache_folder(name: str) -> Path:

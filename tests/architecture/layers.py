@@ -9,7 +9,10 @@ from collections.abc import Iterator
 from tests.architecture.source import PACKAGE, Module
 
 EVERYWHERE = frozenset(
-    {"types", "tree", "beams", "constraints", "counts", "params", "speculation", "config", "errors", "files", "metrics"}
+    {
+        *("types", "tree", "beams", "constraints", "counts", "params", "speculation", "config", "errors", "files"),
+        *("gguf_file", "metrics"),
+    }
 )
 MODELS_AND_BELOW = frozenset({"models", "cache", "sampling", "kernels"})
 ENGINE_AND_BELOW = MODELS_AND_BELOW | {
@@ -23,6 +26,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "params": frozenset({"errors", "speculation", "structured.spec"}),
     "speculation": frozenset({"errors"}),
     "files": frozenset({"errors"}),
+    "gguf_file": frozenset({"errors", "files"}),
     "metrics": frozenset({"errors"}),
     "tree": frozenset(),
     "beams": frozenset({"tree"}),
@@ -31,7 +35,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "types": frozenset({"errors", "params", "metrics", "beams", "tree", "constraints", "counts"}),
     "config": frozenset({"errors", "files", "params", "types"}),
     "plugins": frozenset({"errors", "params", "types", "config"}),
-    "text": frozenset({"errors", "files", "params", "types", "config"}),
+    "text": frozenset({"errors", "files", "gguf_file", "params", "types", "config"}),
     "structured": frozenset({"errors", "files", "constraints", "text"}),
     "kernels": EVERYWHERE,
     "cache": EVERYWHERE | {"kernels"},

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from speculant import LLM, SamplingParams
 from speculant.cli.describe import figures
-from speculant.files import cache_folder
+from speculant.files import TICK, cache_folder
 from speculant.kernels.native import Kernels, Type, Weight, open_kernels, usable_sets
 from speculant.models.base import SequenceInput
 from speculant.models.weights import cache as weight_cache
@@ -53,7 +53,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 def source(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A checkpoint that was written a while ago."""
     folder = write_checkpoint(tmp_path_factory.mktemp("source") / "model")
-    time.sleep(2 * tensors.TICK)
+    time.sleep(2 * TICK)
     return folder
 
 
@@ -183,7 +183,7 @@ def test_damaged_file_is_made_again(
 
 def test_file_of_another_model_is_not_used(source: str, folder: Path, expected: Tensor, tmp_path: Path) -> None:
     other = write_checkpoint(tmp_path / "other", Shape(seed=3))
-    time.sleep(2 * tensors.TICK)
+    time.sleep(2 * TICK)
     check(source, folder, expected, KEPT)
     ((path, _),) = cache_files(folder)
     path.unlink()
@@ -222,13 +222,13 @@ def test_changed_checkpoint_is_packed_again(folder: Path, tmp_path: Path) -> Non
     """Even if the new file has the old one's name, size and time."""
     model = write_checkpoint(tmp_path / "model")
     file = Path(model, "model.safetensors")
-    time.sleep(2 * tensors.TICK)
+    time.sleep(2 * TICK)
     assert [load(model, folder).source for _ in range(2)] == [KEPT, MAPPED]
     before = file.stat()
     save_file({name: -each for name, each in load_file(file).items()}, file)
     os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
     assert file.stat().st_size == before.st_size
-    time.sleep(2 * tensors.TICK)
+    time.sleep(2 * TICK)
     found = load(model, folder)
     assert found.source == KEPT
     assert torch.equal(logits(found), logits(load(model, None)))
@@ -244,7 +244,7 @@ def test_checkpoint_that_changes_meanwhile_is_not_kept(
     source: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = shutil.copytree(source, tmp_path / "model")
-    time.sleep(2 * tensors.TICK)
+    time.sleep(2 * TICK)
     read = tensors.TensorFiles.read
 
     def changing(files: tensors.TensorFiles, name: str) -> Tensor:

@@ -14,6 +14,7 @@ import torch
 
 from speculant import plugins
 from speculant.errors import ConfigError, suggest
+from speculant.files import Stamp
 from speculant.models.backends.base import AUTO, Backend, Packing, Store, StoresWeights, choose_backend, packing_of
 from speculant.models.base import CausalLM, check_needs
 from speculant.models.description import DecoderConfig
@@ -23,7 +24,7 @@ from speculant.models.source import read_json, resolve_source
 from speculant.models.vocabulary import DraftVocabulary
 from speculant.models.weights.formats import check_unquantised, unknown_family
 from speculant.models.weights.source import CheckedWeights, Mapped, ShortHead, WeightSource
-from speculant.models.weights.tensors import Stamp, TensorFiles, check_layers, check_tensors
+from speculant.models.weights.tensors import TensorFiles, check_layers, check_tensors
 from speculant.params import SamplingParams
 
 logger = logging.getLogger(__name__)

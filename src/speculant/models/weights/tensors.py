@@ -8,13 +8,14 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
 
 from speculant.errors import Converts, ModelError
+from speculant.files import Stamp
 from speculant.models.config import count
 from speculant.models.description import DecoderConfig
 from speculant.models.sizes import HEAD, TABLE, tensor_shapes
@@ -25,7 +26,6 @@ from speculant.models.weights.source import FLOATS
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _LAYER = re.compile(r"(?:[A-Za-z_]\w*\.)+?([0-9]{1,10})\.", re.ASCII)  # begins the names of a layer's tensors
 _SHOWN = 5
-TICK = 0.05  # seconds; changes that follow one another within a system's clock tick get the same time
 _SHARD = re.compile(r"\w[\w .+-]{0,199}", re.ASCII)  # the name of a file in the folder itself
 
 
@@ -36,27 +36,6 @@ class TensorEntry:
     file: Path
     shape: tuple[int, ...]
     kind: str  # safetensors' name of the type, such as BF16
-
-
-class Stamp(NamedTuple):
-    """Facts of a file that change whenever its content does. modified: of the content, changed: of any fact, in ns."""
-
-    path: str
-    size: int
-    inode: int
-    modified: int
-    changed: int
-
-    @classmethod
-    def of(cls, file: Path) -> Stamp:
-        """Return the stamp of a file; links are followed."""
-        path = file.resolve()
-        status = path.stat()
-        return cls(str(path), status.st_size, status.st_ino, status.st_mtime_ns, status.st_ctime_ns)
-
-    def is_before(self, moment: float) -> bool:
-        """Whether any change after a moment, in seconds, would show in its times."""
-        return max(self.modified, self.changed) / 1e9 < moment - TICK
 
 
 @dataclass(frozen=True)
