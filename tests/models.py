@@ -40,6 +40,7 @@ class Shape:
     max_positions: int = 256
     end: int | list[int] = END
     tied: bool = False
+    hidden_size: int = HIDDEN_SIZE
 
 
 def write_checkpoint(
@@ -65,12 +66,12 @@ def _config(shape: Shape) -> dict[str, Any]:
     return {
         "model_type": shape.family,
         "vocab_size": shape.vocab_size,
-        "hidden_size": HIDDEN_SIZE,
-        "intermediate_size": 64,
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": 2 * shape.hidden_size,
         "num_hidden_layers": shape.layers,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "head_dim": 8,
+        "head_dim": shape.hidden_size // 4,
         "max_position_embeddings": shape.max_positions,
         "eos_token_id": shape.end,
         "torch_dtype": "float32",

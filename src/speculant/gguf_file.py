@@ -24,8 +24,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
-
 from speculant.errors import ModelError
 from speculant.files import Stamp
 
@@ -41,7 +39,7 @@ MOST_TEXT = 2**26  # bytes
 MOST_DIMENSIONS = 4
 MOST_NESTED = 4  # arrays within arrays
 MOST_WEIGHTS = 2**48  # in one tensor
-MOST_ALIGNMENT = 2**20
+LEAST_ALIGNMENT, MOST_ALIGNMENT = 8, 2**20
 KEPT_OPEN = 4  # files whose headers are kept; model and tokenizer read the same one
 _SHOWN = 3  # missing parts
 _PART = re.compile(r"(?P<name>.+)-(?P<number>[0-9]{5})-of-(?P<count>[0-9]{5})\.gguf", re.IGNORECASE | re.DOTALL)
@@ -304,13 +302,17 @@ class _Header:
 
 def _alignment(metadata: Mapping[str, Any]) -> int:
     found = metadata.get("general.alignment", 32)
-    if not isinstance(found, int) or not 1 <= found <= MOST_ALIGNMENT or found & (found - 1):
-        raise _BrokenError(f"general.alignment is {_shown(found)}, not a power of two up to {MOST_ALIGNMENT}")
+    if not isinstance(found, int) or not LEAST_ALIGNMENT <= found <= MOST_ALIGNMENT or found & (found - 1):
+        raise _BrokenError(
+            f"general.alignment is {_shown(found)}, not a power of two from {LEAST_ALIGNMENT} to {MOST_ALIGNMENT}"
+        )
     return found
 
 
 def _size(name: str, shape: tuple[int, ...], type_: int) -> tuple[str, int]:
     """Return the name of a tensor's type, and how many bytes it takes."""
+    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType  # a command that reads no file starts without it
+
     try:
         kind = GGMLQuantizationType(type_)
     except ValueError as error:

@@ -49,13 +49,13 @@ def inflate(
     """
     from speculant.lab.inflation.heads import head_kind, inflate_head
     from speculant.lab.inflation.model import inflate as inflate_model
-    from speculant.models.source import embedded_heads, resolve_source
+    from speculant.models.source import embedded_heads, resolve_folder
 
     heads = embedded_heads()
     if role not in (roles := ["target", "draft", *heads]):
         raise ConfigError(f"the role {role!r} is unknown", suggest(role, roles))
     sizes = {"hidden_size": hidden_size, "intermediate_size": intermediate_size, "num_hidden_layers": layers}
-    folder = resolve_source(model, f"heads/{role}" if role in heads else role)
+    folder = resolve_folder(model, f"heads/{role}" if role in heads else role)
     is_head = head_kind(folder) is not None
     wanted = _shape(folder, is_head, shape, {name: size for name, size in sizes.items() if size is not None})
     with progress(f"Writing {out}"):

@@ -10,8 +10,7 @@ import typer
 from speculant.cli.terminal import examples, messages, print_json, progress
 from speculant.cli.train_static import require_folder, vocab_size_of
 from speculant.errors import ConfigError
-from speculant.files import read_optional_json
-from speculant.models.source import resolve_source
+from speculant.models.source import read_optional_config, resolve_source
 
 if TYPE_CHECKING:
     import numpy as np
@@ -80,5 +79,5 @@ def _ends(folder: Path, vocab_size: int) -> frozenset[int]:
     """Return the model's end tokens; a folder with only a tokenizer has none."""
     from speculant.models.generation import read_end_tokens, read_generation
 
-    config = read_optional_json(folder / "config.json")
+    config = read_optional_config(folder)
     return read_end_tokens(read_generation(folder), config, vocab_size) if config else frozenset()

@@ -10,7 +10,7 @@ import typer
 from speculant.cli.terminal import examples, messages, print_json, progress
 from speculant.errors import ConfigError
 from speculant.models.config import count
-from speculant.models.source import read_json, resolve_source
+from speculant.models.source import read_optional_config, resolve_source
 
 if TYPE_CHECKING:
     from speculant.text.tokenizer import Tokenizer
@@ -73,5 +73,5 @@ def require_folder(out: Path) -> None:
 
 def vocab_size_of(folder: Path, tokenizer: Tokenizer) -> int:
     """Return the rows of the model's output head; for a folder with only a tokenizer, its number of tokens."""
-    config = folder / "config.json"
-    return count(read_json(config), "vocab_size") if config.exists() else tokenizer.vocab_size
+    config = read_optional_config(folder)
+    return count(config, "vocab_size") if config else tokenizer.vocab_size

@@ -34,13 +34,12 @@ from speculant.engine.engine import Engine, EngineOptions
 from speculant.engine.memory import CacheMemory
 from speculant.engine.runner import forward_target
 from speculant.errors import ConfigError
-from speculant.files import read_json
 from speculant.lengths.base import DraftLength, DraftLengthContext
 from speculant.lengths.calibration import Calibration
 from speculant.models import background
 from speculant.models.backends.base import find_backends
 from speculant.models.base import CausalLM, scratch_of
-from speculant.models.source import resolve_source
+from speculant.models.source import read_model_config, resolve_source, resolve_tokenizer
 from speculant.models.vocabulary import DraftVocabulary
 from speculant.models.weights.load import Checkpoint, load_model
 from speculant.sampling.chance import KeyedChances
@@ -138,7 +137,7 @@ def load_tokenizer(config: EngineConfig, folder: Path) -> Tokenizer:
         return Tokenizer.from_folder(folder)
     source = config.tokenizer or config.model
     return Tokenizer.from_folder(
-        resolve_source(source, revision=config.tokenizer_revision, download_dir=config.download_dir)
+        resolve_tokenizer(source, revision=config.tokenizer_revision, download_dir=config.download_dir)
     )
 
 
@@ -307,7 +306,7 @@ class _Workshop:
 
     def _load_draft(self, source: str, head_tokens: tuple[int, ...] = ()) -> CausalLM:
         folder = resolve_source(source, "draft", download_dir=self.config.download_dir)
-        check_kind(folder, read_json(folder / "config.json"))
+        check_kind(folder, read_model_config(folder))
         vocabulary = draft_vocabulary(folder, self.target, self.tokenizer)
         if vocabulary and vocabulary.lacks:
             self.notes.append(f", the draft lacks {vocabulary.lacks} of the target's tokens and never drafts them")
@@ -316,7 +315,7 @@ class _Workshop:
             return load(rounded(self.config.draft_quantization)).model
         facts = (str(self.target.folder), str(folder), self.target.kernels, self.config.dtype, str(head_tokens))
         draft, chosen = choose_precision(self.target.model, load, facts)
-        if draft.backend.quantizations:
+        if draft.quantizations:
             self.notes.append(f", draft weights in {chosen or str(draft.dtype).removeprefix('torch.')} (fastest here)")
         return draft.model
 

@@ -94,7 +94,7 @@ def choose_precision(
         return load(kept), kept
     started = time.perf_counter()
     drafts: dict[str | None, Checkpoint] = {None: load(None)}
-    for each in drafts[None].backend.quantizations:
+    for each in drafts[None].quantizations:
         with suppress(ModelError):  # weights that are not finite can't be rounded
             drafts[each] = load(each)
     chosen = _fastest(target, drafts) if len(drafts) > 1 else None

@@ -76,7 +76,7 @@ def windowed(layer: Layer, windows: Sequence[int | None]) -> list[Layer]:
     return [made[window] for window in windows]
 
 
-_ROPE_KINDS = ("default", "linear", "dynamic", "llama3")
+_ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "factors")
 
 
 def read_rope(hf: Mapping[str, Any], max_positions: int) -> Rope:
@@ -99,6 +99,7 @@ def read_rope(hf: Mapping[str, Any], max_positions: int) -> Rope:
         ),
         kind=kind,
         original_max_positions=_original_positions(hf, scaling, max_positions) if kind == "llama3" else max_positions,
+        factors=_pair_factors(scaling) if kind == "factors" else (),
         **_rope_factors(scaling, kind),
     )
 
@@ -120,6 +121,14 @@ def _original_positions(hf: Mapping[str, Any], scaling: Mapping[str, Any], max_p
     """Return the context length before llama3 scaling."""
     key = "original_max_position_embeddings"
     return count(hf if hf.get(key) is not None else scaling, key, max_positions)
+
+
+def _pair_factors(scaling: Mapping[str, Any]) -> tuple[float, ...]:
+    """Return the divisor of each pair's frequency. The entry `factors` is our own, in heads that are trained here."""
+    given = scaling.get("factors")
+    if not isinstance(given, list) or not given:
+        raise ModelError(f"config.json has rope scaling 'factors' = {show(given)}, not a list", "correct config.json.")
+    return tuple(number({"factors": each}, "factors", None, 1 / MOST_FACTOR, MOST_FACTOR) for each in given)
 
 
 def _rope_factors(scaling: Mapping[str, Any], kind: str) -> dict[str, float]:

@@ -24,11 +24,12 @@ class Rope:
     """Rotary positions of base `theta`, scaled by `kind` with the checkpoint's factors."""
 
     theta: float
-    kind: str = "default"  # default, linear, dynamic, llama3
+    kind: str = "default"  # default, linear, dynamic, llama3, factors
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_positions: int = 0
+    factors: tuple[float, ...] = ()  # of kind "factors": the divisor of each pair's frequency
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,12 @@ class Attention:
             raise ModelError(
                 f"config.json gives heads of {self.head_dim} dimensions, which can't be rotated in pairs",
                 "check head_dim, hidden_size and num_attention_heads in config.json.",
+            )
+        if self.rope.kind == "factors" and 2 * len(self.rope.factors) != self.head_dim:
+            raise ModelError(
+                f"the rotary positions have {len(self.rope.factors)} factors, and heads have {self.head_dim} dimensions"
+                " in pairs",
+                "use the factors that belong to this model.",
             )
         if self.rope.kind == "dynamic" and self.head_dim == 2:
             raise ModelError(
@@ -126,25 +133,45 @@ class Head:
 
 
 @dataclass(frozen=True)
+class Unpaired:
+    """A stored tensor whose rows are those of `heads` heads, with numbers that rotate together in adjacent rows.
+
+    The model has the first number of each pair in the first half of a head, and the second one in the other half.
+    """
+
+    name: str
+    heads: int
+
+
+# How a model's tensor is made from a stored one, whose name this is: as it is, or by an operation.
+Expression = str | Unpaired
+
+
+@dataclass(frozen=True)
 class TensorMap:
     """Where the files hold a model's tensors.
 
-    names: pairs of a tensor of the model (see `models/sizes.py`) and its name in the files, for those that differ; {}
-    stands for the number of a layer.
+    names: pairs of a tensor of the model (see `models/sizes.py`) and the expression for it, for those that are not
+    stored under the model's own names; {} stands for the number of a layer.
     """
 
-    names: tuple[tuple[str, str], ...] = ()
+    names: tuple[tuple[str, Expression], ...] = ()
+
+    def expression(self, name: str) -> Expression:
+        """Return how a tensor is made from a stored one."""
+        for own, made in self.names:
+            before, brackets, after = own.partition("{}")
+            if not brackets and name == own:
+                return made
+            number = name.removeprefix(before).removesuffix(after)
+            if brackets and number.isdigit() and name == f"{before}{number}{after}":
+                return made.format(number) if isinstance(made, str) else replace(made, name=made.name.format(number))
+        return name
 
     def stored(self, name: str) -> str:
         """Return the files' name of a tensor."""
-        for own, stored in self.names:
-            before, brackets, after = own.partition("{}")
-            if not brackets and name == own:
-                return stored
-            number = name.removeprefix(before).removesuffix(after)
-            if brackets and number.isdigit() and name == f"{before}{number}{after}":
-                return stored.format(number)
-        return name
+        made = self.expression(name)
+        return made if isinstance(made, str) else made.name
 
 
 SAME_NAMES = TensorMap()

@@ -1,48 +1,80 @@
-"""Where a checkpoint comes from: the embedded pair, a local folder, or the Hugging Face hub."""
+"""Where a checkpoint comes from: the embedded pair, a local folder or GGUF file, or the Hugging Face hub."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from speculant.errors import ModelError
-from speculant.files import read_json as read_json
-from speculant.models.weights.formats import check_not_gguf, gguf_error, has_weights, is_named_gguf
+from speculant.files import read_json, read_optional_json
+from speculant.gguf_file import SUFFIX, GgufFile, is_gguf, parts_of
+from speculant.models.gguf import read_gguf_config
 
 _DEMO = Path(__file__).parents[1] / "assets" / "demo"
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 _WANTED = ["*.json", "*.safetensors", "tokenizer*", "*.jinja"]
 _UNWANTED = ["consolidated*", "*/*"]  # other formats of the same weights
+_WEIGHTS = "*.safetensors"
+_NO_MODEL = re.compile(r"mmproj|imatrix", re.IGNORECASE)  # GGUF files beside a model: an image encoder, statistics
+_SHOWN = 12  # files in a message
 
 
 def resolve_source(
     source: str, role: str = "target", revision: str | None = None, download_dir: str | None = None
 ) -> Path:
-    """Return the folder of a checkpoint, downloading it first if `source` is a hub id.
+    """Return the place of a checkpoint: its folder, or its GGUF file (the first part of a split one).
 
+    source: "demo" is the embedded pair, of which `role` ("target" or "draft") selects one. Else a path, which takes
+    precedence over a hub id of the same name: of a folder or of a GGUF file; a folder without safetensors stands for
+    the one GGUF file in it. Else a hub id, of which the needed files are downloaded. "org/name:file.gguf" names one of
+    its GGUF files, and "org/name:Q4_K_M" the one with this word in its name.
     revision: a branch, a tag or a commit. download_dir: where downloads are kept; None = the hub's own cache.
 
-    "demo" is the embedded pair, of which `role` ("target" or "draft") selects one. A folder that
-    exists takes precedence over a hub id of the same name. With HF_HUB_OFFLINE=1, only hub ids that
-    have been downloaded before are found. Raises ModelError.
+    With HF_HUB_OFFLINE=1, only what has been downloaded before is found. Raises ModelError.
     """
     if source == "demo":
         return _demo(role)
-    try:
-        folder = Path(source).expanduser()
-        is_folder, exists = folder.is_dir(), folder.exists()
-        check_not_gguf(source)
-    except (OSError, RuntimeError) as error:  # not allowed, too long, or the home of an unknown user
-        raise ModelError(f"{source!r} can't be looked up: {error}", "check the path.") from error
-    if is_folder:
-        return folder
-    if exists:
-        raise ModelError(f"{source} is a file, not a folder", "name the folder that holds config.json.")
-    if not _HUB_ID.fullmatch(source):
-        if is_named_gguf(source):
-            raise gguf_error(f"{source} names GGUF files")
-        raise ModelError(f"there is no folder {source}", "check the path, or give a Hugging Face id such as org/name.")
-    return _download(source, revision, download_dir)
+    path = _local(source)
+    if path is not None:
+        return _in_folder(path) if path.is_dir() else _file(path)
+    name, wanted = _on_hub(source)
+    return _download_gguf(name, wanted, revision, download_dir) if wanted else _download(name, revision, download_dir)
+
+
+def resolve_folder(source: str, role: str) -> Path:
+    """Return the folder of a checkpoint that is never read from GGUF, such as a head; see `resolve_source`.
+
+    Raises ModelError.
+    """
+    if source == "demo":
+        return _demo(role)
+    path = _local(source)
+    if path is not None and path.is_dir():
+        return path
+    name, wanted = (source, source) if path is not None else _on_hub(source)
+    if wanted:
+        raise ModelError(f"{source} is a file, and a folder is needed here", "name a folder that holds safetensors.")
+    return _snapshot(name, None, None, _WANTED, _UNWANTED)
+
+
+def resolve_tokenizer(source: str, revision: str | None = None, download_dir: str | None = None) -> Path:
+    """Return the place of a tokenizer: a folder with tokenizer.json, whatever its weights are, else as for a model."""
+    path = Path(source)
+    if (path / "tokenizer.json").is_file():
+        return path
+    return resolve_source(source, revision=revision, download_dir=download_dir)
+
+
+def read_model_config(place: Path) -> dict[str, Any]:
+    """Return config.json of a folder, or the metadata of a GGUF file in its keys. Raises ModelError."""
+    return read_gguf_config(GgufFile.open(place)) if place.is_file() else read_json(place / "config.json")
+
+
+def read_optional_config(place: Path) -> dict[str, Any]:
+    """Return the same; an empty one for a folder without config.json."""
+    return read_model_config(place) if place.is_file() else read_optional_json(place / "config.json")
 
 
 def embedded_heads() -> list[str]:
@@ -65,19 +97,121 @@ def _demo(role: str) -> Path:
     return folder
 
 
+def _local(source: str) -> Path | None:
+    """Return the path that a source names; None = there is nothing."""
+    try:
+        path = Path(source).expanduser()
+        return path if path.exists() else None
+    except (OSError, RuntimeError) as error:  # not allowed, too long, or the home of an unknown user
+        raise ModelError(f"{source!r} can't be looked up: {error}", "check the path.") from error
+
+
+def _on_hub(source: str) -> tuple[str, str]:
+    """Return the repository and the GGUF file that a source names; "" = none. Raises ModelError if it names neither."""
+    name, _, wanted = source.partition(":")
+    if _HUB_ID.fullmatch(name) and not wanted.startswith("/") and not name.lower().endswith(SUFFIX):
+        return name, wanted
+    kind = "file" if source.lower().endswith(SUFFIX) else "folder"
+    raise ModelError(
+        f"there is no {kind} {source}",
+        "check the path, or give a Hugging Face id such as org/name, or org/name:file.gguf.",
+    )
+
+
+def _file(path: Path) -> Path:
+    if not is_gguf(path):
+        raise ModelError(
+            f"{path} is a file, neither a folder nor in the GGUF format", "name the folder that holds config.json."
+        )
+    return parts_of(path)[0]
+
+
+def _in_folder(folder: Path) -> Path:
+    """Return a folder, or the GGUF file that is its only model."""
+    if any(folder.glob(_WEIGHTS)):
+        return folder
+    try:
+        files = [path.name for path in folder.iterdir() if path.suffix.lower() == SUFFIX]
+    except OSError as error:
+        raise ModelError(f"{folder} can't be looked up: {error}", "check the path.") from error
+    return folder / _choose(files, "", str(folder), "/")[0] if files else folder
+
+
+def _choose(files: Sequence[str], wanted: str, where: str, separator: str) -> list[str]:
+    """Return the parts of one model among GGUF files: the wanted one, or the only one.
+
+    wanted: a file's name, or a word in it such as Q4_K_M. where, separator: begin the user's name of a file. Raises
+    ModelError if there is not exactly one.
+    """
+    found = {str(parts_of(Path(file))[0]) for file in files}
+    if wanted.lower().endswith(SUFFIX):
+        first = str(parts_of(Path(wanted))[0])
+        found = {file for file in found if first in (file, Path(file).name)}
+    else:
+        word = re.compile(rf"(?<![a-z0-9]){re.escape(wanted)}(?![a-z0-9_])" if wanted else "", re.IGNORECASE)
+        found = {file for file in found if not _NO_MODEL.search(Path(file).name) and word.search(file)}
+    if len(found) == 1:
+        return [str(part) for part in parts_of(Path(found.pop()))]
+    named = f" that {wanted} stands for" if wanted else ""
+    listed = ", ".join(f"{where}{separator}{file}" for file in sorted(found or files)[:_SHOWN])
+    raise ModelError(
+        f"{where} has {len(found) or 'no'} GGUF models{named}",
+        f"name one file: {listed}." if listed else "name another repository.",
+    )
+
+
 def _download(name: str, revision: str | None, folder: str | None) -> Path:
-    """Download a snapshot from the hub, resumable and with progress; offline, take it from the local cache."""
+    """Download a checkpoint from the hub: its safetensors, else its only GGUF model."""
+    found = _snapshot(name, revision, folder, _WANTED, _UNWANTED)
+    if any(found.glob(_WEIGHTS)):
+        return found
+    try:
+        files = _gguf_files(name, revision, folder)
+    except Exception:  # noqa: BLE001 - which errors a dead network raises depends on the client's version
+        return found
+    return _download_gguf(name, "", revision, folder) if files else found
+
+
+def _download_gguf(name: str, wanted: str, revision: str | None, folder: str | None) -> Path:
+    """Download all parts of one GGUF model."""
+    try:
+        files = _gguf_files(name, revision, folder)
+    except Exception as error:
+        raise _hub_error(name, error) from error
+    parts = _choose(files, wanted, name, ":")
+    return _snapshot(name, revision, folder, parts, None) / parts[0]
+
+
+def _gguf_files(name: str, revision: str | None, folder: str | None) -> list[str]:
+    """Return the GGUF files of a repository; if the hub can't be reached, those that have been downloaded."""
+    from huggingface_hub import list_repo_files, snapshot_download
+
+    try:
+        files = list_repo_files(name, revision=revision)
+    except Exception:
+        try:
+            local = Path(snapshot_download(name, revision=revision, cache_dir=folder, local_files_only=True))
+        except Exception:  # noqa: BLE001 - the first error says more
+            local = None
+        if local is None or not (files := [path.relative_to(local).as_posix() for path in local.rglob("*")]):
+            raise
+    return [file for file in files if file.lower().endswith(SUFFIX)]
+
+
+def _snapshot(
+    name: str, revision: str | None, folder: str | None, wanted: list[str], unwanted: list[str] | None
+) -> Path:
+    """Download files from the hub, resumable and with progress; offline, take them from the local cache."""
     from huggingface_hub import snapshot_download
 
     try:
-        found = snapshot_download(
-            name, revision=revision, cache_dir=folder, allow_patterns=_WANTED, ignore_patterns=_UNWANTED
+        return Path(
+            snapshot_download(
+                name, revision=revision, cache_dir=folder, allow_patterns=wanted, ignore_patterns=unwanted
+            )
         )
     except Exception as error:  # which errors a dead network raises depends on the client's version
         raise _hub_error(name, error) from error
-    if is_named_gguf(name) and not has_weights(Path(found)):
-        raise gguf_error(f"{name} holds GGUF files alone")
-    return Path(found)
 
 
 def _hub_error(name: str, error: Exception) -> ModelError:

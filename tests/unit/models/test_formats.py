@@ -13,13 +13,11 @@ from transformers import AutoConfig
 from speculant import plugins
 from speculant.config import EngineConfig, resolve
 from speculant.errors import ConfigError, ModelError
-from speculant.models.source import resolve_source
 from speculant.models.weights.load import load_model
 from tests.unit.models.families import SMALL, Pair, Session, make_pair
 from tests.unit.models.test_loading import PROMPT, edit, edit_tensors
 
 HELP = ("--quantization int4", 'quantization="int4"')
-GGUF_HELP = ("GGUF", "llama.cpp", "safetensors", *HELP)
 
 
 @pytest.fixture(scope="module")
@@ -87,33 +85,6 @@ def test_an_unknown_family_is_not_taken_for_another(folder: Path, family: str) -
 def test_a_null_auto_map_is_no_code(folder: Path, family: Any) -> None:
     edit(folder / "config.json", model_type=family, auto_map=None)
     assert "auto_map" not in refused(folder, "model_type")
-
-
-def test_a_gguf_file_is_called_what_it_is(tmp_path: Path) -> None:
-    for name in ("model.gguf", "Model.Q4_K_M.GGUF", "renamed.bin"):
-        (tmp_path / name).write_bytes(b"GGUF" + bytes(20))
-        refused(tmp_path / name, f"{name} is a GGUF file", *GGUF_HELP)
-    refused(tmp_path / "absent.gguf", "is a GGUF file")
-    refused("org/name/model-q4.gguf", "is a GGUF file")
-    refused("https://huggingface.co/org/name/resolve/main/model-q4.gguf", "is a GGUF file")
-
-
-def test_a_folder_of_gguf_files_is_called_what_it_is(folder: Path) -> None:
-    (folder / "model-q4.gguf").write_bytes(b"GGUF")
-    load_model(str(folder))  # they lie beside weights that can be read
-    (folder / "model.safetensors").unlink()
-    refused(folder, "holds GGUF files alone (model-q4.gguf)", *GGUF_HELP)
-    (folder / "model-q8.gguf").write_bytes(b"GGUF")
-    (folder / "config.json").unlink()
-    refused(folder, "holds GGUF files alone (model-q4.gguf, ...)", *GGUF_HELP)
-
-
-def test_a_repository_of_gguf_files_is_called_what_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **options: str(tmp_path))
-    refused("org/Model-1B-GGUF", "org/Model-1B-GGUF holds GGUF files alone", *GGUF_HELP)
-    refused("org/Model-1B-GGUF:Q4_K_M", "names GGUF files", *GGUF_HELP)
-    (tmp_path / "model.safetensors").write_bytes(b"")
-    assert resolve_source("org/Model-1B-GGUF") == tmp_path
 
 
 def test_null_key_heads_of_mistral_are_its_query_heads() -> None:

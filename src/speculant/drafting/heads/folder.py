@@ -18,7 +18,7 @@ from speculant.errors import ConfigError, ModelError, PairError
 from speculant.files import read_json
 from speculant.models.base import CausalLM
 from speculant.models.config import show
-from speculant.models.source import resolve_source
+from speculant.models.source import resolve_folder
 from speculant.models.weights.formats import no_weights
 from speculant.models.weights.source import FLOATS
 from speculant.models.weights.tensors import TensorFiles
@@ -45,7 +45,7 @@ class HeadFolder:
 
         Raises ModelError for a folder without safetensors, PairError for one that names another kind.
         """
-        folder = resolve_source(source, f"heads/{kind}")
+        folder = resolve_folder(source, f"heads/{kind}")
         config = read_json(folder / "config.json")
         check_kind(folder, config, kind)
         opened = cls(folder, config, TensorFiles.of_file(_weights_of(folder)))

@@ -182,11 +182,14 @@ def _parameters(source: str | None, method: str) -> int:
     """Return the weights in the files of a head or a model; 0 where there is none."""
     from math import prod
 
+    from speculant.gguf_file import GgufFile
     from speculant.models.source import resolve_source
     from speculant.models.weights.tensors import TensorFiles
 
     if source is None:
         return 0
     folder = resolve_source(source, f"heads/{method}") if source == "demo" else resolve_source(source)
+    if folder.is_file():
+        return sum(prod(tensor.shape) for tensor in GgufFile.open(folder).tensors.values())
     files = [TensorFiles.of_file(path) for path in sorted(folder.glob("*.safetensors"))]
     return sum(prod(each.shape(name)) for each in files for name in each.entries)

@@ -176,7 +176,7 @@ def load_pair(config: EngineConfig) -> tuple[Checkpoint, list[Candidate]]:
         weight_packing=config.weight_packing, weight_cache=config.weight_cache_folder(),
     )  # fmt: skip
     own = _candidate(alone, target, None)
-    return target, [own, *(_candidate(alone, target, each) for each in own.checkpoint.backend.quantizations)]
+    return target, [own, *(_candidate(alone, target, each) for each in own.checkpoint.quantizations)]
 
 
 def _candidate(config: EngineConfig, target: Checkpoint, quantization: str | None) -> Candidate:

@@ -11,7 +11,7 @@ from speculant.config import EngineConfig
 from speculant.engine.build import Runtime
 from speculant.models.description import DecoderConfig
 from speculant.models.sizes import parameters, values_per_position
-from speculant.models.source import read_json, resolve_source
+from speculant.models.source import read_model_config, resolve_source
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ def memory(config: EngineConfig, runtime: Runtime) -> dict[str, float]:
     target = Size.of(runtime.checkpoint.config)
     spec = config.speculative()
     named = spec.model if spec and runtime.drafting else None
-    draft = Size.of(read_json(resolve_source(named, "draft") / "config.json")) if named else Size(0, 0)
+    draft = Size.of(read_model_config(resolve_source(named, "draft"))) if named else Size(0, 0)
     return {
         "target_parameters": target.parameters,
         "draft_parameters": draft.parameters,

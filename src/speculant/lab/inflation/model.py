@@ -19,13 +19,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from speculant.errors import ConfigError, ModelError
+from speculant.files import read_json
 from speculant.lab.inflation.matrices import Enlargement, NoisyFiles
 from speculant.lab.inflation.shapes import Shape
 from speculant.models.config import show
 from speculant.models.description import DecoderConfig
 from speculant.models.families.llama import read_config
 from speculant.models.sizes import parameters
-from speculant.models.source import read_json
 from speculant.models.weights.formats import quantised_format
 from speculant.models.weights.tensors import TensorFiles, check_layers, check_tensors
 

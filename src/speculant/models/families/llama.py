@@ -7,6 +7,9 @@ from typing import Any
 
 from speculant.models.config import count, flag, read_attention, read_decoder, read_mlp, read_norm
 from speculant.models.description import DecoderConfig, Layer
+from speculant.models.gguf import GgufFamily
+
+GGUF = GgufFamily("llama", paired=True)
 
 
 def read_config(hf: Mapping[str, Any]) -> DecoderConfig:

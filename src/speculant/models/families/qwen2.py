@@ -7,6 +7,9 @@ from typing import Any
 
 from speculant.models.config import read_attention, read_decoder, read_mlp, read_norm, read_windows, windowed
 from speculant.models.description import DecoderConfig, Layer
+from speculant.models.gguf import GgufFamily
+
+GGUF = GgufFamily("qwen2")
 
 
 def read_config(hf: Mapping[str, Any]) -> DecoderConfig:

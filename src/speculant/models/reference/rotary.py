@@ -47,6 +47,8 @@ def _frequencies(config: Rope, exponents: Tensor) -> Tensor:
         return plain / config.factor
     if config.kind == "llama3":
         return _llama3(config, plain)
+    if config.kind == "factors":
+        return plain / torch.tensor(config.factors, device=plain.device)
     return plain
 
 

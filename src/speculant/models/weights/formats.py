@@ -16,8 +16,6 @@ from speculant.models.config import show
 
 _ROUNDS = '--quantization int4 (in Python quantization="int4") rounds it to 4 bits while it is loaded.'
 _MOST_NAME, _MOST_BITS = 60, 100  # that are shown
-_SUFFIX = ".gguf"
-_GGUF_NAME = re.compile(r"[^/]*/?[^/]*gguf[^/]*", re.IGNORECASE)  # a hub id, perhaps with llama.cpp's ":Q4_K_M"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _NO_WEIGHTS = (
     "training_args",
@@ -34,7 +32,6 @@ _CONVERT = (
     "[w.update(torch.load(f, map_location='cpu', weights_only=True)) for f in sys.argv[2:]]; "
     "s.save_file({k: v.clone().contiguous() for k, v in w.items()}, sys.argv[1])"
 )
-_READABLE = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt")  # these have errors of their own
 
 
 def quantised_format(config: Mapping[str, Any]) -> str | None:
@@ -69,45 +66,6 @@ def check_unquantised(config: Mapping[str, Any]) -> None:
             f"this checkpoint is quantised ({name}), and quantised checkpoints can't be read yet",
             f"name the unquantised checkpoint that it was made from; {_ROUNDS}",
         )
-
-
-def check_not_gguf(source: str) -> None:
-    """Raise ModelError for the path or URL of a GGUF file, or a folder whose weights are GGUF files alone."""
-    path = Path(source).expanduser()
-    if path.is_dir():
-        files = sorted(each.name for each in path.iterdir() if each.name.lower().endswith(_SUFFIX))
-        if files and not has_weights(path):
-            raise gguf_error(f"{source} holds GGUF files alone ({files[0]}{', ...' if files[1:] else ''})")
-    elif source.lower().endswith(_SUFFIX) or _begins_as_gguf(path):
-        raise gguf_error(f"{source} is a GGUF file")
-
-
-def is_named_gguf(source: str) -> bool:
-    """Whether a hub id is named as repositories of GGUF files are, or has one of llama.cpp's tags."""
-    return _GGUF_NAME.fullmatch(source) is not None
-
-
-def has_weights(folder: Path) -> bool:
-    """Whether a folder has weights in another format than GGUF."""
-    return any(any(folder.glob(pattern)) for pattern in _READABLE)
-
-
-def gguf_error(problem: str) -> ModelError:
-    """Return the error for weights in GGUF; `problem` says where they are."""
-    return ModelError(
-        f"{problem}, the format of llama.cpp, which can't be read yet",
-        f"name the checkpoint with safetensors that the GGUF file was made from; {_ROUNDS}",
-    )
-
-
-def _begins_as_gguf(path: Path) -> bool:
-    try:
-        if not path.is_file():
-            return False
-        with path.open("rb") as file:
-            return file.read(4) == b"GGUF"
-    except OSError:  # not allowed to read it
-        return False
 
 
 def unknown_family(config: Mapping[str, Any], known: Sequence[str]) -> ModelError:

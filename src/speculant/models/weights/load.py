@@ -1,4 +1,4 @@
-"""Loads a model from a checkpoint in Hugging Face format. Config and headers are checked before tensors are read."""
+"""Loads a model from a folder in Hugging Face's form or a GGUF file. Headers are checked before tensors are read."""
 
 from __future__ import annotations
 
@@ -14,16 +14,19 @@ import torch
 
 from speculant import plugins
 from speculant.errors import ConfigError, suggest
-from speculant.files import Stamp
+from speculant.files import Stamp, read_json
+from speculant.gguf_file import GgufFile
 from speculant.models.backends.base import AUTO, Backend, Packing, Store, StoresWeights, choose_backend, packing_of
 from speculant.models.base import CausalLM, check_needs
 from speculant.models.description import DecoderConfig
 from speculant.models.generation import read_end_tokens, read_generation, read_sampling
+from speculant.models.gguf import read_gguf_config, read_gguf_decoder
 from speculant.models.sizes import HEAD, TABLE, tensor_shapes
-from speculant.models.source import read_json, resolve_source
+from speculant.models.source import resolve_source
 from speculant.models.vocabulary import DraftVocabulary
 from speculant.models.weights.formats import check_unquantised, unknown_family
-from speculant.models.weights.source import CheckedWeights, Mapped, ShortHead, WeightSource
+from speculant.models.weights.gguf import GgufWeights
+from speculant.models.weights.source import CheckedWeights, Mapped, ShortHead, StoredWeights, WeightSource
 from speculant.models.weights.tensors import TensorFiles, check_layers, check_tensors
 from speculant.params import SamplingParams
 
@@ -39,8 +42,8 @@ class Checkpoint:
     """A model that is ready to run, and the metadata of its folder."""
 
     model: CausalLM  # in eval mode, without gradients
-    config: dict[str, Any]  # config.json as it is
-    folder: Path
+    config: dict[str, Any]  # config.json as it is, or the metadata of a GGUF file in its keys
+    folder: Path  # or a GGUF file
     dtype: torch.dtype
     eos_token_ids: frozenset[int]  # empty when the checkpoint names none
     generation: dict[str, Any]  # generation_config.json as it is; empty when there is none
@@ -50,6 +53,7 @@ class Checkpoint:
     backend: Backend  # computes the model
     source: str = ""  # where packed weights are from, if that can differ
     mapped_bytes: int = 0  # of the model, which the system counts as free memory
+    quantizations: Sequence[str] = ()  # types that its weights can be rounded to; none for quantised weights
 
     @property
     def packing(self) -> Packing:
@@ -72,9 +76,8 @@ def load_model(
     weight_packing: str = AUTO,
     weight_cache: Path | None = None,
 ) -> Checkpoint:
-    """Load a checkpoint from a folder, a Hugging Face id or "demo" (of which `role` selects one).
+    """Load a checkpoint from a folder, a GGUF file, the hub or "demo"; see `resolve_source`.
 
-    revision, download_dir: see `resolve_source`.
     kernels names a backend, such as reference or native; auto takes the best one that can compute the model.
     quantization is the type that weights are rounded to (int8 or int4 with the native kernels), or None. head_tokens:
     the tokens that have a logit, in ascending order; () = all. vocabulary: that of the target that the model drafts
@@ -91,18 +94,15 @@ def load_model(
     _check_dtype(dtype)
     place = _read_device(device)
     folder = resolve_source(source, role, revision, download_dir)
-    config = read_json(folder / "config.json")
-    _check_family(config)
-    tensors = TensorFiles.open(folder)
-    check_layers(tensors, config)  # before anything is allocated per layer
-    decoder: DecoderConfig = plugins.load(_FAMILIES, config["model_type"]).read_config(config)
+    config, tensors, decoder = _open_gguf(folder) if folder.is_file() else _open_folder(folder)
+    _check_rounding(tensors, quantization)
     _warn_of_dynamic_rope(decoder)
     check_tensors(tensors, decoder)
     generation = read_generation(folder)
     ends, sampling = read_end_tokens(generation, config, decoder.vocab_size), read_sampling(generation)
     chosen = _choose_dtype(dtype, config, tensors)
     backend, description = choose_backend(kernels, quantization, decoder, chosen, place, weight_packing)
-    stored = {name: decoder.tensors.stored(name) for name in tensor_shapes(decoder)}
+    stored = {name: decoder.tensors.expression(name) for name in tensor_shapes(decoder)}
     weights = CheckedWeights(Mapped(tensors, stored), stored.keys())
     decoder, own = _fitted(decoder, weights, head_tokens, vocabulary)
     facts = [str(chosen), str(quantization), str(decoder), *([str(vocabulary)] if vocabulary else [])]
@@ -115,8 +115,36 @@ def load_model(
     made = kept.keep()
     logger.info("%s %s: weights are stored %s%s", role, name, packing_of(backend), made and f", {made}")
     return Checkpoint(
-        model, config, folder, chosen, ends, generation, sampling, name, description, backend, made, kept.mapped_bytes
-    )
+        model, config, folder, chosen, ends, generation, sampling, name, description, backend, made, kept.mapped_bytes,
+        () if tensors.quantised_kinds() else backend.quantizations,
+    )  # fmt: skip
+
+
+def _open_folder(folder: Path) -> tuple[dict[str, Any], StoredWeights, DecoderConfig]:
+    """Read config.json and the headers of the weights in a folder."""
+    config = read_json(folder / "config.json")
+    _check_family(config)
+    tensors = TensorFiles.open(folder)
+    check_layers(tensors, config)  # before anything is allocated per layer
+    decoder: DecoderConfig = plugins.load(_FAMILIES, config["model_type"]).read_config(config)
+    return config, tensors, decoder
+
+
+def _open_gguf(path: Path) -> tuple[dict[str, Any], StoredWeights, DecoderConfig]:
+    """Read the header of a GGUF file."""
+    file = GgufFile.open(path)
+    config = read_gguf_config(file)
+    return config, GgufWeights(file), read_gguf_decoder(file, config)
+
+
+def _check_rounding(tensors: StoredWeights, quantization: str | None) -> None:
+    """Raise ConfigError if weights that are quantised are to be rounded again."""
+    if quantization is not None and tensors.quantised_kinds():
+        raise ConfigError(
+            f"quantization={quantization!r} can't be used for {tensors.place}, whose weights are quantised already"
+            f" ({', '.join(tensors.quantised_kinds())})",
+            "leave quantization out, or name a checkpoint with floating-point weights.",
+        )
 
 
 def _fitted(
@@ -134,12 +162,12 @@ class KeptWeights:
     """The backend that loads a model, and the files that its packed weights are made from."""
 
     backend: Backend
-    tensors: TensorFiles
+    tensors: StoredWeights
     stamps: Sequence[Stamp] = ()
     started: float = 0.0
 
     @classmethod
-    def of(cls, folder: Path | None, backend: Backend, tensors: TensorFiles, facts: Sequence[str]) -> KeptWeights:
+    def of(cls, folder: Path | None, backend: Backend, tensors: StoredWeights, facts: Sequence[str]) -> KeptWeights:
         """Prepare the loading of a model. folder: None = its weights are not kept."""
         if folder is None or not isinstance(backend, StoresWeights):
             return cls(backend, tensors)
@@ -217,7 +245,7 @@ def _warn_of_dynamic_rope(config: DecoderConfig) -> None:
         )
 
 
-def _choose_dtype(dtype: str, config: Mapping[str, Any], tensors: TensorFiles) -> torch.dtype:
+def _choose_dtype(dtype: str, config: Mapping[str, Any], tensors: StoredWeights) -> torch.dtype:
     if dtype != "auto":
         return _DTYPES[dtype]
     named = str(config.get("dtype") or config.get("torch_dtype") or "").removeprefix("torch.")
@@ -228,4 +256,5 @@ def _choose_dtype(dtype: str, config: Mapping[str, Any], tensors: TensorFiles) -
 def _name(source: str, role: str, folder: Path) -> str:
     if source == "demo":
         return f"demo/{role}"
-    return folder.resolve().name if Path(source).expanduser().is_dir() else source
+    place = Path(source).expanduser()
+    return folder.resolve().name if place.is_dir() and folder.is_dir() else folder.stem if place.exists() else source

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -11,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from speculant.errors import ModelError
+from speculant.files import Stamp
+from speculant.models.description import Expression
 from speculant.models.sizes import HEAD
 
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # by kind
@@ -54,10 +57,65 @@ class WeightSource(Protocol):
         ...
 
 
+class StoredWeights(WeightSource, Protocol):
+    """The tensors of a checkpoint's files."""
+
+    @property
+    def described_by(self) -> str:
+        """What describes the model, for messages: config.json, or the file's own metadata."""
+        ...
+
+    @property
+    def place(self) -> Path:
+        """The folder or the file, for messages."""
+        ...
+
+    def stamps(self) -> list[Stamp]:
+        """Return the stamps of all files."""
+        ...
+
+    def common_dtype(self) -> torch.dtype:
+        """Return the type of the weights; float32 for quantised ones."""
+        ...
+
+    def quantised_kinds(self) -> list[str]:
+        """Return the kinds of quantised tensors, such as Q4_K; empty if all are floating-point numbers."""
+        ...
+
+    def check_kinds(self) -> None:
+        """Raise ModelError for a tensor of a type that can't be read."""
+        ...
+
+
 def read_plain(weights: WeightSource, name: str) -> Tensor:
-    """Read a tensor of floating-point numbers; blocks are decoded to float32, exactly."""
+    """Read a tensor of floating-point numbers; blocks are decoded to float32, exactly.
+
+    Raises ModelError for a layout that can't be decoded.
+    """
     tensor = weights.read(name)
-    return decode(tensor, torch.float32) if isinstance(tensor, QuantizedBlocks) else tensor
+    if not isinstance(tensor, QuantizedBlocks):
+        return tensor
+    if not decodable(tensor.layout):
+        raise ModelError(
+            f"{name} is stored in blocks of the layout {tensor.layout!r}, which can't be decoded",
+            "use the unquantised checkpoint it came from.",
+        )
+    return decode(tensor, torch.float32)
+
+
+def decodable(layout: str) -> bool:
+    """Whether blocks of a layout can be decoded."""
+    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    kind = GGMLQuantizationType.__members__.get(layout.upper())
+    if kind is None:
+        return False
+    try:
+        dequantize(np.zeros((1, GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
+    except NotImplementedError:
+        return False
+    return True
 
 
 def decode(stored: QuantizedBlocks, dtype: torch.dtype) -> Tensor:
@@ -118,10 +176,10 @@ class ModuleWeights:
 
 @dataclass(frozen=True)
 class Mapped:
-    """A source whose tensors have the model's names. stored: the source's name of each."""
+    """A source whose tensors have the model's names. stored: how each is made from one of the source."""
 
     source: WeightSource
-    stored: Mapping[str, str]
+    stored: Mapping[str, Expression]
 
     def names(self) -> Collection[str]:
         """See `WeightSource.names`."""
@@ -129,15 +187,29 @@ class Mapped:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """See `WeightSource.shape`."""
-        return self.source.shape(self.stored[name])
+        return self.source.shape(self._name(name))
 
     def kind(self, name: str) -> str:
         """See `WeightSource.kind`."""
-        return self.source.kind(self.stored[name])
+        return self.source.kind(self._name(name))
 
     def read(self, name: str) -> Tensor | QuantizedBlocks:
         """See `WeightSource.read`."""
-        return self.source.read(self.stored[name])
+        made = self.stored[name]
+        if isinstance(made, str):
+            return self.source.read(made)
+        stored = self.source.read(made.name)
+        return take_rows(stored, unpaired(stored.shape[0], made.heads))
+
+    def _name(self, name: str) -> str:
+        """Return the source's name of a tensor."""
+        made = self.stored[name]
+        return made if isinstance(made, str) else made.name
+
+
+def unpaired(rows: int, heads: int) -> Tensor:
+    """Return the stored row of each of the model's rows; see `Unpaired`."""
+    return torch.arange(rows).view(heads, -1, 2).mT.reshape(-1)
 
 
 @dataclass(frozen=True)

@@ -15,14 +15,14 @@ from safetensors import safe_open
 from torch import Tensor
 
 from speculant.errors import Converts, ModelError
-from speculant.files import Stamp
+from speculant.files import Stamp, read_json
 from speculant.models.config import count
 from speculant.models.description import DecoderConfig
 from speculant.models.sizes import HEAD, TABLE, tensor_shapes
-from speculant.models.source import read_json
 from speculant.models.weights.formats import no_weights
-from speculant.models.weights.source import FLOATS
+from speculant.models.weights.source import FLOATS, StoredWeights, read_plain
 
+CONFIG = "config.json"
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _LAYER = re.compile(r"(?:[A-Za-z_]\w*\.)+?([0-9]{1,10})\.", re.ASCII)  # begins the names of a layer's tensors
 _SHOWN = 5
@@ -67,6 +67,29 @@ class TensorFiles:
         kinds = Counter(entry.kind for entry in self.entries.values())
         return FLOATS[kinds.most_common(1)[0][0]]
 
+    @property
+    def described_by(self) -> str:
+        """See `StoredWeights.described_by`."""
+        return CONFIG
+
+    @property
+    def place(self) -> Path:
+        """See `StoredWeights.place`."""
+        return self.folder
+
+    def check_kinds(self) -> None:
+        """See `StoredWeights.check_kinds`."""
+        wrong = sorted(f"{name} is {entry.kind}" for name, entry in self.entries.items() if entry.kind not in FLOATS)
+        if wrong:
+            raise ModelError(
+                f"the weights are stored in a type that is not supported ({_listed(wrong)})",
+                "use a checkpoint in float32, bfloat16 or float16.",
+            )
+
+    def quantised_kinds(self) -> list[str]:
+        """See `StoredWeights.quantised_kinds`."""
+        return []
+
     def names(self) -> Collection[str]:
         """See `WeightSource.names`; without tables that can be recomputed."""
         return [name for name in self.entries if not _is_harmless(name)]
@@ -103,17 +126,17 @@ def check_layers(found: TensorFiles, config: Mapping[str, Any]) -> None:
         )
 
 
-def check_tensors(found: TensorFiles, config: DecoderConfig) -> None:
-    """Compare the files with the model that config.json describes. Raises ModelError on any difference."""
-    shapes = {name: entry.shape for name, entry in found.entries.items() if not _is_harmless(name)}
+def check_tensors(found: StoredWeights, config: DecoderConfig) -> None:
+    """Compare the files with the model that is described. Raises ModelError on any difference."""
+    shapes = {name: found.shape(name) for name in found.names()}
     wanted = {config.tensors.stored(name): shape for name, shape in tensor_shapes(config).items()}
     head, table = config.tensors.stored(HEAD), config.tensors.stored(TABLE)
     if config.head.tied and head in shapes:
         _check_tied_head(found, head, table)
         del shapes[head]
-    _check_names(shapes.keys(), wanted.keys(), head, found.folder)
-    _check_shapes(shapes, wanted)
-    _check_kinds(found)
+    _check_names(found, shapes.keys(), wanted.keys(), head)
+    _check_shapes(found, shapes, wanted)
+    found.check_kinds()
 
 
 def _check_exists(single: Path) -> None:
@@ -170,19 +193,19 @@ def _is_harmless(name: str) -> bool:
     return name.endswith("rotary_emb.inv_freq")
 
 
-def _check_tied_head(found: TensorFiles, head: str, table: str) -> None:
-    if table in found.entries and not torch.equal(found.read(head), found.read(table)):
+def _check_tied_head(found: StoredWeights, head: str, table: str) -> None:
+    if table in found.names() and not torch.equal(read_plain(found, head), read_plain(found, table)):
         raise ModelError(
             f"config.json says tie_word_embeddings = true, but {head} differs from {table}",
             "set tie_word_embeddings to false in config.json if the head was trained on its own.",
         )
 
 
-def _check_names(found: Iterable[str], wanted: Iterable[str], head: str, folder: Path) -> None:
+def _check_names(weights: StoredWeights, found: Iterable[str], wanted: Iterable[str], head: str) -> None:
     missing, unexpected = sorted(set(wanted) - set(found)), sorted(set(found) - set(wanted))
     if missing == [head] and not unexpected:
         raise ModelError(
-            f"config.json says tie_word_embeddings = false, but the weights have no {head}",
+            f"{weights.described_by} says tie_word_embeddings = false, but the weights have no {head}",
             "set tie_word_embeddings to true in config.json, or download the checkpoint again.",
         )
     problems = [
@@ -192,30 +215,28 @@ def _check_names(found: Iterable[str], wanted: Iterable[str], head: str, folder:
     ]
     if problems:
         raise ModelError(
-            f"the tensors in {folder} are not those that config.json describes: {' and '.join(problems)}",
-            "use the config.json that belongs to these weights, or download the checkpoint again.",
+            f"the tensors in {weights.place} are not those that {weights.described_by} describes:"
+            f" {' and '.join(problems)}",
+            "use the config.json that belongs to these weights, or download the checkpoint again."
+            if weights.described_by == CONFIG
+            else "use a file of one of the supported architectures, or download it again.",
         )
 
 
-def _check_shapes(found: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]) -> None:
+def _check_shapes(
+    weights: StoredWeights, found: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]
+) -> None:
     wrong = [
-        f"{name} is {list(shape)} but config.json asks for {list(wanted[name])}"
+        f"{name} is {list(shape)} but {weights.described_by} asks for {list(wanted[name])}"
         for name, shape in sorted(found.items())
         if shape != wanted[name]
     ]
     if wrong:
         raise ModelError(
-            f"the weights do not fit config.json: {_listed(wrong, '; ')}",
-            "check vocab_size, hidden_size, intermediate_size, head_dim and the numbers of heads in config.json.",
-        )
-
-
-def _check_kinds(found: TensorFiles) -> None:
-    wrong = sorted(f"{name} is {entry.kind}" for name, entry in found.entries.items() if entry.kind not in FLOATS)
-    if wrong:
-        raise ModelError(
-            f"the weights are stored in a type that is not supported ({_listed(wrong)})",
-            "use a checkpoint in float32, bfloat16 or float16.",
+            f"the weights do not fit {weights.described_by}: {_listed(wrong, '; ')}",
+            "check vocab_size, hidden_size, intermediate_size, head_dim and the numbers of heads in config.json."
+            if weights.described_by == CONFIG
+            else "download the file again.",
         )
 
 

@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 
 from speculant.errors import ConfigError
+from speculant.files import read_json
 from speculant.lab.training.boosted.config import WARM, BoostedConfig
 from speculant.lab.training.boosted.objective import MissedObjective, known_rows, likeliest, overlap_and_ranks
 from speculant.lab.training.checkpoint import FILE_NAME
@@ -21,7 +22,7 @@ from speculant.lab.training.optimizer import Optimizer
 from speculant.lab.training.passes import hidden_states, load_plain
 from speculant.lab.training.trainer import Trainer
 from speculant.models.reference.decoder import Decoder
-from speculant.models.source import read_json, resolve_source
+from speculant.models.source import read_model_config, resolve_folder, resolve_source
 
 MEASURED = "measured.json"
 _OF_TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "special_tokens_map.json")
@@ -90,7 +91,7 @@ def new_trainer(config: BoostedConfig, target: Decoder, texts: Texts, number: in
 
 def finish(config: BoostedConfig, target: Decoder, trainer: Trainer, number: int) -> BoostedOutcome:
     """Write a draft's folder, measure it on the held-out texts, and write its card."""
-    folder, source = config.folder(number), resolve_source(config.target, "target")
+    folder, source = config.folder(number), resolve_folder(config.target, "target")
     save_weights(folder, trainer.model, _draft_config(config, target))
     for name in _OF_TOKENIZER:
         if (source / name).exists():
@@ -155,8 +156,8 @@ def draft_card(config: BoostedConfig, outcome: BoostedOutcome) -> str:
 def _draft_config(config: BoostedConfig, target: Decoder) -> dict[str, Any]:
     """Return the config.json of a draft: that of `start`, or of a new network with the target's tokens."""
     if config.start is not None:
-        return read_json(resolve_source(config.start, "draft") / "config.json")
-    theirs = read_json(resolve_source(config.target, "target") / "config.json")
+        return read_model_config(resolve_source(config.start, "draft"))
+    theirs = read_json(resolve_folder(config.target, "target") / "config.json")
     own = hf_config(config.network(target.max_positions), target.vocab_size)
     return own | {name: theirs[name] for name in ("bos_token_id", "eos_token_id") if name in theirs}
 

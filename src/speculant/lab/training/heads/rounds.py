@@ -123,7 +123,7 @@ class RoundsObjective:
 
 def rope_scaling(rope: Rope) -> dict[str, Any]:
     """Return the entry of config.json for the scaling of rotary positions, which a layer takes over from its target."""
-    factors = {
+    factors: dict[str, dict[str, Any]] = {
         "linear": {"factor": rope.factor},
         "dynamic": {"factor": rope.factor},
         "llama3": {
@@ -132,6 +132,7 @@ def rope_scaling(rope: Rope) -> dict[str, Any]:
             "high_freq_factor": rope.high_freq_factor,
             "original_max_position_embeddings": rope.original_max_positions,
         },
+        "factors": {"factors": list(rope.factors)},
     }
     return {"rope_scaling": {"rope_type": rope.kind, **factors[rope.kind]}} if rope.kind in factors else {}
 

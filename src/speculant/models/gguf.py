@@ -1,0 +1,260 @@
+"""Models in GGUF files: their metadata in the keys of config.json, and the names of their tensors.
+
+The metadata of a model begin with the name of its architecture, such as `llama.block_count`. A family whose models
+GGUF files hold says so by a `GgufFamily` named GGUF in its module.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from speculant import plugins
+from speculant.errors import ModelError
+from speculant.gguf_file import GgufFile
+from speculant.models.config import MOST, MOST_FACTOR, MOST_HEAD_DIM, is_whole, show
+from speculant.models.description import DecoderConfig, Expression, TensorMap, Unpaired
+from speculant.models.sizes import HEAD, LAYER, NORM, TABLE
+
+FAMILIES = "speculant.models"
+ROPE_FREQS = "rope_freqs.weight"  # the divisor of each pair's frequency; part of the config, not of the weights
+GGUF_TABLE, GGUF_HEAD = "token_embd.weight", "output.weight"
+LAYER_PARTS = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")  # of a text, of a turn, of a message
+# Tokens with these texts end a text too: few files name the end of a turn.
+END_TEXTS = frozenset(
+    {
+        *("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>"),
+        *("<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>", "<end_of_utterance>", "<eos>"),
+        "<\uff5cend\u2581of\u2581sentence\uff5c>",
+    }
+)
+TEXT_TYPES = (1, 5, 6)  # of tokens that are text: normal ones, unused ones and bytes
+_BLOCK = re.compile(r"blk\.([0-9]{1,9})\.", re.ASCII)
+_OTHER = "use a GGUF file of another model, or its checkpoint with safetensors."
+_DAMAGED = "download the file again, or convert the model again."
+
+
+@dataclass(frozen=True)
+class GgufFamily:
+    """How GGUF files hold the models of a family.
+
+    architecture: its name in `general.architecture`. paired: rows of queries and keys are stored in pairs, see
+    `Unpaired`.
+    """
+
+    architecture: str
+    paired: bool = False
+
+    def tensors(self, config: DecoderConfig) -> TensorMap:
+        """Return the names of a model's tensors in a file."""
+        of = config.attention
+        heads = {"self_attn.q_proj": of.heads, "self_attn.k_proj": of.kv_heads} if self.paired else {}
+        names: list[tuple[str, Expression]] = [(TABLE, GGUF_TABLE), (NORM, "output_norm.weight"), (HEAD, GGUF_HEAD)]
+        for own, stored in LAYER_PARTS.items():
+            for kind in ("weight", "bias"):
+                name = f"blk.{{}}.{stored}.{kind}"
+                names.append((f"{LAYER}{own}.{kind}", Unpaired(name, heads[own]) if own in heads else name))
+        return TensorMap(tuple(names))
+
+
+def read_gguf_config(file: GgufFile) -> dict[str, Any]:
+    """Return what config.json would hold for the model in a file. Raises ModelError."""
+    facts = _Facts(file)
+    family, _ = _family(file)
+    layers = facts.count("block_count")
+    _check_layers(file, layers)
+    table = file.tensors.get(GGUF_TABLE)
+    if table is None or len(table.shape) != 2:
+        raise ModelError(f"{file.path} has no matrix {GGUF_TABLE}", _DAMAGED)
+    hidden, heads = facts.count("embedding_length"), facts.count("attention.head_count")
+    head_dim = facts.count("attention.key_length", hidden // heads, MOST_HEAD_DIM)
+    return {
+        "model_type": family,
+        "vocab_size": table.shape[0],
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": facts.count("attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "intermediate_size": facts.count("feed_forward_length"),
+        "rms_norm_eps": facts.number("attention.layer_norm_rms_epsilon"),
+        "rope_theta": facts.number("rope.freq_base", 10000.0),
+        "rope_scaling": _rope_scaling(facts),
+        "partial_rotary_factor": facts.count("rope.dimension_count", head_dim) / head_dim,
+        "max_position_embeddings": facts.count("context_length"),
+        "tie_word_embeddings": GGUF_HEAD not in file.tensors,
+        "attention_bias": "blk.0.attn_output.bias" in file.tensors,
+        "mlp_bias": "blk.0.ffn_down.bias" in file.tensors,
+        **_window(facts),
+        "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": _end_tokens(file, table.shape[0]),
+    }
+
+
+def read_gguf_decoder(file: GgufFile, config: Mapping[str, Any]) -> DecoderConfig:
+    """Return the description of the model in a file, from the config that `read_gguf_config` returns."""
+    name, family = _family(file)
+    try:
+        decoder: DecoderConfig = plugins.load(FAMILIES, name).read_config(config)
+    except ModelError as error:
+        raise ModelError(
+            f"the metadata of {file.path}, in the keys of config.json, describe no usable model: {error.problem}",
+            _OTHER,
+        ) from error
+    window = config.get("sliding_window")
+    if window is not None and any(layer.attention.window != window for layer in decoder.layers):
+        raise ModelError(
+            f"{file.path} has a sliding window of {window} positions, which is not implemented for {name}", _OTHER
+        )
+    return replace(decoder, tensors=family.tensors(decoder))
+
+
+def _family(file: GgufFile) -> tuple[str, GgufFamily]:
+    """Return the family of a file's architecture, by name."""
+    architecture = file.metadata.get("general.architecture")
+    known: dict[str, tuple[str, GgufFamily]] = {}
+    for name in plugins.names(FAMILIES):
+        family = getattr(plugins.load(FAMILIES, name), "GGUF", None)
+        if isinstance(family, GgufFamily):
+            known[family.architecture] = name, family
+    if not isinstance(architecture, str) or architecture not in known:
+        raise ModelError(
+            f"{file.path} has the architecture {show(architecture)}, which is not implemented",
+            f"use a file of one of these architectures: {', '.join(sorted(known))}.",
+        )
+    return known[architecture]
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """The metadata of a file's model."""
+
+    file: GgufFile
+
+    def get(self, key: str) -> Any:
+        """Return an entry; of a list of equal values for each layer, the value. None = there is none."""
+        name = self._name(key)
+        value = self.file.metadata.get(name)
+        if not isinstance(value, list):
+            return value
+        if not value or any(each != value[0] for each in value):
+            raise ModelError(
+                f"{self.file.path} has {name} = {show(value)}, and layers that differ are not implemented", _OTHER
+            )
+        return value[0]
+
+    def count(self, key: str, default: int | None = None, most: int = MOST) -> int:
+        """Return a whole number from 1 on."""
+        value = self._present(key, default)
+        if not is_whole(value) or not 1 <= value <= most:
+            raise self._wrong(key, value, f"a whole number from 1 to {most}")
+        return int(value)
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """Return a positive number."""
+        value = self._present(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise self._wrong(key, value, "a positive number")
+        return float(value)
+
+    def _present(self, key: str, default: float | None) -> Any:
+        value = self.get(key)
+        value = default if value is None else value
+        if value is None:
+            raise ModelError(f"{self.file.path} has no metadata entry {self._name(key)}", _DAMAGED)
+        return value
+
+    def _name(self, key: str) -> str:
+        return f"{self.file.metadata.get('general.architecture')}.{key}"
+
+    def _wrong(self, key: str, value: Any, expected: str) -> ModelError:
+        return ModelError(f"{self.file.path} has {self._name(key)} = {show(value)}, not {expected}", _DAMAGED)
+
+
+def _check_layers(file: GgufFile, layers: int) -> None:
+    """Compare the number of layers with the tensors, before anything is allocated for each layer."""
+    numbers = {int(hit[1]) for hit in map(_BLOCK.match, file.tensors) if hit}
+    if len(numbers) != layers or max(numbers) != layers - 1:
+        raise ModelError(
+            f"{file.path} says that the model has {layers} layers and holds tensors of {len(numbers)}", _DAMAGED
+        )
+
+
+def _rope_scaling(facts: _Facts) -> dict[str, Any] | None:
+    """Return the scaling of rotary positions; None = they are not scaled."""
+    kind = facts.get("rope.scaling.type")
+    factor = facts.get("rope.scaling.factor")
+    factor = facts.get("rope.scale_linear") if factor is None else factor
+    if kind not in (None, "none", "linear"):
+        return {"rope_type": str(kind), "factor": factor}
+    factor = 1.0 if kind == "none" or factor in (None, 0) else factor
+    divisors = _divisors(facts.file)
+    if divisors is not None:
+        return {"rope_type": "factors", "factors": [each * _checked(facts.file, factor) for each in divisors]}
+    return None if factor == 1 else {"rope_type": "linear", "factor": factor}
+
+
+def _divisors(file: GgufFile) -> list[float] | None:
+    """Read the divisors of the frequencies; None = the file has none."""
+    tensor = file.tensors.get(ROPE_FREQS)
+    if tensor is None:
+        return None
+    if tensor.kind != "F32" or len(tensor.shape) != 1 or tensor.shape[0] > MOST_HEAD_DIM:
+        raise ModelError(f"{file.path} has {ROPE_FREQS} of the shape {list(tensor.shape)} in {tensor.kind}", _DAMAGED)
+    try:
+        with tensor.file.open("rb") as opened:
+            opened.seek(tensor.offset)
+            return [_checked(file, each) for each in struct.unpack(f"<{tensor.shape[0]}f", opened.read(tensor.size))]
+    except (OSError, struct.error) as error:
+        raise ModelError(f"{ROPE_FREQS} can't be read from {tensor.file}: {error}", _DAMAGED) from error
+
+
+def _checked(file: GgufFile, factor: Any) -> float:
+    if isinstance(factor, bool) or not isinstance(factor, int | float) or not 1 / MOST_FACTOR <= factor <= MOST_FACTOR:
+        raise ModelError(f"{file.path} scales rotary positions by {show(factor)}", _DAMAGED)
+    return float(factor)
+
+
+def _window(facts: _Facts) -> dict[str, Any]:
+    """Return the entries for a sliding window on every layer, as Qwen's checkpoints have them."""
+    size = facts.get("attention.sliding_window")
+    if size is None or size == 0:
+        return {"sliding_window": None}
+    return {
+        "sliding_window": facts.count("attention.sliding_window"), "use_sliding_window": True, "max_window_layers": 0,
+    }  # fmt: skip
+
+
+def _end_tokens(file: GgufFile, vocab_size: int) -> list[int]:
+    """Return the tokens that end a text: those that the metadata name, and those whose text is known to."""
+    named = [file.metadata.get(f"tokenizer.ggml.{key}") for key in END_KEYS]
+    tokens, types = (file.metadata.get(f"tokenizer.ggml.{key}") for key in ("tokens", "token_type"))
+    found = {each for each in named if each is not None}
+    if isinstance(tokens, list):
+        are_text = types if isinstance(types, list) and len(types) == len(tokens) else [0] * len(tokens)
+        found |= {
+            index
+            for index, text in enumerate(tokens[:vocab_size])
+            if isinstance(text, str) and text in END_TEXTS and are_text[index] not in TEXT_TYPES
+        }
+    for each in found:
+        if not is_whole(each) or not 0 <= each < vocab_size:
+            raise ModelError(f"{file.path} names the end token {show(each)}, and has {vocab_size} tokens", _DAMAGED)
+    return sorted(found)

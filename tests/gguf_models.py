@@ -1,0 +1,214 @@
+"""Small GGUF files, written by the gguf package from checkpoints in Hugging Face's form, and back."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, GGUFWriter
+from gguf.quants import dequantize, quantize
+from numpy.typing import NDArray
+from safetensors.torch import load_file, save_file
+
+FLOATS = ("F32", "F16", "BF16")
+QUANTISABLE = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "MXFP4")  # by the gguf package, in blocks of 32
+DRAWN = ("Q4_K", "Q5_K", "Q6_K", "IQ4_NL")  # the package can only decode these
+DECODED = ("Q2_K", "Q3_K", "IQ4_XS", "TQ2_0")  # no kernel computes with these
+_PARTS = {
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+# Where blocks of a kind hold scales in float16.
+_SCALES = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,), "Q2_K": (80, 82), "Q3_K": (108,),
+           "IQ4_XS": (0,), "TQ2_0": (64,)}  # fmt: skip
+Bytes = NDArray[np.uint8]
+
+
+def convert(
+    folder: Path | str,
+    path: Path,
+    kind: str | Callable[[str], str] = "F32",
+    parts: int = 1,
+    metadata: Mapping[str, Any] | None = None,
+    extra: Mapping[str, NDArray[np.float32]] | None = None,
+) -> Path:
+    """Write a checkpoint as a GGUF file, as llama.cpp's conversion does, and return the file or its first part.
+
+    kind: of the matrices, or a function of a tensor's name in the file. Vectors are F32. metadata: entries that replace
+    others; None leaves an entry out. extra: further tensors.
+    """
+    folder = Path(folder)
+    config = json.loads((folder / "config.json").read_text())
+    tensors = load_file(folder / "model.safetensors")
+    split = -(-len(tensors) // parts) if parts > 1 else 0
+    writer = GGUFWriter(path, "", split_max_tensors=split)
+    entries = {**_described(config), **_tokenizer(folder, config), **(metadata or {})}
+    for key, value in entries.items():
+        if value is not None:
+            writer.add_key_value(key, value, _type(value))
+    for name, tensor in sorted(tensors.items()):
+        stored = stored_name(name)
+        rows = _paired(tensor, _heads(name, config)).float().numpy()
+        of_matrix = kind if isinstance(kind, str) else kind(stored)
+        _add(writer, stored, rows, of_matrix if rows.ndim == 2 else "F32")
+    for name, values in (extra or {}).items():
+        _add(writer, name, values, "F32")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path if parts == 1 else next(iter(sorted(path.parent.glob(f"{path.stem}-00001-of-*.gguf"))))
+
+
+def decoded(path: Path, folder: Path | str, out: Path) -> Path:
+    """Write the weights of a GGUF file as the gguf package decodes them, with all else of a checkpoint's folder."""
+    shutil.copytree(folder, out)
+    config = json.loads((out / "config.json").read_text())
+    names = {stored_name(name): name for name in load_file(out / "model.safetensors")}
+    tensors: dict[str, torch.Tensor] = {}
+    first, _, rest = path.name.partition("-00001-of-")
+    for part in sorted(path.parent.glob(f"{first}-*-of-{rest}")) if rest else [path]:
+        for each in GGUFReader(part).tensors:
+            values = torch.from_numpy(dequantize(each.data, each.tensor_type).copy())
+            name = names[each.name]
+            tensors[name] = _unpaired(values.view(*map(int, each.shape[::-1])), _heads(name, config))
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, out / "model.safetensors")
+    return out
+
+
+def stored_name(name: str) -> str:
+    """Return the name in GGUF of a tensor of a checkpoint."""
+    whole = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight",
+             "lm_head.weight": "output.weight"}  # fmt: skip
+    if name in whole:
+        return whole[name]
+    _, _, layer, rest = name.split(".", 3)
+    part, _, kind = rest.rpartition(".")
+    return f"blk.{layer}.{_PARTS[part]}.{kind}"
+
+
+def encode(rows: NDArray[np.float32], kind: str) -> Bytes:
+    """Return rows [n, k] in a kind of blocks, [n, bytes]; random blocks of small weights if they can't be encoded."""
+    type_ = GGMLQuantizationType[kind]
+    if kind in QUANTISABLE:
+        return quantize(rows, type_)
+    of_block, size = GGML_QUANT_SIZES[type_]
+    generator = np.random.default_rng(rows.size)
+    blocks = generator.integers(0, 256, (len(rows), rows.shape[1] // of_block, size), dtype=np.uint8)
+    for place in _SCALES[kind]:
+        scales = generator.uniform(1e-4, 4e-4, blocks.shape[:2]).astype(np.float16)
+        blocks[..., place : place + 2] = scales[..., None].view(np.uint8)
+    return blocks.reshape(len(rows), -1)
+
+
+def _add(writer: GGUFWriter, name: str, rows: NDArray[np.float32], kind: str) -> None:
+    if kind == "F32":
+        writer.add_tensor(name, rows)
+    elif kind == "F16":
+        writer.add_tensor(name, rows.astype(np.float16))
+    elif kind == "BF16":
+        writer.add_tensor(name, quantize(rows, GGMLQuantizationType.BF16), raw_dtype=GGMLQuantizationType.BF16)
+    else:
+        writer.add_tensor(name, encode(rows, kind), raw_dtype=GGMLQuantizationType[kind])
+
+
+def _heads(name: str, config: Mapping[str, Any]) -> int:
+    """Return the heads whose rows the file holds in pairs; 0 = none."""
+    if config["model_type"] != "llama":
+        return 0
+    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+    return next((count for part, count in heads.items() if f".{part}." in name), 0)
+
+
+def _paired(tensor: torch.Tensor, heads: int) -> torch.Tensor:
+    """Return rows with the two halves of each head interleaved; heads 0 = as they are."""
+    if not heads:
+        return tensor
+    half = len(tensor) // heads // 2
+    places = [2 * half * head + half * part + row for head in range(heads) for row in range(half) for part in (0, 1)]
+    return tensor[places]
+
+
+def _unpaired(tensor: torch.Tensor, heads: int) -> torch.Tensor:
+    if not heads:
+        return tensor
+    place = _paired(torch.arange(len(tensor)), heads)
+    out = torch.empty_like(tensor)
+    out[place] = tensor
+    return out
+
+
+def _described(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the metadata of a model."""
+    family, heads = config["model_type"], config["num_attention_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    found = {
+        "block_count": config["num_hidden_layers"],
+        "context_length": config["max_position_embeddings"],
+        "embedding_length": config["hidden_size"],
+        "feed_forward_length": config["intermediate_size"],
+        "attention.head_count": heads,
+        "attention.head_count_kv": config["num_key_value_heads"],
+        "attention.key_length": head_dim,
+        "attention.value_length": head_dim,
+        "attention.layer_norm_rms_epsilon": float(config.get("rms_norm_eps", 1e-6)),
+        "rope.dimension_count": head_dim,
+        "rope.freq_base": float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0),
+    }
+    if rope.get("rope_type") == "linear":
+        found |= {"rope.scaling.type": "linear", "rope.scaling.factor": float(rope["factor"])}
+    return {"general.architecture": family, **{f"{family}.{key}": value for key, value in found.items()}}
+
+
+def _tokenizer(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the metadata of a byte-level tokenizer; those of a tokenizer.json that is not there are empty."""
+    path = folder / "tokenizer.json"
+    if not path.exists():
+        return {}
+    content = json.loads(path.read_text())
+    tokens = {index: (text, gguf.TokenType.NORMAL) for text, index in content["model"]["vocab"].items()}
+    for each in content["added_tokens"]:
+        kind = gguf.TokenType.CONTROL if each["special"] else gguf.TokenType.USER_DEFINED
+        tokens[each["id"]] = each["content"], kind
+    for index in range(config["vocab_size"]):
+        tokens.setdefault(index, (f"[PAD{index}]", gguf.TokenType.UNUSED))
+    ordered = [tokens[index] for index in sorted(tokens)]
+    ids = {text: index for index, (text, _) in tokens.items()}
+    settings = folder / "tokenizer_config.json"
+    named = json.loads(settings.read_text()) if settings.exists() else {}
+    end = config.get("eos_token_id")
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.tokens": [text for text, _ in ordered],
+        "tokenizer.ggml.token_type": [int(kind) for _, kind in ordered],
+        "tokenizer.ggml.merges": [
+            each if isinstance(each, str) else " ".join(each) for each in content["model"]["merges"]
+        ] or None,
+        "tokenizer.ggml.bos_token_id": ids.get("<begin>"),
+        "tokenizer.ggml.eos_token_id": end[0] if isinstance(end, list) else end,
+        "tokenizer.ggml.add_bos_token": False,
+        "tokenizer.chat_template": named.get("chat_template"),
+    }  # fmt: skip
+
+
+def _type(value: Any) -> gguf.GGUFValueType:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return gguf.GGUFValueType.UINT32
+    return gguf.GGUFValueType.get_type(value)

@@ -1,0 +1,335 @@
+"""Models in GGUF files compute what the same weights compute in safetensors, and what does not fit is refused."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from speculant import plugins
+from speculant.errors import ConfigError, ModelError
+from speculant.gguf_file import GgufFile
+from speculant.models.description import Unpaired
+from speculant.models.gguf import GgufFamily, read_gguf_config
+from speculant.models.sizes import HEAD, TABLE
+from speculant.models.vocabulary import DraftVocabulary, Substituted
+from speculant.models.weights.gguf import BLOCKS, GgufWeights
+from speculant.models.weights.load import Checkpoint, load_model
+from speculant.models.weights.source import Mapped, QuantizedBlocks, ShortHead, decode, read_plain, unpaired
+from tests.gguf_models import DECODED, DRAWN, FLOATS, QUANTISABLE, convert, decoded
+from tests.models import END, VOCAB_SIZE, Shape, write_checkpoint
+from tests.unit.models.families import Session, make_pair
+
+FAMILIES = {"llama": {}, "qwen2": {}, "qwen3": {}}
+KERNELS = ["reference", "native"]
+TOKENS = list(range(40, 72))
+WIDE = 256  # K-quants have blocks of 256
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Path(write_checkpoint(tmp_path_factory.mktemp("llama") / "model"))
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Path(write_checkpoint(tmp_path_factory.mktemp("wide") / "model", Shape(layers=1, hidden_size=WIDE)))
+
+
+def logits(checkpoint: Checkpoint) -> torch.Tensor:
+    return Session(checkpoint.model).extend(TOKENS)
+
+
+def refused(path: Path, *words: str) -> None:
+    with pytest.raises(ModelError) as caught:
+        load_model(str(path))
+    for word in words:
+        assert word in str(caught.value)
+
+
+def same_as_decoded(path: Path, folder: Path, out: Path, kernels: str) -> Checkpoint:
+    """Compare a file's logits with those of the weights that the gguf package decodes."""
+    own = load_model(str(path), kernels=kernels)
+    dtype = str(own.dtype).removeprefix("torch.")
+    expected = load_model(str(decoded(path, folder, out)), dtype=dtype, kernels=kernels)
+    torch.testing.assert_close(logits(own), logits(expected), rtol=1e-4, atol=1e-4)
+    return own
+
+
+# --- logits
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_those_of_safetensors(tmp_path: Path, family: str, tied: bool, kernels: str) -> None:
+    source = Path(write_checkpoint(tmp_path / "source", Shape(family=family, tied=tied)))
+    path = convert(source, tmp_path / "model.gguf")
+    own, expected = (load_model(str(each), kernels=kernels) for each in (path, source))
+    assert own.dtype == expected.dtype == torch.float32
+    assert torch.equal(logits(own), logits(expected))
+    assert own.eos_token_ids == {END}
+    assert own.folder == path
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("kind", [*FLOATS, *QUANTISABLE])
+def test_each_kind_of_weights_is_decoded_as_by_the_gguf_package(
+    folder: Path, tmp_path: Path, kind: str, kernels: str
+) -> None:
+    path = convert(folder, tmp_path / "model.gguf", kind)
+    own = same_as_decoded(path, folder, tmp_path / "decoded", kernels)
+    assert own.dtype == (torch.bfloat16 if kind == "BF16" else torch.float32)
+    assert bool(own.quantizations) == (kernels == "native" and kind in FLOATS)
+
+
+@pytest.mark.parametrize("kind", DRAWN)
+def test_blocks_that_the_package_only_decodes(wide: Path, tmp_path: Path, kind: str) -> None:
+    path = convert(wide, tmp_path / "model.gguf", kind)
+    same_as_decoded(path, wide, tmp_path / "decoded", "reference")
+
+
+def test_kinds_may_differ_between_matrices(wide: Path, tmp_path: Path) -> None:
+    kinds = {"attn_q": "Q4_K", "attn_k": "Q6_K", "attn_v": "Q8_0", "ffn_down": "Q5_K", "token_embd": "F16"}
+    path = convert(wide, tmp_path / "model.gguf", lambda name: kinds.get(name.split(".")[-2], "Q4_0"))
+    same_as_decoded(path, wide, tmp_path / "decoded", "reference")
+
+
+@pytest.mark.parametrize(
+    ("family", "variant"),
+    [
+        ("llama", "llama2"),
+        ("llama", "linear"),
+        ("llama", "biases"),
+        ("qwen2", "tied"),
+        ("qwen3", "plain"),
+        ("qwen3", "tied"),
+    ],
+)
+def test_variants_of_a_family(tmp_path: Path, family: str, variant: str) -> None:
+    pair = make_pair(tmp_path / "source", family, variant)
+    own = load_model(str(convert(pair.folder, tmp_path / "model.gguf")))
+    tokens = [token % 61 for token in TOKENS]
+    torch.testing.assert_close(Session(own.model).extend(tokens), pair.reference(tokens), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("linear", [1.0, 2.0])
+def test_factors_of_rotary_positions_divide_frequencies(tmp_path: Path, kernels: str, linear: float) -> None:
+    """The scaling of Llama 3.1 is stored as a factor for each pair; here it is compared with transformers' formula."""
+    pair = make_pair(tmp_path / "source", "llama", "llama3.2")
+    theirs = pair.theirs.model.rotary_emb.inv_freq.numpy()
+    plain = 1 / 500000.0 ** (np.arange(0, 16, 2) / 16)
+    metadata = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": linear} if linear != 1 else {}
+    factors = (plain / theirs / linear).astype(np.float32)
+    path = convert(pair.folder, tmp_path / "m.gguf", metadata=metadata, extra={"rope_freqs.weight": factors})
+    own = load_model(str(path), kernels=kernels)
+    tokens = [token % 61 for token in TOKENS]
+    torch.testing.assert_close(Session(own.model).extend(tokens), pair.reference(tokens), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("part", [1, 2])
+def test_any_part_of_a_split_file_is_the_model(folder: Path, tmp_path: Path, part: int) -> None:
+    first = convert(folder, tmp_path / "model.gguf", parts=3)
+    own = load_model(str(first).replace("-00001-", f"-0000{part}-"))
+    assert own.folder == first
+    assert torch.equal(logits(own), logits(load_model(str(folder))))
+
+
+def test_native_kernels_keep_packed_weights_of_a_file(folder: Path, tmp_path: Path) -> None:
+    path = convert(folder, tmp_path / "model.gguf", "Q8_0")
+    found = [load_model(str(path), kernels="native", weight_cache=tmp_path / "cache") for _ in range(2)]
+    assert torch.equal(*map(logits, found))
+
+
+# --- sources of weights
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "F16"])
+def test_rows_are_selected_without_decoding(folder: Path, tmp_path: Path, kind: str) -> None:
+    file = GgufFile.open(convert(folder, tmp_path / "model.gguf", kind))
+    weights = Mapped(
+        GgufWeights(file), {TABLE: "token_embd.weight", HEAD: "output.weight", "q": Unpaired("blk.0.attn_q.weight", 4)}
+    )
+    short = ShortHead(weights, (3, 7, 200), HEAD)
+    vocabulary = DraftVocabulary(VOCAB_SIZE + 3, frozenset({5}), 9)
+    fitted = Substituted(weights, vocabulary, VOCAB_SIZE)
+    for source, name in ((short, HEAD), (fitted, TABLE), (weights, "q")):
+        found = source.read(name)
+        assert isinstance(found, QuantizedBlocks) == (kind == "Q4_0")
+        assert tuple(found.shape) == source.shape(name)
+    assert torch.equal(read_plain(short, HEAD), read_plain(weights, HEAD)[[3, 7, 200]])
+    assert torch.equal(read_plain(fitted, TABLE)[5], read_plain(weights, TABLE)[9])
+
+
+def test_pairs_of_rows_are_separated() -> None:
+    """Rows 0, 1 of a stored head rotate together; in the model they are row 0 of each half."""
+    assert unpaired(8, 2).tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
+
+
+def test_a_large_matrix_is_decoded_in_parts(monkeypatch: pytest.MonkeyPatch, folder: Path, tmp_path: Path) -> None:
+    weights = GgufWeights(GgufFile.open(convert(folder, tmp_path / "model.gguf", "Q4_0")))
+    blocks = weights.read("token_embd.weight")
+    assert isinstance(blocks, QuantizedBlocks)
+    whole = decode(blocks, torch.float32)
+    monkeypatch.setattr("speculant.models.weights.source.DECODED_AT_ONCE", 7 * 32)
+    assert torch.equal(decode(blocks, torch.float32), whole)
+
+
+def test_a_tensor_can_be_changed_and_its_file_stays(folder: Path, tmp_path: Path) -> None:
+    weights = GgufWeights(GgufFile.open(convert(folder, tmp_path / "model.gguf")))
+    tensor = weights.read("output.weight")
+    assert isinstance(tensor, torch.Tensor)
+    before = tensor.clone()
+    tensor.zero_()
+    assert torch.equal(read_plain(weights, "output.weight"), before)
+
+
+@pytest.mark.parametrize("kind", DECODED)
+def test_other_kinds_are_decoded_to_bfloat16_and_named(
+    wide: Path, tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = convert(wide, tmp_path / "model.gguf", lambda name: kind if "ffn" in name else "Q8_0")
+    with caplog.at_level(logging.WARNING, "speculant"):
+        own = load_model(str(path))
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert f"model.gguf: 3 matrices are stored in {kind}, " in line
+    assert f"take {3 * 2 * WIDE * 2 * WIDE / 2**20:.1f} MiB in place of" in line
+    expected = load_model(str(decoded(path, wide, tmp_path / "decoded")), dtype="float32")
+    torch.testing.assert_close(logits(own), logits(expected), rtol=0.05, atol=0.1)
+
+
+def test_kinds_that_cant_be_decoded_are_refused(wide: Path, tmp_path: Path) -> None:
+    path = convert(wide, tmp_path / "model.gguf", "Q4_K")
+    content = bytearray(path.read_bytes())
+    name = b"blk.0.attn_q.weight"
+    place = content.index(name) + len(name) + 4 + 16
+    content[place : place + 4] = (24).to_bytes(4, "little")  # int8, of fewer bytes than there are
+    path.write_bytes(content)
+    refused(path, "blk.0.attn_q.weight")
+
+
+def test_types_and_blocks_are_known_to_the_package() -> None:
+    assert set(QUANTISABLE) | set(DRAWN) == BLOCKS
+
+
+# --- settings
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_quantised_weights_are_not_rounded_again(folder: Path, tmp_path: Path, quantization: str) -> None:
+    path = convert(folder, tmp_path / "model.gguf", "Q4_0")
+    with pytest.raises(ConfigError, match=r"quantised already \(Q4_0\)[^$]*leave quantization out"):
+        load_model(str(path), kernels="native", quantization=quantization)
+    plain = convert(folder, tmp_path / "plain.gguf", "F16")
+    expected = load_model(str(decoded(plain, folder, tmp_path / "out")), kernels="native", quantization=quantization)
+    own = load_model(str(plain), kernels="native", quantization=quantization)
+    assert torch.equal(logits(own), logits(expected))
+
+
+@pytest.mark.parametrize(
+    ("entries", "ends"),
+    [
+        ({}, {256}),
+        ({"tokenizer.ggml.eos_token_id": None}, set()),
+        ({"tokenizer.ggml.eot_token_id": 3, "tokenizer.ggml.eom_token_id": 4}, {256, 3, 4}),
+        ({"tokenizer.ggml.eos_token_id": 10**6}, "names the end token 1000000"),
+        ({"tokenizer.ggml.eos_token_id": "x"}, "names the end token 'x'"),
+    ],
+    ids=str,
+)
+def test_end_tokens_are_those_that_the_metadata_name(
+    folder: Path, tmp_path: Path, entries: dict[str, Any], ends: set[int] | str
+) -> None:
+    path = convert(folder, tmp_path / "model.gguf", metadata=entries)
+    if isinstance(ends, str):
+        refused(path, ends)
+    else:
+        assert load_model(str(path)).eos_token_ids == ends
+
+
+@pytest.mark.parametrize(("kind", "ends"), [(3, {256, 2}), (4, {256, 2}), (1, {256}), (6, {256})])
+def test_texts_of_special_tokens_tell_that_they_end_a_turn(
+    folder: Path, tmp_path: Path, kind: int, ends: set[int]
+) -> None:
+    tokens = [f"t{index}" for index in range(VOCAB_SIZE)]
+    tokens[2] = "<|im_end|>"
+    types = [1] * VOCAB_SIZE
+    types[2] = kind
+    metadata = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": types}
+    config = read_gguf_config(GgufFile.open(convert(folder, tmp_path / "model.gguf", metadata=metadata)))
+    assert set(config["eos_token_id"]) == ends
+
+
+def test_numbers_for_each_layer_may_be_lists_of_equal_ones(folder: Path, tmp_path: Path) -> None:
+    lists = {"llama.attention.head_count_kv": [2, 2], "llama.feed_forward_length": [64, 64]}
+    own = load_model(str(convert(folder, tmp_path / "model.gguf", metadata=lists)))
+    assert torch.equal(logits(own), logits(load_model(str(folder))))
+    path = convert(folder, tmp_path / "other.gguf", metadata={"llama.attention.head_count_kv": [2, 4]})
+    refused(path, "llama.attention.head_count_kv = [2, 4], and layers that differ are not implemented")
+
+
+@pytest.mark.parametrize(
+    ("entries", "words"),
+    [
+        ({"general.architecture": "mamba"}, ("'mamba', which is not implemented", "llama, qwen2, qwen3")),
+        ({"general.architecture": None}, ("the architecture None",)),
+        ({"llama.block_count": None}, ("no metadata entry llama.block_count",)),
+        ({"llama.block_count": 3}, ("has 3 layers and holds tensors of 2",)),
+        ({"llama.attention.head_count": 0}, ("llama.attention.head_count = 0, not a whole number",)),
+        ({"llama.attention.head_count": "4"}, ("llama.attention.head_count = '4'",)),
+        ({"llama.attention.head_count": 3}, ("3 attention heads, not a multiple of 2",)),
+        ({"llama.embedding_length": 33}, ("blk.0.attn_k.weight is [16, 32] but its metadata asks for [16, 33]",)),
+        ({"llama.feed_forward_length": 65}, ("blk.0.ffn_down.weight is [32, 64]",)),
+        ({"llama.rope.freq_base": -1.0}, ("llama.rope.freq_base = -1.0, not a positive number",)),
+        ({"llama.rope.freq_base": float("nan")}, ("llama.rope.freq_base = nan",)),
+        ({"llama.rope.dimension_count": 4}, ("rotary settings that are not implemented", "over 0.5 of each head")),
+        ({"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0}, ("yarn",)),
+        ({"llama.attention.sliding_window": 16}, ("sliding window of 16 positions", "not implemented for llama")),
+    ],
+    ids=str,
+)
+def test_metadata_that_fit_no_model_are_refused(
+    folder: Path, tmp_path: Path, entries: dict[str, Any], words: tuple[str, ...]
+) -> None:
+    refused(convert(folder, tmp_path / "model.gguf", metadata=entries), *words)
+
+
+def test_other_tensors_are_called_by_their_names_in_the_file(folder: Path, tmp_path: Path) -> None:
+    extra = {"blk.0.attn_sinks.weight": np.zeros(4, np.float32)}
+    refused(convert(folder, tmp_path / "model.gguf", extra=extra), "1 unexpected (blk.0.attn_sinks.weight)")
+    content = (tmp_path / "model.gguf").read_bytes().replace(b"blk.1.ffn_up.weight", b"blk.1.ffn_pu.weight")
+    (tmp_path / "model.gguf").write_bytes(content)
+    refused(tmp_path / "model.gguf", "1 missing (blk.1.ffn_up.weight)", "blk.1.ffn_pu.weight")
+
+
+def test_a_window_of_qwen_is_read(tmp_path: Path) -> None:
+    source = Path(write_checkpoint(tmp_path / "source", Shape(family="qwen2")))
+    path = convert(source, tmp_path / "model.gguf", metadata={"qwen2.attention.sliding_window": 6})
+    config = read_gguf_config(GgufFile.open(path))
+    layers = plugins.load("speculant.models", "qwen2").read_config(config).layers
+    assert {layer.attention.window for layer in layers} == {6}
+    load_model(str(path))
+
+
+def test_no_two_families_have_one_architecture() -> None:
+    found = [
+        getattr(plugins.load("speculant.models", name), "GGUF", None) for name in plugins.names("speculant.models")
+    ]
+    names = [family.architecture for family in found if isinstance(family, GgufFamily)]
+    assert len(names) == len(set(names)) >= len(FAMILIES)
+
+
+def test_a_file_that_has_become_shorter_is_an_error(folder: Path, tmp_path: Path) -> None:
+    path = convert(folder, tmp_path / "model.gguf")
+    weights = GgufWeights(GgufFile.open(path))
+    copy = tmp_path / "short"
+    shutil.copy(path, copy)
+    path.write_bytes(copy.read_bytes()[:100])
+    with pytest.raises(ModelError, match="can't be read"):
+        weights.read("output.weight")
