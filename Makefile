@@ -8,6 +8,7 @@ SOAK ?= 20
 NATIVE_TESTS := tests/contracts/test_native_kernels.py tests/contracts/test_native_attention.py \
 	tests/contracts/test_native_bf16.py tests/contracts/test_native_probs.py tests/contracts/test_native_threads.py \
 	tests/contracts/test_native_coding.py tests/contracts/test_native_packing.py \
+	tests/contracts/test_native_blocks.py tests/contracts/test_native_block_packing.py \
 	tests/contracts/test_native_memory.py tests/contracts/test_native_checksum.py tests/contracts/test_hidden_states.py \
 	tests/contracts/test_input_embeddings.py tests/contracts/test_suffix_indexes.py \
 	tests/exactness/test_native_decoder.py tests/exactness/test_native_chains.py
