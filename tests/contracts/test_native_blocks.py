@@ -1,0 +1,328 @@
+"""Matrices in blocks, on every instruction set: decoded exactly, multiplied as documented, the same bits in any batch.
+
+The truth is the `gguf` package's decoding and a product in float64. Rows of x are rounded to int8 per 32 numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from speculant.kernels import native, reference
+from speculant.kernels.native import Code, Flag, Kernels, Op, Pass, Type, Weight, open_kernels, usable_sets
+from speculant.models.native.program import linear
+from tests.gguf_blocks import SCALES, block_bytes, block_weights, decode, encode, random_blocks
+
+SETS = usable_sets()
+BLOCK_TYPES: dict[str, Type] = getattr(native, "BLOCK_TYPES", {})
+pytestmark = pytest.mark.skipif(not SETS or not BLOCK_TYPES, reason="the native kernels are not built")
+KINDS = [layout.upper() for layout in BLOCK_TYPES]
+# Outputs, and groups of 32 inputs: one block, an odd number of groups, several superblocks, and enough for streams.
+SHAPES = [(1, 1), (47, 1), (50, 3), (97, 9), (200, 33), (70, 131)]
+ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 17, 25, 64, 127, 128, 129, 300)
+GROUP = 32  # numbers of x that are rounded together
+SMALL = (50, 9)
+
+
+@pytest.fixture(params=SETS)
+def kernels(request: pytest.FixtureRequest) -> Kernels:
+    return on(request.param)
+
+
+@pytest.fixture(params=SHAPES, ids=lambda shape: "x".join(map(str, shape)))
+def shape(request: pytest.FixtureRequest) -> tuple[int, int]:
+    found: tuple[int, int] = request.param
+    return found
+
+
+def on(isa: str, threads: int = 2) -> Kernels:
+    found = open_kernels(isa, threads)
+    assert found is not None
+    return found
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def inputs_of(kind: str, groups: int) -> int:
+    """Return the least number of inputs, in whole blocks, that has so many groups."""
+    return -(-groups * GROUP // block_weights(kind)) * block_weights(kind)
+
+
+def blocks_of(kind: str, shape: tuple[int, int], seed: int = 0, extreme: float = 0.0) -> np.ndarray:
+    """Return random blocks of a shape: outputs and groups."""
+    return random_blocks(kind, shape[0], inputs_of(kind, shape[1]), np.random.default_rng(seed), extreme)
+
+
+def pack(kernels: Kernels, kind: str, blocks: np.ndarray, second: np.ndarray | None = None) -> Weight:
+    """Pack a matrix of blocks, or two that are interleaved."""
+    other = None if second is None else torch.from_numpy(second)
+    return kernels.pack(BLOCK_TYPES[kind.lower()], torch.from_numpy(blocks), other)
+
+
+def run(
+    kernels: Kernels, weight: Weight, x: Tensor, bias: Tensor | None = None, added: Tensor | None = None, **gated: Flag
+) -> Tensor:
+    """Return x weight^T (+ bias) (+ added), or the gated product of the two matrices."""
+    out = torch.full((len(x), weight.n), math.nan) if added is None else added.clone()
+    flags = gated.get("flags", Flag.NONE if added is None else Flag.ADD)
+    kernels.run((Op * 1)(linear(weight, x, out, bias, flags)), Pass(rows=len(x)))
+    return out
+
+
+def look_up(kernels: Kernels, table: Weight) -> Tensor:
+    """Return every row of a packed table."""
+    tokens, out = torch.arange(table.n), torch.full((table.n, table.k), math.nan)
+    op = Op(code=Code.EMBED, type=table.type, n=table.k, k=table.n, weight=table.address, out=out.data_ptr())
+    kernels.run((Op * 1)(op), Pass(rows=table.n, tokens=tokens.data_ptr()))
+    return out
+
+
+def rounded(x: Tensor) -> Tensor:
+    """Return x as layers of blocks see it, in float64: int8 times a scale per group."""
+    groups = torch.nn.functional.pad(x, (0, -x.shape[1] % GROUP)).view(len(x), -1, GROUP)
+    largest = groups.abs().amax(-1, keepdim=True)
+    factors = torch.where(largest > 0, 127 / largest, 0)
+    seen = (groups * factors).round().double() * (largest / 127).double()
+    return seen.view(len(x), -1)[:, : x.shape[1]]
+
+
+def magnitudes(kind: str, blocks: np.ndarray) -> Tensor:
+    """Return what the roundings of a weight are relative to: d q and the minimum, both positive."""
+    own = blocks.reshape(-1, block_bytes(kind)).copy()
+    first, *others = SCALES.get(kind, [0])
+    for place in others:  # those of K types are subtracted
+        own[:, first + 1] &= 0x7F
+        own[:, place + 1] = own[:, place + 1] | 0x80 if kind.endswith("K") else own[:, place + 1] & 0x7F
+    return torch.from_numpy(decode(kind, own.reshape(blocks.shape))).double().abs()
+
+
+def bits(x: Tensor) -> Tensor:
+    return x.view(torch.int32)
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    """Whether two results have the same bits, but for those of a NaN."""
+    numbers = ~a.isnan()
+    return torch.equal(a.isnan(), b.isnan()) and torch.equal(bits(a[numbers]), bits(b[numbers]))
+
+
+def error(found: Tensor, expected: Tensor) -> float:
+    return float((found.double() - expected.double()).norm() / expected.double().norm())
+
+
+def test_every_kind_has_a_type() -> None:
+    expected = {*SCALES, "MXFP4"}
+    assert {*KINDS} == expected
+    assert {type_.name for type_ in BLOCK_TYPES.values()} == expected
+
+
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("extreme", [0.0, 0.3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_looked_up_rows_are_the_gguf_packages(
+    kernels: Kernels, kind: str, shape: tuple[int, int], extreme: float
+) -> None:
+    blocks = blocks_of(kind, shape, extreme=extreme)
+    found = look_up(kernels, pack(kernels, kind, blocks))
+    assert torch.equal(bits(found), bits(torch.from_numpy(decode(kind, blocks))))
+
+
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("extreme", [0.0, 0.3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_layer_is_the_product_of_rounded_rows(
+    kernels: Kernels, kind: str, shape: tuple[int, int], extreme: float
+) -> None:
+    blocks = blocks_of(kind, shape, extreme=extreme)
+    weight, seen = torch.from_numpy(decode(kind, blocks)).double(), rounded(x := random(13, inputs_of(kind, shape[1])))
+    found, expected = run(kernels, pack(kernels, kind, blocks), x), seen @ weight.T
+    assert bool(((found - expected).abs() <= 5e-7 * (seen.abs() @ magnitudes(kind, blocks).T) + 1e-37).all())
+    assert error(found, expected) < 1e-5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_layer_is_near_the_product(kernels: Kernels, kind: str) -> None:
+    blocks = blocks_of(kind, (64, 32))
+    weight, x = torch.from_numpy(decode(kind, blocks)), random(16, 1024)
+    rounding = error(run(kernels, pack(kernels, kind, blocks), x), x.double() @ weight.double().T)
+    assert 0.002 < rounding < 0.007
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_numbers_of_any_size_are_rounded_alike(kernels: Kernels, kind: str) -> None:
+    """Groups of one row differ by powers of two, which change no rounding; a group of zeros adds nothing."""
+    blocks, x = blocks_of(kind, (64, 32)), random(3, 1024)
+    powers = 2.0 ** torch.arange(-60, 68, 4).repeat_interleave(GROUP)
+    powers[GROUP : 2 * GROUP] = 0
+    weight = torch.from_numpy(decode(kind, blocks)).double()
+    found = run(kernels, pack(kernels, kind, blocks), x * powers)
+    expected = rounded(x) * powers @ weight.T
+    assert error(found, expected) < 1e-5
+
+
+def loud_rows() -> Tensor:
+    """Return normal rows of 2,048 numbers, one of which is 100."""
+    x = random(16, 2048)
+    x[:, 777] = 100.0
+    return x
+
+
+def loud_error(kernels: Kernels, packed: Weight) -> float:
+    """Return the error of a product of loud rows, relative to what the other numbers contribute."""
+    x, weight = loud_rows(), look_up(kernels, packed).double()
+    others = x.double()
+    others[:, 777] = 0
+    difference = run(kernels, packed, x) - x.double() @ weight.T
+    return float(difference.norm() / (others @ weight.T).norm())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_loud_number_spoils_its_group_alone(kernels: Kernels, kind: str) -> None:
+    """Rounded by the largest number of the whole row, the others' contribution has an error of 0.23."""
+    weights = random(96, 2048, seed=1).numpy()
+    assert 0.02 < loud_error(kernels, pack(kernels, kind, encode(kind, weights))) < 0.035
+
+
+@pytest.mark.parametrize("quantization", native.QUANTIZED)
+def test_a_loud_number_spoils_its_group_of_rounded_weights(kernels: Kernels, quantization: str) -> None:
+    type_ = native.QUANTIZED[quantization]
+    assert 0.02 < loud_error(kernels, kernels.pack(type_, random(96, 2048, seed=1))) < 0.035
+
+
+def variants(kernels: Kernels, kind: str, shape: tuple[int, int]) -> Iterator[tuple[Weight, dict[str, object]]]:
+    """Yield weights with the arguments of `run`: plain, with a bias, added to something, both, and gated."""
+    n, first, second = shape[0], blocks_of(kind, shape), blocks_of(kind, shape, seed=1)
+    packed, both = pack(kernels, kind, first), pack(kernels, kind, first, second)
+    bias, added = random(n, seed=2), random(300, n, seed=3)
+    yield packed, {}
+    yield packed, {"bias": bias}
+    yield packed, {"added": added}
+    yield packed, {"bias": bias, "added": added}
+    yield both, {"flags": Flag.SILU}
+    yield both, {"bias": random(2, n, seed=4), "flags": Flag.SILU}
+
+
+def check_rows(kernels: Kernels, weight: Weight, given: dict[str, object], spans: Iterator[tuple[int, int]]) -> None:
+    """Compare spans of rows with the same rows among 300."""
+    x, added = random(300, weight.k), given.get("added")
+    together = run(kernels, weight, x, **given)
+    assert bool(together.isfinite().all())
+    for first, rows in spans:
+        part = slice(first, first + rows)
+        own = {**given, "added": added[part]} if isinstance(added, Tensor) else given
+        assert torch.equal(run(kernels, weight, x[part], **own), together[part]), (first, rows)
+
+
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_never_sees_its_neighbours(kernels: Kernels, kind: str, shape: tuple[int, int]) -> None:
+    for weight, given in variants(kernels, kind, shape):
+        check_rows(kernels, weight, given, ((seed * 41 % (301 - rows), rows) for seed, rows in enumerate(ROWS)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_is_the_same_among_any_number(kernels: Kernels, kind: str) -> None:
+    for weight, given in variants(kernels, kind, SMALL):
+        check_rows(kernels, weight, given, ((0, rows) for rows in range(1, 301)))
+
+
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("threads", [1, 3, 4])
+@pytest.mark.parametrize("isa", SETS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_number_of_threads_gives_the_same(isa: str, kind: str, threads: int) -> None:
+    one, several, x = on(isa, 2), on(isa, threads), random(300, inputs_of(kind, 33))
+    blocks = blocks_of(kind, (200, 33), extreme=0.1)
+    packed, again = (pack(kernels, kind, blocks) for kernels in (one, several))
+    assert torch.equal(packed.memory, again.memory)
+    assert torch.equal(look_up(one, packed), look_up(several, again))
+    for rows in (1, 5, 300):
+        assert torch.equal(run(one, packed, x[:rows]), run(several, again, x[:rows]))
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_gated_layer_is_its_two_halves(kernels: Kernels, kind: str, biased: bool) -> None:
+    halves, x = [blocks_of(kind, SMALL, seed) for seed in (1, 2)], random(21, inputs_of(kind, SMALL[1])) / 10
+    biases = random(2, SMALL[0], seed=3) if biased else None
+    found = run(kernels, pack(kernels, kind, *halves), x, biases, flags=Flag.SILU)
+    each = [None, None] if biases is None else list(biases)
+    gate, up = (run(kernels, pack(kernels, kind, half), x, bias) for half, bias in zip(halves, each, strict=True))
+    assert torch.allclose(found, reference.silu_gate(gate, up), rtol=2e-6, atol=1e-7)
+
+
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 3e38, 1e-40, 0.0])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_nan_of_x_stays_in_its_row(kernels: Kernels, kind: str, value: float) -> None:
+    packed, x = pack(kernels, kind, blocks_of(kind, SMALL)), random(9, inputs_of(kind, SMALL[1]))
+    clean = run(kernels, packed, x)
+    x[4, 5] = value
+    dirty = run(kernels, packed, x)
+    others = [row for row in range(9) if row != 4]
+    assert torch.equal(dirty[others], clean[others])
+    if not math.isfinite(value):
+        assert not bool(dirty[4].isfinite().any()), "an overflow must not vanish"
+    elif value != 3e38:
+        assert bool(dirty[4].isfinite().all())
+
+
+@pytest.mark.parametrize("size", [1e-45, 1e-40, 2e-38, 1e-30])
+@pytest.mark.parametrize("kind", KINDS)
+def test_tiny_numbers_are_multiplied(kernels: Kernels, kind: str, size: float) -> None:
+    """127 / size may overflow. Results may lose what float32 flushes to zero, and no more."""
+    blocks = blocks_of(kind, SMALL)
+    x = size * random(4, inputs_of(kind, SMALL[1])).clamp(-1, 1)
+    found, exact = run(kernels, pack(kernels, kind, blocks), x), torch.from_numpy(decode(kind, blocks)).double()
+    lost = (0.01 * size + 1.2e-38) * exact.abs().sum(1)
+    assert bool(((found - x.double() @ exact.T).abs() <= lost + 1.2e-38).all())
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("kind", SCALES)
+def test_a_damaged_scale_spoils_its_output_alone(kernels: Kernels, kind: str, bad: float) -> None:
+    shape = (50, 17)
+    blocks, x = blocks_of(kind, shape), random(9, inputs_of(kind, shape[1]))
+    clean = run(kernels, pack(kernels, kind, blocks), x)
+    damaged = blocks.copy()
+    places = [block_bytes(kind) + place for place in SCALES[kind]]  # those of the second block
+    for output, place in zip((7, 31), (places[0], places[-1]), strict=True):
+        damaged[output, place : place + 2] = np.array([bad], np.float16).view(np.uint8)
+    packed = pack(kernels, kind, damaged)
+    found, others = run(kernels, packed, x), [output for output in range(50) if output not in (7, 31)]
+    assert torch.equal(found[:, others], clean[:, others])
+    assert not bool(found[:, [7, 31]].isfinite().any())
+    with np.errstate(invalid="ignore"):
+        assert same(look_up(kernels, packed), torch.from_numpy(decode(kind, damaged)))
+
+
+F16_BITS = torch.arange(-(2**15), 2**15).to(torch.int16)
+
+
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("depth", [1, 33, 100, 2101])
+@pytest.mark.parametrize("rows", [1, 5, 8, 300])
+def test_float16_weights_are_the_same_numbers_in_float32(kernels: Kernels, rows: int, depth: int) -> None:
+    halves, x = random(67, depth, seed=1).half(), random(rows, depth)
+    halves[3:9] *= 1e-6  # subnormal
+    narrow, wide = kernels.pack(native.Type.F16, halves), kernels.pack(Type.F32, halves.float())
+    bias, added = random(67, seed=2), random(rows, 67, seed=3)
+    assert torch.equal(run(kernels, narrow, x, bias, added), run(kernels, wide, x, bias, added))
+    gated = [
+        kernels.pack(type_, matrix, matrix.flip(0))
+        for type_, matrix in ((native.Type.F16, halves), (Type.F32, halves.float()))
+    ]
+    assert torch.equal(*(run(kernels, weight, x, flags=Flag.SILU) for weight in gated))
+
+
+def test_every_number_of_float16_is_widened_exactly(kernels: Kernels) -> None:
+    every = F16_BITS.view(torch.float16).view(256, 256)
+    assert same(look_up(kernels, kernels.pack(native.Type.F16, every)), every.float())

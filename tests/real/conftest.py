@@ -1,0 +1,43 @@
+"""Trained models, where `make real-models` has put them. Tests of a model that is not there are skipped, with a reason.
+
+All tests here are marked slow: `make test` never runs them, `make real` does.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tools.real_models import MODELS, folder
+
+from tests.real.llama_cpp import LlamaCpp
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests here as slow, and give them no limit of a quick test's time."""
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.slow)
+            item.add_marker(pytest.mark.timeout(3600))
+
+
+def file_of(name: str) -> Path:
+    """Return the file of a model; skip the test if it is not there."""
+    path = folder() / MODELS[name].file
+    if not path.exists():
+        pytest.skip(f"{path} is not there; `make real-models` gets it")
+    pytest.importorskip("speculant.gguf_file", reason="this version reads no GGUF files")
+    return path
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    return file_of("smollm2")
+
+
+@pytest.fixture(scope="session")
+def llama_cpp() -> LlamaCpp:
+    found = LlamaCpp.find()
+    if found is None:
+        pytest.skip("LLAMA_CPP names no folder with llama.cpp's programs")
+    return found

