@@ -17,43 +17,49 @@ namespace SP_NAMESPACE {
 
 static inline int64_t offsets_of(int type, int64_t k) { return groups_of(k) * (form_of(type).is_halved() ? 2 : 1); }
 
-static inline bool is_finite(float x) { return fabsf(x) <= 3.402823466e38f; }
+constexpr float LEAST_ROUNDED = 1e-36f;  // below it, the factor 127 / largest would overflow
 
-// Round up to GROUP numbers, the missing ones zero. A group with an infinity or NaN gets the scale NaN, so that it reaches the output.
-static inline float round_group(const float *x, int8_t *values) {
-  Vec largest = zero();
+// Round GROUP numbers; sums: of the two halves. Returns the scale. A group with an infinity or NaN gets the scale NaN, so that it reaches
+// the output.
+static inline float round_group(const float *x, int8_t *values, float sums[2]) {
+  constexpr int HALF = 16 / LANES;  // vectors
+  Vec parts[2 * HALF], largest = splat(LEAST_ROUNDED);
   bool finite = true;
-  for (int64_t i = 0; i < GROUP; i++) finite &= is_finite(x[i]);
-  for (int64_t i = 0; i < GROUP; i += LANES) largest = max(largest, max(load(x + i), sub(zero(), load(x + i))));
-  const float most = max_lanes(largest);
-  if (!finite || most == 0.0f) {
-    memset(values, 0, GROUP);
-    return finite ? 0.0f : NAN;
+  for (int i = 0; i < 2 * HALF; i++) {
+    parts[i] = load(x + i * LANES), finite &= all_finite(parts[i]);
+    largest = max(largest, max(parts[i], sub(zero(), parts[i])));
   }
-  // A factor of 127 / most would overflow for the smallest numbers.
-  const float factor = most < 1e-36f ? 127.0f / 1e-36f : 127.0f / most;
-  for (int64_t i = 0; i < GROUP; i += LANES) store_bytes(values + i, mul(load(x + i), splat(factor)));
-  return most < 1e-36f ? 1e-36f / 127.0f : most / 127.0f;
+  const float most = max_lanes(largest);
+  const Vec factor = splat(127.0f / most);
+  for (int half = 0; half < 2; half++) {
+    Vec sum = zero();
+    for (int i = half * HALF; i < (half + 1) * HALF; i++) {
+      const Vec rounded = finite ? nearest(mul(parts[i], factor)) : zero();
+      store_bytes(values + i * LANES, rounded), sum = add(sum, rounded);
+    }
+    sums[half] = sum_lanes(sum);  // exact: whole numbers below 2^11
+  }
+  return finite ? most / 127.0f : NAN;
 }
 
-// Round a row. The scales and offsets of its groups are `stride` apart, because a tile's rows are interleaved.
-static void round_to_int8(int type, const float *x, int64_t k, int8_t *values, float *scales, int32_t *offsets, int64_t stride) {
+// Round groups begin .. end - 1 of a row. A group's scale and offsets are `stride` from the next one's, because a tile's rows are interleaved.
+static void round_to_int8(int type, const float *x, int64_t k, int64_t begin, int64_t end, int8_t *values, float *scales, int32_t *offsets,
+                          int64_t stride) {
   const Form form = form_of(type);
   const int64_t halves = form.is_halved() ? 2 : 1;
-  for (int64_t g = 0; g < groups_of(k); g++) {
+  for (int64_t g = begin; g < end; g++) {
     const int64_t first = g * GROUP;
-    float part[GROUP] = {0};
+    float part[GROUP] = {0}, sums[2];
     if (k - first < GROUP) memcpy(part, x + first, (k - first) * sizeof(float));
-    const float scale = scales[g * stride] = round_group(k - first < GROUP ? part : x + first, values + first);
+    const float scale = scales[g * stride] = round_group(k - first < GROUP ? part : x + first, values + first, sums);
+    if (!form.is_halved()) sums[0] += sums[1];
     for (int64_t half = 0; half < halves; half++) {
-      int32_t sum = 0;
-      for (int64_t i = 0; i < GROUP / halves; i++) sum += values[first + half * GROUP / 2 + i];
       int32_t *offset = offsets + (g * halves + half) * stride;
-      const float minimum = scale * (float)sum;
+      const float minimum = scale * sums[half];
       if (form.has_minimum())
         memcpy(offset, &minimum, 4);
       else
-        *offset = -form.offset * sum;
+        *offset = -form.offset * (int32_t)sums[half];
     }
   }
 }

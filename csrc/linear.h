@@ -110,7 +110,7 @@ static inline void add_step(Vec acc[ROWS][VECS], const float *x, const Vec w[VEC
   }
 }
 
-static inline void prefetch_step(const char *weight, int64_t ahead) {
+static inline __attribute__((always_inline)) void prefetch_step(const char *weight, int64_t ahead) {
   for (int v = 0; v < VECS; v++) prefetch(weight + v * LANES * 4 + ahead);
 }
 

@@ -6,8 +6,8 @@
 #include <cstdint>
 #include <cstring>
 
-static inline void prefetch(const void *p) { __builtin_prefetch(p); }
-static inline void prefetch_far(const void *p) { __builtin_prefetch(p, 0, 2); }  // into the second-level cache
+static inline __attribute__((always_inline)) void prefetch(const void *p) { __builtin_prefetch(p); }
+static inline __attribute__((always_inline)) void prefetch_far(const void *p) { __builtin_prefetch(p, 0, 2); }  // into the second-level cache
 
 namespace SP_NAMESPACE {
 static inline float from_bits(uint32_t bits) { float value; memcpy(&value, &bits, 4); return value; }
@@ -58,6 +58,9 @@ static inline Vec fma_into(Vec sum, Vec a, Vec b) {  // GCC copies the accumulat
 }
 static inline Vec nearest(Vec a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 static inline Vec times_power(Vec a, Vec n) { return _mm512_scalef_ps(a, n); }  // a * 2^n for whole n
+static inline bool all_finite(Vec a) {
+  return _mm512_cmp_ps_mask(_mm512_abs_ps(a), _mm512_set1_ps(3.402823466e38f), _CMP_LE_OQ) == 0xffff;
+}
 static inline Ints load_ints(const void *p) { return _mm512_loadu_si512(p); }
 static inline Ints splat_ints(int32_t x) { return _mm512_set1_epi32(x); }
 static inline Vec to_floats(Ints a) { return _mm512_cvtepi32_ps(a); }
@@ -74,7 +77,7 @@ static inline Vec as_floats(Ints a) { return _mm512_castsi512_ps(a); }
 static inline Ints load_unsigned(const uint8_t *p) { return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p)); }
 static inline Ints load_signed(const int8_t *p) { return _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)); }
 static inline Vec load_f16(const uint16_t *p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p)); }
-static inline void store_bytes(int8_t *p, Vec a) {  // each number is rounded to nearest even; it must fit
+static inline void store_bytes(int8_t *p, Vec a) {  // whole numbers that fit
   _mm_storeu_si128((__m128i *)p, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(a)));
 }
 // For decoding bytes: a table repeated in each 16 bytes; its bytes at the places `index` < 16; and the bytes of a and b in turn, from the
@@ -189,6 +192,10 @@ static inline Vec times_power(Vec a, Vec n) {  // in two steps, so that 2^n itse
   a = mul(a, _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(half, one), 23)));
   return mul(a, _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(rest, one), 23)));
 }
+static inline bool all_finite(Vec a) {
+  const __m256 size = _mm256_andnot_ps(_mm256_set1_ps(-0.0f), a);
+  return _mm256_movemask_ps(_mm256_cmp_ps(size, _mm256_set1_ps(3.402823466e38f), _CMP_LE_OQ)) == 0xff;
+}
 static inline Ints load_ints(const void *p) { return _mm256_loadu_si256((const __m256i *)p); }
 static inline Ints splat_ints(int32_t x) { return _mm256_set1_epi32(x); }
 static inline Vec to_floats(Ints a) { return _mm256_cvtepi32_ps(a); }
@@ -282,6 +289,11 @@ static inline Vec fma(Vec a, Vec b, Vec c) { SP_EACH(Vec, a.at[i] * b.at[i] + c.
 static inline Vec fma_into(Vec sum, Vec a, Vec b) { return fma(a, b, sum); }
 static inline Vec nearest(Vec a) { SP_EACH(Vec, nearbyintf(a.at[i])) }
 static inline Vec times_power(Vec a, Vec n) { SP_EACH(Vec, ldexpf(a.at[i], n.at[i] == n.at[i] ? (int)n.at[i] : 0)) }
+static inline bool all_finite(Vec a) {
+  bool finite = true;
+  for (int i = 0; i < LANES; i++) finite &= fabsf(a.at[i]) <= 3.402823466e38f;
+  return finite;
+}
 static inline Ints load_ints(const void *p) { Ints out; memcpy(&out, p, sizeof out); return out; }
 static inline Ints splat_ints(int32_t x) { SP_EACH(Ints, (uint32_t)x) }
 static inline Vec to_floats(Ints a) { SP_EACH(Vec, (float)(int32_t)a.at[i]) }
@@ -299,7 +311,7 @@ static inline Ints load_unsigned(const uint8_t *p) { SP_EACH(Ints, p[i]) }
 static inline Ints load_signed(const int8_t *p) { SP_EACH(Ints, (uint32_t)p[i]) }
 static inline Vec load_f16(const uint16_t *p) { SP_EACH(Vec, read_f16(p[i])) }
 static inline void store_bytes(int8_t *p, Vec a) {
-  for (int i = 0; i < LANES; i++) p[i] = (int8_t)lrintf(a.at[i]);
+  for (int i = 0; i < LANES; i++) p[i] = (int8_t)a.at[i];
 }
 typedef uint8_t Bytes[LANES * 4];
 static inline Ints load_table(const uint8_t *p) {

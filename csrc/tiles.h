@@ -11,6 +11,7 @@
 namespace SP_NAMESPACE {
 
 constexpr int64_t PART = 8 * LANES;        // dwords of each row that one work item packs
+constexpr int64_t NARROW_PART = 512;       // the same, of rows that are converted to a narrower type
 constexpr int64_t SHARE = 16 * MOST_ROWS;  // rows that one work item of a layer computes
 
 static const SumTile *const SUM_TILES[] = {  // by SpType; panel_at has SP_BF12
@@ -47,8 +48,9 @@ static void make_room(const SpOp *ops, int count, int64_t rows, Tiles &x) {
 static inline int64_t tiles_of(int64_t rows) { return (rows + MOST_ROWS - 1) / MOST_ROWS; }
 static inline int64_t rows_at(int64_t first, int64_t rows) { return rows - first < MOST_ROWS ? rows - first : MOST_ROWS; }
 
-// A work item packs a part of a tile, or a whole tile if rows are converted to a narrower type.
-static inline int64_t parts_of(const SpOp &op) { return is_float(op) ? (op.k + PART - 1) / PART : 1; }
+// A work item packs a part of a tile.
+static inline int64_t part_of(const SpOp &op) { return is_float(op) ? PART : NARROW_PART; }
+static inline int64_t parts_of(const SpOp &op) { return (dwords_of(op) + part_of(op) - 1) / part_of(op); }
 static inline int64_t packing_pieces(const SpOp &op, int64_t rows) { return is_packed(op, rows) ? tiles_of(rows) * parts_of(op) : 0; }
 
 // Pack dwords begin .. end - 1 of `count` rows. Two vectors of each row are transposed at once, the first ones into the low halves
@@ -76,28 +78,26 @@ static void pack_rows(const uint32_t *rows, int64_t width, int64_t count, int64_
     for (int64_t r = 0; r < count; r++) tile[i * count + r] = rows[r * width + i];
 }
 
-static void round_row(const float *x, int64_t k, uint16_t *rounded) {
-  for (int64_t i = 0; i < k; i++) rounded[i] = to_bf16(x[i]);
-  if (k % 2) rounded[k] = 0;
+// Convert dwords begin .. end - 1 of row r of the tile that begins at row `first` and has `some` rows.
+static void narrow_row(const SpOp &op, Tiles &x, int64_t first, int64_t some, int64_t r, int64_t begin, int64_t end, uint32_t *to) {
+  const float *row = op.in + (first + r) * op.k;
+  if (is_bf16(op)) {
+    uint16_t *rounded = (uint16_t *)to;
+    for (int64_t i = 2 * begin; i < 2 * end; i++) rounded[i] = i < op.k ? to_bf16(row[i]) : 0;
+  } else {
+    float *scales = x.scales.items + first * scales_of(op) + r;
+    round_to_int8(op.type, row, op.k, begin * 4 / GROUP, end * 4 / GROUP, (int8_t *)to, scales, x.offsets.items + first * offsets_of(op) + r, some);
+  }
 }
 
 static void pack_piece(const SpOp &op, int64_t rows, Tiles &x, int64_t item) {
   const int64_t first = item / parts_of(op) * MOST_ROWS, some = rows_at(first, rows), width = dwords_of(op);
+  const int64_t begin = item % parts_of(op) * part_of(op), end = begin + part_of(op) < width ? begin + part_of(op) : width;
   uint32_t *tile = x.dwords.items + first * width;
-  if (is_float(op)) {
-    const int64_t begin = item % parts_of(op) * PART, end = begin + PART < width ? begin + PART : width;
-    return pack_rows((const uint32_t *)(op.in + first * width), width, some, begin, end, tile);
-  }
+  if (is_float(op)) return pack_rows((const uint32_t *)(op.in + first * width), width, some, begin, end, tile);
   uint32_t *narrowed = some == 1 ? tile : x.narrowed.items + first * width;
-  for (int64_t r = 0; r < some; r++) {
-    const float *row = op.in + (first + r) * op.k;
-    uint32_t *to = narrowed + r * width;
-    if (is_bf16(op))
-      round_row(row, op.k, (uint16_t *)to);
-    else
-      round_to_int8(op.type, row, op.k, (int8_t *)to, x.scales.items + first * scales_of(op) + r, x.offsets.items + first * offsets_of(op) + r, some);
-  }
-  if (some > 1) pack_rows(narrowed, width, some, 0, width, tile);
+  for (int64_t r = 0; r < some; r++) narrow_row(op, x, first, some, r, begin, end, narrowed + r * width);
+  if (some > 1) pack_rows(narrowed, width, some, begin, end, tile);
 }
 
 static inline Tile tile_at(const SpOp &op, int64_t rows, Tiles &x, int64_t first) {
