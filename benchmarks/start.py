@@ -58,7 +58,7 @@ seconds = time.perf_counter() - started
 after = memory()
 token_ids = [first.token, *(piece.token for piece in stream)]
 model = llm._runtime.checkpoint.model.packed
-weights = [each for layer in model.layers for each in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+weights = [each for layer in model.layers for each in layer.matrices]
 sizes = {id(each.memory): each.memory.numel() for each in [*weights, model.table, model.head]}
 print(json.dumps({
     "first_token_s": seconds, "made_s": made, "pages_s": sum(pages),

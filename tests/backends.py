@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -74,6 +74,7 @@ class FakeBackend:
     devices: Sequence[str] | None = ("cpu",)
     dtypes: Sequence[torch.dtype] = (torch.float64, torch.float32)
     quantizations: Sequence[str] = ("fp8",)
+    layouts: Collection[str] = ()
     row_invariant: bool = False
 
     @property

@@ -274,6 +274,17 @@ def test_auto_names_the_backends_that_it_skips(register: Callable[[FakeBackend],
     assert says.endswith(", not the fake ones: they are away)")
 
 
+def test_the_description_counts_blocks_by_their_layout() -> None:
+    usable("native")
+    weights = Blocks(ModuleWeights(random_decoder(CONFIG)), "q4_0", 18)
+    for wanted, says in (
+        ("native", "f32 14 matrices, q4_0 2)"),
+        ("reference", "f32 14 matrices, q4_0 2, q4_0 decoded)"),
+    ):
+        assert choose_backend(wanted, None, CONFIG, torch.float32, CPU, weights=weights)[1].endswith(says)
+    assert "q4_0" not in choose_backend("native", "int8", CONFIG, torch.float32, CPU, weights=weights)[1]
+
+
 def test_native_kernels_say_why_not() -> None:
     usable("native")
     wide = describe(**SIZES, num_heads=66)

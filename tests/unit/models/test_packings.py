@@ -14,11 +14,15 @@ from speculant.files import cache_folder
 from speculant.kernels.native import Kernels, open_kernels, usable_sets
 from speculant.models.backends.base import AUTO, CODED, PLAIN, Packing, choose_backend, packing_of
 from speculant.models.backends.native import NativeBackend
+from speculant.models.sizes import matrix_weights
 from speculant.models.weights import packings
-from speculant.models.weights.packings import choose, fastest_packing, kept_gains, measure_gains
+from speculant.models.weights.packings import choose, fastest_packing, kept_gains, measure_gains, narrow_weights
+from speculant.models.weights.source import ModuleWeights
 from tests.contracts.test_backends import CONFIG, SIZES
 from tests.descriptions import describe
+from tests.exactness.test_native_decoder import make_decoder
 from tests.models import Checkpoints
+from tests.stored_weights import StoredAs
 
 native = pytest.mark.skipif(not usable_sets(), reason="the native kernels are not built")
 CPU = torch.device("cpu")
@@ -59,6 +63,17 @@ def test_small_and_quantised_models_are_not_timed(kernels: Kernels, monkeypatch:
     monkeypatch.setattr(packings, "kept_gains", None)  # a call fails
     assert fastest_packing(kernels, CONFIG, None).name == PLAIN
     assert "int8" in fastest_packing(kernels, LARGE, "int8").why
+
+
+@native
+def test_weights_in_blocks_are_not_timed(kernels: Kernels) -> None:
+    """A model without a matrix in bfloat16 has nothing to store in 12 bits; a mixed one counts those that it has."""
+    decoder = make_decoder(torch.bfloat16)
+    weights = StoredAs(ModuleWeights(decoder), {"down_proj.weight": "BF16", "": "Q8_0"})
+    assert narrow_weights(decoder.config, weights) == 2 * 64 * 32
+    assert narrow_weights(decoder.config, ModuleWeights(decoder)) == matrix_weights(decoder.config)
+    blocks = StoredAs(ModuleWeights(decoder), {"": "Q8_0"})
+    assert fastest_packing(kernels, decoder.config, None, blocks) == Packing(PLAIN, "no matrix is stored in bfloat16")
 
 
 @native

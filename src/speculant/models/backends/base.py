@@ -6,7 +6,8 @@ theirs under the entry point group `speculant.models.backends`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -17,7 +18,7 @@ from speculant.errors import ConfigError, suggest
 from speculant.kernels.base import Sampler
 from speculant.models.base import CausalLM
 from speculant.models.description import DecoderConfig
-from speculant.models.weights.source import WeightSource
+from speculant.models.weights.source import FLOATS, WeightSource, counted_kinds, has_blocks, listed_kinds
 
 KIND = "speculant.models.backends"
 AUTO = "auto"
@@ -29,7 +30,8 @@ class Backend(Protocol):
     """Computes models, and samples on the device that holds them.
 
     name: that of its module. devices: torch's device types; None = all. dtypes: of weights. quantizations: types that
-    it can round weights to when it loads them. priority: "auto" takes the backend of the highest priority that can
+    it can round weights to when it loads them. layouts: of blocks that it computes with as they are stored; it decodes
+    all others. priority: "auto" takes the backend of the highest priority that can
     compute the model. row_invariant: a row's result has the same bits in every batch.
     """
 
@@ -37,6 +39,7 @@ class Backend(Protocol):
     devices: Sequence[str] | None
     dtypes: Sequence[torch.dtype]
     quantizations: Sequence[str]
+    layouts: Collection[str]
     priority: int
     row_invariant: bool
 
@@ -96,8 +99,10 @@ class PacksWeights(Protocol):
         """Return the ways to store weights of a type."""
         ...
 
-    def fastest_packing(self, config: DecoderConfig, quantization: str | None) -> Packing:
-        """Return the fastest of several ways to store a model's weights here."""
+    def fastest_packing(
+        self, config: DecoderConfig, quantization: str | None, weights: WeightSource | None = None
+    ) -> Packing:
+        """Return the fastest of several ways to store a model's weights here. weights: None = all have one type."""
         ...
 
     def with_packing(self, packing: Packing) -> Backend:
@@ -142,18 +147,19 @@ def choose_backend(
     dtype: torch.dtype,
     device: torch.device,
     weight_packing: str = AUTO,
+    weights: WeightSource | None = None,
 ) -> tuple[Backend, str]:
     """Return a backend that can compute the model, and a description of the choice.
 
     wanted is a backend's name, or "auto" for the first that can compute the model. weight_packing: how it stores
-    weights; "auto" = the fastest way. Raises ConfigError.
+    weights; "auto" = the fastest way. weights: those of the model; None = they are of `dtype`. Raises ConfigError.
     """
     reasons: dict[str, str] = {}
     for backend in find_backends(wanted, quantization):
         why = why_not(backend, config, dtype, device)
         if why is None:
-            packed = _with_packing(backend, weight_packing, config, dtype, quantization)
-            return packed, _describe(packed, quantization, reasons)
+            packed = _with_packing(backend, weight_packing, config, dtype, quantization, weights)
+            return packed, _describe(packed, weights_of(packed, quantization, weights), reasons)
         reasons[backend.name] = why
     raise ConfigError(
         "; ".join(f"the {name} kernels can't compute this model: {why}" for name, why in reasons.items()), _FIX
@@ -165,9 +171,23 @@ def packing_of(backend: Backend) -> Packing:
     return backend.packing if isinstance(backend, PacksWeights) else AS_THEY_ARE
 
 
+def weights_of(backend: Backend, quantization: str | None, weights: WeightSource | None) -> str:
+    """Describe the matrices that a backend computes with, if not all of them have the model's type."""
+    if quantization is not None:
+        return f"{quantization} weights"
+    if weights is None or not has_blocks(weights):
+        return ""
+    kinds = counted_kinds(weights)
+    decoded = Counter({kind: kinds[kind] for kind in kinds if kind.upper() not in FLOATS})
+    for layout in backend.layouts:
+        del decoded[layout]
+    return listed_kinds(kinds) + (f", {' and '.join(sorted(decoded))} decoded" if decoded else "")
+
+
 def _with_packing(
-    backend: Backend, wanted: str, config: DecoderConfig, dtype: torch.dtype, quantization: str | None
-) -> Backend:
+    backend: Backend, wanted: str, config: DecoderConfig, dtype: torch.dtype, quantization: str | None,
+    weights: WeightSource | None,
+) -> Backend:  # fmt: skip
     known = backend.packings(dtype) if isinstance(backend, PacksWeights) else (PLAIN,)
     if wanted not in (AUTO, *known):
         raise ConfigError(
@@ -176,7 +196,8 @@ def _with_packing(
         )
     if not isinstance(backend, PacksWeights) or len(known) == 1:
         return backend
-    return backend.with_packing(backend.fastest_packing(config, quantization) if wanted == AUTO else Packing(wanted))
+    fastest = backend.fastest_packing(config, quantization, weights) if wanted == AUTO else Packing(wanted)
+    return backend.with_packing(fastest)
 
 
 def find_backends(wanted: str, quantization: str | None = None, option: str = "quantization") -> list[Backend]:
@@ -226,7 +247,7 @@ def _display_name(value: str | torch.dtype) -> str:
     return {"cpu": "the CPU", "cuda": "CUDA"}.get(str(value), str(value).removeprefix("torch."))
 
 
-def _describe(backend: Backend, quantization: str | None, reasons: Mapping[str, str]) -> str:
-    facts = [fact for fact in (backend.describe(), f"{quantization} weights" if quantization else "") if fact]
+def _describe(backend: Backend, weights: str, reasons: Mapping[str, str]) -> str:
+    facts = [fact for fact in (backend.describe(), weights) if fact]
     others = [f"not the {name} ones: {why}" for name, why in reasons.items()]
     return backend.name + "".join(f" ({', '.join(part)})" for part in (facts, others) if part)

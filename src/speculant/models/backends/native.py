@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from speculant.kernels.base import Sampler
-from speculant.kernels.native import QUANTIZED, TYPES, Kernels, NativeSampler, open_kernels
+from speculant.kernels.native import BLOCK_TYPES, QUANTIZED, TYPES, Kernels, NativeSampler, open_kernels
 from speculant.models.backends.base import AS_THEY_ARE, CODED, PLAIN, Packing
 from speculant.models.description import DecoderConfig
 from speculant.models.native.decoder import NativeDecoder
@@ -27,6 +27,7 @@ class NativeBackend:
     devices: Sequence[str] | None = ("cpu",)
     dtypes: Sequence[torch.dtype] = tuple(TYPES)
     quantizations: Sequence[str] = tuple(QUANTIZED)
+    layouts: Collection[str] = tuple(BLOCK_TYPES)
     priority: int = 10
     row_invariant: bool = True
     packing: Packing = AS_THEY_ARE
@@ -52,9 +53,11 @@ class NativeBackend:
         """See `PacksWeights.packings`."""
         return (PLAIN, CODED) if dtype == torch.bfloat16 else (PLAIN,)
 
-    def fastest_packing(self, config: DecoderConfig, quantization: str | None) -> Packing:
+    def fastest_packing(
+        self, config: DecoderConfig, quantization: str | None, weights: WeightSource | None = None
+    ) -> Packing:
         """See `PacksWeights.fastest_packing`: both ways are timed for a model that is large enough."""
-        return fastest_packing(self._built, config, quantization)
+        return fastest_packing(self._built, config, quantization, weights)
 
     def with_packing(self, packing: Packing) -> NativeBackend:
         """See `PacksWeights.with_packing`."""

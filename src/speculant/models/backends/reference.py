@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +23,7 @@ class ReferenceBackend:
     devices: Sequence[str] | None = None
     dtypes: Sequence[torch.dtype] = (torch.float64, torch.float32, torch.bfloat16)
     quantizations: Sequence[str] = ()
+    layouts: Collection[str] = ()
     priority: int = 0
     row_invariant: bool = False
     sampler: Sampler = REFERENCE

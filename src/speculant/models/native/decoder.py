@@ -6,6 +6,7 @@ Chains whose noise is known in advance are drawn in one native call: passes, dis
 from __future__ import annotations
 
 import ctypes
+import logging
 from array import array
 from collections.abc import Sequence
 from dataclasses import replace
@@ -48,13 +49,15 @@ from speculant.models.native.program import Buffers, NativeLinears, PackedDecode
 from speculant.models.native.scratch import scratch_bytes
 from speculant.models.reference.decoder import spread
 from speculant.models.reference.rotary import Rotary
-from speculant.models.sizes import matrix_weights
+from speculant.models.sizes import tensor_shapes
 from speculant.models.weights.cache import WeightStore
-from speculant.models.weights.reader import WeightReader
+from speculant.models.weights.reader import WeightReader, WeightTypes
 from speculant.models.weights.source import WeightSource
 from speculant.params import SamplingParams
 from speculant.sampling.chance import KeyedNoise, MostLikely, Stream
 from speculant.sampling.distribution import Node, edits_of, sampling_settings
+
+logger = logging.getLogger(__name__)
 
 FORESEEABLE = (Stream, KeyedNoise, MostLikely)
 
@@ -186,7 +189,8 @@ class Layout(NamedTuple):
 class NativeDecoder:
     """A decoder whose weights are packed as they are read. Activations are float32 for every type of weights.
 
-    dtype, float32 or bfloat16, is that of the weights and of the cache. Matrices are rounded to `quantization`.
+    dtype, float32 or bfloat16, is that of the cache and of weights; see `WeightTypes`. Matrices are rounded to
+    `quantization`; None = they keep these types.
     coded: bfloat16 matrices are stored in 12 bits a weight, which changes no bit of a result. store: of packed ones.
     The kernels may round the activations of a linear layer before they multiply: see csrc/speculant.h.
     """
@@ -203,11 +207,16 @@ class NativeDecoder:
         coded: bool = False,
         store: WeightStore | None = None,
     ) -> None:
-        type_ = quantization or (Type.BF12 if coded and dtype == torch.bfloat16 else TYPES[dtype])
-        expected = likely_bytes(kernels, type_, matrix_weights(config) // config.hidden_size, config.hidden_size)
-        reader = WeightReader(weights, kernels, dtype, Arena(kernels.touch, expected), coded=coded, store=store)
-        packed = PackedDecoder.read(config, reader, quantization)
-        self._begin(packed, dtype, kernels)
+        types, shapes = WeightTypes(weights, dtype, coded), tensor_shapes(config)
+        expected = sum(
+            likely_bytes(kernels, types.of(name) if quantization is None else quantization, *shape)
+            for name, shape in shapes.items()
+            if len(shape) == 2
+        )
+        reader = WeightReader(types, kernels, Arena(kernels.touch, expected), rounded=quantization, store=store)
+        self._begin(PackedDecoder.read(config, reader), dtype, kernels)
+        if quantization is None and (unlike := types.unlike_pairs(shapes)):
+            logger.warning("%s", unlike)
 
     def _begin(self, packed: PackedDecoder, dtype: torch.dtype, kernels: Kernels) -> None:
         """Make the model of packed weights."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from speculant.cache.base import CacheShape, KVStorage
 from speculant.kernels.memory import Arena
-from speculant.kernels.native import TYPES, Draft, Flag, Op, Weight
+from speculant.kernels.native import Draft, Flag, Op, Weight
 from speculant.models.base import Batch, Chain, Hidden
 from speculant.models.heads import HeadConfig, StateEntry, head_cache_shape
 from speculant.models.native.decoder import NativeDecoder
@@ -23,8 +23,9 @@ from speculant.models.native.program import (
     copying,
     embedding,
     linear,
+    linears,
 )
-from speculant.models.weights.reader import WeightReader
+from speculant.models.weights.reader import WeightReader, WeightTypes
 from speculant.models.weights.source import QuantizedBlocks, WeightSource, read_plain
 
 _QUERIES = ("q_proj.weight", "k_proj.weight", "v_proj.weight")
@@ -70,13 +71,13 @@ def _double(config: HeadConfig) -> frozenset[str]:
 class PackedHead:
     """All weights of a head. `decoder` has its layers.
 
-    hidden: the matrix that multiplies h. With INPUT, `embedded` multiplies e and may have a bias. With ATTENTION the
-    first layer's matrix in `decoder` multiplies e, and `hidden_norm` is the norm of h.
+    hidden: the matrices that multiply h, by rows. With INPUT, `embedded` multiplies e and may have a bias. With
+    ATTENTION the first layer's matrices in `decoder` multiply e, and `hidden_norm` is the norm of h.
     """
 
     config: HeadConfig
     decoder: PackedDecoder
-    hidden: Weight
+    hidden: tuple[Weight, ...]
     embedded: Weight | None = None
     bias: Tensor | None = None
     hidden_norm: PackedNorm | None = None
@@ -85,20 +86,21 @@ class PackedHead:
     def read(cls, config: HeadConfig, weights: WeightSource, target: NativeDecoder) -> PackedHead:
         """Read and pack a head's weights; table and output head are the target's unless it has its own."""
         host, kernels, dtype = target.packed, target.kernels, target.cache_shape.dtype
-        type_, own, arena = TYPES[dtype], config.decoder, Arena(kernels.touch)
-        of_e, of_h = (WeightReader(Half(weights, _double(config), index), kernels, dtype, arena) for index in (0, 1))
+        own, arena = config.decoder, Arena(kernels.touch)
+        halves = [Half(weights, _double(config), index) for index in (0, 1)]
+        of_e, of_h = (WeightReader(WeightTypes(half, dtype), kernels, arena) for half in halves)
         decoder = PackedDecoder(
             config=own,
-            cache_type=type_,
-            table=of_e.matrix(type_, "embed_tokens") if config.own_table else host.table,
-            head=of_e.matrix(type_, "lm_head.weight") if config.own_head else host.head,
+            cache_type=host.cache_type,
+            table=of_e.matrix("embed_tokens") if config.own_table else host.table,
+            head=of_e.matrix("lm_head.weight") if config.own_head else host.head,
             norm=None if _by_input(config) else PackedNorm.read(own.norm, of_e, "norm.weight"),
-            layers=[PackedLayer.read(of, of_e.inside(f"layers.{i}."), type_) for i, of in enumerate(config.layers)],
+            layers=[PackedLayer.read(of, of_e.inside(f"layers.{i}.")) for i, of in enumerate(config.layers)],
         )
         if _by_input(config):
             bias = of_e.vector("fc.bias") if config.fc_bias else None
-            return cls(config, decoder, of_h.matrix(type_, "fc.weight"), of_e.matrix(type_, "fc.weight"), bias)
-        hidden = of_h.inside("layers.0.self_attn.").matrix(type_, *_QUERIES)
+            return cls(config, decoder, of_h.matrices("fc.weight"), of_e.matrix("fc.weight"), bias)
+        hidden = of_h.inside("layers.0.self_attn.").matrices(*_QUERIES)
         return cls(config, decoder, hidden, hidden_norm=PackedNorm.read(own.norm, of_e, "hidden_norm.weight"))
 
 
@@ -134,17 +136,17 @@ class HeadProgram(Program):
         assert head.embedded is not None
         yield embedding(head.decoder.table, buffers.y)
         yield linear(head.embedded, buffers.y, buffers.x, head.bias)
-        yield linear(head.hidden, self.states, buffers.x, flags=Flag.ADD)
-        yield linear(first.qkv, buffers.x, buffers.qkv, first.qkv_bias)
+        yield from linears(head.hidden, self.states, buffers.x, flags=Flag.ADD)
+        yield from linears(first.qkv, buffers.x, buffers.qkv, first.qkv_bias)
 
     def _enter_by_attention(self) -> Iterator[Op]:
         head, buffers, first = self._head, self._buffers, self._head.decoder.layers[0]
         yield embedding(head.decoder.table, buffers.x)
         yield self._norm(first.input_norm, buffers.x, buffers.y)
-        yield linear(first.qkv, buffers.y, buffers.qkv, first.qkv_bias)
+        yield from linears(first.qkv, buffers.y, buffers.qkv, first.qkv_bias)
         normed = head.config.norm_before_residual
         yield self._norm(head.hidden_norm, self.states, buffers.y, None if normed else buffers.x)
-        yield linear(head.hidden, buffers.y, buffers.qkv, flags=Flag.ADD)
+        yield from linears(head.hidden, buffers.y, buffers.qkv, flags=Flag.ADD)
         if normed:
             yield copying(buffers.y, buffers.x)
 

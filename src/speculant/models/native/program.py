@@ -42,11 +42,14 @@ class PackedNorm(NamedTuple):
 
 @dataclass(frozen=True)
 class PackedLayer:
-    """The weights of one layer that `of` describes. Vectors are float32; None = it does not have this one."""
+    """The weights of one layer that `of` describes. Vectors are float32; None = it does not have this one.
+
+    qkv: the matrices of queries, keys and values by rows; neighbours of the same type are one.
+    """
 
     of: Layer
     input_norm: PackedNorm | None
-    qkv: Weight
+    qkv: tuple[Weight, ...]
     qkv_bias: Tensor | None
     query_norm: PackedNorm | None
     key_norm: PackedNorm | None
@@ -59,29 +62,34 @@ class PackedLayer:
     down_bias: Tensor | None
 
     @classmethod
-    def read(cls, of: Layer, layer: WeightReader, type_: Type) -> PackedLayer:
+    def read(cls, of: Layer, layer: WeightReader) -> PackedLayer:
         """Read and pack a layer's weights."""
         own, attention, mlp = of.attention, layer.inside("self_attn."), layer.inside("mlp.")
         return cls(
             of=of,
             input_norm=PackedNorm.read(of.before_attention, layer, "input_layernorm.weight"),
-            qkv=attention.matrix(type_, "q_proj.weight", "k_proj.weight", "v_proj.weight"),
+            qkv=attention.matrices("q_proj.weight", "k_proj.weight", "v_proj.weight"),
             qkv_bias=attention.vector("q_proj.bias", "k_proj.bias", "v_proj.bias") if own.bias else None,
             query_norm=PackedNorm.read(own.qk_norm, attention, "q_norm.weight"),
             key_norm=PackedNorm.read(own.qk_norm, attention, "k_norm.weight"),
-            out=attention.matrix(type_, "o_proj.weight"),
+            out=attention.matrix("o_proj.weight"),
             out_bias=attention.vector("o_proj.bias") if own.output_bias else None,
             mlp_norm=PackedNorm.read(of.before_mlp, layer, "post_attention_layernorm.weight"),
-            gate_up=mlp.interleaved(type_, "gate_proj.weight", "up_proj.weight"),
+            gate_up=mlp.interleaved("gate_proj.weight", "up_proj.weight"),
             gate_up_bias=mlp.vector("gate_proj.bias", "up_proj.bias") if of.mlp.bias else None,
-            down=mlp.matrix(type_, "down_proj.weight"),
+            down=mlp.matrix("down_proj.weight"),
             down_bias=mlp.vector("down_proj.bias") if of.mlp.bias else None,
         )
+
+    @property
+    def matrices(self) -> tuple[Weight, ...]:
+        """All its matrices."""
+        return (*self.qkv, self.out, self.gate_up, self.down)
 
 
 @dataclass(frozen=True)
 class PackedDecoder:
-    """All weights of a decoder. The embedding table is never quantised."""
+    """All weights of a decoder. A tied head is the table unless matrices are rounded, which the table never is."""
 
     config: DecoderConfig
     cache_type: Type
@@ -91,22 +99,18 @@ class PackedDecoder:
     layers: list[PackedLayer]
 
     @classmethod
-    def read(cls, config: DecoderConfig, weights: WeightReader, quantization: Type | None) -> PackedDecoder:
+    def read(cls, config: DecoderConfig, weights: WeightReader) -> PackedDecoder:
         """Read and pack a decoder's weights, one tensor at a time."""
-        plain = TYPES[weights.dtype]
-        type_ = plain if quantization is None else quantization
-        table, tied = weights.matrix(plain, TABLE), config.head.tied
-        head = table if tied and type_ == plain else weights.matrix(type_, TABLE if tied else HEAD)
+        table, tied = weights.rounding(None).matrix(TABLE), config.head.tied
+        head = table if tied and weights.rounded is None else weights.matrix(TABLE if tied else HEAD)
         norm = PackedNorm.read(config.norm, weights, NORM)
-        layers = [
-            PackedLayer.read(of, weights.inside(LAYER.format(index)), type_) for index, of in enumerate(config.layers)
-        ]
-        return cls(config, plain, table, head, norm, layers)
+        layers = [PackedLayer.read(of, weights.inside(LAYER.format(i))) for i, of in enumerate(config.layers)]
+        return cls(config, TYPES[weights.types.dtype], table, head, norm, layers)
 
     @property
     def bytes_per_pass(self) -> int:
         """How many bytes of weights a pass of any size reads, padding included: a lower bound of its time."""
-        matrices = [weight for layer in self.layers for weight in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+        matrices = [weight for layer in self.layers for weight in layer.matrices]
         return sum(weight.memory.numel() for weight in [*matrices, self.head])
 
 
@@ -183,7 +187,7 @@ class Program:
     def _layer(self, index: int, layer: PackedLayer) -> Iterator[Op]:
         buffers = self._buffers
         yield self._tapped_norm(index, layer.input_norm)
-        yield linear(layer.qkv, buffers.y, buffers.qkv, layer.qkv_bias)
+        yield from linears(layer.qkv, buffers.y, buffers.qkv, layer.qkv_bias)
         yield from self._after_queries(index, layer)
 
     def _after_queries(self, index: int, layer: PackedLayer) -> Iterator[Op]:
@@ -233,6 +237,18 @@ def linear(
     return _op(
         Code.LINEAR, weight.type, n=weight.n, k=weight.k, weight=weight, source=source, out=out, bias=bias, flags=flags
     )
+
+
+def linears(
+    weights: Sequence[Weight], source: Tensor, out: Tensor, bias: Tensor | None = None, flags: Flag = Flag.NONE
+) -> Iterator[Op]:
+    """Yield the operations of one matrix whose rows are these weights; each writes columns of its own."""
+    first = 0
+    for weight in weights:
+        op = linear(weight, source, out[:, first:], None if bias is None else bias[first:], flags)
+        op.stride = out.shape[1]
+        yield op
+        first += weight.n
 
 
 def _op(code: Code, type_: Type = Type.F32, **fields: Tensor | Weight | float | None) -> Op:

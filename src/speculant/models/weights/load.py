@@ -101,9 +101,9 @@ def load_model(
     generation = read_generation(folder)
     ends, sampling = read_end_tokens(generation, config, decoder.vocab_size), read_sampling(generation)
     chosen = _choose_dtype(dtype, config, tensors)
-    backend, description = choose_backend(kernels, quantization, decoder, chosen, place, weight_packing)
-    stored = {name: decoder.tensors.expression(name) for name in tensor_shapes(decoder)}
-    weights = CheckedWeights(Mapped(tensors, stored), stored.keys())
+    named = Mapped(tensors, {name: decoder.tensors.expression(name) for name in tensor_shapes(decoder)})
+    backend, description = choose_backend(kernels, quantization, decoder, chosen, place, weight_packing, named)
+    weights = CheckedWeights(named, named.names())
     decoder, own = _fitted(decoder, weights, head_tokens, vocabulary)
     facts = [str(chosen), str(quantization), str(decoder), *([str(vocabulary)] if vocabulary else [])]
     kept = KeptWeights.of(weight_cache, backend, tensors, facts)

@@ -24,7 +24,9 @@ from speculant.kernels.packing import panel_rows
 from speculant.models.backends.base import CODED, PLAIN, Packing
 from speculant.models.description import DecoderConfig
 from speculant.models.native.program import linear
-from speculant.models.sizes import matrix_weights
+from speculant.models.sizes import TABLE, matrix_weights, tensor_shapes
+from speculant.models.weights.reader import WeightTypes
+from speculant.models.weights.source import WeightSource
 
 MIB = 2**20
 LEAST_BYTES = 64 * MIB  # of a model: the weights of a smaller one may stay in the processor's caches
@@ -42,15 +44,31 @@ BUSY_KEPT_S = 3600.0  # for gains of a busy machine, so that the next starts fin
 Times = dict[tuple[str, int], dict[int, list[float]]]  # seconds of runs, by packing, rows and depth
 
 
-def fastest_packing(kernels: Kernels, config: DecoderConfig, quantization: str | None) -> Packing:
-    """Return the faster way to store a model's bfloat16 weights here; takes some tenths of a second the first time."""
+def fastest_packing(
+    kernels: Kernels, config: DecoderConfig, quantization: str | None, weights: WeightSource | None = None
+) -> Packing:
+    """Return the faster way to store a model's bfloat16 weights here; takes some tenths of a second the first time.
+
+    weights: those of the model; None = all are bfloat16.
+    """
     if quantization is not None:
         return Packing(PLAIN, f"its linear layers are {quantization}")
-    size = 2 * matrix_weights(config)  # bytes
+    size = 2 * (matrix_weights(config) if weights is None else narrow_weights(config, weights))  # bytes
+    if not size:
+        return Packing(PLAIN, "no matrix is stored in bfloat16")
     if size < LEAST_BYTES:
         return Packing(PLAIN, f"{size / MIB:.0f} MiB of weights may stay in the processor's caches")
     depths = sorted({config.hidden_size, *(layer.mlp.size for layer in config.layers)})
     return choose(kept_gains(kernels, depths, min(size, timed_bytes())))
+
+
+def narrow_weights(config: DecoderConfig, weights: WeightSource) -> int:
+    """Return how many weights of a bfloat16 model a pass reads in bfloat16: others are stored in blocks."""
+    types, shapes = WeightTypes(weights, torch.bfloat16), tensor_shapes(config)
+    if not config.head.tied:
+        del shapes[TABLE]
+    matrices = {name: shape for name, shape in shapes.items() if len(shape) == 2}
+    return sum(math.prod(shape) for name, shape in matrices.items() if types.of(name) == Type.BF16)
 
 
 def kept_gains(kernels: Kernels, depths: Sequence[int], num_bytes: int) -> dict[int, float]:

@@ -2,77 +2,203 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
+from itertools import groupby
+from math import prod
 
 import torch
 from torch import Tensor
 
 from speculant.errors import ModelError
 from speculant.kernels.memory import Arena
-from speculant.kernels.native import QUANTIZED, Kernels, Type, Weight
+from speculant.kernels.native import BLOCK_TYPES, QUANTIZED, TYPES, Kernels, Type, Weight
 from speculant.kernels.packing import Packer
 from speculant.models.weights.cache import WeightStore
-from speculant.models.weights.source import WeightSource, read_plain
+from speculant.models.weights.source import (
+    FLOATS,
+    QuantizedBlocks,
+    WeightSource,
+    decode,
+    has_blocks,
+    listed_kinds,
+    read_plain,
+    stored_bytes,
+)
+
+KINDS = {
+    "F64": Type.F32, "F32": Type.F32, "F16": Type.F16, "BF16": Type.BF16,
+    **{layout.upper(): type_ for layout, type_ in BLOCK_TYPES.items()},
+}  # fmt: skip
+_PARTNERS = {"gate_proj.weight": "up_proj.weight", "up_proj.weight": "gate_proj.weight"}
+MIB = 2**20
+_ROUNDED_TO = {Type.BF16: torch.bfloat16, Type.BF12: torch.bfloat16}  # before packing; other floats to float32
+
+
+@dataclass(frozen=True)
+class WeightTypes:
+    """The type in which the kernels store each matrix of a source, unless it is rounded to another one.
+
+    A source with blocks is stored as it is: each matrix has its own type, and vectors stay float32. Kinds that the
+    kernels can't multiply by become bfloat16. Matrices of other sources are rounded to `dtype`, float32 or bfloat16;
+    those in float16 stay what they are for float32, because the kernels compute the same bits from both. The two
+    matrices of a gated MLP are multiplied together, so they have one type: if theirs differ, it is bfloat16 for blocks.
+
+    coded: matrices of bfloat16 are stored in 12 bits a weight.
+    """
+
+    source: WeightSource
+    dtype: torch.dtype
+    coded: bool = False
+
+    @cached_property
+    def as_stored(self) -> bool:
+        """Whether each tensor keeps the type that it is stored in."""
+        return has_blocks(self.source)
+
+    @property
+    def vectors(self) -> torch.dtype:
+        """The type that norms and biases are rounded to."""
+        return torch.float32 if self.as_stored else self.dtype
+
+    def of(self, name: str) -> Type:
+        """Return the type of a matrix."""
+        found = {self._plain(each) for each in self._together(name)}
+        type_ = found.pop() if len(found) == 1 else self._common(name)
+        return Type.BF12 if self.coded and type_ == Type.BF16 else type_
+
+    def is_decoded(self, name: str) -> bool:
+        """Whether a matrix is stored in blocks that the kernels do not multiply by as they are."""
+        kind = self.source.kind(name)
+        return kind not in FLOATS and self.of(name) != KINDS.get(kind)
+
+    def unlike_pairs(self, shapes: Mapping[str, tuple[int, ...]]) -> str:
+        """Say which gate and up matrices have different types, and what it costs; empty if none have."""
+        names = [name for name in shapes if self._partner(name) and self.is_decoded(name)]
+        names = [name for name in names if len({self._plain(each) for each in self._together(name)}) > 1]
+        if not names:
+            return ""
+        stored = sum(stored_bytes(self.source.kind(name), shapes[name]) for name in names)
+        decoded = 2 * sum(prod(shapes[name]) for name in names)
+        return (
+            f"{listed_kinds(Counter(self.source.kind(name).lower() for name in names))} are decoded to bfloat16, which"
+            f" takes {decoded / MIB:.1f} MiB instead of {stored / MIB:.1f} and makes passes slower: the gate and the up"
+            " matrix of a layer have different types, and the kernels multiply by both at once"
+        )
+
+    def _plain(self, name: str) -> Type:
+        kind = self.source.kind(name)
+        if self.as_stored:
+            return KINDS.get(kind, Type.BF16)
+        return Type.F16 if kind == "F16" and self.dtype == torch.float32 else TYPES[self.dtype]
+
+    def _together(self, name: str) -> list[str]:
+        """Return a matrix and the one that it is interleaved with, if any."""
+        partner = self._partner(name)
+        return [name] if partner is None else [name, partner]
+
+    @staticmethod
+    def _partner(name: str) -> str | None:
+        before, _, last = name.rpartition(".mlp.")
+        return f"{before}.mlp.{_PARTNERS[last]}" if last in _PARTNERS else None
+
+    def _common(self, name: str) -> Type:
+        floats = all(self.source.kind(each) in FLOATS for each in self._together(name))
+        return Type.F32 if floats else Type.BF16
 
 
 @dataclass(frozen=True)
 class WeightReader:
-    """A source whose tensors are rounded to `dtype` and packed; names follow `prefix`.
+    """A source whose tensors are packed; names follow `prefix`.
 
-    coded: matrices of bfloat16 are stored in 12 bits a weight. store: where packed matrices are found and added.
+    types: those of its matrices. rounded: the type that matrices are rounded to instead; None = they are not.
+    store: where packed matrices are found and added.
     """
 
-    weights: WeightSource
+    types: WeightTypes
     kernels: Kernels
-    dtype: torch.dtype
     arena: Arena
     prefix: str = ""
-    coded: bool = False
+    rounded: Type | None = None
     store: WeightStore | None = None
+
+    @property
+    def source(self) -> WeightSource:
+        """The source of the tensors."""
+        return self.types.source
 
     def inside(self, part: str) -> WeightReader:
         """Return a reader of a submodule."""
         return replace(self, prefix=self.prefix + part)
 
-    def matrix(self, type_: Type, *names: str) -> Weight:
-        """Pack matrices of the same depth k, concatenated along their rows. Raises ModelError; see `_read_matrix`."""
-        shapes = [self.weights.shape(self.prefix + name) for name in names]
-        return self._pack(type_, sum(n for n, _ in shapes), shapes[0][1], [names])
+    def rounding(self, type_: Type | None) -> WeightReader:
+        """Return a reader that rounds matrices to a type; None = to none."""
+        return replace(self, rounded=type_)
 
-    def interleaved(self, type_: Type, *names: str) -> Weight:
-        """Pack matrices of the same shape, interleaved panel by panel. Raises ModelError; see `_read_matrix`."""
-        ((n, k),) = {self.weights.shape(self.prefix + name) for name in names}
-        return self._pack(type_, n, k, [(name,) for name in names])
+    def matrix(self, *names: str) -> Weight:
+        """Pack matrices of the same type and depth k, concatenated along their rows.
 
-    def _pack(self, type_: Type, n: int, k: int, lanes: Sequence[Sequence[str]]) -> Weight:
-        stored = Type.BF12 if self.coded and type_ == Type.BF16 else type_
+        Raises ModelError; see `_read_matrix`.
+        """
+        shapes = [self.source.shape(self.prefix + name) for name in names]
+        return self._pack(self._type_of(names[0]), sum(n for n, _ in shapes), shapes[0][1], [names])
+
+    def matrices(self, *names: str) -> tuple[Weight, ...]:
+        """Pack matrices of the same depth k in order; neighbours of the same type become one. See `matrix`."""
+        return tuple(self.matrix(*group) for _, group in groupby(names, self._type_of))
+
+    def interleaved(self, *names: str) -> Weight:
+        """Pack matrices of the same shape and type, interleaved panel by panel. See `matrix`."""
+        ((n, k),) = {self.source.shape(self.prefix + name) for name in names}
+        return self._pack(self._type_of(names[0]), n, k, [(name,) for name in names])
+
+    def vector(self, *names: str) -> Tensor:
+        """Return vectors in float32, concatenated."""
+        return torch.cat([self._read_plain(name).to(self.types.vectors, copy=True) for name in names]).float()
+
+    def _type_of(self, name: str) -> Type:
+        return self.types.of(self.prefix + name) if self.rounded is None else self.rounded
+
+    def _pack(self, stored: Type, n: int, k: int, lanes: Sequence[Sequence[str]]) -> Weight:
         name = f"{self.prefix}{'|'.join(map('+'.join, lanes))} {stored.name}"
         found = self.store.get(name, stored, n, k) if self.store else None
         if found is not None:
             return found
-        reads = [[partial(self._read_matrix, type_, name) for name in lane] for lane in lanes]
-        packed = Packer(self.kernels, self.dtype, self.arena).pack(stored, n, k, reads)
+        reads = [[partial(self._read_matrix, stored, name) for name in lane] for lane in lanes]
+        dtype = self.types.dtype if self.rounded is not None else _ROUNDED_TO.get(stored, torch.float32)
+        packed = Packer(self.kernels, dtype, self.arena).pack(stored, n, k, reads)
         return self.store.add(name, packed) if self.store else packed
 
-    def vector(self, *names: str) -> Tensor:
-        """Return vectors in float32, concatenated."""
-        return torch.cat([self._read(name).to(self.dtype, copy=True) for name in names]).float()
-
     def _read_matrix(self, type_: Type, name: str) -> Tensor:
-        """Read a matrix. Raises ModelError if it is to be quantised and not finite: quantised weights are finite."""
-        matrix = self._read(name)
-        if type_ in QUANTIZED.values() and not _is_finite(matrix, self.dtype):
+        """Read a matrix in its blocks, or in floating-point numbers if these are packed as `type_`.
+
+        Raises ModelError if it is to be rounded to integers and not finite: such weights are finite.
+        """
+        if self.rounded is None:
+            return self._as_stored(self.source.read(self.prefix + name), type_)
+        matrix = self._read_plain(name)
+        if not _is_finite(matrix, self.types.dtype):
             raise ModelError(
-                f"{self.prefix + name} has weights that are NaN or infinite in {str(self.dtype).removeprefix('torch.')}"
-                f" and can't be rounded to {type_.name.lower()}",
+                f"{self.prefix + name} has weights that are NaN or infinite in"
+                f" {str(self.types.dtype).removeprefix('torch.')} and can't be rounded to {_named(type_)}",
                 "download the checkpoint again, or load it without quantization to look at it.",
             )
         return matrix
 
-    def _read(self, name: str) -> Tensor:
-        return read_plain(self.weights, self.prefix + name)
+    def _as_stored(self, matrix: Tensor | QuantizedBlocks, type_: Type) -> Tensor:
+        if not isinstance(matrix, QuantizedBlocks):
+            return matrix
+        return matrix.blocks if BLOCK_TYPES.get(matrix.layout) == type_ else decode(matrix, torch.bfloat16)
+
+    def _read_plain(self, name: str) -> Tensor:
+        return read_plain(self.source, self.prefix + name)
+
+
+def _named(type_: Type) -> str:
+    """Return the user's name of a type that weights are rounded to."""
+    return next((name for name, each in QUANTIZED.items() if each == type_), type_.name.lower())
 
 
 def _is_finite(matrix: Tensor, dtype: torch.dtype) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -144,6 +146,26 @@ def take_rows(stored: Tensor | QuantizedBlocks, rows: Sequence[int] | Tensor) ->
 def kind_of(tensor: Tensor) -> str:
     """Return the kind that a file would name for a tensor of floating-point numbers."""
     return _KINDS[tensor.dtype]
+
+
+def stored_bytes(kind: str, shape: Sequence[int]) -> int:
+    """Return the bytes of a tensor in a file; see `WeightSource.kind`."""
+    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    weights, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
+    return math.prod(shape) // weights * size
+
+
+def counted_kinds(weights: WeightSource) -> Counter[str]:
+    """Return how many matrices are stored in each kind, in lower case."""
+    return Counter(weights.kind(name).lower() for name in weights.names() if len(weights.shape(name)) == 2)
+
+
+def listed_kinds(kinds: Mapping[str, int]) -> str:
+    """Return the numbers of matrices by kind as text, the largest number first."""
+    (first, number), *others = sorted(kinds.items(), key=lambda each: (-each[1], each[0]))
+    matrices = "matrix" if number == 1 else "matrices"
+    return ", ".join([f"{first} {number} {matrices}", *(f"{kind} {count}" for kind, count in others)])
 
 
 def has_blocks(weights: WeightSource) -> bool:

@@ -1,0 +1,173 @@
+"""Native models whose matrices have types of their own: the numbers of their files, at the same bits in every batch."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+from speculant.kernels.native import Kernels, Type, open_kernels, usable_sets
+from speculant.models.native.decoder import NativeDecoder
+from speculant.models.native.program import PackedDecoder
+from speculant.models.reference.decoder import Decoder
+from speculant.models.weights import cache as weight_cache
+from speculant.models.weights.cache import WeightCache, WeightStore
+from speculant.models.weights.source import ModuleWeights
+from tests.exactness.test_native_decoder import CACHES, feed, make_decoder, packed, tokens_of
+from tests.stored_weights import StoredAs, decoded, stored
+
+SETS = usable_sets()
+pytestmark = pytest.mark.skipif(not SETS, reason="the native kernels are not built")
+SIZES: dict[str, object] = {
+    "hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "num_heads": 4, "num_kv_heads": 2,
+    "qkv_bias": True, "output_bias": True, "mlp_bias": True,
+}  # fmt: skip
+TABLE, HEAD = "embed_tokens.weight", "lm_head.weight"
+Q, K, V = "q_proj.weight", "k_proj.weight", "v_proj.weight"
+OUT, GATE, UP, DOWN = "o_proj.weight", "gate_proj.weight", "up_proj.weight", "down_proj.weight"
+MIXES: dict[str, dict[str, str]] = {
+    "Q4_K_M": {"0.self_attn." + V: "Q6_K", "0.mlp." + DOWN: "Q6_K", HEAD: "Q6_K", "": "Q4_K"},
+    "q, k and v differ": {Q: "Q5_0", K: "Q8_0", V: "IQ4_NL", DOWN: "MXFP4", "": "Q4_1"},
+    "q and v are alike": {Q: "Q4_0", K: "Q5_K", V: "Q4_0", OUT: "Q5_1", HEAD: "Q8_0", TABLE: "Q4_0", "": "Q6_K"},
+    "halves": {Q: "F16", K: "BF16", V: "F32", OUT: "F16", DOWN: "BF16", TABLE: "F16", "": "Q8_0"},
+    "gate and up differ": {GATE: "Q4_K", UP: "Q5_K", OUT: "TQ2_0", "": "Q8_0"},
+}
+MOST_ERROR = 0.03  # of the logits' norm: activations are rounded to int8, and to bfloat16 on one set
+ROWS = [*range(1, 23), 64, 47, 33, 32, 31, 40, 24, 48, 57, 11]
+
+
+def small(**changes: object) -> Decoder:
+    """Return a decoder whose activations keep their size from layer to layer."""
+    decoder = make_decoder(**{**SIZES, **changes})
+    for parameter in decoder.parameters():
+        if parameter.ndim == 2:
+            parameter.mul_(0.3)
+    return decoder
+
+
+def make(mix: str, isa: str = SETS[0] if SETS else "", threads: int = 2, dtype: torch.dtype = torch.float32,
+         **changes: object) -> tuple[NativeDecoder, Decoder]:  # fmt: skip
+    """Return a native model, and one of torch in float32 with the same numbers."""
+    decoder = small(**changes)
+    weights = stored(decoder, MIXES[mix])
+    return NativeDecoder(decoder.config, weights, dtype, opened(isa, threads)), decoded(decoder, weights)
+
+
+def opened(isa: str = SETS[0] if SETS else "", threads: int = 2) -> Kernels:
+    kernels = open_kernels(isa, threads)
+    assert kernels is not None
+    return kernels
+
+
+@pytest.mark.parametrize("isa", SETS)
+@pytest.mark.parametrize("mix", MIXES)
+def test_logits_are_those_of_the_stored_numbers(mix: str, isa: str) -> None:
+    native, reference = make(mix, isa)
+    tokens = tokens_of(1)[:80]
+    expected = feed(reference, CACHES["slotted"](reference.cache_shape), 1, tokens, [80])
+    seen = feed(native, CACHES["paged"](native.cache_shape), 1, tokens, [80])
+    assert float((seen - expected).norm() / expected.norm()) < MOST_ERROR
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_embeddings_are_the_stored_numbers(mix: str) -> None:
+    native, reference = make(mix)
+    tokens = torch.arange(native.vocab_size)
+    assert torch.equal(native.embed(tokens), reference.embed(tokens))
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_rows_and_threads_change_no_bit(mix: str) -> None:
+    native, alone = make(mix, dtype=torch.bfloat16)[0], make(mix, dtype=torch.bfloat16, threads=1)[0]
+    tokens = tokens_of(2)[: sum(ROWS)]
+    whole = feed(native, CACHES["slotted"](native.cache_shape), 1, tokens, [len(tokens)])
+    assert torch.equal(feed(alone, CACHES["paged"](alone.cache_shape), 1, tokens, ROWS), whole)
+
+
+def test_each_matrix_has_the_type_of_its_file() -> None:
+    model = make("Q4_K_M")[0].packed
+    assert [[weight.type for weight in layer.qkv] for layer in model.layers] == [[Type.Q4_K, Type.Q6_K], [Type.Q4_K]]
+    assert [[weight.n for weight in layer.qkv] for layer in model.layers] == [[384, 128], [512]]
+    assert [layer.down.type for layer in model.layers] == [Type.Q6_K, Type.Q4_K]
+    assert {layer.gate_up.type for layer in model.layers} == {model.table.type} == {Type.Q4_K}
+    assert model.head.type == Type.Q6_K
+    halves = make("halves", dtype=torch.bfloat16)[0].packed
+    assert [weight.type for weight in halves.layers[0].qkv] == [Type.F16, Type.BF16, Type.F32]
+    assert halves.cache_type == Type.BF16
+
+
+@pytest.mark.parametrize("mix", ["Q4_K_M", "halves"])
+def test_a_tied_head_is_the_table(mix: str) -> None:
+    model = make(mix, tie_embeddings=True)[0].packed
+    assert model.head is model.table
+    assert model.table.type == {"Q4_K_M": Type.Q4_K, "halves": Type.F16}[mix]
+
+
+@pytest.mark.parametrize("mix", ["Q4_K_M", "halves"])
+def test_vectors_of_blocks_are_not_rounded(mix: str) -> None:
+    """Files with blocks have their vectors in float32; those of other models have the model's type."""
+    decoder = small()
+    scale, bias = decoder.get_parameter("model.norm.weight"), decoder.get_parameter("model.layers.1.mlp.down_proj.bias")
+    found: PackedDecoder = make(mix, dtype=torch.bfloat16)[0].packed
+    assert found.norm is not None
+    assert torch.equal(found.norm.scale, scale)
+    assert torch.equal(found.layers[1].down_bias, bias)  # type: ignore[arg-type]
+    plain = NativeDecoder(decoder.config, ModuleWeights(decoder), torch.bfloat16, opened()).packed
+    assert plain.norm is not None
+    assert torch.equal(plain.norm.scale, scale.bfloat16().float())
+    assert not torch.equal(plain.norm.scale, scale)
+
+
+def test_types_that_the_kernels_lack_are_decoded_and_named(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        model = make("gate and up differ")[0].packed
+    assert {layer.gate_up.type for layer in model.layers} == {layer.out.type for layer in model.layers} == {Type.BF16}
+    assert "q4_k 2 matrices, q5_k 2 are decoded to bfloat16" in caplog.text
+    assert "takes 1.0 MiB instead of 0.3 " in caplog.text
+    caplog.clear()
+    make("Q4_K_M")
+    assert not caplog.text
+
+
+def test_float16_weights_take_half_the_bytes_at_the_same_bits() -> None:
+    decoder = small().half()
+    halves = NativeDecoder(decoder.config, ModuleWeights(decoder), torch.float32, opened())
+    floats = packed(decoder.float(), opened())
+    tokens, chunks = tokens_of(1)[:120], [1, 2, 5, 64, 48]
+    seen, expected = (feed(each, CACHES["paged"](each.cache_shape), 1, tokens, chunks) for each in (halves, floats))
+    assert torch.equal(seen, expected)
+    assert 0.49 < halves.bytes_per_pass / floats.bytes_per_pass < 0.51
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_packed_weights_of_every_type_are_mapped_again(
+    mix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weight_cache, "LEAST_BYTES", 0)
+    decoder, kernels = small(), opened()
+    tokens, found = tokens_of(3)[:40], []
+    for _ in range(2):
+        store = WeightStore(WeightCache(tmp_path, kernels), ["a model"])
+        model = NativeDecoder(decoder.config, stored(decoder, MIXES[mix]), torch.float32, kernels, store=store)
+        assert bool(store.mapped) == bool(found)
+        assert len(store.made) == (0 if found else len(matrices_of(model.packed)))
+        found.append(feed(model, CACHES["paged"](model.cache_shape), 1, tokens, [40]))
+        store.cache.keep(store.facts, store.made) if store.made else None
+    assert torch.equal(*found)
+
+
+def matrices_of(model: PackedDecoder) -> set[int]:
+    weights = [model.table, model.head, *(weight for layer in model.layers for weight in layer.matrices)]
+    return {weight.address for weight in weights}
+
+
+@pytest.mark.parametrize("coded", [False, True])
+def test_only_bfloat16_is_stored_in_12_bits(coded: bool) -> None:
+    decoder = small()
+    weights = StoredAs(ModuleWeights(decoder), MIXES["halves"])
+    model = NativeDecoder(decoder.config, weights, torch.bfloat16, opened(), coded=coded).packed
+    assert [layer.down.type for layer in model.layers] == [Type.BF12 if coded else Type.BF16] * 2
+    assert {weight.type for weight in model.layers[0].qkv} == {Type.F16, Type.F32, Type.BF12 if coded else Type.BF16}
+    assert (model.table.type, model.head.type) == (Type.F16, Type.Q8_0)
