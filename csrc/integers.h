@@ -93,47 +93,59 @@ static inline Ints end_sum(Ints sum, Ints first) {
   return sum;
 }
 
-// The integers of step S of a group: 4 S .. of k in `low`, 16 + 4 S .. in `high`.
-template <int TYPE, int S>
-static inline __attribute__((always_inline)) void load_integers(const char *weight, const char *high_bits, int64_t stride, Ints table, int v,
-                                                                Ints &low, Ints &high) {
+// The integers of step S in one half of a group: 4 S .. of k, or 16 + 4 S ...
+template <int TYPE, int S, int HALF>
+static inline __attribute__((always_inline)) Ints load_integers(const char *weight, const char *high_bits, int64_t stride, Ints table) {
   constexpr Form FORM = form_of(TYPE);
-  const int64_t at = v * LANES * 4;
-  if constexpr (FORM.in_bytes()) {
-    low = load_ints(weight + 2 * S * stride + at), high = load_ints(weight + (2 * S + 1) * stride + at);
-    return;
-  }
-  const Ints both = load_ints(weight + S * stride + at);
-  low = low_halves(both), high = high_halves(both);
+  if constexpr (FORM.in_bytes()) return load_ints(weight + (2 * S + HALF) * stride);
+  const Ints both = load_ints(weight + S * stride);
+  Ints integers = HALF ? high_halves(both) : low_halves(both);
   if constexpr (FORM.stored_bits == 5) {
-    const Ints bits = load_ints(high_bits + at), place = splat_byte(0x10);
-    low = bits_or(low, bits_and(shift_left<4 - S>(bits), place)), high = bits_or(high, bits_and(shift_right<S>(bits), place));
+    const Ints bits = load_ints(high_bits);
+    integers = bits_or(integers, bits_and(HALF ? shift_right<S>(bits) : shift_left<4 - S>(bits), splat_byte(0x10)));
   }
   if constexpr (FORM.stored_bits == 6) {
-    const Ints first = load_ints(high_bits + at), second = load_ints(high_bits + STEP + at), place = splat_byte(0x30);
     constexpr int LEFT = S < 2 ? 4 - 2 * S : 0, RIGHT = S < 2 ? 0 : 2 * S - 4;
-    low = bits_or(low, bits_and(shift_right<RIGHT>(shift_left<LEFT>(first)), place));
-    high = bits_or(high, bits_and(shift_right<RIGHT>(shift_left<LEFT>(second)), place));
+    const Ints bits = load_ints(high_bits + HALF * STEP);
+    integers = bits_or(integers, bits_and(shift_right<RIGHT>(shift_left<LEFT>(bits)), splat_byte(0x30)));
   }
-  if constexpr (FORM.has_table()) low = look_up(table, low), high = look_up(table, high);
+  if constexpr (FORM.has_table()) integers = look_up(table, integers);
+  return integers;
 }
 
-template <int TYPE, int ROWS, int S>
-static inline __attribute__((always_inline)) void add_integers(const char *weight, const char *high_bits, const Steps &steps, Ints table,
-                                                               const char *x, Ints first[ROWS][VECS], Ints second[ROWS][VECS]) {
+// A group of a panel, and of a tile.
+struct GroupAt {
+  const char *weight, *high_bits, *x;
+  const Steps &steps;
+  Ints table;
+};
+
+// Add the products of step S of the halves FIRST .. LAST.
+template <int TYPE, int ROWS, int S, int FIRST, int LAST>
+static inline __attribute__((always_inline)) void add_integers(const GroupAt &group, Ints sums[ROWS][VECS]) {
   constexpr Form FORM = form_of(TYPE);
-  Ints low[VECS], high[VECS];
-  prefetch_step(weight + S * (FORM.in_bytes() ? 2 : 1) * steps.stride, steps.ahead);
-  if (FORM.in_bytes()) prefetch_step(weight + (2 * S + 1) * steps.stride, steps.ahead);
-  for (int v = 0; v < VECS; v++) load_integers<TYPE, S>(weight, high_bits, steps.stride, table, v, low[v], high[v]);
-  for (int r = 0; r < ROWS; r++) {
-    const Ints four = splat_dword(x + 4 * (S * ROWS + r)), next = splat_dword(x + 4 * ((4 + S) * ROWS + r));
-    for (int v = 0; v < VECS; v++) {
-      first[r][v] = add_products<FORM.bits>(first[r][v], low[v], four);
-      second[r][v] = add_products<FORM.bits>(FORM.is_halved() ? second[r][v] : first[r][v], high[v], next);
-      if (!FORM.is_halved()) first[r][v] = second[r][v];
-    }
+  constexpr int STEPS = FORM.in_bytes() ? 2 : 1;  // of the panel
+  for (int step = STEPS * S; FIRST == 0 && step < STEPS * (S + 1); step++)
+    prefetch_step(group.weight + step * group.steps.stride, group.steps.ahead);
+  Ints w[2][VECS];
+  for (int v = 0; v < VECS; v++) {
+    const char *weight = group.weight + v * LANES * 4, *high = group.high_bits + v * LANES * 4;
+    if (FIRST == 0) w[0][v] = load_integers<TYPE, S, 0>(weight, high, group.steps.stride, group.table);
+    if (LAST == 1) w[1][v] = load_integers<TYPE, S, 1>(weight, high, group.steps.stride, group.table);
   }
+  for (int r = 0; r < ROWS; r++)
+    for (int half = FIRST; half <= LAST; half++) {
+      const Ints four = splat_dword(group.x + 4 * ((4 * half + S) * ROWS + r));
+      for (int v = 0; v < VECS; v++) sums[r][v] = add_products<FORM.bits>(sums[r][v], w[half][v], four);
+    }
+}
+
+template <int TYPE, int ROWS, int FIRST, int LAST>
+static inline __attribute__((always_inline)) void add_halves(const GroupAt &group, Ints sums[ROWS][VECS]) {
+  add_integers<TYPE, ROWS, 0, FIRST, LAST>(group, sums);
+  add_integers<TYPE, ROWS, 1, FIRST, LAST>(group, sums);
+  add_integers<TYPE, ROWS, 2, FIRST, LAST>(group, sums);
+  add_integers<TYPE, ROWS, 3, FIRST, LAST>(group, sums);
 }
 
 // The scales of one group after another.
@@ -200,53 +212,70 @@ struct Scales {
   }
 };
 
+// total += scales of x * scales of the weights * sums
+template <int ROWS>
+static inline __attribute__((always_inline)) void add_scaled(const Ints sums[ROWS][VECS], const float *x_scales, const Vec *scale, Vec total[ROWS][VECS]) {
+  for (int r = 0; r < ROWS; r++) {
+    const Vec own = splat(x_scales[r]);
+    for (int v = 0; v < VECS; v++) total[r][v] = fma(to_floats(sums[r][v]), scale ? mul(own, scale[v]) : own, total[r][v]);
+  }
+}
+
+// A group's products, added to the totals. second: its minima, or the scales of its second half.
+template <int TYPE, int ROWS>
+static inline __attribute__((always_inline)) void add_group(const GroupAt &group, const Tile &tile, const Vec scale[VECS], const Vec second[VECS],
+                                                            Vec total[ROWS][VECS]) {
+  constexpr Form FORM = form_of(TYPE);
+  const auto each = [&](Ints sums[ROWS][VECS], const int32_t *first, auto work) __attribute__((always_inline)) {
+    for (int r = 0; r < ROWS; r++)
+      for (int v = 0; v < VECS; v++) sums[r][v] = work(sums[r][v], splat_ints(FORM.has_minimum() ? 0 : first[r]));
+  };
+  const auto begin = [](Ints, Ints first) __attribute__((always_inline)) { return begin_sum<FORM.bits>(first); };
+  const auto end = [](Ints sum, Ints first) __attribute__((always_inline)) { return end_sum<FORM.bits>(sum, first); };
+  Ints sums[ROWS][VECS];
+  each(sums, tile.offsets, begin);
+  if (FORM.is_halved()) {  // one half after the other: the sums of both would not fit in the registers
+    add_halves<TYPE, ROWS, 0, 0>(group, sums);
+    each(sums, tile.offsets, end);
+    add_scaled<ROWS>(sums, tile.scales, scale, total);
+    each(sums, tile.offsets + ROWS, begin);
+    add_halves<TYPE, ROWS, 1, 1>(group, sums);
+    each(sums, tile.offsets + ROWS, end);
+    return add_scaled<ROWS>(sums, tile.scales, second, total);
+  }
+  add_halves<TYPE, ROWS, 0, 1>(group, sums);
+  each(sums, tile.offsets, end);
+  add_scaled<ROWS>(sums, tile.scales, FORM.scales == ROW_SCALE ? nullptr : scale, total);
+  for (int r = 0; r < ROWS && FORM.has_minimum(); r++) {
+    const Vec own = as_floats(splat_ints(tile.offsets[r]));
+    for (int v = 0; v < VECS; v++) total[r][v] = fma(own, second[v], total[r][v]);
+  }
+}
+
 // sums[ROWS][WIDTH] of one panel and a tile, over k inputs.
 template <int TYPE, int ROWS>
-static void sum_groups(const char *panel, const Tile &tile, int64_t k, float *sums) {
+static void sum_groups(const char *panel, const Tile &whole, int64_t k, float *sums) {
   constexpr Form FORM = form_of(TYPE);
   const GroupLayout at(TYPE, k);
   const Ints table = FORM.has_table() ? load_table(FORM.table->lifted) : splat_ints(0);
   Vec total[ROWS][VECS];
-  for (int r = 0; r < ROWS; r++)
-    for (int v = 0; v < VECS; v++) total[r][v] = zero();
+  clear<ROWS>(total);
   Scales<FORM.scales> scales(panel + at.scales);
+  Tile tile = whole;
   const char *high = panel + at.high, *x = (const char *)tile.dwords;
-  const float *x_scales = tile.scales;
-  const int32_t *offsets = tile.offsets;
   at.steps.template each_group<FORM.steps()>(panel, [&](const char *weight) __attribute__((always_inline)) {
-    Ints first[ROWS][VECS], second[ROWS][VECS];
-    for (int r = 0; r < ROWS; r++)
-      for (int v = 0; v < VECS; v++) {
-        first[r][v] = begin_sum<FORM.bits>(splat_ints(FORM.has_minimum() ? 0 : offsets[r]));
-        if (FORM.is_halved()) second[r][v] = begin_sum<FORM.bits>(splat_ints(offsets[ROWS + r]));
-      }
+    const GroupAt group = {weight, high, x, at.steps, table};
+    Vec scale[VECS], second[VECS];
     for (int part = 0; part < FORM.high_steps(); part++) prefetch_step(high + part * STEP, AHEAD / 4 * FORM.high_steps());
-    add_integers<TYPE, ROWS, 0>(weight, high, at.steps, table, x, first, second);
-    add_integers<TYPE, ROWS, 1>(weight, high, at.steps, table, x, first, second);
-    add_integers<TYPE, ROWS, 2>(weight, high, at.steps, table, x, first, second);
-    add_integers<TYPE, ROWS, 3>(weight, high, at.steps, table, x, first, second);
-    Vec scale[VECS], other[VECS];
-    scales.next(scale, other);
-    for (int r = 0; r < ROWS; r++) {
-      const Vec own = splat(x_scales[r]);
-      const Ints offset = splat_ints(FORM.has_minimum() ? 0 : offsets[r]);
-      for (int v = 0; v < VECS; v++) {
-        const Vec sum = to_floats(end_sum<FORM.bits>(first[r][v], offset));
-        if (FORM.is_halved()) {
-          const Vec rest = to_floats(end_sum<FORM.bits>(second[r][v], splat_ints(offsets[ROWS + r])));
-          total[r][v] = fma(fma(rest, other[v], mul(sum, scale[v])), own, total[r][v]);
-        } else {
-          total[r][v] = fma(sum, FORM.scales == ROW_SCALE ? own : mul(own, scale[v]), total[r][v]);
-        }
-        if (FORM.has_minimum()) total[r][v] = fma(as_floats(splat_ints(offsets[r])), other[v], total[r][v]);
-      }
-    }
-    x += GROUP * ROWS, high += FORM.high_steps() * STEP, x_scales += ROWS, offsets += ROWS * (FORM.is_halved() ? 2 : 1);
+    scales.next(scale, second);
+    add_group<TYPE, ROWS>(group, tile, scale, second, total);
+    x += GROUP * ROWS, high += FORM.high_steps() * STEP;
+    tile.scales += ROWS, tile.offsets += ROWS * (FORM.is_halved() ? 2 : 1);
   });
   const float *row_scales = (const float *)(panel + at.scales);
   for (int r = 0; r < ROWS; r++)
-    for (int v = 0; v < VECS; v++)
-      store(sums + r * WIDTH + v * LANES, FORM.scales == ROW_SCALE ? mul(total[r][v], load(row_scales + v * LANES)) : total[r][v]);
+    for (int v = 0; v < VECS && FORM.scales == ROW_SCALE; v++) total[r][v] = mul(total[r][v], load(row_scales + v * LANES));
+  put_acc<ROWS>(total, sums);
 }
 
 template <int TYPE>
