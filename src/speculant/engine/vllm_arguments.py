@@ -75,7 +75,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "kv_cache_dtype": Rule((None, "auto"), "keys and values are stored in the model's own type"),
         "kv_events_config": Rule(_UNSET, _NO_TRANSFER),
         "kv_transfer_config": Rule(_UNSET, _NO_TRANSFER),
-        "load_format": Rule((None, "auto", "hf", "safetensors"), "weights are read from safetensors alone"),
+        "load_format": Rule((None, "auto", "hf", "safetensors", "gguf"), "the files themselves tell their format"),
         "logits_processors": Rule(_UNSET, "code in a step would see no drafts", "use SamplingParams.logit_bias."),
         "logprobs_mode": Rule((None, "raw_logprobs"), "log-probabilities are the model's own"),
         "mm_processor_kwargs": Rule(_UNSET, _TEXT_ALONE),
