@@ -139,12 +139,13 @@ VALUES: Mapping[str, Mapping[Any, Any]] = MappingProxyType(
     {
         "device": {"auto": "cpu"},
         "max_model_len": {-1: None, "auto": None},
+        "quantization": {"gguf": None},
         "scheduling_policy": {"fcfs": "first-come", "priority": "decode-first"},
     }
 )
-_QUANTISED = "checkpoints that are quantised are not read"
+_QUANTISED = "of the quantised checkpoints, those in GGUF are read"
 QUANTISED = (
-    *("awq", "awq_marlin", "bitsandbytes", "compressed-tensors", "fp8", "gguf", "gptq", "gptq_marlin", "hqq"),
+    *("awq", "awq_marlin", "bitsandbytes", "compressed-tensors", "fp8", "gptq", "gptq_marlin", "hqq"),
     *("modelopt", "mxfp4", "quark", "torchao"),
 )
 
