@@ -1,7 +1,8 @@
 """Linear layers of a 1B shape: the native kernels, torch's linear and oneDNN's prepacked one, beside reading memory.
 
 16 Llama layers of Llama 3.2 1B's sizes, every one with weights of its own (973M parameters), in one run and in turn.
-`of_probe` is the weights' bytes over the time, as a share of the speed of a plain read of the same bytes.
+`of_probe` is the weights' bytes over the time, as a share of the speed of a plain read of the same bytes. GGUF's types
+have random blocks; int4 is Q4_0. --types chooses what is measured beside bfloat16, and so how much memory it takes.
 """
 
 from __future__ import annotations
@@ -17,7 +18,18 @@ from torch import Tensor
 from torch.nn import functional
 
 from speculant.kernels.memory import aligned
-from speculant.kernels.native import Flag, Kernels, Op, Pass, Type, Weight, open_kernels
+from speculant.kernels.native import (
+    BLOCK_SIZES,
+    BLOCK_TYPES,
+    QUANTIZED,
+    Flag,
+    Kernels,
+    Op,
+    Pass,
+    Type,
+    Weight,
+    open_kernels,
+)
 from speculant.lab.bench.runner import Benchmark, quartiles, ratio, timed
 from speculant.models.native.program import linear
 
@@ -29,8 +41,10 @@ SHAPES = [
     (INSIDE, HIDDEN),
     (HIDDEN, INSIDE),
 ]  # q/k/v, out, gate, up, down
-TYPES = {"bfloat16": Type.BF16, "int8": Type.INT8, "int4": Type.INT4}
-ROWS = {"bfloat16": (1, 2, 5, 8, 16), "int8": (1, 2, 5, 8), "int4": (1, 2, 5, 8)}
+BLOCKS = ("q8_0", "q4_1", "q5_0", "q5_1", "q4_k", "q5_k", "q6_k", "iq4_nl", "mxfp4")
+TYPES = {"bfloat16": Type.BF16, "float16": Type.F16, **QUANTIZED, **{name: BLOCK_TYPES[name] for name in BLOCKS}}
+ROWS = (1, 2, 5, 8, 16)
+FINITE = 0x3B  # a mask of bytes: no two of them are a float16 of 1 or more
 
 
 @dataclass(frozen=True)
@@ -43,15 +57,15 @@ class Native:
     buffers: list[Tensor]
 
     @classmethod
-    def pack(cls, kernels: Kernels, type_: Type, matrices: list[Tensor], rows: tuple[int, ...]) -> Native:
-        """Pack every layer."""
+    def pack(cls, kernels: Kernels, type_: Type, matrices: list[Tensor]) -> Native:
+        """Pack every layer, from the rows of all its matrices."""
         weights: list[Weight] = []
         for first in range(0, len(matrices), len(SHAPES)):
             qkv, out, gate, up, down = matrices[first : first + len(SHAPES)]
             weights += [kernels.pack(type_, qkv), kernels.pack(type_, out), kernels.pack(type_, gate, up)]
             weights.append(kernels.pack(type_, down))
-        buffers = [torch.randn(max(rows), width) for width in (HIDDEN, INSIDE, QKV, HIDDEN, INSIDE)]
-        return cls(kernels, weights, {count: cls._program(weights, buffers) for count in rows}, buffers)
+        buffers = [torch.randn(max(ROWS), width) for width in (HIDDEN, INSIDE, QKV, HIDDEN, INSIDE)]
+        return cls(kernels, weights, {count: cls._program(weights, buffers) for count in ROWS}, buffers)
 
     @staticmethod
     def _program(weights: list[Weight], buffers: list[Tensor]) -> Any:
@@ -77,6 +91,17 @@ class Native:
         return sum(weight.memory.numel() for weight in self.weights)
 
 
+def rows_of(name: str, matrices: list[Tensor]) -> list[Tensor]:
+    """Return the rows of matrices in bfloat16 as a type is packed from; blocks are random."""
+    if name == "float16":
+        return [matrix.half() for matrix in matrices]
+    if name not in BLOCKS:
+        return matrices
+    weights, size = BLOCK_SIZES[TYPES[name]]
+    shapes = [(len(matrix), matrix.shape[1] // weights * size) for matrix in matrices]
+    return [torch.randint(256, shape, dtype=torch.uint8).bitwise_and_(FINITE) for shape in shapes]
+
+
 def run_plain(x: Tensor, inside: Tensor, matrices: list[Tensor], apply: Callable[[Tensor, Tensor], Tensor]) -> None:
     """Run the layers as five linears each."""
     for first in range(0, len(matrices), len(SHAPES)):
@@ -97,7 +122,8 @@ def measure(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     kernels = open_kernels()
     assert kernels is not None, "the native kernels are not built"
     matrices = [torch.randn(shape).mul_(0.02).bfloat16() for _ in range(LAYERS) for shape in SHAPES]
-    native = {name: Native.pack(kernels, type_, matrices, ROWS[name]) for name, type_ in TYPES.items()}
+    names = dict.fromkeys(["bfloat16", *arguments.types])
+    native = {name: Native.pack(kernels, TYPES[name], rows_of(name, matrices)) for name in names}
     packed = [torch.ops.mkldnn._reorder_linear_weight(matrix, 1) for matrix in matrices]
     probe = aligned(native["bfloat16"].num_bytes).fill_(1)
     x, inside = torch.randn(1, HIDDEN).bfloat16(), torch.randn(1, INSIDE).bfloat16()
@@ -107,7 +133,7 @@ def measure(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     }
     for name, layers in native.items():
         subjects[f"{name}, read"] = partial(layers.read, probe)
-        subjects |= {f"{name}, rows {rows}": partial(layers.run, rows) for rows in ROWS[name]}
+        subjects |= {f"{name}, rows {rows}": partial(layers.run, rows) for rows in ROWS}
     yield figures(timed(subjects, arguments.rounds), native, kernels)
 
 
@@ -123,8 +149,8 @@ def figures(times: dict[str, list[float]], native: dict[str, Native], kernels: K
     for name, layers in native.items():
         seen[name] = {
             "probe_gb_per_s": layers.num_bytes / quartiles(times[f"{name}, read"])["median"] / 1e9,
-            "of_probe": {rows: ratio(times, f"{name}, read", f"{name}, rows {rows}") for rows in ROWS[name]},
-            "rows_over_one": {rows: ratio(times, f"{name}, rows {rows}", f"{name}, rows 1") for rows in ROWS[name][1:]},
+            "of_probe": {rows: ratio(times, f"{name}, read", f"{name}, rows {rows}") for rows in ROWS},
+            "rows_over_one": {rows: ratio(times, f"{name}, rows {rows}", f"{name}, rows 1") for rows in ROWS[1:]},
         }
     return seen
 
@@ -135,6 +161,7 @@ BENCHMARK = Benchmark(
     "2.2 x torch, 1.35 x oneDNN, 97% of the probe; 8 rows 1.15 x the time of 1 (was 1.27). int8: 92%, 8 rows 1.1. "
     "int4: 90%, 4 rows 1.2.",
     measure=measure, rounds=7,
+    options={"types": {"nargs": "+", "choices": [*TYPES], "default": [*TYPES], "help": "beside bfloat16"}},
 )  # fmt: skip
 
 if __name__ == "__main__":

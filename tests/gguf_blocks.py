@@ -25,7 +25,7 @@ SCALES = {  # the places of a block's float16 numbers; all other bytes may have 
 }
 KINDS = (*FLOATS, *SCALES, "MXFP4")
 EXTREMES = np.array([0.0, -0.0, 6e-8, -6e-8, 3e-5, -5e-5, 65504.0, -65504.0])  # of float16, subnormal ones too
-MXFP4_EXPONENTS = 253  # a block with a larger one has infinite weights
+MXFP4_EXPONENTS = 220  # larger ones make sums of products infinite, those from 253 on even weights
 IQ4_LEVELS = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32)
 
 

@@ -15,6 +15,7 @@ import math
 import mmap
 import re
 import struct
+import time
 from collections.abc import Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ SUFFIX = ".gguf"
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 MOST_ELEMENTS = 2**22  # of all arrays of a header; Gemma's, with 262,144 tokens, have a third of that
+ARRAY_COST = 64  # elements that an array within an array counts for
 MOST_ENTRIES = 2**20  # of metadata, and of tensors
 MOST_TEXT = 2**26  # bytes
 MOST_DIMENSIONS = 4
@@ -95,7 +97,9 @@ class GgufFile:
                 "download the missing files into the same folder." if len(parts) > 1 else "check the path.",
             )
         try:
-            return _open(parts, tuple(map(Stamp.of, parts)))
+            stamps, now = tuple(map(Stamp.of, parts)), time.time()
+            read = _open if all(stamp.is_before(now) for stamp in stamps) else _open.__wrapped__
+            return read(parts, stamps)
         except OSError as error:
             raise ModelError(f"{path} can't be read: {error}", "check that it is a file you may read.") from error
 
@@ -127,7 +131,7 @@ def _magic(path: Path) -> bytes:
 
 @lru_cache(maxsize=KEPT_OPEN)
 def _open(parts: tuple[Path, ...], _stamps: tuple[Stamp, ...]) -> GgufFile:
-    """Read the headers of all parts. The stamps distinguish a file from a later one of the same name."""
+    """Read the headers of all parts. The stamps tell a file from a later one of the same name."""
     headers = [_read(part) for part in parts]
     metadata: Mapping[str, Any] = headers[0][0]
     for number, (part, (own, _)) in enumerate(zip(parts, headers, strict=True)):
@@ -241,8 +245,9 @@ class _Header:
         if depth > MOST_NESTED:
             raise _BrokenError(f"{_shown(key)} has arrays nested over {MOST_NESTED} deep")
         type_ = self._number(_U32)
-        count = self._count(f"elements in {_shown(key)}", MOST_ELEMENTS - self._elements, 1)
-        self._elements += count
+        cost = ARRAY_COST if type_ == _ARRAY else 1
+        count = self._count(f"elements in {_shown(key)}", (MOST_ELEMENTS - self._elements) // cost, 1)
+        self._elements += cost * count
         if type_ == _STRING:
             return self._texts(key, count)
         if type_ == _ARRAY:

@@ -13,14 +13,25 @@ import pytest
 import torch
 from torch import Tensor
 
-from speculant.kernels import native, reference
-from speculant.kernels.native import Code, Flag, Kernels, Op, Pass, Type, Weight, open_kernels, usable_sets
+from speculant.kernels import reference
+from speculant.kernels.native import (
+    BLOCK_TYPES,
+    QUANTIZED,
+    Code,
+    Flag,
+    Kernels,
+    Op,
+    Pass,
+    Type,
+    Weight,
+    open_kernels,
+    usable_sets,
+)
 from speculant.models.native.program import linear
 from tests.gguf_blocks import SCALES, block_bytes, block_weights, decode, encode, random_blocks
 
 SETS = usable_sets()
-BLOCK_TYPES: dict[str, Type] = getattr(native, "BLOCK_TYPES", {})
-pytestmark = pytest.mark.skipif(not SETS or not BLOCK_TYPES, reason="the native kernels are not built")
+pytestmark = pytest.mark.skipif(not SETS, reason="the native kernels are not built")
 KINDS = [layout.upper() for layout in BLOCK_TYPES]
 # Outputs, and groups of 32 inputs: one block, an odd number of groups, several superblocks, and enough for streams.
 SHAPES = [(1, 1), (47, 1), (50, 3), (97, 9), (200, 33), (70, 131)]
@@ -134,6 +145,16 @@ def test_looked_up_rows_are_the_gguf_packages(
     assert torch.equal(bits(found), bits(torch.from_numpy(decode(kind, blocks))))
 
 
+def test_every_exponent_of_mxfp4_is_decoded(kernels: Kernels) -> None:
+    """The largest ones make infinite weights, the smallest ones subnormal weights."""
+    blocks = random_blocks("MXFP4", 256, 64, np.random.default_rng(0))
+    blocks[:, 0] = blocks[::-1, block_bytes("MXFP4")] = np.arange(256)
+    with np.errstate(over="ignore", invalid="ignore"):
+        expected = torch.from_numpy(decode("MXFP4", blocks))
+    assert bool(expected.isinf().any())
+    assert same(look_up(kernels, pack(kernels, "MXFP4", blocks)), expected)
+
+
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("extreme", [0.0, 0.3])
 @pytest.mark.parametrize("kind", KINDS)
@@ -190,9 +211,9 @@ def test_a_loud_number_spoils_its_group_alone(kernels: Kernels, kind: str) -> No
     assert 0.02 < loud_error(kernels, pack(kernels, kind, encode(kind, weights))) < 0.035
 
 
-@pytest.mark.parametrize("quantization", native.QUANTIZED)
+@pytest.mark.parametrize("quantization", QUANTIZED)
 def test_a_loud_number_spoils_its_group_of_rounded_weights(kernels: Kernels, quantization: str) -> None:
-    type_ = native.QUANTIZED[quantization]
+    type_ = QUANTIZED[quantization]
     assert 0.02 < loud_error(kernels, kernels.pack(type_, random(96, 2048, seed=1))) < 0.035
 
 
@@ -313,16 +334,16 @@ F16_BITS = torch.arange(-(2**15), 2**15).to(torch.int16)
 def test_float16_weights_are_the_same_numbers_in_float32(kernels: Kernels, rows: int, depth: int) -> None:
     halves, x = random(67, depth, seed=1).half(), random(rows, depth)
     halves[3:9] *= 1e-6  # subnormal
-    narrow, wide = kernels.pack(native.Type.F16, halves), kernels.pack(Type.F32, halves.float())
+    narrow, wide = kernels.pack(Type.F16, halves), kernels.pack(Type.F32, halves.float())
     bias, added = random(67, seed=2), random(rows, 67, seed=3)
     assert torch.equal(run(kernels, narrow, x, bias, added), run(kernels, wide, x, bias, added))
     gated = [
         kernels.pack(type_, matrix, matrix.flip(0))
-        for type_, matrix in ((native.Type.F16, halves), (Type.F32, halves.float()))
+        for type_, matrix in ((Type.F16, halves), (Type.F32, halves.float()))
     ]
     assert torch.equal(*(run(kernels, weight, x, flags=Flag.SILU) for weight in gated))
 
 
 def test_every_number_of_float16_is_widened_exactly(kernels: Kernels) -> None:
     every = F16_BITS.view(torch.float16).view(256, 256)
-    assert same(look_up(kernels, kernels.pack(native.Type.F16, every)), every.float())
+    assert same(look_up(kernels, kernels.pack(Type.F16, every)), every.float())

@@ -124,5 +124,5 @@ def run(values: dict[str, Any], options: ServerOptions, config: EngineConfig) ->
 
 
 def _short(model: str) -> str:
-    """Return the name of a model without the path of its folder."""
-    return Path(model).resolve().name if Path(model).is_dir() else model
+    """Return the name of a model without the path of its folder or file."""
+    return Path(model).resolve().name if Path(model).exists() else model

@@ -114,6 +114,10 @@ def test_formats_of_quantised_checkpoints_are_refused(name: str) -> None:
     assert read_arguments({"quantization": "int4"}) == {"quantization": "int4"}
 
 
+def test_gguf_is_read_as_the_file_is() -> None:
+    assert read_arguments({"quantization": "gguf", "load_format": "gguf"}) == {"quantization": None}
+
+
 def test_unknown_names_are_passed_to_the_config() -> None:
     values = read_arguments({"max_modl_len": 3})
     with pytest.raises(ConfigError, match=r"'max_modl_len'(?s:.*)did you mean 'max_model_len'"):

@@ -11,6 +11,8 @@ import torch
 from transformers import LlamaConfig
 
 from speculant.errors import ModelError
+from speculant.lab.training.heads.rounds import rope_scaling
+from speculant.models.description import Rope
 from speculant.models.families import llama, mistral, qwen2, qwen3
 from speculant.models.reference.rotary import Rotary
 from tests.unit.models.families import LLAMA3, SMALL
@@ -96,6 +98,10 @@ def test_windows(family: ModuleType, settings: dict[str, Any], windows: tuple[in
             for value in ("full_attention", ["full_attention"], ["full"] * 3, [["full_attention"]] * 3, {}, 3)
         ),
         (llama, {"head_dim": 2, "rope_scaling": {"type": "dynamic", "factor": 2.0}}),
+        *(
+            (llama, {"rope_scaling": {"rope_type": "factors", "factors": value}})
+            for value in (None, [], 2.0, [1.0] * 3, [1.0, 1.0, 1.0, 0.0], [1.0, 1.0, 1.0, "1"])
+        ),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
@@ -123,3 +129,18 @@ def test_dynamic_angles_depend_on_the_position_alone() -> None:
     unscaled = plain.angles(positions, torch.float32)[0]
     torch.testing.assert_close(together[:8], unscaled[:8])
     assert not torch.allclose(together[8:], unscaled[8:])
+
+
+@pytest.mark.parametrize("scaling", [None, LLAMA3, {"type": "linear", "factor": 3.0}])
+def test_factors_of_pairs_give_the_same_angles(scaling: dict[str, Any] | None) -> None:
+    """Any scaling is a divisor of each pair's frequency; a trained head writes them as it found them."""
+    hf = {**SMALL, "model_type": "llama", "rope_scaling": scaling}
+    theta = (scaling or {}).get("rope_theta", 10000.0)
+    rope = llama.read_config(hf).attention.rope
+    plain, scaled = (Rotary(each, 8)._frequencies for each in (Rope(theta), rope))
+    factors = {"rope_type": "factors", "factors": (plain / scaled).tolist()}
+    own = llama.read_config({**hf, "rope_theta": theta, "rope_scaling": factors}).attention.rope
+    positions = torch.arange(64)
+    for ours, expected in zip(*(Rotary(each, 8).angles(positions, torch.float32) for each in (own, rope)), strict=True):
+        torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
+    assert llama.read_config({**hf, "rope_theta": theta, **rope_scaling(own)}).attention.rope == own

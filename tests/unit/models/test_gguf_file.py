@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import struct
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import pytest
 from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter
 
 from speculant.errors import ModelError
+from speculant.files import TICK
 from speculant.gguf_file import MOST_NESTED, GgufFile, is_gguf, parts_of
 
 METADATA: dict[str, Any] = {
@@ -138,6 +141,8 @@ def test_a_part_of_another_place_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_file_is_read_again_after_a_change(path: Path) -> None:
+    os.utime(path)
+    time.sleep(2 * TICK)
     first = GgufFile.open(path)
     assert GgufFile.open(path) is first
     path.write_bytes(header(entry("k", 4, struct.pack("<I", 7))))
@@ -183,6 +188,7 @@ def test_names_that_only_resemble_parts_are_whole_files(tmp_path: Path) -> None:
         (header(entry("k", 9, struct.pack("<IQ", 8, 2) + text("a"))), "element 1 of k is beyond the end"),
         (header(entry("k", 9, struct.pack("<IQ", 8, 1) + struct.pack("<Q", 99))), "ends within k"),
         (header(entry("k", 9, struct.pack("<IQ", 9, 1) * 9)), f"k has arrays nested over {MOST_NESTED} deep"),
+        (header(entry("k", 9, struct.pack("<IQ", 9, 2**17) + bytes(2**18))), "131072 elements in k, more than"),
         (header(entry("general.alignment", 4, struct.pack("<I", 24))), "general.alignment is 24"),
         (header(entry("general.alignment", 4, bytes(4))), "general.alignment is 0"),
         (header(entry("general.alignment", 8, text("x"))), "general.alignment is x"),

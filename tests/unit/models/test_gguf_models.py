@@ -14,6 +14,7 @@ import torch
 from speculant import plugins
 from speculant.errors import ConfigError, ModelError
 from speculant.gguf_file import GgufFile
+from speculant.kernels.native import BLOCK_TYPES
 from speculant.models.description import Unpaired
 from speculant.models.gguf import GgufFamily, read_gguf_config
 from speculant.models.sizes import HEAD, TABLE
@@ -191,17 +192,17 @@ def test_a_tensor_can_be_changed_and_its_file_stays(folder: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize("kind", DECODED)
-def test_other_kinds_are_decoded_to_bfloat16_and_named(
+def test_other_kinds_are_decoded_and_named(
     wide: Path, tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = convert(wide, tmp_path / "model.gguf", lambda name: kind if "ffn" in name else "Q8_0")
     with caplog.at_level(logging.WARNING, "speculant"):
         own = load_model(str(path))
     (line,) = [record.getMessage() for record in caplog.records]
-    assert f"model.gguf: 3 matrices are stored in {kind}, " in line
-    assert f"take {3 * 2 * WIDE * 2 * WIDE / 2**20:.1f} MiB in place of" in line
+    assert f"model.gguf: 3 tensors are stored in {kind}, " in line
+    assert f"take {3 * 2 * WIDE * 2 * WIDE / 2**20:.1f} MiB in bfloat16 in place of" in line
     expected = load_model(str(decoded(path, wide, tmp_path / "decoded")), dtype="float32")
-    torch.testing.assert_close(logits(own), logits(expected), rtol=0.05, atol=0.1)
+    torch.testing.assert_close(logits(own), logits(expected), rtol=1e-4, atol=1e-4)
 
 
 def test_kinds_that_cant_be_decoded_are_refused(wide: Path, tmp_path: Path) -> None:
@@ -214,8 +215,8 @@ def test_kinds_that_cant_be_decoded_are_refused(wide: Path, tmp_path: Path) -> N
     refused(path, "blk.0.attn_q.weight")
 
 
-def test_types_and_blocks_are_known_to_the_package() -> None:
-    assert set(QUANTISABLE) | set(DRAWN) == BLOCKS
+def test_kinds_in_blocks_are_those_of_the_kernels() -> None:
+    assert set(QUANTISABLE) | set(DRAWN) == BLOCKS == {layout.upper() for layout in BLOCK_TYPES}
 
 
 # --- settings

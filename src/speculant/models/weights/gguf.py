@@ -21,7 +21,7 @@ from speculant.models.weights.source import FLOATS, QuantizedBlocks, decodable, 
 
 logger = logging.getLogger(__name__)
 
-# Kinds that stay as they are, for kernels that compute with them. Matrices of other kinds become bfloat16.
+# Kinds that kernels compute with. They decode matrices of other kinds to bfloat16.
 BLOCKS = frozenset({"Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "MXFP4"})
 _SHOWN = 5  # tensors in a message
 
@@ -51,9 +51,9 @@ class GgufWeights:
         return self.file.tensors[name].shape
 
     def kind(self, name: str) -> str:
-        """See `WeightSource.kind`; BF16 for a tensor that is decoded when it is read."""
+        """See `WeightSource.kind`; F32 for vectors of blocks, which are decoded when they are read."""
         tensor = self.file.tensors[name]
-        return tensor.kind if tensor.kind in FLOATS or _stays(tensor) else "BF16"
+        return tensor.kind if tensor.kind in FLOATS or len(tensor.shape) == 2 else "F32"
 
     def stamps(self) -> list[Stamp]:
         """See `StoredWeights.stamps`: those of all parts."""
@@ -73,7 +73,7 @@ class GgufWeights:
         return FLOATS[sizes.most_common(1)[0][0]]
 
     def check_kinds(self) -> None:
-        """See `StoredWeights.check_kinds`. Logs the kinds that are decoded when they are loaded."""
+        """See `StoredWeights.check_kinds`. Logs the kinds that kernels can't compute with."""
         kinds = {name: self.file.tensors[name].kind for name in self.names()}
         wrong = sorted(f"{name} is {kind}" for name, kind in kinds.items() if not _is_readable(kind))
         if wrong:
@@ -87,8 +87,8 @@ class GgufWeights:
             size = sum(self.file.tensors[name].size for name in decoded)
             grown = sum(2 * math.prod(self.shape(name)) for name in decoded)
             logger.warning(
-                "%s: %d matrices are stored in %s, which no kernel computes with. They are decoded to bfloat16 and take"
-                " %.1f MiB in place of %.1f MiB.",
+                "%s: %d tensors are stored in %s, which no kernel computes with. They are decoded, and take %.1f MiB in"
+                " bfloat16 in place of %.1f MiB.",
                 self.place.name, len(decoded), ", ".join(sorted({kinds[name] for name in decoded})),
                 grown / 2**20, size / 2**20,
             )  # fmt: skip
@@ -101,14 +101,7 @@ class GgufWeights:
             return content.view(FLOATS[tensor.kind]).view(tensor.shape)
         *rows, depth = tensor.shape
         blocks = QuantizedBlocks(tensor.kind.lower(), (math.prod(rows), depth), content.view(math.prod(rows), -1))
-        if _stays(tensor):
-            return blocks
-        return decode(blocks, torch.bfloat16).view(tensor.shape)
-
-
-def _stays(tensor: GgufTensor) -> bool:
-    """Whether a tensor is read as blocks."""
-    return tensor.kind in BLOCKS and len(tensor.shape) == 2
+        return blocks if len(tensor.shape) == 2 else decode(blocks, torch.float32).view(tensor.shape)
 
 
 def _is_readable(kind: str) -> bool:

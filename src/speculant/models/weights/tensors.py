@@ -233,7 +233,7 @@ def _check_shapes(
     ]
     if wrong:
         raise ModelError(
-            f"the weights do not fit {weights.described_by}: {_listed(wrong, '; ')}",
+            f"the weights in {weights.place} do not fit {weights.described_by}: {_listed(wrong, '; ')}",
             "check vocab_size, hidden_size, intermediate_size, head_dim and the numbers of heads in config.json."
             if weights.described_by == CONFIG
             else "download the file again.",

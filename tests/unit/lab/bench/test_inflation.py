@@ -197,7 +197,7 @@ def test_impossible_shape_is_refused(change: dict[str, int], reason: str) -> Non
         ({"attention_bias": True, "mlp_bias": True}, "attention_bias and mlp_bias"),
         ({"quantization_config": {}}, "is quantised"),
         ({"num_hidden_layers": 3}, "the weights hold 2 layers"),
-        ({"intermediate_size": 256}, "the weights do not fit config.json"),
+        ({"intermediate_size": 256}, "do not fit config.json"),
     ],
 )
 def test_other_checkpoint_is_refused(draft: Path, change: dict[str, Any], reason: str, tmp_path: Path) -> None:

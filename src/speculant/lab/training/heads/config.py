@@ -69,8 +69,8 @@ class HeadTrainingConfig:
 
     @property
     def target_name(self) -> str:
-        """The target's id, or the name of its folder."""
-        return Path(self.target).resolve().name if Path(self.target).is_dir() else self.target
+        """The target's id, or the name of its folder or file."""
+        return Path(self.target).resolve().name if Path(self.target).exists() else self.target
 
     @property
     def schedule(self) -> TrainingSchedule:

@@ -1,0 +1,297 @@
+"""The tokenizer that a GGUF file's metadata describes: byte-level BPE, or SentencePiece BPE with scores.
+
+Tokens, merges and settings become the same objects that a tokenizer.json and a tokenizer_config.json give.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any, NamedTuple, TypeVar
+
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import Tokenizer as Backend
+
+from speculant.errors import Converts, ModelError
+from speculant.text.gguf_splits import WordSplit, find_split
+
+_FIX = "download the file again, or convert the original checkpoint again."
+_UNUSABLE = Converts(ModelError, "the tokenizer of this GGUF file can't be used", _FIX)
+_SPACE = "\u2581"  # SentencePiece's mark of a space
+_MOST_COMPARED = 2**28  # characters; tokens in use need about 2**25
+_T = TypeVar("_T")
+
+# The metadata that holds the id of a role's token; "seperator" is the format's spelling.
+_ROLES = {
+    "bos_token": "bos_token_id",
+    "eos_token": "eos_token_id",
+    "unk_token": "unknown_token_id",
+    "sep_token": "seperator_token_id",
+    "pad_token": "padding_token_id",
+    "cls_token": "cls_token_id",
+    "mask_token": "mask_token_id",
+}
+# Old files give these tokens the type of ordinary text.
+_END_TOKENS = frozenset(
+    {
+        *("<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>"),
+        *("<|eot_id|>", "<|eom_id|>", "<\uff5cend\u2581of\u2581sentence\uff5c>"),
+    }
+)
+
+
+class TokenType(IntEnum):
+    """The values of `tokenizer.ggml.token_type`."""
+
+    NORMAL = 1
+    UNKNOWN = 2
+    CONTROL = 3
+    USER_DEFINED = 4
+    UNUSED = 5
+    BYTE = 6
+
+
+class GgufTokenizer(NamedTuple):
+    """The tokenizer of a file, and its settings in the form of tokenizer_config.json."""
+
+    backend: Backend
+    settings: dict[str, Any]
+
+
+def read_gguf_tokenizer(metadata: Mapping[str, Any]) -> GgufTokenizer:
+    """Return the tokenizer of a GGUF file. Raises ModelError if it is damaged or of an unknown kind.
+
+    A tokenizer.json inside the metadata takes precedence over the file's tokens and merges.
+    """
+    with _UNUSABLE:
+        entries = _Entries(metadata)
+        tokens = _read_tokens(entries)
+        kind = _find_kind(entries)
+        settings = _settings(entries, tokens, kind)
+        stored = entries.get("tokenizer.huggingface.json", str)
+        if stored is not None:
+            return GgufTokenizer(Backend.from_str(stored), settings)
+        backend = kind.build(entries, tokens, settings)
+        _mark_added_tokens(backend, entries, tokens, settings)
+        backend.post_processor = _post_processor(settings, tokens)
+        return GgufTokenizer(backend, settings)
+
+
+@dataclass(frozen=True)
+class _Entries:
+    """Typed access to metadata. An entry of another type raises ModelError."""
+
+    metadata: Mapping[str, Any]
+
+    def get(self, key: str, kind: type[_T]) -> _T | None:
+        """Return an entry; None if there is none."""
+        value = self.metadata.get(key)
+        if value is not None and type(value) is not kind:
+            raise ModelError(f"{key} is {_shown(value)}; expected: {kind.__name__}", _FIX)
+        return value
+
+    def flag(self, key: str, default: bool) -> bool:
+        """Return a switch."""
+        value = self.get(key, bool)
+        return default if value is None else value
+
+    def all_of(self, key: str, *kinds: type[_T]) -> list[_T] | None:
+        """Return a list whose entries have one of some types; None if there is none."""
+        values = self.get(key, list)
+        if values is not None and not {*map(type, values)} <= {*kinds}:
+            raise ModelError(f"{key} has entries of another type than {kinds[0].__name__}", _FIX)
+        return values
+
+    def needed(self, key: str, *kinds: type[_T]) -> list[_T]:
+        """Return a list that must be there."""
+        values = self.all_of(key, *kinds)
+        if values is None:
+            raise ModelError(f"the file has no {key}", _FIX)
+        return values
+
+
+def _shown(value: object) -> str:
+    return f"a {type(value).__name__}" if isinstance(value, list | dict) else repr(value)[:60]
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    """All tokens of a file by id, and their types."""
+
+    texts: Sequence[str]
+    types: Sequence[int]
+    ids: dict[str, int] = field(repr=False)
+
+
+def _read_tokens(entries: _Entries) -> _Tokens:
+    texts = entries.needed("tokenizer.ggml.tokens", str)
+    texts = [text or f"[EMPTY_{token_id}]" for token_id, text in enumerate(texts)]
+    ids = {text: token_id for token_id, text in enumerate(texts)}
+    if len(ids) < len(texts):
+        twice = next(text for token_id, text in enumerate(texts) if ids[text] != token_id)
+        raise ModelError(f"tokenizer.ggml.tokens has {twice[:60]!r} twice", _FIX)
+    types = entries.all_of("tokenizer.ggml.token_type", int)
+    if types is not None and len(types) != len(texts):
+        raise ModelError(f"the file has {len(texts)} tokens, but types for {len(types)}", _FIX)
+    return _Tokens(texts, types or [TokenType.NORMAL] * len(texts), ids)
+
+
+class _Kind:
+    """One kind of tokenizer, with the settings that apply where a file has none."""
+
+    add_bos = False
+    clean_spaces = False
+    role_ids: Mapping[str, int] = {}
+
+    def build(self, entries: _Entries, tokens: _Tokens, settings: Mapping[str, Any]) -> Backend:
+        """Return the tokenizer without added tokens and without tokens around a text."""
+        raise NotImplementedError
+
+
+def _find_kind(entries: _Entries) -> _Kind:
+    name = entries.get("tokenizer.ggml.model", str)
+    if name == "gpt2":
+        return _ByteLevel(find_split(entries.get("tokenizer.ggml.pre", str) or "default"))
+    if name == "llama":
+        return _SentencePiece()
+    if name is None:
+        raise ModelError("the file has no tokenizer.ggml.model", _FIX)
+    raise ModelError(
+        f"tokenizer.ggml.model is {name[:60]!r}, a kind of tokenizer that is not supported",
+        "use a model with one of: gpt2, llama.",
+    )
+
+
+class _ByteLevel(_Kind):
+    """Kind `gpt2`: each byte is a character, and pairs are merged in the order of a list."""
+
+    def __init__(self, split: WordSplit) -> None:
+        self._split = split
+        self.add_bos, self.clean_spaces = split.add_bos, split.clean_spaces
+
+    def build(self, entries: _Entries, tokens: _Tokens, settings: Mapping[str, Any]) -> Backend:
+        if tokens.ids.keys().isdisjoint(pre_tokenizers.ByteLevel.alphabet()):
+            raise ModelError("tokenizer.ggml.tokens has no token for any single byte", _FIX)
+        merges = [*dict.fromkeys(map(_pair, entries.needed("tokenizer.ggml.merges", str)))]
+        model = models.BPE(tokens.ids, merges, ignore_merges=self._split.ignore_merges)
+        backend = Backend(model)
+        splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in self._split.patterns]
+        byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        backend.pre_tokenizer = pre_tokenizers.Sequence([*splits, byte_level])
+        backend.decoder = decoders.ByteLevel()
+        return backend
+
+
+def _pair(merge: str) -> tuple[str, str]:
+    left, _, right = merge.partition(" ")
+    if not left or not right or " " in right:
+        raise ModelError(f"tokenizer.ggml.merges has {merge[:60]!r}, not two tokens with a space between", _FIX)
+    return left, right
+
+
+class _SentencePiece(_Kind):
+    """Kind `llama`: pairs whose text is the token with the highest score are merged first; other characters are bytes.
+
+    The scores become a list of merges: all pairs of tokens that form a token, highest score first.
+    """
+
+    add_bos = True
+    role_ids: Mapping[str, int] = {"bos_token": 1, "eos_token": 2, "unk_token": 0}
+
+    def build(self, entries: _Entries, tokens: _Tokens, settings: Mapping[str, Any]) -> Backend:
+        scores = entries.needed("tokenizer.ggml.scores", float, int)
+        if len(scores) != len(tokens.texts):
+            raise ModelError(f"the file has {len(tokens.texts)} tokens, but scores for {len(scores)}", _FIX)
+        if any(score != score for score in scores):
+            raise ModelError("tokenizer.ggml.scores has entries that are not numbers", _FIX)
+        if tokens.ids.keys().isdisjoint(f"<0x{byte:02X}>" for byte in range(256)):
+            raise ModelError("tokenizer.ggml.tokens has no token such as <0x0A> for any byte", _FIX)
+        unknown = settings.get("unk_token")
+        merges = [*_merges(tokens, scores)]
+        backend = Backend(models.BPE(tokens.ids, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+        prefixed = entries.flag("tokenizer.ggml.add_space_prefix", True)
+        spaces = normalizers.Replace(" ", _SPACE)
+        backend.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), spaces]) if prefixed else spaces
+        steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+        backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefixed else steps)
+        return backend
+
+
+def _merges(tokens: _Tokens, scores: Sequence[float]) -> Iterator[tuple[str, str]]:
+    if sum(len(text) ** 2 for text in tokens.texts) > _MOST_COMPARED:
+        raise ModelError("tokenizer.ggml.tokens has too many long tokens", _FIX)
+    ids = tokens.ids
+    for token_id in sorted(range(len(scores)), key=scores.__getitem__, reverse=True):
+        text = tokens.texts[token_id]
+        for middle in range(1, len(text)):
+            if text[:middle] in ids and text[middle:] in ids:
+                yield text[:middle], text[middle:]
+
+
+def _settings(entries: _Entries, tokens: _Tokens, kind: _Kind) -> dict[str, Any]:
+    settings: dict[str, Any] = {}
+    for role, key in _ROLES.items():
+        token_id = entries.get(f"tokenizer.ggml.{key}", int)
+        if token_id is not None and not 0 <= token_id < len(tokens.texts):
+            raise ModelError(f"tokenizer.ggml.{key} is {token_id}, but there are {len(tokens.texts)} tokens", _FIX)
+        token_id = kind.role_ids.get(role) if token_id is None else token_id
+        if token_id is not None and token_id < len(tokens.texts):
+            settings[role] = tokens.texts[token_id]
+    settings["add_bos_token"] = entries.flag("tokenizer.ggml.add_bos_token", kind.add_bos)
+    settings["add_eos_token"] = entries.flag("tokenizer.ggml.add_eos_token", False)
+    settings["clean_up_tokenization_spaces"] = kind.clean_spaces
+    return settings | _templates(entries)
+
+
+def _templates(entries: _Entries) -> dict[str, Any]:
+    """Return the chat template as tokenizer_config.json has it: a text, or a list of named templates."""
+    default = entries.get("tokenizer.chat_template", str)
+    names = entries.all_of("tokenizer.chat_templates", str) or []
+    named = {name: entries.get(f"tokenizer.chat_template.{name}", str) for name in names}
+    if not named:
+        return {} if default is None else {"chat_template": default}
+    found = {"default": default} | named
+    return {"chat_template": [{"name": name, "template": source} for name, source in found.items() if source]}
+
+
+def _mark_added_tokens(backend: Backend, entries: _Entries, tokens: _Tokens, settings: Mapping[str, Any]) -> None:
+    """Mark the tokens that a text is searched for before it is split, and of these the special ones."""
+    end_tokens = _END_TOKENS | {settings.get("eos_token")}
+    added = []
+    for text, kind in zip(tokens.texts, tokens.types, strict=True):
+        special = kind in (TokenType.CONTROL, TokenType.UNKNOWN) or text in end_tokens
+        if special or kind == TokenType.USER_DEFINED:
+            left, right = _strips(entries, text)
+            added.append(AddedToken(text, special=special, normalized=False, lstrip=left, rstrip=right))
+    backend.add_tokens(added)
+
+
+def _strips(entries: _Entries, token: str) -> tuple[bool, bool]:
+    """Return whether an added token takes in the spaces before it and after it, which no file stores."""
+    pre = entries.get("tokenizer.ggml.pre", str) or ""
+    model = (entries.get("general.name", str) or "").lower()
+    if "jina-v2" in pre or "modern-bert" in model:
+        return token in ("<mask>", "[MASK]"), False
+    return False, ("phi-3" in model or "phi3" in model) and token not in ("<unk>", "<s>", "<|endoftext|>")
+
+
+def _post_processor(settings: Mapping[str, Any], tokens: _Tokens) -> processors.TemplateProcessing | None:
+    before, after = (_around(settings, role) for role in ("bos", "eos"))
+    if not before and not after:
+        return None
+    special = [(text, tokens.ids[text]) for text in {*before, *after}]
+    return processors.TemplateProcessing(
+        single=[*before, "$A", *after], pair=[*before, "$A", *after, *before, "$B", *after], special_tokens=special
+    )
+
+
+def _around(settings: Mapping[str, Any], role: str) -> list[str]:
+    """Return the token that is added at one end of a text, if any."""
+    if not settings[f"add_{role}_token"]:
+        return []
+    if f"{role}_token" not in settings:
+        raise ModelError(
+            f"the file adds a {role.upper()} token to texts, but has no tokenizer.ggml.{role}_token_id", _FIX
+        )
+    return [settings[f"{role}_token"]]

@@ -1,0 +1,115 @@
+"""A GGUF file with any damage gives a model that runs, or a ModelError, within a second."""
+
+from __future__ import annotations
+
+import functools
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from speculant import plugins
+from speculant.errors import ModelError
+from speculant.gguf_file import GgufFile
+from speculant.models.weights.load import load_model
+from tests.gguf_models import convert
+from tests.models import Shape, write_checkpoint
+from tests.unit.models.families import Session
+
+SECONDS = 1.0
+EXTREMES = (0, 1, 2, 3, 7, 8, 9, 12, 13, 31, 32, 33, 255, 2**15, 2**16, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**40,
+            2**62, 2**63 - 1, 2**63, 2**64 - 1)  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _families_are_looked_up_once() -> Iterator[None]:
+    """Looking through the package for families takes longer than loading such a small model."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plugins, "names", functools.cache(plugins.names))
+        patch.setattr(plugins, "load", functools.cache(plugins.load))
+        yield
+
+
+@pytest.fixture(scope="module")
+def originals(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[bytes, int]]:
+    """Files of several families and kinds, with the sizes of their headers; one has a tokenizer."""
+    root, made = tmp_path_factory.mktemp("originals"), []
+    for family, kind in (("llama", "Q4_0"), ("qwen2", "Q8_0"), ("qwen3", "F16"), ("llama", "MXFP4")):
+        source = Path(write_checkpoint(root / f"{family}-{kind}", Shape(family=family, layers=1)))
+        if kind != "Q8_0":
+            (source / "tokenizer.json").unlink()
+        path = convert(source, root / f"{family}-{kind}.gguf", kind)
+        made.append((path.read_bytes(), min(each.offset for each in GgufFile.open(path).tensors.values())))
+    return made
+
+
+def mutated(content: bytes, header: int, generator: random.Random) -> bytes:
+    """Return a file with one to three changes, most of them in its header."""
+    found = bytearray(content)
+    for _ in range(generator.choice((1, 1, 1, 2, 3))):
+        place = generator.randrange(header if generator.random() < 0.9 else len(found))
+        size = generator.choice((1, 4, 8))
+        match generator.randrange(8):
+            case 0:
+                found[place] ^= 1 << generator.randrange(8)
+            case 1:
+                found[place] = generator.randrange(256)
+            case 2 | 3 | 4:
+                value = generator.choice(EXTREMES) + generator.choice((0, 0, 0, -1, 1))
+                found[place : place + size] = (value % 2 ** (8 * size)).to_bytes(size, "little")
+            case 5:
+                del found[place : place + generator.choice((1, 4, 8, 100))]
+            case 6:
+                found[place:place] = generator.randbytes(size)
+            case 7:
+                other = generator.randrange(header)
+                found[place : place + size] = found[other : other + size]
+        if len(found) < header:
+            break
+    if generator.random() < 0.15:
+        del found[generator.randrange(len(found)) :]
+    return bytes(found)
+
+
+def check(content: bytes, path: Path) -> bool:
+    """Load a file, and run the model if it is one. Returns whether it is."""
+    path.write_bytes(content)
+    started = time.process_time()
+    try:
+        model = load_model(str(path)).model
+    except ModelError:
+        return False
+    finally:
+        assert time.process_time() - started < SECONDS
+    tokens = [token % model.vocab_size for token in (1, 5, 2)]
+    assert Session(model, max_len=4).extend(tokens).dtype.is_floating_point
+    return True
+
+
+def run(originals: list[tuple[bytes, int]], path: Path, count: int, seed: int) -> None:
+    torch.set_num_threads(1)
+    found = []
+    for index in range(count):
+        generator = random.Random(seed * 1_000_003 + index)
+        content, header = generator.choice(originals)
+        found.append(check(mutated(content, header, generator), path))
+    assert 0.02 < sum(found) / count < 0.9, "both outcomes are tested"
+
+
+def test_originals_are_models(originals: list[tuple[bytes, int]], tmp_path: Path) -> None:
+    assert all(check(content, tmp_path / "model.gguf") for content, _ in originals)
+
+
+def test_damaged_files_give_models_or_errors(originals: list[tuple[bytes, int]], tmp_path: Path) -> None:
+    run(originals, tmp_path / "model.gguf", 300, seed=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(1, 11))
+def test_many_damaged_files_give_models_or_errors(
+    originals: list[tuple[bytes, int]], tmp_path: Path, seed: int
+) -> None:
+    run(originals, tmp_path / "model.gguf", 1000, seed)
