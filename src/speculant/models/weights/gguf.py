@@ -51,9 +51,8 @@ class GgufWeights:
         return self.file.tensors[name].shape
 
     def kind(self, name: str) -> str:
-        """See `WeightSource.kind`; BF16 for a tensor that is decoded when it is read."""
-        tensor = self.file.tensors[name]
-        return tensor.kind if tensor.kind in FLOATS or _stays(tensor) else "BF16"
+        """See `WeightSource.kind`."""
+        return self.file.tensors[name].kind
 
     def stamps(self) -> list[Stamp]:
         """See `StoredWeights.stamps`: those of all parts."""
