@@ -29,6 +29,7 @@ from tests.unit.models.families import Session, make_pair
 FAMILIES = {"llama": {}, "qwen2": {}, "qwen3": {}}
 KERNELS = ["reference", "native"]
 TOKENS = list(range(40, 72))
+MOST_ROUNDING = 0.05  # of the logits' norm
 WIDE = 256  # K-quants have blocks of 256
 
 
@@ -58,7 +59,11 @@ def same_as_decoded(path: Path, folder: Path, out: Path, kernels: str) -> Checkp
     own = load_model(str(path), kernels=kernels)
     dtype = str(own.dtype).removeprefix("torch.")
     expected = load_model(str(decoded(path, folder, out)), dtype=dtype, kernels=kernels)
-    torch.testing.assert_close(logits(own), logits(expected), rtol=1e-4, atol=1e-4)
+    seen, wanted = logits(own), logits(expected)
+    if kernels == "native" and not own.quantizations:  # activations are rounded to int8 for weights in blocks
+        assert float((seen - wanted).norm() / wanted.norm()) < MOST_ROUNDING
+    else:
+        torch.testing.assert_close(seen, wanted, rtol=1e-4, atol=1e-4)
     return own
 
 
