@@ -51,14 +51,8 @@ class GgufWeights:
         return self.file.tensors[name].shape
 
     def kind(self, name: str) -> str:
-<<<<<<< HEAD
-        """See `WeightSource.kind`; F32 for vectors of blocks, which are decoded when they are read."""
-        tensor = self.file.tensors[name]
-        return tensor.kind if tensor.kind in FLOATS or len(tensor.shape) == 2 else "F32"
-=======
         """See `WeightSource.kind`."""
         return self.file.tensors[name].kind
->>>>>>> native
 
     def stamps(self) -> list[Stamp]:
         """See `StoredWeights.stamps`: those of all parts."""
