@@ -78,7 +78,7 @@ def measure_drafter(drafter: Drafter, length: int, text: Sequence[int], history:
 
 def make_texts(longest: int) -> dict[str, list[int]]:
     """Return the three kinds of text, each of at least `longest` tokens."""
-    code, tokenizer = list[int](), Tokenizer.from_folder(resolve_source("demo"))
+    code, tokenizer = list[int](), Tokenizer.load(resolve_source("demo"))
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         if len(code) < longest:
             code += tokenizer.encode(path.read_text(encoding="utf-8"))

@@ -47,7 +47,7 @@ def main() -> None:
         if reasons[peer.name] is not None:
             tell(f"{peer.name} is skipped: {reasons[peer.name]}. To install it: {peer.install}")
     models = make_pair(arguments.shape, arguments.cache / "models" / arguments.shape)
-    comparison = Comparison(installed, models, arguments.cache, Tokenizer.from_folder(Path(models.target)))
+    comparison = Comparison(installed, models, arguments.cache, Tokenizer.load(Path(models.target)))
     value = describe(arguments, peers, reasons)
     for result in comparison.run(make_plan(arguments), tell):
         value["cases"].append(case_value(result, OwnEngine.name, arguments.tokens, arguments.threads))

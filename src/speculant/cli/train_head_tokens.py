@@ -53,7 +53,7 @@ def _make(files: list[Path], model: str, out: Path, size: int | None) -> dict[st
 
     require_folder(out)
     folder = resolve_source(model, "target")
-    tokenizer = Tokenizer.from_folder(folder)
+    tokenizer = Tokenizer.load(folder)
     vocab_size = vocab_size_of(folder, tokenizer)
     with progress("Counting"):
         counts = count_tokens(read_sequences(files, tokenizer), vocab_size)

@@ -51,7 +51,7 @@ def _make(files: list[Path], model: str, out: Path, continuations: int) -> dict[
 
     require_folder(out)
     folder = resolve_source(model, "target")
-    tokenizer = Tokenizer.from_folder(folder)
+    tokenizer = Tokenizer.load(folder)
     with progress("Counting"):
         found = count_bigrams(read_sequences(files, tokenizer), vocab_size_of(folder, tokenizer))
         tables = BigramTables.of_counts(found.tokens, found.pairs, found.counts, continuations)

@@ -134,9 +134,9 @@ def _seed(config: EngineConfig) -> int:
 def load_tokenizer(config: EngineConfig, folder: Path) -> Tokenizer:
     """Load the tokenizer of a target in a folder: its own, or the configured one."""
     if config.tokenizer is None and config.tokenizer_revision is None:
-        return Tokenizer.from_folder(folder)
+        return Tokenizer.load(folder)
     source = config.tokenizer or config.model
-    return Tokenizer.from_folder(
+    return Tokenizer.load(
         resolve_tokenizer(source, revision=config.tokenizer_revision, download_dir=config.download_dir)
     )
 

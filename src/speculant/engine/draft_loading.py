@@ -48,7 +48,7 @@ def draft_vocabulary(folder: Path, target: Checkpoint, tokenizer: Tokenizer) -> 
 
     Returns the vocabulary to load the draft model with; None = it has the target's tokens.
     """
-    own = Tokenizer.from_folder(folder)
+    own = Tokenizer.load(folder)
     unknown = compare_vocabularies(tokenizer, own)
     if not unknown:
         return None

@@ -73,12 +73,20 @@ def find_template(folder: Path, settings: Mapping[str, Any], name: str = DEFAULT
     """Return the source of a checkpoint's template, from its own file or from tokenizer_config.json.
 
     name: "default", or the name of an additional template such as "tool_use". Raises ModelError if the file can't be
-    read, or if the entry is neither a text nor a list of named templates.
+    read, or as `template_in`.
     """
     file = folder / ("chat_template.jinja" if name == DEFAULT else f"additional_chat_templates/{name}.jinja")
     if file.exists():
         with Converts(ModelError, f"{file} can't be read", "download it again."):
             return file.read_text(encoding="utf-8")
+    return template_in(settings, name)
+
+
+def template_in(settings: Mapping[str, Any], name: str = DEFAULT) -> str | None:
+    """Return the source of a template from the content of tokenizer_config.json.
+
+    Raises ModelError if the entry is neither a text nor a list of named templates.
+    """
     template = settings.get("chat_template")
     if isinstance(template, list):
         template = _named_templates(template).get(name)

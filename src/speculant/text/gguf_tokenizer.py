@@ -19,7 +19,8 @@ from speculant.text.gguf_splits import WordSplit, find_split
 _FIX = "download the file again, or convert the original checkpoint again."
 _UNUSABLE = Converts(ModelError, "the tokenizer of this GGUF file can't be used", _FIX)
 _SPACE = "\u2581"  # SentencePiece's mark of a space
-_MOST_COMPARED = 2**28  # characters; tokens in use need about 2**25
+_MOST_COMPARED = 2**26  # characters, of all beginnings and ends of tokens; Gemma's have a third of that
+_MOST_ADDED = 2**15  # tokens; files in use have up to 6,500
 _T = TypeVar("_T")
 
 # The metadata that holds the id of a role's token; "seperator" is the format's spelling.
@@ -126,6 +127,8 @@ class _Tokens:
 
 def _read_tokens(entries: _Entries) -> _Tokens:
     texts = entries.needed("tokenizer.ggml.tokens", str)
+    if not any(texts):
+        raise ModelError("tokenizer.ggml.tokens has no text", _FIX)
     texts = [text or f"[EMPTY_{token_id}]" for token_id, text in enumerate(texts)]
     ids = {text: token_id for token_id, text in enumerate(texts)}
     if len(ids) < len(texts):
@@ -173,7 +176,7 @@ class _ByteLevel(_Kind):
     def build(self, entries: _Entries, tokens: _Tokens, settings: Mapping[str, Any]) -> Backend:
         if tokens.ids.keys().isdisjoint(pre_tokenizers.ByteLevel.alphabet()):
             raise ModelError("tokenizer.ggml.tokens has no token for any single byte", _FIX)
-        merges = [*dict.fromkeys(map(_pair, entries.needed("tokenizer.ggml.merges", str)))]
+        merges = _stored_merges(entries, tokens)
         model = models.BPE(tokens.ids, merges, ignore_merges=self._split.ignore_merges)
         backend = Backend(model)
         splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in self._split.patterns]
@@ -183,11 +186,15 @@ class _ByteLevel(_Kind):
         return backend
 
 
-def _pair(merge: str) -> tuple[str, str]:
-    left, _, right = merge.partition(" ")
-    if not left or not right or " " in right:
-        raise ModelError(f"tokenizer.ggml.merges has {merge[:60]!r}, not two tokens with a space between", _FIX)
-    return left, right
+def _stored_merges(entries: _Entries, tokens: _Tokens) -> list[tuple[str, str]]:
+    """Return the pairs of tokens that are merged, in order. The model checks that both halves are tokens."""
+    pairs = [merge.split(" ") for merge in entries.needed("tokenizer.ggml.merges", str)]
+    if any(len(pair) != 2 for pair in pairs):
+        raise ModelError("tokenizer.ggml.merges has an entry that is not two tokens with a space between", _FIX)
+    lost = {*map("".join, pairs)} - tokens.ids.keys()
+    if lost:
+        raise ModelError(f"tokenizer.ggml.merges gives {min(lost)[:60]!r}, which is no token", _FIX)
+    return [*dict.fromkeys((left, right) for left, right in pairs)]
 
 
 class _SentencePiece(_Kind):
@@ -222,8 +229,7 @@ def _merges(tokens: _Tokens, scores: Sequence[float]) -> Iterator[tuple[str, str
     if sum(len(text) ** 2 for text in tokens.texts) > _MOST_COMPARED:
         raise ModelError("tokenizer.ggml.tokens has too many long tokens", _FIX)
     ids = tokens.ids
-    for token_id in sorted(range(len(scores)), key=scores.__getitem__, reverse=True):
-        text = tokens.texts[token_id]
+    for _, _, text in sorted(zip(scores, map(len, tokens.texts), tokens.texts, strict=True), reverse=True):
         for middle in range(1, len(text)):
             if text[:middle] in ids and text[middle:] in ids:
                 yield text[:middle], text[middle:]
@@ -264,6 +270,10 @@ def _mark_added_tokens(backend: Backend, entries: _Entries, tokens: _Tokens, set
         if special or kind == TokenType.USER_DEFINED:
             left, right = _strips(entries, text)
             added.append(AddedToken(text, special=special, normalized=False, lstrip=left, rstrip=right))
+    if len(added) > _MOST_ADDED:
+        raise ModelError(
+            f"{len(added)} tokens are control or user-defined tokens; at most {_MOST_ADDED} are read", _FIX
+        )
     backend.add_tokens(added)
 
 

@@ -12,7 +12,9 @@ from tokenizers import Tokenizer as Backend
 
 from speculant.errors import Converts, ModelError, PairError, RequestError
 from speculant.files import read_optional_json
-from speculant.text.chat import TOOL_USE, ChatTemplate, find_template
+from speculant.gguf_file import GgufFile, is_gguf
+from speculant.text.chat import TOOL_USE, ChatTemplate, find_template, template_in
+from speculant.text.gguf_tokenizer import read_gguf_tokenizer
 from speculant.text.length_bounds import check_length_bounds
 
 _SOURCE = "use another text, or correct the tokenizer.json of this checkpoint."
@@ -21,7 +23,7 @@ _DECODING = Converts(RequestError, "the tokenizer can't decode these token ids",
 
 
 class Tokenizer:
-    """Text to token ids and back, by the checkpoint's tokenizer.json."""
+    """Text to token ids and back, by the checkpoint's tokenizer.json or GGUF file."""
 
     def __init__(
         self,
@@ -41,6 +43,11 @@ class Tokenizer:
         self._template, self._tool_template = template, tool_template
 
     @classmethod
+    def load(cls, place: Path) -> Tokenizer:
+        """Load the tokenizer of a checkpoint: a folder, or a GGUF file. Raises ModelError."""
+        return cls.from_gguf(place) if is_gguf(place) else cls.from_folder(place)
+
+    @classmethod
     def from_folder(cls, folder: Path) -> Tokenizer:
         """Load tokenizer.json, the tokenizer's settings and the chat template. Raises ModelError."""
         settings = {
@@ -50,10 +57,25 @@ class Tokenizer:
         backend = _load_backend(folder)
         templates = find_template(folder, settings), find_template(folder, settings, TOOL_USE)
         with Converts(ModelError, f"{folder / 'tokenizer.json'} can't be used", "download it again."):
-            check_length_bounds(backend)
-            tokenizer = cls(backend, settings, *templates)
-            _ = tokenizer.special_ids, tokenizer.decoder_settings, tokenizer.vocab_size
-        return tokenizer
+            return cls(backend, settings, *templates)._checked()
+
+    @classmethod
+    def from_gguf(cls, file: Path) -> Tokenizer:
+        """Load the tokenizer that the metadata of a GGUF file describes. Raises ModelError."""
+        metadata = GgufFile.open(file).metadata
+        try:
+            backend, settings = read_gguf_tokenizer(metadata)
+            templates = template_in(settings), template_in(settings, TOOL_USE)
+            with Converts(ModelError, "its tokenizer can't be used", "download it again."):
+                return cls(backend, settings, *templates)._checked()
+        except ModelError as error:
+            raise ModelError(f"{file}: {error.problem}", error.fix) from error
+
+    def _checked(self) -> Tokenizer:
+        """Read every part once. Errors are those of a damaged file."""
+        check_length_bounds(self.backend)
+        _ = self.special_ids, self.decoder_settings, self.vocab_size
+        return self
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text, with the special tokens that the tokenizer adds, if wanted.
