@@ -33,6 +33,7 @@ _PARTS = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
+ZERO = "\u0100"  # the byte 0 in byte-level tokens
 # Where blocks of a kind hold scales in float16.
 _SCALES = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,), "Q2_K": (80, 82), "Q3_K": (108,),
            "IQ4_XS": (0,), "TQ2_0": (64,)}  # fmt: skip
@@ -186,6 +187,10 @@ def _tokenizer(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     for each in content["added_tokens"]:
         kind = gguf.TokenType.CONTROL if each["special"] else gguf.TokenType.USER_DEFINED
         tokens[each["id"]] = each["content"], kind
+    merges = [each if isinstance(each, str) else " ".join(each) for each in content["model"]["merges"]]
+    if not merges:  # which no file may lack: one of two zero bytes, which no text has
+        merges = [f"{ZERO} {ZERO}"]
+        tokens[config["vocab_size"] - 1] = ZERO + ZERO, gguf.TokenType.NORMAL
     for index in range(config["vocab_size"]):
         tokens.setdefault(index, (f"[PAD{index}]", gguf.TokenType.UNUSED))
     ordered = [tokens[index] for index in sorted(tokens)]
@@ -198,14 +203,12 @@ def _tokenizer(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
         "tokenizer.ggml.pre": "gpt-2",
         "tokenizer.ggml.tokens": [text for text, _ in ordered],
         "tokenizer.ggml.token_type": [int(kind) for _, kind in ordered],
-        "tokenizer.ggml.merges": [
-            each if isinstance(each, str) else " ".join(each) for each in content["model"]["merges"]
-        ] or None,
+        "tokenizer.ggml.merges": merges,
         "tokenizer.ggml.bos_token_id": ids.get("<begin>"),
         "tokenizer.ggml.eos_token_id": end[0] if isinstance(end, list) else end,
         "tokenizer.ggml.add_bos_token": False,
         "tokenizer.chat_template": named.get("chat_template"),
-    }  # fmt: skip
+    }
 
 
 def _type(value: Any) -> gguf.GGUFValueType:

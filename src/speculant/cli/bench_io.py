@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 MANY, FEW = 32, 4  # default numbers of prompts that run together, and one at a time
 
-Target = Annotated[str | None, typer.Argument(metavar="MODEL", help="The model: a folder, a Hugging Face id, or demo.")]
+Target = Annotated[str | None, typer.Argument(metavar="MODEL", help="The model: a folder, GGUF file, hub id or demo.")]
 Prompts = Annotated[
     str,
     typer.Option(

@@ -51,8 +51,8 @@ class PairSampling(SamplingFlags):
     defaults: ClassVar[Mapping[str, object]] = {"temperature": 0}
 
 
-Target = Annotated[str, typer.Argument(help="The target: a folder, a Hugging Face id, or demo.")]
-Draft = Annotated[str | None, typer.Argument(help="The draft model or head: a folder, an id, or demo.")]
+Target = Annotated[str, typer.Argument(help="The target: a folder or GGUF file, a Hugging Face id, or demo.")]
+Draft = Annotated[str | None, typer.Argument(help="The draft model or head: a folder or GGUF file, an id, or demo.")]
 Method = Annotated[
     str | None, typer.Option(help="How it drafts, such as medusa, eagle or early_exit [default: as a draft model].")
 ]

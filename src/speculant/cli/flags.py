@@ -151,8 +151,8 @@ class EngineFlags(FlagGroup):
     from_environment = True
     renamed: ClassVar[Mapping[str, str]] = {"seed": "engine_seed"}  # --seed is the request's
 
-    model: Annotated[str, "The target: a folder, a Hugging Face id, or demo for the embedded one."]
-    draft_model: Annotated[str, "The model that drafts: a folder, a Hugging Face id, or demo."]
+    model: Annotated[str, "The target: a folder or GGUF file, a Hugging Face id, or demo for the embedded one."]
+    draft_model: Annotated[str, "The model that drafts: a folder or GGUF file, a Hugging Face id, or demo."]
     spec_length: Annotated[int, "Tokens to draft per step."]
     use_speculative_decoding: Annotated[bool, "Turn speculation on or off; on by default."]
     speculative_config: Annotated[str, "How to draft: KEY=VALUE,... or a JSON object, with method, model and the rest."]

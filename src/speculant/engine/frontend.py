@@ -76,9 +76,9 @@ Message = Mapping[str, Any]
 class Frontend:
     """A model, its tokenizer, an optional drafter, and an engine that runs them.
 
-    Arguments are the fields of `EngineConfig`; model and draft_model are a folder, a Hugging Face id
-    or "demo". vLLM's other arguments are read too (docs/vllm.md). chat_template: the source of a template, or the path
-    of its file, for conversations that bring none; None = the checkpoint's. Raises SpeculantError with the fix for
+    Arguments are the fields of `EngineConfig`; model and draft_model are a folder, a GGUF file, a Hugging Face id or
+    "demo". vLLM's other arguments are read too (docs/vllm.md). chat_template: the source of a template, or the path of
+    its file, for conversations that bring none; None = the checkpoint's. Raises SpeculantError with the fix for
     anything that does not fit.
     """
 

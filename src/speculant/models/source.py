@@ -14,7 +14,8 @@ from speculant.models.gguf import read_gguf_config
 
 _DEMO = Path(__file__).parents[1] / "assets" / "demo"
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
-_WANTED = ["*.json", "*.safetensors", "tokenizer*", "*.jinja"]
+_TOKENIZER = ["*.json", "tokenizer*", "*.jinja"]
+_WANTED = [*_TOKENIZER, "*.safetensors"]
 _UNWANTED = ["consolidated*", "*/*"]  # other formats of the same weights
 _WEIGHTS = "*.safetensors"
 _NO_MODEL = re.compile(r"mmproj|imatrix", re.IGNORECASE)  # GGUF files beside a model: an image encoder, statistics
@@ -61,8 +62,10 @@ def resolve_folder(source: str, role: str) -> Path:
 
 def resolve_tokenizer(source: str, revision: str | None = None, download_dir: str | None = None) -> Path:
     """Return the place of a tokenizer: a folder with tokenizer.json, whatever its weights are, else as for a model."""
-    path = Path(source)
-    if (path / "tokenizer.json").is_file():
+    path = _local(source)
+    if path is None and source != "demo" and not _on_hub(source)[1]:
+        path = _snapshot(source, revision, download_dir, _TOKENIZER, _UNWANTED)
+    if path is not None and (path / "tokenizer.json").is_file():
         return path
     return resolve_source(source, revision=revision, download_dir=download_dir)
 

@@ -143,6 +143,18 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[Sequence[s
     return lambda names: Hub(monkeypatch, tmp_path / "cache", names, tmp_path / "content")
 
 
+def test_only_the_tokenizer_of_a_repository_is_downloaded(hub: Callable[[Sequence[str]], Hub]) -> None:
+    repository = hub([*SEVERAL, "tokenizer.json"])
+    assert resolve_tokenizer("org/Model-GGUF", "main", "downloads") == repository.cache
+    assert sorted(path.name for path in repository.cache.iterdir()) == ["tokenizer.json"]
+
+
+def test_a_repository_without_tokenizer_has_its_model_s(hub: Callable[[Sequence[str]], Hub]) -> None:
+    repository = hub(["model-Q4_0.gguf"])
+    for source in ("org/Model-GGUF", "org/Model-GGUF:Q4_0"):
+        assert resolve_tokenizer(source, "main", "downloads") == repository.cache / "model-Q4_0.gguf"
+
+
 @pytest.mark.parametrize(
     ("wanted", "found"),
     [
