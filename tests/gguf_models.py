@@ -16,9 +16,11 @@ from gguf.quants import dequantize, quantize
 from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 
+from tests import gguf_blocks
+
 FLOATS = ("F32", "F16", "BF16")
-QUANTISABLE = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "MXFP4")  # by the gguf package, in blocks of 32
-DRAWN = ("Q4_K", "Q5_K", "Q6_K", "IQ4_NL")  # the package can only decode these
+SMALL_BLOCKS = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL", "MXFP4")  # of 32 weights
+LARGE_BLOCKS = ("Q4_K", "Q5_K", "Q6_K")  # of 256
 DECODED = ("Q2_K", "Q3_K", "IQ4_XS", "TQ2_0")  # no kernel computes with these
 _PARTS = {
     "input_layernorm": "attn_norm",
@@ -34,10 +36,7 @@ _PARTS = {
     "mlp.down_proj": "ffn_down",
 }
 ZERO = "\u0100"  # the byte 0 in byte-level tokens
-# Where blocks of a kind hold scales in float16.
-_SCALES = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,), "Q2_K": (80, 82), "Q3_K": (108,),
-           "IQ4_XS": (0,), "TQ2_0": (64,)}  # fmt: skip
-Bytes = NDArray[np.uint8]
+_SCALES = {"Q2_K": (80, 82), "Q3_K": (108,), "IQ4_XS": (0,), "TQ2_0": (64,)}  # places in a block, in float16
 
 
 def convert(
@@ -103,12 +102,11 @@ def stored_name(name: str) -> str:
     return f"blk.{layer}.{_PARTS[part]}.{kind}"
 
 
-def encode(rows: NDArray[np.float32], kind: str) -> Bytes:
+def encode(rows: NDArray[np.float32], kind: str) -> NDArray[np.uint8]:
     """Return rows [n, k] in a kind of blocks, [n, bytes]; random blocks of small weights if they can't be encoded."""
-    type_ = GGMLQuantizationType[kind]
-    if kind in QUANTISABLE:
-        return quantize(rows, type_)
-    of_block, size = GGML_QUANT_SIZES[type_]
+    if kind not in DECODED:
+        return gguf_blocks.encode(kind, rows)
+    of_block, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
     generator = np.random.default_rng(rows.size)
     blocks = generator.integers(0, 256, (len(rows), rows.shape[1] // of_block, size), dtype=np.uint8)
     for place in _SCALES[kind]:

@@ -22,7 +22,7 @@ from speculant.models.vocabulary import DraftVocabulary, Substituted
 from speculant.models.weights.gguf import BLOCKS, GgufWeights
 from speculant.models.weights.load import Checkpoint, load_model
 from speculant.models.weights.source import Mapped, QuantizedBlocks, ShortHead, decode, read_plain, unpaired
-from tests.gguf_models import DECODED, DRAWN, FLOATS, QUANTISABLE, convert, decoded
+from tests.gguf_models import DECODED, FLOATS, LARGE_BLOCKS, SMALL_BLOCKS, convert, decoded
 from tests.models import END, VOCAB_SIZE, Shape, write_checkpoint
 from tests.unit.models.families import Session, make_pair
 
@@ -87,7 +87,7 @@ def test_logits_are_those_of_safetensors(tmp_path: Path, family: str, tied: bool
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
-@pytest.mark.parametrize("kind", [*FLOATS, *QUANTISABLE])
+@pytest.mark.parametrize("kind", [*FLOATS, *SMALL_BLOCKS])
 def test_each_kind_of_weights_is_decoded_as_by_the_gguf_package(
     folder: Path, tmp_path: Path, kind: str, kernels: str
 ) -> None:
@@ -98,8 +98,10 @@ def test_each_kind_of_weights_is_decoded_as_by_the_gguf_package(
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
-@pytest.mark.parametrize("kind", [*DRAWN, *DECODED])
-def test_blocks_that_the_package_only_decodes(wide: Path, tmp_path: Path, kind: str, kernels: str) -> None:
+@pytest.mark.parametrize("kind", [*LARGE_BLOCKS, *DECODED])
+def test_large_blocks_and_those_that_no_kernel_computes_with(
+    wide: Path, tmp_path: Path, kind: str, kernels: str
+) -> None:
     path = convert(wide, tmp_path / "model.gguf", kind)
     same_as_decoded(path, wide, tmp_path / "decoded", kernels)
 
@@ -226,7 +228,7 @@ def test_kinds_that_cant_be_decoded_are_refused(wide: Path, tmp_path: Path) -> N
 
 
 def test_kinds_in_blocks_are_those_of_the_kernels() -> None:
-    assert set(QUANTISABLE) | set(DRAWN) == BLOCKS == {layout.upper() for layout in BLOCK_TYPES}
+    assert set(SMALL_BLOCKS) | set(LARGE_BLOCKS) == BLOCKS == {layout.upper() for layout in BLOCK_TYPES}
 
 
 # --- settings
