@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from speculant import LLM, SamplingParams
+from speculant.cli.main import app
 from speculant.errors import ConfigError
+from speculant.lab.bench import pair
 from tests.gguf_models import convert, decoded
 from tests.heads import write_medusa
 from tests.models import HIDDEN_SIZE, VOCAB_SIZE, Checkpoints
@@ -67,3 +71,33 @@ def test_a_file_drafts_for_safetensors(checkpoints: Checkpoints, files: dict[str
 def test_blocks_are_not_rounded(files: dict[str, str], role: str) -> None:
     with pytest.raises(ConfigError, match="quantised already"):
         LLM(files["Q4_0"], draft_model=files["near"], kernels="native", **{role: "int8"})
+
+
+def command(*arguments: str) -> dict[str, Any]:
+    result = CliRunner().invoke(app, [*arguments, "--json"], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return dict(json.loads(result.stdout))
+
+
+def test_commands_take_files(files: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pair, "COST_SECONDS", 0.01)
+    monkeypatch.setattr(pair, "SPEED_SECONDS", 0.01)
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("def read(path):\nimport os\n")
+    flags = ("--dtype", "float32", "--kernels", "native")
+    value = command(
+        "generate", "Hi", "--model", files["Q4_0"], "--draft-model", files["near"], "--max-tokens", "8", *flags
+    )
+    assert value["usage"]["completion_tokens"] <= 8
+    value = command("check-pair", files["Q4_0"], files["near"], "--prompts", str(prompts), "--tokens", "12", *flags)
+    assert value["target"]["parameters"] == value["draft"]["parameters"] > 10_000
+    assert list(value["precisions"]) == ["none"], "blocks are not rounded to other types"
+    tables = str(tmp_path / "tables.safetensors")
+    assert (
+        command("train", "static", str(prompts), "--tokenizer", files["Q4_0"], "--out", tables)["vocab_size"]
+        == VOCAB_SIZE
+    )
+    tokens = str(tmp_path / "tokens.json")
+    assert command("train", "head-tokens", str(prompts), "--tokenizer", files["near"], "--out", tokens)["size"] > 0
+    config = json.dumps({"method": "draft_model", "model": files["near"], "head_tokens": tokens})
+    assert command("generate", "Hi", "--model", files["F16"], "--speculative-config", config, *flags)["text"]
