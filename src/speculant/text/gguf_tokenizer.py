@@ -40,6 +40,7 @@ _END_TOKENS = frozenset(
         *("<|eot_id|>", "<|eom_id|>", "<\uff5cend\u2581of\u2581sentence\uff5c>"),
     }
 )
+_UNSTRIPPED = ("<unk>", "<s>", "<|endoftext|>")  # of Phi-3's added tokens, those that take in no spaces
 
 
 class TokenType(IntEnum):
@@ -264,26 +265,18 @@ def _templates(entries: _Entries) -> dict[str, Any]:
 def _mark_added_tokens(backend: Backend, entries: _Entries, tokens: _Tokens, settings: Mapping[str, Any]) -> None:
     """Mark the tokens that a text is searched for before it is split, and of these the special ones."""
     end_tokens = _END_TOKENS | {settings.get("eos_token")}
+    name = (entries.get("general.name", str) or "").lower()
+    strips = "phi-3" in name or "phi3" in name  # files do not store which tokens take in the spaces after them
     added = []
     for text, kind in zip(tokens.texts, tokens.types, strict=True):
         special = kind in (TokenType.CONTROL, TokenType.UNKNOWN) or text in end_tokens
         if special or kind == TokenType.USER_DEFINED:
-            left, right = _strips(entries, text)
-            added.append(AddedToken(text, special=special, normalized=False, lstrip=left, rstrip=right))
+            rstrip = strips and text not in _UNSTRIPPED
+            added.append(AddedToken(text, special=special, normalized=False, rstrip=rstrip))
     if len(added) > _MOST_ADDED:
-        raise ModelError(
-            f"{len(added)} tokens are control or user-defined tokens; at most {_MOST_ADDED} are read", _FIX
-        )
+        problem = f"{len(added)} tokens are control or user-defined tokens; at most {_MOST_ADDED} are read"
+        raise ModelError(problem, _FIX)
     backend.add_tokens(added)
-
-
-def _strips(entries: _Entries, token: str) -> tuple[bool, bool]:
-    """Return whether an added token takes in the spaces before it and after it, which no file stores."""
-    pre = entries.get("tokenizer.ggml.pre", str) or ""
-    model = (entries.get("general.name", str) or "").lower()
-    if "jina-v2" in pre or "modern-bert" in model:
-        return token in ("<mask>", "[MASK]"), False
-    return False, ("phi-3" in model or "phi3" in model) and token not in ("<unk>", "<s>", "<|endoftext|>")
 
 
 def _post_processor(settings: Mapping[str, Any], tokens: _Tokens) -> processors.TemplateProcessing | None:

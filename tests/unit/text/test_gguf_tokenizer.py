@@ -344,12 +344,12 @@ def test_any_entry_may_be_anything(metadata: dict[str, Any]) -> None:
     keys = {*metadata, *(f"{KEY}.{name}" for name in more), "tokenizer.chat_template", "tokenizer.chat_templates"}
     for key in sorted(keys | {"tokenizer.huggingface.json", "general.name"}):
         for value in WRONG:
-            started = time.perf_counter()
+            started = time.process_time()
             try:
                 backend = read_gguf_tokenizer(metadata | {key: value}).backend
             except ModelError:
                 continue
             finally:
-                assert time.perf_counter() - started < 1
+                assert time.process_time() - started < 1
             assert isinstance(backend, Backend)
             assert backend.decode(backend.encode("a b").ids)
