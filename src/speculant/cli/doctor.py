@@ -1,4 +1,4 @@
-"""`speculant doctor`: what this machine has, what is missing, and what that costs."""
+"""`speculant doctor`: what this machine has or a model is made of, what is missing or slow, and what that costs."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 
 from speculant import __version__
-from speculant.cli.terminal import examples, print_json, progress, results
+from speculant.cli.model_report import ModelReport, inspect_model
+from speculant.cli.report import Finding, show_report
+from speculant.cli.terminal import examples, print_json, progress
 from speculant.errors import ModelError
 from speculant.files import cache_folder
 from speculant.models.source import resolve_source
@@ -26,15 +27,24 @@ if TYPE_CHECKING:
 
 EXAMPLES = examples(
     "speculant doctor",
+    "speculant doctor model-Q4_K_M.gguf",
     "speculant doctor --json | python -m json.tool",
 )
-UNITS = {"_gib": "GiB", "_mib": "MiB", "_gb_per_s": "GB/s"}
-
 MIB = 2**20
 GIB = 2**30
 
 ROLES = ("target", "draft")  # of the embedded pair
-REQUIRED_PACKAGES = ("torch", "numpy", "safetensors", "tokenizers", "jinja2", "huggingface-hub", "rich", "typer")
+REQUIRED_PACKAGES = (
+    "torch",
+    "numpy",
+    "safetensors",
+    "tokenizers",
+    "jinja2",
+    "huggingface-hub",
+    "gguf",
+    "rich",
+    "typer",
+)
 MODEL_FILES = ("config.json", "model.safetensors", "tokenizer.json")
 
 # Instruction sets that determine which kernels can run; the names are those of /proc/cpuinfo.
@@ -51,66 +61,23 @@ DEPTHS = (2048, 8192)  # of a model of a billion weights
 
 
 def doctor(
+    model: Annotated[
+        str | None, typer.Argument(help="Report on a model instead: a GGUF file, a folder, a Hugging Face id, or demo.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
 ) -> None:
-    """Report what this machine has, what is missing, and what that costs."""
-    with progress("Measuring memory bandwidth"):
-        machine = inspect_machine()
-    if as_json:
-        print_json(asdict(machine))
+    """Report what this machine has, what is missing, and what that costs; or what a model is made of."""
+    if model is not None:
+        report: Machine | ModelReport = inspect_model(model)
     else:
-        _show(machine)
-
-
-def _show(machine: Machine) -> None:
-    console = results()
-    for title, section in asdict(machine).items():
-        if title == "findings":
-            continue
-        console.print(_label(title).title(), style="bold")
-        console.print(_table(section))
-    console.print("Findings", style="bold")
-    for finding in machine.findings:
-        console.print(f"  {finding.status}: ", style="green" if finding.status == "ok" else "yellow", end="")
-        console.print(finding.what)
-        if finding.cost:
-            console.print(f"      costs: {finding.cost}")
-        if finding.fix:
-            console.print(f"      fix: {finding.fix}")
-
-
-def _table(section: dict[str, Any]) -> Table:
-    table = Table.grid(padding=(0, 2))
-    for name, value in section.items():
-        table.add_row(f"  {_label(name)}", _text(value))
-    return table
-
-
-def _label(name: str) -> str:
-    for suffix, unit in UNITS.items():
-        if name.endswith(suffix):
-            return f"{name.removesuffix(suffix).replace('_', ' ')} ({unit})"
-    return name.replace("_", " ")
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, (list, tuple)):
-        return ", ".join(str(item) for item in value) or "none"
-    if isinstance(value, float):
-        return f"{value:.1f}"
-    return "not installed" if value is None else str(value)
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One thing that is present or missing: the cost of its absence, and how to get it."""
-
-    status: str  # ok, missing, note
-    what: str
-    cost: str = ""
-    fix: str = ""
+        with progress("Measuring memory bandwidth"):
+            report = inspect_machine()
+    sections = asdict(report)
+    if as_json:
+        print_json(sections)
+    else:
+        del sections["findings"]
+        show_report(sections, report.findings)
 
 
 @dataclass(frozen=True)

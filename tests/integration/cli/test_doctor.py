@@ -7,14 +7,19 @@ import platform
 import tomllib
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
-from speculant.cli import doctor
+from speculant.cli import doctor, model_report
 from speculant.cli.main import app
 from speculant.errors import ModelError
 from speculant.kernels.native import usable_sets
+from speculant.models.native.decoder import NativeDecoder
+from speculant.models.weights.load import load_model
+from tests.gguf_models import convert
+from tests.models import Shape, write_checkpoint
 
 
 def test_json_has_every_section() -> None:
@@ -70,3 +75,92 @@ def test_missing_packages_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_required_packages_are_those_of_the_project() -> None:
     project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
     assert {name.partition(">=")[0] for name in project["dependencies"]} == set(doctor.REQUIRED_PACKAGES)
+
+
+# --- a model
+
+KINDS = {"attn_v": "Q6_K", "ffn_down": "Q6_K", "attn_output": "TQ2_0", "token_embd": "F16"}  # else Q4_K
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_checkpoint(tmp_path_factory.mktemp("source") / "model", Shape(hidden_size=256))
+
+
+@pytest.fixture(scope="module")
+def file(source: str) -> str:
+    path = Path(source).parent / "model.gguf"
+    return str(convert(source, path, lambda name: KINDS.get(name.split(".")[-2], "Q4_K")))
+
+
+def report(model: str) -> dict[str, Any]:
+    result = CliRunner().invoke(app, ["doctor", model, "--json"], catch_exceptions=False)
+    found: dict[str, Any] = json.loads(result.stdout)
+    return found
+
+
+@pytest.mark.skipif(not usable_sets(), reason="the native kernels are not built")
+def test_doctor_counts_the_types_of_a_files_matrices(file: str) -> None:
+    found = report(file)
+    assert found["model"]["architecture"] == "llama"
+    assert (found["model"]["layers"], found["model"]["context"], found["model"]["tokenizer"]) == (2, 256, "gpt2, gpt-2")
+    counts = {kind: (own["matrices"], own["kept_as"]) for kind, own in found["matrices"].items()}
+    assert counts == {
+        "q4_k": (9, ["q4_k"]), "q6_k": (4, ["q6_k"]), "tq2_0": (2, ["bf16"]), "f16": (1, ["f16"]),
+    }  # fmt: skip
+    assert found["model"]["files_mib"] == pytest.approx(Path(file).stat().st_size / 2**20)
+    size = sum(own["in_files_mib"] for own in found["matrices"].values())
+    assert 0.95 * found["model"]["files_mib"] < size < found["model"]["files_mib"]
+    assert found["kernels"]["in_use"].endswith("q4_k 9 matrices, q6_k 4, tq2_0 2, f16 1, tq2_0 decoded)")
+    assert found["kernels"]["read_in_each_pass_mib"] == pytest.approx(
+        found["kernels"]["weights_mib"] - found["matrices"]["f16"]["in_memory_mib"]
+    )
+
+
+@pytest.mark.skipif(not usable_sets(), reason="the native kernels are not built")
+def test_doctor_reports_the_memory_that_a_model_takes(file: str, source: str) -> None:
+    """Except for the padding of small matrices, of which the kernels join some."""
+    for model in (file, source):
+        loaded = load_model(model, kernels="native").model
+        assert isinstance(loaded, NativeDecoder)
+        found = report(model)["kernels"]
+        assert found["read_in_each_pass_mib"] == pytest.approx(loaded.bytes_per_pass / 2**20, rel=0.02)
+        assert found["each_position_kib"] == loaded.cache_shape.bytes_per_token / 2**10
+
+
+@pytest.mark.skipif(not usable_sets(), reason="the native kernels are not built")
+def test_doctor_names_what_is_slow(file: str, source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (note,) = [each for each in report(file)["findings"] if each["status"] == "note"]
+    assert note["what"] == "tq2_0 2 matrices are decoded to bf16"
+    assert note["cost"] == "0.3 MiB in memory instead of 0.0, which each pass reads"
+    assert not [each for each in report(source)["findings"] if each["status"] == "note"]
+    monkeypatch.setattr(model_report, "LEAST_WIDE", 0)
+    (note,) = [each for each in report(source)["findings"] if each["status"] == "note"]
+    assert "16 matrices are kept in float32" in note["what"]
+
+
+def test_doctor_reports_what_torch_computes(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("speculant.models.backends.native.open_kernels", lambda: None)
+    found = report(file)
+    assert {(kind, *own["kept_as"]) for kind, own in found["matrices"].items()} == {
+        ("q4_k", "f32"), ("q6_k", "f32"), ("tq2_0", "f32"), ("f16", "f32")
+    }  # fmt: skip
+    (missing,) = [each for each in found["findings"] if "native" in each["what"]]
+    assert (missing["status"], "they were not built" in missing["what"]) == ("missing", True)
+
+
+def test_doctor_prints_a_model_and_its_findings(source: str, tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["doctor", source], catch_exceptions=False)
+    for text in ("Model", "Matrices", "Kernels", "Findings", "f32  matrices 16", "ok: its tokenizer can be read"):
+        assert text in result.stdout
+    (Path(source) / "tokenizer.json").rename(tmp_path / "tokenizer.json")
+    result = CliRunner().invoke(app, ["doctor", source], catch_exceptions=False)
+    (tmp_path / "tokenizer.json").rename(Path(source) / "tokenizer.json")
+    assert "missing: " in result.stdout
+    assert "has no tokenizer.json" in result.stdout
+
+
+def test_doctor_refuses_what_is_no_model(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["doctor", str(tmp_path)])
+    assert isinstance(result.exception, ModelError)
+    assert "has no config.json" in str(result.exception)

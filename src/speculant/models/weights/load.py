@@ -94,14 +94,13 @@ def load_model(
     _check_dtype(dtype)
     place = _read_device(device)
     folder = resolve_source(source, role, revision, download_dir)
-    config, tensors, decoder = _open_gguf(folder) if folder.is_file() else _open_folder(folder)
+    files = CheckpointFiles.open(folder)
+    config, tensors, decoder = files.config, files.tensors, files.decoder
     _check_rounding(tensors, quantization)
     _warn_of_dynamic_rope(decoder)
-    check_tensors(tensors, decoder)
     generation = read_generation(folder)
     ends, sampling = read_end_tokens(generation, config, decoder.vocab_size), read_sampling(generation)
-    chosen = _choose_dtype(dtype, config, tensors)
-    named = Mapped(tensors, {name: decoder.tensors.expression(name) for name in tensor_shapes(decoder)})
+    chosen, named = files.dtype(dtype), files.weights
     backend, description = choose_backend(kernels, quantization, decoder, chosen, place, weight_packing, named)
     weights = CheckedWeights(named, named.names())
     decoder, own = _fitted(decoder, weights, head_tokens, vocabulary)
@@ -118,6 +117,39 @@ def load_model(
         model, config, folder, chosen, ends, generation, sampling, name, description, backend, made, kept.mapped_bytes,
         () if tensors.quantised_kinds() else backend.quantizations,
     )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class CheckpointFiles:
+    """The files of a checkpoint: headers are read, and compared with the model that they describe.
+
+    config: that of config.json, or the metadata of a GGUF file in its keys.
+    """
+
+    config: dict[str, Any]
+    tensors: StoredWeights
+    decoder: DecoderConfig
+
+    @classmethod
+    def open(cls, place: Path) -> CheckpointFiles:
+        """Open a folder or a GGUF file. Raises ModelError."""
+        files = cls(*(_open_gguf(place) if place.is_file() else _open_folder(place)))
+        check_tensors(files.tensors, files.decoder)
+        return files
+
+    @property
+    def weights(self) -> Mapped:
+        """The tensors by the model's names."""
+        names = tensor_shapes(self.decoder)
+        return Mapped(self.tensors, {name: self.decoder.tensors.expression(name) for name in names})
+
+    def dtype(self, wanted: str) -> torch.dtype:
+        """Return the model's type; "auto" = that of the files, but float32 for float16."""
+        if wanted != "auto":
+            return _DTYPES[wanted]
+        named = str(self.config.get("dtype") or self.config.get("torch_dtype") or "").removeprefix("torch.")
+        stored = _STORED.get(named, self.tensors.common_dtype())
+        return torch.float32 if stored == torch.float16 else stored
 
 
 def _open_folder(folder: Path) -> tuple[dict[str, Any], StoredWeights, DecoderConfig]:
@@ -243,14 +275,6 @@ def _warn_of_dynamic_rope(config: DecoderConfig) -> None:
             " cache would keep those of a shorter one.",
             config.max_positions,
         )
-
-
-def _choose_dtype(dtype: str, config: Mapping[str, Any], tensors: StoredWeights) -> torch.dtype:
-    if dtype != "auto":
-        return _DTYPES[dtype]
-    named = str(config.get("dtype") or config.get("torch_dtype") or "").removeprefix("torch.")
-    stored = _STORED.get(named, tensors.common_dtype())
-    return torch.float32 if stored == torch.float16 else stored
 
 
 def _name(source: str, role: str, folder: Path) -> str:

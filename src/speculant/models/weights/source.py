@@ -50,8 +50,8 @@ class WeightSource(Protocol):
     def kind(self, name: str) -> str:
         """Return the type that a tensor is stored in without reading it: F32, BF16, Q4_K.
 
-        The names are those of safetensors and of GGUF, in capitals. Those that are not in FLOATS are blocks, which may
-        be decoded when they are read.
+        The names are those of safetensors and of GGUF, in capitals. Those that are not in FLOATS are blocks. `read` may
+        decode these.
         """
         ...
 

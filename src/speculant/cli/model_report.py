@@ -1,0 +1,214 @@
+"""What `speculant doctor MODEL` reports: a model's sizes, the types of its matrices, and what is slow about them.
+
+Headers are read, and no weights.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from speculant.cli.report import Finding
+from speculant.errors import ModelError
+from speculant.gguf_file import GgufFile
+
+if TYPE_CHECKING:
+    import torch
+
+    from speculant.models.backends.base import Backend
+    from speculant.models.weights.load import CheckpointFiles
+
+KIB, MIB = 2**10, 2**20
+FLOATS = ("f64", "f32", "f16", "bf16")
+LEAST_WIDE = 64 * MIB  # of matrices in float32 that are worth a finding
+GOOD = "Q4_K_M, Q5_K_M, Q6_K or Q8_0"
+
+Kept = Callable[[str, Sequence[int]], tuple[str, int]]  # the type and the bytes of a matrix in memory
+
+
+@dataclass(frozen=True)
+class ModelReport:
+    """All that doctor reports of a model. matrices: by the types that they have in the files."""
+
+    model: dict[str, Any]
+    matrices: dict[str, dict[str, Any]]
+    kernels: dict[str, Any]
+    findings: list[Finding]
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A matrix of a model: its types and bytes in the files and in memory."""
+
+    name: str
+    kind: str
+    stored: int
+    kept_as: str
+    kept: int
+
+
+def inspect_model(source: str) -> ModelReport:
+    """Collect the facts of a model by path, hub id or "demo". Raises ModelError for one that can't be used."""
+    import torch
+
+    from speculant.models.backends.base import choose_backend
+    from speculant.models.source import resolve_source
+    from speculant.models.weights.load import CheckpointFiles
+
+    place = resolve_source(source)
+    files = CheckpointFiles.open(place)
+    dtype = files.dtype("auto")
+    backend, says = choose_backend("auto", None, files.decoder, dtype, torch.device("cpu"), weights=files.weights)
+    matrices = _matrices(files, _kept(files, backend, dtype))
+    return ModelReport(
+        model=_model(files, place),
+        matrices=_by_kind(matrices),
+        kernels={"in_use": says, **_memory(files, matrices, dtype)},
+        findings=[_tokenizer_finding(place), _kernel_finding(backend, says), *_type_findings(matrices)],
+    )
+
+
+def _model(files: CheckpointFiles, place: Path) -> dict[str, Any]:
+    from speculant.models.sizes import parameters
+
+    decoder = files.decoder
+    return {
+        "place": str(place),
+        "architecture": files.config["model_type"],
+        "parameters": parameters(decoder),
+        "layers": decoder.num_layers,
+        "hidden_size": decoder.hidden_size,
+        "vocabulary": decoder.vocab_size,
+        "context": decoder.max_positions,
+        "tokenizer": _tokenizer_kind(place),
+        "files_mib": sum(stamp.size for stamp in files.tensors.stamps()) / MIB,
+    }
+
+
+def _tokenizer_kind(place: Path) -> str | None:
+    """Return the algorithm of a model's tokenizer, and in a GGUF file how it splits texts first."""
+    if place.is_file():
+        metadata = GgufFile.open(place).metadata
+        names = [metadata.get(f"tokenizer.ggml.{key}") for key in ("model", "pre")]
+        return ", ".join(str(name) for name in names if name) or None
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        return str(json.loads((place / "tokenizer.json").read_text(encoding="utf-8"))["model"]["type"])
+    return None
+
+
+def _kept(files: CheckpointFiles, backend: Backend, dtype: torch.dtype) -> Kept:
+    """Return the function of a matrix's name and shape that says how a backend keeps it."""
+    from speculant.kernels.packing import likely_bytes
+    from speculant.models.backends.base import CODED, packing_of
+    from speculant.models.backends.native import NativeBackend
+    from speculant.models.weights.reader import WeightTypes
+
+    if isinstance(backend, NativeBackend) and (kernels := backend.kernels) is not None:
+        types = WeightTypes(files.weights, dtype, packing_of(backend).name == CODED)
+        return lambda name, shape: (types.of(name).name.lower(), likely_bytes(kernels, types.of(name), *shape))
+    kind = str(dtype).removeprefix("torch.").replace("loat", "")
+    return lambda name, shape: (kind, math.prod(shape) * dtype.itemsize)
+
+
+def _matrices(files: CheckpointFiles, kept: Kept) -> list[Matrix]:
+    from speculant.models.sizes import tensor_shapes
+    from speculant.models.weights.source import stored_bytes
+
+    kind, shapes = files.weights.kind, tensor_shapes(files.decoder)
+    return [
+        Matrix(name, kind(name).lower(), stored_bytes(kind(name), shape), *kept(name, shape))
+        for name, shape in shapes.items()
+        if len(shape) == 2
+    ]
+
+
+def _by_kind(matrices: Sequence[Matrix]) -> dict[str, dict[str, Any]]:
+    """Return numbers and sizes of matrices by their type in the files, the largest first."""
+    found = defaultdict[str, list[Matrix]](list)
+    for matrix in matrices:
+        found[matrix.kind].append(matrix)
+    return {
+        kind: {
+            "matrices": len(own),
+            "in_files_mib": sum(each.stored for each in own) / MIB,
+            "in_memory_mib": sum(each.kept for each in own) / MIB,
+            "kept_as": sorted({each.kept_as for each in own}),
+        }
+        for kind, own in sorted(found.items(), key=lambda item: -sum(each.stored for each in item[1]))
+    }
+
+
+def _memory(files: CheckpointFiles, matrices: Sequence[Matrix], dtype: torch.dtype) -> dict[str, Any]:
+    """Return what a model takes in memory, and how much of it each pass reads."""
+    from speculant.models.sizes import TABLE, values_per_position
+
+    unread = () if files.decoder.head.tied else (TABLE,)
+    return {
+        "weights_mib": sum(matrix.kept for matrix in matrices) / MIB,
+        "read_in_each_pass_mib": sum(matrix.kept for matrix in matrices if matrix.name not in unread) / MIB,
+        "keys_and_values": str(dtype).removeprefix("torch."),
+        "each_position_kib": values_per_position(files.decoder) * dtype.itemsize / KIB,
+    }
+
+
+def _tokenizer_finding(place: Path) -> Finding:
+    from speculant.text.tokenizer import Tokenizer
+
+    try:
+        Tokenizer.from_folder(place)
+    except ModelError as error:
+        return Finding(
+            "missing", error.problem, "the model needs --tokenizer with that of another checkpoint", error.fix
+        )
+    return Finding("ok", "its tokenizer can be read")
+
+
+def _kernel_finding(backend: Backend, says: str) -> Finding:
+    if backend.row_invariant:
+        return Finding("ok", "the native kernels compute it: the same bits for any batch, with or without speculation")
+    return Finding(
+        "missing",
+        f"the native kernels do not compute it: {says}",
+        "speed; and speculation can change which of two nearly equal tokens is chosen",
+        "see `speculant doctor` without a model",
+    )
+
+
+def _type_findings(matrices: Sequence[Matrix]) -> list[Finding]:
+    """Find what is slow about the types of a model's matrices."""
+    from speculant.models.weights.source import listed_kinds
+
+    decoded = [each for each in matrices if each.kind not in FLOATS and each.kept_as != each.kind]
+    wide = [each for each in matrices if each.kept_as == "f32" and each not in decoded]
+    found = list[Finding]()
+    if decoded:
+        kept_as = " and ".join(sorted({each.kept_as for each in decoded}))
+        found.append(
+            Finding(
+                "note",
+                f"{listed_kinds(Counter(each.kind for each in decoded))} are decoded to {kept_as}",
+                f"{_mib(decoded, 'kept')} MiB in memory instead of {_mib(decoded, 'stored')}, which each pass reads",
+                f"use another file of the model: those in {GOOD} are multiplied as they are, if gate and up of a layer"
+                " have one type",
+            )
+        )
+    if sum(each.kept for each in wide) > LEAST_WIDE:
+        found.append(
+            Finding(
+                "note",
+                f"{len(wide)} matrices are kept in float32, {_mib(wide, 'kept')} MiB",
+                "passes take twice as long to read them as in bfloat16",
+                "--dtype bfloat16 rounds them, --quantization int8 more so",
+            )
+        )
+    return found or [Finding("ok", "no type of its matrices is slow here")]
+
+
+def _mib(matrices: Sequence[Matrix], field: str) -> str:
+    return f"{sum(getattr(each, field) for each in matrices) / MIB:.1f}"
