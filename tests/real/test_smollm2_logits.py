@@ -29,7 +29,7 @@ CONTEXT = 512
 
 @pytest.fixture(scope="module")
 def texts(smollm2: Path) -> list[list[int]]:
-    return chunks(Tokenizer.from_folder(smollm2).encode, CONTEXT)
+    return chunks(Tokenizer.load(smollm2).encode, CONTEXT)
 
 
 @pytest.fixture(scope="module")
