@@ -99,7 +99,7 @@ def rounded(x: Tensor) -> Tensor:
     """Return x as layers of blocks see it, in float64: int8 times a scale per group."""
     groups = torch.nn.functional.pad(x, (0, -x.shape[1] % GROUP)).view(len(x), -1, GROUP)
     largest = groups.abs().amax(-1, keepdim=True)
-    factors = torch.where(largest > 0, 127 / largest, 0)
+    factors = torch.where(largest > 0, torch.tensor(127.0) / largest, 0)  # a number / a tensor is rounded twice
     seen = (groups * factors).round().double() * (largest / 127).double()
     return seen.view(len(x), -1)[:, : x.shape[1]]
 

@@ -29,7 +29,7 @@ CONTEXT = 512
 
 @pytest.fixture(scope="module")
 def texts(smollm2: Path) -> list[list[int]]:
-    return chunks(Tokenizer.from_folder(smollm2).encode, CONTEXT)
+    return chunks(Tokenizer.load(smollm2).encode, CONTEXT)
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ def base(reference: CausalLM, texts: list[list[int]], tmp_path_factory: pytest.T
 
 def test_reference_logits_are_the_files(smollm2: Path, reference: CausalLM, texts: list[list[int]]) -> None:
     model, worst = load_llama(smollm2), 0.0
-    for tokens in texts:
+    for tokens in texts[::4]:
         with torch.inference_mode():
             expected = model(torch.tensor([tokens])).logits[0]
         difference = (logits_of(reference, tokens) - expected).abs().amax(1)

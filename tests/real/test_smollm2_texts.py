@@ -98,7 +98,7 @@ class Reader:
     """Finds out by how much a model in float32 prefers our text to another one, where they part."""
 
     def __init__(self, path: Path) -> None:
-        self.tokenizer = Tokenizer.from_folder(path)
+        self.tokenizer = Tokenizer.load(path)
         self.model: CausalLM = load_model(str(path), "float32", kernels="reference").model
 
     def preference(self, prompt: list[int], ours: list[int], theirs: str) -> float:
