@@ -161,7 +161,7 @@ def _tokenizer_finding(place: Path) -> Finding:
     from speculant.text.tokenizer import Tokenizer
 
     try:
-        Tokenizer.from_folder(place)
+        Tokenizer.load(place)
     except ModelError as error:
         return Finding(
             "missing", error.problem, "the model needs --tokenizer with that of another checkpoint", error.fix
