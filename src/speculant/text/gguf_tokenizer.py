@@ -69,11 +69,11 @@ def read_gguf_tokenizer(metadata: Mapping[str, Any]) -> GgufTokenizer:
     with _UNUSABLE:
         entries = _Entries(metadata)
         tokens = _read_tokens(entries)
-        kind = _find_kind(entries)
-        settings = _settings(entries, tokens, kind)
         stored = entries.get("tokenizer.huggingface.json", str)
         if stored is not None:
-            return GgufTokenizer(Backend.from_str(stored), settings)
+            return GgufTokenizer(Backend.from_str(stored), _settings(entries, tokens, _Defaults()))
+        kind = _find_kind(entries)
+        settings = _settings(entries, tokens, kind.defaults)
         backend = kind.build(entries, tokens, settings)
         _mark_added_tokens(backend, entries, tokens, settings)
         backend.post_processor = _post_processor(settings, tokens)
@@ -141,19 +141,16 @@ def _read_tokens(entries: _Entries) -> _Tokens:
     return _Tokens(texts, types or [TokenType.NORMAL] * len(texts), ids)
 
 
-class _Kind:
-    """One kind of tokenizer, with the settings that apply where a file has none."""
+@dataclass(frozen=True)
+class _Defaults:
+    """Settings of a kind, which apply where a file has none."""
 
-    add_bos = False
-    clean_spaces = False
-    role_ids: Mapping[str, int] = {}
-
-    def build(self, entries: _Entries, tokens: _Tokens, settings: Mapping[str, Any]) -> Backend:
-        """Return the tokenizer without added tokens and without tokens around a text."""
-        raise NotImplementedError
+    add_bos: bool = False
+    clean_spaces: bool = False
+    role_ids: Mapping[str, int] = field(default_factory=dict)
 
 
-def _find_kind(entries: _Entries) -> _Kind:
+def _find_kind(entries: _Entries) -> _ByteLevel | _SentencePiece:
     name = entries.get("tokenizer.ggml.model", str)
     if name == "gpt2":
         return _ByteLevel(find_split(entries.get("tokenizer.ggml.pre", str) or "default"))
@@ -167,14 +164,15 @@ def _find_kind(entries: _Entries) -> _Kind:
     )
 
 
-class _ByteLevel(_Kind):
+class _ByteLevel:
     """Kind `gpt2`: each byte is a character, and pairs are merged in the order of a list."""
 
     def __init__(self, split: WordSplit) -> None:
         self._split = split
-        self.add_bos, self.clean_spaces = split.add_bos, split.clean_spaces
+        self.defaults = _Defaults(split.add_bos, split.clean_spaces)
 
     def build(self, entries: _Entries, tokens: _Tokens, settings: Mapping[str, Any]) -> Backend:
+        """Return the tokenizer without added tokens and without tokens around a text."""
         if tokens.ids.keys().isdisjoint(pre_tokenizers.ByteLevel.alphabet()):
             raise ModelError("tokenizer.ggml.tokens has no token for any single byte", _FIX)
         merges = _stored_merges(entries, tokens)
@@ -198,16 +196,16 @@ def _stored_merges(entries: _Entries, tokens: _Tokens) -> list[tuple[str, str]]:
     return [*dict.fromkeys((left, right) for left, right in pairs)]
 
 
-class _SentencePiece(_Kind):
+class _SentencePiece:
     """Kind `llama`: pairs whose text is the token with the highest score are merged first; other characters are bytes.
 
     The scores become a list of merges: all pairs of tokens that form a token, highest score first.
     """
 
-    add_bos = True
-    role_ids: Mapping[str, int] = {"bos_token": 1, "eos_token": 2, "unk_token": 0}
+    defaults = _Defaults(add_bos=True, role_ids={"bos_token": 1, "eos_token": 2, "unk_token": 0})
 
     def build(self, entries: _Entries, tokens: _Tokens, settings: Mapping[str, Any]) -> Backend:
+        """Return the tokenizer without added tokens and without tokens around a text."""
         scores = entries.needed("tokenizer.ggml.scores", float, int)
         if len(scores) != len(tokens.texts):
             raise ModelError(f"the file has {len(tokens.texts)} tokens, but scores for {len(scores)}", _FIX)
@@ -230,24 +228,26 @@ def _merges(tokens: _Tokens, scores: Sequence[float]) -> Iterator[tuple[str, str
     if sum(len(text) ** 2 for text in tokens.texts) > _MOST_COMPARED:
         raise ModelError("tokenizer.ggml.tokens has too many long tokens", _FIX)
     ids = tokens.ids
+    # Of equal scores, SentencePiece merges the leftmost pair first, so a run of spaces grows from its start. A list of
+    # merges has no equal ranks. With the longer token first, such runs come out the same.
     for _, _, text in sorted(zip(scores, map(len, tokens.texts), tokens.texts, strict=True), reverse=True):
         for middle in range(1, len(text)):
             if text[:middle] in ids and text[middle:] in ids:
                 yield text[:middle], text[middle:]
 
 
-def _settings(entries: _Entries, tokens: _Tokens, kind: _Kind) -> dict[str, Any]:
+def _settings(entries: _Entries, tokens: _Tokens, defaults: _Defaults) -> dict[str, Any]:
     settings: dict[str, Any] = {}
     for role, key in _ROLES.items():
         token_id = entries.get(f"tokenizer.ggml.{key}", int)
         if token_id is not None and not 0 <= token_id < len(tokens.texts):
             raise ModelError(f"tokenizer.ggml.{key} is {token_id}, but there are {len(tokens.texts)} tokens", _FIX)
-        token_id = kind.role_ids.get(role) if token_id is None else token_id
+        token_id = defaults.role_ids.get(role) if token_id is None else token_id
         if token_id is not None and token_id < len(tokens.texts):
             settings[role] = tokens.texts[token_id]
-    settings["add_bos_token"] = entries.flag("tokenizer.ggml.add_bos_token", kind.add_bos)
+    settings["add_bos_token"] = entries.flag("tokenizer.ggml.add_bos_token", defaults.add_bos)
     settings["add_eos_token"] = entries.flag("tokenizer.ggml.add_eos_token", False)
-    settings["clean_up_tokenization_spaces"] = kind.clean_spaces
+    settings["clean_up_tokenization_spaces"] = defaults.clean_spaces
     return settings | _templates(entries)
 
 

@@ -276,7 +276,7 @@ def test_a_file_with_named_templates_uses_the_one_for_tools(tmp_path: Path) -> N
 
 def test_a_stored_tokenizer_json_takes_precedence() -> None:
     stored = byte_level().backend
-    metadata = bytes_alone(eos_token_id=5) | {"tokenizer.huggingface.json": stored.to_str()}
+    metadata = bytes_alone("gpt-9", eos_token_id=5) | {"tokenizer.huggingface.json": stored.to_str()}
     read = read_gguf_tokenizer(metadata)
     assert read.backend.to_str() == stored.to_str()
     assert read.settings["eos_token"] == ALPHABET[5]
