@@ -14,11 +14,12 @@ from safetensors.torch import save_file
 from speculant.kernels.native import usable_sets
 from speculant.models.families.llama import read_config
 from speculant.models.sizes import tensor_shapes
+from tests.gguf_models import convert
 
 native = pytest.mark.skipif(not usable_sets(), reason="the native kernels are not built")
 CONFIG = {
     "model_type": "llama", "vocab_size": 1024, "hidden_size": 1024, "intermediate_size": 16384, "num_hidden_layers": 1,
-    "num_attention_heads": 16, "max_position_embeddings": 128, "torch_dtype": "bfloat16",
+    "num_attention_heads": 16, "num_key_value_heads": 16, "max_position_embeddings": 128, "torch_dtype": "bfloat16",
 }  # fmt: skip
 SLACK = 40 * 2**20  # what the allocator keeps of chunks that were converted, and torch and the interpreter besides
 
@@ -33,9 +34,9 @@ def memory(field):
 
 load_model(sys.argv[1], kernels=sys.argv[3])
 Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-before = memory("VmRSS")
+before, owned = memory("VmRSS"), memory("RssAnon")
 model = load_model(sys.argv[2], sys.argv[4], kernels=sys.argv[3]).model
-print(memory("VmHWM") - before)
+print(memory("VmHWM") - before, memory("RssAnon") - owned)
 """
 
 
@@ -64,7 +65,19 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 )
 def test_loading_peaks_at_one_tensor_more(kernels: str, dtype: str, folders: list[str]) -> None:
     command = [sys.executable, "-c", PROBE, *folders, kernels, dtype]
-    peak = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    peak, _ = map(int, subprocess.run(command, capture_output=True, text=True, check=True).stdout.split())
     stored = Path(folders[1], "model.safetensors").stat().st_size
     kept, largest = stored * (1 if dtype == "bfloat16" else 2), 2 * 16384 * 1024  # the file's tensors are in bfloat16
     assert 0.95 * kept < peak < kept + largest + SLACK
+
+
+@native
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
+def test_blocks_take_the_memory_of_their_file(folders: list[str], tmp_path: Path) -> None:
+    """At most 3% more, and at the peak one matrix more."""
+    paths = [convert(folder, tmp_path / f"{index}.gguf", "Q8_0") for index, folder in enumerate(folders)]
+    command = [sys.executable, "-c", PROBE, *map(str, paths), "native", "auto"]
+    peak, kept = map(int, subprocess.run(command, capture_output=True, text=True, check=True).stdout.split())
+    size = paths[1].stat().st_size
+    assert 0.95 * size < kept < 1.03 * size + SLACK // 10
+    assert peak < 1.03 * size + 16384 * 1024 * 34 // 32 + SLACK // 4

@@ -131,6 +131,7 @@ def test_doctor_reports_the_memory_that_a_model_takes(file: str, source: str) ->
 @pytest.mark.skipif(not usable_sets(), reason="the native kernels are not built")
 def test_doctor_names_what_is_slow(file: str, source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     (note,) = [each for each in report(file)["findings"] if each["status"] == "note"]
+    assert "its tokenizer can be read" in [each["what"] for each in report(file)["findings"]]
     assert note["what"] == "tq2_0 2 matrices are decoded to bf16"
     assert note["cost"] == "0.3 MiB in memory instead of 0.0, which each pass reads"
     assert not [each for each in report(source)["findings"] if each["status"] == "note"]

@@ -35,6 +35,7 @@ from speculant.models.weights.load import Checkpoint, load_model
 from speculant.tree import DraftTree
 from tests.contracts.test_input_embeddings import Session
 from tests.examples import examples
+from tests.gguf_models import convert
 from tests.models import Checkpoints, Shape, write_checkpoint
 
 pytestmark = pytest.mark.skipif(not usable_sets(), reason="the native kernels are not built")
@@ -97,6 +98,17 @@ def test_bits_are_the_same_with_the_cache(source: str, folder: Path, packing: st
     found = [load(source, each, packing, quantization) for each in (None, folder, folder)]
     assert [each.source for each in found] == ["", KEPT, MAPPED]
     assert [each.mapped_bytes > 0 for each in found] == [False, False, True]
+    assert torch.equal(logits(found[0]), logits(found[1]))
+    assert torch.equal(logits(found[0]), logits(found[2]))
+
+
+def test_blocks_have_the_same_bits_with_the_cache(source: str, folder: Path, tmp_path: Path) -> None:
+    kinds = {"attn_q": "Q5_0", "attn_v": "F16", "ffn_down": "Q8_0", "token_embd": "Q8_0"}
+    file = convert(source, tmp_path / "model.gguf", lambda name: kinds.get(name.split(".")[-2], "Q4_0"))
+    time.sleep(2 * TICK)
+    found = [load(str(file), each, "plain") for each in (None, folder, folder)]
+    assert [each.source for each in found] == ["", KEPT, MAPPED]
+    assert 0.9 < found[2].mapped_bytes / file.stat().st_size < 1.2  # small matrices are padded
     assert torch.equal(logits(found[0]), logits(found[1]))
     assert torch.equal(logits(found[0]), logits(found[2]))
 
