@@ -4,7 +4,8 @@
 
 Greedy decoding of a fixed number of tokens after prompts of code. Each job runs in a process of its own, one at a time.
 Peers take turns, and each round has prompts of its own. A peer that is not installed is named and skipped.
-The models are the embedded pair, or the pair at the cost of a larger shape (`speculant inflate`).
+The models are the embedded pair, the pair at the cost of a larger shape (`speculant inflate`), or two GGUF files, which
+Speculant and llama.cpp read.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers.base import DEFAULT, DRAFT, LOOKUP, PLAIN, PRECISIONS, ROOT, Mode, Peer
+from benchmarks.peers.base import DEFAULT, DRAFT, FILE, LOOKUP, PLAIN, PRECISIONS, ROOT, Mode, Pair, Peer
 from benchmarks.peers.compare import Case, Comparison, Plan
 from benchmarks.peers.hf_transformers import Transformers
 from benchmarks.peers.llama_cpp import LlamaCpp
@@ -46,7 +47,8 @@ def main() -> None:
     for peer in peers:
         if reasons[peer.name] is not None:
             tell(f"{peer.name} is skipped: {reasons[peer.name]}. To install it: {peer.install}")
-    models = make_pair(arguments.shape, arguments.cache / "models" / arguments.shape)
+    made = arguments.cache / "models" / arguments.shape
+    models = Pair(*arguments.files) if arguments.files else make_pair(arguments.shape, made)
     comparison = Comparison(installed, models, arguments.cache, Tokenizer.load(Path(models.target)))
     value = describe(arguments, peers, reasons)
     for result in comparison.run(make_plan(arguments), tell):
@@ -61,6 +63,7 @@ def read_arguments() -> argparse.Namespace:
     threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     parser = argparse.ArgumentParser(prog="python -m benchmarks.peers", description=__doc__)
     parser.add_argument("--shape", choices=CHOICES, default=DEMO)
+    parser.add_argument("--files", nargs=2, metavar=("TARGET", "DRAFT"), help="GGUF files, in place of a shape")
     parser.add_argument("--prompts", nargs="+", type=int, default=[512, 4096], help="tokens of a prompt")
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8], help="prompts at once")
     parser.add_argument("--tokens", type=int, default=128, help="new ones for each prompt")
@@ -81,19 +84,20 @@ def read_arguments() -> argparse.Namespace:
         parser.error(f"prompts and new tokens are more than {POSITIONS} positions")
     if arguments.rounds < FEWEST_ROUNDS:
         parser.error(f"a median needs at least {FEWEST_ROUNDS} rounds")
-    arguments.json = arguments.json or RESULTS / f"peers_{arguments.shape}.json"
+    arguments.precisions = [FILE] if arguments.files else arguments.precisions
+    arguments.json = arguments.json or RESULTS / f"peers_{FILE if arguments.files else arguments.shape}.json"
     return arguments
 
 
 def make_peers(arguments: argparse.Namespace) -> list[Peer]:
     """Make every peer, at the place in the arguments."""
     pythons = {name: getattr(arguments, f"{name}_python", None) for name in ("transformers", "openvino", "vllm")}
-    here = sys.executable
+    here, llama_cpp = sys.executable, LlamaCpp(getattr(arguments, "llama_cpp", None))
     return [
-        OwnEngine(),
+        OwnEngine(llama_cpp),
         Transformers(pythons["transformers"] or here),
         OpenVINO(pythons["openvino"] or here),
-        LlamaCpp(getattr(arguments, "llama_cpp", None)),
+        llama_cpp,
         VLLM(pythons["vllm"] or here),
     ]
 
@@ -117,6 +121,7 @@ def describe(arguments: argparse.Namespace, peers: Sequence[Peer], reasons: dict
         **origin(["python", "-m", "benchmarks.peers"]),
         "machine": {name: machine[name] for name in ("processor", "memory", "kernels")},
         "shape": arguments.shape,
+        "files": [Path(file).name for file in arguments.files or ()],
         "tokens": arguments.tokens,
         "rounds": arguments.rounds,
         "peers": {

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from benchmarks.peers.base import (
     DRAFT,
+    FILE,
     LOOKUP,
     PLAIN,
     Job,
@@ -49,7 +50,12 @@ class LlamaCpp(Peer):
         " cmake -B build -DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_TESTS=OFF &&"
         f" cmake --build build -j 2 --target {' '.join(PROGRAMS)}; then add --llama-cpp with this folder"
     )
-    formats: Mapping[str, Sequence[str]] = {_UNROUNDED: (_UNROUNDED,), "int8": ("q8_0",), "int4": ("q4_0", "q4_k_m")}
+    formats: Mapping[str, Sequence[str]] = {
+        _UNROUNDED: (_UNROUNDED,),
+        "int8": ("q8_0",),
+        "int4": ("q4_0", "q4_k_m"),
+        FILE: (FILE,),
+    }
 
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = folder
@@ -74,6 +80,8 @@ class LlamaCpp(Peer):
 
     def prepare(self, models: Pair, weights: str, folder: Path) -> Pair:
         """Write both models as GGUF files, rounded by llama.cpp's own program. Raises PeerError."""
+        if weights == FILE:
+            return models
         exporter = Path(__file__).with_name("gguf_export.py").read_text(encoding="utf-8")
         made = {}
         for role in ("target", "draft"):

@@ -1,25 +1,55 @@
-"""Speculant: plain decoding, a draft model of a fixed length, prompt lookup, and the default."""
+"""Speculant: plain decoding, a draft model of a fixed length, prompt lookup, and the default.
+
+Its weights are its own formats, or the GGUF files that llama.cpp reads.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.peers.base import DEFAULT, DRAFT, LOOKUP, PLAIN, Job, Measurement, Mode, Progress, PythonPeer
+from benchmarks.peers.base import (
+    DEFAULT,
+    DRAFT,
+    FILE,
+    LOOKUP,
+    PLAIN,
+    Job,
+    Measurement,
+    Mode,
+    Pair,
+    Progress,
+    PythonPeer,
+)
+from benchmarks.peers.llama_cpp import LlamaCpp
 
 if TYPE_CHECKING:
     from speculant.engine.build import Runtime
 
 _NO_ROUNDING = "bfloat16"
+_ROUNDED = ("int8", "int4")  # while a model is loaded
 
 
 class OwnEngine(PythonPeer):
-    """Speculant."""
+    """Speculant. converter: makes GGUF files; None = there are none."""
 
     name = "Speculant"
     package = "speculant"
     install = 'pip install -c constraints.txt -e ".[bench]"'
-    formats = {"bf16": (_NO_ROUNDING,), "int8": ("int8",), "int4": ("int4",)}  # noqa: RUF012
+
+    def __init__(self, converter: LlamaCpp | None = None) -> None:
+        super().__init__()
+        own = {"bf16": (_NO_ROUNDING,), "int8": ("int8",), "int4": ("int4",), FILE: (FILE,)}
+        files = {} if converter is None or converter.missing() else {each: converter.formats[each] for each in _ROUNDED}
+        self._converter = converter
+        self.formats = {name: (*formats, *files.get(name, ())) for name, formats in own.items()}
+
+    def prepare(self, models: Pair, weights: str, folder: Path) -> Pair:
+        """See `Peer.prepare`: its own formats are made while a model is loaded."""
+        if self._converter is None or weights in (_NO_ROUNDING, *_ROUNDED):
+            return models
+        return self._converter.prepare(models, weights, folder)
 
 
 def measure(job: Job) -> Iterator[tuple[str, Measurement]]:
@@ -27,7 +57,7 @@ def measure(job: Job) -> Iterator[tuple[str, Measurement]]:
     from speculant.engine.build import build_around
     from speculant.models.weights.load import load_model
 
-    quantization = None if job.format == _NO_ROUNDING else job.format
+    quantization = job.format if job.format in _ROUNDED else None
     target = load_model(job.models.target, "bfloat16", kernels="auto", quantization=quantization)
     for mode in job.modes:
         runtime = build_around(_config(job, mode), target)
@@ -38,7 +68,7 @@ def measure(job: Job) -> Iterator[tuple[str, Measurement]]:
 def _config(job: Job, mode: Mode) -> Any:
     from speculant.config import EngineConfig
 
-    draft_weights = "none" if job.format == _NO_ROUNDING else job.format
+    draft_weights = job.format if job.format in _ROUNDED else "none"
     speculation: dict[str, dict[str, Any]] = {
         PLAIN: {"use_speculative_decoding": False},
         DRAFT: {
