@@ -11,10 +11,13 @@ import pytest
 from typer.testing import CliRunner
 
 from speculant.cli.main import app
+from tests.gguf_models import convert
+from tests.models import Shape, write_checkpoint
 
 ROOT = Path(__file__).parents[3]
 DOCUMENTS = ("README.md", "docs/quickstart.md", "docs/planning.md", "docs/profiling.md", "docs/structured.md")
 WITH_COMMANDS = (*DOCUMENTS, "docs/benchmarks.md")
+GGUF = "path/model-Q4_K_M.gguf"  # the name of the reader's own file
 OTHERS = ("demo", "serve", "chat")  # they have their own tests; the last two do not end by themselves
 LINKED = ("README.md", "CONTRIBUTING.md", *sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("docs/**/*.md")))
 
@@ -42,6 +45,10 @@ def test_python_runs(document: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_command_runs(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     arguments = shlex.split(command, comments=True)[1:]
+    if GGUF in arguments:
+        source = write_checkpoint(tmp_path / "source", Shape(layers=1, hidden_size=256))
+        Path(GGUF).parent.mkdir()
+        convert(source, Path(GGUF), "Q4_K")
     result = CliRunner().invoke(app, arguments, catch_exceptions=False)
     assert result.exit_code == 0, result.output
 
