@@ -124,6 +124,12 @@ def parts_of(path: Path) -> tuple[Path, ...]:
     )
 
 
+def model_name(path: Path) -> str:
+    """Return the name of the model in a file: the file's, without its suffix and the number of its part."""
+    hit = _PART.fullmatch(path.name)
+    return hit["name"] if hit else path.stem
+
+
 def _magic(path: Path) -> bytes:
     with path.open("rb") as file:
         return file.read(len(MAGIC))

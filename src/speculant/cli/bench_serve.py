@@ -33,7 +33,8 @@ NO_SWITCH = "speculation can't be switched on this server: it was measured as it
 _UNFIT = ("n", "beam_width")  # with these, tokens have no times of their own
 
 Target = Annotated[
-    str | None, typer.Argument(metavar="MODEL", help="Serve this model: a folder, a Hugging Face id, or demo.")
+    str | None,
+    typer.Argument(metavar="MODEL", help="Serve this model: a folder or GGUF file, a Hugging Face id, or demo."),
 ]
 Url = Annotated[str | None, typer.Option(help="Measure this server instead; MODEL is its model's name.")]
 ApiKey = Annotated[

@@ -15,6 +15,7 @@ from speculant.cli.generate import fetch
 from speculant.cli.terminal import end_at_once, examples, messages
 from speculant.config import EngineConfig
 from speculant.errors import ConfigError
+from speculant.gguf_file import model_name
 from speculant.lab.bench.server_process import LISTENING
 from speculant.serving.options import ServerOptions
 
@@ -71,7 +72,8 @@ class ServerFlags(FlagGroup):
 @accepts_flags
 def serve(
     target: Annotated[
-        str | None, typer.Argument(metavar="MODEL", help="The target: a folder, a Hugging Face id, or demo.")
+        str | None,
+        typer.Argument(metavar="MODEL", help="The target: a folder or GGUF file, a Hugging Face id, or demo."),
     ] = None,
     *,
     server: ServerFlags,
@@ -125,4 +127,5 @@ def run(values: dict[str, Any], options: ServerOptions, config: EngineConfig) ->
 
 def _short(model: str) -> str:
     """Return the name of a model without the path of its folder or file."""
-    return Path(model).resolve().name if Path(model).exists() else model
+    path = Path(model)
+    return model_name(path) if path.is_file() else path.resolve().name if path.is_dir() else model

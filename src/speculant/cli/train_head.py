@@ -25,7 +25,7 @@ EXAMPLES = examples(
 
 def head(
     kind: Annotated[str, typer.Option(help="The method that the head is for.")],
-    target: Annotated[str, typer.Option(help="The target: a folder, a Hugging Face id or demo.")],
+    target: Annotated[str, typer.Option(help="The target: a folder or GGUF file, a Hugging Face id or demo.")],
     out: Annotated[
         Path, typer.Option(help="The folder to write: the head, its card, texts and checkpoint of the run.")
     ],

@@ -24,7 +24,7 @@ SHARE = 4  # by default a head keeps a quarter of the vocabulary (arXiv 2502.148
 
 def head_tokens(
     files: Annotated[list[Path], typer.Argument(help="Text files, or .jsonl files of token ids, one sequence a line.")],
-    tokenizer: Annotated[str, typer.Option(help="The target: a folder, a Hugging Face id or demo.")],
+    tokenizer: Annotated[str, typer.Option(help="The target: a folder or GGUF file, a Hugging Face id or demo.")],
     out: Annotated[Path, typer.Option(help="The file to write, in JSON.")],
     size: Annotated[int | None, typer.Option(min=1, help="Tokens to keep [default: a quarter of them].")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print what was counted as JSON.")] = False,

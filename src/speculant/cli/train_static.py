@@ -24,7 +24,7 @@ MOST_CONTINUATIONS = 1024
 
 def static(
     files: Annotated[list[Path], typer.Argument(help="Text files, or .jsonl files of token ids, one sequence a line.")],
-    tokenizer: Annotated[str, typer.Option(help="The target: a folder, a Hugging Face id or demo.")],
+    tokenizer: Annotated[str, typer.Option(help="The target: a folder or GGUF file, a Hugging Face id or demo.")],
     out: Annotated[Path, typer.Option(help="The file to write, in safetensors format.")],
     continuations: Annotated[int, typer.Option(min=1, max=MOST_CONTINUATIONS, help="The most to keep per token.")] = 32,
     as_json: Annotated[bool, typer.Option("--json", help="Print what was counted as JSON.")] = False,

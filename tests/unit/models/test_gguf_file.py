@@ -16,7 +16,7 @@ from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter
 
 from speculant.errors import ModelError
 from speculant.files import TICK
-from speculant.gguf_file import MOST_NESTED, GgufFile, is_gguf, parts_of
+from speculant.gguf_file import MOST_NESTED, GgufFile, is_gguf, model_name, parts_of
 
 METADATA: dict[str, Any] = {
     "a.text": "Grüße 👋",
@@ -222,3 +222,16 @@ def test_every_truncation_within_the_header_is_refused(tmp_path: Path, path: Pat
     for size in range(0, end, 3):
         cut.write_bytes(content[:size])
         assert str(cut) in refusal(cut)
+
+
+@pytest.mark.parametrize(
+    ("file", "name"),
+    [
+        ("a.Q4_0.gguf", "a.Q4_0"),
+        ("a-00001-of-00003.gguf", "a"),
+        ("a-1-of-3.gguf", "a-1-of-3"),
+        ("nameless", "nameless"),
+    ],
+)
+def test_a_model_is_called_as_its_file_without_part_and_suffix(file: str, name: str) -> None:
+    assert model_name(Path("folder", file)) == name

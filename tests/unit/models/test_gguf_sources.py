@@ -93,11 +93,12 @@ def test_the_config_of_a_file_is_in_the_keys_of_config_json(tmp_path: Path) -> N
     }
 
 
+@pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("form", ["file", "folder"])
-def test_names_of_models_are_those_of_their_files(tmp_path: Path, form: str) -> None:
+def test_names_of_models_are_those_of_their_files(tmp_path: Path, form: str, parts: int) -> None:
     source = Path(write_checkpoint(tmp_path / "source", Shape(layers=1)))
     (tmp_path / "folder").mkdir()
-    path = convert(source, tmp_path / "folder" / "Tiny.Q4_0.gguf")
+    path = convert(source, tmp_path / "folder" / "Tiny.Q4_0.gguf", parts=parts)
     assert load_model(str(path if form == "file" else path.parent)).name == "Tiny.Q4_0"
 
 

@@ -15,7 +15,7 @@ import torch
 from speculant import plugins
 from speculant.errors import ConfigError, suggest
 from speculant.files import Stamp, read_json
-from speculant.gguf_file import GgufFile
+from speculant.gguf_file import GgufFile, model_name
 from speculant.models.backends.base import AUTO, Backend, Packing, Store, StoresWeights, choose_backend, packing_of
 from speculant.models.base import CausalLM, check_needs
 from speculant.models.description import DecoderConfig
@@ -281,4 +281,6 @@ def _name(source: str, role: str, folder: Path) -> str:
     if source == "demo":
         return f"demo/{role}"
     place = Path(source).expanduser()
-    return folder.resolve().name if place.is_dir() and folder.is_dir() else folder.stem if place.exists() else source
+    if not place.exists():
+        return source
+    return model_name(folder) if folder.is_file() else folder.resolve().name

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from speculant import LLM, SamplingParams
 from speculant.cli.main import app
-from speculant.errors import ConfigError
+from speculant.errors import ConfigError, ModelError
 from speculant.lab.training.boosted import job
 from speculant.lab.training.boosted.config import BoostedConfig
 from speculant.lab.training.boosted.objective import MissedObjective, known_rows, likeliest
@@ -173,6 +173,9 @@ def test_errors_are_raised_before_a_run(tmp_path: Path, target_folder: str) -> N
     (config.folder(1) / "checkpoint.pt").write_bytes(b"")
     with pytest.raises(ConfigError, match="holds a run already"):
         job.check_folder(config, resume=False)
+    (tmp_path / "target.gguf").write_bytes(b"GGUF")
+    with pytest.raises(ModelError, match="is a file, and a folder is needed here"):
+        job.check_folder(config_of(tmp_path, str(tmp_path / "target.gguf")), resume=True)
     result = CliRunner().invoke(app, ["train", "draft", "--target", target_folder, "--out", str(tmp_path)])
     assert isinstance(result.exception, ConfigError)
     assert "--boosted is missing" in str(result.exception)

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -32,6 +33,7 @@ from speculant.models.config import read_rope
 from speculant.models.reference.decoder import Decoder
 from speculant.models.weights.load import load_model
 from speculant.types import DraftTree
+from tests.gguf_models import convert
 from tests.heads import fresh_ahead, fresh_states
 from tests.models import END, Shape, write_checkpoint
 
@@ -266,6 +268,28 @@ def test_a_run_makes_a_head_that_drafts(kind: str, tmp_path: Path, target_folder
     drafted = llm.generate(["hello", "def f"], params)
     assert [each.outputs[0].token_ids for each in drafted] == [each.outputs[0].token_ids for each in plain]
     assert sum(each.metrics.speculative_decoding.num_draft_tokens for each in drafted) > 0
+
+
+def test_a_head_is_trained_for_a_gguf_file(tmp_path: Path, target_folder: str, corpus_folder: Path) -> None:
+    """The rotary factors of a file are written as they are."""
+    factors = {"rope_freqs.weight": np.linspace(1, 4, 4, dtype=np.float32)}
+    target, out = convert(target_folder, tmp_path / "target.gguf", "Q8_0", extra=factors), tmp_path / "head"
+    arguments = [
+        "train", "head", "--kind", "eagle", "--target", str(target), "--data", str(corpus_folder), "--suffix", ".py",
+        "--tokens", "640", "--seq", str(SEQ), "--batch", "4", "--steps", "3", "--out", str(out), "--json",
+    ]  # fmt: skip
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    assert json.loads((out / "config.json").read_text())["rope_scaling"] == {
+        "rope_type": "factors",
+        "factors": [1, 2, 3, 4],
+    }
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    plain = LLM(str(target), use_speculative_decoding=False).generate(["hello", "def f"], params)
+    drafted = LLM(str(target), speculative_config={"method": "eagle", "model": str(out)}).generate(
+        ["hello", "def f"], params
+    )
+    assert [each.outputs[0].token_ids for each in drafted] == [each.outputs[0].token_ids for each in plain]
 
 
 @pytest.mark.parametrize("kind", kind_names())

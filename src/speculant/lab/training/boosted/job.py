@@ -51,7 +51,11 @@ class BoostedOutcome:
 
 
 def check_folder(config: BoostedConfig, resume: bool) -> None:
-    """Make the run's folder. Raises ConfigError if it holds another run."""
+    """Make the run's folder. Raises ConfigError if it holds another run.
+
+    Raises ModelError for a target in GGUF: each draft's folder gets the files of the target's tokenizer.
+    """
+    resolve_folder(config.target, "target")
     if not resume and (config.folder(1) / FILE_NAME).exists():
         raise ConfigError(
             f"{config.out} holds a run already", "add --resume to go on with it, or choose another --out."
