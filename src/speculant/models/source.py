@@ -72,12 +72,12 @@ def resolve_tokenizer(source: str, revision: str | None = None, download_dir: st
 
 def read_model_config(place: Path) -> dict[str, Any]:
     """Return config.json of a folder, or the metadata of a GGUF file in its keys. Raises ModelError."""
-    return read_gguf_config(GgufFile.open(place)) if place.is_file() else read_json(place / "config.json")
+    return read_json(place / "config.json") if place.is_dir() else read_gguf_config(GgufFile.open(place))
 
 
 def read_optional_config(place: Path) -> dict[str, Any]:
     """Return the same; an empty one for a folder without config.json."""
-    return read_model_config(place) if place.is_file() else read_optional_json(place / "config.json")
+    return read_optional_json(place / "config.json") if place.is_dir() else read_model_config(place)
 
 
 def embedded_heads() -> list[str]:

@@ -154,6 +154,12 @@ def test_any_part_of_a_split_file_is_the_model(folder: Path, tmp_path: Path, par
     assert torch.equal(logits(own), logits(load_model(str(folder))))
 
 
+def test_a_missing_part_is_named(folder: Path, tmp_path: Path) -> None:
+    first = convert(folder, tmp_path / "model.gguf", parts=3)
+    first.unlink()
+    refused(first.with_name("model-00002-of-00003.gguf"), "lacks model-00001-of-00003.gguf, of the 3 parts")
+
+
 def test_native_kernels_keep_packed_weights_of_a_file(folder: Path, tmp_path: Path) -> None:
     path = convert(folder, tmp_path / "model.gguf", "Q8_0")
     found = [load_model(str(path), kernels="native", weight_cache=tmp_path / "cache") for _ in range(2)]

@@ -133,7 +133,7 @@ class CheckpointFiles:
     @classmethod
     def open(cls, place: Path) -> CheckpointFiles:
         """Open a folder or a GGUF file. Raises ModelError."""
-        files = cls(*(_open_gguf(place) if place.is_file() else _open_folder(place)))
+        files = cls(*(_open_folder(place) if place.is_dir() else _open_gguf(place)))
         check_tensors(files.tensors, files.decoder)
         return files
 
