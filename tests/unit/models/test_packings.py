@@ -12,7 +12,7 @@ from speculant import LLM, SamplingParams
 from speculant.errors import ConfigError
 from speculant.files import cache_folder
 from speculant.kernels.native import Kernels, open_kernels, usable_sets
-from speculant.models.backends.base import AUTO, CODED, PLAIN, Packing, choose_backend, packing_of
+from speculant.models.backends.base import AS_STORED, AUTO, CODED, PLAIN, Packing, choose_backend, packing_of
 from speculant.models.backends.native import NativeBackend
 from speculant.models.sizes import matrix_weights
 from speculant.models.weights import packings
@@ -73,7 +73,10 @@ def test_weights_in_blocks_are_not_timed(kernels: Kernels) -> None:
     assert narrow_weights(decoder.config, weights) == 2 * 64 * 32
     assert narrow_weights(decoder.config, ModuleWeights(decoder)) == matrix_weights(decoder.config)
     blocks = StoredAs(ModuleWeights(decoder), {"": "Q8_0"})
-    assert fastest_packing(kernels, decoder.config, None, blocks) == Packing(PLAIN, "no matrix is stored in bfloat16")
+    assert fastest_packing(kernels, decoder.config, None, blocks) == AS_STORED
+    for dtype in (torch.float32, torch.bfloat16):
+        chosen, _ = choose_backend("native", None, decoder.config, dtype, CPU, weights=blocks)
+        assert str(packing_of(chosen)) == "plain (each matrix has the type of the file)"
 
 
 @native

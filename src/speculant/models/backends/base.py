@@ -84,6 +84,7 @@ class Packing(NamedTuple):
 
 
 AS_THEY_ARE = Packing()
+AS_STORED = Packing(why="each matrix has the type of the file")
 
 
 @runtime_checkable
@@ -194,8 +195,10 @@ def _with_packing(
             f"weight_packing={wanted!r} is impossible for {_display_name(dtype)} weights on the {backend.name} kernels",
             f'use weight_packing="auto" or one of: {", ".join(known)}; 12bit is for bfloat16 on the native kernels.',
         )
-    if not isinstance(backend, PacksWeights) or len(known) == 1:
+    if not isinstance(backend, PacksWeights):
         return backend
+    if len(known) == 1:
+        return backend.with_packing(AS_STORED) if weights is not None and has_blocks(weights) else backend
     fastest = backend.fastest_packing(config, quantization, weights) if wanted == AUTO else Packing(wanted)
     return backend.with_packing(fastest)
 

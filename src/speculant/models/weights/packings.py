@@ -21,7 +21,7 @@ from speculant.files import cache_folder, key_of, write_file
 from speculant.kernels.memory import Arena, aligned
 from speculant.kernels.native import Kernels, Op, Pass, Type, Weight
 from speculant.kernels.packing import panel_rows
-from speculant.models.backends.base import CODED, PLAIN, Packing
+from speculant.models.backends.base import AS_STORED, CODED, PLAIN, Packing
 from speculant.models.description import DecoderConfig
 from speculant.models.native.program import linear
 from speculant.models.sizes import TABLE, matrix_weights, tensor_shapes
@@ -55,7 +55,7 @@ def fastest_packing(
         return Packing(PLAIN, f"its linear layers are {quantization}")
     size = 2 * (matrix_weights(config) if weights is None else narrow_weights(config, weights))  # bytes
     if not size:
-        return Packing(PLAIN, "no matrix is stored in bfloat16")
+        return AS_STORED
     if size < LEAST_BYTES:
         return Packing(PLAIN, f"{size / MIB:.0f} MiB of weights may stay in the processor's caches")
     depths = sorted({config.hidden_size, *(layer.mlp.size for layer in config.layers)})
