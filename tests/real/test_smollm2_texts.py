@@ -30,7 +30,7 @@ KINDS: dict[str, dict[str, float]] = {
     "greedy": {"temperature": 0.0},
     "seeded": {"temperature": 0.8, "top_p": 0.95, "repetition_penalty": 1.1},
 }
-TIE = 0.3  # of a logarithm: the rounding of activations moves log-probabilities by less
+TIE = 0.5  # of a logarithm. Rounding moves each by 0.08 or so: half its square is the usual divergence, 0.0035
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -108,17 +108,17 @@ class Reader:
             return self.tokenizer.decode(tokens)
         return self.tokenizer.decode(tokens[: tokens.index(end)]) + END
 
-    def preference(self, prompt: str, ours: list[int], theirs: str) -> float | None:
-        """Return the difference of log-probabilities of the first tokens that differ; None if none does."""
+    def compare(self, prompt: str, ours: list[int], theirs: str) -> tuple[int, float | None]:
+        """Return the number of equal tokens, and by how much our next one is preferred; None if no token differs."""
         same = next((n for n in range(len(ours)) if not theirs.startswith(self.text(ours[: n + 1]))), len(ours))
         if same == len(ours) or END in self.text(ours[:same]):
-            return None
+            return same, None
         rest = theirs.removeprefix(self.text(ours[:same]))
         log_probs = torch.log_softmax(logits_of(self.model, [*self.tokenizer.encode(prompt), *ours[:same]])[-1], 0)
         likely = log_probs.topk(50).indices.tolist()
         others = [token for token in likely if (text := self.text([token])) and rest.startswith(text)]
         assert others, (self.text(ours), theirs)
-        return float(log_probs[ours[same]] - max(log_probs[token] for token in others))
+        return same, float(log_probs[ours[same]] - max(log_probs[token] for token in others))
 
 
 def test_greedy_texts_are_llama_cpps_up_to_ties(
@@ -126,11 +126,13 @@ def test_greedy_texts_are_llama_cpps_up_to_ties(
 ) -> None:
     reader = Reader(smollm2)
     theirs = [llama_cpp.complete(smollm2, prompt, TOKENS) for prompt in SUBJECTS]
-    found = [reader.preference(*each) for each in zip(SUBJECTS, plain["greedy"], theirs, strict=True)]
-    parted = [abs(each) for each in found if each is not None]
-    print(f"\n{found.count(None)} of {len(SUBJECTS)} texts are equal; the others part at preferences of {parted}")
-    assert len(parted) <= len(SUBJECTS) // 2
-    assert max(parted, default=0) < TIE
+    found = [reader.compare(*each) for each in zip(SUBJECTS, plain["greedy"], theirs, strict=True)]
+    parted = sorted(abs(preference) for _, preference in found if preference is not None)
+    equal, most = sum(same for same, _ in found), max(parted, default=0.0)
+    print(f"\n{len(parted)} of {len(SUBJECTS)} texts part from llama.cpp's, after {equal} equal tokens in all")
+    print(f"where they do, log-probabilities differ by {parted}")
+    assert most < TIE
+    assert len(parted) < 0.05 * equal
 
 
 @pytest.fixture(scope="module")
