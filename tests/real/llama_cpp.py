@@ -62,7 +62,7 @@ class LlamaCpp:
         return text + END if ended else text
 
     def _run(self, program: str, model: Path, *arguments: str, errors: bool = True) -> str:
-        """Return what a program prints, with its messages or without."""
+        """Return the output of a program, with its messages or without."""
         command = [str(self.folder / program), "-m", str(model), "-t", str(torch.get_num_threads()), *arguments]
         done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=True)
         return done.stdout + (done.stderr if errors else "")
