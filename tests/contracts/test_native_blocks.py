@@ -62,7 +62,7 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 
 
 def inputs_of(kind: str, groups: int) -> int:
-    """Return the least number of inputs, in whole blocks, that has so many groups."""
+    """Return the number of inputs in the fewest whole blocks that hold these groups."""
     return -(-groups * GROUP // block_weights(kind)) * block_weights(kind)
 
 
@@ -105,7 +105,7 @@ def rounded(x: Tensor) -> Tensor:
 
 
 def magnitudes(kind: str, blocks: np.ndarray) -> Tensor:
-    """Return what the roundings of a weight are relative to: d q and the minimum, both positive."""
+    """Return the sizes that bound the rounding errors of weights: d q plus the minimum, both positive."""
     own = blocks.reshape(-1, block_bytes(kind)).copy()
     first, *others = SCALES.get(kind, [0])
     for place in others:  # those of K types are subtracted

@@ -26,7 +26,6 @@ def file_of(name: str) -> Path:
     path = folder() / MODELS[name].file
     if not path.exists():
         pytest.skip(f"{path} is not there; `make real-models` gets it")
-    pytest.importorskip("speculant.gguf_file", reason="this version reads no GGUF files")
     return path
 
 

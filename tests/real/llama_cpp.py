@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 PROGRAMS = ("llama-perplexity", "llama-completion")
+ENDED = " [end of text]"  # is printed after a text that the model ended
+END = "\0"
 LEAST = 16.0  # natural logarithms below the largest logit, where the file's log-probabilities end
 HEAD = 4  # of a row, in uint16: its scale and its smallest log-probability, each a float32
 
@@ -43,12 +45,24 @@ class LlamaCpp:
         return float(found[1])
 
     def complete(self, model: Path, prompt: str, tokens: int) -> str:
-        """Return the greedy continuation of a prompt."""
-        greedy = ["-n", str(tokens), "--temp", "0", "-no-cnv", "--no-display-prompt", "-c", "512", "--no-escape"]
-        return self._run("llama-completion", model, "-p", prompt, *greedy, errors=False)
+        """Return the greedy continuation of a prompt; END ends it if the model ended it."""
+        greedy = [
+            "-n",
+            str(tokens),
+            "--temp",
+            "0",
+            "-no-cnv",
+            "--no-display-prompt",
+            "-c",
+            "512",
+            "--no-escape",
+            "--no-warmup",
+        ]
+        text, ended, _ = self._run("llama-completion", model, "-p", prompt, *greedy, errors=False).partition(ENDED)
+        return text + END if ended else text
 
     def _run(self, program: str, model: Path, *arguments: str, errors: bool = True) -> str:
-        """Return what a program prints, with its messages or without."""
+        """Return the output of a program, with its messages or without."""
         command = [str(self.folder / program), "-m", str(model), "-t", str(torch.get_num_threads()), *arguments]
         done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=True)
         return done.stdout + (done.stderr if errors else "")

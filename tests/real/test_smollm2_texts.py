@@ -19,7 +19,7 @@ from speculant.models.base import CausalLM
 from speculant.models.weights.load import load_model
 from speculant.text.tokenizer import Tokenizer
 from tests.drafters import HEADS, options_of, predicting
-from tests.real.llama_cpp import LlamaCpp
+from tests.real.llama_cpp import END, LlamaCpp
 from tests.real.test_smollm2_logits import logits_of
 from tests.real.texts import SUBJECTS
 from tests.servers import LiveServer
@@ -30,7 +30,7 @@ KINDS: dict[str, dict[str, float]] = {
     "greedy": {"temperature": 0.0},
     "seeded": {"temperature": 0.8, "top_p": 0.95, "repetition_penalty": 1.1},
 }
-TIE = 0.3  # of a logarithm: the rounding of activations moves log-probabilities by less
+TIE = 0.5  # of a logarithm. Rounding moves each by 0.08 or so: half its square is the usual divergence, 0.0035
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -101,31 +101,38 @@ class Reader:
         self.tokenizer = Tokenizer.load(path)
         self.model: CausalLM = load_model(str(path), "float32", kernels="reference").model
 
-    def preference(self, prompt: list[int], ours: list[int], theirs: str) -> float:
-        """Return the difference of log-probabilities of the first tokens that differ; 0 if none does."""
-        decode = self.tokenizer.decode
-        same = next((n for n in range(len(ours)) if not theirs.startswith(decode(ours[: n + 1]))), len(ours))
-        rest = theirs.removeprefix(decode(ours[:same]))
-        if same == len(ours) or not rest:
-            return 0.0
-        log_probs = torch.log_softmax(logits_of(self.model, [*prompt, *ours[:same]])[-1], 0)
+    def text(self, tokens: list[int]) -> str:
+        """Return the text of tokens; END is that of the token that ends it."""
+        end = self.tokenizer.eos_id
+        if end not in tokens:
+            return self.tokenizer.decode(tokens)
+        return self.tokenizer.decode(tokens[: tokens.index(end)]) + END
+
+    def compare(self, prompt: str, ours: list[int], theirs: str) -> tuple[int, float | None]:
+        """Return the number of equal tokens, and by how much our next one is preferred; None if no token differs."""
+        same = next((n for n in range(len(ours)) if not theirs.startswith(self.text(ours[: n + 1]))), len(ours))
+        if same == len(ours) or END in self.text(ours[:same]):
+            return same, None
+        rest = theirs.removeprefix(self.text(ours[:same]))
+        log_probs = torch.log_softmax(logits_of(self.model, [*self.tokenizer.encode(prompt), *ours[:same]])[-1], 0)
         likely = log_probs.topk(50).indices.tolist()
-        others = [token for token in likely if (text := decode([token])) and rest.startswith(text)]
-        assert others, (decode(ours), theirs)
-        return float(log_probs[ours[same]] - max(log_probs[token] for token in others))
+        others = [token for token in likely if (text := self.text([token])) and rest.startswith(text)]
+        assert others, (self.text(ours), theirs)
+        return same, float(log_probs[ours[same]] - max(log_probs[token] for token in others))
 
 
 def test_greedy_texts_are_llama_cpps_up_to_ties(
     smollm2: Path, plain: dict[str, list[list[int]]], llama_cpp: LlamaCpp
 ) -> None:
-    reader, preferences = Reader(smollm2), list[float]()
-    for prompt, ours in zip(SUBJECTS, plain["greedy"], strict=True):
-        theirs = llama_cpp.complete(smollm2, prompt, TOKENS)
-        preferences.append(reader.preference(reader.tokenizer.encode(prompt), ours, theirs))
-    same, most = preferences.count(0.0), max(map(abs, preferences))
-    print(f"\n{same} of {len(SUBJECTS)} texts are equal; the others part at a preference of at most {most:.3f}")
-    assert same >= len(SUBJECTS) // 2
+    reader = Reader(smollm2)
+    theirs = [llama_cpp.complete(smollm2, prompt, TOKENS) for prompt in SUBJECTS]
+    found = [reader.compare(*each) for each in zip(SUBJECTS, plain["greedy"], theirs, strict=True)]
+    parted = sorted(abs(preference) for _, preference in found if preference is not None)
+    equal, most = sum(same for same, _ in found), max(parted, default=0.0)
+    print(f"\n{len(parted)} of {len(SUBJECTS)} texts part from llama.cpp's, after {equal} equal tokens in all")
+    print(f"where they do, log-probabilities differ by {parted}")
     assert most < TIE
+    assert len(parted) < 0.05 * equal
 
 
 @pytest.fixture(scope="module")
@@ -161,7 +168,8 @@ def server(smollm2: Path) -> Iterator[LiveServer]:
 
 
 def test_it_calls_a_tool_that_is_required(server: LiveServer) -> None:
-    parameters = {"type": "object", "properties": {"kind": SCHEMA["properties"]["kind"]}, "required": ["kind"]}
+    kind = {"kind": SCHEMA["properties"]["kind"]}
+    parameters = {"type": "object", "properties": kind, "required": ["kind"], "additionalProperties": False}
     tools = [
         {"type": "function", "function": {"name": "feed", "description": "Feed an animal", "parameters": parameters}}
     ]
