@@ -65,7 +65,7 @@ class GgufWeights:
     def common_dtype(self) -> torch.dtype:
         """See `StoredWeights.common_dtype`."""
         if self.quantised_kinds():
-            return torch.float32
+            return torch.bfloat16
         sizes = Counter[str]()
         for name in self.names():
             sizes[self.kind(name)] += math.prod(self.shape(name))

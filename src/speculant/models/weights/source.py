@@ -78,7 +78,7 @@ class StoredWeights(WeightSource, Protocol):
         ...
 
     def common_dtype(self) -> torch.dtype:
-        """Return the type of the weights; float32 for quantised ones."""
+        """Return the type of the weights; bfloat16 for quantised ones, as that of keys and values."""
         ...
 
     def quantised_kinds(self) -> list[str]:
