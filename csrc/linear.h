@@ -18,6 +18,7 @@
 #pragma once
 #include "simd.h"
 #include "speculant.h"
+#include "table.h"
 #include "parallel.h"
 
 namespace SP_NAMESPACE {
@@ -93,13 +94,8 @@ static inline Steps steps_of(int type, int64_t k) { return Steps(type == SP_F32 
 
 static inline int64_t panel_bytes(int type, int64_t k) { return steps_of(type, k).size(); }
 
-// Packed rows, converted to the type that the weights are multiplied by (tiles.h).
-struct Tile {
-  const void *dwords;   // [dwords of a row][rows]
-  const float *scales;  // weights in groups (integers.h): [groups][rows]
-  const int32_t *offsets;
-  char *room;           // coded weights (coded.h): memory for the decoded panel if more tiles follow, else NULL
-};
+typedef SpTile Tile;
+typedef SpSum SumTile;
 
 // acc[rows][VECS] += x[rows] w[VECS]
 template <int ROWS>
@@ -224,7 +220,6 @@ static void sum_reals(const char *panel, const Tile &tile, int64_t k, float *sum
   put_acc<ROWS>(acc, sums);
 }
 
-typedef void (*SumTile)(const char *panel, const Tile &, int64_t k, float *sums);
 template <int TYPE>
 static constexpr SumTile SUM_REALS[] = {nullptr, sum_reals<TYPE, 1>, sum_reals<TYPE, 2>, sum_reals<TYPE, 3>, sum_reals<TYPE, 4>,
 #if defined(SP_AVX512)

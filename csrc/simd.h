@@ -263,29 +263,32 @@ static inline void transpose(const float *const *from, float *to, int64_t to_str
 }
 }  // namespace SP_NAMESPACE
 
-#else  // portable: loops over lanes, vectorized by the compiler
+#else  // portable: the compiler's vectors, and loops over lanes where it has no operation
 #if defined(__SSE2__)
 #include <emmintrin.h>  // every processor of the architecture has it
 #endif
 namespace SP_NAMESPACE {
 constexpr int LANES = 8, REGISTERS = 0;
-struct Vec { float at[LANES]; };
-struct Ints { uint32_t at[LANES]; };
+typedef float Floats __attribute__((vector_size(LANES * 4)));
+typedef uint32_t Dwords __attribute__((vector_size(LANES * 4)));
+typedef int32_t Signed __attribute__((vector_size(LANES * 4)));
+struct Vec { Floats at; };
+struct Ints { Dwords at; };
 #define SP_EACH(result, expression) \
   result out;                       \
   for (int i = 0; i < LANES; i++) out.at[i] = (expression); \
   return out;
-static inline Vec zero() { SP_EACH(Vec, 0.0f) }
-static inline Vec splat(float x) { SP_EACH(Vec, x) }
+static inline Vec zero() { return {Floats{}}; }
+static inline Vec splat(float x) { return {x - Floats{}}; }
 static inline Vec load(const float *p) { Vec out; memcpy(&out, p, sizeof out); return out; }
 static inline void store(float *p, Vec v) { memcpy(p, &v, sizeof v); }
-static inline Vec add(Vec a, Vec b) { SP_EACH(Vec, a.at[i] + b.at[i]) }
-static inline Vec sub(Vec a, Vec b) { SP_EACH(Vec, a.at[i] - b.at[i]) }
-static inline Vec mul(Vec a, Vec b) { SP_EACH(Vec, a.at[i] * b.at[i]) }
-static inline Vec divide(Vec a, Vec b) { SP_EACH(Vec, a.at[i] / b.at[i]) }
-static inline Vec max(Vec a, Vec b) { SP_EACH(Vec, a.at[i] > b.at[i] ? a.at[i] : b.at[i]) }
-static inline Vec min(Vec a, Vec b) { SP_EACH(Vec, a.at[i] < b.at[i] ? a.at[i] : b.at[i]) }
-static inline Vec fma(Vec a, Vec b, Vec c) { SP_EACH(Vec, a.at[i] * b.at[i] + c.at[i]) }
+static inline Vec add(Vec a, Vec b) { return {a.at + b.at}; }
+static inline Vec sub(Vec a, Vec b) { return {a.at - b.at}; }
+static inline Vec mul(Vec a, Vec b) { return {a.at * b.at}; }
+static inline Vec divide(Vec a, Vec b) { return {a.at / b.at}; }
+static inline Vec max(Vec a, Vec b) { return {a.at > b.at ? a.at : b.at}; }
+static inline Vec min(Vec a, Vec b) { return {a.at < b.at ? a.at : b.at}; }
+static inline Vec fma(Vec a, Vec b, Vec c) { return {a.at * b.at + c.at}; }
 static inline Vec fma_into(Vec sum, Vec a, Vec b) { return fma(a, b, sum); }
 static inline Vec nearest(Vec a) { SP_EACH(Vec, nearbyintf(a.at[i])) }
 static inline Vec times_power(Vec a, Vec n) { SP_EACH(Vec, ldexpf(a.at[i], n.at[i] == n.at[i] ? (int)n.at[i] : 0)) }
@@ -295,18 +298,18 @@ static inline bool all_finite(Vec a) {
   return finite;
 }
 static inline Ints load_ints(const void *p) { Ints out; memcpy(&out, p, sizeof out); return out; }
-static inline Ints splat_ints(int32_t x) { SP_EACH(Ints, (uint32_t)x) }
-static inline Vec to_floats(Ints a) { SP_EACH(Vec, (float)(int32_t)a.at[i]) }
-static inline Ints low_halves(Ints a) { SP_EACH(Ints, a.at[i] & 0x0f0f0f0fu) }
-static inline Ints high_halves(Ints a) { SP_EACH(Ints, a.at[i] >> 4 & 0x0f0f0f0fu) }
+static inline Ints splat_ints(int32_t x) { return {(uint32_t)x + Dwords{}}; }
+static inline Vec to_floats(Ints a) { return {__builtin_convertvector((Signed)a.at, Floats)}; }
+static inline Ints low_halves(Ints a) { return {a.at & 0x0f0f0f0fu}; }
+static inline Ints high_halves(Ints a) { return {a.at >> 4 & 0x0f0f0f0fu}; }
 static inline void store_ints(void *p, Ints a) { memcpy(p, &a, sizeof a); }
-static inline Ints bits_and(Ints a, Ints b) { SP_EACH(Ints, a.at[i] & b.at[i]) }
-static inline Ints bits_or(Ints a, Ints b) { SP_EACH(Ints, a.at[i] | b.at[i]) }
-static inline Ints add_ints(Ints a, Ints b) { SP_EACH(Ints, a.at[i] + b.at[i]) }
-static inline Ints sub_ints(Ints a, Ints b) { SP_EACH(Ints, a.at[i] - b.at[i]) }
-template <int N> static inline Ints shift_left(Ints a) { SP_EACH(Ints, a.at[i] << N) }
-template <int N> static inline Ints shift_right(Ints a) { SP_EACH(Ints, a.at[i] >> N) }
-static inline Vec as_floats(Ints a) { SP_EACH(Vec, from_bits(a.at[i])) }
+static inline Ints bits_and(Ints a, Ints b) { return {a.at & b.at}; }
+static inline Ints bits_or(Ints a, Ints b) { return {a.at | b.at}; }
+static inline Ints add_ints(Ints a, Ints b) { return {a.at + b.at}; }
+static inline Ints sub_ints(Ints a, Ints b) { return {a.at - b.at}; }
+template <int N> static inline Ints shift_left(Ints a) { return {a.at << N}; }
+template <int N> static inline Ints shift_right(Ints a) { return {a.at >> N}; }
+static inline Vec as_floats(Ints a) { return {(Floats)a.at}; }
 static inline Ints load_unsigned(const uint8_t *p) { SP_EACH(Ints, p[i]) }
 static inline Ints load_signed(const int8_t *p) { SP_EACH(Ints, (uint32_t)p[i]) }
 static inline Vec load_f16(const uint16_t *p) { SP_EACH(Vec, read_f16(p[i])) }
@@ -385,8 +388,8 @@ static inline uint32_t four_products(uint32_t w, uint32_t x) {
 }
 static inline Ints add_four(Ints sum, Ints w, Ints x) { SP_EACH(Ints, sum.at[i] + four_products(w.at[i], x.at[i])) }
 #endif
-static inline Vec low_bf16(Ints v) { SP_EACH(Vec, from_bits(v.at[i] << 16)) }
-static inline Vec high_bf16(Ints v) { SP_EACH(Vec, from_bits(v.at[i] & 0xffff0000u)) }
+static inline Vec low_bf16(Ints v) { return as_floats({v.at << 16}); }
+static inline Vec high_bf16(Ints v) { return as_floats({v.at & 0xffff0000u}); }
 static inline Vec load_bf16(const uint16_t *p) { SP_EACH(Vec, from_bits((uint32_t)p[i] << 16)) }
 static inline float first_lane(Vec v) { return v.at[0]; }
 static inline float sum_lanes(Vec v) {

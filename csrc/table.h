@@ -2,6 +2,17 @@
 #pragma once
 #include "speculant.h"
 
+// Packed rows, converted to the type that the weights are multiplied by (tiles.h).
+struct SpTile {
+  const void *dwords;   // [dwords of a row][rows]
+  const float *scales;  // weights in groups (integers.h): [groups][rows]
+  const int32_t *offsets;
+  char *room;           // coded weights (coded.h): memory for the decoded panel if more tiles follow, else NULL
+};
+
+// sums[rows][WIDTH] of one panel and a tile, over k inputs.
+typedef void (*SpSum)(const char *panel, const SpTile &tile, int64_t k, float *sums);
+
 struct SpTable {
   void (*run)(const SpOp *ops, int count, const SpPass *pass, int threads);
   void (*pack)(int type, int source, const void *weight, int64_t n, int64_t k, int64_t step, void *packed, int threads);

@@ -8,16 +8,21 @@
 #include "coded.h"
 #include "integers.h"
 
+#if defined(SP_BF16_PAIRS)
+#define SP_GROUP_SUMS sp_group_sums_avx512vnni  // the same code: this set has one more instruction, for bfloat16
+#endif
+extern const SpSum *const SP_GROUP_SUMS[];  // by SpType, from SP_INT8 on
+
 namespace SP_NAMESPACE {
 
 constexpr int64_t PART = 8 * LANES;        // dwords of each row that one work item packs
 constexpr int64_t NARROW_PART = 512;       // the same, of rows that are converted to a narrower type
 constexpr int64_t SHARE = 16 * MOST_ROWS;  // rows that one work item of a layer computes
 
-static const SumTile *const SUM_TILES[] = {  // by SpType; panel_at has SP_BF12
-    SUM_REALS<SP_F32>,   SUM_REALS<SP_BF16>,  SUM_REALS<SP_F16>,   nullptr,             SUM_GROUPS<SP_INT8>,
-    SUM_GROUPS<SP_Q8_0>, SUM_GROUPS<SP_Q4_0>, SUM_GROUPS<SP_Q4_1>, SUM_GROUPS<SP_Q5_0>, SUM_GROUPS<SP_Q5_1>,
-    SUM_GROUPS<SP_Q4_K>, SUM_GROUPS<SP_Q5_K>, SUM_GROUPS<SP_Q6_K>, SUM_GROUPS<SP_IQ4_NL>, SUM_GROUPS<SP_MXFP4>};
+static inline const SumTile *sums_of(int type) {
+  if (is_grouped(type)) return SP_GROUP_SUMS[type - SP_INT8];
+  return type == SP_F32 ? SUM_REALS<SP_F32> : type == SP_F16 ? SUM_REALS<SP_F16> : SUM_REALS<SP_BF16>;
+}
 
 struct Tiles {
   List<uint32_t> dwords, narrowed;  // tiles; rows in int8 or bfloat16 before they are packed
@@ -123,7 +128,7 @@ struct Panel {
 
 // Panel `index` of a layer's weights, for a work item of some rows.
 static Panel panel_at(const SpOp &op, int64_t index, int64_t rows, List<char> &room) {
-  if (op.type != SP_BF12) return {(const char *)op.weight + index * bytes_of_panel(op.type, op.k), SUM_TILES[op.type], nullptr};
+  if (op.type != SP_BF12) return {(const char *)op.weight + index * bytes_of_panel(op.type, op.k), sums_of(op.type), nullptr};
   const CodedPanel &coded = ((const CodedPanel *)op.weight)[index];
   if (!coded.escapes) return {coded.at(coded.data), SUM_REALS<SP_BF16>, nullptr};
   if (rows > MOST_ROWS) room.resize(decoded_bytes(op.k));
