@@ -24,6 +24,7 @@ static inline void run_op(const SpOp &op, const SpPass &pass, Plan &plan, Tiles 
   switch (op.code) {
     case SP_EMBED: return stages[0].run(pass.rows, [&](int64_t t) { run_embed(op, pass, t); });
     case SP_COPY: return stages[0].run(pass.rows, [&](int64_t t) { run_copy(op, t); });
+    case SP_GATE: return stages[0].run(pass.rows, [&](int64_t t) { run_gate(op, t); });
     case SP_NORM: return stages[0].run(pass.rows, [&](int64_t t) { run_norm(op, t); });
     case SP_LINEAR: return run_linear_op(op, pass.rows, x, stages);
     case SP_ROTATE: return stages[0].run(pass.rows, [&](int64_t t) { run_rotate(op, pass, t); });

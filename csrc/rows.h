@@ -1,4 +1,4 @@
-// Operations on single rows: norms, rotary embedding, and storing keys and values in the cache.
+// Operations on single rows: norms, gates, rotary embedding, and storing keys and values in the cache.
 #pragma once
 #include "coded.h"
 #include "groups.h"
@@ -25,6 +25,14 @@ static inline void norm_row(const float *x, const float *scale, float eps, int64
 }
 
 static void run_copy(const SpOp &op, int64_t t) { memcpy(op.out + t * op.n, op.in + t * op.n, op.n * sizeof(float)); }
+
+static void run_gate(const SpOp &op, int64_t t) {
+  const float *gate = op.in + t * op.n;
+  float *out = op.out + t * op.n;
+  int64_t i = 0;
+  for (; i + LANES <= op.n; i += LANES) store(out + i, mul(silu(load(gate + i)), load(out + i)));
+  if (i < op.n) store_part(out + i, mul(silu(load_part(gate + i, op.n - i)), load_part(out + i, op.n - i)), op.n - i);
+}
 
 static void run_norm(const SpOp &op, int64_t t) {
   if (op.copy) memcpy(op.copy + t * op.n, op.in + t * op.n, op.n * sizeof(float));

@@ -33,6 +33,7 @@ enum SpCode {
   SP_ROTATE = 3,   /* qkv[T, (heads + 2 kv_heads) dim]: norm and rotate queries and keys; store keys and values */
   SP_ATTEND = 4,   /* out[T, heads dim] = attention of the queries in `in` (= qkv) over each row's own keys */
   SP_COPY = 5,     /* out[T, n] = in[T, n] */
+  SP_GATE = 6,     /* out[T, n] = silu(in[T, n]) * out[T, n], with the bits of SP_SILU */
 };
 
 enum SpFlag {

@@ -27,7 +27,7 @@ from speculant.kernels.native import (
     open_kernels,
     usable_sets,
 )
-from speculant.models.native.program import linear
+from speculant.models.native.program import gating, linear
 from tests.gguf_blocks import SCALES, block_bytes, block_weights, decode, encode, random_blocks
 
 SETS = usable_sets()
@@ -278,6 +278,8 @@ def test_a_gated_layer_is_its_two_halves(kernels: Kernels, kind: str, biased: bo
     each = [None, None] if biases is None else list(biases)
     gate, up = (run(kernels, pack(kernels, kind, half), x, bias) for half, bias in zip(halves, each, strict=True))
     assert torch.allclose(found, reference.silu_gate(gate, up), rtol=2e-6, atol=1e-7)
+    kernels.run((Op * 1)(gating(gate, up, SMALL[0])), Pass(rows=21))
+    assert torch.equal(up, found)
 
 
 @pytest.mark.covering(2)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 
 import pytest
 import torch
 
-from speculant.kernels.native import Kernels, Type, open_kernels, usable_sets
+from speculant.kernels.native import Code, Kernels, Type, open_kernels, usable_sets
 from speculant.models.native.decoder import NativeDecoder
 from speculant.models.native.program import PackedDecoder
 from speculant.models.reference.decoder import Decoder
@@ -31,8 +30,8 @@ MIXES: dict[str, dict[str, str]] = {
     "Q4_K_M": {"0.self_attn." + V: "Q6_K", "0.mlp." + DOWN: "Q6_K", HEAD: "Q6_K", "": "Q4_K"},
     "q, k and v differ": {Q: "Q5_0", K: "Q8_0", V: "IQ4_NL", DOWN: "MXFP4", "": "Q4_1"},
     "q and v are alike": {Q: "Q4_0", K: "Q5_K", V: "Q4_0", OUT: "Q5_1", HEAD: "Q8_0", TABLE: "Q4_0", "": "Q6_K"},
-    "halves": {Q: "F16", K: "BF16", V: "F32", OUT: "F16", DOWN: "BF16", TABLE: "F16", "": "Q8_0"},
-    "gate and up differ": {GATE: "Q4_K", UP: "Q5_K", OUT: "TQ2_0", "": "Q8_0"},
+    "halves": {Q: "F16", K: "BF16", V: "F32", OUT: "F16", UP: "BF16", DOWN: "BF16", TABLE: "F16", "": "Q8_0"},
+    "gate and up differ": {"0.mlp." + GATE: "Q4_K", "0.mlp." + UP: "Q6_K", OUT: "TQ2_0", "": "Q8_0"},
 }
 MOST_ERROR = 0.03  # of the logits' norm: activations are rounded to int8, and to bfloat16 on one set
 ROWS = [*range(1, 23), 64, 47, 33, 32, 31, 40, 24, 48, 57, 11]
@@ -91,7 +90,8 @@ def test_each_matrix_has_the_type_of_its_file() -> None:
     assert [[weight.type for weight in layer.qkv] for layer in model.layers] == [[Type.Q4_K, Type.Q6_K], [Type.Q4_K]]
     assert [[weight.n for weight in layer.qkv] for layer in model.layers] == [[384, 128], [512]]
     assert [layer.down.type for layer in model.layers] == [Type.Q6_K, Type.Q4_K]
-    assert {layer.gate_up.type for layer in model.layers} == {model.table.type} == {Type.Q4_K}
+    assert [[weight.type for weight in layer.gate_up] for layer in model.layers] == [[Type.Q4_K]] * 2
+    assert model.table.type == Type.Q4_K
     assert model.head.type == Type.Q6_K
     halves = make("halves", dtype=torch.bfloat16)[0].packed
     assert [weight.type for weight in halves.layers[0].qkv] == [Type.F16, Type.BF16, Type.F32]
@@ -120,15 +120,32 @@ def test_vectors_of_blocks_are_not_rounded(mix: str) -> None:
     assert not torch.equal(plain.norm.scale, scale)
 
 
-def test_types_that_the_kernels_lack_are_decoded_and_named(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
-        model = make("gate and up differ")[0].packed
-    assert {layer.gate_up.type for layer in model.layers} == {layer.out.type for layer in model.layers} == {Type.BF16}
-    assert "q4_k 2 matrices, q5_k 2 are decoded to bfloat16" in caplog.text
-    assert "takes 1.0 MiB instead of 0.3 " in caplog.text
-    caplog.clear()
-    make("Q4_K_M")
-    assert not caplog.text
+def test_types_that_the_kernels_lack_are_decoded() -> None:
+    assert {layer.out.type for layer in make("gate and up differ")[0].packed.layers} == {Type.BF16}
+
+
+def test_only_a_gate_of_a_type_of_its_own_is_multiplied_alone() -> None:
+    unlike, alike = make("gate and up differ")[0], make("Q4_K_M")[0]
+    types = [[weight.type for weight in layer.gate_up] for layer in unlike.packed.layers]
+    assert types == [[Type.Q4_K, Type.Q6_K], [Type.Q8_0]]
+    assert [op.code for op in unlike.program.ops].count(Code.GATE) == 1
+    assert Code.GATE not in [op.code for op in alike.program.ops]
+    assert alike._buffers.gates is None
+    rows, size = 512, unlike.packed.config.layers[0].mlp.size
+    assert unlike.scratch_bytes(rows, 1) - alike.scratch_bytes(rows, 1) == 4 * rows * size
+
+
+@pytest.mark.parametrize("isa", SETS)
+def test_a_gate_that_is_multiplied_alone_changes_no_bit(isa: str) -> None:
+    """Numbers of float16 give the same bits in float32, and then gate and up have one type."""
+    decoder = small()
+    weights = StoredAs(ModuleWeights(decoder), {GATE: "F16"})
+    apart = NativeDecoder(decoder.config, weights, torch.float32, opened(isa))
+    together = packed(decoded(decoder, weights), opened(isa))
+    assert [len(model.packed.layers[0].gate_up) for model in (apart, together)] == [2, 1]
+    tokens, chunks = tokens_of(1)[:120], [1, 2, 5, 64, 48]
+    seen, expected = (feed(each, CACHES["paged"](each.cache_shape), 1, tokens, chunks) for each in (apart, together))
+    assert torch.equal(seen, expected)
 
 
 def test_float16_weights_take_half_the_bytes_at_the_same_bits() -> None:
@@ -169,5 +186,6 @@ def test_only_bfloat16_is_stored_in_12_bits(coded: bool) -> None:
     weights = StoredAs(ModuleWeights(decoder), MIXES["halves"])
     model = NativeDecoder(decoder.config, weights, torch.bfloat16, opened(), coded=coded).packed
     assert [layer.down.type for layer in model.layers] == [Type.BF12 if coded else Type.BF16] * 2
+    assert [weight.type for weight in model.layers[0].gate_up] == [Type.Q8_0, Type.BF12 if coded else Type.BF16]
     assert {weight.type for weight in model.layers[0].qkv} == {Type.F16, Type.F32, Type.BF12 if coded else Type.BF16}
     assert (model.table.type, model.head.type) == (Type.F16, Type.Q8_0)

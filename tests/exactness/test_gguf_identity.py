@@ -20,7 +20,9 @@ pytestmark = [
 ]
 HIDDEN_SIZE = 256
 DRAFTERS = plugins.names("speculant.drafting")
-KINDS = {"token_embd": "Q8_0", "attn_q": "Q4_0", "attn_k": "Q5_1", "attn_v": "Q8_0", "ffn_down": "Q5_0"}  # else Q4_1
+KINDS = {
+    "token_embd": "Q8_0", "attn_q": "Q4_0", "attn_k": "Q5_1", "attn_v": "Q8_0", "ffn_up": "Q5_1", "ffn_down": "Q5_0",
+}  # fmt: skip
 HALVES = {"attn_k": "F16", "ffn_up": "BF16"}
 PROMPTS = [[70 + place, 71, 72 + place, 80, 71, 72] for place in range(6)]
 PARAMS = {
@@ -53,7 +55,7 @@ def generate(
 ) -> tuple[list[list[int]], int, int]:
     """Return the texts of the last run, and how many tokens were drafted and accepted."""
     llm = LLM(files.target, max_model_len=64, **arguments)
-    assert "q4_1 9 matrices, q8_0 4, q4_0 3" in llm.kernels
+    assert "q4_1 6 matrices, q5_1 6, q8_0 4, q4_0 3" in llm.kernels
     outputs = [llm.generate(PROMPTS, params) for _ in range(runs)][-1]
     counted = [out.metrics.speculative_decoding for out in outputs]
     drafted, accepted = (

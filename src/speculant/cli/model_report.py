@@ -194,8 +194,7 @@ def _type_findings(matrices: Sequence[Matrix]) -> list[Finding]:
                 "note",
                 f"{listed_kinds(Counter(each.kind for each in decoded))} are decoded to {kept_as}",
                 f"{_mib(decoded, 'kept')} MiB in memory instead of {_mib(decoded, 'stored')}, which each pass reads",
-                f"use another file of the model: those in {GOOD} are multiplied as they are, if gate and up of a layer"
-                " have one type",
+                f"use another file of the model: those in {GOOD} are multiplied as they are",
             )
         )
     if sum(each.kept for each in wide) > LEAST_WIDE:

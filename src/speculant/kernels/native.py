@@ -27,7 +27,7 @@ from speculant.kernels.base import Edits, SamplingSettings
 from speculant.kernels.memory import Scratch, aligned
 from speculant.kernels.reference_sampler import REFERENCE, own_scores
 
-VERSION = 14
+VERSION = 15
 MOST_DIM, MOST_GROUP = 256, 32  # of a head; query heads per key head, which bound the scratch memory of a thread
 INDEX_BYTES = 32  # a panel, in the index of a matrix in 12 bits
 _REINSTALL = "install the package again, and unset SPECULANT_LIBRARY if it is set."
@@ -74,6 +74,7 @@ class Code(IntEnum):
     ROTATE = 3
     ATTEND = 4
     COPY = 5
+    GATE = 6
 
 
 class Flag(IntFlag):

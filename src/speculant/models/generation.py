@@ -1,4 +1,7 @@
-"""A checkpoint's settings for generation: its end tokens, and the sampling settings that it recommends."""
+"""A checkpoint's settings for generation: its end tokens, and the sampling settings that it recommends.
+
+GGUF files have the end tokens in their config (models/gguf.py), and sampling settings as metadata.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +11,32 @@ from typing import Any
 
 from speculant.errors import ConfigError, ModelError
 from speculant.files import read_optional_json
+from speculant.gguf_file import GgufFile
 from speculant.models.config import is_whole, show
 from speculant.params import SamplingParams
 
 _CONFIG, _GENERATION = "config.json", "generation_config.json"
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+_GGUF_SAMPLING = "general.sampling."  # begins the names of metadata
+_GGUF_NAMES = {"temperature": "temp", "repetition_penalty": "penalty_repeat"}  # of settings with other names
 
 
-def read_generation(folder: Path) -> dict[str, Any]:
-    """Return generation_config.json as it is, empty when there is none. Raises ModelError."""
-    return read_optional_json(folder / _GENERATION)
+def read_generation(place: Path) -> dict[str, Any]:
+    """Return generation_config.json as it is, or the sampling settings of a GGUF file in its keys.
+
+    It is empty when there is none. Raises ModelError.
+    """
+    if not place.is_file():
+        return read_optional_json(place / _GENERATION)
+    metadata = GgufFile.open(place).metadata
+    stored = {name: metadata.get(_GGUF_SAMPLING + _GGUF_NAMES.get(name, name)) for name in _SAMPLING}
+    given = {name: _shortest(value) for name, value in stored.items() if value is not None}
+    return {"do_sample": True, **given} if given else {}
+
+
+def _shortest(value: Any) -> Any:
+    """Return the decimal number that a number in float32 was made of: 0.6 and not 0.6000000238."""
+    return float(f"{value:.7g}") if isinstance(value, float) else value
 
 
 def read_end_tokens(generation: Mapping[str, Any], config: Mapping[str, Any], vocab_size: int) -> frozenset[int]:
@@ -47,10 +66,10 @@ def _read_ids(file: str, given: Any, vocab_size: int) -> frozenset[int]:
     return frozenset(ids)
 
 
-def read_sampling(generation: Mapping[str, Any]) -> SamplingParams:
+def read_sampling(generation: Mapping[str, Any], place: Path) -> SamplingParams:
     """Return the sampling settings that a checkpoint recommends; this package's defaults if do_sample is not true.
 
-    Raises ModelError for a setting that is out of range.
+    place: its folder or GGUF file, for messages. Raises ModelError for a setting that is out of range.
     """
     sampled = generation.get("do_sample")
     if sampled is not None and not isinstance(sampled, bool):
@@ -61,6 +80,5 @@ def read_sampling(generation: Mapping[str, Any]) -> SamplingParams:
     try:
         return SamplingParams.from_mapping(given)
     except ConfigError as error:
-        raise ModelError(
-            f"{_GENERATION} recommends a setting that can't be used: {error.problem}", error.fix
-        ) from error
+        origin = f"{place} has metadata {_GGUF_SAMPLING}*, which" if place.is_file() else _GENERATION
+        raise ModelError(f"{origin} recommends a setting that can't be used: {error.problem}", error.fix) from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from speculant.models.vocabulary import DraftVocabulary, Substituted
 from speculant.models.weights.gguf import BLOCKS, GgufWeights
 from speculant.models.weights.load import Checkpoint, load_model
 from speculant.models.weights.source import Mapped, QuantizedBlocks, ShortHead, decode, read_plain, unpaired
+from speculant.params import SamplingParams
 from tests.gguf_models import DECODED, FLOATS, LARGE_BLOCKS, SMALL_BLOCKS, convert, decoded
 from tests.models import END, VOCAB_SIZE, Shape, write_checkpoint
 from tests.unit.models.families import Session, make_pair
@@ -290,6 +292,29 @@ def test_texts_of_special_tokens_tell_that_they_end_a_turn(
     metadata = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": types}
     config = read_gguf_config(GgufFile.open(convert(folder, tmp_path / "model.gguf", metadata=metadata)))
     assert set(config["eos_token_id"]) == ends
+
+
+SAMPLING = {"temp": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.05, "penalty_repeat": 1.1}
+
+
+@pytest.mark.parametrize("names", [SAMPLING, ["temp"], []], ids=str)
+def test_sampling_settings_are_those_of_the_metadata(folder: Path, tmp_path: Path, names: Iterable[str]) -> None:
+    """Numbers are stored in float32, and are read as the decimal numbers that were meant."""
+    path = convert(
+        folder, tmp_path / "model.gguf", metadata={f"general.sampling.{name}": SAMPLING[name] for name in names}
+    )
+    own, keys = load_model(str(path)), {"temp": "temperature", "penalty_repeat": "repetition_penalty"}
+    assert own.sampling == SamplingParams.from_mapping({keys.get(name, name): SAMPLING[name] for name in names})
+    assert own.eos_token_ids == {END}
+    assert own.generation.get("do_sample", False) == bool(names)
+
+
+@pytest.mark.parametrize("given", [{"temp": -1.0}, {"top_p": 1.5}, {"min_p": float("nan")}, {"top_k": "x"}], ids=str)
+def test_sampling_settings_out_of_range_are_refused(folder: Path, tmp_path: Path, given: dict[str, Any]) -> None:
+    metadata = {f"general.sampling.{name}": value for name, value in given.items()}
+    (name,) = given
+    path = convert(folder, tmp_path / "model.gguf", metadata=metadata)
+    refused(path, "model.gguf has metadata general.sampling.*", {"temp": "temperature"}.get(name, name))
 
 
 def test_numbers_for_each_layer_may_be_lists_of_equal_ones(folder: Path, tmp_path: Path) -> None:

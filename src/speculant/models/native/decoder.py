@@ -6,7 +6,6 @@ Chains whose noise is known in advance are drawn in one native call: passes, dis
 from __future__ import annotations
 
 import ctypes
-import logging
 from array import array
 from collections.abc import Sequence
 from dataclasses import replace
@@ -56,8 +55,6 @@ from speculant.models.weights.source import WeightSource
 from speculant.params import SamplingParams
 from speculant.sampling.chance import KeyedNoise, MostLikely, Stream
 from speculant.sampling.distribution import Node, edits_of, sampling_settings
-
-logger = logging.getLogger(__name__)
 
 FORESEEABLE = (Stream, KeyedNoise, MostLikely)
 
@@ -215,8 +212,6 @@ class NativeDecoder:
         )
         reader = WeightReader(types, kernels, Arena(kernels.touch, expected), rounded=quantization, store=store)
         self._begin(PackedDecoder.read(config, reader), dtype, kernels)
-        if quantization is None and (unlike := types.unlike_pairs(shapes)):
-            logger.warning("%s", unlike)
 
     def _begin(self, packed: PackedDecoder, dtype: torch.dtype, kernels: Kernels) -> None:
         """Make the model of packed weights."""
@@ -226,7 +221,7 @@ class NativeDecoder:
         self.num_layers, self.hidden_size = config.num_layers, config.hidden_size
         self._rotary = Rotary(of.rope, of.head_dim)
         self.kernels, self.packed = kernels, packed
-        self._buffers, self._programs = Buffers(config, FEWEST_ROWS), dict[tuple[int, ...], Program]()
+        self._buffers, self._programs = Buffers(packed, FEWEST_ROWS), dict[tuple[int, ...], Program]()
         self._head = linear(self.packed.head, None, None)
         self._head_tokens = torch.tensor(config.head.tokens, dtype=torch.int64) if config.head.tokens else None
         self._cosines = self._sines = torch.empty(0)
@@ -239,7 +234,7 @@ class NativeDecoder:
 
     def scratch_bytes(self, rows: int, positions: int) -> int:
         """See `KeepsScratch.scratch_bytes`."""
-        return scratch_bytes(self.packed.config, self.kernels.threads, rows, positions)
+        return scratch_bytes(self.packed, self.kernels.threads, rows, positions)
 
     @property
     def program(self) -> Program:
@@ -321,7 +316,7 @@ class NativeDecoder:
     def _pass(self, storage: KVStorage, block_size: int, rows: int, end: int) -> Pass:
         """Make a pass over a storage with buffers for `rows` rows and angles for positions below `end`."""
         if rows > self._buffers.room:
-            self._buffers, self._programs = Buffers(self.packed.config, _next_power(rows)), {}
+            self._buffers, self._programs = Buffers(self.packed, _next_power(rows)), {}
         if end > self._cosines.shape[0]:
             cosines, sines = self._rotary.angles(torch.arange(_next_power(end)), torch.float32)
             half = cosines.shape[-1] // 2

@@ -5,6 +5,7 @@ y      x after a norm                    [T, hidden]
 qkv    queries, keys and values          [T, (heads + 2 kv_heads) head_dim]
 heads  the output of attention           [T, heads head_dim]
 gated  silu(gate) * up                   [T, intermediate]
+gates  gate, where up has another type   [T, intermediate]
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ class PackedLayer:
     """The weights of one layer that `of` describes. Vectors are float32; None = it does not have this one.
 
     qkv: the matrices of queries, keys and values by rows; neighbours of the same type are one.
+    gate_up: both matrices interleaved, or one after the other if their types differ.
     """
 
     of: Layer
@@ -56,7 +58,7 @@ class PackedLayer:
     out: Weight
     out_bias: Tensor | None
     mlp_norm: PackedNorm | None
-    gate_up: Weight
+    gate_up: tuple[Weight, ...]
     gate_up_bias: Tensor | None
     down: Weight
     down_bias: Tensor | None
@@ -84,7 +86,7 @@ class PackedLayer:
     @property
     def matrices(self) -> tuple[Weight, ...]:
         """All its matrices."""
-        return (*self.qkv, self.out, self.gate_up, self.down)
+        return (*self.qkv, self.out, *self.gate_up, self.down)
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,13 @@ class PackedDecoder:
         return cls(config, TYPES[weights.types.dtype], table, head, norm, layers)
 
     @property
+    def activations(self) -> dict[str, int]:
+        """The width of each array that a pass fills for a row."""
+        widths = activations(self.config)
+        apart = any(len(layer.gate_up) > 1 for layer in self.layers)
+        return widths | ({"gates": widths["gated"]} if apart else {})
+
+    @property
     def bytes_per_pass(self) -> int:
         """How many bytes of weights a pass of any size reads, padding included: a lower bound of its time."""
         matrices = [weight for layer in self.layers for weight in layer.matrices]
@@ -115,11 +124,12 @@ class PackedDecoder:
 
 
 class Buffers:
-    """The activations of a pass of up to `room` rows."""
+    """The activations of a pass of up to `room` rows. gates: None = no layer computes its gate alone."""
 
-    def __init__(self, config: DecoderConfig, room: int) -> None:
+    def __init__(self, weights: PackedDecoder, room: int) -> None:
         self.room = room
-        made = {name: torch.empty(room, width) for name, width in activations(config).items()}
+        made = {name: torch.empty(room, width) for name, width in weights.activations.items()}
+        self.gates = made.pop("gates", None)
         self.x, self.y, self.qkv, self.heads, self.gated = made.values()
 
 
@@ -200,8 +210,19 @@ class Program:
         yield self._attention(Code.ATTEND, index, of, out=buffers.heads, window=of.window)
         yield linear(layer.out, buffers.heads, x, layer.out_bias, Flag.ADD)
         yield self._norm(layer.mlp_norm, x, buffers.y)
-        yield linear(layer.gate_up, buffers.y, buffers.gated, layer.gate_up_bias, Flag.SILU)
+        yield from self._gate(layer)
         yield linear(layer.down, buffers.gated, x, layer.down_bias, Flag.ADD)
+
+    def _gate(self, layer: PackedLayer) -> Iterator[Op]:
+        buffers, bias = self._buffers, layer.gate_up_bias
+        if len(layer.gate_up) == 1:
+            yield linear(layer.gate_up[0], buffers.y, buffers.gated, bias, Flag.SILU)
+            return
+        gate, up = layer.gate_up
+        assert buffers.gates is not None
+        yield linear(gate, buffers.y, buffers.gates, bias)
+        yield linear(up, buffers.y, buffers.gated, None if bias is None else bias[gate.n :])
+        yield gating(buffers.gates, buffers.gated, gate.n)
 
     def _tapped_norm(self, layer: int, norm: PackedNorm | None) -> Op:
         """Return the norm of a layer's input; if it is tapped, `next_taps` sets the address of the copy."""
@@ -228,6 +249,11 @@ def embedding(table: Weight, out: Tensor) -> Op:
 def copying(source: Tensor, out: Tensor) -> Op:
     """Return the operation out = source, of the same width."""
     return _op(Code.COPY, n=source.shape[1], source=source, out=out)
+
+
+def gating(source: Tensor, out: Tensor, n: int) -> Op:
+    """Return the operation out = silu(source) * out, of rows of n numbers."""
+    return _op(Code.GATE, n=n, source=source, out=out)
 
 
 def linear(

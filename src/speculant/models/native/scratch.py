@@ -12,8 +12,8 @@ candidates   tokens that top-k, top-p and min-p choose from      csrc/probs.h, p
 from __future__ import annotations
 
 from speculant.kernels.memory import MOST_BYTES
-from speculant.models.description import Attention, DecoderConfig
-from speculant.models.sizes import activations
+from speculant.models.description import Attention
+from speculant.models.native.program import PackedDecoder
 
 REAL, DOUBLE, CANDIDATE = 4, 8, 16  # bytes
 GROWTH = 2  # an array that grows takes up to twice its need
@@ -22,9 +22,9 @@ TILE, SPAN, BLOCK_ROWS, LANES = 64, 512, 8, 16  # of csrc/attention.h; LANES: of
 MOST_SPLIT_BLOCKS = 4  # per thread, of a pass whose spans are computed in parallel
 
 
-def scratch_bytes(config: DecoderConfig, threads: int, rows: int, positions: int) -> int:
+def scratch_bytes(packed: PackedDecoder, threads: int, rows: int, positions: int) -> int:
     """Return the most bytes that passes of `rows` rows keep, over sequences of up to `positions` positions."""
-    widths = activations(config)
+    config, widths = packed.config, packed.activations
     per_row = sum(widths.values()) + GROWTH * max(widths[name] for name in ("x", "heads", "gated"))
     angles = _power(positions) * config.attention.head_dim
     sampling = min(MOST_BYTES, GROWTH * rows * config.vocab_size * (REAL + DOUBLE))

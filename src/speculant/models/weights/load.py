@@ -46,8 +46,8 @@ class Checkpoint:
     folder: Path  # or a GGUF file
     dtype: torch.dtype
     eos_token_ids: frozenset[int]  # empty when the checkpoint names none
-    generation: dict[str, Any]  # generation_config.json as it is; empty when there is none
-    sampling: SamplingParams  # the settings that generation_config.json recommends
+    generation: dict[str, Any]  # see `read_generation`; empty when there is none
+    sampling: SamplingParams  # the settings that the checkpoint recommends
     name: str
     kernels: str  # the backend's name and facts, and why other backends were not chosen
     backend: Backend  # computes the model
@@ -99,7 +99,7 @@ def load_model(
     _check_rounding(tensors, quantization)
     _warn_of_dynamic_rope(decoder)
     generation = read_generation(folder)
-    ends, sampling = read_end_tokens(generation, config, decoder.vocab_size), read_sampling(generation)
+    ends, sampling = read_end_tokens(generation, config, decoder.vocab_size), read_sampling(generation, folder)
     chosen, named = files.dtype(dtype), files.weights
     backend, description = choose_backend(kernels, quantization, decoder, chosen, place, weight_packing, named)
     weights = CheckedWeights(named, named.names())

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import groupby
-from math import prod
 
 import torch
 from torch import Tensor
@@ -17,23 +15,12 @@ from speculant.kernels.memory import Arena
 from speculant.kernels.native import BLOCK_TYPES, QUANTIZED, TYPES, Kernels, Type, Weight
 from speculant.kernels.packing import Packer
 from speculant.models.weights.cache import WeightStore
-from speculant.models.weights.source import (
-    FLOATS,
-    QuantizedBlocks,
-    WeightSource,
-    decode,
-    has_blocks,
-    listed_kinds,
-    read_plain,
-    stored_bytes,
-)
+from speculant.models.weights.source import QuantizedBlocks, WeightSource, decode, has_blocks, read_plain
 
 KINDS = {
     "F64": Type.F32, "F32": Type.F32, "F16": Type.F16, "BF16": Type.BF16,
     **{layout.upper(): type_ for layout, type_ in BLOCK_TYPES.items()},
 }  # fmt: skip
-_PARTNERS = {"gate_proj.weight": "up_proj.weight", "up_proj.weight": "gate_proj.weight"}
-MIB = 2**20
 _ROUNDED_TO = {Type.BF16: torch.bfloat16, Type.BF12: torch.bfloat16}  # before packing; other floats to float32
 
 
@@ -43,8 +30,7 @@ class WeightTypes:
 
     A source with blocks is stored as it is: each matrix has its own type, and vectors stay float32. Kinds that the
     kernels can't multiply by become bfloat16. Matrices of other sources are rounded to `dtype`, float32 or bfloat16;
-    those in float16 stay what they are for float32, because the kernels compute the same bits from both. The two
-    matrices of a gated MLP are multiplied together, so they have one type: if theirs differ, it is bfloat16 for blocks.
+    those in float16 stay what they are for float32, because the kernels compute the same bits from both.
 
     coded: matrices of bfloat16 are stored in 12 bits a weight.
     """
@@ -65,48 +51,12 @@ class WeightTypes:
 
     def of(self, name: str) -> Type:
         """Return the type of a matrix."""
-        found = {self._plain(each) for each in self._together(name)}
-        type_ = found.pop() if len(found) == 1 else self._common(name)
-        return Type.BF12 if self.coded and type_ == Type.BF16 else type_
-
-    def is_decoded(self, name: str) -> bool:
-        """Whether a matrix is stored in blocks that the kernels do not multiply by as they are."""
-        kind = self.source.kind(name)
-        return kind not in FLOATS and self.of(name) != KINDS.get(kind)
-
-    def unlike_pairs(self, shapes: Mapping[str, tuple[int, ...]]) -> str:
-        """Say which gate and up matrices have different types, and what it costs; empty if none have."""
-        names = [name for name in shapes if self._partner(name) and self.is_decoded(name)]
-        names = [name for name in names if len({self._plain(each) for each in self._together(name)}) > 1]
-        if not names:
-            return ""
-        stored = sum(stored_bytes(self.source.kind(name), shapes[name]) for name in names)
-        decoded = 2 * sum(prod(shapes[name]) for name in names)
-        return (
-            f"{listed_kinds(Counter(self.source.kind(name).lower() for name in names))} are decoded to bfloat16, which"
-            f" takes {decoded / MIB:.1f} MiB instead of {stored / MIB:.1f} and makes passes slower: the gate and the up"
-            " matrix of a layer have different types, and the kernels multiply by both at once"
-        )
-
-    def _plain(self, name: str) -> Type:
         kind = self.source.kind(name)
         if self.as_stored:
-            return KINDS.get(kind, Type.BF16)
-        return Type.F16 if kind == "F16" and self.dtype == torch.float32 else TYPES[self.dtype]
-
-    def _together(self, name: str) -> list[str]:
-        """Return a matrix and the one that it is interleaved with, if any."""
-        partner = self._partner(name)
-        return [name] if partner is None else [name, partner]
-
-    @staticmethod
-    def _partner(name: str) -> str | None:
-        before, _, last = name.rpartition(".mlp.")
-        return f"{before}.mlp.{_PARTNERS[last]}" if last in _PARTNERS else None
-
-    def _common(self, name: str) -> Type:
-        floats = all(self.source.kind(each) in FLOATS for each in self._together(name))
-        return Type.F32 if floats else Type.BF16
+            type_ = KINDS.get(kind, Type.BF16)
+        else:
+            type_ = Type.F16 if kind == "F16" and self.dtype == torch.float32 else TYPES[self.dtype]
+        return Type.BF12 if self.coded and type_ == Type.BF16 else type_
 
 
 @dataclass(frozen=True)
@@ -149,10 +99,12 @@ class WeightReader:
         """Pack matrices of the same depth k in order; neighbours of the same type become one. See `matrix`."""
         return tuple(self.matrix(*group) for _, group in groupby(names, self._type_of))
 
-    def interleaved(self, *names: str) -> Weight:
-        """Pack matrices of the same shape and type, interleaved panel by panel. See `matrix`."""
+    def interleaved(self, *names: str) -> tuple[Weight, ...]:
+        """Pack matrices of one shape, interleaved panel by panel, or one by one if their types differ. See `matrix`."""
+        if len(types := set(map(self._type_of, names))) > 1:
+            return tuple(map(self.matrix, names))
         ((n, k),) = {self.source.shape(self.prefix + name) for name in names}
-        return self._pack(self._type_of(names[0]), n, k, [(name,) for name in names])
+        return (self._pack(types.pop(), n, k, [(name,) for name in names]),)
 
     def vector(self, *names: str) -> Tensor:
         """Return vectors in float32, concatenated."""
