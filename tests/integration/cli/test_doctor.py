@@ -144,7 +144,7 @@ def test_doctor_reports_what_torch_computes(file: str, monkeypatch: pytest.Monke
     monkeypatch.setattr("speculant.models.backends.native.open_kernels", lambda: None)
     found = report(file)
     assert {(kind, *own["kept_as"]) for kind, own in found["matrices"].items()} == {
-        ("q4_k", "f32"), ("q6_k", "f32"), ("tq2_0", "f32"), ("f16", "f32")
+        ("q4_k", "bf16"), ("q6_k", "bf16"), ("tq2_0", "bf16"), ("f16", "bf16")
     }  # fmt: skip
     (missing,) = [each for each in found["findings"] if "native" in each["what"]]
     assert (missing["status"], "they were not built" in missing["what"]) == ("missing", True)
