@@ -11,17 +11,17 @@
 namespace SP_NAMESPACE {
 
 constexpr int64_t PART = 8 * LANES;        // dwords of each row that one work item packs
-constexpr int64_t NARROW_PART = 512;       // the same, of rows that are converted to a narrower type
+constexpr int64_t NARROW_PART = 512;       // the same, if rows are converted to int8 or bfloat16
 constexpr int64_t SHARE = 16 * MOST_ROWS;  // rows that one work item of a layer computes
 
-static const SumTile *const SUM_TILES[] = {  // by SpType; panel_at has SP_BF12
+static const SumTile *const SUM_TILES[] = {  // by SpType; panel_at handles SP_BF12
     SUM_REALS<SP_F32>,   SUM_REALS<SP_BF16>,  SUM_REALS<SP_F16>,   nullptr,             SUM_GROUPS<SP_INT8>,
     SUM_GROUPS<SP_Q8_0>, SUM_GROUPS<SP_Q4_0>, SUM_GROUPS<SP_Q4_1>, SUM_GROUPS<SP_Q5_0>, SUM_GROUPS<SP_Q5_1>,
     SUM_GROUPS<SP_Q4_K>, SUM_GROUPS<SP_Q5_K>, SUM_GROUPS<SP_Q6_K>, SUM_GROUPS<SP_IQ4_NL>, SUM_GROUPS<SP_MXFP4>};
 
 struct Tiles {
   List<uint32_t> dwords, narrowed;  // tiles; rows in int8 or bfloat16 before they are packed
-  List<float> scales;          // of groups of rounded rows; see integers.h
+  List<float> scales;               // of rows in int8; see integers.h
   List<int32_t> offsets;
 };
 
