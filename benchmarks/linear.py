@@ -2,7 +2,7 @@
 
 16 Llama layers of Llama 3.2 1B's sizes, every one with weights of its own (973M parameters), in one run and in turn.
 `of_probe` is the weights' bytes over the time, as a share of the speed of a plain read of the same bytes. GGUF's types
-have random blocks; int4 is Q4_0. --types chooses what is measured beside bfloat16, and so how much memory it takes.
+have random blocks; int4 is Q4_0. --types: the types to measure beside bfloat16; each takes memory.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ SHAPES = [
 BLOCKS = ("q8_0", "q4_1", "q5_0", "q5_1", "q4_k", "q5_k", "q6_k", "iq4_nl", "mxfp4")
 TYPES = {"bfloat16": Type.BF16, "float16": Type.F16, **QUANTIZED, **{name: BLOCK_TYPES[name] for name in BLOCKS}}
 ROWS = (1, 2, 5, 8, 16)
-FINITE = 0x3B  # a mask of bytes: no two of them are a float16 of 1 or more
+FINITE = 0x3B  # a mask of bytes: any two of them are a float16 from 0 to 1
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Native:
 
 
 def rows_of(name: str, matrices: list[Tensor]) -> list[Tensor]:
-    """Return the rows of matrices in bfloat16 as a type is packed from; blocks are random."""
+    """Return matrices in the form that a type is packed from; blocks are random."""
     if name == "float16":
         return [matrix.half() for matrix in matrices]
     if name not in BLOCKS:

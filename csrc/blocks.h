@@ -1,4 +1,5 @@
-// Reads GGUF's blocks and packs them as groups (groups.h). A block begins with its scales unless a comment says otherwise.
+// Reads GGUF's blocks and packs them as groups (groups.h). A block holds its scales, the upper bits of its integers, and their low bits,
+// in this order unless a comment says otherwise.
 #pragma once
 #include "groups.h"
 
@@ -33,9 +34,9 @@ static inline void read_fifth_bits(const uint8_t *bytes, uint8_t *q) {
   for (int64_t j = 0; j < GROUP; j++) q[j] |= (uint8_t)((bits >> j & 1) << 4);
 }
 
-// The scales of Q4_K and Q5_K: two float16 factors, then 6 bits for the scale and the minimum of each of eight groups, in 12 bytes. The
-// first four groups have theirs in the low 6 bits of bytes 0 to 3 and 4 to 7. The others have 4 bits in bytes 8 to 11, scales in the low
-// halves, and the highest 2 bits on top of the earlier groups'.
+// The scales of Q4_K and Q5_K: two float16 factors, then 12 bytes with 6 bits for each of eight scales and eight minima. Groups 0 to 3 have
+// their scales in the low 6 bits of bytes 0 to 3, and their minima in those of bytes 4 to 7. Groups 4 to 7 have the low 4 bits of scales in
+// the low halves of bytes 8 to 11, those of minima in the high halves, and the upper 2 bits of both in the upper 2 of bytes 0 to 7.
 static inline void read_minimum_scales(const uint8_t *block, int64_t g, Group &group) {
   const uint8_t *parts = block + 4;
   memcpy(&group.scale, block, 2), memcpy(&group.minimum, block + 2, 2);
@@ -45,14 +46,15 @@ static inline void read_minimum_scales(const uint8_t *block, int64_t g, Group &g
   group.parts[1] = (int8_t)(later ? parts[8 + j] >> 4 | parts[4 + j] >> 6 << 4 : parts[4 + j] & 63);
 }
 
-// Groups 2 p and 2 p + 1 of Q4_K and Q5_K have the low and the high halves of 32 bytes.
+// Of Q4_K and Q5_K, groups 2 p and 2 p + 1 are the low and the high halves of the same 32 bytes.
 static inline void read_pair_half(const uint8_t *bytes, int64_t g, uint8_t *q) {
   const uint8_t *from = bytes + g / 2 * 32;
   for (int64_t j = 0; j < GROUP; j++) q[j] = g % 2 ? from[j] >> 4 : from[j] & 15;
 }
 
-// Q6_K: 128 bytes of low bits, 64 of high bits, 16 scales, a float16. Each half of the block has 64 and 32 of these bytes: groups 0 and 1
-// have the low halves, groups 2 and 3 the high ones, and group g bits 2 g and 2 g + 1 of the high bits.
+// Q6_K: 128 bytes with the low 4 bits, 64 with the upper 2 bits, 16 int8 scales, a float16. Four groups share 64 and 32 of these bytes:
+// groups 0 and 1 are the low halves of the first and the last 32 of the 64, and groups 2 and 3 their high halves; group g has bits 2 g and
+// 2 g + 1 of the 32 bytes.
 static inline void read_six_bits(const uint8_t *block, int64_t g, Group &group) {
   const uint8_t *low = block + g / 4 * 64 + g % 2 * 32, *high = block + 128 + g / 4 * 32;
   const int64_t quarter = g % 4;
@@ -69,7 +71,7 @@ static inline __attribute__((always_inline)) void read_block(int type, const uin
   memcpy(&group.scale, block, 2);
   switch (type) {
     case SP_Q8_0:
-      for (int64_t j = 0; j < GROUP; j++) group.q[j] = block[2 + j] ^ 128;
+      for (int64_t j = 0; j < GROUP; j++) group.q[j] = block[2 + j] ^ 128;  // int8 + 128
       return;
     case SP_Q4_0: case SP_IQ4_NL: return read_halves(block + 2, group.q);
     case SP_Q4_1: memcpy(&group.minimum, block + 2, 2); return read_halves(block + 4, group.q);

@@ -1,15 +1,18 @@
-// Layouts of weights in groups of 32 small integers, as GGUF's blocks have them. No number changes when a matrix is packed.
+// How weights in groups of 32 small integers, such as GGUF's blocks, are packed into panels (linear.h). Packing changes no number.
 //
-//   weight     w = scale * (q - OFFSET), or scale * q + minimum, for an unsigned integer q of a group; or scale * table[q]
-//   panel      [integers, in steps][fifth and sixth bits][scales]; each part begins at a line of the processor's caches
-//   integers   4 bits: 4 steps a group. Byte b of an output's dword in step s holds k = 4 s + b in its low half and k = 16 + 4 s + b
-//              in its high half. 8 bits: 8 steps a group; step 2 s holds k = 4 s + b and step 2 s + 1 holds k = 16 + 4 s + b.
-//   5th bits   a dword a group: bit s of byte b belongs to k = 4 s + b, bit 4 + s to k = 16 + 4 s + b
-//   6th bits   two dwords a group, of the fifth and sixth bits: bits 2 s and 2 s + 1 of byte b belong to k = 4 s + b in the first dword
-//              and to k = 16 + 4 s + b in the second one
-//   scales     a group's, or those of SUPER weights together; see ScaleKind
+//   weight     scale * (q - OFFSET), scale * q + minimum, or scale * table[q]; q is an unsigned integer of 4, 5, 6 or 8 bits
+//   panel      [integers: the low 4 bits of each, or all 8][the upper 1 or 2 bits of 5 or 6][scales]; each part begins at a cache line
 //
-// A group's dwords are WIDTH apart like a step's. Missing weights of the last group are zeros of a scale that is 0.
+// A group has dwords for each output, as a step has. Below, k counts the weights of a group from 0, and b the bytes of a dword:
+//
+//   4 bits     4 steps. In step s, the low half of byte b holds k = 4 s + b, and the high half k = 16 + 4 s + b
+//   8 bits     8 steps. Byte b holds k = 4 s + b in step 2 s, and k = 16 + 4 s + b in step 2 s + 1
+//   5th bits   a dword. Bit s of byte b belongs to k = 4 s + b, and bit 4 + s to k = 16 + 4 s + b
+//   5th, 6th   of types with 6 bits: two dwords. Bits 2 s and 2 s + 1 of byte b belong to k = 4 s + b in the first dword, and to
+//              k = 16 + 4 s + b in the second
+//   scales     of one group, or of the groups of SUPER weights together; see ScaleKind
+//
+// Weights after the last input are 0. Results of outputs after the last one are dropped.
 #pragma once
 #include "linear.h"
 
@@ -19,16 +22,17 @@ constexpr int64_t GROUP = 32, SUPER = 256;
 constexpr int64_t GROUPS_OF_SUPER = SUPER / GROUP;
 
 enum ScaleKind {
-  ROW_SCALE,      // [WIDTH] float32 after all groups
+  ROW_SCALE,      // once in a panel: [WIDTH] float32
   HALF_SCALE,     // a group: [WIDTH] float16
   HALF_MINIMUM,   // a group: [WIDTH] float16, then [WIDTH] float16 minima
   POWER_SCALE,    // a group: [WIDTH] exponents; scale = 2^(exponent - 128)
-  SUPER_MINIMUM,  // SUPER weights: [3][WIDTH] dwords with 6 bits of a group's scale and minimum, then factors [2][WIDTH] float16. Byte 0 to 2
-                  // of dword p hold groups 2 p and 2 p + 1, from the lowest bit: scale, minimum, scale, minimum; bytes 3 hold groups 6 and 7
+  SUPER_MINIMUM,  // SUPER weights: [3][WIDTH] dwords, then [2][WIDTH] float16, the factors of scales and of minima. A scale or minimum has
+                  // 6 bits. Groups 2 p and 2 p + 1 have 24, from the lowest on: scale, minimum, scale, minimum. They are bytes 0 to 2 of
+                  // dword p; those of groups 6 and 7 are bytes 3 of the three dwords
   SUPER_SIGNED,   // SUPER weights: [16][WIDTH] int8 scales of 16 weights each, then [WIDTH] float16, their factor
 };
 
-// The values that 4 bits stand for; and the same plus the type's offset, which are unsigned.
+// `at`: the values that 4 bits stand for. `lifted`: the same plus the type's offset, so that none is negative.
 struct Values {
   int8_t at[16];
   alignas(16) uint8_t lifted[16];
@@ -40,11 +44,11 @@ constexpr Values FLOAT_VALUES = {{0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6
 
 // How a type stores its weights.
 struct Form {
-  int bits;             // of the unsigned integers that are multiplied
-  int stored_bits;      // of a weight: 4, 5, 6 or 8
-  int offset;           // that is subtracted from these integers
+  int bits;             // of the unsigned integers that are multiplied; more than are stored if they come from a table
+  int stored_bits;      // 4, 5, 6 or 8
+  int offset;           // is subtracted from the integers that are multiplied
   ScaleKind scales;
-  const Values *table;  // of the values that the stored integers stand for, or NULL
+  const Values *table;  // the values that the stored integers stand for, or NULL
 
   constexpr bool in_bytes() const { return stored_bits == 8; }
   constexpr int steps() const { return in_bytes() ? 8 : 4; }
@@ -103,14 +107,14 @@ struct GroupLayout {
 
 static inline int64_t bytes_of_panel(int type, int64_t k) { return is_grouped(type) ? GroupLayout(type, k).bytes : panel_bytes(type, k); }
 
-// The stored form of a group of one output: its dwords, and the numbers that its scale is computed from.
+// A group of one output: its integers, and the numbers that its scales are computed from.
 struct Group {
-  uint8_t q[GROUP];           // as they are stored
-  uint16_t scale, minimum;    // float16, POWER_SCALE: an exponent
-  int8_t parts[2];            // SUPER: the group's scale and minimum, or the scales of its halves; factors are `scale` and `minimum`
+  uint8_t q[GROUP];         // as they are stored
+  uint16_t scale, minimum;  // float16; POWER_SCALE: an exponent; SUPER_...: the factors of `parts`
+  int8_t parts[2];          // SUPER_MINIMUM: scale and minimum; SUPER_SIGNED: the scales of both halves
 };
 
-// Fields of the packed scales of output i in group g.
+// Places in the packed scales: float16 number g of output i; and the scales of the SUPER weights that hold group g.
 static inline char *halves_at(char *scales, int64_t g, int64_t i) { return scales + (g * WIDTH + i) * 2; }
 static inline char *super_at(char *scales, int64_t g, int64_t size) { return scales + g / GROUPS_OF_SUPER * WIDTH * size; }
 
@@ -217,7 +221,7 @@ static void get_group(const GroupLayout &at, const char *packed, int64_t g, int6
 
 static inline float power_scale(uint16_t exponent) { return from_bits((exponent / 2 + 63u) << 23) * from_bits((exponent - exponent / 2 + 63u) << 23); }
 
-// The weights of a group, in the order of operations that defines the format.
+// The weights of a group. The format defines the order of the operations.
 static void decode_group(const Form &form, const Group &group, float row_scale, float *out) {
   for (int64_t j = 0; j < GROUP; j++) {
     const float value = form.table ? (float)form.table->at[group.q[j]] : (float)(group.q[j] - form.offset);

@@ -1,15 +1,14 @@
-// Linear layers over weights in groups of small integers (groups.h). Each 32 numbers of a row of x are rounded to int8 by the largest
-// magnitude among them, so that one large number costs its neighbours precision and nobody else:
+// Linear layers over weights in groups of small integers (groups.h). Each 32 numbers of a row of x are rounded to int8 with a scale of
+// their own, so a large number costs only the other 31 precision:
 //
-//   x = scale * v, |v| < 128        y = sum over groups of scale_x * (scale_w * (sum of q v - OFFSET * sum of v) + minimum_w * sum of v)
+//   x = scale_x * v, |v| < 128      y = sum over groups of scale_x * (scale_w * (sum of q v - OFFSET * sum of v) + minimum_w * sum of v)
 //
-// Products of integers are summed exactly in int32. Only the few float operations of a group depend on order, and groups follow one another
-// in order.
+// Products of integers are summed exactly in int32. Groups are added in order, in float32.
 //
 //   tile     [k / 4][rows] dwords of int8
-//   scales   [groups][rows] float32
-//   offsets  [groups][1 or 2 halves][rows]: -OFFSET times the sum of the group's v, the sums' first value; or scale_x times the sum of
-//            v as float32, for weights with minima
+//   scales   [groups][rows] float32: scale_x
+//   offsets  [groups][1 or 2 halves][rows], for weights without minima: int32, -OFFSET * sum of v, to which the products are added
+//                                           for weights with minima: float32, scale_x * sum of v
 #pragma once
 #include "groups.h"
 
@@ -17,10 +16,9 @@ namespace SP_NAMESPACE {
 
 static inline int64_t offsets_of(int type, int64_t k) { return groups_of(k) * (form_of(type).is_halved() ? 2 : 1); }
 
-constexpr float LEAST_ROUNDED = 1e-36f;  // below it, the factor 127 / largest would overflow
+constexpr float LEAST_ROUNDED = 1e-36f;  // the least `largest` of a group: 127 / largest must not overflow
 
-// Round GROUP numbers; sums: of the two halves. Returns the scale. A group with an infinity or NaN gets the scale NaN, so that it reaches
-// the output.
+// Round GROUP numbers. Returns the scale; it is NaN for a group with an infinity or NaN, so that outputs are NaN too. sums: of both halves.
 static inline float round_group(const float *x, int8_t *values, float sums[2]) {
   constexpr int HALF = 16 / LANES;  // vectors
   Vec parts[2 * HALF], largest = splat(LEAST_ROUNDED);
@@ -42,7 +40,7 @@ static inline float round_group(const float *x, int8_t *values, float sums[2]) {
   return finite ? most / 127.0f : NAN;
 }
 
-// Round groups begin .. end - 1 of a row. A group's scale and offsets are `stride` from the next one's, because a tile's rows are interleaved.
+// Round groups begin .. end - 1 of a row. Its scales and offsets are `stride` apart, because a tile's rows are interleaved.
 static void round_to_int8(int type, const float *x, int64_t k, int64_t begin, int64_t end, int8_t *values, float *scales, int32_t *offsets,
                           int64_t stride) {
   const Form form = form_of(type);
@@ -64,8 +62,8 @@ static void round_to_int8(int type, const float *x, int64_t k, int64_t begin, in
   }
 }
 
-// Sums of products of unsigned integers of BITS bits and of int8, four in each dword. begin_sum and end_sum get the sum's first value, one
-// of which adds it. Without an instruction for the sum of four products, the sums of a group's small ones stay in 16 bits until its end.
+// The sum of a group: `first` plus products of unsigned integers of BITS bits with int8, four in each dword. Either begin_sum or end_sum
+// adds `first`. Without VNNI, sums of products with 4 bits have 16 bits until end_sum.
 template <int BITS>
 static inline Ints begin_sum(Ints first) {
 #if defined(SP_VNNI) || defined(SP_PORTABLE)
@@ -93,7 +91,7 @@ static inline Ints end_sum(Ints sum, Ints first) {
   return sum;
 }
 
-// The integers of step S in one half of a group: 4 S .. of k, or 16 + 4 S ...
+// The integers k = 4 S .. 4 S + 3 of a group, or those 16 later for HALF 1.
 template <int TYPE, int S, int HALF>
 static inline __attribute__((always_inline)) Ints load_integers(const char *weight, const char *high_bits, int64_t stride, Ints table) {
   constexpr Form FORM = form_of(TYPE);
@@ -120,7 +118,7 @@ struct GroupAt {
   Ints table;
 };
 
-// Add the products of step S of the halves FIRST .. LAST.
+// Add the products of the integers that `load_integers` returns for S, in the halves FIRST .. LAST.
 template <int TYPE, int ROWS, int S, int FIRST, int LAST>
 static inline __attribute__((always_inline)) void add_integers(const GroupAt &group, Ints sums[ROWS][VECS]) {
   constexpr Form FORM = form_of(TYPE);
@@ -148,7 +146,7 @@ static inline __attribute__((always_inline)) void add_halves(const GroupAt &grou
   add_integers<TYPE, ROWS, 3, FIRST, LAST>(group, sums);
 }
 
-// The scales of one group after another.
+// Reads the scales of one group after another.
 template <ScaleKind KIND>
 struct Scales {
   const char *at;
@@ -202,7 +200,7 @@ struct Scales {
     }
   }
 
-  // The 24 bits of a pair of groups.
+  // The scales and minima of a pair of groups, 24 bits.
   inline __attribute__((always_inline)) Ints pair_of(int v) const {
     const char *own = at + v * LANES * 4;
     const int64_t pair = group % GROUPS_OF_SUPER / 2;
@@ -221,7 +219,7 @@ static inline __attribute__((always_inline)) void add_scaled(const Ints sums[ROW
   }
 }
 
-// A group's products, added to the totals. second: its minima, or the scales of its second half.
+// Add a group's products to the totals. second: its minima, or the scales of its second half.
 template <int TYPE, int ROWS>
 static inline __attribute__((always_inline)) void add_group(const GroupAt &group, const Tile &tile, const Vec scale[VECS], const Vec second[VECS],
                                                             Vec total[ROWS][VECS]) {

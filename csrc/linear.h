@@ -2,6 +2,8 @@
 //
 //   panel p   outputs p * WIDTH .. p * WIDTH + WIDTH - 1, step by step of k:   [k][WIDTH]        float32
 //                                                                              [k / 2][WIDTH][2] bfloat16, a pair of k in a dword
+//                                                                              [k / 2][2][WIDTH] float16
+//                                                                              groups.h          groups of integers
 //   tile      up to MOST_ROWS packed rows of x, in dwords too:                 [k][rows]         float32
 //                                                                              [k / 2][rows][2]  pairs of bfloat16
 //
@@ -13,8 +15,9 @@
 //
 //   4 streams of 10 steps   0 4 8 | 1 5 9 | 2 6 . | 3 7 .      . = padding
 //
-// x is float32, and bfloat16 weights are widened to it. If the processor multiplies pairs of bfloat16 (SP_BF16_PAIRS), x is
-// rounded to bfloat16 instead (tiles.h), and accumulators take k in pairs, the second of each pair first.
+// x is float32, and bfloat16 and float16 weights are widened to it. But if the processor multiplies pairs of bfloat16 (SP_BF16_PAIRS), x
+// is rounded to bfloat16 for bfloat16 weights (tiles.h), and accumulators take k in pairs, the second of each pair first. Groups of
+// integers are multiplied by int8 (integers.h).
 #pragma once
 #include "simd.h"
 #include "speculant.h"
@@ -38,9 +41,9 @@ static inline int64_t panels_of(int64_t n) { return (n + WIDTH - 1) / WIDTH; }
 // The steps of a panel and their layout. A small panel has one stream, because it is read from a processor cache.
 struct Steps {
   int64_t count, streams;
-  int64_t round;                 // steps that are read in turn
-  int64_t stride, advance;       // bytes from a step to the next one, and from a round to the next. The stride between streams is an odd
-                                 // number of lines, else steps read together share a set of the first-level cache
+  int64_t round;                 // successive steps: one of each stream
+  int64_t stride, advance;       // bytes from a step to the next one of its round, and from a round to the next. The stride between
+                                 // streams is an odd number of lines, else steps read together share a set of the first-level cache
   int64_t ahead;                 // bytes to prefetch ahead
   int64_t bytes;                 // of a step
 
@@ -79,7 +82,7 @@ struct Steps {
     for (; j < some; j++, panel += stride) step(j, panel);
   }
 
-  // Call group(address of the first step) for all steps, SIZE steps at a time, `stride` bytes apart.
+  // Call group(address) for each SIZE steps, in order; the address is that of the first one, and the others are `stride` bytes apart.
   template <int SIZE, typename Group>
   inline __attribute__((always_inline)) void each_group(const char *panel, Group group) const {
     static_assert(STREAMS % SIZE == 0, "a group lies within one round of the streams");
@@ -178,7 +181,7 @@ static inline void add_bf16(const char *panel, const Steps &steps, const void *x
   add_half_step<ROWS>(panel + steps.at(depth / 2), x, depth, acc);
 }
 
-// A step of float16 weights has two k of all outputs, one after the other; the last step of an odd k has one.
+// A step of float16 weights has one k of all outputs, then the next k; the last step of an odd k has one.
 template <int ROWS>
 static inline void add_f16(const char *panel, const float *x, int64_t depth, Vec acc[ROWS][VECS]) {
   const Steps steps = steps_of(SP_F16, depth);

@@ -1,4 +1,4 @@
-// Rounds weights to integers: to int8 with a scale for each output, and to 4 bits with a scale for each group, as Q4_0 stores them.
+// Rounds weights to integers: to int8 with a scale for each output, or to Q4_0, 4 bits with a scale for each group (groups.h).
 #pragma once
 #include "groups.h"
 
@@ -28,17 +28,17 @@ static void round_to_rows(int source, const void *weight, int64_t n, int64_t k, 
   }
 }
 
-// Round to nearest even, as far as float16 reaches.
+// Round to float16, to nearest even. Larger numbers become the largest float16.
 static inline uint16_t to_f16(float x) {
   uint32_t bits;
   memcpy(&bits, &x, 4);
   const uint32_t sign = bits >> 16 & 0x8000, size = bits & 0x7fffffff;
-  if (size >= 0x477fe000) return (uint16_t)(sign | 0x7bff);  // 65,504 is the largest number
+  if (size >= 0x477fe000) return (uint16_t)(sign | 0x7bff);  // 65,504
   if (size < 0x38800000) return (uint16_t)(sign | (uint32_t)lrintf(from_bits(size) * 0x1p24f));  // a multiple of 2^-24
   return (uint16_t)(sign | (size - 0x38000000 + 0xfff + (size >> 13 & 1)) >> 13);
 }
 
-// The scale of a group with the least squared error, of sixteen near -extreme / 8 (the extreme has the largest magnitude).
+// Of sixteen scales from -extreme / 6.5 to -extreme / 8.375, the one with the least squared error. extreme: the largest in magnitude.
 static uint16_t best_scale(const float *group) {
   float extreme = 0.0f, least = INFINITY;
   uint16_t best = 0;

@@ -77,7 +77,7 @@ static inline Vec as_floats(Ints a) { return _mm512_castsi512_ps(a); }
 static inline Ints load_unsigned(const uint8_t *p) { return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p)); }
 static inline Ints load_signed(const int8_t *p) { return _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)); }
 static inline Vec load_f16(const uint16_t *p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p)); }
-static inline void store_bytes(int8_t *p, Vec a) {  // whole numbers that fit
+static inline void store_bytes(int8_t *p, Vec a) {  // a: whole numbers from -128 to 127
   _mm_storeu_si128((__m128i *)p, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(a)));
 }
 // For decoding bytes: a table repeated in each 16 bytes; its bytes at the places `index` < 16; and the bytes of a and b in turn, from the
@@ -265,7 +265,7 @@ static inline void transpose(const float *const *from, float *to, int64_t to_str
 
 #else  // portable: the compiler's vectors, and loops over lanes where it has no operation
 #if defined(__SSE2__)
-#include <emmintrin.h>  // every processor of the architecture has it
+#include <emmintrin.h>  // every x86-64 processor has SSE2
 #endif
 namespace SP_NAMESPACE {
 constexpr int LANES = 8, REGISTERS = 0;

@@ -5,7 +5,7 @@
 // Packed rows, converted to the type that the weights are multiplied by (tiles.h).
 struct SpTile {
   const void *dwords;   // [dwords of a row][rows]
-  const float *scales;  // weights in groups (integers.h): [groups][rows]
+  const float *scales;  // for weights in groups: see integers.h
   const int32_t *offsets;
   char *room;           // coded weights (coded.h): memory for the decoded panel if more tiles follow, else NULL
 };

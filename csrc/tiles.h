@@ -16,7 +16,7 @@ extern const SpSum *const SP_GROUP_SUMS[];  // by SpType, from SP_INT8 on
 namespace SP_NAMESPACE {
 
 constexpr int64_t PART = 8 * LANES;        // dwords of each row that one work item packs
-constexpr int64_t NARROW_PART = 512;       // the same, of rows that are converted to a narrower type
+constexpr int64_t NARROW_PART = 512;       // the same, if rows are converted to int8 or bfloat16
 constexpr int64_t SHARE = 16 * MOST_ROWS;  // rows that one work item of a layer computes
 
 static inline const SumTile *sums_of(int type) {
@@ -26,7 +26,7 @@ static inline const SumTile *sums_of(int type) {
 
 struct Tiles {
   List<uint32_t> dwords, narrowed;  // tiles; rows in int8 or bfloat16 before they are packed
-  List<float> scales;          // of groups of rounded rows; see integers.h
+  List<float> scales;               // of rows in int8; see integers.h
   List<int32_t> offsets;
 };
 

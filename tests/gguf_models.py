@@ -49,8 +49,8 @@ def convert(
 ) -> Path:
     """Write a checkpoint as a GGUF file, as llama.cpp's conversion does, and return the file or its first part.
 
-    kind: of the matrices, or a function of a tensor's name in the file. Vectors are F32. metadata: entries that replace
-    others; None leaves an entry out. extra: further tensors.
+    kind: of the matrices, or a function of a tensor's name in the file. Vectors are F32. metadata: further entries, or
+    others in place of the usual ones; None leaves an entry out. extra: further tensors.
     """
     folder = Path(folder)
     config = json.loads((folder / "config.json").read_text())
@@ -76,7 +76,7 @@ def convert(
 
 
 def decoded(path: Path, folder: Path | str, out: Path) -> Path:
-    """Write the weights of a GGUF file as the gguf package decodes them, with all else of a checkpoint's folder."""
+    """Write a copy of a checkpoint's folder with the weights of a GGUF file, as the gguf package decodes them."""
     shutil.copytree(folder, out)
     config = json.loads((out / "config.json").read_text())
     names = {stored_name(name): name for name in load_file(out / "model.safetensors")}
@@ -103,7 +103,7 @@ def stored_name(name: str) -> str:
 
 
 def encode(rows: NDArray[np.float32], kind: str) -> NDArray[np.uint8]:
-    """Return rows [n, k] in a kind of blocks, [n, bytes]; random blocks of small weights if they can't be encoded."""
+    """Return rows [n, k] in a kind of blocks, [n, bytes]; random blocks of small weights for a kind without encoder."""
     if kind not in DECODED:
         return gguf_blocks.encode(kind, rows)
     of_block, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
@@ -176,7 +176,7 @@ def _described(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tokenizer(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the metadata of a byte-level tokenizer; those of a tokenizer.json that is not there are empty."""
+    """Return the metadata of a byte-level tokenizer; empty if there is no tokenizer.json."""
     path = folder / "tokenizer.json"
     if not path.exists():
         return {}
@@ -186,7 +186,7 @@ def _tokenizer(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
         kind = gguf.TokenType.CONTROL if each["special"] else gguf.TokenType.USER_DEFINED
         tokens[each["id"]] = each["content"], kind
     merges = [each if isinstance(each, str) else " ".join(each) for each in content["model"]["merges"]]
-    if not merges:  # which no file may lack: one of two zero bytes, which no text has
+    if not merges:  # a file must have one; this one joins two zero bytes, which no text has
         merges = [f"{ZERO} {ZERO}"]
         tokens[config["vocab_size"] - 1] = ZERO + ZERO, gguf.TokenType.NORMAL
     for index in range(config["vocab_size"]):

@@ -18,7 +18,7 @@ from tests.gguf_blocks import encode
 
 @dataclass(frozen=True)
 class StoredAs:
-    """A source in which matrices are stored in other kinds. kinds: by the end of a name; the first that fits counts."""
+    """A source in which matrices are stored in other kinds. kinds: by the end of a name; the first match counts."""
 
     source: WeightSource
     kinds: Mapping[str, str]

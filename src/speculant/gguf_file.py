@@ -1,11 +1,11 @@
-"""Headers of GGUF files, versions 2 and 3, little endian: metadata, and the place of each tensor.
+"""Reads the headers of GGUF files, versions 2 and 3, little-endian: metadata, and the place of each tensor.
 
     "GGUF", version, number of tensors, number of metadata entries
     metadata    key, type, value
     tensors     name, dimensions (the fastest first), type, offset in the data
     data        each tensor at a multiple of `general.alignment`
 
-A header is data from outside. Every count and size in it is compared with the bytes that are left before memory is
+A header may be damaged or hostile. Every count and size is compared with the rest of the file before memory is
 allocated for it.
 """
 
@@ -35,15 +35,15 @@ SUFFIX = ".gguf"
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 MOST_ELEMENTS = 2**22  # of all arrays of a header; Gemma's, with 262,144 tokens, have a third of that
-ARRAY_COST = 64  # elements that an array within an array counts for
+ARRAY_COST = 64  # an array within an array counts as this many elements
 MOST_ENTRIES = 2**20  # of metadata, and of tensors
 MOST_TEXT = 2**26  # bytes
 MOST_DIMENSIONS = 4
 MOST_NESTED = 4  # arrays within arrays
 MOST_WEIGHTS = 2**48  # in one tensor
 LEAST_ALIGNMENT, MOST_ALIGNMENT = 8, 2**20
-KEPT_OPEN = 4  # files whose headers are kept; model and tokenizer read the same one
-_SHOWN = 3  # missing parts
+KEPT_OPEN = 4  # headers that are kept, because the model and the tokenizer read the same one
+_SHOWN = 3  # missing parts in a message
 _PART = re.compile(r"(?P<name>.+)-(?P<number>[0-9]{5})-of-(?P<count>[0-9]{5})\.gguf", re.IGNORECASE | re.DOTALL)
 _DOWNLOAD = "download the file again."
 
@@ -54,14 +54,14 @@ _NUMBERS = MappingProxyType(dict(zip((0, 1, 2, 3, 4, 5, 6, 10, 11, 12), "BbHhIif
 
 
 class _BrokenError(Exception):
-    """A header that can't be right; the text says why."""
+    """A header is malformed; the text says why."""
 
 
 @dataclass(frozen=True)
 class GgufTensor:
     """Where a tensor is stored: `size` bytes at `offset` of `file`.
 
-    shape: as in torch, the last dimension is contiguous. kind: a name of gguf.GGMLQuantizationType, such as Q4_K.
+    shape: the last dimension is contiguous, as in torch. kind: a name of gguf.GGMLQuantizationType, such as Q4_K.
     """
 
     file: Path
@@ -105,7 +105,7 @@ class GgufFile:
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a path is a file that is named as GGUF files are, or begins as they do."""
+    """Whether a path is a file that has the suffix or the first bytes of a GGUF file."""
     try:
         return path.is_file() and (path.suffix.lower() == SUFFIX or _magic(path) == MAGIC)
     except OSError:
@@ -113,7 +113,7 @@ def is_gguf(path: Path) -> bool:
 
 
 def parts_of(path: Path) -> tuple[Path, ...]:
-    """Return the parts of a file whose name says that it is split, in order; else the file alone."""
+    """Return all parts of a split file, by its name and in order; else the file alone."""
     hit = _PART.fullmatch(path.name)
     if not hit or int(hit["count"]) < 2:
         return (path,)
@@ -125,7 +125,7 @@ def parts_of(path: Path) -> tuple[Path, ...]:
 
 
 def model_name(path: Path) -> str:
-    """Return the name of the model in a file: the file's, without its suffix and the number of its part."""
+    """Return the name of the model in a file: that of the file without its suffix and part number."""
     hit = _PART.fullmatch(path.name)
     return hit["name"] if hit else path.stem
 
@@ -137,7 +137,7 @@ def _magic(path: Path) -> bytes:
 
 @lru_cache(maxsize=KEPT_OPEN)
 def _open(parts: tuple[Path, ...], _stamps: tuple[Stamp, ...]) -> GgufFile:
-    """Read the headers of all parts. The stamps tell a file from a later one of the same name."""
+    """Read the headers of all parts. The stamps make the cache miss if a file has changed."""
     headers = [_read(part) for part in parts]
     metadata: Mapping[str, Any] = headers[0][0]
     for number, (part, (own, _)) in enumerate(zip(parts, headers, strict=True)):
@@ -155,7 +155,7 @@ def _open(parts: tuple[Path, ...], _stamps: tuple[Stamp, ...]) -> GgufFile:
 
 
 def _check_part(part: Path, metadata: Mapping[str, Any], number: int, count: int) -> None:
-    """Compare a file's name with its metadata; `number` is counted from 0."""
+    """Compare the part in a file's name with the one in its metadata; `number` is counted from 0."""
     stated = metadata.get("split.no", 0), metadata.get("split.count", 1)
     if stated == (number, count) or (count == 1 and stated[1] in (0, 1)):
         return
@@ -186,7 +186,7 @@ def _mapped(path: Path) -> Iterator[mmap.mmap]:
 
 
 class _Header:
-    """Reads a header front to back; `at` is the next byte."""
+    """Reads a header from front to back; `_at` is the next byte."""
 
     def __init__(self, path: Path, data: mmap.mmap) -> None:
         self._path, self._data, self._size = path, data, len(data)
@@ -269,7 +269,7 @@ class _Header:
         return list(form.unpack(self._bytes(form.size)))
 
     def _texts(self, key: str, count: int) -> list[str]:
-        """Read an array of texts. This is where the time goes: a vocabulary has 150,000 of them, and as many merges."""
+        """Read an array of texts, which takes most of the time: a vocabulary has 150,000, and as many merges."""
         data, at, end, size_of = self._data, self._at, self._size, _U64.unpack_from
         found = []
         try:
@@ -321,7 +321,7 @@ def _alignment(metadata: Mapping[str, Any]) -> int:
 
 
 def _size(name: str, shape: tuple[int, ...], type_: int) -> tuple[str, int]:
-    """Return the name of a tensor's type, and how many bytes it takes."""
+    """Return the name of a tensor's type, and its bytes."""
     from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType  # a command that reads no file starts without it
 
     try:
@@ -330,7 +330,7 @@ def _size(name: str, shape: tuple[int, ...], type_: int) -> tuple[str, int]:
         raise _BrokenError(f"{_shown(name)} is of the type {type_}, which is unknown") from error
     weights, (of_block, size) = math.prod(shape), GGML_QUANT_SIZES[kind]
     if not 0 < weights <= MOST_WEIGHTS:
-        raise _BrokenError(f"{_shown(name)} has the shape {list(shape)}")
+        raise _BrokenError(f"{_shown(name)} has the shape {list(shape)}, which is empty or too large")
     if shape[-1] % of_block:
         raise _BrokenError(f"{_shown(name)} has rows of {shape[-1]} weights, and {kind.name} has blocks of {of_block}")
     return kind.name, weights // of_block * size

@@ -1,4 +1,4 @@
-"""Blocks are packed in parts as at once, and take no more memory than their file and a little."""
+"""Blocks packed in parts equal blocks packed at once, and take at most 3% more memory than their file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Matrices in blocks, on every instruction set: decoded exactly, multiplied as documented, the same bits in any batch.
+"""Blocks on every instruction set: decoded exactly, multiplied as documented, with the same bits in any batch.
 
 The truth is the `gguf` package's decoding and a product in float64. Rows of x are rounded to int8 per 32 numbers.
 """
@@ -96,7 +96,7 @@ def look_up(kernels: Kernels, table: Weight) -> Tensor:
 
 
 def rounded(x: Tensor) -> Tensor:
-    """Return x as layers of blocks see it, in float64: int8 times a scale per group."""
+    """Return x as layers of blocks round it, in float64: int8 times a scale per group."""
     groups = torch.nn.functional.pad(x, (0, -x.shape[1] % GROUP)).view(len(x), -1, GROUP)
     largest = groups.abs().amax(-1, keepdim=True)
     factors = torch.where(largest > 0, torch.tensor(127.0) / largest, 0)  # a number / a tensor is rounded twice
@@ -105,10 +105,10 @@ def rounded(x: Tensor) -> Tensor:
 
 
 def magnitudes(kind: str, blocks: np.ndarray) -> Tensor:
-    """Return the sizes that bound the rounding errors of weights: d q plus the minimum, both positive."""
+    """Return bounds of the sizes of weights before rounding: d q plus the minimum, both positive."""
     own = blocks.reshape(-1, block_bytes(kind)).copy()
     first, *others = SCALES.get(kind, [0])
-    for place in others:  # those of K types are subtracted
+    for place in others:  # minima; K types subtract them
         own[:, first + 1] &= 0x7F
         own[:, place + 1] = own[:, place + 1] | 0x80 if kind.endswith("K") else own[:, place + 1] & 0x7F
     return torch.from_numpy(decode(kind, own.reshape(blocks.shape))).double().abs()
@@ -301,7 +301,7 @@ def test_a_nan_of_x_stays_in_its_row(kernels: Kernels, kind: str, value: float) 
 @pytest.mark.parametrize("size", [1e-45, 1e-40, 2e-38, 1e-30])
 @pytest.mark.parametrize("kind", KINDS)
 def test_tiny_numbers_are_multiplied(kernels: Kernels, kind: str, size: float) -> None:
-    """127 / size may overflow. Results may lose what float32 flushes to zero, and no more."""
+    """127 / size may overflow. Results may lose as much as float32 flushes to zero, and no more."""
     blocks = blocks_of(kind, SMALL)
     x = size * random(4, inputs_of(kind, SMALL[1])).clamp(-1, 1)
     found, exact = run(kernels, pack(kernels, kind, blocks), x), torch.from_numpy(decode(kind, blocks)).double()
@@ -316,7 +316,7 @@ def test_a_damaged_scale_spoils_its_output_alone(kernels: Kernels, kind: str, ba
     blocks, x = blocks_of(kind, shape), random(9, inputs_of(kind, shape[1]))
     clean = run(kernels, pack(kernels, kind, blocks), x)
     damaged = blocks.copy()
-    places = [block_bytes(kind) + place for place in SCALES[kind]]  # those of the second block
+    places = [block_bytes(kind) + place for place in SCALES[kind]]  # of the second block
     for output, place in zip((7, 31), (places[0], places[-1]), strict=True):
         damaged[output, place : place + 2] = np.array([bad], np.float16).view(np.uint8)
     packed = pack(kernels, kind, damaged)

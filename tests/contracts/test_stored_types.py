@@ -1,4 +1,4 @@
-"""Native models whose matrices have types of their own: the numbers of their files, at the same bits in every batch."""
+"""Native models whose matrices have types of their own compute with the numbers in the files, alike in every batch."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_a_tied_head_is_the_table(mix: str) -> None:
 
 @pytest.mark.parametrize("mix", ["Q4_K_M", "halves"])
 def test_vectors_of_blocks_are_not_rounded(mix: str) -> None:
-    """Files with blocks have their vectors in float32; those of other models have the model's type."""
+    """Vectors stay float32 in a model with blocks; in other models they are rounded to the model's type."""
     decoder = small()
     scale, bias = decoder.get_parameter("model.norm.weight"), decoder.get_parameter("model.layers.1.mlp.down_proj.bias")
     found: PackedDecoder = make(mix, dtype=torch.bfloat16)[0].packed
@@ -148,7 +148,7 @@ def test_a_gate_that_is_multiplied_alone_changes_no_bit(isa: str) -> None:
     assert torch.equal(seen, expected)
 
 
-def test_float16_weights_take_half_the_bytes_at_the_same_bits() -> None:
+def test_float16_weights_take_half_the_bytes_with_the_same_bits() -> None:
     decoder = small().half()
     halves = NativeDecoder(decoder.config, ModuleWeights(decoder), torch.float32, opened())
     floats = packed(decoder.float(), opened())

@@ -87,4 +87,4 @@ def test_no_drafter_changes_a_text(
     texts, drafted, accepted = generate(files, params, runs, draft_model=model, speculative_config=config)
     assert texts == expected
     assert drafted > 0
-    assert accepted > 0 or model != files.draft, "the draft model never agrees, so nothing was shown"
+    assert accepted > 0 or model != files.draft, "no draft was accepted: a weak test"

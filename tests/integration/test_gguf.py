@@ -1,4 +1,4 @@
-"""Engines of GGUF files: the text of the same weights in safetensors, with drafts of either format, exact."""
+"""Engines of GGUF files write the text of the same weights in safetensors, with drafts of either format."""
 
 from __future__ import annotations
 

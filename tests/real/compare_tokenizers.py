@@ -27,8 +27,8 @@ PRE = b"tokenizer.ggml.pre"
 MOST_ADDED = 300
 END_NAMES = ("</s>", "<eos>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<end_of_turn>", "<end_of_utterance>", "<turn|>")
 
-# llama.cpp's own patterns, where they are not the original ones. It can't match letters by case, nor marks. And spaces
-# beyond ASCII are no members of its ranges, such as the ideographic space among DeepSeek LLM's symbols.
+# llama.cpp's own patterns, where they are not the original ones: it matches neither the case of letters nor marks. Its
+# ranges have no spaces beyond ASCII, such as the ideographic space among DeepSeek LLM's symbols.
 _NOT_SMALL, _NOT_CAPITAL = r"(?:(?=\p{L})[^a-z])", r"(?:(?=\p{L})[^A-Z])"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
@@ -64,7 +64,7 @@ class Peer:
         self._vocabulary = llama_cpp.llama_model_get_vocab(self._model)
 
     def encode(self, text: str) -> list[int]:
-        """Return a text's tokens, with those that the file adds around it."""
+        """Return a text's tokens, with the tokens that the file adds around it."""
         content = text.encode()
         room = (self._library.llama_token * (2 * len(content) + 8))()
         count = self._library.llama_tokenize(self._vocabulary, content, len(content), room, len(room), True, True)
@@ -106,11 +106,11 @@ def compare(path: Path, count: int) -> Result:
 
 
 def without_known_deviations(given: Iterable[str], metadata: Mapping[str, Any]) -> Iterator[str]:
-    """Leave out of texts what llama.cpp reads in another way than the original tokenizers.
+    """Change texts so that llama.cpp reads them as the original tokenizers do.
 
-    It takes an ordinary token that is named like an end of a text for that end, such as the "</s>" of HTML in Qwen2's
-    tokens. Where an added token takes in the spaces after it, these are ASCII spaces alone. And a byte without a token
-    ends a word, while the original tokenizers drop it before they merge.
+    llama.cpp takes an ordinary token for an end of a text if it is named like one, such as the "</s>" of HTML among
+    Qwen2's tokens. An added token that takes in the spaces after it takes in ASCII spaces only. A byte without a token
+    ends a word in llama.cpp; the original tokenizers drop it before they merge.
     """
     types = dict(zip(metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"], strict=True))
     ordinary = [name for name in END_NAMES if types.get(name) == TokenType.NORMAL]

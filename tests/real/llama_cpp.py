@@ -1,4 +1,4 @@
-"""llama.cpp's programs on the same file, and the file of log-probabilities that one of them compares itself with."""
+"""llama.cpp's programs, and the file of log-probabilities that llama-perplexity compares a model with."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 PROGRAMS = ("llama-perplexity", "llama-completion")
-ENDED = " [end of text]"  # is printed after a text that the model ended
+ENDED = " [end of text]"  # printed after a text that the model ended
 END = "\0"
-LEAST = 16.0  # natural logarithms below the largest logit, where the file's log-probabilities end
+LEAST = 16.0  # the file's log-probabilities end this far below the largest; natural logarithms
 HEAD = 4  # of a row, in uint16: its scale and its smallest log-probability, each a float32
 
 
@@ -45,7 +45,7 @@ class LlamaCpp:
         return float(found[1])
 
     def complete(self, model: Path, prompt: str, tokens: int) -> str:
-        """Return the greedy continuation of a prompt; END ends it if the model ended it."""
+        """Return the greedy continuation of a prompt, with END after it if the model ended it."""
         greedy = [
             "-n",
             str(tokens),

@@ -1,7 +1,7 @@
 """SmolLM2-135M-Instruct in Q4_1: its logits are those of the weights in the file, and rounding costs little.
 
 The reference kernels in float32 are compared with transformers on the weights that the `gguf` package decodes. The
-native kernels, which round activations to int8, are compared with the reference, and so is llama.cpp where it is there.
+native kernels, which round activations to int8, are compared with the reference, and so is llama.cpp if it is there.
 """
 
 from __future__ import annotations

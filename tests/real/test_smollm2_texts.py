@@ -30,7 +30,7 @@ KINDS: dict[str, dict[str, float]] = {
     "greedy": {"temperature": 0.0},
     "seeded": {"temperature": 0.8, "top_p": 0.95, "repetition_penalty": 1.1},
 }
-TIE = 0.5  # of a logarithm. Rounding moves each by 0.08 or so: half its square is the usual divergence, 0.0035
+TIE = 0.5  # between log-probabilities; rounding moves each by about 0.08: half its square is the divergence, 0.0035
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -95,21 +95,21 @@ def test_no_drafter_changes_a_text(smollm2: Path, plain: dict[str, list[list[int
 
 
 class Reader:
-    """Finds out by how much a model in float32 prefers our text to another one, where they part."""
+    """Measures how much a model in float32 prefers our text to another one at the first difference."""
 
     def __init__(self, path: Path) -> None:
         self.tokenizer = Tokenizer.load(path)
         self.model: CausalLM = load_model(str(path), "float32", kernels="reference").model
 
     def text(self, tokens: list[int]) -> str:
-        """Return the text of tokens; END is that of the token that ends it."""
+        """Return the text of tokens, with END for a token that ends it."""
         end = self.tokenizer.eos_id
         if end not in tokens:
             return self.tokenizer.decode(tokens)
         return self.tokenizer.decode(tokens[: tokens.index(end)]) + END
 
     def compare(self, prompt: str, ours: list[int], theirs: str) -> tuple[int, float | None]:
-        """Return the number of equal tokens, and by how much our next one is preferred; None if no token differs."""
+        """Return the number of equal tokens, and how much our next one is preferred; None if no token differs."""
         same = next((n for n in range(len(ours)) if not theirs.startswith(self.text(ours[: n + 1]))), len(ours))
         if same == len(ours) or END in self.text(ours[:same]):
             return same, None
@@ -129,8 +129,8 @@ def test_greedy_texts_are_llama_cpps_up_to_ties(
     found = [reader.compare(*each) for each in zip(SUBJECTS, plain["greedy"], theirs, strict=True)]
     parted = sorted(abs(preference) for _, preference in found if preference is not None)
     equal, most = sum(same for same, _ in found), max(parted, default=0.0)
-    print(f"\n{len(parted)} of {len(SUBJECTS)} texts part from llama.cpp's, after {equal} equal tokens in all")
-    print(f"where they do, log-probabilities differ by {parted}")
+    print(f"\n{len(parted)} of {len(SUBJECTS)} texts differ from llama.cpp's, after {equal} equal tokens in all")
+    print(f"at the first difference, log-probabilities differ by {parted}")
     assert most < TIE
     assert len(parted) < 0.05 * equal
 

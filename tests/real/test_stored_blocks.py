@@ -1,4 +1,4 @@
-"""The matrices of trained models, as the kernels read them: the `gguf` package's numbers, and near products."""
+"""The kernels decode matrices of trained models as the `gguf` package does, and multiply by them with small errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Texts of ours: this repository's pages and sources, and a few languages; and prompts for continuations."""
+"""Texts: pages and sources of this repository, and a few languages; and prompts for continuations."""
 
 from __future__ import annotations
 

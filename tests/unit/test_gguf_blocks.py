@@ -1,4 +1,4 @@
-"""The blocks that tests make: random ones are valid and differ, encoded ones stand for nearly the same weights."""
+"""The blocks that tests make: random blocks are valid and differ, encoded ones are near their weights."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_encoded_weights_are_near(kind: str) -> None:
     assert blocks.shape == (20, row_bytes(kind, 768))
     difference = decode(kind, blocks) - weights
     error = np.linalg.norm(difference) / np.linalg.norm(weights)
-    assert ERRORS[kind] / 2 <= error <= ERRORS[kind], "and the bounds are as tight as they look"
+    assert ERRORS[kind] / 2 <= error <= ERRORS[kind], "the error is near its bound"
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -49,7 +49,7 @@ def test_random_blocks_are_finite(kind: str, extreme: float) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_usual_weights_are_of_one_size(kind: str) -> None:
+def test_usual_weights_have_similar_sizes(kind: str) -> None:
     sizes = np.abs(decode(kind, random_blocks(kind, 40, 1024, generator(), extreme=0)))
     assert 0.01 < np.median(sizes) < 10
     assert sizes.max() < 200

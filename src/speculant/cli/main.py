@@ -20,7 +20,7 @@ COMMANDS = {  # with the first paragraph of each one's help, so that the list of
     "generate": "Complete a prompt.",
     "chat": "Talk to a model.",
     "demo": "Compare plain and speculative decoding with the embedded models.",
-    "doctor": "Report what this machine has, what is missing, and what that costs; or what a model is made of.",
+    "doctor": "Report this machine's features and the cost of missing ones; or a model's sizes and types.",
     "check-lossless": "Check that speculation preserves the target's distribution, for a pair of models and a drafter.",
     "check-pair": "Measure whether a draft model or a head speeds up a target, and recommend flags.",
     "inflate": "Write a model of a larger shape that computes the same function.",

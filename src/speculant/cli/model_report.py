@@ -1,6 +1,6 @@
-"""What `speculant doctor MODEL` reports: a model's sizes, the types of its matrices, and what is slow about them.
+"""The report of `speculant doctor MODEL`: a model's sizes, the types of its matrices, and the slow ones among them.
 
-Headers are read, and no weights.
+No weights are read.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 KIB, MIB = 2**10, 2**20
 FLOATS = ("f64", "f32", "f16", "bf16")
-LEAST_WIDE = 64 * MIB  # of matrices in float32 that are worth a finding
+LEAST_WIDE = 64 * MIB  # matrices in float32 of more bytes than this are a finding
 GOOD = "Q4_K_M, Q5_K_M, Q6_K or Q8_0"
 
 Kept = Callable[[str, Sequence[int]], tuple[str, int]]  # the type and the bytes of a matrix in memory
@@ -34,7 +34,7 @@ Kept = Callable[[str, Sequence[int]], tuple[str, int]]  # the type and the bytes
 
 @dataclass(frozen=True)
 class ModelReport:
-    """All that doctor reports of a model. matrices: by the types that they have in the files."""
+    """The facts of a model. matrices: by their types in the files."""
 
     model: dict[str, Any]
     matrices: dict[str, dict[str, Any]]
@@ -92,7 +92,7 @@ def _model(files: CheckpointFiles, place: Path) -> dict[str, Any]:
 
 
 def _tokenizer_kind(place: Path) -> str | None:
-    """Return the algorithm of a model's tokenizer, and in a GGUF file how it splits texts first."""
+    """Return the algorithm of a model's tokenizer; for a GGUF file, also how it splits texts into words."""
     if place.is_file():
         metadata = GgufFile.open(place).metadata
         names = [metadata.get(f"tokenizer.ggml.{key}") for key in ("model", "pre")]
@@ -103,7 +103,7 @@ def _tokenizer_kind(place: Path) -> str | None:
 
 
 def _kept(files: CheckpointFiles, backend: Backend, dtype: torch.dtype) -> Kept:
-    """Return the function of a matrix's name and shape that says how a backend keeps it."""
+    """Return the function from a matrix's name and shape to its type and bytes in memory."""
     from speculant.kernels.packing import likely_bytes
     from speculant.models.backends.base import CODED, packing_of
     from speculant.models.backends.native import NativeBackend
@@ -145,7 +145,7 @@ def _by_kind(matrices: Sequence[Matrix]) -> dict[str, dict[str, Any]]:
 
 
 def _memory(files: CheckpointFiles, matrices: Sequence[Matrix], dtype: torch.dtype) -> dict[str, Any]:
-    """Return what a model takes in memory, and how much of it each pass reads."""
+    """Return the size of a model in memory, and the part that each pass reads."""
     from speculant.models.sizes import TABLE, values_per_position
 
     unread = () if files.decoder.head.tied else (TABLE,)
@@ -164,7 +164,7 @@ def _tokenizer_finding(place: Path) -> Finding:
         Tokenizer.load(place)
     except ModelError as error:
         return Finding(
-            "missing", error.problem, "the model needs --tokenizer with that of another checkpoint", error.fix
+            "missing", error.problem, "the model needs the tokenizer of another checkpoint, by --tokenizer", error.fix
         )
     return Finding("ok", "its tokenizer can be read")
 
@@ -176,12 +176,12 @@ def _kernel_finding(backend: Backend, says: str) -> Finding:
         "missing",
         f"the native kernels do not compute it: {says}",
         "speed; and speculation can change which of two nearly equal tokens is chosen",
-        "see `speculant doctor` without a model",
+        "`speculant doctor` without a model shows the kernels of this machine",
     )
 
 
 def _type_findings(matrices: Sequence[Matrix]) -> list[Finding]:
-    """Find what is slow about the types of a model's matrices."""
+    """Find the types of a model's matrices that are slow."""
     from speculant.models.weights.source import listed_kinds
 
     decoded = [each for each in matrices if each.kind not in FLOATS and each.kept_as != each.kind]
@@ -194,7 +194,7 @@ def _type_findings(matrices: Sequence[Matrix]) -> list[Finding]:
                 "note",
                 f"{listed_kinds(Counter(each.kind for each in decoded))} are decoded to {kept_as}",
                 f"{_mib(decoded, 'kept')} MiB in memory instead of {_mib(decoded, 'stored')}, which each pass reads",
-                f"use another file of the model: those in {GOOD} are multiplied as they are",
+                f"use a file of the model in {GOOD}, which are multiplied as they are",
             )
         )
     if sum(each.kept for each in wide) > LEAST_WIDE:
@@ -203,7 +203,7 @@ def _type_findings(matrices: Sequence[Matrix]) -> list[Finding]:
                 "note",
                 f"{len(wide)} matrices are kept in float32, {_mib(wide, 'kept')} MiB",
                 "passes take twice as long to read them as in bfloat16",
-                "--dtype bfloat16 rounds them, --quantization int8 more so",
+                "round them, by --dtype bfloat16 or, to fewer bits, --quantization int8",
             )
         )
     return found or [Finding("ok", "no type of its matrices is slow here")]

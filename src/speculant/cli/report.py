@@ -1,4 +1,4 @@
-"""What `speculant doctor` prints: sections of facts, and findings with costs and remedies."""
+"""Prints the reports of `speculant doctor`: sections of facts, and findings with their costs and fixes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ UNITS = {"_gib": "GiB", "_mib": "MiB", "_kib": "KiB", "_gb_per_s": "GB/s"}
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is present or missing: the cost of its absence, and how to get it."""
+    """One thing that is present, missing or slow: its cost, and the fix."""
 
     status: str  # ok, missing, note
     what: str

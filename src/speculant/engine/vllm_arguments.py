@@ -75,7 +75,9 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "kv_cache_dtype": Rule((None, "auto"), "keys and values are stored in the model's own type"),
         "kv_events_config": Rule(_UNSET, _NO_TRANSFER),
         "kv_transfer_config": Rule(_UNSET, _NO_TRANSFER),
-        "load_format": Rule((None, "auto", "hf", "safetensors", "gguf"), "the files themselves tell their format"),
+        "load_format": Rule(
+            (None, "auto", "hf", "safetensors", "gguf"), "the format of weights is read from the files"
+        ),
         "logits_processors": Rule(_UNSET, "code in a step would see no drafts", "use SamplingParams.logit_bias."),
         "logprobs_mode": Rule((None, "raw_logprobs"), "log-probabilities are the model's own"),
         "mm_processor_kwargs": Rule(_UNSET, _TEXT_ALONE),
@@ -143,7 +145,7 @@ VALUES: Mapping[str, Mapping[Any, Any]] = MappingProxyType(
         "scheduling_policy": {"fcfs": "first-come", "priority": "decode-first"},
     }
 )
-_QUANTISED = "of the quantised checkpoints, those in GGUF are read"
+_QUANTISED = "quantised weights are read from GGUF files only"
 QUANTISED = (
     *("awq", "awq_marlin", "bitsandbytes", "compressed-tensors", "fp8", "gptq", "gptq_marlin", "hqq"),
     *("modelopt", "mxfp4", "quark", "torchao"),

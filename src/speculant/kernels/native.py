@@ -42,7 +42,7 @@ class Type(IntEnum):
     F16 = 2
     BF12 = 3  # packed BF16, the same numbers in 12 bits each (csrc/coded.h)
     INT8 = 4
-    Q8_0 = 5  # this and the following ones are GGUF's blocks
+    Q8_0 = 5  # from here on, GGUF's blocks
     Q4_0 = 6
     Q4_1 = 7
     Q5_0 = 8
@@ -55,7 +55,7 @@ class Type(IntEnum):
 
 
 TYPES = {torch.float32: Type.F32, torch.bfloat16: Type.BF16}
-SOURCES = {**TYPES, torch.float16: Type.F16}  # types of rows to pack; torch.uint8 is a row of blocks
+SOURCES = {**TYPES, torch.float16: Type.F16}  # types of rows to pack, besides torch.uint8 for blocks
 QUANTIZED = {"int8": Type.INT8, "int4": Type.Q4_0}
 BLOCK_TYPES = {type_.name.lower(): type_ for type_ in Type if type_ >= Type.Q8_0}  # by layout
 BLOCK_SIZES = {

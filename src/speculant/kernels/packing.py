@@ -30,7 +30,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by size
 class Packer:
     """Packs matrices [n, k] into the arena. Rows of floats are rounded to `dtype` first, float32 or bfloat16.
 
-    Rows for the type F16, and uint8 rows of blocks, are packed as they are.
+    float16 rows for the type F16, and uint8 rows of blocks, are packed as they are.
     """
 
     kernels: Kernels

@@ -124,7 +124,7 @@ def _original_positions(hf: Mapping[str, Any], scaling: Mapping[str, Any], max_p
 
 
 def _pair_factors(scaling: Mapping[str, Any]) -> tuple[float, ...]:
-    """Return the divisor of each pair's frequency. The entry `factors` is our own, in heads that are trained here."""
+    """Return the divisor of each pair's frequency. Only heads that were trained here have the entry `factors`."""
     given = scaling.get("factors")
     if not isinstance(given, list) or not given:
         raise ModelError(f"config.json has rope scaling 'factors' = {show(given)}, not a list", "correct config.json.")

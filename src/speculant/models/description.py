@@ -69,8 +69,8 @@ class Attention:
             )
         if self.rope.kind == "factors" and 2 * len(self.rope.factors) != self.head_dim:
             raise ModelError(
-                f"the rotary positions have {len(self.rope.factors)} factors, and heads have {self.head_dim} dimensions"
-                " in pairs",
+                f"there are {len(self.rope.factors)} factors of rotary positions, not one for each pair of the"
+                f" {self.head_dim} dimensions of a head",
                 "use the factors that belong to this model.",
             )
         if self.rope.kind == "dynamic" and self.head_dim == 2:
@@ -134,16 +134,16 @@ class Head:
 
 @dataclass(frozen=True)
 class Unpaired:
-    """A stored tensor whose rows are those of `heads` heads, with numbers that rotate together in adjacent rows.
+    """A stored tensor of `heads` heads, in which two rows that rotate together are neighbours.
 
-    The model has the first number of each pair in the first half of a head, and the second one in the other half.
+    In the model, the first row of each pair is in the first half of its head, and the second row in the other half.
     """
 
     name: str
     heads: int
 
 
-# How a model's tensor is made from a stored one, whose name this is: as it is, or by an operation.
+# How a model's tensor is made: the name of a stored tensor, which is taken as it is, or an operation on one.
 Expression = str | Unpaired
 
 
@@ -158,7 +158,7 @@ class TensorMap:
     names: tuple[tuple[str, Expression], ...] = ()
 
     def expression(self, name: str) -> Expression:
-        """Return how a tensor is made from a stored one."""
+        """Return how a tensor is made."""
         for own, made in self.names:
             before, brackets, after = own.partition("{}")
             if not brackets and name == own:

@@ -17,14 +17,14 @@ from speculant.params import SamplingParams
 
 _CONFIG, _GENERATION = "config.json", "generation_config.json"
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-_GGUF_SAMPLING = "general.sampling."  # begins the names of metadata
+_GGUF_SAMPLING = "general.sampling."  # before the name of a setting, in metadata
 _GGUF_NAMES = {"temperature": "temp", "repetition_penalty": "penalty_repeat"}  # of settings with other names
 
 
 def read_generation(place: Path) -> dict[str, Any]:
-    """Return generation_config.json as it is, or the sampling settings of a GGUF file in its keys.
+    """Return generation_config.json as it is, or the sampling settings of a GGUF file in its keys; empty without them.
 
-    It is empty when there is none. Raises ModelError.
+    Raises ModelError.
     """
     if not place.is_file():
         return read_optional_json(place / _GENERATION)
@@ -35,7 +35,7 @@ def read_generation(place: Path) -> dict[str, Any]:
 
 
 def _shortest(value: Any) -> Any:
-    """Return the decimal number that a number in float32 was made of: 0.6 and not 0.6000000238."""
+    """Return a float32 number in seven decimal digits: 0.6, not 0.6000000238."""
     return float(f"{value:.7g}") if isinstance(value, float) else value
 
 

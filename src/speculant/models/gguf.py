@@ -1,7 +1,7 @@
 """Models in GGUF files: their metadata in the keys of config.json, and the names of their tensors.
 
-The metadata of a model begin with the name of its architecture, such as `llama.block_count`. A family whose models
-GGUF files hold says so by a `GgufFamily` named GGUF in its module.
+Keys of a model's metadata begin with its architecture, as in `llama.block_count`. A family that GGUF files can hold has
+a `GgufFamily` named GGUF in its module.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ LAYER_PARTS = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
-END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")  # of a text, of a turn, of a message
-# Tokens with these texts end a text too: few files name the end of a turn.
+END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")  # ends of a text, a turn and a message
+# Special tokens of these names end a text too, because few files have an entry for the end of a turn.
 END_TEXTS = frozenset(
     {
         *("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>"),
@@ -45,7 +45,7 @@ END_TEXTS = frozenset(
         "<\uff5cend\u2581of\u2581sentence\uff5c>",
     }
 )
-TEXT_TYPES = (1, 5, 6)  # of tokens that are text: normal ones, unused ones and bytes
+TEXT_TYPES = (1, 5, 6)  # of tokens that are not special: normal ones, unused ones and bytes
 _BLOCK = re.compile(r"blk\.([0-9]{1,9})\.", re.ASCII)
 _OTHER = "use a GGUF file of another model, or its checkpoint with safetensors."
 _DAMAGED = "download the file again, or convert the model again."
@@ -53,17 +53,16 @@ _DAMAGED = "download the file again, or convert the model again."
 
 @dataclass(frozen=True)
 class GgufFamily:
-    """How GGUF files hold the models of a family.
+    """How GGUF files store the models of a family.
 
-    architecture: its name in `general.architecture`. paired: rows of queries and keys are stored in pairs, see
-    `Unpaired`.
+    architecture: its name in `general.architecture`. paired: the rows of queries and keys are in pairs; see `Unpaired`.
     """
 
     architecture: str
     paired: bool = False
 
     def tensors(self, config: DecoderConfig) -> TensorMap:
-        """Return the names of a model's tensors in a file."""
+        """Return where a file holds a model's tensors."""
         of = config.attention
         heads = {"self_attn.q_proj": of.heads, "self_attn.k_proj": of.kv_heads} if self.paired else {}
         names: list[tuple[str, Expression]] = [(TABLE, GGUF_TABLE), (NORM, "output_norm.weight"), (HEAD, GGUF_HEAD)]
@@ -75,7 +74,7 @@ class GgufFamily:
 
 
 def read_gguf_config(file: GgufFile) -> dict[str, Any]:
-    """Return what config.json would hold for the model in a file. Raises ModelError."""
+    """Return the metadata of the model in a file, in the keys of config.json. Raises ModelError."""
     facts = _Facts(file)
     family, _ = _family(file)
     layers = facts.count("block_count")
@@ -127,7 +126,7 @@ def read_gguf_decoder(file: GgufFile, config: Mapping[str, Any]) -> DecoderConfi
 
 
 def _family(file: GgufFile) -> tuple[str, GgufFamily]:
-    """Return the family of a file's architecture, by name."""
+    """Return the name of the family of a file's architecture, and the family."""
     architecture = file.metadata.get("general.architecture")
     known: dict[str, tuple[str, GgufFamily]] = {}
     for name in plugins.names(FAMILIES):
@@ -149,7 +148,7 @@ class _Facts:
     file: GgufFile
 
     def get(self, key: str) -> Any:
-        """Return an entry; of a list of equal values for each layer, the value. None = there is none."""
+        """Return an entry; None if there is none. A list of the same value for each layer stands for the value."""
         name = self._name(key)
         value = self.file.metadata.get(name)
         if not isinstance(value, list):
@@ -161,7 +160,7 @@ class _Facts:
         return value[0]
 
     def count(self, key: str, default: int | None = None, most: int = MOST) -> int:
-        """Return a whole number from 1 on."""
+        """Return a whole number of at least 1."""
         value = self._present(key, default)
         if not is_whole(value) or not 1 <= value <= most:
             raise self._wrong(key, value, f"a whole number from 1 to {most}")
@@ -217,7 +216,10 @@ def _divisors(file: GgufFile) -> list[float] | None:
     if tensor is None:
         return None
     if tensor.kind != "F32" or len(tensor.shape) != 1 or tensor.shape[0] > MOST_HEAD_DIM:
-        raise ModelError(f"{file.path} has {ROPE_FREQS} of the shape {list(tensor.shape)} in {tensor.kind}", _DAMAGED)
+        raise ModelError(
+            f"{file.path} has {ROPE_FREQS} of the shape {list(tensor.shape)} in {tensor.kind}, not a vector in F32",
+            _DAMAGED,
+        )
     try:
         with tensor.file.open("rb") as opened:
             opened.seek(tensor.offset)
@@ -228,7 +230,10 @@ def _divisors(file: GgufFile) -> list[float] | None:
 
 def _checked(file: GgufFile, factor: Any) -> float:
     if isinstance(factor, bool) or not isinstance(factor, int | float) or not 1 / MOST_FACTOR <= factor <= MOST_FACTOR:
-        raise ModelError(f"{file.path} scales rotary positions by {show(factor)}", _DAMAGED)
+        raise ModelError(
+            f"{file.path} scales rotary positions by {show(factor)}, not by {1 / MOST_FACTOR:g} to {MOST_FACTOR:g}",
+            _DAMAGED,
+        )
     return float(factor)
 
 
@@ -243,7 +248,7 @@ def _window(facts: _Facts) -> dict[str, Any]:
 
 
 def _end_tokens(file: GgufFile, vocab_size: int) -> list[int]:
-    """Return the tokens that end a text: those that the metadata name, and those whose text is known to."""
+    """Return the tokens that end a text: by the metadata, or by their names in END_TEXTS."""
     named = [file.metadata.get(f"tokenizer.ggml.{key}") for key in END_KEYS]
     tokens, types = (file.metadata.get(f"tokenizer.ggml.{key}") for key in ("tokens", "token_type"))
     found = {each for each in named if each is not None}

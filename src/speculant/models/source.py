@@ -18,7 +18,7 @@ _TOKENIZER = ["*.json", "tokenizer*", "*.jinja"]
 _WANTED = [*_TOKENIZER, "*.safetensors"]
 _UNWANTED = ["consolidated*", "*/*"]  # other formats of the same weights
 _WEIGHTS = "*.safetensors"
-_NO_MODEL = re.compile(r"mmproj|imatrix", re.IGNORECASE)  # GGUF files beside a model: an image encoder, statistics
+_NO_MODEL = re.compile(r"mmproj|imatrix", re.IGNORECASE)  # GGUF files of image encoders, and of statistics
 _SHOWN = 12  # files in a message
 
 
@@ -27,10 +27,10 @@ def resolve_source(
 ) -> Path:
     """Return the place of a checkpoint: its folder, or its GGUF file (the first part of a split one).
 
-    source: "demo" is the embedded pair, of which `role` ("target" or "draft") selects one. Else a path, which takes
-    precedence over a hub id of the same name: of a folder or of a GGUF file; a folder without safetensors stands for
-    the one GGUF file in it. Else a hub id, of which the needed files are downloaded. "org/name:file.gguf" names one of
-    its GGUF files, and "org/name:Q4_K_M" the one with this word in its name.
+    source: "demo" is the embedded pair, of which `role` ("target" or "draft") selects one. Else the path of a folder or
+    GGUF file, which takes precedence over a hub id of the same name; a folder without safetensors stands for its only
+    GGUF model. Else a hub id, of which the needed files are downloaded: "org/name:file.gguf" is one of its GGUF files,
+    and "org/name:Q4_K_M" the one with this word in its name.
     revision: a branch, a tag or a commit. download_dir: where downloads are kept; None = the hub's own cache.
 
     With HF_HUB_OFFLINE=1, only what has been downloaded before is found. Raises ModelError.
@@ -45,7 +45,7 @@ def resolve_source(
 
 
 def resolve_folder(source: str, role: str) -> Path:
-    """Return the folder of a checkpoint that is never read from GGUF, such as a head; see `resolve_source`.
+    """Return the folder of a checkpoint that can't be a GGUF file, such as a head; see `resolve_source`.
 
     Raises ModelError.
     """
@@ -61,7 +61,7 @@ def resolve_folder(source: str, role: str) -> Path:
 
 
 def resolve_tokenizer(source: str, revision: str | None = None, download_dir: str | None = None) -> Path:
-    """Return the place of a tokenizer: a folder with tokenizer.json, whatever its weights are, else as for a model."""
+    """Return the place of a tokenizer: a folder with tokenizer.json, of any weights; else the place of the model."""
     path = _local(source)
     if path is None and source != "demo" and not _on_hub(source)[1]:
         path = _snapshot(source, revision, download_dir, _TOKENIZER, _UNWANTED)
@@ -76,7 +76,7 @@ def read_model_config(place: Path) -> dict[str, Any]:
 
 
 def read_optional_config(place: Path) -> dict[str, Any]:
-    """Return the same; an empty one for a folder without config.json."""
+    """Return the same as `read_model_config`, but nothing for a folder without config.json."""
     return read_optional_json(place / "config.json") if place.is_dir() else read_model_config(place)
 
 
@@ -143,8 +143,8 @@ def _in_folder(folder: Path) -> Path:
 def _choose(files: Sequence[str], wanted: str, where: str, separator: str) -> list[str]:
     """Return the parts of one model among GGUF files: the wanted one, or the only one.
 
-    wanted: a file's name, or a word in it such as Q4_K_M. where, separator: begin the user's name of a file. Raises
-    ModelError if there is not exactly one.
+    wanted: a file's name, or a word in it such as Q4_K_M. The user names a file by `where`, `separator` and its own
+    name. Raises ModelError if there is not exactly one.
     """
     found = {str(parts_of(Path(file))[0]) for file in files}
     if wanted.lower().endswith(SUFFIX):

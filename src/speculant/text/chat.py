@@ -73,7 +73,7 @@ def find_template(folder: Path, settings: Mapping[str, Any], name: str = DEFAULT
     """Return the source of a checkpoint's template, from its own file or from tokenizer_config.json.
 
     name: "default", or the name of an additional template such as "tool_use". Raises ModelError if the file can't be
-    read, or as `template_in`.
+    read, and as `template_in` does.
     """
     file = folder / ("chat_template.jinja" if name == DEFAULT else f"additional_chat_templates/{name}.jinja")
     if file.exists():

@@ -1,6 +1,6 @@
 """How the byte-level tokenizers of GGUF files split a text into words, by the name in `tokenizer.ggml.pre`.
 
-Each pattern splits the words that the patterns before it left: its matches become words, and so does the text between
+Each pattern splits the words that the patterns before it made: its matches become words, and so does the text between
 them. The patterns are those of the original tokenizer.json files.
 """
 
@@ -33,7 +33,7 @@ _QWEN35 = _any_of(
 _DEEPSEEK3 = _any_of(
     rf"{_ASCII_SYMBOL}[A-Za-z]+", r"[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+", r" ?[\p{P}\p{S}]+[\r\n]*", _SPACES
 )
-# The alphabets that have capitals, as they stood when the tokenizer was made
+# Letters of alphabets that have capitals, as in DeepSeek LLM's tokenizer.json
 _CASED = (
     "A-Za-z\u00b5\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u01ba\u01bc-\u01bf\u01c4-\u0293\u0295-\u02af\u0370-\u0373\u0376"
     "\u0377\u037b-\u037d\u037f\u0386\u0388-\u038a\u038c\u038e-\u03a1\u03a3-\u03f5\u03f7-\u0481\u048a-\u052f"
@@ -68,7 +68,7 @@ def _camel_case(contraction: str, digits: str) -> str:
 
 @dataclass(frozen=True)
 class WordSplit:
-    """The patterns of one kind, and the settings that a file of this kind does not store."""
+    """The patterns of one kind, and its settings, which files may lack."""
 
     patterns: tuple[str, ...]
     ignore_merges: bool = False  # a word that is a token is never split
@@ -104,7 +104,7 @@ def find_split(name: str) -> WordSplit:
     """Return the splitting of a `tokenizer.ggml.pre`. Raises ModelError for an unknown one."""
     if name not in SPLITS:
         raise ModelError(
-            f"tokenizer.ggml.pre is {name!r}, a way to split text that is not known here",
+            f"tokenizer.ggml.pre is {name!r}, a way to split text that is not implemented",
             f"use a model with one of: {', '.join(sorted(SPLITS))}.",
         )
     return SPLITS[name]

@@ -1,6 +1,6 @@
 """The tokenizer that a GGUF file's metadata describes: byte-level BPE, or SentencePiece BPE with scores.
 
-Tokens, merges and settings become the same objects that a tokenizer.json and a tokenizer_config.json give.
+Tokens, merges and settings become the same objects as those of a tokenizer.json and a tokenizer_config.json.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from speculant.text.gguf_splits import WordSplit, find_split
 _FIX = "download the file again, or convert the original checkpoint again."
 _UNUSABLE = Converts(ModelError, "the tokenizer of this GGUF file can't be used", _FIX)
 _SPACE = "\u2581"  # SentencePiece's mark of a space
-_MOST_COMPARED = 2**26  # characters, of all beginnings and ends of tokens; Gemma's have a third of that
+_MOST_COMPARED = 2**26  # characters of all beginnings and ends of tokens; Gemma's tokens have a third of that
 _MOST_ADDED = 2**15  # tokens; files in use have up to 6,500
 _T = TypeVar("_T")
 
@@ -33,14 +33,14 @@ _ROLES = {
     "cls_token": "cls_token_id",
     "mask_token": "mask_token_id",
 }
-# Old files give these tokens the type of ordinary text.
+# These tokens are special too: old files give them the type of ordinary text.
 _END_TOKENS = frozenset(
     {
         *("<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>"),
         *("<|eot_id|>", "<|eom_id|>", "<\uff5cend\u2581of\u2581sentence\uff5c>"),
     }
 )
-_UNSTRIPPED = ("<unk>", "<s>", "<|endoftext|>")  # of Phi-3's added tokens, those that take in no spaces
+_UNSTRIPPED = ("<unk>", "<s>", "<|endoftext|>")  # added tokens of Phi-3 that take in no spaces
 
 
 class TokenType(IntEnum):
@@ -143,7 +143,7 @@ def _read_tokens(entries: _Entries) -> _Tokens:
 
 @dataclass(frozen=True)
 class _Defaults:
-    """Settings of a kind, which apply where a file has none."""
+    """Settings of a kind, for files that have none."""
 
     add_bos: bool = False
     clean_spaces: bool = False
@@ -189,7 +189,7 @@ def _stored_merges(entries: _Entries, tokens: _Tokens) -> list[tuple[str, str]]:
     """Return the pairs of tokens that are merged, in order. The model checks that both halves are tokens."""
     pairs = [merge.split(" ") for merge in entries.needed("tokenizer.ggml.merges", str)]
     if any(len(pair) != 2 for pair in pairs):
-        raise ModelError("tokenizer.ggml.merges has an entry that is not two tokens with a space between", _FIX)
+        raise ModelError("tokenizer.ggml.merges has an entry that is not two tokens with a space between them", _FIX)
     lost = {*map("".join, pairs)} - tokens.ids.keys()
     if lost:
         raise ModelError(f"tokenizer.ggml.merges gives {min(lost)[:60]!r}, which is no token", _FIX)
@@ -263,7 +263,7 @@ def _templates(entries: _Entries) -> dict[str, Any]:
 
 
 def _mark_added_tokens(backend: Backend, entries: _Entries, tokens: _Tokens, settings: Mapping[str, Any]) -> None:
-    """Mark the tokens that a text is searched for before it is split, and of these the special ones."""
+    """Mark added tokens, which are found in a text before it is split; some of them are special."""
     end_tokens = _END_TOKENS | {settings.get("eos_token")}
     name = (entries.get("general.name", str) or "").lower()
     strips = "phi-3" in name or "phi3" in name  # files do not store which tokens take in the spaces after them

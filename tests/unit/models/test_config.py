@@ -133,7 +133,7 @@ def test_dynamic_angles_depend_on_the_position_alone() -> None:
 
 @pytest.mark.parametrize("scaling", [None, LLAMA3, {"type": "linear", "factor": 3.0}])
 def test_factors_of_pairs_give_the_same_angles(scaling: dict[str, Any] | None) -> None:
-    """Any scaling is a divisor of each pair's frequency; a trained head writes them as it found them."""
+    """Any scaling is a divisor of each pair's frequency; a trained head writes the divisors unchanged."""
     hf = {**SMALL, "model_type": "llama", "rope_scaling": scaling}
     theta = (scaling or {}).get("rope_theta", 10000.0)
     rope = llama.read_config(hf).attention.rope

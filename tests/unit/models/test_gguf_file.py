@@ -1,4 +1,4 @@
-"""Headers of GGUF files: read as the gguf package writes them, and refused where they can't be right."""
+"""Headers of GGUF files: read as the gguf package writes them, and refused if they are malformed."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def tensor(name: str, shape: tuple[int, ...], type_: int = 0, offset: int = 0) -
     return text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, type_, offset)
 
 
-def test_metadata_is_what_was_written(path: Path) -> None:
+def test_metadata_is_read_as_it_was_written(path: Path) -> None:
     metadata = GgufFile.open(path).metadata
     assert {key: metadata[key] for key in METADATA} == METADATA
     assert {name: metadata[f"n.{name}"] for name in NUMBERS} == NUMBERS
@@ -149,7 +149,7 @@ def test_a_file_is_read_again_after_a_change(path: Path) -> None:
     assert dict(GgufFile.open(path).metadata) == {"k": 7}
 
 
-def test_names_and_magic_bytes_tell_gguf(tmp_path: Path, path: Path) -> None:
+def test_gguf_is_recognised_by_name_or_magic_bytes(tmp_path: Path, path: Path) -> None:
     nameless = tmp_path / "nameless"
     shutil.copy(path, nameless)
     (tmp_path / "empty.GGUF").touch()
@@ -204,7 +204,7 @@ def test_names_that_only_resemble_parts_are_whole_files(tmp_path: Path) -> None:
         (header(tensor("t", (9,)) + tensor("u", (9,), 0, 32) + bytes(99), tensors=2, count=0), "t and u overlap"),
     ],
 )
-def test_a_header_that_cant_be_right_is_refused(tmp_path: Path, content: bytes, reason: str) -> None:
+def test_a_malformed_header_is_refused(tmp_path: Path, content: bytes, reason: str) -> None:
     path = tmp_path / "model.gguf"
     path.write_bytes(content)
     message = refusal(path)
@@ -233,5 +233,5 @@ def test_every_truncation_within_the_header_is_refused(tmp_path: Path, path: Pat
         ("nameless", "nameless"),
     ],
 )
-def test_a_model_is_called_as_its_file_without_part_and_suffix(file: str, name: str) -> None:
+def test_a_model_is_named_by_its_file_without_part_and_suffix(file: str, name: str) -> None:
     assert model_name(Path("folder", file)) == name

@@ -1,4 +1,4 @@
-"""Models in GGUF files compute what the same weights compute in safetensors, and what does not fit is refused."""
+"""Models in GGUF files compute the same as in safetensors; files that are no model are refused."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_the_cache_of_a_model_in_blocks_is_bfloat16(folder: Path, tmp_path: Path
 
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("kind", [*LARGE_BLOCKS, *DECODED])
-def test_large_blocks_and_those_that_no_kernel_computes_with(
+def test_large_blocks_and_blocks_without_kernels_are_decoded(
     wide: Path, tmp_path: Path, kind: str, kernels: str
 ) -> None:
     path = convert(wide, tmp_path / "model.gguf", kind)
@@ -196,7 +196,7 @@ def test_rows_are_selected_without_decoding(folder: Path, tmp_path: Path, kind: 
 
 
 def test_pairs_of_rows_are_separated() -> None:
-    """Rows 0, 1 of a stored head rotate together; in the model they are row 0 of each half."""
+    """Rows 0 and 1 of a stored head rotate together; in the model they are row 0 of each half."""
     assert unpaired(8, 2).tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
 
 
@@ -227,7 +227,7 @@ def test_other_kinds_are_decoded_and_named(
         own = load_model(str(path), dtype="float32")
     (line,) = [record.getMessage() for record in caplog.records]
     assert f"model.gguf: 3 tensors are stored in {kind}, " in line
-    assert f"take {3 * 2 * WIDE * 2 * WIDE / 2**20:.1f} MiB in bfloat16 in place of" in line
+    assert f"takes {3 * 2 * WIDE * 2 * WIDE / 2**20:.1f} MiB in bfloat16 instead of" in line
     expected = load_model(str(decoded(path, wide, tmp_path / "decoded")), dtype="float32")
     torch.testing.assert_close(logits(own), logits(expected), rtol=1e-4, atol=1e-4)
 
@@ -237,7 +237,7 @@ def test_kinds_that_cant_be_decoded_are_refused(wide: Path, tmp_path: Path) -> N
     content = bytearray(path.read_bytes())
     name = b"blk.0.attn_q.weight"
     place = content.index(name) + len(name) + 4 + 16
-    content[place : place + 4] = (24).to_bytes(4, "little")  # int8, of fewer bytes than there are
+    content[place : place + 4] = (24).to_bytes(4, "little")  # int8, of another size
     path.write_bytes(content)
     refused(path, "blk.0.attn_q.weight")
 
@@ -271,7 +271,7 @@ def test_quantised_weights_are_not_rounded_again(folder: Path, tmp_path: Path, q
     ],
     ids=str,
 )
-def test_end_tokens_are_those_that_the_metadata_name(
+def test_end_tokens_are_read_from_the_metadata(
     folder: Path, tmp_path: Path, entries: dict[str, Any], ends: set[int] | str
 ) -> None:
     path = convert(folder, tmp_path / "model.gguf", metadata=entries)
@@ -282,9 +282,7 @@ def test_end_tokens_are_those_that_the_metadata_name(
 
 
 @pytest.mark.parametrize(("kind", "ends"), [(3, {256, 2}), (4, {256, 2}), (1, {256}), (6, {256})])
-def test_texts_of_special_tokens_tell_that_they_end_a_turn(
-    folder: Path, tmp_path: Path, kind: int, ends: set[int]
-) -> None:
+def test_special_tokens_end_a_text_by_their_names(folder: Path, tmp_path: Path, kind: int, ends: set[int]) -> None:
     tokens = [f"t{index}" for index in range(VOCAB_SIZE)]
     tokens[2] = "<|im_end|>"
     types = [1] * VOCAB_SIZE
@@ -299,7 +297,7 @@ SAMPLING = {"temp": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.05, "penalty_rep
 
 @pytest.mark.parametrize("names", [SAMPLING, ["temp"], []], ids=str)
 def test_sampling_settings_are_those_of_the_metadata(folder: Path, tmp_path: Path, names: Iterable[str]) -> None:
-    """Numbers are stored in float32, and are read as the decimal numbers that were meant."""
+    """Numbers in float32 are read in seven decimal digits."""
     path = convert(
         folder, tmp_path / "model.gguf", metadata={f"general.sampling.{name}": SAMPLING[name] for name in names}
     )
@@ -317,7 +315,7 @@ def test_sampling_settings_out_of_range_are_refused(folder: Path, tmp_path: Path
     refused(path, "model.gguf has metadata general.sampling.*", {"temp": "temperature"}.get(name, name))
 
 
-def test_numbers_for_each_layer_may_be_lists_of_equal_ones(folder: Path, tmp_path: Path) -> None:
+def test_a_number_may_be_a_list_of_the_same_for_each_layer(folder: Path, tmp_path: Path) -> None:
     lists = {"llama.attention.head_count_kv": [2, 2], "llama.feed_forward_length": [64, 64]}
     own = load_model(str(convert(folder, tmp_path / "model.gguf", metadata=lists)))
     assert torch.equal(logits(own), logits(load_model(str(folder))))
@@ -345,7 +343,7 @@ def test_numbers_for_each_layer_may_be_lists_of_equal_ones(folder: Path, tmp_pat
     ],
     ids=str,
 )
-def test_metadata_that_fit_no_model_are_refused(
+def test_metadata_of_no_model_are_refused(
     folder: Path, tmp_path: Path, entries: dict[str, Any], words: tuple[str, ...]
 ) -> None:
     refused(convert(folder, tmp_path / "model.gguf", metadata=entries), *words)

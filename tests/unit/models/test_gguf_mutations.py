@@ -75,7 +75,7 @@ def mutated(content: bytes, header: int, generator: random.Random) -> bytes:
 
 
 def check(content: bytes, path: Path) -> bool:
-    """Load a file, and run the model if it is one. Returns whether it is."""
+    """Load a file, and run the model if there is one. Returns whether there is."""
     path.write_bytes(content)
     started = time.process_time()
     try:

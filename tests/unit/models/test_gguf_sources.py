@@ -1,4 +1,4 @@
-"""GGUF files are found by path, in a folder, and on the hub by file or tag; what is ambiguous is listed."""
+"""GGUF files are found by path, in a folder, and on the hub by file or tag; several candidates are listed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Files = Callable[..., Path]
 
 @pytest.fixture
 def files(tmp_path: Path) -> Files:
-    """Make a folder of files that only begin as GGUF files do."""
+    """Make a folder of files that have only the first bytes of a GGUF file."""
 
     def make(*names: str, folder: str = "folder") -> Path:
         for name in names:
@@ -63,12 +63,12 @@ def test_safetensors_in_a_folder_come_first(files: Files) -> None:
     assert resolve_source(str(folder)) == folder
 
 
-def test_a_tokenizer_is_read_from_a_folder_of_any_models(files: Files, tmp_path: Path) -> None:
+def test_a_tokenizer_is_read_from_a_folder_with_any_models(files: Files, tmp_path: Path) -> None:
     assert resolve_tokenizer(str(files("a.gguf", "b.gguf", "tokenizer.json"))) == tmp_path / "folder"
     assert resolve_tokenizer(str(files("a.gguf", folder="other"))) == tmp_path / "other" / "a.gguf"
 
 
-def test_what_is_no_gguf_file_is_refused(tmp_path: Path) -> None:
+def test_other_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "model.bin").write_bytes(b"PK")
     assert "neither a folder nor in the GGUF format" in refusal(tmp_path / "model.bin")
     assert "there is no file" in refusal(tmp_path / "absent.gguf")
@@ -76,7 +76,7 @@ def test_what_is_no_gguf_file_is_refused(tmp_path: Path) -> None:
     assert "there is no file" in refusal("https://huggingface.co/org/name/resolve/main/model-q4.gguf")
 
 
-def test_folders_are_needed_for_some_things(files: Files) -> None:
+def test_a_file_is_refused_in_place_of_a_folder(files: Files) -> None:
     folder = files("a.gguf")
     assert resolve_folder(str(folder), "heads/medusa") == folder
     for source in (str(folder / "a.gguf"), "org/name:Q4_0"):
@@ -103,7 +103,7 @@ def test_names_of_models_are_those_of_their_files(tmp_path: Path, form: str, par
 
 
 class Hub:
-    """A repository with these files, of which `snapshot_download` brings the wanted ones."""
+    """A repository with these files; `snapshot_download` copies the wanted ones."""
 
     def __init__(self, patch: pytest.MonkeyPatch, cache: Path, names: Sequence[str], model: Path) -> None:
         self.cache, self.names, self.model, self.is_online = cache, names, model, True
@@ -129,7 +129,7 @@ class Hub:
         return str(self.cache)
 
     def resolve(self, wanted: str = "") -> str:
-        """Return the path of what a source stands for, in the cache."""
+        """Return the place that a source stands for, relative to the cache."""
         found = resolve_source("org/Model-GGUF" + (wanted and f":{wanted}"), "target", "main", "downloads")
         return found.relative_to(self.cache).as_posix()
 
@@ -150,7 +150,7 @@ def test_only_the_tokenizer_of_a_repository_is_downloaded(hub: Callable[[Sequenc
     assert sorted(path.name for path in repository.cache.iterdir()) == ["tokenizer.json"]
 
 
-def test_a_repository_without_tokenizer_has_its_model_s(hub: Callable[[Sequence[str]], Hub]) -> None:
+def test_a_repository_without_a_tokenizer_gives_its_models(hub: Callable[[Sequence[str]], Hub]) -> None:
     repository = hub(["model-Q4_0.gguf"])
     for source in ("org/Model-GGUF", "org/Model-GGUF:Q4_0"):
         assert resolve_tokenizer(source, "main", "downloads") == repository.cache / "model-Q4_0.gguf"

@@ -67,7 +67,7 @@ def test_small_and_quantised_models_are_not_timed(kernels: Kernels, monkeypatch:
 
 @native
 def test_weights_in_blocks_are_not_timed(kernels: Kernels) -> None:
-    """A model without a matrix in bfloat16 has nothing to store in 12 bits; a mixed one counts those that it has."""
+    """Only matrices in bfloat16 are stored in 12 bits; a mixed model counts these, and one of blocks has none."""
     decoder = make_decoder(torch.bfloat16)
     weights = StoredAs(ModuleWeights(decoder), {"down_proj.weight": "BF16", "": "Q8_0"})
     assert narrow_weights(decoder.config, weights) == 2 * 64 * 32

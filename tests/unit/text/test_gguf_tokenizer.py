@@ -28,8 +28,8 @@ ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 KEY = "tokenizer.ggml"
 
-# A text, and the words of each kind of splitting, as llama.cpp gives them; but for gpt-4o and tekken, where it keeps
-# "éÀ" together and "क्षि" apart, as the original tokenizers do: they know capitals beyond ASCII, and marks.
+# A text, and the words of each kind of splitting, as llama.cpp gives them. But gpt-4o and tekken are as in the original
+# tokenizers, which know capitals beyond ASCII, and marks: llama.cpp keeps "éÀ" together and splits "क्षि".
 TEXT = "I'll DON'T 1234 x²½ éÀь 你好,世。 ...\n\n  a=(b);\t#ok\r\nक्षि  "
 WORDS = {
     "default": "I|'|ll| DON|'|T| |123|4| x|²½| éÀь| 你好|,|世|。| |...|\n\n | a|=(|b|);|\t|#|ok|\r|\n|क|्|ष|ि|  ",
@@ -69,7 +69,7 @@ def scored(scores: Mapping[str, float], **entries: Any) -> dict[str, Any]:
 
 
 def words(pre: str, text: str) -> list[str]:
-    """The words that a kind splits a text into."""
+    """Split a text into words by a kind."""
     split = read_gguf_tokenizer(bytes_alone(pre, add_bos_token=False)).backend.pre_tokenizer.pre_tokenize_str(text)
     return [text[start:end] for _, (start, end) in split]
 

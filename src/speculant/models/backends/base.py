@@ -31,8 +31,8 @@ class Backend(Protocol):
 
     name: that of its module. devices: torch's device types; None = all. dtypes: of weights. quantizations: types that
     it can round weights to when it loads them. layouts: of blocks that it computes with as they are stored; it decodes
-    all others. priority: "auto" takes the backend of the highest priority that can
-    compute the model. row_invariant: a row's result has the same bits in every batch.
+    others. priority: "auto" takes the backend of the highest priority that can compute the model. row_invariant: a
+    row's result has the same bits in every batch.
     """
 
     name: str

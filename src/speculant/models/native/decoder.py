@@ -186,8 +186,8 @@ class Layout(NamedTuple):
 class NativeDecoder:
     """A decoder whose weights are packed as they are read. Activations are float32 for every type of weights.
 
-    dtype, float32 or bfloat16, is that of the cache and of weights; see `WeightTypes`. Matrices are rounded to
-    `quantization`; None = they keep these types.
+    dtype, float32 or bfloat16, is that of the cache; for weights, see `WeightTypes`. quantization: the type that
+    matrices are rounded to; None = they are not.
     coded: bfloat16 matrices are stored in 12 bits a weight, which changes no bit of a result. store: of packed ones.
     The kernels may round the activations of a linear layer before they multiply: see csrc/speculant.h.
     """

@@ -71,7 +71,7 @@ def _double(config: HeadConfig) -> frozenset[str]:
 class PackedHead:
     """All weights of a head. `decoder` has its layers.
 
-    hidden: the matrices that multiply h, by rows. With INPUT, `embedded` multiplies e and may have a bias. With
+    hidden: the matrices that multiply h, in order. With INPUT, `embedded` multiplies e and may have a bias. With
     ATTENTION the first layer's matrices in `decoder` multiply e, and `hidden_norm` is the norm of h.
     """
 

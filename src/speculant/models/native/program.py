@@ -45,7 +45,7 @@ class PackedNorm(NamedTuple):
 class PackedLayer:
     """The weights of one layer that `of` describes. Vectors are float32; None = it does not have this one.
 
-    qkv: the matrices of queries, keys and values by rows; neighbours of the same type are one.
+    qkv: the matrices of queries, keys and values in this order; neighbours of the same type are one matrix.
     gate_up: both matrices interleaved, or one after the other if their types differ.
     """
 
@@ -91,7 +91,7 @@ class PackedLayer:
 
 @dataclass(frozen=True)
 class PackedDecoder:
-    """All weights of a decoder. A tied head is the table unless matrices are rounded, which the table never is."""
+    """All weights of a decoder. The table is never rounded; a tied head is the table unless the head is rounded."""
 
     config: DecoderConfig
     cache_type: Type
@@ -268,7 +268,7 @@ def linear(
 def linears(
     weights: Sequence[Weight], source: Tensor, out: Tensor, bias: Tensor | None = None, flags: Flag = Flag.NONE
 ) -> Iterator[Op]:
-    """Yield the operations of one matrix whose rows are these weights; each writes columns of its own."""
+    """Yield the operations of a matrix that consists of these weights, by rows; each writes its own columns."""
     first = 0
     for weight in weights:
         op = linear(weight, source, out[:, first:], None if bias is None else bias[first:], flags)

@@ -63,8 +63,8 @@ def check_unquantised(config: Mapping[str, Any]) -> None:
     name = quantised_format(config)
     if name is not None:
         raise ModelError(
-            f"this checkpoint is quantised ({name}), and quantised checkpoints can't be read yet",
-            f"name the unquantised checkpoint that it was made from; {_ROUNDS}",
+            f"this checkpoint is quantised ({name}), and quantised weights are read from GGUF files only",
+            f"name a GGUF file of it, or the unquantised checkpoint that it was made from; {_ROUNDS}",
         )
 
 

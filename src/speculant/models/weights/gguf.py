@@ -1,4 +1,4 @@
-"""The tensors of a GGUF file: mapped, in the blocks that they are stored in."""
+"""The tensors of a GGUF file, mapped; blocks stay as they are stored."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from speculant.models.weights.source import FLOATS, QuantizedBlocks, decodable, 
 
 logger = logging.getLogger(__name__)
 
-# Kinds that kernels compute with. They decode matrices of other kinds to bfloat16.
+# Kinds of blocks that kernels multiply by. Matrices in other blocks are decoded.
 BLOCKS = frozenset({"Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "MXFP4"})
 _SHOWN = 5  # tensors in a message
 
@@ -72,22 +72,22 @@ class GgufWeights:
         return FLOATS[sizes.most_common(1)[0][0]]
 
     def check_kinds(self) -> None:
-        """See `StoredWeights.check_kinds`. Logs the kinds that kernels can't compute with."""
+        """See `StoredWeights.check_kinds`. Logs the kinds that kernels can't multiply by."""
         kinds = {name: self.file.tensors[name].kind for name in self.names()}
         wrong = sorted(f"{name} is {kind}" for name, kind in kinds.items() if not _is_readable(kind))
         if wrong:
             more = f", and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
             raise ModelError(
                 f"{self.place} has tensors of kinds that can't be decoded ({', '.join(wrong[:_SHOWN])}{more})",
-                f"use a file with {', '.join(sorted(BLOCKS))} or floating-point weights.",
+                f"use a file with floating-point weights or one of: {', '.join(sorted(BLOCKS))}.",
             )
         decoded = [name for name, kind in kinds.items() if kind not in BLOCKS | FLOATS.keys()]
         if decoded:
             size = sum(self.file.tensors[name].size for name in decoded)
             grown = sum(2 * math.prod(self.shape(name)) for name in decoded)
             logger.warning(
-                "%s: %d tensors are stored in %s, which no kernel computes with. They are decoded, and take %.1f MiB in"
-                " bfloat16 in place of %.1f MiB.",
+                "%s: %d tensors are stored in %s, which the kernels can't multiply by. They are decoded, which takes"
+                " %.1f MiB in bfloat16 instead of %.1f MiB.",
                 self.place.name, len(decoded), ", ".join(sorted({kinds[name] for name in decoded})),
                 grown / 2**20, size / 2**20,
             )  # fmt: skip
@@ -115,7 +115,7 @@ def _mapped(tensor: GgufTensor) -> Tensor:
             pages = mmap.mmap(
                 file.fileno(), tensor.size + before, access=mmap.ACCESS_COPY, offset=tensor.offset - before
             )
-    except (OSError, ValueError) as error:  # a file that has become shorter
+    except (OSError, ValueError) as error:  # the file has become shorter
         raise ModelError(
             f"{tensor.file} can't be read: {error}", "check that it is complete and that you may read it."
         ) from error

@@ -1,4 +1,4 @@
-"""Loads a model from a folder in Hugging Face's form or a GGUF file. Headers are checked before tensors are read."""
+"""Loads a model from a folder in Hugging Face's format or a GGUF file. Headers are checked before tensors are read."""
 
 from __future__ import annotations
 
@@ -121,9 +121,9 @@ def load_model(
 
 @dataclass(frozen=True)
 class CheckpointFiles:
-    """The files of a checkpoint: headers are read, and compared with the model that they describe.
+    """The files of a checkpoint, whose headers have been compared with the model that they describe.
 
-    config: that of config.json, or the metadata of a GGUF file in its keys.
+    config: the content of config.json, or the metadata of a GGUF file in its keys.
     """
 
     config: dict[str, Any]

@@ -63,7 +63,7 @@ def fastest_packing(
 
 
 def narrow_weights(config: DecoderConfig, weights: WeightSource) -> int:
-    """Return how many weights of a bfloat16 model a pass reads in bfloat16: others are stored in blocks."""
+    """Return how many weights a pass of a bfloat16 model reads in bfloat16; others may be in blocks."""
     types, shapes = WeightTypes(weights, torch.bfloat16), tensor_shapes(config)
     if not config.head.tied:
         del shapes[TABLE]

@@ -26,13 +26,13 @@ _ROUNDED_TO = {Type.BF16: torch.bfloat16, Type.BF12: torch.bfloat16}  # before p
 
 @dataclass(frozen=True)
 class WeightTypes:
-    """The type in which the kernels store each matrix of a source, unless it is rounded to another one.
+    """The type in which the kernels store each matrix of a source, unless all matrices are rounded to another one.
 
-    A source with blocks is stored as it is: each matrix has its own type, and vectors stay float32. Kinds that the
-    kernels can't multiply by become bfloat16. Matrices of other sources are rounded to `dtype`, float32 or bfloat16;
-    those in float16 stay what they are for float32, because the kernels compute the same bits from both.
+    In a source with blocks, each matrix keeps its type, and vectors stay float32. Kinds that the kernels can't multiply
+    by become bfloat16. Matrices of other sources are rounded to `dtype`, float32 or bfloat16; but float16 stays float16
+    if `dtype` is float32, because the kernels compute the same bits from both.
 
-    coded: matrices of bfloat16 are stored in 12 bits a weight.
+    coded: bfloat16 matrices are stored in 12 bits a weight.
     """
 
     source: WeightSource
@@ -63,8 +63,8 @@ class WeightTypes:
 class WeightReader:
     """A source whose tensors are packed; names follow `prefix`.
 
-    types: those of its matrices. rounded: the type that matrices are rounded to instead; None = they are not.
-    store: where packed matrices are found and added.
+    types: of its matrices. rounded: the type that all matrices are rounded to instead; None = they are not rounded.
+    store: where packed matrices are looked up and kept.
     """
 
     types: WeightTypes
@@ -84,7 +84,7 @@ class WeightReader:
         return replace(self, prefix=self.prefix + part)
 
     def rounding(self, type_: Type | None) -> WeightReader:
-        """Return a reader that rounds matrices to a type; None = to none."""
+        """Return a reader that rounds matrices to a type; None = it does not round them."""
         return replace(self, rounded=type_)
 
     def matrix(self, *names: str) -> Weight:
@@ -124,9 +124,9 @@ class WeightReader:
         return self.store.add(name, packed) if self.store else packed
 
     def _read_matrix(self, type_: Type, name: str) -> Tensor:
-        """Read a matrix in its blocks, or in floating-point numbers if these are packed as `type_`.
+        """Read a matrix: its blocks if they are packed as `type_`, else floating-point numbers.
 
-        Raises ModelError if it is to be rounded to integers and not finite: such weights are finite.
+        Raises ModelError for a matrix that is to be rounded to integers and is not finite.
         """
         if self.rounded is None:
             return self._as_stored(self.source.read(self.prefix + name), type_)

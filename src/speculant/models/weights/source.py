@@ -50,8 +50,8 @@ class WeightSource(Protocol):
     def kind(self, name: str) -> str:
         """Return the type that a tensor is stored in without reading it: F32, BF16, Q4_K.
 
-        The names are those of safetensors and of GGUF, in capitals. Those that are not in FLOATS are blocks. `read` may
-        decode these.
+        The names are those of safetensors and of GGUF, in capitals. Kinds that are not in FLOATS are blocks, which
+        `read` may decode.
         """
         ...
 
@@ -78,7 +78,7 @@ class StoredWeights(WeightSource, Protocol):
         ...
 
     def common_dtype(self) -> torch.dtype:
-        """Return the type of the weights; bfloat16 for quantised ones, as that of keys and values."""
+        """Return the type of most weights; for quantised ones bfloat16, the type of keys and values."""
         ...
 
     def quantised_kinds(self) -> list[str]:
@@ -122,14 +122,14 @@ def decodable(layout: str) -> bool:
 
 
 def decode(stored: QuantizedBlocks, dtype: torch.dtype) -> Tensor:
-    """Return the numbers [n, k] of blocks, rounded to a type. Memory holds few rows in float32 besides the result."""
+    """Return the numbers [n, k] of blocks, rounded to a type. Only a few rows at a time take memory in float32."""
     from gguf.constants import GGMLQuantizationType
     from gguf.quants import dequantize
 
     kind = GGMLQuantizationType[stored.layout.upper()]
     decoded = torch.empty(stored.shape, dtype=dtype, device="cpu")
     step = max(1, DECODED_AT_ONCE // stored.shape[1])
-    with np.errstate(all="ignore"):  # scales that are not finite make numbers that are not
+    with np.errstate(all="ignore"):  # of scales that are not finite
         for first in range(0, stored.shape[0], step):
             rows = dequantize(stored.blocks[first : first + step].numpy(), kind)
             decoded[first : first + step] = torch.from_numpy(rows)
@@ -145,14 +145,14 @@ def take_rows(stored: Tensor | QuantizedBlocks, rows: Sequence[int] | Tensor) ->
 
 
 def _take(tensor: Tensor, rows: Sequence[int] | Tensor) -> Tensor:
-    """Return rows of a tensor. Numpy copies them whole, and torch's threads would disturb the kernels'."""
+    """Return rows of a tensor. Numpy copies whole rows, without torch's threads, which slow the kernels' threads."""
     content = tensor.detach().contiguous().view(len(tensor), -1).view(torch.uint8).numpy()
     taken = torch.from_numpy(content.take(np.asarray(rows, np.int64), axis=0))
     return taken.view(tensor.dtype).view(-1, *tensor.shape[1:])
 
 
 def kind_of(tensor: Tensor) -> str:
-    """Return the kind that a file would name for a tensor of floating-point numbers."""
+    """Return the kind of a tensor of floating-point numbers; see `WeightSource.kind`."""
     return _KINDS[tensor.dtype]
 
 
@@ -206,7 +206,7 @@ class ModuleWeights:
 
 @dataclass(frozen=True)
 class Mapped:
-    """A source whose tensors have the model's names. stored: how each is made from one of the source."""
+    """A source whose tensors have the model's names. stored: how each is made from a tensor of the source."""
 
     source: WeightSource
     stored: Mapping[str, Expression]
@@ -238,7 +238,7 @@ class Mapped:
 
 
 def unpaired(rows: int, heads: int) -> Tensor:
-    """Return the stored row of each of the model's rows; see `Unpaired`."""
+    """Return the index of the stored row for each row of the model; see `Unpaired`."""
     return torch.arange(rows).view(heads, -1, 2).mT.reshape(-1)
 
 

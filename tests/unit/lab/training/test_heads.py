@@ -271,7 +271,7 @@ def test_a_run_makes_a_head_that_drafts(kind: str, tmp_path: Path, target_folder
 
 
 def test_a_head_is_trained_for_a_gguf_file(tmp_path: Path, target_folder: str, corpus_folder: Path) -> None:
-    """The rotary factors of a file are written as they are."""
+    """The rotary factors of a file are written unchanged."""
     factors = {"rope_freqs.weight": np.linspace(1, 4, 4, dtype=np.float32)}
     target, out = convert(target_folder, tmp_path / "target.gguf", "Q8_0", extra=factors), tmp_path / "head"
     arguments = [

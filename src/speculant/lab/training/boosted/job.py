@@ -53,7 +53,7 @@ class BoostedOutcome:
 def check_folder(config: BoostedConfig, resume: bool) -> None:
     """Make the run's folder. Raises ConfigError if it holds another run.
 
-    Raises ModelError for a target in GGUF: each draft's folder gets the files of the target's tokenizer.
+    Raises ModelError for a GGUF file as target: the files of the target's tokenizer are copied to each draft's folder.
     """
     resolve_folder(config.target, "target")
     if not resume and (config.folder(1) / FILE_NAME).exists():
