@@ -263,7 +263,7 @@ static inline void transpose(const float *const *from, float *to, int64_t to_str
 }
 }  // namespace SP_NAMESPACE
 
-#else  // portable: the compiler's vectors, and loops over lanes where it has no operation
+#else  // portable: the compiler's vectors, and loops over lanes for operations that these lack
 #if defined(__SSE2__)
 #include <emmintrin.h>  // every x86-64 processor has SSE2
 #endif

@@ -9,7 +9,7 @@
 #include "integers.h"
 
 #if defined(SP_BF16_PAIRS)
-#define SP_GROUP_SUMS sp_group_sums_avx512vnni  // the same code: this set has one more instruction, for bfloat16
+#define SP_GROUP_SUMS sp_group_sums_avx512vnni  // the same code: avx512bf16 adds instructions for bfloat16 alone
 #endif
 extern const SpSum *const SP_GROUP_SUMS[];  // by SpType, from SP_INT8 on
 

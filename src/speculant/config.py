@@ -45,7 +45,7 @@ class EngineConfig:
     enough for max_num_seqs sequences of max_model_len, or of 4096 positions if max_model_len is None and the model has
     more. It is at least one sequence of max_model_len, and at most half of the free memory.
     dtype: float16 (half) becomes float32, which represents the same numbers. A torch type is read by its name. For
-    weights in blocks, such as GGUF's, it is the type of keys and values alone, and "auto" is bfloat16.
+    weights in blocks, such as GGUF's, "auto" is bfloat16, and native kernels use the type for keys and values alone.
     kernels: a backend (native, reference, or one of another package). "auto" = native if it supports the model,
     otherwise reference. It and the quantizations are checked when the engine is built.
     quantization, draft_quantization: weights of the target and of the draft in int8 or int4. A quantized target is a

@@ -1,4 +1,4 @@
-"""Reads the JSON files of a checkpoint, tells changed files apart, and keeps measurements between runs."""
+"""Reads the JSON files of a checkpoint, detects changed files, and keeps measurements between runs."""
 
 from __future__ import annotations
 

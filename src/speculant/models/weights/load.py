@@ -85,9 +85,9 @@ def load_model(
     faster way on this machine, which is timed for a large model. weight_cache: the folder in which packed weights are
     kept between starts; None = none.
 
-    dtype "auto" takes the checkpoint's type; float16 becomes float32, which holds the same numbers. device is
-    "cpu" or "cuda", which may have an index. Code and pickles of a checkpoint are never run. Raises ModelError
-    for a checkpoint that can't be used, ConfigError for a wrong dtype or device, or a backend that can't
+    dtype "auto" takes the checkpoint's type, or bfloat16 for blocks; float16 becomes float32, which holds the same
+    numbers. device is "cpu" or "cuda", which may have an index. Code and pickles of a checkpoint are never run. Raises
+    ModelError for a checkpoint that can't be used, ConfigError for a wrong dtype or device, or a backend that can't
     compute the model.
     """
     started = time.perf_counter()
@@ -144,7 +144,7 @@ class CheckpointFiles:
         return Mapped(self.tensors, {name: self.decoder.tensors.expression(name) for name in names})
 
     def dtype(self, wanted: str) -> torch.dtype:
-        """Return the model's type; "auto" = that of the files, but float32 for float16."""
+        """Return the model's type; "auto" = that of the files, but bfloat16 for blocks and float32 for float16."""
         if wanted != "auto":
             return _DTYPES[wanted]
         named = str(self.config.get("dtype") or self.config.get("torch_dtype") or "").removeprefix("torch.")

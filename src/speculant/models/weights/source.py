@@ -65,7 +65,7 @@ class StoredWeights(WeightSource, Protocol):
 
     @property
     def described_by(self) -> str:
-        """What describes the model, for messages: config.json, or the file's own metadata."""
+        """The source of the model's description, for messages: config.json, or the file's own metadata."""
         ...
 
     @property
