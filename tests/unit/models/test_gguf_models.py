@@ -235,11 +235,11 @@ def test_other_kinds_are_decoded_and_named(
 def test_kinds_that_cant_be_decoded_are_refused(wide: Path, tmp_path: Path) -> None:
     path = convert(wide, tmp_path / "model.gguf", "Q4_K")
     content = bytearray(path.read_bytes())
-    name = b"blk.0.attn_q.weight"
-    place = content.index(name) + len(name) + 4 + 16
-    content[place : place + 4] = (24).to_bytes(4, "little")  # int8, of another size
+    name = b"blk.0.attn_norm.weight"
+    place = content.index(name) + len(name) + 4 + 8  # after its one dimension
+    content[place : place + 4] = (24).to_bytes(4, "little")  # I8, which is smaller than F32
     path.write_bytes(content)
-    refused(path, "blk.0.attn_q.weight")
+    refused(path, "kinds that can't be decoded (blk.0.attn_norm.weight is I8)", "use a file with")
 
 
 def test_kinds_in_blocks_are_those_of_the_kernels() -> None:
