@@ -8,7 +8,7 @@
 //   tile     [k / 4][rows] dwords of int8
 //   scales   [groups][rows] float32: scale_x
 //   offsets  [groups][1 or 2 halves][rows], for weights without minima: int32, -OFFSET * sum of v, to which the products are added
-//                                           for weights with minima: float32, scale_x * sum of v
+//                                           for weights with minima: float32, sum of v
 #pragma once
 #include "groups.h"
 
@@ -16,18 +16,19 @@ namespace SP_NAMESPACE {
 
 static inline int64_t offsets_of(int type, int64_t k) { return groups_of(k) * (form_of(type).is_halved() ? 2 : 1); }
 
-constexpr float LEAST_ROUNDED = 1e-36f;  // the least `largest` of a group: 127 / largest must not overflow
+constexpr float LEAST_ROUNDED = 1e-36f;  // the least `largest` of a group that is not zero: 127 / largest must not overflow
 
 // Round GROUP numbers. Returns the scale; it is NaN for a group with an infinity or NaN, so that outputs are NaN too. sums: of both halves.
 static inline float round_group(const float *x, int8_t *values, float sums[2]) {
   constexpr int HALF = 16 / LANES;  // vectors
-  Vec parts[2 * HALF], largest = splat(LEAST_ROUNDED);
+  Vec parts[2 * HALF], largest = zero();
   bool finite = true;
   for (int i = 0; i < 2 * HALF; i++) {
     parts[i] = load(x + i * LANES), finite &= all_finite(parts[i]);
     largest = max(largest, max(parts[i], sub(zero(), parts[i])));
   }
-  const float most = max_lanes(largest);
+  const bool is_zero = max_lanes(largest) == 0.0f;  // then a scale of 0, because products with subnormal numbers are slow
+  const float most = max_lanes(max(largest, splat(LEAST_ROUNDED)));
   const Vec factor = splat(127.0f / most);
   for (int half = 0; half < 2; half++) {
     Vec sum = zero();
@@ -37,7 +38,7 @@ static inline float round_group(const float *x, int8_t *values, float sums[2]) {
     }
     sums[half] = sum_lanes(sum);  // exact: whole numbers below 2^11
   }
-  return finite ? most / 127.0f : NAN;
+  return finite ? is_zero ? 0.0f : most / 127.0f : NAN;
 }
 
 // Round groups begin .. end - 1 of a row. Its scales and offsets are `stride` apart, because a tile's rows are interleaved.
@@ -49,13 +50,12 @@ static void round_to_int8(int type, const float *x, int64_t k, int64_t begin, in
     const int64_t first = g * GROUP;
     float part[GROUP] = {0}, sums[2];
     if (k - first < GROUP) memcpy(part, x + first, (k - first) * sizeof(float));
-    const float scale = scales[g * stride] = round_group(k - first < GROUP ? part : x + first, values + first, sums);
+    scales[g * stride] = round_group(k - first < GROUP ? part : x + first, values + first, sums);
     if (!form.is_halved()) sums[0] += sums[1];
     for (int64_t half = 0; half < halves; half++) {
       int32_t *offset = offsets + (g * halves + half) * stride;
-      const float minimum = scale * sums[half];
       if (form.has_minimum())
-        memcpy(offset, &minimum, 4);
+        memcpy(offset, &sums[half], 4);
       else
         *offset = -form.offset * (int32_t)sums[half];
     }
@@ -210,13 +210,17 @@ struct Scales {
   }
 };
 
-// total += scales of x * scales of the weights * sums
+// total += scale_x * (scale * sum + minimum * sum of x), for each row and output; scale NULL = 1, minimum NULL = 0
 template <int ROWS>
-static inline __attribute__((always_inline)) void add_scaled(const Ints sums[ROWS][VECS], const float *x_scales, const Vec *scale, Vec total[ROWS][VECS]) {
-  for (int r = 0; r < ROWS; r++) {
-    const Vec own = splat(x_scales[r]);
-    for (int v = 0; v < VECS; v++) total[r][v] = fma(to_floats(sums[r][v]), scale ? mul(own, scale[v]) : own, total[r][v]);
-  }
+static inline __attribute__((always_inline)) void add_scaled(const Ints sums[ROWS][VECS], const float *x_scales, const Vec *scale,
+                                                             const int32_t *x_sums, const Vec *minimum, Vec total[ROWS][VECS]) {
+  for (int r = 0; r < ROWS; r++)
+    for (int v = 0; v < VECS; v++) {
+      Vec sum = to_floats(sums[r][v]);
+      if (scale) sum = mul(sum, scale[v]);
+      if (minimum) sum = fma(as_floats(splat_ints(x_sums[r])), minimum[v], sum);
+      total[r][v] = fma(sum, splat(x_scales[r]), total[r][v]);
+    }
 }
 
 // Add a group's products to the totals. second: its minima, or the scales of its second half.
@@ -235,19 +239,15 @@ static inline __attribute__((always_inline)) void add_group(const GroupAt &group
   if (FORM.is_halved()) {  // one half after the other: the sums of both would not fit in the registers
     add_halves<TYPE, ROWS, 0, 0>(group, sums);
     each(sums, tile.offsets, end);
-    add_scaled<ROWS>(sums, tile.scales, scale, total);
+    add_scaled<ROWS>(sums, tile.scales, scale, nullptr, nullptr, total);
     each(sums, tile.offsets + ROWS, begin);
     add_halves<TYPE, ROWS, 1, 1>(group, sums);
     each(sums, tile.offsets + ROWS, end);
-    return add_scaled<ROWS>(sums, tile.scales, second, total);
+    return add_scaled<ROWS>(sums, tile.scales, second, nullptr, nullptr, total);
   }
   add_halves<TYPE, ROWS, 0, 1>(group, sums);
   each(sums, tile.offsets, end);
-  add_scaled<ROWS>(sums, tile.scales, FORM.scales == ROW_SCALE ? nullptr : scale, total);
-  for (int r = 0; r < ROWS && FORM.has_minimum(); r++) {
-    const Vec own = as_floats(splat_ints(tile.offsets[r]));
-    for (int v = 0; v < VECS; v++) total[r][v] = fma(own, second[v], total[r][v]);
-  }
+  add_scaled<ROWS>(sums, tile.scales, FORM.scales == ROW_SCALE ? nullptr : scale, tile.offsets, FORM.has_minimum() ? second : nullptr, total);
 }
 
 // sums[ROWS][WIDTH] of one panel and a tile, over k inputs.

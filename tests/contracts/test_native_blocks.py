@@ -298,6 +298,15 @@ def test_a_nan_of_x_stays_in_its_row(kernels: Kernels, kind: str, value: float) 
         assert bool(dirty[4].isfinite().all())
 
 
+def test_scales_whose_product_overflows_give_finite_results(kernels: Kernels) -> None:
+    block = np.zeros(34, np.uint8)
+    block[:2] = np.array([65504], np.float16).view(np.uint8)
+    block[2:4] = np.array([1, -1], np.int8).view(np.uint8)
+    x = torch.zeros(1, 32)
+    x[0, :2] = 3e38
+    assert run(kernels, pack(kernels, "Q8_0", block[None]), x).item() == 0
+
+
 @pytest.mark.parametrize("size", [1e-45, 1e-40, 2e-38, 1e-30])
 @pytest.mark.parametrize("kind", KINDS)
 def test_tiny_numbers_are_multiplied(kernels: Kernels, kind: str, size: float) -> None:
