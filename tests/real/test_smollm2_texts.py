@@ -113,12 +113,19 @@ class Reader:
         same = next((n for n in range(len(ours)) if not theirs.startswith(self.text(ours[: n + 1]))), len(ours))
         if same == len(ours) or END in self.text(ours[:same]):
             return same, None
-        rest = theirs.removeprefix(self.text(ours[:same]))
-        log_probs = torch.log_softmax(logits_of(self.model, [*self.tokenizer.encode(prompt), *ours[:same]])[-1], 0)
-        likely = log_probs.topk(50).indices.tolist()
+        for first in range(same, -1, -1):  # a token of ours can be the begin of one of theirs
+            if (preference := self.preference(prompt, ours[: first + 1], theirs)) is not None:
+                return first, preference
+        raise AssertionError((self.text(ours), theirs))
+
+    def preference(self, prompt: str, ours: list[int], theirs: str) -> float | None:
+        """Return by how much our last token is preferred to another text's; None if none of the likely ones fits."""
+        *before, own = ours
+        rest = theirs.removeprefix(self.text(before))
+        log_probs = torch.log_softmax(logits_of(self.model, [*self.tokenizer.encode(prompt), *before])[-1], 0)
+        likely = [token for token in log_probs.topk(50).indices.tolist() if token != own]
         others = [token for token in likely if (text := self.text([token])) and rest.startswith(text)]
-        assert others, (self.text(ours), theirs)
-        return same, float(log_probs[ours[same]] - max(log_probs[token] for token in others))
+        return float(log_probs[own] - max(log_probs[token] for token in others)) if others else None
 
 
 def test_greedy_texts_are_llama_cpps_up_to_ties(
