@@ -41,7 +41,7 @@ SCHEMA = {
     "required": ["name", "age", "kind"],
     "additionalProperties": False,
 }
-QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+QUESTION = [{"role": "user", "content": "What is the capital of Germany?"}]  # no token of the answer is nearly a tie
 
 
 def params(kind: str) -> list[SamplingParams]:
@@ -150,10 +150,10 @@ def llm(smollm2: Path) -> LLM:
 def test_it_chats_by_its_template(llm: LLM) -> None:
     rendered = llm.render_chat(QUESTION).text
     assert rendered.startswith("<|im_start|>system\nYou are a helpful AI assistant named SmolLM")
-    assert rendered.endswith("<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n")
+    assert rendered.endswith("<|im_start|>user\nWhat is the capital of Germany?<|im_end|>\n<|im_start|>assistant\n")
     (answer,) = llm.chat(QUESTION, SamplingParams(temperature=0, max_tokens=60))
     (sample,) = answer.outputs
-    assert "Paris" in sample.text
+    assert sample.text == "The capital of Germany is Berlin."
     assert "<|" not in sample.text
     assert sample.finish_reason == "stop", "the template's end of a turn ends the text"
 
