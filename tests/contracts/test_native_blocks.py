@@ -27,7 +27,7 @@ from speculant.kernels.native import (
     open_kernels,
     usable_sets,
 )
-from speculant.models.native.program import gating, linear
+from speculant.models.native.program import gating, linear, linears
 from tests.gguf_blocks import SCALES, block_bytes, block_weights, decode, encode, random_blocks
 
 SETS = usable_sets()
@@ -334,6 +334,24 @@ def test_a_damaged_scale_spoils_its_output_alone(kernels: Kernels, kind: str, ba
     assert not bool(found[:, [7, 31]].isfinite().any())
     with np.errstate(invalid="ignore"):
         assert same(look_up(kernels, packed), torch.from_numpy(decode(kind, damaged)))
+
+
+@pytest.mark.parametrize("added", [False, True])
+@pytest.mark.parametrize("rows", [1, 5, 300])
+def test_matrices_of_all_types_write_columns_of_one_output(kernels: Kernels, rows: int, added: bool) -> None:
+    x, floats = random(rows, 512), random(37, 512, seed=1)
+    weights = [pack(kernels, kind, blocks_of(kind, (50, 16))) for kind in KINDS]
+    weights += [kernels.pack(type_, floats) for type_ in (Type.F32, Type.BF16, Type.BF12, Type.INT8)]
+    weights.append(kernels.pack(Type.F16, floats.half()))
+    ends = np.cumsum([weight.n for weight in weights])
+    out, bias = torch.full((rows, ends[-1] + 3), 0.5), random(ends[-1], seed=2)
+    ops = linears(weights, x, out, bias, Flag.ADD if added else Flag.NONE)
+    kernels.run((Op * len(weights))(*ops), Pass(rows=rows))
+    for weight, end in zip(weights, ends, strict=True):
+        part = slice(end - weight.n, end)
+        before = torch.full((rows, weight.n), 0.5) if added else None
+        assert torch.equal(out[:, part], run(kernels, weight, x, bias[part], before)), weight.type.name
+    assert bool((out[:, ends[-1] :] == 0.5).all()), "other columns stay"
 
 
 F16_BITS = torch.arange(-(2**15), 2**15).to(torch.int16)

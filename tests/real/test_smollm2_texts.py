@@ -41,7 +41,7 @@ SCHEMA = {
     "required": ["name", "age", "kind"],
     "additionalProperties": False,
 }
-QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+QUESTION = [{"role": "user", "content": "What is the capital of Germany?"}]  # no token of the answer is nearly a tie
 
 
 def params(kind: str) -> list[SamplingParams]:
@@ -113,12 +113,19 @@ class Reader:
         same = next((n for n in range(len(ours)) if not theirs.startswith(self.text(ours[: n + 1]))), len(ours))
         if same == len(ours) or END in self.text(ours[:same]):
             return same, None
-        rest = theirs.removeprefix(self.text(ours[:same]))
-        log_probs = torch.log_softmax(logits_of(self.model, [*self.tokenizer.encode(prompt), *ours[:same]])[-1], 0)
-        likely = log_probs.topk(50).indices.tolist()
+        for first in range(same, -1, -1):  # a token of ours can be the begin of one of theirs
+            if (preference := self.preference(prompt, ours[: first + 1], theirs)) is not None:
+                return first, preference
+        raise AssertionError((self.text(ours), theirs))
+
+    def preference(self, prompt: str, ours: list[int], theirs: str) -> float | None:
+        """Return by how much our last token is preferred to another text's; None if none of the likely ones fits."""
+        *before, own = ours
+        rest = theirs.removeprefix(self.text(before))
+        log_probs = torch.log_softmax(logits_of(self.model, [*self.tokenizer.encode(prompt), *before])[-1], 0)
+        likely = [token for token in log_probs.topk(50).indices.tolist() if token != own]
         others = [token for token in likely if (text := self.text([token])) and rest.startswith(text)]
-        assert others, (self.text(ours), theirs)
-        return same, float(log_probs[ours[same]] - max(log_probs[token] for token in others))
+        return float(log_probs[own] - max(log_probs[token] for token in others)) if others else None
 
 
 def test_greedy_texts_are_llama_cpps_up_to_ties(
@@ -143,10 +150,10 @@ def llm(smollm2: Path) -> LLM:
 def test_it_chats_by_its_template(llm: LLM) -> None:
     rendered = llm.render_chat(QUESTION).text
     assert rendered.startswith("<|im_start|>system\nYou are a helpful AI assistant named SmolLM")
-    assert rendered.endswith("<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n")
+    assert rendered.endswith("<|im_start|>user\nWhat is the capital of Germany?<|im_end|>\n<|im_start|>assistant\n")
     (answer,) = llm.chat(QUESTION, SamplingParams(temperature=0, max_tokens=60))
     (sample,) = answer.outputs
-    assert "Paris" in sample.text
+    assert sample.text == "The capital of Germany is Berlin."
     assert "<|" not in sample.text
     assert sample.finish_reason == "stop", "the template's end of a turn ends the text"
 
