@@ -103,6 +103,13 @@ struct GroupLayout {
   GroupLayout(int type, int64_t k)
       : form(form_of(type)), groups(groups_of(k)), steps(groups * form.steps()), high(whole_lines(steps.size())),
         scales(high + whole_lines(groups * form.high_steps() * STEP)), bytes(scales + whole_lines(scale_bytes(form.scales, groups))) {}
+
+  // Prefetch the first bytes of each stream and part. Steps prefetch only those that follow in their stream.
+  inline __attribute__((always_inline)) void prefetch_begin(const char *panel) const {
+    for (int64_t stream = 0; stream < steps.streams; stream++)
+      for (int64_t b = 0; b < steps.ahead; b += LINE) prefetch(panel + stream * steps.stride + b);
+    for (int64_t b = 0; b < 8 * LINE; b += LINE) prefetch(panel + high + b), prefetch(panel + scales + b);
+  }
 };
 
 static inline int64_t bytes_of_panel(int type, int64_t k) { return is_grouped(type) ? GroupLayout(type, k).bytes : panel_bytes(type, k); }

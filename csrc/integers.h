@@ -258,6 +258,7 @@ static void sum_groups(const char *panel, const Tile &whole, int64_t k, float *s
   const Ints table = FORM.has_table() ? load_table(FORM.table->lifted) : splat_ints(0);
   Vec total[ROWS][VECS];
   clear<ROWS>(total);
+  at.prefetch_begin(panel);
   Scales<FORM.scales> scales(panel + at.scales);
   Tile tile = whole;
   const char *high = panel + at.high, *x = (const char *)tile.dwords;
