@@ -250,8 +250,11 @@ def _window(facts: _Facts) -> dict[str, Any]:
 def _end_tokens(file: GgufFile, vocab_size: int) -> list[int]:
     """Return the tokens that end a text: by the metadata, or by their names in END_TEXTS."""
     named = [file.metadata.get(f"tokenizer.ggml.{key}") for key in END_KEYS]
+    for each in named:
+        if each is not None and not (is_whole(each) and 0 <= each < vocab_size):
+            raise ModelError(f"{file.path} names the end token {show(each)}, and has {vocab_size} tokens", _DAMAGED)
     tokens, types = (file.metadata.get(f"tokenizer.ggml.{key}") for key in ("tokens", "token_type"))
-    found = {each for each in named if each is not None}
+    found = {int(each) for each in named if each is not None}
     if isinstance(tokens, list):
         are_text = types if isinstance(types, list) and len(types) == len(tokens) else [0] * len(tokens)
         found |= {
@@ -259,7 +262,4 @@ def _end_tokens(file: GgufFile, vocab_size: int) -> list[int]:
             for index, text in enumerate(tokens[:vocab_size])
             if isinstance(text, str) and text in END_TEXTS and are_text[index] not in TEXT_TYPES
         }
-    for each in found:
-        if not is_whole(each) or not 0 <= each < vocab_size:
-            raise ModelError(f"{file.path} names the end token {show(each)}, and has {vocab_size} tokens", _DAMAGED)
     return sorted(found)

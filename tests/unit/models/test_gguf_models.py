@@ -268,6 +268,8 @@ def test_quantised_weights_are_not_rounded_again(folder: Path, tmp_path: Path, q
         ({"tokenizer.ggml.eot_token_id": 3, "tokenizer.ggml.eom_token_id": 4}, {256, 3, 4}),
         ({"tokenizer.ggml.eos_token_id": 10**6}, "names the end token 1000000"),
         ({"tokenizer.ggml.eos_token_id": "x"}, "names the end token 'x'"),
+        ({"tokenizer.ggml.eos_token_id": [256]}, "names the end token [256]"),
+        ({"tokenizer.ggml.eom_token_id": [3, 4]}, "names the end token [3, 4]"),
     ],
     ids=str,
 )
