@@ -171,7 +171,8 @@ def _tokenizer_finding(place: Path) -> Finding:
 
 def _kernel_finding(backend: Backend, says: str) -> Finding:
     if backend.row_invariant:
-        return Finding("ok", "the native kernels compute it: the same bits for any batch, with or without speculation")
+        computed = f"the {backend.name} kernels compute it: the same bits for any batch, with or without speculation"
+        return Finding("ok", computed)
     return Finding(
         "missing",
         f"the native kernels do not compute it: {says}",
@@ -186,6 +187,7 @@ def _type_findings(matrices: Sequence[Matrix]) -> list[Finding]:
 
     decoded = [each for each in matrices if each.kind not in FLOATS and each.kept_as != each.kind]
     wide = [each for each in matrices if each.kept_as == "f32" and each not in decoded]
+    has_blocks = any(each.kind not in FLOATS for each in matrices)  # such a file's matrices can't be rounded
     found = list[Finding]()
     if decoded:
         kept_as = " and ".join(sorted({each.kept_as for each in decoded}))
@@ -203,7 +205,9 @@ def _type_findings(matrices: Sequence[Matrix]) -> list[Finding]:
                 "note",
                 f"{len(wide)} matrices are kept in float32, {_mib(wide, 'kept')} MiB",
                 "passes take twice as long to read them as in bfloat16",
-                "round them, by --dtype bfloat16 or, to fewer bits, --quantization int8",
+                f"use a file of the model in {GOOD}"
+                if has_blocks
+                else "round them, by --dtype bfloat16 or, to fewer bits, --quantization int8",
             )
         )
     return found or [Finding("ok", "no type of its matrices is slow here")]

@@ -18,6 +18,7 @@ from speculant.errors import ModelError
 from speculant.kernels.native import usable_sets
 from speculant.models.native.decoder import NativeDecoder
 from speculant.models.weights.load import load_model
+from tests.backends import FakeBackend
 from tests.gguf_models import convert
 from tests.models import Shape, write_checkpoint
 
@@ -138,6 +139,19 @@ def test_doctor_names_what_is_slow(file: str, source: str, monkeypatch: pytest.M
     monkeypatch.setattr(model_report, "LEAST_WIDE", 0)
     (note,) = [each for each in report(source)["findings"] if each["status"] == "note"]
     assert "16 matrices are kept in float32" in note["what"]
+    assert "--dtype bfloat16" in note["fix"]
+
+
+@pytest.mark.skipif(not usable_sets(), reason="the native kernels are not built")
+def test_doctor_does_not_advise_to_round_matrices_beside_blocks(
+    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither --dtype nor --quantization rounds the matrices of such a file."""
+    monkeypatch.setattr(model_report, "LEAST_WIDE", 0)
+    path = convert(source, tmp_path / "mixed.gguf", lambda name: "Q4_K" if "ffn" in name else "F32")
+    (note,) = [each for each in report(str(path))["findings"] if each["status"] == "note"]
+    assert "10 matrices are kept in float32" in note["what"]
+    assert note["fix"] == f"use a file of the model in {model_report.GOOD}"
 
 
 def test_doctor_reports_what_torch_computes(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,6 +162,13 @@ def test_doctor_reports_what_torch_computes(file: str, monkeypatch: pytest.Monke
     }  # fmt: skip
     (missing,) = [each for each in found["findings"] if "native" in each["what"]]
     assert (missing["status"], "they were not built" in missing["what"]) == ("missing", True)
+
+
+def test_doctor_names_the_kernels_that_compute_a_model(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = FakeBackend(row_invariant=True)
+    monkeypatch.setattr("speculant.models.backends.base.choose_backend", lambda *given, **more: (backend, "fake"))
+    (found,) = [each for each in report(source)["findings"] if "kernels" in each["what"]]
+    assert found["what"].startswith("the fake kernels compute it: the same bits")
 
 
 def test_doctor_prints_a_model_and_its_findings(source: str, tmp_path: Path) -> None:
