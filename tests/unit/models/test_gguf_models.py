@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from speculant.errors import ConfigError, ModelError
 from speculant.gguf_file import GgufFile
 from speculant.kernels.native import BLOCK_TYPES
 from speculant.models.description import Unpaired
-from speculant.models.gguf import GgufFamily, read_gguf_config
+from speculant.models.gguf import NEUTRAL, GgufFamily, read_gguf_config
 from speculant.models.sizes import HEAD, TABLE
 from speculant.models.vocabulary import DraftVocabulary, Substituted
 from speculant.models.weights.gguf import BLOCKS, GgufWeights
@@ -42,6 +43,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return Path(write_checkpoint(tmp_path_factory.mktemp("wide") / "model", Shape(layers=1, hidden_size=WIDE)))
+
+
+@pytest.fixture(scope="module")
+def file(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> GgufFile:
+    return GgufFile.open(convert(folder, tmp_path_factory.mktemp("file") / "model.gguf"))
+
+
+def with_entries(file: GgufFile, entries: dict[str, Any]) -> GgufFile:
+    return replace(file, metadata={**file.metadata, **entries})
 
 
 def logits(checkpoint: Checkpoint) -> torch.Tensor:
@@ -349,6 +359,30 @@ def test_metadata_of_no_model_are_refused(
     folder: Path, tmp_path: Path, entries: dict[str, Any], words: tuple[str, ...]
 ) -> None:
     refused(convert(folder, tmp_path / "model.gguf", metadata=entries), *words)
+
+
+@pytest.mark.parametrize("key", [*NEUTRAL, "attention.scale", "attention.sliding_window_pattern"])
+def test_arithmetic_that_is_not_implemented_is_refused(file: GgufFile, key: str) -> None:
+    """Values that change nothing pass. The file has heads of 8."""
+    name = f"llama.{key}"
+    file = with_entries(file, {"llama.attention.sliding_window": 6})
+    config = read_gguf_config(file)
+    neutral = {"attention.scale": (0.0, float(np.float32(8**-0.5))), "attention.sliding_window_pattern": ([True] * 2,)}
+    for value in {**NEUTRAL, **neutral}[key]:
+        assert read_gguf_config(with_entries(file, {name: value})) == config
+    changed = {name: {"attention.causal": False, "hidden_activation": "gelu"}.get(key, 2)}
+    with pytest.raises(ModelError, match=f"has {name} = {changed[name]!r}, which is not implemented"):
+        read_gguf_config(with_entries(file, changed))
+
+
+def test_entries_of_no_effect_are_read_over(file: GgufFile) -> None:
+    entries = {
+        "llama.vocab_size": 7, "llama.expert_used_count": 0, "llama.rope.scaling.original_context_length": 64,
+        "llama.rope.scaling.finetuned": True, "llama.rope.scaling.yarn_beta_fast": 32.0, "llama.pooling_type": 3,
+        "llama.attention.layer_norm_epsilon": 1e-5, "llama.attention.sliding_window_pattern": [True, False],
+        "qwen2.logit_scale": 2.0, "llama.something_new": [1, 2],
+    }  # fmt: skip
+    assert read_gguf_config(with_entries(file, entries)) == read_gguf_config(file)
 
 
 def test_other_tensors_are_called_by_their_names_in_the_file(folder: Path, tmp_path: Path) -> None:
