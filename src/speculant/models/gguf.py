@@ -15,7 +15,7 @@ from typing import Any
 
 from speculant import plugins
 from speculant.errors import ModelError
-from speculant.gguf_file import GgufFile
+from speculant.gguf_file import GgufFile, end_tokens
 from speculant.models.config import MOST, MOST_FACTOR, MOST_HEAD_DIM, is_whole, show
 from speculant.models.description import DecoderConfig, Expression, TensorMap, Unpaired
 from speculant.models.sizes import HEAD, LAYER, NORM, TABLE
@@ -37,15 +37,6 @@ LAYER_PARTS = {
     "mlp.down_proj": "ffn_down",
 }
 END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")  # ends of a text, a turn and a message
-# Special tokens of these names end a text too, because few files have an entry for the end of a turn.
-END_TEXTS = frozenset(
-    {
-        *("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>"),
-        *("<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>", "<end_of_utterance>", "<eos>"),
-        "<\uff5cend\u2581of\u2581sentence\uff5c>",
-    }
-)
-TEXT_TYPES = (1, 5, 6)  # of tokens that are not special: normal ones, unused ones and bytes
 # Entries that change a model's arithmetic in ways that are not implemented, and the values that change nothing.
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(
@@ -300,7 +291,7 @@ def _window(facts: _Facts) -> dict[str, Any]:
 
 
 def _end_tokens(file: GgufFile, vocab_size: int) -> list[int]:
-    """Return the tokens that end a text: by the metadata, or by their names in END_TEXTS."""
+    """Return the tokens that end a text: by the metadata, or by their names."""
     named = [file.metadata.get(f"tokenizer.ggml.{key}") for key in END_KEYS]
     for each in named:
         if each is not None and not (is_whole(each) and 0 <= each < vocab_size):
@@ -308,10 +299,6 @@ def _end_tokens(file: GgufFile, vocab_size: int) -> list[int]:
     tokens, types = (file.metadata.get(f"tokenizer.ggml.{key}") for key in ("tokens", "token_type"))
     found = {int(each) for each in named if each is not None}
     if isinstance(tokens, list):
-        are_text = types if isinstance(types, list) and len(types) == len(tokens) else [0] * len(tokens)
-        found |= {
-            index
-            for index, text in enumerate(tokens[:vocab_size])
-            if isinstance(text, str) and text in END_TEXTS and are_text[index] not in TEXT_TYPES
-        }
+        are_typed = isinstance(types, list) and len(types) == len(tokens)
+        found |= end_tokens(tokens[:vocab_size], types if are_typed else None)
     return sorted(found)

@@ -25,8 +25,9 @@ from speculant.models.weights.gguf import BLOCKS, GgufWeights
 from speculant.models.weights.load import Checkpoint, load_model
 from speculant.models.weights.source import Mapped, QuantizedBlocks, ShortHead, decode, read_plain, unpaired
 from speculant.params import SamplingParams
+from speculant.text.gguf_tokenizer import read_gguf_tokenizer
 from tests.gguf_models import DECODED, FLOATS, LARGE_BLOCKS, SMALL_BLOCKS, convert, decoded
-from tests.models import END, VOCAB_SIZE, Shape, write_checkpoint
+from tests.models import ALPHABET, END, VOCAB_SIZE, Shape, write_checkpoint
 from tests.unit.models.families import Session, make_pair
 
 FAMILIES = {"llama": {}, "qwen2": {}, "qwen3": {}}
@@ -293,15 +294,30 @@ def test_end_tokens_are_read_from_the_metadata(
         assert load_model(str(path)).eos_token_ids == ends
 
 
-@pytest.mark.parametrize(("kind", "ends"), [(3, {256, 2}), (4, {256, 2}), (1, {256}), (6, {256})])
-def test_special_tokens_end_a_text_by_their_names(folder: Path, tmp_path: Path, kind: int, ends: set[int]) -> None:
-    tokens = [f"t{index}" for index in range(VOCAB_SIZE)]
-    tokens[2] = "<|im_end|>"
-    types = [1] * VOCAB_SIZE
-    types[2] = kind
-    metadata = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": types}
-    config = read_gguf_config(GgufFile.open(convert(folder, tmp_path / "model.gguf", metadata=metadata)))
-    assert set(config["eos_token_id"]) == ends
+@pytest.mark.parametrize(
+    ("named", "kind", "ends"),
+    [
+        *((["<|im_end|>"], kind, [0]) for kind in (1, 3, 4, 6, None)),
+        *((["</s>"], kind, [0] if kind in (3, None) else []) for kind in (1, 3, 4, 6, None)),
+        (["<|end|>"], 3, [0]),
+        (["<|end|>", "<|return|>", "<|call|>"], 3, [1, 2]),
+        (["<|call|>", "<|end|>"], 1, [0, 1]),
+    ],
+    ids=str,
+)
+def test_tokens_end_a_text_by_their_names(file: GgufFile, named: list[str], kind: int | None, ends: list[int]) -> None:
+    """They are special tokens of the tokenizer too."""
+    tokens = [*named, *ALPHABET]
+    entries = {
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": None if kind is None else [kind] * len(named) + [1] * 256,
+        "tokenizer.ggml.eos_token_id": None,
+    }
+    own = with_entries(file, {**entries, "tokenizer.ggml.merges": [], "tokenizer.ggml.bos_token_id": None})
+    assert read_gguf_config(own)["eos_token_id"] == ends
+    added = read_gguf_tokenizer(own.metadata).backend.get_added_tokens_decoder()
+    special = {index for index, token in added.items() if token.special}
+    assert special == (set(range(len(named))) if kind == 3 else set(ends))
 
 
 SAMPLING = {"temp": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.05, "penalty_repeat": 1.1}
