@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 KIB, MIB = 2**10, 2**20
 FLOATS = ("f64", "f32", "f16", "bf16")
 LEAST_WIDE = 64 * MIB  # matrices in float32 of more bytes than this are a finding
-GOOD = "Q4_K_M, Q5_K_M, Q6_K or Q8_0"
 
 Kept = Callable[[str, Sequence[int]], tuple[str, int]]  # the type and the bytes of a matrix in memory
 
@@ -183,6 +182,7 @@ def _kernel_finding(backend: Backend, says: str) -> Finding:
 
 def _type_findings(matrices: Sequence[Matrix]) -> list[Finding]:
     """Find the types of a model's matrices that are slow."""
+    from speculant.models.weights.gguf import GOOD
     from speculant.models.weights.source import listed_kinds
 
     decoded = [each for each in matrices if each.kind not in FLOATS and each.kept_as != each.kind]

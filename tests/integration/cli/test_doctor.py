@@ -17,6 +17,7 @@ from speculant.cli.main import app
 from speculant.errors import ModelError
 from speculant.kernels.native import usable_sets
 from speculant.models.native.decoder import NativeDecoder
+from speculant.models.weights.gguf import GOOD
 from speculant.models.weights.load import load_model
 from tests.backends import FakeBackend
 from tests.gguf_models import convert
@@ -130,10 +131,13 @@ def test_doctor_reports_the_memory_that_a_model_takes(file: str, source: str) ->
 
 
 @pytest.mark.skipif(not usable_sets(), reason="the native kernels are not built")
-def test_doctor_names_what_is_slow(file: str, source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_names_what_is_slow(
+    file: str, source: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     (note,) = [each for each in report(file)["findings"] if each["status"] == "note"]
     assert "its tokenizer can be read" in [each["what"] for each in report(file)["findings"]]
     assert note["what"] == "tq2_0 2 matrices are decoded to bf16"
+    assert not caplog.records  # the report says it
     assert note["cost"] == "0.3 MiB in memory instead of 0.0, which each pass reads"
     assert not [each for each in report(source)["findings"] if each["status"] == "note"]
     monkeypatch.setattr(model_report, "LEAST_WIDE", 0)
@@ -151,7 +155,7 @@ def test_doctor_does_not_advise_to_round_matrices_beside_blocks(
     path = convert(source, tmp_path / "mixed.gguf", lambda name: "Q4_K" if "ffn" in name else "F32")
     (note,) = [each for each in report(str(path))["findings"] if each["status"] == "note"]
     assert "10 matrices are kept in float32" in note["what"]
-    assert note["fix"] == f"use a file of the model in {model_report.GOOD}"
+    assert note["fix"] == f"use a file of the model in {GOOD}"
 
 
 def test_doctor_reports_what_torch_computes(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
