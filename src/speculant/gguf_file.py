@@ -141,6 +141,12 @@ def model_name(path: Path) -> str:
     return hit["name"] if hit else path.stem
 
 
+def name_of(source: str) -> str:
+    """Return a model's name: its hub id, or that of its folder or file, without the path; see `model_name`."""
+    path = Path(source)
+    return model_name(path) if path.is_file() else path.resolve().name if path.exists() else source
+
+
 def end_tokens(texts: Sequence[Any], types: Sequence[Any] | None) -> set[int]:
     """Return the ids of the tokens whose names say that they end a text.
 

@@ -220,9 +220,7 @@ def test_nothing_is_found_without_the_hub(hub: Callable[[Sequence[str]], Hub]) -
 
 
 @pytest.mark.parametrize("wanted", ["", "Q4_0"])
-def test_an_unreachable_hub_is_named_beside_a_downloaded_tokenizer(
-    hub: Callable[[Sequence[str]], Hub], wanted: str
-) -> None:
+def test_a_dead_hub_is_named_beside_a_downloaded_tokenizer(hub: Callable[[Sequence[str]], Hub], wanted: str) -> None:
     repository = hub([*SEVERAL, "tokenizer.json"])
     resolve_tokenizer("org/Model-GGUF", "main", "downloads")
     repository.is_online = False
