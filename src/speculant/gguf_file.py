@@ -16,7 +16,7 @@ import mmap
 import re
 import struct
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -31,6 +31,17 @@ from speculant.files import Stamp
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+# Tokens of these names end a text, because few files have an entry for the end of a turn. Old files give some of them
+# the type of ordinary text.
+END_TEXTS = frozenset(
+    {
+        *("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>"),
+        *("_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>", "<end_of_utterance>", "<eos>", "<|return|>", "<|call|>"),
+        *("<|calls|>", "<|flush|>", "<turn|>", "<|tool_response>", "[e~[", "<\uff5cend\u2581of\u2581sentence\uff5c>"),
+    }
+)
+CALLS = ({"<|return|>", "<|call|>"}, {"<|calls|>", "<|flush|>"})  # beside these, <|end|> ends a part of a message
+CONTROL = 3  # the type of special tokens
 SUFFIX = ".gguf"
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -128,6 +139,26 @@ def model_name(path: Path) -> str:
     """Return the name of the model in a file: that of the file without its suffix and part number."""
     hit = _PART.fullmatch(path.name)
     return hit["name"] if hit else path.stem
+
+
+def name_of(source: str) -> str:
+    """Return a model's name: its hub id, or that of its folder or file, without the path; see `model_name`."""
+    path = Path(source)
+    return model_name(path) if path.is_file() else path.resolve().name if path.exists() else source
+
+
+def end_tokens(texts: Sequence[Any], types: Sequence[Any] | None) -> set[int]:
+    """Return the ids of the tokens whose names say that they end a text.
+
+    texts: all tokens of a file. types: their `tokenizer.ggml.token_type`, or None. The type matters for </s> alone,
+    which is a tag of HTML in the vocabularies of Qwen and Gemma.
+    """
+    found = {text: index for index, text in enumerate(texts) if isinstance(text, str) and text in END_TEXTS}
+    if types and "</s>" in found and types[found["</s>"]] != CONTROL:
+        del found["</s>"]
+    if any(names <= found.keys() for names in CALLS):
+        found.pop("<|end|>", None)
+    return set(found.values())
 
 
 def _magic(path: Path) -> bytes:

@@ -25,7 +25,7 @@ from tests.texts import texts
 
 PRE = b"tokenizer.ggml.pre"
 MOST_ADDED = 300
-END_NAMES = ("</s>", "<eos>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<end_of_turn>", "<end_of_utterance>", "<turn|>")
+END_TAG = "</s>"
 
 # llama.cpp's own patterns, where they are not the original ones: it matches neither the case of letters nor marks. Its
 # ranges have no spaces beyond ASCII, such as the ideographic space among DeepSeek LLM's symbols.
@@ -108,18 +108,18 @@ def compare(path: Path, count: int) -> Result:
 def without_known_deviations(given: Iterable[str], metadata: Mapping[str, Any]) -> Iterator[str]:
     """Change texts so that llama.cpp reads them as the original tokenizers do.
 
-    llama.cpp takes an ordinary token for an end of a text if it is named like one, such as the "</s>" of HTML among
-    Qwen2's tokens. An added token that takes in the spaces after it takes in ASCII spaces only. A byte without a token
-    ends a word in llama.cpp; the original tokenizers drop it before they merge.
+    llama.cpp takes an ordinary token "</s>", such as the tag of HTML among Qwen2's tokens, for an end of a text. An
+    added token that takes in the spaces after it takes in ASCII spaces only. A byte without a token ends a word in
+    llama.cpp; the original tokenizers drop it before they merge.
     """
     types = dict(zip(metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"], strict=True))
-    ordinary = [name for name in END_NAMES if types.get(name) == TokenType.NORMAL]
+    has_tag = types.get(END_TAG) == TokenType.NORMAL
     strips = "phi3" in metadata.get("general.name", "").lower()
     byte_level = metadata["tokenizer.ggml.model"] == "gpt2"
     dropped = pre_tokenizers.ByteLevel.alphabet() - types.keys() if byte_level else ()
     for text in given:
-        for name in ordinary:
-            text = text.replace(name, name[1:])
+        if has_tag:
+            text = text.replace(END_TAG, END_TAG[1:])
         if dropped:
             text = "".join(character for character in text if not _bytes_of(character).intersection(dropped))
         yield re.sub(r"[^\S \t\n\v\f\r]", " ", text) if strips else text

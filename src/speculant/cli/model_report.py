@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 KIB, MIB = 2**10, 2**20
 FLOATS = ("f64", "f32", "f16", "bf16")
 LEAST_WIDE = 64 * MIB  # matrices in float32 of more bytes than this are a finding
-GOOD = "Q4_K_M, Q5_K_M, Q6_K or Q8_0"
 
 Kept = Callable[[str, Sequence[int]], tuple[str, int]]  # the type and the bytes of a matrix in memory
 
@@ -171,7 +170,8 @@ def _tokenizer_finding(place: Path) -> Finding:
 
 def _kernel_finding(backend: Backend, says: str) -> Finding:
     if backend.row_invariant:
-        return Finding("ok", "the native kernels compute it: the same bits for any batch, with or without speculation")
+        computed = f"the {backend.name} kernels compute it: the same bits for any batch, with or without speculation"
+        return Finding("ok", computed)
     return Finding(
         "missing",
         f"the native kernels do not compute it: {says}",
@@ -182,10 +182,12 @@ def _kernel_finding(backend: Backend, says: str) -> Finding:
 
 def _type_findings(matrices: Sequence[Matrix]) -> list[Finding]:
     """Find the types of a model's matrices that are slow."""
+    from speculant.models.weights.gguf import GOOD
     from speculant.models.weights.source import listed_kinds
 
     decoded = [each for each in matrices if each.kind not in FLOATS and each.kept_as != each.kind]
     wide = [each for each in matrices if each.kept_as == "f32" and each not in decoded]
+    has_blocks = any(each.kind not in FLOATS for each in matrices)  # such a file's matrices can't be rounded
     found = list[Finding]()
     if decoded:
         kept_as = " and ".join(sorted({each.kept_as for each in decoded}))
@@ -203,7 +205,9 @@ def _type_findings(matrices: Sequence[Matrix]) -> list[Finding]:
                 "note",
                 f"{len(wide)} matrices are kept in float32, {_mib(wide, 'kept')} MiB",
                 "passes take twice as long to read them as in bfloat16",
-                "round them, by --dtype bfloat16 or, to fewer bits, --quantization int8",
+                f"use a file of the model in {GOOD}"
+                if has_blocks
+                else "round them, by --dtype bfloat16 or, to fewer bits, --quantization int8",
             )
         )
     return found or [Finding("ok", "no type of its matrices is slow here")]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import logging
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -15,7 +14,7 @@ from speculant.cli.generate import fetch
 from speculant.cli.terminal import end_at_once, examples, messages
 from speculant.config import EngineConfig
 from speculant.errors import ConfigError
-from speculant.gguf_file import model_name
+from speculant.gguf_file import name_of
 from speculant.lab.bench.server_process import LISTENING
 from speculant.serving.options import ServerOptions
 
@@ -110,7 +109,7 @@ def run(values: dict[str, Any], options: ServerOptions, config: EngineConfig) ->
         return loaded
 
     logging.getLogger("asyncio").setLevel(logging.ERROR)  # it warns about each write to a client that has disconnected
-    short = _short(values["model"])
+    short = name_of(values["model"])
     name = (*options.served_model_names, short)[0]
     app = make_app(load, options, [short, values["model"]])
     server = Server(
@@ -123,9 +122,3 @@ def run(values: dict[str, Any], options: ServerOptions, config: EngineConfig) ->
     server.run()
     if app.state.server.load_error is not None:
         raise app.state.server.load_error
-
-
-def _short(model: str) -> str:
-    """Return the name of a model without the path of its folder or file."""
-    path = Path(model)
-    return model_name(path) if path.is_file() else path.resolve().name if path.is_dir() else model

@@ -15,7 +15,7 @@ from typing import Any
 
 from speculant import plugins
 from speculant.errors import ModelError
-from speculant.gguf_file import GgufFile
+from speculant.gguf_file import GgufFile, end_tokens
 from speculant.models.config import MOST, MOST_FACTOR, MOST_HEAD_DIM, is_whole, show
 from speculant.models.description import DecoderConfig, Expression, TensorMap, Unpaired
 from speculant.models.sizes import HEAD, LAYER, NORM, TABLE
@@ -37,15 +37,38 @@ LAYER_PARTS = {
     "mlp.down_proj": "ffn_down",
 }
 END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")  # ends of a text, a turn and a message
-# Special tokens of these names end a text too, because few files have an entry for the end of a turn.
-END_TEXTS = frozenset(
-    {
-        *("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>"),
-        *("<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>", "<end_of_utterance>", "<eos>"),
-        "<\uff5cend\u2581of\u2581sentence\uff5c>",
-    }
-)
-TEXT_TYPES = (1, 5, 6)  # of tokens that are not special: normal ones, unused ones and bytes
+# Entries that change a model's arithmetic in ways that are not implemented, and the values that change nothing.
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    **dict.fromkeys(
+        (
+            *("attn_logit_softcapping", "final_logit_softcapping", "rescale_every_n_layers", "token_shift_count"),
+            *("attention.max_alibi_bias", "attention.clamp_kqv", "attention.relative_buckets_count"),
+            *("attention.temperature_length", "attention.temperature_scale", "attention.shared_kv_layers"),
+            *("expert_count", "nextn_predict_layers", "n_deepstack_layers", "embedding_length_per_layer_input"),
+            *(
+                "activation_sparsity_scale",
+                "swiglu_clamp_exp",
+                "swiglu_clamp_shexp",
+                "rope.scaling.yarn_log_multiplier",
+            ),
+        ),
+        (0,),
+    ),
+    **dict.fromkeys(
+        (
+            *("logit_scale", "residual_scale", "embedding_scale", "attention.output_scale", "attention.value_scale"),
+            *("rope.scaling.alpha", "full_attention_interval"),
+        ),
+        (0, 1),
+    ),
+    "rope.scaling.attn_factor": (1,),
+    "rope.scaling.yarn_attn_factor": (1,),
+    "rope.scaling.yarn_ext_factor": (0, -1),  # -1: the type of scaling decides
+    "attention.causal": (True,),
+    "use_parallel_residual": (False,),
+    "swin_norm": (False,),
+    "hidden_activation": ("silu",),
+}
 _BLOCK = re.compile(r"blk\.([0-9]{1,9})\.", re.ASCII)
 _OTHER = "use a GGUF file of another model, or its checkpoint with safetensors."
 _DAMAGED = "download the file again, or convert the model again."
@@ -84,6 +107,7 @@ def read_gguf_config(file: GgufFile) -> dict[str, Any]:
         raise ModelError(f"{file.path} has no matrix {GGUF_TABLE}", _DAMAGED)
     hidden, heads = facts.count("embedding_length"), facts.count("attention.head_count")
     head_dim = facts.count("attention.key_length", hidden // heads, MOST_HEAD_DIM)
+    facts.check_neutral({**NEUTRAL, "attention.scale": (0, head_dim**-0.5)})
     return {
         "model_type": family,
         "vocab_size": table.shape[0],
@@ -173,6 +197,15 @@ class _Facts:
             raise self._wrong(key, value, "a positive number")
         return float(value)
 
+    def check_neutral(self, entries: Mapping[str, tuple[Any, ...]]) -> None:
+        """Refuse a file in which one of these entries has another than the given values."""
+        for key, neutral in entries.items():
+            value = self.get(key)
+            if value is not None and not any(_equal(value, each) for each in neutral):
+                raise ModelError(
+                    f"{self.file.path} has {self._name(key)} = {show(value)}, which is not implemented", _OTHER
+                )
+
     def _present(self, key: str, default: float | None) -> Any:
         value = self.get(key)
         value = default if value is None else value
@@ -185,6 +218,13 @@ class _Facts:
 
     def _wrong(self, key: str, value: Any, expected: str) -> ModelError:
         return ModelError(f"{self.file.path} has {self._name(key)} = {show(value)}, not {expected}", _DAMAGED)
+
+
+def _equal(value: Any, other: Any) -> bool:
+    """Compare two values; files store numbers in float32."""
+    if isinstance(value, int | float) and isinstance(other, int | float):
+        return math.isclose(value, other, rel_tol=1e-6)
+    return bool(value == other)
 
 
 def _check_layers(file: GgufFile, layers: int) -> None:
@@ -242,24 +282,23 @@ def _window(facts: _Facts) -> dict[str, Any]:
     size = facts.get("attention.sliding_window")
     if size is None or size == 0:
         return {"sliding_window": None}
+    pattern = facts.get("attention.sliding_window_pattern")
+    if pattern is not True:  # a list of each layer's; a number n excludes each n-th layer
+        facts.check_neutral({"attention.sliding_window_pattern": ()})
     return {
         "sliding_window": facts.count("attention.sliding_window"), "use_sliding_window": True, "max_window_layers": 0,
     }  # fmt: skip
 
 
 def _end_tokens(file: GgufFile, vocab_size: int) -> list[int]:
-    """Return the tokens that end a text: by the metadata, or by their names in END_TEXTS."""
+    """Return the tokens that end a text: by the metadata, or by their names."""
     named = [file.metadata.get(f"tokenizer.ggml.{key}") for key in END_KEYS]
-    tokens, types = (file.metadata.get(f"tokenizer.ggml.{key}") for key in ("tokens", "token_type"))
-    found = {each for each in named if each is not None}
-    if isinstance(tokens, list):
-        are_text = types if isinstance(types, list) and len(types) == len(tokens) else [0] * len(tokens)
-        found |= {
-            index
-            for index, text in enumerate(tokens[:vocab_size])
-            if isinstance(text, str) and text in END_TEXTS and are_text[index] not in TEXT_TYPES
-        }
-    for each in found:
-        if not is_whole(each) or not 0 <= each < vocab_size:
+    for each in named:
+        if each is not None and not (is_whole(each) and 0 <= each < vocab_size):
             raise ModelError(f"{file.path} names the end token {show(each)}, and has {vocab_size} tokens", _DAMAGED)
+    tokens, types = (file.metadata.get(f"tokenizer.ggml.{key}") for key in ("tokens", "token_type"))
+    found = {int(each) for each in named if each is not None}
+    if isinstance(tokens, list):
+        are_typed = isinstance(types, list) and len(types) == len(tokens)
+        found |= end_tokens(tokens[:vocab_size], types if are_typed else None)
     return sorted(found)

@@ -170,8 +170,8 @@ def _download(name: str, revision: str | None, folder: str | None) -> Path:
         return found
     try:
         files = _gguf_files(name, revision, folder)
-    except Exception:  # noqa: BLE001 - which errors a dead network raises depends on the client's version
-        return found
+    except Exception as error:
+        raise _hub_error(name, error) from error
     return _download_gguf(name, "", revision, folder) if files else found
 
 
@@ -190,15 +190,17 @@ def _gguf_files(name: str, revision: str | None, folder: str | None) -> list[str
     from huggingface_hub import list_repo_files, snapshot_download
 
     try:
-        files = list_repo_files(name, revision=revision)
+        return [file for file in list_repo_files(name, revision=revision) if file.lower().endswith(SUFFIX)]
     except Exception:
         try:
             local = Path(snapshot_download(name, revision=revision, cache_dir=folder, local_files_only=True))
         except Exception:  # noqa: BLE001 - the first error says more
             local = None
-        if local is None or not (files := [path.relative_to(local).as_posix() for path in local.rglob("*")]):
+        paths = local.rglob("*") if local else ()
+        found = [path.relative_to(local).as_posix() for path in paths if local and path.suffix.lower() == SUFFIX]
+        if not found:
             raise
-    return [file for file in files if file.lower().endswith(SUFFIX)]
+        return found
 
 
 def _snapshot(
@@ -239,7 +241,7 @@ def _hub_error(name: str, error: Exception) -> ModelError:
     offline = isinstance(error, OfflineModeIsEnabled) or _is_offline()
     cause = "HF_HUB_OFFLINE is set" if offline else f"the hub could not be reached ({type(error).__name__}: {reason})"
     return ModelError(
-        f"{name} is no folder here, has not been downloaded before, and {cause}",
+        f"{name} is no folder here, some of its files have not been downloaded before, and {cause}",
         "connect to the network" + (" and unset HF_HUB_OFFLINE" if offline else "") + ", or give a local folder.",
     )
 

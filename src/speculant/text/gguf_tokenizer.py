@@ -14,6 +14,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as Backend
 
 from speculant.errors import Converts, ModelError
+from speculant.gguf_file import end_tokens
 from speculant.text.gguf_splits import WordSplit, find_split
 
 _FIX = "download the file again, or convert the original checkpoint again."
@@ -33,13 +34,6 @@ _ROLES = {
     "cls_token": "cls_token_id",
     "mask_token": "mask_token_id",
 }
-# These tokens are special too: old files give them the type of ordinary text.
-_END_TOKENS = frozenset(
-    {
-        *("<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>"),
-        *("<|eot_id|>", "<|eom_id|>", "<\uff5cend\u2581of\u2581sentence\uff5c>"),
-    }
-)
 _UNSTRIPPED = ("<unk>", "<s>", "<|endoftext|>")  # added tokens of Phi-3 that take in no spaces
 
 
@@ -264,12 +258,13 @@ def _templates(entries: _Entries) -> dict[str, Any]:
 
 def _mark_added_tokens(backend: Backend, entries: _Entries, tokens: _Tokens, settings: Mapping[str, Any]) -> None:
     """Mark added tokens, which are found in a text before it is split; some of them are special."""
-    end_tokens = _END_TOKENS | {settings.get("eos_token")}
+    named = end_tokens(tokens.texts, entries.get("tokenizer.ggml.token_type", list))
+    ends = {tokens.texts[index] for index in named} | {settings.get("eos_token")}
     name = (entries.get("general.name", str) or "").lower()
     strips = "phi-3" in name or "phi3" in name  # files do not store which tokens take in the spaces after them
     added = []
     for text, kind in zip(tokens.texts, tokens.types, strict=True):
-        special = kind in (TokenType.CONTROL, TokenType.UNKNOWN) or text in end_tokens
+        special = kind in (TokenType.CONTROL, TokenType.UNKNOWN) or text in ends
         if special or kind == TokenType.USER_DEFINED:
             rstrip = strips and text not in _UNSTRIPPED
             added.append(AddedToken(text, special=special, normalized=False, rstrip=rstrip))

@@ -17,7 +17,9 @@ from speculant.cli.main import app
 from speculant.errors import ModelError
 from speculant.kernels.native import usable_sets
 from speculant.models.native.decoder import NativeDecoder
+from speculant.models.weights.gguf import GOOD
 from speculant.models.weights.load import load_model
+from tests.backends import FakeBackend
 from tests.gguf_models import convert
 from tests.models import Shape, write_checkpoint
 
@@ -129,15 +131,31 @@ def test_doctor_reports_the_memory_that_a_model_takes(file: str, source: str) ->
 
 
 @pytest.mark.skipif(not usable_sets(), reason="the native kernels are not built")
-def test_doctor_names_what_is_slow(file: str, source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_names_what_is_slow(
+    file: str, source: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     (note,) = [each for each in report(file)["findings"] if each["status"] == "note"]
     assert "its tokenizer can be read" in [each["what"] for each in report(file)["findings"]]
     assert note["what"] == "tq2_0 2 matrices are decoded to bf16"
+    assert not caplog.records  # the report says it
     assert note["cost"] == "0.3 MiB in memory instead of 0.0, which each pass reads"
     assert not [each for each in report(source)["findings"] if each["status"] == "note"]
     monkeypatch.setattr(model_report, "LEAST_WIDE", 0)
     (note,) = [each for each in report(source)["findings"] if each["status"] == "note"]
     assert "16 matrices are kept in float32" in note["what"]
+    assert "--dtype bfloat16" in note["fix"]
+
+
+@pytest.mark.skipif(not usable_sets(), reason="the native kernels are not built")
+def test_doctor_does_not_advise_to_round_matrices_beside_blocks(
+    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither --dtype nor --quantization rounds the matrices of such a file."""
+    monkeypatch.setattr(model_report, "LEAST_WIDE", 0)
+    path = convert(source, tmp_path / "mixed.gguf", lambda name: "Q4_K" if "ffn" in name else "F32")
+    (note,) = [each for each in report(str(path))["findings"] if each["status"] == "note"]
+    assert "10 matrices are kept in float32" in note["what"]
+    assert note["fix"] == f"use a file of the model in {GOOD}"
 
 
 def test_doctor_reports_what_torch_computes(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,6 +166,13 @@ def test_doctor_reports_what_torch_computes(file: str, monkeypatch: pytest.Monke
     }  # fmt: skip
     (missing,) = [each for each in found["findings"] if "native" in each["what"]]
     assert (missing["status"], "they were not built" in missing["what"]) == ("missing", True)
+
+
+def test_doctor_names_the_kernels_that_compute_a_model(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = FakeBackend(row_invariant=True)
+    monkeypatch.setattr("speculant.models.backends.base.choose_backend", lambda *given, **more: (backend, "fake"))
+    (found,) = [each for each in report(source)["findings"] if "kernels" in each["what"]]
+    assert found["what"].startswith("the fake kernels compute it: the same bits")
 
 
 def test_doctor_prints_a_model_and_its_findings(source: str, tmp_path: Path) -> None:

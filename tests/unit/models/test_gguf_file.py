@@ -16,7 +16,7 @@ from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter
 
 from speculant.errors import ModelError
 from speculant.files import TICK
-from speculant.gguf_file import MOST_NESTED, GgufFile, is_gguf, model_name, parts_of
+from speculant.gguf_file import MAGIC, MOST_NESTED, GgufFile, is_gguf, model_name, name_of, parts_of
 
 METADATA: dict[str, Any] = {
     "a.text": "Grüße 👋",
@@ -235,3 +235,11 @@ def test_every_truncation_within_the_header_is_refused(tmp_path: Path, path: Pat
 )
 def test_a_model_is_named_by_its_file_without_part_and_suffix(file: str, name: str) -> None:
     assert model_name(Path("folder", file)) == name
+
+
+def test_a_model_is_named_without_its_path(tmp_path: Path) -> None:
+    file = tmp_path / "a.Q4_0-00001-of-00003.gguf"
+    file.write_bytes(MAGIC)
+    assert name_of(str(file)) == "a.Q4_0"
+    assert name_of(str(tmp_path / "." / "..")) == tmp_path.parent.name
+    assert name_of("org/name:Q4_0") == "org/name:Q4_0"

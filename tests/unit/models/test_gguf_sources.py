@@ -217,3 +217,12 @@ def test_nothing_is_found_without_the_hub(hub: Callable[[Sequence[str]], Hub]) -
     repository.is_online = False
     with pytest.raises(ModelError, match="org/Model-GGUF"):
         repository.resolve("Q4_0")
+
+
+@pytest.mark.parametrize("wanted", ["", "Q4_0"])
+def test_a_dead_hub_is_named_beside_a_downloaded_tokenizer(hub: Callable[[Sequence[str]], Hub], wanted: str) -> None:
+    repository = hub([*SEVERAL, "tokenizer.json"])
+    resolve_tokenizer("org/Model-GGUF", "main", "downloads")
+    repository.is_online = False
+    with pytest.raises(ModelError, match="some of its files have not been downloaded before, and HF_HUB_OFFLINE"):
+        repository.resolve(wanted)

@@ -175,21 +175,23 @@ def _described(config: EngineConfig, target: Checkpoint) -> Model:
     assert speculative is not None, "a method is named"
     name = f"{speculative.method}, {speculative.model}" if speculative.model else str(speculative.method)
     own = Model.of(target)
-    return replace(own, name=name, parameters=_parameters(speculative.model, str(speculative.method)))
+    return replace(own, name=name, parameters=stored_parameters(speculative.model, str(speculative.method)))
 
 
-def _parameters(source: str | None, method: str) -> int:
+def stored_parameters(source: str | None, method: str) -> int:
     """Return the weights in the files of a head or a model; 0 where there is none."""
     from math import prod
 
     from speculant.gguf_file import GgufFile
     from speculant.models.source import resolve_source
+    from speculant.models.weights.gguf import GgufWeights
     from speculant.models.weights.tensors import TensorFiles
 
     if source is None:
         return 0
     folder = resolve_source(source, f"heads/{method}") if source == "demo" else resolve_source(source)
     if folder.is_file():
-        return sum(prod(tensor.shape) for tensor in GgufFile.open(folder).tensors.values())
+        weights = GgufWeights(GgufFile.open(folder))
+        return sum(prod(weights.shape(name)) for name in weights.names())
     files = [TensorFiles.of_file(path) for path in sorted(folder.glob("*.safetensors"))]
     return sum(prod(each.shape(name)) for each in files for name in each.entries)

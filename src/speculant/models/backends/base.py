@@ -178,11 +178,14 @@ def weights_of(backend: Backend, quantization: str | None, weights: WeightSource
         return f"{quantization} weights"
     if weights is None or not has_blocks(weights):
         return ""
-    kinds = counted_kinds(weights)
-    decoded = Counter({kind: kinds[kind] for kind in kinds if kind.upper() not in FLOATS})
-    for layout in backend.layouts:
-        del decoded[layout]
-    return listed_kinds(kinds) + (f", {' and '.join(sorted(decoded))} decoded" if decoded else "")
+    decoded = decoded_kinds(backend, weights)
+    return listed_kinds(counted_kinds(weights)) + (f", {' and '.join(sorted(decoded))} decoded" if decoded else "")
+
+
+def decoded_kinds(backend: Backend, weights: WeightSource) -> Counter[str]:
+    """Return how many matrices are stored in each kind of blocks that a backend decodes."""
+    kinds = counted_kinds(weights).items()
+    return Counter({kind: count for kind, count in kinds if kind.upper() not in FLOATS and kind not in backend.layouts})
 
 
 def _with_packing(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import mmap
 from collections import Counter
@@ -19,10 +18,7 @@ from speculant.gguf_file import GgufFile, GgufTensor
 from speculant.models.gguf import ROPE_FREQS
 from speculant.models.weights.source import FLOATS, QuantizedBlocks, decodable, decode
 
-logger = logging.getLogger(__name__)
-
-# Kinds of blocks that kernels multiply by. Matrices in other blocks are decoded.
-BLOCKS = frozenset({"Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "MXFP4"})
+GOOD = "Q4_K_M, Q5_K_M, Q6_K or Q8_0"  # files whose blocks the native kernels multiply by
 _SHOWN = 5  # tensors in a message
 
 
@@ -72,25 +68,15 @@ class GgufWeights:
         return FLOATS[sizes.most_common(1)[0][0]]
 
     def check_kinds(self) -> None:
-        """See `StoredWeights.check_kinds`. Logs the kinds that kernels can't multiply by."""
+        """See `StoredWeights.check_kinds`."""
         kinds = {name: self.file.tensors[name].kind for name in self.names()}
         wrong = sorted(f"{name} is {kind}" for name, kind in kinds.items() if not _is_readable(kind))
         if wrong:
             more = f", and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
             raise ModelError(
                 f"{self.place} has tensors of kinds that can't be decoded ({', '.join(wrong[:_SHOWN])}{more})",
-                f"use a file with floating-point weights or one of: {', '.join(sorted(BLOCKS))}.",
+                f"use a file of the model in {GOOD}, or with floating-point weights.",
             )
-        decoded = [name for name, kind in kinds.items() if kind not in BLOCKS | FLOATS.keys()]
-        if decoded:
-            size = sum(self.file.tensors[name].size for name in decoded)
-            grown = sum(2 * math.prod(self.shape(name)) for name in decoded)
-            logger.warning(
-                "%s: %d tensors are stored in %s, which the kernels can't multiply by. They are decoded, which takes"
-                " %.1f MiB in bfloat16 instead of %.1f MiB.",
-                self.place.name, len(decoded), ", ".join(sorted({kinds[name] for name in decoded})),
-                grown / 2**20, size / 2**20,
-            )  # fmt: skip
 
     def read(self, name: str) -> Tensor | QuantizedBlocks:
         """See `WeightSource.read`. Blocks are mapped; the mapping ends with the tensor."""

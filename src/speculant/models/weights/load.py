@@ -16,7 +16,16 @@ from speculant import plugins
 from speculant.errors import ConfigError, suggest
 from speculant.files import Stamp, read_json
 from speculant.gguf_file import GgufFile, model_name
-from speculant.models.backends.base import AUTO, Backend, Packing, Store, StoresWeights, choose_backend, packing_of
+from speculant.models.backends.base import (
+    AUTO,
+    Backend,
+    Packing,
+    Store,
+    StoresWeights,
+    choose_backend,
+    decoded_kinds,
+    packing_of,
+)
 from speculant.models.base import CausalLM, check_needs
 from speculant.models.description import DecoderConfig
 from speculant.models.generation import read_end_tokens, read_generation, read_sampling
@@ -26,7 +35,7 @@ from speculant.models.source import resolve_source
 from speculant.models.vocabulary import DraftVocabulary
 from speculant.models.weights.formats import check_unquantised, unknown_family
 from speculant.models.weights.gguf import GgufWeights
-from speculant.models.weights.source import CheckedWeights, Mapped, ShortHead, StoredWeights, WeightSource
+from speculant.models.weights.source import CheckedWeights, Mapped, ShortHead, StoredWeights, WeightSource, listed_kinds
 from speculant.models.weights.tensors import TensorFiles, check_layers, check_tensors
 from speculant.params import SamplingParams
 
@@ -102,6 +111,7 @@ def load_model(
     ends, sampling = read_end_tokens(generation, config, decoder.vocab_size), read_sampling(generation, folder)
     chosen, named = files.dtype(dtype), files.weights
     backend, description = choose_backend(kernels, quantization, decoder, chosen, place, weight_packing, named)
+    _warn_of_decoding(folder, backend, named)
     weights = CheckedWeights(named, named.names())
     decoder, own = _fitted(decoder, weights, head_tokens, vocabulary)
     facts = [str(chosen), str(quantization), str(decoder), *([str(vocabulary)] if vocabulary else [])]
@@ -275,6 +285,17 @@ def _warn_of_dynamic_rope(config: DecoderConfig) -> None:
             " cache would keep those of a shorter one.",
             config.max_positions,
         )
+
+
+def _warn_of_decoding(place: Path, backend: Backend, weights: WeightSource) -> None:
+    """Warn of blocks that the kernels can't multiply by."""
+    decoded = decoded_kinds(backend, weights)
+    if decoded:
+        logger.warning(
+            "%s: the %s kernels decode some blocks, because they can't multiply by them: %s. Decoded weights take more"
+            " memory and time; `speculant doctor` with this model shows how much.",
+            place.name, backend.name, listed_kinds(decoded),
+        )  # fmt: skip
 
 
 def _name(source: str, role: str, folder: Path) -> str:

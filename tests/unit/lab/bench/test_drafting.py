@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import numpy as np
 import pytest
 
 from speculant import plugins
@@ -9,7 +12,9 @@ from speculant.config import EngineConfig
 from speculant.drafting.base import Method
 from speculant.drafting.methods import LOOKUPS, PREDICTION
 from speculant.errors import ConfigError
-from speculant.lab.bench.drafting import require_lengths
+from speculant.lab.bench.drafting import require_lengths, stored_parameters
+from tests.gguf_models import convert
+from tests.models import write_checkpoint
 
 DRAFTING = "speculant.drafting"
 FACTS: dict[str, Method] = {name: plugins.load(DRAFTING, name).METHOD for name in plugins.names(DRAFTING)}
@@ -33,3 +38,10 @@ def test_methods_that_always_draft_are_measured(method: str) -> None:
 
 def test_lookups_announce_that_their_drafts_vary() -> None:
     assert {"ngram", "fallback", PREDICTION, *LOOKUPS} <= {name for name, facts in FACTS.items() if facts.varies}
+
+
+def test_parameters_of_a_gguf_file_are_counted(tmp_path: Path) -> None:
+    """The factors of rotary positions are no weights."""
+    folder = write_checkpoint(tmp_path / "model")
+    file = convert(folder, tmp_path / "model.gguf", extra={"rope_freqs.weight": np.ones(4, np.float32)})
+    assert stored_parameters(str(file), "draft_model") == stored_parameters(folder, "draft_model") > 10_000

@@ -51,6 +51,14 @@ def config_of(out: Path, target: str, **changes: Any) -> BoostedConfig:
     return BoostedConfig(out, target, **{"boosted": 2, "steps": 2, "seq": SEQ, "batch": 2, **changes})
 
 
+def test_drafts_name_their_target_without_its_path(tmp_path: Path) -> None:
+    file = tmp_path / "target.gguf"
+    file.write_bytes(b"GGUF")
+    config = config_of(tmp_path / "drafts", str(file))
+    assert config.target_name == "target"
+    assert "--target target.gguf " in config.command()
+
+
 def test_only_missed_tokens_are_learned(texts: Texts, target: Decoder, near: Decoder) -> None:
     """Only rows at which the first draft has another likeliest token count in the loss."""
     windows = texts.batch(0, 8)

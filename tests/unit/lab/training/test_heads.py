@@ -270,6 +270,15 @@ def test_a_run_makes_a_head_that_drafts(kind: str, tmp_path: Path, target_folder
     assert sum(each.metrics.speculative_decoding.num_draft_tokens for each in drafted) > 0
 
 
+def test_a_head_names_its_target_without_suffix_and_part(tmp_path: Path) -> None:
+    """The command names the file."""
+    file = tmp_path / "target-00001-of-00002.gguf"
+    file.write_bytes(b"GGUF")
+    config = HeadTrainingConfig(tmp_path / "head", str(file), "eagle", steps=1)
+    assert config.target_name == "target"
+    assert "--target target-00001-of-00002.gguf " in config.command() + " "
+
+
 def test_a_head_is_trained_for_a_gguf_file(tmp_path: Path, target_folder: str, corpus_folder: Path) -> None:
     """The rotary factors of a file are written unchanged."""
     factors = {"rope_freqs.weight": np.linspace(1, 4, 4, dtype=np.float32)}

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from speculant.errors import ConfigError
+from speculant.gguf_file import name_of
 from speculant.lab.training.config import TrainingConfig, TrainingSchedule
 
 MOST_DRAFTS = 8
@@ -81,8 +82,8 @@ class BoostedConfig:
 
     @property
     def target_name(self) -> str:
-        """The target's id, or the name of its folder."""
-        return _short(self.target)
+        """The target's id, or the name of its folder or file; see `name_of`."""
+        return name_of(self.target)
 
     def command(self) -> str:
         """Return the command line that starts this run, with the last part of each path."""
@@ -98,5 +99,5 @@ class BoostedConfig:
 def _short(value: object) -> str:
     if isinstance(value, float):
         return f"{value:g}"
-    is_path = isinstance(value, Path) or (isinstance(value, str) and Path(value).is_dir())
+    is_path = isinstance(value, Path) or (isinstance(value, str) and Path(value).exists())
     return Path(str(value)).resolve().name if is_path else str(value)

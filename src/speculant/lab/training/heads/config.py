@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from speculant.errors import ConfigError, suggest
+from speculant.gguf_file import name_of
 from speculant.lab.training.config import TrainingSchedule
 from speculant.lab.training.heads import kinds
 
@@ -69,8 +70,8 @@ class HeadTrainingConfig:
 
     @property
     def target_name(self) -> str:
-        """The target's id, or the name of its folder or file."""
-        return Path(self.target).resolve().name if Path(self.target).exists() else self.target
+        """The target's id, or the name of its folder or file; see `name_of`."""
+        return name_of(self.target)
 
     @property
     def schedule(self) -> TrainingSchedule:
@@ -84,7 +85,9 @@ class HeadTrainingConfig:
 
     def command(self) -> str:
         """Return the command line that starts this run, with the last part of each path."""
-        words, short = ["speculant train head"], {"out": self.out.name, "target": self.target_name}
+        place = Path(self.target)
+        target = place.resolve().name if place.exists() else self.target
+        words, short = ["speculant train head"], {"out": self.out.name, "target": target}
         for field in fields(self):
             value = getattr(self, field.name)
             if value != field.default:
