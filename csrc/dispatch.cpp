@@ -41,9 +41,20 @@ static const struct {
 };
 static const int NUM_SETS = sizeof SETS / sizeof SETS[0];
 
+static int64_t fastest_streams() {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  return __builtin_cpu_is("amd") ? 1 : 8;
+#else
+  return 8;
+#endif
+}
+
 extern "C" {
 
-int sp_version(void) { return 15; }
+int64_t sp_group_streams = fastest_streams();
+
+int sp_version(void) { return 16; }
 
 const char *sp_name(int set) { return 0 <= set && set < NUM_SETS ? SETS[set].name : nullptr; }
 

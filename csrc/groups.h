@@ -101,7 +101,7 @@ struct GroupLayout {
   int64_t high, scales, bytes;  // offset of the fifth and sixth bits, and of the scales; size of the panel
 
   GroupLayout(int type, int64_t k)
-      : form(form_of(type)), groups(groups_of(k)), steps(groups * form.steps()), high(whole_lines(steps.size())),
+      : form(form_of(type)), groups(groups_of(k)), steps(groups * form.steps(), STEP, STREAMS, sp_group_streams), high(whole_lines(steps.size())),
         scales(high + whole_lines(groups * form.high_steps() * STEP)), bytes(scales + whole_lines(scale_bytes(form.scales, groups))) {}
 
   // Prefetch the first bytes of each stream and part. Steps prefetch only those that follow in their stream.

@@ -47,8 +47,9 @@ struct Steps {
   int64_t ahead;                 // bytes to prefetch ahead
   int64_t bytes;                 // of a step
 
-  explicit Steps(int64_t n, int64_t step = STEP, int64_t most = STREAMS) : count(n), round(most), bytes(step) {
-    streams = n * step < LEAST_STREAMED ? 1 : most;
+  // most: streams of a large panel, and steps of a round. wanted: streams of a large panel instead; 0 = `most`.
+  explicit Steps(int64_t n, int64_t step = STEP, int64_t most = STREAMS, int64_t wanted = 0) : count(n), round(most), bytes(step) {
+    streams = n * step < LEAST_STREAMED ? 1 : wanted ? wanted : most;
     stride = streams == 1 ? step : (whole_lines((n + most - 1) / most * step) / LINE | 1) * LINE;
     advance = most / streams * step, ahead = AHEAD / streams;
   }

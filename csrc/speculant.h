@@ -118,6 +118,9 @@ typedef struct {
 } SpDraft;
 
 int sp_version(void);
+/* Streams in which large panels of integers are packed and read: 1 on processors of AMD, else 8, whichever is faster there. It belongs to
+ * the layout of packed weights, like the set. Only tests change it. */
+extern int64_t sp_group_streams;
 /* Instruction sets are numbered from 0, the best first; NULL after the last. The functions below take such a number:
  * weights are packed for one set and only that set can read them. */
 const char *sp_name(int set);

@@ -5,6 +5,7 @@ The truth is the `gguf` package's decoding and a product in float64. Rows of x a
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Iterator
 
@@ -296,6 +297,20 @@ def test_a_nan_of_x_stays_in_its_row(kernels: Kernels, kind: str, value: float) 
         assert not bool(dirty[4].isfinite().any()), "an overflow must not vanish"
     elif value != 3e38:
         assert bool(dirty[4].isfinite().all())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_streams_change_no_bit(kernels: Kernels, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks, x = blocks_of(kind, (50, 128)), random(9, inputs_of(kind, 128))
+    streams, found, layouts = ctypes.c_int64.in_dll(kernels.library, "sp_group_streams"), [], []
+    for number in (1, 8):
+        monkeypatch.setattr(streams, "value", number)
+        packed = pack(kernels, kind, blocks)
+        layouts.append(packed.memory)
+        found.append((run(kernels, packed, x), look_up(kernels, packed)))
+    assert same(found[0][0], found[1][0])
+    assert same(found[0][1], found[1][1])
+    assert len(layouts[0]) != len(layouts[1]) or not torch.equal(*layouts)
 
 
 def test_scales_whose_product_overflows_give_finite_results(kernels: Kernels) -> None:

@@ -27,7 +27,7 @@ from speculant.kernels.base import Edits, SamplingSettings
 from speculant.kernels.memory import Scratch, aligned
 from speculant.kernels.reference_sampler import REFERENCE, own_scores
 
-VERSION = 15
+VERSION = 16
 MOST_DIM, MOST_GROUP = 256, 32  # of a head; query heads per key head, which bound the scratch memory of a thread
 INDEX_BYTES = 32  # a panel, in the index of a matrix in 12 bits
 _REINSTALL = "install the package again, and unset SPECULANT_LIBRARY if it is set."
@@ -184,6 +184,11 @@ class Kernels:
     index: int
     threads: int
     scratch: Scratch = field(default_factory=Scratch, compare=False)
+
+    @property
+    def layout(self) -> str:
+        """The layout of packed weights: only kernels with the same one can read them."""
+        return f"{self.isa}, {c_int64.in_dll(self.library, 'sp_group_streams').value} streams of integers"
 
     def pack(self, type_: Type, weight: Tensor, second: Tensor | None = None) -> Weight:
         """Pack the rows of a matrix; with a second one of the same shape, interleaved by panels. See `pack_panels`."""

@@ -97,7 +97,7 @@ class WeightStore:
     made: dict[str, Weight] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        own = [f"format {FORMAT}", f"user {os.geteuid()}", __version__, _library_digest(), self.cache.kernels.isa]
+        own = [f"format {FORMAT}", f"user {os.geteuid()}", __version__, _library_digest(), self.cache.kernels.layout]
         self.facts = [*own, *self.facts]
         self.mapped = self.cache.find(self.facts) or {}
 
