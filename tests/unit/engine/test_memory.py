@@ -111,8 +111,9 @@ def test_kv_memory_without_room_for_scratch_memory_is_logged(
 ) -> None:
     monkeypatch.setattr(memory_module, "free_memory", lambda device: 5 * 2**20)
     CacheMemory.of(EngineConfig(model="m", kv_memory="2MiB"), LIMITS, TARGET, scratch=scratch)
-    assert len([record for record in caplog.records if record.levelname == "WARNING"]) == said
-    assert all("lower kv_memory" in record.getMessage() for record in caplog.records)
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == said
+    assert all("lower kv_memory" in warning for warning in warnings)
 
 
 @pytest.mark.parametrize("kernels", ["native", "reference"])
