@@ -197,7 +197,7 @@ def loud_rows() -> Tensor:
 
 
 def loud_error(kernels: Kernels, packed: Weight) -> float:
-    """Return the error of a product of loud rows, relative to what the other numbers contribute."""
+    """Return the error of a product of rows with a loud number, relative to the product without that number."""
     x, weight = loud_rows(), look_up(kernels, packed).double()
     others = x.double()
     others[:, 777] = 0
@@ -207,7 +207,7 @@ def loud_error(kernels: Kernels, packed: Weight) -> float:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_loud_number_spoils_its_group_alone(kernels: Kernels, kind: str) -> None:
-    """Rounded by the largest number of the whole row, the others' contribution has an error of 0.23."""
+    """With one scale for the whole row, the error would be 0.23."""
     weights = random(96, 2048, seed=1).numpy()
     assert 0.02 < loud_error(kernels, pack(kernels, kind, encode(kind, weights))) < 0.035
 

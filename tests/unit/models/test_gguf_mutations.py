@@ -6,6 +6,7 @@ import functools
 import random
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from speculant import plugins
 from speculant.errors import ModelError
 from speculant.gguf_file import GgufFile
 from speculant.models.weights.load import load_model
+from speculant.text.tokenizer import Tokenizer
 from tests.gguf_models import convert
 from tests.models import Shape, write_checkpoint
 from tests.unit.models.families import Session
@@ -75,9 +77,11 @@ def mutated(content: bytes, header: int, generator: random.Random) -> bytes:
 
 
 def check(content: bytes, path: Path) -> bool:
-    """Load a file, and run the model if there is one. Returns whether there is."""
+    """Load a file's model and tokenizer, and run the model if there is one. Returns whether there is."""
     path.write_bytes(content)
     started = time.process_time()
+    with suppress(ModelError):
+        Tokenizer.load(path)
     try:
         model = load_model(str(path)).model
     except ModelError:
@@ -87,6 +91,31 @@ def check(content: bytes, path: Path) -> bool:
     tokens = [token % model.vocab_size for token in (1, 5, 2)]
     assert Session(model, max_len=4).extend(tokens).dtype.is_floating_point
     return True
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """The parts of a split file."""
+    root = tmp_path_factory.mktemp("parts")
+    source = write_checkpoint(root / "source", Shape(layers=1))
+    first = convert(Path(source), root / "model.gguf", "Q8_0", parts=3)
+    return list(GgufFile.open(first).parts)
+
+
+def run_parts(parts: list[Path], folder: Path, count: int, seed: int) -> None:
+    """Damage one part of a split file at a time."""
+    torch.set_num_threads(1)
+    contents = [part.read_bytes() for part in parts]
+    sizes = [min(512, len(content)) for content in contents]
+    found = []
+    for index in range(count):
+        generator = random.Random(seed * 1_000_003 + index)
+        for part, content in zip(parts, contents, strict=True):
+            (folder / part.name).write_bytes(content)
+        damaged = generator.randrange(len(parts))
+        content = mutated(contents[damaged], sizes[damaged], generator)
+        found.append(check(content, folder / parts[damaged].name))
+    assert 0.02 < sum(found) / count < 0.9, "both outcomes are tested"
 
 
 def run(originals: list[tuple[bytes, int]], path: Path, count: int, seed: int) -> None:
@@ -105,6 +134,15 @@ def test_originals_are_models(originals: list[tuple[bytes, int]], tmp_path: Path
 
 def test_damaged_files_give_models_or_errors(originals: list[tuple[bytes, int]], tmp_path: Path) -> None:
     run(originals, tmp_path / "model.gguf", 300, seed=0)
+
+
+def test_a_damaged_part_gives_a_model_or_an_error(parts: list[Path], tmp_path: Path) -> None:
+    run_parts(parts, tmp_path, 60, seed=0)
+
+
+@pytest.mark.slow
+def test_many_damaged_parts_give_models_or_errors(parts: list[Path], tmp_path: Path) -> None:
+    run_parts(parts, tmp_path, 1000, seed=1)
 
 
 @pytest.mark.slow
