@@ -11,7 +11,6 @@ from typing import Any
 
 from speculant.errors import ModelError
 from speculant.models.description import (
-    SAME_NAMES,
     Attention,
     DecoderConfig,
     Embedding,
@@ -20,8 +19,8 @@ from speculant.models.description import (
     Mlp,
     Norm,
     Rope,
-    TensorMap,
 )
+from speculant.models.tensor_map import SAME_NAMES, TensorMap
 
 MOST = 2**31 - 1  # sizes are int32 in kernels and files
 MOST_HEAD_DIM = 2**16

@@ -150,8 +150,7 @@ class CheckpointFiles:
     @property
     def weights(self) -> Mapped:
         """The tensors by the model's names."""
-        names = tensor_shapes(self.decoder)
-        return Mapped(self.tensors, {name: self.decoder.tensors.expression(name) for name in names})
+        return Mapped(self.tensors, tensor_shapes(self.decoder), self.decoder.tensors)
 
     def dtype(self, wanted: str) -> torch.dtype:
         """Return the model's type; "auto" = that of the files, but bfloat16 for blocks and float32 for float16."""

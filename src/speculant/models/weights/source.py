@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from speculant.errors import ModelError
 from speculant.files import Stamp
-from speculant.models.description import Expression
 from speculant.models.sizes import HEAD
+from speculant.models.tensor_map import Plus, TensorMap, Transposed
 
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # by kind
 DECODED_AT_ONCE = 2**22  # weights
@@ -206,40 +206,37 @@ class ModuleWeights:
 
 @dataclass(frozen=True)
 class Mapped:
-    """A source whose tensors have the model's names. stored: how each is made from a tensor of the source."""
+    """A source whose tensors have the model's names. config: the shape of each; its map says how it is made."""
 
     source: WeightSource
-    stored: Mapping[str, Expression]
+    shapes: Mapping[str, tuple[int, ...]]
+    tensors: TensorMap
 
     def names(self) -> Collection[str]:
         """See `WeightSource.names`."""
-        return self.stored.keys()
+        return self.shapes.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
         """See `WeightSource.shape`."""
-        return self.source.shape(self._name(name))
+        return self.shapes[name]
 
     def kind(self, name: str) -> str:
         """See `WeightSource.kind`."""
-        return self.source.kind(self._name(name))
+        kind, made = self.source.kind(self.tensors.stored(name)), self.tensors.expression(name)
+        return "F32" if isinstance(made, Transposed) and kind not in FLOATS else kind
 
     def read(self, name: str) -> Tensor | QuantizedBlocks:
         """See `WeightSource.read`."""
-        made = self.stored[name]
+        made = self.tensors.expression(name)
         if isinstance(made, str):
             return self.source.read(made)
-        stored = self.source.read(made.name)
-        return take_rows(stored, unpaired(stored.shape[0], made.heads))
-
-    def _name(self, name: str) -> str:
-        """Return the source's name of a tensor."""
-        made = self.stored[name]
-        return made if isinstance(made, str) else made.name
-
-
-def unpaired(rows: int, heads: int) -> Tensor:
-    """Return the index of the stored row for each row of the model; see `Unpaired`."""
-    return torch.arange(rows).view(heads, -1, 2).mT.reshape(-1)
+        if isinstance(made, Plus):
+            stored = read_plain(self.source, made.name)
+            return stored.float() + made.number
+        if isinstance(made, Transposed):
+            turned = read_plain(self.source, made.name).T
+            return take_rows(turned, made.part.rows(self.shapes[name][0])) if made.part else turned.contiguous()
+        return take_rows(self.source.read(made.name), made.rows(self.shapes[name][0]))
 
 
 @dataclass(frozen=True)

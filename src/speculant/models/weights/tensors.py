@@ -129,7 +129,8 @@ def check_layers(found: TensorFiles, config: Mapping[str, Any]) -> None:
 def check_tensors(found: StoredWeights, config: DecoderConfig) -> None:
     """Compare the files with the model that is described. Raises ModelError on any difference."""
     shapes = {name: found.shape(name) for name in found.names()}
-    wanted = {config.tensors.stored(name): shape for name, shape in tensor_shapes(config).items()}
+    names = config.tensors
+    wanted = {names.stored(name): names.stored_shape(name, shape) for name, shape in tensor_shapes(config).items()}
     head, table = config.tensors.stored(HEAD), config.tensors.stored(TABLE)
     if config.head.tied and head in shapes:
         _check_tied_head(found, head, table)
