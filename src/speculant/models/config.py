@@ -14,6 +14,7 @@ from speculant.models.description import (
     Attention,
     DecoderConfig,
     Embedding,
+    Experts,
     Head,
     Layer,
     Mlp,
@@ -24,6 +25,7 @@ from speculant.models.tensor_map import SAME_NAMES, TensorMap
 
 MOST = 2**31 - 1  # sizes are int32 in kernels and files
 MOST_HEAD_DIM = 2**16
+MOST_EXPERTS = 2**12  # of a layer; each has tensors of its own
 MOST_THETA, MOST_FACTOR = 1e30, 1e6  # far above those of any checkpoint, and finite in float32
 MOST_SHOWN = 300  # characters of a value in an error message
 
@@ -47,12 +49,26 @@ def read_norm(hf: Mapping[str, Any]) -> Norm:
 
 def read_mlp(hf: Mapping[str, Any], bias: bool = False) -> Mlp:
     """Read the feed-forward block. Raises ModelError for another activation than SiLU."""
+    _check_activation(hf)
+    return Mlp(count(hf, "intermediate_size"), bias)
+
+
+def read_experts(hf: Mapping[str, Any], size: str = "intermediate_size", **own: Any) -> Experts:
+    """Read a layer's experts; `size` is the entry for the width of one, and `own` has the other fields.
+
+    Raises ModelError for another activation than SiLU.
+    """
+    _check_activation(hf)
+    named = "num_experts" if hf.get("num_experts") is not None else "num_local_experts"
+    return Experts(count(hf, named, None, MOST_EXPERTS), count(hf, "num_experts_per_tok"), count(hf, size), **own)
+
+
+def _check_activation(hf: Mapping[str, Any]) -> None:
     if hf.get("hidden_act") not in (None, "silu", "swish"):
         raise ModelError(
             f"config.json asks for hidden_act={show(hf['hidden_act'])}; only 'silu' is implemented",
             "use a checkpoint of one of the supported families.",
         )
-    return Mlp(count(hf, "intermediate_size"), bias)
 
 
 def read_attention(hf: Mapping[str, Any], **own: Any) -> Attention:
@@ -210,6 +226,23 @@ def flag(hf: Mapping[str, Any], key: str) -> bool:
     if value is not None and not isinstance(value, bool):
         raise _wrong(key, value, "true or false")
     return bool(value)
+
+
+def numbers(hf: Mapping[str, Any], key: str) -> list[int]:
+    """Return a list of whole numbers; an absent or null entry is empty."""
+    value = hf.get(key)
+    if value is not None and not (isinstance(value, list) and all(map(is_whole, value))):
+        raise _wrong(key, value, "a list of whole numbers")
+    return value or []
+
+
+def check_absent(hf: Mapping[str, Any], key: str) -> None:
+    """Raise ModelError for an entry that is not null: its arithmetic is not implemented."""
+    if hf.get(key) is not None:
+        raise ModelError(
+            f"config.json has {key} = {show(hf[key])}, which is not implemented",
+            "use a checkpoint of one of the supported families without this entry.",
+        )
 
 
 def window(hf: Mapping[str, Any]) -> int | None:

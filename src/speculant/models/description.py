@@ -150,6 +150,40 @@ class Mlp:
 
 
 @dataclass(frozen=True)
+class Clamped:
+    """The gated activation (up + 1) * gate * sigmoid(gain * gate), of gate <= limit and |up| <= limit."""
+
+    gain: float
+    limit: float
+
+
+@dataclass(frozen=True)
+class Experts:
+    """`count` feed-forward blocks, of which each row uses `used`. A router selects them and weights their results.
+
+    The router is a matrix. A softmax over all experts, in float32, turns its results into probs. A row uses the experts
+    with the largest probs, among equals those of the lowest indices, and the probs are their weights.
+    renormalise: weights are divided by their sum. size: the width of one expert. bias: of all matrices, the router's
+    too. clamped: the activation instead of activation(gate) * up; None = it is not replaced.
+    """
+
+    count: int
+    used: int
+    size: int
+    renormalise: bool = True
+    activation: str = "silu"
+    bias: bool = False
+    clamped: Clamped | None = None
+
+    def __post_init__(self) -> None:
+        if self.used > self.count:
+            raise ModelError(
+                f"config.json lets each token use {self.used} experts, and the model has {self.count}",
+                "check num_experts and num_experts_per_tok in config.json.",
+            )
+
+
+@dataclass(frozen=True)
 class Layer:
     """Attention, then the feed-forward block, each added to the residual stream.
 
@@ -158,7 +192,7 @@ class Layer:
     """
 
     attention: Attention
-    mlp: Mlp
+    mlp: Mlp | Experts
     before_attention: Norm | None
     before_mlp: Norm | None
     after_attention: Norm | None = None

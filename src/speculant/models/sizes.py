@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 
-from speculant.models.description import Attention, DecoderConfig, Layer, Mlp
+from speculant.models.description import Attention, DecoderConfig, Experts, Layer, Mlp
 
 TABLE, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 LAYER = "model.layers.{}."  # begins the names of a layer's tensors

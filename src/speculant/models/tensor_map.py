@@ -76,8 +76,25 @@ class Plus:
         return shape
 
 
+@dataclass(frozen=True)
+class Stacked:
+    """One of the `count` tensors that a stored tensor consists of, one for each index of its first dimension.
+
+    part: the operation on this one, whose own name is not used; None = it is taken as it is. index: which one it is.
+    """
+
+    name: str
+    count: int
+    part: Rows | Transposed | None = None
+    index: int = 0
+
+    def stored_shape(self, shape: Shape) -> Shape:
+        """Return the stored tensor's shape, from the model tensor's."""
+        return (self.count, *(self.part.stored_shape(shape) if self.part else shape))
+
+
 # How a model's tensor is made: the name of a stored tensor, which is taken as it is, or an operation on one.
-Operation = Unpaired | Rows | Transposed | Plus
+Operation = Unpaired | Rows | Transposed | Plus | Stacked
 Expression = str | Operation
 
 
@@ -103,7 +120,8 @@ class TensorMap:
         made = self._made.get(name) or self._made.get(_NUMBER.sub("{}", name), name)
         if isinstance(made, str):
             return self.prefix + made.format(*numbers)
-        return replace(made, name=self.prefix + made.name.format(*numbers))
+        named = replace(made, name=self.prefix + made.name.format(*numbers))
+        return replace(named, index=int(numbers[-1])) if isinstance(named, Stacked) else named
 
     def stored(self, name: str) -> str:
         """Return the files' name of a tensor."""

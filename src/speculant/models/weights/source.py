@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from speculant.errors import ModelError
 from speculant.files import Stamp
 from speculant.models.sizes import HEAD
-from speculant.models.tensor_map import Plus, TensorMap, Transposed
+from speculant.models.tensor_map import Plus, Rows, Stacked, TensorMap, Transposed, Unpaired
 
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # by kind
 DECODED_AT_ONCE = 2**22  # weights
@@ -27,8 +27,8 @@ _KINDS = {dtype: kind for kind, dtype in FLOATS.items()}
 class QuantizedBlocks:
     """A matrix that is stored as blocks of small integers with scales, as GGUF and GPTQ files have them.
 
-    shape is the matrix's, [n, k]. `blocks` holds the bytes of each row [n, bytes] in the order that `layout` names,
-    such as "q4_0". They may be mapped from a file.
+    shape is the matrix's, [n, k], or that of stacked matrices [m, n, k]. `blocks` holds the bytes of each row [n, bytes]
+    or [m n, bytes] in the order that `layout` names, such as "q4_0". They may be mapped from a file.
     """
 
     layout: str
@@ -151,6 +151,14 @@ def _take(tensor: Tensor, rows: Sequence[int] | Tensor) -> Tensor:
     return taken.view(tensor.dtype).view(-1, *tensor.shape[1:])
 
 
+def take_stacked(stored: Tensor | QuantizedBlocks, index: int) -> Tensor | QuantizedBlocks:
+    """Return one of stacked tensors; blocks stay blocks."""
+    if not isinstance(stored, QuantizedBlocks):
+        return stored[index]
+    count, *shape = stored.shape
+    return replace(stored, shape=tuple(shape), blocks=stored.blocks.view(count, shape[0], -1)[index])
+
+
 def kind_of(tensor: Tensor) -> str:
     """Return the kind of a tensor of floating-point numbers; see `WeightSource.kind`."""
     return _KINDS[tensor.dtype]
@@ -223,7 +231,8 @@ class Mapped:
     def kind(self, name: str) -> str:
         """See `WeightSource.kind`."""
         kind, made = self.source.kind(self.tensors.stored(name)), self.tensors.expression(name)
-        return "F32" if isinstance(made, Transposed) and kind not in FLOATS else kind
+        turned = made.part if isinstance(made, Stacked) else made
+        return "F32" if isinstance(turned, Transposed) and kind not in FLOATS else kind
 
     def read(self, name: str) -> Tensor | QuantizedBlocks:
         """See `WeightSource.read`."""
@@ -233,10 +242,18 @@ class Mapped:
         if isinstance(made, Plus):
             stored = read_plain(self.source, made.name)
             return stored.float() + made.number
-        if isinstance(made, Transposed):
-            turned = read_plain(self.source, made.name).T
-            return take_rows(turned, made.part.rows(self.shapes[name][0])) if made.part else turned.contiguous()
-        return take_rows(self.source.read(made.name), made.rows(self.shapes[name][0]))
+        if isinstance(made, Stacked):
+            one = take_stacked(self.source.read(made.name), made.index)
+            return one if made.part is None else _part(one, made.part, self.shapes[name][0])
+        return _part(self.source.read(made.name), made, self.shapes[name][0])
+
+
+def _part(stored: Tensor | QuantizedBlocks, made: Rows | Transposed | Unpaired, count: int) -> Tensor | QuantizedBlocks:
+    """Return the `count` rows of a model's tensor that are made from a stored one."""
+    if not isinstance(made, Transposed):
+        return take_rows(stored, made.rows(count))
+    turned = (decode(stored, torch.float32) if isinstance(stored, QuantizedBlocks) else stored).T
+    return take_rows(turned, made.part.rows(count)) if made.part else turned.contiguous()
 
 
 @dataclass(frozen=True)
