@@ -34,26 +34,32 @@ enum SpCode {
   SP_ATTEND = 4,   /* out[T, heads dim] = attention of the queries in `in` (= qkv) over each row's own keys */
   SP_COPY = 5,     /* out[T, n] = in[T, n] */
   SP_GATE = 6,     /* out[T, n] = silu(in[T, n]) * out[T, n], with the bits of SP_SILU */
+  SP_ROUTE = 7,    /* in[T, n] = the router's results; select `used` of n experts for each row. The next operations use the selection: */
+  SP_EXPERTS = 8,  /* out[pairs, n] = in weight^T + bias, by the matrix of each pair's expert; see csrc/experts.h */
+  SP_COMBINE = 9,  /* out[T, n] (+)= the weighted sum of each row's pairs, in[pairs, n] */
 };
 
 enum SpFlag {
   SP_ADD = 1,      /* SP_LINEAR: add to out (a residual) */
   SP_SILU = 2,     /* SP_LINEAR: weight has gate and up, interleaved by panels; out[T, n] = silu(gate) * up, each with its bias */
+  SP_GATHER = 16,  /* SP_EXPERTS: `in` has a row for each row of the pass, not for each pair */
+  SP_RENORMALISE = 32, /* SP_ROUTE: weights are a softmax of the results of the selected experts, not of all */
 };
 
 typedef struct {
   int32_t code, type;        /* SpCode; SpType of the weight, or of the cache */
   int32_t flags, layer;
   int64_t n, k;
-  const void *weight;        /* packed by sp_pack */
+  const void *weight;        /* packed by sp_pack; SP_EXPERTS: the addresses of the matrices, by expert */
   const float *scale;        /* SP_NORM: n; SP_ROTATE: the queries' norm, dim, or NULL */
-  const float *bias;         /* SP_LINEAR: n (SP_SILU: [2, n], gate and up); SP_ROTATE: the keys' norm, dim; or NULL */
+  const float *bias;         /* SP_LINEAR: n (SP_SILU: [2, n], gate and up); SP_EXPERTS: the same for each expert; SP_ROTATE: the keys' norm, dim; or NULL */
   const float *in;
   float *out;
   float *copy;               /* SP_NORM: [T, n], the rows of `in` are copied to it; or NULL */
   int32_t heads, kv_heads, dim, window; /* window 0 = none */
   float eps, factor;         /* of norms; of attention scores */
   int64_t stride;            /* SP_LINEAR: numbers from a row of `out` to the next; 0 = n */
+  int64_t used;              /* SP_ROUTE, SP_EXPERTS, SP_COMBINE: experts of each row */
 } SpOp;
 
 /* One sequence of a pass: rows first .. first + rows - 1, after `start` positions in its cache. The first `chain` rows are
