@@ -9,6 +9,7 @@ from speculant.models.config import (
     FULL,
     SLIDING,
     THETAS,
+    check_unset,
     count,
     flag,
     layers_of,
@@ -40,6 +41,7 @@ DEFAULTS = {
 def read_config(hf: Mapping[str, Any]) -> DecoderConfig:
     """Read a Gemma 3 config.json."""
     hf = DEFAULTS | hf
+    check_unset(hf, "use_bidirectional_attention")
     norm, bias = read_norm(hf, offset=1.0), flag(hf, "attention_bias")
     mlp, every = read_mlp(hf, key="hidden_activation"), count(hf, "sliding_window_pattern", 6)
     ropes = {
