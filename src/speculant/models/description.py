@@ -121,6 +121,11 @@ class Attention:
         return self.head_dim**-0.5 if self.scale is None else self.scale
 
     @property
+    def normed_sizes(self) -> tuple[int, int]:
+        """The widths that the norms of queries and of keys have."""
+        return (self.query_size, self.key_size) if self.norm_all_heads else (self.head_dim, self.head_dim)
+
+    @property
     def groups(self) -> int:
         """Query heads per key head."""
         return self.heads // self.kv_heads
@@ -161,10 +166,10 @@ class Clamped:
 class Experts:
     """`count` feed-forward blocks, of which each row uses `used`. A router selects them and weights their results.
 
-    The router is a matrix. A softmax over all experts, in float32, turns its results into probs. A row uses the experts
-    with the largest probs, among equals those of the lowest indices, and the probs are their weights.
-    renormalise: weights are divided by their sum. size: the width of one expert. bias: of all matrices, the router's
-    too. clamped: the activation instead of activation(gate) * up; None = it is not replaced.
+    The router is a matrix, whose results are the experts' scores. A row uses the experts with the largest scores, among
+    equals those of the lowest indices. Weights are a softmax of the scores, in float32: over all experts, or with
+    `renormalise` over the used ones. size: the width of one expert. bias: of all matrices, the router's too. clamped:
+    the gated activation that replaces activation(gate) * up; None = none does.
     """
 
     count: int

@@ -5,27 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from speculant.models.config import count, read_attention, read_decoder, read_experts, read_norm, window
+from speculant.models.config import count_layers, read_attention, read_decoder, read_experts, read_norm, window
 from speculant.models.description import DecoderConfig, Layer
-from speculant.models.tensor_map import TensorMap
+from speculant.models.sizes import LAYER
+from speculant.models.tensor_map import map_modules
 
-_STORED = {
-    "router": "gate",
-    "experts.{}.gate_proj": "experts.{}.w1",
-    "experts.{}.up_proj": "experts.{}.w3",
-    "experts.{}.down_proj": "experts.{}.w2",
-}
-_TENSORS = TensorMap(
-    tuple(
-        (f"model.layers.{{}}.mlp.{own}.weight", f"model.layers.{{}}.block_sparse_moe.{stored}.weight")
-        for own, stored in _STORED.items()
-    )
-)
+TENSORS = map_modules(LAYER, LAYER, {
+    "mlp.router": "block_sparse_moe.gate",
+    "mlp.experts.{}.gate_proj": "block_sparse_moe.experts.{}.w1",
+    "mlp.experts.{}.up_proj": "block_sparse_moe.experts.{}.w3",
+    "mlp.experts.{}.down_proj": "block_sparse_moe.experts.{}.w2",
+})  # fmt: skip
 
 
 def read_config(hf: Mapping[str, Any]) -> DecoderConfig:
     """Read a Mixtral config.json."""
-    hf = {"num_key_value_heads": 8, "sliding_window": None, "rms_norm_eps": 1e-5, **hf}
-    attention, norm = read_attention(hf, window=window(hf)), read_norm(hf)
+    hf = {"num_key_value_heads": 8, "sliding_window": None, "rope_theta": 1e6, **hf}
+    attention, norm = read_attention(hf, window=window(hf)), read_norm(hf, default=1e-5)
     layer = Layer(attention, read_experts(hf), norm, norm)
-    return read_decoder(hf, [layer] * count(hf, "num_hidden_layers"), _TENSORS)
+    return read_decoder(hf, [layer] * count_layers(hf), TENSORS, norm)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
+from speculant.kernels.reference import ACTIVATIONS
 from speculant.models.description import Clamped, Experts
 
 
@@ -28,7 +28,8 @@ class Expert(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map x [..., hidden] to a result of the same shape."""
         gate, up = self.gate_proj(x), self.up_proj(x)
-        gated = gate_clamped(self._of.clamped, gate, up) if self._of.clamped else functional.silu(gate) * up
+        of = self._of
+        gated = gate_clamped(of.clamped, gate, up) if of.clamped else ACTIVATIONS[of.activation](gate) * up
         out: Tensor = self.down_proj(gated)
         return out
 
@@ -55,12 +56,10 @@ class RoutedMlp(nn.Module):
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the indices of the experts that rows x [r, hidden] use, and their weights, both [r, used].
 
-        A stable sort lets the lowest index win among equal probs.
+        A stable sort lets the lowest index win among equal scores.
         """
-        logits = self.router(x)
-        probs = logits.softmax(-1, dtype=torch.promote_types(x.dtype, torch.float32))
-        ordered, indices = probs.sort(-1, descending=True, stable=True)
-        weights = ordered[:, : self._of.used]
-        if self._of.renormalise:
-            weights = weights / weights.sum(-1, keepdim=True)
-        return indices[:, : self._of.used], weights.to(x.dtype)
+        scores = self.router(x).to(torch.promote_types(x.dtype, torch.float32))
+        ordered, indices = scores.sort(-1, descending=True, stable=True)
+        chosen, used = ordered[:, : self._of.used], indices[:, : self._of.used]
+        weights = (chosen - (chosen if self._of.renormalise else scores).logsumexp(-1, keepdim=True)).exp()
+        return used, weights.to(x.dtype)
