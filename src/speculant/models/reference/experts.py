@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from speculant.kernels.reference import ACTIVATIONS
+from speculant.kernels.reference import ACTIVATIONS
 from speculant.models.description import Clamped, Experts
 
 
@@ -59,7 +60,7 @@ class RoutedMlp(nn.Module):
         A stable sort lets the lowest index win among equal scores.
         """
         scores = self.router(x).to(torch.promote_types(x.dtype, torch.float32))
-        ordered, indices = scores.sort(-1, descending=True, stable=True)
+        ordered, indices = scores.sort(dim=-1, descending=True, stable=True)
         chosen, used = ordered[:, : self._of.used], indices[:, : self._of.used]
         weights = (chosen - (chosen if self._of.renormalise else scores).logsumexp(-1, keepdim=True)).exp()
         return used, weights.to(x.dtype)
