@@ -26,7 +26,7 @@ def scratch_bytes(packed: PackedDecoder, threads: int, rows: int, positions: int
     """Return the most bytes that passes of `rows` rows keep, over sequences of up to `positions` positions."""
     config, widths = packed.config, packed.activations
     per_row = sum(widths.values()) + GROWTH * max(widths[name] for name in ("x", "heads", "gated"))
-    angles = _power(positions) * config.attention.head_dim
+    angles = _power(positions) * sum(rotated for _, rotated in config.rotations)
     sampling = min(MOST_BYTES, GROWTH * rows * config.vocab_size * (REAL + DOUBLE))
     candidates = GROWTH * threads * config.vocab_size * CANDIDATE
     reals = _power(rows) * per_row + angles + threads * _item(config.attention)
