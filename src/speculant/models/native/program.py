@@ -337,7 +337,7 @@ class Program:
     def _of_heads(self, code: Code, layer: int, of: Attention, **fields: Tensor | float | None) -> Op:
         return _op(
             code, self._weights.cache_type, layer=layer, source=self._buffers.qkv, heads=of.heads,
-            kv_heads=of.kv_heads, dim=of.head_dim, stride=of.query_size + 2 * of.key_size, **fields,
+            kv_heads=of.kv_heads, dim=of.head_dim, stride=self._buffers.qkv.shape[1], **fields,
         )  # fmt: skip
 
 

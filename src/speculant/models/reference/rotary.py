@@ -28,6 +28,10 @@ class Rotary:
         angle = torch.cat((angle, angle), dim=-1)[:, None, :]
         return angle.cos().to(dtype), angle.sin().to(dtype)
 
+    def query_factors(self, positions: Tensor) -> Tensor | None:
+        """Return the factors [T] of rotated queries at positions [T]; None = there are none."""
+        return None
+
     def _dynamic(self, positions: Tensor) -> Tensor:
         """NTK scaling: the base grows with the distance of each position beyond the trained length.
 
