@@ -5,7 +5,7 @@ Each reader checks its entries. A wrong one raises a ModelError that names it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,6 @@ from speculant.models.description import (
     Layer,
     Mlp,
     Norm,
-    Rope,
 )
 from speculant.models.tensor_map import SAME_NAMES, TensorMap
 
@@ -57,6 +56,8 @@ def read_mlp(hf: Mapping[str, Any], bias: bool = False) -> Mlp:
 
 def read_attention(hf: Mapping[str, Any], **own: Any) -> Attention:
     """Read the heads and their rotary positions; `own` has the other fields."""
+    from speculant.models.rope_config import read_rope  # which imports this module
+
     heads = count(hf, "num_attention_heads")
     return Attention(
         heads=heads,
@@ -73,76 +74,6 @@ def windowed(layer: Layer, windows: Sequence[int | None]) -> list[Layer]:
         window: replace(layer, attention=replace(layer.attention, window=window)) for window in dict.fromkeys(windows)
     }
     return [made[window] for window in windows]
-
-
-_ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "factors")
-
-
-def read_rope(hf: Mapping[str, Any], max_positions: int) -> Rope:
-    """Read the rotary settings, in the old form (rope_theta, rope_scaling) or the new (rope_parameters).
-
-    With both, rope_scaling replaces rope_parameters, as in transformers 5.
-    """
-    scaling = _rope_settings(hf)
-    kind = _first((scaling.get("rope_type"), scaling.get("type"), "default"))
-    partial = _first((scaling.get("partial_rotary_factor"), hf.get("partial_rotary_factor"), 1.0))
-    if kind not in _ROPE_KINDS or partial != 1.0 or any(isinstance(v, dict) for v in scaling.values()):
-        raise ModelError(
-            "config.json asks for rotary settings that are not implemented:"
-            f" {show(scaling)}, over {show(partial)} of each head",
-            f"use a checkpoint with one rope_type for all layers ({', '.join(_ROPE_KINDS)}) over whole heads.",
-        )
-    return Rope(
-        theta=number(
-            scaling if scaling.get("rope_theta") is not None else hf, "rope_theta", 10000.0, 1 / MOST_THETA, MOST_THETA
-        ),
-        kind=kind,
-        original_max_positions=_original_positions(hf, scaling, max_positions) if kind == "llama3" else max_positions,
-        factors=_pair_factors(scaling) if kind == "factors" else (),
-        **_rope_factors(scaling, kind),
-    )
-
-
-def _first(values: Iterable[Any]) -> Any:
-    """Return the first value that is not null."""
-    return next(value for value in values if value is not None)
-
-
-def _rope_settings(hf: Mapping[str, Any]) -> Mapping[str, Any]:
-    given = {key: hf.get(key) for key in ("rope_scaling", "rope_parameters")}
-    for key, value in given.items():
-        if value is not None and not isinstance(value, dict):
-            raise ModelError(f"config.json has {key} = {show(value)}, not an object", "correct config.json.")
-    return given["rope_scaling"] or given["rope_parameters"] or {}
-
-
-def _original_positions(hf: Mapping[str, Any], scaling: Mapping[str, Any], max_positions: int) -> int:
-    """Return the context length before llama3 scaling."""
-    key = "original_max_position_embeddings"
-    return count(hf if hf.get(key) is not None else scaling, key, max_positions)
-
-
-def _pair_factors(scaling: Mapping[str, Any]) -> tuple[float, ...]:
-    """Return the divisor of each pair's frequency. Only heads that were trained here have the entry `factors`."""
-    given = scaling.get("factors")
-    if not isinstance(given, list) or not given:
-        raise ModelError(f"config.json has rope scaling 'factors' = {show(given)}, not a list", "correct config.json.")
-    return tuple(number({"factors": each}, "factors", None, 1 / MOST_FACTOR, MOST_FACTOR) for each in given)
-
-
-def _rope_factors(scaling: Mapping[str, Any], kind: str) -> dict[str, float]:
-    names = {"linear": ("factor",), "dynamic": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}
-    missing = [name for name in names.get(kind, ()) if scaling.get(name) is None]
-    if missing:
-        raise ModelError(f"config.json has rope scaling {kind!r} without {', '.join(missing)}", "correct config.json.")
-    factors = {name: number(scaling, name, None, 1 / MOST_FACTOR, MOST_FACTOR) for name in names.get(kind, ())}
-    if kind == "llama3" and factors["low_freq_factor"] >= factors["high_freq_factor"]:
-        raise ModelError(
-            f"config.json has low_freq_factor = {factors['low_freq_factor']:g}, not below"
-            f" high_freq_factor = {factors['high_freq_factor']:g}",
-            "correct config.json.",
-        )
-    return factors
 
 
 _LAYER_TYPES = ("full_attention", "sliding_attention")
