@@ -19,6 +19,7 @@ from speculant.models.config import (
     MOST_FACTOR,
     MOST_HEAD_DIM,
     MOST_THETA,
+    SLIDING,
     count,
     flag,
     number,
@@ -27,7 +28,6 @@ from speculant.models.config import (
 from speculant.models.description import Rope
 from speculant.models.reference.rotary import plain_frequencies
 
-SLIDING = "sliding_attention"
 _ORIGINAL = "original_max_position_embeddings"
 _KNOWN = frozenset(
     {
