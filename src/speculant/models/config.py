@@ -207,6 +207,16 @@ def flag(hf: Mapping[str, Any], key: str, default: bool = False) -> bool:
     return bool(value)
 
 
+def check_unset(hf: Mapping[str, Any], *keys: str) -> None:
+    """Raise ModelError if one of these entries is set: it asks for arithmetic that is not implemented."""
+    for key in keys:
+        if hf.get(key):
+            raise ModelError(
+                f"config.json has {key} = {show(hf[key])}, which is not implemented",
+                "use a checkpoint without it, or another engine.",
+            )
+
+
 def window(hf: Mapping[str, Any]) -> int | None:
     """Return the positions that `sliding_window` covers; null = all of them, absent = 4096."""
     return None if hf.get("sliding_window", 4096) is None else count(hf, "sliding_window", 4096)

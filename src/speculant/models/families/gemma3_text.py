@@ -7,6 +7,7 @@ from typing import Any
 
 from speculant.models.config import (
     SLIDING,
+    check_unset,
     count,
     flag,
     layers_of,
@@ -37,6 +38,7 @@ DEFAULTS = {
 def read_config(hf: Mapping[str, Any]) -> DecoderConfig:
     """Read a Gemma 3 config.json."""
     hf = DEFAULTS | hf
+    check_unset(hf, "use_bidirectional_attention")
     norm, bias = read_norm(hf, offset=1.0), flag(hf, "attention_bias")
     mlp, every = read_mlp(hf, key="hidden_activation"), count(hf, "sliding_window_pattern", 6)
     most = count(hf, "max_position_embeddings")

@@ -5,8 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from speculant.errors import ModelError
-from speculant.models.config import count, count_layers, flag, read_attention, read_decoder, read_mlp, read_norm
+from speculant.models.config import (
+    check_unset,
+    count,
+    count_layers,
+    flag,
+    read_attention,
+    read_decoder,
+    read_mlp,
+    read_norm,
+)
 from speculant.models.description import DecoderConfig, Layer
 from speculant.models.sizes import LAYER
 from speculant.models.tensor_map import Rows, TensorMap, Transposed, map_modules
@@ -23,12 +31,12 @@ def read_config(hf: Mapping[str, Any]) -> DecoderConfig:
     hf |= {"num_key_value_heads": None} | {
         key: hf[other] for key, other in OTHER_NAMES.items() if hf.get(other) is not None
     }
-    if flag(hf, "scale_attn_by_inverse_layer_idx") or not flag(hf, "scale_attn_weights", True):
-        raise ModelError("config.json scales attention in a way that is not implemented", "use another checkpoint.")
+    check_unset(hf, "scale_attn_by_inverse_layer_idx")
+    scale = None if flag(hf, "scale_attn_weights", True) else 1.0
     width, positions = count(hf, "hidden_size"), count(hf, "max_position_embeddings")
     norm = read_norm(hf, "layer_norm_epsilon", 1e-5, kind="layer", bias=True)
     mlp = read_mlp({"intermediate_size": 4 * width, **hf}, key="activation_function", bias=True, gated=False)
-    layer = Layer(read_attention(hf, rope=None, bias=True, output_bias=True), mlp, norm, norm)
+    layer = Layer(read_attention(hf, rope=None, bias=True, output_bias=True, scale=scale), mlp, norm, norm)
     return read_decoder(hf, [layer] * count_layers(hf), _tensors(width), norm, embedding={"positions": positions})
 
 
