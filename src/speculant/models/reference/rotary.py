@@ -44,10 +44,6 @@ class Rotary:
             return frequencies
         return torch.where(long[:, None], self._long.to(positions.device), frequencies)
 
-    def query_factors(self, positions: Tensor) -> Tensor | None:
-        """Return the factors [T] of rotated queries at positions [T]; None = there are none."""
-        return None
-
     def _dynamic(self, positions: Tensor) -> Tensor:
         """NTK scaling: the base grows with the distance of each position beyond the trained length.
 
