@@ -103,7 +103,7 @@ static void run_experts(const SpOp &op, Routing &routing, Tiles &x, int64_t item
   const Pairs &block = routing.blocks[item / panels_of(op.n)];
   SpOp own = op;
   own.weight = ((const void *const *)op.weight)[block.expert];
-  if (op.bias) own.bias = op.bias + block.expert * (op.flags & SP_SILU ? 2 : 1) * op.n;
+  if (op.bias) own.bias = op.bias + block.expert * (op.flags & SP_GATED ? 2 : 1) * op.n;
   run_panel(own, item % panels_of(op.n), block.first, block.first + block.count, [&](int64_t place, int64_t count) {
     return tile_at(op, count, x, place, row_of(op, routing, place));
   });
@@ -128,15 +128,15 @@ static void run_combine(const SpOp &op, const Routing &routing, int64_t item) {
   const float *weights = routing.weights.items + t * op.used;
   const int32_t *places = routing.places.items + t * op.used;
   float *out = op.out + t * op.n;
-  const bool adds = op.flags & SP_ADD;
+  const auto put = [&](int64_t at, int64_t count) {
+    Vec sum = combined(op, weights, places, at, count);
+    if (factor_of(op) != 1.0f) sum = mul(sum, splat(factor_of(op)));
+    if (op.flags & SP_ADD) sum = add(count == LANES ? load(out + at) : load_part(out + at, count), sum);
+    count == LANES ? store(out + at, sum) : store_part(out + at, sum, count);
+  };
   int64_t i = begin;
-  for (; i + LANES <= end; i += LANES) {
-    const Vec sum = combined(op, weights, places, i, LANES);
-    store(out + i, adds ? add(load(out + i), sum) : sum);
-  }
-  if (i == end) return;
-  const Vec sum = combined(op, weights, places, i, end - i);
-  store_part(out + i, adds ? add(load_part(out + i, end - i), sum) : sum, end - i);
+  for (; i + LANES <= end; i += LANES) put(i, LANES);
+  if (i < end) put(i, end - i);
 }
 
 }  // namespace SP_NAMESPACE

@@ -150,7 +150,7 @@ template <typename TileOf>
 static inline void run_panel(const SpOp &op, int64_t panel, int64_t begin, int64_t end, TileOf tile_of) {
   static thread_local List<char> rooms[2];
   alignas(64) float sums[MOST_ROWS * WIDTH], ups[MOST_ROWS * WIDTH];
-  const bool gated = op.flags & SP_SILU;
+  const bool gated = op.flags & SP_GATED;
   Panel first = panel_at(op, gated ? 2 * panel : panel, end - begin, rooms[0]);
   Panel up = gated ? panel_at(op, 2 * panel + 1, end - begin, rooms[1]) : first;
   for (int64_t row = begin; row < end; row += MOST_ROWS) {
@@ -160,6 +160,8 @@ static inline void run_panel(const SpOp &op, int64_t panel, int64_t begin, int64
     if (gated) {
       up.sum(tile, some, op.k, ups);
       put_gated(op, panel, row, some, sums, ups);
+    } else if (is_mapped(op)) {
+      put_mapped(op, panel, row, some, sums);
     } else {
       put_sums(op, panel, row, some, sums);
     }

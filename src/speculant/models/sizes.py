@@ -74,8 +74,23 @@ def activations(config: DecoderConfig) -> dict[str, int]:
         "y": config.hidden_size,
         "qkv": of.query_size + 2 * of.key_size,
         "heads": of.query_size,
-        "gated": max(layer.mlp.size for layer in config.layers),
+        "gated": max(_inner_width(layer.mlp) for layer in config.layers),
+        **_routed_widths(config),
     }
+
+
+def _inner_width(of: Mlp | Experts) -> int:
+    return of.used * of.size if isinstance(of, Experts) else of.size
+
+
+def _routed_widths(config: DecoderConfig) -> dict[str, int]:
+    """Return the arrays of layers with experts: the scores of each, and the results of those that a row uses."""
+    found = [layer.mlp for layer in config.layers if isinstance(layer.mlp, Experts)]
+    if not found:
+        return {}
+    return {
+        "scores": max(of.count for of in found), "results": max(of.used for of in found) * config.hidden_size,
+    }  # fmt: skip
 
 
 def layer_norms(layer: Layer) -> dict[str, Norm]:
