@@ -39,26 +39,31 @@ def parameters(config: DecoderConfig) -> int:
     return sum(map(math.prod, tensor_shapes(config).values()))
 
 
-def matrix_weights(config: DecoderConfig, rows: int = 1) -> float:
-    """Return how many weights of matrices a pass of some rows reads; those of a short head count as if it were whole.
+def matrix_weights(config: DecoderConfig) -> int:
+    """Return the number of weights of matrices that passes read; those of a short head count as if it were whole."""
+    return round(read_weights(config, None))
 
-    For layers with experts it is the expected number: see `read_share`.
-    """
+
+def read_weights(config: DecoderConfig, rows: int | None = 1) -> float:
+    """Return how many weights of matrices a pass of some rows reads, None = of very many; see `read_share`."""
     found = float(config.hidden_size * config.vocab_size)
     for layer in config.layers:
+        share = read_share(layer.mlp, rows)
         for name, shape in _layer(layer, config.hidden_size).items():
             if len(shape) == 2:
-                found += math.prod(shape) * (read_share(layer.mlp, rows) if EXPERT in name else 1)
+                found += math.prod(shape) * (share if EXPERT in name else 1)
     return found
 
 
-def read_share(of: Mlp | Experts, rows: int) -> float:
-    """Return the share of a feed-forward block's weights that a pass reads: that of the distinct experts of its rows.
+def read_share(of: Mlp | Experts, rows: int | None) -> float:
+    """Return the share of a feed-forward block's experts that a pass of some rows reads, None = of very many.
 
-    It is the expected one if each row selects its experts at random, independently of the other rows. Routers differ:
-    texts may use some experts more often, and then a pass reads less.
+    It is the expected one if each row selects its experts at random, independently of the other rows. Texts may use
+    some experts more often, and then a pass reads less.
     """
-    return 1.0 if isinstance(of, Mlp) else 1 - (1 - of.used / of.count) ** rows
+    if isinstance(of, Mlp) or rows is None:
+        return 1.0
+    return 1 - (1 - of.used / of.count) ** rows
 
 
 def values_per_position(config: DecoderConfig) -> int:

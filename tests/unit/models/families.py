@@ -139,8 +139,14 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "qwen3_moe": {
         "plain": {**EXPERTS, "moe_intermediate_size": 24, "head_dim": 16, "norm_topk_prob": True},
         "mixed": {
-            "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "head_dim": 8,
-            "mlp_only_layers": [1], **SLIDING, "tie_word_embeddings": True, "attention_bias": True,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 20,
+            "head_dim": 8,
+            "mlp_only_layers": [1],
+            **SLIDING,
+            "tie_word_embeddings": True,
+            "attention_bias": True,
         },
         "every second": {**EXPERTS, "moe_intermediate_size": 40, "decoder_sparse_step": 2},
     },
@@ -152,7 +158,11 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "olmoe": {
         "plain": {**PADDED, **EXPERTS},
         "renormalised": {
-            **PADDED, **EXPERTS, "norm_topk_prob": True, "attention_bias": True, "num_key_value_heads": 1,
+            **PADDED,
+            **EXPERTS,
+            "norm_topk_prob": True,
+            "attention_bias": True,
+            "num_key_value_heads": 1,
             "tie_word_embeddings": True,
         },
     },

@@ -7,7 +7,7 @@ heads  the output of attention                           [T, heads head_dim]
 gated  activation(gate) * up, or activation(up)          [T, intermediate]
 gates  gate, where up has another type                   [T, intermediate]
 
-Layers with experts have `gated` and `gates` for each expert that a row uses, and two more arrays: see native/experts.py.
+Layers with experts have `gated` and `gates` for each expert of a row, and two more arrays: see native/experts.py.
 """
 
 from __future__ import annotations
@@ -314,7 +314,8 @@ class Program:
         if before:
             yield normalising(before, buffers.x, buffers.y)
         if isinstance(mlp, PackedExperts):
-            assert buffers.scores is not None and buffers.results is not None
+            assert buffers.scores is not None
+            assert buffers.results is not None
             yield from mlp.computing(source, buffers.scores, buffers.gated, buffers.gates, buffers.results)
             return
         bias, activation = mlp.inner_bias, mlp.activation

@@ -17,7 +17,6 @@ from speculant.models.base import Batch, Chain, Hidden, ModelNeeds, check_embedd
 from speculant.models.description import Attention, DecoderConfig, Experts, Layer, Mlp, Norm, Rope
 from speculant.models.reference.attention import Attend, StoredKeys
 from speculant.models.reference.experts import RoutedMlp
-from speculant.models.reference.experts import RoutedMlp
 from speculant.models.reference.rotary import Rotary
 from speculant.models.sizes import AFTER_ATTENTION, AFTER_MLP, BEFORE_ATTENTION, BEFORE_MLP, layer_norms
 

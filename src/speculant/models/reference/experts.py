@@ -6,7 +6,6 @@ import torch
 from torch import Tensor, nn
 
 from speculant.kernels.reference import ACTIVATIONS
-from speculant.kernels.reference import ACTIVATIONS
 from speculant.models.description import Clamped, Experts
 
 
