@@ -15,25 +15,6 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Unpaired:
-    """A stored tensor of `heads` heads, in which two rows that rotate together are neighbours.
-
-    In the model, the first row of each pair is in the first half of its head, and the second row in the other half.
-    """
-
-    name: str
-    heads: int
-
-    def stored_shape(self, shape: Shape) -> Shape:
-        """Return the stored tensor's shape, from the model tensor's."""
-        return shape
-
-    def rows(self, count: int) -> Sequence[int]:
-        """Return the index of the stored row for each of the model tensor's `count` rows."""
-        return np.arange(count).reshape(self.heads, -1, 2).swapaxes(1, 2).ravel().tolist()
-
-
-@dataclass(frozen=True)
 class Rows:
     """Rows of a stored tensor that holds several tensors: of each `period` rows, `size` from `first` on."""
 
@@ -50,6 +31,28 @@ class Rows:
         """Return the index of the stored row for each of the model tensor's `count` rows."""
         periods = np.arange(count // self.size)[:, None] * self.period
         return (periods + self.first + np.arange(self.size)).ravel().tolist()
+
+
+@dataclass(frozen=True)
+class Unpaired:
+    """A stored tensor of `heads` heads, in which two rows that rotate together are neighbours.
+
+    In the model, the first row of each pair is in the first half of its head, and the second row in the other half.
+    part: the rows of these heads, if the stored tensor has others too.
+    """
+
+    name: str
+    heads: int
+    part: Rows | None = None
+
+    def stored_shape(self, shape: Shape) -> Shape:
+        """Return the stored tensor's shape, from the model tensor's."""
+        return self.part.stored_shape(shape) if self.part else shape
+
+    def rows(self, count: int) -> Sequence[int]:
+        """Return the index of the stored row for each of the model tensor's `count` rows."""
+        stored = np.asarray(self.part.rows(count) if self.part else np.arange(count))
+        return stored.reshape(self.heads, -1, 2).swapaxes(1, 2).ravel().tolist()
 
 
 @dataclass(frozen=True)
