@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -102,7 +102,9 @@ def read_gguf_config(file: GgufFile) -> dict[str, Any]:
         "rope.dimension_count_swa": (rotated,),
         "rope.freq_base_swa": (theta,),
     }
-    facts.check_neutral({key: values for key, values in {**neutral, **family.neutral}.items() if key not in family.read})
+    facts.check_neutral(
+        {key: values for key, values in {**neutral, **family.neutral}.items() if key not in family.read}
+    )
     for key, value in family.config.items():
         found[key] = value(found) if callable(value) else facts.read(value)
     return found
@@ -200,10 +202,10 @@ class _Facts:
             raise self.wrong(key, value, "a positive number")
         return float(value)
 
-    def check_neutral(self, entries: Mapping[str, tuple[Any, ...]]) -> None:
-        """Refuse a file in which one of these entries has another than the given values."""
+    def check_neutral(self, entries: Mapping[str, tuple[Any, ...]], read: Collection[str] = ()) -> None:
+        """Refuse a file in which one of these entries has another than the given values, unless it is `read`."""
         for key, neutral in entries.items():
-            value = self.get(key)
+            value = None if key in read else self.get(key)
             if value is not None and not any(_equal(value, each) for each in neutral):
                 raise ModelError(
                     f"{self.file.path} has {self._name(key)} = {show(value)}, which is not implemented", _OTHER

@@ -85,8 +85,8 @@ class GgufFamily:
     """How GGUF files store the models of a family.
 
     architecture: its name in `general.architecture`. needs: an entry that tells the family from others of the same
-    architecture: it is there and not 0. paired: the rows of queries and keys are in pairs; see `Unpaired`. norm_eps: the
-    key of config.json for the number that norms add. windows: None = on all layers, if the file has a window.
+    architecture: it is there and not 0. paired: the rows of queries and keys are in pairs; see `Unpaired`. norm_eps:
+    the key of config.json for the number that norms add. windows: None = on all layers, if the file has a window.
 
     config: other keys that `read_config` reads, each with the metadata entry that it stands for, a function of the
     config so far, or a value. neutral: entries that `read_config` does not read and which change the arithmetic unless
