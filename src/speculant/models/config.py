@@ -5,9 +5,10 @@ Each reader checks its entries. A wrong one raises a ModelError that names it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from types import MappingProxyType
+from typing import Any, TypeVar
 
 from speculant.errors import ModelError
 from speculant.models.description import (
@@ -23,56 +24,91 @@ from speculant.models.description import (
 from speculant.models.tensor_map import SAME_NAMES, TensorMap
 
 MOST = 2**31 - 1  # sizes are int32 in kernels and files
-MOST_HEAD_DIM = 2**16
+MOST_HEAD_DIM, MOST_LAYERS = 2**16, 10_000
 MOST_THETA, MOST_FACTOR = 1e30, 1e6  # far above those of any checkpoint, and finite in float32
+Kind = TypeVar("Kind", bound=Hashable)
 MOST_SHOWN = 300  # characters of a value in an error message
 
 
-def read_decoder(hf: Mapping[str, Any], layers: Sequence[Layer], tensors: TensorMap = SAME_NAMES) -> DecoderConfig:
-    """Read the embedding, the last norm and the head around layers. tensors: the names in the files."""
+ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+}  # by the names in config.json
+
+
+def read_decoder(
+    hf: Mapping[str, Any],
+    layers: Sequence[Layer],
+    tensors: TensorMap = SAME_NAMES,
+    norm: Norm | None = None,
+    embedding: Mapping[str, Any] = MappingProxyType({}),
+    head: Mapping[str, Any] = MappingProxyType({}),
+) -> DecoderConfig:
+    """Read the embedding, the last norm and the head around layers.
+
+    tensors: the names in the files. norm: the one before the head; None = as `read_norm` reads it. embedding, head:
+    other fields of these parts.
+    """
     return DecoderConfig(
-        embedding=Embedding(count(hf, "vocab_size"), count(hf, "hidden_size")),
+        embedding=Embedding(count(hf, "vocab_size"), count(hf, "hidden_size"), **embedding),
         layers=tuple(layers),
-        norm=read_norm(hf),
-        head=Head(tied=flag(hf, "tie_word_embeddings")),
+        norm=read_norm(hf) if norm is None else norm,
+        head=Head(tied=flag(hf, "tie_word_embeddings"), **head),
         max_positions=count(hf, "max_position_embeddings"),
         tensors=tensors,
     )
 
 
-def read_norm(hf: Mapping[str, Any]) -> Norm:
-    """Read the norm that a model has everywhere."""
-    return Norm(number(hf, "rms_norm_eps", 1e-6, 1e-30, 1))
+def read_norm(hf: Mapping[str, Any], key: str = "rms_norm_eps", default: float = 1e-6, **own: Any) -> Norm:
+    """Read the norm that a model has everywhere; `own` has the other fields."""
+    return Norm(number(hf, key, default, 1e-30, 1), **own)
 
 
-def read_mlp(hf: Mapping[str, Any], bias: bool = False) -> Mlp:
-    """Read the feed-forward block. Raises ModelError for another activation than SiLU."""
-    if hf.get("hidden_act") not in (None, "silu", "swish"):
+def read_mlp(hf: Mapping[str, Any], *, key: str = "hidden_act", **own: Any) -> Mlp:
+    """Read the feed-forward block; `own` has the other fields. key: the entry of the activation.
+
+    Raises ModelError for an activation that is not implemented.
+    """
+    name = hf.get(key) or "silu"
+    if name not in ACTIVATIONS:
         raise ModelError(
-            f"config.json asks for hidden_act={show(hf['hidden_act'])}; only 'silu' is implemented",
+            f"config.json asks for {key}={show(name)}; only {', '.join(ACTIVATIONS)} are implemented",
             "use a checkpoint of one of the supported families.",
         )
-    return Mlp(count(hf, "intermediate_size"), bias)
+    return Mlp(count(hf, "intermediate_size"), activation=ACTIVATIONS[name], **own)
 
 
 def read_attention(hf: Mapping[str, Any], **own: Any) -> Attention:
-    """Read the heads and their rotary positions; `own` has the other fields."""
+    """Read the heads, and their rotary positions unless `own` has them; `own` has the other fields."""
     heads = count(hf, "num_attention_heads")
+    if "rope" not in own:
+        own["rope"] = read_rope(hf, count(hf, "max_position_embeddings"))
     return Attention(
         heads=heads,
         kv_heads=count(hf, "num_key_value_heads", heads),
         head_dim=count(hf, "head_dim", count(hf, "hidden_size") // heads, MOST_HEAD_DIM),
-        rope=read_rope(hf, count(hf, "max_position_embeddings")),
         **own,
     )
 
 
 def windowed(layer: Layer, windows: Sequence[int | None]) -> list[Layer]:
     """Return a layer for each of these sliding windows, None = full attention; they differ in nothing else."""
-    made = {
-        window: replace(layer, attention=replace(layer.attention, window=window)) for window in dict.fromkeys(windows)
-    }
-    return [made[window] for window in windows]
+    return layers_of(windows, lambda window: replace(layer, attention=replace(layer.attention, window=window)))
+
+
+def layers_of(kinds: Sequence[Kind], make: Callable[[Kind], Layer]) -> list[Layer]:
+    """Return a layer of each of these kinds; layers of one kind are the same object."""
+    made = {kind: make(kind) for kind in dict.fromkeys(kinds)}
+    return [made[kind] for kind in kinds]
+
+
+def count_layers(hf: Mapping[str, Any]) -> int:
+    """Return the number of layers."""
+    return count(hf, "num_hidden_layers", most=MOST_LAYERS)
 
 
 _ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "factors")
@@ -145,30 +181,35 @@ def _rope_factors(scaling: Mapping[str, Any], kind: str) -> dict[str, float]:
     return factors
 
 
-_LAYER_TYPES = ("full_attention", "sliding_attention")
+FULL, SLIDING = "full_attention", "sliding_attention"  # the kinds of layers
 
 
-def read_windows(hf: Mapping[str, Any]) -> tuple[int | None, ...]:
-    """Read Qwen's windows: by layer_types, else for the layers from max_window_layers on."""
-    layers = count(hf, "num_hidden_layers")
-    size = window(hf) if flag(hf, "use_sliding_window") else None
-    if size is None:
-        return (None,) * layers
-    kinds = hf.get("layer_types")
+def read_layer_types(hf: Mapping[str, Any], full: Callable[[int], bool]) -> list[str]:
+    """Read the kind of each layer. full: whether a layer has full attention if config.json does not list them."""
+    layers, kinds = count_layers(hf), hf.get("layer_types")
     if kinds is None or kinds == []:
-        first = _first_window(hf)
-        return (None,) * min(first, layers) + (size,) * max(layers - first, 0)
-    if not isinstance(kinds, list) or any(kind not in _LAYER_TYPES for kind in kinds):
+        return [FULL if full(index) else SLIDING for index in range(layers)]
+    if not isinstance(kinds, list) or any(kind not in (FULL, SLIDING) for kind in kinds):
         raise ModelError(
             f"config.json has layer_types = {show(kinds)}",
-            f"list one of these for each layer: {', '.join(_LAYER_TYPES)}.",
+            f"list one of these for each layer: {FULL}, {SLIDING}.",
         )
     if len(kinds) != layers:
         raise ModelError(
             f"config.json has {len(kinds)} layer_types for {layers} layers",
             "check layer_types and num_hidden_layers in config.json.",
         )
-    return tuple(size if kind == "sliding_attention" else None for kind in kinds)
+    return kinds
+
+
+def read_windows(hf: Mapping[str, Any]) -> tuple[int | None, ...]:
+    """Read Qwen's windows: by layer_types, else for the layers from max_window_layers on."""
+    size = window(hf) if flag(hf, "use_sliding_window") else None
+    if size is None:
+        return (None,) * count_layers(hf)
+    first = 0 if hf.get("layer_types") else _first_window(hf)
+    kinds = read_layer_types(hf, lambda index: index < first)
+    return tuple(size if kind == SLIDING else None for kind in kinds)
 
 
 def _first_window(hf: Mapping[str, Any]) -> int:

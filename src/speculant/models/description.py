@@ -121,6 +121,11 @@ class Attention:
         return self.head_dim**-0.5 if self.scale is None else self.scale
 
     @property
+    def normed_sizes(self) -> tuple[int, int]:
+        """The widths that the norms of queries and of keys have."""
+        return (self.query_size, self.key_size) if self.norm_all_heads else (self.head_dim, self.head_dim)
+
+    @property
     def groups(self) -> int:
         """Query heads per key head."""
         return self.heads // self.kv_heads
