@@ -27,9 +27,20 @@ MOST = 2**31 - 1  # sizes are int32 in kernels and files
 MOST_HEAD_DIM, MOST_LAYERS = 2**16, 10_000
 MOST_THETA, MOST_FACTOR = 1e30, 1e6  # far above those of any checkpoint, and finite in float32
 Kind = TypeVar("Kind", bound=Hashable)
+THETAS = (1 / MOST_THETA, MOST_THETA)
+POSITIVE = (1e-12, 1e12)  # bounds of scales and caps
 MOST_SHOWN = 300  # characters of a value in an error message
 
 
+_SHARED = (
+    "tie_word_embeddings",
+    "bos_token_id",
+    "eos_token_id",
+    "dtype",
+    "torch_dtype",
+    "quantization_config",
+    "compression_config",
+)  # entries outside of `text_config` that hold for the language model
 ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
@@ -38,6 +49,14 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
 }  # by the names in config.json
+
+
+def text_config(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries of the language model: all, or `text_config` in the config.json of one that reads images."""
+    inner = hf.get("text_config")
+    if not isinstance(inner, dict) or "model_type" not in inner:
+        return dict(hf)
+    return {**{key: hf[key] for key in _SHARED if hf.get(key) is not None}, **inner}
 
 
 def read_decoder(
@@ -100,6 +119,16 @@ def windowed(layer: Layer, windows: Sequence[int | None]) -> list[Layer]:
     return layers_of(windows, lambda window: replace(layer, attention=replace(layer.attention, window=window)))
 
 
+def rope_of(hf: Mapping[str, Any], kind: str, flat: Mapping[str, Any] = MappingProxyType({})) -> Rope:
+    """Read the rotary positions of layers of a kind.
+
+    flat: entries that replace those of a config.json whose rotary settings are not given for each kind.
+    """
+    given = hf.get("rope_parameters")
+    nested = isinstance(given, dict) and kind in given
+    return read_rope(hf if nested else {**hf, **flat}, count(hf, "max_position_embeddings"), kind)
+
+
 def layers_of(kinds: Sequence[Kind], make: Callable[[Kind], Layer]) -> list[Layer]:
     """Return a layer of each of these kinds; layers of one kind are the same object."""
     made = {kind: make(kind) for kind in dict.fromkeys(kinds)}
@@ -114,21 +143,24 @@ def count_layers(hf: Mapping[str, Any]) -> int:
 _ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "factors")
 
 
-def read_rope(hf: Mapping[str, Any], max_positions: int) -> Rope:
+def read_rope(hf: Mapping[str, Any], max_positions: int, layer_type: str | None = None) -> Rope:
     """Read the rotary settings, in the old form (rope_theta, rope_scaling) or the new (rope_parameters).
 
     With both, rope_scaling replaces rope_parameters, as in transformers 5.
     """
     scaling = _rope_settings(hf)
+    scaling = scaling.get(layer_type) or scaling
     kind = _first((scaling.get("rope_type"), scaling.get("type"), "default"))
     partial = _first((scaling.get("partial_rotary_factor"), hf.get("partial_rotary_factor"), 1.0))
-    if kind not in _ROPE_KINDS or partial != 1.0 or any(isinstance(v, dict) for v in scaling.values()):
+    if kind not in _ROPE_KINDS or any(isinstance(v, dict) for v in scaling.values()):
         raise ModelError(
             "config.json asks for rotary settings that are not implemented:"
             f" {show(scaling)}, over {show(partial)} of each head",
             f"use a checkpoint with one rope_type for all layers ({', '.join(_ROPE_KINDS)}) over whole heads.",
         )
+    head_dim = hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
     return Rope(
+        dims=None if partial == 1 else int(head_dim * partial),
         theta=number(
             scaling if scaling.get("rope_theta") is not None else hf, "rope_theta", 10000.0, 1 / MOST_THETA, MOST_THETA
         ),
@@ -245,12 +277,27 @@ def number(hf: Mapping[str, Any], key: str, default: float | None, least: float,
     return float(value)
 
 
-def flag(hf: Mapping[str, Any], key: str) -> bool:
-    """Return a truth value; an absent or null entry is False."""
-    value = hf.get(key)
+def optional_number(hf: Mapping[str, Any], key: str) -> float | None:
+    """Return a positive number; None for an absent or null entry."""
+    return None if hf.get(key) is None else number(hf, key, None, *POSITIVE)
+
+
+def flag(hf: Mapping[str, Any], key: str, default: bool = False) -> bool:
+    """Return a truth value; `default` replaces an absent or null entry."""
+    value = default if hf.get(key) is None else hf[key]
     if value is not None and not isinstance(value, bool):
         raise _wrong(key, value, "true or false")
     return bool(value)
+
+
+def check_unset(hf: Mapping[str, Any], *keys: str) -> None:
+    """Raise ModelError if one of these entries is set: it asks for arithmetic that is not implemented."""
+    for key in keys:
+        if hf.get(key):
+            raise ModelError(
+                f"config.json has {key} = {show(hf[key])}, which is not implemented",
+                "use a checkpoint without it, or another engine.",
+            )
 
 
 def window(hf: Mapping[str, Any]) -> int | None:

@@ -105,8 +105,12 @@ def read_gguf_config(file: GgufFile) -> dict[str, Any]:
     facts.check_neutral(
         {key: values for key, values in {**neutral, **family.neutral}.items() if key not in family.read}
     )
-    for key, value in family.config.items():
-        found[key] = value(found) if callable(value) else facts.read(value)
+    for path, value in family.config.items():
+        outer, _, key = path.rpartition(".")
+        into = found[outer] if outer else found
+        if into is None:
+            raise ModelError(f"{file.path} has no metadata entry {outer}", _DAMAGED)
+        into[key] = value(found) if callable(value) else facts.read(value)
     return found
 
 
@@ -175,18 +179,16 @@ class _Facts:
         """Whether an entry is there and not 0."""
         return self.raw(key) not in (None, 0)
 
-    def read(self, wanted: Any) -> Any:
-        """Return the value of a family's own entry: a `Number`, a `Flag`, or the value itself."""
+    def read(self, wanted: Number | Flag) -> float | bool | None:
+        """Return the value of a family's own entry."""
+        value = self.get(wanted.key)
         if isinstance(wanted, Flag):
-            value = self._present(wanted.key, wanted.default)
+            value = wanted.default if value is None else value
             if not isinstance(value, bool):
                 raise self.wrong(wanted.key, value, "true or false")
             return value
-        if not isinstance(wanted, Number):
-            return wanted
-        if wanted.default is not ... and self.get(wanted.key) in (None, 0):
-            return wanted.default
-        return self.number(wanted.key)
+        found = wanted.default if value is None else wanted.zero if value == 0 else ...
+        return self.number(wanted.key) if found is ... else found
 
     def count(self, key: str, default: int | None = None, most: int = MOST) -> int:
         """Return a whole number of at least 1."""

@@ -19,22 +19,22 @@ from speculant.models.sizes import (
     AFTER_MLP,
     BEFORE_ATTENTION,
     BEFORE_MLP,
-    HEAD,
     LAYER,
-    NORM,
-    POSITIONS,
-    TABLE,
     layer_norms,
 )
-from speculant.models.tensor_map import Expression, Plus, Rows, TensorMap, Unpaired
+from speculant.models.tensor_map import Expression, Plus, Rows, TensorMap, Unpaired, map_modules
 
 GGUF_TABLE, GGUF_HEAD = "token_embd.weight", "output.weight"
 BLOCK = "blk.{}."  # begins the names of a layer's tensors
-KINDS = ("weight", "bias")
-WHOLE = {TABLE: GGUF_TABLE, HEAD: GGUF_HEAD, POSITIONS: "position_embd.weight"}
+WHOLE = {
+    "model.embed_tokens": "token_embd",
+    "model.embed_positions": "position_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+}
 QUERIES, KEYS, VALUES = (f"self_attn.{name}_proj" for name in "qkv")
 GATE, UP = "mlp.gate_proj", "mlp.up_proj"
-PARTS = {  # of a layer
+PARTS: Mapping[str, str] = {  # of a layer
     BEFORE_ATTENTION: "attn_norm",
     QUERIES: "attn_q",
     KEYS: "attn_k",
@@ -54,10 +54,14 @@ FUSED_QKV = "attn_qkv"  # queries, keys and values
 
 @dataclass(frozen=True)
 class Number:
-    """A metadata entry that is a positive number. default: what its absence and 0 stand for; ... = it must be there."""
+    """A metadata entry that is a positive number.
+
+    default: what its absence stands for. zero: what 0 stands for. ... = that is an error.
+    """
 
     key: str
     default: float | EllipsisType | None = ...
+    zero: float | EllipsisType | None = ...
 
 
 @dataclass(frozen=True)
@@ -88,9 +92,9 @@ class GgufFamily:
     architecture: it is there and not 0. paired: the rows of queries and keys are in pairs; see `Unpaired`. norm_eps:
     the key of config.json for the number that norms add. windows: None = on all layers, if the file has a window.
 
-    config: other keys that `read_config` reads, each with the metadata entry that it stands for, a function of the
-    config so far, or a value. neutral: entries that `read_config` does not read and which change the arithmetic unless
-    they have one of these values.
+    config: other keys that `read_config` reads, each with the metadata entry that it stands for, or a function of the
+    config so far; "a.b" is the key b of the object a. neutral: entries that `read_config` does not read and which
+    change the arithmetic unless they have one of these values.
     """
 
     architecture: str
@@ -98,9 +102,7 @@ class GgufFamily:
     paired: bool = False
     norm_eps: str = "rms_norm_eps"
     windows: Windows | None = None
-    config: Mapping[str, Number | Flag | Callable[[Mapping[str, Any]], Any] | str | float | None] = field(
-        default_factory=dict
-    )
+    config: Mapping[str, Number | Flag | Callable[[Mapping[str, Any]], Any]] = field(default_factory=dict)
     neutral: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
     @property
@@ -116,51 +118,37 @@ class GgufFamily:
 
 def gguf_tensors(config: DecoderConfig, paired: bool, stored: Collection[str]) -> TensorMap:
     """Return where a file holds a model's tensors. stored: all names in the file; some files fuse tensors."""
-    made: dict[str, Expression] = dict(WHOLE)
-    for kind in KINDS:
-        made[NORM.replace("weight", kind)] = f"output_norm.{kind}"
-        made |= {f"{LAYER}{own}.{kind}": part for own, part in _layer(config, paired, stored, kind).items()}
+    of = config.attention
+    layer: dict[str, Expression] = {**PARTS, **_fused(config, stored)}
+    if paired:
+        layer |= {own: Unpaired(layer[own], heads) for own, heads in ((QUERIES, of.heads), (KEYS, of.kv_heads))}
+    made = dict(map_modules(LAYER, BLOCK, layer, WHOLE).names)
     for own, norm in _norms(config).items():
-        stored_norm = made[f"{own}.weight"]
-        if norm.offset and isinstance(stored_norm, str):  # the file has the sum of scale and offset
-            made[f"{own}.weight"] = Plus(stored_norm, -norm.offset)
+        if norm.offset:  # the file has the sum of scale and offset
+            made[f"{own}.weight"] = Plus(made[f"{own}.weight"], -norm.offset)
     return TensorMap(tuple(made.items()))
 
 
-def _layer(config: DecoderConfig, paired: bool, stored: Collection[str], kind: str) -> dict[str, Expression]:
-    """Return how the tensors of a layer are made, by the names of their modules."""
-    of = config.attention
-    names = {own: f"{BLOCK}{part}.{kind}" for own, part in PARTS.items()}
-    fused = _fused(config, stored, kind)
-    found: dict[str, Expression] = {**names, **fused}
-    if paired:
-        for own, heads in ((QUERIES, of.heads), (KEYS, of.kv_heads)):
-            part = fused.get(own)
-            found[own] = Unpaired(part.name if part else names[own], heads, part)
-    return found
-
-
-def _fused(config: DecoderConfig, stored: Collection[str], kind: str) -> dict[str, Rows]:
+def _fused(config: DecoderConfig, stored: Collection[str]) -> dict[str, Rows]:
     """Return the parts of fused tensors: queries, keys and values, and gate and up of the feed-forward block."""
     of, mlp = config.attention, config.layers[0].mlp
     found: dict[str, Rows] = {}
     if f"{BLOCK}{FUSED_QKV}.weight".format(0) in stored:
-        sizes = {QUERIES: of.query_size, KEYS: of.key_size, VALUES: of.key_size}
-        found |= _consecutive(f"{BLOCK}{FUSED_QKV}.{kind}", sizes)
+        found |= _consecutive(FUSED_QKV, {QUERIES: of.query_size, KEYS: of.key_size, VALUES: of.key_size})
     if mlp.gated and f"{BLOCK}{PARTS[GATE]}.weight".format(0) not in stored:
-        found |= _consecutive(f"{BLOCK}{PARTS[UP]}.{kind}", {GATE: mlp.size, UP: mlp.size})
+        found |= _consecutive(PARTS[UP], {GATE: mlp.size, UP: mlp.size})
     return found
 
 
-def _consecutive(name: str, sizes: Mapping[str, int]) -> dict[str, Rows]:
+def _consecutive(fused: str, sizes: Mapping[str, int]) -> dict[str, Rows]:
     """Return the parts of a tensor that holds several tensors of these sizes, one after the other."""
     ends = list(accumulate(sizes.values()))
-    return {own: Rows(name, end - size, size, ends[-1]) for (own, size), end in zip(sizes.items(), ends, strict=True)}
+    return {own: Rows(fused, end - size, size, ends[-1]) for (own, size), end in zip(sizes.items(), ends, strict=True)}
 
 
 def _norms(config: DecoderConfig) -> dict[str, Norm]:
     """Return the norms of a model; the layers' have the same kinds everywhere."""
-    layer, found = config.layers[0], {NORM.removesuffix(".weight"): config.norm}
-    found |= {LAYER + own: norm for own, norm in layer_norms(layer).items()}
+    layer = config.layers[0]
+    found = {LAYER + own: norm for own, norm in layer_norms(layer).items()} | {"model.norm": config.norm}
     own = layer.attention.qk_norm
     return found | ({f"{LAYER}self_attn.{name}_norm": own for name in "qk"} if own else {})

@@ -61,7 +61,8 @@ def attend_masked(
         seen = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool).tril() if mask is None else mask
         hidden = torch.zeros(seen.shape).masked_fill(~seen, -torch.inf)
         key, value = (each.repeat_interleave(of.groups, dim=1) for each in (key, value))
-        out = attend(query, key, value, hidden, of.score_scale, of.softcap, sinks.view(-1, 1, 1) if sinks is not None else None)
+        scores = None if sinks is None else sinks.view(-1, 1, 1)
+        out = attend(query, key, value, hidden, of.score_scale, of.softcap, scores)
     return out.transpose(1, 2)
 
 

@@ -101,9 +101,7 @@ def look_ahead_states(model: Decoder, tokens: Tensor, places: Tensor, inputs: Te
     masks = {window: look_ahead_mask(length, places, count, window) for window in windows}
     stored = list[tuple[Tensor, Tensor]]()  # the tokens' keys and values, by layer
 
-    def attend(
-        layer: int, of: Attention, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
-    ) -> Tensor:
+    def attend(layer: int, of: Attention, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
         stored.append((key, value))
         return attend_causally(layer, of, query, key, value, sinks)
 
