@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -34,11 +35,13 @@ def convert(
     parts: int = 1,
     metadata: Mapping[str, Any] | None = None,
     extra: Mapping[str, NDArray[np.float32]] | None = None,
+    fused: bool = False,
 ) -> Path:
     """Write a checkpoint as a GGUF file, as llama.cpp's conversion does, and return the file or its first part.
 
     kind: of the matrices, or a function of a tensor's name in the file. Vectors are F32. metadata: further entries, or
-    others in place of the usual ones; None leaves an entry out. extra: further tensors.
+    others in place of the usual ones; None leaves an entry out. extra: further tensors. fused: queries, keys and values
+    are in one tensor, as with the conversion's option.
     """
     folder = Path(folder)
     config = json.loads((folder / "config.json").read_text())
@@ -50,9 +53,9 @@ def convert(
     for key, value in entries.items():
         if value is not None:
             writer.add_key_value(key, value, _type(value))
-    for name, tensor in sorted(tensors.items()):
-        stored = layout.stored_name(name)
-        rows = layout.stored(name, tensor, config).float().numpy()
+    changed = {layout.stored_name(name): layout.stored(name, each, config) for name, each in sorted(tensors.items())}
+    for stored, tensor in (_fused(changed) if fused else changed).items():
+        rows = tensor.float().numpy()
         of_matrix = kind if isinstance(kind, str) else kind(stored)
         _add(writer, stored, rows, of_matrix if rows.ndim == 2 else "F32")
     for name, values in {**rope_tensors(config), **(extra or {})}.items():
@@ -62,6 +65,14 @@ def convert(
     writer.write_tensors_to_file()
     writer.close()
     return path if parts == 1 else next(iter(sorted(path.parent.glob(f"{path.stem}-00001-of-*.gguf"))))
+
+
+def _fused(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the tensors of a file with queries, keys and values in one."""
+    found: dict[str, list[torch.Tensor]] = {}
+    for name in sorted(tensors, key=lambda name: [part in name for part in ("attn_v.", "attn_k.", "attn_q.")]):
+        found.setdefault(re.sub(r"attn_[qkv]\.", "attn_qkv.", name), []).append(tensors[name])
+    return {name: torch.cat(parts) for name, parts in found.items()}
 
 
 def decoded(path: Path, folder: Path | str, out: Path) -> Path:
