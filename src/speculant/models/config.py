@@ -5,7 +5,7 @@ Each reader checks its entries. A wrong one raises a ModelError that names it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -19,7 +19,6 @@ from speculant.models.description import (
     Layer,
     Mlp,
     Norm,
-    Rope,
 )
 from speculant.models.tensor_map import SAME_NAMES, TensorMap
 
@@ -27,7 +26,6 @@ MOST = 2**31 - 1  # sizes are int32 in kernels and files
 MOST_HEAD_DIM, MOST_LAYERS = 2**16, 10_000
 MOST_THETA, MOST_FACTOR = 1e30, 1e6  # far above those of any checkpoint, and finite in float32
 Kind = TypeVar("Kind", bound=Hashable)
-THETAS = (1 / MOST_THETA, MOST_THETA)
 POSITIVE = (1e-12, 1e12)  # bounds of scales and caps
 MOST_SHOWN = 300  # characters of a value in an error message
 
@@ -103,6 +101,8 @@ def read_mlp(hf: Mapping[str, Any], *, key: str = "hidden_act", **own: Any) -> M
 
 def read_attention(hf: Mapping[str, Any], **own: Any) -> Attention:
     """Read the heads, and their rotary positions unless `own` has them; `own` has the other fields."""
+    from speculant.models.rope_config import read_rope  # which imports this module
+
     heads = count(hf, "num_attention_heads")
     if "rope" not in own:
         own["rope"] = read_rope(hf, count(hf, "max_position_embeddings"))
@@ -119,16 +119,6 @@ def windowed(layer: Layer, windows: Sequence[int | None]) -> list[Layer]:
     return layers_of(windows, lambda window: replace(layer, attention=replace(layer.attention, window=window)))
 
 
-def rope_of(hf: Mapping[str, Any], kind: str, flat: Mapping[str, Any] = MappingProxyType({})) -> Rope:
-    """Read the rotary positions of layers of a kind.
-
-    flat: entries that replace those of a config.json whose rotary settings are not given for each kind.
-    """
-    given = hf.get("rope_parameters")
-    nested = isinstance(given, dict) and kind in given
-    return read_rope(hf if nested else {**hf, **flat}, count(hf, "max_position_embeddings"), kind)
-
-
 def layers_of(kinds: Sequence[Kind], make: Callable[[Kind], Layer]) -> list[Layer]:
     """Return a layer of each of these kinds; layers of one kind are the same object."""
     made = {kind: make(kind) for kind in dict.fromkeys(kinds)}
@@ -138,79 +128,6 @@ def layers_of(kinds: Sequence[Kind], make: Callable[[Kind], Layer]) -> list[Laye
 def count_layers(hf: Mapping[str, Any]) -> int:
     """Return the number of layers."""
     return count(hf, "num_hidden_layers", most=MOST_LAYERS)
-
-
-_ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "factors")
-
-
-def read_rope(hf: Mapping[str, Any], max_positions: int, layer_type: str | None = None) -> Rope:
-    """Read the rotary settings, in the old form (rope_theta, rope_scaling) or the new (rope_parameters).
-
-    With both, rope_scaling replaces rope_parameters, as in transformers 5.
-    """
-    scaling = _rope_settings(hf)
-    scaling = scaling.get(layer_type) or scaling
-    kind = _first((scaling.get("rope_type"), scaling.get("type"), "default"))
-    partial = _first((scaling.get("partial_rotary_factor"), hf.get("partial_rotary_factor"), 1.0))
-    if kind not in _ROPE_KINDS or any(isinstance(v, dict) for v in scaling.values()):
-        raise ModelError(
-            "config.json asks for rotary settings that are not implemented:"
-            f" {show(scaling)}, over {show(partial)} of each head",
-            f"use a checkpoint with one rope_type for all layers ({', '.join(_ROPE_KINDS)}) over whole heads.",
-        )
-    head_dim = hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
-    return Rope(
-        dims=None if partial == 1 else int(head_dim * partial),
-        theta=number(
-            scaling if scaling.get("rope_theta") is not None else hf, "rope_theta", 10000.0, 1 / MOST_THETA, MOST_THETA
-        ),
-        kind=kind,
-        original_max_positions=_original_positions(hf, scaling, max_positions) if kind == "llama3" else max_positions,
-        factors=_pair_factors(scaling) if kind == "factors" else (),
-        **_rope_factors(scaling, kind),
-    )
-
-
-def _first(values: Iterable[Any]) -> Any:
-    """Return the first value that is not null."""
-    return next(value for value in values if value is not None)
-
-
-def _rope_settings(hf: Mapping[str, Any]) -> Mapping[str, Any]:
-    given = {key: hf.get(key) for key in ("rope_scaling", "rope_parameters")}
-    for key, value in given.items():
-        if value is not None and not isinstance(value, dict):
-            raise ModelError(f"config.json has {key} = {show(value)}, not an object", "correct config.json.")
-    return given["rope_scaling"] or given["rope_parameters"] or {}
-
-
-def _original_positions(hf: Mapping[str, Any], scaling: Mapping[str, Any], max_positions: int) -> int:
-    """Return the context length before llama3 scaling."""
-    key = "original_max_position_embeddings"
-    return count(hf if hf.get(key) is not None else scaling, key, max_positions)
-
-
-def _pair_factors(scaling: Mapping[str, Any]) -> tuple[float, ...]:
-    """Return the divisor of each pair's frequency. Only heads that were trained here have the entry `factors`."""
-    given = scaling.get("factors")
-    if not isinstance(given, list) or not given:
-        raise ModelError(f"config.json has rope scaling 'factors' = {show(given)}, not a list", "correct config.json.")
-    return tuple(number({"factors": each}, "factors", None, 1 / MOST_FACTOR, MOST_FACTOR) for each in given)
-
-
-def _rope_factors(scaling: Mapping[str, Any], kind: str) -> dict[str, float]:
-    names = {"linear": ("factor",), "dynamic": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}
-    missing = [name for name in names.get(kind, ()) if scaling.get(name) is None]
-    if missing:
-        raise ModelError(f"config.json has rope scaling {kind!r} without {', '.join(missing)}", "correct config.json.")
-    factors = {name: number(scaling, name, None, 1 / MOST_FACTOR, MOST_FACTOR) for name in names.get(kind, ())}
-    if kind == "llama3" and factors["low_freq_factor"] >= factors["high_freq_factor"]:
-        raise ModelError(
-            f"config.json has low_freq_factor = {factors['low_freq_factor']:g}, not below"
-            f" high_freq_factor = {factors['high_freq_factor']:g}",
-            "correct config.json.",
-        )
-    return factors
 
 
 FULL, SLIDING = "full_attention", "sliding_attention"  # the kinds of layers

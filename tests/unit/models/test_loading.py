@@ -237,7 +237,7 @@ def test_refuses_misshaped_tensors(folder: Path) -> None:
         ({"vocab_size": 0}, ("vocab_size = 0",)),
         ({"hidden_act": "mish"}, ("mish",)),
         ({"model_type": ...}, ("model_type",)),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, ("yarn", "linear")),
+        ({"rope_parameters": {"rope_type": "axial", "factor": 2.0}}, ("axial", "linear")),
         ({"rope_parameters": {"rope_type": "linear"}}, ("linear", "factor")),
         ({"partial_rotary_factor": 0.5}, ("0.5",)),
         ({"vocab_size": 2**62}, ("vocab_size",)),

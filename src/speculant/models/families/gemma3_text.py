@@ -6,26 +6,23 @@ from collections.abc import Mapping
 from typing import Any
 
 from speculant.models.config import (
-    FULL,
     SLIDING,
-    THETAS,
     check_unset,
     count,
     flag,
     layers_of,
-    number,
     optional_number,
     read_attention,
     read_decoder,
     read_layer_types,
     read_mlp,
     read_norm,
-    rope_of,
     window,
 )  # fmt: skip
 from speculant.models.description import DecoderConfig, Layer
 from speculant.models.families.gemma2 import TENSORS, score_scalar
 from speculant.models.gguf_family import GgufFamily, Number, Windows
+from speculant.models.rope_config import read_rope
 
 DEFAULTS = {
     "vocab_size": 262_208,
@@ -51,16 +48,13 @@ def read_config(hf: Mapping[str, Any]) -> DecoderConfig:
     check_unset(hf, "use_bidirectional_attention")
     norm, bias = read_norm(hf, offset=1.0), flag(hf, "attention_bias")
     mlp, every = read_mlp(hf, key="hidden_activation"), count(hf, "sliding_window_pattern", 6)
-    ropes = {
-        FULL: {"rope_theta": number(hf, "rope_theta", 1e6, *THETAS)},
-        SLIDING: {"rope_theta": number(hf, "rope_local_base_freq", 1e4, *THETAS), "rope_scaling": None},
-    }
+    most = count(hf, "max_position_embeddings")
 
     def layer(kind: str) -> Layer:
         attention = read_attention(
-            hf, rope=rope_of(hf, kind, ropes[kind]), window=window(hf) if kind == SLIDING else None, qk_norm=norm,
-            bias=bias, output_bias=bias, scale=count(hf, "query_pre_attn_scalar") ** -0.5,
-            softcap=optional_number(hf, "attn_logit_softcapping"),
+            hf, rope=read_rope(hf, most, kind, theta=1e4 if kind == SLIDING else 1e6),
+            window=window(hf) if kind == SLIDING else None, qk_norm=norm, bias=bias, output_bias=bias,
+            scale=count(hf, "query_pre_attn_scalar") ** -0.5, softcap=optional_number(hf, "attn_logit_softcapping"),
         )  # fmt: skip
         return Layer(attention, mlp, norm, norm, norm, norm)
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from speculant.models.config import count_layers, flag, read_attention, read_decoder, read_mlp, read_norm
+from speculant.models.config import count, count_layers, flag, read_attention, read_decoder, read_mlp, read_norm
 from speculant.models.description import Attention, DecoderConfig, Layer
 from speculant.models.gguf_family import Flag, GgufFamily
+from speculant.models.rope_config import read_rope
 from speculant.models.sizes import LAYER
 from speculant.models.tensor_map import Rows, TensorMap, map_modules
 
@@ -18,10 +19,10 @@ GGUF = GgufFamily(
 
 def read_config(hf: Mapping[str, Any]) -> DecoderConfig:
     """Read a GPT-NeoX config.json."""
-    theta, share = hf.get("rotary_emb_base", 10000.0), hf.get("rotary_pct", 0.25)
-    hf = {"hidden_act": "gelu", "rope_theta": theta, "partial_rotary_factor": share, **hf, "num_key_value_heads": None}
+    hf = {"hidden_act": "gelu", **hf, "num_key_value_heads": None}
+    rope = read_rope(hf, count(hf, "max_position_embeddings"), share=0.25)
     bias, norm = flag(hf, "attention_bias", True), read_norm(hf, "layer_norm_eps", 1e-5, kind="layer", bias=True)
-    attention = read_attention(hf, bias=bias, output_bias=bias)
+    attention = read_attention(hf, rope=rope, bias=bias, output_bias=bias)
     mlp = read_mlp(hf, bias=True, gated=False)
     layer = Layer(attention, mlp, norm, norm, parallel=flag(hf, "use_parallel_residual", True))
     return read_decoder(hf, [layer] * count_layers(hf), _tensors(attention), norm)

@@ -7,6 +7,7 @@ from typing import Any
 
 from speculant.models.config import (
     SLIDING,
+    count,
     flag,
     layers_of,
     read_attention,
@@ -14,24 +15,23 @@ from speculant.models.config import (
     read_layer_types,
     read_mlp,
     read_norm,
-    rope_of,
     window,
 )  # fmt: skip
 from speculant.models.description import DecoderConfig, Layer
 from speculant.models.families.olmo2 import TENSORS
 from speculant.models.gguf_family import GgufFamily, Windows
+from speculant.models.rope_config import read_rope
 
 GGUF = GgufFamily("olmo2", needs="attention.sliding_window", windows=Windows(4))
 
 
 def read_config(hf: Mapping[str, Any]) -> DecoderConfig:
     """Read an OLMo 3 config.json."""
-    hf = {"rope_theta": 5e5, **hf}
     bias, norm, mlp = flag(hf, "attention_bias"), read_norm(hf, default=1e-5), read_mlp(hf)
 
     def layer(kind: str) -> Layer:
         attention = read_attention(
-            hf, rope=rope_of(hf, kind, {"rope_scaling": None} if kind == SLIDING else {}),
+            hf, rope=read_rope(hf, count(hf, "max_position_embeddings"), kind, theta=5e5),
             window=window(hf) if kind == SLIDING else None, bias=bias, output_bias=bias, qk_norm=norm,
             norm_all_heads=True,
         )  # fmt: skip

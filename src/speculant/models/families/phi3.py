@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from speculant.models.config import count_layers, read_attention, read_decoder, read_mlp, read_norm, window
+from speculant.models.config import count, count_layers, read_attention, read_decoder, read_mlp, read_norm, window
 from speculant.models.description import Attention, DecoderConfig, Layer, Mlp
 from speculant.models.gguf_family import GgufFamily
+from speculant.models.rope_config import read_rope
 from speculant.models.sizes import LAYER
 from speculant.models.tensor_map import Rows, TensorMap, map_modules
 
@@ -16,8 +17,9 @@ GGUF = GgufFamily("phi3")
 
 def read_config(hf: Mapping[str, Any]) -> DecoderConfig:
     """Read a Phi-3 config.json."""
-    hf = {"sliding_window": None, "rms_norm_eps": 1e-5, **hf}
-    attention, mlp, norm = read_attention(hf, window=window(hf)), read_mlp(hf), read_norm(hf)
+    hf = {"sliding_window": None, "rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096, **hf}
+    rope = read_rope(hf, count(hf, "max_position_embeddings"), share=1.0)
+    attention, mlp, norm = read_attention(hf, rope=rope, window=window(hf)), read_mlp(hf), read_norm(hf)
     return read_decoder(hf, [Layer(attention, mlp, norm, norm)] * count_layers(hf), _tensors(attention, mlp))
 
 
