@@ -19,7 +19,10 @@ from speculant.models.config import (
 )  # fmt: skip
 from speculant.models.description import DecoderConfig, Layer
 from speculant.models.families.olmo2 import TENSORS
+from speculant.models.gguf_family import GgufFamily, Windows
 from speculant.models.rope_config import read_rope
+
+GGUF = GgufFamily("olmo2", needs="attention.sliding_window", windows=Windows(4))
 
 
 def read_config(hf: Mapping[str, Any]) -> DecoderConfig:
