@@ -18,7 +18,7 @@ from speculant.errors import ModelError
 from speculant.gguf_file import GgufFile, end_tokens
 from speculant.models.config import FULL, MOST, MOST_FACTOR, MOST_HEAD_DIM, SLIDING, is_whole, show
 from speculant.models.description import DecoderConfig
-from speculant.models.gguf_family import GGUF_HEAD, GGUF_TABLE, Flag, GgufFamily, Number, Windows, gguf_tensors
+from speculant.models.gguf_family import GGUF_HEAD, GGUF_TABLE, Count, Flag, GgufFamily, Number, Windows, gguf_tensors
 
 FAMILIES = "speculant.models"
 ROPE_FREQS = "rope_freqs.weight"  # the divisor of each pair's frequency; part of the config, not of the weights
@@ -179,8 +179,10 @@ class _Facts:
         """Whether an entry is there and not 0."""
         return self.raw(key) not in (None, 0)
 
-    def read(self, wanted: Number | Flag) -> float | bool | None:
+    def read(self, wanted: Number | Count | Flag) -> float | bool | None:
         """Return the value of a family's own entry."""
+        if isinstance(wanted, Count):
+            return self.count(wanted.key)
         value = self.get(wanted.key)
         if isinstance(wanted, Flag):
             value = wanted.default if value is None else value

@@ -22,7 +22,7 @@ from speculant.models.gguf_family import Flag, GgufFamily, Number
 from speculant.models.weights.load import CheckpointFiles, load_model
 from tests.gguf_layouts import LAYOUTS
 from tests.gguf_models import convert
-from tests.unit.models.families import MULTIPLIED, PADDED, SCALED, VARIANTS, Pair, Session, make_pair
+from tests.unit.models.families import EXPERTS, MULTIPLIED, PADDED, SCALED, VARIANTS, Pair, Session, make_pair
 from tests.unit.models.test_gguf_models import same_as_decoded
 
 GEMMA = {"head_dim": 8, "query_pre_attn_scalar": 8}
@@ -66,6 +66,18 @@ STORED: dict[str, dict[str, dict[str, Any]]] = {
         "plain": {},
         "untied": {"use_bias": False, "tie_word_embeddings": False, "num_key_value_heads": 1},
     },
+    "qwen3_moe": {
+        "plain": {**EXPERTS, "moe_intermediate_size": 24, "head_dim": 16, "norm_topk_prob": True},
+        "tied": {
+            **EXPERTS,
+            "moe_intermediate_size": 64,
+            "head_dim": 8,
+            "norm_topk_prob": True,
+            "tie_word_embeddings": True,
+        },
+    },
+    "mixtral": {"plain": {"num_local_experts": 4}, "three": {"num_local_experts": 5, "num_experts_per_tok": 3}},
+    "olmoe": {"plain": {**PADDED, **EXPERTS}, "one key": {**PADDED, **EXPERTS, "num_key_value_heads": 1}},
     "gpt2": {"plain": INNER, "untied": {**INNER, "tie_word_embeddings": False, "n_head": 2}},
     "gpt_neox": {
         "pythia": {},
@@ -75,7 +87,14 @@ STORED: dict[str, dict[str, dict[str, Any]]] = {
 }
 CASES = [(family, variant) for family, variants in STORED.items() for variant in variants]
 FIRST = [(family, next(iter(variants))) for family, variants in STORED.items()]
-WIDE = {"hidden_size": 256, "head_dim": 64, "query_pre_attn_scalar": 64, "num_hidden_layers": 2, "vocab_size": 96}
+WIDE = {
+    "hidden_size": 256,
+    "moe_intermediate_size": 256,
+    "head_dim": 64,
+    "query_pre_attn_scalar": 64,
+    "num_hidden_layers": 2,
+    "vocab_size": 96,
+}
 WINDOW, PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
 TOKENS = [token % 61 for token in range(40, 72)]
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from speculant.models.config import count_layers, read_attention, read_decoder, read_experts, read_norm, window
 from speculant.models.description import DecoderConfig, Layer
+from speculant.models.gguf_family import Count, GgufFamily
 from speculant.models.sizes import LAYER
 from speculant.models.tensor_map import map_modules
 
@@ -15,6 +16,10 @@ TENSORS = map_modules(LAYER, LAYER, {
     "mlp.experts.{}.gate_proj": "block_sparse_moe.experts.{}.w1",
     "mlp.experts.{}.up_proj": "block_sparse_moe.experts.{}.w3",
     "mlp.experts.{}.down_proj": "block_sparse_moe.experts.{}.w2",
+})  # fmt: skip
+GGUF = GgufFamily("llama", needs="expert_count", paired=True, config={
+    "num_local_experts": Count("expert_count"),
+    "num_experts_per_tok": Count("expert_used_count"),
 })  # fmt: skip
 
 

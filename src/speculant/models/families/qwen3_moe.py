@@ -19,11 +19,16 @@ from speculant.models.config import (
     window,
 )  # fmt: skip
 from speculant.models.description import DecoderConfig, Layer
-from speculant.models.gguf import GgufFamily
+from speculant.models.gguf_family import Count, Flag, GgufFamily
 from speculant.models.sizes import LAYER
 from speculant.models.tensor_map import map_modules
 
-GGUF = GgufFamily("qwen3moe")
+GGUF = GgufFamily("qwen3moe", config={
+    "num_experts": Count("expert_count"),
+    "num_experts_per_tok": Count("expert_used_count"),
+    "moe_intermediate_size": Count("expert_feed_forward_length"),
+    "norm_topk_prob": Flag("expert_weights_norm", True),
+})  # fmt: skip
 TENSORS = map_modules(LAYER, LAYER, {"mlp.router": "mlp.gate"})
 
 
