@@ -109,7 +109,7 @@ def read_experts(hf: Mapping[str, Any], size: str = "intermediate_size", **own: 
 
 def _read_activation(hf: Mapping[str, Any], key: str) -> str:
     name = hf.get(key) or "silu"
-    if name not in ACTIVATIONS:
+    if not isinstance(name, str) or name not in ACTIVATIONS:
         raise ModelError(
             f"config.json asks for {key}={show(name)}; only {', '.join(ACTIVATIONS)} are implemented",
             "use a checkpoint of one of the supported families.",
