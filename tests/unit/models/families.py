@@ -53,6 +53,10 @@ MULTIPLIED = {
     "embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.4, "logits_scaling": 0.5,
 }  # fmt: skip
 
+YARN = {
+    "rope_type": "yarn", "rope_theta": 150000.0, "factor": 8.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+    "original_max_position_embeddings": 16,
+}  # fmt: skip
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
 
 # A family without an entry is tested in its default shape. transformers knows most model types, and is the oracle.
@@ -166,6 +170,20 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     },
+    "gpt_oss": {
+        "plain": {**EXPERTS, "head_dim": 16, "sliding_window": 6, "rope_parameters": YARN},
+        "unbiased": {
+            **EXPERTS,
+            "head_dim": 8,
+            "attention_bias": False,
+            "sliding_window": 5,
+            "layer_types": [FULL, SLIDES, FULL],
+            "swiglu_limit": 0.5,
+            "swiglu_alpha": 1.2,
+            "tie_word_embeddings": True,
+            "num_key_value_heads": 1,
+        },
+    },
     "opt": {
         "plain": {**PADDED, "ffn_dim": 40},
         "untied": {**PADDED, "ffn_dim": 40, "enable_bias": False, "tie_word_embeddings": False},
@@ -203,7 +221,8 @@ class Pair:
 
     def in_float64(self) -> Pair:
         """Return both in float64, so that differences are of the program and not of the numbers."""
-        oracle = self.oracle and AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float64).eval()
+        wide = {"dtype": torch.float64, "experts_implementation": "eager"}  # other ones have no float64
+        oracle = self.oracle and AutoModelForCausalLM.from_pretrained(self.folder, **wide).eval()
         ours = load_model(str(self.folder), dtype="float64").model
         return Pair(oracle, ours, self.folder)
 
