@@ -7,6 +7,7 @@ have, names of our own. `TensorMap` has the names in the files.
 from __future__ import annotations
 
 import math
+from collections import Counter
 
 from speculant.models.description import Attention, DecoderConfig, Experts, Layer, Mlp, Norm
 
@@ -41,29 +42,31 @@ def parameters(config: DecoderConfig) -> int:
 
 def matrix_weights(config: DecoderConfig) -> int:
     """Return the number of weights of matrices that passes read; those of a short head count as if it were whole."""
-    return round(read_weights(config, None))
+    return round(_read_weights(config, None))
 
 
-def read_weights(config: DecoderConfig, rows: int | None = 1) -> float:
-    """Return how many weights of matrices a pass of some rows reads, None = of very many; see `read_share`."""
+def relative_reads(config: DecoderConfig, rows: int) -> float:
+    """Return how many weights a pass of some rows reads, over those that a pass of one row reads: 1 without experts.
+
+    With experts it is the expected number, if each row selects its experts at random, independently of the other rows.
+    Texts may use some experts more often, and then a pass reads less.
+    """
+    return _read_weights(config, rows) / _read_weights(config, 1)
+
+
+def _read_weights(config: DecoderConfig, rows: int | None) -> float:
+    """Return how many weights of matrices a pass of some rows reads, None = of very many."""
     found = float(config.hidden_size * config.vocab_size)
-    for layer in config.layers:
-        share = read_share(layer.mlp, rows)
-        for name, shape in _layer(layer, config.hidden_size).items():
-            if len(shape) == 2:
-                found += math.prod(shape) * (share if EXPERT in name else 1)
+    for layer, count in Counter(config.layers).items():
+        sizes = {name: math.prod(shape) for name, shape in _layer(layer, config.hidden_size).items() if len(shape) == 2}
+        experts = sum(size for name, size in sizes.items() if EXPERT in name)
+        found += count * (sum(sizes.values()) - experts * (1 - _read_share(layer.mlp, rows)))
     return found
 
 
-def read_share(of: Mlp | Experts, rows: int | None) -> float:
-    """Return the share of a feed-forward block's experts that a pass of some rows reads, None = of very many.
-
-    It is the expected one if each row selects its experts at random, independently of the other rows. Texts may use
-    some experts more often, and then a pass reads less.
-    """
-    if isinstance(of, Mlp) or rows is None:
-        return 1.0
-    return 1 - (1 - of.used / of.count) ** rows
+def _read_share(of: Mlp | Experts, rows: int | None) -> float:
+    """Return the share of experts that a pass reads."""
+    return 1.0 if isinstance(of, Mlp) or rows is None else 1 - (1 - of.used / of.count) ** rows
 
 
 def values_per_position(config: DecoderConfig) -> int:
@@ -79,12 +82,13 @@ def activations(config: DecoderConfig) -> dict[str, int]:
         "y": config.hidden_size,
         "qkv": of.query_size + 2 * of.key_size,
         "heads": of.query_size,
-        "gated": max(_inner_width(layer.mlp) for layer in config.layers),
+        "gated": max(inner_width(layer.mlp) for layer in config.layers),
         **_routed_widths(config),
     }
 
 
-def _inner_width(of: Mlp | Experts) -> int:
+def inner_width(of: Mlp | Experts) -> int:
+    """Return how many numbers a row has inside of a feed-forward block, those of all experts that it uses."""
     return of.used * of.size if isinstance(of, Experts) else of.size
 
 

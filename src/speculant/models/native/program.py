@@ -188,7 +188,7 @@ class PackedDecoder:
 
     @property
     def bytes_per_pass(self) -> int:
-        """How many bytes of weights a pass of any size reads, padding included: a lower bound of its time."""
+        """How many bytes of weights a pass of one row reads, padding included: a lower bound of any pass's time."""
         return sum(layer.bytes_per_pass for layer in self.layers) + self.head.memory.numel()
 
 

@@ -18,7 +18,7 @@ from speculant.models.description import Attention, DecoderConfig, Experts, Laye
 from speculant.models.reference.attention import Attend, StoredKeys
 from speculant.models.reference.experts import RoutedMlp
 from speculant.models.reference.rotary import Rotary
-from speculant.models.sizes import AFTER_ATTENTION, AFTER_MLP, BEFORE_ATTENTION, BEFORE_MLP, layer_norms
+from speculant.models.sizes import AFTER_ATTENTION, AFTER_MLP, BEFORE_ATTENTION, BEFORE_MLP, layer_norms, relative_reads
 
 Angles = Mapping[Rope, tuple[Tensor, Tensor]]  # cos and sin, see `Rotary.angles`
 
@@ -194,6 +194,10 @@ class Decoder(nn.Module):
         weight = self.model.embed_tokens.weight
         of = self.config.attention
         return CacheShape(self.num_layers, of.kv_heads, of.head_dim, weight.dtype, weight.device)
+
+    def relative_reads(self, rows: int) -> float:
+        """See `ReadsByRows.relative_reads`."""
+        return relative_reads(self.config, rows)
 
     @cached_property
     def _head_tokens(self) -> Tensor:

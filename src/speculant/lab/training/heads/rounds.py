@@ -23,6 +23,7 @@ from speculant.models.description import Attention, DecoderConfig, Layer, Mlp, R
 from speculant.models.heads import HeadDecoder
 from speculant.models.reference.decoder import Decoder
 from speculant.models.rope_config import rope_entries
+from speculant.models.sizes import inner_width
 
 DECAY = 0.8  # of the loss from one round to the next
 RANKS = 8
@@ -128,7 +129,7 @@ def layer_sizes(config: HeadTrainingConfig, target: Decoder) -> DecoderConfig:
     rope = next(iter(target.config.ropes), _PLAIN)
     attention = Attention(of.heads, of.kv_heads, of.head_dim, rope)
     norm = target.config.norm
-    return replace(target.config, layers=(Layer(attention, Mlp(config.inner or mlp.size), norm, norm),))
+    return replace(target.config, layers=(Layer(attention, Mlp(config.inner or inner_width(mlp)), norm, norm),))
 
 
 def begin_small(module: nn.Module, seed: int) -> None:
