@@ -140,7 +140,7 @@ VALUES: Mapping[str, Mapping[Any, Any]] = MappingProxyType(
     {
         "device": {"auto": "cpu"},
         "max_model_len": {-1: None, "auto": None},
-        "model_impl": {"vllm": "auto"},
+        "model_backend": {"vllm": "auto"},
         "quantization": {"gguf": None},
         "scheduling_policy": {"fcfs": "first-come", "priority": "decode-first"},
     }
@@ -164,7 +164,7 @@ def read_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
         own = RENAMED.get(name, name)
         if own in values:
             raise ConfigError(f"{name} and {own} are both given", "keep one.")
-        read = _read_value(name, value)
+        read = _read_value(own, value)
         if read is not None or fields.get(own) is None:
             values[own] = read
     return values

@@ -27,7 +27,9 @@ from speculant.models.reference.attention import context_slots, visible_keys
 
 NAME = "speculant"  # of the attention function, among those of transformers
 _HOLDER = "speculant_attention"  # the attribute of modules that has their `AttentionSwitch`
-_PLAIN = frozenset({"position_ids", "cache_position", "dropout", "sliding_window"})  # arguments that change nothing here
+_PLAIN = frozenset(
+    {"position_ids", "cache_position", "dropout", "sliding_window"}
+)  # arguments that change nothing here
 _FIX = "this is used to choose how a model runs; report it if you see it."
 
 
@@ -56,7 +58,7 @@ class MaskRule:
         return self.sees(first, first, rows[:, None], keys[None, :]).expand(len(rows), len(keys))
 
 
-class Scores(NamedTuple):
+class ScoreRules(NamedTuple):
     """How scores are made of queries and keys. softcap None = no bound; sinks [heads] None = there are none."""
 
     scaling: float | None
@@ -67,7 +69,7 @@ class Scores(NamedTuple):
 class AttentionPass(Protocol):
     """One pass of a model; it is called once per attention, in order."""
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, rule: MaskRule | None, scores: Scores) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, rule: MaskRule | None, scores: ScoreRules) -> Tensor:
         """Return the result [T, heads, value_dim] of queries [T, heads, key_dim] and of the rows' keys and values."""
         ...
 
@@ -103,7 +105,7 @@ class KeyRecorder:
     layouts: list[KeyLayout] = field(default_factory=list)
     dtypes: set[torch.dtype] = field(default_factory=set)
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, rule: MaskRule | None, scores: Scores) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, rule: MaskRule | None, scores: ScoreRules) -> Tensor:
         """See `AttentionPass.attend`; zeros."""
         self.layouts.append(KeyLayout(key.shape[1], key.shape[2], value.shape[2]))
         self.dtypes |= {key.dtype, value.dtype}
@@ -118,7 +120,7 @@ class StoredPass:
         self._slots, self._layer = context_slots(batch), 0
         self._masks: dict[int, tuple[MaskRule | None, list[Tensor]]] = {}  # by the rule's id
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, rule: MaskRule | None, scores: Scores) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, rule: MaskRule | None, scores: ScoreRules) -> Tensor:
         """See `AttentionPass.attend`."""
         layout = KeyLayout(key.shape[1], key.shape[2], value.shape[2])
         if self._layer >= len(self._layouts) or self._layouts[self._layer] != layout:
@@ -161,7 +163,7 @@ def _narrow(stored: Tensor, layout: KeyLayout, dim: int) -> Tensor:
     return stored[:, 0, : layout.heads * dim].view(-1, layout.heads, dim)
 
 
-def attention(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scores: Scores) -> Tensor:
+def attention(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scores: ScoreRules) -> Tensor:
     """Attend with queries [n, heads, key_dim] to keys and values [k, kv_heads, ...] where the mask [n, k] is True.
 
     Returns [n, heads, value_dim]. Heads that share a key head follow each other.
@@ -181,8 +183,8 @@ def attention(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scores:
     return out.permute(2, 0, 1, 3).reshape(n, heads, values.shape[-1])
 
 
-def _probs(products: Tensor, mask: Tensor, scores: Scores) -> Tensor:
-    """Return the weights of keys from scaled products [kv_heads, groups, n, k]: a sink takes a share that no key has."""
+def _probs(products: Tensor, mask: Tensor, scores: ScoreRules) -> Tensor:
+    """Return the weights of keys from scaled products [kv_heads, groups, n, k]; a sink takes a share for no key."""
     if scores.softcap is not None:
         products = torch.tanh(products / scores.softcap) * scores.softcap
     products = products.masked_fill(~mask, -torch.inf)
@@ -225,13 +227,13 @@ def _sliding(options: Mapping[str, Any]) -> MaskRule | None:
     return None if window is None else MaskRule(lambda _batch, _head, row, key: key > row - window)
 
 
-def _scores(options: Mapping[str, Any]) -> Scores:
+def _scores(options: Mapping[str, Any]) -> ScoreRules:
     """Read the arguments of an attention. Raises ModelError for one that is unknown and has a value."""
     known = {"scaling", "softcap", "s_aux", *_PLAIN}
     unknown = sorted(name for name, value in options.items() if name not in known and _matters(value))
     if unknown:
         raise ModelError(f"its attention has the argument {', '.join(unknown)}", _FIX)
-    return Scores(options.get("scaling"), options.get("softcap"), options.get("s_aux"))
+    return ScoreRules(options.get("scaling"), options.get("softcap"), options.get("s_aux"))
 
 
 def _matters(value: object) -> bool:

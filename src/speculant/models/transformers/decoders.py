@@ -12,7 +12,7 @@ from speculant.errors import ModelError
 from speculant.models.base import Batch, Chain, Hidden, ModelNeeds, Segment, check_embeddings
 from speculant.models.reference.attention import context_slots
 from speculant.models.transformers.attention import AttentionSwitch, KeyLayout, KeyRecorder, StoredPass
-from speculant.models.transformers.network import Network
+from speculant.models.transformers.network import TransformersNetwork
 from speculant.models.vocabulary import DraftVocabulary
 
 _FIX = "use a drafting method that reads tokens."
@@ -24,7 +24,7 @@ class TransformersDecoder:
     needs = ModelNeeds()
     how = ""
 
-    def __init__(self, network: Network, shape: CacheShape) -> None:
+    def __init__(self, network: TransformersNetwork, shape: CacheShape) -> None:
         self.network, self.cache_shape = network, shape
         self.vocab_size, self.hidden_size = network.vocab_size, network.hidden_size
         self.num_layers, self.max_positions = network.num_layers, network.max_positions
@@ -74,7 +74,7 @@ class CachedDecoder(TransformersDecoder):
 
     how = "with keys and values in the cache"
 
-    def __init__(self, network: Network, switch: AttentionSwitch) -> None:
+    def __init__(self, network: TransformersNetwork, switch: AttentionSwitch) -> None:
         self._switch, recorder = switch, KeyRecorder()
         tokens = torch.zeros(2, dtype=torch.long, device=network.device)
         with torch.inference_mode(), switch.on(recorder):
@@ -113,7 +113,7 @@ class RecomputedDecoder(TransformersDecoder):
 
     how = "without a cache: each pass computes whole texts again"
 
-    def __init__(self, network: Network) -> None:
+    def __init__(self, network: TransformersNetwork) -> None:
         super().__init__(network, CacheShape(1, 1, 1, torch.float64, network.device))
 
     def forward(self, batch: Batch, storage: KVStorage, taps: Sequence[int] = ()) -> Hidden:

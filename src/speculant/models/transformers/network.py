@@ -23,7 +23,7 @@ _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_leng
 _GROWING = ("dynamic", "longrope")  # rope whose angles depend on the length of the whole text
 
 
-class Network:
+class TransformersNetwork:
     """A model of transformers in eval mode, and its sizes. Raises ModelError for one that has no body."""
 
     def __init__(self, model: Any) -> None:
@@ -58,7 +58,7 @@ class Network:
         named = [getattr(self._config, name, None) for name in _POSITIONS]
         longest = next((int(value) for value in named if isinstance(value, int) and value > 0), _UNBOUNDED)
         rope = getattr(self._config, "rope_parameters", None) or getattr(self._config, "rope_scaling", None)
-        return min(longest, *_originals(rope, self._config, longest), longest)
+        return min(longest, *growing_bounds(rope, self._config, longest), longest)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Return the input embeddings [k, hidden] of tokens [k]. Raises RequestError for an unknown token."""
@@ -129,7 +129,7 @@ def _first_module(model: nn.Module, run: Callable[[], object]) -> tuple[Any, typ
     return found[0]
 
 
-def _originals(rope: object, config: object, longest: int) -> list[int]:
+def growing_bounds(rope: object, config: object, longest: int) -> list[int]:
     """Return the positions in which angles do not depend on the length of the text, of each growing kind of rope."""
     if not isinstance(rope, Mapping):
         return []

@@ -22,7 +22,7 @@ from speculant.models.transformers.decoders import (
     RecomputedDecoder,
     TransformersDecoder,
 )
-from speculant.models.transformers.network import Network
+from speculant.models.transformers.network import TransformersNetwork
 from speculant.types import DraftTree
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ def choose_decoder(model: Any) -> tuple[TransformersDecoder, str]:
 
     Raises ModelError if no way is right.
     """
-    network, usual = Network(model), model.config._attn_implementation
+    network, usual = TransformersNetwork(model), model.config._attn_implementation
     probe = Probe(network)
     wanted = probe.plain()
     why = ""
@@ -64,7 +64,7 @@ def choose_decoder(model: Any) -> tuple[TransformersDecoder, str]:
     return recomputed, why
 
 
-def _cached(network: Network) -> CachedDecoder:
+def _cached(network: TransformersNetwork) -> CachedDecoder:
     name = registered()
     network.model.set_attn_implementation(name)
     return CachedDecoder(network, AttentionSwitch(network.model))
@@ -73,7 +73,7 @@ def _cached(network: Network) -> CachedDecoder:
 class Probe:
     """The texts that a model is tried with, and the logits that they must have."""
 
-    def __init__(self, network: Network) -> None:
+    def __init__(self, network: TransformersNetwork) -> None:
         self._network = network
         generator = torch.Generator().manual_seed(_SEED)
         self._tokens = torch.randint(network.vocab_size, (40,), generator=generator).tolist()

@@ -91,15 +91,16 @@ def load_model(
     """Load a checkpoint from a folder, a GGUF file, the hub or "demo"; see `resolve_source`.
 
     model_backend: "transformers" lets that package compute the model; kernels then has no effect. Else kernels names a
-    backend, such as reference or native; auto takes the best one that can compute the model.
-    quantization is the type that weights are rounded to (int8 or int4 with the native kernels), or None. head_tokens:
-    the tokens that have a logit, in ascending order; () = all. vocabulary: that of the target that the model drafts
-    for, where it differs; None = the model's own. weight_packing: how weights are stored, plain or 12bit; auto = the
-    faster way on this machine, which is timed for a large model. weight_cache: the folder in which packed weights are
-    kept between starts; None = none. dtype "auto" takes the checkpoint's type, or bfloat16 for blocks; float16 becomes float32, which holds the same
-    numbers. device is "cpu" or "cuda", which may have an index. Code and pickles of a checkpoint are never run. Raises
-    ModelError for a checkpoint that can't be used, ConfigError for a wrong dtype or device, or a backend that can't
-    compute the model.
+    backend, such as reference or native; auto takes the best one that can compute the model. quantization is the type
+    that weights are rounded to (int8 or int4 with the native kernels), or None. head_tokens: the tokens that have a
+    logit, in ascending order; () = all. vocabulary: that of the target that the model drafts for, where it differs;
+    None = the model's own. weight_packing: how weights are stored, plain or 12bit; auto = the faster way on this
+    machine, which is timed for a large model. weight_cache: the folder in which packed weights are kept between starts;
+    None = none. dtype "auto" takes the checkpoint's type, or bfloat16 for blocks; float16 becomes float32, which holds
+    the same numbers. device is "cpu" or "cuda", which may have an index.
+
+    Code and pickles of a checkpoint are never run. Raises ModelError for a checkpoint that can't be used, ConfigError
+    for a wrong dtype or device, or a backend that can't compute the model.
     """
     started, place = time.perf_counter(), _read_device(device)
     _check_dtype(dtype)
