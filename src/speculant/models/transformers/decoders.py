@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,8 +20,8 @@ from speculant.models.vocabulary import DraftVocabulary
 _FIX = "use a drafting method that reads tokens."
 
 
-class TransformersDecoder:
-    """A `CausalLM`, but for its forward pass. how: how it runs, in words."""
+class TransformersDecoder(ABC):
+    """A `CausalLM`. how: how it runs, in words."""
 
     needs = ModelNeeds()
     how = ""
@@ -56,6 +58,10 @@ class TransformersDecoder:
             return logits
         chosen = logits.index_select(1, self._drawn)
         return logits.new_full((len(logits), self.vocab_size), -torch.inf).index_copy_(1, self._drawn, chosen)
+
+    @abstractmethod
+    def forward(self, batch: Batch, storage: KVStorage, taps: Sequence[int] = ()) -> Hidden:
+        """See `CausalLM.forward`."""
 
     def grow(self, chains: Sequence[Chain], cache: KVCache, vocab_size: int) -> Sequence[Chain]:
         """See `CausalLM.grow`; this model draws none by itself."""
@@ -99,7 +105,7 @@ class CachedDecoder(TransformersDecoder):
         return Hidden(last[0], tuple(states[0] for states in entering))
 
 
-def _flat(tokens: Tensor, positions: Tensor) -> dict[str, Tensor | bool]:
+def _flat(tokens: Tensor, positions: Tensor) -> dict[str, Any]:
     """Return the inputs of a flat batch: one text, whose mask says that all of it is text."""
     mask = torch.ones_like(tokens)[None]
     return {"input_ids": tokens[None], "position_ids": positions[None], "attention_mask": mask, "use_cache": False}
