@@ -25,6 +25,7 @@ from speculant.models.transformers import attention
 from speculant.models.transformers import load as load_module
 from speculant.models.transformers.decoders import CachedDecoder, RecomputedDecoder, leaf_paths
 from speculant.models.transformers.network import growing_bounds
+from speculant.models.transformers.probe import row_errors
 from speculant.models.weights.load import Checkpoint, load_model
 from speculant.types import DraftTree
 from tests.models import VOCAB_SIZE, Checkpoints, write_tokenizer
@@ -179,6 +180,22 @@ def test_a_wrong_attention_is_noticed(write: Any, monkeypatch: pytest.MonkeyPatc
     assert texts(llm) == their_texts(theirs, llm)
 
 
+@pytest.mark.parametrize(("factor", "kind"), [(1.0, CachedDecoder), (1.5, RecomputedDecoder)])
+def test_the_probe_works_in_bfloat16(factor: float, kind: type, write: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    exact = attention.attention
+    monkeypatch.setattr(attention, "attention", lambda *given: factor * exact(*given))
+    for family in ("stablelm", "gpt_oss"):
+        model = load_model(write(family)[0], "bfloat16", model_backend="transformers").model
+        assert isinstance(model, kind)
+
+
+def test_errors_of_rows() -> None:
+    wanted = torch.tensor([[1.0, -torch.inf], [2.0, -4.0], [3.0, 0.0]])
+    assert row_errors(wanted, wanted).tolist() == [0, 0, 0]
+    found = torch.tensor([[1.0, -torch.inf], [2.0, -3.0], [torch.nan, 0.0]])
+    assert row_errors(found, wanted).tolist() == [0, 0.25, torch.inf]
+
+
 def test_a_cache_of_wrong_positions_is_noticed(write: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the rule of its window a model differs once a text is longer than the window."""
     monkeypatch.setattr(attention.MaskRule, "__call__", lambda _rule, rows, keys: rows[:, None] >= keys[None, :])
@@ -194,7 +211,7 @@ def test_an_unknown_argument_of_attention_is_not_ignored(write: Any, monkeypatch
 
 def test_a_model_that_looks_ahead_is_refused(tmp_path: Path) -> None:
     config = transformers.BertConfig(
-        vocab_size=264, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=64,
+        vocab_size=264, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64,
         initializer_range=0.5,
     )  # fmt: skip
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)

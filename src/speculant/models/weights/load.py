@@ -98,7 +98,6 @@ def load_model(
     machine, which is timed for a large model. weight_cache: the folder in which packed weights are kept between starts;
     None = none. dtype "auto" takes the checkpoint's type, or bfloat16 for blocks; float16 becomes float32, which holds
     the same numbers. device is "cpu" or "cuda", which may have an index.
-
     Code and pickles of a checkpoint are never run. Raises ModelError for a checkpoint that can't be used, ConfigError
     for a wrong dtype or device, or a backend that can't compute the model.
     """
