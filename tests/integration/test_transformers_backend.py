@@ -278,7 +278,7 @@ def test_the_extra_is_named_where_it_is_missing(write: Any, monkeypatch: pytest.
 
 def test_an_unknown_family_names_this_backend(write: Any) -> None:
     with pytest.raises(ModelError) as caught:
-        LLM(write("stablelm")[0])
+        LLM(write("mamba")[0])
     assert 'model_backend="transformers"' in caught.value.fix
 
 
