@@ -103,8 +103,12 @@ class _Grower:
             size = source.model.vocab_size
             inputs = [
                 SequenceInput(
-                    plan.request.seq_id, known(plan.input_tokens, size), DraftTree.empty(), hidden=plan.hidden
-                )
+                    plan.request.seq_id,
+                    known(plan.input_tokens, size),
+                    DraftTree.empty(),
+                    hidden=plan.hidden,
+                    length=plan.request.num_positions,
+                )  # fmt: skip
                 for _, plan in plans
             ]
             by_source.append(self._probs(source, inputs, [[(tree, -1)] * (plan.limit > 0) for tree, plan in plans]))
