@@ -174,7 +174,10 @@ class HeadDecoder(nn.Module):
     def states(
         self, embedded: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, long: Tensor | None = None
     ) -> Hidden:
-        """Run the layers over embeddings and states [..., n, hidden] of rows at positions [n]. long: see `angles_of`."""
+        """Run the layers over embeddings and states [..., n, hidden] of rows at positions [n].
+
+        long: see `angles_of`.
+        """
         angles = angles_of(self._rotaries, positions, embedded.dtype, long)
         first, *others = cast(list[DecoderLayer], self.layers)
         if self.config.entry is StateEntry.INPUT:

@@ -211,7 +211,7 @@ class Scheduler:
         """Admit requests that fit, then share the token budget; preempt the last request while memory is short."""
         self._step += 1
         for request in self.running:  # others may have computed the prefix of one that is not started
-            if request.seq_id in self._unstarted or self._salts[request.seq_id] != self._salt(request):
+            if request.seq_id in self._unstarted or self._held_salt(request) != self._salt(request):
                 self._target.release(request.seq_id)
                 self._start(request)
         admitted, preempted, plan = self._admit(), list[Request](), self._target.plan()
@@ -315,7 +315,11 @@ class Scheduler:
         """Return the running samples of the same prompt whose keys and values a request can take over."""
         siblings = [other for other in self.running if other.request_id == request.request_id]
         salt = self._salt(request)
-        return [other for other in siblings if self._salts[other.seq_id] == salt]
+        return [other for other in siblings if self._held_salt(other) == salt]
+
+    def _held_salt(self, request: Request) -> str:
+        """Return the salt of a running request's keys and values in the cache."""
+        return self._salts.get(request.seq_id, request.cache_salt)
 
     def _preempt(self, request: Request) -> None:
         """Release a request's blocks and queue it again; its tokens are recomputed once it is admitted."""

@@ -217,7 +217,10 @@ class HiddenStateRunner(DraftModelRunner):
             followed.first, followed.length = 0, held
 
     def _follow_salt(self, followed: _Followed) -> bool:
-        """Drop all rows of a sequence whose salt has changed, which is returned; the target computes its states again."""
+        """Drop the rows of a sequence whose salt has changed, whose states the target computes again.
+
+        Returns whether it has changed.
+        """
         salt = self._salt(followed.request)
         if followed.salt == salt:
             return False

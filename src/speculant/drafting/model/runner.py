@@ -88,7 +88,7 @@ class _Stepwise:
                     _known_tree(tree, size),
                     hidden=states,
                     length=chain.request.num_positions,
-                )  # fmt: skip
+                )
             )
             root, end = end + len(tokens) - 1, end + len(tokens) + tree.size
             roots[chain] = root

@@ -108,7 +108,7 @@ class _Grower:
                     DraftTree.empty(),
                     hidden=plan.hidden,
                     length=plan.request.num_positions,
-                )  # fmt: skip
+                )
                 for _, plan in plans
             ]
             by_source.append(self._probs(source, inputs, [[(tree, -1)] * (plan.limit > 0) for tree, plan in plans]))
