@@ -90,7 +90,7 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "gemma3_text": {
         "plain": {**GEMMA, "sliding_window": 6, "layer_types": [SLIDES, FULL, SLIDES]},
         "old": {**GEMMA, "sliding_window": 5, "sliding_window_pattern": 3, "rope_local_base_freq": 100.0, **SCALED},
-        "capped": {**GEMMA, "sliding_window": 7, "final_logit_softcapping": 5.0, "attn_logit_softcapping": 3.0},
+        "capped": {**GEMMA, "sliding_window": 7, "final_logit_softcapping": 5.0, "attention_bias": True},
     },
     "phi3": {
         "plain": {**PADDED, "sliding_window": None},

@@ -27,11 +27,11 @@ from speculant.models.rope_config import read_rope
 
 def read_config(hf: Mapping[str, Any]) -> DecoderConfig:
     """Read a SmolLM3 config.json."""
-    hf = {"tie_word_embeddings": True, "sliding_window": None, "rope_theta": 2e6, "num_key_value_heads": 4, **hf}
+    hf = {"tie_word_embeddings": True, "sliding_window": None, "num_key_value_heads": 4, **hf}
     bias, norm, mlp = flag(hf, "attention_bias"), read_norm(hf), read_mlp(hf, bias=flag(hf, "mlp_bias"))
     rotated, size = _rotated(hf), window(hf) if flag(hf, "use_sliding_window") else None
     kinds = read_layer_types(hf, lambda index: size is None or rotated[index])
-    rope = read_rope(hf, count(hf, "max_position_embeddings"))
+    rope = read_rope(hf, count(hf, "max_position_embeddings"), theta=2e6)
 
     def layer(kind: tuple[bool, bool]) -> Layer:
         attention = read_attention(
