@@ -51,9 +51,10 @@ class Segment(NamedTuple):
         """Whether no draft node has a sibling, so that all rows are one chain."""
         return not self.parents or list(self.parents) == list(range(-1, len(self.parents) - 1))
 
-    def is_longer(self, than: int) -> bool:
-        """Whether the sequence's text has more tokens; see `SequenceInput.length`."""
-        return (self.start + self.num_committed if self.length is None else self.length) > than
+    @property
+    def text_length(self) -> int:
+        """The tokens of the whole text, as far as they are known; see `SequenceInput.length`."""
+        return self.start + self.num_committed if self.length is None else self.length
 
 
 @dataclass(slots=True)
@@ -73,13 +74,12 @@ class Batch:
     embedded_rows: Tensor = _NO_ROWS  # [k] int64, the rows of the batch that they belong to
     hidden: Tensor | None = None  # [T, hidden] states of another model that rows read (models/heads.py); None = none
 
-    def long_rows(self, restart_at: int | None) -> Tensor | None:
-        """Return which rows [T] are of texts of more than `restart_at` tokens; None = that makes no difference."""
-        if restart_at is None:
+    def long_rows(self, needs: ModelNeeds) -> Tensor | None:
+        """Return which rows [T] are of texts that a model computes as long; None = it has no other way for these."""
+        if needs.restart_at is None:
             return None
-        sizes = ids([segment.num_rows for segment in self.segments])
-        long = torch.tensor([segment.is_longer(restart_at) for segment in self.segments], dtype=torch.bool)
-        return long.repeat_interleave(sizes).to(self.tokens.device)
+        long = [needs.is_long(segment.text_length) for segment in self.segments for _ in range(segment.num_rows)]
+        return torch.tensor(long, dtype=torch.bool, device=self.tokens.device)
 
 
 class SequenceInput(NamedTuple):

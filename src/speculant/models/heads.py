@@ -168,7 +168,7 @@ class HeadDecoder(nn.Module):
         assert batch.hidden is not None, "a head reads a hidden state for each row"
         embedded = self.embed(batch.tokens).to(self.cache_shape.dtype)  # a target may have activations of another type
         attend = StoredKeys.build(batch, storage, self.config.decoder, embedded.dtype)
-        long = batch.long_rows(self.config.decoder.restart_at)
+        long = batch.long_rows(self.needs)
         return self.states(embedded, batch.hidden.to(embedded.dtype), batch.positions, attend, long)
 
     def states(

@@ -244,7 +244,7 @@ class Decoder(nn.Module):
         inputs = self._inputs(batch)
         attend = StoredKeys.build(batch, storage, self.config, inputs.dtype)
         entering = {}  # hidden states by the layer that takes them as input
-        long = batch.long_rows(self.config.restart_at)
+        long = batch.long_rows(self.needs)
         for index, x in enumerate(self.states(inputs, batch.positions, attend, long)):
             if index in taps:
                 entering[index] = x
