@@ -93,7 +93,7 @@ class Flag(IntFlag):
 
 
 class Activation(IntEnum):
-    """The activations of LINEAR and GATE; but for NONE and CLAMPED, names are those of `ACTIVATIONS` in models/description.py."""
+    """The activations of LINEAR, GATE and EXPERTS. Those from SILU to RELU have names of models/description.py."""
 
     NONE = 0
     SILU = 1
