@@ -13,6 +13,7 @@ from speculant.cache.factory import paged_cache, slotted_cache
 from speculant.errors import ModelError
 from speculant.kernels.native import QUANTIZED, Kernels, Type, open_kernels, usable_sets
 from speculant.models.base import SequenceInput, build_batch
+from speculant.models.description import Clamped, Experts
 from speculant.models.native.decoder import NativeDecoder
 from speculant.models.reference.decoder import Decoder
 from speculant.models.weights.source import ModuleWeights
@@ -29,6 +30,8 @@ VARIANTS: dict[str, dict[str, object]] = {
     "normed": {"qk_norm": True, "head_dim": 24},
     "windowed": {"windows": (None, 100)},
     "tied": {"tie_embeddings": True, "num_kv_heads": 4},
+    "experts": {"experts": Experts(6, 3, 40)},
+    "clamped experts": {"experts": Experts(5, 2, 24, renormalise=False, bias=True, clamped=Clamped(1.7, 0.9))},
     "odd": {"hidden_size": 36, "intermediate_size": 50, "vocab_size": 101, "head_dim": 6},
 }
 MakeCache = Callable[[CacheShape], KVCache]
