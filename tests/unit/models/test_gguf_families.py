@@ -76,7 +76,10 @@ STORED: dict[str, dict[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     },
-    "mixtral": {"plain": {"num_local_experts": 4}, "three": {"num_local_experts": 5, "num_experts_per_tok": 3}},
+    "mixtral": {  # "all": rounded activations select no other experts
+        "all": {"num_local_experts": 2},
+        "three": {"num_local_experts": 5, "num_experts_per_tok": 3},
+    },
     "olmoe": {"plain": {**PADDED, **EXPERTS}, "one key": {**PADDED, **EXPERTS, "num_key_value_heads": 1}},
     "gpt2": {"plain": INNER, "untied": {**INNER, "tie_word_embeddings": False, "n_head": 2}},
     "gpt_neox": {

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -57,6 +57,15 @@ class WeightSource(Protocol):
 
     def read(self, name: str) -> Tensor | QuantizedBlocks:
         """Read a tensor in the type it is stored in."""
+        ...
+
+
+@runtime_checkable
+class ReadsStacks(Protocol):
+    """A source that reads one of stacked tensors without the others."""
+
+    def read_stacked(self, name: str, index: int) -> Tensor | QuantizedBlocks:
+        """Read one of the tensors that a tensor consists of, by the index of its first dimension."""
         ...
 
 
@@ -254,6 +263,8 @@ def _made(source: WeightSource, made: Expression, shape: tuple[int, ...]) -> Ten
             return source.read(made)
         case Rows() | Unpaired():
             return take_rows(_made(source, made.of, made.stored_shape(shape)), made.rows(shape[0]))
+        case Stacked(of=str()) if isinstance(source, ReadsStacks):
+            return source.read_stacked(stored_name(made), made.index)
         case Stacked():
             return take_stacked(_made(source, made.of, made.stored_shape(shape)), made.index)
     tensor = _plain(_made(source, made.of, made.stored_shape(shape)), stored_name(made))
