@@ -3,7 +3,8 @@
 By default 8 layers of width 1,024 with 64 experts of 512, of which each row uses 8, on the embedded pair's tokenizer.
 Passes are measured with other tokens in each row, and with the same token in all rows, in turn. `expected_reads` is
 what a pass of so many rows reads over what a pass of one row reads, if rows select experts at random: the count of
-distinct experts is count (1 - (1 - used / count)^rows). `predicted` is the time by the cost model, which adds a share
+distinct experts is count (1 - (1 - used / count)^rows). `experts` compares this count with the one of such passes,
+which the reference backend computes, per layer. `predicted` is the time by the cost model, which adds a share
 for each further row. Ratios are to a pass of one row in the same round.
 
 Speculation: a drafter that is never right, default speculation on tokens that are in no order, and on a prompt that
@@ -20,23 +21,29 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
 from speculant.cache.factory import slotted_cache
 from speculant.lab.bench.decoding import EDIT, PLAIN, UNSEEN, Decoded, LoadedPair, alpha, decode, prompts_of
 from speculant.lab.bench.runner import Benchmark, quartiles, ratio, timed
 from speculant.lengths.calibration import spread_token
 from speculant.lengths.costs import ROW_SHARE
-from speculant.models.base import SequenceInput, build_batch, relative_reads_of
+from speculant.models.base import CausalLM, SequenceInput, build_batch, relative_reads_of
+from speculant.models.description import Experts
 from speculant.models.families.qwen3_moe import read_config
+from speculant.models.reference.experts import RoutedMlp
 from speculant.models.sizes import parameters, tensor_shapes
 from speculant.models.source import read_model_config, resolve_source
+from speculant.models.weights.load import load_model
 from speculant.types import DraftTree
 
 ROWS = (1, 2, 5, 8, 16)
 CONTEXT = 16  # tokens before each pass
+COUNTED = 4  # passes whose experts are counted
 DEFAULT: dict[str, Any] = {}
 CASES = {
     "never right": (UNSEEN, {"method": "random"}),
@@ -58,7 +65,7 @@ def write_model(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
         "num_experts": arguments.experts, "num_experts_per_tok": arguments.used, "norm_topk_prob": True,
     }  # fmt: skip
     torch.manual_seed(0)
-    made: dict[str, torch.Tensor] = {}
+    made: dict[str, Tensor] = {}
     for name, shape in tensor_shapes(read_config(config)).items():
         scale = shape[1] ** -0.5 if len(shape) > 1 and "embed" not in name else 1.0
         tensor = torch.ones(shape) if len(shape) == 1 else torch.randn(shape).mul_(scale)
@@ -71,8 +78,8 @@ def write_model(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
 class Passes:
     """Passes of a chain after a context. distinct: each row of each pass has another token."""
 
-    def __init__(self, pair: LoadedPair, distinct: bool) -> None:
-        self._model, self._distinct, self._places = pair.target.model, distinct, 0
+    def __init__(self, model: CausalLM, distinct: bool) -> None:
+        self._model, self._distinct, self._places = model, distinct, 0
         self._cache = slotted_cache(self._model.cache_shape, 1, 256)
         self._run(self._next(CONTEXT))
 
@@ -93,7 +100,7 @@ class Passes:
 
 def passes(pair: LoadedPair, rounds: int) -> dict[str, Any]:
     """Time passes by their rows."""
-    distinct, same = Passes(pair, distinct=True), Passes(pair, distinct=False)
+    distinct, same = (Passes(pair.target.model, each) for each in (True, False))
     subjects: dict[str, Callable[[], Any]] = {str(rows): partial(distinct, rows) for rows in ROWS}
     subjects |= {f"{rows}, same token": partial(same, rows) for rows in ROWS}
     for subject in subjects.values():
@@ -114,10 +121,32 @@ def passes(pair: LoadedPair, rounds: int) -> dict[str, Any]:
     return found
 
 
+def distinct_experts(folder: Path, of: Experts) -> dict[str, Any]:
+    """Count the distinct experts of passes, per layer, beside the expected number."""
+    seen: list[int] = []
+    route = RoutedMlp.route
+
+    def counting(self: RoutedMlp, x: Tensor) -> tuple[Tensor, Tensor]:
+        indices, weights = route(self, x)
+        seen.append(len(indices.unique()))
+        return indices, weights
+
+    model, found = load_model(str(folder), "bfloat16", kernels="reference").model, dict[str, Any]()
+    compute = Passes(model, distinct=True)
+    with patch.object(RoutedMlp, "route", counting):
+        for rows in ROWS:
+            seen.clear()
+            for _ in range(COUNTED):
+                compute(rows)
+            expected = of.count * (1 - (1 - of.used / of.count) ** rows)
+            found[f"{rows} rows"] = {"counted": sum(seen) / len(seen), "expected": expected}
+    return found
+
+
 def speculation(pair: LoadedPair, arguments: argparse.Namespace, case: str) -> dict[str, Any]:
     """Compare an engine that drafts with plain decoding."""
     text, config = CASES[case]
-    engines = {"plain": pair.engine(1, PLAIN), case: pair.engine(1, config or None)}
+    engines = {"plain": pair.engine(1, **PLAIN), case: pair.engine(1, config or None)}
     warm_up = max(1, arguments.rounds // 4)
     runs: dict[str, list[Decoded]] = {label: [] for label in engines}
     for index, prompt in enumerate(prompts_of(text, engines["plain"].tokenizer, warm_up + arguments.rounds)):
@@ -140,7 +169,10 @@ def measure(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as place:
         config = write_model(Path(place), arguments)
-        found |= {"model": config, "weights": parameters(read_config(config))}
+        decoder = read_config(config)
+        found |= {"model": config, "weights": parameters(decoder)}
+        assert isinstance(decoder.layers[0].mlp, Experts)
+        found["experts"] = distinct_experts(Path(place), decoder.layers[0].mlp)
         for kind in arguments.weights:
             quantization = None if kind == "bfloat16" else kind
             pair = LoadedPair.of(Path(place), Path(place), quantization)
