@@ -49,6 +49,7 @@ PARTS: Mapping[str, str] = {  # of a layer
     "mlp.down_proj": "ffn_down",
     AFTER_MLP: "post_ffw_norm",
 }
+Function = Callable[[Mapping[str, Any]], Any]
 FUSED_QKV = "attn_qkv"  # queries, keys and values
 
 
@@ -56,11 +57,12 @@ FUSED_QKV = "attn_qkv"  # queries, keys and values
 class Number:
     """A metadata entry that is a positive number.
 
-    default: what its absence stands for. zero: what 0 stands for. ... = that is an error.
+    default: what its absence stands for; a function takes it from the config so far. zero: what 0 stands for.
+    ... = that is an error.
     """
 
     key: str
-    default: float | EllipsisType | None = ...
+    default: float | Function | EllipsisType | None = ...
     zero: float | EllipsisType | None = ...
 
 
@@ -102,7 +104,7 @@ class GgufFamily:
     paired: bool = False
     norm_eps: str = "rms_norm_eps"
     windows: Windows | None = None
-    config: Mapping[str, Number | Flag | Callable[[Mapping[str, Any]], Any]] = field(default_factory=dict)
+    config: Mapping[str, Number | Flag | Function] = field(default_factory=dict)
     neutral: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
     @property

@@ -380,14 +380,20 @@ def test_metadata_of_no_model_are_refused(
     refused(convert(folder, tmp_path / "model.gguf", metadata=entries), *words)
 
 
-@pytest.mark.parametrize("key", [*NEUTRAL, "attention.scale", "attention.sliding_window_pattern"])
+OF_EIGHT: dict[str, tuple[Any, ...]] = {  # what changes nothing in a file with heads of 8
+    "attention.scale": (0.0, float(np.float32(8**-0.5))),
+    "attention.key_length_swa": (8,),
+    "attention.value_length_swa": (8,),
+    "rope.dimension_count_swa": (8,),
+    "rope.freq_base_swa": (10000.0,),
+}
+
+
+@pytest.mark.parametrize("key", [*NEUTRAL, *OF_EIGHT])
 def test_arithmetic_that_is_not_implemented_is_refused(file: GgufFile, key: str) -> None:
-    """Values that change nothing pass. The file has heads of 8."""
     name = f"llama.{key}"
-    file = with_entries(file, {"llama.attention.sliding_window": 6})
     config = read_gguf_config(file)
-    neutral = {"attention.scale": (0.0, float(np.float32(8**-0.5))), "attention.sliding_window_pattern": ([True] * 2,)}
-    for value in {**NEUTRAL, **neutral}[key]:
+    for value in {**NEUTRAL, **OF_EIGHT}[key]:
         assert read_gguf_config(with_entries(file, {name: value})) == config
     changed = {name: {"attention.causal": False, "hidden_activation": "gelu"}.get(key, 2)}
     with pytest.raises(ModelError, match=f"has {name} = {changed[name]!r}, which is not implemented"):
