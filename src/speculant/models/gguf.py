@@ -282,6 +282,7 @@ def _rope_kind(facts: _Facts) -> str:
     """Return how rotary positions are scaled. Files of longrope may have its tensors alone."""
     given = facts.get("rope.scaling.type")
     kind = "longrope" if ROPE_LONG in facts.file.tensors else "linear" if given is None else str(given)
+    facts.check_neutral({"rope.scaling.type": ("none", "linear", *ROPE_READ)})
     if kind in ROPE_READ and ROPE_FREQS in facts.file.tensors:
         raise ModelError(f"{facts.file.path} has {ROPE_FREQS} beside {kind} scaling, which is not implemented", _OTHER)
     return kind
@@ -291,6 +292,7 @@ def _rope_scaling(facts: _Facts, kind: str) -> dict[str, Any] | None:
     """Return the scaling of rotary positions; None = they are not scaled."""
     factor = facts.get("rope.scaling.factor")
     factor = facts.get("rope.scale_linear") if factor is None else factor
+    factor = 1.0 if kind == "none" or factor in (None, 0) else factor
     original = {"original_max_position_embeddings": facts.get("rope.scaling.original_context_length")}
     if kind == "yarn":
         own = {name: facts.get(f"rope.scaling.{key}") for name, key in YARN.items()}
@@ -300,9 +302,6 @@ def _rope_scaling(facts: _Facts, kind: str) -> dict[str, Any] | None:
         scale = facts.number("rope.scaling.attn_factor", 1.0)
         long, short = (_divisors(facts.file, name) for name in (ROPE_LONG, ROPE_SHORT))
         return {"rope_type": kind, "long_factor": long, "short_factor": short, "attention_factor": scale, **original}
-    if kind not in ("none", "linear"):
-        return {"rope_type": kind, "factor": factor}
-    factor = 1.0 if kind == "none" or factor in (None, 0) else factor
     divisors = _divisors(facts.file, ROPE_FREQS)
     if divisors is not None:
         return {"rope_type": "factors", "factors": [each * _checked(facts.file, factor) for each in divisors]}
