@@ -1,7 +1,7 @@
 """Gemma 3 270M in Q4_K_M: its logits are those of the weights in the file, beyond its window too.
 
-The reference kernels in float32 are compared with transformers on weights that the tests decode, and the native kernels,
-which round activations to int8, with the reference. Texts are longer than the window of 512 positions.
+The reference kernels in float32 are compared with transformers on weights that the tests decode. The native kernels,
+which round activations to int8, are compared with the reference. Texts are longer than the window of 512 positions.
 """
 
 from __future__ import annotations
