@@ -82,7 +82,13 @@ class _Stepwise:
         roots = dict[Chain, int]()
         for (chain, tokens, states), tree in zip(growing, trees, strict=True):
             inputs.append(
-                SequenceInput(chain.request.seq_id, known(tokens, size), _known_tree(tree, size), hidden=states)
+                SequenceInput(
+                    chain.request.seq_id,
+                    known(tokens, size),
+                    _known_tree(tree, size),
+                    hidden=states,
+                    length=chain.request.num_positions,
+                )
             )
             root, end = end + len(tokens) - 1, end + len(tokens) + tree.size
             roots[chain] = root
@@ -162,10 +168,11 @@ def fit_vocabulary(logits: Tensor, vocab_size: int) -> Tensor:
 
 @dataclass
 class _CachedTokens:
-    """The tokens in one sequence's cache; the first `agreed` are known to be committed."""
+    """The tokens in one sequence's cache; the first `agreed` are known to be committed. salt: see `ModelNeeds.salt`."""
 
     tokens: list[int] = field(default_factory=list)
     agreed: int = 0
+    salt: str = ""
 
 
 class DraftModelRunner:
@@ -213,7 +220,8 @@ class DraftModelRunner:
     def tree_input(self, request: Request, tree: DraftTree) -> SequenceInput:
         """Return the input of a root and the tree below it, after dropping them from the cache."""
         self.cache.truncate_to(request.seq_id, len(request.tokens) - 1)
-        return SequenceInput(request.seq_id, known(request.tokens[-1:], self.model.vocab_size), tree)
+        tokens = known(request.tokens[-1:], self.model.vocab_size)
+        return SequenceInput(request.seq_id, tokens, tree, length=request.num_positions)
 
     def keep(self, inputs: Sequence[SequenceInput], hidden: Hidden) -> None:
         """Keep the states that later rows of these sequences take in; most models take in tokens alone."""
@@ -251,6 +259,9 @@ class DraftModelRunner:
                 chains.append(Chain(request, missing, drawn, chance, [], None, stop, hidden))
         return chains
 
+    def _salt(self, request: Request) -> str:
+        return self.model.needs.salt(request)
+
     def _missing(self, request: Request, start: int, most: int) -> tuple[list[int], Tensor | None]:
         """Return the next input tokens, those from `start` on, with the hidden states that they take in."""
         return request.tokens[start : start + most], None
@@ -258,13 +269,14 @@ class DraftModelRunner:
     def _roll_back(self, request: Request) -> int:
         """Drop cached tokens that were not committed or that a failed pass reserved; the newest token is dropped too.
 
-        A new sequence takes over matching prefixes of other sequences. Returns how many tokens are left.
+        A new sequence, and one whose salt has changed, takes over matching prefixes of other sequences. Returns how
+        many tokens are left.
         """
-        cached, held = self._cached[request.seq_id], self.cache.length(request.seq_id)
-        if not cached.tokens and not held:
+        cached, held, salt = self._cached[request.seq_id], self.cache.length(request.seq_id), self._salt(request)
+        if cached.salt != salt or (not cached.tokens and not held):
             self.cache.release(request.seq_id)
-            held = self.cache.match_prefix(request.seq_id, request.tokens, request.cache_salt)
-            cached.tokens = request.tokens[:held]
+            held = self.cache.match_prefix(request.seq_id, request.tokens, salt)
+            cached.tokens, cached.agreed, cached.salt = request.tokens[:held], 0, salt
         keep, most = cached.agreed, min(len(cached.tokens), len(request.tokens) - 1)
         while keep < most and cached.tokens[keep] == request.tokens[keep]:
             keep += 1
