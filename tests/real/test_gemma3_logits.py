@@ -21,17 +21,17 @@ from speculant.models.weights.load import load_model
 from speculant.text.tokenizer import Tokenizer
 from speculant.types import DraftTree
 from tests.real.llama_cpp import BaseFile, LlamaCpp, divergence
-from tests.real.texts import chunks
+from tests.real.texts import chunks, pages
 from tests.real.truth import load_gemma3
 
 WINDOW, CONTEXT = 512, 640
 ROWS = 96  # at the end of a text; a row has 262,144 logits
-TEXTS = slice(0, 12, 4)  # of the texts, which take long
+TEXTS = slice(0, None, 4)  # of the pages; all would take long
 
 
 @pytest.fixture(scope="module")
 def texts(gemma3: Path) -> list[list[int]]:
-    return chunks(Tokenizer.load(gemma3).encode, CONTEXT)[TEXTS]
+    return chunks(Tokenizer.load(gemma3).encode, CONTEXT, pages()[TEXTS])
 
 
 @pytest.fixture(scope="module")

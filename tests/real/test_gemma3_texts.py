@@ -15,7 +15,7 @@ from speculant import LLM, RequestOutput, SamplingParams, plugins
 from speculant.text.tokenizer import Tokenizer
 from tests.drafters import HEADS, options_of, predicting
 from tests.real.test_gemma3_logits import WINDOW
-from tests.real.texts import SUBJECTS, chunks
+from tests.real.texts import SUBJECTS, chunks, pages
 from tests.real.truth import load_gemma3
 
 DRAFTERS = [name for name in plugins.names("speculant.drafting") if name not in HEADS]
@@ -32,7 +32,7 @@ TIE = 1e-3  # between logits, which differ from transformers' by less than 1e-4 
 def prompts(gemma3: Path) -> list[list[int]]:
     """Return short prompts, one that ends before the window's end, and one that is longer than the window."""
     encode = Tokenizer.load(gemma3).encode
-    text = chunks(encode, WINDOW + 100)[0]
+    (text,) = chunks(encode, WINDOW + 100, pages()[:1])
     return [*(encode(each) for each in SUBJECTS[:6]), text[: WINDOW - BEFORE], text]
 
 
