@@ -168,7 +168,8 @@ class SpeculativeConfig:
     `adaptive`. num_speculative_tokens: None = the policy's choice, or the method's default length for the policy
     `fixed`. verification: "auto" chooses per request (engine/verify.py). draft_length: the name of a policy, or a
     mapping with the key `policy` and the policy's own keys; None = `fixed` if num_speculative_tokens is set, otherwise
-    `adaptive`. methods: additional methods that requests may name.
+    `adaptive`. methods: additional methods that requests may name. use_heterogeneous_vocab: whether a draft model may have
+    another tokenizer than the target; None = it may.
     """
 
     method: str | None = None
@@ -177,6 +178,7 @@ class SpeculativeConfig:
     verification: str = "auto"
     draft_length: str | Mapping[str, Any] | None = None
     methods: Sequence[str] = ()
+    use_heterogeneous_vocab: bool | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -191,6 +193,8 @@ class SpeculativeConfig:
                 _check_name(name, value)
         if self.model is not None:
             _check_models(model=self.model)
+        if self.use_heterogeneous_vocab is not None:
+            _check_flag("use_heterogeneous_vocab", self.use_heterogeneous_vocab)
 
     @property
     def policy(self) -> Mapping[str, Any]:

@@ -32,7 +32,7 @@ from speculant.models.generation import read_end_tokens, read_generation, read_s
 from speculant.models.gguf import read_gguf_config, read_gguf_decoder
 from speculant.models.sizes import HEAD, TABLE, tensor_shapes
 from speculant.models.source import resolve_source
-from speculant.models.vocabulary import DraftVocabulary
+from speculant.models.vocabulary import TargetVocabulary
 from speculant.models.weights.formats import check_unquantised, unknown_family
 from speculant.models.weights.gguf import GgufWeights
 from speculant.models.weights.source import CheckedWeights, Mapped, ShortHead, StoredWeights, WeightSource, listed_kinds
@@ -81,7 +81,7 @@ def load_model(
     kernels: str = "reference",
     quantization: str | None = None,
     head_tokens: tuple[int, ...] = (),
-    vocabulary: DraftVocabulary | None = None,
+    vocabulary: TargetVocabulary | None = None,
     weight_packing: str = AUTO,
     weight_cache: Path | None = None,
 ) -> Checkpoint:
@@ -190,13 +190,12 @@ def _check_rounding(tensors: StoredWeights, quantization: str | None) -> None:
 
 
 def _fitted(
-    decoder: DecoderConfig, weights: WeightSource, head_tokens: tuple[int, ...], vocabulary: DraftVocabulary | None
+    decoder: DecoderConfig, weights: WeightSource, head_tokens: tuple[int, ...], vocabulary: TargetVocabulary | None
 ) -> tuple[DecoderConfig, WeightSource]:
     """Return a model and its weights with logits for some tokens alone, by the target's ids; see `load_model`."""
     if vocabulary is None:
         return with_short_head(decoder, weights, head_tokens)
-    drawn = vocabulary.drawable(decoder.vocab_size, head_tokens)
-    return vocabulary.fit(*with_short_head(decoder, weights, drawn))
+    return vocabulary.fit(decoder, weights, head_tokens)
 
 
 @dataclass(frozen=True)

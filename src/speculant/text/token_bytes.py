@@ -1,0 +1,73 @@
+"""The bytes that each token of a tokenizer adds to a text, however its vocabulary spells them.
+
+    byte-level BPE    one character for each byte    GPT-2's table        "Ġthe"     -> b" the"
+    SentencePiece     U+2581 for a space             Replace, Metaspace   "\\u2581the" -> b" the"
+    byte fallback     a byte as a token of its own   ByteFallback         "<0xE4>"   -> b"\\xe4"
+    WordPiece         a mark where no space precedes                      "##ing"    -> b"ing"
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from speculant.text.tokenizer import Tokenizer
+
+_FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def byte_table() -> dict[str, int]:
+    """Return the byte for each character of byte-level tokenizers (GPT-2's table)."""
+    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    hidden = [byte for byte in range(256) if byte not in shown]
+    return {chr(byte): byte for byte in shown} | {chr(256 + place): byte for place, byte in enumerate(hidden)}
+
+
+_BYTES = byte_table()
+
+
+def fallback_byte(token: str) -> bytes | None:
+    """Return the byte that a token of byte fallback, `<0x0A>`, stands for; None = another token."""
+    hit = _FALLBACK.fullmatch(token)
+    return bytes.fromhex(hit[1]) if hit else None
+
+
+def token_bytes(tokenizer: Tokenizer) -> dict[int, bytes]:
+    """Return the bytes of every token that is not special, by id: those that it adds within a text.
+
+    Spaces that a decoder strips from the ends of a whole text are kept. A step of the decoder that is not in the
+    module's list leaves a token as it is spelt.
+    """
+    steps = list(_steps(tokenizer.decoder_settings))
+    special = tokenizer.special_ids
+    return {token_id: _decode(token, steps) for token, token_id in tokenizer.vocab().items() if token_id not in special}
+
+
+def _steps(decoder: Mapping[str, Any] | None) -> Iterator[Mapping[str, Any]]:
+    """Yield the steps of a decoder in order. Without a decoder, tokens are joined by spaces."""
+    if decoder is None:
+        yield {"type": "WordPiece", "prefix": ""}
+    elif decoder["type"] == "Sequence":
+        for each in decoder["decoders"]:
+            yield from _steps(each)
+    else:
+        yield decoder
+
+
+def _decode(token: str, steps: list[Mapping[str, Any]]) -> bytes:
+    for step in steps:
+        match step:
+            case {"type": "ByteLevel"} if all(character in _BYTES for character in token):
+                return bytes(_BYTES[character] for character in token)
+            case {"type": "ByteFallback"} if (byte := fallback_byte(token)) is not None:
+                return byte
+            case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)} if old:
+                token = token.replace(old, new)
+            case {"type": "Metaspace", "replacement": str(old)}:
+                token = token.replace(old, " ")
+            case {"type": "BPEDecoder", "suffix": str(old)} if old:
+                token = token.replace(old, " ")
+            case {"type": "WordPiece", "prefix": str(mark)}:
+                token = token.removeprefix(mark) if mark and token.startswith(mark) else " " + token
+    return token.encode("utf-8", "replace")
