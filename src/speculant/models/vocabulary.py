@@ -7,8 +7,9 @@ the target's ids for the tokens that both have (`MappedVocabulary`): token-level
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from torch import Tensor
 
@@ -59,22 +60,24 @@ class MappedVocabulary:
         id        0 .. size - 1                          size, size + 1, ..
         token     the target's, if the draft has it      the draft's own: `own` in order
 
-    A text is read token by token. A shared token stays as it is; another one becomes the `pieces` that spell it, at
-    least one. So a longer text is read as the shorter one and more, and drafts, which have shared tokens only, need no
-    translation.
+    A text is read token by token. A shared token stays as it is; another one becomes the tokens of the draft that spell
+    it, at least one. So a longer text is read as the shorter one and more, and drafts, which have shared tokens only,
+    need no translation.
 
-    size: rows of the target's head. shared: the draft's id of each shared token, by the target's id. pieces: for all
-    other ids below `size`. lead: read before a text whose first token is not in `begins`. substitute: the draft's id
-    of the token that stands for ids without a meaning.
+    size: rows of the target's head. shared: the draft's id of each shared token, by the target's id. own: the draft's
+    ids of its other tokens. spell: returns the draft's ids for one of the target's tokens that is not shared. lead: the
+    draft's ids that are read before a text whose first token is not in `begins`. substitute: the draft's id of the
+    token that stands for ids without a meaning.
     """
 
     size: int
     shared: Mapping[int, int]
     own: tuple[int, ...]
-    pieces: Mapping[int, tuple[int, ...]]
+    spell: Callable[[int], Sequence[int]]
     lead: tuple[int, ...] = ()
     begins: frozenset[int] = frozenset()
     substitute: int = 0
+    _pieces: dict[int, list[int]] = field(default_factory=dict)  # by token, of those that were read so far
 
     @property
     def lacks(self) -> int:
@@ -83,17 +86,25 @@ class MappedVocabulary:
 
     def begin(self, tokens: Sequence[int]) -> list[int]:
         """Return the ids that are read before a text that begins with these tokens."""
-        return [] if not tokens or tokens[0] in self.begins else list(self.lead)
+        return [] if not tokens or tokens[0] in self.begins else [self._ids[each] for each in self.lead]
 
     def read(self, tokens: Sequence[int]) -> list[int]:
         """Return the ids that a part of a text is read as."""
-        found, pieces = list[int](), self.pieces
+        found = list[int]()
         for token in tokens:
-            if token in pieces:
-                found += pieces[token]
-            else:
-                found.append(token)
+            found += self._pieces.get(token) or self._read_one(token)
         return found
+
+    def _read_one(self, token: int) -> list[int]:
+        own = () if token in self.shared else self.spell(token) or (self.substitute,)
+        self._pieces[token] = read = [self._ids[each] for each in own] or [token]
+        return read
+
+    @cached_property
+    def _ids(self) -> dict[int, int]:
+        """The ids that stand for the draft's tokens."""
+        further = {draft: self.size + place for place, draft in enumerate(self.own)}
+        return further | {draft: token for token, draft in self.shared.items()}
 
     def draft_tokens(self, read: Sequence[int]) -> list[int]:
         """Return the draft's tokens in its own ids."""

@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from speculant.text.tokenizer import Tokenizer
@@ -29,7 +29,7 @@ _BYTES = byte_table()
 
 def fallback_byte(token: str) -> bytes | None:
     """Return the byte that a token of byte fallback, `<0x0A>`, stands for; None = another token."""
-    hit = _FALLBACK.fullmatch(token)
+    hit = _FALLBACK.fullmatch(token) if len(token) == 6 else None
     return bytes.fromhex(hit[1]) if hit else None
 
 
@@ -39,9 +39,19 @@ def token_bytes(tokenizer: Tokenizer) -> dict[int, bytes]:
     Spaces that a decoder strips from the ends of a whole text are kept. A step of the decoder that is not in the
     module's list leaves a token as it is spelt.
     """
-    steps = list(_steps(tokenizer.decoder_settings))
-    special = tokenizer.special_ids
-    return {token_id: _decode(token, steps) for token, token_id in tokenizer.vocab().items() if token_id not in special}
+    special, found = tokenizer.special_ids, dict[int, bytes]()
+    left = {token_id: token for token, token_id in tokenizer.vocab().items() if token_id not in special}
+    for step in _steps(tokenizer.decoder_settings):
+        match step:
+            case {"type": "ByteLevel"}:
+                alphabet = _BYTES.keys()
+                found |= {each: bytes(map(_BYTES.__getitem__, t)) for each, t in left.items() if alphabet >= {*t}}
+            case {"type": "ByteFallback"}:
+                found |= {each: byte for each, t in left.items() if (byte := fallback_byte(t)) is not None}
+            case _:
+                change = _change(step)
+                left = {each: change(t) for each, t in left.items()}
+    return {each: t.encode("utf-8", "replace") for each, t in left.items()} | found
 
 
 def _steps(decoder: Mapping[str, Any] | None) -> Iterator[Mapping[str, Any]]:
@@ -55,19 +65,13 @@ def _steps(decoder: Mapping[str, Any] | None) -> Iterator[Mapping[str, Any]]:
         yield decoder
 
 
-def _decode(token: str, steps: list[Mapping[str, Any]]) -> bytes:
-    for step in steps:
-        match step:
-            case {"type": "ByteLevel"} if all(character in _BYTES for character in token):
-                return bytes(_BYTES[character] for character in token)
-            case {"type": "ByteFallback"} if (byte := fallback_byte(token)) is not None:
-                return byte
-            case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)} if old:
-                token = token.replace(old, new)
-            case {"type": "Metaspace", "replacement": str(old)}:
-                token = token.replace(old, " ")
-            case {"type": "BPEDecoder", "suffix": str(old)} if old:
-                token = token.replace(old, " ")
-            case {"type": "WordPiece", "prefix": str(mark)}:
-                token = token.removeprefix(mark) if mark and token.startswith(mark) else " " + token
-    return token.encode("utf-8", "replace")
+def _change(step: Mapping[str, Any]) -> Callable[[str], str]:
+    """Return how a step changes the text of a token."""
+    match step:
+        case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)} if old:
+            return lambda token: token.replace(old, new)
+        case {"type": "Metaspace", "replacement": str(old)} | {"type": "BPEDecoder", "suffix": str(old)} if old:
+            return lambda token: token.replace(old, " ")
+        case {"type": "WordPiece", "prefix": str(mark)}:
+            return lambda token: token[len(mark) :] if mark and token.startswith(mark) else " " + token
+    return lambda token: token

@@ -35,60 +35,44 @@ def intersect(target: Tokenizer, draft: Tokenizer, size: int) -> MappedVocabular
         raise PairError(
             "the draft's vocabulary has no token in common with the target's", "use another draft, or one without model."
         )
-    substitute = substitute_token(draft, draft.special_ids)
     lead = _before_a_text(draft)
     roles = _roles(target, draft, lead)
-    spelt = {
-        token: roles.get(token) or (spellings.pieces(wanted[token]) if token in wanted else ()) or (substitute,)
-        for token in range(size)
-        if token not in shared
-    }
-    return _numbered(size, shared, spelt, lead, target.bos_id, substitute)
 
+    def spell(token: int) -> Sequence[int]:
+        return roles.get(token) or (spellings.pieces(wanted[token]) if token in wanted else ())
 
-def _numbered(
-    size: int,
-    shared: Mapping[int, int],
-    spelt: Mapping[int, Sequence[int]],
-    lead: Sequence[int],
-    begin: int | None,
-    substitute: int,
-) -> MappedVocabulary:
-    """Return the vocabulary, with the ids that the model reads in place of the draft's own."""
-    used = {each for pieces in (*spelt.values(), lead) for each in pieces}
-    own = tuple(sorted(used - {*shared.values()}))
-    ids = {draft: token for token, draft in shared.items()} | {each: size + place for place, each in enumerate(own)}
     return MappedVocabulary(
         size,
         shared,
-        own,
-        {token: tuple(ids[each] for each in pieces) for token, pieces in spelt.items()},
-        tuple(ids[each] for each in lead),
-        frozenset() if begin is None else frozenset({begin}),
-        substitute,
+        tuple(sorted(spellings.by_id.keys() - {*shared.values()})),
+        spell,
+        lead,
+        frozenset() if target.bos_id is None else frozenset({target.bos_id}),
+        substitute_token(draft, draft.special_ids),
     )
 
 
 def _spellings(tokenizer: Tokenizer) -> dict[int, _Spelling]:
-    names = {token: name for name, token in tokenizer.vocab().items() if token in tokenizer.special_ids}
+    special = tokenizer.special_ids
+    names = {token: name for name, token in tokenizer.vocab().items() if token in special}
     return {**token_bytes(tokenizer), **names}
 
 
 def _preferred(tokenizer: Tokenizer, spellings: Mapping[int, _Spelling]) -> dict[_Spelling, int]:
     """Return the id of each spelling. Of several, the first that is no token of byte fallback."""
-    backend, found = tokenizer.backend, dict[_Spelling, int]()
-    fallback = [each for each in spellings if fallback_byte(backend.id_to_token(each) or "") is not None]
-    for token in [*sorted(spellings.keys() - {*fallback}), *sorted(fallback)]:
+    found = dict[_Spelling, int]()
+    fallback = {token for name, token in tokenizer.vocab().items() if fallback_byte(name) is not None}
+    for token in [*sorted(spellings.keys() - fallback), *sorted(fallback)]:
         found.setdefault(spellings[token], token)
     return found
 
 
 class _Spellings:
-    """The spellings of a draft's tokens, and its tokens for other ones. ids: by spelling."""
+    """The spellings of a draft's tokens by id, its ids by spelling, and its tokens for other spellings."""
 
     def __init__(self, draft: Tokenizer) -> None:
-        self._draft, self._by_id = draft, _spellings(draft)
-        self.ids = _preferred(draft, self._by_id)
+        self._draft, self.by_id = draft, _spellings(draft)
+        self.ids = _preferred(draft, self.by_id)
         self._longest = max((len(each) for each in self.ids if isinstance(each, bytes)), default=0)
 
     def pieces(self, spelling: _Spelling) -> Sequence[int]:
@@ -111,7 +95,7 @@ class _Spellings:
 
     def _bytes(self, tokens: Sequence[int]) -> bytes | None:
         """Return the bytes of tokens; None if one is special."""
-        spelt = [self._by_id.get(token, "") for token in tokens]
+        spelt = [self.by_id.get(token, "") for token in tokens]
         return None if any(isinstance(each, str) for each in spelt) else b"".join(map(bytes, spelt))  # type: ignore[arg-type]
 
     def _fitted(self, wanted: bytes) -> Sequence[int]:
@@ -127,16 +111,16 @@ class _Spellings:
         return found
 
 
-def _before_a_text(draft: Tokenizer) -> Sequence[int]:
+def _before_a_text(draft: Tokenizer) -> tuple[int, ...]:
     """Return the special tokens that a tokenizer puts before a text."""
     found = draft.encode("a")
     count = next((place for place, token in enumerate(found) if token not in draft.special_ids), 0)
-    return found[:count]
+    return tuple(found[:count])
 
 
-def _roles(target: Tokenizer, draft: Tokenizer, lead: Sequence[int]) -> dict[int, tuple[int, ...]]:
+def _roles(target: Tokenizer, draft: Tokenizer, lead: tuple[int, ...]) -> dict[int, tuple[int, ...]]:
     """Return what is read in place of the target's marks of a text's beginning and end."""
     ends = (draft.eos_id,) if draft.eos_id is not None else ()
-    begins = tuple(lead) or ((draft.bos_id,) if draft.bos_id is not None else ends)
+    begins = lead or ((draft.bos_id,) if draft.bos_id is not None else ends)
     roles = [(target.eos_id, ends), (target.bos_id, begins)]
     return {token: read for token, read in roles if token is not None and read}
