@@ -50,11 +50,11 @@ class Words:
 
 
 WORDS = {
-    "other ids": Words(4, 4, {0: 2, 1: 0, 2: 3, 3: 1}, {}),
-    "some are shared": Words(4, 4, {0: 1, 2: 0}, {1: (2, 3), 3: (0, 2, 1)}),
-    "ids beyond the target's": Words(4, 7, {1: 6, 3: 4}, {0: (5, 0), 2: (6,)}),
-    "one is shared, after a mark": Words(4, 3, {2: 1}, {0: (0,), 1: (2, 2), 3: (1, 2)}, (0,), frozenset({0})),
-    "a mark before every text": Words(4, 5, {0: 3, 1: 4, 3: 0}, {2: (1,)}, (2, 1)),
+    "other ids": Words(3, 3, {0: 2, 1: 0, 2: 1}, {}),
+    "some are shared": Words(3, 4, {0: 1, 2: 0}, {1: (2, 3, 0)}),
+    "ids beyond the target's": Words(3, 6, {1: 5, 2: 4}, {0: (3, 0)}),
+    "one is shared, after a mark": Words(3, 3, {2: 1}, {0: (0,), 1: (2, 2, 1)}, (0,), frozenset({0})),
+    "a mark before every text": Words(3, 5, {0: 3, 1: 4}, {2: (1,)}, (2, 1)),
 }
 
 
@@ -83,8 +83,8 @@ def mapped_drafter(
     return kind(runner, vocabulary.size, topology=topology)
 
 
-def in_order(folder: Path, order: Sequence[int], shape: Shape = Shape()) -> str:
-    """Write a checkpoint whose token `place` is the byte `order[place]`, with the rows that the usual one has for it."""
+def in_order(folder: Path, order: Sequence[int], shape: Shape) -> str:
+    """Write a checkpoint whose token `place` is the byte `order[place]`, with the usual one's rows for that byte."""
     path = write_checkpoint(folder, replace(shape, vocab_size=len(order) + 2), [ALPHABET[byte] for byte in order])
     usual = load_file(write_checkpoint(folder.parent / f"{folder.name}-usual", shape) + "/model.safetensors")
     rows = [*order, 256, 257]

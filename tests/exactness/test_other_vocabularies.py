@@ -33,7 +33,8 @@ from tests.models import HIDDEN_SIZE, Shape, make_request, write_checkpoint
 KERNELS = ["reference", *(["native"] if usable_sets() else [])]
 RULES = [name for name, verifier in known_verifiers().items() if verifier.lossless]
 BRANCHING = [name for name in RULES if known_verifiers()[name].needs.branches]
-PROMPT = (0, 3, 1)
+PROMPT = (0, 2, 1)
+ZEROS = ("one-hot", "both one-hot", "disjoint", "zeros", "dense")
 LONGER = 4  # times as many tokens as the target's, at most
 
 
@@ -54,7 +55,7 @@ def with_table(words: Words, tree: Any, pair: Pair, chances: Chances, limits: Li
 
 @functools.cache
 def load(name: str, kernels: str) -> CausalLM:
-    """Load a random draft model with the ids of a target of 4 tokens."""
+    """Load a random draft model with the ids of a target of 3 tokens."""
     words = WORDS[name]
     folder = Path(tempfile.mkdtemp(prefix="vocabulary-")) / "draft"
     write_checkpoint(folder, Shape(vocab_size=words.rows, end=0))
@@ -66,10 +67,10 @@ def with_model(name: str, kernels: str, tree: Any, pair: Pair, chances: Chances,
     return mapped_drafter(runner_of(load(name, kernels), chances, limits), WORDS[name].vocabulary, read_tree(tree))
 
 
-def assert_exact(make: functools.partial[Drafter], verifier: str, length: int, seeds: int = 2, least: int = 1) -> None:
+def assert_exact(make: functools.partial[Drafter], verifier: str, length: int) -> None:
     accepted = 0.0
-    for seed in range(examples(seeds, least=least)):
-        pair = Pair(seed, 4, MIXED if seed % 2 else FULL_SUPPORT)
+    for seed in range(examples(4, least=2)):
+        pair = Pair(seed, 3, MIXED if seed % 2 else FULL_SUPPORT)
         case = Case(pair, length, verification=verifier, prompt=PROMPT, width=8, make_drafter=make)
         found = enumerate_case(case)
         assert found.deviation() <= EXACT, case
@@ -81,15 +82,38 @@ def assert_exact(make: functools.partial[Drafter], verifier: str, length: int, s
 @pytest.mark.parametrize("verifier", RULES)
 @pytest.mark.parametrize("name", WORDS)
 def test_chains_of_other_ids_keep_the_distribution(name: str, verifier: str) -> None:
-    """Random tables on both sides; some give no shared token a probability, so that there is no draft."""
-    assert_exact(functools.partial(with_table, WORDS[name], None), verifier, 2, seeds=6, least=4)
+    assert_exact(functools.partial(with_table, WORDS[name], None), verifier, 2)
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("verifier", RULES)
+def test_a_step_without_a_shared_token_has_no_draft(verifier: str) -> None:
+    """The draft's tables often give the shared tokens no probability."""
+    words, lengths = WORDS["some are shared"], list[int]()
+
+    def make(pair: Pair, chances: Chances, limits: Limits) -> Drafter:
+        drafter = with_table(words, None, pair, chances, limits)
+        propose = drafter.propose
+
+        def noting(requests: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
+            trees = propose(requests, limits)
+            lengths.extend(tree.size for tree in trees)
+            return trees
+
+        drafter.propose = noting  # type: ignore[method-assign]
+        return drafter
+
+    for seed in range(3):
+        case = Case(Pair(seed, 3, ZEROS), 2, verification=verifier, prompt=PROMPT, width=8, make_drafter=make)
+        assert enumerate_case(case).deviation() <= EXACT, case
+    assert {0, 2} <= {*lengths}
 
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("verifier", BRANCHING)
 @pytest.mark.parametrize("name", WORDS)
 def test_trees_of_other_ids_keep_the_distribution(name: str, verifier: str) -> None:
-    assert_exact(functools.partial(with_table, WORDS[name], [2, 1]), verifier, 4, seeds=4, least=2)
+    assert_exact(functools.partial(with_table, WORDS[name], [2, 1]), verifier, 3)
 
 
 @pytest.mark.covering(1)
@@ -140,7 +164,7 @@ def checked(
 def test_a_draft_reads_its_own_tokens_of_the_text(name: str, cache: MakeCache) -> None:
     """Prompts of several lengths in one batch, one of them twice, so that its prefix is found."""
     rig, drafter = checked(name, Limits(48, 4, 48), cache)
-    for number, prompt in enumerate([(0,), (1, 2, 3, 0, 3, 3), (2, 2, 0, 1), (1, 2, 3, 0, 3, 3)]):
+    for number, prompt in enumerate([(0,), (1, 2, 1, 0, 2, 2), (2, 2, 0, 1), (1, 2, 1, 0, 2, 2)]):
         rig.add(prompt, SamplingParams(max_tokens=16), str(number))
     rig.finish()
     assert max(drafter.sizes) == 3
@@ -149,7 +173,7 @@ def test_a_draft_reads_its_own_tokens_of_the_text(name: str, cache: MakeCache) -
 @pytest.mark.parametrize("name", WORDS)
 def test_a_backlog_of_other_tokens_is_caught_up(name: str) -> None:
     rig, drafter = checked(name, Limits(64, 2, 5), paged)
-    rig.add((0, 1, 2, 2, 1, 0, 3, 1, 2, 1), SamplingParams(max_tokens=40), "long")
+    rig.add((0, 1, 2, 2, 1, 0, 1, 1, 2, 1), SamplingParams(max_tokens=40), "long")
     rig.add((1,), SamplingParams(max_tokens=30), "short")
     rig.finish()
     assert max(drafter.sizes) >= 2
@@ -158,7 +182,7 @@ def test_a_backlog_of_other_tokens_is_caught_up(name: str) -> None:
 def test_preempted_requests_read_their_text_again() -> None:
     rig, drafter = checked("some are shared", Limits(40, 3, 24), few_blocks(14))
     for number in range(3):
-        rig.add((number, 1, 3), SamplingParams(max_tokens=28), str(number))
+        rig.add((number, 1, 2), SamplingParams(max_tokens=28), str(number))
     rig.finish()
     assert rig.engine.metrics.preemptions > 0
     assert max(drafter.sizes) > 1
@@ -168,7 +192,7 @@ def test_preempted_requests_read_their_text_again() -> None:
 def test_a_draft_ends_with_its_own_context(longest: int) -> None:
     """It has more tokens than the target, and a position for each; the table model refuses further ones."""
     rig, drafter = checked("some are shared", Limits(40, 1, 40), paged, longest=longest)
-    rig.add((1, 3), SamplingParams(max_tokens=30), "short")
+    rig.add((1, 2), SamplingParams(max_tokens=30), "short")
     rig.finish()
     assert drafter.sizes[-1] == 0
     assert max(drafter.sizes) > 0
@@ -179,8 +203,8 @@ def test_a_draft_ends_with_its_own_context(longest: int) -> None:
 def test_drafts_have_the_target_s_ids(name: str, kernels: str) -> None:
     """The same model without the mapping gives the logits, at its own ids, after its own tokens."""
     words, model = WORDS[name], load(name, kernels)
-    drafter = with_model(name, kernels, None, Pair(0, 4), KeyedChances(), Limits(32, 1, 64))
-    request = make_request([0, 3, 1, 2], shared_noise=False)
+    drafter = with_model(name, kernels, None, Pair(0, 3), KeyedChances(), Limits(32, 1, 64))
+    request = make_request([0, 1, 2, 2], shared_noise=False)
     drafter.begin(request)
     (tree,) = drafter.propose([request], [6])
     assert tree.probs is not None
@@ -193,5 +217,5 @@ def test_drafts_have_the_target_s_ids(name: str, kernels: str) -> None:
     logits, own = model.logits(states)[0], plain.logits(states)[0]
     assert logits.isfinite().nonzero()[:, 0].tolist() == sorted(words.shared)
     assert all(logits[token] == own[draft] for token, draft in words.shared.items())
-    read = words.vocabulary.read([0, 1, 2, 3])
+    read = words.vocabulary.read([0, 1, 2])
     assert torch.equal(model.embed(torch.tensor(read)), plain.embed(torch.tensor(words.vocabulary.draft_tokens(read))))

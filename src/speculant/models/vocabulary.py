@@ -55,7 +55,7 @@ class DraftVocabulary:
 
 @dataclass(frozen=True, eq=False)
 class MappedVocabulary:
-    """A target's vocabulary for a draft model whose ids mean other tokens. The model reads and draws these ids:
+    """A target's vocabulary for a draft model whose ids mean other tokens. The model reads and draws ids of both.
 
         id        0 .. size - 1                          size, size + 1, ..
         token     the target's, if the draft has it      the draft's own: `own` in order
@@ -77,7 +77,7 @@ class MappedVocabulary:
     lead: tuple[int, ...] = ()
     begins: frozenset[int] = frozenset()
     substitute: int = 0
-    _pieces: dict[int, list[int]] = field(default_factory=dict)  # by token, of those that were read so far
+    _pieces: dict[int, list[int]] = field(default_factory=dict, init=False)  # by token, of those that were read so far
 
     @property
     def lacks(self) -> int:
@@ -105,6 +105,11 @@ class MappedVocabulary:
         """The ids that stand for the draft's tokens."""
         further = {draft: self.size + place for place, draft in enumerate(self.own)}
         return further | {draft: token for token, draft in self.shared.items()}
+
+    def split(self, tokens: Sequence[int]) -> list[list[int]]:
+        """Return the ids that a whole text is read as, token by token; the first ones begin with the lead."""
+        read = [self.read([token]) for token in tokens]
+        return [[*self.begin(tokens), *first] for first in read[:1]] + read[1:]
 
     def draft_tokens(self, read: Sequence[int]) -> list[int]:
         """Return the draft's tokens in its own ids."""

@@ -1,9 +1,7 @@
 """The bytes that each token of a tokenizer adds to a text, however its vocabulary spells them.
 
-    byte-level BPE    one character for each byte    GPT-2's table        "Ġthe"     -> b" the"
-    SentencePiece     U+2581 for a space             Replace, Metaspace   "\\u2581the" -> b" the"
-    byte fallback     a byte as a token of its own   ByteFallback         "<0xE4>"   -> b"\\xe4"
-    WordPiece         a mark where no space precedes                      "##ing"    -> b"ing"
+Byte-level BPE (GPT-2) spells a byte as one character and a space as U+0120. SentencePiece spells a space as U+2581, and
+with byte fallback a byte as a token such as <0xE4>. WordPiece marks tokens that no space precedes by ##.
 """
 
 from __future__ import annotations

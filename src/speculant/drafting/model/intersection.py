@@ -33,7 +33,8 @@ def intersect(target: Tokenizer, draft: Tokenizer, size: int) -> MappedVocabular
     }
     if not any(isinstance(wanted[token], bytes) for token in shared):
         raise PairError(
-            "the draft's vocabulary has no token in common with the target's", "use another draft, or one without model."
+            "the draft's vocabulary has no token in common with the target's",
+            "use another draft model, or a drafter that needs no model.",
         )
     lead = _before_a_text(draft)
     roles = _roles(target, draft, lead)
