@@ -20,21 +20,24 @@ from speculant.cli.main import app
 from speculant.config import EngineConfig
 from speculant.errors import ModelError, PairError, SpeculantError
 from speculant.kernels.native import usable_sets
-from speculant.lab.bench import pair
-from speculant.lab.bench.acceptance import Text, TextAcceptance
+from speculant.kernels.reference_sampler import REFERENCE
+from speculant.lab.bench import pair, vocabularies
+from speculant.lab.bench.acceptance import Text, TextAcceptance, TextReader
 from speculant.lab.bench.measuring import SPECULATIVE, both_ways
 from speculant.lab.bench.runs import Bench
 from speculant.lab.bench.step_costs import LengthCosts
 from speculant.lab.bench.workloads import Workload
 from speculant.lab.theory.curve import FLAT
 from speculant.lab.theory.speedup import expected_costs, speedups, step_costs, survival
+from speculant.models.weights.load import load_model
 from speculant.params import SamplingParams
-from tests.models import ALPHABET, Checkpoints, Shape, write_checkpoint
+from tests.mapped import in_order
+from tests.models import Checkpoints, Shape, write_checkpoint
 
 SMALL = ("--tokens", "12", "--kernels", "reference")
 TOP = {
     "target", "draft", "size_ratio", "sampling", "texts", "step_ms", "verification", "verify_curve", "precisions",
-    "best", "measured", "pays", "verdict", "flags", "draft_lacks_tokens",
+    "best", "measured", "pays", "verdict", "flags", "draft_lacks_tokens", "vocabulary",
 }  # fmt: skip
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40)
 
@@ -224,11 +227,35 @@ def test_mistakes_are_explained(
     assert fix in str(error)
 
 
-def test_other_tokenizer_is_a_clear_error(checkpoints: Checkpoints, tmp_path: Path) -> None:
-    other = write_checkpoint(tmp_path / "other", tokens=ALPHABET[::-1])
+def test_other_tokenizer_is_measured(checkpoints: Checkpoints, prompts: str, tmp_path: Path) -> None:
+    """The target's model with other ids for half of its bytes, and for the rest none."""
+    order = [*range(255, 20, -2), *b"aeiou"]
+    order = [*dict.fromkeys(order)]
+    other = in_order(tmp_path / "other", order, Shape())
+    value = _json(checkpoints.target, other, *SMALL, "--prompts", prompts)
+    shared = value["vocabulary"]
+    assert (shared["shared"], shared["size"]) == (len(order) + 1, 264)
+    assert shared["draft_tokens_per_token"] >= 1
+    assert shared["read_us_per_token"] > 0
+    plain = load_model(checkpoints.target, "float32").model
+    rows = [*order, 256]
+    _, [own] = pair.load_pair(EngineConfig(checkpoints.target, other, dtype="float32", kernels="reference"))
+    texts = pair.write_texts(own.runtime, Workload("test", [[65, 66]], [0.0]), GREEDY)
+    found = vocabularies._mass(TextReader(plain, REFERENCE, 264).logits, texts, rows)
+    whole = TextReader(plain, REFERENCE, 264).distributions(texts[0], SamplingParams())
+    assert found == pytest.approx(float(whole[:, rows].sum(-1).mean()), abs=1e-6)
+    assert 0 < shared["target_mass"] < 1
+    assert shared["draft_mass"] == pytest.approx(1, abs=1e-3), "the draft has hardly a token of its own"
+    assert value["precisions"]["none"]["alpha"]["mean"] > 0.2
+    shown = _invoke(checkpoints.target, other, *SMALL, "--prompts", prompts).stdout
+    assert f"they share {len(order) + 1} of the target's 264 tokens" in " ".join(shown.split())
+
+
+def test_pairs_without_a_common_token_are_a_clear_error(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    other = write_checkpoint(tmp_path / "other", Shape(vocab_size=5), tokens=["zz", "yy", "xx"])
     error = CliRunner().invoke(app, ["check-pair", checkpoints.target, other]).exception
     assert isinstance(error, PairError)
-    assert "ids differ" in error.problem
+    assert "no token in common" in error.problem
     missing = CliRunner().invoke(app, ["check-pair", checkpoints.target, "/nowhere"]).exception
     assert isinstance(missing, ModelError)
 

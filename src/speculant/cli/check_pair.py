@@ -77,9 +77,9 @@ def check_pair(
 
     Compares tokenizers, which may differ, and sizes. On texts that the target writes, it measures how often
     draft tokens are accepted and how long steps with drafts of several lengths take, for each type of draft
-    weights that the kernels support. From this it predicts the speed of each draft length, and measures the best one against
-    plain decoding. For a head it measures several draft lengths directly. The embedded pair takes about
-    20 seconds.
+    weights that the kernels support. From this it predicts the speed of each draft length, and measures the
+    best one against plain decoding. For a head it measures several draft lengths directly. The embedded pair
+    takes about 20 seconds.
     """
     if tokens < FEWEST_TOKENS:
         raise ConfigError(f"tokens={tokens} is too few to measure", f"use --tokens {FEWEST_TOKENS} or more.")
