@@ -85,7 +85,9 @@ def mapped_drafter(
 
 def in_order(folder: Path, order: Sequence[int], shape: Shape) -> str:
     """Write a checkpoint whose token `place` is the byte `order[place]`, with the usual one's rows for that byte."""
-    path = write_checkpoint(folder, replace(shape, vocab_size=len(order) + 2), [ALPHABET[byte] for byte in order])
+    path = write_checkpoint(
+        folder, replace(shape, vocab_size=len(order) + 2, end=len(order)), [ALPHABET[byte] for byte in order]
+    )
     usual = load_file(write_checkpoint(folder.parent / f"{folder.name}-usual", shape) + "/model.safetensors")
     rows = [*order, 256, 257]
     vocabulary = ("model.embed_tokens.weight", "lm_head.weight")

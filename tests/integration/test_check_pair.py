@@ -234,11 +234,11 @@ def test_other_tokenizer_is_measured(checkpoints: Checkpoints, prompts: str, tmp
     other = in_order(tmp_path / "other", order, Shape())
     value = _json(checkpoints.target, other, *SMALL, "--prompts", prompts)
     shared = value["vocabulary"]
-    assert (shared["shared"], shared["size"]) == (len(order) + 1, 264)
+    assert (shared["shared"], shared["size"]) == (len(order) + 2, 264)
     assert shared["draft_tokens_per_token"] >= 1
     assert shared["read_us_per_token"] > 0
     plain = load_model(checkpoints.target, "float32").model
-    rows = [*order, 256]
+    rows = [*order, 256, 257]
     _, [own] = pair.load_pair(EngineConfig(checkpoints.target, other, dtype="float32", kernels="reference"))
     texts = pair.write_texts(own.runtime, Workload("test", [[65, 66]], [0.0]), GREEDY)
     found = vocabularies._mass(TextReader(plain, REFERENCE, 264).logits, texts, rows)
@@ -248,7 +248,7 @@ def test_other_tokenizer_is_measured(checkpoints: Checkpoints, prompts: str, tmp
     assert shared["draft_mass"] == pytest.approx(1, abs=1e-3), "the draft has hardly a token of its own"
     assert value["precisions"]["none"]["alpha"]["mean"] > 0.2
     shown = _invoke(checkpoints.target, other, *SMALL, "--prompts", prompts).stdout
-    assert f"they share {len(order) + 1} of the target's 264 tokens" in " ".join(shown.split())
+    assert f"they share {len(order) + 2} of the target's 264 tokens" in " ".join(shown.split())
 
 
 def test_pairs_without_a_common_token_are_a_clear_error(checkpoints: Checkpoints, tmp_path: Path) -> None:

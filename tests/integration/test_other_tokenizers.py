@@ -56,7 +56,7 @@ def test_text_is_that_of_plain_decoding(
     draft = in_order(tmp_path / "draft", order, Shape(noise=0.1))
     plain = engine(checkpoints.target, None, kernels)
     llm = engine(checkpoints.target, draft, kernels, speculative_config=config)
-    assert f"share {len(order) + 1} of the target's 264 tokens" in llm.speculation
+    assert f"share {len(order) + 2} of the target's 264 tokens" in llm.speculation
     for params in PARAMS:
         assert outputs(llm, params) == outputs(plain, params)
     total = llm.engine.metrics
