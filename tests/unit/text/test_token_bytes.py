@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
@@ -35,7 +37,7 @@ def test_tokens_of_a_text_spell_it(make: type[Tokenizer]) -> None:
     ],
     ids=lambda each: type(each).__name__,
 )
-def test_each_decoder_has_its_spelling(decoder: object, expected: list[bytes]) -> None:
+def test_each_decoder_has_its_spelling(decoder: Any, expected: list[bytes]) -> None:
     backend = Backend(models.WordLevel({"Ġa": 0, "##a": 1, "<0x0A>": 2, "▁a": 3}, unk_token="Ġa"))
     if decoder is not None:
         backend.decoder = decoder
