@@ -60,7 +60,7 @@ def load(name: str, kernels: str) -> CausalLM:
     folder = Path(tempfile.mkdtemp(prefix="vocabulary-")) / "draft"
     write_checkpoint(folder, Shape(vocab_size=words.rows, end=0))
     dtype = "float64" if kernels == "reference" else "float32"  # its rows depend on the batch, in their last bits
-    return load_model(folder, dtype, kernels=kernels, vocabulary=words.vocabulary).model
+    return load_model(str(folder), dtype, kernels=kernels, vocabulary=words.vocabulary).model
 
 
 def with_model(name: str, kernels: str, tree: Any, pair: Pair, chances: Chances, limits: Limits) -> Drafter:
@@ -215,7 +215,7 @@ def test_drafts_have_the_target_s_ids(name: str, kernels: str) -> None:
     states = torch.ones(1, HIDDEN_SIZE, dtype=model.cache_shape.dtype)
     folder = Path(tempfile.mkdtemp(prefix="vocabulary-")) / "draft"
     write_checkpoint(folder, Shape(vocab_size=words.rows, end=0))
-    plain = load_model(folder, str(model.cache_shape.dtype).removeprefix("torch."), kernels=kernels).model
+    plain = load_model(str(folder), str(model.cache_shape.dtype).removeprefix("torch."), kernels=kernels).model
     logits, own = model.logits(states)[0], plain.logits(states)[0]
     assert logits.isfinite().nonzero()[:, 0].tolist() == sorted(words.shared)
     assert all(logits[token] == own[draft] for token, draft in words.shared.items())

@@ -84,7 +84,7 @@ def test_prefixes_and_preemption_change_no_text(checkpoints: Checkpoints, tmp_pa
     draft = in_order(tmp_path / "draft", FEWER, Shape(noise=0.1))
     texts = ["once upon a time there was a house, " * 2 + end for end in ("and", "but", "or", "and")]
     plain = engine(checkpoints.target, None, kernels)
-    small = {"kv_memory": "120KiB", "max_num_seqs": 4, "block_size": 8}
+    small: dict[str, Any] = {"kv_memory": "120KiB", "max_num_seqs": 4, "block_size": 8}
     llm = engine(checkpoints.target, draft, kernels, **small)
     params = [SamplingParams(temperature=0.8, seed=seed, max_tokens=60) for seed in (1, 2, 3, 1)]
     for _ in range(2):
