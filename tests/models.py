@@ -54,7 +54,7 @@ def write_checkpoint(
     config = _config(shape)
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     (folder / "tokenizer_config.json").write_text('{"eos_token": "<end>"}', encoding="utf-8")
-    _tokenizer(tokens, added).save(str(folder / "tokenizer.json"))
+    write_tokenizer(folder, tokens, added)
     with torch.device("meta"):
         model = Decoder(plugins.load("speculant.models", shape.family).read_config(config))
     weights = {name: _weight(name, parameter, shape) for name, parameter in sorted(model.named_parameters())}
@@ -77,6 +77,11 @@ def _config(shape: Shape) -> dict[str, Any]:
         "torch_dtype": "float32",
         "tie_word_embeddings": shape.tied,
     }
+
+
+def write_tokenizer(folder: Path, tokens: Sequence[str] = ALPHABET, added: Sequence[str] = ()) -> None:
+    """Write the tokenizer of `write_checkpoint` into a folder."""
+    _tokenizer(tokens, added).save(str(folder / "tokenizer.json"))
 
 
 def _tokenizer(tokens: Sequence[str], added: Sequence[str]) -> Tokenizer:

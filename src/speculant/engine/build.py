@@ -80,7 +80,7 @@ def build_engine(config: EngineConfig) -> Runtime:
     target = load_model(
         config.model, config.dtype, config.device, kernels=config.kernels, quantization=config.quantization,
         weight_packing=config.weight_packing, weight_cache=config.weight_cache_folder(),
-        revision=config.revision, download_dir=config.download_dir,
+        revision=config.revision, download_dir=config.download_dir, model_backend=config.model_backend,
     )  # fmt: skip
     return build_around(config, target)
 
@@ -118,6 +118,8 @@ def build_around(config: EngineConfig, target: Checkpoint) -> Runtime:
     )
     drafter = drafters.find(name) if name else None
     says = describe(config, spec, length) + notes
+    if config.model_backend != AUTO:
+        says += f"; the target is computed by {target.kernels}"
     if spec and spec.verification in verifiers and not verifiers[spec.verification].lossless:
         says += f", {spec.verification} and so NOT LOSSLESS"
     logger.info("speculation is %s: %s", "on" if drafter else "off", says)
@@ -323,6 +325,11 @@ class _Workshop:
     ) -> CausalLM:
         """Load a draft model in the configured type, or in the fastest one."""
         load = partial(self._load, source, head_tokens, vocabulary)
+        if self.config.draft_model_backend != AUTO:
+            rounding = None if self.config.draft_quantization == AUTO else rounded(self.config.draft_quantization)
+            loaded = load(rounding)
+            self.notes.append(f", the draft is computed by {loaded.kernels}")
+            return loaded.model
         if self.config.draft_quantization != AUTO:
             return load(rounded(self.config.draft_quantization)).model
         facts = (str(self.target.folder), str(folder), self.target.kernels, self.config.dtype, str(head_tokens))
@@ -346,5 +353,5 @@ class _Workshop:
             source, config.dtype, config.device, role="draft",
             kernels=config.kernels, quantization=quantization, head_tokens=head_tokens, vocabulary=vocabulary,
             weight_packing=config.weight_packing, weight_cache=config.weight_cache_folder(),
-            download_dir=config.download_dir,
+            download_dir=config.download_dir, model_backend=config.draft_model_backend,
         )  # fmt: skip

@@ -1,60 +1,103 @@
 """The description of a decoder: data that its family reads from config.json, and that all interpreters share.
 
-    x = embedding[token]
-    each layer    x = x + attention(norm(x))
-                  x = x + mlp(norm(x))
-    logits        head(norm(x))
+    x = scale * embedding[token] (+ positions[p])
+    each layer    x = x + scale * norm(attention(norm(x)))
+                  x = x + scale * norm(mlp(norm(x)))
+    logits        softcap(scale * head(norm(x)))
 
-Interpreters are the reference (models/reference/decoder.py, which training and heads use too), the native program
-(models/native/program.py) and the cost model (models/sizes.py). None of them depends on a family's name. Arithmetic
-that no part describes is a new field of a part, or a new kind of part, in all three.
+Each part is optional where its field has a default. Interpreters are the reference (models/reference/decoder.py, which
+training and heads use too), the native program (models/native/program.py) and the cost model (models/sizes.py). None
+of them depends on a family's name. Arithmetic that no part describes is a new field of a part, or a new kind of part,
+in all three.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from speculant.errors import ModelError
+from speculant.models.tensor_map import SAME_NAMES, TensorMap
 
 MOST_WEIGHTS = 2**40  # in one matrix; no machine holds more
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
+NORMS = ("rms", "layer")
 
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary positions of base `theta`, scaled by `kind` with the checkpoint's factors."""
+    """Rotary positions of base `theta`.
+
+    kind: default, factors or dynamic. factors: the divisor of each pair's frequency, inf = the pair is not rotated.
+    long_factors: those of a text of more than `original_max_positions` tokens, for all of its positions; () = the
+    same. factor: of dynamic scaling, which begins beyond `original_max_positions`. dims: how many dimensions of each
+    head are rotated, its first ones; None = all. Dimension i is paired with i + dims / 2. scale: the factor of cosines
+    and sines. query_beta: queries at position p are multiplied by
+    1 + query_beta * log(1 + floor(p / original_max_positions)).
+    """
 
     theta: float
-    kind: str = "default"  # default, linear, dynamic, llama3, factors
+    kind: str = "default"
     factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_positions: int = 0
-    factors: tuple[float, ...] = ()  # of kind "factors": the divisor of each pair's frequency
+    original_max_positions: int = 0  # of those that need it
+    factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
+    dims: int | None = None
+    scale: float = 1.0
+    query_beta: float = 0.0
+
+
+def restart_of(ropes: Iterable[Rope]) -> int | None:
+    """Return the number of tokens beyond which a text has the long factors; None = there are none.
+
+    Raises ModelError if rotary positions differ in it.
+    """
+    found = {rope.original_max_positions for rope in ropes if rope.long_factors}
+    if len(found) > 1:
+        raise ModelError(
+            f"config.json has rotary factors for texts beyond {' and beyond '.join(map(str, sorted(found)))} tokens,"
+            " which is not implemented",
+            "use a checkpoint with one original_max_position_embeddings.",
+        )
+    return next(iter(found), None)
 
 
 @dataclass(frozen=True)
 class Norm:
-    """Division of the last dimension by its root mean square, then multiplication by a scale per number."""
+    """Normalisation of the last dimension, then multiplication by a scale per number.
+
+    kind: "rms" divides by the root mean square; "layer" subtracts the mean first. bias: one is added at the end.
+    offset: a number that is added to the stored scales.
+    """
 
     eps: float
+    kind: str = "rms"
+    bias: bool = False
+    offset: float = 0.0
 
 
 @dataclass(frozen=True)
 class Attention:
     """Causal self-attention. `heads` share `kv_heads` keys and values.
 
-    window: the positions that a row sees, its own included; None = all. qk_norm: of each query's and key's head,
-    before the rotation. bias: of queries, keys and values.
+    rope: None = no rotation. window: the positions that a row sees, its own included; None = all. qk_norm: of
+    queries and keys, before the rotation: of each head alone, or with `norm_all_heads` of all heads together. bias: of
+    queries, keys and values. scale: of the scores; None = head_dim ** -0.5. softcap: c limits scores s to
+    c * tanh(s / c). sinks: a learned score per head takes part in the softmax and has no value.
     """
 
     heads: int
     kv_heads: int
     head_dim: int
-    rope: Rope
+    rope: Rope | None
     window: int | None = None
     qk_norm: Norm | None = None
     bias: bool = False
     output_bias: bool = False
+    norm_all_heads: bool = False
+    scale: float | None = None
+    softcap: float | None = None
+    sinks: bool = False
 
     def __post_init__(self) -> None:
         if self.heads % self.kv_heads:
@@ -62,22 +105,46 @@ class Attention:
                 f"config.json has {self.heads} attention heads, not a multiple of {self.kv_heads} key heads",
                 "check num_attention_heads and num_key_value_heads in config.json.",
             )
-        if self.head_dim % 2:
+        if self.rope:
+            self._check_rope(self.rope)
+
+    def _check_rope(self, rope: Rope) -> None:
+        rotated = self.rotated
+        if rotated % 2 or not 0 < rotated <= self.head_dim:
             raise ModelError(
-                f"config.json gives heads of {self.head_dim} dimensions, which can't be rotated in pairs",
-                "check head_dim, hidden_size and num_attention_heads in config.json.",
+                f"config.json rotates {rotated} dimensions of heads of {self.head_dim} dimensions, which can't be"
+                " rotated in pairs",
+                "check head_dim, hidden_size, num_attention_heads and the rotary settings in config.json.",
             )
-        if self.rope.kind == "factors" and 2 * len(self.rope.factors) != self.head_dim:
+        for factors in (rope.factors, rope.long_factors):
+            if factors and 2 * len(factors) != rotated:
+                raise ModelError(
+                    f"there are {len(factors)} factors of rotary positions, not one for each pair of the"
+                    f" {rotated} rotated dimensions of a head",
+                    "use the factors that belong to this model.",
+                )
+        if rope.kind == "dynamic" and rotated == 2:
             raise ModelError(
-                f"there are {len(self.rope.factors)} factors of rotary positions, not one for each pair of the"
-                f" {self.head_dim} dimensions of a head",
-                "use the factors that belong to this model.",
-            )
-        if self.rope.kind == "dynamic" and self.head_dim == 2:
-            raise ModelError(
-                "config.json asks for dynamic rope scaling of heads of 2 dimensions, for which it is not defined",
+                "config.json asks for dynamic rope scaling of 2 dimensions of each head, for which it is not defined",
                 "check rope_scaling and head_dim in config.json.",
             )
+
+    @property
+    def rotated(self) -> int:
+        """How many dimensions of each head are rotated."""
+        if self.rope is None:
+            return 0
+        return self.head_dim if self.rope.dims is None else self.rope.dims
+
+    @property
+    def score_scale(self) -> float:
+        """The factor of scores."""
+        return self.head_dim**-0.5 if self.scale is None else self.scale
+
+    @property
+    def normed_sizes(self) -> tuple[int, int]:
+        """The widths that the norms of queries and of keys have."""
+        return (self.query_size, self.key_size) if self.norm_all_heads else (self.head_dim, self.head_dim)
 
     @property
     def groups(self) -> int:
@@ -97,91 +164,64 @@ class Attention:
 
 @dataclass(frozen=True)
 class Mlp:
-    """down(silu(gate(x)) * up(x)), of `size` numbers in between."""
+    """The feed-forward block, of `size` numbers in between.
+
+    gated: down(activation(gate(x)) * up(x)), else down(activation(up(x))).
+    """
 
     size: int
     bias: bool = False
+    gated: bool = True
+    activation: str = "silu"
 
 
 @dataclass(frozen=True)
 class Layer:
-    """Attention, then the feed-forward block. Each reads the residual stream after a norm; None = without one."""
+    """Attention, then the feed-forward block, each added to the residual stream.
+
+    before_*: the norm of what a block reads; None = it reads the residual stream. after_*: the norm of its result.
+    parallel: both read the same residual stream. residual_scale: the factor of what is added.
+    """
 
     attention: Attention
     mlp: Mlp
     before_attention: Norm | None
-    before_mlp: Norm
+    before_mlp: Norm | None
+    after_attention: Norm | None = None
+    after_mlp: Norm | None = None
+    parallel: bool = False
+    residual_scale: float = 1.0
 
 
 @dataclass(frozen=True)
 class Embedding:
-    """A table of one vector per token."""
+    """A table of one vector per token, which `scale` multiplies. positions: rows of a table of learned positions."""
 
     vocab_size: int
     hidden_size: int
+    scale: float = 1.0
+    positions: int | None = None
 
 
 @dataclass(frozen=True)
 class Head:
     """The output matrix. tied: it is the embedding table.
 
-    tokens: the ascending ids of its rows; () = all. Other tokens have the logit -inf.
+    tokens: the ascending ids of its rows; () = all. Other tokens have the logit -inf. scale: of the logits. softcap: c
+    limits logits l, after `scale`, to c * tanh(l / c).
     """
 
     tied: bool = False
     tokens: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
-class Unpaired:
-    """A stored tensor of `heads` heads, in which two rows that rotate together are neighbours.
-
-    In the model, the first row of each pair is in the first half of its head, and the second row in the other half.
-    """
-
-    name: str
-    heads: int
-
-
-# How a model's tensor is made: the name of a stored tensor, which is taken as it is, or an operation on one.
-Expression = str | Unpaired
-
-
-@dataclass(frozen=True)
-class TensorMap:
-    """Where the files hold a model's tensors.
-
-    names: pairs of a tensor of the model (see `models/sizes.py`) and the expression for it, for those that are not
-    stored under the model's own names; {} stands for the number of a layer.
-    """
-
-    names: tuple[tuple[str, Expression], ...] = ()
-
-    def expression(self, name: str) -> Expression:
-        """Return how a tensor is made."""
-        for own, made in self.names:
-            before, brackets, after = own.partition("{}")
-            if not brackets and name == own:
-                return made
-            number = name.removeprefix(before).removesuffix(after)
-            if brackets and number.isdigit() and name == f"{before}{number}{after}":
-                return made.format(number) if isinstance(made, str) else replace(made, name=made.name.format(number))
-        return name
-
-    def stored(self, name: str) -> str:
-        """Return the files' name of a tensor."""
-        made = self.expression(name)
-        return made if isinstance(made, str) else made.name
-
-
-SAME_NAMES = TensorMap()
+    scale: float = 1.0
+    softcap: float | None = None
 
 
 @dataclass(frozen=True)
 class DecoderConfig:
     """All that determines a decoder's arithmetic, and the names of its tensors in the files.
 
-    All layers have the same heads and rotary positions. norm: the one before the head.
+    All layers have the same numbers of heads and dimensions. norm: the one before the head.
     """
 
     embedding: Embedding
@@ -192,13 +232,13 @@ class DecoderConfig:
     tensors: TensorMap = SAME_NAMES
 
     def __post_init__(self) -> None:
-        found = {layer.attention for layer in self.layers}
-        if len({(each.heads, each.kv_heads, each.head_dim, each.rope) for each in found}) != 1:
+        if len({(of.heads, of.kv_heads, of.head_dim) for of in {layer.attention for layer in self.layers}}) != 1:
             raise ModelError(
-                "config.json describes layers with different heads or rotary positions, which is not implemented",
+                "config.json describes layers with different heads, which is not implemented",
                 "use a checkpoint of one of the supported families.",
             )
         self._check_sizes()
+        restart_of(self.ropes)  # checks them
 
     def _check_sizes(self) -> None:
         """Refuse matrices whose sizes could overflow, before their files are opened."""
@@ -227,8 +267,18 @@ class DecoderConfig:
 
     @property
     def attention(self) -> Attention:
-        """The first layer's; all others have the same heads and rotary positions."""
+        """The first layer's; all others have the same numbers of heads and dimensions."""
         return self.layers[0].attention
+
+    @property
+    def ropes(self) -> tuple[Rope, ...]:
+        """The distinct rotary positions of the layers, in order of first use."""
+        return tuple(dict.fromkeys(layer.attention.rope for layer in self.layers if layer.attention.rope))
+
+    @property
+    def restart_at(self) -> int | None:
+        """See `ModelNeeds.restart_at`."""
+        return restart_of(self.ropes)
 
     def truncated(self, num_layers: int) -> DecoderConfig:
         """Return the decoder of the first layers, with the same norm and head."""
@@ -236,4 +286,4 @@ class DecoderConfig:
 
     def with_head(self, tokens: tuple[int, ...]) -> DecoderConfig:
         """Return the decoder whose head has the rows of these tokens alone, and is not the embedding table."""
-        return replace(self, head=Head(tokens=tokens))
+        return replace(self, head=replace(self.head, tied=False, tokens=tokens))

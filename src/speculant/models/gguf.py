@@ -17,8 +17,9 @@ from speculant import plugins
 from speculant.errors import ModelError
 from speculant.gguf_file import GgufFile, end_tokens
 from speculant.models.config import MOST, MOST_FACTOR, MOST_HEAD_DIM, is_whole, show
-from speculant.models.description import DecoderConfig, Expression, TensorMap, Unpaired
+from speculant.models.description import DecoderConfig
 from speculant.models.sizes import HEAD, LAYER, NORM, TABLE
+from speculant.models.tensor_map import Expression, TensorMap, Unpaired
 
 FAMILIES = "speculant.models"
 ROPE_FREQS = "rope_freqs.weight"  # the divisor of each pair's frequency; part of the config, not of the weights

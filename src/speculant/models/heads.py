@@ -25,8 +25,7 @@ from speculant.cache.base import CacheShape, KVCache, KVStorage
 from speculant.models.base import Batch, CausalLM, Chain, Hidden, ModelNeeds
 from speculant.models.description import DecoderConfig, Layer
 from speculant.models.reference.attention import Attend, StoredKeys
-from speculant.models.reference.decoder import DecoderLayer, RMSNorm, spread
-from speculant.models.reference.rotary import Rotary
+from speculant.models.reference.decoder import DecoderLayer, NormLayer, angles_of, rotaries, spread
 from speculant.models.weights.source import WeightSource, read_plain
 
 logger = logging.getLogger(__name__)
@@ -117,12 +116,10 @@ def head_shapes(config: HeadConfig, target: CausalLM) -> dict[str, tuple[int, ..
 class HeadDecoder(nn.Module):
     """A head in plain PyTorch: a `CausalLM` whose batches have `hidden`."""
 
-    needs = ModelNeeds()
-
     def __init__(self, config: HeadConfig, target: CausalLM) -> None:
         super().__init__()
         own, hidden = config.decoder, config.decoder.hidden_size
-        self.config = config
+        self.config, self.needs = config, ModelNeeds(restart_at=own.restart_at)
         self._target = (target,)  # in a tuple: its parameters are not this module's
         inputs = hidden if config.entry is StateEntry.INPUT else 2 * hidden
         widths = [inputs] + [hidden] * (own.num_layers - 1)
@@ -130,12 +127,12 @@ class HeadDecoder(nn.Module):
         if config.entry is StateEntry.INPUT:
             self.fc = nn.Linear(2 * hidden, hidden, bias=config.fc_bias)
         else:
-            self.hidden_norm, self.norm = RMSNorm(hidden, own.norm), RMSNorm(hidden, own.norm)
+            self.hidden_norm, self.norm = NormLayer(hidden, own.norm), NormLayer(hidden, own.norm)
         if config.own_table:
             self.embed_tokens = nn.Parameter(torch.zeros(own.vocab_size, hidden))
         if config.own_head:
             self.lm_head = nn.Linear(hidden, len(own.head.tokens) or own.vocab_size, bias=False)
-        self._rotary = Rotary(own.attention.rope, own.attention.head_dim)
+        self._rotaries = rotaries(own)
 
     @property
     def vocab_size(self) -> int:
@@ -171,11 +168,17 @@ class HeadDecoder(nn.Module):
         assert batch.hidden is not None, "a head reads a hidden state for each row"
         embedded = self.embed(batch.tokens).to(self.cache_shape.dtype)  # a target may have activations of another type
         attend = StoredKeys.build(batch, storage, self.config.decoder, embedded.dtype)
-        return self.states(embedded, batch.hidden.to(embedded.dtype), batch.positions, attend)
+        long = batch.long_rows(self.needs)
+        return self.states(embedded, batch.hidden.to(embedded.dtype), batch.positions, attend, long)
 
-    def states(self, embedded: Tensor, hidden: Tensor, positions: Tensor, attend: Attend) -> Hidden:
-        """Run the layers over embeddings and states [..., n, hidden] of rows at positions [n]."""
-        angles = self._rotary.angles(positions, embedded.dtype)
+    def states(
+        self, embedded: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, long: Tensor | None = None
+    ) -> Hidden:
+        """Run the layers over embeddings and states [..., n, hidden] of rows at positions [n].
+
+        long: see `angles_of`.
+        """
+        angles = angles_of(self._rotaries, positions, embedded.dtype, long)
         first, *others = cast(list[DecoderLayer], self.layers)
         if self.config.entry is StateEntry.INPUT:
             x: Tensor = self.fc(torch.cat((embedded, hidden), dim=-1))

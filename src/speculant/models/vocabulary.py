@@ -40,10 +40,20 @@ class DraftVocabulary:
 
         among: at most these are drawn, in ascending order; () = all. Raises ConfigError if none of them is shared.
         """
-        rows = config.vocab_size
-        drawn = _drawable([token for token in among or range(rows) if token < rows and self._has(token)])
-        table = [token if token < rows and self._has(token) else self.substitute for token in range(self.size)]
-        return _fit(config, weights, drawn, drawn, table)
+        drawn = self.drawable(config.vocab_size, among)
+        return _fit(config, weights, drawn, self.head(drawn), self.table(config.vocab_size))
+
+    def drawable(self, rows: int, among: Sequence[int] = ()) -> tuple[int, ...]:
+        """Return the ids, ascending, that a model of `rows` tokens may draw; see `fit`."""
+        return _some([token for token in among or range(rows) if token < rows and self._has(token)])
+
+    def head(self, drawn: Sequence[int]) -> list[int]:
+        """Return the row of the model's own head for each drawn id."""
+        return list(drawn)
+
+    def table(self, rows: int) -> list[int]:
+        """Return the row of the model's own table, which has `rows`, for each id that it reads."""
+        return [token if token < rows and self._has(token) else self.substitute for token in range(self.size)]
 
     def _has(self, token: int) -> bool:
         return token < self.size and token not in self.unknown
@@ -121,11 +131,21 @@ class MappedVocabulary:
         among: at most these of the target's ids are drawn, in ascending order; () = all. Raises ConfigError if none of
         them is shared.
         """
-        rows = config.vocab_size
-        drawn = _drawable([each for each in among or sorted(self.shared) if self.shared.get(each, rows) < rows])
-        table = [*(self.shared.get(each, self.substitute) for each in range(self.size)), *self.own]
-        table = [row if row < rows else self.substitute for row in table]
-        return _fit(config, weights, drawn, [self.shared[each] for each in drawn], table)
+        drawn = self.drawable(config.vocab_size, among)
+        return _fit(config, weights, drawn, self.head(drawn), self.table(config.vocab_size))
+
+    def drawable(self, rows: int, among: Sequence[int] = ()) -> tuple[int, ...]:
+        """Return the target's ids, ascending, that a model of `rows` tokens may draw; see `fit`."""
+        return _some([each for each in among or sorted(self.shared) if self.shared.get(each, rows) < rows])
+
+    def head(self, drawn: Sequence[int]) -> list[int]:
+        """Return the row of the model's own head for each drawn id."""
+        return [self.shared[each] for each in drawn]
+
+    def table(self, rows: int) -> list[int]:
+        """Return the row of the model's own table, which has `rows`, for each id that it reads."""
+        read = [*(self.shared.get(each, self.substitute) for each in range(self.size)), *self.own]
+        return [row if row < rows else self.substitute for row in read]
 
     def __str__(self) -> str:
         """All that weights depend on."""
@@ -133,7 +153,7 @@ class MappedVocabulary:
         return f"{self.size} {self.substitute} {hashlib.sha256(facts.encode()).hexdigest()}"
 
 
-def _drawable(found: Sequence[int]) -> tuple[int, ...]:
+def _some(found: Sequence[int]) -> tuple[int, ...]:
     if not found:
         raise ConfigError(
             "head_tokens has no token that both the target and the draft model know",

@@ -17,17 +17,17 @@ from speculant import plugins
 from speculant.errors import ConfigError, ModelError
 from speculant.gguf_file import GgufFile
 from speculant.kernels.native import BLOCK_TYPES
-from speculant.models.description import Unpaired
 from speculant.models.gguf import NEUTRAL, GgufFamily, read_gguf_config
 from speculant.models.sizes import HEAD, TABLE
+from speculant.models.tensor_map import TensorMap, Unpaired
 from speculant.models.vocabulary import TableRows
 from speculant.models.weights.gguf import GgufWeights
 from speculant.models.weights.load import Checkpoint, load_model
-from speculant.models.weights.source import Mapped, QuantizedBlocks, ShortHead, decode, read_plain, unpaired
+from speculant.models.weights.source import Mapped, QuantizedBlocks, ShortHead, decode, read_plain
 from speculant.params import SamplingParams
 from speculant.text.gguf_tokenizer import read_gguf_tokenizer
 from tests.gguf_models import DECODED, FLOATS, LARGE_BLOCKS, SMALL_BLOCKS, convert, decoded
-from tests.models import ALPHABET, END, VOCAB_SIZE, Shape, write_checkpoint
+from tests.models import ALPHABET, END, HIDDEN_SIZE, VOCAB_SIZE, Shape, write_checkpoint
 from tests.unit.models.families import Session, make_pair
 
 FAMILIES = {"llama": {}, "qwen2": {}, "qwen3": {}}
@@ -192,9 +192,11 @@ def test_native_kernels_keep_packed_weights_of_a_file(folder: Path, tmp_path: Pa
 @pytest.mark.parametrize("kind", ["Q4_0", "F16"])
 def test_rows_are_selected_without_decoding(folder: Path, tmp_path: Path, kind: str) -> None:
     file = GgufFile.open(convert(folder, tmp_path / "model.gguf", kind))
-    weights = Mapped(
-        GgufWeights(file), {TABLE: "token_embd.weight", HEAD: "output.weight", "q": Unpaired("blk.0.attn_q.weight", 4)}
+    names = TensorMap(
+        ((TABLE, "token_embd.weight"), (HEAD, "output.weight"), ("q", Unpaired("blk.0.attn_q.weight", 4)))
     )
+    table = GgufWeights(file).shape("token_embd.weight")
+    weights = Mapped(GgufWeights(file), {TABLE: table, HEAD: table, "q": (HIDDEN_SIZE, HIDDEN_SIZE)}, names)
     short = ShortHead(weights, (3, 7, 200), HEAD)
     fitted = TableRows(
         weights, [9 if row in (5, *range(VOCAB_SIZE, VOCAB_SIZE + 3)) else row for row in range(VOCAB_SIZE + 3)]
@@ -209,7 +211,7 @@ def test_rows_are_selected_without_decoding(folder: Path, tmp_path: Path, kind: 
 
 def test_pairs_of_rows_are_separated() -> None:
     """Rows 0 and 1 of a stored head rotate together; in the model they are row 0 of each half."""
-    assert unpaired(8, 2).tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
+    assert Unpaired("q", 2).rows(8) == [0, 2, 1, 3, 4, 6, 5, 7]
 
 
 def test_a_large_matrix_is_decoded_in_parts(monkeypatch: pytest.MonkeyPatch, folder: Path, tmp_path: Path) -> None:

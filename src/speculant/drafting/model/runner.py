@@ -87,7 +87,13 @@ class _Stepwise:
         roots = dict[Chain, int]()
         for (chain, tokens, states), tree in zip(growing, trees, strict=True):
             inputs.append(
-                SequenceInput(chain.request.seq_id, known(tokens, size), _known_tree(tree, size), hidden=states)
+                SequenceInput(
+                    chain.request.seq_id,
+                    known(tokens, size),
+                    _known_tree(tree, size),
+                    hidden=states,
+                    length=chain.request.num_positions,
+                )
             )
             root, end = end + len(tokens) - 1, end + len(tokens) + tree.size
             roots[chain] = root
@@ -167,13 +173,14 @@ def fit_vocabulary(logits: Tensor, vocab_size: int) -> Tensor:
 
 @dataclass
 class _CachedTokens:
-    """The tokens in one sequence's cache; the first `agreed` are known to be committed.
+    """The tokens in one sequence's cache; the first `agreed` are known to be committed. salt: see `ModelNeeds.salt`.
 
     text: what the first `num_read` committed tokens are read as, for a model of another tokenizer.
     """
 
     tokens: list[int] = field(default_factory=list)
     agreed: int = 0
+    salt: str = ""
     text: list[int] = field(default_factory=list)
     num_read: int = 0
 
@@ -245,7 +252,8 @@ class DraftModelRunner:
 
     def tree_input(self, request: Request, tree: DraftTree) -> SequenceInput:
         """Return the input of a root and the tree below it, after dropping them from the cache."""
-        return SequenceInput(request.seq_id, known(self.root(request), self.model.vocab_size), tree)
+        tokens = known(self.root(request), self.model.vocab_size)
+        return SequenceInput(request.seq_id, tokens, tree, length=request.num_positions)
 
     def keep(self, inputs: Sequence[SequenceInput], hidden: Hidden) -> None:
         """Keep the states that later rows of these sequences take in; most models take in tokens alone."""
@@ -284,6 +292,9 @@ class DraftModelRunner:
                 chains.append(Chain(request, missing, drawn, chance, [], None, stop, hidden))
         return chains
 
+    def _salt(self, request: Request) -> str:
+        return self.model.needs.salt(request)
+
     def _missing(self, request: Request, start: int, most: int) -> tuple[list[int], Tensor | None]:
         """Return the next input tokens, those from `start` on, with the hidden states that they take in."""
         return self.text(request)[start : start + most], None
@@ -295,13 +306,15 @@ class DraftModelRunner:
     def _roll_back(self, request: Request) -> int:
         """Drop cached tokens that were not committed or that a failed pass reserved; the newest token is dropped too.
 
-        A new sequence takes over matching prefixes of other sequences. Returns how many tokens are left.
+        A new sequence, and one whose salt has changed, takes over matching prefixes of other sequences. Returns how
+        many tokens are left.
         """
-        cached, held, text = self._cached[request.seq_id], self.cache.length(request.seq_id), self.text(request)
-        if not cached.tokens and not held:
+        cached, held, salt = self._cached[request.seq_id], self.cache.length(request.seq_id), self._salt(request)
+        text = self.text(request)
+        if cached.salt != salt or (not cached.tokens and not held):
             self.cache.release(request.seq_id)
-            held = self.cache.match_prefix(request.seq_id, text, request.cache_salt)
-            cached.tokens = text[:held]
+            held = self.cache.match_prefix(request.seq_id, text, salt)
+            cached.tokens, cached.agreed, cached.salt = text[:held], 0, salt
         keep, most = cached.agreed, min(len(cached.tokens), len(text) - 1)
         while keep < most and cached.tokens[keep] == text[keep]:
             keep += 1

@@ -87,7 +87,7 @@ class TextReader:
         cache = slotted_cache(self._model.cache_shape, 1, len(tokens))
         hidden = []
         for start in range(0, len(tokens), CHUNK):
-            rows = SequenceInput(1, tokens[start : start + CHUNK], DraftTree.empty())
+            rows = SequenceInput(1, tokens[start : start + CHUNK], DraftTree.empty(), length=len(tokens))
             batch = build_batch([rows], cache, self._model.cache_shape.device)
             hidden.append(self._model.forward(batch, cache.storage).last)
         return self._model.logits(torch.cat(hidden)[[row - 1 for row in last[len(text.prompt) - 1 :]]])

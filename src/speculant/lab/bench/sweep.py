@@ -125,8 +125,9 @@ def predict_sweep(config: EngineConfig, plan: SweepPlan, params: SamplingParams,
     """
     notify("Loading the models")
     target = load_model(
-        config.model, config.dtype, config.device, kernels=config.kernels, quantization=config.quantization
-    )
+        config.model, config.dtype, config.device, kernels=config.kernels, quantization=config.quantization,
+        model_backend=config.model_backend,
+    )  # fmt: skip
     runtimes = [build_around(replace(config, max_num_seqs=batch), target) for batch in plan.batches]
     most = max(map(plan.num_prompts, plan.batches))
     workload = make_workload(replace(plan.prompts, num_prompts=None), runtimes[0], most).first(most)
@@ -154,6 +155,7 @@ def _acceptance(
     draft = load_model(
         str(config.draft_model), config.dtype, config.device,
         role="draft", kernels=config.kernels, quantization=config.draft_quantization, vocabulary=vocabulary,
+        model_backend=config.draft_model_backend,
     )  # fmt: skip
     texts = write_texts(runtime, workload, replace(params, speculation=False))
     sampler, size = target.backend.sampler, target.model.vocab_size

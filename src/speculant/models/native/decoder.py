@@ -6,6 +6,7 @@ Chains whose noise is known in advance are drawn in one native call: passes, dis
 from __future__ import annotations
 
 import ctypes
+import weakref
 from array import array
 from collections.abc import Sequence
 from dataclasses import replace
@@ -41,13 +42,14 @@ from speculant.models.base import (
     check_embeddings,
     check_taps,
     check_tokens,
+    ids,
     known,
 )
 from speculant.models.description import DecoderConfig
+from speculant.models.native.angles import AngleTables, next_power
 from speculant.models.native.program import Buffers, NativeLinears, PackedDecoder, Program, embedding, linear
 from speculant.models.native.scratch import scratch_bytes
 from speculant.models.reference.decoder import spread
-from speculant.models.reference.rotary import Rotary
 from speculant.models.sizes import tensor_shapes
 from speculant.models.weights.cache import WeightStore
 from speculant.models.weights.reader import WeightReader, WeightTypes
@@ -83,27 +85,37 @@ def _kind_of(chains: Sequence[Chain]) -> list[tuple[int, int, SamplingParams]]:
 class ChainRows:
     """The input rows of chains, concatenated, with slots that it reserves. See `known` for unknown tokens.
 
-    count: their number. end: length of the longest sequence.
+    count: their number. end: length of the longest sequence. positions [count]: theirs. lengths [count]: those of their
+    texts, see `SequenceInput.length`.
     """
 
     def __init__(self, chains: Sequence[Chain], vocab_size: int, cache: KVCache) -> None:
         tokens, positions, slots, segments, end = list[int](), list[int](), list[int](), list[int](), 0
         self._tables: list[array[int]] = []
+        self.positions, self.lengths = positions, list[int]()
+        self._angles: Tensor | None = None
         for chain in chains:
             seq_id, own, num_positions = chain.request.seq_id, chain.input_tokens, chain.num_positions
             _, start, reserved, _ = cache.reserve(seq_id, num_positions)
             table, count = cache.table(seq_id), len(own)
-            segments += (len(tokens), count, start, count, -1, address(table))
+            segments += (len(tokens), count, start, count, -1, address(table), len(table))
             tokens += own
             positions += range(start, start + count)
             slots += reserved[:count]
+            self.lengths += [chain.request.num_positions] * count
             end = max(end, start + num_positions)
             self._tables.append(table)
         self.count, self.end, self._num_segments = len(tokens), end, len(chains)
         self._memory = array("q", [*known(tokens, vocab_size), *positions, *slots, *segments])
 
-    def point(self, on: Pass) -> None:
-        """Let a pass point to the rows."""
+    def long_rows(self, needs: ModelNeeds) -> Tensor | None:
+        """See `Batch.long_rows`."""
+        return None if needs.restart_at is None else torch.tensor([needs.is_long(each) for each in self.lengths])
+
+    def point(self, on: Pass, angles: Tensor | None) -> None:
+        """Let a pass point to the rows. angles: see `AngleTables.rows`."""
+        self._angles = angles
+        on.angles = None if angles is None else angles.data_ptr()
         size = 8 * self.count
         on.tokens = first = address(self._memory)
         on.positions, on.slots, on.segments = first + size, first + 2 * size, first + 3 * size
@@ -173,7 +185,25 @@ class Drawn:
 if TYPE_CHECKING:
     from speculant.models.heads import HeadConfig
 
-FEWEST_ROWS, FEWEST_POSITIONS = 16, 256  # capacity at first
+FEWEST_ROWS = 16  # that the buffers have room for at first
+
+
+class LayerPointers:
+    """The addresses of each layer's keys and values in a storage."""
+
+    def __init__(self, num_layers: int) -> None:
+        self._num_layers = num_layers
+        self._storage: weakref.ref[KVStorage] | None = None  # of the addresses
+        self._keys, self._values = array("Q"), array("Q")
+
+    def point(self, on: Pass, storage: KVStorage) -> None:
+        """Let a pass point to a storage's layers."""
+        if self._storage is None or self._storage() is not storage:
+            layers = [storage.layer(layer) for layer in range(self._num_layers)]
+            self._keys = array("Q", [keys.data_ptr() for keys, _ in layers])
+            self._values = array("Q", [values.data_ptr() for _, values in layers])
+            self._storage = weakref.ref(storage)
+        on.keys, on.values = address(self._keys), address(self._values)
 
 
 class Layout(NamedTuple):
@@ -191,8 +221,6 @@ class NativeDecoder:
     coded: bfloat16 matrices are stored in 12 bits a weight, which changes no bit of a result. store: of packed ones.
     The kernels may round the activations of a linear layer before they multiply: see csrc/speculant.h.
     """
-
-    needs = ModelNeeds()
 
     def __init__(
         self,
@@ -219,12 +247,11 @@ class NativeDecoder:
         self.cache_shape = CacheShape(config.num_layers, of.kv_heads, of.head_dim, dtype, cpu)
         self.vocab_size, self.max_positions = config.vocab_size, config.max_positions
         self.num_layers, self.hidden_size = config.num_layers, config.hidden_size
-        self._rotary = Rotary(of.rope, of.head_dim)
-        self.kernels, self.packed = kernels, packed
+        self.kernels, self.packed, self.needs = kernels, packed, ModelNeeds(restart_at=config.restart_at)
         self._buffers, self._programs = Buffers(packed, FEWEST_ROWS), dict[tuple[int, ...], Program]()
-        self._head = linear(self.packed.head, None, None)
+        self._angles, self._layers = AngleTables(config), LayerPointers(config.num_layers)
+        self._head = linear(packed.head, None, None, factor=config.head.scale, softcap=config.head.softcap)
         self._head_tokens = torch.tensor(config.head.tokens, dtype=torch.int64) if config.head.tokens else None
-        self._cosines = self._sines = torch.empty(0)
         self._drawn: Drawn | None = None  # of the last draft
 
     @property
@@ -254,9 +281,9 @@ class NativeDecoder:
     @staticmethod
     def why_not(config: DecoderConfig) -> str | None:
         """Return why the kernels can't compute layers of these sizes, a model's or a head's; None if they can."""
-        of = config.attention
-        if of.head_dim > MOST_DIM or of.groups > MOST_GROUP:
-            return f"heads of {of.head_dim} in groups of {of.groups} are too large for them"
+        for of in dict.fromkeys(layer.attention for layer in config.layers):
+            if of.head_dim > MOST_DIM or of.groups > MOST_GROUP:
+                return f"heads of {of.head_dim} in groups of {of.groups} are too large for them"
         return None
 
     def attach(self, config: HeadConfig, weights: WeightSource) -> CausalLM:
@@ -280,7 +307,7 @@ class NativeDecoder:
         """See `CausalLM.embed`; float32."""
         check_tokens(tokens, self.vocab_size)
         tokens, out = tokens.long().contiguous(), torch.empty(len(tokens), self.hidden_size)
-        ops = (Op * 1)(embedding(self.packed.table, out))
+        ops = (Op * 1)(embedding(self.packed.table, out, self.packed.config.embedding.scale))
         self.kernels.run(ops, Pass(rows=len(tokens), tokens=tokens.data_ptr()))
         return out
 
@@ -299,9 +326,10 @@ class NativeDecoder:
         on.tokens, on.positions = batch.tokens.data_ptr(), batch.positions.data_ptr()
         on.slots = batch.slot_mapping.data_ptr()
         on.num_segments, on.segments, on.parents = len(batch.segments), address(segments), address(parents)
-        inputs = self._inputs(batch)
+        inputs, angles = self._inputs(batch), self._angles.rows(batch.positions, batch.long_rows(self.needs))
         on.inputs = address(inputs[0]) if inputs else None
-        return Layout(on, (batch, segments, parents, inputs))
+        on.angles = None if angles is None else angles.data_ptr()
+        return Layout(on, (batch, segments, parents, inputs, angles))
 
     def _inputs(self, batch: Batch) -> tuple[array[int], Tensor] | None:
         """Return the address of each row's input embedding (0 = look its token up) and their memory, if any."""
@@ -316,22 +344,11 @@ class NativeDecoder:
     def _pass(self, storage: KVStorage, block_size: int, rows: int, end: int) -> Pass:
         """Make a pass over a storage with buffers for `rows` rows and angles for positions below `end`."""
         if rows > self._buffers.room:
-            self._buffers, self._programs = Buffers(self.packed, _next_power(rows)), {}
-        if end > self._cosines.shape[0]:
-            cosines, sines = self._rotary.angles(torch.arange(_next_power(end)), torch.float32)
-            half = cosines.shape[-1] // 2
-            self._cosines, self._sines = cosines[:, 0, :half].contiguous(), sines[:, 0, :half].contiguous()
-        layer = storage.layer(0)
-        keys, values = layer[0].data_ptr(), layer[1].data_ptr()
-        return Pass(
-            rows=rows,
-            block=block_size,
-            cosines=self._cosines.data_ptr(),
-            sines=self._sines.data_ptr(),
-            keys=keys,
-            values=values,
-            layer_stride=2 * (values - keys),  # order: keys and values of a layer, then those of the next
-        )
+            self._buffers, self._programs = Buffers(self.packed, next_power(rows)), {}
+        on = Pass(rows=rows, block=block_size, groups=1)
+        self._angles.point(on, end)
+        self._layers.point(on, storage)
+        return on
 
     def logits(self, hidden: Tensor) -> Tensor:
         """See `CausalLM.logits`; float32. Raises ValueError for rows of another width."""
@@ -355,7 +372,7 @@ class NativeDecoder:
         chains = sorted(chains, key=_by_limit)
         rows = ChainRows(chains, self.vocab_size, cache)
         on = self._pass(cache.storage, cache.block_size, rows.count, rows.end)
-        rows.point(on)
+        rows.point(on, self._angles.rows(ids(rows.positions), rows.long_rows(self.needs)))
         drawing = chains if chains[-1].limit else [chain for chain in chains if chain.limit]
         if drawing:
             drawn = self._drawn
@@ -382,19 +399,15 @@ def _segments(batch: Batch) -> tuple[array[int], array[int], int]:
     """
     fields, parents, first, end = list[int](), list[int](), 0, 0
     for segment in batch.segments:
-        _, start, chain, table, own = segment
+        _, start, chain, table, own, _ = segment
         rows, tree = chain, -1
         if own and not segment.is_chain:
             chain, tree = segment.num_committed, len(parents)
             parents += own
-        fields += (first, rows, start, chain, tree, address(table))
+        fields += (first, rows, start, chain, tree, address(table), len(table))
         first, end = first + rows, max(end, start + rows)
     return array("q", fields), array("q", parents), end
 
 
 def _by_limit(chain: Chain) -> int:
     return -chain.limit
-
-
-def _next_power(n: int) -> int:
-    return max(FEWEST_POSITIONS, 1 << (n - 1).bit_length())

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from speculant.errors import ModelError
 from speculant.files import Stamp
-from speculant.models.description import Expression
 from speculant.models.sizes import HEAD
+from speculant.models.tensor_map import Expression, Plus, Rows, TensorMap, Unpaired, stored_name
 
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # by kind
 DECODED_AT_ONCE = 2**22  # weights
@@ -95,7 +95,10 @@ def read_plain(weights: WeightSource, name: str) -> Tensor:
 
     Raises ModelError for a layout that can't be decoded.
     """
-    tensor = weights.read(name)
+    return _plain(weights.read(name), name)
+
+
+def _plain(tensor: Tensor | QuantizedBlocks, name: str) -> Tensor:
     if not isinstance(tensor, QuantizedBlocks):
         return tensor
     if not decodable(tensor.layout):
@@ -206,40 +209,45 @@ class ModuleWeights:
 
 @dataclass(frozen=True)
 class Mapped:
-    """A source whose tensors have the model's names. stored: how each is made from a tensor of the source."""
+    """A source whose tensors have the model's names. shapes: of each; tensors: how it is made from a stored one."""
 
     source: WeightSource
-    stored: Mapping[str, Expression]
+    shapes: Mapping[str, tuple[int, ...]]
+    tensors: TensorMap
 
     def names(self) -> Collection[str]:
         """See `WeightSource.names`."""
-        return self.stored.keys()
+        return self.shapes.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
         """See `WeightSource.shape`."""
-        return self.source.shape(self._name(name))
+        return self.shapes[name]
 
     def kind(self, name: str) -> str:
         """See `WeightSource.kind`."""
-        return self.source.kind(self._name(name))
+        made = self.tensors.expression(name)
+        kind = self.source.kind(stored_name(made))
+        return kind if kind in FLOATS or _keeps_blocks(made) else "F32"
 
     def read(self, name: str) -> Tensor | QuantizedBlocks:
         """See `WeightSource.read`."""
-        made = self.stored[name]
-        if isinstance(made, str):
-            return self.source.read(made)
-        stored = self.source.read(made.name)
-        return take_rows(stored, unpaired(stored.shape[0], made.heads))
-
-    def _name(self, name: str) -> str:
-        """Return the source's name of a tensor."""
-        made = self.stored[name]
-        return made if isinstance(made, str) else made.name
+        return _made(self.source, self.tensors.expression(name), self.shapes[name])
 
 
-def unpaired(rows: int, heads: int) -> Tensor:
-    """Return the index of the stored row for each row of the model; see `Unpaired`."""
-    return torch.arange(rows).view(heads, -1, 2).mT.reshape(-1)
+def _keeps_blocks(made: Expression) -> bool:
+    """Whether an expression only selects rows, which may be in blocks."""
+    return isinstance(made, str) or (isinstance(made, Rows | Unpaired) and _keeps_blocks(made.of))
+
+
+def _made(source: WeightSource, made: Expression, shape: tuple[int, ...]) -> Tensor | QuantizedBlocks:
+    """Read a tensor of a shape as an expression says."""
+    match made:
+        case str():
+            return source.read(made)
+        case Rows() | Unpaired():
+            return take_rows(_made(source, made.of, made.stored_shape(shape)), made.rows(shape[0]))
+    tensor = _plain(_made(source, made.of, made.stored_shape(shape)), stored_name(made))
+    return tensor.float() + made.number if isinstance(made, Plus) else tensor.t().contiguous()
 
 
 @dataclass(frozen=True)
