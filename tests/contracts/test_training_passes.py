@@ -13,21 +13,23 @@ from speculant.lab.training.heads.look_ahead import look_ahead_states
 from speculant.lab.training.passes import states_of_layers
 from speculant.models.reference.decoder import Decoder
 from speculant.models.rope_config import read_rope, rope_entries
+from speculant.models.weights.load import load_model
 from tests.heads import fresh_ahead, fresh_states
-from tests.unit.models.families import cases, make_pair, random_tokens
+from tests.unit.models.families import cases, random_tokens, write_variant
 
-CLOSE = {"atol": 1e-5, "rtol": 1e-5}
+CLOSE = {"atol": 1e-8, "rtol": 1e-8}
 LENGTH = 24  # more than the variants' windows
 MakeDecoder = Callable[[tuple[str, str]], Decoder]
 
 
 @pytest.fixture(scope="module")
 def decoders(tmp_path_factory: pytest.TempPathFactory) -> MakeDecoder:
-    """Return what loads a family's variant on the reference backend, once."""
+    """Return what loads a family's variant on the reference backend in float64, once."""
 
     @functools.cache
     def load(case: tuple[str, str]) -> Decoder:
-        return cast(Decoder, make_pair(tmp_path_factory.mktemp("checkpoint"), *case).ours)
+        folder = write_variant(tmp_path_factory.mktemp("checkpoint"), *case)
+        return cast(Decoder, load_model(str(folder), "float64").model)
 
     return load
 
@@ -54,7 +56,7 @@ def test_look_ahead_rows_are_those_of_a_pass(model: Decoder) -> None:
     made = look_ahead_states(model, torch.tensor([text]), places, inputs)[0]
     for index, place in enumerate(places.tolist()):
         expected = fresh_ahead(model, text[: place + 1], inputs)
-        torch.testing.assert_close(made[index], expected, atol=2e-5, rtol=1e-4)
+        torch.testing.assert_close(made[index], expected, **CLOSE)
 
 
 def test_gradients_reach_every_parameter(model: Decoder) -> None:
@@ -66,5 +68,6 @@ def test_gradients_reach_every_parameter(model: Decoder) -> None:
 
 
 def test_a_head_s_config_has_its_target_s_rotary_positions(model: Decoder) -> None:
-    rope, most = model.config.attention.rope, model.config.max_positions
-    assert read_rope(rope_entries(rope), most) == rope
+    """Of all ropes that its layers have."""
+    for rope in model.config.ropes:
+        assert read_rope(rope_entries(rope), model.config.max_positions) == rope

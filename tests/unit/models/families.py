@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from _pytest.mark import ParameterSet
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
 from speculant import plugins
 from speculant.cache.factory import slotted_cache
+from speculant.lab.checkpoints import save_tensors
 from speculant.models.base import CausalLM, SequenceInput, build_batch
 from speculant.models.reference.decoder import Decoder
 from speculant.models.weights.load import load_model
@@ -150,6 +151,17 @@ def cases() -> list[tuple[str, str]]:
     ]
 
 
+def thinned_cases() -> list[ParameterSet]:
+    """Return all cases as parameters of a test, of which the first of each family is not slow."""
+    cases_, seen = cases(), set[str]()
+    made = []
+    for family, variant in cases_:
+        marks = [pytest.mark.slow] if family in seen else []
+        made.append(pytest.param((family, variant), id=f"{family}-{variant}", marks=marks))
+        seen.add(family)
+    return made
+
+
 @dataclass(frozen=True)
 class Pair:
     """The same weights in transformers' model and, read from its files, in ours.
@@ -203,14 +215,19 @@ def make_pair(folder: Path, family: str, variant: str) -> Pair:
     return Pair(theirs, load_model(str(folder)).model, folder)
 
 
+def write_variant(folder: Path, family: str, variant: str) -> Path:
+    """Write a random checkpoint of a variant without transformers; return its folder."""
+    write_own(folder, family, {**SMALL, **VARIANTS.get(family, {}).get(variant, {})})
+    return folder
+
+
 def write_own(folder: Path, family: str, settings: dict[str, Any]) -> None:
     """Write a random checkpoint of a family, with the names that its tensor map has."""
     hf = {**settings, "model_type": family}
     config = plugins.load("speculant.models", family).read_config(hf)
     model = Decoder(config)
     spread_weights(model)
-    tensors = {config.tensors.stored(name): parameter.detach() for name, parameter in model.named_parameters()}
-    save_file(tensors, folder / "model.safetensors")
+    save_tensors(dict(model.named_parameters()), config.tensors, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(hf))
 
 

@@ -17,6 +17,7 @@ from speculant.lab.training.boosted import job
 from speculant.lab.training.boosted.config import BoostedConfig
 from speculant.lab.training.boosted.objective import MissedObjective, known_rows, likeliest
 from speculant.lab.training.heads.texts import Texts, open_texts, save_texts
+from speculant.lab.training.output import OutputHead
 from speculant.lab.training.passes import hidden_states, load_plain
 from speculant.models.reference.decoder import Decoder
 from tests.models import END, Shape, write_checkpoint
@@ -63,7 +64,7 @@ def test_only_missed_tokens_are_learned(texts: Texts, target: Decoder, near: Dec
     """Only rows at which the first draft has another likeliest token count in the loss."""
     windows = texts.batch(0, 8)
     tokens, states = windows[:, 1:], texts.states_of(windows[:, 0]).flatten(0, 1)
-    best = likeliest(states, target.lm_head.weight)
+    best = likeliest(states, OutputHead.of(target))
     missed = (target.logits(states).argmax(-1) != near.logits(hidden_states(near, tokens)).argmax(-1)).nonzero()[:, 0]
     assert 0 < len(missed) < len(best)
     objective = MissedObjective(target, texts, [near])
