@@ -228,6 +228,11 @@ class NativeDecoder:
         self._drawn: Drawn | None = None  # of the last draft
 
     @property
+    def config(self) -> DecoderConfig:
+        """The description."""
+        return self.packed.config
+
+    @property
     def bytes_per_pass(self) -> int:
         """How many bytes of weights a pass reads."""
         return self.packed.bytes_per_pass
