@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -151,14 +152,29 @@ def cases() -> list[tuple[str, str]]:
     ]
 
 
-def thinned_cases() -> list[ParameterSet]:
-    """Return all cases as parameters of a test, of which the first of each family is not slow."""
-    cases_, seen = cases(), set[str]()
-    made = []
-    for family, variant in cases_:
-        marks = [pytest.mark.slow] if family in seen else []
-        made.append(pytest.param((family, variant), id=f"{family}-{variant}", marks=marks))
+def thinned_cases(*before: str, marks: Sequence[pytest.MarkDecorator] = ()) -> list[ParameterSet]:
+    """Return all cases as parameters (*before, family, variant), of which the first of each family is not slow."""
+    made, seen = [], set[str]()
+    for family, variant in cases():
+        own = [*marks, pytest.mark.slow] if family in seen else marks
+        made.append(pytest.param((*before, family, variant), id="-".join([*before, family, variant]), marks=own))
         seen.add(family)
+    return made
+
+
+def cases_with(values: Sequence[str]) -> list[ParameterSet]:
+    """Return all cases with each of these values as parameters (family, variant, value).
+
+    Not slow: the first variant of each family with one value, or with more where there are more values than families,
+    so that each value occurs.
+    """
+    made, firsts = [], dict.fromkeys(family for family, _ in cases())
+    places = {family: place for place, family in enumerate(firsts)}
+    for case, own in ((case, thinned.marks) for case, thinned in zip(cases(), thinned_cases(), strict=True)):
+        for number, value in enumerate(values):
+            taken = number % len(places) == places[case[0]] % len(values)
+            marks = own if taken else [pytest.mark.slow]
+            made.append(pytest.param((*case, value), id="-".join([*case, value]), marks=marks))
     return made
 
 

@@ -30,6 +30,7 @@ from speculant.lab.training.optimizer import Optimizer
 from speculant.lab.training.output import OutputHead
 from speculant.lab.training.trainer import Trainer
 from speculant.models.base import CausalLM, SequenceInput, build_batch
+from speculant.models.description import Rope
 from speculant.models.reference.decoder import Decoder
 from speculant.models.rope_config import read_rope
 from speculant.models.weights.load import load_model
@@ -37,15 +38,9 @@ from speculant.types import DraftTree
 from tests.gguf_models import convert
 from tests.heads import fresh_ahead, fresh_states
 from tests.models import END, Shape, write_checkpoint
+from tests.unit.models.families import VARIANTS, cases_with
 
 SEQ = 16
-WINDOWS = {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}
-LINEAR = {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}
-TARGETS: dict[str, tuple[Shape, dict[str, Any]]] = {
-    "qwen3 with windows": (Shape(family="qwen3", end=END), WINDOWS),
-    "mistral with windows": (Shape(family="mistral", end=END), {"sliding_window": 5}),
-    "llama with scaled positions": (Shape(end=END), LINEAR),
-}
 
 
 @pytest.fixture(scope="module")
@@ -311,14 +306,11 @@ def test_a_head_is_trained_for_a_gguf_file(tmp_path: Path, target_folder: str, c
     assert [each.outputs[0].token_ids for each in drafted] == [each.outputs[0].token_ids for each in plain]
 
 
-@pytest.mark.parametrize("kind", kind_names())
-@pytest.mark.parametrize("name", TARGETS)
-def test_a_head_is_trained_for_any_family(kind: str, name: str, tmp_path: Path) -> None:
-    """Of targets with norms of queries and keys, sliding windows and scaled rotary positions."""
-    shape, settings = TARGETS[name]
-    folder = Path(write_checkpoint(tmp_path / "target", shape))
-    read = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    (folder / "config.json").write_text(json.dumps({**read, **settings}), encoding="utf-8")
+@pytest.mark.parametrize("case", cases_with(kind_names()))
+def test_a_head_is_trained_for_any_family(case: tuple[str, str, str], tmp_path: Path) -> None:
+    family, variant, kind = case
+    settings = tuple(VARIANTS.get(family, {}).get(variant, {}).items())
+    folder = Path(write_checkpoint(tmp_path / "target", Shape(family=family, layers=3, end=END, settings=settings)))
     config = config_of(tmp_path / "head", str(folder), kind)
     target = job.load_target(config)
     job.check_folder(config, resume=False)
@@ -336,7 +328,9 @@ def test_a_head_is_trained_for_any_family(kind: str, name: str, tmp_path: Path) 
     assert [each.outputs[0].token_ids for each in drafted] == [each.outputs[0].token_ids for each in plain]
     if kind.startswith("eagle"):
         head = read_json(config.out / "config.json")
-        assert read_rope(head, head["max_position_embeddings"]) == target.config.attention.rope
+        rope = target.config.ropes[0] if target.config.ropes else Rope(10000.0)
+        assert read_rope(head, head["max_position_embeddings"]) == rope
+        assert head["intermediate_size"] == target.config.layers[0].mlp.size
 
 
 def test_a_second_run_in_a_folder_is_refused(tmp_path: Path, target_folder: str) -> None:
