@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from _pytest.mark import ParameterSet
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
 from speculant import plugins
 from speculant.cache.factory import slotted_cache
+from speculant.lab.checkpoints import save_tensors
 from speculant.models.base import CausalLM, SequenceInput, build_batch
 from speculant.models.reference.decoder import Decoder
 from speculant.models.weights.load import load_model
@@ -167,6 +169,32 @@ def cases() -> list[tuple[str, str]]:
     ]
 
 
+def thinned_cases(*before: str, marks: Sequence[pytest.MarkDecorator] = ()) -> list[ParameterSet]:
+    """Return all cases as parameters (*before, family, variant), of which the first of each family is not slow."""
+    made, seen = [], set[str]()
+    for family, variant in cases():
+        own = [*marks, pytest.mark.slow] if family in seen else marks
+        made.append(pytest.param((*before, family, variant), id="-".join([*before, family, variant]), marks=own))
+        seen.add(family)
+    return made
+
+
+def cases_with(values: Sequence[str]) -> list[ParameterSet]:
+    """Return all cases with each of these values as parameters (family, variant, value).
+
+    Not slow: the first variant of each family with one value, or with more where there are more values than families,
+    so that each value occurs.
+    """
+    made, firsts = [], dict.fromkeys(family for family, _ in cases())
+    places = {family: place for place, family in enumerate(firsts)}
+    for case, own in ((case, thinned.marks) for case, thinned in zip(cases(), thinned_cases(), strict=True)):
+        for number, value in enumerate(values):
+            taken = number % len(places) == places[case[0]] % len(values)
+            marks = own if taken else [pytest.mark.slow]
+            made.append(pytest.param((*case, value), id="-".join([*case, value]), marks=marks))
+    return made
+
+
 @dataclass(frozen=True)
 class Pair:
     """The same weights in transformers' model and, read from its files, in ours.
@@ -220,14 +248,19 @@ def make_pair(folder: Path, family: str, variant: str) -> Pair:
     return Pair(theirs, load_model(str(folder)).model, folder)
 
 
+def write_variant(folder: Path, family: str, variant: str) -> Path:
+    """Write a random checkpoint of a variant without transformers; return its folder."""
+    write_own(folder, family, {**SMALL, **VARIANTS.get(family, {}).get(variant, {})})
+    return folder
+
+
 def write_own(folder: Path, family: str, settings: dict[str, Any]) -> None:
     """Write a random checkpoint of a family, with the names that its tensor map has."""
     hf = {**settings, "model_type": family}
     config = plugins.load("speculant.models", family).read_config(hf)
     model = Decoder(config)
     spread_weights(model)
-    tensors = {config.tensors.stored(name): parameter.detach() for name, parameter in model.named_parameters()}
-    save_file(tensors, folder / "model.safetensors")
+    save_tensors(dict(model.named_parameters()), config.tensors, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(hf))
 
 

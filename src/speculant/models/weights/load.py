@@ -189,12 +189,18 @@ class CheckpointFiles:
         return torch.float32 if stored == torch.float16 else stored
 
 
+def read_description(config: Mapping[str, Any]) -> DecoderConfig:
+    """Return the description in a config.json, as its family reads it. Raises ModelError."""
+    _check_family(config)
+    decoder: DecoderConfig = plugins.load(_FAMILIES, config["model_type"]).read_config(config)
+    return decoder
+
+
 def _open_folder(folder: Path) -> tuple[dict[str, Any], StoredWeights, DecoderConfig]:
     """Read config.json and the headers of the weights in a folder."""
     config = text_config(read_json(folder / "config.json"))
-    _check_family(config)
-    tensors = TensorFiles.open(folder)
-    decoder: DecoderConfig = plugins.load(_FAMILIES, config["model_type"]).read_config(config)
+    _check_family(config)  # before the files are opened
+    tensors, decoder = TensorFiles.open(folder), read_description(config)
     tensors = tensors.renamed(decoder.tensors.stored(TABLE))
     check_layers(tensors, decoder.num_layers)
     return config, tensors, decoder
