@@ -42,7 +42,6 @@ from speculant.models.base import (
     check_embeddings,
     check_taps,
     check_tokens,
-    ids,
     known,
 )
 from speculant.models.description import DecoderConfig
@@ -57,6 +56,7 @@ from speculant.models.weights.source import WeightSource
 from speculant.params import SamplingParams
 from speculant.sampling.chance import KeyedNoise, MostLikely, Stream
 from speculant.sampling.distribution import Node, edits_of, sampling_settings
+from speculant.tree import ids
 
 FORESEEABLE = (Stream, KeyedNoise, MostLikely)
 
@@ -253,6 +253,11 @@ class NativeDecoder:
         self._head = linear(packed.head, None, None, factor=config.head.scale, softcap=config.head.softcap)
         self._head_tokens = torch.tensor(config.head.tokens, dtype=torch.int64) if config.head.tokens else None
         self._drawn: Drawn | None = None  # of the last draft
+
+    @property
+    def config(self) -> DecoderConfig:
+        """The description."""
+        return self.packed.config
 
     @property
     def bytes_per_pass(self) -> int:

@@ -183,7 +183,9 @@ class _Backbone(nn.Module):
 
 
 def _table(rows: int, width: int) -> nn.Embedding:
-    return nn.Embedding.from_pretrained(torch.zeros(rows, width), freeze=False)  # type: ignore[no-untyped-call]
+    zeros = torch.zeros(rows, width)
+    table: nn.Embedding = nn.Embedding.from_pretrained(zeros, freeze=False)  # type: ignore[no-untyped-call]
+    return table
 
 
 class Decoder(nn.Module):
