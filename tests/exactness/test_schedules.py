@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 
 from speculant.cache.base import NO_MOVES, Moves
 from speculant.cache.factory import paged_cache
-from speculant.cache.paged import BlockPool, PagedBlockManager
+from speculant.cache.paged import PagedBlockManager
+from speculant.cache.pool import BlockPool
 from speculant.drafting.model.drafter import ModelDrafter
 from speculant.models.base import SequenceInput, build_batch
 from speculant.types import DraftTree, Request

@@ -248,6 +248,12 @@ class DecoderConfig:
         """The distinct rotary positions of the layers, in order of first use."""
         return tuple(dict.fromkeys(layer.attention.rope for layer in self.layers if layer.attention.rope))
 
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The window of each layer; none if every layer sees all positions."""
+        windows = tuple(layer.attention.window for layer in self.layers)
+        return windows if any(windows) else ()
+
     def truncated(self, num_layers: int) -> DecoderConfig:
         """Return the decoder of the first layers, with the same norm and head."""
         return replace(self, layers=self.layers[:num_layers])

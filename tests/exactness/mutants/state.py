@@ -86,8 +86,8 @@ BLOCKS = [
     Mutant(
         "a known prompt's last token not fed",
         CACHES["paged"],
-        "min(len(nodes) * self.block_size, most)",
-        "len(nodes) * self.block_size",
+        "min(len(nodes) * tree.block_size, most)",
+        "len(nodes) * tree.block_size",
         "test_prefixes.py::test_the_last_token_of_a_prompt_is_always_fed[8]",
     ),
     Mutant(

@@ -91,7 +91,7 @@ class ChainRows:
         self._tables: list[array[int]] = []
         for chain in chains:
             seq_id, own, num_positions = chain.request.seq_id, chain.input_tokens, chain.num_positions
-            _, start, reserved, _ = cache.reserve(seq_id, num_positions)
+            _, start, reserved, _, _ = cache.reserve(seq_id, num_positions)
             table, count = cache.table(seq_id), len(own)
             segments += (len(tokens), count, start, count, -1, address(table))
             tokens += own
