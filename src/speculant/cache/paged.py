@@ -59,7 +59,7 @@ class PagedBlockManager:
     ) -> None:
         self.block_size = block_size
         self.num_blocks = num_blocks
-        self._keep_prefixes, self._window = keep_prefixes, window
+        self._keep_prefixes, self.window = keep_prefixes, window
         self._tree = tree or PrefixTree(block_size)
         self._index = PrefixIndex(self._tree, windowed=window is not None)
         self._pool = BlockPool(num_blocks, self._index)
@@ -113,14 +113,14 @@ class PagedBlockManager:
     def holds_window(self, seq_id: int, n: int) -> bool:
         """See `BlockManager.holds_window`."""
         held = self._held.get(seq_id, _NOTHING)
-        return n == 0 or held.given_back <= first_seen(self._window, n) // self.block_size
+        return n == 0 or held.given_back <= first_seen(self.window, n) // self.block_size
 
     def drop_unseen(self, seq_id: int) -> None:
         """See `BlockManager.drop_unseen`."""
         held = self._held.get(seq_id)
-        if held is None or self._window is None:
+        if held is None or self.window is None:
             return
-        first = first_seen(self._window, held.length) // self.block_size
+        first = first_seen(self.window, held.length) // self.block_size
         if first > held.given_back:
             for index in range(held.given_back, first):
                 self._pool.free(held.blocks[index])
@@ -139,7 +139,8 @@ class PagedBlockManager:
     def check_compaction(self, seq_id: int, base: int, path: Sequence[int]) -> Sequence[int]:
         """Raise the errors of `compact`; return which blocks, by index in the table, are copied on write."""
         require_path(seq_id, self.length(seq_id), base, path)
-        self._require_window(seq_id, base)
+        for n in (base, base + len(path)):
+            self._require_window(seq_id, n)
         if not path or path[-1] < len(path):
             return ()
         held = self._held[seq_id]
@@ -164,16 +165,16 @@ class PagedBlockManager:
 
     def known(self, nodes: Sequence[PrefixNode], length: int) -> int:
         """Return `length`, or a shorter one, if the group lacks a block that a row after that many positions sees."""
-        if self._window is None:
+        if self.window is None:
             return length
-        for index in range(first_seen(self._window, length) // self.block_size, self._num_blocks_for(length)):
+        for index in range(first_seen(self.window, length) // self.block_size, self._num_blocks_for(length)):
             if self._index.block(nodes[index]) is None:
                 return index * self.block_size
         return length
 
     def adopt(self, seq_id: int, cache_salt: str, length: int, nodes: Sequence[PrefixNode]) -> None:
         """Give a new sequence the first `length` positions of a prefix that `known` has returned."""
-        given_back = first_seen(self._window, length) // self.block_size
+        given_back = first_seen(self.window, length) // self.block_size
         used = nodes[given_back : self._num_blocks_for(length)]
         blocks = [0] * given_back + [self._block_of(node) for node in used]
         self._hold(seq_id, cache_salt, length, blocks, nodes[: length // self.block_size], given_back)
@@ -229,7 +230,7 @@ class PagedBlockManager:
             indexed = [self._index.block(node) for node in held.prefix[held.given_back :]]
             own = held.blocks[held.given_back : len(held.prefix)]
             assert indexed == own, "the index has another block than the sequence"
-            assert held.given_back * self.block_size <= first_seen(self._window, held.length), "a block is missing"
+            assert held.given_back * self.block_size <= first_seen(self.window, held.length), "a block is missing"
 
     def lengths(self) -> list[tuple[int, int]]:
         """Return the sequences and their lengths."""
@@ -261,7 +262,7 @@ class PagedBlockManager:
     def _require(self, missing: int, seq_id: int, why: str = "needs") -> None:
         if missing > self._pool.num_free:
             free = f"{self._pool.num_free} of {self.num_blocks} are free"
-            kind = "" if self._window is None else f" for layers with a window of {self._window} positions"
+            kind = "" if self.window is None else f" for layers with a window of {self.window} positions"
             raise CapacityError(
                 f"sequence {seq_id} {why} {missing} more cache blocks{kind} and {free}",
                 "raise kv_memory, lower max_num_seqs, or wait for a request to end.",
