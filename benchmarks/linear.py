@@ -22,6 +22,7 @@ from speculant.kernels.native import (
     BLOCK_SIZES,
     BLOCK_TYPES,
     QUANTIZED,
+    Activation,
     Flag,
     Kernels,
     Op,
@@ -73,7 +74,8 @@ class Native:
         ops: list[Op] = []
         for first in range(0, len(weights), 4):
             of = weights[first : first + 4]
-            ops += [linear(of[0], x, out[0]), linear(of[1], x, out[1]), linear(of[2], x, out[2], None, Flag.SILU)]
+            ops += [linear(of[0], x, out[0]), linear(of[1], x, out[1])]
+            ops.append(linear(of[2], x, out[2], None, Flag.GATED, activation=Activation.SILU))
             ops.append(linear(of[3], inside, out[1]))
         return (Op * len(ops))(*ops)
 

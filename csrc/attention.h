@@ -11,7 +11,7 @@
 
 namespace SP_NAMESPACE {
 
-constexpr int64_t TILE = 64, SPAN = 512, MOST_DIM = 256, BLOCK_ROWS = 8;
+constexpr int64_t TILE = 64, SPAN = 512, MOST_DIM = 512, BLOCK_ROWS = 8;
 constexpr int64_t MOST_PARTIAL = 1 << 24;  // floats of the softmaxes of spans, 64 MiB, which a thread keeps for its next pass
 constexpr int TILE_VECS = TILE / LANES;
 
@@ -31,9 +31,12 @@ struct Plan {
   List<RowBlock> blocks;
   List<Node> nodes;     // of all trees, indexed like pass.parents
   float *partial;       // the softmaxes of single spans: [rows, heads, most_spans, padded + 2]
-  int64_t most_spans = 0, padded = 0, threads = 1;  // padded: dim rounded up to whole vectors
+  int64_t most_spans = 0, threads = 1;
   bool split = false;  // whether spans are computed in parallel and merged afterwards
 };
+
+// The dimensions of a head, rounded up to whole vectors.
+static inline int64_t padded_of(const SpOp &op) { return (op.dim + LANES - 1) / LANES * LANES; }
 
 static inline int64_t chain_of(const SpSegment &segment) { return segment.tree < 0 ? segment.rows : segment.chain; }
 
@@ -52,8 +55,9 @@ static int64_t plan_nodes(const SpPass &pass, const SpSegment &segment, Plan &pl
   return end;
 }
 
-// partial: memory for the softmaxes of spans. Without room for all of them, spans are computed one after the other.
-static void plan_attention(const SpOp &op, const SpPass &pass, int threads, Plan &plan, List<float> &partial) {
+// The plan serves all layers. most: the largest number of floats that a row's softmaxes of one span take in a layer. partial: memory for
+// the softmaxes of spans. Without room for all of them, spans are computed one after the other.
+static void plan_attention(int64_t most, const SpPass &pass, int threads, Plan &plan, List<float> &partial) {
   plan.blocks.size = plan.nodes.size = 0;
   int64_t longest = 0;
   for (int64_t s = 0; s < pass.num_segments; s++) {
@@ -63,10 +67,9 @@ static void plan_attention(const SpOp &op, const SpPass &pass, int threads, Plan
     const int64_t end = segment.tree < 0 ? segment.start + segment.rows : plan_nodes(pass, segment, plan);
     if (end > longest) longest = end;
   }
-  plan.padded = (op.dim + LANES - 1) / LANES * LANES;
   plan.most_spans = (longest + SPAN - 1) / SPAN;
   plan.threads = threads;
-  const int64_t room = pass.rows * op.heads * plan.most_spans * (plan.padded + 2);
+  const int64_t room = pass.rows * most * plan.most_spans;
   plan.split = plan.most_spans > 1 && plan.blocks.size < 4 * threads && room <= MOST_PARTIAL;
   if (plan.split) partial.renew(room);
   plan.partial = partial.items;
@@ -139,6 +142,14 @@ struct Keys {
     return found;
   }
 
+  // The first position of the tile at `from` that some of the rows see.
+  int64_t first_seen(uint32_t some, int64_t from) const {
+    int64_t first = INT64_MAX;
+    for (int64_t r = 0; r < rows; r++)
+      if ((some >> r & 1) && begin[r] < first) first = begin[r];
+    return first > from ? first : from;
+  }
+
   // Whether row `other` also sees all keys of the tile at `from` that row r sees. Comparing the last one is enough, because a node
   // has only one path to the root.
   bool shares(int64_t r, int64_t other, int64_t from) const {
@@ -167,23 +178,26 @@ static inline void order_slots(TileSlots &slots) {
   slots.prefetch_order[all] = nullptr;
 }
 
-// Find the slots of the tile at `from` along the path to row r.
+// Find the slots of the tile at `from` along the path to row r, for slots.rows. The block table is read for positions alone that one of
+// them sees: blocks before a window may have other contents.
 static inline void find_slots(const Keys &keys, int64_t r, int64_t from, TileSlots &slots) {
-  const char *key = (const char *)layer_of(keys.pass.keys, keys.op, keys.pass);
-  const char *value = (const char *)layer_of(keys.pass.values, keys.op, keys.pass);
+  const char *key = (const char *)keys.pass.keys[keys.op.layer], *value = (const char *)keys.pass.values[keys.op.layer];
   const int64_t size = keys.pass.block, stride = keys.op.kv_heads * keys.op.dim * real_size(keys.op.type);
-  const int64_t *table = keys.segment.table, tree_start = keys.tree_start;
+  const int64_t *table = keys.segment.table + keys.op.group * keys.segment.blocks, tree_start = keys.tree_start;
   const auto put = [&](int64_t i, int64_t slot) { slots.keys[i] = key + slot * stride, slots.values[i] = value + slot * stride; };
   slots.from = from, slots.count = keys.end[r] - from < TILE ? keys.end[r] - from : TILE;
-  int64_t i = 0, block = from / size, offset = from % size;
+  const int64_t first = keys.first_seen(slots.rows, from);
+  int64_t i = first - from, block = first / size, offset = first % size;
   for (; i < slots.count && from + i < tree_start; i++) {
     put(i, table[block] * size + offset);
     if (++offset == size) offset = 0, block++;
   }
-  if (i == slots.count) return;
-  int64_t node = keys.node_at(r, from + slots.count - 1);
-  for (int64_t j = slots.count - 1; j >= i; j--, node = keys.parents[node])
-    put(j, table[(tree_start + node) / size] * size + (tree_start + node) % size);
+  if (i < slots.count) {
+    int64_t node = keys.node_at(r, from + slots.count - 1);
+    for (int64_t j = slots.count - 1; j >= i; j--, node = keys.parents[node])
+      put(j, table[(tree_start + node) / size] * size + (tree_start + node) % size);
+  }
+  for (i = 0; i < first - from; i++) slots.keys[i] = slots.keys[first - from], slots.values[i] = slots.values[first - from];
 }
 
 // Visits the tiles of a span in order. A tile is visited once for all rows of the block that see the same keys in it: all rows
@@ -440,6 +454,10 @@ static inline void interleave_pairs(float *values, int64_t padded) {
   }
 }
 
+static inline void cap_scores(float *scores, int64_t count, float cap) {
+  for (int64_t i = 0; i < count; i += LANES) store(scores + i, soft_cap(cap, load(scores + i)));
+}
+
 template <int COUNT>
 static void attend_tile(const SpOp &op, const float *queries, const KeyTile &tile, int64_t low, int64_t high, int64_t padded,
                         Prefetcher &prefetcher, Softmax *softmaxes) {
@@ -448,6 +466,7 @@ static void attend_tile(const SpOp &op, const float *queries, const KeyTile &til
     score_tile<COUNT, true>(queries, tile.transposed, op.dim, op.factor, prefetcher, scores);
   else
     score_tile<COUNT, false>(queries, tile.transposed, op.dim, op.factor, prefetcher, scores);
+  if (op.softcap != 0.0f) cap_scores(scores, COUNT * TILE, op.softcap);
   weigh_tile<COUNT>(scores, low, high, padded, softmaxes);
   if (tile.narrow)
     add_all_values<COUNT, true>(scores, tile, low, high, padded, prefetcher, softmaxes);
@@ -469,7 +488,7 @@ template <typename SoftmaxOf>
 static void attend_rows(const Keys &keys, const TileSlots &slots, int64_t kv_head, int64_t padded, Prefetcher &prefetcher,
                         KeyTile &tile, SoftmaxOf softmax_of) {
   const SpOp &op = keys.op;
-  const int64_t group = op.heads / op.kv_heads, width = (op.heads + 2 * op.kv_heads) * op.dim;
+  const int64_t group = op.heads / op.kv_heads, width = qkv_stride(op);
   load_keys(op, slots, kv_head, padded, prefetcher, tile);
   load_values(op, slots, kv_head, padded, tile);
   for (uint32_t rows = slots.rows; rows; rows &= rows - 1) {
@@ -513,13 +532,21 @@ static void attend_span(const Keys &keys, int64_t first, int64_t count, int64_t 
   if (tile.narrow) for_each_softmax([&](Softmax softmax) { interleave_pairs(softmax.values, padded); });
 }
 
+// A sink's score takes part in the softmax like that of a key whose values are zeros.
+static inline void add_sink(float sink, Softmax softmax, int64_t padded) {
+  const float maximum = *softmax.maximum > sink ? *softmax.maximum : sink, before = exp_one(*softmax.maximum - maximum);
+  scale_values(softmax.values, before, padded);
+  *softmax.sum = *softmax.sum * before + exp_one(sink - maximum);
+}
+
 static inline void put_attended(const SpOp &op, int64_t row, int64_t head, Softmax softmax) {
+  if (op.sinks) add_sink(op.sinks[head], softmax, padded_of(op));
   float *out = op.out + (row * op.heads + head) * op.dim;
   for (int64_t i = 0; i < op.dim; i++) out[i] = softmax.values[i] / *softmax.sum;
 }
 
 static inline float *partial_at(Plan &plan, const SpOp &op, int64_t row, int64_t head, int64_t span) {
-  return plan.partial + ((row * op.heads + head) * plan.most_spans + span) * (plan.padded + 2);
+  return plan.partial + ((row * op.heads + head) * plan.most_spans + span) * (padded_of(op) + 2);
 }
 
 // All spans of a block and key head, in order.
@@ -530,7 +557,7 @@ static void attend_block(const Keys &keys, int64_t kv_head, int64_t padded) {
   const auto one = [&](int64_t i) { return all(count + i); };
   for (int64_t i = 0; i < count; i++) clear_softmax(all(i), padded);
   const auto softmax_of = [&](int64_t row, int64_t head) { return one(row * group + head - first_head); };
-  for (int64_t span = 0; span * SPAN < keys.end_position; span++) {
+  for (int64_t span = keys.first_position / SPAN; span * SPAN < keys.end_position; span++) {
     attend_span(keys, kv_head, 1, span, span + 1, padded, softmax_of);
     for (int64_t i = 0; i < count; i++)
       if (*one(i).sum != 0.0f) merge(all(i), one(i), padded);
@@ -546,20 +573,21 @@ static inline int64_t attend_pieces(const SpOp &op, const Plan &plan) {
 static void run_attend(const SpOp &op, const SpPass &pass, Plan &plan, int64_t item) {
   const int64_t items = plan.split ? plan.most_spans : op.kv_heads, index = item % items;  // of a block
   const Keys keys(op, pass, plan, plan.blocks[item / items]);
-  if (!plan.split) return attend_block(keys, index, plan.padded);
-  attend_span(keys, 0, op.kv_heads, index, index + plan.threads, plan.padded, [&](int64_t row, int64_t head) {
-    return softmax_at(partial_at(plan, op, keys.first_row + row, head, index), plan.padded);
+  const int64_t padded = padded_of(op);
+  if (!plan.split) return attend_block(keys, index, padded);
+  attend_span(keys, 0, op.kv_heads, index, index + plan.threads, padded, [&](int64_t row, int64_t head) {
+    return softmax_at(partial_at(plan, op, keys.first_row + row, head, index), padded);
   });
 }
 
 // If spans are split: merge the spans of a row and head in order. A span without keys of the row is left out.
 static void run_merge(const SpOp &op, Plan &plan, int64_t item) {
-  const int64_t row = item / op.heads, head = item % op.heads;
-  const Softmax all = softmax_at(AttentionRoom::own().take_softmaxes(1, plan.padded), plan.padded);
-  clear_softmax(all, plan.padded);
+  const int64_t row = item / op.heads, head = item % op.heads, padded = padded_of(op);
+  const Softmax all = softmax_at(AttentionRoom::own().take_softmaxes(1, padded), padded);
+  clear_softmax(all, padded);
   for (int64_t span = 0; span < plan.most_spans; span++) {
-    const Softmax one = softmax_at(partial_at(plan, op, row, head, span), plan.padded);
-    if (*one.sum != 0.0f) merge(all, one, plan.padded);
+    const Softmax one = softmax_at(partial_at(plan, op, row, head, span), padded);
+    if (*one.sum != 0.0f) merge(all, one, padded);
   }
   put_attended(op, row, head, all);
 }

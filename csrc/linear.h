@@ -19,8 +19,7 @@
 // is rounded to bfloat16 for bfloat16 weights (tiles.h), and accumulators take k in pairs, the second of each pair first. Groups of
 // integers are multiplied by int8 (integers.h).
 #pragma once
-#include "simd.h"
-#include "speculant.h"
+#include "activations.h"
 #include "table.h"
 #include "parallel.h"
 
@@ -233,8 +232,12 @@ static constexpr SumTile SUM_REALS[] = {nullptr, sum_reals<TYPE, 1>, sum_reals<T
 
 static inline int64_t stride_of(const SpOp &op) { return op.stride ? op.stride : op.n; }
 
+static inline int64_t count_of(const SpOp &op, int64_t panel) {
+  return op.n - panel * WIDTH < WIDTH ? op.n - panel * WIDTH : WIDTH;
+}
+
 static inline void put_sums(const SpOp &op, int64_t panel, int64_t row, int64_t rows, const float *sums) {
-  int64_t first = panel * WIDTH, count = op.n - first < WIDTH ? op.n - first : WIDTH;
+  int64_t first = panel * WIDTH, count = count_of(op, panel);
   for (int64_t r = 0; r < rows; r++) {
     float *out = op.out + (row + r) * stride_of(op) + first;
     const float *sum = sums + r * WIDTH;
@@ -245,10 +248,33 @@ static inline void put_sums(const SpOp &op, int64_t panel, int64_t row, int64_t 
   }
 }
 
-static inline Vec silu(Vec x) { return divide(x, add(splat(1.0f), exp(sub(zero(), x)))); }
+// Whether sums are changed by more than a bias before they are put.
+static inline bool is_mapped(const SpOp &op) { return op.activation || factor_of(op) != 1.0f || op.softcap != 0.0f; }
+
+// Replace sums[rows][WIDTH] of a panel by the layer's results, to which nothing but the array `out` has to be added.
+static inline void map_sums(const SpOp &op, int64_t panel, int64_t rows, float *sums) {
+  float biases[WIDTH] = {0};
+  if (op.bias) memcpy(biases, op.bias + panel * WIDTH, count_of(op, panel) * sizeof(float));
+  for (int64_t r = 0; r < rows; r++)
+    for (int v = 0; v < VECS; v++) {
+      float *at = sums + r * WIDTH + v * LANES;
+      Vec y = load(at);
+      if (op.bias) y = add(y, load(biases + v * LANES));
+      if (factor_of(op) != 1.0f) y = mul(y, splat(factor_of(op)));
+      y = activate(op.activation, y);
+      store(at, op.softcap != 0.0f ? soft_cap(op.softcap, y) : y);
+    }
+}
+
+static inline void put_mapped(const SpOp &op, int64_t panel, int64_t row, int64_t rows, float *sums) {
+  map_sums(op, panel, rows, sums);
+  SpOp plain = op;
+  plain.bias = nullptr;
+  put_sums(plain, panel, row, rows, sums);
+}
 
 static inline void put_gated(const SpOp &op, int64_t panel, int64_t row, int64_t rows, const float *gates, const float *ups) {
-  int64_t first = panel * WIDTH, count = op.n - first < WIDTH ? op.n - first : WIDTH;
+  int64_t first = panel * WIDTH, count = count_of(op, panel);
   float biases[2][WIDTH] = {{0}};  // the gate's and up's
   if (op.bias)
     for (int half = 0; half < 2; half++) memcpy(biases[half], op.bias + half * op.n + first, count * sizeof(float));
@@ -257,7 +283,7 @@ static inline void put_gated(const SpOp &op, int64_t panel, int64_t row, int64_t
     for (int v = 0; v < VECS; v++) {
       Vec gate = load(gates + r * WIDTH + v * LANES), up = load(ups + r * WIDTH + v * LANES);
       if (op.bias) gate = add(gate, load(biases[0] + v * LANES)), up = add(up, load(biases[1] + v * LANES));
-      store(gated + v * LANES, mul(silu(gate), up));
+      store(gated + v * LANES, mul(activate(op.activation, gate), up));
     }
     memcpy(op.out + (row + r) * stride_of(op) + first, gated, count * sizeof(float));
   }

@@ -11,8 +11,12 @@
 namespace SP_NAMESPACE {
 
 static void plan_pass(const SpOp *ops, int count, const SpPass &pass, int threads, Plan &plan, List<float> &partial) {
-  for (int i = 0; i < count; i++)
-    if (ops[i].code == SP_ATTEND) return plan_attention(ops[i], pass, threads, plan, partial);  // all layers have the same shape
+  int64_t most = 0;
+  for (int i = 0; i < count; i++) {
+    const int64_t floats = ops[i].code == SP_ATTEND ? ops[i].heads * (padded_of(ops[i]) + 2) : 0;
+    if (floats > most) most = floats;
+  }
+  if (most) plan_attention(most, pass, threads, plan, partial);
 }
 
 static inline void run_linear_op(const SpOp &op, int64_t rows, Tiles &x, WorkQueue *stages) {
@@ -77,7 +81,7 @@ struct Drafting {
   List<double> unread;  // distributions of sequences that return none
   List<Share> shares;
   Tiles x;
-  List<int64_t> tokens, positions, slots, ended;  // ended[s]: whether no token follows
+  List<int64_t> tokens, positions, angles, slots, ended;  // ended[s]: whether no token follows
   List<SpSegment> segments;
   List<WorkQueue> stages;
   Step *steps = nullptr;
@@ -85,6 +89,7 @@ struct Drafting {
   ~Drafting() { delete[] steps; }
 
   int num_stages() const { return 2 * count + 12; }
+  int64_t groups() const { return first->groups ? first->groups : 1; }
 
   void begin() {
     const int64_t most = draft->sequences, all = most * draft->steps;
@@ -94,7 +99,7 @@ struct Drafting {
     ended.resize(most);
     for (int64_t s = 0; s < most; s++) ended[s] = 0;
     for (int64_t i = 0; i < all; i++) draft->drawn[i] = -1;
-    tokens.resize(all), positions.resize(all), slots.resize(all), segments.resize(all);
+    tokens.resize(all), positions.resize(all), angles.resize(all), slots.resize(all * groups()), segments.resize(all);
     make_room(ops, count, first->rows, x), make_room(&head, 1, most, x);
     head.in = rows.items, head.out = logits.items;
     if (draft->head_tokens) {
@@ -117,12 +122,16 @@ struct Drafting {
       const int64_t token = draft->drawn[s * draft->steps + step - 1], position = segment.start + segment.rows + step - 1;
       tokens[from + s] = 0 <= token && token < draft->num_logits ? token : 0;  // a draft may be any token, but the table has no other rows
       positions[from + s] = position;
-      slots[from + s] = segment.table[position / first->block] * first->block + position % first->block;
-      segments[from + s] = {s, 1, position, 1, -1, segment.table};
+      if (first->angles) angles[from + s] = first->angles[segment.first + segment.rows - 1] + step;
+      segments[from + s] = {s, 1, position, 1, -1, segment.table, segment.blocks};
+      for (int64_t g = 0; g < groups(); g++)
+        slots[from * groups() + g * drawing + s] =
+            segment.table[g * segment.blocks + position / first->block] * first->block + position % first->block;
     }
     pass.rows = pass.num_segments = drawing;
     pass.inputs = nullptr;
-    pass.tokens = &tokens[from], pass.positions = &positions[from], pass.slots = &slots[from], pass.segments = &segments[from];
+    pass.tokens = &tokens[from], pass.positions = &positions[from], pass.segments = &segments[from];
+    pass.slots = &slots[from * groups()], pass.angles = first->angles ? &angles[from] : nullptr;
     return pass;
   }
 

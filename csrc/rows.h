@@ -16,12 +16,38 @@ static inline float mean_square(const float *x, int64_t n) {
   return sum_lanes(sum) / (float)n;
 }
 
-// out may be x.
-static inline void norm_row(const float *x, const float *scale, float eps, int64_t n, float *out) {
-  const Vec factor = splat(1.0f / sqrtf(mean_square(x, n) + eps));
+static inline float mean_of(const float *x, int64_t n) {
+  Vec sum = zero();
   int64_t i = 0;
-  for (; i + LANES <= n; i += LANES) store(out + i, mul(load(scale + i), mul(load(x + i), factor)));
-  if (i < n) store_part(out + i, mul(load_part(scale + i, n - i), mul(load_part(x + i, n - i), factor)), n - i);
+  for (; i + LANES <= n; i += LANES) sum = add(sum, load(x + i));
+  if (i < n) sum = add(sum, load_part(x + i, n - i));
+  return sum_lanes(sum) / (float)n;
+}
+
+static inline void centre_row(const float *x, int64_t n, float *out) {
+  const float mean = mean_of(x, n);
+  for (int64_t i = 0; i < n; i++) out[i] = x[i] - mean;
+}
+
+// A norm's vectors, each of as many numbers as it normalises; bias NULL = none. centred: the mean is subtracted first.
+struct NormVectors {
+  const float *scale, *bias;
+  bool centred;
+  float eps;
+};
+
+// out may be x.
+static inline void norm_row(const float *x, const NormVectors &norm, int64_t n, float *out) {
+  if (norm.centred) {
+    centre_row(x, n, out);
+    x = out;
+  }
+  const Vec factor = splat(1.0f / sqrtf(mean_square(x, n) + norm.eps));
+  int64_t i = 0;
+  for (; i + LANES <= n; i += LANES) store(out + i, mul(load(norm.scale + i), mul(load(x + i), factor)));
+  if (i < n) store_part(out + i, mul(load_part(norm.scale + i, n - i), mul(load_part(x + i, n - i), factor)), n - i);
+  if (norm.bias)
+    for (i = 0; i < n; i++) out[i] += norm.bias[i];
 }
 
 static void run_copy(const SpOp &op, int64_t t) { memcpy(op.out + t * op.n, op.in + t * op.n, op.n * sizeof(float)); }
@@ -30,16 +56,25 @@ static void run_gate(const SpOp &op, int64_t t) {
   const float *gate = op.in + t * op.n;
   float *out = op.out + t * op.n;
   int64_t i = 0;
-  for (; i + LANES <= op.n; i += LANES) store(out + i, mul(silu(load(gate + i)), load(out + i)));
-  if (i < op.n) store_part(out + i, mul(silu(load_part(gate + i, op.n - i)), load_part(out + i, op.n - i)), op.n - i);
+  for (; i + LANES <= op.n; i += LANES) store(out + i, mul(activate(op.activation, load(gate + i)), load(out + i)));
+  if (i == op.n) return;
+  store_part(out + i, mul(activate(op.activation, load_part(gate + i, op.n - i)), load_part(out + i, op.n - i)), op.n - i);
 }
 
 static void run_norm(const SpOp &op, int64_t t) {
-  if (op.copy) memcpy(op.copy + t * op.n, op.in + t * op.n, op.n * sizeof(float));
-  norm_row(op.in + t * op.n, op.scale, op.eps, op.n, op.out + t * op.n);
+  static thread_local List<float> normed;
+  const float *in = op.in + t * op.n;
+  float *out = op.out + t * op.n;
+  const NormVectors norm = {op.scale, op.bias, (op.flags & SP_CENTRED) != 0, op.eps};
+  if (op.copy) memcpy(op.copy + t * op.n, in, op.n * sizeof(float));
+  if (!(op.flags & SP_ADD)) return norm_row(in, norm, op.n, out);
+  normed.resize(op.n);
+  norm_row(in, norm, op.n, normed.items);
+  const float factor = factor_of(op);
+  for (int64_t i = 0; i < op.n; i++) out[i] += factor * normed[i];
 }
 
-// Dimension i is paired with i + dim / 2.
+// Dimension i is paired with i + half.
 static inline void rotate_head(float *x, const float *cosine, const float *sine, int64_t half) {
   for (int64_t i = 0; i < half; i++) {
     const float a = x[i], b = x[i + half];
@@ -60,23 +95,38 @@ static inline void put_cache(const SpOp &op, void *storage, int64_t slot, int64_
 
 static inline int64_t real_size(int type) { return type == SP_F32 ? 4 : 2; }
 
-static inline void *layer_of(void *storage, const SpOp &op, const SpPass &pass) {
-  return (char *)storage + op.layer * pass.layer_stride;
+// From a row of queries, keys and values to the next one.
+static inline int64_t qkv_stride(const SpOp &op) { return op.stride ? op.stride : (op.heads + 2 * op.kv_heads) * op.dim; }
+
+// Norm `heads` heads, each alone or all together.
+static inline void norm_heads(const SpOp &op, const float *scale, const float *bias, int64_t heads, float *x) {
+  if (!scale || !heads) return;
+  const NormVectors norm = {scale, bias, (op.flags & SP_CENTRED) != 0, op.eps};
+  if (op.flags & SP_ALL_HEADS) return norm_row(x, norm, heads * op.dim, x);
+  for (int64_t head = 0; head < heads; head++, x += op.dim) norm_row(x, norm, op.dim, x);
+}
+
+// Rotate the first dimensions of each head, and scale the queries, by the tables of the operation's rope.
+static inline void rotate_heads(const SpOp &op, const SpPass &pass, int64_t t, float *x) {
+  const int64_t half = op.rotated / 2, row = (pass.angles ? pass.angles : pass.positions)[t];
+  const float *cosine = pass.cosines[op.rope] + row * half, *sine = pass.sines[op.rope] + row * half;
+  for (int64_t head = 0; head < op.heads + op.kv_heads; head++) rotate_head(x + head * op.dim, cosine, sine, half);
+  const float *factors = pass.query_factors ? pass.query_factors[op.rope] : nullptr;
+  for (int64_t i = 0; factors && i < op.heads * op.dim; i++) x[i] *= factors[row];
 }
 
 // Norm (if there are scales) and rotate one row's queries and keys in place; store its keys and values in the cache.
 static void run_rotate(const SpOp &op, const SpPass &pass, int64_t t) {
-  const int64_t half = op.dim / 2;
-  const float *cosine = pass.cosines + pass.positions[t] * half, *sine = pass.sines + pass.positions[t] * half;
-  float *x = (float *)op.in + t * (op.heads + 2 * op.kv_heads) * op.dim;
-  for (int64_t head = 0; head < op.heads + op.kv_heads; head++, x += op.dim) {
-    const float *scale = head < op.heads ? op.scale : op.bias;
-    if (scale) norm_row(x, scale, op.eps, op.dim, x);
-    rotate_head(x, cosine, sine, half);
-    if (head >= op.heads) put_cache(op, layer_of(pass.keys, op, pass), pass.slots[t], head - op.heads, x);
+  float *x = (float *)op.in + t * qkv_stride(op), *keys = x + op.heads * op.dim, *values = keys + op.kv_heads * op.dim;
+  norm_heads(op, op.scale, op.bias, op.heads, x);
+  norm_heads(op, op.key_scale, op.key_bias, op.kv_heads, keys);
+  if (op.rotated) rotate_heads(op, pass, t, x);
+  if (!op.kv_heads) return;
+  const int64_t slot = pass.slots[op.group * pass.rows + t];
+  for (int64_t head = 0; head < op.kv_heads; head++) {
+    put_cache(op, pass.keys[op.layer], slot, head, keys + head * op.dim);
+    put_cache(op, pass.values[op.layer], slot, head, values + head * op.dim);
   }
-  for (int64_t head = 0; head < op.kv_heads; head++, x += op.dim)
-    put_cache(op, layer_of(pass.values, op, pass), pass.slots[t], head, x);
 }
 
 // Row `token` of a table packed with depth `width` (pack_panel, coded.h and groups.h have the layouts).
@@ -99,12 +149,18 @@ static void read_packed_row(const SpOp &op, int64_t token, float *out) {
   }
 }
 
-// Copy the input embedding that a row brings, or look up a row of the packed table [vocabulary, n].
+// Copy the input embedding that a row brings, or look up a row of the packed table [vocabulary, n]. Add the row of its position.
 static void run_embed(const SpOp &op, const SpPass &pass, int64_t t) {
-  if (pass.inputs && pass.inputs[t])
-    memcpy(op.out + t * op.n, pass.inputs[t], op.n * sizeof(float));
-  else
-    read_packed_row(op, pass.tokens[t], op.out + t * op.n);
+  float *out = op.out + t * op.n;
+  const float factor = factor_of(op);
+  if (pass.inputs && pass.inputs[t]) {
+    memcpy(out, pass.inputs[t], op.n * sizeof(float));
+  } else {
+    read_packed_row(op, pass.tokens[t], out);
+    for (int64_t i = 0; factor != 1.0f && i < op.n; i++) out[i] *= factor;
+  }
+  const float *learned = op.learned ? op.learned + pass.positions[t] * op.n : nullptr;
+  for (int64_t i = 0; learned && i < op.n; i++) out[i] += learned[i];
 }
 
 }  // namespace SP_NAMESPACE

@@ -27,51 +27,72 @@ enum SpType {
 };
 
 enum SpCode {
-  SP_EMBED = 0,    /* out[T, n] = rows of the packed table `weight` [vocabulary = k, n] for the pass's tokens, or its inputs */
-  SP_NORM = 1,     /* out[T, n] = in[T, n] / rms(in) * scale[n] */
-  SP_LINEAR = 2,   /* out[T, n] (+)= in[T, k] weight[n, k]^T + bias[n] */
+  SP_EMBED = 0,    /* out[T, n] = factor * rows of the packed table `weight` [vocabulary = k, n] for the pass's tokens, or its inputs;
+                      plus the rows of `learned` for the positions */
+  SP_NORM = 1,     /* out[T, n] = in[T, n] / rms(in) * scale[n] + bias[n] */
+  SP_LINEAR = 2,   /* out[T, n] (+)= cap(activation(factor * (in[T, k] weight[n, k]^T + bias[n]))) */
   SP_ROTATE = 3,   /* qkv[T, (heads + 2 kv_heads) dim]: norm and rotate queries and keys; store keys and values */
   SP_ATTEND = 4,   /* out[T, heads dim] = attention of the queries in `in` (= qkv) over each row's own keys */
   SP_COPY = 5,     /* out[T, n] = in[T, n] */
-  SP_GATE = 6,     /* out[T, n] = silu(in[T, n]) * out[T, n], with the bits of SP_SILU */
+  SP_GATE = 6,     /* out[T, n] = activation(in[T, n]) * out[T, n], with the bits of SP_GATED */
 };
 
 enum SpFlag {
-  SP_ADD = 1,      /* SP_LINEAR: add to out (a residual) */
-  SP_SILU = 2,     /* SP_LINEAR: weight has gate and up, interleaved by panels; out[T, n] = silu(gate) * up, each with its bias */
+  SP_ADD = 1,      /* SP_LINEAR: add to out (a residual). SP_NORM: out += factor * the norm of another array */
+  SP_GATED = 2,    /* SP_LINEAR: weight has gate and up, interleaved by panels; out[T, n] = activation(gate) * up, each with its bias */
+  SP_CENTRED = 4,  /* norms: the mean is subtracted first */
+  SP_ALL_HEADS = 8, /* SP_ROTATE: one norm of all queries together, and one of all keys, instead of one for each head */
 };
 
+enum SpActivation {
+  SP_NO_ACTIVATION = 0, SP_SILU = 1,
+  SP_GELU = 2,         /* x times the normal distribution's integral up to x */
+  SP_GELU_TANH = 3,    /* its approximation by tanh */
+  SP_RELU = 4,
+};
+
+/* Fields that an operation does not mention are not read by it. A factor, stride or soft cap of 0 is not used: the factor is then 1. */
 typedef struct {
   int32_t code, type;        /* SpCode; SpType of the weight, or of the cache */
-  int32_t flags, layer;
+  int32_t flags, activation;
+  int32_t layer, group;      /* whose keys and values, and whose block tables and slots */
   int64_t n, k;
   const void *weight;        /* packed by sp_pack */
-  const float *scale;        /* SP_NORM: n; SP_ROTATE: the queries' norm, dim, or NULL */
-  const float *bias;         /* SP_LINEAR: n (SP_SILU: [2, n], gate and up); SP_ROTATE: the keys' norm, dim; or NULL */
+  const float *scale;        /* SP_NORM: n; SP_ROTATE: the queries' norm, dim (heads dim with SP_ALL_HEADS), or NULL */
+  const float *bias;         /* SP_LINEAR: n (SP_GATED: [2, n], gate and up); SP_NORM: n; SP_ROTATE: of the queries' norm; or NULL */
+  const float *key_scale, *key_bias; /* SP_ROTATE: the keys' norm, dim (kv_heads dim with SP_ALL_HEADS); or NULL */
   const float *in;
   float *out;
   float *copy;               /* SP_NORM: [T, n], the rows of `in` are copied to it; or NULL */
+  const float *learned;      /* SP_EMBED: learned positions [positions, n], or NULL */
+  const float *sinks;        /* SP_ATTEND: a score for each head that has no value, [heads]; or NULL */
   int32_t heads, kv_heads, dim, window; /* window 0 = none */
-  float eps, factor;         /* of norms; of attention scores */
-  int64_t stride;            /* SP_LINEAR: numbers from a row of `out` to the next; 0 = n */
+  int32_t rope, rotated;     /* SP_ROTATE: whose angles; the first dimensions of each head that are rotated, 0 = none */
+  float eps, factor, softcap; /* of norms; see SP_EMBED, SP_NORM, SP_LINEAR, and of attention scores; c: y becomes c tanh(y / c) */
+  int64_t stride;            /* from a row to the next, in numbers: SP_LINEAR: of `out`, 0 = n; SP_ROTATE and SP_ATTEND: of `in`,
+                                0 = (heads + 2 kv_heads) dim */
 } SpOp;
 
 /* One sequence of a pass: rows first .. first + rows - 1, after `start` positions in its cache. The first `chain` rows are
  * committed tokens, the others nodes of a tree whose parents (-1 = the last of the chain) begin at parents[tree]; tree -1 = all
- * rows are one chain. The slot of position p is table[p / block] * block + p % block. All fields are 64 bits wide. */
+ * rows are one chain. The slot of position p is table[p / block] * block + p % block, where a table has `blocks` entries for each
+ * group of layers. Entries before the window of all rows are not read. All fields are 64 bits wide. */
 typedef struct {
   int64_t first, rows, start, chain, tree;
-  const int64_t *table;
+  const int64_t *table;                      /* [groups, blocks] */
+  int64_t blocks;
 } SpSegment;
 
 typedef struct {
-  int64_t rows, num_segments, block;
-  const int64_t *tokens, *positions, *slots; /* [T]; slots = slot mapping of keys and values */
+  int64_t rows, num_segments, block, groups; /* groups 0 = 1 */
+  const int64_t *tokens, *positions;         /* [T] */
+  const int64_t *slots;                      /* [groups, T], slot mapping of keys and values */
   const SpSegment *segments;
   const int64_t *parents;
-  const float *cosines, *sines;              /* [positions, dim / 2] */
-  void *keys, *values;                       /* layer 0's storage [slots, kv_heads, dim] */
-  int64_t layer_stride;                      /* bytes from a layer's keys to the next one's; the same for values */
+  const int64_t *angles;                     /* [T] each row of the pass: its row in the tables of angles; or NULL: its position */
+  const float *const *cosines, *const *sines; /* by rope: tables [angles, rotated / 2] */
+  const float *const *query_factors;         /* by rope: tables [angles] of factors of rotated queries, or NULL; or NULL for all */
+  void *const *keys, *const *values;         /* by layer: its storage [slots, kv_heads, dim] */
   const float *const *inputs;                /* [T] input embedding per row, NULL = look the token up; or NULL: look all tokens up */
 } SpPass;
 

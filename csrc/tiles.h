@@ -140,7 +140,7 @@ static void run_linear(const SpOp &op, int64_t rows, Tiles &x, int64_t item) {
   alignas(64) float sums[MOST_ROWS * WIDTH], ups[MOST_ROWS * WIDTH];
   const int64_t panel = item % panels_of(op.n), begin = item / panels_of(op.n) * SHARE;
   const int64_t end = begin + SHARE < rows ? begin + SHARE : rows;
-  const bool gated = op.flags & SP_SILU;
+  const bool gated = op.flags & SP_GATED;
   Panel first = panel_at(op, gated ? 2 * panel : panel, end - begin, rooms[0]);
   Panel up = gated ? panel_at(op, 2 * panel + 1, end - begin, rooms[1]) : first;
   for (int64_t row = begin; row < end; row += MOST_ROWS) {
@@ -150,6 +150,8 @@ static void run_linear(const SpOp &op, int64_t rows, Tiles &x, int64_t item) {
     if (gated) {
       up.sum(tile, some, op.k, ups);
       put_gated(op, panel, row, some, sums, ups);
+    } else if (is_mapped(op)) {
+      put_mapped(op, panel, row, some, sums);
     } else {
       put_sums(op, panel, row, some, sums);
     }

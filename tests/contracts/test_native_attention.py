@@ -101,8 +101,8 @@ class Attention:
         self._segments, self._parents = array("q"), array("q")
         for place, each in enumerate(fed):
             rows, tree = each.rows, len(self._parents) if each.rows.parents else -1
-            first, table = sum(self.counts[:place]), self._tables[place].data_ptr()
-            self._segments.extend((first, rows.count, rows.start, rows.chain, tree, table))
+            first, table = sum(self.counts[:place]), self._tables[place]
+            self._segments.extend((first, rows.count, rows.start, rows.chain, tree, table.data_ptr(), len(table)))
             self._parents.extend(rows.parents)
         self._inputs = torch.full((sum(self.counts), shape.heads + 2 * shape.kv_heads, shape.dim), torch.nan)
         self._inputs[:, : shape.heads] = torch.cat([each.queries for each in fed])
@@ -111,9 +111,10 @@ class Attention:
             code=Code.ATTEND, type=shape.type, heads=shape.heads, kv_heads=shape.kv_heads, dim=shape.dim,
             window=shape.window, factor=shape.dim**-0.5, source=self._inputs.data_ptr(), out=self._out.data_ptr(),
         )  # fmt: skip
+        self._layers = array("Q", [self._keys.data_ptr(), self._values.data_ptr()])
         self._pass = Pass(
             rows=sum(self.counts), num_segments=len(fed), block=shape.block, segments=address(self._segments),
-            parents=address(self._parents), keys=self._keys.data_ptr(), values=self._values.data_ptr(),
+            parents=address(self._parents), keys=address(self._layers), values=address(self._layers) + 8,
         )  # fmt: skip
 
     def _store(self, shape: Shape, fed: Sequence[Fed]) -> None:

@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from speculant.kernels import reference
 from speculant.kernels.native import (
     BLOCK_TYPES,
     QUANTIZED,
+    Activation,
     Code,
     Flag,
     Kernels,
@@ -84,7 +85,8 @@ def run(
     """Return x weight^T (+ bias) (+ added), or the gated product of the two matrices."""
     out = torch.full((len(x), weight.n), math.nan) if added is None else added.clone()
     flags = gated.get("flags", Flag.NONE if added is None else Flag.ADD)
-    kernels.run((Op * 1)(linear(weight, x, out, bias, flags)), Pass(rows=len(x)))
+    activation = Activation.SILU if flags == Flag.GATED else Activation.NONE
+    kernels.run((Op * 1)(linear(weight, x, out, bias, flags, activation=activation)), Pass(rows=len(x)))
     return out
 
 
@@ -227,8 +229,8 @@ def variants(kernels: Kernels, kind: str, shape: tuple[int, int]) -> Iterator[tu
     yield packed, {"bias": bias}
     yield packed, {"added": added}
     yield packed, {"bias": bias, "added": added}
-    yield both, {"flags": Flag.SILU}
-    yield both, {"bias": random(2, n, seed=4), "flags": Flag.SILU}
+    yield both, {"flags": Flag.GATED}
+    yield both, {"bias": random(2, n, seed=4), "flags": Flag.GATED}
 
 
 def check_rows(kernels: Kernels, weight: Weight, given: dict[str, object], spans: Iterator[tuple[int, int]]) -> None:
@@ -275,11 +277,11 @@ def test_any_number_of_threads_gives_the_same(isa: str, kind: str, threads: int)
 def test_a_gated_layer_is_its_two_halves(kernels: Kernels, kind: str, biased: bool) -> None:
     halves, x = [blocks_of(kind, SMALL, seed) for seed in (1, 2)], random(21, inputs_of(kind, SMALL[1])) / 10
     biases = random(2, SMALL[0], seed=3) if biased else None
-    found = run(kernels, pack(kernels, kind, *halves), x, biases, flags=Flag.SILU)
+    found = run(kernels, pack(kernels, kind, *halves), x, biases, flags=Flag.GATED)
     each = [None, None] if biases is None else list(biases)
     gate, up = (run(kernels, pack(kernels, kind, half), x, bias) for half, bias in zip(halves, each, strict=True))
-    assert torch.allclose(found, reference.silu_gate(gate, up), rtol=2e-6, atol=1e-7)
-    kernels.run((Op * 1)(gating(gate, up, SMALL[0])), Pass(rows=21))
+    assert torch.allclose(found, functional.silu(gate) * up, rtol=2e-6, atol=1e-7)
+    kernels.run((Op * 1)(gating(gate, up, SMALL[0], Activation.SILU)), Pass(rows=21))
     assert torch.equal(up, found)
 
 
@@ -385,7 +387,7 @@ def test_float16_weights_are_the_same_numbers_in_float32(kernels: Kernels, rows:
         kernels.pack(type_, matrix, matrix.flip(0))
         for type_, matrix in ((Type.F16, halves), (Type.F32, halves.float()))
     ]
-    assert torch.equal(*(run(kernels, weight, x, flags=Flag.SILU) for weight in gated))
+    assert torch.equal(*(run(kernels, weight, x, flags=Flag.GATED) for weight in gated))
 
 
 def test_every_number_of_float16_is_widened_exactly(kernels: Kernels) -> None:

@@ -9,10 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn import functional
 
 from speculant.errors import ConfigError
 from speculant.kernels import reference
-from speculant.kernels.native import Code, Flag, Kernels, Op, Pass, Type, open_kernels, usable_sets
+from speculant.kernels.native import Activation, Code, Flag, Kernels, Op, Pass, Type, open_kernels, usable_sets
 from speculant.models.native.program import gating, linear
 from tests.examples import examples
 
@@ -94,17 +95,17 @@ def test_a_gated_layer_is_its_two_halves(kernels: Kernels, type_: Type, biased: 
     packed = kernels.pack(type_, *(half.half() if type_ == Type.F16 else half for half in (gate, up)))
     biases = random(2, 50, seed=3) if biased else None
     out = torch.empty(21, 50)
-    kernels.run((Op * 1)(linear(packed, x, out, biases, Flag.SILU)), Pass(rows=21))
+    kernels.run((Op * 1)(linear(packed, x, out, biases, Flag.GATED, activation=Activation.SILU)), Pass(rows=21))
     by_half = [None, None] if biases is None else list(biases)
     halves = [run_linear(kernels, type_, x, half, bias) for half, bias in zip((gate, up), by_half, strict=True)]
-    assert torch.allclose(out, reference.silu_gate(*halves), rtol=2e-6, atol=1e-7)
+    assert torch.allclose(out, functional.silu(halves[0]) * halves[1], rtol=2e-6, atol=1e-7)
     assert torch.equal(gated(kernels, *halves), out)
 
 
 def gated(kernels: Kernels, gate: Tensor, up: Tensor) -> Tensor:
     """Return silu(gate) * up."""
     out = up.clone()
-    kernels.run((Op * 1)(gating(gate, out, gate.shape[1])), Pass(rows=len(gate)))
+    kernels.run((Op * 1)(gating(gate, out, gate.shape[1], Activation.SILU)), Pass(rows=len(gate)))
     return out
 
 
@@ -117,7 +118,7 @@ def test_a_gate_is_the_reference_in_any_rows(isa: str, rows: int, n: int, seed: 
     assert together is not None
     gate, up = random(rows, n, seed=seed, scale=30.0), random(rows, n, seed=seed + 1)
     found = gated(together, gate, up)
-    assert torch.allclose(found, reference.silu_gate(gate, up), rtol=2e-6, atol=1e-7)
+    assert torch.allclose(found, functional.silu(gate) * up, rtol=2e-6, atol=1e-7)
     assert torch.equal(gated(alone, gate, up), found)
     for row in range(rows):
         assert torch.equal(gated(alone, gate[row : row + 1], up[row : row + 1]), found[row : row + 1])
@@ -126,7 +127,7 @@ def test_a_gate_is_the_reference_in_any_rows(isa: str, rows: int, n: int, seed: 
 def test_a_gate_writes_the_rows_of_its_pass_alone(kernels: Kernels) -> None:
     gate, out = random(9, 50), random(9, 50, seed=1)
     gate[3, 7], before = math.nan, out.clone()
-    kernels.run((Op * 1)(gating(gate, out, 50)), Pass(rows=5))
+    kernels.run((Op * 1)(gating(gate, out, 50, Activation.SILU)), Pass(rows=5))
     assert torch.equal(out[5:], before[5:])
     assert out[:5].isnan().nonzero().tolist() == [[3, 7]]
 

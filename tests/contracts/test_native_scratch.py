@@ -162,5 +162,5 @@ def test_buffers_and_angles_are_counted(rows: int) -> None:
     with torch.inference_mode():
         model.forward(batch, cache.storage)
     buffers = [value for value in vars(model._buffers).values() if isinstance(value, Tensor)]
-    kept = sum(each.numel() * each.element_size() for each in [*buffers, model._cosines, model._sines])
+    kept = sum(each.numel() * each.element_size() for each in [*buffers, *model._angles.tensors])
     assert kept < model.scratch_bytes(rows, rows)

@@ -89,8 +89,8 @@ def test_each_matrix_has_the_type_of_its_file() -> None:
     model = make("Q4_K_M")[0].packed
     assert [[weight.type for weight in layer.qkv] for layer in model.layers] == [[Type.Q4_K, Type.Q6_K], [Type.Q4_K]]
     assert [[weight.n for weight in layer.qkv] for layer in model.layers] == [[384, 128], [512]]
-    assert [layer.down.type for layer in model.layers] == [Type.Q6_K, Type.Q4_K]
-    assert [[weight.type for weight in layer.gate_up] for layer in model.layers] == [[Type.Q4_K]] * 2
+    assert [layer.mlp.down.type for layer in model.layers] == [Type.Q6_K, Type.Q4_K]
+    assert [[weight.type for weight in layer.mlp.inner] for layer in model.layers] == [[Type.Q4_K]] * 2
     assert model.table.type == Type.Q4_K
     assert model.head.type == Type.Q6_K
     halves = make("halves", dtype=torch.bfloat16)[0].packed
@@ -113,7 +113,7 @@ def test_vectors_of_blocks_are_not_rounded(mix: str) -> None:
     found: PackedDecoder = make(mix, dtype=torch.bfloat16)[0].packed
     assert found.norm is not None
     assert torch.equal(found.norm.scale, scale)
-    assert torch.equal(found.layers[1].down_bias, bias)  # type: ignore[arg-type]
+    assert torch.equal(found.layers[1].mlp.down_bias, bias)  # type: ignore[arg-type]
     plain = NativeDecoder(decoder.config, ModuleWeights(decoder), torch.bfloat16, opened()).packed
     assert plain.norm is not None
     assert torch.equal(plain.norm.scale, scale.bfloat16().float())
@@ -126,7 +126,7 @@ def test_types_that_the_kernels_lack_are_decoded() -> None:
 
 def test_only_a_gate_of_a_type_of_its_own_is_multiplied_alone() -> None:
     unlike, alike = make("gate and up differ")[0], make("Q4_K_M")[0]
-    types = [[weight.type for weight in layer.gate_up] for layer in unlike.packed.layers]
+    types = [[weight.type for weight in layer.mlp.inner] for layer in unlike.packed.layers]
     assert types == [[Type.Q4_K, Type.Q6_K], [Type.Q8_0]]
     assert [op.code for op in unlike.program.ops].count(Code.GATE) == 1
     assert Code.GATE not in [op.code for op in alike.program.ops]
@@ -142,7 +142,7 @@ def test_a_gate_that_is_multiplied_alone_changes_no_bit(isa: str) -> None:
     weights = StoredAs(ModuleWeights(decoder), {GATE: "F16"})
     apart = NativeDecoder(decoder.config, weights, torch.float32, opened(isa))
     together = packed(decoded(decoder, weights), opened(isa))
-    assert [len(model.packed.layers[0].gate_up) for model in (apart, together)] == [2, 1]
+    assert [len(model.packed.layers[0].mlp.inner) for model in (apart, together)] == [2, 1]
     tokens, chunks = tokens_of(1)[:120], [1, 2, 5, 64, 48]
     seen, expected = (feed(each, CACHES["paged"](each.cache_shape), 1, tokens, chunks) for each in (apart, together))
     assert torch.equal(seen, expected)
@@ -185,7 +185,7 @@ def test_only_bfloat16_is_stored_in_12_bits(coded: bool) -> None:
     decoder = small()
     weights = StoredAs(ModuleWeights(decoder), MIXES["halves"])
     model = NativeDecoder(decoder.config, weights, torch.bfloat16, opened(), coded=coded).packed
-    assert [layer.down.type for layer in model.layers] == [Type.BF12 if coded else Type.BF16] * 2
-    assert [weight.type for weight in model.layers[0].gate_up] == [Type.Q8_0, Type.BF12 if coded else Type.BF16]
+    assert [layer.mlp.down.type for layer in model.layers] == [Type.BF12 if coded else Type.BF16] * 2
+    assert [weight.type for weight in model.layers[0].mlp.inner] == [Type.Q8_0, Type.BF12 if coded else Type.BF16]
     assert {weight.type for weight in model.layers[0].qkv} == {Type.F16, Type.F32, Type.BF12 if coded else Type.BF16}
     assert (model.table.type, model.head.type) == (Type.F16, Type.Q8_0)

@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from speculant.lab.training.heads.look_ahead import look_ahead_states
-from speculant.lab.training.heads.rounds import rope_scaling
 from speculant.lab.training.passes import states_of_layers
-from speculant.models.config import read_rope
 from speculant.models.reference.decoder import Decoder
+from speculant.models.rope_config import read_rope, rope_entries
 from tests.heads import fresh_ahead, fresh_states
 from tests.unit.models.families import cases, make_pair, random_tokens
 
@@ -68,5 +67,4 @@ def test_gradients_reach_every_parameter(model: Decoder) -> None:
 
 def test_a_head_s_config_has_its_target_s_rotary_positions(model: Decoder) -> None:
     rope, most = model.config.attention.rope, model.config.max_positions
-    written = {"rope_theta": rope.theta, **rope_scaling(rope)}
-    assert read_rope(written, most) == rope
+    assert read_rope(rope_entries(rope), most) == rope

@@ -27,8 +27,8 @@ from speculant.kernels.base import Edits, SamplingSettings
 from speculant.kernels.memory import Scratch, aligned
 from speculant.kernels.reference_sampler import REFERENCE, own_scores
 
-VERSION = 16
-MOST_DIM, MOST_GROUP = 256, 32  # of a head; query heads per key head, which bound the scratch memory of a thread
+VERSION = 17
+MOST_DIM, MOST_GROUP = 512, 32  # of a head; query heads per key head, which bound the scratch memory of a thread
 INDEX_BYTES = 32  # a panel, in the index of a matrix in 12 bits
 _REINSTALL = "install the package again, and unset SPECULANT_LIBRARY if it is set."
 NO_TOKEN = -1  # the draw of a row without a distribution
@@ -78,23 +78,36 @@ class Code(IntEnum):
 
 
 class Flag(IntFlag):
-    """Variants of LINEAR."""
+    """Variants of operations: the `SpFlag` of csrc/speculant.h."""
 
     NONE = 0
-    ADD = 1
-    SILU = 2
+    ADD = 1  # LINEAR, NORM: add to the output
+    GATED = 2  # LINEAR: of gate and up, which are interleaved
+    CENTRED = 4  # NORM, ROTATE: subtract the mean first
+    ALL_HEADS = 8  # ROTATE: norm all heads together
+
+
+class Activation(IntEnum):
+    """The activations of LINEAR and GATE; but for NONE, names are those of `ACTIVATIONS` in models/description.py."""
+
+    NONE = 0
+    SILU = 1
+    GELU = 2
+    GELU_TANH = 3
+    RELU = 4
 
 
 class Op(Structure):
     """One operation of a program."""
 
     _fields_: ClassVar[Any] = [
-        ("code", c_int32), ("type", c_int32), ("flags", c_int32), ("layer", c_int32),
-        ("n", c_int64), ("k", c_int64),
-        ("weight", c_void_p), ("scale", c_void_p), ("bias", c_void_p), ("source", c_void_p), ("out", c_void_p),
-        ("copy", c_void_p),
+        ("code", c_int32), ("type", c_int32), ("flags", c_int32), ("activation", c_int32),
+        ("layer", c_int32), ("group", c_int32), ("n", c_int64), ("k", c_int64),
+        ("weight", c_void_p), ("scale", c_void_p), ("bias", c_void_p), ("key_scale", c_void_p), ("key_bias", c_void_p),
+        ("source", c_void_p), ("out", c_void_p), ("copy", c_void_p), ("learned", c_void_p), ("sinks", c_void_p),
         ("heads", c_int32), ("kv_heads", c_int32), ("dim", c_int32), ("window", c_int32),
-        ("eps", c_float), ("factor", c_float), ("stride", c_int64),
+        ("rope", c_int32), ("rotated", c_int32),
+        ("eps", c_float), ("factor", c_float), ("softcap", c_float), ("stride", c_int64),
     ]  # fmt: skip
 
 
@@ -102,10 +115,11 @@ class Pass(Structure):
     """The arguments of a program: the `SpPass` of csrc/speculant.h."""
 
     _fields_: ClassVar[Any] = [
-        ("rows", c_int64), ("num_segments", c_int64), ("block", c_int64),
+        ("rows", c_int64), ("num_segments", c_int64), ("block", c_int64), ("groups", c_int64),
         ("tokens", c_void_p), ("positions", c_void_p), ("slots", c_void_p),
-        ("segments", c_void_p), ("parents", c_void_p), ("cosines", c_void_p), ("sines", c_void_p),
-        ("keys", c_void_p), ("values", c_void_p), ("layer_stride", c_int64), ("inputs", c_void_p),
+        ("segments", c_void_p), ("parents", c_void_p),
+        ("angles", c_void_p), ("cosines", c_void_p), ("sines", c_void_p), ("query_factors", c_void_p),
+        ("keys", c_void_p), ("values", c_void_p), ("inputs", c_void_p),
     ]  # fmt: skip
 
 

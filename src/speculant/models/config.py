@@ -5,9 +5,10 @@ Each reader checks its entries. A wrong one raises a ModelError that names it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from types import MappingProxyType
+from typing import Any, TypeVar
 
 from speculant.errors import ModelError
 from speculant.models.description import (
@@ -18,157 +19,146 @@ from speculant.models.description import (
     Layer,
     Mlp,
     Norm,
-    Rope,
 )
 from speculant.models.tensor_map import SAME_NAMES, TensorMap
 
 MOST = 2**31 - 1  # sizes are int32 in kernels and files
-MOST_HEAD_DIM = 2**16
+MOST_HEAD_DIM, MOST_LAYERS = 2**16, 10_000
 MOST_THETA, MOST_FACTOR = 1e30, 1e6  # far above those of any checkpoint, and finite in float32
+Kind = TypeVar("Kind", bound=Hashable)
+POSITIVE = (1e-12, 1e12)  # bounds of scales and caps
 MOST_SHOWN = 300  # characters of a value in an error message
 
 
-def read_decoder(hf: Mapping[str, Any], layers: Sequence[Layer], tensors: TensorMap = SAME_NAMES) -> DecoderConfig:
-    """Read the embedding, the last norm and the head around layers. tensors: the names in the files."""
+_SHARED = (
+    "tie_word_embeddings",
+    "bos_token_id",
+    "eos_token_id",
+    "dtype",
+    "torch_dtype",
+    "quantization_config",
+    "compression_config",
+)  # entries outside of `text_config` that hold for the language model
+ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+}  # by the names in config.json
+
+
+def text_config(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries of the language model: all, or `text_config` in the config.json of one that reads images."""
+    inner = hf.get("text_config")
+    if not isinstance(inner, dict) or "model_type" not in inner:
+        return dict(hf)
+    return {**{key: hf[key] for key in _SHARED if hf.get(key) is not None}, **inner}
+
+
+def read_decoder(
+    hf: Mapping[str, Any],
+    layers: Sequence[Layer],
+    tensors: TensorMap = SAME_NAMES,
+    norm: Norm | None = None,
+    embedding: Mapping[str, Any] = MappingProxyType({}),
+    head: Mapping[str, Any] = MappingProxyType({}),
+) -> DecoderConfig:
+    """Read the embedding, the last norm and the head around layers.
+
+    tensors: the names in the files. norm: the one before the head; None = as `read_norm` reads it. embedding, head:
+    other fields of these parts.
+    """
     return DecoderConfig(
-        embedding=Embedding(count(hf, "vocab_size"), count(hf, "hidden_size")),
+        embedding=Embedding(count(hf, "vocab_size"), count(hf, "hidden_size"), **embedding),
         layers=tuple(layers),
-        norm=read_norm(hf),
-        head=Head(tied=flag(hf, "tie_word_embeddings")),
+        norm=read_norm(hf) if norm is None else norm,
+        head=Head(tied=flag(hf, "tie_word_embeddings"), **head),
         max_positions=count(hf, "max_position_embeddings"),
         tensors=tensors,
     )
 
 
-def read_norm(hf: Mapping[str, Any]) -> Norm:
-    """Read the norm that a model has everywhere."""
-    return Norm(number(hf, "rms_norm_eps", 1e-6, 1e-30, 1))
+def read_norm(hf: Mapping[str, Any], key: str = "rms_norm_eps", default: float = 1e-6, **own: Any) -> Norm:
+    """Read the norm that a model has everywhere; `own` has the other fields."""
+    return Norm(number(hf, key, default, 1e-30, 1), **own)
 
 
-def read_mlp(hf: Mapping[str, Any], bias: bool = False) -> Mlp:
-    """Read the feed-forward block. Raises ModelError for another activation than SiLU."""
-    if hf.get("hidden_act") not in (None, "silu", "swish"):
+def read_mlp(hf: Mapping[str, Any], *, key: str = "hidden_act", **own: Any) -> Mlp:
+    """Read the feed-forward block; `own` has the other fields. key: the entry of the activation.
+
+    Raises ModelError for an activation that is not implemented.
+    """
+    name = hf.get(key) or "silu"
+    if not isinstance(name, str) or name not in ACTIVATIONS:
         raise ModelError(
-            f"config.json asks for hidden_act={show(hf['hidden_act'])}; only 'silu' is implemented",
+            f"config.json asks for {key}={show(name)}; only {', '.join(ACTIVATIONS)} are implemented",
             "use a checkpoint of one of the supported families.",
         )
-    return Mlp(count(hf, "intermediate_size"), bias)
+    return Mlp(count(hf, "intermediate_size"), activation=ACTIVATIONS[name], **own)
 
 
 def read_attention(hf: Mapping[str, Any], **own: Any) -> Attention:
-    """Read the heads and their rotary positions; `own` has the other fields."""
+    """Read the heads, and their rotary positions unless `own` has them; `own` has the other fields."""
+    from speculant.models.rope_config import read_rope  # which imports this module
+
     heads = count(hf, "num_attention_heads")
+    if "rope" not in own:
+        own["rope"] = read_rope(hf, count(hf, "max_position_embeddings"))
     return Attention(
         heads=heads,
         kv_heads=count(hf, "num_key_value_heads", heads),
         head_dim=count(hf, "head_dim", count(hf, "hidden_size") // heads, MOST_HEAD_DIM),
-        rope=read_rope(hf, count(hf, "max_position_embeddings")),
         **own,
     )
 
 
 def windowed(layer: Layer, windows: Sequence[int | None]) -> list[Layer]:
     """Return a layer for each of these sliding windows, None = full attention; they differ in nothing else."""
-    made = {
-        window: replace(layer, attention=replace(layer.attention, window=window)) for window in dict.fromkeys(windows)
-    }
-    return [made[window] for window in windows]
+    return layers_of(windows, lambda window: replace(layer, attention=replace(layer.attention, window=window)))
 
 
-_ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "factors")
+def layers_of(kinds: Sequence[Kind], make: Callable[[Kind], Layer]) -> list[Layer]:
+    """Return a layer of each of these kinds; layers of one kind are the same object."""
+    made = {kind: make(kind) for kind in dict.fromkeys(kinds)}
+    return [made[kind] for kind in kinds]
 
 
-def read_rope(hf: Mapping[str, Any], max_positions: int) -> Rope:
-    """Read the rotary settings, in the old form (rope_theta, rope_scaling) or the new (rope_parameters).
-
-    With both, rope_scaling replaces rope_parameters, as in transformers 5.
-    """
-    scaling = _rope_settings(hf)
-    kind = _first((scaling.get("rope_type"), scaling.get("type"), "default"))
-    partial = _first((scaling.get("partial_rotary_factor"), hf.get("partial_rotary_factor"), 1.0))
-    if kind not in _ROPE_KINDS or partial != 1.0 or any(isinstance(v, dict) for v in scaling.values()):
-        raise ModelError(
-            "config.json asks for rotary settings that are not implemented:"
-            f" {show(scaling)}, over {show(partial)} of each head",
-            f"use a checkpoint with one rope_type for all layers ({', '.join(_ROPE_KINDS)}) over whole heads.",
-        )
-    return Rope(
-        theta=number(
-            scaling if scaling.get("rope_theta") is not None else hf, "rope_theta", 10000.0, 1 / MOST_THETA, MOST_THETA
-        ),
-        kind=kind,
-        original_max_positions=_original_positions(hf, scaling, max_positions) if kind == "llama3" else max_positions,
-        factors=_pair_factors(scaling) if kind == "factors" else (),
-        **_rope_factors(scaling, kind),
-    )
+def count_layers(hf: Mapping[str, Any]) -> int:
+    """Return the number of layers."""
+    return count(hf, "num_hidden_layers", most=MOST_LAYERS)
 
 
-def _first(values: Iterable[Any]) -> Any:
-    """Return the first value that is not null."""
-    return next(value for value in values if value is not None)
+FULL, SLIDING = "full_attention", "sliding_attention"  # the kinds of layers
 
 
-def _rope_settings(hf: Mapping[str, Any]) -> Mapping[str, Any]:
-    given = {key: hf.get(key) for key in ("rope_scaling", "rope_parameters")}
-    for key, value in given.items():
-        if value is not None and not isinstance(value, dict):
-            raise ModelError(f"config.json has {key} = {show(value)}, not an object", "correct config.json.")
-    return given["rope_scaling"] or given["rope_parameters"] or {}
-
-
-def _original_positions(hf: Mapping[str, Any], scaling: Mapping[str, Any], max_positions: int) -> int:
-    """Return the context length before llama3 scaling."""
-    key = "original_max_position_embeddings"
-    return count(hf if hf.get(key) is not None else scaling, key, max_positions)
-
-
-def _pair_factors(scaling: Mapping[str, Any]) -> tuple[float, ...]:
-    """Return the divisor of each pair's frequency. Only heads that were trained here have the entry `factors`."""
-    given = scaling.get("factors")
-    if not isinstance(given, list) or not given:
-        raise ModelError(f"config.json has rope scaling 'factors' = {show(given)}, not a list", "correct config.json.")
-    return tuple(number({"factors": each}, "factors", None, 1 / MOST_FACTOR, MOST_FACTOR) for each in given)
-
-
-def _rope_factors(scaling: Mapping[str, Any], kind: str) -> dict[str, float]:
-    names = {"linear": ("factor",), "dynamic": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}
-    missing = [name for name in names.get(kind, ()) if scaling.get(name) is None]
-    if missing:
-        raise ModelError(f"config.json has rope scaling {kind!r} without {', '.join(missing)}", "correct config.json.")
-    factors = {name: number(scaling, name, None, 1 / MOST_FACTOR, MOST_FACTOR) for name in names.get(kind, ())}
-    if kind == "llama3" and factors["low_freq_factor"] >= factors["high_freq_factor"]:
-        raise ModelError(
-            f"config.json has low_freq_factor = {factors['low_freq_factor']:g}, not below"
-            f" high_freq_factor = {factors['high_freq_factor']:g}",
-            "correct config.json.",
-        )
-    return factors
-
-
-_LAYER_TYPES = ("full_attention", "sliding_attention")
-
-
-def read_windows(hf: Mapping[str, Any]) -> tuple[int | None, ...]:
-    """Read Qwen's windows: by layer_types, else for the layers from max_window_layers on."""
-    layers = count(hf, "num_hidden_layers")
-    size = window(hf) if flag(hf, "use_sliding_window") else None
-    if size is None:
-        return (None,) * layers
-    kinds = hf.get("layer_types")
+def read_layer_types(hf: Mapping[str, Any], full: Callable[[int], bool]) -> list[str]:
+    """Read the kind of each layer. full: whether a layer has full attention if config.json does not list them."""
+    layers, kinds = count_layers(hf), hf.get("layer_types")
     if kinds is None or kinds == []:
-        first = _first_window(hf)
-        return (None,) * min(first, layers) + (size,) * max(layers - first, 0)
-    if not isinstance(kinds, list) or any(kind not in _LAYER_TYPES for kind in kinds):
+        return [FULL if full(index) else SLIDING for index in range(layers)]
+    if not isinstance(kinds, list) or any(kind not in (FULL, SLIDING) for kind in kinds):
         raise ModelError(
             f"config.json has layer_types = {show(kinds)}",
-            f"list one of these for each layer: {', '.join(_LAYER_TYPES)}.",
+            f"list one of these for each layer: {FULL}, {SLIDING}.",
         )
     if len(kinds) != layers:
         raise ModelError(
             f"config.json has {len(kinds)} layer_types for {layers} layers",
             "check layer_types and num_hidden_layers in config.json.",
         )
-    return tuple(size if kind == "sliding_attention" else None for kind in kinds)
+    return kinds
+
+
+def read_windows(hf: Mapping[str, Any]) -> tuple[int | None, ...]:
+    """Read Qwen's windows: by layer_types, else for the layers from max_window_layers on."""
+    size = window(hf) if flag(hf, "use_sliding_window") else None
+    if size is None:
+        return (None,) * count_layers(hf)
+    first = 0 if hf.get("layer_types") else _first_window(hf)
+    kinds = read_layer_types(hf, lambda index: index < first)
+    return tuple(size if kind == SLIDING else None for kind in kinds)
 
 
 def _first_window(hf: Mapping[str, Any]) -> int:
@@ -204,12 +194,27 @@ def number(hf: Mapping[str, Any], key: str, default: float | None, least: float,
     return float(value)
 
 
-def flag(hf: Mapping[str, Any], key: str) -> bool:
-    """Return a truth value; an absent or null entry is False."""
-    value = hf.get(key)
+def optional_number(hf: Mapping[str, Any], key: str) -> float | None:
+    """Return a positive number; None for an absent or null entry."""
+    return None if hf.get(key) is None else number(hf, key, None, *POSITIVE)
+
+
+def flag(hf: Mapping[str, Any], key: str, default: bool = False) -> bool:
+    """Return a truth value; `default` replaces an absent or null entry."""
+    value = default if hf.get(key) is None else hf[key]
     if value is not None and not isinstance(value, bool):
         raise _wrong(key, value, "true or false")
     return bool(value)
+
+
+def check_unset(hf: Mapping[str, Any], *keys: str) -> None:
+    """Raise ModelError if one of these entries is set: it asks for arithmetic that is not implemented."""
+    for key in keys:
+        if hf.get(key):
+            raise ModelError(
+                f"config.json has {key} = {show(hf[key])}, which is not implemented",
+                "use a checkpoint without it, or another engine.",
+            )
 
 
 def window(hf: Mapping[str, Any]) -> int | None:

@@ -25,21 +25,25 @@ NORMS = ("rms", "layer")
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary positions of base `theta`, scaled by `kind` with the checkpoint's factors.
+    """Rotary positions of base `theta`.
 
-    dims: how many dimensions of each head are rotated, its first ones; None = all. Dimension i is paired with
-    i + dims / 2. scale: the factor of cosines and sines.
+    kind: default, factors or dynamic. factors: the divisor of each pair's frequency, inf = the pair is not rotated.
+    long_factors: those of a text of more than `original_max_positions` tokens, for all of its positions; () = the
+    same. factor: of dynamic scaling, which begins beyond `original_max_positions`. dims: how many dimensions of each
+    head are rotated, its first ones; None = all. Dimension i is paired with i + dims / 2. scale: the factor of cosines
+    and sines. query_beta: queries at position p are multiplied by
+    1 + query_beta * log(1 + floor(p / original_max_positions)).
     """
 
     theta: float
-    kind: str = "default"  # default, linear, dynamic, llama3, factors
+    kind: str = "default"
     factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_positions: int = 0
-    factors: tuple[float, ...] = ()  # of kind "factors": the divisor of each pair's frequency
+    original_max_positions: int = 0  # of those that need it
+    factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
     dims: int | None = None
     scale: float = 1.0
+    query_beta: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -96,12 +100,13 @@ class Attention:
                 " rotated in pairs",
                 "check head_dim, hidden_size, num_attention_heads and the rotary settings in config.json.",
             )
-        if rope.kind == "factors" and 2 * len(rope.factors) != rotated:
-            raise ModelError(
-                f"there are {len(rope.factors)} factors of rotary positions, not one for each pair of the"
-                f" {rotated} rotated dimensions of a head",
-                "use the factors that belong to this model.",
-            )
+        for factors in (rope.factors, rope.long_factors):
+            if factors and 2 * len(factors) != rotated:
+                raise ModelError(
+                    f"there are {len(factors)} factors of rotary positions, not one for each pair of the"
+                    f" {rotated} rotated dimensions of a head",
+                    "use the factors that belong to this model.",
+                )
         if rope.kind == "dynamic" and rotated == 2:
             raise ModelError(
                 "config.json asks for dynamic rope scaling of 2 dimensions of each head, for which it is not defined",
@@ -119,6 +124,11 @@ class Attention:
     def score_scale(self) -> float:
         """The factor of scores."""
         return self.head_dim**-0.5 if self.scale is None else self.scale
+
+    @property
+    def normed_sizes(self) -> tuple[int, int]:
+        """The widths that the norms of queries and of keys have."""
+        return (self.query_size, self.key_size) if self.norm_all_heads else (self.head_dim, self.head_dim)
 
     @property
     def groups(self) -> int:

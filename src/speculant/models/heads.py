@@ -25,8 +25,7 @@ from speculant.cache.base import CacheShape, KVCache, KVStorage
 from speculant.models.base import Batch, CausalLM, Chain, Hidden, ModelNeeds
 from speculant.models.description import DecoderConfig, Layer
 from speculant.models.reference.attention import Attend, StoredKeys
-from speculant.models.reference.decoder import DecoderLayer, RMSNorm, spread
-from speculant.models.reference.rotary import Rotary
+from speculant.models.reference.decoder import DecoderLayer, NormLayer, rotaries, spread
 from speculant.models.weights.source import WeightSource, read_plain
 
 logger = logging.getLogger(__name__)
@@ -130,12 +129,12 @@ class HeadDecoder(nn.Module):
         if config.entry is StateEntry.INPUT:
             self.fc = nn.Linear(2 * hidden, hidden, bias=config.fc_bias)
         else:
-            self.hidden_norm, self.norm = RMSNorm(hidden, own.norm), RMSNorm(hidden, own.norm)
+            self.hidden_norm, self.norm = NormLayer(hidden, own.norm), NormLayer(hidden, own.norm)
         if config.own_table:
             self.embed_tokens = nn.Parameter(torch.zeros(own.vocab_size, hidden))
         if config.own_head:
             self.lm_head = nn.Linear(hidden, len(own.head.tokens) or own.vocab_size, bias=False)
-        self._rotary = Rotary(own.attention.rope, own.attention.head_dim)
+        self._rotaries = rotaries(own)
 
     @property
     def vocab_size(self) -> int:
@@ -175,7 +174,7 @@ class HeadDecoder(nn.Module):
 
     def states(self, embedded: Tensor, hidden: Tensor, positions: Tensor, attend: Attend) -> Hidden:
         """Run the layers over embeddings and states [..., n, hidden] of rows at positions [n]."""
-        angles = self._rotary.angles(positions, embedded.dtype)
+        angles = {rope: rotary.angles(positions, embedded.dtype) for rope, rotary in self._rotaries.items()}
         first, *others = cast(list[DecoderLayer], self.layers)
         if self.config.entry is StateEntry.INPUT:
             x: Tensor = self.fc(torch.cat((embedded, hidden), dim=-1))

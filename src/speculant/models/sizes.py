@@ -1,16 +1,20 @@
 """The cost model: a decoder's tensors, and the sizes of its passes and of its cache, from its description alone.
 
-A model's tensors have the names that Llama's checkpoints have, in every family: see `TensorMap` for other names.
+A model's tensors have the same names in every family: those of Llama's checkpoints, and for tensors that Llama does not
+have, names of our own. `TensorMap` has the names in the files.
 """
 
 from __future__ import annotations
 
 import math
 
-from speculant.models.description import Attention, DecoderConfig, Layer, Mlp
+from speculant.models.description import Attention, DecoderConfig, Layer, Mlp, Norm
 
 TABLE, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+POSITIONS = "model.embed_positions.weight"
 LAYER = "model.layers.{}."  # begins the names of a layer's tensors
+BEFORE_ATTENTION, BEFORE_MLP = "input_layernorm", "post_attention_layernorm"  # norms of a layer
+AFTER_ATTENTION, AFTER_MLP = "attention_output_norm", "mlp_output_norm"
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -19,9 +23,11 @@ def tensor_shapes(config: DecoderConfig) -> Shapes:
     """Return the shape of each tensor of a model. A tied head has none of its own."""
     hidden = config.hidden_size
     found: Shapes = {TABLE: (config.vocab_size, hidden)}
+    if config.embedding.positions:
+        found[POSITIONS] = (config.embedding.positions, hidden)
     for index, layer in enumerate(config.layers):
         found |= {LAYER.format(index) + name: shape for name, shape in _layer(layer, hidden).items()}
-    found[NORM] = (hidden,)
+    found |= _norm(NORM.removesuffix(".weight"), config.norm, hidden)
     if not config.head.tied:
         found[HEAD] = (len(config.head.tokens) or config.vocab_size, hidden)
     return found
@@ -60,12 +66,27 @@ def activations(config: DecoderConfig) -> dict[str, int]:
     }
 
 
+def layer_norms(layer: Layer) -> dict[str, Norm]:
+    """Return the norms that a layer has on the residual stream's width, by the names of their modules."""
+    found = {
+        BEFORE_ATTENTION: layer.before_attention,
+        AFTER_ATTENTION: layer.after_attention,
+        BEFORE_MLP: layer.before_mlp,
+        AFTER_MLP: layer.after_mlp,
+    }
+    return {name: norm for name, norm in found.items() if norm}
+
+
 def _layer(layer: Layer, hidden: int) -> Shapes:
     """Return a layer's tensors."""
     found = _attention(layer.attention, hidden) | _mlp(layer.mlp, hidden)
-    if layer.before_attention:
-        found["input_layernorm.weight"] = (hidden,)
-    return found | {"post_attention_layernorm.weight": (hidden,)}
+    for name, norm in layer_norms(layer).items():
+        found |= _norm(name, norm, hidden)
+    return found
+
+
+def _norm(name: str, norm: Norm, width: int) -> Shapes:
+    return {f"{name}.{kind}": (width,) for kind in ("weight", *(["bias"] if norm.bias else []))}
 
 
 def _attention(of: Attention, hidden: int) -> Shapes:
@@ -76,14 +97,19 @@ def _attention(of: Attention, hidden: int) -> Shapes:
             found[f"self_attn.{name}_proj.bias"] = (size,)
     if of.output_bias:
         found["self_attn.o_proj.bias"] = (hidden,)
-    return found | ({f"self_attn.{name}_norm.weight": (of.head_dim,) for name in "qk"} if of.qk_norm else {})
+    if of.sinks:
+        found["self_attn.sinks"] = (of.heads,)
+    if of.qk_norm:
+        for name, size in zip("qk", of.normed_sizes, strict=True):
+            found |= _norm(f"self_attn.{name}_norm", of.qk_norm, size)
+    return found
 
 
 def _mlp(of: Mlp, hidden: int) -> Shapes:
-    found: Shapes = {f"mlp.{name}_proj.weight": (of.size, hidden) for name in ("gate", "up")}
+    inner = ("gate", "up") if of.gated else ("up",)
+    found: Shapes = {f"mlp.{name}_proj.weight": (of.size, hidden) for name in inner}
     found["mlp.down_proj.weight"] = (hidden, of.size)
     if of.bias:
-        found |= {
-            f"mlp.{name}_proj.bias": (size,) for name, size in (("gate", of.size), ("up", of.size), ("down", hidden))
-        }
+        found |= {f"mlp.{name}_proj.bias": (of.size,) for name in inner}
+        found["mlp.down_proj.bias"] = (hidden,)
     return found

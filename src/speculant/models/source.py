@@ -10,6 +10,7 @@ from typing import Any
 from speculant.errors import ModelError
 from speculant.files import read_json, read_optional_json
 from speculant.gguf_file import SUFFIX, GgufFile, is_gguf, parts_of
+from speculant.models.config import text_config
 from speculant.models.gguf import read_gguf_config
 
 _DEMO = Path(__file__).parents[1] / "assets" / "demo"
@@ -72,12 +73,14 @@ def resolve_tokenizer(source: str, revision: str | None = None, download_dir: st
 
 def read_model_config(place: Path) -> dict[str, Any]:
     """Return config.json of a folder, or the metadata of a GGUF file in its keys. Raises ModelError."""
-    return read_json(place / "config.json") if place.is_dir() else read_gguf_config(GgufFile.open(place))
+    if place.is_dir():
+        return text_config(read_json(place / "config.json"))
+    return read_gguf_config(GgufFile.open(place))
 
 
 def read_optional_config(place: Path) -> dict[str, Any]:
     """Return the same as `read_model_config`, but nothing for a folder without config.json."""
-    return read_optional_json(place / "config.json") if place.is_dir() else read_model_config(place)
+    return text_config(read_optional_json(place / "config.json")) if place.is_dir() else read_model_config(place)
 
 
 def embedded_heads() -> list[str]:

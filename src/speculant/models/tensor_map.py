@@ -1,15 +1,20 @@
-"""Where a checkpoint's files hold a model's tensors, and how each is made from what is stored."""
+"""Where a checkpoint's files hold a model's tensors, and how each is made from what is stored.
+
+An `Expression` is the name of a stored tensor, or an operation on an expression, as in Rows(Transposed("c_attn"), ...).
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from types import MappingProxyType
 
 import numpy as np
 
 _NUMBER = re.compile(r"(?<=\.)[0-9]+(?=\.)", re.ASCII)  # of a layer or an expert
+_KINDS = ("weight", "bias")
 
 Shape = tuple[int, ...]
 
@@ -21,64 +26,80 @@ class Unpaired:
     In the model, the first row of each pair is in the first half of its head, and the second row in the other half.
     """
 
-    name: str
+    of: Expression
     heads: int
 
     def stored_shape(self, shape: Shape) -> Shape:
-        """Return the stored tensor's shape, from the model tensor's."""
+        """Return the shape of what it is made from, from its own."""
         return shape
 
-    def rows(self, count: int) -> Sequence[int]:
+    def rows(self, count: int) -> list[int]:
         """Return the index of the stored row for each of the model tensor's `count` rows."""
-        return np.arange(count).reshape(self.heads, -1, 2).swapaxes(1, 2).ravel().tolist()
+        found: list[int] = np.arange(count).reshape(self.heads, -1, 2).swapaxes(1, 2).ravel().tolist()
+        return found
 
 
 @dataclass(frozen=True)
 class Rows:
     """Rows of a stored tensor that holds several tensors: of each `period` rows, `size` from `first` on."""
 
-    name: str
+    of: Expression
     first: int
     size: int
     period: int
 
     def stored_shape(self, shape: Shape) -> Shape:
-        """Return the stored tensor's shape, from the model tensor's."""
+        """Return the shape of what it is made from, from its own."""
         return (shape[0] // self.size * self.period, *shape[1:])
 
-    def rows(self, count: int) -> Sequence[int]:
+    def rows(self, count: int) -> list[int]:
         """Return the index of the stored row for each of the model tensor's `count` rows."""
         periods = np.arange(count // self.size)[:, None] * self.period
-        return (periods + self.first + np.arange(self.size)).ravel().tolist()
+        found: list[int] = (periods + self.first + np.arange(self.size)).ravel().tolist()
+        return found
 
 
 @dataclass(frozen=True)
 class Transposed:
-    """A stored matrix whose columns are the model's rows. part: those that it consists of; None = all."""
+    """A stored matrix whose columns are the model's rows. A vector stays as it is."""
 
-    name: str
-    part: Rows | None = None
+    of: Expression
 
     def stored_shape(self, shape: Shape) -> Shape:
-        """Return the stored tensor's shape, from the model tensor's."""
-        return (self.part.stored_shape(shape) if self.part else shape)[::-1]
+        """Return the shape of what it is made from, from its own."""
+        return shape[::-1]
 
 
 @dataclass(frozen=True)
 class Plus:
     """A stored tensor to which a number is added."""
 
-    name: str
+    of: Expression
     number: float
 
     def stored_shape(self, shape: Shape) -> Shape:
-        """Return the stored tensor's shape, from the model tensor's."""
+        """Return the shape of what it is made from, from its own."""
         return shape
 
 
-# How a model's tensor is made: the name of a stored tensor, which is taken as it is, or an operation on one.
+# How a model's tensor is made: the name of a stored tensor, which is taken as it is, or an operation.
 Operation = Unpaired | Rows | Transposed | Plus
 Expression = str | Operation
+
+
+def stored_name(made: Expression) -> str:
+    """Return the name of the stored tensor that an expression reads."""
+    return made if isinstance(made, str) else stored_name(made.of)
+
+
+def with_name(made: Expression, rename: Callable[[str], str]) -> Expression:
+    """Return an expression that reads a tensor of another name."""
+    return rename(made) if isinstance(made, str) else replace(made, of=with_name(made.of, rename))
+
+
+def stored_shape(made: Expression, shape: Shape) -> Shape:
+    """Return the shape of the stored tensor that an expression reads, from the shape of its result."""
+    return shape if isinstance(made, str) else stored_shape(made.of, made.stored_shape(shape))
 
 
 @dataclass(frozen=True)
@@ -86,12 +107,10 @@ class TensorMap:
     """Where the files hold a model's tensors.
 
     names: pairs of a tensor of the model (see `models/sizes.py`) and the expression for it, for those that are not
-    stored under the model's own names; {} stands for a number, such as that of a layer. prefix: begins the stored names
-    of all tensors.
+    stored under the model's own names; {} stands for a number, such as that of a layer.
     """
 
     names: tuple[tuple[str, Expression], ...] = ()
-    prefix: str = ""
 
     @cached_property
     def _made(self) -> dict[str, Expression]:
@@ -101,19 +120,27 @@ class TensorMap:
         """Return how a tensor is made."""
         numbers = _NUMBER.findall(name)
         made = self._made.get(name) or self._made.get(_NUMBER.sub("{}", name), name)
-        if isinstance(made, str):
-            return self.prefix + made.format(*numbers)
-        return replace(made, name=self.prefix + made.name.format(*numbers))
+        return with_name(made, lambda stored: stored.format(*numbers))
 
     def stored(self, name: str) -> str:
         """Return the files' name of a tensor."""
-        made = self.expression(name)
-        return made if isinstance(made, str) else made.name
-
-    def stored_shape(self, name: str, shape: Shape) -> Shape:
-        """Return the shape of the stored tensor that a tensor of a shape is made from."""
-        made = self.expression(name)
-        return shape if isinstance(made, str) else made.stored_shape(shape)
+        return stored_name(self.expression(name))
 
 
 SAME_NAMES = TensorMap()
+
+
+def map_modules(
+    own: str, stored: str, layer: Mapping[str, Expression], outside: Mapping[str, Expression] = MappingProxyType({})
+) -> TensorMap:
+    """Return the map for modules, each with a weight and perhaps a bias, that are stored under other names.
+
+    own, stored: the beginning of the names of a layer's tensors, in the model and in the files, such as
+    "model.layers.{}.". layer: expressions for the modules of a layer; outside: for modules outside of layers.
+    """
+    pairs = [(own + name, with_name(made, lambda part: stored + part)) for name, made in layer.items()]
+    pairs += outside.items()
+    return TensorMap(tuple(
+        (f"{name}.{kind}", with_name(made, lambda module, kind=kind: f"{module}.{kind}"))  # type: ignore[misc]
+        for name, made in pairs for kind in _KINDS
+    ))  # fmt: skip

@@ -45,6 +45,14 @@ LLAMA3 = {
 }
 SLIDING = {"use_sliding_window": True, "sliding_window": 6}
 
+FULL, SLIDES = "full_attention", "sliding_attention"
+GEMMA = {"head_dim": 8, "query_pre_attn_scalar": 12}
+SCALED = {"rope_theta": 1000.0, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+PADDED = {"pad_token_id": 0}  # theirs are beyond the small vocabulary
+MULTIPLIED = {
+    "embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.4, "logits_scaling": 0.5,
+}  # fmt: skip
+
 # A family without an entry is tested in its default shape. transformers knows most model types, and is the oracle.
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "llama": {
@@ -73,6 +81,62 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "plain": {"head_dim": 16},
         "tied": {"head_dim": 8, "tie_word_embeddings": True, "attention_bias": True},
         "windows": {"head_dim": 16, **SLIDING, "max_window_layers": 2},
+    },
+    "gemma2": {
+        "plain": {**GEMMA, "sliding_window": 6},
+        "untied": {**GEMMA, "sliding_window": 200, "tie_word_embeddings": False, "num_key_value_heads": 1},
+        "no caps": {**GEMMA, "attn_logit_softcapping": None, "final_logit_softcapping": None, "attention_bias": True},
+    },
+    "gemma3_text": {
+        "plain": {**GEMMA, "sliding_window": 6, "layer_types": [SLIDES, FULL, SLIDES]},
+        "old": {**GEMMA, "sliding_window": 5, "sliding_window_pattern": 3, "rope_local_base_freq": 100.0, **SCALED},
+        "capped": {**GEMMA, "sliding_window": 7, "final_logit_softcapping": 5.0, "attention_bias": True},
+    },
+    "phi3": {
+        "plain": {**PADDED, "sliding_window": None},
+        "mini": {
+            **PADDED,
+            "sliding_window": 6,
+            "partial_rotary_factor": 0.5,
+            "tie_word_embeddings": True,
+            "head_dim": 8,
+        },
+        "one key": {**PADDED, "num_key_value_heads": 1},
+    },
+    "smollm3": {
+        "plain": {**PADDED, "num_hidden_layers": 5},
+        "listed": {**PADDED, "no_rope_layers": [1, 0, 1], **SLIDING, "tie_word_embeddings": False},
+        "biases": {**PADDED, "no_rope_layer_interval": 2, "attention_bias": True, "mlp_bias": True},
+    },
+    "granite": {
+        "plain": {**PADDED, **MULTIPLIED},
+        "tied": {**PADDED, **MULTIPLIED, "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
+    },
+    "olmo2": {"plain": {}, "biases": {"attention_bias": True, "num_key_value_heads": 4, "tie_word_embeddings": True}},
+    "olmo3": {
+        "plain": {"sliding_window": 6, "num_hidden_layers": 5},
+        "listed": {"sliding_window": 1, "layer_types": [FULL, SLIDES, FULL], "tie_word_embeddings": True},
+    },
+    "ministral3": {
+        "plain": {"head_dim": 8},
+        "tied": {"head_dim": 12, "sliding_window": 6, "tie_word_embeddings": True},
+    },
+    "starcoder2": {
+        "plain": {"sliding_window": 6},
+        "untied": {"use_bias": False, "tie_word_embeddings": False, "num_key_value_heads": 1},
+    },
+    "gpt2": {
+        "plain": {"n_inner": 40},
+        "untied": {"tie_word_embeddings": False, "scale_attn_weights": False, "activation_function": "gelu"},
+    },
+    "gpt_neox": {
+        "pythia": {},
+        "serial": {"use_parallel_residual": False, "rotary_pct": 1.0, "tie_word_embeddings": True},
+        "unbiased": {"attention_bias": False, "rotary_pct": 0.5, "hidden_act": "relu"},
+    },
+    "opt": {
+        "plain": {**PADDED, "ffn_dim": 40},
+        "untied": {**PADDED, "ffn_dim": 40, "enable_bias": False, "tie_word_embeddings": False},
     },
 }
 

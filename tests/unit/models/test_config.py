@@ -11,10 +11,10 @@ import torch
 from transformers import LlamaConfig
 
 from speculant.errors import ModelError
-from speculant.lab.training.heads.rounds import rope_scaling
 from speculant.models.description import Rope
 from speculant.models.families import llama, mistral, qwen2, qwen3
 from speculant.models.reference.rotary import Rotary
+from speculant.models.rope_config import rope_entries
 from tests.unit.models.families import LLAMA3, SMALL
 
 
@@ -49,8 +49,10 @@ def test_rope_scaling_replaces_rope_parameters(parameters: dict[str, Any], scali
     both = {"rope_theta": 3e4, "rope_parameters": parameters, "rope_scaling": scaling}
     theirs = LlamaConfig(**copy.deepcopy({**SMALL, **both})).rope_parameters
     ours = llama.read_config({**SMALL, "model_type": "llama", **both}).attention.rope
-    expected = theirs["rope_type"], theirs["rope_theta"], theirs.get("factor", 1.0)
-    assert (ours.kind, ours.theta, ours.factor) == expected
+    kinds = {"default": (), "linear": (4.0,) * 4}
+    assert ours.theta == theirs["rope_theta"]
+    assert ours.factors == kinds.get(theirs["rope_type"], ours.factors)
+    assert bool(ours.factors) == (theirs["rope_type"] != "default")
 
 
 @pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
@@ -143,4 +145,4 @@ def test_factors_of_pairs_give_the_same_angles(scaling: dict[str, Any] | None) -
     positions = torch.arange(64)
     for ours, expected in zip(*(Rotary(each, 8).angles(positions, torch.float32) for each in (own, rope)), strict=True):
         torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
-    assert llama.read_config({**hf, "rope_theta": theta, **rope_scaling(own)}).attention.rope == own
+    assert llama.read_config({**hf, **rope_entries(own)}).attention.rope == own

@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from speculant.errors import ModelError
-from speculant.models.description import Rope
-from speculant.models.tensor_map import TensorMap
 from speculant.models.reference.decoder import Decoder
 from speculant.models.sizes import matrix_weights, parameters, tensor_shapes, values_per_position
+from speculant.models.tensor_map import TensorMap
 from tests.descriptions import describe
 
 DESCRIPTIONS: dict[str, dict[str, Any]] = {

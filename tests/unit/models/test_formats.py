@@ -109,7 +109,7 @@ def test_null_sizes_are_those_of_transformers(family: str, key: str) -> None:
     assert ours.kv_heads == theirs.num_key_value_heads
     assert ours.head_dim == (getattr(theirs, "head_dim", None) or 8)
     assert ours.rope.theta == theirs.rope_parameters["rope_theta"]
-    assert ours.rope.kind == theirs.rope_parameters["rope_type"]
+    assert theirs.rope_parameters["rope_type"] == ours.rope.kind
 
 
 @pytest.mark.parametrize(

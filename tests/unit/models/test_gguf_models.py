@@ -17,9 +17,9 @@ from speculant import plugins
 from speculant.errors import ConfigError, ModelError
 from speculant.gguf_file import GgufFile
 from speculant.kernels.native import BLOCK_TYPES
-from speculant.models.tensor_map import TensorMap, Unpaired
 from speculant.models.gguf import NEUTRAL, GgufFamily, read_gguf_config
 from speculant.models.sizes import HEAD, TABLE
+from speculant.models.tensor_map import TensorMap, Unpaired
 from speculant.models.vocabulary import DraftVocabulary, Substituted
 from speculant.models.weights.gguf import GgufWeights
 from speculant.models.weights.load import Checkpoint, load_model

@@ -78,7 +78,7 @@ def inflate(source: Path, folder: Path, shape: Shape, noise: float = 0.0) -> Non
     hf = read_json(source / "config.json")
     _check_family(hf)
     weights, decoder = TensorFiles.open(source), read_config(hf)
-    check_layers(weights, hf)
+    check_layers(weights, decoder.num_layers)
     check_tensors(weights, decoder)
     enlargement = Enlargement(decoder_shape(decoder), shape, decoder.attention.head_dim, weights.common_dtype())
     model = _Inflation(NoisyFiles(weights, noise), enlargement, decoder.head.tied)

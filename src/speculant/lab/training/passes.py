@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from speculant.kernels.reference import attend
 from speculant.models.description import Attention
 from speculant.models.reference.decoder import Decoder
 from speculant.models.weights.load import load_model
@@ -30,7 +31,7 @@ def hidden_states(model: Decoder, tokens: Tensor) -> Tensor:
 
 def states_of_layers(model: Decoder, tokens: Tensor, layers: Sequence[int]) -> list[Tensor]:
     """Return the states [B, n, hidden] of such sequences, for layers as `DrafterNeeds.hidden_layers` counts them."""
-    found, embedded = dict[int, Tensor](), model.model.embed_tokens(tokens)
+    found, embedded = dict[int, Tensor](), model.look_up(tokens)
     for index, x in enumerate(model.states(embedded, torch.arange(tokens.shape[1]), attend_causally)):
         if index in layers:
             found[index] = x
@@ -38,19 +39,30 @@ def states_of_layers(model: Decoder, tokens: Tensor, layers: Sequence[int]) -> l
     return [found[layer] for layer in layers]
 
 
-def attend_causally(layer: int, of: Attention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+def attend_causally(
+    layer: int, of: Attention, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
+) -> Tensor:
     """See `Attend`: rows [B, n, heads, dim] see themselves and those before them in their sequence."""
     positions, window = torch.arange(query.shape[1]), of.window
     mask = within_window(positions, positions, window) if window and window < len(positions) else None
-    return attend_masked(query, key, value, mask)
+    return attend_masked(of, query, key, value, mask, sinks)
 
 
-def attend_masked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+def attend_masked(
+    of: Attention, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sinks: Tensor | None
+) -> Tensor:
     """Attend with queries [B, r, heads, dim] to k keys; mask [r, k]: which ones a row sees, None = causal attention."""
     query, key, value = (each.transpose(1, 2) for each in (query, key, value))
-    out = functional.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=True
-    )
+    if of.softcap is None and sinks is None:
+        out = functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=mask is None, scale=of.score_scale, enable_gqa=True
+        )
+    else:
+        seen = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool).tril() if mask is None else mask
+        hidden = torch.zeros(seen.shape).masked_fill(~seen, -torch.inf)
+        key, value = (each.repeat_interleave(of.groups, dim=1) for each in (key, value))
+        scores = None if sinks is None else sinks.view(-1, 1, 1)
+        out = attend(query, key, value, hidden, of.score_scale, of.softcap, scores)
     return out.transpose(1, 2)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from speculant.models.config import count, read_attention, read_decoder, read_mlp, read_norm, window
+from speculant.models.config import count_layers, read_attention, read_decoder, read_mlp, read_norm, window
 from speculant.models.description import DecoderConfig, Layer
 
 
@@ -14,4 +14,4 @@ def read_config(hf: Mapping[str, Any]) -> DecoderConfig:
     hf = {"num_key_value_heads": 8, **hf}  # null = as many as query heads
     attention, norm = read_attention(hf, window=window(hf)), read_norm(hf)
     layer = Layer(attention, read_mlp(hf), norm, norm)
-    return read_decoder(hf, [layer] * count(hf, "num_hidden_layers"))
+    return read_decoder(hf, [layer] * count_layers(hf))

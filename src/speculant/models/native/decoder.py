@@ -6,6 +6,7 @@ Chains whose noise is known in advance are drawn in one native call: passes, dis
 from __future__ import annotations
 
 import ctypes
+import weakref
 from array import array
 from collections.abc import Sequence
 from dataclasses import replace
@@ -44,10 +45,10 @@ from speculant.models.base import (
     known,
 )
 from speculant.models.description import DecoderConfig
+from speculant.models.native.angles import AngleTables, next_power
 from speculant.models.native.program import Buffers, NativeLinears, PackedDecoder, Program, embedding, linear
 from speculant.models.native.scratch import scratch_bytes
 from speculant.models.reference.decoder import spread
-from speculant.models.reference.rotary import Rotary
 from speculant.models.sizes import tensor_shapes
 from speculant.models.weights.cache import WeightStore
 from speculant.models.weights.reader import WeightReader, WeightTypes
@@ -93,7 +94,7 @@ class ChainRows:
             seq_id, own, num_positions = chain.request.seq_id, chain.input_tokens, chain.num_positions
             _, start, reserved, _, _ = cache.reserve(seq_id, num_positions)
             table, count = cache.table(seq_id), len(own)
-            segments += (len(tokens), count, start, count, -1, address(table))
+            segments += (len(tokens), count, start, count, -1, address(table), len(table))
             tokens += own
             positions += range(start, start + count)
             slots += reserved[:count]
@@ -173,7 +174,25 @@ class Drawn:
 if TYPE_CHECKING:
     from speculant.models.heads import HeadConfig
 
-FEWEST_ROWS, FEWEST_POSITIONS = 16, 256  # capacity at first
+FEWEST_ROWS = 16  # that the buffers have room for at first
+
+
+class LayerPointers:
+    """The addresses of each layer's keys and values in a storage."""
+
+    def __init__(self, num_layers: int) -> None:
+        self._num_layers = num_layers
+        self._storage: weakref.ref[KVStorage] | None = None  # of the addresses
+        self._keys, self._values = array("Q"), array("Q")
+
+    def point(self, on: Pass, storage: KVStorage) -> None:
+        """Let a pass point to a storage's layers."""
+        if self._storage is None or self._storage() is not storage:
+            layers = [storage.layer(layer) for layer in range(self._num_layers)]
+            self._keys = array("Q", [keys.data_ptr() for keys, _ in layers])
+            self._values = array("Q", [values.data_ptr() for _, values in layers])
+            self._storage = weakref.ref(storage)
+        on.keys, on.values = address(self._keys), address(self._values)
 
 
 class Layout(NamedTuple):
@@ -219,12 +238,11 @@ class NativeDecoder:
         self.cache_shape = CacheShape(config.num_layers, of.kv_heads, of.head_dim, dtype, cpu)
         self.vocab_size, self.max_positions = config.vocab_size, config.max_positions
         self.num_layers, self.hidden_size = config.num_layers, config.hidden_size
-        self._rotary = Rotary(of.rope, of.head_dim)
         self.kernels, self.packed = kernels, packed
         self._buffers, self._programs = Buffers(packed, FEWEST_ROWS), dict[tuple[int, ...], Program]()
-        self._head = linear(self.packed.head, None, None)
+        self._angles, self._layers = AngleTables(config), LayerPointers(config.num_layers)
+        self._head = linear(packed.head, None, None, factor=config.head.scale, softcap=config.head.softcap)
         self._head_tokens = torch.tensor(config.head.tokens, dtype=torch.int64) if config.head.tokens else None
-        self._cosines = self._sines = torch.empty(0)
         self._drawn: Drawn | None = None  # of the last draft
 
     @property
@@ -254,9 +272,9 @@ class NativeDecoder:
     @staticmethod
     def why_not(config: DecoderConfig) -> str | None:
         """Return why the kernels can't compute layers of these sizes, a model's or a head's; None if they can."""
-        of = config.attention
-        if of.head_dim > MOST_DIM or of.groups > MOST_GROUP:
-            return f"heads of {of.head_dim} in groups of {of.groups} are too large for them"
+        for of in dict.fromkeys(layer.attention for layer in config.layers):
+            if of.head_dim > MOST_DIM or of.groups > MOST_GROUP:
+                return f"heads of {of.head_dim} in groups of {of.groups} are too large for them"
         return None
 
     def attach(self, config: HeadConfig, weights: WeightSource) -> CausalLM:
@@ -280,7 +298,7 @@ class NativeDecoder:
         """See `CausalLM.embed`; float32."""
         check_tokens(tokens, self.vocab_size)
         tokens, out = tokens.long().contiguous(), torch.empty(len(tokens), self.hidden_size)
-        ops = (Op * 1)(embedding(self.packed.table, out))
+        ops = (Op * 1)(embedding(self.packed.table, out, self.packed.config.embedding.scale))
         self.kernels.run(ops, Pass(rows=len(tokens), tokens=tokens.data_ptr()))
         return out
 
@@ -316,22 +334,11 @@ class NativeDecoder:
     def _pass(self, storage: KVStorage, block_size: int, rows: int, end: int) -> Pass:
         """Make a pass over a storage with buffers for `rows` rows and angles for positions below `end`."""
         if rows > self._buffers.room:
-            self._buffers, self._programs = Buffers(self.packed, _next_power(rows)), {}
-        if end > self._cosines.shape[0]:
-            cosines, sines = self._rotary.angles(torch.arange(_next_power(end)), torch.float32)
-            half = cosines.shape[-1] // 2
-            self._cosines, self._sines = cosines[:, 0, :half].contiguous(), sines[:, 0, :half].contiguous()
-        layer = storage.layer(0)
-        keys, values = layer[0].data_ptr(), layer[1].data_ptr()
-        return Pass(
-            rows=rows,
-            block=block_size,
-            cosines=self._cosines.data_ptr(),
-            sines=self._sines.data_ptr(),
-            keys=keys,
-            values=values,
-            layer_stride=2 * (values - keys),  # order: keys and values of a layer, then those of the next
-        )
+            self._buffers, self._programs = Buffers(self.packed, next_power(rows)), {}
+        on = Pass(rows=rows, block=block_size, groups=1)
+        self._angles.point(on, end)
+        self._layers.point(on, storage)
+        return on
 
     def logits(self, hidden: Tensor) -> Tensor:
         """See `CausalLM.logits`; float32. Raises ValueError for rows of another width."""
@@ -387,14 +394,10 @@ def _segments(batch: Batch) -> tuple[array[int], array[int], int]:
         if own and not segment.is_chain:
             chain, tree = segment.num_committed, len(parents)
             parents += own
-        fields += (first, rows, start, chain, tree, address(table))
+        fields += (first, rows, start, chain, tree, address(table), len(table))
         first, end = first + rows, max(end, start + rows)
     return array("q", fields), array("q", parents), end
 
 
 def _by_limit(chain: Chain) -> int:
     return -chain.limit
-
-
-def _next_power(n: int) -> int:
-    return max(FEWEST_POSITIONS, 1 << (n - 1).bit_length())

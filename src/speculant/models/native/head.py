@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from speculant.cache.base import CacheShape, KVStorage
 from speculant.kernels.memory import Arena
 from speculant.kernels.native import Draft, Flag, Op, Weight
 from speculant.models.base import Batch, Chain, Hidden
+from speculant.models.description import DecoderConfig
 from speculant.models.heads import HeadConfig, StateEntry, head_cache_shape
 from speculant.models.native.decoder import NativeDecoder
 from speculant.models.native.program import (
@@ -24,6 +25,7 @@ from speculant.models.native.program import (
     embedding,
     linear,
     linears,
+    normalising,
 )
 from speculant.models.weights.reader import WeightReader, WeightTypes
 from speculant.models.weights.source import QuantizedBlocks, WeightSource, read_plain
@@ -90,18 +92,26 @@ class PackedHead:
         halves = [Half(weights, _double(config), index) for index in (0, 1)]
         of_e, of_h = (WeightReader(WeightTypes(half, dtype), kernels, arena) for half in halves)
         decoder = PackedDecoder(
-            config=own,
+            config=_with_parts_of(host.config, config),
             cache_type=host.cache_type,
             table=of_e.matrix("embed_tokens") if config.own_table else host.table,
             head=of_e.matrix("lm_head.weight") if config.own_head else host.head,
-            norm=None if _by_input(config) else PackedNorm.read(own.norm, of_e, "norm.weight"),
+            norm=None if _by_input(config) else PackedNorm.read(own.norm, of_e, "norm"),
             layers=[PackedLayer.read(of, of_e.inside(f"layers.{i}.")) for i, of in enumerate(config.layers)],
         )
         if _by_input(config):
             bias = of_e.vector("fc.bias") if config.fc_bias else None
             return cls(config, decoder, of_h.matrices("fc.weight"), of_e.matrix("fc.weight"), bias)
         hidden = of_h.inside("layers.0.self_attn.").matrices(*_QUERIES)
-        return cls(config, decoder, hidden, hidden_norm=PackedNorm.read(own.norm, of_e, "hidden_norm.weight"))
+        return cls(config, decoder, hidden, hidden_norm=PackedNorm.read(own.norm, of_e, "hidden_norm"))
+
+
+def _with_parts_of(host: DecoderConfig, config: HeadConfig) -> DecoderConfig:
+    """Return a head's description with the factors of the target's table and head, where it has none of its own."""
+    own = config.decoder
+    scale = own.embedding.scale if config.own_table else host.embedding.scale
+    head = own.head if config.own_head else replace(own.head, scale=host.head.scale, softcap=host.head.softcap)
+    return replace(own, embedding=replace(own.embedding, scale=scale), head=head)
 
 
 def _by_input(config: HeadConfig) -> bool:
@@ -128,24 +138,26 @@ class HeadProgram(Program):
         yield from self._after_queries(0, decoder.layers[0])
         for index, layer in enumerate(decoder.layers[1:], 1):
             yield from self._layer(index, layer)
-        if not _by_input(self._head.config):
-            yield self._norm(decoder.norm, buffers.x, buffers.y)
+        if decoder.norm:
+            yield normalising(decoder.norm, buffers.x, buffers.y)
 
     def _enter_by_input(self) -> Iterator[Op]:
         head, buffers, first = self._head, self._buffers, self._head.decoder.layers[0]
         assert head.embedded is not None
-        yield embedding(head.decoder.table, buffers.y)
+        yield embedding(head.decoder.table, buffers.y, head.decoder.config.embedding.scale)
         yield linear(head.embedded, buffers.y, buffers.x, head.bias)
         yield from linears(head.hidden, self.states, buffers.x, flags=Flag.ADD)
         yield from linears(first.qkv, buffers.x, buffers.qkv, first.qkv_bias)
 
     def _enter_by_attention(self) -> Iterator[Op]:
         head, buffers, first = self._head, self._buffers, self._head.decoder.layers[0]
-        yield embedding(head.decoder.table, buffers.x)
-        yield self._norm(first.input_norm, buffers.x, buffers.y)
+        assert first.before_attention is not None
+        assert head.hidden_norm is not None
+        yield embedding(head.decoder.table, buffers.x, head.decoder.config.embedding.scale)
+        yield normalising(first.before_attention, buffers.x, buffers.y)
         yield from linears(first.qkv, buffers.y, buffers.qkv, first.qkv_bias)
         normed = head.config.norm_before_residual
-        yield self._norm(head.hidden_norm, self.states, buffers.y, None if normed else buffers.x)
+        yield normalising(head.hidden_norm, self.states, buffers.y, copy=None if normed else buffers.x)
         yield from linears(head.hidden, buffers.y, buffers.qkv, flags=Flag.ADD)
         if normed:
             yield copying(buffers.y, buffers.x)

@@ -1,11 +1,11 @@
 """The native interpreter of a description: a pass is recorded once over fixed buffers, and run in one call.
 
-x      the residual stream               [T, hidden]
-y      x after a norm                    [T, hidden]
-qkv    queries, keys and values          [T, (heads + 2 kv_heads) head_dim]
-heads  the output of attention           [T, heads head_dim]
-gated  silu(gate) * up                   [T, intermediate]
-gates  gate, where up has another type   [T, intermediate]
+x      the residual stream                               [T, hidden]
+y      x after a norm, or a block's result before one    [T, hidden]
+qkv    queries, keys and values                          [T, (heads + 2 kv_heads) head_dim]
+heads  the output of attention                           [T, heads head_dim]
+gated  activation(gate) * up, or activation(up)          [T, intermediate]
+gates  gate, where up has another type                   [T, intermediate]
 """
 
 from __future__ import annotations
@@ -18,9 +18,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from speculant.kernels.native import TYPES, Code, Flag, Kernels, Op, Pass, Type, Weight
-from speculant.models.description import Attention, DecoderConfig, Layer, Norm
-from speculant.models.sizes import HEAD, LAYER, NORM, TABLE, activations
+from speculant.kernels.native import TYPES, Activation, Code, Flag, Kernels, Op, Pass, Type, Weight
+from speculant.models.description import Attention, DecoderConfig, Layer, Mlp, Norm
+from speculant.models.sizes import (
+    AFTER_ATTENTION,
+    AFTER_MLP,
+    BEFORE_ATTENTION,
+    BEFORE_MLP,
+    HEAD,
+    LAYER,
+    NORM,
+    POSITIONS,
+    TABLE,
+    activations,
+)
 from speculant.models.weights.reader import WeightReader
 from speculant.types import LayerStates
 
@@ -30,15 +41,66 @@ TAPPED_ROWS = 32  # that one allocation has room for, or those of a pass if they
 
 
 class PackedNorm(NamedTuple):
-    """The scales of a norm."""
+    """The vectors of a norm, in float32. `scale` has the description's offset added."""
 
+    of: Norm
     scale: Tensor
-    eps: float
+    bias: Tensor | None
 
     @classmethod
     def read(cls, of: Norm | None, weights: WeightReader, name: str) -> PackedNorm | None:
-        """Read a norm; None = the model does not have it."""
-        return cls(weights.vector(name), of.eps) if of else None
+        """Read a norm's vectors, which are called name.weight and name.bias; None = the model does not have it."""
+        if of is None:
+            return None
+        scale = weights.vector(f"{name}.weight")
+        bias = weights.vector(f"{name}.bias") if of.bias else None
+        return cls(of, scale + of.offset if of.offset else scale, bias)
+
+    @property
+    def flag(self) -> Flag:
+        """The kind of norm."""
+        return Flag.CENTRED if self.of.kind == "layer" else Flag.NONE
+
+
+@dataclass(frozen=True)
+class PackedMlp:
+    """The weights of a feed-forward block. Vectors are float32; None = it does not have this one.
+
+    inner: gate and up interleaved, or one after the other if their types differ; without gates, up alone.
+    """
+
+    of: Mlp
+    inner: tuple[Weight, ...]
+    inner_bias: Tensor | None
+    down: Weight
+    down_bias: Tensor | None
+
+    @classmethod
+    def read(cls, of: Mlp, mlp: WeightReader) -> PackedMlp:
+        """Read and pack a block's weights."""
+        names = ("gate_proj", "up_proj") if of.gated else ("up_proj",)
+        return cls(
+            of=of,
+            inner=mlp.interleaved(*(f"{name}.weight" for name in names)),
+            inner_bias=mlp.vector(*(f"{name}.bias" for name in names)) if of.bias else None,
+            down=mlp.matrix("down_proj.weight"),
+            down_bias=mlp.vector("down_proj.bias") if of.bias else None,
+        )
+
+    @property
+    def matrices(self) -> tuple[Weight, ...]:
+        """All its matrices."""
+        return (*self.inner, self.down)
+
+    @property
+    def apart(self) -> bool:
+        """Whether the gate is computed alone."""
+        return len(self.inner) > 1
+
+    @property
+    def activation(self) -> Activation:
+        """The kernels' number of the activation."""
+        return Activation[self.of.activation.upper()]
 
 
 @dataclass(frozen=True)
@@ -46,52 +108,54 @@ class PackedLayer:
     """The weights of one layer that `of` describes. Vectors are float32; None = it does not have this one.
 
     qkv: the matrices of queries, keys and values in this order; neighbours of the same type are one matrix.
-    gate_up: both matrices interleaved, or one after the other if their types differ.
     """
 
     of: Layer
-    input_norm: PackedNorm | None
+    before_attention: PackedNorm | None
     qkv: tuple[Weight, ...]
     qkv_bias: Tensor | None
     query_norm: PackedNorm | None
     key_norm: PackedNorm | None
+    sinks: Tensor | None
     out: Weight
     out_bias: Tensor | None
-    mlp_norm: PackedNorm | None
-    gate_up: tuple[Weight, ...]
-    gate_up_bias: Tensor | None
-    down: Weight
-    down_bias: Tensor | None
+    after_attention: PackedNorm | None
+    before_mlp: PackedNorm | None
+    mlp: PackedMlp
+    after_mlp: PackedNorm | None
 
     @classmethod
     def read(cls, of: Layer, layer: WeightReader) -> PackedLayer:
         """Read and pack a layer's weights."""
-        own, attention, mlp = of.attention, layer.inside("self_attn."), layer.inside("mlp.")
+        own, attention = of.attention, layer.inside("self_attn.")
         return cls(
             of=of,
-            input_norm=PackedNorm.read(of.before_attention, layer, "input_layernorm.weight"),
+            before_attention=PackedNorm.read(of.before_attention, layer, BEFORE_ATTENTION),
             qkv=attention.matrices("q_proj.weight", "k_proj.weight", "v_proj.weight"),
             qkv_bias=attention.vector("q_proj.bias", "k_proj.bias", "v_proj.bias") if own.bias else None,
-            query_norm=PackedNorm.read(own.qk_norm, attention, "q_norm.weight"),
-            key_norm=PackedNorm.read(own.qk_norm, attention, "k_norm.weight"),
+            query_norm=PackedNorm.read(own.qk_norm, attention, "q_norm"),
+            key_norm=PackedNorm.read(own.qk_norm, attention, "k_norm"),
+            sinks=attention.vector("sinks") if own.sinks else None,
             out=attention.matrix("o_proj.weight"),
             out_bias=attention.vector("o_proj.bias") if own.output_bias else None,
-            mlp_norm=PackedNorm.read(of.before_mlp, layer, "post_attention_layernorm.weight"),
-            gate_up=mlp.interleaved("gate_proj.weight", "up_proj.weight"),
-            gate_up_bias=mlp.vector("gate_proj.bias", "up_proj.bias") if of.mlp.bias else None,
-            down=mlp.matrix("down_proj.weight"),
-            down_bias=mlp.vector("down_proj.bias") if of.mlp.bias else None,
+            after_attention=PackedNorm.read(of.after_attention, layer, AFTER_ATTENTION),
+            before_mlp=PackedNorm.read(of.before_mlp, layer, BEFORE_MLP),
+            mlp=PackedMlp.read(of.mlp, layer.inside("mlp.")),
+            after_mlp=PackedNorm.read(of.after_mlp, layer, AFTER_MLP),
         )
 
     @property
     def matrices(self) -> tuple[Weight, ...]:
         """All its matrices."""
-        return (*self.qkv, self.out, *self.gate_up, self.down)
+        return (*self.qkv, self.out, *self.mlp.matrices)
 
 
 @dataclass(frozen=True)
 class PackedDecoder:
-    """All weights of a decoder. The table is never rounded; a tied head is the table unless the head is rounded."""
+    """All weights of a decoder. The table is never rounded; a tied head is the table unless the head is rounded.
+
+    positions: the learned ones [positions, hidden], or None.
+    """
 
     config: DecoderConfig
     cache_type: Type
@@ -99,21 +163,23 @@ class PackedDecoder:
     head: Weight
     norm: PackedNorm | None
     layers: list[PackedLayer]
+    positions: Tensor | None = None
 
     @classmethod
     def read(cls, config: DecoderConfig, weights: WeightReader) -> PackedDecoder:
         """Read and pack a decoder's weights, one tensor at a time."""
         table, tied = weights.rounding(None).matrix(TABLE), config.head.tied
         head = table if tied and weights.rounded is None else weights.matrix(TABLE if tied else HEAD)
-        norm = PackedNorm.read(config.norm, weights, NORM)
+        norm = PackedNorm.read(config.norm, weights, NORM.removesuffix(".weight"))
         layers = [PackedLayer.read(of, weights.inside(LAYER.format(i))) for i, of in enumerate(config.layers)]
-        return cls(config, TYPES[weights.types.dtype], table, head, norm, layers)
+        positions = weights.vector(POSITIONS) if config.embedding.positions else None
+        return cls(config, TYPES[weights.types.dtype], table, head, norm, layers, positions)
 
     @property
     def activations(self) -> dict[str, int]:
         """The width of each array that a pass fills for a row."""
         widths = activations(self.config)
-        apart = any(len(layer.gate_up) > 1 for layer in self.layers)
+        apart = any(layer.mlp.apart for layer in self.layers)
         return widths | ({"gates": widths["gated"]} if apart else {})
 
     @property
@@ -168,10 +234,10 @@ class Program:
         self._weights, self._buffers, self._layers = weights, buffers, layers
         recorded = list(self._record())
         self.ops: ctypes.Array[Op] = (Op * len(recorded))(*recorded)
-        tapped = [op for op in self.ops if op.copy == buffers.y.data_ptr()]  # until `next_taps` sets the address
+        tapped = [op for op in self.ops if _tap_field(op, buffers.y)]  # until `next_taps` sets the address
         found = dict(zip(sorted(set(layers)), tapped, strict=True))
         distinct = list(dict.fromkeys(layers))
-        self._taps = [found[layer] for layer in distinct]
+        self._taps = [(found[layer], _tap_field(found[layer], buffers.y)) for layer in distinct]
         self._places = None if len(distinct) == len(layers) else [distinct.index(layer) for layer in layers]
         self._tap_memory = TapMemory(len(distinct), weights.config.hidden_size)
 
@@ -183,67 +249,120 @@ class Program:
         if not self._taps:
             return ()
         states, addresses = self._tap_memory.take(rows)
-        for op, address in zip(self._taps, addresses, strict=True):
-            op.copy = address
+        for (op, field), address in zip(self._taps, addresses, strict=True):
+            setattr(op, field, address)
         return states if self._places is None else tuple([states[place] for place in self._places])
 
     def _record(self) -> Iterator[Op]:
         weights, buffers = self._weights, self._buffers
-        yield embedding(weights.table, buffers.x)
+        yield embedding(weights.table, buffers.x, weights.config.embedding.scale, weights.positions)
         for index, layer in enumerate(weights.layers):
             yield from self._layer(index, layer)
-        yield self._tapped_norm(len(weights.layers), weights.norm)
+        yield from self._enter(len(weights.layers), weights.norm)
 
     def _layer(self, index: int, layer: PackedLayer) -> Iterator[Op]:
-        buffers = self._buffers
-        yield self._tapped_norm(index, layer.input_norm)
-        yield from linears(layer.qkv, buffers.y, buffers.qkv, layer.qkv_bias)
+        yield from self._enter(index, layer.before_attention)
+        yield from linears(layer.qkv, self._normed(layer.before_attention), self._buffers.qkv, layer.qkv_bias)
         yield from self._after_queries(index, layer)
 
     def _after_queries(self, index: int, layer: PackedLayer) -> Iterator[Op]:
-        """Yield the rest of a layer, once queries, keys and values are there."""
-        buffers, of = self._buffers, layer.of.attention
-        x, norms = buffers.x, dict[str, Tensor | float]()
-        if layer.query_norm and layer.key_norm:
-            norms = {"scale": layer.query_norm.scale, "bias": layer.key_norm.scale, "eps": layer.query_norm.eps}
-        yield self._attention(Code.ROTATE, index, of, **norms)
-        yield self._attention(Code.ATTEND, index, of, out=buffers.heads, window=of.window)
-        yield linear(layer.out, buffers.heads, x, layer.out_bias, Flag.ADD)
-        yield self._norm(layer.mlp_norm, x, buffers.y)
-        yield from self._gate(layer)
-        yield linear(layer.down, buffers.gated, x, layer.down_bias, Flag.ADD)
+        """Yield the rest of a layer, once queries, keys and values are there.
 
-    def _gate(self, layer: PackedLayer) -> Iterator[Op]:
-        buffers, bias = self._buffers, layer.gate_up_bias
-        if len(layer.gate_up) == 1:
-            yield linear(layer.gate_up[0], buffers.y, buffers.gated, bias, Flag.SILU)
+        Both results are added to x; with `parallel`, only after x was read for both.
+        """
+        buffers, scale = self._buffers, layer.of.residual_scale
+        yield self._rotation(index, layer)
+        yield self._attention(index, layer)
+        attended = self._add(layer.out, buffers.heads, layer.out_bias, layer.after_attention, scale)
+        inner = self._inner(layer.mlp, layer.before_mlp)
+        yield from (*inner, *attended) if layer.of.parallel else (*attended, *inner)
+        yield from self._add(layer.mlp.down, buffers.gated, layer.mlp.down_bias, layer.after_mlp, scale)
+
+    def _add(
+        self, weight: Weight, source: Tensor, bias: Tensor | None, norm: PackedNorm | None, scale: float
+    ) -> Iterator[Op]:
+        """Add scale * norm(source weight^T + bias) to x."""
+        x, y = self._buffers.x, self._buffers.y
+        if norm is None:
+            yield linear(weight, source, x, bias, Flag.ADD, factor=scale)
+        else:
+            yield linear(weight, source, y, bias)
+            yield normalising(norm, y, x, Flag.ADD, factor=scale)
+
+    def _inner(self, mlp: PackedMlp, before: PackedNorm | None) -> Iterator[Op]:
+        """Compute `gated` from x."""
+        buffers, bias, activation, source = self._buffers, mlp.inner_bias, mlp.activation, self._normed(before)
+        if before:
+            yield normalising(before, buffers.x, buffers.y)
+        if not mlp.apart:
+            flags = Flag.GATED if mlp.of.gated else Flag.NONE
+            yield linear(mlp.inner[0], source, buffers.gated, bias, flags, activation=activation)
             return
-        gate, up = layer.gate_up
+        gate, up = mlp.inner
         assert buffers.gates is not None
-        yield linear(gate, buffers.y, buffers.gates, bias)
-        yield linear(up, buffers.y, buffers.gated, None if bias is None else bias[gate.n :])
-        yield gating(buffers.gates, buffers.gated, gate.n)
+        yield linear(gate, source, buffers.gates, bias)
+        yield linear(up, source, buffers.gated, None if bias is None else bias[gate.n :])
+        yield gating(buffers.gates, buffers.gated, gate.n, activation)
 
-    def _tapped_norm(self, layer: int, norm: PackedNorm | None) -> Op:
-        """Return the norm of a layer's input; if it is tapped, `next_taps` sets the address of the copy."""
-        buffers = self._buffers
-        return self._norm(norm, buffers.x, buffers.y, buffers.y if layer in self._layers else None)
+    def _enter(self, layer: int, norm: PackedNorm | None) -> Iterator[Op]:
+        """Norm a layer's input; if it is tapped, `next_taps` sets the address of the copy."""
+        x, y, tapped = self._buffers.x, self._buffers.y, layer in self._layers
+        if norm:
+            yield normalising(norm, x, y, copy=y if tapped else None)
+        elif tapped:
+            yield copying(x, y)
 
-    def _norm(self, norm: PackedNorm | None, source: Tensor, out: Tensor, copy: Tensor | None = None) -> Op:
-        assert norm is not None, "a norm that the description does not have is computed"
-        width = source.shape[1]
-        return _op(Code.NORM, n=width, scale=norm.scale, source=source, out=out, copy=copy, eps=norm.eps)
+    def _normed(self, norm: PackedNorm | None) -> Tensor:
+        """Return where x is after a norm."""
+        return self._buffers.y if norm else self._buffers.x
 
-    def _attention(self, code: Code, layer: int, of: Attention, **fields: Tensor | float | None) -> Op:
+    def _rotation(self, index: int, layer: PackedLayer) -> Op:
+        of, fields = layer.of.attention, dict[str, Tensor | float | None]()
+        if layer.query_norm and layer.key_norm:
+            query, key = layer.query_norm, layer.key_norm
+            fields = {"scale": query.scale, "bias": query.bias, "key_scale": key.scale, "key_bias": key.bias}
+            flags = query.flag | (Flag.ALL_HEADS if of.norm_all_heads else Flag.NONE)
+            fields |= {"eps": query.of.eps, "flags": flags}
+        if of.rope:
+            fields |= {"rope": self._weights.config.ropes.index(of.rope), "rotated": of.rotated}
+        return self._of_heads(Code.ROTATE, index, of, **fields)
+
+    def _attention(self, index: int, layer: PackedLayer) -> Op:
+        of = layer.of.attention
+        return self._of_heads(
+            Code.ATTEND, index, of, out=self._buffers.heads, window=of.window, factor=of.score_scale,
+            softcap=of.softcap, sinks=layer.sinks,
+        )  # fmt: skip
+
+    def _of_heads(self, code: Code, layer: int, of: Attention, **fields: Tensor | float | None) -> Op:
         return _op(
             code, self._weights.cache_type, layer=layer, source=self._buffers.qkv, heads=of.heads,
-            kv_heads=of.kv_heads, dim=of.head_dim, factor=of.head_dim**-0.5, **fields,
+            kv_heads=of.kv_heads, dim=of.head_dim, stride=self._buffers.qkv.shape[1], **fields,
         )  # fmt: skip
 
 
-def embedding(table: Weight, out: Tensor) -> Op:
-    """Return the operation that looks tokens up in a table packed from [vocabulary, hidden]."""
-    return _op(Code.EMBED, table.type, n=table.k, k=table.n, weight=table, out=out)
+def embedding(table: Weight, out: Tensor, factor: float = 1.0, learned: Tensor | None = None) -> Op:
+    """Return the operation that looks tokens up in a table packed from [vocabulary, hidden].
+
+    learned: rows [positions, hidden] that are added by position.
+    """
+    return _op(
+        Code.EMBED, table.type, n=table.k, k=table.n, weight=table, out=out, factor=factor, learned=learned
+    )  # fmt: skip
+
+
+def normalising(
+    norm: PackedNorm, source: Tensor, out: Tensor, flags: Flag = Flag.NONE, *, copy: Tensor | None = None,
+    factor: float = 1.0,
+) -> Op:  # fmt: skip
+    """Return the operation out = norm(source), or out += factor * norm(source) with the flag ADD.
+
+    copy: where `source` is copied to.
+    """
+    return _op(
+        Code.NORM, n=source.shape[1], scale=norm.scale, bias=norm.bias, eps=norm.of.eps, source=source, out=out,
+        copy=copy, flags=flags | norm.flag, factor=factor,
+    )  # fmt: skip
 
 
 def copying(source: Tensor, out: Tensor) -> Op:
@@ -251,18 +370,23 @@ def copying(source: Tensor, out: Tensor) -> Op:
     return _op(Code.COPY, n=source.shape[1], source=source, out=out)
 
 
-def gating(source: Tensor, out: Tensor, n: int) -> Op:
-    """Return the operation out = silu(source) * out, of rows of n numbers."""
-    return _op(Code.GATE, n=n, source=source, out=out)
+def gating(source: Tensor, out: Tensor, n: int, activation: Activation) -> Op:
+    """Return the operation out = activation(source) * out, of rows of n numbers."""
+    return _op(Code.GATE, n=n, source=source, out=out, activation=activation)
 
 
 def linear(
-    weight: Weight, source: Tensor | None, out: Tensor | None, bias: Tensor | None = None, flags: Flag = Flag.NONE
-) -> Op:
-    """Return the operation out (+)= source weight^T + bias."""
+    weight: Weight, source: Tensor | None, out: Tensor | None, bias: Tensor | None = None, flags: Flag = Flag.NONE,
+    *, activation: Activation = Activation.NONE, factor: float = 1.0, softcap: float | None = None,
+) -> Op:  # fmt: skip
+    """Return the operation out (+)= activation(factor * (source weight^T + bias)), limited by a soft cap if given.
+
+    With the flag GATED it is out = activation(gate) * up instead, of the same source, without factor and soft cap.
+    """
     return _op(
-        Code.LINEAR, weight.type, n=weight.n, k=weight.k, weight=weight, source=source, out=out, bias=bias, flags=flags
-    )
+        Code.LINEAR, weight.type, n=weight.n, k=weight.k, weight=weight, source=source, out=out, bias=bias,
+        flags=flags, activation=activation, factor=factor, softcap=softcap,
+    )  # fmt: skip
 
 
 def linears(
@@ -275,6 +399,13 @@ def linears(
         op.stride = out.shape[1]
         yield op
         first += weight.n
+
+
+def _tap_field(op: Op, y: Tensor) -> str:
+    """Return the field with the address of a tap, which is y's at first; "" if the operation has no tap."""
+    if op.code == Code.COPY:
+        return "out" if op.out == y.data_ptr() else ""
+    return "copy" if op.copy == y.data_ptr() else ""
 
 
 def _op(code: Code, type_: Type = Type.F32, **fields: Tensor | Weight | float | None) -> Op:

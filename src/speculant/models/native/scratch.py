@@ -2,7 +2,7 @@
 
 buffers      the activations of each row                         models/native/program.py
 tiles        each row, packed for a linear layer                 csrc/tiles.h
-angles       cosines and sines of each position                  models/native/decoder.py
+angles       cosines and sines of each position                  models/native/angles.py
 spans        softmaxes of each row, head and span of keys        csrc/attention.h; at most MOST_SPAN_BYTES
 items        keys and softmaxes of one work item, per thread     csrc/attention.h
 sampling     logits and probs of each row                        kernels/memory.py; at most MOST_BYTES
@@ -26,11 +26,14 @@ def scratch_bytes(packed: PackedDecoder, threads: int, rows: int, positions: int
     """Return the most bytes that passes of `rows` rows keep, over sequences of up to `positions` positions."""
     config, widths = packed.config, packed.activations
     per_row = sum(widths.values()) + GROWTH * max(widths[name] for name in ("x", "heads", "gated"))
-    angles = _power(positions) * config.attention.head_dim
+    rotated = {layer.attention.rope: layer.attention.rotated for layer in config.layers}
+    angles = _power(positions) * sum(rotated.values())
     sampling = min(MOST_BYTES, GROWTH * rows * config.vocab_size * (REAL + DOUBLE))
     candidates = GROWTH * threads * config.vocab_size * CANDIDATE
-    reals = _power(rows) * per_row + angles + threads * _item(config.attention)
-    return REAL * reals + _span_bytes(config.attention, threads, rows, positions) + sampling + candidates
+    kinds = {layer.attention for layer in config.layers}
+    reals = _power(rows) * per_row + angles + threads * max(map(_item, kinds))
+    spans = max(_span_bytes(of, threads, rows, positions) for of in kinds)
+    return REAL * reals + spans + sampling + candidates
 
 
 def _padded(of: Attention) -> int:

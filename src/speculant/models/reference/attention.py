@@ -13,9 +13,9 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from speculant.cache.base import KVStorage, by_length, first_seen
+from speculant.kernels.reference import attend
 from speculant.models.base import Batch, Segment
 from speculant.models.description import Attention, DecoderConfig
 from speculant.tree import ancestors_of, ids
@@ -27,10 +27,12 @@ class Attend(Protocol):
     Layers compute queries, keys and values alike, in passes with a cache and in training.
     """
 
-    def __call__(self, layer: int, of: Attention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def __call__(
+        self, layer: int, of: Attention, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
+    ) -> Tensor:
         """Attend with a layer's queries [..., heads, head_dim]; return a result of the same shape.
 
-        The keys and values [..., kv_heads, head_dim] are those of the same rows.
+        The keys and values [..., kv_heads, head_dim] are those of the same rows. sinks [heads]; None = it has none.
         """
         ...
 
@@ -62,31 +64,34 @@ class StoredKeys:
         masks = {window: _segment_masks(batch, window, heads, dtype) for window in windows}
         return cls(batch, storage, groups, slots, masks)
 
-    def __call__(self, layer: int, of: Attention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def __call__(
+        self, layer: int, of: Attention, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
+    ) -> Tensor:
         """See `Attend`. Heads that share a key head are folded into rows, so keys and values are not repeated."""
         storage, segments, masks = self.storage, self.batch.segments, self.masks[of.window]
         storage.write(layer, self.batch.slots_of(self.groups[of.window]), key, value)
         context = self.slots[of.window]
         if len(segments) == 1:
-            return _attend_one(query, *storage.read(layer, context[0]), masks[0])
+            return _attend_one(of, query, *storage.read(layer, context[0]), masks[0], sinks)
         parts = query.split_with_sizes([segment.num_rows for segment in segments])
         return torch.cat(
             [
-                _attend_one(rows, *storage.read(layer, slots), mask)
+                _attend_one(of, rows, *storage.read(layer, slots), mask, sinks)
                 for slots, rows, mask in zip(context, parts, masks, strict=True)
             ]
         )
 
 
-def _attend_one(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+def _attend_one(
+    of: Attention, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, sinks: Tensor | None
+) -> Tensor:
     n, heads, dim = query.shape
-    kv_heads = keys.shape[1]
-    groups = heads // kv_heads
-    folded = query.view(n, kv_heads, groups, dim).permute(1, 2, 0, 3).reshape(1, kv_heads, groups * n, dim)
-    out = functional.scaled_dot_product_attention(
-        folded, keys.transpose(0, 1).unsqueeze(0), values.transpose(0, 1).unsqueeze(0), attn_mask=mask
-    )
-    return out.view(kv_heads, groups, n, dim).permute(2, 0, 1, 3).reshape(n, heads, dim)
+    folded = query.view(n, of.kv_heads, of.groups, dim).permute(1, 2, 0, 3).reshape(of.kv_heads, of.groups * n, dim)
+    if sinks is not None:
+        sinks = sinks.view(of.kv_heads, of.groups, 1).expand(-1, -1, n).reshape(of.kv_heads, -1, 1)
+    keys, values = keys.transpose(0, 1), values.transpose(0, 1)
+    out = attend(folded, keys, values, mask, of.score_scale, of.softcap, sinks)
+    return out.view(of.kv_heads, of.groups, n, dim).permute(2, 0, 1, 3).reshape(n, heads, dim)
 
 
 def context_slots(batch: Batch, group: int = 0, window: int | None = None) -> list[Tensor | slice]:

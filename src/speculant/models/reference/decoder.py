@@ -1,11 +1,11 @@
 """The reference interpreter of a description: torch, differentiable. Training and heads use the same layers.
 
-Parameter names are those of Llama's checkpoints, in every family.
+Parameters have the names of `models/sizes.py`, in every family.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 
 import torch
@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from speculant.cache.base import CacheShape, KVCache, KVStorage
 from speculant.kernels import reference
 from speculant.models.base import Batch, Chain, Hidden, ModelNeeds, check_embeddings, check_taps, check_tokens
-from speculant.models.description import Attention, DecoderConfig, Layer, Mlp, Norm
+from speculant.models.description import Attention, DecoderConfig, Layer, Mlp, Norm, Rope
 from speculant.models.reference.attention import Attend, StoredKeys
 from speculant.models.reference.rotary import Rotary
+from speculant.models.sizes import AFTER_ATTENTION, AFTER_MLP, BEFORE_ATTENTION, BEFORE_MLP, layer_norms
 
-Angles = tuple[Tensor, Tensor]  # cos and sin, see `Rotary.angles`
+Angles = Mapping[Rope, tuple[Tensor, Tensor]]  # cos and sin, see `Rotary.angles`
 
 
 def spread(logits: Tensor, tokens: Tensor, vocab_size: int) -> Tensor:
@@ -26,17 +27,30 @@ def spread(logits: Tensor, tokens: Tensor, vocab_size: int) -> Tensor:
     return logits.new_full((len(logits), vocab_size), -torch.inf).index_copy_(1, tokens, logits)
 
 
-class RMSNorm(nn.Module):
-    """Root-mean-square normalisation of the last dimension."""
+def rotaries(config: DecoderConfig) -> dict[Rope, Rotary]:
+    """Return the angles of each of a decoder's rotary positions."""
+    of = {layer.attention.rope: layer.attention for layer in config.layers}
+    return {rope: Rotary(rope, of[rope].rotated) for rope in config.ropes}
+
+
+class NormLayer(nn.Module):
+    """Normalisation of the last dimension."""
 
     def __init__(self, dim: int, norm: Norm) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(dim))
-        self._eps = norm.eps
+        self.bias = nn.Parameter(torch.zeros(dim)) if norm.bias else None
+        self._norm = norm
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise x [..., dim]."""
-        return reference.rms_norm(x, self.weight, self._eps)
+        of, scales = self._norm, self.weight
+        if of.kind == "layer":
+            return reference.layer_norm(x, scales + of.offset if of.offset else scales, self.bias, of.eps)
+        if not of.offset:
+            return reference.rms_norm(x, scales, of.eps)
+        wide = x if x.dtype == torch.float64 else x.float()
+        return reference.rms_norm(wide, scales.to(wide.dtype) + of.offset, of.eps).to(x.dtype)
 
 
 class SelfAttention(nn.Module):
@@ -50,34 +64,48 @@ class SelfAttention(nn.Module):
         self.v_proj = nn.Linear(inputs, of.key_size, bias=of.bias)
         self.o_proj = nn.Linear(of.query_size, hidden, bias=of.output_bias)
         if of.qk_norm:
-            self.q_norm, self.k_norm = RMSNorm(of.head_dim, of.qk_norm), RMSNorm(of.head_dim, of.qk_norm)
+            self.q_norm, self.k_norm = (NormLayer(dim, of.qk_norm) for dim in of.normed_sizes)
+        self.sinks = nn.Parameter(torch.zeros(of.heads)) if of.sinks else None
 
     def forward(self, x: Tensor, angles: Angles, attend: Attend) -> Tensor:
         """Map x [..., inputs] to [..., hidden]."""
         of, rows = self._of, x.shape[:-1]
-        query = self.q_proj(x).view(*rows, of.heads, of.head_dim)
-        key = self.k_proj(x).view(*rows, of.kv_heads, of.head_dim)
+        query, key = self._normed(self.q_proj(x), self.k_proj(x))
         value = self.v_proj(x).view(*rows, of.kv_heads, of.head_dim)
-        if of.qk_norm:
-            query, key = self.q_norm(query), self.k_norm(key)
-        rotated = reference.rotate(torch.cat((query, key), dim=-2), *angles)
-        query, key = rotated.split_with_sizes((of.heads, of.kv_heads), dim=-2)
-        projected: Tensor = self.o_proj(attend(self._layer, of, query, key, value).flatten(-2))
+        if of.rope:
+            cos, sin = angles[of.rope]
+            rotated = reference.rotate(torch.cat((query, key), dim=-2), cos, sin)
+            query, key = rotated.split_with_sizes((of.heads, of.kv_heads), dim=-2)
+        attended = attend(self._layer, of, query, key, value, self.sinks)
+        projected: Tensor = self.o_proj(attended.flatten(-2))
         return projected
 
+    def _normed(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """Return queries and keys [..., heads, head_dim] after their norm."""
+        of = self._of
+        if of.norm_all_heads:
+            query, key = self.q_norm(query), self.k_norm(key)
+        query = query.view(*query.shape[:-1], of.heads, of.head_dim)
+        key = key.view(*key.shape[:-1], of.kv_heads, of.head_dim)
+        return (self.q_norm(query), self.k_norm(key)) if of.qk_norm and not of.norm_all_heads else (query, key)
 
-class GatedMlp(nn.Module):
+
+class FeedForward(nn.Module):
     """The feed-forward block."""
 
     def __init__(self, of: Mlp, hidden: int) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(hidden, of.size, bias=of.bias)
+        if of.gated:
+            self.gate_proj = nn.Linear(hidden, of.size, bias=of.bias)
         self.up_proj = nn.Linear(hidden, of.size, bias=of.bias)
         self.down_proj = nn.Linear(of.size, hidden, bias=of.bias)
+        self._gated, self._activation = of.gated, reference.ACTIVATIONS[of.activation]
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x [..., hidden] to a result of the same shape."""
-        out: Tensor = self.down_proj(reference.silu_gate(self.gate_proj(x), self.up_proj(x)))
+        up = self.up_proj(x)
+        inner = self._activation(self.gate_proj(x)) * up if self._gated else self._activation(up)
+        out: Tensor = self.down_proj(inner)
         return out
 
 
@@ -86,32 +114,44 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, layer: Layer, index: int, hidden: int, inputs: int) -> None:
         super().__init__()
-        if layer.before_attention:
-            self.input_layernorm = RMSNorm(hidden, layer.before_attention)
+        self._of = layer
         self.self_attn = SelfAttention(layer.attention, index, inputs, hidden)
-        self.post_attention_layernorm = RMSNorm(hidden, layer.before_mlp)
-        self.mlp = GatedMlp(layer.mlp, hidden)
+        self.mlp = FeedForward(layer.mlp, hidden)
+        for name, norm in layer_norms(layer).items():
+            self.add_module(name, NormLayer(hidden, norm))
 
     def forward(self, x: Tensor, angles: Angles, attend: Attend) -> Tensor:
         """Map x [..., hidden] to a result of the same shape."""
-        return self.add(x, self.input_layernorm(x), angles, attend)
+        return self.add(x, self._after(BEFORE_ATTENTION, x), angles, attend)
 
     def add(self, x: Tensor, entering: Tensor, angles: Angles, attend: Attend) -> Tensor:
         """Add both blocks to the residual stream x [..., hidden]; attention reads `entering` [..., inputs]."""
-        x = x + self.self_attn(entering, angles, attend)
-        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
-        return out
+        attended = x + self._scaled(self._after(AFTER_ATTENTION, self.self_attn(entering, angles, attend)))
+        inner = self.mlp(self._after(BEFORE_MLP, x if self._of.parallel else attended))
+        return attended + self._scaled(self._after(AFTER_MLP, inner))
+
+    def _after(self, norm: str, x: Tensor) -> Tensor:
+        """Return x after one of the norms, if the layer has it."""
+        found: Tensor = self.get_submodule(norm)(x) if norm in self._modules else x
+        return found
+
+    def _scaled(self, x: Tensor) -> Tensor:
+        return x if self._of.residual_scale == 1 else x * self._of.residual_scale
 
 
 class _Backbone(nn.Module):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
+        own, hidden = config.embedding, config.hidden_size
         # From a tensor: on "meta", the default initialisation would import torch's compiler, which takes a second.
-        zeros = torch.zeros(config.vocab_size, config.hidden_size)
-        self.embed_tokens = nn.Embedding.from_pretrained(zeros, freeze=False)  # type: ignore[no-untyped-call]
-        hidden = config.hidden_size
+        self.embed_tokens = _table(own.vocab_size, hidden)
+        self.embed_positions = _table(own.positions, hidden) if own.positions else None
         self.layers = nn.ModuleList(DecoderLayer(each, i, hidden, hidden) for i, each in enumerate(config.layers))
-        self.norm = RMSNorm(config.hidden_size, config.norm)
+        self.norm = NormLayer(hidden, config.norm)
+
+
+def _table(rows: int, width: int) -> nn.Embedding:
+    return nn.Embedding.from_pretrained(torch.zeros(rows, width), freeze=False)  # type: ignore[no-untyped-call]
 
 
 class Decoder(nn.Module):
@@ -125,7 +165,7 @@ class Decoder(nn.Module):
         self.model = _Backbone(config)
         self.lm_head = nn.Linear(config.hidden_size, len(config.head.tokens) or config.vocab_size, bias=False)
         self.tie_head()
-        self._rotary = Rotary(config.attention.rope, config.attention.head_dim)
+        self._rotaries = rotaries(config)
 
     @property
     def vocab_size(self) -> int:
@@ -167,7 +207,7 @@ class Decoder(nn.Module):
     def embed(self, tokens: Tensor) -> Tensor:
         """See `CausalLM.embed`; in the model's dtype."""
         check_tokens(tokens, self.vocab_size)
-        return self._look_up(tokens)
+        return self.look_up(tokens)
 
     def forward(self, batch: Batch, storage: KVStorage, taps: Sequence[int] = ()) -> Hidden:
         """See `CausalLM.forward`."""
@@ -181,11 +221,13 @@ class Decoder(nn.Module):
         return Hidden(self.model.norm(x), tuple(entering[tap] for tap in taps))
 
     def states(self, x: Tensor, positions: Tensor, attend: Attend) -> Iterator[Tensor]:
-        """Yield the input [..., n, hidden] of each layer, beginning with x, and the output of the last one.
+        """Yield the input [..., n, hidden] of each layer, and the output of the last one.
 
-        positions [n] are those of the rows.
+        x are the tokens' embeddings, to which learned positions are added. positions [n] are those of the rows.
         """
-        angles = self._rotary.angles(positions, x.dtype)
+        angles = {rope: rotary.angles(positions, x.dtype) for rope, rotary in self._rotaries.items()}
+        if self.model.embed_positions is not None:
+            x = x + self.model.embed_positions(positions)
         yield x
         for layer in self.model.layers:
             x = layer(x, angles, attend)
@@ -195,17 +237,21 @@ class Decoder(nn.Module):
         """Return the input embeddings [T, hidden] of a batch: looked up, except for rows that have their own."""
         check_embeddings(batch, self.hidden_size)
         if batch.embeddings is None:
-            return self._look_up(batch.tokens)
-        x = self._look_up(batch.tokens.index_fill(0, batch.embedded_rows, 0))
+            return self.look_up(batch.tokens)
+        x = self.look_up(batch.tokens.index_fill(0, batch.embedded_rows, 0))
         return x.index_copy(0, batch.embedded_rows, batch.embeddings.to(x.dtype))
 
-    def _look_up(self, tokens: Tensor) -> Tensor:
+    def look_up(self, tokens: Tensor) -> Tensor:
+        """Return the input embeddings [..., hidden] of tokens [...], which must be known."""
         out: Tensor = self.model.embed_tokens(tokens)
-        return out
+        scale = self.config.embedding.scale
+        return out if scale == 1 else out * torch.tensor(scale, dtype=out.dtype)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """See `CausalLM.logits`."""
+        head = self.config.head
         out: Tensor = self.lm_head(hidden)
+        out = reference.soft_cap(out if head.scale == 1 else out * head.scale, head.softcap)
         return spread(out, self._head_tokens, self.vocab_size) if self.config.head.tokens else out
 
     def grow(self, chains: Sequence[Chain], cache: KVCache, vocab_size: int) -> Sequence[Chain]:
@@ -217,5 +263,6 @@ class Decoder(nn.Module):
         with torch.device("meta"):
             model = Decoder(self.config.truncated(num_layers))
         model.model.embed_tokens, model.model.norm = self.model.embed_tokens, self.model.norm
+        model.model.embed_positions = self.model.embed_positions
         model.model.layers, model.lm_head = self.model.layers[:num_layers], self.lm_head
         return model.eval()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -11,22 +9,40 @@ from speculant.models.description import Rope
 
 
 class Rotary:
-    """Angles for positions: cos and sin tables of one model."""
+    """Angles for positions: cos and sin tables of one model.
 
-    def __init__(self, config: Rope, head_dim: int) -> None:
+    dims: how many dimensions are rotated, the first ones of each head.
+    """
+
+    def __init__(self, config: Rope, dims: int) -> None:
         self._config = config
-        self._exponents = torch.arange(0, head_dim, 2, dtype=torch.int64, device="cpu").float() / head_dim
-        self._frequencies = _frequencies(config, self._exponents)
+        self._exponents = _exponents(dims)
+        self._frequencies = _divided(plain_frequencies(config.theta, dims), config.factors)
+        self._long = _divided(plain_frequencies(config.theta, dims), config.long_factors)
 
-    def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return cos and sin [T, 1, head_dim] for positions [T], computed in float32, cast to dtype."""
-        frequencies = self._frequencies.to(positions.device)
-        if self._config.kind == "dynamic":
-            angle = positions[:, None].float() * self._dynamic(positions)
-        else:
-            angle = positions[:, None].float() * frequencies
+    def angles(self, positions: Tensor, dtype: torch.dtype, long: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return cos and sin [T, 1, dims] for positions [T], computed in float32, cast to dtype.
+
+        long [T]: whether a row belongs to a text that is longer than the original context; None = no row does.
+        """
+        angle = positions[:, None].float() * self._frequencies_of(positions, long)
         angle = torch.cat((angle, angle), dim=-1)[:, None, :]
-        return angle.cos().to(dtype), angle.sin().to(dtype)
+        return (angle.cos() * self._config.scale).to(dtype), (angle.sin() * self._config.scale).to(dtype)
+
+    def query_factors(self, positions: Tensor) -> Tensor | None:
+        """Return the factors [T] of queries at positions [T], in float32; None = all are 1."""
+        if not self._config.query_beta:
+            return None
+        return 1 + self._config.query_beta * torch.log(1 + torch.floor(positions / self._config.original_max_positions))
+
+    def _frequencies_of(self, positions: Tensor, long: Tensor | None) -> Tensor:
+        """Return the frequencies [T or 1, dims / 2] of rows."""
+        if self._config.kind == "dynamic":
+            return self._dynamic(positions)
+        frequencies = self._frequencies.to(positions.device)
+        if long is None or not self._config.long_factors:
+            return frequencies
+        return torch.where(long[:, None], self._long.to(positions.device), frequencies)
 
     def _dynamic(self, positions: Tensor) -> Tensor:
         """NTK scaling: the base grows with the distance of each position beyond the trained length.
@@ -41,20 +57,20 @@ class Rotary:
         return 1.0 / base[:, None] ** self._exponents.to(positions.device)
 
 
-def _frequencies(config: Rope, exponents: Tensor) -> Tensor:
-    plain = 1.0 / config.theta**exponents
-    if config.kind == "linear":
-        return plain / config.factor
-    if config.kind == "llama3":
-        return _llama3(config, plain)
-    if config.kind == "factors":
-        return plain / torch.tensor(config.factors, device=plain.device)
-    return plain
+def plain_frequencies(theta: float, dims: int) -> Tensor:
+    """Return the frequencies [pairs] of rotary positions that are not scaled, in float32.
+
+    An odd number of dims is rounded up to pairs, without changing the frequencies of the others.
+    """
+    return 1.0 / theta ** _exponents(dims)
 
 
-def _llama3(config: Rope, plain: Tensor) -> Tensor:
-    """Keep short wavelengths, divide long ones by the factor, blend in between (Llama 3.1)."""
-    turns = config.original_max_positions * plain / (2 * math.pi)  # full turns within the trained length
-    low, high = config.low_freq_factor, config.high_freq_factor
-    blend = ((turns - low) / (high - low)).clamp(0, 1)
-    return (1 - blend) * plain / config.factor + blend * plain
+def _exponents(dims: int) -> Tensor:
+    return torch.arange(0, dims, 2, dtype=torch.int64, device="cpu").float() / dims
+
+
+def _divided(frequencies: Tensor, factors: tuple[float, ...]) -> Tensor:
+    """Divide in float64, so that factors can stand for any frequencies in float32."""
+    if not factors:
+        return frequencies
+    return (frequencies.double() / torch.tensor(factors, dtype=torch.float64, device="cpu")).float()

@@ -27,6 +27,7 @@ from speculant.models.backends.base import (
     packing_of,
 )
 from speculant.models.base import CausalLM, check_needs
+from speculant.models.config import text_config
 from speculant.models.description import DecoderConfig
 from speculant.models.generation import read_end_tokens, read_generation, read_sampling
 from speculant.models.gguf import read_gguf_config, read_gguf_decoder
@@ -163,11 +164,12 @@ class CheckpointFiles:
 
 def _open_folder(folder: Path) -> tuple[dict[str, Any], StoredWeights, DecoderConfig]:
     """Read config.json and the headers of the weights in a folder."""
-    config = read_json(folder / "config.json")
+    config = text_config(read_json(folder / "config.json"))
     _check_family(config)
     tensors = TensorFiles.open(folder)
-    check_layers(tensors, config)  # before anything is allocated per layer
     decoder: DecoderConfig = plugins.load(_FAMILIES, config["model_type"]).read_config(config)
+    tensors = tensors.renamed(decoder.tensors.stored(TABLE))
+    check_layers(tensors, decoder.num_layers)
     return config, tensors, decoder
 
 
@@ -277,7 +279,7 @@ def _check_family(config: Mapping[str, Any]) -> None:
 
 def _warn_of_dynamic_rope(config: DecoderConfig) -> None:
     """Warn that dynamic rope scaling has no effect: `config.resolve` refuses a context in which it would have one."""
-    if config.attention.rope.kind == "dynamic":
+    if any(rope.kind == "dynamic" for rope in config.ropes):
         logger.warning(
             "config.json asks for dynamic rope scaling, which has no effect here. It begins beyond %d positions, and a"
             " longer context is refused: the angles would depend on the length of the whole sequence, and keys in the"

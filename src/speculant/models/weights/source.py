@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from speculant.errors import ModelError
 from speculant.files import Stamp
 from speculant.models.sizes import HEAD
-from speculant.models.tensor_map import Plus, TensorMap, Transposed
+from speculant.models.tensor_map import Expression, Plus, Rows, TensorMap, Unpaired, stored_name
 
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # by kind
 DECODED_AT_ONCE = 2**22  # weights
@@ -95,7 +95,10 @@ def read_plain(weights: WeightSource, name: str) -> Tensor:
 
     Raises ModelError for a layout that can't be decoded.
     """
-    tensor = weights.read(name)
+    return _plain(weights.read(name), name)
+
+
+def _plain(tensor: Tensor | QuantizedBlocks, name: str) -> Tensor:
     if not isinstance(tensor, QuantizedBlocks):
         return tensor
     if not decodable(tensor.layout):
@@ -206,7 +209,7 @@ class ModuleWeights:
 
 @dataclass(frozen=True)
 class Mapped:
-    """A source whose tensors have the model's names. config: the shape of each; its map says how it is made."""
+    """A source whose tensors have the model's names. shapes: of each; tensors: how it is made from a stored one."""
 
     source: WeightSource
     shapes: Mapping[str, tuple[int, ...]]
@@ -222,21 +225,29 @@ class Mapped:
 
     def kind(self, name: str) -> str:
         """See `WeightSource.kind`."""
-        kind, made = self.source.kind(self.tensors.stored(name)), self.tensors.expression(name)
-        return "F32" if isinstance(made, Transposed) and kind not in FLOATS else kind
+        made = self.tensors.expression(name)
+        kind = self.source.kind(stored_name(made))
+        return kind if kind in FLOATS or _keeps_blocks(made) else "F32"
 
     def read(self, name: str) -> Tensor | QuantizedBlocks:
         """See `WeightSource.read`."""
-        made = self.tensors.expression(name)
-        if isinstance(made, str):
-            return self.source.read(made)
-        if isinstance(made, Plus):
-            stored = read_plain(self.source, made.name)
-            return stored.float() + made.number
-        if isinstance(made, Transposed):
-            turned = read_plain(self.source, made.name).T
-            return take_rows(turned, made.part.rows(self.shapes[name][0])) if made.part else turned.contiguous()
-        return take_rows(self.source.read(made.name), made.rows(self.shapes[name][0]))
+        return _made(self.source, self.tensors.expression(name), self.shapes[name])
+
+
+def _keeps_blocks(made: Expression) -> bool:
+    """Whether an expression only selects rows, which may be in blocks."""
+    return isinstance(made, str) or (isinstance(made, Rows | Unpaired) and _keeps_blocks(made.of))
+
+
+def _made(source: WeightSource, made: Expression, shape: tuple[int, ...]) -> Tensor | QuantizedBlocks:
+    """Read a tensor of a shape as an expression says."""
+    match made:
+        case str():
+            return source.read(made)
+        case Rows() | Unpaired():
+            return take_rows(_made(source, made.of, made.stored_shape(shape)), made.rows(shape[0]))
+    tensor = _plain(_made(source, made.of, made.stored_shape(shape)), stored_name(made))
+    return tensor.float() + made.number if isinstance(made, Plus) else tensor.t().contiguous()
 
 
 @dataclass(frozen=True)

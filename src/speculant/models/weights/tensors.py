@@ -16,15 +16,18 @@ from torch import Tensor
 
 from speculant.errors import Converts, ModelError
 from speculant.files import Stamp, read_json
-from speculant.models.config import count
 from speculant.models.description import DecoderConfig
 from speculant.models.sizes import HEAD, TABLE, tensor_shapes
+from speculant.models.tensor_map import stored_name, stored_shape
 from speculant.models.weights.formats import no_weights
 from speculant.models.weights.source import FLOATS, StoredWeights, read_plain
 
 CONFIG = "config.json"
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _LAYER = re.compile(r"(?:[A-Za-z_]\w*\.)+?([0-9]{1,10})\.", re.ASCII)  # begins the names of a layer's tensors
+_HARMLESS = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias")
+_PREFIXES = (("language_model.", ""), ("model.language_model.", "model."))  # of language models within larger ones
+_HEADS = ("lm_head", "embed_out")
 _SHOWN = 5
 _SHARD = re.compile(r"\w[\w .+-]{0,199}", re.ASCII)  # the name of a file in the folder itself
 
@@ -36,6 +39,7 @@ class TensorEntry:
     file: Path
     shape: tuple[int, ...]
     kind: str  # safetensors' name of the type, such as BF16
+    name: str  # in the file
 
 
 @dataclass(frozen=True)
@@ -108,16 +112,37 @@ class TensorFiles:
 
     def read(self, name: str) -> Tensor:
         """See `WeightSource.read`. The file is mapped anew for each tensor: a mapping keeps read pages in memory."""
-        with _open(self.entries[name].file) as opened:
-            tensor: Tensor = opened.get_tensor(name)
+        entry = self.entries[name]
+        with _open(entry.file) as opened:
+            tensor: Tensor = opened.get_tensor(entry.name)
             return tensor
 
+    def renamed(self, table: str) -> TensorFiles:
+        """Return the tensors of the language model, under the names that a file of it alone has.
 
-def check_layers(found: TensorFiles, config: Mapping[str, Any]) -> None:
-    """Compare the number of layers in the files' headers with config.json's. Raises ModelError if they differ."""
+        table: that name of the embedding table, such as "model.embed_tokens.weight". Files of models that also read
+        images have other names: see _PREFIXES. Files of a model without its head lack the first part of each name.
+        """
+        if table in self.entries:
+            return self
+        for stored, plain in (*_PREFIXES, ("", table[: table.index(".") + 1])):
+            if table.startswith(plain) and stored + table.removeprefix(plain) in self.entries:
+                named = {_plain(name, stored, plain): entry for name, entry in self.entries.items()}
+                return TensorFiles({name: entry for name, entry in named.items() if name}, self.folder)
+        return self
+
+
+def _plain(name: str, stored: str, plain: str) -> str:
+    """Return a tensor's name with another beginning; "" if it does not begin so. A head keeps its name."""
+    if name.split(".")[0] in _HEADS:
+        return name
+    return plain + name.removeprefix(stored) if name.startswith(stored) else ""
+
+
+def check_layers(found: TensorFiles, layers: int) -> None:
+    """Compare the number of layers in the files' headers with that in config.json. Raises ModelError if they differ."""
     hits = (_LAYER.match(name) for name in found.entries if not _is_harmless(name))
     numbers = {int(hit.group(1)) for hit in hits if hit}
-    layers = count(config, "num_hidden_layers")
     if len(numbers) != layers or max(numbers) != layers - 1:
         spanned = f" ({min(numbers)} to {max(numbers)})" if numbers else ""
         raise ModelError(
@@ -129,8 +154,8 @@ def check_layers(found: TensorFiles, config: Mapping[str, Any]) -> None:
 def check_tensors(found: StoredWeights, config: DecoderConfig) -> None:
     """Compare the files with the model that is described. Raises ModelError on any difference."""
     shapes = {name: found.shape(name) for name in found.names()}
-    names = config.tensors
-    wanted = {names.stored(name): names.stored_shape(name, shape) for name, shape in tensor_shapes(config).items()}
+    made = {name: config.tensors.expression(name) for name in tensor_shapes(config)}
+    wanted = {stored_name(made[name]): stored_shape(made[name], shape) for name, shape in tensor_shapes(config).items()}
     head, table = config.tensors.stored(HEAD), config.tensors.stored(TABLE)
     if config.head.tied and head in shapes:
         _check_tied_head(found, head, table)
@@ -178,7 +203,7 @@ def _read_weight_map(index: Path) -> dict[str, str]:
 def _read_header(file: Path) -> dict[str, TensorEntry]:
     with _open(file) as opened:
         slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 - not a mapping
-        return {name: TensorEntry(file, tuple(s.get_shape()), s.get_dtype()) for name, s in slices.items()}
+        return {name: TensorEntry(file, tuple(s.get_shape()), s.get_dtype(), name) for name, s in slices.items()}
 
 
 @contextmanager
@@ -191,7 +216,7 @@ def _open(file: Path) -> Iterator[Any]:
 
 def _is_harmless(name: str) -> bool:
     """Whether a tensor is a table that older programs stored and that can be recomputed."""
-    return name.endswith("rotary_emb.inv_freq")
+    return name.endswith(_HARMLESS)
 
 
 def _check_tied_head(found: StoredWeights, head: str, table: str) -> None:

@@ -29,7 +29,7 @@ from speculant.lab.training.heads.texts import Texts, most_texts, open_texts, sa
 from speculant.lab.training.optimizer import Optimizer
 from speculant.lab.training.trainer import Trainer
 from speculant.models.base import CausalLM, SequenceInput, build_batch
-from speculant.models.config import read_rope
+from speculant.models.rope_config import read_rope
 from speculant.models.reference.decoder import Decoder
 from speculant.models.weights.load import load_model
 from speculant.types import DraftTree

@@ -101,16 +101,18 @@ def look_ahead_states(model: Decoder, tokens: Tensor, places: Tensor, inputs: Te
     masks = {window: look_ahead_mask(length, places, count, window) for window in windows}
     stored = list[tuple[Tensor, Tensor]]()  # the tokens' keys and values, by layer
 
-    def attend(layer: int, of: Attention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def attend(layer: int, of: Attention, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
         stored.append((key, value))
-        return attend_causally(layer, of, query, key, value)
+        return attend_causally(layer, of, query, key, value, sinks)
 
-    def attend_ahead(layer: int, of: Attention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def attend_ahead(
+        layer: int, of: Attention, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
+    ) -> Tensor:
         keys, values = (torch.cat(each, dim=1) for each in zip(stored[layer], (key, value), strict=True))
-        return attend_masked(query, keys, values, masks[of.window])
+        return attend_masked(of, query, keys, values, masks[of.window], sinks)
 
     with torch.no_grad():
-        x: Tensor = model.model.embed_tokens(tokens)
+        x = model.look_up(tokens)
         for _ in model.states(x, torch.arange(length), attend):
             pass
     ahead = inputs.repeat(len(places), 1).expand(batch, -1, hidden)  # [b, m * T, hidden]

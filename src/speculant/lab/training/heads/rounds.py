@@ -22,9 +22,11 @@ from speculant.lab.training.heads.texts import Texts
 from speculant.models.description import Attention, DecoderConfig, Layer, Mlp, Rope
 from speculant.models.heads import HeadDecoder
 from speculant.models.reference.decoder import Decoder
+from speculant.models.rope_config import rope_entries
 
 DECAY = 0.8  # of the loss from one round to the next
 RANKS = 8
+_PLAIN = Rope(10000.0)  # of a layer whose target has no rotary positions
 _AT_A_TIME = 8
 
 
@@ -80,8 +82,7 @@ class RoundsObjective:
             "num_key_value_heads": own.attention.kv_heads,
             "head_dim": own.attention.head_dim,
             "rms_norm_eps": own.norm.eps,
-            "rope_theta": own.attention.rope.theta,
-            **rope_scaling(own.attention.rope),
+            **rope_entries(own.attention.rope or _PLAIN),
             "max_position_embeddings": own.max_positions,
             "vocab_size": own.vocab_size,
             **self._own_config,
@@ -121,26 +122,11 @@ class RoundsObjective:
         return own.flatten(1, 2), self._texts.states_of(places)[:, 1 + skipped :].flatten(0, 1)
 
 
-def rope_scaling(rope: Rope) -> dict[str, Any]:
-    """Return the entry of config.json for the scaling of rotary positions, which a layer takes over from its target."""
-    factors: dict[str, dict[str, Any]] = {
-        "linear": {"factor": rope.factor},
-        "dynamic": {"factor": rope.factor},
-        "llama3": {
-            "factor": rope.factor,
-            "low_freq_factor": rope.low_freq_factor,
-            "high_freq_factor": rope.high_freq_factor,
-            "original_max_position_embeddings": rope.original_max_positions,
-        },
-        "factors": {"factors": list(rope.factors)},
-    }
-    return {"rope_scaling": {"rope_type": rope.kind, **factors[rope.kind]}} if rope.kind in factors else {}
-
-
 def layer_sizes(config: HeadTrainingConfig, target: Decoder) -> DecoderConfig:
     """Return a layer of the target's own shape, without its biases, windows and norms of queries and keys."""
     of, mlp = target.config.attention, target.config.layers[0].mlp
-    attention = Attention(of.heads, of.kv_heads, of.head_dim, of.rope)
+    rope = next(iter(target.config.ropes), _PLAIN)
+    attention = Attention(of.heads, of.kv_heads, of.head_dim, rope)
     norm = target.config.norm
     return replace(target.config, layers=(Layer(attention, Mlp(config.inner or mlp.size), norm, norm),))
 

@@ -1,0 +1,34 @@
+"""Granite 3 and 4: Llama's arithmetic with four multipliers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from speculant.models.config import (
+    POSITIVE,
+    count_layers,
+    flag,
+    number,
+    read_attention,
+    read_decoder,
+    read_mlp,
+    read_norm,
+)
+from speculant.models.description import DecoderConfig, Layer
+
+
+def read_config(hf: Mapping[str, Any]) -> DecoderConfig:
+    """Read a Granite config.json."""
+    bias, norm = flag(hf, "attention_bias"), read_norm(hf)
+    scales = {
+        key: number(hf, key, 1.0, *POSITIVE)
+        for key in ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
+    }
+    attention = read_attention(hf, bias=bias, output_bias=bias, scale=scales["attention_multiplier"])
+    mlp = read_mlp(hf, bias=flag(hf, "mlp_bias"))
+    layer = Layer(attention, mlp, norm, norm, residual_scale=scales["residual_multiplier"])
+    return read_decoder(
+        hf, [layer] * count_layers(hf), embedding={"scale": scales["embedding_multiplier"]},
+        head={"scale": 1 / scales["logits_scaling"]},
+    )  # fmt: skip

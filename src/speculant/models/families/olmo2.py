@@ -1,0 +1,23 @@
+"""OLMo 2: norms after each block instead of before it, and norms of all queries and of all keys together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from speculant.models.config import count_layers, flag, read_attention, read_decoder, read_mlp, read_norm
+from speculant.models.description import DecoderConfig, Layer
+from speculant.models.sizes import LAYER
+from speculant.models.tensor_map import map_modules
+
+TENSORS = map_modules(LAYER, LAYER, {
+    "attention_output_norm": "post_attention_layernorm", "mlp_output_norm": "post_feedforward_layernorm",
+})  # fmt: skip
+
+
+def read_config(hf: Mapping[str, Any]) -> DecoderConfig:
+    """Read an OLMo 2 config.json."""
+    bias, norm = flag(hf, "attention_bias"), read_norm(hf, default=1e-5)
+    attention = read_attention(hf, bias=bias, output_bias=bias, qk_norm=norm, norm_all_heads=True)
+    layer = Layer(attention, read_mlp(hf), None, None, norm, norm)
+    return read_decoder(hf, [layer] * count_layers(hf), TENSORS, norm)

@@ -1,0 +1,22 @@
+"""StarCoder 2: LayerNorm, biases, and an MLP without a gate."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from speculant.models.config import count_layers, flag, read_attention, read_decoder, read_mlp, read_norm, window
+from speculant.models.description import DecoderConfig, Layer
+from speculant.models.sizes import LAYER
+from speculant.models.tensor_map import map_modules
+
+TENSORS = map_modules(LAYER, LAYER, {"mlp.up_proj": "mlp.c_fc", "mlp.down_proj": "mlp.c_proj"})
+
+
+def read_config(hf: Mapping[str, Any]) -> DecoderConfig:
+    """Read a StarCoder 2 config.json."""
+    hf = {"tie_word_embeddings": True, "sliding_window": None, "hidden_act": "gelu_pytorch_tanh", **hf}
+    bias, norm = flag(hf, "use_bias", True), read_norm(hf, "norm_epsilon", 1e-5, kind="layer", bias=True)
+    attention = read_attention(hf, window=window(hf), bias=bias, output_bias=bias)
+    layer = Layer(attention, read_mlp(hf, bias=bias, gated=False), norm, norm)
+    return read_decoder(hf, [layer] * count_layers(hf), TENSORS, norm)

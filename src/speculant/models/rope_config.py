@@ -1,0 +1,384 @@
+"""Reads rotary positions from a Hugging Face config.json.
+
+Scalings whose angles do not depend on the length of the text become factors: the divisor of each pair's frequency. They
+are exact: frequencies are computed in float32, and a factor is the quotient of two of them in float64.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from speculant.errors import ModelError
+from speculant.models.config import (
+    MOST_FACTOR,
+    MOST_HEAD_DIM,
+    MOST_THETA,
+    SLIDING,
+    count,
+    flag,
+    number,
+    show,
+)
+from speculant.models.description import Rope
+from speculant.models.reference.rotary import plain_frequencies
+
+_ORIGINAL = "original_max_position_embeddings"
+_KNOWN = frozenset(
+    {
+        *("rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", _ORIGINAL, "max_position_embeddings"),
+        *("low_freq_factor", "high_freq_factor", "short_factor", "long_factor", "attention_factor"),
+        *("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate", "llama_4_scaling_beta"),
+        *("factors", "long_factors", "dims"),  # of heads that were trained here
+        *("mrope_section", "mrope_interleaved"),  # they tell images' positions apart, and all texts' are the same
+        "finetuned",
+    }
+)
+_OTHER = "use a checkpoint of one of the supported families."
+_CORRECT = "correct config.json."
+
+
+def read_rope(
+    hf: Mapping[str, Any],
+    max_positions: int,
+    layer_type: str | None = None,
+    *,
+    theta: float = 10000.0,
+    share: float | None = None,
+    head_dim: int | None = None,
+) -> Rope:
+    """Read the rotary settings, in the old form (rope_theta, rope_scaling) or the new (rope_parameters).
+
+    With both, rope_scaling replaces rope_parameters, as in transformers 5. max_positions: the trained context.
+    layer_type: full_attention or sliding_attention, where these differ; rope_scaling is of full_attention then. theta:
+    the family's base, where config.json has none. share: the share of each head that is rotated, where config.json
+    does not say; None = all of it, always. head_dim: of these layers; None = as config.json has it.
+
+    Raises ModelError for an entry that is wrong, missing or not known.
+    """
+    settings = _settings(hf, layer_type)
+    unknown = sorted(key for key in settings.keys() - _KNOWN if settings[key] is not None)
+    if unknown or any(isinstance(value, dict) for value in settings.values()):
+        names = unknown or [key for key, value in settings.items() if isinstance(value, dict)]
+        raise ModelError(
+            f"config.json has rotary settings that are not implemented: {', '.join(map(show, names))}", _OTHER
+        )
+    kind = _first((settings.get("rope_type"), settings.get("type"), "default"))
+    if not isinstance(kind, str) or kind not in _KINDS:
+        raise ModelError(
+            f"config.json asks for rotary settings that are not implemented: {show(settings)}",
+            f"use a checkpoint with one of these rope_types: {', '.join(_KINDS)}.",
+        )
+    if share is None and kind != "proportional":
+        _check_whole(hf, settings)
+    return _Reader(
+        hf, settings, _theta(hf, settings, layer_type, theta), max_positions, layer_type, head_dim, share
+    ).read(kind)
+
+
+@dataclass(frozen=True)
+class _Scaled:
+    """The frequencies of pairs [dims / 2], and the factor of cosines and sines. long: those of long texts."""
+
+    frequencies: Tensor
+    scale: float = 1.0
+    long: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """The settings of one kind of layers; see `read_rope`."""
+
+    hf: Mapping[str, Any]
+    settings: Mapping[str, Any]
+    theta: float
+    max_positions: int
+    layer_type: str | None
+    given_head_dim: int | None
+    share: float | None
+
+    def read(self, kind: str) -> Rope:
+        """Return the rotary positions of a kind."""
+        beta = number(self.settings, "llama_4_scaling_beta", 0.0, 0, MOST_FACTOR)
+        original = self.original if beta else 0
+        if kind in ("default", "dynamic") and self.share is None:  # needs no head_dim, which may be unknown
+            if kind == "default":
+                return Rope(self.theta, original_max_positions=original, query_beta=beta)
+            self.need("factor")
+            return Rope(self.theta, kind, self.factor, self.max_positions)
+        if kind == "factors":
+            return self.own(original, beta)
+        if kind == "dynamic":
+            raise ModelError(
+                "config.json asks for dynamic rope scaling of parts of heads, which is not implemented", _OTHER
+            )
+        made = _KINDS[kind](self)
+        pairs = len(made.frequencies)
+        return Rope(
+            self.theta,
+            **_kind_of(self._divisors(made.frequencies), () if made.long is None else self._divisors(made.long)),
+            original_max_positions=original if made.long is None else self.original,
+            dims=None if 2 * pairs == self.head_dim else 2 * pairs,
+            scale=made.scale,
+            query_beta=beta,
+        )
+
+    def own(self, original: int, beta: float) -> Rope:
+        """Read the settings of a head that was trained here; see `rope_entries`."""
+        settings = self.settings
+        plain, long = "dims" in settings and "factors" not in settings, settings.get("long_factors") is not None
+        factors, long_factors = () if plain else self.list_of("factors"), self.list_of("long_factors") if long else ()
+        return Rope(
+            self.theta,
+            kind="default" if plain else "factors",
+            factors=factors,
+            long_factors=long_factors,
+            original_max_positions=self.original if long else original,
+            dims=None if settings.get("dims") is None else count(settings, "dims", most=MOST_HEAD_DIM),
+            scale=number(self.settings, "attention_factor", 1.0, 0, MOST_FACTOR),
+            query_beta=beta,
+        )
+
+    def default(self) -> _Scaled:
+        """Return frequencies that are not scaled."""
+        return _Scaled(self.plain)
+
+    def linear(self) -> _Scaled:
+        """Return frequencies that one factor divides."""
+        self.need("factor")
+        return _Scaled(self.plain / self.factor)
+
+    def llama3(self) -> _Scaled:
+        """Keep short wavelengths, divide long ones by the factor, blend in between (Llama 3.1)."""
+        self.need("factor", "low_freq_factor", "high_freq_factor")
+        low, high = self.positive("low_freq_factor"), self.positive("high_freq_factor")
+        if low >= high:
+            raise ModelError(
+                f"config.json has low_freq_factor = {low:g}, not below high_freq_factor = {high:g}", _CORRECT
+            )
+        plain, original = self.plain, self.original
+        wavelengths = 2 * math.pi / plain
+        blend = (original / wavelengths - low) / (high - low)
+        scaled = torch.where(wavelengths > original / low, plain / self.factor, plain)
+        is_between = (wavelengths >= original / high) & (wavelengths <= original / low)
+        return _Scaled(torch.where(is_between, (1 - blend) * scaled / self.factor + blend * scaled, scaled))
+
+    def yarn(self) -> _Scaled:
+        """Divide the frequencies of pairs that turn seldom by the factor (YaRN, arXiv 2309.00071)."""
+        original, dims = self.original, self.dims
+        factor = self.positive("factor", self.max_positions / original)
+        if self.theta <= 1:
+            raise ModelError(f"config.json has rope_theta = {self.theta:g}, and YaRN needs more than 1", _CORRECT)
+
+        def pair_that_turns(turns: float) -> float:
+            """Return the pair that makes so many turns within the original context."""
+            return (dims * math.log(original / (turns * 2 * math.pi))) / (2 * math.log(self.theta))
+
+        low, high = pair_that_turns(self.positive("beta_fast", 32)), pair_that_turns(self.positive("beta_slow", 1))
+        if self.is_truncated():
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, dims - 1)
+        high += 0.001 if low == high else 0
+        ramp = ((torch.arange(len(self.plain), dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+        powers = self.theta ** (torch.arange(0, dims, 2).float() / dims)
+        kept = 1 - ramp
+        return _Scaled(1.0 / (factor * powers) * (1 - kept) + 1.0 / powers * kept, self.yarn_scale(factor))
+
+    def is_truncated(self) -> bool:
+        """Whether YaRN's bounds are whole pairs. transformers reads this beside the settings of all kinds of layers."""
+        settings = self.settings if self.layer_type is None else (self.hf.get("rope_parameters") or {})
+        return settings.get("truncate") is None or flag(settings, "truncate")
+
+    def yarn_scale(self, factor: float) -> float:
+        """Return YaRN's factor of cosines and sines."""
+
+        def growth(weight: float) -> float:
+            return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+        own, whole = (number(self.settings, key, 0.0, 0, MOST_FACTOR) for key in ("mscale", "mscale_all_dim"))
+        return self.positive("attention_factor", growth(own) / growth(whole) if own and whole else growth(1.0))
+
+    def longrope(self) -> _Scaled:
+        """Return frequencies for texts up to the original context, and for longer ones (LongRoPE, arXiv 2402.13753)."""
+        self.need("short_factor", "long_factor")
+        original, powers = self.original, self.theta ** (torch.arange(0, self.dims, 2).float() / self.dims)
+        factor = self.positive("factor", self.max_positions / original)
+        grown = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 < original else 1.0
+        scale = self.positive("attention_factor", grown)
+        short, long = (self.list_of(key, len(powers)) for key in ("short_factor", "long_factor"))
+        made = [1.0 / (torch.tensor(factors) * powers) for factors in (short, long)]
+        return _Scaled(made[0], scale, made[1])
+
+    def proportional(self) -> _Scaled:
+        """Return frequencies of which the last are 0: these pairs of the whole head are not rotated."""
+        share = number(self.settings, "partial_rotary_factor", 1.0, 0, 1)
+        rotated = int(share * self.head_dim // 2)
+        powers = self.theta ** (torch.arange(0, 2 * rotated, 2).float() / self.head_dim)
+        still = torch.zeros(self.head_dim // 2 - rotated)
+        return _Scaled(torch.cat((1.0 / powers, still)) / self.positive("factor", 1.0))
+
+    @property
+    def head_dim(self) -> int:
+        """The dimensions of a head."""
+        if self.given_head_dim is not None:
+            return self.given_head_dim
+        width = self.hf.get("head_dim") or count(self.hf, "hidden_size") // count(self.hf, "num_attention_heads")
+        return count({"head_dim": width}, "head_dim", most=MOST_HEAD_DIM)
+
+    @property
+    def dims(self) -> int:
+        """How many dimensions of a head have frequencies; an odd number is rounded up to pairs."""
+        share = _share(self.hf, self.settings, self.share)
+        dims = int(self.head_dim * share)
+        if not 1 <= dims <= self.head_dim or (self.head_dim % 2 and dims == self.head_dim):
+            raise ModelError(
+                f"config.json rotates {show(share)} of heads of {self.head_dim} dimensions, which can't be rotated in"
+                " pairs",
+                "check head_dim, hidden_size, num_attention_heads and the rotary settings in config.json.",
+            )
+        return dims
+
+    @property
+    def plain(self) -> Tensor:
+        """Frequencies that are not scaled."""
+        return plain_frequencies(self.theta, self.dims)
+
+    @property
+    def factor(self) -> float:
+        """The entry `factor`."""
+        return self.positive("factor")
+
+    @property
+    def original(self) -> int:
+        """The context length before scaling. An entry beside the settings is of all layers."""
+        beside = self.layer_type is None and self.hf.get(_ORIGINAL) is not None
+        return count(self.hf if beside else self.settings, _ORIGINAL, self.max_positions)
+
+    def positive(self, key: str, default: float | None = None) -> float:
+        """Return a positive number. As in transformers, 0 stands for the default of some."""
+        value = self.settings.get(key)
+        absent = value is None or (value == 0 and not isinstance(value, bool) and key in ("beta_fast", "beta_slow"))
+        return (
+            float(default)
+            if absent and default is not None
+            else number(self.settings, key, None, 1 / MOST_FACTOR, MOST_FACTOR)
+        )
+
+    def need(self, *keys: str) -> None:
+        """Check that entries are there."""
+        missing = [key for key in keys if self.settings.get(key) is None]
+        if missing:
+            kind = _first((self.settings.get("rope_type"), self.settings.get("type")))
+            raise ModelError(f"config.json has rope scaling {show(kind)} without {', '.join(missing)}", _CORRECT)
+
+    def list_of(self, key: str, pairs: int | None = None) -> tuple[float, ...]:
+        """Return a factor for each pair; null = the pair is not rotated."""
+        given = self.settings.get(key)
+        if not isinstance(given, list) or not given or pairs not in (None, len(given)):
+            of = "" if pairs is None else f" of {pairs}, one for each pair of dimensions that are rotated"
+            raise ModelError(f"config.json has rope scaling {key!r} = {show(given)}, not a list{of}", _CORRECT)
+        return tuple(
+            math.inf if each is None else number({key: each}, key, None, 1 / MOST_FACTOR, MOST_FACTOR) for each in given
+        )
+
+    def _divisors(self, frequencies: Tensor) -> tuple[float, ...]:
+        """Return the factors of frequencies, so that dividing by them in float64 gives the same float32 numbers."""
+        return tuple((plain_frequencies(self.theta, 2 * len(frequencies)).double() / frequencies.double()).tolist())
+
+
+_KINDS = {
+    "default": _Reader.default,
+    "linear": _Reader.linear,
+    "dynamic": _Reader.default,
+    "llama3": _Reader.llama3,
+    "yarn": _Reader.yarn,
+    "longrope": _Reader.longrope,
+    "su": _Reader.longrope,  # its first name
+    "proportional": _Reader.proportional,
+    "factors": _Reader.default,
+}
+
+
+def rope_entries(rope: Rope) -> dict[str, Any]:
+    """Return the entries of config.json from which `read_rope` makes these rotary positions again."""
+    if rope == Rope(rope.theta):
+        return {"rope_theta": rope.theta}
+    if rope.kind == "dynamic":
+        return {"rope_theta": rope.theta, "rope_scaling": {"rope_type": "dynamic", "factor": rope.factor}}
+    own: dict[str, Any] = {"rope_type": "factors"}
+    if rope.dims is not None or not rope.factors:
+        own["dims"] = rope.dims
+    for key in ("factors", "long_factors"):
+        if getattr(rope, key):
+            own[key] = [None if math.isinf(each) else each for each in getattr(rope, key)]
+    if rope.scale != 1:
+        own["attention_factor"] = rope.scale
+    if rope.query_beta:
+        own["llama_4_scaling_beta"] = rope.query_beta
+    if rope.original_max_positions:
+        own[_ORIGINAL] = rope.original_max_positions
+    return {"rope_theta": rope.theta, "rope_scaling": own}
+
+
+def _kind_of(factors: tuple[float, ...], long_factors: tuple[float, ...]) -> dict[str, Any]:
+    """Return the fields of factors; those that change nothing are left out."""
+    if not long_factors and all(each == 1 for each in factors):
+        return {"kind": "default"}
+    return {"kind": "factors", "factors": factors, "long_factors": long_factors}
+
+
+def _first(values: Iterable[Any]) -> Any:
+    """Return the first value that is not null."""
+    return next(value for value in values if value is not None)
+
+
+def _settings(hf: Mapping[str, Any], layer_type: str | None) -> Mapping[str, Any]:
+    """Return the settings of a kind of layers."""
+    given = {key: hf.get(key) for key in ("rope_scaling", "rope_parameters")}
+    for key, value in given.items():
+        if value is not None and not isinstance(value, dict):
+            raise ModelError(f"config.json has {key} = {show(value)}, not an object", _CORRECT)
+    scaling, parameters = given["rope_scaling"], given["rope_parameters"]
+    if layer_type is None:
+        return scaling or parameters or {}
+    if parameters and not any(isinstance(value, dict) for value in parameters.values()):
+        raise ModelError(
+            f"config.json has rope_parameters = {show(parameters)}, not an object for each kind of layers", _CORRECT
+        )
+    own = (parameters or {}).get(layer_type)
+    if own is not None and not isinstance(own, dict):
+        raise ModelError(f"config.json has rope_parameters with {layer_type} = {show(own)}, not an object", _CORRECT)
+    return {**(own or {}), **((scaling or {}) if layer_type != SLIDING else {})}
+
+
+def _theta(hf: Mapping[str, Any], settings: Mapping[str, Any], layer_type: str | None, default: float) -> float:
+    """Read the base. Layers with a sliding window have one of their own where the kinds of layers differ."""
+    keys = ("rope_local_base_freq",) if layer_type == SLIDING else ("rope_theta", "rotary_emb_base")
+    given = {"rope_theta": settings.get("rope_theta")}
+    key = "rope_theta"
+    for other in keys:
+        if given[key] is None and hf.get(other) is not None:
+            given, key = {other: hf[other]}, other
+    return number(given, key, default, 1 / MOST_THETA, MOST_THETA)
+
+
+def _share(hf: Mapping[str, Any], settings: Mapping[str, Any], default: float | None) -> float:
+    """Read the share of each head that is rotated."""
+    key = "partial_rotary_factor"
+    share = _first((settings.get(key), hf.get(key), hf.get("rotary_pct"), default, 1.0))
+    return number({key: share}, key, None, 0, 1)
+
+
+def _check_whole(hf: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+    share = _share(hf, settings, None)
+    if share != 1.0:
+        raise ModelError(
+            "config.json asks for rotary settings that are not implemented:"
+            f" {show(settings)}, over {show(share)} of each head",
+            "use a checkpoint of this family that rotates whole heads.",
+        )
