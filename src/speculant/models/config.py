@@ -91,7 +91,7 @@ def read_mlp(hf: Mapping[str, Any], *, key: str = "hidden_act", **own: Any) -> M
     Raises ModelError for an activation that is not implemented.
     """
     name = hf.get(key) or "silu"
-    if name not in ACTIVATIONS:
+    if not isinstance(name, str) or name not in ACTIVATIONS:
         raise ModelError(
             f"config.json asks for {key}={show(name)}; only {', '.join(ACTIVATIONS)} are implemented",
             "use a checkpoint of one of the supported families.",
