@@ -142,8 +142,9 @@ class Calibration:
         if not context or length < LEAST_LONG or not {1, MANY_ROWS} <= short_s.keys():
             return KeyCosts()
         sources = [block * self.cache.block_size for block in self.cache.table(seq_id)]  # one per group of layers
-        for first in range(context, length, COPIED):
-            copies = self.cache.reserve(seq_id, min(COPIED, length - first))
+        chunk = min(COPIED, self.limits.max_num_batched_tokens)
+        for first in range(context, length, chunk):
+            copies = self.cache.reserve(seq_id, min(chunk, length - first))
             self.cache.storage.move(_repeated(sources, copies))
             sources = [slots[-1] for slots in (copies.slots, *copies.others)]
             self.cache.drop_unseen(seq_id)
