@@ -192,6 +192,32 @@ def test_a_long_text_holds_no_more_than_the_window(window: int) -> None:
         assert full.num_blocks - full.free_tokens() // BLOCK == -(-length // BLOCK)
 
 
+def test_a_prefix_is_found_as_far_as_every_group_has_its_window() -> None:
+    """A layer's blocks of an earlier text are evicted one by one, in the order 0, 1, 5, 4, 3.
+
+    A prefix of 24 tokens needs 4 and 5, one of 20 needs 3 and 4, one of 16 needs 2 and 3, a shorter one 0 or 1.
+    """
+    cache = paged_cache(CacheShape(2, 1, 1, torch.float32, CPU, (None, 6)), [20, 8], BLOCK)
+    text, (_, windowed) = list(range(24)), managers_of(cache)
+    for length in range(0, 24, BLOCK):
+        cache.reserve(1, BLOCK)
+        cache.insert_prefix(1, text[: length + BLOCK])
+        cache.drop_unseen(1)
+    cache.release(1)
+    cache.reserve(3, 2 * BLOCK)  # from here on, no block is free without an eviction
+    found = []
+    for num_evicted in range(6):
+        assert windowed.free_tokens() == (6 - num_evicted) * BLOCK
+        known = [cache.match_prefix(2, [*text, 99])]
+        cache.release(2)
+        known.append(cache.match_prefix(2, [*text[:17], 99]))
+        cache.release(2)
+        cache.check()
+        found.append(known)
+        cache.reserve(3, BLOCK)
+    assert found == [[24, 16], [24, 16], [24, 16], [20, 16], [16, 16], [0, 0]]
+
+
 # --- whole engines
 
 
@@ -242,10 +268,10 @@ def test_memory_that_all_positions_do_not_fit_into_is_enough(kernels: str, windo
 
 def test_a_sibling_starts_from_the_prompt_even_if_its_window_is_gone() -> None:
     """Samples that start late: the first has gone on, and no longer holds what the prompt's last token sees."""
-    limits = Limits(max_model_len=64, max_num_seqs=1, max_num_batched_tokens=20)
+    limits = Limits(max_model_len=64, max_num_seqs=2, max_num_batched_tokens=20)
     model = decoder_of("reference", (None, 5))
-    texts = []
-    for cache in (paged_cache(model.cache_shape, 60, BLOCK), slotted_cache(model.cache_shape, 1, 64)):
+    texts, full_blocks = [], len(PROMPT) // BLOCK * BLOCK
+    for cache in (paged_cache(model.cache_shape, 60, BLOCK), slotted_cache(model.cache_shape, 2, 64)):
         engine = Engine(
             EngineOptions(limits, 0, frozenset()), model, cache, KeyedChances(REFERENCE), known_verifiers(), Fixed(0),
             Drafters.of(None),
@@ -255,6 +281,8 @@ def test_a_sibling_starts_from_the_prompt_even_if_its_window_is_gone() -> None:
             engine.step()
             engine.check()
         texts.append([request.output for request in requests])
+        assert requests[1].metrics.cached_tokens == len(PROMPT) - 1, "it starts when the prompt is computed"
+        assert requests[2].metrics.cached_tokens == (full_blocks if cache.num_groups > 1 else len(PROMPT) - 1)
     assert texts[0] == texts[1]
 
 
