@@ -106,7 +106,7 @@ class Moves:
 
     def by_group(self) -> tuple[Moves, ...]:
         """Return the moves of each group; there may be groups without any."""
-        return (self, *self.others)
+        return (Moves(self.sources, self.targets), *self.others)
 
 
 NO_MOVES = Moves()
