@@ -22,10 +22,11 @@ import torch
 from torch import Tensor, nn
 
 from speculant.cache.base import CacheShape, KVCache, KVStorage
+from speculant.kernels.reference import soft_cap
 from speculant.models.base import Batch, CausalLM, Chain, Hidden, ModelNeeds
 from speculant.models.description import DecoderConfig, Layer
 from speculant.models.reference.attention import Attend, StoredKeys
-from speculant.models.reference.decoder import DecoderLayer, NormLayer, rotaries, spread
+from speculant.models.reference.decoder import DecoderLayer, NormLayer, angles_of, rotaries, spread
 from speculant.models.weights.source import WeightSource, read_plain
 
 logger = logging.getLogger(__name__)
@@ -40,7 +41,7 @@ class StateEntry(Enum):
 
 @dataclass(frozen=True)
 class HeadConfig:
-    """The arithmetic of a head. `decoder` describes its layers, and the tokens that its output head has rows for.
+    """The arithmetic of a head. `decoder` describes its layers; and of its output head the tokens and the soft cap.
 
     fc_bias: whether fc has a bias. norm_before_residual: with ATTENTION, the first layer adds to norm(h) instead of h.
     norm_output: the next row reads the state after the final norm. own_table, own_head: whether it
@@ -60,6 +61,16 @@ class HeadConfig:
         """The layers; with INPUT, the first one has no norm before attention."""
         first, *others = self.decoder.layers
         return (replace(first, before_attention=None) if self.entry is StateEntry.INPUT else first, *others)
+
+
+@runtime_checkable
+class Described(Protocol):
+    """A `CausalLM` that a description determines."""
+
+    @property
+    def config(self) -> DecoderConfig:
+        """The description."""
+        ...
 
 
 @runtime_checkable
@@ -116,12 +127,10 @@ def head_shapes(config: HeadConfig, target: CausalLM) -> dict[str, tuple[int, ..
 class HeadDecoder(nn.Module):
     """A head in plain PyTorch: a `CausalLM` whose batches have `hidden`."""
 
-    needs = ModelNeeds()
-
     def __init__(self, config: HeadConfig, target: CausalLM) -> None:
         super().__init__()
         own, hidden = config.decoder, config.decoder.hidden_size
-        self.config = config
+        self.config, self.needs = config, ModelNeeds(restart_at=own.restart_at)
         self._target = (target,)  # in a tuple: its parameters are not this module's
         inputs = hidden if config.entry is StateEntry.INPUT else 2 * hidden
         widths = [inputs] + [hidden] * (own.num_layers - 1)
@@ -170,11 +179,17 @@ class HeadDecoder(nn.Module):
         assert batch.hidden is not None, "a head reads a hidden state for each row"
         embedded = self.embed(batch.tokens).to(self.cache_shape.dtype)  # a target may have activations of another type
         attend = StoredKeys.build(batch, storage, self.config.decoder, embedded.dtype)
-        return self.states(embedded, batch.hidden.to(embedded.dtype), batch.positions, attend)
+        long = batch.long_rows(self.needs)
+        return self.states(embedded, batch.hidden.to(embedded.dtype), batch.positions, attend, long)
 
-    def states(self, embedded: Tensor, hidden: Tensor, positions: Tensor, attend: Attend) -> Hidden:
-        """Run the layers over embeddings and states [..., n, hidden] of rows at positions [n]."""
-        angles = {rope: rotary.angles(positions, embedded.dtype) for rope, rotary in self._rotaries.items()}
+    def states(
+        self, embedded: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, long: Tensor | None = None
+    ) -> Hidden:
+        """Run the layers over embeddings and states [..., n, hidden] of rows at positions [n].
+
+        long: see `angles_of`.
+        """
+        angles = angles_of(self._rotaries, positions, embedded.dtype, long)
         first, *others = cast(list[DecoderLayer], self.layers)
         if self.config.entry is StateEntry.INPUT:
             x: Tensor = self.fc(torch.cat((embedded, hidden), dim=-1))
@@ -192,9 +207,9 @@ class HeadDecoder(nn.Module):
         """See `CausalLM.logits`."""
         if not self.config.own_head:
             return self._target[0].logits(hidden)
-        out: Tensor = self.lm_head(hidden)
-        tokens = self.config.decoder.head.tokens
-        return spread(out, torch.tensor(tokens, device=out.device), self.vocab_size) if tokens else out
+        own = self.config.decoder.head
+        out = soft_cap(self.lm_head(hidden), own.softcap)
+        return spread(out, torch.tensor(own.tokens, device=out.device), self.vocab_size) if own.tokens else out
 
     def grow(self, chains: Sequence[Chain], cache: KVCache, vocab_size: int) -> Sequence[Chain]:
         """See `CausalLM.grow`; this head draws none by itself."""

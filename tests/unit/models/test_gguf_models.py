@@ -20,7 +20,7 @@ from speculant.kernels.native import BLOCK_TYPES
 from speculant.models.gguf import NEUTRAL, GgufFamily, read_gguf_config
 from speculant.models.sizes import HEAD, TABLE
 from speculant.models.tensor_map import TensorMap, Unpaired
-from speculant.models.vocabulary import DraftVocabulary, Substituted
+from speculant.models.vocabulary import TableRows
 from speculant.models.weights.gguf import GgufWeights
 from speculant.models.weights.load import Checkpoint, load_model
 from speculant.models.weights.source import Mapped, QuantizedBlocks, ShortHead, decode, read_plain
@@ -198,8 +198,9 @@ def test_rows_are_selected_without_decoding(folder: Path, tmp_path: Path, kind: 
     table = GgufWeights(file).shape("token_embd.weight")
     weights = Mapped(GgufWeights(file), {TABLE: table, HEAD: table, "q": (HIDDEN_SIZE, HIDDEN_SIZE)}, names)
     short = ShortHead(weights, (3, 7, 200), HEAD)
-    vocabulary = DraftVocabulary(VOCAB_SIZE + 3, frozenset({5}), 9)
-    fitted = Substituted(weights, vocabulary, VOCAB_SIZE)
+    fitted = TableRows(
+        weights, [9 if row in (5, *range(VOCAB_SIZE, VOCAB_SIZE + 3)) else row for row in range(VOCAB_SIZE + 3)]
+    )
     for source, name in ((short, HEAD), (fitted, TABLE), (weights, "q")):
         found = source.read(name)
         assert isinstance(found, QuantizedBlocks) == (kind == "Q4_0")

@@ -56,6 +56,7 @@ from speculant.models.weights.source import WeightSource
 from speculant.params import SamplingParams
 from speculant.sampling.chance import KeyedNoise, MostLikely, Stream
 from speculant.sampling.distribution import Node, edits_of, sampling_settings
+from speculant.tree import ids
 
 FORESEEABLE = (Stream, KeyedNoise, MostLikely)
 
@@ -84,12 +85,15 @@ def _kind_of(chains: Sequence[Chain]) -> list[tuple[int, int, SamplingParams]]:
 class ChainRows:
     """The input rows of chains, concatenated, with slots that it reserves. See `known` for unknown tokens.
 
-    count: their number. end: length of the longest sequence.
+    count: their number. end: length of the longest sequence. positions [count]: theirs. lengths [count]: those of their
+    texts, see `SequenceInput.length`.
     """
 
     def __init__(self, chains: Sequence[Chain], vocab_size: int, cache: KVCache) -> None:
         tokens, positions, slots, segments, end = list[int](), list[int](), list[int](), list[int](), 0
         self._tables: list[array[int]] = []
+        self.positions, self.lengths = positions, list[int]()
+        self._angles: Tensor | None = None
         for chain in chains:
             seq_id, own, num_positions = chain.request.seq_id, chain.input_tokens, chain.num_positions
             _, start, reserved, _ = cache.reserve(seq_id, num_positions)
@@ -98,13 +102,20 @@ class ChainRows:
             tokens += own
             positions += range(start, start + count)
             slots += reserved[:count]
+            self.lengths += [chain.request.num_positions] * count
             end = max(end, start + num_positions)
             self._tables.append(table)
         self.count, self.end, self._num_segments = len(tokens), end, len(chains)
         self._memory = array("q", [*known(tokens, vocab_size), *positions, *slots, *segments])
 
-    def point(self, on: Pass) -> None:
-        """Let a pass point to the rows."""
+    def long_rows(self, needs: ModelNeeds) -> Tensor | None:
+        """See `Batch.long_rows`."""
+        return None if needs.restart_at is None else torch.tensor([needs.is_long(each) for each in self.lengths])
+
+    def point(self, on: Pass, angles: Tensor | None) -> None:
+        """Let a pass point to the rows. angles: see `AngleTables.rows`."""
+        self._angles = angles
+        on.angles = None if angles is None else angles.data_ptr()
         size = 8 * self.count
         on.tokens = first = address(self._memory)
         on.positions, on.slots, on.segments = first + size, first + 2 * size, first + 3 * size
@@ -211,8 +222,6 @@ class NativeDecoder:
     The kernels may round the activations of a linear layer before they multiply: see csrc/speculant.h.
     """
 
-    needs = ModelNeeds()
-
     def __init__(
         self,
         config: DecoderConfig,
@@ -238,12 +247,17 @@ class NativeDecoder:
         self.cache_shape = CacheShape(config.num_layers, of.kv_heads, of.head_dim, dtype, cpu)
         self.vocab_size, self.max_positions = config.vocab_size, config.max_positions
         self.num_layers, self.hidden_size = config.num_layers, config.hidden_size
-        self.kernels, self.packed = kernels, packed
+        self.kernels, self.packed, self.needs = kernels, packed, ModelNeeds(restart_at=config.restart_at)
         self._buffers, self._programs = Buffers(packed, FEWEST_ROWS), dict[tuple[int, ...], Program]()
         self._angles, self._layers = AngleTables(config), LayerPointers(config.num_layers)
         self._head = linear(packed.head, None, None, factor=config.head.scale, softcap=config.head.softcap)
         self._head_tokens = torch.tensor(config.head.tokens, dtype=torch.int64) if config.head.tokens else None
         self._drawn: Drawn | None = None  # of the last draft
+
+    @property
+    def config(self) -> DecoderConfig:
+        """The description."""
+        return self.packed.config
 
     @property
     def bytes_per_pass(self) -> int:
@@ -317,9 +331,10 @@ class NativeDecoder:
         on.tokens, on.positions = batch.tokens.data_ptr(), batch.positions.data_ptr()
         on.slots = batch.slot_mapping.data_ptr()
         on.num_segments, on.segments, on.parents = len(batch.segments), address(segments), address(parents)
-        inputs = self._inputs(batch)
+        inputs, angles = self._inputs(batch), self._angles.rows(batch.positions, batch.long_rows(self.needs))
         on.inputs = address(inputs[0]) if inputs else None
-        return Layout(on, (batch, segments, parents, inputs))
+        on.angles = None if angles is None else angles.data_ptr()
+        return Layout(on, (batch, segments, parents, inputs, angles))
 
     def _inputs(self, batch: Batch) -> tuple[array[int], Tensor] | None:
         """Return the address of each row's input embedding (0 = look its token up) and their memory, if any."""
@@ -362,7 +377,7 @@ class NativeDecoder:
         chains = sorted(chains, key=_by_limit)
         rows = ChainRows(chains, self.vocab_size, cache)
         on = self._pass(cache.storage, cache.block_size, rows.count, rows.end)
-        rows.point(on)
+        rows.point(on, self._angles.rows(ids(rows.positions), rows.long_rows(self.needs)))
         drawing = chains if chains[-1].limit else [chain for chain in chains if chain.limit]
         if drawing:
             drawn = self._drawn
@@ -389,7 +404,7 @@ def _segments(batch: Batch) -> tuple[array[int], array[int], int]:
     """
     fields, parents, first, end = list[int](), list[int](), 0, 0
     for segment in batch.segments:
-        _, start, chain, table, own = segment
+        _, start, chain, table, own, _ = segment
         rows, tree = chain, -1
         if own and not segment.is_chain:
             chain, tree = segment.num_committed, len(parents)
