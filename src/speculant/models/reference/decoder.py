@@ -79,9 +79,12 @@ class NormLayer(nn.Module):
         if of.kind == "layer":
             return reference.layer_norm(x, scales + of.offset if of.offset else scales, self.bias, of.eps)
         if not of.offset:
-            return reference.rms_norm(x, scales, of.eps)
+            return self._biased(reference.rms_norm(x, scales, of.eps))
         wide = x if x.dtype == torch.float64 else x.float()
-        return reference.rms_norm(wide, scales.to(wide.dtype) + of.offset, of.eps).to(x.dtype)
+        return self._biased(reference.rms_norm(wide, scales.to(wide.dtype) + of.offset, of.eps).to(x.dtype))
+
+    def _biased(self, x: Tensor) -> Tensor:
+        return x if self.bias is None else x + self.bias
 
 
 class SelfAttention(nn.Module):
