@@ -5,7 +5,7 @@ Parameters have the names of `models/sizes.py`, in every family.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -134,7 +134,8 @@ class FeedForward(nn.Module):
             self.gate_proj = nn.Linear(hidden, of.size, bias=of.bias)
         self.up_proj = nn.Linear(hidden, of.size, bias=of.bias)
         self.down_proj = nn.Linear(of.size, hidden, bias=of.bias)
-        self._gated, self._activation = of.gated, reference.ACTIVATIONS[of.activation]
+        self._gated = of.gated
+        self._activation: Callable[[Tensor], Tensor] = reference.ACTIVATIONS[of.activation]
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x [..., hidden] to a result of the same shape."""
