@@ -28,8 +28,9 @@ def load_llama(path: Path) -> Any:
 
 
 def load_gemma3(path: Path) -> Any:
-    """Return a Gemma3ForCausalLM. The file does not say that each sixth layer sees all positions, nor the base of the
-    other layers' rotary positions.
+    """Return a Gemma3ForCausalLM.
+
+    The file says neither that each sixth layer sees all positions nor the base of the other layers' rotary positions.
     """
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 

@@ -18,10 +18,31 @@ from speculant.errors import ModelError
 from speculant.gguf_file import GgufFile, end_tokens
 from speculant.models.config import FULL, MOST, MOST_FACTOR, MOST_HEAD_DIM, SLIDING, is_whole, show
 from speculant.models.description import DecoderConfig
-from speculant.models.gguf_family import GGUF_HEAD, GGUF_TABLE, Count, Flag, GgufFamily, Number, Windows, gguf_tensors
+from speculant.models.gguf_family import (
+    GGUF_HEAD,
+    GGUF_TABLE,
+    Count,
+    Flag,
+    Function,
+    GgufFamily,
+    Number,
+    Windows,
+    gguf_tensors,
+)
 
 FAMILIES = "speculant.models"
-ROPE_FREQS = "rope_freqs.weight"  # the divisor of each pair's frequency; part of the config, not of the weights
+# The divisors of the pairs' frequencies; those of long and of short texts. Part of the config, not of the weights.
+ROPE_FREQS, ROPE_LONG, ROPE_SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
+YARN = {
+    "beta_fast": "yarn_beta_fast",
+    "beta_slow": "yarn_beta_slow",
+    "attention_factor": "yarn_attn_factor",
+    "mscale_all_dim": "yarn_log_multiplier",
+}
+ROPE_READ = {  # entries that only one kind of scaling reads
+    "yarn": {"rope.scaling.yarn_attn_factor", "rope.scaling.yarn_log_multiplier"},
+    "longrope": {"rope.scaling.attn_factor"},
+}
 END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")  # ends of a text, a turn and a message
 # Entries that change a model's arithmetic in ways that are not implemented, and the values that change nothing. A
 # family may read some of them.
@@ -65,16 +86,28 @@ def read_gguf_config(file: GgufFile) -> dict[str, Any]:
     """Return the metadata of the model in a file, in the keys of config.json. Raises ModelError."""
     facts = _Facts(file)
     name, family = _family(file)
-    layers = facts.count("block_count")
-    _check_layers(file, layers)
+    _check_layers(file, facts.count("block_count"))
+    scaling = _rope_kind(facts)
+    found = {"model_type": name, **_common(facts, family, scaling)}
+    facts.check_neutral({**_neutral(found, scaling), **family.neutral}, family.read)
+    for path, value in family.config.items():
+        outer, _, key = path.rpartition(".")
+        into = found[outer] if outer else found
+        if into is None:
+            raise ModelError(f"{file.path} has no metadata for {outer}", _DAMAGED)
+        into[key] = facts.read(value, found)
+    return found
+
+
+def _common(facts: _Facts, family: GgufFamily, scaling: str) -> dict[str, Any]:
+    """Return the keys that all families read."""
+    file = facts.file
     table = file.tensors.get(GGUF_TABLE)
     if table is None or len(table.shape) != 2:
         raise ModelError(f"{file.path} has no matrix {GGUF_TABLE}", _DAMAGED)
-    hidden, heads = facts.count("embedding_length"), facts.count("attention.head_count")
+    hidden, heads, layers = (facts.count(key) for key in ("embedding_length", "attention.head_count", "block_count"))
     head_dim = facts.count("attention.key_length", hidden // heads, MOST_HEAD_DIM)
-    rotated, theta = facts.count("rope.dimension_count", head_dim), facts.number("rope.freq_base", 10000.0)
-    found = {
-        "model_type": name,
+    return {
         "vocab_size": table.shape[0],
         "hidden_size": hidden,
         "num_hidden_layers": layers,
@@ -83,9 +116,9 @@ def read_gguf_config(file: GgufFile) -> dict[str, Any]:
         "head_dim": head_dim,
         "intermediate_size": facts.count("feed_forward_length"),
         family.norm_eps: facts.number(family.stored_norm_eps),
-        "rope_theta": theta,
-        "rope_scaling": _rope_scaling(facts),
-        "partial_rotary_factor": rotated / head_dim,
+        "rope_theta": facts.number("rope.freq_base", 10000.0),
+        "rope_scaling": _rope_scaling(facts, scaling),
+        "partial_rotary_factor": _share(facts.count("rope.dimension_count", head_dim), head_dim),
         "max_position_embeddings": facts.count("context_length"),
         "tie_word_embeddings": GGUF_HEAD not in file.tensors,
         "attention_bias": "blk.0.attn_output.bias" in file.tensors,
@@ -94,24 +127,22 @@ def read_gguf_config(file: GgufFile) -> dict[str, Any]:
         "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": _end_tokens(file, table.shape[0]),
     }
-    neutral = {
+
+
+def _neutral(config: Mapping[str, Any], scaling: str) -> dict[str, tuple[Any, ...]]:
+    """Return the values of entries that change nothing in a model with this config."""
+    head_dim = config["head_dim"]
+    found = {
         **NEUTRAL,
         "attention.scale": (0, head_dim**-0.5),
         "attention.key_length_swa": (head_dim,),
         "attention.value_length_swa": (head_dim,),
-        "rope.dimension_count_swa": (rotated,),
-        "rope.freq_base_swa": (theta,),
+        "rope.dimension_count_swa": (int(head_dim * config["partial_rotary_factor"]),),
+        "rope.freq_base_swa": (config["rope_theta"],),
     }
-    facts.check_neutral(
-        {key: values for key, values in {**neutral, **family.neutral}.items() if key not in family.read}
-    )
-    for path, value in family.config.items():
-        outer, _, key = path.rpartition(".")
-        into = found[outer] if outer else found
-        if into is None:
-            raise ModelError(f"{file.path} has no metadata entry {outer}", _DAMAGED)
-        into[key] = value(found) if callable(value) else facts.read(value)
-    return found
+    if scaling == "yarn":
+        found["rope.scaling.yarn_ext_factor"] = (1, -1)
+    return {key: values for key, values in found.items() if key not in ROPE_READ.get(scaling, ())}
 
 
 def read_gguf_decoder(file: GgufFile, config: Mapping[str, Any]) -> DecoderConfig:
@@ -179,18 +210,23 @@ class _Facts:
         """Whether an entry is there and not 0."""
         return self.raw(key) not in (None, 0)
 
-    def read(self, wanted: Number | Count | Flag) -> float | bool | None:
-        """Return the value of a family's own entry."""
+    def read(self, wanted: Number | Count | Flag | Function, config: Mapping[str, Any]) -> Any:
+        """Return the value of a key of a family's own; config: the keys so far."""
         if isinstance(wanted, Count):
             return self.count(wanted.key)
+        if not isinstance(wanted, Number | Flag):
+            return wanted(config)
         value = self.get(wanted.key)
+        if value is None and wanted.default is not ...:
+            return wanted.default(config) if callable(wanted.default) else wanted.default
         if isinstance(wanted, Flag):
-            value = wanted.default if value is None else value
             if not isinstance(value, bool):
                 raise self.wrong(wanted.key, value, "true or false")
-            return value
-        found = wanted.default if value is None else wanted.zero if value == 0 else ...
-        return self.number(wanted.key) if found is ... else found
+        elif value == 0 and wanted.zero is not ...:
+            return wanted.zero
+        else:
+            self.number(wanted.key)
+        return value
 
     def count(self, key: str, default: int | None = None, most: int = MOST) -> int:
         """Return a whole number of at least 1."""
@@ -245,36 +281,57 @@ def _check_layers(file: GgufFile, layers: int) -> None:
         )
 
 
-def _rope_scaling(facts: _Facts) -> dict[str, Any] | None:
+def _rope_kind(facts: _Facts) -> str:
+    """Return how rotary positions are scaled. Files of longrope may have its tensors alone."""
+    given = facts.get("rope.scaling.type")
+    kind = "longrope" if ROPE_LONG in facts.file.tensors else "linear" if given is None else str(given)
+    facts.check_neutral({"rope.scaling.type": ("none", "linear", *ROPE_READ)})
+    if kind in ROPE_READ and ROPE_FREQS in facts.file.tensors:
+        raise ModelError(f"{facts.file.path} has {ROPE_FREQS} beside {kind} scaling, which is not implemented", _OTHER)
+    return kind
+
+
+def _rope_scaling(facts: _Facts, kind: str) -> dict[str, Any] | None:
     """Return the scaling of rotary positions; None = they are not scaled."""
-    kind = facts.get("rope.scaling.type")
     factor = facts.get("rope.scaling.factor")
     factor = facts.get("rope.scale_linear") if factor is None else factor
-    if kind not in (None, "none", "linear"):
-        return {"rope_type": str(kind), "factor": factor}
     factor = 1.0 if kind == "none" or factor in (None, 0) else factor
-    divisors = _divisors(facts.file)
+    original = {"original_max_position_embeddings": facts.get("rope.scaling.original_context_length")}
+    if kind == "yarn":
+        own = {name: facts.get(f"rope.scaling.{key}") for name, key in YARN.items()}
+        own["attention_factor"] = None if own["attention_factor"] == 1 else own["attention_factor"]
+        return {"rope_type": kind, "factor": factor, "mscale": 1.0, **original, **own}
+    if kind == "longrope":
+        scale = facts.number("rope.scaling.attn_factor", 1.0)
+        long, short = (_divisors(facts.file, name) for name in (ROPE_LONG, ROPE_SHORT))
+        return {"rope_type": kind, "long_factor": long, "short_factor": short, "attention_factor": scale, **original}
+    divisors = _divisors(facts.file, ROPE_FREQS)
     if divisors is not None:
         return {"rope_type": "factors", "factors": [each * _checked(facts.file, factor) for each in divisors]}
     return None if factor == 1 else {"rope_type": "linear", "factor": factor}
 
 
-def _divisors(file: GgufFile) -> list[float] | None:
+def _share(rotated: int, head_dim: int) -> float:
+    """Return the share of a head that is rotated, such that the product with head_dim is not rounded down."""
+    share = rotated / head_dim
+    return share if int(head_dim * share) == rotated else math.nextafter(share, math.inf)
+
+
+def _divisors(file: GgufFile, name: str) -> list[float] | None:
     """Read the divisors of the frequencies; None = the file has none."""
-    tensor = file.tensors.get(ROPE_FREQS)
+    tensor = file.tensors.get(name)
     if tensor is None:
         return None
     if tensor.kind != "F32" or len(tensor.shape) != 1 or tensor.shape[0] > MOST_HEAD_DIM:
         raise ModelError(
-            f"{file.path} has {ROPE_FREQS} of the shape {list(tensor.shape)} in {tensor.kind}, not a vector in F32",
-            _DAMAGED,
+            f"{file.path} has {name} of the shape {list(tensor.shape)} in {tensor.kind}, not a vector in F32", _DAMAGED
         )
     try:
         with tensor.file.open("rb") as opened:
             opened.seek(tensor.offset)
             return [_checked(file, each) for each in struct.unpack(f"<{tensor.shape[0]}f", opened.read(tensor.size))]
     except (OSError, struct.error) as error:
-        raise ModelError(f"{ROPE_FREQS} can't be read from {tensor.file}: {error}", _DAMAGED) from error
+        raise ModelError(f"{name} can't be read from {tensor.file}: {error}", _DAMAGED) from error
 
 
 def _checked(file: GgufFile, factor: Any) -> float:

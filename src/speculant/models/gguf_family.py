@@ -52,6 +52,7 @@ PARTS: Mapping[str, str] = {  # of a layer
     AFTER_MLP: "post_ffw_norm",
 }
 EXPERTS = {"gate_proj": "ffn_gate_exps", "up_proj": "ffn_up_exps", "down_proj": "ffn_down_exps"}  # stacked
+Function = Callable[[Mapping[str, Any]], Any]
 FUSED_QKV = "attn_qkv"  # queries, keys and values
 
 
@@ -59,11 +60,12 @@ FUSED_QKV = "attn_qkv"  # queries, keys and values
 class Number:
     """A metadata entry that is a positive number.
 
-    default: what its absence stands for. zero: what 0 stands for. ... = that is an error.
+    default: what its absence stands for; a function takes it from the config so far. zero: what 0 stands for.
+    ... = that is an error.
     """
 
     key: str
-    default: float | EllipsisType | None = ...
+    default: float | Function | EllipsisType | None = ...
     zero: float | EllipsisType | None = ...
 
 
@@ -112,7 +114,7 @@ class GgufFamily:
     paired: bool = False
     norm_eps: str = "rms_norm_eps"
     windows: Windows | None = None
-    config: Mapping[str, Number | Count | Flag | Callable[[Mapping[str, Any]], Any]] = field(default_factory=dict)
+    config: Mapping[str, Number | Count | Flag | Function] = field(default_factory=dict)
     neutral: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
     @property

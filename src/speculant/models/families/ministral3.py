@@ -16,7 +16,6 @@ YARN = {
 
 GGUF = GgufFamily("mistral3", needs="attention.temperature_scale", paired=True, config={
     "rope_scaling.llama_4_scaling_beta": Number("attention.temperature_scale"),
-    "rope_scaling.mscale_all_dim": Number("rope.scaling.yarn_log_multiplier"),
 })  # fmt: skip
 
 
