@@ -99,10 +99,17 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "gemma3_text": {
         "plain": {**GEMMA, "sliding_window": 6, "layer_types": [SLIDES, FULL, SLIDES]},
-        "old": {**GEMMA, "sliding_window": 5, "sliding_window_pattern": 3, "rope_local_base_freq": 100.0, **SCALED},
+        "old": {
+            **GEMMA,
+            "sliding_window": 5,
+            "sliding_window_pattern": 3,
+            "rope_local_base_freq": 100.0,
+            "tie_word_embeddings": False,
+            **SCALED,
+        },
         "nested": {
             **GEMMA,
-            "sliding_window": 6,
+            "sliding_window": 9,
             "rope_parameters": {FULL: YARN, SLIDES: {"rope_type": "default", "rope_theta": 100.0}},
             "layer_types": [FULL, SLIDES, FULL],
         },
