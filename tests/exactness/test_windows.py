@@ -245,7 +245,9 @@ def text_of(folder: str, **settings: Any) -> tuple[list[int], Engine]:
 
 
 @pytest.mark.parametrize("kernels", BACKENDS)
-def test_memory_that_all_positions_do_not_fit_into_is_enough(kernels: str, windowed_folder: str, tmp_path: Path) -> None:
+def test_memory_that_all_positions_do_not_fit_into_is_enough(
+    kernels: str, windowed_folder: str, tmp_path: Path
+) -> None:
     """Of 512 positions, one layer in four keeps all."""
     shape = build_engine(EngineConfig(model=windowed_folder, kernels=kernels)).checkpoint.model.cache_shape
     memory = int(0.5 * 512 * shape.bytes_per_token)
@@ -284,5 +286,3 @@ def test_a_sibling_starts_from_the_prompt_even_if_its_window_is_gone() -> None:
         assert requests[1].metrics.cached_tokens == len(PROMPT) - 1, "it starts when the prompt is computed"
         assert requests[2].metrics.cached_tokens == (full_blocks if cache.num_groups > 1 else len(PROMPT) - 1)
     assert texts[0] == texts[1]
-
-
