@@ -15,10 +15,18 @@ from torch import Tensor, nn
 from speculant.cache.base import CacheShape, KVCache, KVStorage
 from speculant.kernels import reference
 from speculant.models.base import Batch, Chain, Hidden, ModelNeeds, check_embeddings, check_taps, check_tokens
-from speculant.models.description import Attention, DecoderConfig, Layer, Mlp, Norm, Rope, restart_of
+from speculant.models.description import Attention, DecoderConfig, Experts, Layer, Mlp, Norm, Rope, restart_of
 from speculant.models.reference.attention import Attend, StoredKeys
+from speculant.models.reference.experts import RoutedMlp
 from speculant.models.reference.rotary import Rotary
-from speculant.models.sizes import AFTER_ATTENTION, AFTER_MLP, BEFORE_ATTENTION, BEFORE_MLP, layer_norms
+from speculant.models.sizes import (
+    AFTER_ATTENTION,
+    AFTER_MLP,
+    BEFORE_ATTENTION,
+    BEFORE_MLP,
+    layer_norms,
+    relative_reads,
+)
 
 
 class RopeAngles(NamedTuple):
@@ -152,7 +160,7 @@ class DecoderLayer(nn.Module):
         super().__init__()
         self._of = layer
         self.self_attn = SelfAttention(layer.attention, index, inputs, hidden)
-        self.mlp = FeedForward(layer.mlp, hidden)
+        self.mlp = (RoutedMlp if isinstance(layer.mlp, Experts) else FeedForward)(layer.mlp, hidden)
         for name, norm in layer_norms(layer).items():
             self.add_module(name, NormLayer(hidden, norm))
 
@@ -230,6 +238,10 @@ class Decoder(nn.Module):
         of = self.config.attention
         sizes = self.num_layers, of.kv_heads, of.head_dim
         return CacheShape(*sizes, weight.dtype, weight.device, self.config.windows)
+
+    def relative_reads(self, rows: int) -> float:
+        """See `ReadsByRows.relative_reads`."""
+        return relative_reads(self.config, rows)
 
     @cached_property
     def _head_tokens(self) -> Tensor:
