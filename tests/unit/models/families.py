@@ -103,7 +103,7 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "no caps": {**GEMMA, "attn_logit_softcapping": None, "final_logit_softcapping": None, "attention_bias": True},
     },
     "gemma3_text": {
-        "plain": {**GEMMA, "sliding_window": 6, "layer_types": [SLIDES, FULL, SLIDES]},
+        "plain": {**GEMMA, "query_pre_attn_scalar": 3, "sliding_window": 6, "layer_types": [SLIDES, FULL, SLIDES]},
         "old": {
             **GEMMA,
             "sliding_window": 5,
