@@ -55,7 +55,7 @@ GGUF = GgufFamily("gemma2", windows=Windows(2, 4096), config={
 
 def read_config(hf: Mapping[str, Any]) -> DecoderConfig:
     """Read a Gemma 2 config.json."""
-    hf = DEFAULTS | hf
+    hf = {**DEFAULTS, **hf}
     check_unset(hf, "use_bidirectional_attention")
     norm, bias = read_norm(hf, offset=1.0), flag(hf, "attention_bias")
     mlp = read_mlp(hf, key="hidden_activation")

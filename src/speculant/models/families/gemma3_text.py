@@ -44,7 +44,7 @@ GGUF = GgufFamily("gemma3", windows=Windows(6), config={
 
 def read_config(hf: Mapping[str, Any]) -> DecoderConfig:
     """Read a Gemma 3 config.json."""
-    hf = DEFAULTS | hf
+    hf = {**DEFAULTS, **hf}
     check_unset(hf, "use_bidirectional_attention")
     norm, bias = read_norm(hf, offset=1.0), flag(hf, "attention_bias")
     mlp, every = read_mlp(hf, key="hidden_activation"), count(hf, "sliding_window_pattern", 6)
