@@ -55,7 +55,7 @@ def write_checkpoint(
     config = _config(shape)
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     (folder / "tokenizer_config.json").write_text('{"eos_token": "<end>"}', encoding="utf-8")
-    _tokenizer(tokens, added).save(str(folder / "tokenizer.json"))
+    write_tokenizer(folder, tokens, added)
     description = plugins.load("speculant.models", shape.family).read_config(config)
     with torch.device("meta"):
         model = Decoder(description)
@@ -80,6 +80,11 @@ def _config(shape: Shape) -> dict[str, Any]:
         "tie_word_embeddings": shape.tied,
         **dict(shape.settings),
     }
+
+
+def write_tokenizer(folder: Path, tokens: Sequence[str] = ALPHABET, added: Sequence[str] = ()) -> None:
+    """Write the tokenizer of `write_checkpoint` into a folder."""
+    _tokenizer(tokens, added).save(str(folder / "tokenizer.json"))
 
 
 def _tokenizer(tokens: Sequence[str], added: Sequence[str]) -> Tokenizer:

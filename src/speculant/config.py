@@ -25,6 +25,7 @@ DTYPE_NAMES = {
 }  # other types, and the type that computes them
 CACHES = ("paged", "slotted")
 PACKINGS = ("auto", "plain", "12bit")
+MODEL_BACKENDS = ("auto", "transformers")
 DEFAULT_POLICY = "adaptive"  # of draft lengths
 POLICIES = ("first-come", "decode-first", "shortest-prompt")
 
@@ -46,6 +47,9 @@ class EngineConfig:
     more. It is at least one sequence of max_model_len, and at most half of the free memory.
     dtype: float16 (half) becomes float32, which represents the same numbers. A torch type is read by its name. For
     weights in blocks, such as GGUF's, "auto" is bfloat16, and native kernels use the type for keys and values alone.
+    model_backend: "transformers" lets that package (extra `transformers`) compute the target, and a draft model unless
+    speculative_config has a `model_backend` of its own. It runs any causal language model, slower, and a row's bits
+    depend on the batch; so it is never chosen by itself. Weights can't be rounded then, and kernels has no effect.
     kernels: a backend (native, reference, or one of another package). "auto" = native if it supports the model,
     otherwise reference. It and the quantizations are checked when the engine is built.
     quantization, draft_quantization: weights of the target and of the draft in int8 or int4. A quantized target is a
@@ -79,6 +83,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     scheduling_policy: str = "decode-first"
     max_waiting: int = 1024
+    model_backend: str = "auto"
     kernels: str = "auto"
     quantization: str | None = None
     draft_quantization: str | None = "auto"
@@ -108,6 +113,7 @@ class EngineConfig:
         _check_choice("dtype", self.dtype, DTYPES)
         _check_choice("kv_cache_backend", self.kv_cache_backend, CACHES)
         _check_choice("weight_packing", self.weight_packing, PACKINGS)
+        _check_choice("model_backend", self.model_backend, MODEL_BACKENDS)
         if not isinstance(self.weight_cache, bool | os.PathLike):
             _check_name("weight_cache", self.weight_cache)
         _check_choice("scheduling_policy", self.scheduling_policy, POLICIES)
@@ -155,6 +161,12 @@ class EngineConfig:
         return Path(str(self.weight_cache)).expanduser() if own else cache_folder("weights")
 
     @property
+    def draft_model_backend(self) -> str:
+        """The backend of a draft model: that of the speculative config, else the target's."""
+        spec = self.speculative()
+        return (spec.model_backend if spec else None) or self.model_backend
+
+    @property
     def names_speculation(self) -> bool:
         """Whether the user requests speculation explicitly, instead of leaving it to the default."""
         return bool(self.use_speculative_decoding or self.draft_model or self.spec_length or self.speculative_config)
@@ -168,7 +180,9 @@ class SpeculativeConfig:
     `adaptive`. num_speculative_tokens: None = the policy's choice, or the method's default length for the policy
     `fixed`. verification: "auto" chooses per request (engine/verify.py). draft_length: the name of a policy, or a
     mapping with the key `policy` and the policy's own keys; None = `fixed` if num_speculative_tokens is set, otherwise
-    `adaptive`. methods: additional methods that requests may name.
+    `adaptive`. methods: additional methods that requests may name. use_heterogeneous_vocab: whether a draft model may
+    have another tokenizer than the target; None = it may. model_backend: of the draft model, see `EngineConfig`; None =
+    the target's.
     """
 
     method: str | None = None
@@ -177,6 +191,8 @@ class SpeculativeConfig:
     verification: str = "auto"
     draft_length: str | Mapping[str, Any] | None = None
     methods: Sequence[str] = ()
+    use_heterogeneous_vocab: bool | None = None
+    model_backend: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -191,6 +207,10 @@ class SpeculativeConfig:
                 _check_name(name, value)
         if self.model is not None:
             _check_models(model=self.model)
+        if self.use_heterogeneous_vocab is not None:
+            _check_flag("use_heterogeneous_vocab", self.use_heterogeneous_vocab)
+        if self.model_backend is not None:
+            _check_choice("model_backend", self.model_backend, MODEL_BACKENDS)
 
     @property
     def policy(self) -> Mapping[str, Any]:

@@ -64,11 +64,14 @@ def doctor(
     model: Annotated[
         str | None, typer.Argument(help="Report on a model instead: a GGUF file, a folder, a Hugging Face id, or demo.")
     ] = None,
+    model_backend: Annotated[
+        str, typer.Option(help="With transformers, load the model by that package and show how it runs there.")
+    ] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
 ) -> None:
     """Report this machine's features and the cost of missing ones; or a model's sizes and types."""
     if model is not None:
-        report: Machine | ModelReport = inspect_model(model)
+        report: Machine | ModelReport = inspect_model(model, model_backend)
     else:
         with progress("Measuring memory bandwidth"):
             report = inspect_machine()

@@ -167,6 +167,7 @@ class EngineFlags(FlagGroup):
     enable_prefix_caching: Annotated[bool, "Keep the keys and values of prompts that may come again."]
     scheduling_policy: Annotated[str, "Which requests go first: first-come, decode-first or shortest-prompt."]
     max_waiting: Annotated[int, "Sequences that may wait beyond max_num_seqs; more are refused."]
+    model_backend: Annotated[str, "What computes the models: auto, or transformers for any model of it, slower."]
     kernels: Annotated[str, "Kernels to use: auto, native or reference."]
     quantization: Annotated[str, "Weights of the target in int8 or int4."]
     draft_quantization: Annotated[str, "Weights of the draft: int8, int4, none (as they are) or auto (fastest here)."]

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
 
     from speculant.models.backends.base import Backend
-    from speculant.models.weights.load import CheckpointFiles
+    from speculant.models.weights.load import Checkpoint, CheckpointFiles
 
 KIB, MIB = 2**10, 2**20
 FLOATS = ("f64", "f32", "f16", "bf16")
@@ -52,14 +52,19 @@ class Matrix:
     kept: int
 
 
-def inspect_model(source: str) -> ModelReport:
-    """Collect the facts of a model by path, hub id or "demo". Raises ModelError for one that can't be used."""
+def inspect_model(source: str, model_backend: str = "auto") -> ModelReport:
+    """Collect the facts of a model by path, hub id or "demo". Raises ModelError for one that can't be used.
+
+    model_backend: see `EngineConfig`; a model that transformers computes is loaded.
+    """
     import torch
 
     from speculant.models.backends.base import choose_backend
     from speculant.models.source import resolve_source
-    from speculant.models.weights.load import CheckpointFiles
+    from speculant.models.weights.load import CheckpointFiles, load_model
 
+    if model_backend != "auto":
+        return _inspect_loaded(load_model(source, model_backend=model_backend))
     place = resolve_source(source)
     files = CheckpointFiles.open(place)
     dtype = files.dtype("auto")
@@ -70,6 +75,35 @@ def inspect_model(source: str) -> ModelReport:
         matrices=_by_kind(matrices),
         kernels={"in_use": says, **_memory(files, matrices, dtype)},
         findings=[_tokenizer_finding(place), _kernel_finding(backend, says), *_type_findings(matrices)],
+    )
+
+
+def _inspect_loaded(checkpoint: Checkpoint) -> ModelReport:
+    """Report on a model that transformers computes."""
+    model, shape = checkpoint.model, checkpoint.model.cache_shape
+    slower = Finding(
+        "note",
+        f"it is computed by {checkpoint.kernels}",
+        "slower than Speculant's own kernels; and speculation can change which of two nearly equal tokens is chosen",
+        "leave model_backend out if Speculant's kernels compute this model",
+    )
+    return ModelReport(
+        model={
+            "place": str(checkpoint.folder),
+            "architecture": checkpoint.config["model_type"],
+            "layers": model.num_layers,
+            "hidden_size": model.hidden_size,
+            "vocabulary": model.vocab_size,
+            "context": model.max_positions,
+            "tokenizer": _tokenizer_kind(checkpoint.folder),
+        },
+        matrices={},
+        kernels={
+            "in_use": checkpoint.kernels,
+            "weights": str(checkpoint.dtype).removeprefix("torch."),
+            "each_position_kib": shape.bytes_per_token / KIB,
+        },
+        findings=[_tokenizer_finding(checkpoint.folder), slower],
     )
 
 
@@ -145,7 +179,7 @@ def _by_kind(matrices: Sequence[Matrix]) -> dict[str, dict[str, Any]]:
 
 def _memory(files: CheckpointFiles, matrices: Sequence[Matrix], dtype: torch.dtype) -> dict[str, Any]:
     """Return the size of a model in memory, and the part that each pass reads."""
-    from speculant.models.sizes import TABLE, values_per_position
+    from speculant.models.sizes import TABLE, values_kept, values_per_position
 
     unread = () if files.decoder.head.tied else (TABLE,)
     return {
@@ -153,6 +187,7 @@ def _memory(files: CheckpointFiles, matrices: Sequence[Matrix], dtype: torch.dty
         "read_in_each_pass_mib": sum(matrix.kept for matrix in matrices if matrix.name not in unread) / MIB,
         "keys_and_values": str(dtype).removeprefix("torch."),
         "each_position_kib": values_per_position(files.decoder) * dtype.itemsize / KIB,
+        "whole_context_mib": values_kept(files.decoder, files.decoder.max_positions) * dtype.itemsize / MIB,
     }
 
 

@@ -62,7 +62,7 @@ class Engine:
         self._drafters = Drafters() if drafters is None else drafters
         taps = [layer for layer in self._drafters.hidden_layers if layer != target.num_layers + 1]
         check_taps(taps, target.num_layers)
-        self._scheduler = Scheduler(options.limits, cache, self._drafters.match_prefix)
+        self._scheduler = Scheduler(options.limits, cache, self._drafters.match_prefix, target.needs.salt)
         self._context = StepContext(
             options.limits,
             target,

@@ -10,6 +10,7 @@ from speculant.constraints import forced_tokens, prepare_masks
 from speculant.engine.drafters import Drafters
 from speculant.lengths.base import num_rows
 from speculant.lengths.guarded import GuardedLength
+from speculant.models.base import CausalLM, ModelNeeds
 from speculant.params import MAX_SPECULATIVE_TOKENS
 from speculant.scheduling.scheduler import Schedule, Scheduled
 from speculant.types import DraftTree, Request
@@ -32,10 +33,11 @@ class SequenceDraft:
 
 
 def propose(
-    schedule: Schedule, drafters: Drafters, draft_length: GuardedLength, max_model_len: int, vocab_size: int
+    schedule: Schedule, drafters: Drafters, draft_length: GuardedLength, max_model_len: int, target: CausalLM
 ) -> list[SequenceDraft]:
     """Return a draft for each item of a schedule; its tree is empty where nothing is drafted."""
     drafts, requests, forces = list[SequenceDraft](), list[Request](), False
+    vocab_size = target.vocab_size
     for item in schedule.items:
         draft = SequenceDraft(item, item.tree)
         if item.request.constraint is not None:
@@ -49,7 +51,7 @@ def propose(
         if any(lengths) or forces or draft_length.keeps_up:
             budget = DraftBudget(schedule, MOST_PROBS_BYTES // (8 * vocab_size))
             for draft, length in zip(drafts, lengths, strict=True):
-                bounds = _bounds(drafters, draft, max_model_len)
+                bounds = _bounds(drafters, draft, longest_draft(draft.item.request, max_model_len, target.needs))
                 draft.limit = budget.take(draft.item, len(draft.forced) or length, bounds)
             _fill(drafts, requests, drafters, draft_length, vocab_size)
     for draft in drafts:
@@ -109,6 +111,15 @@ class DraftBounds(NamedTuple):
         while nodes and num_rows(nodes, self.look_ahead_rows) > rows:
             nodes -= 1
         return nodes
+
+
+def longest_draft(request: Request, max_model_len: int, needs: ModelNeeds) -> int:
+    """Return the longest text that a draft and the token after it may make.
+
+    No row of a draft is beyond the length at which the target computes all tokens in another way.
+    """
+    at = needs.restart_at
+    return max_model_len if at is None or needs.is_long(request.num_positions) else min(max_model_len, at + 1)
 
 
 def _bounds(drafters: Drafters, draft: SequenceDraft, max_model_len: int) -> DraftBounds:

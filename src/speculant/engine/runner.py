@@ -118,11 +118,12 @@ class _Share(NamedTuple):
 
 def _input(item: Scheduled, tree: DraftTree) -> SequenceInput:
     """Return the rows of a sequence: its tokens, its draft, and the look-ahead rows."""
+    length = item.request.num_positions
     if tree.ahead is None:
-        return SequenceInput(item.request.seq_id, item.tokens, tree)
+        return SequenceInput(item.request.seq_id, item.tokens, tree, length=length)
     first = item.count + tree.size
     own = {first + row: tree.ahead[row % len(tree.ahead)] for row in range(tree.num_look_ahead_rows)}
-    return SequenceInput(item.request.seq_id, item.tokens, tree.with_look_ahead_rows(), own)
+    return SequenceInput(item.request.seq_id, item.tokens, tree.with_look_ahead_rows(), own, length=length)
 
 
 def _output(share: _Share, hidden: Hidden, logits: Tensor) -> TargetOutput:

@@ -54,7 +54,7 @@ def step(context: StepContext, schedule: Schedule, mark: Mark = unmarked) -> tup
     max_model_len, started = context.limits.max_model_len, time.perf_counter()
     try:
         with mark("draft"):
-            drafts = propose(schedule, drafters, length, max_model_len, target.vocab_size)
+            drafts = propose(schedule, drafters, length, max_model_len, target)
         drafted = time.perf_counter()
         with mark("target pass"):
             trees = [draft.tree for draft in drafts]

@@ -81,7 +81,6 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "logits_processors": Rule(_UNSET, "code in a step would see no drafts", "use SamplingParams.logit_bias."),
         "logprobs_mode": Rule((None, "raw_logprobs"), "log-probabilities are the model's own"),
         "mm_processor_kwargs": Rule(_UNSET, _TEXT_ALONE),
-        "model_impl": Rule((None, "auto", "vllm"), "kernels chooses the backend", "set kernels."),
         "num_gpu_blocks_override": Rule((None,), "kv_memory bounds the caches", "set kv_memory."),
         "offload_params": Rule((*_UNSET, set()), "weights lie in one memory"),
         "override_generation_config": Rule(_UNSET, "settings belong to requests", "give SamplingParams."),
@@ -124,7 +123,6 @@ SPECULATIVE_RULES: Mapping[str, Rule] = MappingProxyType(
             (None, "standard", "block"), "it has another name", 'set "verification" (docs/drafters.md).'
         ),
         "revision": Rule((None,), "revision is the target's", "download the draft and name its folder."),
-        "use_heterogeneous_vocab": Rule(_OFF, "a draft has the target's vocabulary", "use a draft of its family."),
     }
 )
 _CALLS: Mapping[str, Rule] = MappingProxyType(
@@ -135,12 +133,13 @@ _CALLS: Mapping[str, Rule] = MappingProxyType(
         "chat_template_content_format": Rule(("auto", "string"), "templates get a message's content as text"),
     }
 )
-RENAMED: Mapping[str, str] = MappingProxyType({"kv_cache_memory_bytes": "kv_memory"})
+RENAMED: Mapping[str, str] = MappingProxyType({"kv_cache_memory_bytes": "kv_memory", "model_impl": "model_backend"})
 # Values of arguments that exist here too, and our value for each.
 VALUES: Mapping[str, Mapping[Any, Any]] = MappingProxyType(
     {
         "device": {"auto": "cpu"},
         "max_model_len": {-1: None, "auto": None},
+        "model_backend": {"vllm": "auto"},
         "quantization": {"gguf": None},
         "scheduling_policy": {"fcfs": "first-come", "priority": "decode-first"},
     }
@@ -164,7 +163,7 @@ def read_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
         own = RENAMED.get(name, name)
         if own in values:
             raise ConfigError(f"{name} and {own} are both given", "keep one.")
-        read = _read_value(name, value)
+        read = _read_value(own, value)
         if read is not None or fields.get(own) is None:
             values[own] = read
     return values

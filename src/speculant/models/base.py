@@ -26,7 +26,8 @@ class Segment(NamedTuple):
     """One sequence's rows in a flat batch, at the cache positions start .. end - 1.
 
     The last `len(parents)` rows are draft nodes, the others a chain of committed tokens that ends with the root.
-    `table` is the sequence's block table. `seq_id` appears in error messages.
+    `table` is the sequence's block table, for every group of layers (`BlockManager.table`). `seq_id` appears in error
+    messages. `length`: see `SequenceInput`.
     """
 
     seq_id: int
@@ -34,6 +35,7 @@ class Segment(NamedTuple):
     num_rows: int
     table: array[int]
     parents: Sequence[int] = ()  # one per draft node, an earlier node; -1 = the root
+    length: int | None = None
 
     @property
     def end(self) -> int:
@@ -50,6 +52,11 @@ class Segment(NamedTuple):
         """Whether no draft node has a sibling, so that all rows are one chain."""
         return not self.parents or list(self.parents) == list(range(-1, len(self.parents) - 1))
 
+    @property
+    def text_length(self) -> int:
+        """The tokens of the whole text, as far as they are known; see `SequenceInput.length`."""
+        return self.start + self.num_committed if self.length is None else self.length
+
 
 @dataclass(slots=True)
 class Batch:
@@ -61,12 +68,31 @@ class Batch:
 
     tokens: Tensor  # [T] int64
     positions: Tensor  # [T] int64; a draft node's position is its depth, not its row
-    slot_mapping: Tensor  # [T] int64; the slot that each row's key and value are written to
+    slot_mapping: (
+        Tensor  # [T] int64; the slot that each row's key and value are written to, in the first group of layers
+    )
     segments: tuple[Segment, ...]
     block_size: int  # positions per block of the block tables
     embeddings: Tensor | None = None  # [k, hidden] input embeddings that replace token lookups; None = no row has one
     embedded_rows: Tensor = _NO_ROWS  # [k] int64, the rows of the batch that they belong to
     hidden: Tensor | None = None  # [T, hidden] states of another model that rows read (models/heads.py); None = none
+    group_slots: Tensor | None = None  # [groups, T] int64, as slot_mapping but of every group; None = there is one
+
+    @property
+    def num_groups(self) -> int:
+        """How many groups of layers have slots of their own; see `CacheShape.groups`."""
+        return 1 if self.group_slots is None else self.group_slots.shape[0]
+
+    def slots_of(self, group: int) -> Tensor:
+        """Return the slots [T] that rows are written to in the layers of a group."""
+        return self.slot_mapping if self.group_slots is None else self.group_slots[group]
+
+    def long_rows(self, needs: ModelNeeds) -> Tensor | None:
+        """Return which rows [T] are of texts that a model computes as long; None = it has no other way for these."""
+        if needs.restart_at is None:
+            return None
+        long = [needs.is_long(segment.text_length) for segment in self.segments for _ in range(segment.num_rows)]
+        return torch.tensor(long, dtype=torch.bool, device=self.tokens.device)
 
 
 class SequenceInput(NamedTuple):
@@ -75,6 +101,8 @@ class SequenceInput(NamedTuple):
     `embeddings` maps rows of this sequence in the pass, counted from 0, to their own input embeddings [hidden]. The
     token of such a row is not looked up and may be any number.
     `hidden` has a state [rows, hidden] for each row, for models that read states.
+    `length` is the number of tokens of the whole text, those of later passes included; None = up to those of this pass.
+    See `ModelNeeds.restart_at`.
     """
 
     seq_id: int
@@ -82,6 +110,7 @@ class SequenceInput(NamedTuple):
     tree: DraftTree
     embeddings: Mapping[int, Tensor] = _NO_EMBEDDINGS
     hidden: Tensor | None = None
+    length: int | None = None
 
 
 class Hidden(NamedTuple):
@@ -138,10 +167,21 @@ class ModelNeeds:
 
     source: a second text per request that is encoded before decoding starts (encoder-decoder models).
     state_bytes: size of a fixed-length state per sequence, such as the encoded source or a recurrent state.
+    restart_at: a text of more tokens is computed in another way, its earlier tokens included, so that their keys and
+    values must be computed again when the text grows longer; None = no text is.
     """
 
     source: bool = False
     state_bytes: int = 0
+    restart_at: int | None = None
+
+    def is_long(self, length: int) -> bool:
+        """Whether a text of `length` tokens is computed in the other way."""
+        return self.restart_at is not None and length > self.restart_at
+
+    def salt(self, request: Request) -> str:
+        """Return the salt of a request's keys and values: texts that are computed in other ways share none."""
+        return f"{request.cache_salt}\0long" if self.is_long(request.num_positions) else request.cache_salt
 
 
 class CausalLM(Protocol):
@@ -217,7 +257,7 @@ def scratch_of(model: CausalLM, rows: int, positions: int) -> int:
 
 def check_needs(needs: ModelNeeds) -> None:
     """Check that the engine provides what a model requires. Raises ModelError."""
-    if needs != ModelNeeds():
+    if needs.source or needs.state_bytes:
         names = [*(["a source text"] if needs.source else []), *(["a state per sequence"] if needs.state_bytes else [])]
         raise ModelError(
             f"this model needs {' and '.join(names)}, which is not supported yet",
@@ -229,21 +269,26 @@ def build_batch(inputs: Sequence[SequenceInput], cache: KVCache, device: torch.d
     """Reserve slots for every input and concatenate the sequences (docs/references.md, verification pass)."""
     segments, tokens, positions, slot_mapping = list[Segment](), list[int](), list[int](), list[int]()
     embeddings, hidden = dict[int, Tensor](), list[Tensor]()
+    others = [list[int]() for _ in range(cache.num_groups - 1)]
     for sequence in inputs:
         hidden += () if sequence.hidden is None else (sequence.hidden,)
         if sequence.embeddings:
             embeddings.update(_embedded_rows(sequence, len(tokens)))
         seq_id, count, tree = sequence.seq_id, len(sequence.tokens), sequence.tree
-        _, start, slots, _ = cache.reserve(seq_id, count + tree.size)
-        segments.append(Segment(seq_id, start, count + tree.size, cache.table(seq_id), tree.parent_list))
+        _, start, slots, _, own = cache.reserve(seq_id, count + tree.size)
+        table = cache.table(seq_id)
+        segments.append(Segment(seq_id, start, count + tree.size, table, tree.parent_list, sequence.length))
         tokens += sequence.tokens
         tokens += tree.token_list
         positions += range(start, start + count)
         positions += [start + count - 1 + depth for depth in tree.depths] if tree.size else ()
         slot_mapping += slots
+        for known_slots, added in zip(others, own, strict=True):
+            known_slots += added
     rows = ids(tokens), ids(positions), ids(slot_mapping)
     if device.type != "cpu":
         rows = rows[0].to(device), rows[1].to(device), rows[2].to(device)
+    every = torch.stack((rows[2], *(ids(slots).to(device) for slots in others))) if others else None
     return Batch(
         *rows,
         tuple(segments),
@@ -251,6 +296,7 @@ def build_batch(inputs: Sequence[SequenceInput], cache: KVCache, device: torch.d
         _stack(embeddings).to(device) if embeddings else None,
         ids([*embeddings]).to(device) if embeddings else _NO_ROWS,
         torch.cat(hidden) if hidden else None,
+        every,
     )
 
 

@@ -13,6 +13,7 @@ in all three.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from speculant.errors import ModelError
@@ -44,6 +45,21 @@ class Rope:
     dims: int | None = None
     scale: float = 1.0
     query_beta: float = 0.0
+
+
+def restart_of(ropes: Iterable[Rope]) -> int | None:
+    """Return the number of tokens beyond which a text has the long factors; None = there are none.
+
+    Raises ModelError if rotary positions differ in it.
+    """
+    found = {rope.original_max_positions for rope in ropes if rope.long_factors}
+    if len(found) > 1:
+        raise ModelError(
+            f"config.json has rotary factors for texts beyond {' and beyond '.join(map(str, sorted(found)))} tokens,"
+            " which is not implemented",
+            "use a checkpoint with one original_max_position_embeddings.",
+        )
+    return next(iter(found), None)
 
 
 @dataclass(frozen=True)
@@ -222,6 +238,7 @@ class DecoderConfig:
                 "use a checkpoint of one of the supported families.",
             )
         self._check_sizes()
+        restart_of(self.ropes)  # checks them
 
     def _check_sizes(self) -> None:
         """Refuse matrices whose sizes could overflow, before their files are opened."""
@@ -257,6 +274,17 @@ class DecoderConfig:
     def ropes(self) -> tuple[Rope, ...]:
         """The distinct rotary positions of the layers, in order of first use."""
         return tuple(dict.fromkeys(layer.attention.rope for layer in self.layers if layer.attention.rope))
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The window of each layer; none if every layer sees all positions."""
+        windows = tuple(layer.attention.window for layer in self.layers)
+        return windows if any(windows) else ()
+
+    @property
+    def restart_at(self) -> int | None:
+        """See `ModelNeeds.restart_at`."""
+        return restart_of(self.ropes)
 
     def truncated(self, num_layers: int) -> DecoderConfig:
         """Return the decoder of the first layers, with the same norm and head."""

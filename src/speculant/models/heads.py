@@ -26,7 +26,7 @@ from speculant.kernels.reference import soft_cap
 from speculant.models.base import Batch, CausalLM, Chain, Hidden, ModelNeeds
 from speculant.models.description import DecoderConfig, Layer
 from speculant.models.reference.attention import Attend, StoredKeys
-from speculant.models.reference.decoder import DecoderLayer, NormLayer, rotaries, spread
+from speculant.models.reference.decoder import DecoderLayer, NormLayer, angles_of, rotaries, spread
 from speculant.models.weights.source import WeightSource, read_plain
 
 logger = logging.getLogger(__name__)
@@ -127,12 +127,10 @@ def head_shapes(config: HeadConfig, target: CausalLM) -> dict[str, tuple[int, ..
 class HeadDecoder(nn.Module):
     """A head in plain PyTorch: a `CausalLM` whose batches have `hidden`."""
 
-    needs = ModelNeeds()
-
     def __init__(self, config: HeadConfig, target: CausalLM) -> None:
         super().__init__()
         own, hidden = config.decoder, config.decoder.hidden_size
-        self.config = config
+        self.config, self.needs = config, ModelNeeds(restart_at=own.restart_at)
         self._target = (target,)  # in a tuple: its parameters are not this module's
         inputs = hidden if config.entry is StateEntry.INPUT else 2 * hidden
         widths = [inputs] + [hidden] * (own.num_layers - 1)
@@ -181,18 +179,25 @@ class HeadDecoder(nn.Module):
         assert batch.hidden is not None, "a head reads a hidden state for each row"
         embedded = self.embed(batch.tokens).to(self.cache_shape.dtype)  # a target may have activations of another type
         attend = StoredKeys.build(batch, storage, self.config.decoder, embedded.dtype)
-        return self.states(embedded, batch.hidden.to(embedded.dtype), batch.positions, attend)
+        long = batch.long_rows(self.needs)
+        return self.states(embedded, batch.hidden.to(embedded.dtype), batch.positions, attend, long)
 
-    def states(self, embedded: Tensor, hidden: Tensor, positions: Tensor, attend: Attend) -> Hidden:
-        """Run the layers over embeddings and states [..., n, hidden] of rows at positions [n]."""
-        angles = {rope: rotary.angles(positions, embedded.dtype) for rope, rotary in self._rotaries.items()}
+    def states(
+        self, embedded: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, long: Tensor | None = None
+    ) -> Hidden:
+        """Run the layers over embeddings and states [..., n, hidden] of rows at positions [n].
+
+        long: see `angles_of`.
+        """
+        angles = angles_of(self._rotaries, positions, embedded.dtype, long)
         first, *others = cast(list[DecoderLayer], self.layers)
         if self.config.entry is StateEntry.INPUT:
             x: Tensor = self.fc(torch.cat((embedded, hidden), dim=-1))
             x = first.add(x, x, angles, attend)
         else:
             normed = self.hidden_norm(hidden)
-            entering = torch.cat((first.input_layernorm(embedded), normed), dim=-1)
+            input_norm = cast(nn.Module, first.input_layernorm)
+            entering = torch.cat((input_norm(embedded), normed), dim=-1)
             x = first.add(normed if self.config.norm_before_residual else hidden, entering, angles, attend)
         for layer in others:
             x = layer(x, angles, attend)
@@ -214,5 +219,8 @@ class HeadDecoder(nn.Module):
 
 def head_cache_shape(config: HeadConfig, target: CausalLM) -> CacheShape:
     """Return the shape of one position of a head's cache: of the target's type, on its device."""
-    layers, of = config.decoder.num_layers, config.decoder.attention
-    return replace(target.cache_shape, num_layers=layers, num_kv_heads=of.kv_heads, head_dim=of.head_dim)
+    own, of = config.decoder, config.decoder.attention
+    return replace(
+        target.cache_shape, num_layers=own.num_layers, num_kv_heads=of.kv_heads, head_dim=of.head_dim,
+        windows=own.windows,
+    )  # fmt: skip

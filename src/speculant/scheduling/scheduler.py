@@ -21,6 +21,7 @@ import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -149,7 +150,8 @@ class Scheduler:
     """Owns the waiting and the running requests. Admission depends on `target`, the target's cache, alone.
 
     Drafters have caches of their own and draft for the requests that fit there. Drafters with state per sequence limit
-    how many positions a request may take over from the prefix index: `most_matched` returns that number.
+    how many positions a request may take over from the prefix index: `most_matched` returns that number. salt: see
+    `ModelNeeds.salt`. A running request whose salt has changed is computed again.
     """
 
     def __init__(
@@ -157,8 +159,10 @@ class Scheduler:
         limits: Limits,
         target: KVCache,
         most_matched: Callable[[Request], int],
+        salt: Callable[[Request], str] = attrgetter("cache_salt"),
     ) -> None:
-        self._limits, self._target, self._most_matched = limits, target, most_matched
+        self._limits, self._target, self._most_matched, self._salt = limits, target, most_matched, salt
+        self._salts: dict[int, str] = {}  # of the running requests
         self._policy = POLICIES[limits.scheduling_policy]
         self._step = 0
         self._queued_at: dict[int, int] = {}
@@ -200,14 +204,16 @@ class Scheduler:
         (self.running if request in self.running else self.waiting).remove(request)
         del self._queued_at[request.seq_id]
         self._unstarted.pop(request.seq_id, None)
+        self._salts.pop(request.seq_id, None)
         self._target.release(request.seq_id)
 
     def schedule(self) -> Schedule:
         """Admit requests that fit, then share the token budget; preempt the last request while memory is short."""
         self._step += 1
-        for request in self._unstarted.values():  # other requests may have computed their prefix since
-            self._target.release(request.seq_id)
-            self._start(request)
+        for request in self.running:  # others may have computed the prefix of one that is not started
+            if request.seq_id in self._unstarted or self._held_salt(request) != self._salt(request):
+                self._target.release(request.seq_id)
+                self._start(request)
         admitted, preempted, plan = self._admit(), list[Request](), self._target.plan()
         while (items := self._share(plan)) is None:
             preempted.append(self._last())
@@ -268,6 +274,7 @@ class Scheduler:
             self._start(request)
             if self.running and not self._fits(request):
                 self._target.release(request.seq_id)
+                del self._salts[request.seq_id]
                 break
             self.waiting.remove(request)
             self.running.append(request)
@@ -277,18 +284,23 @@ class Scheduler:
 
     def _start(self, request: Request) -> None:
         """Take over cached positions: a sibling's prompt, else a matching prefix."""
-        sibling = next(
-            (r for r in self._siblings(request) if self._target.length(r.seq_id) >= len(request.prompt)), None
-        )
+        salt = self._salts[request.seq_id] = self._salt(request)
         most = min(self._most_matched(request), len(request.tokens) - 1)
+        start = min(most, len(request.prompt) - 1)
+        sibling = next((r for r in self._siblings(request) if self._could_start(r, request, start)), None)
         if sibling is not None and not request.num_output:
             self._target.fork(sibling.seq_id, request.seq_id)
-            self._target.truncate_to(request.seq_id, min(most, len(request.prompt) - 1))
+            self._target.truncate_to(request.seq_id, start)
         else:
             limit = 0 if request.wants_prompt_logits else most
-            self._target.match_prefix(request.seq_id, request.tokens, request.cache_salt, limit)
-        if not request.metrics.num_preemptions:
+            self._target.match_prefix(request.seq_id, request.tokens, salt, limit)
+        if not request.num_output and not request.metrics.num_preemptions:
             request.metrics.cached_tokens = self._target.length(request.seq_id)
+
+    def _could_start(self, sibling: Request, request: Request, start: int) -> bool:
+        """Whether a sibling has computed the prompt, and holds what a row at position `start` sees."""
+        seq_id = sibling.seq_id
+        return self._target.length(seq_id) >= len(request.prompt) and self._target.holds_window(seq_id, start)
 
     def _fits(self, request: Request) -> bool:
         """Whether the target's cache has room for the missing tokens of the running requests and this one together."""
@@ -304,12 +316,20 @@ class Scheduler:
         return bool(siblings) and all(self._target.length(other.seq_id) < len(request.prompt) for other in siblings)
 
     def _siblings(self, request: Request) -> list[Request]:
-        return [other for other in self.running if other.request_id == request.request_id]
+        """Return the running samples of the same prompt whose keys and values a request can take over."""
+        siblings = [other for other in self.running if other.request_id == request.request_id]
+        salt = self._salt(request)
+        return [other for other in siblings if self._held_salt(other) == salt]
+
+    def _held_salt(self, request: Request) -> str:
+        """Return the salt of a running request's keys and values in the cache."""
+        return self._salts.get(request.seq_id, request.cache_salt)
 
     def _preempt(self, request: Request) -> None:
         """Release a request's blocks and queue it again; its tokens are recomputed once it is admitted."""
         self.running.remove(request)
         self._unstarted.pop(request.seq_id, None)
+        self._salts.pop(request.seq_id, None)
         self._target.release(request.seq_id)
         self.waiting.add(request)
         request.metrics.num_preemptions += 1

@@ -55,6 +55,13 @@ MULTIPLIED = {
     "embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.4, "logits_scaling": 0.5,
 }  # fmt: skip
 
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+LONGROPE = {  # texts of up to 64 tokens; tests/exactness/test_restarts.py has longer ones
+    "rope_scaling": {"rope_type": "longrope", "short_factor": [1.0, 1.3, 2.0], "long_factor": [2.0, 4.0, 9.0]},
+    "original_max_position_embeddings": 64,
+    "partial_rotary_factor": 0.75,
+}
+
 # A family without an entry is tested in its default shape. transformers knows most model types, and is the oracle.
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "llama": {
@@ -66,6 +73,7 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
             "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0},
             "max_position_embeddings": 32,
         },
+        "yarn": {"rope_parameters": {**YARN, "truncate": False, "beta_fast": 3.0}, "head_dim": 12},
         "biases": {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 1},
     },
     "mistral": {
@@ -91,7 +99,20 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "gemma3_text": {
         "plain": {**GEMMA, "sliding_window": 6, "layer_types": [SLIDES, FULL, SLIDES]},
-        "old": {**GEMMA, "sliding_window": 5, "sliding_window_pattern": 3, "rope_local_base_freq": 100.0, **SCALED},
+        "old": {
+            **GEMMA,
+            "sliding_window": 5,
+            "sliding_window_pattern": 3,
+            "rope_local_base_freq": 100.0,
+            "tie_word_embeddings": False,
+            **SCALED,
+        },
+        "nested": {
+            **GEMMA,
+            "sliding_window": 9,
+            "rope_parameters": {FULL: YARN, SLIDES: {"rope_type": "default", "rope_theta": 100.0}},
+            "layer_types": [FULL, SLIDES, FULL],
+        },
         "capped": {**GEMMA, "sliding_window": 7, "final_logit_softcapping": 5.0, "attention_bias": True},
     },
     "phi3": {
@@ -104,6 +125,7 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
             "head_dim": 8,
         },
         "one key": {**PADDED, "num_key_value_heads": 1},
+        "longrope": {**PADDED, **LONGROPE},
     },
     "smollm3": {
         "plain": {**PADDED, "num_hidden_layers": 5},
@@ -118,8 +140,10 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "olmo3": {
         "plain": {"sliding_window": 6, "num_hidden_layers": 5},
         "listed": {"sliding_window": 1, "layer_types": [FULL, SLIDES, FULL], "tie_word_embeddings": True},
+        "yarn": {"sliding_window": 6, "rope_theta": 1e4, "rope_scaling": YARN},
     },
     "ministral3": {
+        "short": {"head_dim": 8, "rope_parameters": {**YARN, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5}},
         "plain": {"head_dim": 8},
         "tied": {"head_dim": 12, "sliding_window": 6, "tie_word_embeddings": True},
     },
@@ -134,7 +158,7 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "gpt_neox": {
         "pythia": {},
         "serial": {"use_parallel_residual": False, "rotary_pct": 1.0, "tie_word_embeddings": True},
-        "unbiased": {"attention_bias": False, "rotary_pct": 0.5, "hidden_act": "relu"},
+        "unbiased": {"attention_bias": False, "rotary_pct": 0.7, "hidden_act": "relu"},
     },
     "opt": {
         "plain": {**PADDED, "ffn_dim": 40},

@@ -74,10 +74,12 @@ class _Followed:
     first: the target's position that is row 0 here. length: rows in the cache that are made of the target's states.
     pending: the states of the next rows; the newest row's stays here, so that it can be computed again. None = no state
     has been observed.
-    carried [1 + n, hidden]: in a round, the states that the root and each node of the tree so far hand on.
+    carried [1 + n, hidden]: in a round, the states that the root and each node of the tree so far hand on. salt: see
+    `ModelNeeds.salt`.
     """
 
     request: Request
+    salt: str
     first: int = 0
     length: int = 0
     pending: Pending | None = None
@@ -112,7 +114,7 @@ class HiddenStateRunner(DraftModelRunner):
 
     def begin(self, request: Request) -> None:
         """Start a new sequence."""
-        self._followed[request.seq_id] = _Followed(request)
+        self._followed[request.seq_id] = _Followed(request, self._salt(request))
 
     def end(self, request: Request) -> None:
         """Forget a sequence and release its blocks."""
@@ -122,6 +124,8 @@ class HiddenStateRunner(DraftModelRunner):
     def observe(self, request: Request, rows: CommittedRows) -> int:
         """Take the states of committed tokens. Returns how many observed states have no row yet."""
         followed, start, count = self._followed[request.seq_id], rows.start, len(rows.tokens)
+        if self._follow_salt(followed):
+            return 0
         pending = followed.pending
         if pending is not None and start == followed.first + followed.length + pending.count:  # as nearly always
             pending.add(rows.hidden, count)
@@ -142,7 +146,7 @@ class HiddenStateRunner(DraftModelRunner):
 
     def known_prefix(self, request: Request) -> int:
         """Return how many first positions of a new sequence have rows in the prefix index."""
-        self.cache.match_prefix(PROBE, request.tokens[1:], _salt(request))
+        self.cache.match_prefix(PROBE, request.tokens[1:], self._salt(request))
         try:
             return self.cache.length(PROBE)
         finally:
@@ -174,7 +178,7 @@ class HiddenStateRunner(DraftModelRunner):
         self.cache.truncate_to(request.seq_id, followed.length)
         handed_on = followed.carried[[1 + parent for parent in tree.parent_list]]
         states = torch.cat((followed.pending.read().to(handed_on.dtype), handed_on))
-        return SequenceInput(request.seq_id, request.tokens[-1:], tree, hidden=states)
+        return SequenceInput(request.seq_id, request.tokens[-1:], tree, hidden=states, length=request.num_positions)
 
     def keep(self, inputs: Sequence[SequenceInput], hidden: Hidden) -> None:
         """See the base."""
@@ -187,10 +191,12 @@ class HiddenStateRunner(DraftModelRunner):
     def _roll_back(self, request: Request) -> int:
         """See the base; returns the place of the first token that has no row of the target's state."""
         followed = self._followed[request.seq_id]
+        self._follow_salt(followed)
         if followed.length < self.cache.length(request.seq_id):
             self.cache.truncate_to(request.seq_id, followed.length)
         if not followed.first:
             self.cache.insert_prefix(request.seq_id, request.tokens[1:])
+        self.cache.drop_unseen(request.seq_id)
         return followed.first + followed.length + 1
 
     def _missing(self, request: Request, start: int, most: int) -> tuple[list[int], Tensor | None]:
@@ -204,18 +210,29 @@ class HiddenStateRunner(DraftModelRunner):
         """Take over rows of other sequences for a new one, unless they end before the first observed state."""
         request = followed.request
         self.cache.release(request.seq_id)
-        self.cache.match_prefix(request.seq_id, request.tokens[1:], _salt(request))
+        self.cache.match_prefix(request.seq_id, request.tokens[1:], followed.salt)
         held = self.cache.length(request.seq_id)
         if held < start:
             self._restart(followed, start)
         else:
             followed.first, followed.length = 0, held
 
+    def _follow_salt(self, followed: _Followed) -> bool:
+        """Drop the rows of a sequence whose salt has changed, whose states the target computes again.
+
+        Returns whether it has changed.
+        """
+        salt = self._salt(followed.request)
+        if followed.salt == salt:
+            return False
+        followed.salt = salt
+        self._restart(followed, 0)
+        return True
+
+    def _salt(self, request: Request) -> str:
+        """See the base. The first row depends on the first token too, which is not among the keys."""
+        return f"{request.tokens[0]} {super()._salt(request)}"
+
     def _restart(self, followed: _Followed, start: int) -> None:
         self.cache.release(followed.request.seq_id)
         followed.first, followed.length, followed.pending = start, 0, None
-
-
-def _salt(request: Request) -> str:
-    """Return the salt of a sequence's rows: the first row depends on the first token, which is not among the keys."""
-    return f"{request.tokens[0]} {request.cache_salt}"

@@ -81,11 +81,10 @@ def draft_beams(
         runner.note(search.request, search.input_tokens)
     while growing:
         for search in growing:
-            search.input_tokens = search.request.tokens[-1:]
-            runner.cache.truncate_to(search.request.seq_id, len(search.request.tokens) - 1)
+            search.input_tokens = runner.root(search.request)
         growing = _take_round(runner, growing, vocab_size, sampler)
     for search in drafted:
-        runner.cache.truncate_to(search.request.seq_id, len(search.request.tokens))
+        runner.finish(search.request)
     return {search.request.seq_id: search.tree for search in drafted}
 
 
@@ -109,7 +108,8 @@ def _take_round(
         tree = search.tree if search.grows else DraftTree.empty()
         input_tokens = known(search.input_tokens, model.vocab_size)
         input_tree = DraftTree.of(known(tree.token_list, model.vocab_size), tree.parent_list)
-        inputs.append(SequenceInput(search.request.seq_id, input_tokens, input_tree))
+        length = search.request.num_positions
+        inputs.append(SequenceInput(search.request.seq_id, input_tokens, input_tree, length=length))
         root, end = end + len(input_tokens) - 1, end + len(input_tokens) + tree.size
         for tip in search.tips if search.grows else ():
             rows.append(root + 1 + tip)

@@ -103,7 +103,11 @@ class _Grower:
             size = source.model.vocab_size
             inputs = [
                 SequenceInput(
-                    plan.request.seq_id, known(plan.input_tokens, size), DraftTree.empty(), hidden=plan.hidden
+                    plan.request.seq_id,
+                    known(plan.input_tokens, size),
+                    DraftTree.empty(),
+                    hidden=plan.hidden,
+                    length=plan.request.num_positions,
                 )
                 for _, plan in plans
             ]

@@ -98,8 +98,9 @@ def build_ways(
     configs = {each.name: configured(drafting, each.values) for each in chosen}
     configs = {PLAIN: _without_drafts(config), **configs}
     target = load_model(
-        config.model, config.dtype, config.device, kernels=config.kernels, quantization=config.quantization
-    )
+        config.model, config.dtype, config.device, kernels=config.kernels, quantization=config.quantization,
+        model_backend=config.model_backend,
+    )  # fmt: skip
     mode = Mode(params, sequential)
     return {name: Way(Bench(build_around(each, target), name), mode) for name, each in configs.items()}
 

@@ -99,6 +99,7 @@ def load_drafter(config: EngineConfig) -> Candidate:
     target = load_model(
         config.model, config.dtype, config.device, kernels=config.kernels, quantization=config.quantization,
         weight_packing=config.weight_packing, weight_cache=config.weight_cache_folder(),
+        model_backend=config.model_backend,
     )  # fmt: skip
     speculative = {**(config.speculative_config or {}), "draft_length": "fixed"}
     runtime = build_around(replace(config, max_num_seqs=1, speculative_config=speculative), target)

@@ -26,7 +26,34 @@ PLAIN, CODED = "plain", "12bit"  # packings
 _FIX = 'use kernels="auto" without quantization, device="cpu" and dtype float32 or bfloat16, or see `speculant doctor`.'
 
 
-class Backend(Protocol):
+class Computes(Protocol):
+    """What the engine knows of whatever computes a model.
+
+    quantizations: types that it can round weights to. row_invariant: a row's result has the same bits in every batch.
+    """
+
+    @property
+    def name(self) -> str:
+        """The name, in messages."""
+        ...
+
+    @property
+    def quantizations(self) -> Sequence[str]:
+        """The types that weights can be rounded to."""
+        ...
+
+    @property
+    def row_invariant(self) -> bool:
+        """Whether a row's result has the same bits in every batch."""
+        ...
+
+    @property
+    def sampler(self) -> Sampler:
+        """The sampler: distributions and draws."""
+        ...
+
+
+class Backend(Computes, Protocol):
     """Computes models, and samples on the device that holds them.
 
     name: that of its module. devices: torch's device types; None = all. dtypes: of weights. quantizations: types that
@@ -167,7 +194,7 @@ def choose_backend(
     )
 
 
-def packing_of(backend: Backend) -> Packing:
+def packing_of(backend: Computes) -> Packing:
     """Return how a backend stores weights."""
     return backend.packing if isinstance(backend, PacksWeights) else AS_THEY_ARE
 

@@ -27,7 +27,8 @@ def scratch_bytes(packed: PackedDecoder, threads: int, rows: int, positions: int
     config, widths = packed.config, packed.activations
     per_row = sum(widths.values()) + GROWTH * max(widths[name] for name in ("x", "heads", "gated"))
     rotated = {layer.attention.rope: layer.attention.rotated for layer in config.layers}
-    angles = _power(positions) * sum(rotated.values())
+    tables = 1 if config.restart_at is None else 2
+    angles = tables * _power(positions) * sum(rotated.values())
     sampling = min(MOST_BYTES, GROWTH * rows * config.vocab_size * (REAL + DOUBLE))
     candidates = GROWTH * threads * config.vocab_size * CANDIDATE
     kinds = {layer.attention for layer in config.layers}

@@ -5,8 +5,9 @@ Parameters have the names of `models/sizes.py`, in every family.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,12 +15,21 @@ from torch import Tensor, nn
 from speculant.cache.base import CacheShape, KVCache, KVStorage
 from speculant.kernels import reference
 from speculant.models.base import Batch, Chain, Hidden, ModelNeeds, check_embeddings, check_taps, check_tokens
-from speculant.models.description import Attention, DecoderConfig, Layer, Mlp, Norm, Rope
+from speculant.models.description import Attention, DecoderConfig, Layer, Mlp, Norm, Rope, restart_of
 from speculant.models.reference.attention import Attend, StoredKeys
 from speculant.models.reference.rotary import Rotary
 from speculant.models.sizes import AFTER_ATTENTION, AFTER_MLP, BEFORE_ATTENTION, BEFORE_MLP, layer_norms
 
-Angles = Mapping[Rope, tuple[Tensor, Tensor]]  # cos and sin, see `Rotary.angles`
+
+class RopeAngles(NamedTuple):
+    """What rotary positions do to rows; see `Rotary.angles` and `Rotary.query_factors`."""
+
+    cos: Tensor
+    sin: Tensor
+    query_factors: Tensor | None
+
+
+Angles = Mapping[Rope, RopeAngles]
 
 
 def spread(logits: Tensor, tokens: Tensor, vocab_size: int) -> Tensor:
@@ -31,6 +41,27 @@ def rotaries(config: DecoderConfig) -> dict[Rope, Rotary]:
     """Return the angles of each of a decoder's rotary positions."""
     of = {layer.attention.rope: layer.attention for layer in config.layers}
     return {rope: Rotary(rope, of[rope].rotated) for rope in config.ropes}
+
+
+def angles_of(
+    own: Mapping[Rope, Rotary], positions: Tensor, dtype: torch.dtype, long: Tensor | None = None
+) -> dict[Rope, RopeAngles]:
+    """Return the angles of rows at positions [n]. long: see `Rotary.angles`; None = by the last of the positions."""
+    if long is None:
+        long = _after_restart(own, positions)
+    made = dict[Rope, RopeAngles]()
+    for rope, rotary in own.items():
+        factors = rotary.query_factors(positions)
+        made[rope] = RopeAngles(
+            *rotary.angles(positions, dtype, long), None if factors is None else factors[:, None, None].to(dtype)
+        )
+    return made
+
+
+def _after_restart(own: Mapping[Rope, Rotary], positions: Tensor) -> Tensor | None:
+    """Return whether the only text of a pass is long, for each row."""
+    at = restart_of(own)
+    return None if at is None else (positions.max() >= at).expand(len(positions))
 
 
 class NormLayer(nn.Module):
@@ -48,9 +79,12 @@ class NormLayer(nn.Module):
         if of.kind == "layer":
             return reference.layer_norm(x, scales + of.offset if of.offset else scales, self.bias, of.eps)
         if not of.offset:
-            return reference.rms_norm(x, scales, of.eps)
+            return self._biased(reference.rms_norm(x, scales, of.eps))
         wide = x if x.dtype == torch.float64 else x.float()
-        return reference.rms_norm(wide, scales.to(wide.dtype) + of.offset, of.eps).to(x.dtype)
+        return self._biased(reference.rms_norm(wide, scales.to(wide.dtype) + of.offset, of.eps).to(x.dtype))
+
+    def _biased(self, x: Tensor) -> Tensor:
+        return x if self.bias is None else x + self.bias
 
 
 class SelfAttention(nn.Module):
@@ -73,9 +107,10 @@ class SelfAttention(nn.Module):
         query, key = self._normed(self.q_proj(x), self.k_proj(x))
         value = self.v_proj(x).view(*rows, of.kv_heads, of.head_dim)
         if of.rope:
-            cos, sin = angles[of.rope]
+            cos, sin, factors = angles[of.rope]
             rotated = reference.rotate(torch.cat((query, key), dim=-2), cos, sin)
             query, key = rotated.split_with_sizes((of.heads, of.kv_heads), dim=-2)
+            query = query if factors is None else query * factors
         attended = attend(self._layer, of, query, key, value, self.sinks)
         projected: Tensor = self.o_proj(attended.flatten(-2))
         return projected
@@ -99,7 +134,8 @@ class FeedForward(nn.Module):
             self.gate_proj = nn.Linear(hidden, of.size, bias=of.bias)
         self.up_proj = nn.Linear(hidden, of.size, bias=of.bias)
         self.down_proj = nn.Linear(of.size, hidden, bias=of.bias)
-        self._gated, self._activation = of.gated, reference.ACTIVATIONS[of.activation]
+        self._gated = of.gated
+        self._activation: Callable[[Tensor], Tensor] = reference.ACTIVATIONS[of.activation]
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x [..., hidden] to a result of the same shape."""
@@ -151,17 +187,17 @@ class _Backbone(nn.Module):
 
 
 def _table(rows: int, width: int) -> nn.Embedding:
-    return nn.Embedding.from_pretrained(torch.zeros(rows, width), freeze=False)  # type: ignore[no-untyped-call]
+    zeros = torch.zeros(rows, width)
+    table: nn.Embedding = nn.Embedding.from_pretrained(zeros, freeze=False)  # type: ignore[no-untyped-call]
+    return table
 
 
 class Decoder(nn.Module):
     """A `CausalLM`: embedding, layers, norm, and a head that may share the embedding's weight."""
 
-    needs = ModelNeeds()
-
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.needs = config, ModelNeeds(restart_at=config.restart_at)
         self.model = _Backbone(config)
         self.lm_head = nn.Linear(config.hidden_size, len(config.head.tokens) or config.vocab_size, bias=False)
         self.tie_head()
@@ -192,7 +228,8 @@ class Decoder(nn.Module):
         """The shape of one position of this model's cache."""
         weight = self.model.embed_tokens.weight
         of = self.config.attention
-        return CacheShape(self.num_layers, of.kv_heads, of.head_dim, weight.dtype, weight.device)
+        sizes = self.num_layers, of.kv_heads, of.head_dim
+        return CacheShape(*sizes, weight.dtype, weight.device, self.config.windows)
 
     @cached_property
     def _head_tokens(self) -> Tensor:
@@ -214,17 +251,19 @@ class Decoder(nn.Module):
         inputs = self._inputs(batch)
         attend = StoredKeys.build(batch, storage, self.config, inputs.dtype)
         entering = {}  # hidden states by the layer that takes them as input
-        for index, x in enumerate(self.states(inputs, batch.positions, attend)):
+        long = batch.long_rows(self.needs)
+        for index, x in enumerate(self.states(inputs, batch.positions, attend, long)):
             if index in taps:
                 entering[index] = x
         return Hidden(self.model.norm(x), tuple(entering[tap] for tap in taps))
 
-    def states(self, x: Tensor, positions: Tensor, attend: Attend) -> Iterator[Tensor]:
+    def states(self, x: Tensor, positions: Tensor, attend: Attend, long: Tensor | None = None) -> Iterator[Tensor]:
         """Yield the input [..., n, hidden] of each layer, and the output of the last one.
 
-        x are the tokens' embeddings, to which learned positions are added. positions [n] are those of the rows.
+        x are the tokens' embeddings, to which learned positions are added. positions [n] are those of the rows. long:
+        see `angles_of`.
         """
-        angles = {rope: rotary.angles(positions, x.dtype) for rope, rotary in self._rotaries.items()}
+        angles = angles_of(self._rotaries, positions, x.dtype, long)
         if self.model.embed_positions is not None:
             x = x + self.model.embed_positions(positions)
         yield x

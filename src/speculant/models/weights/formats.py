@@ -27,6 +27,7 @@ _NO_WEIGHTS = (
 _SNAPSHOT = re.compile(r"models--(.+)/snapshots/([^/]+)")  # the end of a folder in the hub's cache
 _DESCRIBES = re.compile(r"(?!.*\.bin\.)([\w.-]+\.(json|jinja)|tokenizer[\w.-]*)")  # files next to weights
 _SHOWN = 5  # files
+_BY_TRANSFORMERS = ' Or set model_backend="transformers" (extra transformers), which runs others too, slower.'
 _CONVERT = (
     "import sys, torch, safetensors.torch as s; w = {}; "
     "[w.update(torch.load(f, map_location='cpu', weights_only=True)) for f in sys.argv[2:]]; "
@@ -83,7 +84,7 @@ def unknown_family(config: Mapping[str, Any], known: Sequence[str]) -> ModelErro
         return ModelError(f"model_type {show(family)} is unknown {own_code}", use)
     meant = _named_class(config, known)
     advice = f"did you mean {meant!r}? config.json names its class under architectures. Else " if meant else ""
-    return ModelError(f"model_type {show(family)} is no family that is implemented", advice + use)
+    return ModelError(f"model_type {show(family)} is no family that is implemented", advice + use + _BY_TRANSFORMERS)
 
 
 def _named_class(config: Mapping[str, Any], known: Sequence[str]) -> str | None:

@@ -19,6 +19,7 @@ from speculant.gguf_file import GgufFile, model_name
 from speculant.models.backends.base import (
     AUTO,
     Backend,
+    Computes,
     Packing,
     Store,
     StoresWeights,
@@ -33,7 +34,8 @@ from speculant.models.generation import read_end_tokens, read_generation, read_s
 from speculant.models.gguf import read_gguf_config, read_gguf_decoder
 from speculant.models.sizes import HEAD, TABLE, tensor_shapes
 from speculant.models.source import resolve_source
-from speculant.models.vocabulary import DraftVocabulary
+from speculant.models.transformers.load import LoadedByTransformers, check_options, load_by_transformers
+from speculant.models.vocabulary import TargetVocabulary
 from speculant.models.weights.formats import check_unquantised, unknown_family
 from speculant.models.weights.gguf import GgufWeights
 from speculant.models.weights.source import CheckedWeights, Mapped, ShortHead, StoredWeights, WeightSource, listed_kinds
@@ -60,7 +62,7 @@ class Checkpoint:
     sampling: SamplingParams  # the settings that the checkpoint recommends
     name: str
     kernels: str  # the backend's name and facts, and why other backends were not chosen
-    backend: Backend  # computes the model
+    backend: Computes  # computes the model
     source: str = ""  # where packed weights are from, if that can differ
     mapped_bytes: int = 0  # of the model, which the system counts as free memory
     quantizations: Sequence[str] = ()  # types that its weights can be rounded to; none for quantised weights
@@ -82,28 +84,31 @@ def load_model(
     kernels: str = "reference",
     quantization: str | None = None,
     head_tokens: tuple[int, ...] = (),
-    vocabulary: DraftVocabulary | None = None,
+    vocabulary: TargetVocabulary | None = None,
     weight_packing: str = AUTO,
     weight_cache: Path | None = None,
+    model_backend: str = AUTO,
 ) -> Checkpoint:
     """Load a checkpoint from a folder, a GGUF file, the hub or "demo"; see `resolve_source`.
 
-    kernels names a backend, such as reference or native; auto takes the best one that can compute the model.
-    quantization is the type that weights are rounded to (int8 or int4 with the native kernels), or None. head_tokens:
-    the tokens that have a logit, in ascending order; () = all. vocabulary: that of the target that the model drafts
-    for, where it differs; None = the model's own. weight_packing: how weights are stored, plain or 12bit; auto = the
-    faster way on this machine, which is timed for a large model. weight_cache: the folder in which packed weights are
-    kept between starts; None = none.
-
-    dtype "auto" takes the checkpoint's type, or bfloat16 for blocks; float16 becomes float32, which holds the same
-    numbers. device is "cpu" or "cuda", which may have an index. Code and pickles of a checkpoint are never run. Raises
-    ModelError for a checkpoint that can't be used, ConfigError for a wrong dtype or device, or a backend that can't
-    compute the model.
+    model_backend: "transformers" lets that package compute the model; kernels then has no effect. Else kernels names a
+    backend, such as reference or native; auto takes the best one that can compute the model. quantization is the type
+    that weights are rounded to (int8 or int4 with the native kernels), or None. head_tokens: the tokens that have a
+    logit, in ascending order; () = all. vocabulary: that of the target that the model drafts for, where it differs;
+    None = the model's own. weight_packing: how weights are stored, plain or 12bit; auto = the faster way on this
+    machine, which is timed for a large model. weight_cache: the folder in which packed weights are kept between starts;
+    None = none. dtype "auto" takes the checkpoint's type, or bfloat16 for blocks; float16 becomes float32, which holds
+    the same numbers. device is "cpu" or "cuda", which may have an index.
+    Code and pickles of a checkpoint are never run. Raises ModelError for a checkpoint that can't be used, ConfigError
+    for a wrong dtype or device, or a backend that can't compute the model.
     """
-    started = time.perf_counter()
+    started, place = time.perf_counter(), _read_device(device)
     _check_dtype(dtype)
-    place = _read_device(device)
+    check_options(model_backend, quantization, weight_packing)
     folder = resolve_source(source, role, revision, download_dir)
+    if model_backend != AUTO:
+        loaded = load_by_transformers(folder, dtype, place, head_tokens, vocabulary)
+        return _checkpoint_of(loaded, folder, role, _name(source, role, folder))
     files = CheckpointFiles.open(folder)
     config, tensors, decoder = files.config, files.tensors, files.decoder
     _check_rounding(tensors, quantization)
@@ -128,6 +133,28 @@ def load_model(
         model, config, folder, chosen, ends, generation, sampling, name, description, backend, made, kept.mapped_bytes,
         () if tensors.quantised_kinds() else backend.quantizations,
     )  # fmt: skip
+
+
+def _checkpoint_of(loaded: LoadedByTransformers, folder: Path, role: str, name: str) -> Checkpoint:
+    """Return the checkpoint of a model that transformers computes, and say that it is slower."""
+    config, generation = read_json(folder / "config.json"), read_generation(folder)
+    ends = read_end_tokens(generation, {**config, **_text_config(config)}, loaded.model.vocab_size)
+    logger.warning(
+        "%s %s is computed by %s, as model_backend asks: slower than Speculant's own kernels, and a row's last bits"
+        " depend on the batch, so speculation can change which of two nearly equal tokens is chosen",
+        role, name, loaded.description,
+    )  # fmt: skip
+    sampling = read_sampling(generation, folder)
+    return Checkpoint(
+        loaded.model, config, folder, loaded.dtype, ends, generation, sampling, name, loaded.description, loaded.backend
+    )
+
+
+def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the end tokens that a model of several kinds of input has in the part for text."""
+    nested = config.get("text_config")
+    ends = nested.get("eos_token_id") if isinstance(nested, dict) else None
+    return {} if ends is None or config.get("eos_token_id") is not None else {"eos_token_id": ends}
 
 
 @dataclass(frozen=True)
@@ -197,13 +224,12 @@ def _check_rounding(tensors: StoredWeights, quantization: str | None) -> None:
 
 
 def _fitted(
-    decoder: DecoderConfig, weights: WeightSource, head_tokens: tuple[int, ...], vocabulary: DraftVocabulary | None
+    decoder: DecoderConfig, weights: WeightSource, head_tokens: tuple[int, ...], vocabulary: TargetVocabulary | None
 ) -> tuple[DecoderConfig, WeightSource]:
     """Return a model and its weights with logits for some tokens alone, by the target's ids; see `load_model`."""
     if vocabulary is None:
         return with_short_head(decoder, weights, head_tokens)
-    drawn = vocabulary.drawable(decoder.vocab_size, head_tokens)
-    return vocabulary.fit(*with_short_head(decoder, weights, drawn))
+    return vocabulary.fit(decoder, weights, head_tokens)
 
 
 @dataclass(frozen=True)

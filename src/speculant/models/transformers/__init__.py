@@ -1,0 +1,1 @@
+"""Models that the package transformers computes: slower than kernels, but any causal language model that it has."""
