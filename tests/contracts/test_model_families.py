@@ -125,9 +125,14 @@ def test_after_keep_path_the_next_step_equals_a_fresh_prompt(steady: Pair, leaf:
 
 @functools.cache
 def greedy_texts(model: PreTrainedModel) -> list[list[int]]:
-    """Return transformers' own continuations of several prompts, worked out once for all backends."""
+    """Return transformers' own continuations of several prompts, worked out once for all backends.
+
+    Without its cache, which keeps all keys for a sliding window of 1.
+    """
     prompts = torch.tensor(BEGINNINGS)
-    tokens = model.generate(prompts, attention_mask=torch.ones_like(prompts), do_sample=False, max_new_tokens=12)
+    tokens = model.generate(
+        prompts, attention_mask=torch.ones_like(prompts), do_sample=False, max_new_tokens=12, use_cache=False
+    )
     return list(tokens[:, prompts.shape[1] :].tolist())
 
 
