@@ -327,7 +327,8 @@ def spread_weights(model: torch.nn.Module) -> None:
     generator = torch.Generator().manual_seed(1)
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator) * 0.3
-        parameter.copy_(1 + noise if name.endswith("norm.weight") else noise)
+        is_scale = parameter.ndim == 1 and name.endswith("weight")  # of a norm
+        parameter.copy_(1 + noise if is_scale else noise)
 
 
 def random_tokens(count: int, seed: int = 0) -> list[int]:
