@@ -219,4 +219,6 @@ class HeadDecoder(nn.Module):
 def head_cache_shape(config: HeadConfig, target: CausalLM) -> CacheShape:
     """Return the shape of one position of a head's cache: of the target's type, on its device."""
     layers, of = config.decoder.num_layers, config.decoder.attention
-    return replace(target.cache_shape, num_layers=layers, num_kv_heads=of.kv_heads, head_dim=of.head_dim)
+    windows = config.decoder.windows
+    sizes = {"num_layers": layers, "num_kv_heads": of.kv_heads, "head_dim": of.head_dim}
+    return replace(target.cache_shape, **sizes, windows=windows)

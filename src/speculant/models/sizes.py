@@ -54,6 +54,13 @@ def values_per_position(config: DecoderConfig) -> int:
     return sum(2 * layer.attention.key_size for layer in config.layers)
 
 
+def values_kept(config: DecoderConfig, length: int) -> int:
+    """Return how many numbers of a sequence of `length` positions a next row needs; a layer with a window, fewer."""
+    return sum(
+        2 * layer.attention.key_size * min(length, layer.attention.window or length) for layer in config.layers
+    )
+
+
 def activations(config: DecoderConfig) -> dict[str, int]:
     """Return the width of each array that a pass fills for a row; see models/native/program.py."""
     of = config.attention

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from speculant.cache.base import by_length
 from speculant.kernels.native import TYPES, Activation, Code, Flag, Kernels, Op, Pass, Type, Weight
 from speculant.models.description import Attention, DecoderConfig, Layer, Mlp, Norm
 from speculant.models.sizes import (
@@ -232,6 +233,7 @@ class Program:
     def __init__(self, weights: PackedDecoder, buffers: Buffers, layers: Sequence[int] = ()) -> None:
         self.hidden = buffers.y
         self._weights, self._buffers, self._layers = weights, buffers, layers
+        self._windows = by_length(layer.attention.window for layer in weights.config.layers)  # of the groups of layers
         recorded = list(self._record())
         self.ops: ctypes.Array[Op] = (Op * len(recorded))(*recorded)
         tapped = [op for op in self.ops if _tap_field(op, buffers.y)]  # until `next_taps` sets the address
@@ -336,8 +338,8 @@ class Program:
 
     def _of_heads(self, code: Code, layer: int, of: Attention, **fields: Tensor | float | None) -> Op:
         return _op(
-            code, self._weights.cache_type, layer=layer, source=self._buffers.qkv, heads=of.heads,
-            kv_heads=of.kv_heads, dim=of.head_dim, stride=self._buffers.qkv.shape[1], **fields,
+            code, self._weights.cache_type, layer=layer, group=self._windows.index(of.window),
+            source=self._buffers.qkv, heads=of.heads, kv_heads=of.kv_heads, dim=of.head_dim, stride=self._buffers.qkv.shape[1], **fields,
         )  # fmt: skip
 
 

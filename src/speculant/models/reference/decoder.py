@@ -227,7 +227,8 @@ class Decoder(nn.Module):
         """The shape of one position of this model's cache."""
         weight = self.model.embed_tokens.weight
         of = self.config.attention
-        return CacheShape(self.num_layers, of.kv_heads, of.head_dim, weight.dtype, weight.device)
+        sizes = self.num_layers, of.kv_heads, of.head_dim
+        return CacheShape(*sizes, weight.dtype, weight.device, self.config.windows)
 
     @cached_property
     def _head_tokens(self) -> Tensor:
