@@ -101,7 +101,8 @@ class GroupedBlockManager:
 
     def forget_prefixes(self) -> bool:
         """See `BlockManager.forget_prefixes`."""
-        return all([manager.forget_prefixes() for manager in self.managers])
+        emptied = [manager.forget_prefixes() for manager in self.managers]
+        return all(emptied)
 
     def release(self, seq_id: int) -> None:
         """See `BlockManager.release`."""

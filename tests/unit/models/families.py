@@ -103,11 +103,18 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "no caps": {**GEMMA, "attn_logit_softcapping": None, "final_logit_softcapping": None, "attention_bias": True},
     },
     "gemma3_text": {
-        "plain": {**GEMMA, "sliding_window": 6, "layer_types": [SLIDES, FULL, SLIDES]},
-        "old": {**GEMMA, "sliding_window": 5, "sliding_window_pattern": 3, "rope_local_base_freq": 100.0, **SCALED},
+        "plain": {**GEMMA, "query_pre_attn_scalar": 3, "sliding_window": 6, "layer_types": [SLIDES, FULL, SLIDES]},
+        "old": {
+            **GEMMA,
+            "sliding_window": 5,
+            "sliding_window_pattern": 3,
+            "rope_local_base_freq": 100.0,
+            "tie_word_embeddings": False,
+            **SCALED,
+        },
         "nested": {
             **GEMMA,
-            "sliding_window": 6,
+            "sliding_window": 9,
             "rope_parameters": {FULL: YARN, SLIDES: {"rope_type": "default", "rope_theta": 100.0}},
             "layer_types": [FULL, SLIDES, FULL],
         },
@@ -320,7 +327,8 @@ def spread_weights(model: torch.nn.Module) -> None:
     generator = torch.Generator().manual_seed(1)
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator) * 0.3
-        parameter.copy_(1 + noise if name.endswith("norm.weight") else noise)
+        is_scale = parameter.ndim == 1 and name.endswith("weight")  # of a norm
+        parameter.copy_(1 + noise if is_scale else noise)
 
 
 def random_tokens(count: int, seed: int = 0) -> list[int]:
