@@ -34,7 +34,10 @@ LONGROPE = {
     "long_factor": [1.0, 2.5, 7.0, 20.0],
 }
 INNER = {"intermediate_size": 128}  # in transformers' GPT-2, it is 4 times the width
-WITHOUT = {"opt": "llama.cpp has no architecture for it", "gpt_oss": "its experts in GGUF files are not read yet"}  # families that GGUF files can't hold
+WITHOUT = {  # families that GGUF files can't hold
+    "opt": "llama.cpp has no architecture for it",
+    "gpt_oss": "its experts are not read from GGUF files yet",
+}
 # What the files can hold of each family; other settings are lost in them.
 STORED: dict[str, dict[str, dict[str, Any]]] = {
     "llama": {
