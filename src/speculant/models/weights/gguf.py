@@ -6,7 +6,7 @@ import math
 import mmap
 from collections import Counter
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 from speculant.errors import ModelError
 from speculant.files import Stamp
 from speculant.gguf_file import GgufFile, GgufTensor
-from speculant.models.gguf import ROPE_FREQS
+from speculant.models.gguf import ROPE_FREQS, ROPE_LONG, ROPE_SHORT
 from speculant.models.weights.source import FLOATS, QuantizedBlocks, decodable, decode
 
 GOOD = "Q4_K_M, Q5_K_M, Q6_K or Q8_0"  # files whose blocks the native kernels multiply by
@@ -40,7 +40,7 @@ class GgufWeights:
 
     def names(self) -> Collection[str]:
         """See `WeightSource.names`; without the factors of rotary positions, which the description holds."""
-        return [name for name in self.file.tensors if name != ROPE_FREQS]
+        return [name for name in self.file.tensors if name not in (ROPE_FREQS, ROPE_LONG, ROPE_SHORT)]
 
     def shape(self, name: str) -> tuple[int, ...]:
         """See `WeightSource.shape`."""
@@ -85,8 +85,10 @@ class GgufWeights:
         if tensor.kind in FLOATS:
             return content.view(FLOATS[tensor.kind]).view(tensor.shape)
         *rows, depth = tensor.shape
-        blocks = QuantizedBlocks(tensor.kind.lower(), (math.prod(rows), depth), content.view(math.prod(rows), -1))
-        return blocks if len(tensor.shape) == 2 else decode(blocks, torch.float32).view(tensor.shape)
+        blocks = QuantizedBlocks(tensor.kind.lower(), tensor.shape, content.view(math.prod(rows), -1))
+        if rows:
+            return blocks
+        return decode(replace(blocks, shape=(1, depth)), torch.float32)[0]
 
 
 def _is_readable(kind: str) -> bool:
