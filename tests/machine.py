@@ -44,7 +44,16 @@ from tests.oracle import (
     prefix_hashes,
 )
 from tests.schedules import MAX_LEN, Digits, Kind, Setup, drawn_params, drawn_prompt, read_schedule
-from tests.watched import CountedBlocks, CountedGroups, Fault, FragileModel, Guesser, InjectedError, Raised, WatchedDrafter
+from tests.watched import (
+    CountedBlocks,
+    CountedGroups,
+    Fault,
+    FragileModel,
+    Guesser,
+    InjectedError,
+    Raised,
+    WatchedDrafter,
+)
 
 PATIENCE = 3000  # steps in which whoever is left at the end must end
 VERIFIERS = load_verifiers()
@@ -181,7 +190,9 @@ class Machine:
     def _make_drafter(self) -> Drafter | None:
         setup = self.setup
         if setup.kind.drafter == "model":
-            cache = self._make_cache(setup.spare_blocks[1], 2 * setup.limits.max_num_batched_tokens * setup.limits.max_num_seqs)
+            cache = self._make_cache(
+                setup.spare_blocks[1], 2 * setup.limits.max_num_batched_tokens * setup.limits.max_num_seqs
+            )
             runner = DraftModelRunner(self.draft, cache, PlainChances(), setup.limits.max_num_batched_tokens)
             return WatchedDrafter(runner, V)
         return None if setup.kind.drafter == "none" else Guesser(setup.kind.drafter == "tree")
@@ -315,7 +326,6 @@ class Machine:
         if running:
             request = running[self.num_actions // 4 % len(running)]
             assert_holds(self.caches[0], request.seq_id, request.tokens[: self.caches[0].length(request.seq_id)])
-
 
     def _held_blocks(self, cache: KVCache, seq_id: int, group: int) -> list[int]:
         """Return the blocks that a sequence holds of a group: in the target's cache, those that its next row sees.

@@ -31,6 +31,7 @@ NUM_SEQS, MAX_LEN, BLOCK = 3, 11, 4
 NUM_NAMES = 7  # sequences that the machine may hold, more than there are slots
 SALTS = ["", "tenant"]
 
+
 # (shape, number of sequences, longest sequence) -> an empty cache with room for that many of that length
 def paged(shape: CacheShape, num_seqs: int, max_len: int) -> KVCache:
     return paged_cache(shape, num_seqs * -(-max_len // BLOCK), BLOCK)

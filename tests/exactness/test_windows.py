@@ -119,7 +119,7 @@ def run(engine: Engine) -> list[tuple[list[int], str | None]]:
 @pytest.mark.parametrize("drafts", DRAFTS)
 @pytest.mark.parametrize("windows", WINDOWS)
 def test_no_text_changes(windows: str, drafts: str, backend: str) -> None:
-    """Prompts and drafts across the window, prefix hits, samples, beams and preemption, beside a cache that keeps all."""
+    """Prompts and drafts across the window, prefix hits, samples, beams, preemption; beside a cache that keeps all."""
     target, draft = decoder_of(backend, WINDOWS[windows]), decoder_of(backend, WINDOWS[windows], noise=0.1)
     shape, most = target.cache_shape, LIMITS.max_num_batched_tokens
     keeping = [slotted_cache(shape, LIMITS.max_num_seqs, LIMITS.max_model_len) for _ in range(2)]
@@ -245,7 +245,9 @@ def text_of(folder: str, **settings: Any) -> tuple[list[int], Engine]:
 
 
 @pytest.mark.parametrize("kernels", BACKENDS)
-def test_memory_that_all_positions_do_not_fit_into_is_enough(kernels: str, windowed_folder: str, tmp_path: Path) -> None:
+def test_memory_that_all_positions_do_not_fit_into_is_enough(
+    kernels: str, windowed_folder: str, tmp_path: Path
+) -> None:
     """Of 512 positions, one layer in four keeps all."""
     shape = build_engine(EngineConfig(model=windowed_folder, kernels=kernels)).checkpoint.model.cache_shape
     memory = int(0.5 * 512 * shape.bytes_per_token)
@@ -284,5 +286,3 @@ def test_a_sibling_starts_from_the_prompt_even_if_its_window_is_gone() -> None:
         assert requests[1].metrics.cached_tokens == len(PROMPT) - 1, "it starts when the prompt is computed"
         assert requests[2].metrics.cached_tokens == (full_blocks if cache.num_groups > 1 else len(PROMPT) - 1)
     assert texts[0] == texts[1]
-
-

@@ -1,9 +1,9 @@
 """The blocks of one group of layers: which are free, which are held, and which are kept for later.
 
-    free ---allocate---> held (count >= 1) ---free to 0---> free, or kept if it is indexed
-      ^                    ^                                   |
-      |                    +---------------share---------------+
-      +------------------------evict (least recently used)-----+
+free ---allocate---> held (count >= 1) ---free to 0---> free, or kept if it is indexed
+  ^                    ^                                   |
+  |                    +---------------share---------------+
+  +------------------------evict (least recently used)-----+
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ All caches hold about the same number of positions, so that a sequence that fits
 
     kv_memory   [ target: n blocks x target bytes | draft: n blocks x draft bytes ]
 
-Layers with a sliding window have fewer blocks: as many as can be in use at once. So n is larger for models with windows.
+Layers with a sliding window have fewer blocks: as many as can be in use at once. So n is larger for such models.
 
     target      [ n blocks, layers without a window | up to n blocks, layers with one ]
 

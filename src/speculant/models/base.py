@@ -68,7 +68,9 @@ class Batch:
 
     tokens: Tensor  # [T] int64
     positions: Tensor  # [T] int64; a draft node's position is its depth, not its row
-    slot_mapping: Tensor  # [T] int64; the slot that each row's key and value are written to, in the first group of layers
+    slot_mapping: (
+        Tensor  # [T] int64; the slot that each row's key and value are written to, in the first group of layers
+    )
     segments: tuple[Segment, ...]
     block_size: int  # positions per block of the block tables
     embeddings: Tensor | None = None  # [k, hidden] input embeddings that replace token lookups; None = no row has one

@@ -219,6 +219,5 @@ class HeadDecoder(nn.Module):
 def head_cache_shape(config: HeadConfig, target: CausalLM) -> CacheShape:
     """Return the shape of one position of a head's cache: of the target's type, on its device."""
     layers, of = config.decoder.num_layers, config.decoder.attention
-    windows = config.decoder.windows
-    sizes = {"num_layers": layers, "num_kv_heads": of.kv_heads, "head_dim": of.head_dim}
-    return replace(target.cache_shape, **sizes, windows=windows)
+    shape = target.cache_shape
+    return CacheShape(layers, of.kv_heads, of.head_dim, shape.dtype, shape.device, config.decoder.windows)

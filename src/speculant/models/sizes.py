@@ -56,9 +56,7 @@ def values_per_position(config: DecoderConfig) -> int:
 
 def values_kept(config: DecoderConfig, length: int) -> int:
     """Return how many numbers of a sequence of `length` positions a next row needs; a layer with a window, fewer."""
-    return sum(
-        2 * layer.attention.key_size * min(length, layer.attention.window or length) for layer in config.layers
-    )
+    return sum(2 * layer.attention.key_size * min(length, layer.attention.window or length) for layer in config.layers)
 
 
 def activations(config: DecoderConfig) -> dict[str, int]:

@@ -331,7 +331,9 @@ def test_groups_fit_into_the_budget(
 
 def test_a_window_leaves_room_for_more_positions() -> None:
     """Of 100 positions in 6 layers, 5 layers need blocks for three sequences of 16 positions alone."""
-    plain, sliding = (memory_of(kv_memory="1MiB", target=each, block_size=4).make_target() for each in (TARGET, SLIDING))
+    plain, sliding = (
+        memory_of(kv_memory="1MiB", target=each, block_size=4).make_target() for each in (TARGET, SLIDING)
+    )
     rows, per_sequence = LIMITS.max_num_batched_tokens, (16 + 2 * 4 - 3) // 4
     windowed = 3 * (per_sequence + 2) + rows // 4
     assert managers_of(sliding)[1].num_blocks == windowed
