@@ -268,7 +268,7 @@ def test_memory_that_all_positions_do_not_fit_into_is_enough(
     assert allocated <= memory
 
 
-def test_a_sibling_starts_from_the_prompt_even_if_its_window_is_gone() -> None:
+def test_a_sibling_starts_late_without_its_window() -> None:
     """Samples that start late: the first has gone on, and no longer holds what the prompt's last token sees."""
     limits = Limits(max_model_len=64, max_num_seqs=2, max_num_batched_tokens=20)
     model = decoder_of("reference", (None, 5))
