@@ -219,8 +219,6 @@ class HeadDecoder(nn.Module):
 
 def head_cache_shape(config: HeadConfig, target: CausalLM) -> CacheShape:
     """Return the shape of one position of a head's cache: of the target's type, on its device."""
-    own, of = config.decoder, config.decoder.attention
-    return replace(
-        target.cache_shape, num_layers=own.num_layers, num_kv_heads=of.kv_heads, head_dim=of.head_dim,
-        windows=own.windows,
-    )  # fmt: skip
+    layers, of = config.decoder.num_layers, config.decoder.attention
+    shape = target.cache_shape
+    return CacheShape(layers, of.kv_heads, of.head_dim, shape.dtype, shape.device, config.decoder.windows)

@@ -364,8 +364,8 @@ class Program:
     def _of_heads(self, code: Code, layer: int, of: Attention, **fields: Tensor | float | None) -> Op:
         return make_op(
             code, self._weights.cache_type, layer=layer, group=self._windows.index(of.window),
-            source=self._buffers.qkv, heads=of.heads, kv_heads=of.kv_heads, dim=of.head_dim,
-            stride=self._buffers.qkv.shape[1], **fields,
+            source=self._buffers.qkv, stride=self._buffers.qkv.shape[1], heads=of.heads, kv_heads=of.kv_heads,
+            dim=of.head_dim, **fields,
         )  # fmt: skip
 
 
