@@ -39,7 +39,7 @@ _AFTER = {"post_attention_layernorm": "post_attention_norm", "post_feedforward_l
 
 
 @dataclass(frozen=True)
-class Layout:
+class FileLayout:
     """The layout of a family.
 
     whole: names outside of layers. parts: names within a layer, whose numbers follow `layers`. entries: returns the
@@ -251,28 +251,28 @@ def _gpt_neox(config: Config) -> Entries:
 
 
 _GEMMA_PARTS = {**_PARTS, **_AFTER, "pre_feedforward_layernorm": "ffn_norm"}
-_OLMO = Layout("olmo2", parts={**_PARTS, **_AFTER}, entries=_olmo)
+_OLMO = FileLayout("olmo2", parts={**_PARTS, **_AFTER}, entries=_olmo)
 LAYOUTS = {
-    "llama": Layout("llama", paired=True, entries=_llama),
-    "mistral": Layout("llama", paired=True, entries=_llama),
-    "qwen2": Layout("qwen2", entries=_common),
-    "qwen3": Layout("qwen3", entries=_common),
-    "gemma2": Layout("gemma2", parts=_GEMMA_PARTS, shifted=True, entries=_gemma2),
-    "gemma3_text": Layout("gemma3", parts=_GEMMA_PARTS, shifted=True, entries=_gemma3),
-    "phi3": Layout(
+    "llama": FileLayout("llama", paired=True, entries=_llama),
+    "mistral": FileLayout("mistral3", paired=True, entries=_llama),  # as in Mistral 3; earlier ones are stored as Llama
+    "qwen2": FileLayout("qwen2", entries=_common),
+    "qwen3": FileLayout("qwen3", entries=_common),
+    "gemma2": FileLayout("gemma2", parts=_GEMMA_PARTS, shifted=True, entries=_gemma2),
+    "gemma3_text": FileLayout("gemma3", parts=_GEMMA_PARTS, shifted=True, entries=_gemma3),
+    "phi3": FileLayout(
         "phi3",
         parts={**_PARTS, "self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"},
         entries=_phi3,
     ),
-    "smollm3": Layout("smollm3", paired=True, entries=_llama),
-    "granite": Layout("granite", paired=True, entries=_granite),
+    "smollm3": FileLayout("smollm3", paired=True, entries=_llama),
+    "granite": FileLayout("granite", paired=True, entries=_granite),
     "olmo2": _OLMO,
     "olmo3": _OLMO,
-    "ministral3": Layout("mistral3", paired=True, entries=_mistral3),
-    "starcoder2": Layout(
+    "ministral3": FileLayout("mistral3", paired=True, entries=_mistral3),
+    "starcoder2": FileLayout(
         "starcoder2", parts={**_PARTS, "mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down"}, entries=_common
     ),
-    "gpt2": Layout(
+    "gpt2": FileLayout(
         "gpt2",
         whole={
             "transformer.wte": "token_embd",
@@ -292,7 +292,7 @@ LAYOUTS = {
         turned=True,
         entries=_gpt2,
     ),
-    "gpt_neox": Layout(
+    "gpt_neox": FileLayout(
         "gptneox",
         whole={
             "gpt_neox.embed_in": "token_embd",

@@ -1,6 +1,6 @@
 """How GGUF files store the models of a family: data that a family gives beside its `read_config`.
 
-    GGUF = GgufFamily("gemma2", windows=Windows(2, 4096), config={"final_logit_softcapping": Number(...)})
+    GGUF = GgufFamily("gemma2", windows=WindowPattern(2, 4096), config={"final_logit_softcapping": Number(...)})
 
 A family with the common names of tensors and the common metadata needs its architecture alone.
 """
@@ -67,7 +67,7 @@ class Number:
 
 
 @dataclass(frozen=True)
-class Flag:
+class Switch:
     """A metadata entry that is true or false."""
 
     key: str
@@ -75,7 +75,7 @@ class Flag:
 
 
 @dataclass(frozen=True)
-class Windows:
+class WindowPattern:
     """Sliding windows on some layers.
 
     period: each period-th layer has none, unless the file lists the layers. size: in positions, if the file has none;
@@ -103,8 +103,8 @@ class GgufFamily:
     needs: str | None = None
     paired: bool = False
     norm_eps: str = "rms_norm_eps"
-    windows: Windows | None = None
-    config: Mapping[str, Number | Flag | Function] = field(default_factory=dict)
+    windows: WindowPattern | None = None
+    config: Mapping[str, Number | Switch | Function] = field(default_factory=dict)
     neutral: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
     @property
@@ -115,7 +115,7 @@ class GgufFamily:
     @property
     def read(self) -> set[str]:
         """The metadata entries of `config`."""
-        return {each.key for each in self.config.values() if isinstance(each, Number | Flag)}
+        return {each.key for each in self.config.values() if isinstance(each, Number | Switch)}
 
 
 def gguf_tensors(config: DecoderConfig, paired: bool, stored: Collection[str]) -> TensorMap:
