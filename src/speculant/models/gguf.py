@@ -21,10 +21,11 @@ from speculant.models.description import DecoderConfig
 from speculant.models.gguf_family import (
     GGUF_HEAD,
     GGUF_TABLE,
+    Count,
     Function,
     GgufFamily,
     Number,
-    Switch,
+    Truth,
     WindowPattern,
     gguf_tensors,
 )
@@ -209,14 +210,16 @@ class _Facts:
         """Whether an entry is there and not 0."""
         return self.raw(key) not in (None, 0)
 
-    def read(self, wanted: Number | Switch | Function, config: Mapping[str, Any]) -> Any:
+    def read(self, wanted: Number | Count | Truth | Function, config: Mapping[str, Any]) -> Any:
         """Return the value of a key of a family's own; config: the keys so far."""
-        if not isinstance(wanted, Number | Switch):
+        if isinstance(wanted, Count):
+            return self.count(wanted.key)
+        if not isinstance(wanted, Number | Truth):
             return wanted(config)
         value = self.get(wanted.key)
         if value is None and wanted.default is not ...:
             return wanted.default(config) if callable(wanted.default) else wanted.default
-        if isinstance(wanted, Switch):
+        if isinstance(wanted, Truth):
             if not isinstance(value, bool):
                 raise self.wrong(wanted.key, value, "true or false")
         elif value == 0 and wanted.zero is not ...:

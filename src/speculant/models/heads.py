@@ -196,7 +196,8 @@ class HeadDecoder(nn.Module):
             x = first.add(x, x, angles, attend)
         else:
             normed = self.hidden_norm(hidden)
-            entering = torch.cat((first.input_layernorm(embedded), normed), dim=-1)
+            input_norm = cast(nn.Module, first.input_layernorm)
+            entering = torch.cat((input_norm(embedded), normed), dim=-1)
             x = first.add(normed if self.config.norm_before_residual else hidden, entering, angles, attend)
         for layer in others:
             x = layer(x, angles, attend)
@@ -218,5 +219,8 @@ class HeadDecoder(nn.Module):
 
 def head_cache_shape(config: HeadConfig, target: CausalLM) -> CacheShape:
     """Return the shape of one position of a head's cache: of the target's type, on its device."""
-    layers, of = config.decoder.num_layers, config.decoder.attention
-    return replace(target.cache_shape, num_layers=layers, num_kv_heads=of.kv_heads, head_dim=of.head_dim)
+    own, of = config.decoder, config.decoder.attention
+    return replace(
+        target.cache_shape, num_layers=own.num_layers, num_kv_heads=of.kv_heads, head_dim=of.head_dim,
+        windows=own.windows,
+    )  # fmt: skip

@@ -116,9 +116,11 @@ class _Reader:
         made = _KINDS[kind](self)
         factors, long = self._divisors(made.frequencies), self._divisors(made.long)
         restarts, pairs = long not in ((), factors), len(factors)
+        plain = not restarts and all(each == 1 for each in factors)
         return Rope(
             self.theta,
-            **({} if not restarts and all(each == 1 for each in factors) else {"kind": "factors", "factors": factors}),
+            kind="default" if plain else "factors",
+            factors=() if plain else factors,
             long_factors=long if restarts else (),
             original_max_positions=self.original if restarts else original,
             dims=None if 2 * pairs == self.head_dim else 2 * pairs,

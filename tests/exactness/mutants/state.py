@@ -86,10 +86,31 @@ BLOCKS = [
         OWN_TOKENS.format("greedy-tree-paged"),
     ),
     Mutant(
+        "a block is given back one position too early",
+        CACHES["paged"],
+        "first = first_seen(self.window, held.length) // self.block_size",
+        "first = first_seen(self.window, held.length + 1) // self.block_size",
+        "test_windows.py::test_what_was_given_back_is_never_read[full and 4-reference]",
+    ),
+    Mutant(
+        "blocks are given back before a draft is verified",
+        COMMIT,
+        "    cache.compact(request.seq_id, base, kept)\n",
+        "    cache.drop_unseen(request.seq_id)\n    cache.compact(request.seq_id, base, kept)\n",
+        "test_windows.py::test_no_text_changes[full and 9-tree-reference]",
+    ),
+    Mutant(
+        "a prefix is found although its window was evicted",
+        CACHES["paged"],
+        "                return index * self.block_size\n",
+        "                return length\n",
+        "test_windows.py::test_a_prefix_is_found_as_far_as_every_group_has_its_window",
+    ),
+    Mutant(
         "a known prompt's last token not fed",
         CACHES["paged"],
-        "min(len(nodes) * self.block_size, most)",
-        "len(nodes) * self.block_size",
+        "min(len(nodes) * tree.block_size, most)",
+        "len(nodes) * tree.block_size",
         "test_prefixes.py::test_the_last_token_of_a_prompt_is_always_fed[8]",
     ),
     Mutant(

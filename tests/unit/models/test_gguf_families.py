@@ -19,11 +19,11 @@ from speculant.errors import ModelError
 from speculant.gguf_file import GgufFile
 from speculant.models.description import DecoderConfig
 from speculant.models.gguf import FAMILIES, read_gguf_config, read_gguf_decoder
-from speculant.models.gguf_family import GgufFamily, Number, Switch
+from speculant.models.gguf_family import GgufFamily, Number, Truth
 from speculant.models.weights.load import CheckpointFiles, load_model
 from tests.gguf_layouts import LAYOUTS
 from tests.gguf_models import convert
-from tests.unit.models.families import MULTIPLIED, PADDED, SCALED, VARIANTS, Pair, Session, make_pair
+from tests.unit.models.families import EXPERTS, MULTIPLIED, PADDED, SCALED, VARIANTS, Pair, Session, make_pair
 from tests.unit.models.test_gguf_models import same_as_decoded
 
 GEMMA = {"head_dim": 8, "query_pre_attn_scalar": 8}
@@ -34,7 +34,10 @@ LONGROPE = {
     "long_factor": [1.0, 2.5, 7.0, 20.0],
 }
 INNER = {"intermediate_size": 128}  # in transformers' GPT-2, it is 4 times the width
-WITHOUT = {"opt": "llama.cpp has no architecture for it"}  # families that GGUF files can't hold
+WITHOUT = {  # families that GGUF files can't hold
+    "opt": "llama.cpp has no architecture for it",
+    "gpt_oss": "its experts are not read from GGUF files yet",
+}
 # What the files can hold of each family; other settings are lost in them.
 STORED: dict[str, dict[str, dict[str, Any]]] = {
     "llama": {
@@ -84,6 +87,21 @@ STORED: dict[str, dict[str, dict[str, Any]]] = {
         "plain": {},
         "untied": {"use_bias": False, "tie_word_embeddings": False, "num_key_value_heads": 1},
     },
+    "qwen3_moe": {
+        "plain": {**EXPERTS, "moe_intermediate_size": 24, "head_dim": 16, "norm_topk_prob": True},
+        "tied": {
+            **EXPERTS,
+            "moe_intermediate_size": 64,
+            "head_dim": 8,
+            "norm_topk_prob": True,
+            "tie_word_embeddings": True,
+        },
+    },
+    "mixtral": {  # "all": rounded activations select no other experts
+        "all": {"num_local_experts": 2},
+        "three": {"num_local_experts": 5, "num_experts_per_tok": 3},
+    },
+    "olmoe": {"plain": {**PADDED, **EXPERTS}, "one key": {**PADDED, **EXPERTS, "num_key_value_heads": 1}},
     "gpt2": {"plain": INNER, "untied": {**INNER, "tie_word_embeddings": False, "n_head": 2}},
     "gpt_neox": {
         "pythia": {},
@@ -93,7 +111,14 @@ STORED: dict[str, dict[str, dict[str, Any]]] = {
 }
 CASES = [(family, variant) for family, variants in STORED.items() for variant in variants]
 FIRST = [(family, next(iter(variants))) for family, variants in STORED.items()]
-WIDE = {"hidden_size": 256, "head_dim": 64, "query_pre_attn_scalar": 64, "num_hidden_layers": 2, "vocab_size": 96}
+WIDE = {
+    "hidden_size": 256,
+    "moe_intermediate_size": 256,
+    "head_dim": 64,
+    "query_pre_attn_scalar": 64,
+    "num_hidden_layers": 2,
+    "vocab_size": 96,
+}
 UNCHECKED = {"attention.temperature_scale": (1e-40,), "rope.scaling.original_context_length": (1e-40, 1e39)}
 WINDOW, PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
 TOKENS = [token % 61 for token in range(40, 72)]
@@ -112,7 +137,7 @@ def pair_of(folder: Path, family: str, variant: str, **settings: Any) -> Pair:
         return make_pair(folder, family, variant)
 
 
-class FamilyFiles:
+class Files:
     """Makes each case's checkpoint once, and its file."""
 
     def __init__(self, root: Path, kind: str | Callable[[str], str], settings: dict[str, Any]) -> None:
@@ -137,14 +162,14 @@ def calm(file: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> FamilyFiles:
-    return FamilyFiles(tmp_path_factory.mktemp("families"), "F32", {})
+def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
+    return Files(tmp_path_factory.mktemp("families"), "F32", {})
 
 
 @pytest.fixture(scope="module")
-def wide(tmp_path_factory: pytest.TempPathFactory) -> FamilyFiles:
-    """FamilyFiles with blocks, which are of up to 256 weights of a row."""
-    return FamilyFiles(tmp_path_factory.mktemp("wide"), kind_of, WIDE)
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Files:
+    """Files with blocks, which are of up to 256 weights of a row."""
+    return Files(tmp_path_factory.mktemp("wide"), kind_of, WIDE)
 
 
 def test_each_family_is_tested_or_has_a_reason() -> None:
@@ -169,14 +194,14 @@ def differences(own: Any, other: Any, place: str = "") -> list[str]:
 
 
 @pytest.mark.parametrize(("family", "variant"), CASES)
-def test_descriptions_are_equal(files: FamilyFiles, family: str, variant: str) -> None:
+def test_descriptions_are_equal(files: Files, family: str, variant: str) -> None:
     pair, path = files[family, variant]
     own, other = (CheckpointFiles.open(place).decoder for place in (path, pair.folder))
     assert differences(own, replace(other, tensors=own.tensors)) == []
 
 
 @pytest.mark.parametrize(("family", "variant"), CASES)
-def test_logits_are_equal(files: FamilyFiles, family: str, variant: str) -> None:
+def test_logits_are_equal(files: Files, family: str, variant: str) -> None:
     pair, path = files[family, variant]
     own = Session(load_model(str(path), kernels="reference").model).extend(TOKENS)
     torch.testing.assert_close(own, Session(pair.ours).extend(TOKENS), rtol=1e-5, atol=1e-5)
@@ -204,14 +229,14 @@ def kind_of(name: str) -> str:
 @pytest.mark.parametrize("kernels", ["reference", "native"])
 @pytest.mark.parametrize(("family", "variant"), FIRST)
 def test_blocks_are_those_of_the_gguf_package(
-    wide: FamilyFiles, tmp_path: Path, family: str, variant: str, kernels: str
+    wide: Files, tmp_path: Path, family: str, variant: str, kernels: str
 ) -> None:
     pair, path = wide[family, variant]
     same_as_decoded(path, pair.folder, tmp_path / "decoded", kernels)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "granite"])
-def test_fused_queries_keys_and_values_are_read_in_any_family(files: FamilyFiles, tmp_path: Path, family: str) -> None:
+def test_fused_queries_keys_and_values_are_read_in_any_family(files: Files, tmp_path: Path, family: str) -> None:
     """llama.cpp's conversion has an option for it."""
     pair, path = files[family, next(iter(STORED[family]))]
     fused = convert(pair.folder, tmp_path / "model.gguf", fused=True)
@@ -223,7 +248,7 @@ def test_fused_queries_keys_and_values_are_read_in_any_family(files: FamilyFiles
 # --- metadata
 
 
-def opened(files: FamilyFiles, family: str) -> GgufFile:
+def opened(files: Files, family: str) -> GgufFile:
     return GgufFile.open(files[family, next(iter(STORED[family]))][1])
 
 
@@ -262,7 +287,7 @@ def windows(decoder: DecoderConfig) -> list[int | None]:
     ids=str,
 )
 def test_windows_are_those_of_the_architecture_or_the_file(
-    files: FamilyFiles, family: str, entries: dict[str, Any], expected: list[int | None]
+    files: Files, family: str, entries: dict[str, Any], expected: list[int | None]
 ) -> None:
     assert windows(described(opened(files, family), entries)) == expected
 
@@ -270,18 +295,18 @@ def test_windows_are_those_of_the_architecture_or_the_file(
 @pytest.mark.parametrize(
     "pattern", [[True], [True] * 4, [1, 0, 1], ["x"] * 3, [], True, -1, 2**31, "x", 2.0, [[True] * 3]]
 )
-def test_patterns_of_windows_are_checked(files: FamilyFiles, pattern: Any) -> None:
+def test_patterns_of_windows_are_checked(files: Files, pattern: Any) -> None:
     with pytest.raises(ModelError, match=r"gemma2\.attention\.sliding_window_pattern"):
         described(opened(files, "gemma2"), {PATTERN: pattern})
 
 
 @pytest.mark.parametrize("family", ["llama", "granite", "gpt2", "gpt_neox"])
-def test_windows_that_a_family_does_not_have_are_refused(files: FamilyFiles, family: str) -> None:
+def test_windows_that_a_family_does_not_have_are_refused(files: Files, family: str) -> None:
     with pytest.raises(ModelError, match=f"a sliding window of 9 positions, which is not implemented for {family}"):
         described(opened(files, family), {WINDOW: 9})
 
 
-def test_families_of_one_architecture_are_told_apart(files: FamilyFiles) -> None:
+def test_families_of_one_architecture_are_told_apart(files: Files) -> None:
     """A file of OLMo 3 has a window; one of Ministral 3 has a temperature."""
     file = opened(files, "olmo3")
     plain = {WINDOW: 0, PATTERN: None}
@@ -304,13 +329,13 @@ def test_families_of_one_architecture_are_told_apart(files: FamilyFiles) -> None
     ],
     ids=str,
 )
-def test_what_files_lack_is_as_in_the_original(files: FamilyFiles, family: str, entries: dict[str, Any]) -> None:
+def test_what_files_lack_is_as_in_the_original(files: Files, family: str, entries: dict[str, Any]) -> None:
     file = opened(files, family)
     assert differences(described(file, entries), described(file)) == []
 
 
 @pytest.mark.parametrize("value", [None, 0.0])
-def test_multipliers_that_a_file_lacks_change_nothing(files: FamilyFiles, value: float | None) -> None:
+def test_multipliers_that_a_file_lacks_change_nothing(files: Files, value: float | None) -> None:
     own = described(opened(files, "granite"), {"embedding_scale": value, "residual_scale": value})
     assert (own.embedding.scale, own.layers[0].residual_scale) == (1.0, 1.0)
 
@@ -319,7 +344,7 @@ ENTRIES = [
     (family, entry)
     for family, data in names().items()
     for entry in (
-        *(each for each in data.config.values() if isinstance(each, Number | Switch)),
+        *(each for each in data.config.values() if isinstance(each, Number | Truth)),
         Number(data.stored_norm_eps),
     )
 ]
@@ -327,12 +352,10 @@ ENTRIES = [
 
 @pytest.mark.parametrize(("family", "entry"), ENTRIES, ids=str)
 @pytest.mark.parametrize("value", ["x", [1.0, 2.0], [], -1.0, math.nan, math.inf, 1e-40, 1e39, None, 0], ids=str)
-def test_own_entries_of_families_are_checked(
-    files: FamilyFiles, family: str, entry: Number | Switch, value: Any
-) -> None:
+def test_own_entries_of_families_are_checked(files: Files, family: str, entry: Number | Truth, value: Any) -> None:
     """A value is used, or refused by its name."""
     file = opened(files, family)
-    absent = isinstance(entry, Switch) or entry.default is not ... or entry.key == names()[family].needs
+    absent = isinstance(entry, Truth) or entry.default is not ... or entry.key == names()[family].needs
     zero = (isinstance(entry, Number) and entry.zero is not ...) or entry.key == names()[family].needs
     unchecked = value in UNCHECKED.get(entry.key, ())
     if (value is None and absent) or (value == 0 and zero) or unchecked:
@@ -345,7 +368,7 @@ def test_own_entries_of_families_are_checked(
 
 
 @pytest.mark.parametrize("family", [*names()])
-def test_damaged_entries_are_errors_or_models(files: FamilyFiles, family: str) -> None:
+def test_damaged_entries_are_errors_or_models(files: Files, family: str) -> None:
     file = opened(files, family)
     prefix = f"{file.metadata['general.architecture']}."
     values = ("x", "", -1, 0, 1, 3, 2**31, 2**64, -1.0, 1e-40, 1e39, math.nan, math.inf, True, [], [1, 2], ["x"], [[1]])

@@ -323,6 +323,7 @@ class DraftModelRunner:
         if keep < held:
             self.cache.truncate_to(request.seq_id, keep)
         self.cache.insert_prefix(request.seq_id, text)
+        self.cache.drop_unseen(request.seq_id)
         return keep
 
 

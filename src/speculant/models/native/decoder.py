@@ -10,6 +10,7 @@ import weakref
 from array import array
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain as chained
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -46,10 +47,11 @@ from speculant.models.base import (
 )
 from speculant.models.description import DecoderConfig
 from speculant.models.native.angles import AngleTables, next_power
-from speculant.models.native.program import Buffers, NativeLinears, PackedDecoder, Program, embedding, linear
+from speculant.models.native.ops import embedding, linear
+from speculant.models.native.program import Buffers, NativeLinears, PackedDecoder, Program
 from speculant.models.native.scratch import scratch_bytes
 from speculant.models.reference.decoder import spread
-from speculant.models.sizes import tensor_shapes
+from speculant.models.sizes import relative_reads, tensor_shapes
 from speculant.models.weights.cache import WeightStore
 from speculant.models.weights.reader import WeightReader, WeightTypes
 from speculant.models.weights.source import WeightSource
@@ -85,28 +87,31 @@ def _kind_of(chains: Sequence[Chain]) -> list[tuple[int, int, SamplingParams]]:
 class ChainRows:
     """The input rows of chains, concatenated, with slots that it reserves. See `known` for unknown tokens.
 
-    count: their number. end: length of the longest sequence. positions [count]: theirs. lengths [count]: those of their
-    texts, see `SequenceInput.length`.
+    count: their number. end: length of the longest sequence. groups: of the model's layers. positions [count]: theirs.
+    lengths [count]: those of their texts, see `SequenceInput.length`.
     """
 
-    def __init__(self, chains: Sequence[Chain], vocab_size: int, cache: KVCache) -> None:
-        tokens, positions, slots, segments, end = list[int](), list[int](), list[int](), list[int](), 0
+    def __init__(self, chains: Sequence[Chain], vocab_size: int, cache: KVCache, groups: int) -> None:
+        tokens, positions, segments, end = list[int](), list[int](), list[int](), 0
+        slots = [list[int]() for _ in range(cache.num_groups)]
         self._tables: list[array[int]] = []
         self.positions, self.lengths = positions, list[int]()
         self._angles: Tensor | None = None
         for chain in chains:
             seq_id, own, num_positions = chain.request.seq_id, chain.input_tokens, chain.num_positions
-            _, start, reserved, _ = cache.reserve(seq_id, num_positions)
+            _, start, reserved, _, others = cache.reserve(seq_id, num_positions)
             table, count = cache.table(seq_id), len(own)
-            segments += (len(tokens), count, start, count, -1, address(table), len(table))
+            segments += (len(tokens), count, start, count, -1, address(table), _stride(table, cache.num_groups))
             tokens += own
             positions += range(start, start + count)
-            slots += reserved[:count]
+            for known_slots, added in zip(slots, (reserved, *others), strict=True):
+                known_slots += added[:count]
             self.lengths += [chain.request.num_positions] * count
             end = max(end, start + num_positions)
             self._tables.append(table)
-        self.count, self.end, self._num_segments = len(tokens), end, len(chains)
-        self._memory = array("q", [*known(tokens, vocab_size), *positions, *slots, *segments])
+        self.count, self.end, self._num_segments, self._groups = len(tokens), end, len(chains), groups
+        slots *= groups // len(slots)
+        self._memory = array("q", [*known(tokens, vocab_size), *positions, *chained.from_iterable(slots), *segments])
 
     def long_rows(self, needs: ModelNeeds) -> Tensor | None:
         """See `Batch.long_rows`."""
@@ -118,7 +123,7 @@ class ChainRows:
         on.angles = None if angles is None else angles.data_ptr()
         size = 8 * self.count
         on.tokens = first = address(self._memory)
-        on.positions, on.slots, on.segments = first + size, first + 2 * size, first + 3 * size
+        on.positions, on.slots, on.segments = first + size, first + 2 * size, first + (2 + self._groups) * size
         on.num_segments = self._num_segments
 
 
@@ -244,7 +249,8 @@ class NativeDecoder:
     def _begin(self, packed: PackedDecoder, dtype: torch.dtype, kernels: Kernels) -> None:
         """Make the model of packed weights."""
         config, of, cpu = packed.config, packed.config.attention, torch.device("cpu")
-        self.cache_shape = CacheShape(config.num_layers, of.kv_heads, of.head_dim, dtype, cpu)
+        self.cache_shape = CacheShape(config.num_layers, of.kv_heads, of.head_dim, dtype, cpu, config.windows)
+        self._num_groups = len(self.cache_shape.groups)
         self.vocab_size, self.max_positions = config.vocab_size, config.max_positions
         self.num_layers, self.hidden_size = config.num_layers, config.hidden_size
         self.kernels, self.packed, self.needs = kernels, packed, ModelNeeds(restart_at=config.restart_at)
@@ -261,8 +267,12 @@ class NativeDecoder:
 
     @property
     def bytes_per_pass(self) -> int:
-        """How many bytes of weights a pass reads."""
+        """How many bytes of weights a pass of one row reads."""
         return self.packed.bytes_per_pass
+
+    def relative_reads(self, rows: int) -> float:
+        """See `ReadsByRows.relative_reads`."""
+        return relative_reads(self.packed.config, rows)
 
     def scratch_bytes(self, rows: int, positions: int) -> int:
         """See `KeepsScratch.scratch_bytes`."""
@@ -329,12 +339,20 @@ class NativeDecoder:
         segments, parents, end = _segments(batch)
         on = self._pass(storage, batch.block_size, batch.tokens.shape[0], end)
         on.tokens, on.positions = batch.tokens.data_ptr(), batch.positions.data_ptr()
-        on.slots = batch.slot_mapping.data_ptr()
+        slots = self._slots(batch)
+        on.slots = slots.data_ptr()
         on.num_segments, on.segments, on.parents = len(batch.segments), address(segments), address(parents)
         inputs, angles = self._inputs(batch), self._angles.rows(batch.positions, batch.long_rows(self.needs))
         on.inputs = address(inputs[0]) if inputs else None
         on.angles = None if angles is None else angles.data_ptr()
-        return Layout(on, (batch, segments, parents, inputs, angles))
+        return Layout(on, (batch, slots, segments, parents, inputs, angles))
+
+    def _slots(self, batch: Batch) -> Tensor:
+        """Return the slots [groups, T] of a batch. A cache with one group serves all layers alike."""
+        require_groups(batch.num_groups, self._num_groups)
+        if batch.group_slots is not None:
+            return batch.group_slots
+        return batch.slot_mapping if self._num_groups == 1 else batch.slot_mapping.repeat(self._num_groups)
 
     def _inputs(self, batch: Batch) -> tuple[array[int], Tensor] | None:
         """Return the address of each row's input embedding (0 = look its token up) and their memory, if any."""
@@ -350,7 +368,7 @@ class NativeDecoder:
         """Make a pass over a storage with buffers for `rows` rows and angles for positions below `end`."""
         if rows > self._buffers.room:
             self._buffers, self._programs = Buffers(self.packed, next_power(rows)), {}
-        on = Pass(rows=rows, block=block_size, groups=1)
+        on = Pass(rows=rows, block=block_size, groups=self._num_groups)
         self._angles.point(on, end)
         self._layers.point(on, storage)
         return on
@@ -375,7 +393,8 @@ class NativeDecoder:
 
     def _draw_at_once(self, chains: Sequence[Chain], cache: KVCache, vocab_size: int) -> None:
         chains = sorted(chains, key=_by_limit)
-        rows = ChainRows(chains, self.vocab_size, cache)
+        require_groups(cache.num_groups, self._num_groups)
+        rows = ChainRows(chains, self.vocab_size, cache, self._num_groups)
         on = self._pass(cache.storage, cache.block_size, rows.count, rows.end)
         rows.point(on, self._angles.rows(ids(rows.positions), rows.long_rows(self.needs)))
         drawing = chains if chains[-1].limit else [chain for chain in chains if chain.limit]
@@ -409,9 +428,20 @@ def _segments(batch: Batch) -> tuple[array[int], array[int], int]:
         if own and not segment.is_chain:
             chain, tree = segment.num_committed, len(parents)
             parents += own
-        fields += (first, rows, start, chain, tree, address(table), len(table))
+        fields += (first, rows, start, chain, tree, address(table), _stride(table, batch.num_groups))
         first, end = first + rows, max(end, start + rows)
     return array("q", fields), array("q", parents), end
+
+
+def _stride(table: array[int], num_groups: int) -> int:
+    """Return the entries from one group's part of a block table to the next; 0 = all groups of layers have the same."""
+    return 0 if num_groups == 1 else len(table) // num_groups
+
+
+def require_groups(num_groups: int, expected: int) -> None:
+    """Raise ValueError unless a cache has one group, which serves all layers, or those of a model's layers."""
+    if num_groups not in (1, expected):
+        raise ValueError(f"a cache with {num_groups} groups of layers is used by a model with {expected}")
 
 
 def _by_limit(chain: Chain) -> int:

@@ -6,6 +6,8 @@ qkv    queries, keys and values                          [T, (heads + 2 kv_heads
 heads  the output of attention                           [T, heads head_dim]
 gated  activation(gate) * up, or activation(up)          [T, intermediate]
 gates  gate, where up has another type                   [T, intermediate]
+
+Layers with experts have `gated` and `gates` for each expert of a row, and two more arrays: see native/experts.py.
 """
 
 from __future__ import annotations
@@ -18,8 +20,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from speculant.cache.base import by_length
 from speculant.kernels.native import TYPES, Activation, Code, Flag, Kernels, Op, Pass, Type, Weight
-from speculant.models.description import Attention, DecoderConfig, Layer, Mlp, Norm
+from speculant.models.description import Attention, DecoderConfig, Experts, Layer, Mlp, Norm
+from speculant.models.native.experts import PackedExperts
+from speculant.models.native.ops import copying, embedding, gating, linear, linears, make_op
 from speculant.models.sizes import (
     AFTER_ATTENTION,
     AFTER_MLP,
@@ -88,9 +93,9 @@ class PackedMlp:
         )
 
     @property
-    def matrices(self) -> tuple[Weight, ...]:
-        """All its matrices."""
-        return (*self.inner, self.down)
+    def bytes_per_pass(self) -> int:
+        """How many bytes of weights a pass reads."""
+        return sum(weight.memory.numel() for weight in (*self.inner, self.down))
 
     @property
     def apart(self) -> bool:
@@ -121,13 +126,13 @@ class PackedLayer:
     out_bias: Tensor | None
     after_attention: PackedNorm | None
     before_mlp: PackedNorm | None
-    mlp: PackedMlp
+    mlp: PackedMlp | PackedExperts
     after_mlp: PackedNorm | None
 
     @classmethod
     def read(cls, of: Layer, layer: WeightReader) -> PackedLayer:
         """Read and pack a layer's weights."""
-        own, attention = of.attention, layer.inside("self_attn.")
+        own, attention, mlp = of.attention, layer.inside("self_attn."), layer.inside("mlp.")
         return cls(
             of=of,
             before_attention=PackedNorm.read(of.before_attention, layer, BEFORE_ATTENTION),
@@ -140,14 +145,14 @@ class PackedLayer:
             out_bias=attention.vector("o_proj.bias") if own.output_bias else None,
             after_attention=PackedNorm.read(of.after_attention, layer, AFTER_ATTENTION),
             before_mlp=PackedNorm.read(of.before_mlp, layer, BEFORE_MLP),
-            mlp=PackedMlp.read(of.mlp, layer.inside("mlp.")),
+            mlp=PackedExperts.read(of.mlp, mlp) if isinstance(of.mlp, Experts) else PackedMlp.read(of.mlp, mlp),
             after_mlp=PackedNorm.read(of.after_mlp, layer, AFTER_MLP),
         )
 
     @property
-    def matrices(self) -> tuple[Weight, ...]:
-        """All its matrices."""
-        return (*self.qkv, self.out, *self.mlp.matrices)
+    def bytes_per_pass(self) -> int:
+        """How many bytes of weights a pass of one row reads."""
+        return sum(weight.memory.numel() for weight in (*self.qkv, self.out)) + self.mlp.bytes_per_pass
 
 
 @dataclass(frozen=True)
@@ -184,18 +189,20 @@ class PackedDecoder:
 
     @property
     def bytes_per_pass(self) -> int:
-        """How many bytes of weights a pass of any size reads, padding included: a lower bound of its time."""
-        matrices = [weight for layer in self.layers for weight in layer.matrices]
-        return sum(weight.memory.numel() for weight in [*matrices, self.head])
+        """How many bytes of weights a pass of one row reads, padding included: a lower bound of any pass's time."""
+        return sum(layer.bytes_per_pass for layer in self.layers) + self.head.memory.numel()
 
 
 class Buffers:
-    """The activations of a pass of up to `room` rows. gates: None = no layer computes its gate alone."""
+    """The activations of a pass of up to `room` rows.
+
+    gates: None = no layer computes its gate alone. scores, results: None = no layer has experts.
+    """
 
     def __init__(self, weights: PackedDecoder, room: int) -> None:
         self.room = room
         made = {name: torch.empty(room, width) for name, width in weights.activations.items()}
-        self.gates = made.pop("gates", None)
+        self.gates, self.scores, self.results = (made.pop(name, None) for name in ("gates", "scores", "results"))
         self.x, self.y, self.qkv, self.heads, self.gated = made.values()
 
 
@@ -232,6 +239,7 @@ class Program:
     def __init__(self, weights: PackedDecoder, buffers: Buffers, layers: Sequence[int] = ()) -> None:
         self.hidden = buffers.y
         self._weights, self._buffers, self._layers = weights, buffers, layers
+        self._windows = by_length(layer.attention.window for layer in weights.config.layers)  # of the groups of layers
         recorded = list(self._record())
         self.ops: ctypes.Array[Op] = (Op * len(recorded))(*recorded)
         tapped = [op for op in self.ops if _tap_field(op, buffers.y)]  # until `next_taps` sets the address
@@ -276,7 +284,10 @@ class Program:
         attended = self._add(layer.out, buffers.heads, layer.out_bias, layer.after_attention, scale)
         inner = self._inner(layer.mlp, layer.before_mlp)
         yield from (*inner, *attended) if layer.of.parallel else (*attended, *inner)
-        yield from self._add(layer.mlp.down, buffers.gated, layer.mlp.down_bias, layer.after_mlp, scale)
+        if isinstance(layer.mlp, PackedMlp):
+            yield from self._add(layer.mlp.down, buffers.gated, layer.mlp.down_bias, layer.after_mlp, scale)
+        else:
+            yield from self._add_experts(layer.mlp, layer.after_mlp, scale)
 
     def _add(
         self, weight: Weight, source: Tensor, bias: Tensor | None, norm: PackedNorm | None, scale: float
@@ -289,11 +300,27 @@ class Program:
             yield linear(weight, source, y, bias)
             yield normalising(norm, y, x, Flag.ADD, factor=scale)
 
-    def _inner(self, mlp: PackedMlp, before: PackedNorm | None) -> Iterator[Op]:
-        """Compute `gated` from x."""
-        buffers, bias, activation, source = self._buffers, mlp.inner_bias, mlp.activation, self._normed(before)
+    def _add_experts(self, experts: PackedExperts, norm: PackedNorm | None, scale: float) -> Iterator[Op]:
+        """Add scale * norm(the weighted sum of each row's experts) to x."""
+        x, y, results = self._buffers.x, self._buffers.y, self._buffers.results
+        assert results is not None
+        if norm is None:
+            yield experts.combining(results, x, Flag.ADD, factor=scale)
+        else:
+            yield experts.combining(results, y)
+            yield normalising(norm, y, x, Flag.ADD, factor=scale)
+
+    def _inner(self, mlp: PackedMlp | PackedExperts, before: PackedNorm | None) -> Iterator[Op]:
+        """Compute `gated` from x, and for experts also their results."""
+        buffers, source = self._buffers, self._normed(before)
         if before:
             yield normalising(before, buffers.x, buffers.y)
+        if isinstance(mlp, PackedExperts):
+            assert buffers.scores is not None
+            assert buffers.results is not None
+            yield from mlp.computing(source, buffers.scores, buffers.gated, buffers.gates, buffers.results)
+            return
+        bias, activation = mlp.inner_bias, mlp.activation
         if not mlp.apart:
             flags = Flag.GATED if mlp.of.gated else Flag.NONE
             yield linear(mlp.inner[0], source, buffers.gated, bias, flags, activation=activation)
@@ -335,20 +362,11 @@ class Program:
         )  # fmt: skip
 
     def _of_heads(self, code: Code, layer: int, of: Attention, **fields: Tensor | float | None) -> Op:
-        return _op(
-            code, self._weights.cache_type, layer=layer, source=self._buffers.qkv, heads=of.heads,
-            kv_heads=of.kv_heads, dim=of.head_dim, stride=self._buffers.qkv.shape[1], **fields,
+        return make_op(
+            code, self._weights.cache_type, layer=layer, group=self._windows.index(of.window),
+            source=self._buffers.qkv, heads=of.heads, kv_heads=of.kv_heads, dim=of.head_dim,
+            stride=self._buffers.qkv.shape[1], **fields,
         )  # fmt: skip
-
-
-def embedding(table: Weight, out: Tensor, factor: float = 1.0, learned: Tensor | None = None) -> Op:
-    """Return the operation that looks tokens up in a table packed from [vocabulary, hidden].
-
-    learned: rows [positions, hidden] that are added by position.
-    """
-    return _op(
-        Code.EMBED, table.type, n=table.k, k=table.n, weight=table, out=out, factor=factor, learned=learned
-    )  # fmt: skip
 
 
 def normalising(
@@ -359,46 +377,10 @@ def normalising(
 
     copy: where `source` is copied to.
     """
-    return _op(
+    return make_op(
         Code.NORM, n=source.shape[1], scale=norm.scale, bias=norm.bias, eps=norm.of.eps, source=source, out=out,
         copy=copy, flags=flags | norm.flag, factor=factor,
     )  # fmt: skip
-
-
-def copying(source: Tensor, out: Tensor) -> Op:
-    """Return the operation out = source, of the same width."""
-    return _op(Code.COPY, n=source.shape[1], source=source, out=out)
-
-
-def gating(source: Tensor, out: Tensor, n: int, activation: Activation) -> Op:
-    """Return the operation out = activation(source) * out, of rows of n numbers."""
-    return _op(Code.GATE, n=n, source=source, out=out, activation=activation)
-
-
-def linear(
-    weight: Weight, source: Tensor | None, out: Tensor | None, bias: Tensor | None = None, flags: Flag = Flag.NONE,
-    *, activation: Activation = Activation.NONE, factor: float = 1.0, softcap: float | None = None,
-) -> Op:  # fmt: skip
-    """Return the operation out (+)= activation(factor * (source weight^T + bias)), limited by a soft cap if given.
-
-    With the flag GATED it is out = activation(gate) * up instead, of the same source, without factor and soft cap.
-    """
-    return _op(
-        Code.LINEAR, weight.type, n=weight.n, k=weight.k, weight=weight, source=source, out=out, bias=bias,
-        flags=flags, activation=activation, factor=factor, softcap=softcap,
-    )  # fmt: skip
-
-
-def linears(
-    weights: Sequence[Weight], source: Tensor, out: Tensor, bias: Tensor | None = None, flags: Flag = Flag.NONE
-) -> Iterator[Op]:
-    """Yield the operations of a matrix that consists of these weights, by rows; each writes its own columns."""
-    first = 0
-    for weight in weights:
-        op = linear(weight, source, out[:, first:], None if bias is None else bias[first:], flags)
-        op.stride = out.shape[1]
-        yield op
-        first += weight.n
 
 
 def _tap_field(op: Op, y: Tensor) -> str:
@@ -406,17 +388,6 @@ def _tap_field(op: Op, y: Tensor) -> str:
     if op.code == Code.COPY:
         return "out" if op.out == y.data_ptr() else ""
     return "copy" if op.copy == y.data_ptr() else ""
-
-
-def _op(code: Code, type_: Type = Type.F32, **fields: Tensor | Weight | float | None) -> Op:
-    values = {name: _address(value) for name, value in fields.items() if value is not None}
-    return Op(code=code, type=type_, **values)
-
-
-def _address(value: Tensor | Weight | float) -> float:
-    if isinstance(value, Tensor):
-        return value.data_ptr()
-    return value.address if isinstance(value, Weight) else value
 
 
 class NativeLinears:

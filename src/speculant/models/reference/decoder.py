@@ -5,7 +5,7 @@ Parameters have the names of `models/sizes.py`, in every family.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -15,10 +15,18 @@ from torch import Tensor, nn
 from speculant.cache.base import CacheShape, KVCache, KVStorage
 from speculant.kernels import reference
 from speculant.models.base import Batch, Chain, Hidden, ModelNeeds, check_embeddings, check_taps, check_tokens
-from speculant.models.description import Attention, DecoderConfig, Layer, Mlp, Norm, Rope, restart_of
+from speculant.models.description import Attention, DecoderConfig, Experts, Layer, Mlp, Norm, Rope, restart_of
 from speculant.models.reference.attention import Attend, StoredKeys
+from speculant.models.reference.experts import RoutedMlp
 from speculant.models.reference.rotary import Rotary
-from speculant.models.sizes import AFTER_ATTENTION, AFTER_MLP, BEFORE_ATTENTION, BEFORE_MLP, layer_norms
+from speculant.models.sizes import (
+    AFTER_ATTENTION,
+    AFTER_MLP,
+    BEFORE_ATTENTION,
+    BEFORE_MLP,
+    layer_norms,
+    relative_reads,
+)
 
 
 class RopeAngles(NamedTuple):
@@ -79,9 +87,12 @@ class NormLayer(nn.Module):
         if of.kind == "layer":
             return reference.layer_norm(x, scales + of.offset if of.offset else scales, self.bias, of.eps)
         if not of.offset:
-            return reference.rms_norm(x, scales, of.eps)
+            return self._biased(reference.rms_norm(x, scales, of.eps))
         wide = x if x.dtype == torch.float64 else x.float()
-        return reference.rms_norm(wide, scales.to(wide.dtype) + of.offset, of.eps).to(x.dtype)
+        return self._biased(reference.rms_norm(wide, scales.to(wide.dtype) + of.offset, of.eps).to(x.dtype))
+
+    def _biased(self, x: Tensor) -> Tensor:
+        return x if self.bias is None else x + self.bias
 
 
 class SelfAttention(nn.Module):
@@ -131,7 +142,8 @@ class FeedForward(nn.Module):
             self.gate_proj = nn.Linear(hidden, of.size, bias=of.bias)
         self.up_proj = nn.Linear(hidden, of.size, bias=of.bias)
         self.down_proj = nn.Linear(of.size, hidden, bias=of.bias)
-        self._gated, self._activation = of.gated, reference.ACTIVATIONS[of.activation]
+        self._gated = of.gated
+        self._activation: Callable[[Tensor], Tensor] = reference.ACTIVATIONS[of.activation]
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x [..., hidden] to a result of the same shape."""
@@ -148,7 +160,8 @@ class DecoderLayer(nn.Module):
         super().__init__()
         self._of = layer
         self.self_attn = SelfAttention(layer.attention, index, inputs, hidden)
-        self.mlp = FeedForward(layer.mlp, hidden)
+        mlp = layer.mlp
+        self.mlp = RoutedMlp(mlp, hidden) if isinstance(mlp, Experts) else FeedForward(mlp, hidden)
         for name, norm in layer_norms(layer).items():
             self.add_module(name, NormLayer(hidden, norm))
 
@@ -224,7 +237,12 @@ class Decoder(nn.Module):
         """The shape of one position of this model's cache."""
         weight = self.model.embed_tokens.weight
         of = self.config.attention
-        return CacheShape(self.num_layers, of.kv_heads, of.head_dim, weight.dtype, weight.device)
+        sizes = self.num_layers, of.kv_heads, of.head_dim
+        return CacheShape(*sizes, weight.dtype, weight.device, self.config.windows)
+
+    def relative_reads(self, rows: int) -> float:
+        """See `ReadsByRows.relative_reads`."""
+        return relative_reads(self.config, rows)
 
     @cached_property
     def _head_tokens(self) -> Tensor:

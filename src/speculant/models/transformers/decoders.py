@@ -32,7 +32,7 @@ class TransformersDecoder(ABC):
         self.num_layers, self.max_positions = network.num_layers, network.max_positions
         self._read: Tensor | None = None  # [vocab_size], the token that is read for each; None = itself
         self._drawn: Tensor | None = None  # the tokens that have a logit; None = all
-        self._rows: Tensor | None = None  # their rows in the network's head
+        self._head_rows: Tensor | None = None  # their rows in the network's head
 
     def draw_among(self, head_tokens: Sequence[int], vocabulary: TargetVocabulary | None) -> None:
         """Draft tokens of a target's vocabulary alone, and of them at most `head_tokens`; see `load_model`.
@@ -46,7 +46,7 @@ class TransformersDecoder(ABC):
             own, read = vocabulary.head(drawn), vocabulary.table(rows)
             self._read, self.vocab_size = torch.tensor(read, device=device), len(read)
         if drawn:
-            self._drawn, self._rows = torch.tensor(drawn, device=device), torch.tensor(own, device=device)
+            self._drawn, self._head_rows = torch.tensor(drawn, device=device), torch.tensor(own, device=device)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """See `CausalLM.embed`."""
@@ -55,9 +55,9 @@ class TransformersDecoder(ABC):
     def logits(self, hidden: Tensor) -> Tensor:
         """See `CausalLM.logits`."""
         logits = self.network.logits(hidden)
-        if self._drawn is None or self._rows is None:
+        if self._drawn is None or self._head_rows is None:
             return logits
-        chosen = logits.index_select(1, self._rows)
+        chosen = logits.index_select(1, self._head_rows)
         return logits.new_full((len(logits), self.vocab_size), -torch.inf).index_copy_(1, self._drawn, chosen)
 
     @abstractmethod

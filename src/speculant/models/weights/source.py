@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from speculant.errors import ModelError
 from speculant.files import Stamp
 from speculant.models.sizes import HEAD
-from speculant.models.tensor_map import Expression, Plus, Rows, TensorMap, Unpaired, stored_name
+from speculant.models.tensor_map import Expression, Plus, Rows, Stacked, TensorMap, Unpaired, stored_name
 
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # by kind
 DECODED_AT_ONCE = 2**22  # weights
@@ -27,8 +27,8 @@ _KINDS = {dtype: kind for kind, dtype in FLOATS.items()}
 class QuantizedBlocks:
     """A matrix that is stored as blocks of small integers with scales, as GGUF and GPTQ files have them.
 
-    shape is the matrix's, [n, k]. `blocks` holds the bytes of each row [n, bytes] in the order that `layout` names,
-    such as "q4_0". They may be mapped from a file.
+    shape is the matrix's, [n, k], or that of stacked matrices [m, n, k]. `blocks` holds the bytes of each row,
+    [n, bytes] or [m n, bytes], in the order that `layout` names, such as "q4_0". They may be mapped from a file.
     """
 
     layout: str
@@ -57,6 +57,15 @@ class WeightSource(Protocol):
 
     def read(self, name: str) -> Tensor | QuantizedBlocks:
         """Read a tensor in the type it is stored in."""
+        ...
+
+
+@runtime_checkable
+class ReadsStacks(Protocol):
+    """A source that reads one of stacked tensors without the others."""
+
+    def read_stacked(self, name: str, index: int) -> Tensor | QuantizedBlocks:
+        """Read one of the tensors that a tensor consists of, by the index of its first dimension."""
         ...
 
 
@@ -154,6 +163,14 @@ def _take(tensor: Tensor, rows: Sequence[int] | Tensor) -> Tensor:
     return taken.view(tensor.dtype).view(-1, *tensor.shape[1:])
 
 
+def take_stacked(stored: Tensor | QuantizedBlocks, index: int) -> Tensor | QuantizedBlocks:
+    """Return one of stacked tensors; blocks stay blocks."""
+    if not isinstance(stored, QuantizedBlocks):
+        return stored[index]
+    count, *shape = stored.shape
+    return replace(stored, shape=tuple(shape), blocks=stored.blocks.view(count, shape[0], -1)[index])
+
+
 def kind_of(tensor: Tensor) -> str:
     """Return the kind of a tensor of floating-point numbers; see `WeightSource.kind`."""
     return _KINDS[tensor.dtype]
@@ -235,8 +252,8 @@ class Mapped:
 
 
 def _keeps_blocks(made: Expression) -> bool:
-    """Whether an expression only selects rows, which may be in blocks."""
-    return isinstance(made, str) or (isinstance(made, Rows | Unpaired) and _keeps_blocks(made.of))
+    """Whether an expression only selects rows or matrices, which may be in blocks."""
+    return isinstance(made, str) or (isinstance(made, Rows | Unpaired | Stacked) and _keeps_blocks(made.of))
 
 
 def _made(source: WeightSource, made: Expression, shape: tuple[int, ...]) -> Tensor | QuantizedBlocks:
@@ -246,6 +263,10 @@ def _made(source: WeightSource, made: Expression, shape: tuple[int, ...]) -> Ten
             return source.read(made)
         case Rows() | Unpaired():
             return take_rows(_made(source, made.of, made.stored_shape(shape)), made.rows(shape[0]))
+        case Stacked(of=str()) if isinstance(source, ReadsStacks):
+            return source.read_stacked(stored_name(made), made.index)
+        case Stacked():
+            return take_stacked(_made(source, made.of, made.stored_shape(shape)), made.index)
     tensor = _plain(_made(source, made.of, made.stored_shape(shape)), stored_name(made))
     return tensor.float() + made.number if isinstance(made, Plus) else tensor.t().contiguous()
 
