@@ -273,7 +273,7 @@ _GEMMA_PARTS = {**_PARTS, **_AFTER, "pre_feedforward_layernorm": "ffn_norm"}
 _OLMO = Layout("olmo2", parts={**_PARTS, **_AFTER}, entries=_olmo)
 LAYOUTS = {
     "llama": Layout("llama", paired=True, entries=_llama),
-    "mistral": Layout("llama", paired=True, entries=_llama),
+    "mistral": Layout("mistral3", paired=True, entries=_llama),  # as in Mistral 3; earlier ones are stored as Llama
     "qwen2": Layout("qwen2", entries=_common),
     "qwen3": Layout("qwen3", entries=_common),
     "qwen3_moe": Layout("qwen3moe", parts=_ROUTED, entries=lambda config: {**_common(config), **_experts(config)}),
