@@ -180,7 +180,7 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "every second": {**EXPERTS, "moe_intermediate_size": 40, "decoder_sparse_step": 2},
     },
     "mixtral": {
-        "plain": {"num_local_experts": 4},
+        "plain": {"num_local_experts": 4, "num_experts_per_tok": 2},
         "windows": {"num_local_experts": 5, "num_experts_per_tok": 3, "sliding_window": 6, "tie_word_embeddings": True},
         "one expert": {"num_local_experts": 2, "num_experts_per_tok": 1, "head_dim": 12},
     },
