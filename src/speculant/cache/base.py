@@ -24,20 +24,42 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+class LayerShape(NamedTuple):
+    """The shape of a layer's keys and values. shares: the layer whose storage it reads; None = it has its own."""
+
+    num_kv_heads: int
+    head_dim: int
+    shares: int | None = None
+
+    @property
+    def size(self) -> int:
+        """The numbers that one position takes, keys and values."""
+        return 0 if self.shares is not None else 2 * self.num_kv_heads * self.head_dim
+
+
 @dataclass(frozen=True)
 class CacheShape:
-    """The shape and type of the keys and values of one position."""
+    """The shape and type of the keys and values of one position.
+
+    own: the shape of each layer, where they differ; () = all have the first one's.
+    """
 
     num_layers: int
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype
     device: torch.device
+    own: tuple[LayerShape, ...] = ()
+
+    @property
+    def layers(self) -> tuple[LayerShape, ...]:
+        """The shape of each layer."""
+        return self.own or (LayerShape(self.num_kv_heads, self.head_dim),) * self.num_layers
 
     @property
     def bytes_per_token(self) -> int:
         """Bytes that one position takes over all layers, keys and values."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+        return sum(layer.size for layer in self.layers) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)

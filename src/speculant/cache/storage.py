@@ -1,6 +1,6 @@
 """The memory of a cache: tensors with one slot per position, for every layer.
 
-Storage is [layers, 2, slots, kv_heads, head_dim]; 2 = keys and values. A kernel that reads block tables gets a layer's
+Layers of the same heads have a storage [layers, 2, slots, kv_heads, head_dim]; 2 = keys and values. A kernel that reads block tables gets a layer's
 whole storage and computes the slots itself.
 """
 
@@ -19,16 +19,26 @@ class TensorStorage:
 
     def __init__(self, shape: CacheShape, num_slots: int, fix: str) -> None:
         """Allocate; `fix` is the advice in a CapacityError."""
-        size = (shape.num_layers, 2, num_slots, shape.num_kv_heads, shape.head_dim)
+        kinds = dict[tuple[int, int], list[int]]()  # the layers of each, those with a storage of their own
+        for layer, (heads, dim, shares) in enumerate(shape.layers):
+            if shares is None:
+                kinds.setdefault((heads, dim), []).append(layer)
+        sizes = [(len(layers), 2, num_slots, *kind) for kind, layers in kinds.items()]
         try:
-            self._data = torch.empty(size, dtype=shape.dtype, device=shape.device)
+            self._data = [torch.empty(size, dtype=shape.dtype, device=shape.device) for size in sizes]
         except RuntimeError as error:
             needed = num_slots * shape.bytes_per_token / 2**30
             raise CapacityError(
                 f"the KV cache needs {needed:.2f} GiB for {num_slots} positions and the allocation failed ({error})",
                 fix,
             ) from error
-        self._layers = [(both[0], both[1]) for both in self._data]
+        stored = {
+            layer: (both[0], both[1])
+            for layers, data in zip(kinds.values(), self._data, strict=True)
+            for layer, both in zip(layers, data, strict=True)
+        }
+        read = [layer if of.shares is None else of.shares for layer, of in enumerate(shape.layers)]
+        self._layers = [stored[layer] for layer in read]
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """See `KVStorage.write`."""
@@ -48,5 +58,6 @@ class TensorStorage:
 
     def move(self, moves: Moves) -> None:
         """See `KVStorage.move`; the gather makes a copy, so sources and targets may overlap."""
-        sources, targets = (ids(slots).to(self._data.device) for slots in (moves.sources, moves.targets))
-        self._data.index_copy_(2, targets, self._data.index_select(2, sources))
+        sources, targets = (ids(slots).to(self._data[0].device) for slots in (moves.sources, moves.targets))
+        for data in self._data:
+            data.index_copy_(2, targets, data.index_select(2, sources))

@@ -82,8 +82,22 @@ class Plus:
         return shape
 
 
+@dataclass(frozen=True)
+class Columns:
+    """Columns of a stored matrix of `width` columns: `size` of them, from `first` on."""
+
+    of: Expression
+    first: int
+    size: int
+    width: int
+
+    def stored_shape(self, shape: Shape) -> Shape:
+        """Return the shape of what it is made from, from its own."""
+        return (*shape[:-1], self.width)
+
+
 # How a model's tensor is made: the name of a stored tensor, which is taken as it is, or an operation.
-Operation = Unpaired | Rows | Transposed | Plus
+Operation = Unpaired | Rows | Columns | Transposed | Plus
 Expression = str | Operation
 
 
@@ -107,10 +121,12 @@ class TensorMap:
     """Where the files hold a model's tensors.
 
     names: pairs of a tensor of the model (see `models/sizes.py`) and the expression for it, for those that are not
-    stored under the model's own names; {} stands for a number, such as that of a layer.
+    stored under the model's own names; {} stands for a number, such as that of a layer. An entry for one layer goes
+    before one for all. unused: stored tensors that may be in the files and that the model does not have.
     """
 
     names: tuple[tuple[str, Expression], ...] = ()
+    unused: frozenset[str] = frozenset()
 
     @cached_property
     def _made(self) -> dict[str, Expression]:

@@ -47,6 +47,10 @@ SLIDING = {"use_sliding_window": True, "sliding_window": 6}
 
 FULL, SLIDES = "full_attention", "sliding_attention"
 GEMMA = {"head_dim": 8, "query_pre_attn_scalar": 12}
+GEMMA4 = {
+    "head_dim": 8, "global_head_dim": 16, "sliding_window": 6, "num_hidden_layers": 4, "pad_token_id": 0,
+    "hidden_size_per_layer_input": 12, "vocab_size_per_layer_input": 61,
+}  # fmt: skip
 SCALED = {"rope_theta": 1000.0, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
 PADDED = {"pad_token_id": 0}  # theirs are beyond the small vocabulary
 MULTIPLIED = {
@@ -91,6 +95,17 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "plain": {**GEMMA, "sliding_window": 6, "layer_types": [SLIDES, FULL, SLIDES]},
         "old": {**GEMMA, "sliding_window": 5, "sliding_window_pattern": 3, "rope_local_base_freq": 100.0, **SCALED},
         "capped": {**GEMMA, "sliding_window": 7, "final_logit_softcapping": 5.0, "attention_bias": True},
+    },
+    "gemma4_text": {
+        "plain": {**GEMMA4, "layer_types": [SLIDES, FULL, SLIDES, FULL]},
+        "shared": {
+            **GEMMA4, "num_hidden_layers": 7, "layer_types": [SLIDES, SLIDES, FULL] * 2 + [FULL],
+            "num_kv_shared_layers": 4, "use_double_wide_mlp": True, "final_logit_softcapping": 5.0,
+        },
+        "dense": {
+            **GEMMA4, "hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "num_global_key_value_heads": 1,
+            "attention_bias": True, "tie_word_embeddings": False, "use_bidirectional_attention": "vision",
+        },
     },
     "phi3": {
         "plain": {**PADDED, "sliding_window": None},
@@ -221,6 +236,9 @@ def spread_weights(model: torch.nn.Module) -> None:
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator) * 0.3
         parameter.copy_(1 + noise if name.endswith("norm.weight") else noise)
+    for name, buffer in model.named_buffers():
+        if name.endswith("layer_scalar"):
+            buffer.copy_(1 + 0.3 * torch.randn(buffer.shape, generator=generator))
 
 
 def random_tokens(count: int, seed: int = 0) -> list[int]:
