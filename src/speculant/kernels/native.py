@@ -27,7 +27,7 @@ from speculant.kernels.base import Edits, SamplingSettings
 from speculant.kernels.memory import Scratch, aligned
 from speculant.kernels.reference_sampler import REFERENCE, own_scores
 
-VERSION = 17
+VERSION = 18
 MOST_DIM, MOST_GROUP = 512, 32  # of a head; query heads per key head, which bound the scratch memory of a thread
 INDEX_BYTES = 32  # a panel, in the index of a matrix in 12 bits
 _REINSTALL = "install the package again, and unset SPECULANT_LIBRARY if it is set."
@@ -85,6 +85,7 @@ class Flag(IntFlag):
     GATED = 2  # LINEAR: of gate and up, which are interleaved
     CENTRED = 4  # NORM, ROTATE: subtract the mean first
     ALL_HEADS = 8  # ROTATE: norm all heads together
+    TOKENS = 16  # EMBED: look up the tokens of all rows, whatever inputs they have
 
 
 class Activation(IntEnum):

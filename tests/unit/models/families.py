@@ -97,9 +97,9 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "capped": {**GEMMA, "sliding_window": 7, "final_logit_softcapping": 5.0, "attention_bias": True},
     },
     "gemma4_text": {
-        "plain": {**GEMMA4, "layer_types": [SLIDES, FULL, SLIDES, FULL]},
+        "plain": {**GEMMA4, "layer_types": [SLIDES, FULL, SLIDES, FULL], "tie_word_embeddings": False},
         "shared": {
-            **GEMMA4, "num_hidden_layers": 7, "layer_types": [SLIDES, SLIDES, FULL] * 2 + [FULL],
+            **GEMMA4, "hidden_size_per_layer_input": 8, "num_hidden_layers": 7, "layer_types": [SLIDES, SLIDES, FULL] * 2 + [FULL],
             "num_kv_shared_layers": 4, "use_double_wide_mlp": True, "final_logit_softcapping": 5.0,
         },
         "dense": {

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from speculant.cache.base import CacheShape, KVCache, KVStorage
+from speculant.cache.base import KVCache, KVStorage
 from speculant.kernels.base import Edits
 from speculant.kernels.memory import Arena, Scratch
 from speculant.kernels.native import (
@@ -50,7 +50,7 @@ from speculant.models.native.angles import AngleTables, next_power
 from speculant.models.native.program import Buffers, NativeLinears, PackedDecoder, Program, embedding, linear
 from speculant.models.native.scratch import scratch_bytes
 from speculant.models.reference.decoder import spread
-from speculant.models.sizes import tensor_shapes
+from speculant.models.sizes import cache_shape, tensor_shapes
 from speculant.models.weights.cache import WeightStore
 from speculant.models.weights.reader import WeightReader, WeightTypes
 from speculant.models.weights.source import WeightSource
@@ -243,8 +243,8 @@ class NativeDecoder:
 
     def _begin(self, packed: PackedDecoder, dtype: torch.dtype, kernels: Kernels) -> None:
         """Make the model of packed weights."""
-        config, of, cpu = packed.config, packed.config.attention, torch.device("cpu")
-        self.cache_shape = CacheShape(config.num_layers, of.kv_heads, of.head_dim, dtype, cpu)
+        config = packed.config
+        self.cache_shape = cache_shape(config, dtype, torch.device("cpu"))
         self.vocab_size, self.max_positions = config.vocab_size, config.max_positions
         self.num_layers, self.hidden_size = config.num_layers, config.hidden_size
         self.kernels, self.packed, self.needs = kernels, packed, ModelNeeds(restart_at=config.restart_at)
@@ -323,13 +323,14 @@ class NativeDecoder:
         """Return the arguments of the program for a batch."""
         segments, parents, end = _segments(batch)
         on = self._pass(storage, batch.block_size, batch.tokens.shape[0], end)
-        on.tokens, on.positions = batch.tokens.data_ptr(), batch.positions.data_ptr()
+        tokens = batch.tokens if batch.embeddings is None else batch.tokens.index_fill(0, batch.embedded_rows, 0)
+        on.tokens, on.positions = tokens.data_ptr(), batch.positions.data_ptr()
         on.slots = batch.slot_mapping.data_ptr()
         on.num_segments, on.segments, on.parents = len(batch.segments), address(segments), address(parents)
         inputs, angles = self._inputs(batch), self._angles.rows(batch.positions, batch.long_rows(self.needs))
         on.inputs = address(inputs[0]) if inputs else None
         on.angles = None if angles is None else angles.data_ptr()
-        return Layout(on, (batch, segments, parents, inputs, angles))
+        return Layout(on, (batch, tokens, segments, parents, inputs, angles))
 
     def _inputs(self, batch: Batch) -> tuple[array[int], Tensor] | None:
         """Return the address of each row's input embedding (0 = look its token up) and their memory, if any."""

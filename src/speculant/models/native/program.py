@@ -6,6 +6,11 @@ qkv    queries, keys and values                          [T, (heads + 2 kv_heads
 heads  the output of attention                           [T, heads head_dim]
 gated  activation(gate) * up, or activation(up)          [T, intermediate]
 gates  gate, where up has another type                   [T, intermediate]
+
+Of layers with inputs by token:
+embedded   the input embeddings                          [T, hidden]
+inputs     a layer's inputs                              [T, size]
+projected  what is added to them or multiplies them      [T, size]
 """
 
 from __future__ import annotations
@@ -18,8 +23,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from speculant.errors import ModelError
 from speculant.kernels.native import TYPES, Activation, Code, Flag, Kernels, Op, Pass, Type, Weight
-from speculant.models.description import Attention, DecoderConfig, Layer, Mlp, Norm
+from speculant.models.description import Attention, DecoderConfig, Layer, Mlp, Norm, TokenInputs
 from speculant.models.sizes import (
     AFTER_ATTENTION,
     AFTER_MLP,
@@ -29,7 +35,10 @@ from speculant.models.sizes import (
     LAYER,
     NORM,
     POSITIONS,
+    SCALE,
     TABLE,
+    TOKEN_INPUTS,
+    TOKEN_TABLE,
     activations,
 )
 from speculant.models.weights.reader import WeightReader
@@ -37,6 +46,7 @@ from speculant.types import LayerStates
 
 FLOAT_BYTES = 4
 FEWEST_LINEAR_ROWS = 8  # that `NativeLinears` has room for at first
+INPUT_BUFFERS = ("embedded", "inputs", "projected")  # of layers with inputs by token
 TAPPED_ROWS = 32  # that one allocation has room for, or those of a pass if they are more
 
 
@@ -48,11 +58,14 @@ class PackedNorm(NamedTuple):
     bias: Tensor | None
 
     @classmethod
-    def read(cls, of: Norm | None, weights: WeightReader, name: str) -> PackedNorm | None:
-        """Read a norm's vectors, which are called name.weight and name.bias; None = the model does not have it."""
+    def read(cls, of: Norm | None, weights: WeightReader, name: str, width: int = 0) -> PackedNorm | None:
+        """Read a norm's vectors, which are called name.weight and name.bias; None = the model does not have it.
+
+        width: of one without scales.
+        """
         if of is None:
             return None
-        scale = weights.vector(f"{name}.weight")
+        scale = weights.vector(f"{name}.weight") if of.scaled else torch.ones(width)
         bias = weights.vector(f"{name}.bias") if of.bias else None
         return cls(of, scale + of.offset if of.offset else scale, bias)
 
@@ -104,10 +117,47 @@ class PackedMlp:
 
 
 @dataclass(frozen=True)
+class PackedInputs:
+    """The weights of a layer's inputs by token. The table is never rounded."""
+
+    of: TokenInputs
+    table: Weight
+    projection: Weight
+    norm: PackedNorm
+    gate: Weight
+    out: Weight
+    output_norm: PackedNorm
+
+    @classmethod
+    def read(cls, of: TokenInputs | None, inputs: WeightReader) -> PackedInputs | None:
+        """Read and pack the weights; None = the layer has none."""
+        if of is None:
+            return None
+        norm, output_norm = (PackedNorm.read(of.norm, inputs, name) for name in ("norm", "output_norm"))
+        assert norm is not None
+        assert output_norm is not None
+        return cls(
+            of=of,
+            table=inputs.rounding(None).matrix(TOKEN_TABLE),
+            projection=inputs.matrix("projection.weight"),
+            norm=norm,
+            gate=inputs.matrix("gate_proj.weight"),
+            out=inputs.matrix("out_proj.weight"),
+            output_norm=output_norm,
+        )
+
+    @property
+    def matrices(self) -> tuple[Weight, ...]:
+        """All its matrices but the table."""
+        return (self.projection, self.gate, self.out)
+
+
+@dataclass(frozen=True)
 class PackedLayer:
     """The weights of one layer that `of` describes. Vectors are float32; None = it does not have this one.
 
-    qkv: the matrices of queries, keys and values in this order; neighbours of the same type are one matrix.
+    qkv: the matrices of queries, keys and values in this order, or that of queries alone; neighbours of the same type
+    are one matrix. scale: the factor of the residual stream at the end.
     """
 
     of: Layer
@@ -123,18 +173,23 @@ class PackedLayer:
     before_mlp: PackedNorm | None
     mlp: PackedMlp
     after_mlp: PackedNorm | None
+    value_norm: PackedNorm | None = None
+    inputs: PackedInputs | None = None
+    scale: float = 1.0
 
     @classmethod
     def read(cls, of: Layer, layer: WeightReader) -> PackedLayer:
         """Read and pack a layer's weights."""
         own, attention = of.attention, layer.inside("self_attn.")
+        projections = ("q_proj", "k_proj", "v_proj") if own.own_kv_heads else ("q_proj",)
+        key_norm, value_norm = (own.qk_norm, own.value_norm) if own.own_kv_heads else (None, None)
         return cls(
             of=of,
             before_attention=PackedNorm.read(of.before_attention, layer, BEFORE_ATTENTION),
-            qkv=attention.matrices("q_proj.weight", "k_proj.weight", "v_proj.weight"),
-            qkv_bias=attention.vector("q_proj.bias", "k_proj.bias", "v_proj.bias") if own.bias else None,
+            qkv=attention.matrices(*(f"{name}.weight" for name in projections)),
+            qkv_bias=attention.vector(*(f"{name}.bias" for name in projections)) if own.bias else None,
             query_norm=PackedNorm.read(own.qk_norm, attention, "q_norm"),
-            key_norm=PackedNorm.read(own.qk_norm, attention, "k_norm"),
+            key_norm=PackedNorm.read(key_norm, attention, "k_norm"),
             sinks=attention.vector("sinks") if own.sinks else None,
             out=attention.matrix("o_proj.weight"),
             out_bias=attention.vector("o_proj.bias") if own.output_bias else None,
@@ -142,12 +197,23 @@ class PackedLayer:
             before_mlp=PackedNorm.read(of.before_mlp, layer, BEFORE_MLP),
             mlp=PackedMlp.read(of.mlp, layer.inside("mlp.")),
             after_mlp=PackedNorm.read(of.after_mlp, layer, AFTER_MLP),
+            value_norm=PackedNorm.read(value_norm, attention, "v_norm", own.head_dim),
+            inputs=PackedInputs.read(of.token_inputs, layer.inside(TOKEN_INPUTS)),
+            scale=_read_scale(layer) if of.scaled else 1.0,
         )
 
     @property
     def matrices(self) -> tuple[Weight, ...]:
-        """All its matrices."""
-        return (*self.qkv, self.out, *self.mlp.matrices)
+        """All its matrices, but no table."""
+        return (*self.qkv, self.out, *self.mlp.matrices, *(self.inputs.matrices if self.inputs else ()))
+
+
+def _read_scale(layer: WeightReader) -> float:
+    """Read the factor of the residual stream. Raises ModelError for 0, which would delete it."""
+    scale = float(layer.vector(SCALE))
+    if scale == 0:
+        raise ModelError("a layer multiplies the residual stream by 0", "download the checkpoint again.")
+    return scale
 
 
 @dataclass(frozen=True)
@@ -190,12 +256,13 @@ class PackedDecoder:
 
 
 class Buffers:
-    """The activations of a pass of up to `room` rows. gates: None = no layer computes its gate alone."""
+    """The activations of a pass of up to `room` rows. None = no layer needs this one."""
 
     def __init__(self, weights: PackedDecoder, room: int) -> None:
         self.room = room
         made = {name: torch.empty(room, width) for name, width in weights.activations.items()}
         self.gates = made.pop("gates", None)
+        self.embedded, self.inputs, self.projected = (made.pop(name, None) for name in INPUT_BUFFERS)
         self.x, self.y, self.qkv, self.heads, self.gated = made.values()
 
 
@@ -256,6 +323,8 @@ class Program:
     def _record(self) -> Iterator[Op]:
         weights, buffers = self._weights, self._buffers
         yield embedding(weights.table, buffers.x, weights.config.embedding.scale, weights.positions)
+        if buffers.embedded is not None:
+            yield embedding(weights.table, buffers.embedded, weights.config.embedding.scale)
         for index, layer in enumerate(weights.layers):
             yield from self._layer(index, layer)
         yield from self._enter(len(weights.layers), weights.norm)
@@ -271,12 +340,31 @@ class Program:
         Both results are added to x; with `parallel`, only after x was read for both.
         """
         buffers, scale = self._buffers, layer.of.residual_scale
-        yield self._rotation(index, layer)
+        yield from self._rotation(index, layer)
         yield self._attention(index, layer)
         attended = self._add(layer.out, buffers.heads, layer.out_bias, layer.after_attention, scale)
         inner = self._inner(layer.mlp, layer.before_mlp)
         yield from (*inner, *attended) if layer.of.parallel else (*attended, *inner)
         yield from self._add(layer.mlp.down, buffers.gated, layer.mlp.down_bias, layer.after_mlp, scale)
+        if layer.inputs:
+            yield from self._add_inputs(layer.inputs)
+        if layer.scale != 1:
+            yield copying(buffers.x, buffers.x, layer.scale)
+
+    def _add_inputs(self, layer: PackedInputs) -> Iterator[Op]:
+        """Add the inputs of the rows' tokens to x."""
+        of, buffers = layer.of, self._buffers
+        x, y, embedded, inputs, projected = buffers.x, buffers.y, buffers.embedded, buffers.inputs, buffers.projected
+        assert embedded is not None
+        assert inputs is not None
+        assert projected is not None
+        yield embedding(layer.table, inputs, of.table_factor * of.factor, flags=Flag.TOKENS)
+        yield linear(layer.projection, embedded, projected, factor=of.projection_factor)
+        yield normalising(layer.norm, projected, inputs, Flag.ADD, factor=of.factor)
+        yield linear(layer.gate, x, projected)
+        yield gating(projected, inputs, of.size, Activation[of.activation.upper()])
+        yield linear(layer.out, inputs, y)
+        yield normalising(layer.output_norm, y, x, Flag.ADD)
 
     def _add(
         self, weight: Weight, source: Tensor, bias: Tensor | None, norm: PackedNorm | None, scale: float
@@ -316,38 +404,48 @@ class Program:
         """Return where x is after a norm."""
         return self._buffers.y if norm else self._buffers.x
 
-    def _rotation(self, index: int, layer: PackedLayer) -> Op:
-        of, fields = layer.of.attention, dict[str, Tensor | float | None]()
-        if layer.query_norm and layer.key_norm:
+    def _rotation(self, index: int, layer: PackedLayer) -> Iterator[Op]:
+        """Norm values; norm and rotate queries and keys, and store keys and values."""
+        of, qkv, fields = layer.of.attention, self._buffers.qkv, dict[str, Tensor | float | None]()
+        if layer.value_norm:  # to the kernels, these are queries
+            norm, values = layer.value_norm, qkv[:, of.query_size + of.key_size :]
+            yield self._of_heads(
+                Code.ROTATE, index, of, source=values, heads=of.kv_heads, kv_heads=0, scale=norm.scale, bias=norm.bias,
+                eps=norm.of.eps, flags=norm.flag,
+            )  # fmt: skip
+        if layer.query_norm:
             query, key = layer.query_norm, layer.key_norm
-            fields = {"scale": query.scale, "bias": query.bias, "key_scale": key.scale, "key_bias": key.bias}
             flags = query.flag | (Flag.ALL_HEADS if of.norm_all_heads else Flag.NONE)
-            fields |= {"eps": query.of.eps, "flags": flags}
+            fields = {"scale": query.scale, "bias": query.bias, "eps": query.of.eps, "flags": flags}
+            fields |= {"key_scale": key.scale, "key_bias": key.bias} if key else {}
         if of.rope:
             fields |= {"rope": self._weights.config.ropes.index(of.rope), "rotated": of.rotated}
-        return self._of_heads(Code.ROTATE, index, of, **fields)
+        yield self._of_heads(
+            Code.ROTATE, index, of, source=qkv, heads=of.heads, kv_heads=of.own_kv_heads, **fields
+        )  # fmt: skip
 
     def _attention(self, index: int, layer: PackedLayer) -> Op:
         of = layer.of.attention
         return self._of_heads(
-            Code.ATTEND, index, of, out=self._buffers.heads, window=of.window, factor=of.score_scale,
+            Code.ATTEND, index, of, source=self._buffers.qkv, heads=of.heads, kv_heads=of.kv_heads, out=self._buffers.heads, window=of.window, factor=of.score_scale,
             softcap=of.softcap, sinks=layer.sinks,
         )  # fmt: skip
 
     def _of_heads(self, code: Code, layer: int, of: Attention, **fields: Tensor | float | None) -> Op:
         return _op(
-            code, self._weights.cache_type, layer=layer, source=self._buffers.qkv, heads=of.heads,
-            kv_heads=of.kv_heads, dim=of.head_dim, stride=self._buffers.qkv.shape[1], **fields,
+            code, self._weights.cache_type, layer=layer, dim=of.head_dim, stride=self._buffers.qkv.shape[1], **fields,
         )  # fmt: skip
 
 
-def embedding(table: Weight, out: Tensor, factor: float = 1.0, learned: Tensor | None = None) -> Op:
+def embedding(
+    table: Weight, out: Tensor, factor: float = 1.0, learned: Tensor | None = None, flags: Flag = Flag.NONE
+) -> Op:
     """Return the operation that looks tokens up in a table packed from [vocabulary, hidden].
 
     learned: rows [positions, hidden] that are added by position.
     """
     return _op(
-        Code.EMBED, table.type, n=table.k, k=table.n, weight=table, out=out, factor=factor, learned=learned
+        Code.EMBED, table.type, n=table.k, k=table.n, weight=table, out=out, factor=factor, learned=learned, flags=flags
     )  # fmt: skip
 
 
@@ -360,14 +458,14 @@ def normalising(
     copy: where `source` is copied to.
     """
     return _op(
-        Code.NORM, n=source.shape[1], scale=norm.scale, bias=norm.bias, eps=norm.of.eps, source=source, out=out,
+        Code.NORM, n=len(norm.scale), scale=norm.scale, bias=norm.bias, eps=norm.of.eps, source=source, out=out,
         copy=copy, flags=flags | norm.flag, factor=factor,
     )  # fmt: skip
 
 
-def copying(source: Tensor, out: Tensor) -> Op:
-    """Return the operation out = source, of the same width."""
-    return _op(Code.COPY, n=source.shape[1], source=source, out=out)
+def copying(source: Tensor, out: Tensor, factor: float = 1.0) -> Op:
+    """Return the operation out = factor * source, of the same width."""
+    return _op(Code.COPY, n=source.shape[1], source=source, out=out, factor=factor)
 
 
 def gating(source: Tensor, out: Tensor, n: int, activation: Activation) -> Op:
