@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from speculant.cache.base import BlockManager, KVCache, Moves
+from speculant.cache.grouped import GroupedBlockManager
 
 
 class TokenStorage:
@@ -21,16 +22,29 @@ class TokenStorage:
         self.tokens.update(zip(moves.targets, moved, strict=True))
 
 
+def managers_of(cache: KVCache | BlockManager) -> list[BlockManager]:
+    """Return the block manager of each group of layers."""
+    manager = cache.manager if isinstance(cache, KVCache) else cache
+    return [*manager.managers] if isinstance(manager, GroupedBlockManager) else [manager]
+
+
 def token_cache(manager: BlockManager) -> KVCache:
     """Pair a block manager with slots for tokens."""
     storage: Any = TokenStorage()
     return KVCache(manager, storage)
 
 
-def held_slots(manager: BlockManager | KVCache, seq_id: int) -> list[int]:
-    """Return the slots of a sequence's positions, in order, by its block table."""
-    table, size = manager.table(seq_id), manager.block_size
-    return [table[position // size] * size + position % size for position in range(manager.length(seq_id))]
+def table_of(manager: BlockManager | KVCache, seq_id: int, group: int) -> list[int]:
+    """Return the part of a sequence's block table that belongs to a group of layers."""
+    table = manager.table(seq_id).tolist()
+    count = len(table) // manager.num_groups
+    return table[group * count : (group + 1) * count]
+
+
+def held_slots(manager: BlockManager | KVCache, seq_id: int, group: int = 0, first: int = 0) -> list[int]:
+    """Return the slots of a sequence's positions from `first` on, in order, by its block table."""
+    table, size = table_of(manager, seq_id, group), manager.block_size
+    return [table[position // size] * size + position % size for position in range(first, manager.length(seq_id))]
 
 
 def feed(cache: KVCache, seq_id: int, tokens: Sequence[int]) -> None:

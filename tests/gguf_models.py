@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -17,24 +18,12 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 
 from tests import gguf_blocks
+from tests.gguf_layouts import LAYOUTS, described, rope_tensors
 
 FLOATS = ("F32", "F16", "BF16")
 SMALL_BLOCKS = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL", "MXFP4")  # of 32 weights
 LARGE_BLOCKS = ("Q4_K", "Q5_K", "Q6_K")  # of 256
 DECODED = ("Q2_K", "Q3_K", "IQ4_XS", "TQ2_0")  # no kernel computes with these
-_PARTS = {
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
 ZERO = "\u0100"  # the byte 0 in byte-level tokens
 _SCALES = {"Q2_K": (80, 82), "Q3_K": (108,), "IQ4_XS": (0,), "TQ2_0": (64,)}  # places in a block, in float16
 
@@ -46,27 +35,30 @@ def convert(
     parts: int = 1,
     metadata: Mapping[str, Any] | None = None,
     extra: Mapping[str, NDArray[np.float32]] | None = None,
+    fused: bool = False,
 ) -> Path:
     """Write a checkpoint as a GGUF file, as llama.cpp's conversion does, and return the file or its first part.
 
     kind: of the matrices, or a function of a tensor's name in the file. Vectors are F32. metadata: further entries, or
-    others in place of the usual ones; None leaves an entry out. extra: further tensors.
+    others in place of the usual ones; None leaves an entry out. extra: further tensors. fused: queries, keys and values
+    are in one tensor, as with the conversion's option.
     """
     folder = Path(folder)
     config = json.loads((folder / "config.json").read_text())
     tensors = load_file(folder / "model.safetensors")
     split = -(-len(tensors) // parts) if parts > 1 else 0
     writer = GGUFWriter(path, "", split_max_tensors=split)
-    entries = {**_described(config), **_tokenizer(folder, config), **(metadata or {})}
+    layout = LAYOUTS[config["model_type"]]
+    entries = {**described(config), **_tokenizer(folder, config), **(metadata or {})}
     for key, value in entries.items():
         if value is not None:
             writer.add_key_value(key, value, _type(value))
-    for name, tensor in sorted(tensors.items()):
-        stored = stored_name(name)
-        rows = _paired(tensor, _heads(name, config)).float().numpy()
+    changed = {layout.stored_name(name): layout.stored(name, each, config) for name, each in sorted(tensors.items())}
+    for stored, tensor in (_fused(changed) if fused else changed).items():
+        rows = tensor.float().numpy()
         of_matrix = kind if isinstance(kind, str) else kind(stored)
         _add(writer, stored, rows, of_matrix if rows.ndim == 2 else "F32")
-    for name, values in (extra or {}).items():
+    for name, values in {**rope_tensors(config), **(extra or {})}.items():
         _add(writer, name, values, "F32")
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -75,31 +67,30 @@ def convert(
     return path if parts == 1 else next(iter(sorted(path.parent.glob(f"{path.stem}-00001-of-*.gguf"))))
 
 
+def _fused(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the tensors of a file with queries, keys and values in one."""
+    found: dict[str, list[torch.Tensor]] = {}
+    for name in sorted(tensors, key=lambda name: [part in name for part in ("attn_v.", "attn_k.", "attn_q.")]):
+        found.setdefault(re.sub(r"attn_[qkv]\.", "attn_qkv.", name), []).append(tensors[name])
+    return {name: torch.cat(parts) for name, parts in found.items()}
+
+
 def decoded(path: Path, folder: Path | str, out: Path) -> Path:
     """Write a copy of a checkpoint's folder with the weights of a GGUF file, as the gguf package decodes them."""
     shutil.copytree(folder, out)
     config = json.loads((out / "config.json").read_text())
-    names = {stored_name(name): name for name in load_file(out / "model.safetensors")}
+    layout = LAYOUTS[config["model_type"]]
+    names = {layout.stored_name(name): name for name in load_file(out / "model.safetensors")}
     tensors: dict[str, torch.Tensor] = {}
     first, _, rest = path.name.partition("-00001-of-")
     for part in sorted(path.parent.glob(f"{first}-*-of-{rest}")) if rest else [path]:
         for each in GGUFReader(part).tensors:
             values = torch.from_numpy(dequantize(each.data, each.tensor_type).copy())
-            name = names[each.name]
-            tensors[name] = _unpaired(values.view(*map(int, each.shape[::-1])), _heads(name, config))
+            if each.name in names:  # factors of rotary positions are in config.json
+                name = names[each.name]
+                tensors[name] = layout.loaded(name, values.view(*map(int, each.shape[::-1])), config)
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, out / "model.safetensors")
     return out
-
-
-def stored_name(name: str) -> str:
-    """Return the name in GGUF of a tensor of a checkpoint."""
-    whole = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight",
-             "lm_head.weight": "output.weight"}  # fmt: skip
-    if name in whole:
-        return whole[name]
-    _, _, layer, rest = name.split(".", 3)
-    part, _, kind = rest.rpartition(".")
-    return f"blk.{layer}.{_PARTS[part]}.{kind}"
 
 
 def encode(rows: NDArray[np.float32], kind: str) -> NDArray[np.uint8]:
@@ -124,55 +115,6 @@ def _add(writer: GGUFWriter, name: str, rows: NDArray[np.float32], kind: str) ->
         writer.add_tensor(name, quantize(rows, GGMLQuantizationType.BF16), raw_dtype=GGMLQuantizationType.BF16)
     else:
         writer.add_tensor(name, encode(rows, kind), raw_dtype=GGMLQuantizationType[kind])
-
-
-def _heads(name: str, config: Mapping[str, Any]) -> int:
-    """Return the heads whose rows the file holds in pairs; 0 = none."""
-    if config["model_type"] != "llama":
-        return 0
-    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
-    return next((count for part, count in heads.items() if f".{part}." in name), 0)
-
-
-def _paired(tensor: torch.Tensor, heads: int) -> torch.Tensor:
-    """Return rows with the two halves of each head interleaved; heads 0 = as they are."""
-    if not heads:
-        return tensor
-    half = len(tensor) // heads // 2
-    places = [2 * half * head + half * part + row for head in range(heads) for row in range(half) for part in (0, 1)]
-    return tensor[places]
-
-
-def _unpaired(tensor: torch.Tensor, heads: int) -> torch.Tensor:
-    if not heads:
-        return tensor
-    place = _paired(torch.arange(len(tensor)), heads)
-    out = torch.empty_like(tensor)
-    out[place] = tensor
-    return out
-
-
-def _described(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the metadata of a model."""
-    family, heads = config["model_type"], config["num_attention_heads"]
-    head_dim = config.get("head_dim") or config["hidden_size"] // heads
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    found = {
-        "block_count": config["num_hidden_layers"],
-        "context_length": config["max_position_embeddings"],
-        "embedding_length": config["hidden_size"],
-        "feed_forward_length": config["intermediate_size"],
-        "attention.head_count": heads,
-        "attention.head_count_kv": config["num_key_value_heads"],
-        "attention.key_length": head_dim,
-        "attention.value_length": head_dim,
-        "attention.layer_norm_rms_epsilon": float(config.get("rms_norm_eps", 1e-6)),
-        "rope.dimension_count": head_dim,
-        "rope.freq_base": float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0),
-    }
-    if rope.get("rope_type") == "linear":
-        found |= {"rope.scaling.type": "linear", "rope.scaling.factor": float(rope["factor"])}
-    return {"general.architecture": family, **{f"{family}.{key}": value for key, value in found.items()}}
 
 
 def _tokenizer(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:

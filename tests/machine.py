@@ -15,17 +15,21 @@ import pytest
 
 from speculant.cache.base import KVCache
 from speculant.cache.factory import slotted_cache
+from speculant.cache.paged import PagedBlockManager
 from speculant.cache.storage import TensorStorage
 from speculant.drafting.base import Drafter
 from speculant.drafting.model.runner import DraftModelRunner
 from speculant.engine.build import load_verifiers
 from speculant.engine.drafters import Drafters
 from speculant.engine.engine import Engine, EngineOptions
+from speculant.engine.memory import Need
 from speculant.errors import CapacityError, RequestError
 from speculant.lengths.fixed import Fixed
 from speculant.params import SamplingParams
 from speculant.types import Request, StepOutput
 from tests.beams import found_by, is_fed
+from tests.blocks import managers_of, table_of
+from tests.caches import seen_from
 from tests.exactness.plain_beams import Found, exact_distribution, plain_beams
 from tests.figures import assert_figures
 from tests.oracle import (
@@ -40,7 +44,16 @@ from tests.oracle import (
     prefix_hashes,
 )
 from tests.schedules import MAX_LEN, Digits, Kind, Setup, drawn_params, drawn_prompt, read_schedule
-from tests.watched import CountedBlocks, Fault, FragileModel, Guesser, InjectedError, Raised, WatchedDrafter
+from tests.watched import (
+    CountedBlocks,
+    CountedGroups,
+    Fault,
+    FragileModel,
+    Guesser,
+    InjectedError,
+    Raised,
+    WatchedDrafter,
+)
 
 PATIENCE = 3000  # steps in which whoever is left at the end must end
 VERIFIERS = load_verifiers()
@@ -138,11 +151,12 @@ class Machine:
         self.setup, self.tally = setup, tally
         self.story: list[tuple[object, ...]] = [(setup,)]
         self.ledger = Ledger(tally)
-        self.target = FragileModel(MAX_LEN, self.ledger.raised)
-        self.draft = FragileModel(MAX_LEN, self.ledger.raised, setup.astray)
+        self.target = FragileModel(MAX_LEN, self.ledger.raised, windows=setup.windows)
+        self.draft = FragileModel(MAX_LEN, self.ledger.raised, setup.astray, setup.windows)
         self.num_added = self.num_actions = 0
         drafter = self._make_drafter()
-        self.caches = (self._make_cache(setup.spare_blocks[0]), *(drafter.caches if drafter else ()))
+        most = setup.limits.max_num_batched_tokens
+        self.caches = (self._make_cache(setup.spare_blocks[0], most), *(drafter.caches if drafter else ()))
         self.engine = Engine(
             EngineOptions(setup.limits, 0, frozenset({END}), setup.verification),
             self.target,
@@ -153,19 +167,32 @@ class Machine:
             Drafters.of(drafter),
         )
 
-    def _make_cache(self, spare_blocks: int) -> KVCache:
-        """Make a cache in which one sequence finds room for certain."""
+    def _make_cache(self, spare_blocks: int, rows: int) -> KVCache:
+        """Make a cache in which one sequence finds room for certain.
+
+        Layers with a window have no more blocks than can be in use at once, with so many rows that are not committed.
+        """
         setup, shape = self.setup, self.target.cache_shape
         if setup.kind.cache == "slotted":
             return slotted_cache(shape, setup.limits.max_num_seqs, MAX_LEN)
-        size = (-(-MAX_LEN // setup.block_size) + spare_blocks, setup.block_size)
-        manager = CountedBlocks(size, setup.keep_prefixes, self.ledger.live, self.tally)
-        return KVCache(manager, TensorStorage(shape, size[0] * size[1], "lower the test's size."))
+        size, limits = setup.block_size, setup.limits
+        need = Need(shape, size, limits.max_num_seqs, rows, rows)
+        counts = need.counts(need.blocks_for(MAX_LEN) + spare_blocks)
+        windows = [group.window for group in shape.groups]
+        manager: CountedBlocks | CountedGroups
+        if len(counts) == 1:
+            manager = CountedBlocks(counts[0], size, setup.keep_prefixes, *windows)
+        else:
+            manager = CountedGroups(windows, counts, size, setup.keep_prefixes)
+        storage = TensorStorage(shape, [count * size for count in counts], "lower the test's size.")
+        return KVCache(manager.watch(self.ledger.live, self.tally), storage)
 
     def _make_drafter(self) -> Drafter | None:
         setup = self.setup
         if setup.kind.drafter == "model":
-            cache = self._make_cache(setup.spare_blocks[1])
+            cache = self._make_cache(
+                setup.spare_blocks[1], 2 * setup.limits.max_num_batched_tokens * setup.limits.max_num_seqs
+            )
             runner = DraftModelRunner(self.draft, cache, PlainChances(), setup.limits.max_num_batched_tokens)
             return WatchedDrafter(runner, V)
         return None if setup.kind.drafter == "none" else Guesser(setup.kind.drafter == "tree")
@@ -269,7 +296,8 @@ class Machine:
                 self.check()
         assert not self.engine.has_unfinished(), "somebody does not come to an end"
         self.check()
-        assert all(cache.free_tokens() == cache.num_blocks * cache.block_size for cache in self.caches), "a leak"
+        managers = [manager for cache in self.caches for manager in managers_of(cache)]
+        assert all(each.free_tokens() == each.num_blocks * each.block_size for each in managers), "a leak"
 
     @property
     def live(self) -> dict[int, Request]:
@@ -291,12 +319,25 @@ class Machine:
     def _check_memory(self, running: Sequence[Request]) -> None:
         """Assert that just the running requests hold blocks, and one of them its own slots; a leak stays till seen."""
         for cache in self.caches:
-            tables = [cache.table(request.seq_id) for request in running]
-            held = {block for table in tables for block in table}
-            assert cache.free_tokens() == (cache.num_blocks - len(held)) * cache.block_size, "a block is lost"
+            for group, manager in enumerate(managers_of(cache)):
+                tables = [self._held_blocks(cache, request.seq_id, group) for request in running]
+                held = {block for table in tables for block in table}
+                assert manager.free_tokens() == (manager.num_blocks - len(held)) * cache.block_size, "a block is lost"
         if running:
             request = running[self.num_actions // 4 % len(running)]
             assert_holds(self.caches[0], request.seq_id, request.tokens[: self.caches[0].length(request.seq_id)])
+
+    def _held_blocks(self, cache: KVCache, seq_id: int, group: int) -> list[int]:
+        """Return the blocks that a sequence holds of a group: in the target's cache, those that its next row sees.
+
+        A draft's cache has blocks of rows that were not committed when others were given back.
+        """
+        table, manager = table_of(cache, seq_id, group), managers_of(cache)[group]
+        if not table or not isinstance(manager, PagedBlockManager):
+            return table
+        if cache is self.caches[0]:
+            return table[seen_from(self.setup.windows[group], cache.length(seq_id)) // cache.block_size :]
+        return table[manager._held[seq_id].given_back :]
 
 
 # each as often as it is named

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
 from speculant import plugins
+from speculant.lab.checkpoints import save_tensors
 from speculant.metrics import RequestMetrics, TimingMetrics
 from speculant.models.reference.decoder import Decoder
 from speculant.params import SamplingParams
@@ -41,6 +41,7 @@ class Shape:
     end: int | list[int] = END
     tied: bool = False
     hidden_size: int = HIDDEN_SIZE
+    settings: tuple[tuple[str, Any], ...] = ()  # further entries of config.json
 
 
 def write_checkpoint(
@@ -55,10 +56,11 @@ def write_checkpoint(
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     (folder / "tokenizer_config.json").write_text('{"eos_token": "<end>"}', encoding="utf-8")
     write_tokenizer(folder, tokens, added)
+    description = plugins.load("speculant.models", shape.family).read_config(config)
     with torch.device("meta"):
-        model = Decoder(plugins.load("speculant.models", shape.family).read_config(config))
+        model = Decoder(description)
     weights = {name: _weight(name, parameter, shape) for name, parameter in sorted(model.named_parameters())}
-    save_file(weights, str(folder / "model.safetensors"))
+    save_tensors(weights, description.tensors, folder / "model.safetensors")
     return str(folder)
 
 
@@ -76,6 +78,7 @@ def _config(shape: Shape) -> dict[str, Any]:
         "eos_token_id": shape.end,
         "torch_dtype": "float32",
         "tie_word_embeddings": shape.tied,
+        **dict(shape.settings),
     }
 
 

@@ -3,6 +3,8 @@
 A slot holds (token, position, hash of the prefix that ends with it). Every row recomputes the hash of all
 that it sees, so a stale, foreign, doubled or misplaced slot is a mismatch. The next token's logits are a
 function of the prefix hash alone, so what a request says can be worked out without a cache.
+
+A layer with a window has slots for the last positions only, and those must hold the same prefix.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import functools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,7 +25,8 @@ from speculant.models.reference.attention import context_slots, visible_keys
 from speculant.sampling.chance import Chance
 from speculant.sampling.distribution import Node, distribution
 from speculant.types import Request
-from tests.caches import read
+from tests.blocks import managers_of
+from tests.caches import read, seen_from
 
 V = 8
 END = 0
@@ -81,17 +84,19 @@ class OracleModel:
     """A `CausalLM` over slots that say whose they are; its hidden states are the prefix hashes.
 
     Its distribution is the target's, but for every `astray`-th prefix if that is not 0: a draft model that errs.
-    `fed` says, by sequence, how many committed positions it had last, and their hash.
+    `fed` says, by sequence, how many committed positions it had last, and their hash. windows: of the layers; the first
+    one is the longest, at least 2 positions: a row finds the hash of its prefix there.
     """
 
     vocab_size = V
-    num_layers, hidden_size = 1, 1
+    hidden_size = 1
     needs = ModelNeeds()
-    cache_shape = CacheShape(1, 1, 3, torch.float64, torch.device("cpu"))
 
-    def __init__(self, max_positions: int, astray: int = 0) -> None:
+    def __init__(self, max_positions: int, astray: int = 0, windows: tuple[int | None, ...] = (None,)) -> None:
         self.max_positions = max_positions
         self.astray = astray
+        self.num_layers, self._windows = len(windows), windows
+        self.cache_shape = CacheShape(len(windows), 1, 3, torch.float64, torch.device("cpu"), windows)
         self.fed: dict[int, tuple[int, int]] = {}
 
     def forward(self, batch: Batch, storage: KVStorage, taps: Sequence[int] = ()) -> Hidden:
@@ -100,15 +105,29 @@ class OracleModel:
         require(max(positions) < self.max_positions, "beyond the model's positions")
         require(batch.embeddings is None, "a row that is no token has no hash")
         hashes: list[int] = []
-        for segment, slots in zip(batch.segments, context_slots(batch), strict=True):
+        contexts = [self._contexts(batch, storage, layer) for layer in range(self.num_layers)]
+        for segment, *before in zip(batch.segments, *contexts, strict=True):
             rows = slice(len(hashes), len(hashes) + segment.num_rows)
-            before = stored_prefix(*storage.read(0, slots), segment.seq_id, segment.start)
-            hashes += self._hashes(segment, tokens[rows], positions[rows], before)
+            for prefix in before:
+                count = len(prefix.tokens)
+                require(before[0].end_with(count) == prefix, f"sequence {segment.seq_id} has other tokens in a layer")
+            hashes += self._hashes(segment, tokens[rows], positions[rows], before[0])
         keys = torch.tensor([tokens, positions, hashes], dtype=torch.float64).T[:, None]
-        require(len(set(batch.slot_mapping.tolist())) == len(tokens), "two rows of a pass share a slot")
-        storage.write(0, batch.slot_mapping, keys, -keys)
+        for layer in range(self.num_layers):
+            slots = batch.slots_of(min(layer, batch.num_groups - 1))
+            require(len(set(slots.tolist())) == len(tokens), "two rows of a pass share a slot")
+            storage.write(layer, slots, keys, -keys)
         last = torch.tensor(hashes, dtype=torch.float64)[:, None]
         return Hidden(last, tuple(last for _ in taps))
+
+    def _contexts(self, batch: Batch, storage: KVStorage, layer: int) -> list[Prefix]:
+        """Return what a layer holds of each segment's context, as far as rows see it."""
+        window = self._windows[layer]
+        slots = context_slots(batch, min(layer, batch.num_groups - 1), window)
+        return [
+            stored_prefix(*storage.read(layer, own), each.seq_id, each.start, seen_from(window, each.start))
+            for each, own in zip(batch.segments, slots, strict=True)
+        ]
 
     def _hashes(self, segment: Segment, tokens: list[int], positions: list[int], before: Prefix) -> list[int]:
         hashes = _row_hashes(segment, tokens, positions, int(before.hashes[-1]) if segment.start else NOTHING)
@@ -154,23 +173,34 @@ class Prefix(NamedTuple):
     positions: list[float]
     hashes: list[float]
 
+    def end_with(self, count: int) -> Prefix:
+        """Return the last `count` positions."""
+        return Prefix(*(part[len(part) - count :] for part in self))
 
-def stored_prefix(keys: Tensor, values: Tensor, seq_id: int, end: int) -> Prefix:
-    """Return the content of the first `end` positions of a sequence: one prefix, in order."""
-    if not end:
+
+def stored_prefix(keys: Tensor, values: Tensor, seq_id: int, end: int, first: int = 0) -> Prefix:
+    """Return the content of a sequence's positions first .. end - 1: one prefix, in order."""
+    if first == end:
         return Prefix([], [], [])
-    keys, values = (part[:end, 0].T.numpy() for part in (keys, values))
+    keys, values = (part[: end - first, 0].T.numpy() for part in (keys, values))
     held = Prefix(*keys.tolist())
     require(bool((keys == -values).all()), "keys and values were parted")
-    require(held.positions == list(range(end)), f"sequence {seq_id} holds the positions {held.positions}")
-    require(held.hashes == prefix_hashes(map(int, held.tokens)), f"sequence {seq_id} holds slots of several prefixes")
+    require(held.positions == list(range(first, end)), f"sequence {seq_id} holds the positions {held.positions}")
+    known = held.hashes[:1] if first else []  # what came before it is not held
+    hashes = [*known, *prefix_hashes(map(int, held.tokens[len(known) :]), int(known[0]) if known else NOTHING)]
+    require(held.hashes == hashes, f"sequence {seq_id} holds slots of several prefixes")
     return held
 
 
 def assert_holds(cache: KVCache, seq_id: int, tokens: Sequence[int]) -> None:
-    """Assert that a sequence holds exactly the slots of these tokens."""
-    held = stored_prefix(*read(cache, 0, seq_id), seq_id, cache.length(seq_id))
-    assert held.tokens == list(tokens), f"sequence {seq_id} holds {held.tokens} and not {list(tokens)}"
+    """Assert that a sequence holds exactly the slots of these tokens, in each layer as far as a next row sees them."""
+    length = cache.length(seq_id)
+    managers: list[Any] = managers_of(cache)
+    assert length == len(tokens)
+    for layer, manager in enumerate(managers):
+        first = seen_from(getattr(manager, "window", None), length)
+        held = stored_prefix(*read(cache, layer, seq_id, first), seq_id, length, first)
+        assert held.tokens == list(tokens[first:]), f"sequence {seq_id} holds {held.tokens} and not {tokens[first:]}"
 
 
 class PlainChance:

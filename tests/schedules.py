@@ -21,6 +21,7 @@ T = TypeVar("T")
 
 MAX_LEN = 20
 SETUP_BYTES, ACTION_BYTES = 10, 6
+WINDOWS: tuple[tuple[int | None, ...], ...] = ((None,), (None, 3), (None, 1), (None, 6), (5, 2), (4,))
 
 
 class Digits:
@@ -60,6 +61,7 @@ class Setup:
     verification: str
     astray: int
     drains: bool  # at the end, all requests go on; else they are aborted
+    windows: tuple[int | None, ...]  # of the models' layers
 
     @classmethod
     def read(cls, kind: Kind, digits: Digits) -> Setup:
@@ -82,6 +84,7 @@ class Setup:
             verification=digits.pick(("auto", "auto", "match", "rejection")) if kind.drafter != "tree" else "auto",
             astray=digits.pick((0, 3)),
             drains=digits.below(2) == 0,
+            windows=digits.pick(WINDOWS),
         )
 
 

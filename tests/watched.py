@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Self
 
 import torch
 
 from speculant.cache.base import KVStorage, Moves, Slots
+from speculant.cache.grouped import GroupedBlockManager
 from speculant.cache.paged import PagedBlockManager
 from speculant.drafting.base import DrafterNeeds, StatelessDrafter
 from speculant.drafting.model.drafter import ModelDrafter
 from speculant.models.base import Batch, Hidden
 from speculant.types import DraftTree, Request
+from tests.blocks import managers_of
 from tests.oracle import OracleModel, V, extended, likeliest, prefix_hashes, require, scrambled
 
 
@@ -37,8 +41,10 @@ Raised = tuple[BaseException, list[int]]  # and the sequences of the pass that r
 class FragileModel(OracleModel):
     """An oracle model that fails on demand, and notes the failing sequences in `raised`."""
 
-    def __init__(self, max_positions: int, raised: list[Raised], astray: int = 0) -> None:
-        super().__init__(max_positions, astray)
+    def __init__(
+        self, max_positions: int, raised: list[Raised], astray: int = 0, windows: tuple[int | None, ...] = (None,)
+    ) -> None:
+        super().__init__(max_positions, astray, windows)
         self.fault: Fault | None = None
         self.num_passes = self.num_struck = 0
         self._raised = raised
@@ -64,29 +70,46 @@ class FragileModel(OracleModel):
             raise self._raised[-1][0]
 
 
-class CountedBlocks(PagedBlockManager):
+if TYPE_CHECKING:
+    _Manager = PagedBlockManager
+else:
+    _Manager = object
+
+
+class _Counting(_Manager):
     """A paged block manager that counts what happens in it, and knows which prefixes may be adopted: committed ones.
 
     `live` has the requests by sequence.
     """
 
-    def __init__(self, size: tuple[int, int], keeps: bool, live: Mapping[int, Request], tally: Counter[str]) -> None:
-        super().__init__(*size, keeps)
+    def watch(self, live: Mapping[int, Request], tally: Counter[str]) -> Self:
+        """Begin to count."""
         self._live, self._tally = live, tally
         self._committed: set[tuple[str, tuple[int, ...]]] = set()  # whole blocks of tokens, by salt
-        self._forget = self._index.remove
-        self._index.remove = self._evict  # type: ignore[method-assign]
+        for manager in managers_of(self):
+            assert isinstance(manager, PagedBlockManager)
+            index = manager._index
+            index.remove = partial(self._evict, index.remove)  # type: ignore[method-assign]
+        return self
 
-    def _evict(self, block: int) -> list[int]:
+    def _evict(self, forget: Callable[[int], list[int]], block: int) -> list[int]:
         self._tally["evictions"] += 1
-        return self._forget(block)
+        return forget(block)
 
     def reserve(self, seq_id: int, n: int) -> Slots:
         """See `BlockManager.reserve`; all that it takes beyond new blocks are copies."""
+        first, *_ = managers_of(self)
+        assert isinstance(first, PagedBlockManager)
         held = -(-self.length(seq_id) // self.block_size)
         needed = -(-(self.length(seq_id) + n) // self.block_size) if n else held
-        self._tally["copies on write"] += self.missing(seq_id, n) - (needed - held)
+        self._tally["copies on write"] += first.missing(seq_id, n) - (needed - held)
         return super().reserve(seq_id, n)
+
+    def drop_unseen(self, seq_id: int) -> None:
+        """See `BlockManager.drop_unseen`."""
+        free = sum(manager.free_tokens() for manager in managers_of(self))
+        super().drop_unseen(seq_id)
+        self._tally["blocks given back"] += sum(manager.free_tokens() for manager in managers_of(self)) > free
 
     def compact(self, seq_id: int, base: int, path: Sequence[int]) -> Moves:
         """See `BlockManager.compact`."""
@@ -113,6 +136,14 @@ class CountedBlocks(PagedBlockManager):
         for end in range(self.block_size, min(self.length(seq_id), len(tokens)) + 1, self.block_size):
             require(tokens[:end] == request.tokens[:end], "tokens are indexed that were not committed")
             self._committed.add((request.cache_salt, tuple(tokens[:end])))
+
+
+class CountedBlocks(_Counting, PagedBlockManager):
+    """A watched manager of one group of layers."""
+
+
+class CountedGroups(_Counting, GroupedBlockManager):
+    """A watched manager of several groups of layers."""
 
 
 class WatchedDrafter(ModelDrafter):

@@ -180,8 +180,9 @@ class SpeculativeConfig:
     `adaptive`. num_speculative_tokens: None = the policy's choice, or the method's default length for the policy
     `fixed`. verification: "auto" chooses per request (engine/verify.py). draft_length: the name of a policy, or a
     mapping with the key `policy` and the policy's own keys; None = `fixed` if num_speculative_tokens is set, otherwise
-    `adaptive`. methods: additional methods that requests may name. model_backend: of the draft model, see
-    `EngineConfig`; None = the target's.
+    `adaptive`. methods: additional methods that requests may name. use_heterogeneous_vocab: whether a draft model may
+    have another tokenizer than the target; None = it may. model_backend: of the draft model, see `EngineConfig`; None =
+    the target's.
     """
 
     method: str | None = None
@@ -190,6 +191,7 @@ class SpeculativeConfig:
     verification: str = "auto"
     draft_length: str | Mapping[str, Any] | None = None
     methods: Sequence[str] = ()
+    use_heterogeneous_vocab: bool | None = None
     model_backend: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -205,6 +207,8 @@ class SpeculativeConfig:
                 _check_name(name, value)
         if self.model is not None:
             _check_models(model=self.model)
+        if self.use_heterogeneous_vocab is not None:
+            _check_flag("use_heterogeneous_vocab", self.use_heterogeneous_vocab)
         if self.model_backend is not None:
             _check_choice("model_backend", self.model_backend, MODEL_BACKENDS)
 

@@ -12,6 +12,7 @@ from tests.architecture.source import PACKAGE, Function, Module
 FOREIGN_WORDS = {
     ("text.costs", "random"),  # a filter of jinja2
     ("text.length_bounds", "suffix"),  # a key of tokenizer.json
+    ("text.token_bytes", "suffix"),  # the same
     ("serving.sampling", "suffix"),  # a field of OpenAI's requests
 }
 

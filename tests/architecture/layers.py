@@ -50,9 +50,10 @@ ALLOWED: dict[str, frozenset[str]] = {
     "cli": EVERYWHERE | ENGINE_AND_BELOW - {"plugins"} | {"lab", "serving"},
     "lab": frozenset(),
     "lab.theory": frozenset({"metrics"}),
-    "lab.training": EVERYWHERE | MODELS_AND_BELOW | {"text"},
+    "lab.checkpoints": frozenset({"models"}),
+    "lab.training": EVERYWHERE | MODELS_AND_BELOW | {"text", "lab.checkpoints"},
     "lab.exactness": EVERYWHERE | ENGINE_AND_BELOW,
-    "lab.inflation": EVERYWHERE | ENGINE_AND_BELOW,
+    "lab.inflation": EVERYWHERE | ENGINE_AND_BELOW | {"lab.checkpoints"},
     "lab.bench": EVERYWHERE | ENGINE_AND_BELOW | {"lab.theory", "lab.training", "lab.inflation"},
 }
 # What is written for the native library. Others hold a `Backend` or a `Sampler`.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import takewhile
 from typing import Any
 
@@ -19,22 +20,33 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from speculant.cache.base import CacheShape, KVCache
+from speculant.cache.base import BlockManager, CacheShape, KVCache
 from speculant.cache.factory import paged_cache, slotted_cache
 from speculant.errors import CapacityError
-from tests.caches import SHAPE, assert_holds, feed
+from tests.blocks import managers_of, table_of
+from tests.caches import SHAPE, assert_holds, feed, seen_from
 from tests.examples import examples
 
 NUM_SEQS, MAX_LEN, BLOCK = 3, 11, 4
 NUM_NAMES = 7  # sequences that the machine may hold, more than there are slots
 SALTS = ["", "tenant"]
 
+
 # (shape, number of sequences, longest sequence) -> an empty cache with room for that many of that length
-CACHES: dict[str, Callable[[CacheShape, int, int], KVCache]] = {
-    "slotted": slotted_cache,
-    "paged": lambda shape, num_seqs, max_len: paged_cache(shape, num_seqs * -(-max_len // BLOCK), BLOCK),
+def paged(shape: CacheShape, num_seqs: int, max_len: int) -> KVCache:
+    return paged_cache(shape, num_seqs * -(-max_len // BLOCK), BLOCK)
+
+
+CACHES: dict[str, Callable[[CacheShape, int, int], KVCache]] = {"slotted": slotted_cache, "paged": paged}
+# The windows of the two layers, the longest first.
+WINDOWS: dict[str, tuple[int | None, int | None]] = {
+    **{f"full and {window}": (None, window) for window in (1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 2 * MAX_LEN)},
+    **{f"{window} and {window}": (window, window) for window in (1, BLOCK, BLOCK + 1)},
+    "6 and 2": (6, 2),
 }
-SHARING = {"paged"}  # those that find prefixes again, in full blocks
+for name, windows in WINDOWS.items():
+    CACHES[name] = lambda shape, *sizes, windows=windows: paged(replace(shape, windows=windows), *sizes)  # type: ignore[misc]
+SHARING = {"paged", *WINDOWS}  # those that find prefixes again, in full blocks
 
 
 @pytest.fixture(params=CACHES)
@@ -68,6 +80,8 @@ class CacheMachine(RuleBasedStateMachine):
         self.held: dict[int, list[int]] = {}
         self.cache_salt: dict[int, str] = {}
         self.indexed: dict[int, int] = {}  # positions of a sequence that others must be able to adopt
+        self.windows = WINDOWS.get(self.name, (None, None))
+        self.gone: dict[int, list[int]] = {}  # how many first blocks a sequence has given back, by layer
         self.past: list[tuple[int, ...]] = []
         self.known: set[tuple[str, tuple[int, ...]]] = set()  # whatever could ever be adopted
         self.last_token = 0
@@ -89,9 +103,18 @@ class CacheMachine(RuleBasedStateMachine):
 
     def _hold(self, seq_id: int, tokens: list[int], cache_salt: str, indexed: int) -> None:
         self.held[seq_id], self.cache_salt[seq_id], self.indexed[seq_id] = tokens, cache_salt, indexed
+        if not tokens or seq_id not in self.gone:
+            self.gone[seq_id] = [0] * len(self.windows)
 
     def _keep(self, seq_id: int, tokens: list[int], unchanged: int) -> None:
         self._hold(seq_id, tokens, self.cache_salt[seq_id], min(self.indexed[seq_id], full(unchanged)))
+
+    def _unseen(self, n: int) -> list[int]:
+        """Return how many first blocks a row at position n does not see, by layer."""
+        return [seen_from(window, n) // BLOCK for window in self.windows]
+
+    def _holds_window(self, seq_id: int, n: int) -> bool:
+        return n == 0 or all(gone <= unseen for gone, unseen in zip(self.gone[seq_id], self._unseen(n), strict=True))
 
     def _draw_held(self, data: st.DataObject) -> int:
         return data.draw(st.sampled_from(sorted(self.held)))
@@ -156,8 +179,22 @@ class CacheMachine(RuleBasedStateMachine):
     def truncate(self, data: st.DataObject) -> None:
         seq_id = self._draw_held(data)
         n = data.draw(st.integers(0, len(self.held[seq_id])))
+        assert self.cache.holds_window(seq_id, n) == self._holds_window(seq_id, n)
+        if not self._holds_window(seq_id, n):
+            with pytest.raises(ValueError, match="given back"):
+                self.cache.truncate_to(seq_id, n)
+            return
         self.cache.truncate_to(seq_id, n)
         self._keep(seq_id, self.held[seq_id][:n], n)
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def drop(self, data: st.DataObject) -> None:
+        """All that a sequence holds is committed: what no later row sees is given back, and no more."""
+        seq_id = self._draw_held(data)
+        self.cache.drop_unseen(seq_id)
+        unseen = self._unseen(len(self.held[seq_id]))
+        self.gone[seq_id] = [max(pair) for pair in zip(self.gone[seq_id], unseen, strict=True)]
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())
@@ -168,6 +205,11 @@ class CacheMachine(RuleBasedStateMachine):
         base = data.draw(st.integers(0, len(tokens)))
         nodes = range(len(tokens) - base)
         path = sorted(data.draw(st.sets(st.sampled_from(nodes)))) if nodes else []
+        moves_gone = base == 0 and any(self.gone[seq_id]) and path != list(range(len(path)))
+        if not self._holds_window(seq_id, base) or not self._holds_window(seq_id, base + len(path)) or moves_gone:
+            with pytest.raises((ValueError, CapacityError), match=r"given back|has to move shared positions"):
+                self.cache.compact(seq_id, base, path)
+            return
         try:
             self.cache.compact(seq_id, base, path)
         except CapacityError:
@@ -188,6 +230,7 @@ class CacheMachine(RuleBasedStateMachine):
             assert self.cache.free_tokens() < len(self.held[src]), "refused although there was room"
             return
         self._hold(dst, list(self.held[src]), self.cache_salt[src], self.indexed[src])
+        self.gone[dst] = list(self.gone[src])
         for seq_id in (src, dst):
             if go_on and self.cache.plan().room(seq_id):
                 self._feed(seq_id, self._new(1))
@@ -225,6 +268,7 @@ class CacheMachine(RuleBasedStateMachine):
         n = self.cache.match_prefix(seq_id, tokens, cache_salt, limit)
         self._check_adopted(tokens, cache_salt, n, len(tokens) - 1 if limit is None else min(limit, len(tokens) - 1))
         self._hold(seq_id, tokens[:n], cache_salt, full(n))
+        self.gone[seq_id] = self._unseen(n)
         if goes_on and self.cache.plan().room(seq_id) >= len(tokens) - n:
             self._feed(seq_id, tokens[n:])
             self._index(seq_id, tokens)
@@ -235,16 +279,19 @@ class CacheMachine(RuleBasedStateMachine):
         assert n == max(0, min(used, most)), "the last token has to be fed, and no other of a full block"
         assert n == 0 or (cache_salt, tuple(tokens[:used])) in self.known
         sure = [
-            num_common(tokens, self.held[s][: self.indexed[s]]) for s in self.held if self.cache_salt[s] == cache_salt
+            (s, max(0, min(full(num_common(tokens, self.held[s][: self.indexed[s]])), most)))
+            for s in self.held
+            if self.cache_salt[s] == cache_salt
         ]
-        least = min(full(max(sure, default=0)), most) if self.name in SHARING else 0
+        least = max((length for s, length in sure if self._holds_window(s, length)), default=0)
+        least = least if self.name in SHARING else 0
         assert n >= least, "less than what a live sequence has indexed"
         assert n == 0 or self.name in SHARING
 
     @rule(seq_id=st.integers(0, NUM_NAMES - 1))
     def release(self, seq_id: int) -> None:
         self.cache.release(seq_id)
-        for known in (self.held, self.cache_salt, self.indexed):
+        for known in (self.held, self.cache_salt, self.indexed, self.gone):
             known.pop(seq_id, None)
 
     @precondition(lambda self: self.held)
@@ -274,13 +321,27 @@ class CacheMachine(RuleBasedStateMachine):
             assert self.cache.length(seq_id) == len(self.held.get(seq_id, []))
         for seq_id, tokens in self.held.items():
             if tokens:
-                assert_holds(self.cache, seq_id, tokens)
+                assert_holds(self.cache, seq_id, tokens, self.windows)
+        for group, manager in enumerate(managers_of(self.cache)):
+            self._check_blocks(group, manager)
+
+    def _check_blocks(self, group: int, manager: BlockManager) -> None:
+        """Assert that the blocks of a group's tables are all that is not free."""
+        blocks = set[int]()
+        for seq_id in self.held:
+            table = table_of(self.cache, seq_id, group)
+            gone = self.gone[seq_id][group] if self.name in WINDOWS else 0
+            assert table[:gone] == [0] * gone
+            blocks.update(table[gone:])
+        assert manager.free_tokens() == (manager.num_blocks - len(blocks)) * manager.block_size, "a block is lost"
 
     def teardown(self) -> None:
         for seq_id in list(self.held):
             self.cache.release(seq_id)
         self.cache.check()
         assert self.cache.free_tokens() == self.capacity, "a leak"
+        free = {manager.free_tokens() // manager.block_size - manager.num_blocks for manager in managers_of(self.cache)}
+        assert free == {0}, "a leak"
 
 
 @pytest.mark.parametrize("name", CACHES)

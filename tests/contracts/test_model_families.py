@@ -7,12 +7,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from _pytest.mark import ParameterSet
 from transformers import PreTrainedModel
 
 from speculant.kernels.native import usable_sets
 from speculant.models.base import SequenceInput
 from speculant.types import DraftTree
-from tests.unit.models.families import Pair, Session, cases, make_pair, random_tokens
+from tests.unit.models.families import Pair, Session, make_pair, random_tokens, thinned_cases
 
 MakePair = Callable[[str, str, str], Pair]
 NATIVE = pytest.mark.skipif(not usable_sets(), reason="the native kernels are not built")
@@ -45,13 +46,10 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> MakePair:
     return load
 
 
-def on_backends(*backends: object) -> list[object]:
+def on_backends(*backends: str) -> list[ParameterSet]:
     """Return the parameters of every variant on every one of these backends."""
-    made = []
-    for backend in backends:
-        marks = [NATIVE] if backend == "native" else []
-        made += [pytest.param((backend, *case), id="-".join([backend, *case]), marks=marks) for case in cases()]
-    return made
+    marks = {"native": [NATIVE]}
+    return [each for backend in backends for each in thinned_cases(backend, marks=marks.get(backend, ()))]
 
 
 @pytest.fixture(params=on_backends("reference", "native"))

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from speculant.kernels import reference
 from speculant.kernels.native import Code, Kernels, Op, Pass, Type, open_kernels, usable_sets
 from speculant.models.native.decoder import address
 from tests.examples import examples
@@ -40,6 +41,13 @@ class Shape:
     window: int = 0
     block: int = 16
     type: Type = Type.F32
+    softcap: float = 0.0
+    sinks: bool = False
+
+    @property
+    def sink_scores(self) -> Tensor:
+        """The score of each head's sink; no sinks = -infinity."""
+        return torch.linspace(-3.0, 9.0, self.heads) if self.sinks else torch.full((self.heads,), -torch.inf)
 
 
 @dataclass(frozen=True)
@@ -93,7 +101,12 @@ def make(shape: Shape, rows: Rows, seed: int = 0) -> Fed:
 
 
 class Attention:
-    """Attention of several sequences in one pass; their blocks lie scattered in the cache."""
+    """Attention of several sequences in one pass; their blocks lie scattered in the cache.
+
+    Block tables have two groups, of which the second is used.
+    """
+
+    GROUP = 1
 
     def __init__(self, shape: Shape, fed: Sequence[Fed]) -> None:
         self.counts = [each.rows.count for each in fed]
@@ -102,36 +115,59 @@ class Attention:
         for place, each in enumerate(fed):
             rows, tree = each.rows, len(self._parents) if each.rows.parents else -1
             first, table = sum(self.counts[:place]), self._tables[place]
-            self._segments.extend((first, rows.count, rows.start, rows.chain, tree, table.data_ptr(), len(table)))
+            self._segments.extend((first, rows.count, rows.start, rows.chain, tree, table.data_ptr(), table.shape[1]))
             self._parents.extend(rows.parents)
         self._inputs = torch.full((sum(self.counts), shape.heads + 2 * shape.kv_heads, shape.dim), torch.nan)
         self._inputs[:, : shape.heads] = torch.cat([each.queries for each in fed])
-        self._out = torch.full((sum(self.counts), shape.heads, shape.dim), torch.nan)
-        self._op = Op(
+        self.out = torch.full((sum(self.counts), shape.heads, shape.dim), torch.nan)
+        self._sinks = shape.sink_scores
+        op = Op(
             code=Code.ATTEND, type=shape.type, heads=shape.heads, kv_heads=shape.kv_heads, dim=shape.dim,
-            window=shape.window, factor=shape.dim**-0.5, source=self._inputs.data_ptr(), out=self._out.data_ptr(),
+            window=shape.window, factor=shape.dim**-0.5, softcap=shape.softcap, group=self.GROUP,
+            sinks=self._sinks.data_ptr() if shape.sinks else None, source=self._inputs.data_ptr(),
+            out=self.out.data_ptr(),
         )  # fmt: skip
-        self._layers = array("Q", [self._keys.data_ptr(), self._values.data_ptr()])
+        self._ops = [op]
+        self._keys_of, self._values_of = array("Q", [self._keys.data_ptr()]), array("Q", [self._values.data_ptr()])
         self._pass = Pass(
-            rows=sum(self.counts), num_segments=len(fed), block=shape.block, segments=address(self._segments),
-            parents=address(self._parents), keys=address(self._layers), values=address(self._layers) + 8,
+            rows=sum(self.counts), num_segments=len(fed), block=shape.block, groups=2, segments=address(self._segments),
+            parents=address(self._parents), keys=address(self._keys_of), values=address(self._values_of),
         )  # fmt: skip
 
     def _store(self, shape: Shape, fed: Sequence[Fed]) -> None:
         """Put keys and values into blocks in random order; slots that hold none are not a number."""
         blocks = [-(-len(each.keys) // shape.block) for each in fed]
         order = torch.randperm(sum(blocks), generator=torch.Generator().manual_seed(1))
-        self._tables = [table.clone() for table in torch.split(order, blocks)]
+        tables = torch.split(order, blocks)
+        # The other group's table has another order: reading it would change results.
+        self._tables = [torch.stack([table.flip(0), table]) for table in tables]
         size = (sum(blocks) * shape.block, shape.kv_heads, shape.dim)
         self._keys, self._values = (torch.full(size, torch.nan, dtype=TYPES[shape.type]) for _ in range(2))
-        for each, table in zip(fed, self._tables, strict=True):
+        for each, table in zip(fed, tables, strict=True):
             slots = (table[:, None] * shape.block + torch.arange(shape.block)).flatten()[: len(each.keys)]
             self._keys[slots], self._values[slots] = each.keys, each.values
 
+    def give_back(self, before: int) -> None:
+        """Let blocks of the first sequence whose positions are all below `before` have other contents: nothing."""
+        table, size = self._tables[0][self.GROUP], self._pass.block
+        for block in table[: before // size]:
+            self._keys[block * size : (block + 1) * size] = torch.nan
+            self._values[block * size : (block + 1) * size] = torch.nan
+        table[: before // size] = -(2**50)  # an entry that is read would be an address outside of all memory
+
     def run(self, kernels: Kernels) -> tuple[Tensor, ...]:
         """Return each sequence's result [count, heads, dim]."""
-        kernels.run((Op * 1)(self._op), self._pass)
-        return torch.split(self._out.clone(), self.counts)
+        kernels.run((Op * len(self._ops))(*self._ops), self._pass)
+        return torch.split(self.out.clone(), self.counts)
+
+    def append(self, layer: Attention) -> None:
+        """Let the pass compute another layer too, of the same sequences in blocks of their own."""
+        op, index = layer._ops[0], len(self._ops)
+        op.layer = index
+        self._ops.append(op)
+        self._keys_of.append(layer._keys.data_ptr())
+        self._values_of.append(layer._values.data_ptr())
+        self._pass.keys, self._pass.values = address(self._keys_of), address(self._values_of)
 
 
 def opened(isa: str, threads: int = 1) -> Kernels:
@@ -154,14 +190,22 @@ def expected(shape: Shape, fed: Fed) -> Tensor:
     group, start = shape.heads // shape.kv_heads, fed.rows.start
     keys, values = (each.double().repeat_interleave(group, dim=1) for each in (fed.keys, fed.values))
     scores = torch.einsum("qhd,khd->hqk", fed.queries.double(), keys) * shape.dim**-0.5
+    scores = reference.soft_cap(scores, shape.softcap or None)
     ahead = torch.arange(len(keys)) - torch.arange(start, start + fed.rows.count)[:, None]
     hidden = (ahead > 0) | (ahead <= -shape.window if shape.window else ahead > 0)
-    return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), values)
+    scores, sinks = scores.masked_fill(hidden, -torch.inf), shape.sink_scores.double()[:, None, None]
+    weights = torch.cat([scores, sinks.expand(-1, len(scores[0]), 1)], dim=-1).softmax(-1)[..., :-1]
+    return torch.einsum("hqk,khd->qhd", weights, values)
 
 
 @pytest.mark.parametrize(
-    "shape", [Shape(), Shape(window=70, type=Type.BF16), Shape(dim=6, kv_heads=4, block=5)], ids=str
-)
+    "shape",
+    [
+        Shape(), Shape(window=70, type=Type.BF16), Shape(dim=6, kv_heads=4, block=5), Shape(softcap=2.0),
+        Shape(sinks=True, window=40), Shape(sinks=True, softcap=1.5, type=Type.BF16, heads=10, dim=24),
+    ],
+    ids=str,
+)  # fmt: skip
 @pytest.mark.parametrize("isa", SETS)
 def test_attention_matches_its_definition(isa: str, shape: Shape) -> None:
     fed = make(shape, Rows(600, 9, COMB))
@@ -195,9 +239,40 @@ def test_tree_attention_of_any_topology(isa: str, data: st.DataObject, seed: int
         window=data.draw(st.sampled_from([0, 1, 7, 64, 100])),
         block=data.draw(st.sampled_from([1, 3, 5, 16, 64])),
         type=data.draw(st.sampled_from(list(TYPES))),
+        softcap=data.draw(st.sampled_from([0.0, 0.0, 3.0])),
+        sinks=data.draw(st.booleans()),
     )
     drawn = data.draw(st.lists(st.tuples(st.integers(0, 640), st.integers(1, 80), TREES), min_size=1, max_size=3))
     check_paths(isa, threads, shape, [make(shape, Rows(*rows), seed) for rows in drawn], leaves=3)
+
+
+@pytest.mark.parametrize("block", [3, 16, 64])
+@pytest.mark.parametrize("window", [1, 40, 100, 600])
+@pytest.mark.parametrize("isa", SETS)
+def test_attention_reads_nothing_before_the_window(isa: str, window: int, block: int) -> None:
+    """Blocks that no row sees may have been given back: neither their table entries nor their contents matter."""
+    for start, rows in ((700, Rows(700, 9, COMB)), (1030, Rows(1030, 1)), (64, Rows(64, 30))):
+        shape = Shape(window=window, block=block)
+        attention = Attention(shape, [make(shape, rows)])
+        for threads in (1, 2):
+            before = attention.run(opened(isa, threads))
+            attention.give_back(max(start + 1 - window, 0))
+            (after,) = attention.run(opened(isa, threads))
+            assert bool(after.isfinite().all())
+            assert torch.equal(after, *before)
+
+
+def test_attention_of_layers_of_other_shapes() -> None:
+    """One pass plans for all its layers: each has the bits that it has alone."""
+    shapes = [Shape(dim=32), Shape(heads=8, kv_heads=1, dim=72), Shape(dim=16, window=100)]
+    fed = [Rows(2000, 2), Rows(900, 1, COMB[:5])]
+    layers = [Attention(shape, [make(shape, rows) for rows in fed]) for shape in shapes]
+    alone = [torch.cat(layer.run(opened(SETS[0], 4))) for layer in layers]
+    for layer in layers[1:]:
+        layers[0].append(layer)
+    layers[0].run(opened(SETS[0], 4))
+    for layer, expected_ in zip(layers, alone, strict=True):
+        assert torch.equal(layer.out, expected_)
 
 
 @pytest.mark.parametrize("window", [0, 100])

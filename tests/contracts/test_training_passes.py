@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 from typing import cast
@@ -10,29 +11,32 @@ import pytest
 import torch
 
 from speculant.lab.training.heads.look_ahead import look_ahead_states
-from speculant.lab.training.passes import states_of_layers
+from speculant.lab.training.objective import DistillObjective, TextObjective
+from speculant.lab.training.passes import hidden_states, states_of_layers
 from speculant.models.reference.decoder import Decoder
 from speculant.models.rope_config import read_rope, rope_entries
+from speculant.models.weights.load import load_model
 from tests.heads import fresh_ahead, fresh_states
-from tests.unit.models.families import cases, make_pair, random_tokens
+from tests.unit.models.families import Session, random_tokens, thinned_cases, write_variant
 
-CLOSE = {"atol": 1e-5, "rtol": 1e-5}
+CLOSE = {"atol": 1e-8, "rtol": 1e-8}
 LENGTH = 24  # more than the variants' windows
 MakeDecoder = Callable[[tuple[str, str]], Decoder]
 
 
 @pytest.fixture(scope="module")
 def decoders(tmp_path_factory: pytest.TempPathFactory) -> MakeDecoder:
-    """Return what loads a family's variant on the reference backend, once."""
+    """Return what loads a family's variant on the reference backend in float64, once."""
 
     @functools.cache
     def load(case: tuple[str, str]) -> Decoder:
-        return cast(Decoder, make_pair(tmp_path_factory.mktemp("checkpoint"), *case).ours)
+        folder = write_variant(tmp_path_factory.mktemp("checkpoint"), *case)
+        return cast(Decoder, load_model(str(folder), "float64").model)
 
     return load
 
 
-@pytest.fixture(params=cases(), ids="-".join)
+@pytest.fixture(params=thinned_cases())
 def model(request: pytest.FixtureRequest, decoders: MakeDecoder) -> Decoder:
     return decoders(request.param)
 
@@ -54,7 +58,7 @@ def test_look_ahead_rows_are_those_of_a_pass(model: Decoder) -> None:
     made = look_ahead_states(model, torch.tensor([text]), places, inputs)[0]
     for index, place in enumerate(places.tolist()):
         expected = fresh_ahead(model, text[: place + 1], inputs)
-        torch.testing.assert_close(made[index], expected, atol=2e-5, rtol=1e-4)
+        torch.testing.assert_close(made[index], expected, **CLOSE)
 
 
 def test_gradients_reach_every_parameter(model: Decoder) -> None:
@@ -65,6 +69,38 @@ def test_gradients_reach_every_parameter(model: Decoder) -> None:
     assert [name for name, each in zip(own, gradients, strict=True) if not each.abs().sum() > 0] == []
 
 
+@torch.inference_mode()
+def test_its_first_layers_are_a_model(model: Decoder) -> None:
+    tokens, layers = random_tokens(LENGTH), model.num_layers - 1
+    (states,) = states_of_layers(model, torch.tensor([tokens]), [layers])
+    expected = model.logits(model.model.norm(states[0]))
+    torch.testing.assert_close(Session(model.truncated(layers)).extend(tokens), expected, **CLOSE)
+
+
+@pytest.mark.parametrize("progress", [0.0, 0.6])
+def test_objectives_are_those_of_the_model_s_logits(model: Decoder, progress: float) -> None:
+    """Values and gradients, of a family as the target and as the draft."""
+    windows = torch.tensor([[0, *random_tokens(8, seed)] for seed in range(3)])
+    draft = copy.deepcopy(model).requires_grad_()
+    with torch.no_grad():
+        draft.model.layers[0].mlp.up_proj.weight.mul_(0.5)
+    inputs, following = windows[:, :-1], windows[:, 1:].flatten()
+    p, log_q = (each.logits(hidden_states(each, inputs)).log_softmax(-1) for each in (model, draft))
+    p, q = p.detach().exp(), log_q.exp()
+    divergence, variation = (p * (p.log() - log_q)).sum(-1).mean(), (p - q).abs().sum(-1).mean() / 2
+    expected = {
+        DistillObjective(model): (1 - progress) * divergence + 4 * progress * variation,
+        TextObjective(): torch.nn.functional.nll_loss(log_q, following),
+    }
+    for objective, plain in expected.items():
+        loss = objective.loss(draft, windows, progress)
+        torch.testing.assert_close(loss, plain, **CLOSE)
+        made, own = (torch.autograd.grad(each, list(draft.parameters()), retain_graph=True) for each in (loss, plain))
+        for one, other in zip(made, own, strict=True):
+            torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-6)
+
+
 def test_a_head_s_config_has_its_target_s_rotary_positions(model: Decoder) -> None:
-    rope, most = model.config.attention.rope, model.config.max_positions
-    assert read_rope(rope_entries(rope), most) == rope
+    """Of all ropes that its layers have."""
+    for rope in model.config.ropes:
+        assert read_rope(rope_entries(rope), model.config.max_positions) == rope

@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM, Phi3Config
 
 from speculant import LLM, SamplingParams
 from speculant.kernels.native import usable_sets
-from tests.models import VOCAB_SIZE, Shape, write_checkpoint
+from tests.heads import WRITERS
+from tests.models import HIDDEN_SIZE, VOCAB_SIZE, Shape, write_checkpoint
 
 AT = 24  # tokens, the original context
 SETTINGS = {
@@ -39,6 +40,9 @@ DRAFTERS: dict[str, dict[str, Any]] = {
     "ngram": {"method": "ngram", "num_speculative_tokens": 4},
     "early_exit": {"method": "early_exit", "num_speculative_tokens": 4},
     "specinfer": {"method": "specinfer", "num_speculative_tokens": 6},
+    "eagle": {"method": "eagle", "num_speculative_tokens": 4},
+    "eagle3": {"method": "eagle3", "num_speculative_tokens": 4},
+    "pass": {"method": "pass", "num_speculative_tokens": 3},
 }
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -61,6 +65,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         scaling = {**SETTINGS["rope_scaling"], "original_max_position_embeddings": at}
         (folder / "config.json").write_text(json.dumps({**config, "rope_scaling": scaling}))
         made[name] = str(folder)
+    for method in ("eagle", "eagle3", "pass"):
+        own = {} if method == "pass" else SETTINGS
+        made[method] = WRITERS[method](tmp_path_factory.mktemp("restarts") / method, HIDDEN_SIZE, VOCAB_SIZE, **own)
     return made
 
 
@@ -112,7 +119,7 @@ def test_drafts_do_not_change_a_text(
     method: str, plain: tuple[str, list[list[int]], list[list[int]]], folders: dict[str, str]
 ) -> None:
     kernels, greedy, sampled = plain
-    draft = folders["near"] if method in ("draft_model", "specinfer") else None
+    draft = folders["near"] if method in ("draft_model", "specinfer") else folders.get(method)
     for batch in (1, 8):
         llm = LLM(
             folders["target"], draft_model=draft, speculative_config=DRAFTERS[method], max_num_seqs=batch,

@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 
 from speculant.cache.base import NO_MOVES, Moves
 from speculant.cache.factory import paged_cache
-from speculant.cache.paged import BlockPool, PagedBlockManager
+from speculant.cache.paged import PagedBlockManager
+from speculant.cache.pool import BlockPool
 from speculant.drafting.model.drafter import ModelDrafter
 from speculant.models.base import SequenceInput, build_batch
 from speculant.types import DraftTree, Request
@@ -42,7 +43,7 @@ SHARDS = (
 )
 KINDS = tuple(dict.fromkeys(SHARDS))
 EVERYWHERE = ("steps", "interrupts", "refused", *(f"ended by {end}" for end in ("stop", "length", "abort", "error")))
-PAGED = ("preemptions", "evictions", "prefix hits", "forks", "copies on write")
+PAGED = ("preemptions", "evictions", "prefix hits", "forks", "copies on write", "blocks given back")
 
 
 def test_the_shards_make_a_thousand_schedules_of_200_actions() -> None:
@@ -85,6 +86,14 @@ def keep_one_too_many(manager: PagedBlockManager, seq_id: int, n: int, original:
     original(manager, seq_id, min(n + 1, manager.length(seq_id)))
 
 
+def give_back_too_early(manager: PagedBlockManager, seq_id: int, original: Callable[..., None]) -> None:
+    held = manager._held.get(seq_id)
+    if held is not None:
+        held.length += 1
+        original(manager, seq_id)
+        held.length -= 1
+
+
 def never_copy(pool: BlockPool, block: int, original: Callable[..., bool]) -> bool:
     return True
 
@@ -124,6 +133,7 @@ def keep_drafts_of_the_preempted(drafter: ModelDrafter, request: Request, origin
 FAULTS: list[tuple[type, str, Callable[..., object], str]] = [
     (PagedBlockManager, "truncate_to", keep_one_too_many, "chain"),
     (PagedBlockManager, "compact", move_nothing, "tree"),
+    (PagedBlockManager, "drop_unseen", give_back_too_early, "none"),
     (PagedBlockManager, "match_prefix", share_across_salts, "none"),
     (BlockPool, "is_writable", never_copy, "tree"),
     (BlockPool, "free", never_free, "none"),

@@ -20,21 +20,24 @@ from speculant.cli.main import app
 from speculant.config import EngineConfig
 from speculant.errors import ModelError, PairError, SpeculantError
 from speculant.kernels.native import usable_sets
-from speculant.lab.bench import pair
-from speculant.lab.bench.acceptance import Text, TextAcceptance
+from speculant.kernels.reference_sampler import REFERENCE
+from speculant.lab.bench import pair, vocabularies
+from speculant.lab.bench.acceptance import Text, TextAcceptance, TextReader
 from speculant.lab.bench.measuring import SPECULATIVE, both_ways
 from speculant.lab.bench.runs import Bench
 from speculant.lab.bench.step_costs import LengthCosts
 from speculant.lab.bench.workloads import Workload
 from speculant.lab.theory.curve import FLAT
 from speculant.lab.theory.speedup import expected_costs, speedups, step_costs, survival
+from speculant.models.weights.load import load_model
 from speculant.params import SamplingParams
-from tests.models import ALPHABET, Checkpoints, Shape, write_checkpoint
+from tests.mapped import in_order
+from tests.models import Checkpoints, Shape, write_checkpoint
 
 SMALL = ("--tokens", "12", "--kernels", "reference")
 TOP = {
     "target", "draft", "size_ratio", "sampling", "texts", "step_ms", "verification", "verify_curve", "precisions",
-    "best", "measured", "pays", "verdict", "flags", "draft_lacks_tokens",
+    "best", "measured", "pays", "verdict", "flags", "draft_lacks_tokens", "vocabulary",
 }  # fmt: skip
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40)
 
@@ -224,11 +227,35 @@ def test_mistakes_are_explained(
     assert fix in str(error)
 
 
-def test_other_tokenizer_is_a_clear_error(checkpoints: Checkpoints, tmp_path: Path) -> None:
-    other = write_checkpoint(tmp_path / "other", tokens=ALPHABET[::-1])
+def test_other_tokenizer_is_measured(checkpoints: Checkpoints, prompts: str, tmp_path: Path) -> None:
+    """The target's model with other ids for its bytes, and none for vowels."""
+    order = [byte for byte in range(255, -1, -1) if byte not in b"aeiou"]
+    other = in_order(tmp_path / "other", order, Shape())
+    value = _json(checkpoints.target, other, *SMALL, "--prompts", prompts)
+    shared = value["vocabulary"]
+    assert (shared["shared"], shared["size"]) == (253, 264)
+    assert shared["draft_tokens_per_token"] == 1, "a byte that it lacks is read as one other token"
+    assert shared["read_us_per_token"] > 0
+    assert 0.5 < shared["target_mass"] < 1
+    assert shared["draft_mass"] == pytest.approx(1, abs=1e-3), "it has no token of its own"
+    assert value["precisions"]["none"]["alpha"]["mean"] > 0.2
+    assert shared["verdict"].startswith("the vocabularies differ: they share 253 of the target's 264 tokens")
+    shown = _invoke(checkpoints.target, other, *SMALL, "--prompts", prompts).stdout
+    assert "they share 253 of the target's 264 tokens" in " ".join(shown.split())
+
+
+def test_mass_is_the_probability_of_the_shared_tokens(checkpoints: Checkpoints) -> None:
+    reader, text = TextReader(load_model(checkpoints.target, "float32").model, REFERENCE, 264), Text([65, 66], [70, 90])
+    whole = reader.distributions(text, SamplingParams())
+    found = vocabularies._mass(reader.logits, [text], [*range(100)])
+    assert found == pytest.approx(float(whole[:, :100].sum(-1).mean()), abs=1e-6)
+
+
+def test_pairs_without_a_common_token_are_a_clear_error(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    other = write_checkpoint(tmp_path / "other", Shape(vocab_size=5), tokens=["zz", "yy", "xx"])
     error = CliRunner().invoke(app, ["check-pair", checkpoints.target, other]).exception
     assert isinstance(error, PairError)
-    assert "ids differ" in error.problem
+    assert "no token in common" in error.problem
     missing = CliRunner().invoke(app, ["check-pair", checkpoints.target, "/nowhere"]).exception
     assert isinstance(missing, ModelError)
 

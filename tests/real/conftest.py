@@ -35,6 +35,11 @@ def smollm2() -> Path:
 
 
 @pytest.fixture(scope="session")
+def gemma3() -> Path:
+    return file_of("gemma3")
+
+
+@pytest.fixture(scope="session")
 def llama_cpp() -> LlamaCpp:
     found = LlamaCpp.find()
     if found is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -44,9 +44,13 @@ SUBJECTS = (
 )  # fmt: skip
 
 
-def chunks(encode: Callable[[str], list[int]], size: int) -> list[list[int]]:
-    """Return the first `size` tokens of each text."""
-    texts = [*((ROOT / file).read_text(encoding="utf-8") for file in FILES), LANGUAGES]
-    cut = [encode(text)[:size] for text in texts]
+def pages() -> list[str]:
+    """Return the pages and sources of this repository; each has more than 700 of Gemma's tokens."""
+    return [(ROOT / file).read_text(encoding="utf-8") for file in FILES]
+
+
+def chunks(encode: Callable[[str], list[int]], size: int, texts: Sequence[str] = ()) -> list[list[int]]:
+    """Return the first `size` tokens of each text; () = all."""
+    cut = [encode(text)[:size] for text in texts or (*pages(), LANGUAGES)]
     assert all(len(chunk) == size for chunk in cut), "a text is too short"
     return cut

@@ -1,4 +1,4 @@
-"""A GGUF file of a llama in transformers, with the weights that the `gguf` package decodes, in float32."""
+"""A GGUF file's model in transformers, with the weights that are decoded from the file, in float32."""
 
 from __future__ import annotations
 
@@ -11,61 +11,79 @@ from gguf import GGUFReader
 from torch import Tensor
 
 from tests.gguf_blocks import decode
-
-NAMES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+from tests.gguf_layouts import LAYOUTS
 
 
 def load_llama(path: Path) -> Any:
     """Return a LlamaForCausalLM."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    reader = GGUFReader(path)
-    facts = {name.removeprefix("llama."): field.contents() for name, field in reader.fields.items()}
-    heads, kv_heads = facts["attention.head_count"], facts["attention.head_count_kv"]
-    weights = {_name(tensor.name): _weight(tensor, heads, kv_heads) for tensor in reader.tensors}
+    facts, weights = _read(path, "llama")
     config = LlamaConfig(
-        vocab_size=len(facts["tokenizer.ggml.tokens"]),
-        hidden_size=facts["embedding_length"],
-        intermediate_size=facts["feed_forward_length"],
-        num_hidden_layers=facts["block_count"],
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        max_position_embeddings=facts["context_length"],
-        rms_norm_eps=facts["attention.layer_norm_rms_epsilon"],
+        **_sizes(facts),
         rope_parameters={"rope_type": "default", "rope_theta": facts["rope.freq_base"]},
-        tie_word_embeddings="lm_head.weight" not in weights,
+        tie_word_embeddings="output.weight" not in weights,
     )
-    model = LlamaForCausalLM(config).eval().requires_grad_(False)
-    missing, unexpected = model.load_state_dict(weights, strict=False)
+    return _filled(LlamaForCausalLM(config), weights)
+
+
+def load_gemma3(path: Path) -> Any:
+    """Return a Gemma3ForCausalLM.
+
+    The file says neither that each sixth layer sees all positions nor the base of the other layers' rotary positions.
+    """
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    facts, weights = _read(path, "gemma3")
+    full = {"rope_type": "default", "rope_theta": facts["rope.freq_base"]}
+    config = Gemma3TextConfig(
+        **_sizes(facts),
+        head_dim=facts["attention.key_length"],
+        query_pre_attn_scalar=facts["attention.key_length"],
+        sliding_window=facts["attention.sliding_window"],
+        layer_types=[
+            "sliding_attention" if (index + 1) % 6 else "full_attention" for index in range(facts["block_count"])
+        ],
+        rope_parameters={"full_attention": full, "sliding_attention": {**full, "rope_theta": 10000.0}},
+        tie_word_embeddings=True,
+    )
+    config._attn_implementation = "eager"
+    return _filled(Gemma3ForCausalLM(config), weights)
+
+
+def _read(path: Path, architecture: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return the metadata and the decoded tensors of a file."""
+    reader = GGUFReader(path)
+    facts = {name.removeprefix(f"{architecture}."): field.contents() for name, field in reader.fields.items()}
+    return facts, {tensor.name: _decoded(tensor) for tensor in reader.tensors}
+
+
+def _decoded(tensor: Any) -> Tensor:
+    return torch.from_numpy(np.array(decode(tensor.tensor_type.name, np.asarray(tensor.data)), np.float32))
+
+
+def _sizes(facts: dict[str, Any]) -> dict[str, Any]:
+    """Return what the configurations of both families have."""
+    return {
+        "vocab_size": len(facts["tokenizer.ggml.tokens"]),
+        "hidden_size": facts["embedding_length"],
+        "intermediate_size": facts["feed_forward_length"],
+        "num_hidden_layers": facts["block_count"],
+        "num_attention_heads": facts["attention.head_count"],
+        "num_key_value_heads": facts["attention.head_count_kv"],
+        "max_position_embeddings": facts["context_length"],
+        "rms_norm_eps": facts["attention.layer_norm_rms_epsilon"],
+    }
+
+
+def _filled(model: Any, weights: dict[str, Tensor]) -> Any:
+    """Return a model with the weights of a file, in the order of rows that it has."""
+    config = model.config.to_dict()
+    layout = LAYOUTS[config["model_type"]]
+    own = {name: layout.stored_name(name) for name in model.state_dict()}
+    found = {name: layout.loaded(name, weights[stored], config) for name, stored in own.items() if stored in weights}
+    assert {own[name] for name in found} == weights.keys()
+    missing, unexpected = model.load_state_dict(found, strict=False)
     assert {*missing} <= {"lm_head.weight"}, missing
     assert not unexpected
-    return model
-
-
-def _name(stored: str) -> str:
-    """Return transformers' name of a tensor."""
-    stem = stored.removesuffix(".weight")
-    if not stem.startswith("blk."):
-        return f"{OUTER[stem]}.weight"
-    _, layer, part = stem.split(".")
-    return f"model.layers.{layer}.{NAMES[part]}.weight"
-
-
-def _weight(tensor: Any, heads: int, kv_heads: int) -> Tensor:
-    """Return a tensor in transformers' order of rows: a file has the two halves of each head's rotation interleaved."""
-    rows = decode(tensor.tensor_type.name, np.asarray(tensor.data))
-    if tensor.name.endswith(("attn_q.weight", "attn_k.weight")):
-        count = heads if "attn_q" in tensor.name else kv_heads
-        rows = rows.reshape(count, -1, 2, rows.shape[1]).swapaxes(1, 2).reshape(rows.shape)
-    return torch.from_numpy(np.array(rows, np.float32))
+    return model.eval().requires_grad_(False)

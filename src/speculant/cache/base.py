@@ -8,6 +8,15 @@ position has a *slot*. A block is a run of consecutive slots, and a sequence's b
     sequence   [ committed positions | reserved by this pass ]
                 0 .. start-1            start .. start+n-1
 
+Layers with a sliding window need only the last positions. Layers of the same window are a *group*, which has blocks, a
+storage and a part of each block table of its own. Blocks that no later row of the group sees are given back:
+
+    no window   [ b7 | b2 | b5 | b1 . ]
+    window      [  0 |  0 | b4 | b6 . ]     0 = given back; nothing reads it
+
+The group that keeps the most positions is the first one. It decides how much room there is: a later group has a block
+for each of its blocks, or for all that can be in use at once (`CacheMemory`).
+
 The block manager works with plain integers and owns no tensor; the storage receives slots and moves. The two may be in
 different processes, and this module does not import torch.
 """
@@ -15,8 +24,9 @@ different processes, and this module does not import torch.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
@@ -37,11 +47,19 @@ class LayerShape(NamedTuple):
         return 0 if self.shares is not None else 2 * self.num_kv_heads * self.head_dim
 
 
+class LayerGroup(NamedTuple):
+    """The layers that see `window` positions, their row's own included; None = all."""
+
+    window: int | None
+    layers: tuple[int, ...]
+
+
 @dataclass(frozen=True)
 class CacheShape:
     """The shape and type of the keys and values of one position.
 
-    own: the shape of each layer, where they differ; () = all have the first one's.
+    windows: how many positions a row of each layer sees, its own included; None = all, () = all in every layer. own:
+    the shape of each layer, where they differ; () = all have the first one's.
     """
 
     num_layers: int
@@ -49,17 +67,46 @@ class CacheShape:
     head_dim: int
     dtype: torch.dtype
     device: torch.device
+    windows: tuple[int | None, ...] = ()
     own: tuple[LayerShape, ...] = ()
+
+    def __post_init__(self) -> None:
+        for each in (self.windows, self.own):
+            if each and len(each) != self.num_layers:
+                raise ValueError(f"{len(each)} windows or shapes for {self.num_layers} layers")
 
     @property
     def layers(self) -> tuple[LayerShape, ...]:
         """The shape of each layer."""
         return self.own or (LayerShape(self.num_kv_heads, self.head_dim),) * self.num_layers
 
+    @cached_property
+    def groups(self) -> tuple[LayerGroup, ...]:
+        """The layers by window; the group that keeps the most positions is the first one."""
+        windows = self.windows or (None,) * self.num_layers
+        return tuple(
+            LayerGroup(window, tuple(layer for layer, own in enumerate(windows) if own == window))
+            for window in by_length(windows)
+        )
+
     @property
     def bytes_per_token(self) -> int:
         """Bytes that one position takes over all layers, keys and values."""
-        return sum(layer.size for layer in self.layers) * self.dtype.itemsize
+        return self.bytes_of(range(self.num_layers))
+
+    def bytes_of(self, layers: Iterable[int]) -> int:
+        """Return the bytes that one position takes in some layers, keys and values."""
+        return sum(self.layers[layer].size for layer in layers) * self.dtype.itemsize
+
+
+def by_length(windows: Iterable[int | None]) -> list[int | None]:
+    """Return the different windows, the longest first; None = all positions. Groups of layers have this order."""
+    return sorted(set(windows), key=lambda window: (window is not None, -(window or 0)))
+
+
+def first_seen(window: int | None, length: int) -> int:
+    """Return the first position that a row at position `length` sees, and so does any later row."""
+    return 0 if window is None else max(0, length - window + 1)
 
 
 @dataclass(frozen=True)
@@ -67,14 +114,20 @@ class Moves:
     """Slots to copy within the storage, in every layer: `sources[i]` is copied to `targets[i]`.
 
     All sources are read before any target is written, and no target occurs twice. A block manager's moves have to be
-    applied in the order in which it returned them, before the slots are written or read again.
+    applied in the order in which it returned them, before the slots are written or read again. These are the slots of
+    the first group of layers; `others` has those of each further one.
     """
 
     sources: Sequence[int] = ()
     targets: Sequence[int] = ()
+    others: tuple[Moves, ...] = ()
 
     def __len__(self) -> int:
-        return len(self.sources)
+        return len(self.sources) + sum(map(len, self.others))
+
+    def by_group(self) -> tuple[Moves, ...]:
+        """Return the moves of each group; there may be groups without any."""
+        return (Moves(self.sources, self.targets), *self.others)
 
 
 NO_MOVES = Moves()
@@ -83,13 +136,15 @@ NO_MOVES = Moves()
 class Slots(NamedTuple):
     """The slots of one sequence's next positions: `slots[i]` is the slot of position `start + i`.
 
-    `moves` are copies on write, to be applied before the slots are written.
+    `moves` are copies on write, to be applied before the slots are written. `others` has the slots of each further
+    group of layers.
     """
 
     seq_id: int
     start: int
     slots: Sequence[int]
     moves: Moves = NO_MOVES
+    others: Sequence[Sequence[int]] = ()
 
     @property
     def end(self) -> int:
@@ -118,7 +173,12 @@ class BlockManager(Protocol):
 
     @property
     def num_blocks(self) -> int:
-        """The number of blocks, free and held; they are numbered from 0."""
+        """The number of blocks of the first group, free and held; those of each group are numbered from 0."""
+        ...
+
+    @property
+    def num_groups(self) -> int:
+        """How many groups of layers have blocks of their own. One group serves layers of any windows."""
         ...
 
     @property
@@ -138,9 +198,10 @@ class BlockManager(Protocol):
         ...
 
     def table(self, seq_id: int) -> array[int]:
-        """Return a sequence's block table [b] of 64-bit integers, empty for an unknown one.
+        """Return a sequence's block table [groups * b] of 64-bit integers, empty for an unknown one.
 
-        Callers must not change it; later changes of the sequence make a new one.
+        A group's part lists b blocks. Those that were given back are 0. Callers must not change the table; later
+        changes of the sequence make a new one.
         """
         ...
 
@@ -149,7 +210,18 @@ class BlockManager(Protocol):
         ...
 
     def truncate_to(self, seq_id: int, n: int) -> None:
-        """Drop every position from n on (docs/references.md, rollback)."""
+        """Drop every position from n on (docs/references.md, rollback).
+
+        Raises ValueError, and changes nothing, unless the sequence holds what a row at position n sees.
+        """
+        ...
+
+    def holds_window(self, seq_id: int, n: int) -> bool:
+        """Whether `truncate_to(seq_id, n)` is possible: nothing was given back that a row at position n sees."""
+        ...
+
+    def drop_unseen(self, seq_id: int) -> None:
+        """Give back the blocks that no later row of the sequence sees; all its positions must be committed."""
         ...
 
     def compact(self, seq_id: int, base: int, path: Sequence[int]) -> Moves:
@@ -189,7 +261,7 @@ class BlockManager(Protocol):
         ...
 
     def free_tokens(self) -> int:
-        """Return how many positions new sequences can still reserve."""
+        """Return how many positions new sequences can still reserve in the first group."""
         ...
 
     def check(self) -> None:
@@ -200,7 +272,7 @@ class BlockManager(Protocol):
 class KVStorage(Protocol):
     """Memory for keys and values, addressed by slot, without knowledge of sequences.
 
-    It may be in another process or on another device.
+    The slots of a layer are those of its group. It may be in another process or on another device.
     """
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
@@ -228,29 +300,30 @@ class KVCache:
 
     def __init__(self, manager: BlockManager, storage: KVStorage) -> None:
         self.manager, self.storage = manager, storage
-        self.num_blocks, self.block_size = manager.num_blocks, manager.block_size
+        self.num_blocks, self.block_size, self.num_groups = manager.num_blocks, manager.block_size, manager.num_groups
         self.plan, self.table, self.length, self.check = manager.plan, manager.table, manager.length, manager.check
         self.truncate_to, self.release, self.free_tokens = manager.truncate_to, manager.release, manager.free_tokens
         self.match_prefix, self.insert_prefix = manager.match_prefix, manager.insert_prefix
         self.forget_prefixes = manager.forget_prefixes
+        self.drop_unseen, self.holds_window = manager.drop_unseen, manager.holds_window
 
     def reserve(self, seq_id: int, n: int) -> Slots:
         """See `BlockManager.reserve`."""
         slots = self.manager.reserve(seq_id, n)
-        if slots.moves.sources:
+        if slots.moves:
             self.storage.move(slots.moves)
         return slots
 
     def compact(self, seq_id: int, base: int, path: Sequence[int]) -> None:
         """See `BlockManager.compact`."""
         moves = self.manager.compact(seq_id, base, path)
-        if moves.sources:
+        if moves:
             self.storage.move(moves)
 
     def fork(self, src: int, dst: int) -> None:
         """See `BlockManager.fork`."""
         moves = self.manager.fork(src, dst)
-        if moves.sources:
+        if moves:
             self.storage.move(moves)
 
 

@@ -13,8 +13,10 @@ class SlottedBlockManager:
     """A `BlockManager` for `num_seqs` sequences of at most `max_len` positions.
 
     A sequence's slots are consecutive, so reads need no copy. Blocks are not shared: prefixes are not indexed, and a
-    fork is a copy.
+    fork is a copy. Layers with a window keep all positions too, because a sequence has one block for all layers.
     """
+
+    num_groups = 1
 
     def __init__(self, num_seqs: int, max_len: int) -> None:
         self.max_len = self.block_size = max_len
@@ -56,6 +58,13 @@ class SlottedBlockManager:
             raise ValueError(f"truncate_to({n}) of sequence {seq_id} with {self.length(seq_id)} positions")
         if seq_id in self._length:
             self._length[seq_id] = n
+
+    def holds_window(self, seq_id: int, n: int) -> bool:
+        """See `BlockManager.holds_window`; all positions are kept."""
+        return True
+
+    def drop_unseen(self, seq_id: int) -> None:
+        """See `BlockManager.drop_unseen`; all positions are kept."""
 
     def compact(self, seq_id: int, base: int, path: Sequence[int]) -> Moves:
         """See `BlockManager.compact`."""

@@ -1,15 +1,18 @@
 """The memory of a cache: tensors with one slot per position, for every layer.
 
-Layers of the same heads have a storage [layers, 2, slots, kv_heads, head_dim]; 2 = keys and values. A kernel that reads block tables gets a layer's
-whole storage and computes the slots itself.
+Each group of layers has a storage [layers, 2, slots, kv_heads, head_dim] for each shape of its keys; 2 = keys and
+values. A layer that reads another's keys has none. A kernel that reads block tables gets a layer's whole storage and
+computes the slots itself.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from speculant.cache.base import CacheShape, Moves
+from speculant.cache.base import NO_MOVES, CacheShape, LayerGroup, Moves
 from speculant.errors import CapacityError
 from speculant.tree import ids
 
@@ -17,19 +20,21 @@ from speculant.tree import ids
 class TensorStorage:
     """A `KVStorage` in this process: tensors on the shape's device, allocated once."""
 
-    def __init__(self, shape: CacheShape, num_slots: int, fix: str) -> None:
-        """Allocate; `fix` is the advice in a CapacityError."""
-        kinds = dict[tuple[int, int], list[int]]()  # the layers of each, those with a storage of their own
-        for layer, (heads, dim, shares) in enumerate(shape.layers):
-            if shares is None:
-                kinds.setdefault((heads, dim), []).append(layer)
-        sizes = [(len(layers), 2, num_slots, *kind) for kind, layers in kinds.items()]
+    def __init__(self, shape: CacheShape, num_slots: int | Sequence[int], fix: str) -> None:
+        """Allocate slots for each group of layers, or as many for all layers; `fix` is the advice in a CapacityError.
+
+        With one number all layers are one group, which keeps all positions.
+        """
+        every = LayerGroup(None, tuple(range(shape.num_layers)))
+        groups, counts = ((every,), [num_slots]) if isinstance(num_slots, int) else (shape.groups, num_slots)
+        kinds = _alike(shape, groups)
+        sizes = [(len(layers), 2, counts[group], heads, dim) for (group, heads, dim), layers in kinds.items()]
         try:
             self._data = [torch.empty(size, dtype=shape.dtype, device=shape.device) for size in sizes]
         except RuntimeError as error:
-            needed = num_slots * shape.bytes_per_token / 2**30
+            needed = sum(count * shape.bytes_of(of.layers) for count, of in zip(counts, groups, strict=True)) / 2**30
             raise CapacityError(
-                f"the KV cache needs {needed:.2f} GiB for {num_slots} positions and the allocation failed ({error})",
+                f"the KV cache needs {needed:.2f} GiB for {counts[0]} positions and the allocation failed ({error})",
                 fix,
             ) from error
         stored = {
@@ -37,8 +42,8 @@ class TensorStorage:
             for layers, data in zip(kinds.values(), self._data, strict=True)
             for layer, both in zip(layers, data, strict=True)
         }
-        read = [layer if of.shares is None else of.shares for layer, of in enumerate(shape.layers)]
-        self._layers = [stored[layer] for layer in read]
+        self._groups = [group for group, _, _ in kinds]  # of the data
+        self._layers = [stored[layer if own.shares is None else own.shares] for layer, own in enumerate(shape.layers)]
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """See `KVStorage.write`."""
@@ -58,6 +63,22 @@ class TensorStorage:
 
     def move(self, moves: Moves) -> None:
         """See `KVStorage.move`; the gather makes a copy, so sources and targets may overlap."""
-        sources, targets = (ids(slots).to(self._data[0].device) for slots in (moves.sources, moves.targets))
-        for data in self._data:
-            data.index_copy_(2, targets, data.index_select(2, sources))
+        parts = moves.by_group()
+        for group, data in zip(self._groups, self._data, strict=True):
+            own = parts[group] if group < len(parts) else NO_MOVES
+            if own.sources:
+                data.index_copy_(2, self._ids(own.targets), data.index_select(2, self._ids(own.sources)))
+
+    def _ids(self, slots: Sequence[int]) -> Tensor:
+        return ids(slots).to(self._data[0].device)
+
+
+def _alike(shape: CacheShape, groups: Sequence[LayerGroup]) -> dict[tuple[int, int, int], list[int]]:
+    """Return the layers that have a storage of their own by group, key heads and dimensions."""
+    found = dict[tuple[int, int, int], list[int]]()
+    for index, group in enumerate(groups):
+        for layer in group.layers:
+            heads, dim, shares = shape.layers[layer]
+            if shares is None:
+                found.setdefault((index, heads, dim), []).append(layer)
+    return found

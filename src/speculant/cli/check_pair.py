@@ -75,11 +75,11 @@ def check_pair(
 ) -> None:
     """Measure whether a draft model or a head speeds up a target, and recommend flags.
 
-    Compares tokenizers and sizes. On texts that the target writes, it measures how often draft tokens are
-    accepted and how long steps with drafts of several lengths take, for each type of draft weights that the
-    kernels support. From this it predicts the speed of each draft length, and measures the best one against
-    plain decoding. For a head it measures several draft lengths directly. The embedded pair takes about
-    20 seconds.
+    Compares tokenizers, which may differ, and sizes. On texts that the target writes, it measures how often
+    draft tokens are accepted and how long steps with drafts of several lengths take, for each type of draft
+    weights that the kernels support. From this it predicts the speed of each draft length, and measures the
+    best one against plain decoding. For a head it measures several draft lengths directly. The embedded pair
+    takes about 20 seconds.
     """
     if tokens < FEWEST_TOKENS:
         raise ConfigError(f"tokens={tokens} is too few to measure", f"use --tokens {FEWEST_TOKENS} or more.")
@@ -120,6 +120,7 @@ def document(config: EngineConfig, findings: Findings) -> dict[str, Any]:
         "target": asdict(findings.target),
         "draft": asdict(findings.draft),
         "draft_lacks_tokens": findings.lacks,
+        "vocabulary": _vocabulary(findings),
         "size_ratio": findings.draft.parameters / findings.target.parameters,
         "sampling": {name: getattr(findings.params, name) for name in PairSampling.names()},
         "texts": findings.num_texts,
@@ -133,6 +134,11 @@ def document(config: EngineConfig, findings: Findings) -> dict[str, Any]:
         "verdict": _verdict(config, findings, flags),
         "flags": flags,
     }
+
+
+def _vocabulary(findings: Findings) -> dict[str, Any] | None:
+    """Return what both vocabularies share; None if the draft has the target's tokenizer."""
+    return asdict(findings.shared) | {"verdict": findings.shared.verdict} if findings.shared else None
 
 
 def _prediction(each: SpeedPrediction) -> dict[str, Any]:
@@ -207,7 +213,9 @@ def _show(console: Console, value: Mapping[str, Any]) -> None:
         size = f"{model['parameters'] / 1e6:.4g} million parameters"
         console.print(f"{role}: {model['name']}, {size}, {model['dtype']}, kernels: {model['kernels']}")
     console.print(f"the draft fits the target, and has {value['size_ratio']:.3g} of its parameters")
-    if value["draft_lacks_tokens"]:
+    if value["vocabulary"]:
+        console.print(value["vocabulary"]["verdict"])
+    elif value["draft_lacks_tokens"]:
         console.print(f"the draft lacks {value['draft_lacks_tokens']} of the target's tokens and never drafts them")
     _show_acceptance(console, value)
     _show_lengths(console, value)

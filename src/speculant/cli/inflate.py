@@ -25,7 +25,7 @@ EXAMPLES = examples(
 
 def inflate(
     model: Annotated[
-        str, typer.Argument(help="A Llama model: a folder, a Hugging Face id or demo. Or the folder of a head.")
+        str, typer.Argument(help="A model: a folder, a Hugging Face id or demo. Or the folder of a head.")
     ],
     out: Annotated[Path, typer.Argument(help="The folder to write, a new or empty one.")],
     shape: Annotated[
@@ -69,16 +69,21 @@ def inflate(
 
 def _shape(folder: Path, is_head: bool, name: str | None, sizes: Mapping[str, int]) -> Shape:
     """Return the named shape, or else the model's own, with other sizes."""
+    from speculant.lab.inflation.config import fitting_shape
     from speculant.lab.inflation.heads import head_shape
     from speculant.lab.inflation.model import shape_of
     from speculant.lab.inflation.shapes import named_shape
+    from speculant.models.source import read_model_config
 
     if is_head and "num_hidden_layers" in sizes:
         raise ConfigError("a head keeps its number of layers", "leave out --layers.")
     small, head_dim = head_shape(folder) if is_head else shape_of(folder)
     if name is None and not sizes:
         raise ConfigError("no shape was named", "add --shape 1b, or sizes such as --layers 24.")
-    return replace(small if name is None else named_shape(name, head_dim), **sizes)
+    if name is None:
+        return replace(small, **sizes)
+    shape = replace(named_shape(name, head_dim), **sizes)
+    return shape if is_head else fitting_shape(read_model_config(folder), shape)
 
 
 def _written_sizes(folder: Path) -> dict[str, int]:

@@ -179,7 +179,7 @@ def _by_kind(matrices: Sequence[Matrix]) -> dict[str, dict[str, Any]]:
 
 def _memory(files: CheckpointFiles, matrices: Sequence[Matrix], dtype: torch.dtype) -> dict[str, Any]:
     """Return the size of a model in memory, and the part that each pass reads."""
-    from speculant.models.sizes import TABLE, values_per_position
+    from speculant.models.sizes import TABLE, values_kept, values_per_position
 
     unread = () if files.decoder.head.tied else (TABLE,)
     return {
@@ -187,6 +187,7 @@ def _memory(files: CheckpointFiles, matrices: Sequence[Matrix], dtype: torch.dty
         "read_in_each_pass_mib": sum(matrix.kept for matrix in matrices if matrix.name not in unread) / MIB,
         "keys_and_values": str(dtype).removeprefix("torch."),
         "each_position_kib": values_per_position(files.decoder) * dtype.itemsize / KIB,
+        "whole_context_mib": values_kept(files.decoder, files.decoder.max_positions) * dtype.itemsize / MIB,
     }
 
 

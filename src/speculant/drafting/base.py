@@ -21,6 +21,7 @@ from speculant.errors import ConfigError, suggest
 from speculant.kernels.base import Sampler
 from speculant.kernels.reference_sampler import REFERENCE
 from speculant.models.base import CausalLM
+from speculant.models.vocabulary import MappedVocabulary
 from speculant.sampling.chance import Chances
 from speculant.types import CommittedRows, DraftTree, Request
 
@@ -230,6 +231,7 @@ class DrafterContext:
     """Everything that a drafter is built from.
 
     load_draft: loads a checkpoint by name and fits its vocabulary to the target's; see `LoadDraft`.
+    vocabulary_of: returns how a loaded draft model reads the target's texts; None = token by token, as they are.
     make_cache: makes a cache of the engine's kind for a model's cache shape.
     sampler: computes the target's distributions.
     stop_below: a draft that a model draws ends after a token of a lower probability; 0 = it does not.
@@ -249,6 +251,7 @@ class DrafterContext:
     stop_below: float = 0.0
     selection: Selection = field(default_factory=Selection)
     target: CausalLM | None = None
+    vocabulary_of: Callable[[CausalLM], MappedVocabulary | None] = lambda model: None
 
 
 def require_no_stop(context: DrafterContext) -> None:

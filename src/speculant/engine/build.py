@@ -28,7 +28,7 @@ from speculant.drafting.methods import (
     takes_model,
 )
 from speculant.drafting.selection import Selection, Selector
-from speculant.engine.draft_loading import AUTO, choose_precision, draft_vocabulary, rounded
+from speculant.engine.draft_loading import AUTO, choose_precision, describe_vocabulary, draft_vocabulary, rounded
 from speculant.engine.drafters import Drafters
 from speculant.engine.engine import Engine, EngineOptions
 from speculant.engine.memory import CacheMemory
@@ -40,7 +40,7 @@ from speculant.models import background
 from speculant.models.backends.base import find_backends
 from speculant.models.base import CausalLM, scratch_of
 from speculant.models.source import read_model_config, resolve_source, resolve_tokenizer
-from speculant.models.vocabulary import DraftVocabulary
+from speculant.models.vocabulary import MappedVocabulary, TargetVocabulary
 from speculant.models.weights.load import Checkpoint, load_model
 from speculant.sampling.chance import KeyedChances
 from speculant.text.tokenizer import Tokenizer
@@ -268,6 +268,7 @@ class _Workshop:
     make_cache: Callable[[CacheShape], KVCache]
     selection: Selection
     notes: list[str] = field(default_factory=list)  # for the user, on draft models
+    mapped: list[tuple[CausalLM, MappedVocabulary]] = field(default_factory=list)
 
     def build(self, method: str, options: Mapping[str, Any]) -> Drafter:
         """Make a drafter, with the configured draft model."""
@@ -302,6 +303,7 @@ class _Workshop:
             stop_below=policy.stop_below(policy_options) if hasattr(policy, "stop_below") else 0.0,
             selection=self.selection,
             target=self.target.model,
+            vocabulary_of=self._vocabulary_of,
         )
         drafter: Drafter = plugins.load(KIND, method).build(context)
         return drafter
@@ -309,9 +311,19 @@ class _Workshop:
     def _load_draft(self, source: str, head_tokens: tuple[int, ...] = ()) -> CausalLM:
         folder = resolve_source(source, "draft", download_dir=self.config.download_dir)
         check_kind(folder, read_model_config(folder))
-        vocabulary = draft_vocabulary(folder, self.target, self.tokenizer)
-        if vocabulary and vocabulary.lacks:
-            self.notes.append(f", the draft lacks {vocabulary.lacks} of the target's tokens and never drafts them")
+        other = self.spec.use_heterogeneous_vocab if self.spec else None
+        vocabulary = draft_vocabulary(folder, self.target, self.tokenizer, other)
+        if note := describe_vocabulary(vocabulary):
+            self.notes.append(f", {note}")
+        model = self._load_fastest(folder, source, head_tokens, vocabulary)
+        if isinstance(vocabulary, MappedVocabulary):
+            self.mapped.append((model, vocabulary))
+        return model
+
+    def _load_fastest(
+        self, folder: Path, source: str, head_tokens: tuple[int, ...], vocabulary: TargetVocabulary | None
+    ) -> CausalLM:
+        """Load a draft model in the configured type, or in the fastest one."""
         load = partial(self._load, source, head_tokens, vocabulary)
         if self.config.draft_model_backend != AUTO:
             rounding = None if self.config.draft_quantization == AUTO else rounded(self.config.draft_quantization)
@@ -326,11 +338,14 @@ class _Workshop:
             self.notes.append(f", draft weights in {chosen or str(draft.dtype).removeprefix('torch.')} (fastest here)")
         return draft.model
 
+    def _vocabulary_of(self, model: CausalLM) -> MappedVocabulary | None:
+        return next((vocabulary for each, vocabulary in self.mapped if each is model), None)
+
     def _load(
         self,
         source: str,
         head_tokens: tuple[int, ...],
-        vocabulary: DraftVocabulary | None,
+        vocabulary: TargetVocabulary | None,
         quantization: str | None,
     ) -> Checkpoint:
         config = self.config

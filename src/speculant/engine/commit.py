@@ -71,6 +71,7 @@ def commit_output(
         else:
             committed = Committed(request, [], [])
         cache.insert_prefix(request.seq_id, request.tokens)
+        cache.drop_unseen(request.seq_id)
     except Exception as error:  # noqa: BLE001 - no error may affect the other requests
         roll_back(request, num_output)
         return fail(request, error)
@@ -175,7 +176,7 @@ def _follow(output: TargetOutput, trunk: Hypothesis, goal: Hypothesis, cache: KV
     tokens = goal.tokens(start=agreed)
     path = list[int]()
     if (length := len(request.prompt) + min(agreed, goal.length - 1)) < base:
-        cache.truncate_to(request.seq_id, length)
+        cache.truncate_to(request.seq_id, length if cache.holds_window(request.seq_id, length) else 0)
     else:
         path = output.tree.path_along(tokens[:-1])
         cache.compact(request.seq_id, base, path)

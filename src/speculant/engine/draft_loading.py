@@ -21,12 +21,13 @@ from torch import Tensor
 
 from speculant.cache.base import KVCache
 from speculant.cache.factory import slotted_cache
+from speculant.drafting.model.intersection import intersect
 from speculant.drafting.model.runner import fit_vocabulary, grow
-from speculant.errors import ModelError, SpeculantError
+from speculant.errors import ModelError, PairError, SpeculantError
 from speculant.files import key_of, write_file
 from speculant.lengths.calibration import folder, requests, timed
 from speculant.models.base import CausalLM, Chain, SequenceInput, build_batch
-from speculant.models.vocabulary import DraftVocabulary
+from speculant.models.vocabulary import DraftVocabulary, MappedVocabulary, TargetVocabulary
 from speculant.models.weights.load import Checkpoint
 from speculant.params import SamplingParams
 from speculant.sampling.chance import KeyedChances
@@ -43,17 +44,36 @@ PROMPT, SAMPLE = 8, 48  # tokens
 DRAWN = SamplingParams(temperature=1.0, max_tokens=None)
 
 
-def draft_vocabulary(folder: Path, target: Checkpoint, tokenizer: Tokenizer) -> DraftVocabulary | None:
-    """Compare the tokenizer in a draft's folder with the target's, `tokenizer`. Raises PairError if ids clash.
+def draft_vocabulary(
+    folder: Path, target: Checkpoint, tokenizer: Tokenizer, other: bool | None = None
+) -> TargetVocabulary | None:
+    """Compare the tokenizer in a draft's folder with the target's, `tokenizer`.
 
-    Returns the vocabulary to load the draft model with; None = it has the target's tokens.
+    other: False = a draft whose ids mean other tokens is refused. Returns the vocabulary to load the draft model with;
+    None = it has the target's tokens. Raises PairError if it can't be used.
     """
     own = Tokenizer.load(folder)
-    unknown = compare_vocabularies(tokenizer, own)
+    try:
+        unknown = compare_vocabularies(tokenizer, own)
+    except PairError as error:
+        if other is False:
+            fix = "leave use_heterogeneous_vocab out, or use a draft of the target's own family."
+            raise PairError(error.problem, fix) from None
+        return intersect(tokenizer, own, target.model.vocab_size)
     if not unknown:
         return None
     lacks = len(unknown - {*own.vocab().values()})
     return DraftVocabulary(target.model.vocab_size, unknown, substitute_token(own, unknown), lacks)
+
+
+def describe_vocabulary(vocabulary: TargetVocabulary | None) -> str:
+    """Say for the user which tokens a draft model does not draft; empty = it drafts all."""
+    if isinstance(vocabulary, MappedVocabulary):
+        number, size = len(vocabulary.shared), vocabulary.size
+        return f"the vocabularies differ and share {number} of the target's {size} tokens, which alone are drafted"
+    if vocabulary is not None and vocabulary.lacks:
+        return f"the draft lacks {vocabulary.lacks} of the target's tokens and never drafts them"
+    return ""
 
 
 def rounded(given: str | None) -> str | None:

@@ -4,6 +4,10 @@ All caches hold about the same number of positions, so that a sequence that fits
 
     kv_memory   [ target: n blocks x target bytes | draft: n blocks x draft bytes ]
 
+Layers with a sliding window have fewer blocks: as many as can be in use at once. So n is larger for such models.
+
+    target      [ n blocks, layers without a window | up to n blocks, layers with one ]
+
 The target's passes keep scratch memory in addition to weights and cache. It is not part of kv_memory. Without
 kv_memory the caches get a share of the memory that is free after the scratch memory is counted:
 
@@ -12,8 +16,10 @@ kv_memory the caches get a share of the memory that is free after the scratch me
 
 from __future__ import annotations
 
+import bisect
 import logging
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -23,6 +29,7 @@ from speculant.cache.factory import paged_cache, slotted_cache
 from speculant.config import EngineConfig, Limits
 from speculant.engine.cgroups import free_in_cgroups
 from speculant.errors import CapacityError
+from speculant.lengths.calibration import DEPTHS
 
 logger = logging.getLogger(__name__)
 
@@ -62,17 +69,25 @@ class CacheMemory:
 
     def make_target(self) -> KVCache:
         """Make the target's cache of all that is left; CapacityError if not one sequence of max_model_len fits."""
-        return self._make(self._target, self._left, "target")
+        return self._make(self._target_need, self._left, "target")
 
     def make(self, shape: CacheShape) -> KVCache:
         """Make a cache for a drafter, leaving room for as many positions of the target's; raises CapacityError too."""
-        both = shape.bytes_per_token + self._target.bytes_per_token
-        return self._make(shape, self._left * shape.bytes_per_token // both, "drafter")
+        return self._make(self._draft_need(shape), self._left, "drafter", (self._target_need,))
 
-    def _make(self, shape: CacheShape, share: int, whose: str) -> KVCache:
+    @property
+    def _target_need(self) -> Need:
+        return Need(self._target, self._config.block_size, self.limits.max_num_seqs, self.limits.max_num_batched_tokens)
+
+    def _draft_need(self, shape: CacheShape) -> Need:
+        """Return a drafter's need: a sequence keeps a round's input tokens and draft until it is drafted for again."""
+        rows = self.limits.max_num_batched_tokens + max(self.limits.max_num_batched_tokens, *DEPTHS)
+        num_seqs = self.limits.max_num_seqs
+        return Need(shape, self._config.block_size, num_seqs, num_seqs * rows, rows)
+
+    def _make(self, need: Need, left: int, whose: str, others: tuple[Need, ...] = ()) -> KVCache:
         make = self._make_paged if self._config.kv_cache_backend == "paged" else self._slotted
-        cache = make(shape, share, whose)
-        size = cache.num_blocks * cache.block_size * shape.bytes_per_token
+        cache, size = make(need, left, whose, others)
         self._left -= size
         logger.info(
             "%s cache: %d blocks of %d positions, %.1f MiB",
@@ -81,24 +96,32 @@ class CacheMemory:
         self.made.append(cache)
         return cache
 
-    def _make_paged(self, shape: CacheShape, share: int, whose: str) -> KVCache:
-        size = self._config.block_size
-        num_blocks = share // (size * shape.bytes_per_token)
-        self._shorten(num_blocks * size)
-        per_sequence = -(-self.limits.max_model_len // size)
+    def _make_paged(self, need: Need, left: int, whose: str, others: tuple[Need, ...]) -> tuple[KVCache, int]:
+        """Make a cache that leaves room for as many blocks of the others; return it with its bytes."""
+        size, num_blocks = self._config.block_size, most_blocks((need, *others), left)
+        if num_blocks < need.blocks_for(self.limits.max_model_len):
+            self._shorten(num_blocks * size)
+        per_sequence = need.blocks_for(self.limits.max_model_len)
         if num_blocks < per_sequence:
-            raise self._too_small(shape, share, whose, 1, size)
+            share = left * need.bytes_of(per_sequence) // sum(each.bytes_of(per_sequence) for each in (need, *others))
+            raise self._too_small(need.bytes_of(per_sequence), share, whose, 1, num_blocks * size)
         if self._config.kv_memory_bytes() is None:
             usual = per_sequence if self._config.max_model_len else min(per_sequence, -(-USUAL_CONTEXT // size))
             num_blocks = min(num_blocks, max(per_sequence, self.limits.max_num_seqs * usual))
-        return paged_cache(shape, num_blocks, size, self._config.enable_prefix_caching)
+        cache = paged_cache(need.shape, need.counts(num_blocks), size, self._config.enable_prefix_caching)
+        return cache, need.bytes_of(num_blocks)
 
-    def _slotted(self, shape: CacheShape, share: int, whose: str) -> KVCache:
-        self._shorten(share // (self.limits.max_num_seqs * shape.bytes_per_token))
-        limits = self.limits
-        if limits.max_num_seqs * limits.max_model_len * shape.bytes_per_token > share:
-            raise self._too_small(shape, share, whose, limits.max_num_seqs, 1)
-        return slotted_cache(shape, limits.max_num_seqs, limits.max_model_len)
+    def _slotted(self, need: Need, left: int, whose: str, others: tuple[Need, ...]) -> tuple[KVCache, int]:
+        """Make a cache that leaves room for as many slots of the others; return it with its bytes."""
+        shape, num_seqs = need.shape, self.limits.max_num_seqs
+        every = sum(each.shape.bytes_per_token for each in (need, *others))
+        share = left * shape.bytes_per_token // every
+        positions = share // (num_seqs * shape.bytes_per_token)
+        self._shorten(positions)
+        needed = num_seqs * self.limits.max_model_len * shape.bytes_per_token
+        if needed > share:
+            raise self._too_small(needed, share, whose, num_seqs, positions)
+        return slotted_cache(shape, num_seqs, self.limits.max_model_len), needed
 
     def _shorten(self, positions: int) -> None:
         """Lower the context to the positions that a sequence can have in a cache, unless it was configured."""
@@ -117,10 +140,9 @@ class CacheMemory:
             f"{self._budget / 2**20:.1f} MiB; raise kv_memory for more"
         )
 
-    def _too_small(self, shape: CacheShape, share: int, whose: str, num_seqs: int, block_size: int) -> CapacityError:
+    def _too_small(self, needed: int, share: int, whose: str, num_seqs: int, fits: int) -> CapacityError:
+        """Return the error for a share of the memory that lasts for `fits` positions per sequence."""
         longest, mib = self.limits.max_model_len, 2**20
-        needed = num_seqs * longest * shape.bytes_per_token
-        fits = share // (num_seqs * shape.bytes_per_token) // block_size * block_size
         fewer = "" if num_seqs == 1 else ", lower max_num_seqs"
         shorter = f", or set max_model_len to {fits} or less" if fits else ""
         return CapacityError(
@@ -128,6 +150,60 @@ class CacheMemory:
             f"and its share of the memory is {share / mib:.1f} MiB",
             f"raise kv_memory{fewer}{shorter}.",
         )
+
+
+@dataclass(frozen=True)
+class Need:
+    """What decides the size of a paged cache.
+
+    rows: the most positions that sequences have reserved and not committed, all together; of one sequence
+    `rows_of_one`, None = the same.
+    """
+
+    shape: CacheShape
+    block_size: int
+    num_seqs: int
+    rows: int
+    rows_of_one: int | None = None
+
+    def counts(self, num_blocks: int) -> list[int]:
+        """Return the blocks of each group of layers if the first has `num_blocks`."""
+        return [num_blocks, *(min(num_blocks, self._in_use(each.window)) for each in self.shape.groups[1:])]
+
+    def bytes_of(self, num_blocks: int) -> int:
+        """Return the bytes of a cache whose first group of layers has `num_blocks`."""
+        counts = zip(self.counts(num_blocks), self.shape.groups, strict=True)
+        return sum(count * self.block_size * self.shape.bytes_of(group.layers) for count, group in counts)
+
+    def blocks_for(self, length: int) -> int:
+        """Return the fewest blocks of the first group with which one sequence can grow to `length` positions."""
+        window, blocks = self.shape.groups[0].window, -(-length // self.block_size)
+        rows = self.rows if self.rows_of_one is None else self.rows_of_one
+        return blocks if window is None else min(blocks, blocks_in_use(window, self.block_size, 1, rows))
+
+    def _in_use(self, window: int | None) -> int:
+        assert window is not None, "layers without a window are the first group"
+        return blocks_in_use(window, self.block_size, self.num_seqs, self.rows)
+
+
+def blocks_in_use(window: int, block_size: int, num_seqs: int, rows: int) -> int:
+    """Return the most blocks that layers with a window use at once, while sequences have `rows` more positions in all.
+
+    A committed sequence needs its last window - 1 positions, which may begin and end within a block. Its further
+    positions may end within a block, and one more block may be copied before it is written.
+    """
+    committed = -(-(window + block_size - 2) // block_size)
+    return num_seqs * (committed + 2) + rows // block_size
+
+
+def most_blocks(needs: Sequence[Need], budget: int) -> int:
+    """Return how many blocks the first group of each of several caches can have within a budget of bytes."""
+
+    def total(num_blocks: int) -> int:
+        return sum(need.bytes_of(num_blocks) for need in needs)
+
+    most = budget // sum(each.block_size * each.shape.bytes_of(each.shape.groups[0].layers) for each in needs)
+    return bisect.bisect_right(range(most + 1), budget, key=total) - 1
 
 
 def free_memory(device: torch.device, root: Path = Path("/")) -> int:

@@ -123,7 +123,6 @@ SPECULATIVE_RULES: Mapping[str, Rule] = MappingProxyType(
             (None, "standard", "block"), "it has another name", 'set "verification" (docs/drafters.md).'
         ),
         "revision": Rule((None,), "revision is the target's", "download the draft and name its folder."),
-        "use_heterogeneous_vocab": Rule(_OFF, "a draft has the target's vocabulary", "use a draft of its family."),
     }
 )
 _CALLS: Mapping[str, Rule] = MappingProxyType(

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from speculant.cache.base import KVCache, Moves
+from speculant.cache.base import KVCache, Moves, Slots
 from speculant.config import Limits
 from speculant.drafting.base import Drafter
 from speculant.errors import Guard
@@ -141,11 +141,13 @@ class Calibration:
         length = min(LONG_CONTEXT, self.limits.max_model_len - MANY_ROWS, self.cache.free_tokens() - MANY_ROWS)
         if not context or length < LEAST_LONG or not {1, MANY_ROWS} <= short_s.keys():
             return KeyCosts()
-        slot = self.cache.table(seq_id)[0] * self.cache.block_size
-        copies = self.cache.reserve(seq_id, length - context).slots
-        for first in range(0, len(copies), COPIED):
-            targets = copies[first : first + COPIED]
-            self.cache.storage.move(Moves([slot] * len(targets), targets))
+        sources = [block * self.cache.block_size for block in self.cache.table(seq_id)]  # one per group of layers
+        chunk = min(COPIED, self.limits.max_num_batched_tokens)
+        for first in range(context, length, chunk):
+            copies = self.cache.reserve(seq_id, min(chunk, length - first))
+            self.cache.storage.move(_repeated(sources, copies))
+            sources = [slots[-1] for slots in (copies.slots, *copies.others)]
+            self.cache.drop_unseen(seq_id)
         (request,) = requests(1, length + 1, self.target.vocab_size)
         decode = partial(self._decode, request)
         long_s = least_seconds(timed_rounds(decode, [1, MANY_ROWS], share=LONG_SHARE, is_warm=True))
@@ -211,6 +213,13 @@ class Calibration:
 
     def _zeros(self, rows: int) -> Tensor:
         return torch.zeros(rows, self.target.hidden_size, dtype=torch.float32, device=self.target.cache_shape.device)
+
+
+def _repeated(sources: Sequence[int], copies: Slots) -> Moves:
+    """Return the moves that copy one slot of each group of layers to all the slots of `copies`."""
+    targets = copies.slots, *copies.others
+    first, *others = (Moves([source] * len(slots), slots) for source, slots in zip(sources, targets, strict=True))
+    return Moves(first.sources, first.targets, tuple(others))
 
 
 def requests(count: int, length: int, vocab_size: int, params: SamplingParams = GREEDY) -> list[Request]:

@@ -26,7 +26,8 @@ class Segment(NamedTuple):
     """One sequence's rows in a flat batch, at the cache positions start .. end - 1.
 
     The last `len(parents)` rows are draft nodes, the others a chain of committed tokens that ends with the root.
-    `table` is the sequence's block table. `seq_id` appears in error messages. `length`: see `SequenceInput`.
+    `table` is the sequence's block table, for every group of layers (`BlockManager.table`). `seq_id` appears in error
+    messages. `length`: see `SequenceInput`.
     """
 
     seq_id: int
@@ -67,12 +68,24 @@ class Batch:
 
     tokens: Tensor  # [T] int64
     positions: Tensor  # [T] int64; a draft node's position is its depth, not its row
-    slot_mapping: Tensor  # [T] int64; the slot that each row's key and value are written to
+    slot_mapping: (
+        Tensor  # [T] int64; the slot that each row's key and value are written to, in the first group of layers
+    )
     segments: tuple[Segment, ...]
     block_size: int  # positions per block of the block tables
     embeddings: Tensor | None = None  # [k, hidden] input embeddings that replace token lookups; None = no row has one
     embedded_rows: Tensor = _NO_ROWS  # [k] int64, the rows of the batch that they belong to
     hidden: Tensor | None = None  # [T, hidden] states of another model that rows read (models/heads.py); None = none
+    group_slots: Tensor | None = None  # [groups, T] int64, as slot_mapping but of every group; None = there is one
+
+    @property
+    def num_groups(self) -> int:
+        """How many groups of layers have slots of their own; see `CacheShape.groups`."""
+        return 1 if self.group_slots is None else self.group_slots.shape[0]
+
+    def slots_of(self, group: int) -> Tensor:
+        """Return the slots [T] that rows are written to in the layers of a group."""
+        return self.slot_mapping if self.group_slots is None else self.group_slots[group]
 
     def long_rows(self, needs: ModelNeeds) -> Tensor | None:
         """Return which rows [T] are of texts that a model computes as long; None = it has no other way for these."""
@@ -256,12 +269,13 @@ def build_batch(inputs: Sequence[SequenceInput], cache: KVCache, device: torch.d
     """Reserve slots for every input and concatenate the sequences (docs/references.md, verification pass)."""
     segments, tokens, positions, slot_mapping = list[Segment](), list[int](), list[int](), list[int]()
     embeddings, hidden = dict[int, Tensor](), list[Tensor]()
+    others = [list[int]() for _ in range(cache.num_groups - 1)]
     for sequence in inputs:
         hidden += () if sequence.hidden is None else (sequence.hidden,)
         if sequence.embeddings:
             embeddings.update(_embedded_rows(sequence, len(tokens)))
         seq_id, count, tree = sequence.seq_id, len(sequence.tokens), sequence.tree
-        _, start, slots, _ = cache.reserve(seq_id, count + tree.size)
+        _, start, slots, _, own = cache.reserve(seq_id, count + tree.size)
         table = cache.table(seq_id)
         segments.append(Segment(seq_id, start, count + tree.size, table, tree.parent_list, sequence.length))
         tokens += sequence.tokens
@@ -269,9 +283,12 @@ def build_batch(inputs: Sequence[SequenceInput], cache: KVCache, device: torch.d
         positions += range(start, start + count)
         positions += [start + count - 1 + depth for depth in tree.depths] if tree.size else ()
         slot_mapping += slots
+        for known_slots, added in zip(others, own, strict=True):
+            known_slots += added
     rows = ids(tokens), ids(positions), ids(slot_mapping)
     if device.type != "cpu":
         rows = rows[0].to(device), rows[1].to(device), rows[2].to(device)
+    every = torch.stack((rows[2], *(ids(slots).to(device) for slots in others))) if others else None
     return Batch(
         *rows,
         tuple(segments),
@@ -279,6 +296,7 @@ def build_batch(inputs: Sequence[SequenceInput], cache: KVCache, device: torch.d
         _stack(embeddings).to(device) if embeddings else None,
         ids([*embeddings]).to(device) if embeddings else _NO_ROWS,
         torch.cat(hidden) if hidden else None,
+        every,
     )
 
 

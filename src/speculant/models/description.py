@@ -334,6 +334,12 @@ class DecoderConfig:
         return tuple(dict.fromkeys(layer.attention.rope for layer in self.layers if layer.attention.rope))
 
     @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The window of each layer; none if every layer sees all positions."""
+        windows = tuple(layer.attention.window for layer in self.layers)
+        return windows if any(windows) else ()
+
+    @property
     def restart_at(self) -> int | None:
         """See `ModelNeeds.restart_at`."""
         return restart_of(self.ropes)

@@ -1,4 +1,4 @@
-"""Models in GGUF files: their metadata in the keys of config.json, and the names of their tensors.
+"""Models in GGUF files: their metadata in the keys of config.json, and their description.
 
 Keys of a model's metadata begin with its architecture, as in `llama.block_count`. A family that GGUF files can hold has
 a `GgufFamily` named GGUF in its module.
@@ -9,36 +9,42 @@ from __future__ import annotations
 import math
 import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from speculant import plugins
 from speculant.errors import ModelError
 from speculant.gguf_file import GgufFile, end_tokens
-from speculant.models.config import MOST, MOST_FACTOR, MOST_HEAD_DIM, is_whole, show
+from speculant.models.config import FULL, MOST, MOST_FACTOR, MOST_HEAD_DIM, SLIDING, is_whole, show
 from speculant.models.description import DecoderConfig
-from speculant.models.sizes import HEAD, LAYER, NORM, TABLE
-from speculant.models.tensor_map import Expression, TensorMap, Unpaired
+from speculant.models.gguf_family import (
+    GGUF_HEAD,
+    GGUF_TABLE,
+    Flag,
+    Function,
+    GgufFamily,
+    Number,
+    Windows,
+    gguf_tensors,
+)
 
 FAMILIES = "speculant.models"
-ROPE_FREQS = "rope_freqs.weight"  # the divisor of each pair's frequency; part of the config, not of the weights
-GGUF_TABLE, GGUF_HEAD = "token_embd.weight", "output.weight"
-LAYER_PARTS = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "self_attn.o_proj": "attn_output",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
+# The divisors of the pairs' frequencies; those of long and of short texts. Part of the config, not of the weights.
+ROPE_FREQS, ROPE_LONG, ROPE_SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
+YARN = {
+    "beta_fast": "yarn_beta_fast",
+    "beta_slow": "yarn_beta_slow",
+    "attention_factor": "yarn_attn_factor",
+    "mscale_all_dim": "yarn_log_multiplier",
+}
+ROPE_READ = {  # entries that only one kind of scaling reads
+    "yarn": {"rope.scaling.yarn_attn_factor", "rope.scaling.yarn_log_multiplier"},
+    "longrope": {"rope.scaling.attn_factor"},
 }
 END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")  # ends of a text, a turn and a message
-# Entries that change a model's arithmetic in ways that are not implemented, and the values that change nothing.
+# Entries that change a model's arithmetic in ways that are not implemented, and the values that change nothing. A
+# family may read some of them.
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(
         (
@@ -75,42 +81,32 @@ _OTHER = "use a GGUF file of another model, or its checkpoint with safetensors."
 _DAMAGED = "download the file again, or convert the model again."
 
 
-@dataclass(frozen=True)
-class GgufFamily:
-    """How GGUF files store the models of a family.
-
-    architecture: its name in `general.architecture`. paired: the rows of queries and keys are in pairs; see `Unpaired`.
-    """
-
-    architecture: str
-    paired: bool = False
-
-    def tensors(self, config: DecoderConfig) -> TensorMap:
-        """Return where a file holds a model's tensors."""
-        of = config.attention
-        heads = {"self_attn.q_proj": of.heads, "self_attn.k_proj": of.kv_heads} if self.paired else {}
-        names: list[tuple[str, Expression]] = [(TABLE, GGUF_TABLE), (NORM, "output_norm.weight"), (HEAD, GGUF_HEAD)]
-        for own, stored in LAYER_PARTS.items():
-            for kind in ("weight", "bias"):
-                name = f"blk.{{}}.{stored}.{kind}"
-                names.append((f"{LAYER}{own}.{kind}", Unpaired(name, heads[own]) if own in heads else name))
-        return TensorMap(tuple(names))
-
-
 def read_gguf_config(file: GgufFile) -> dict[str, Any]:
     """Return the metadata of the model in a file, in the keys of config.json. Raises ModelError."""
     facts = _Facts(file)
-    family, _ = _family(file)
-    layers = facts.count("block_count")
-    _check_layers(file, layers)
+    name, family = _family(file)
+    _check_layers(file, facts.count("block_count"))
+    scaling = _rope_kind(facts)
+    found = {"model_type": name, **_common(facts, family, scaling)}
+    facts.check_neutral({**_neutral(found, scaling), **family.neutral}, family.read)
+    for path, value in family.config.items():
+        outer, _, key = path.rpartition(".")
+        into = found[outer] if outer else found
+        if into is None:
+            raise ModelError(f"{file.path} has no metadata for {outer}", _DAMAGED)
+        into[key] = facts.read(value, found)
+    return found
+
+
+def _common(facts: _Facts, family: GgufFamily, scaling: str) -> dict[str, Any]:
+    """Return the keys that all families read."""
+    file = facts.file
     table = file.tensors.get(GGUF_TABLE)
     if table is None or len(table.shape) != 2:
         raise ModelError(f"{file.path} has no matrix {GGUF_TABLE}", _DAMAGED)
-    hidden, heads = facts.count("embedding_length"), facts.count("attention.head_count")
+    hidden, heads, layers = (facts.count(key) for key in ("embedding_length", "attention.head_count", "block_count"))
     head_dim = facts.count("attention.key_length", hidden // heads, MOST_HEAD_DIM)
-    facts.check_neutral({**NEUTRAL, "attention.scale": (0, head_dim**-0.5)})
     return {
-        "model_type": family,
         "vocab_size": table.shape[0],
         "hidden_size": hidden,
         "num_hidden_layers": layers,
@@ -118,18 +114,34 @@ def read_gguf_config(file: GgufFile) -> dict[str, Any]:
         "num_key_value_heads": facts.count("attention.head_count_kv", heads),
         "head_dim": head_dim,
         "intermediate_size": facts.count("feed_forward_length"),
-        "rms_norm_eps": facts.number("attention.layer_norm_rms_epsilon"),
+        family.norm_eps: facts.number(family.stored_norm_eps),
         "rope_theta": facts.number("rope.freq_base", 10000.0),
-        "rope_scaling": _rope_scaling(facts),
-        "partial_rotary_factor": facts.count("rope.dimension_count", head_dim) / head_dim,
+        "rope_scaling": _rope_scaling(facts, scaling),
+        "partial_rotary_factor": _share(facts.count("rope.dimension_count", head_dim), head_dim),
         "max_position_embeddings": facts.count("context_length"),
         "tie_word_embeddings": GGUF_HEAD not in file.tensors,
         "attention_bias": "blk.0.attn_output.bias" in file.tensors,
         "mlp_bias": "blk.0.ffn_down.bias" in file.tensors,
-        **_window(facts),
+        **_windows(facts, family.windows, layers),
         "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": _end_tokens(file, table.shape[0]),
     }
+
+
+def _neutral(config: Mapping[str, Any], scaling: str) -> dict[str, tuple[Any, ...]]:
+    """Return the values of entries that change nothing in a model with this config."""
+    head_dim = config["head_dim"]
+    found = {
+        **NEUTRAL,
+        "attention.scale": (0, head_dim**-0.5),
+        "attention.key_length_swa": (head_dim,),
+        "attention.value_length_swa": (head_dim,),
+        "rope.dimension_count_swa": (int(head_dim * config["partial_rotary_factor"]),),
+        "rope.freq_base_swa": (config["rope_theta"],),
+    }
+    if scaling == "yarn":
+        found["rope.scaling.yarn_ext_factor"] = (1, -1)
+    return {key: values for key, values in found.items() if key not in ROPE_READ.get(scaling, ())}
 
 
 def read_gguf_decoder(file: GgufFile, config: Mapping[str, Any]) -> DecoderConfig:
@@ -142,28 +154,34 @@ def read_gguf_decoder(file: GgufFile, config: Mapping[str, Any]) -> DecoderConfi
             f"the metadata of {file.path}, in the keys of config.json, describe no usable model: {error.problem}",
             _OTHER,
         ) from error
-    window = config.get("sliding_window")
-    if window is not None and any(layer.attention.window != window for layer in decoder.layers):
+    size = config["sliding_window"]
+    windows = [size if kind == SLIDING else None for kind in config["layer_types"]]
+    if windows != [layer.attention.window for layer in decoder.layers]:
         raise ModelError(
-            f"{file.path} has a sliding window of {window} positions, which is not implemented for {name}", _OTHER
+            f"{file.path} has a sliding window of {size} positions, which is not implemented for {name}", _OTHER
         )
-    return replace(decoder, tensors=family.tensors(decoder))
+    return replace(decoder, tensors=gguf_tensors(decoder, family.paired, file.tensors))
 
 
 def _family(file: GgufFile) -> tuple[str, GgufFamily]:
-    """Return the name of the family of a file's architecture, and the family."""
-    architecture = file.metadata.get("general.architecture")
-    known: dict[str, tuple[str, GgufFamily]] = {}
+    """Return the name of the family of a file's model, and the family."""
+    facts = _Facts(file)
+    known: dict[str, list[tuple[str, GgufFamily]]] = {}
     for name in plugins.names(FAMILIES):
         family = getattr(plugins.load(FAMILIES, name), "GGUF", None)
         if isinstance(family, GgufFamily):
-            known[family.architecture] = name, family
+            known.setdefault(family.architecture, []).append((name, family))
+    architecture = file.metadata.get("general.architecture")
     if not isinstance(architecture, str) or architecture not in known:
         raise ModelError(
             f"{file.path} has the architecture {show(architecture)}, which is not implemented",
             f"use a file of one of these architectures: {', '.join(sorted(known))}.",
         )
-    return known[architecture]
+    fitting = [each for each in known[architecture] if each[1].needs is None or facts.has(each[1].needs)]
+    if not fitting:
+        needed = " or ".join(f"{architecture}.{family.needs}" for _, family in known[architecture])
+        raise ModelError(f"{file.path} has no metadata entry {needed}", _OTHER)
+    return max(fitting, key=lambda each: each[1].needs is not None)
 
 
 @dataclass(frozen=True)
@@ -172,10 +190,13 @@ class _Facts:
 
     file: GgufFile
 
+    def raw(self, key: str) -> Any:
+        """Return an entry as it is; None if there is none."""
+        return self.file.metadata.get(self._name(key))
+
     def get(self, key: str) -> Any:
         """Return an entry; None if there is none. A list of the same value for each layer stands for the value."""
-        name = self._name(key)
-        value = self.file.metadata.get(name)
+        name, value = self._name(key), self.raw(key)
         if not isinstance(value, list):
             return value
         if not value or any(each != value[0] for each in value):
@@ -184,24 +205,44 @@ class _Facts:
             )
         return value[0]
 
+    def has(self, key: str) -> bool:
+        """Whether an entry is there and not 0."""
+        return self.raw(key) not in (None, 0)
+
+    def read(self, wanted: Number | Flag | Function, config: Mapping[str, Any]) -> Any:
+        """Return the value of a key of a family's own; config: the keys so far."""
+        if not isinstance(wanted, Number | Flag):
+            return wanted(config)
+        value = self.get(wanted.key)
+        if value is None and wanted.default is not ...:
+            return wanted.default(config) if callable(wanted.default) else wanted.default
+        if isinstance(wanted, Flag):
+            if not isinstance(value, bool):
+                raise self.wrong(wanted.key, value, "true or false")
+        elif value == 0 and wanted.zero is not ...:
+            return wanted.zero
+        else:
+            self.number(wanted.key)
+        return value
+
     def count(self, key: str, default: int | None = None, most: int = MOST) -> int:
         """Return a whole number of at least 1."""
         value = self._present(key, default)
         if not is_whole(value) or not 1 <= value <= most:
-            raise self._wrong(key, value, f"a whole number from 1 to {most}")
+            raise self.wrong(key, value, f"a whole number from 1 to {most}")
         return int(value)
 
     def number(self, key: str, default: float | None = None) -> float:
         """Return a positive number."""
         value = self._present(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-            raise self._wrong(key, value, "a positive number")
+            raise self.wrong(key, value, "a positive number")
         return float(value)
 
-    def check_neutral(self, entries: Mapping[str, tuple[Any, ...]]) -> None:
-        """Refuse a file in which one of these entries has another than the given values."""
+    def check_neutral(self, entries: Mapping[str, tuple[Any, ...]], read: Collection[str] = ()) -> None:
+        """Refuse a file in which one of these entries has another than the given values, unless it is `read`."""
         for key, neutral in entries.items():
-            value = self.get(key)
+            value = None if key in read else self.get(key)
             if value is not None and not any(_equal(value, each) for each in neutral):
                 raise ModelError(
                     f"{self.file.path} has {self._name(key)} = {show(value)}, which is not implemented", _OTHER
@@ -217,7 +258,7 @@ class _Facts:
     def _name(self, key: str) -> str:
         return f"{self.file.metadata.get('general.architecture')}.{key}"
 
-    def _wrong(self, key: str, value: Any, expected: str) -> ModelError:
+    def wrong(self, key: str, value: Any, expected: str) -> ModelError:
         return ModelError(f"{self.file.path} has {self._name(key)} = {show(value)}, not {expected}", _DAMAGED)
 
 
@@ -237,36 +278,57 @@ def _check_layers(file: GgufFile, layers: int) -> None:
         )
 
 
-def _rope_scaling(facts: _Facts) -> dict[str, Any] | None:
+def _rope_kind(facts: _Facts) -> str:
+    """Return how rotary positions are scaled. Files of longrope may have its tensors alone."""
+    given = facts.get("rope.scaling.type")
+    kind = "longrope" if ROPE_LONG in facts.file.tensors else "linear" if given is None else str(given)
+    facts.check_neutral({"rope.scaling.type": ("none", "linear", *ROPE_READ)})
+    if kind in ROPE_READ and ROPE_FREQS in facts.file.tensors:
+        raise ModelError(f"{facts.file.path} has {ROPE_FREQS} beside {kind} scaling, which is not implemented", _OTHER)
+    return kind
+
+
+def _rope_scaling(facts: _Facts, kind: str) -> dict[str, Any] | None:
     """Return the scaling of rotary positions; None = they are not scaled."""
-    kind = facts.get("rope.scaling.type")
     factor = facts.get("rope.scaling.factor")
     factor = facts.get("rope.scale_linear") if factor is None else factor
-    if kind not in (None, "none", "linear"):
-        return {"rope_type": str(kind), "factor": factor}
     factor = 1.0 if kind == "none" or factor in (None, 0) else factor
-    divisors = _divisors(facts.file)
+    original = {"original_max_position_embeddings": facts.get("rope.scaling.original_context_length")}
+    if kind == "yarn":
+        own = {name: facts.get(f"rope.scaling.{key}") for name, key in YARN.items()}
+        own["attention_factor"] = None if own["attention_factor"] == 1 else own["attention_factor"]
+        return {"rope_type": kind, "factor": factor, "mscale": 1.0, **original, **own}
+    if kind == "longrope":
+        scale = facts.number("rope.scaling.attn_factor", 1.0)
+        long, short = (_divisors(facts.file, name) for name in (ROPE_LONG, ROPE_SHORT))
+        return {"rope_type": kind, "long_factor": long, "short_factor": short, "attention_factor": scale, **original}
+    divisors = _divisors(facts.file, ROPE_FREQS)
     if divisors is not None:
         return {"rope_type": "factors", "factors": [each * _checked(facts.file, factor) for each in divisors]}
     return None if factor == 1 else {"rope_type": "linear", "factor": factor}
 
 
-def _divisors(file: GgufFile) -> list[float] | None:
+def _share(rotated: int, head_dim: int) -> float:
+    """Return the share of a head that is rotated, such that the product with head_dim is not rounded down."""
+    share = rotated / head_dim
+    return share if int(head_dim * share) == rotated else math.nextafter(share, math.inf)
+
+
+def _divisors(file: GgufFile, name: str) -> list[float] | None:
     """Read the divisors of the frequencies; None = the file has none."""
-    tensor = file.tensors.get(ROPE_FREQS)
+    tensor = file.tensors.get(name)
     if tensor is None:
         return None
     if tensor.kind != "F32" or len(tensor.shape) != 1 or tensor.shape[0] > MOST_HEAD_DIM:
         raise ModelError(
-            f"{file.path} has {ROPE_FREQS} of the shape {list(tensor.shape)} in {tensor.kind}, not a vector in F32",
-            _DAMAGED,
+            f"{file.path} has {name} of the shape {list(tensor.shape)} in {tensor.kind}, not a vector in F32", _DAMAGED
         )
     try:
         with tensor.file.open("rb") as opened:
             opened.seek(tensor.offset)
             return [_checked(file, each) for each in struct.unpack(f"<{tensor.shape[0]}f", opened.read(tensor.size))]
     except (OSError, struct.error) as error:
-        raise ModelError(f"{ROPE_FREQS} can't be read from {tensor.file}: {error}", _DAMAGED) from error
+        raise ModelError(f"{name} can't be read from {tensor.file}: {error}", _DAMAGED) from error
 
 
 def _checked(file: GgufFile, factor: Any) -> float:
@@ -278,17 +340,29 @@ def _checked(file: GgufFile, factor: Any) -> float:
     return float(factor)
 
 
-def _window(facts: _Facts) -> dict[str, Any]:
-    """Return the entries for a sliding window on every layer, as Qwen's checkpoints have them."""
-    size = facts.get("attention.sliding_window")
-    if size is None or size == 0:
-        return {"sliding_window": None}
-    pattern = facts.get("attention.sliding_window_pattern")
-    if pattern is not True:  # a list of each layer's; a number n excludes each n-th layer
-        facts.check_neutral({"attention.sliding_window_pattern": ()})
+def _windows(facts: _Facts, of: Windows | None, layers: int) -> dict[str, Any]:
+    """Return the sliding window and which layers have it."""
+    default = of.size if of else None
+    if not facts.has("attention.sliding_window") and (default is None or facts.get("attention.sliding_window") == 0):
+        return {"sliding_window": None, "layer_types": [FULL] * layers}
+    sliding = _sliding(facts, of.period if of else 0, layers)
     return {
-        "sliding_window": facts.count("attention.sliding_window"), "use_sliding_window": True, "max_window_layers": 0,
-    }  # fmt: skip
+        "sliding_window": facts.count("attention.sliding_window", default),
+        "use_sliding_window": True,
+        "layer_types": [SLIDING if each else FULL for each in sliding],
+    }
+
+
+def _sliding(facts: _Facts, period: int, layers: int) -> list[bool]:
+    """Return which layers have a window: those of the list in the file, or all but each n-th; n = 0: all."""
+    key = "attention.sliding_window_pattern"
+    given = facts.raw(key)
+    period = period if given is None else given
+    if isinstance(period, list) and len(period) == layers and all(isinstance(each, bool) for each in period):
+        return period
+    if not is_whole(period) or not 0 <= period <= MOST:
+        raise facts.wrong(key, given, f"true or false for each of {layers} layers, or a whole number")
+    return [period == 0 or (index + 1) % period != 0 for index in range(layers)]
 
 
 def _end_tokens(file: GgufFile, vocab_size: int) -> list[int]:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from speculant.cache.base import CacheShape, KVCache, KVStorage
+from speculant.kernels.reference import soft_cap
 from speculant.models.base import Batch, CausalLM, Chain, Hidden, ModelNeeds
 from speculant.models.description import DecoderConfig, Layer
 from speculant.models.reference.attention import Attend, StoredKeys
@@ -41,7 +42,7 @@ class StateEntry(Enum):
 
 @dataclass(frozen=True)
 class HeadConfig:
-    """The arithmetic of a head. `decoder` describes its layers, and the tokens that its output head has rows for.
+    """The arithmetic of a head. `decoder` describes its layers; and of its output head the tokens and the soft cap.
 
     fc_bias: whether fc has a bias. norm_before_residual: with ATTENTION, the first layer adds to norm(h) instead of h.
     norm_output: the next row reads the state after the final norm. own_table, own_head: whether it
@@ -61,6 +62,16 @@ class HeadConfig:
         """The layers; with INPUT, the first one has no norm before attention."""
         first, *others = self.decoder.layers
         return (replace(first, before_attention=None) if self.entry is StateEntry.INPUT else first, *others)
+
+
+@runtime_checkable
+class Described(Protocol):
+    """A `CausalLM` that a description determines."""
+
+    @property
+    def config(self) -> DecoderConfig:
+        """The description."""
+        ...
 
 
 @runtime_checkable
@@ -186,7 +197,8 @@ class HeadDecoder(nn.Module):
             x = first.add(x, x, angles, attend)
         else:
             normed = self.hidden_norm(hidden)
-            entering = torch.cat((first.input_layernorm(embedded), normed), dim=-1)
+            input_norm = cast(nn.Module, first.input_layernorm)
+            entering = torch.cat((input_norm(embedded), normed), dim=-1)
             x = first.add(normed if self.config.norm_before_residual else hidden, entering, angles, attend)
         for layer in others:
             x = layer(x, angles, attend)
@@ -197,9 +209,9 @@ class HeadDecoder(nn.Module):
         """See `CausalLM.logits`."""
         if not self.config.own_head:
             return self._target[0].logits(hidden)
-        out: Tensor = self.lm_head(hidden)
-        tokens = self.config.decoder.head.tokens
-        return spread(out, torch.tensor(tokens, device=out.device), self.vocab_size) if tokens else out
+        own = self.config.decoder.head
+        out = soft_cap(self.lm_head(hidden), own.softcap)
+        return spread(out, torch.tensor(own.tokens, device=out.device), self.vocab_size) if own.tokens else out
 
     def grow(self, chains: Sequence[Chain], cache: KVCache, vocab_size: int) -> Sequence[Chain]:
         """See `CausalLM.grow`; this head draws none by itself."""

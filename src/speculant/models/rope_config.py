@@ -106,23 +106,23 @@ class _Reader:
         """Return the rotary positions of a kind."""
         beta = number(self.settings, "llama_4_scaling_beta", 0.0, 0, MOST_FACTOR)
         original = self.original if beta else 0
-        if kind in ("default", "dynamic") and self.share is None:  # needs no head_dim, which may be unknown
-            if kind == "default":
-                return Rope(self.theta, original_max_positions=original, query_beta=beta)
-            self.need("factor")
-            return Rope(self.theta, kind, self.factor, self.max_positions)
         if kind == "factors":
             return self.own(original, beta)
         if kind == "dynamic":
-            raise ModelError(
-                "config.json asks for dynamic rope scaling of parts of heads, which is not implemented", _OTHER
-            )
+            self.need("factor")
+            return Rope(self.theta, kind, self.factor, self.max_positions, dims=self.rotated)
+        if kind == "default" and self.share is None:  # which needs no head_dim: it may be unknown
+            return Rope(self.theta, original_max_positions=original, query_beta=beta)
         made = _KINDS[kind](self)
-        pairs = len(made.frequencies)
+        factors, long = self._divisors(made.frequencies), self._divisors(made.long)
+        restarts, pairs = long not in ((), factors), len(factors)
+        plain = not restarts and all(each == 1 for each in factors)
         return Rope(
             self.theta,
-            **_kind_of(self._divisors(made.frequencies), () if made.long is None else self._divisors(made.long)),
-            original_max_positions=original if made.long is None else self.original,
+            kind="default" if plain else "factors",
+            factors=() if plain else factors,
+            long_factors=long if restarts else (),
+            original_max_positions=self.original if restarts else original,
             dims=None if 2 * pairs == self.head_dim else 2 * pairs,
             scale=made.scale,
             query_beta=beta,
@@ -139,7 +139,7 @@ class _Reader:
             factors=factors,
             long_factors=long_factors,
             original_max_positions=self.original if long else original,
-            dims=None if settings.get("dims") is None else count(settings, "dims", most=MOST_HEAD_DIM),
+            dims=self.rotated,
             scale=number(self.settings, "attention_factor", 1.0, 0, MOST_FACTOR),
             query_beta=beta,
         )
@@ -244,6 +244,13 @@ class _Reader:
         return dims
 
     @property
+    def rotated(self) -> int | None:
+        """The rotated dimensions of a head; None = all."""
+        if self.settings.get("dims") is not None:
+            return count(self.settings, "dims", most=MOST_HEAD_DIM)
+        return None if self.share is None or self.dims == self.head_dim else self.dims
+
+    @property
     def plain(self) -> Tensor:
         """Frequencies that are not scaled."""
         return plain_frequencies(self.theta, self.dims)
@@ -286,9 +293,13 @@ class _Reader:
             math.inf if each is None else number({key: each}, key, None, 1 / MOST_FACTOR, MOST_FACTOR) for each in given
         )
 
-    def _divisors(self, frequencies: Tensor) -> tuple[float, ...]:
+    def _divisors(self, frequencies: Tensor | None) -> tuple[float, ...]:
         """Return the factors of frequencies, so that dividing by them in float64 gives the same float32 numbers."""
-        return tuple((plain_frequencies(self.theta, 2 * len(frequencies)).double() / frequencies.double()).tolist())
+        return (
+            ()
+            if frequencies is None
+            else tuple((plain_frequencies(self.theta, 2 * len(frequencies)).double() / frequencies.double()).tolist())
+        )
 
 
 _KINDS = {
@@ -309,7 +320,8 @@ def rope_entries(rope: Rope) -> dict[str, Any]:
     if rope == Rope(rope.theta):
         return {"rope_theta": rope.theta}
     if rope.kind == "dynamic":
-        return {"rope_theta": rope.theta, "rope_scaling": {"rope_type": "dynamic", "factor": rope.factor}}
+        dynamic = {"rope_type": "dynamic", "factor": rope.factor, "dims": rope.dims}
+        return {"rope_theta": rope.theta, "rope_scaling": dynamic}
     own: dict[str, Any] = {"rope_type": "factors"}
     if rope.dims is not None or not rope.factors:
         own["dims"] = rope.dims
@@ -323,13 +335,6 @@ def rope_entries(rope: Rope) -> dict[str, Any]:
     if rope.original_max_positions:
         own[_ORIGINAL] = rope.original_max_positions
     return {"rope_theta": rope.theta, "rope_scaling": own}
-
-
-def _kind_of(factors: tuple[float, ...], long_factors: tuple[float, ...]) -> dict[str, Any]:
-    """Return the fields of factors; those that change nothing are left out."""
-    if not long_factors and all(each == 1 for each in factors):
-        return {"kind": "default"}
-    return {"kind": "factors", "factors": factors, "long_factors": long_factors}
 
 
 def _first(values: Iterable[Any]) -> Any:

@@ -285,18 +285,22 @@ class Scheduler:
     def _start(self, request: Request) -> None:
         """Take over cached positions: a sibling's prompt, else a matching prefix."""
         salt = self._salts[request.seq_id] = self._salt(request)
-        sibling = next(
-            (r for r in self._siblings(request) if self._target.length(r.seq_id) >= len(request.prompt)), None
-        )
         most = min(self._most_matched(request), len(request.tokens) - 1)
+        start = min(most, len(request.prompt) - 1)
+        sibling = next((r for r in self._siblings(request) if self._could_start(r, request, start)), None)
         if sibling is not None and not request.num_output:
             self._target.fork(sibling.seq_id, request.seq_id)
-            self._target.truncate_to(request.seq_id, min(most, len(request.prompt) - 1))
+            self._target.truncate_to(request.seq_id, start)
         else:
             limit = 0 if request.wants_prompt_logits else most
             self._target.match_prefix(request.seq_id, request.tokens, salt, limit)
         if not request.num_output and not request.metrics.num_preemptions:
             request.metrics.cached_tokens = self._target.length(request.seq_id)
+
+    def _could_start(self, sibling: Request, request: Request, start: int) -> bool:
+        """Whether a sibling has computed the prompt, and holds what a row at position `start` sees."""
+        seq_id = sibling.seq_id
+        return self._target.length(seq_id) >= len(request.prompt) and self._target.holds_window(seq_id, start)
 
     def _fits(self, request: Request) -> bool:
         """Whether the target's cache has room for the missing tokens of the running requests and this one together."""

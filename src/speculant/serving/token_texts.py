@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from functools import lru_cache, partial
 from typing import Any
 
 from speculant.serving.wire import Deferred
+from speculant.text.token_bytes import byte_table, fallback_byte
 from speculant.text.tokenizer import Tokenizer
 from speculant.types import Logprob, Logprobs
 
 LOWEST = -9999.0  # in place of minus infinity, which JSON can't hold; OpenAI's value
-_FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _CACHED = 16_384
 
 
@@ -24,7 +23,7 @@ class TokenTexts:
         self._added = frozenset(tokenizer.backend.get_added_tokens_decoder())
         decoder = tokenizer.decoder_settings or {}
         nested = [decoder, *decoder.get("decoders", ())]
-        self._bytes_of = _byte_table() if any(each.get("type") == "ByteLevel" for each in nested) else None
+        self._bytes_of = byte_table() if any(each.get("type") == "ByteLevel" for each in nested) else None
         self.of = lru_cache(_CACHED)(self._of)
 
     def _of(self, token: int) -> tuple[str, list[int] | None]:
@@ -44,8 +43,8 @@ class TokenTexts:
         if token not in self._added:
             if self._bytes_of is not None and all(character in self._bytes_of for character in raw):
                 return bytes(self._bytes_of[character] for character in raw)
-            if fallback := _FALLBACK.fullmatch(raw):
-                return bytes.fromhex(fallback[1])
+            if (byte := fallback_byte(raw)) is not None:
+                return byte
         text = self._tokenizer.decode_alone(token)
         return None if text is None else text.encode("utf-8", "replace")
 
@@ -103,10 +102,3 @@ def _by_id(entry: Logprobs) -> dict[str, Any]:
 def finite(value: float) -> float:
     """Return a log-probability that JSON can hold."""
     return max(value, LOWEST)
-
-
-def _byte_table() -> dict[str, int]:
-    """Return the byte for each character of byte-level tokenizers (GPT-2's table)."""
-    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    hidden = [byte for byte in range(256) if byte not in shown]
-    return {chr(byte): byte for byte in shown} | {chr(256 + place): byte for place, byte in enumerate(hidden)}

@@ -26,6 +26,7 @@ REJECTION, MATCH = "verification/rejection.py", "verification/match.py"
 BLOCK, MULTI_DRAFT, TRAVERSAL = "verification/block.py", "verification/multi_draft.py", "verification/traversal.py"
 TREES, TOPOLOGY = "drafting/model/trees.py", "drafting/topology.py"
 REQUESTS, VOCABULARY = "engine/requests.py", "structured/vocabulary.py"
+DRAFT_VOCABULARY = "models/vocabulary.py"
 SCHEDULER = "scheduling/scheduler.py"
 
 OWN_TOKENS = "test_batches.py::test_each_request_gets_its_own_tokens[{}]"

@@ -8,6 +8,7 @@ from tests.exactness.mutants.mutant import (
     CACHES,
     COMMIT,
     DRAFT_RUNNER,
+    DRAFT_VOCABULARY,
     END,
     ENGINE,
     INDEPENDENT,
@@ -23,6 +24,7 @@ DRAFTS = "test_draft_cache.py::test_drafts_follow_the_committed_tokens[2-plain-{
 CASCADES = "test_cascades.py::test_a_cascade_drafts_the_tokens_of_its_model[reference-float64-paged-{}]"
 KNOWN = "test_draft_cache.py::test_a_draft_goes_on_from_a_known_prefix[0]"
 LEFT_BEHIND = "test_prefixes.py::test_an_earlier_text_leaves_only_committed_tokens[{}]"
+READ = "test_other_vocabularies.py::test_a_draft_reads_its_own_tokens_of_the_text[{}-paged]"
 SALTS = "test_prefixes.py::test_salts_keep_prompts_apart[{}]"
 ASIDE = "test_preemption.py::test_a_preempted_request_writes_the_same_text[{}]"
 
@@ -84,10 +86,31 @@ BLOCKS = [
         OWN_TOKENS.format("greedy-tree-paged"),
     ),
     Mutant(
+        "a block is given back one position too early",
+        CACHES["paged"],
+        "first = first_seen(self.window, held.length) // self.block_size",
+        "first = first_seen(self.window, held.length + 1) // self.block_size",
+        "test_windows.py::test_what_was_given_back_is_never_read[full and 4-reference]",
+    ),
+    Mutant(
+        "blocks are given back before a draft is verified",
+        COMMIT,
+        "    cache.compact(request.seq_id, base, kept)\n",
+        "    cache.drop_unseen(request.seq_id)\n    cache.compact(request.seq_id, base, kept)\n",
+        "test_windows.py::test_no_text_changes[full and 9-tree-reference]",
+    ),
+    Mutant(
+        "a prefix is found although its window was evicted",
+        CACHES["paged"],
+        "                return index * self.block_size\n",
+        "                return length\n",
+        "test_windows.py::test_a_prefix_is_found_as_far_as_every_group_has_its_window",
+    ),
+    Mutant(
         "a known prompt's last token not fed",
         CACHES["paged"],
-        "min(len(nodes) * self.block_size, most)",
-        "len(nodes) * self.block_size",
+        "min(len(nodes) * tree.block_size, most)",
+        "len(nodes) * tree.block_size",
         "test_prefixes.py::test_the_last_token_of_a_prompt_is_always_fed[8]",
     ),
     Mutant(
@@ -153,14 +176,14 @@ DRAFTING = [
     Mutant(
         "draft model goes on from rejected tokens",
         DRAFT_RUNNER,
-        " and cached.tokens[keep] == request.tokens[keep]",
+        " and cached.tokens[keep] == text[keep]",
         "",
         "test_draft_cache.py::test_rounds_between_two_drafts_are_caught_up",
     ),
     Mutant(
         "draft cache uninitialised on a prefix hit",
         DRAFT_RUNNER,
-        "self.cache.match_prefix(request.seq_id, request.tokens, request.cache_salt)",
+        "self.cache.match_prefix(request.seq_id, text, request.cache_salt)",
         "request.metrics.cached_tokens",
         KNOWN,
     ),
@@ -168,14 +191,14 @@ DRAFTING = [
         "draft state of rejected drafts indexed for reuse",
         DRAFT_RUNNER,
         "        keep, most = cached.agreed,",
-        "        self.cache.insert_prefix(request.seq_id, request.tokens)\n        keep, most = cached.agreed,",
+        "        self.cache.insert_prefix(request.seq_id, text)\n        keep, most = cached.agreed,",
         KNOWN,
     ),
     Mutant(
         "draft prefixes across tenants",
         DRAFT_RUNNER,
-        "match_prefix(request.seq_id, request.tokens, request.cache_salt)",
-        "match_prefix(request.seq_id, request.tokens)",
+        "match_prefix(request.seq_id, text, request.cache_salt)",
+        "match_prefix(request.seq_id, text)",
         SALTS.format("None"),
     ),
     Mutant(
@@ -302,4 +325,35 @@ BATCH = [
     ),
 ]
 
-STATE = [*ROLLBACK, *BLOCKS, *DRAFTING, *PREEMPTION, *BATCH]
+OTHER_TOKENS = [
+    Mutant(
+        "a draft of another tokenizer reads the target's ids",
+        DRAFT_RUNNER,
+        "cached.text += self.vocabulary.read(request.tokens[cached.num_read :])",
+        "cached.text += request.tokens[cached.num_read :]",
+        READ.format("some are shared"),
+    ),
+    Mutant(
+        "a draft's mark before a text is left out",
+        DRAFT_RUNNER,
+        "cached.text = self.vocabulary.begin(request.tokens)",
+        "cached.text = []",
+        READ.format("a mark before every text"),
+    ),
+    Mutant(
+        "a draft of another tokenizer draws by the target's ids",
+        DRAFT_VOCABULARY,
+        "[self.shared[each] for each in drawn]",
+        "list(drawn)",
+        "test_other_vocabularies.py::test_drafts_have_the_target_s_ids[other ids-reference]",
+    ),
+    Mutant(
+        "a draft of another tokenizer goes beyond its context",
+        DRAFT_RUNNER,
+        "drawn = min(limit, left - len(missing) + 1)",
+        "drawn = limit",
+        "test_other_vocabularies.py::test_a_draft_ends_with_its_own_context",
+    ),
+]
+
+STATE = [*ROLLBACK, *BLOCKS, *DRAFTING, *PREEMPTION, *BATCH, *OTHER_TOKENS]

@@ -128,6 +128,18 @@ def test_doctor_reports_the_memory_that_a_model_takes(file: str, source: str) ->
         found = report(model)["kernels"]
         assert found["read_in_each_pass_mib"] == pytest.approx(loaded.bytes_per_pass / 2**20, rel=0.02)
         assert found["each_position_kib"] == loaded.cache_shape.bytes_per_token / 2**10
+        assert found["whole_context_mib"] == 256 * found["each_position_kib"] / 2**10
+
+
+def test_doctor_counts_what_layers_with_a_window_keep(tmp_path: Path) -> None:
+    """Three of four layers keep 16 of 512 positions."""
+    model = write_checkpoint(tmp_path / "model", Shape(family="qwen2", layers=4, max_positions=512))
+    path = tmp_path / "model/config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    config |= {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 16}
+    path.write_text(json.dumps(config), encoding="utf-8")
+    found = report(model)["kernels"]
+    assert found["whole_context_mib"] == found["each_position_kib"] / 4 * (512 + 3 * 16) / 2**10
 
 
 @pytest.mark.skipif(not usable_sets(), reason="the native kernels are not built")

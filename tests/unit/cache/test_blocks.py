@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from speculant.cache.paged import BlockPool, PrefixIndex, PrefixNode
+from speculant.cache.pool import BlockPool
+from speculant.cache.prefixes import PrefixIndex, PrefixNode, PrefixTree
 
 
 @pytest.fixture
 def index() -> PrefixIndex:
-    return PrefixIndex(1)
+    return PrefixIndex(PrefixTree(1))
 
 
 @pytest.fixture
@@ -19,7 +20,9 @@ def pool(index: PrefixIndex) -> BlockPool:
 
 def insert(index: PrefixIndex, block: int, parent: PrefixNode | None = None) -> PrefixNode:
     """Put a block into the index, under a token of its own."""
-    return index.insert(parent or index.root(""), [block], 0, block)
+    node = index.tree.child(parent or index.tree.root(""), [block], 0)
+    index.insert(node, block)
+    return node
 
 
 def test_every_block_is_given_out_once(pool: BlockPool) -> None:

@@ -6,26 +6,27 @@ from collections.abc import Sequence
 
 import pytest
 
-from speculant.cache.paged import PrefixIndex
+from speculant.cache.prefixes import PrefixIndex, PrefixTree
 
 
 def insert(index: PrefixIndex, tokens: Sequence[int], blocks: Sequence[int], cache_salt: str = "") -> None:
     """Put blocks of two tokens each into the index."""
-    node = index.root(cache_salt)
+    node = index.tree.root(cache_salt)
     for place, block in enumerate(blocks):
-        node = index.insert(node, tokens, place, block)
+        node = index.tree.child(node, tokens, place)
+        index.insert(node, block)
 
 
 def found(index: PrefixIndex, tokens: Sequence[int], cache_salt: str = "") -> list[int | None]:
     index.check()
-    return [node.block for node in index.match(tokens, cache_salt)]
+    return [index.block(node) for node in index.tree.match(tokens, cache_salt)]
 
 
 @pytest.fixture
 def index() -> PrefixIndex:
     #  1 2 (block 10) - 3 4 (11) - 5 6 (12)
     #                 \ 7 8 (13)
-    index = PrefixIndex(2)
+    index = PrefixIndex(PrefixTree(2))
     insert(index, [1, 2, 3, 4, 5, 6], [10, 11, 12])
     insert(index, [1, 2, 7, 8], [10, 13])
     return index
@@ -60,7 +61,7 @@ def test_tokens_of_equal_hash_are_distinguished(index: PrefixIndex) -> None:
 
 
 def test_a_second_insertion_returns_the_known_block(index: PrefixIndex) -> None:
-    assert index.insert(index.root(""), [1, 2], 0, 20).block == 10
+    assert index.insert(index.tree.child(index.tree.root(""), [1, 2], 0), 20) == 10
     assert 20 not in index
     assert found(index, [1, 2]) == [10]
 
@@ -87,8 +88,8 @@ def test_removed_tokens_can_be_put_in_again(index: PrefixIndex) -> None:
 
 def test_salts_do_not_pile_up(index: PrefixIndex) -> None:
     """Strangers choose them: a salt is forgotten with its last block, and not sooner."""
-    root = index.root("")
+    root = index.tree.root("")
     index.remove(11)
-    assert index.root("") is root
+    assert index.tree.root("") is root
     index.remove(10)
-    assert index.root("") is not root
+    assert index.tree.root("") is not root

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,10 @@ from speculant.cache.slotted import SlottedBlockManager
 from speculant.config import EngineConfig, Limits
 from speculant.engine import memory as memory_module
 from speculant.engine.build import build_engine
-from speculant.engine.memory import FALLBACK, CacheMemory, free_memory
+from speculant.engine.memory import FALLBACK, CacheMemory, Need, free_memory
 from speculant.errors import CapacityError
 from speculant.kernels.native import usable_sets
+from tests.blocks import managers_of
 from tests.models import Checkpoints
 
 BACKENDS = ["paged", "slotted"]
@@ -284,6 +286,80 @@ def test_long_context_does_not_multiply_the_memory(monkeypatch: pytest.MonkeyPat
         memory = memory_of(Limits(own, sequences, 100), block_size=16, max_model_len=None)
         assert positions(memory.make_target()) == expected
         assert memory.limits.max_model_len == own
+
+
+# --- layers with a window
+
+SLIDING = replace(TARGET, windows=(None, *(16,) * 5))  # 5 of 6 layers see 16 positions
+ALL_SLIDING = replace(TARGET, windows=(16,) * 6)
+
+
+def allocated(cache: KVCache) -> int:
+    storage: Any = cache.storage
+    return sum(part.nbytes for part in storage._data)
+
+
+@given(
+    windows=st.lists(st.sampled_from([None, 1, 7, 16, 1000]), min_size=3, max_size=3),
+    draft_windows=st.lists(st.sampled_from([None, 3, 16]), min_size=2, max_size=2),
+    kv_memory=st.integers(1, 300_000),
+    block_size=st.integers(1, 20),
+    max_model_len=st.integers(1, 200),
+    max_num_seqs=st.integers(1, 4),
+)
+def test_groups_fit_into_the_budget(
+    windows: list[int | None],
+    draft_windows: list[int | None],
+    kv_memory: int,
+    block_size: int,
+    max_model_len: int,
+    max_num_seqs: int,
+) -> None:
+    """No other number of blocks would be nearer to the budget, and one sequence of max_model_len fits."""
+    target, draft = replace(shape(3), windows=tuple(windows)), replace(shape(2), windows=tuple(draft_windows))
+    memory = memory_of(Limits(max_model_len, max_num_seqs, 8), target, kv_memory=kv_memory, block_size=block_size)
+    try:
+        draft_cache, target_cache = memory.make(draft), memory.make_target()
+    except CapacityError:
+        assume(False)
+    used = allocated(draft_cache) + allocated(target_cache)
+    assert used <= kv_memory
+    assert kv_memory - used < block_size * (target.bytes_per_token + draft.bytes_per_token), "memory lies idle"
+    for cache, group in ((draft_cache, draft.groups[0]), (target_cache, target.groups[0])):
+        assert group.window is not None or positions(cache) >= max_model_len
+
+
+def test_a_window_leaves_room_for_more_positions() -> None:
+    """Of 100 positions in 6 layers, 5 layers need blocks for three sequences of 16 positions alone."""
+    plain, sliding = (
+        memory_of(kv_memory="1MiB", target=each, block_size=4).make_target() for each in (TARGET, SLIDING)
+    )
+    rows, per_sequence = LIMITS.max_num_batched_tokens, (16 + 2 * 4 - 3) // 4
+    windowed = 3 * (per_sequence + 2) + rows // 4
+    assert managers_of(sliding)[1].num_blocks == windowed
+    left = 2**20 // (4 * TARGET.bytes_per_token // 6) - 5 * windowed
+    assert sliding.num_blocks == left > 5 * plain.num_blocks
+
+
+def test_layers_of_one_window_hold_any_length() -> None:
+    """A sequence gives back all but its window, so memory for one window is enough."""
+    limits = Limits(max_model_len=10**6, max_num_seqs=2, max_num_batched_tokens=8)
+    need = Need(ALL_SLIDING, 4, 1, 8)
+    enough = need.bytes_of(need.blocks_for(10**6))
+    memory = memory_of(limits, ALL_SLIDING, kv_memory=enough, block_size=4, max_model_len=None)
+    cache = memory.make_target()
+    assert (memory.limits.max_model_len, cache.num_blocks) == (10**6, (16 + 2) // 4 + 1 + 2 + 2)
+    for length in range(8, 1000, 8):
+        cache.reserve(1, 8)
+        cache.drop_unseen(1)
+        assert cache.length(1) == length
+    refused(memory_of(limits, ALL_SLIDING, kv_memory=enough - 1, block_size=4).make_target)
+
+
+def test_slots_keep_all_positions_of_layers_with_a_window() -> None:
+    memory = memory_of(kv_cache_backend="slotted", target=SLIDING)
+    cache = memory.make_target()
+    assert allocated(cache) == 3 * 100 * TARGET.bytes_per_token
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from _pytest.mark import ParameterSet
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
 from speculant import plugins
 from speculant.cache.factory import slotted_cache
+from speculant.lab.checkpoints import save_tensors
 from speculant.models.base import CausalLM, SequenceInput, build_batch
 from speculant.models.reference.decoder import Decoder
 from speculant.models.weights.load import load_model
@@ -57,6 +59,13 @@ MULTIPLIED = {
     "embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.4, "logits_scaling": 0.5,
 }  # fmt: skip
 
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+LONGROPE = {  # texts of up to 64 tokens; tests/exactness/test_restarts.py has longer ones
+    "rope_scaling": {"rope_type": "longrope", "short_factor": [1.0, 1.3, 2.0], "long_factor": [2.0, 4.0, 9.0]},
+    "original_max_position_embeddings": 64,
+    "partial_rotary_factor": 0.75,
+}
+
 # A family without an entry is tested in its default shape. transformers knows most model types, and is the oracle.
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "llama": {
@@ -68,6 +77,7 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
             "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0},
             "max_position_embeddings": 32,
         },
+        "yarn": {"rope_parameters": {**YARN, "truncate": False, "beta_fast": 3.0}, "head_dim": 12},
         "biases": {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 1},
     },
     "mistral": {
@@ -93,7 +103,20 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "gemma3_text": {
         "plain": {**GEMMA, "sliding_window": 6, "layer_types": [SLIDES, FULL, SLIDES]},
-        "old": {**GEMMA, "sliding_window": 5, "sliding_window_pattern": 3, "rope_local_base_freq": 100.0, **SCALED},
+        "old": {
+            **GEMMA,
+            "sliding_window": 5,
+            "sliding_window_pattern": 3,
+            "rope_local_base_freq": 100.0,
+            "tie_word_embeddings": False,
+            **SCALED,
+        },
+        "nested": {
+            **GEMMA,
+            "sliding_window": 9,
+            "rope_parameters": {FULL: YARN, SLIDES: {"rope_type": "default", "rope_theta": 100.0}},
+            "layer_types": [FULL, SLIDES, FULL],
+        },
         "capped": {**GEMMA, "sliding_window": 7, "final_logit_softcapping": 5.0, "attention_bias": True},
     },
     "gemma4_text": {
@@ -117,6 +140,7 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
             "head_dim": 8,
         },
         "one key": {**PADDED, "num_key_value_heads": 1},
+        "longrope": {**PADDED, **LONGROPE},
     },
     "smollm3": {
         "plain": {**PADDED, "num_hidden_layers": 5},
@@ -131,8 +155,10 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "olmo3": {
         "plain": {"sliding_window": 6, "num_hidden_layers": 5},
         "listed": {"sliding_window": 1, "layer_types": [FULL, SLIDES, FULL], "tie_word_embeddings": True},
+        "yarn": {"sliding_window": 6, "rope_theta": 1e4, "rope_scaling": YARN},
     },
     "ministral3": {
+        "short": {"head_dim": 8, "rope_parameters": {**YARN, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5}},
         "plain": {"head_dim": 8},
         "tied": {"head_dim": 12, "sliding_window": 6, "tie_word_embeddings": True},
     },
@@ -147,7 +173,7 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "gpt_neox": {
         "pythia": {},
         "serial": {"use_parallel_residual": False, "rotary_pct": 1.0, "tie_word_embeddings": True},
-        "unbiased": {"attention_bias": False, "rotary_pct": 0.5, "hidden_act": "relu"},
+        "unbiased": {"attention_bias": False, "rotary_pct": 0.7, "hidden_act": "relu"},
     },
     "opt": {
         "plain": {**PADDED, "ffn_dim": 40},
@@ -163,6 +189,32 @@ def cases() -> list[tuple[str, str]]:
         for family in plugins.names("speculant.models")
         for variant in VARIANTS.get(family, {"default": {}})
     ]
+
+
+def thinned_cases(*before: str, marks: Sequence[pytest.MarkDecorator] = ()) -> list[ParameterSet]:
+    """Return all cases as parameters (*before, family, variant), of which the first of each family is not slow."""
+    made, seen = [], set[str]()
+    for family, variant in cases():
+        own = [*marks, pytest.mark.slow] if family in seen else marks
+        made.append(pytest.param((*before, family, variant), id="-".join([*before, family, variant]), marks=own))
+        seen.add(family)
+    return made
+
+
+def cases_with(values: Sequence[str]) -> list[ParameterSet]:
+    """Return all cases with each of these values as parameters (family, variant, value).
+
+    Not slow: the first variant of each family with one value, or with more where there are more values than families,
+    so that each value occurs.
+    """
+    made, firsts = [], dict.fromkeys(family for family, _ in cases())
+    places = {family: place for place, family in enumerate(firsts)}
+    for case, own in ((case, thinned.marks) for case, thinned in zip(cases(), thinned_cases(), strict=True)):
+        for number, value in enumerate(values):
+            taken = number % len(places) == places[case[0]] % len(values)
+            marks = own if taken else [pytest.mark.slow]
+            made.append(pytest.param((*case, value), id="-".join([*case, value]), marks=marks))
+    return made
 
 
 @dataclass(frozen=True)
@@ -218,14 +270,19 @@ def make_pair(folder: Path, family: str, variant: str) -> Pair:
     return Pair(theirs, load_model(str(folder)).model, folder)
 
 
+def write_variant(folder: Path, family: str, variant: str) -> Path:
+    """Write a random checkpoint of a variant without transformers; return its folder."""
+    write_own(folder, family, {**SMALL, **VARIANTS.get(family, {}).get(variant, {})})
+    return folder
+
+
 def write_own(folder: Path, family: str, settings: dict[str, Any]) -> None:
     """Write a random checkpoint of a family, with the names that its tensor map has."""
     hf = {**settings, "model_type": family}
     config = plugins.load("speculant.models", family).read_config(hf)
     model = Decoder(config)
     spread_weights(model)
-    tensors = {config.tensors.stored(name): parameter.detach() for name, parameter in model.named_parameters()}
-    save_file(tensors, folder / "model.safetensors")
+    save_tensors(dict(model.named_parameters()), config.tensors, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(hf))
 
 

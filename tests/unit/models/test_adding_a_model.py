@@ -14,7 +14,7 @@ from safetensors import safe_open
 from speculant import models, plugins
 from speculant.kernels.native import usable_sets
 from speculant.models import description
-from speculant.models.families import llama
+from speculant.models.families import granite
 from tests.contracts import test_model_families as contracts
 from tests.unit.models import families
 from tests.unit.models.families import Pair, Session, cases, make_pair, random_tokens
@@ -53,7 +53,7 @@ def test_the_page_s_family_is_read_by_its_tensor_map(pair: Pair) -> None:
 def test_the_page_s_lines_for_gguf_are_those_of_a_family() -> None:
     made: dict[str, Any] = {}
     exec(GGUF, made)
-    assert made["GGUF"] == llama.GGUF
+    assert made["GGUF"] == granite.GGUF
 
 
 def test_the_contracts_hold_for_the_page_s_family(pair: Pair) -> None:

@@ -31,7 +31,7 @@ from transformers.models.olmo3.modeling_olmo3 import Olmo3RotaryEmbedding
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
 from speculant.errors import ModelError
-from speculant.models.description import Rope
+from speculant.models.description import Rope, restart_of
 from speculant.models.reference.rotary import Rotary
 from speculant.models.rope_config import read_rope, rope_entries
 from tests.unit.models.families import LLAMA3, SMALL
@@ -122,7 +122,7 @@ def test_every_kind_has_transformers_angles(kind: str, seed: int, form: str) -> 
     rope = read_rope({**SIZES, **given}, 4096)
     for long in (False, True) if kind == "longrope" else (False,):
         same(rope, oracle(given, long=long), long=long)
-    written = json.loads(json.dumps(rope_entries(rope), allow_nan=False))
+    written = json.loads(json.dumps(rope_entries(rope), allow_nan=False))  # inf is not JSON
     assert read_rope(written, 4096) == rope
 
 
@@ -213,6 +213,31 @@ def test_kinds_of_layers_have_settings_of_their_own(layer_type: str, given: Sett
         olmo = Olmo3Config(**copy.deepcopy({**SIZES, **layer_types, **given}))
         rope = read_rope({**SIZES, **given}, 4096, layer_type, theta=5e5)
         same(rope, module_angles(Olmo3RotaryEmbedding(olmo), layer_type))
+
+
+def test_equal_factors_never_restart_a_text() -> None:
+    settings = {**LONGROPE, "long_factor": LONGROPE["short_factor"], "original_max_position_embeddings": 64}
+    rope = read_rope({**SIZES, "rope_parameters": settings}, 4096)
+    assert restart_of([rope]) is None
+    same(rope, oracle({"rope_parameters": settings}, long=True), long=True)
+
+
+def test_boundaries_that_differ_are_refused() -> None:
+    ropes = [
+        read_rope({**SIZES, "rope_parameters": {**LONGROPE, "original_max_position_embeddings": at}}, 4096)
+        for at in (64, 128)
+    ]
+    assert restart_of(ropes[:1]) == 64
+    with pytest.raises(ModelError, match="64 and beyond 128"):
+        restart_of(ropes)
+
+
+def test_dynamic_rope_of_parts_of_heads() -> None:
+    """Within the trained context it is the plain one."""
+    settings = {"rope_type": "dynamic", "factor": 2.0, "partial_rotary_factor": 0.5}
+    rope = read_rope({**SIZES, "rope_parameters": settings}, 4096, share=1.0)
+    assert rope == Rope(10000.0, "dynamic", 2.0, 4096, dims=8)
+    assert read_rope(rope_entries(rope), 4096) == rope
 
 
 def test_query_factors_are_transformers() -> None:

@@ -23,8 +23,9 @@ from speculant.drafting.heads.folder import HeadFolder, Renamed, require_target
 from speculant.drafting.heads.hidden_drafter import HiddenDrafter, make_head_drafter
 from speculant.drafting.heads.layers import load_layers, read_sizes, renamed
 from speculant.drafting.heads.parts import LAYER_PARTS, HeadParts, Part, Role
-from speculant.drafting.heads.short import WithRows, output_rows, short_tokens
+from speculant.drafting.heads.short import WithRows, output_cap, output_rows, short_tokens
 from speculant.models.base import CausalLM
+from speculant.models.description import Head
 from speculant.models.heads import HeadConfig, StateEntry, attach, head_shapes
 
 KIND = "eagle"
@@ -65,7 +66,8 @@ def load(folder: HeadFolder, target: CausalLM, tokens: tuple[int, ...] = ()) -> 
     if not tokens:
         return load_layers(config, weights, target, KIND)
     weights.check(head_shapes(config, target), KIND)
-    short = replace(config, decoder=sizes.with_head(tokens), own_head=True)
+    own = Head(tokens=tokens, softcap=output_cap(target))
+    short = replace(config, decoder=replace(sizes, head=own), own_head=True)
     return attach(target, short, WithRows(weights, output_rows(target, tokens)))
 
 

@@ -196,6 +196,7 @@ class HiddenStateRunner(DraftModelRunner):
             self.cache.truncate_to(request.seq_id, followed.length)
         if not followed.first:
             self.cache.insert_prefix(request.seq_id, request.tokens[1:])
+        self.cache.drop_unseen(request.seq_id)
         return followed.first + followed.length + 1
 
     def _missing(self, request: Request, start: int, most: int) -> tuple[list[int], Tensor | None]:

@@ -20,6 +20,7 @@ class Role(Enum):
     READER = "[n, streams * hidden], reads states"
     READER_BIAS = "[n]"
     WRITER = "[hidden, n], writes a state"
+    HEADS = "[n] or [dimensions of a head], scales of queries or keys"
     TOKENS = "[V], ids"
 
 

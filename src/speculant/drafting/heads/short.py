@@ -18,7 +18,9 @@ from speculant.drafting.heads.folder import HeadFolder
 from speculant.drafting.heads.future import OwnHeads
 from speculant.drafting.model.head_tokens import KEY, read_head_tokens
 from speculant.errors import PairError
+from speculant.kernels.reference import soft_cap
 from speculant.models.base import CausalLM
+from speculant.models.heads import Described
 from speculant.models.linears import linears_of
 from speculant.models.reference.decoder import spread
 from speculant.models.weights.source import WeightSource, kind_of
@@ -42,22 +44,29 @@ def short_tokens(given: Any, folder: HeadFolder, target: CausalLM) -> tuple[int,
 
 @torch.inference_mode()
 def output_rows(target: CausalLM, tokens: Sequence[int]) -> Tensor:
-    """Return the rows [n, hidden] of the target's output head, which are the logits of unit vectors."""
+    """Return the rows [n, hidden] of the target's output head, which are the logits of unit vectors.
+
+    They include its factor. Its soft cap limits logits to tens, and hardly changes those of unit vectors.
+    """
     of, index = target.cache_shape, torch.tensor(tokens)
     units = torch.eye(target.hidden_size, dtype=of.dtype, device=of.device)
     parts = (units[first : first + _AT_A_TIME] for first in range(0, target.hidden_size, _AT_A_TIME))
     return torch.cat([target.logits(part)[:, index] for part in parts]).T.to(of.dtype).contiguous()
 
 
+def output_cap(target: CausalLM) -> float | None:
+    """Return the soft cap of the target's logits; None = it has none."""
+    return target.config.head.softcap if isinstance(target, Described) else None
+
+
 def short_heads(target: CausalLM, tokens: Sequence[int]) -> OwnHeads:
     """Return the function that computes the logits of these tokens; all others have -inf."""
     rows, index = output_rows(target, tokens), torch.tensor(tokens, device=target.cache_shape.device)
-    multiply = linears_of(target, [rows])
+    multiply, softcap = linears_of(target, [rows]), output_cap(target)
 
     def logits(states: Tensor) -> Tensor:
-        return spread_heads(
-            multiply(states.flatten(0, 1)[None])[0].view(*states.shape[:2], -1), index, target.vocab_size
-        )
+        products = multiply(states.flatten(0, 1)[None])[0].view(*states.shape[:2], -1)
+        return spread_heads(soft_cap(products, softcap), index, target.vocab_size)
 
     return logits
 

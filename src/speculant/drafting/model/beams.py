@@ -81,11 +81,10 @@ def draft_beams(
         runner.note(search.request, search.input_tokens)
     while growing:
         for search in growing:
-            search.input_tokens = search.request.tokens[-1:]
-            runner.cache.truncate_to(search.request.seq_id, len(search.request.tokens) - 1)
+            search.input_tokens = runner.root(search.request)
         growing = _take_round(runner, growing, vocab_size, sampler)
     for search in drafted:
-        runner.cache.truncate_to(search.request.seq_id, len(search.request.tokens))
+        runner.finish(search.request)
     return {search.request.seq_id: search.tree for search in drafted}
 
 

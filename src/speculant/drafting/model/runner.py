@@ -6,11 +6,15 @@ drafts that were rejected and computes the tokens that are missing:
     cached     p p p t t x x x          x = the drafts of the last round
     tokens     p p p t t x y            y = the target's correction
     keep       p p p t t x              the longest common prefix; y is the next input
+
+The tokens are those that the model reads: a model of another tokenizer reads a text as other tokens
+(models/vocabulary.py), and more of them.
 """
 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -23,6 +27,7 @@ from speculant.drafting.base import DrafterContext
 from speculant.kernels.base import Sampler
 from speculant.kernels.reference_sampler import REFERENCE
 from speculant.models.base import CausalLM, Chain, Hidden, SequenceInput, build_batch, known
+from speculant.models.vocabulary import MappedVocabulary
 from speculant.sampling.chance import Chances, MostLikely
 from speculant.sampling.distribution import Node, distribution
 from speculant.types import DraftTree, Request
@@ -168,19 +173,27 @@ def fit_vocabulary(logits: Tensor, vocab_size: int) -> Tensor:
 
 @dataclass
 class _CachedTokens:
-    """The tokens in one sequence's cache; the first `agreed` are known to be committed. salt: see `ModelNeeds.salt`."""
+    """The tokens in one sequence's cache; the first `agreed` are known to be committed. salt: see `ModelNeeds.salt`.
+
+    text: what the first `num_read` committed tokens are read as, for a model of another tokenizer.
+    """
 
     tokens: list[int] = field(default_factory=list)
     agreed: int = 0
     salt: str = ""
+    text: list[int] = field(default_factory=list)
+    num_read: int = 0
 
 
 class DraftModelRunner:
     """A draft model with a KV cache of its own.
 
     The cache may lack a request's newest tokens: its backlog. A backlog over max_num_batched_tokens takes several
-    rounds, without drafting. stop_below: see `Chain`.
+    rounds, without drafting. stop_below: see `Chain`. vocabulary: of a model with another tokenizer; None = it reads
+    the target's tokens.
     """
+
+    vocabulary: MappedVocabulary | None = None
 
     def __init__(
         self,
@@ -198,7 +211,9 @@ class DraftModelRunner:
     def of(cls, context: DrafterContext, model: CausalLM, **own: Any) -> Self:
         """Return the runner of a model, with a cache of its own; own: further arguments of a subclass."""
         cache = context.make_cache(model.cache_shape)
-        return cls(model, cache, context.chances, context.max_num_batched_tokens, context.stop_below, **own)
+        made = cls(model, cache, context.chances, context.max_num_batched_tokens, context.stop_below, **own)
+        made.vocabulary = context.vocabulary_of(model)
+        return made
 
     def begin(self, request: Request) -> None:
         """Start a new sequence; nothing is computed before the first draft (docs/references.md, lazy prefill)."""
@@ -209,18 +224,35 @@ class DraftModelRunner:
         self._cached.pop(request.seq_id, None)
         self.cache.release(request.seq_id)
 
+    def text(self, request: Request) -> list[int]:
+        """Return a request's tokens as the model reads them, at least as many; they only grow while it runs."""
+        if self.vocabulary is None:
+            return request.tokens
+        cached = self._cached[request.seq_id]
+        if cached.num_read < len(request.tokens):
+            if not cached.num_read:
+                cached.text = self.vocabulary.begin(request.tokens)
+            cached.text += self.vocabulary.read(request.tokens[cached.num_read :])
+            cached.num_read = len(request.tokens)
+        return cached.text
+
     def note(self, request: Request, tokens: Sequence[int]) -> None:
         """Record tokens that a pass has added to the cache."""
         self._cached[request.seq_id].tokens += tokens
 
     def finish(self, request: Request) -> None:
         """Drop the drafted tokens from a sequence's cache."""
-        self.cache.truncate_to(request.seq_id, len(request.tokens))
+        self.cache.truncate_to(request.seq_id, len(self.text(request)))
+
+    def root(self, request: Request) -> list[int]:
+        """Return the input token of a draft's root, after dropping it and what follows from the cache."""
+        text = self.text(request)
+        self.cache.truncate_to(request.seq_id, len(text) - 1)
+        return text[-1:]
 
     def tree_input(self, request: Request, tree: DraftTree) -> SequenceInput:
         """Return the input of a root and the tree below it, after dropping them from the cache."""
-        self.cache.truncate_to(request.seq_id, len(request.tokens) - 1)
-        tokens = known(request.tokens[-1:], self.model.vocab_size)
+        tokens = known(self.root(request), self.model.vocab_size)
         return SequenceInput(request.seq_id, tokens, tree, length=request.num_positions)
 
     def keep(self, inputs: Sequence[SequenceInput], hidden: Hidden) -> None:
@@ -247,14 +279,15 @@ class DraftModelRunner:
         """
         budget, stop, chains = self._budget, self._stop_below, list[Chain]()
         for request, limit in drafting:
-            start, total = self._roll_back(request), len(request.tokens)
-            most = budget if plan is None else min(budget, plan.room(request.seq_id))
+            start, total = self._roll_back(request), len(self.text(request))
+            left = self._positions_after(start)
+            most = min(budget, left) if plan is None else min(budget, left, plan.room(request.seq_id))
             missing, hidden = self._missing(request, start, most)
             if missing:
                 if plan is not None:
                     plan.take(request.seq_id, len(missing))
                 budget -= len(missing)
-                drawn = limit if start + len(missing) == total else 0
+                drawn = min(limit, left - len(missing) + 1) if start + len(missing) == total else 0
                 chance = MostLikely() if stop and request.params.greedy else self._chances.draft(request)
                 chains.append(Chain(request, missing, drawn, chance, [], None, stop, hidden))
         return chains
@@ -264,7 +297,11 @@ class DraftModelRunner:
 
     def _missing(self, request: Request, start: int, most: int) -> tuple[list[int], Tensor | None]:
         """Return the next input tokens, those from `start` on, with the hidden states that they take in."""
-        return request.tokens[start : start + most], None
+        return self.text(request)[start : start + most], None
+
+    def _positions_after(self, length: int) -> int:
+        """Return how many positions follow these; the engine bounds the length of texts in the target's tokens."""
+        return sys.maxsize if self.vocabulary is None else max(0, self.model.max_positions - length)
 
     def _roll_back(self, request: Request) -> int:
         """Drop cached tokens that were not committed or that a failed pass reserved; the newest token is dropped too.
@@ -273,18 +310,20 @@ class DraftModelRunner:
         many tokens are left.
         """
         cached, held, salt = self._cached[request.seq_id], self.cache.length(request.seq_id), self._salt(request)
+        text = self.text(request)
         if cached.salt != salt or (not cached.tokens and not held):
             self.cache.release(request.seq_id)
-            held = self.cache.match_prefix(request.seq_id, request.tokens, salt)
-            cached.tokens, cached.agreed, cached.salt = request.tokens[:held], 0, salt
-        keep, most = cached.agreed, min(len(cached.tokens), len(request.tokens) - 1)
-        while keep < most and cached.tokens[keep] == request.tokens[keep]:
+            held = self.cache.match_prefix(request.seq_id, text, salt)
+            cached.tokens, cached.agreed, cached.salt = text[:held], 0, salt
+        keep, most = cached.agreed, min(len(cached.tokens), len(text) - 1)
+        while keep < most and cached.tokens[keep] == text[keep]:
             keep += 1
         cached.agreed = keep
         del cached.tokens[keep:]
         if keep < held:
             self.cache.truncate_to(request.seq_id, keep)
-        self.cache.insert_prefix(request.seq_id, request.tokens)
+        self.cache.insert_prefix(request.seq_id, text)
+        self.cache.drop_unseen(request.seq_id)
         return keep
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ from speculant.sampling.distribution import sampling_settings
 from speculant.types import DraftTree
 
 Array = NDArray[np.float64]
+Split = Callable[[Sequence[int]], list[list[int]]]
 
 CHUNK = 512  # rows per pass
 BLOCK = 16  # tokens that count as one observation: the acceptance of neighbours is correlated
@@ -61,24 +63,38 @@ class Estimate:
 
 
 class TextReader:
-    """A model that reads whole texts and returns the distributions of their output tokens."""
+    """A model that reads whole texts and returns the distributions of their output tokens.
 
-    def __init__(self, model: CausalLM, sampler: Sampler, vocab_size: int) -> None:
+    split: returns the ids that the model reads for each token of a text, at least one; None = the token itself.
+    """
+
+    def __init__(self, model: CausalLM, sampler: Sampler, vocab_size: int, split: Split | None = None) -> None:
         self._model, self._sampler, self._vocab_size = model, sampler, vocab_size
+        self._split = split or _as_they_are
 
-    @torch.inference_mode()
     def distributions(self, text: Text, params: SamplingParams) -> Tensor:
         """Return probs [T, V] of the output's tokens, by temperature, top-k, top-p and min-p alone."""
-        tokens = known([*text.prompt, *text.output[:-1]], self._model.vocab_size)
+        logits = self.logits(text)
+        settings = [sampling_settings(params)] * len(logits)
+        return self._sampler.distribution(fit_vocabulary(logits, self._vocab_size), settings, [None] * len(logits))
+
+    @torch.inference_mode()
+    def logits(self, text: Text) -> Tensor:
+        """Return the model's logits of the output's tokens, [T, rows of its head]."""
+        read = self._split([*text.prompt, *text.output[:-1]])
+        last = list(accumulate(map(len, read)))  # one more than the row of each token's last id
+        tokens = known([each for ids in read for each in ids], self._model.vocab_size)
         cache = slotted_cache(self._model.cache_shape, 1, len(tokens))
         hidden = []
         for start in range(0, len(tokens), CHUNK):
             rows = SequenceInput(1, tokens[start : start + CHUNK], DraftTree.empty(), length=len(tokens))
             batch = build_batch([rows], cache, self._model.cache_shape.device)
             hidden.append(self._model.forward(batch, cache.storage).last)
-        logits = self._model.logits(torch.cat(hidden)[len(text.prompt) - 1 :])
-        settings = [sampling_settings(params)] * len(logits)
-        return self._sampler.distribution(fit_vocabulary(logits, self._vocab_size), settings, [None] * len(logits))
+        return self._model.logits(torch.cat(hidden)[[row - 1 for row in last[len(text.prompt) - 1 :]]])
+
+
+def _as_they_are(tokens: Sequence[int]) -> list[list[int]]:
+    return [[token] for token in tokens]
 
 
 def measure_acceptance(

@@ -64,6 +64,6 @@ def along_texts(
     """Return the acceptance along texts that the target writes, without first tokens, which are never drafted."""
     texts = write_texts(draft.runtime, workload, params)
     sampler, size = target.backend.sampler, target.model.vocab_size
-    readers = TextReader(target.model, sampler, size), TextReader(draft.checkpoint.model, sampler, size)
+    readers = TextReader(target.model, sampler, size), TextReader(draft.checkpoint.model, sampler, size, draft.split)
     found = measure_acceptance(*readers, texts, params)
     return [TextAcceptance(each.overlap[1:], each.given[1:]) for each in found]

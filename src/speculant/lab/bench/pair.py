@@ -13,6 +13,7 @@ from speculant.engine.build import Runtime, build_around
 from speculant.engine.draft_loading import UNCHANGED, draft_vocabulary
 from speculant.lab.bench.acceptance import (
     Estimate,
+    Split,
     Text,
     TextAcceptance,
     TextReader,
@@ -24,10 +25,12 @@ from speculant.lab.bench.measuring import PLAIN, SPECULATIVE, BenchCase, Spread,
 from speculant.lab.bench.runs import Bench, Mode
 from speculant.lab.bench.sizes import Size
 from speculant.lab.bench.step_costs import LengthCosts, measure_steps
+from speculant.lab.bench.vocabularies import SharedTokens, measure_shared, split_of
 from speculant.lab.bench.workloads import Workload, WorkloadConfig, make_workload, require_room
 from speculant.lab.theory.correlation import correlation_of
 from speculant.lab.theory.speedup import best_length, expected_costs
 from speculant.models.source import resolve_source
+from speculant.models.vocabulary import MappedVocabulary, TargetVocabulary
 from speculant.models.weights.load import Checkpoint, load_model
 from speculant.params import SamplingParams
 
@@ -63,17 +66,25 @@ class Model:
 
 @dataclass(frozen=True)
 class Candidate:
-    """The draft model with its weights in one type; quantization None = the checkpoint's own. lacks: see `Findings`."""
+    """The draft model with its weights in one type; quantization None = the checkpoint's own.
+
+    vocabulary: the one that it was loaded with; None = the target's.
+    """
 
     quantization: str | None
     checkpoint: Checkpoint
     runtime: Runtime
-    lacks: int = 0
+    vocabulary: TargetVocabulary | None = None
 
     @property
     def name(self) -> str:
         """The name in the report."""
         return self.quantization or UNCHANGED
+
+    @property
+    def split(self) -> Split | None:
+        """How it reads a text, see `TextReader`."""
+        return split_of(self.vocabulary)
 
 
 @dataclass(frozen=True)
@@ -108,7 +119,7 @@ class Findings:
 
     `predictions` are by the type of the draft model's weights. The speed was measured with the type `chosen`, at
     `length`; predicted: the prediction of that speed on the same texts. lacks: how many of the target's tokens the
-    draft model lacks.
+    draft model lacks. shared: what the two share if the draft has another tokenizer; None = it has the target's.
     """
 
     target: Model
@@ -121,6 +132,7 @@ class Findings:
     case: BenchCase
     predicted: float
     lacks: int = 0
+    shared: SharedTokens | None = None
 
     @property
     def speed(self) -> Spread:
@@ -142,8 +154,8 @@ class Findings:
 def check_pair(config: EngineConfig, prompts: WorkloadConfig, params: SamplingParams, notify: Notify) -> Findings:
     """Load a pair, measure it and predict its speed.
 
-    config names both models; its limits are replaced by those of one sequence. Raises PairError if an id is another
-    token in the draft model, and ModelError, ConfigError or RequestError if a part can't be loaded or run.
+    config names both models; its limits are replaced by those of one sequence. Raises PairError if they share no
+    tokens, and ModelError, ConfigError or RequestError if a part can't be loaded or run.
     """
     params = replace(params, min_tokens=FEWEST_TOKENS)
     notify("Loading the models")
@@ -161,10 +173,11 @@ def check_pair(config: EngineConfig, prompts: WorkloadConfig, params: SamplingPa
     notify("Measuring speed")
     best = predictions[chosen.name]
     case, predicted = _measure(chosen, workload, params, acceptance[chosen.name], best, costs[UNCHANGED])
-    draft = Model.of(candidates[0].checkpoint)
+    draft, vocabulary = Model.of(candidates[0].checkpoint), candidates[0].vocabulary
+    shared = measure_shared(config, target, vocabulary, texts) if isinstance(vocabulary, MappedVocabulary) else None
     return Findings(
         Model.of(target), draft, params, len(texts), predictions, chosen.name, best.best_draft, case, predicted,
-        candidates[0].lacks,
+        vocabulary.lacks if vocabulary else 0, shared,
     )  # fmt: skip
 
 
@@ -189,7 +202,7 @@ def _candidate(config: EngineConfig, target: Checkpoint, quantization: str | Non
         role="draft", kernels=config.kernels, quantization=quantization, weight_packing=config.weight_packing,
         weight_cache=config.weight_cache_folder(), vocabulary=vocabulary, model_backend=config.draft_model_backend,
     )  # fmt: skip
-    return Candidate(quantization, checkpoint, runtime, vocabulary.lacks if vocabulary else 0)
+    return Candidate(quantization, checkpoint, runtime, vocabulary)
 
 
 def write_texts(runtime: Runtime, workload: Workload, params: SamplingParams) -> list[Text]:
@@ -207,7 +220,9 @@ def _acceptance(
     return {
         each.name: [
             TextAcceptance(own.overlap[1:], own.given[1:])
-            for own in measure_acceptance(reader, TextReader(each.checkpoint.model, sampler, size), texts, params)
+            for own in measure_acceptance(
+                reader, TextReader(each.checkpoint.model, sampler, size, each.split), texts, params
+            )
         ]
         for each in candidates
     }

@@ -22,6 +22,7 @@ from speculant.lab.bench.report import document
 from speculant.lab.bench.runs import Bench, Mode
 from speculant.lab.bench.step_costs import measure_steps
 from speculant.lab.bench.tables import SWEPT
+from speculant.lab.bench.vocabularies import split_of
 from speculant.lab.bench.workloads import Workload, WorkloadConfig, make_workload, require_room
 from speculant.models.source import resolve_source
 from speculant.models.weights.load import Checkpoint, load_model
@@ -150,14 +151,15 @@ def _acceptance(
 ) -> list[TextAcceptance]:
     """Return the acceptance along the target's texts, without their first tokens, which are never drafted."""
     folder = resolve_source(str(config.draft_model), "draft")
+    vocabulary = draft_vocabulary(folder, target, runtime.tokenizer)
     draft = load_model(
         str(config.draft_model), config.dtype, config.device,
-        role="draft", kernels=config.kernels, quantization=config.draft_quantization,
-        vocabulary=draft_vocabulary(folder, target, runtime.tokenizer), model_backend=config.draft_model_backend,
+        role="draft", kernels=config.kernels, quantization=config.draft_quantization, vocabulary=vocabulary,
+        model_backend=config.draft_model_backend,
     )  # fmt: skip
     texts = write_texts(runtime, workload, replace(params, speculation=False))
     sampler, size = target.backend.sampler, target.model.vocab_size
-    readers = TextReader(target.model, sampler, size), TextReader(draft.model, sampler, size)
+    readers = TextReader(target.model, sampler, size), TextReader(draft.model, sampler, size, split_of(vocabulary))
     return [TextAcceptance(own.overlap[1:], own.given[1:]) for own in measure_acceptance(*readers, texts, params)]
 
 

@@ -16,18 +16,18 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
 from speculant.drafting.heads.folder import KIND, HeadFolder
-from speculant.drafting.heads.parts import HeadParts, Part, Role
+from speculant.drafting.heads.parts import HeadParts, Part
 from speculant.drafting.heads.short import FILE as SHORT_HEAD
 from speculant.engine.drafters import head_parts
 from speculant.errors import ConfigError, ModelError
 from speculant.files import read_json
+from speculant.lab.inflation.config import decoder_shape
 from speculant.lab.inflation.matrices import Enlargement, NoisyFiles
-from speculant.lab.inflation.model import decoder_shape, make_folder
+from speculant.lab.inflation.model import make_folder
 from speculant.lab.inflation.shapes import Shape
 from speculant.models.config import count, show
 from speculant.models.families.llama import read_config
@@ -57,27 +57,6 @@ _EQUAL = "Logits are equal up to the order of floating-point sums."
 _NOISY = "Noise of {noise:g} times their standard deviation was added to the matrices, so that its answers differ."
 
 
-def grown(part: Part, enlargement: Enlargement, tensor: Tensor, name: str) -> Tensor:
-    """Return the tensor of a larger head, from that of a small one and the model's name of it."""
-    match part.role:
-        case Role.STATE:
-            return torch.cat([enlargement.written(state) for state in tensor.chunk(part.streams)])
-        case Role.TABLE:
-            return enlargement.table(tensor)
-        case Role.OUTPUT:
-            return enlargement.reading(tensor, name)
-        case Role.BETWEEN:
-            return enlargement.written(enlargement.reading(tensor, name, part.streams))
-        case Role.READER:
-            return enlargement.reader(tensor, name, part.streams)
-        case Role.READER_BIAS:
-            return enlargement.read_bias(tensor, name)
-        case Role.WRITER:
-            return enlargement.writer(tensor, name)
-        case Role.TOKENS:
-            return tensor
-
-
 def head_kind(folder: Path) -> str | None:
     """Return the method of the head in a folder; None = it is not a head."""
     kind = read_json(folder / "config.json").get(KIND)
@@ -104,7 +83,7 @@ def inflate_head(source: Path, folder: Path, shape: Shape, noise: float = 0.0) -
     found = {stored: _part(parts, name, head) for stored, name in names.items()}
     enlargement, weights = _enlargement(head, parts, names, shape), NoisyFiles(head.files, noise)
     tensors = {
-        stored: grown(part, enlargement, weights.read(head.stored[stored]), names[stored]).contiguous()
+        stored: enlargement.grown(part, weights.read(head.stored[stored]), names[stored]).contiguous()
         for stored, part in found.items()
     }
     make_folder(folder)

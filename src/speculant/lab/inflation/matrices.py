@@ -1,11 +1,12 @@
 """Matrices of a small model at a larger shape, in which the residual stream is the small one repeated.
 
-stream   | x | x | x |    RMSNorm repeats as well, with the same epsilon
+stream   | x | x | x |    its norms, of either kind, repeat as well with the same epsilon
 readers  |W/2|W/2| 0 |    the quotient is a power of two, so that no bit is lost
 writers  | W | W | W |    as rows
 
 The small model's heads and rows come first. The others hold random weights, which are read and multiplied as usual, and
-their results meet zeros.
+their results meet zeros. Where one norm is of all heads together, further heads repeat the queries and keys of the
+small model's, so that the norm stays the same.
 """
 
 from __future__ import annotations
@@ -17,20 +18,21 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from speculant.drafting.heads.parts import Part, Role
 from speculant.errors import ConfigError, ModelError
 from speculant.lab.inflation.shapes import Shape
-from speculant.models.weights.tensors import TensorFiles
+from speculant.models.weights.source import WeightSource, read_plain
 
 _SEED, _NOISE_SEED, _SCALE = 0, 1, 0.02  # of the random weights, and of noise
 
 
 class NoisyFiles:
-    """The tensors of a checkpoint; matrices get normal noise of `noise` times their standard deviation.
+    """Tensors of floating-point numbers; matrices get normal noise of `noise` times their standard deviation.
 
     Raises ConfigError for a negative or infinite noise.
     """
 
-    def __init__(self, files: TensorFiles, noise: float) -> None:
+    def __init__(self, files: WeightSource, noise: float) -> None:
         if not 0 <= noise < math.inf:
             raise ConfigError(f"noise={noise} is not a share of a standard deviation", "use 0 or more; 0.1 is much.")
         self._files, self._noise = files, noise
@@ -42,7 +44,7 @@ class NoisyFiles:
 
     def read(self, name: str) -> Tensor:
         """Read a tensor, each time with new noise."""
-        stored = self._files.read(name)
+        stored = read_plain(self._files, name)
         if not self._noise or stored.ndim < 2:
             return stored
         drawn = torch.randn(stored.shape, generator=self._generator)
@@ -53,6 +55,7 @@ class NoisyFiles:
 class Enlargement:
     """From a small shape to a larger one; the heads' dimension stays. Random weights are of the type `dtype`.
 
+    normed_together: whether one norm is of all query heads, and one of all key heads.
     Raises ConfigError if a part of the small shape has no place in the large one.
     """
 
@@ -60,6 +63,7 @@ class Enlargement:
     large: Shape
     head_dim: int
     dtype: torch.dtype
+    normed_together: bool = False
     _generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(_SEED))
 
     def __post_init__(self) -> None:
@@ -74,6 +78,18 @@ class Enlargement:
                 f"the shape does not hold the model: {', '.join(problems)}",
                 "choose a multiple of the hidden size, and no other size below the model's (group_size ="
                 " num_attention_heads / num_key_value_heads).",
+            )
+        self._check_heads()
+
+    def _check_heads(self) -> None:
+        sizes = (self.large.num_key_value_heads, self.small.num_key_value_heads), (
+            self.large.group_size, self.small.group_size
+        )  # fmt: skip
+        if self.normed_together and any(wide % narrow for wide, narrow in sizes):
+            raise ConfigError(
+                "the model normalises all heads together, and the shape's heads are not a multiple of the model's",
+                "choose a num_key_value_heads, and a group_size = num_attention_heads / num_key_value_heads, that are"
+                " multiples of the model's.",
             )
 
     @property
@@ -93,14 +109,40 @@ class Enlargement:
         """Spread a matrix [n, streams * hidden] that reads one stream or several. Raises ModelError if that rounds."""
         return torch.cat([_spread(part, self.copies, name) for part in matrix.chunk(streams, dim=1)], dim=1)
 
+    def grown(self, part: Part, tensor: Tensor, name: str) -> Tensor:
+        """Return the tensor of this part and name at the large shape. Raises ModelError if that rounds."""
+        match part.role:
+            case Role.STATE:
+                return torch.cat([self.written(state) for state in tensor.chunk(part.streams)])
+            case Role.TABLE:
+                return self.table(tensor)
+            case Role.OUTPUT:
+                return self.reading(tensor, name)
+            case Role.BETWEEN:
+                return self.written(self.reading(tensor, name, part.streams))
+            case Role.READER:
+                return self.reader(tensor, name, part.streams)
+            case Role.READER_BIAS:
+                return self.read_bias(tensor, name)
+            case Role.WRITER:
+                return self.writer(tensor, name)
+            case Role.HEADS:
+                return self._repeated(tensor, name) if self._repeats(name) else tensor
+            case Role.TOKENS:
+                return tensor
+
     def reader(self, matrix: Tensor, name: str, streams: int = 1) -> Tensor:
         """Put a layer's matrix [n, streams * hidden] that reads the stream before random rows; see `reading`."""
+        if self._repeats(name):
+            return self._repeated(self.reading(matrix, name, streams), name)
         made, rows, places = self.random_reader(name, streams), self._units(name, self.small), self._places(name)
         made.view(*places, -1)[: rows[0], : rows[1]] = self.reading(matrix, name, streams).view(*rows, -1)
         return made
 
     def read_bias(self, bias: Tensor, name: str) -> Tensor:
         """Put the bias [n] of such a matrix before zeros."""
+        if self._repeats(name):
+            return self._repeated(bias, name)
         rows, places = self._units(name, self.small), self._places(name)
         made = torch.zeros(math.prod(places), dtype=bias.dtype)
         made.view(places)[: rows[0], : rows[1]] = bias.view(rows)
@@ -128,8 +170,19 @@ class Enlargement:
         """Return the side of a matrix that is not the stream's: its groups, the heads of each, a head's dimensions."""
         if "self_attn." not in name:
             return shape.intermediate_size, 1, 1
-        per_group = 1 if "k_proj" in name or "v_proj" in name else shape.group_size
-        return shape.num_key_value_heads, per_group, self.head_dim
+        per_group = 1 if any(part in name for part in ("k_proj", "v_proj", "k_norm")) else shape.group_size
+        return shape.num_key_value_heads, per_group, 1 if "sinks" in name else self.head_dim
+
+    def _repeats(self, name: str) -> bool:
+        """Whether further heads repeat those of the small model in the tensor of this name."""
+        return self.normed_together and any(part in name for part in ("q_proj", "k_proj", "q_norm", "k_norm"))
+
+    def _repeated(self, tensor: Tensor, name: str) -> Tensor:
+        """Repeat the heads of a tensor [n, ...]."""
+        rows, places = self._units(name, self.small), self._places(name)
+        times = [wide // narrow for wide, narrow in zip(places, rows, strict=True)]
+        made = tensor.view(*rows, -1).repeat(*times, 1)
+        return made.view(math.prod(places), *tensor.shape[1:])
 
 
 def _spread(matrix: Tensor, copies: int, name: str) -> Tensor:

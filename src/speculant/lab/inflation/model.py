@@ -3,36 +3,46 @@
 The residual stream of the large model repeats the small one (lab/inflation/matrices.py). The small model's layers come
 first; the results of the others meet zeros. With noise, the small model's matrices are changed first: a draft model
 then agrees less often with its target.
+
+This holds for every part of a description. What the family's reader of config.json makes of the larger shape is
+compared with the small model's description, so a family whose arithmetic changes with its sizes is refused.
 """
 
 from __future__ import annotations
 
 import json
+import math
+import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from speculant.drafting.heads.parts import Part, Role
 from speculant.errors import ConfigError, ModelError
-from speculant.files import read_json
+from speculant.lab.checkpoints import stored_tensors
+from speculant.lab.inflation.config import decoder_shape, grown_config
 from speculant.lab.inflation.matrices import Enlargement, NoisyFiles
 from speculant.lab.inflation.shapes import Shape
-from speculant.models.config import show
 from speculant.models.description import DecoderConfig
-from speculant.models.families.llama import read_config
-from speculant.models.sizes import parameters
-from speculant.models.weights.formats import quantised_format
-from speculant.models.weights.tensors import TensorFiles, check_layers, check_tensors
+from speculant.models.sizes import HEAD, LAYER, TABLE, parameters, tensor_shapes
+from speculant.models.source import read_model_config
+from speculant.models.weights.load import CheckpointFiles, read_description
 
-_EMBEDDING, _HEAD, _NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
-_NORMS = ("input_layernorm", "post_attention_layernorm")
-_READERS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
-_WRITERS = ("self_attn.o_proj", "mlp.down_proj")
+PARTS: Mapping[str, Part] = {
+    r"model\.embed_(tokens|positions)\.weight": Part(Role.TABLE),
+    r"lm_head\.weight": Part(Role.OUTPUT),
+    r".*self_attn\.[qk]_norm\.(weight|bias)": Part(Role.HEADS),
+    r".*norm\.(weight|bias)": Part(Role.STATE),
+    r".*\.(self_attn\.[qkv]|mlp\.gate|mlp\.up)_proj\.weight": Part(Role.READER),
+    r".*\.(self_attn\.[qkv]|mlp\.gate|mlp\.up)_proj\.bias|.*\.sinks": Part(Role.READER_BIAS),
+    r".*\.(self_attn\.o|mlp\.down)_proj\.weight": Part(Role.WRITER),
+    r".*\.(self_attn\.o|mlp\.down)_proj\.bias": Part(Role.STATE),
+}  # of a model's tensors, by patterns of names
 _OWN_FILES = ("config.json", "README.md")
 _WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".index.json")
 
@@ -60,30 +70,27 @@ _NOISY = "Noise of {noise:g} times their standard deviation was added to the mat
 
 
 def shape_of(folder: Path) -> tuple[Shape, int]:
-    """Return the shape of a Llama checkpoint and its heads' dimension. Raises ModelError for any other."""
-    hf = read_json(folder / "config.json")
-    _check_family(hf)
-    decoder = read_config(hf)
+    """Return the shape of a checkpoint and its heads' dimension. Raises ModelError for one that can't be read."""
+    decoder = read_description(read_model_config(folder))
     return decoder_shape(decoder), decoder.attention.head_dim
 
 
 def inflate(source: Path, folder: Path, shape: Shape, noise: float = 0.0) -> None:
-    """Write the Llama model of `source` to `folder`, a new or empty one, at a larger shape.
+    """Write the model of `source` to `folder`, a new or empty one, at a larger shape.
 
     noise: of normal noise added to each matrix of the small model, in standard deviations of the matrix. The random
     weights are drawn with seed 0, the noise with another generator. Memory holds one layer at a time, or the embedding
     table and the head. Raises ModelError for a checkpoint that can't be inflated, and ConfigError for a shape that is
-    too small and for a folder that holds files.
+    too small, or that the model's family does not have, and for a folder that holds files.
     """
-    hf = read_json(source / "config.json")
-    _check_family(hf)
-    weights, decoder = TensorFiles.open(source), read_config(hf)
-    check_layers(weights, decoder.num_layers)
-    check_tensors(weights, decoder)
-    enlargement = Enlargement(decoder_shape(decoder), shape, decoder.attention.head_dim, weights.common_dtype())
-    model = _Inflation(NoisyFiles(weights, noise), enlargement, decoder.head.tied)
-    grown = {**hf, **asdict(shape), "head_dim": decoder.attention.head_dim, "tie_word_embeddings": False}
-    num_weights = [parameters(config) for config in (decoder, read_config(grown))]
+    files = CheckpointFiles.open(source)
+    decoder, attention = files.decoder, files.decoder.attention
+    enlargement = Enlargement(
+        decoder_shape(decoder), shape, attention.head_dim, files.tensors.common_dtype(), attention.norm_all_heads
+    )
+    grown, large = grown_config(files.config, decoder, shape)
+    model = _Inflation(NoisyFiles(files.weights, noise), enlargement, decoder, large)
+    num_weights = [parameters(config) for config in (decoder, large)]
     make_folder(folder)
     _copy_files(source, folder)
     _write_weights(folder, model)
@@ -96,81 +103,56 @@ def inflate(source: Path, folder: Path, shape: Shape, noise: float = 0.0) -> Non
 class _Inflation:
     """The tensors of the larger model, made from those of the small one."""
 
-    def __init__(self, weights: NoisyFiles, enlargement: Enlargement, tie_embeddings: bool) -> None:
-        self._weights, self._enlargement, self._is_tied = weights, enlargement, tie_embeddings
+    def __init__(
+        self, weights: NoisyFiles, enlargement: Enlargement, small: DecoderConfig, large: DecoderConfig
+    ) -> None:
+        self._weights, self._enlargement, self._small, self._large = weights, enlargement, small, large
+        self._names, self._shapes = tensor_shapes(small).keys(), tensor_shapes(large)
 
     @property
     def num_parts(self) -> int:
         """The number of parts."""
-        return 1 + self._enlargement.large.num_hidden_layers
+        return 1 + self._large.num_layers
 
     def parts(self) -> Iterator[dict[str, Tensor]]:
-        """Yield the tensors by name: the ends of the model, then each layer."""
-        yield self._ends()
-        for layer in range(self._enlargement.large.num_hidden_layers):
-            at = f"model.layers.{layer}."
-            is_random = layer >= self._enlargement.small.num_hidden_layers
-            yield self._random_layer(at) if is_random else self._layer(at)
+        """Yield the tensors by the files' names: the ends of the model, then each layer."""
+        in_layers = LAYER.partition("{")[0]
+        yield self._part([name for name in self._shapes if not name.startswith(in_layers)])
+        for layer in range(self._large.num_layers):
+            at = LAYER.format(layer)
+            yield self._part([name for name in self._shapes if name.startswith(at)])
 
-    def _ends(self) -> dict[str, Tensor]:
-        read, enlargement, head = self._weights.read, self._enlargement, _EMBEDDING if self._is_tied else _HEAD
-        return {
-            _EMBEDDING: enlargement.table(read(_EMBEDDING)),
-            _HEAD: enlargement.reading(read(head), head),
-            _NORM: enlargement.written(read(_NORM)),
-        }
+    def _part(self, names: Sequence[str]) -> dict[str, Tensor]:
+        return stored_tensors({name: self._made(name) for name in names}, self._large.tensors)
 
-    def _layer(self, at: str) -> dict[str, Tensor]:
-        """Make a layer whose first places are the small model's."""
-        read, enlargement = self._weights.read, self._enlargement
-        norms, readers, writers = _layer_names(at)
-        made = {name: enlargement.written(read(name)) for name in norms}
-        made |= {name: enlargement.reader(read(name), name) for name in readers}
-        return made | {name: enlargement.writer(read(name), name) for name in writers}
+    def _made(self, name: str) -> Tensor:
+        part = next(part for pattern, part in PARTS.items() if re.fullmatch(pattern, name))
+        stored = TABLE if name == HEAD and self._small.head.tied else name
+        if stored not in self._names:
+            return self._further(part, name)
+        made = self._enlargement.grown(part, self._weights.read(stored), name)
+        return self._unscaled(made) if name == TABLE else made
 
-    def _random_layer(self, at: str) -> dict[str, Tensor]:
-        """Make a layer that adds nothing to the stream."""
-        enlargement = self._enlargement
-        norms, readers, writers = _layer_names(at)
-        made = {name: torch.ones(enlargement.large.hidden_size, dtype=enlargement.dtype) for name in norms}
-        made |= {name: enlargement.random_reader(name) for name in readers}
-        return made | {name: enlargement.empty_writer(name) for name in writers}
+    def _further(self, part: Part, name: str) -> Tensor:
+        """Make a tensor of a layer that adds nothing to the stream."""
+        if part.role is Role.READER:
+            return self._enlargement.random_reader(name)
+        is_scale = part.role in (Role.STATE, Role.HEADS) and name.endswith("norm.weight")
+        return torch.full(self._shapes[name], float(is_scale), dtype=self._enlargement.dtype)
 
-
-def _layer_names(at: str) -> tuple[list[str], list[str], list[str]]:
-    """Return the names of a layer's norms, of the matrices that read the stream, and of those that write it."""
-    norms, readers, writers = ([f"{at}{name}.weight" for name in names] for names in (_NORMS, _READERS, _WRITERS))
-    return norms, readers, writers
-
-
-def decoder_shape(decoder: DecoderConfig) -> Shape:
-    """Return the sizes of a model."""
-    return Shape(
-        decoder.hidden_size,
-        decoder.layers[0].mlp.size,
-        decoder.num_layers,
-        decoder.attention.heads,
-        decoder.attention.kv_heads,
-    )
-
-
-def _check_family(hf: Mapping[str, Any]) -> None:
-    """Check that the model's function is known to stay the same. Raises ModelError."""
-    if hf.get("model_type") != "llama":
-        raise ModelError(
-            f"config.json names the model_type {show(hf.get('model_type'))}, and only Llama models can be inflated",
-            "use a checkpoint whose model_type is 'llama'.",
-        )
-    if quantised_format(hf) is not None:
-        raise ModelError(
-            "this checkpoint is quantised, so its numbers can't be spread", "use the unquantised one it came from."
-        )
-    biases = [key for key in ("attention_bias", "mlp_bias") if hf.get(key)]
-    if biases:
-        raise ModelError(
-            f"config.json says {' and '.join(biases)}, and models with biases are not inflated",
-            "use a Llama checkpoint without biases.",
-        )
+    def _unscaled(self, table: Tensor) -> Tensor:
+        """Return the embedding table for the factor that the large model multiplies it by."""
+        small, large = self._small.embedding.scale, self._large.embedding.scale
+        if small == large:
+            return table
+        made = table * (small / large)
+        if math.frexp(small / large)[0] != 0.5 or not torch.equal(made / (small / large), table):
+            raise ModelError(
+                f"embeddings are multiplied by {small:g}, and at the larger shape by {large:g}, so that the table would"
+                " have to be rounded",
+                "choose a hidden_size that is 4 or 16 times the model's.",
+            )
+        return made
 
 
 def make_folder(folder: Path) -> None:

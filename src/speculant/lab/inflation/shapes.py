@@ -1,4 +1,4 @@
-"""Sizes of Llama models, some of them by name."""
+"""Sizes of models, some of them by name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from speculant.errors import ConfigError, suggest
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a Llama model that may grow; the vocabulary and the heads' dimension stay.
+    """The sizes of a model that may grow; the vocabulary and the heads' dimension stay.
 
     Raises ConfigError for sizes that no model has.
     """

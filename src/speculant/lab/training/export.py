@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
+from speculant.lab.checkpoints import save_tensors
 from speculant.lab.training.tokenizer import END_OF_TEXT
 from speculant.models.reference.decoder import Decoder
+from speculant.models.weights.load import read_description
 
 # The model is trained on program text only, so a conversation becomes comments.
 CHAT_TEMPLATE = """\
@@ -36,12 +37,13 @@ def export_model(
 
 
 def save_weights(folder: Path, model: Decoder, hf_config: dict[str, Any], dtype: torch.dtype = torch.bfloat16) -> None:
-    """Write config and weights in `dtype` to a folder, which is made if it is missing."""
+    """Write config and weights in `dtype` to a folder, which is made if it is missing.
+
+    hf_config: the config.json of a checkpoint of the model's family, as safetensors.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {name: parameter.detach().to(dtype).contiguous() for name, parameter in model.named_parameters()}
-    weights = folder / "model.safetensors"
-    save_file(tensors, weights, metadata={"format": "pt"})
-    weights.chmod(0o644)  # save_file makes it readable for its owner only
+    names = read_description(hf_config).tensors
+    save_tensors(dict(model.named_parameters()), names, folder / "model.safetensors", dtype)
     _write_json(folder / "config.json", {**hf_config, "dtype": str(dtype).removeprefix("torch.")})
 
 

@@ -12,10 +12,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from speculant.lab.training.output import OutputHead, chunks
 from speculant.lab.training.passes import hidden_states
 from speculant.models.reference.decoder import Decoder
 
-_ROWS = 256  # distributions computed at a time
 _VARIATION_WEIGHT = 4.0  # total variation is below 1 where the divergence is a few nats
 
 
@@ -36,8 +36,8 @@ class TextObjective:
 
     def loss(self, model: Decoder, windows: Tensor, progress: float) -> Tensor:
         """See `Objective.loss`."""
-        hidden = hidden_states(model, windows[:, :-1])
-        loss: Tensor = _TextLoss.apply(hidden, model.lm_head.weight, windows[:, 1:].flatten())  # type: ignore[no-untyped-call]
+        hidden, head = hidden_states(model, windows[:, :-1]), OutputHead.of(model)
+        loss: Tensor = _TextLoss.apply(hidden, head.matrix, head, windows[:, 1:].flatten())  # type: ignore[no-untyped-call]
         return loss
 
 
@@ -58,33 +58,34 @@ class DistillObjective:
         with torch.no_grad():
             target_hidden = hidden_states(self._target, windows[:, :-1])
         hidden = hidden_states(model, windows[:, :-1])
-        return distribution_distance(hidden, model.lm_head.weight, target_hidden, self._target.lm_head.weight, progress)
+        return distribution_distance(hidden, OutputHead.of(model), target_hidden, OutputHead.of(self._target), progress)
 
 
 def distribution_distance(
-    hidden: Tensor, weight: Tensor, target_hidden: Tensor, target_weight: Tensor, progress: float
+    hidden: Tensor, head: OutputHead, target_hidden: Tensor, target_head: OutputHead, progress: float
 ) -> Tensor:
     """Return the mean distance of a draft's distributions from a target's, with gradients for the draft.
 
-    hidden [r, h], target_hidden [r, H]: states for the same tokens; weight [V, h], target_weight [V, H]: output heads.
+    hidden [r, h], target_hidden [r, H]: states for the same tokens, of which the heads make logits [r, V].
     """
     weights = (1.0 - progress, _VARIATION_WEIGHT * progress)
-    loss: Tensor = _DistributionDistance.apply(hidden, weight, target_hidden, target_weight, weights)  # type: ignore[no-untyped-call]
+    loss: Tensor = _DistributionDistance.apply(hidden, head.matrix, head, target_hidden, target_head, weights)  # type: ignore[no-untyped-call]
     return loss
 
 
 class _HeadGradients:
-    """Gradients of a sum over rows, for hidden [T, h] and for weight [V, h], where logits = hidden @ weight.T."""
+    """Gradients of a sum over rows, for hidden [T, h] and for the matrix [V, h] of the output head that reads it."""
 
-    def __init__(self, hidden: Tensor, weight: Tensor) -> None:
-        self._inputs = hidden, weight
-        self._hidden, self._weight = torch.empty_like(hidden), torch.zeros_like(weight)
+    def __init__(self, hidden: Tensor, head: OutputHead) -> None:
+        self._inputs = hidden, head
+        self._hidden, self._weight = torch.empty_like(hidden), torch.zeros_like(head.matrix)
 
-    def add(self, rows: slice, logits_gradient: Tensor) -> None:
-        """Add the gradient [r, V] for the logits of some rows."""
-        hidden, weight = self._inputs
-        torch.mm(logits_gradient, weight, out=self._hidden[rows])
-        self._weight.addmm_(logits_gradient.T, hidden[rows])
+    def add(self, rows: slice, gradient: Tensor, logits: Tensor) -> None:
+        """Add the gradient [r, V] for the logits of some rows. Changes it."""
+        hidden, head = self._inputs
+        head.of_products(gradient, logits)
+        torch.mm(gradient, head.matrix, out=self._hidden[rows])
+        self._weight.addmm_(gradient.T, hidden[rows])
 
     def mean(self) -> tuple[Tensor, Tensor]:
         """Return the gradients of the mean over rows."""
@@ -93,24 +94,25 @@ class _HeadGradients:
 
 
 class _TextLoss(torch.autograd.Function):
-    """Mean of -log q(token) over rows, with q = softmax(hidden @ weight.T)."""
+    """Mean of -log q(token) over rows. `weight` is the output head's matrix, which has a gradient."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, tokens: Tensor) -> Tensor:
-        gradients, total = _HeadGradients(hidden, weight), hidden.new_zeros(())
-        for rows in _chunks(len(hidden)):
-            log_q = (hidden[rows] @ weight.T).log_softmax(-1)
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, head: OutputHead, tokens: Tensor) -> Tensor:
+        gradients, total = _HeadGradients(hidden, head), hidden.new_zeros(())
+        for rows in chunks(len(hidden)):
+            logits = head.logits(hidden[rows])
+            log_q = logits.log_softmax(-1)
             total -= log_q.gather(1, tokens[rows, None]).sum()
             difference = log_q.exp_()  # the gradient is q, minus one at the text's token
             difference.scatter_add_(1, tokens[rows, None], -hidden.new_ones(len(difference), 1))
-            gradients.add(rows, difference)
+            gradients.add(rows, difference, logits)
         ctx.save_for_backward(*gradients.mean())
         return total / len(hidden)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
         hidden, weight = ctx.saved_tensors
-        return hidden * grads[0], weight * grads[0], None
+        return hidden * grads[0], weight * grads[0], None, None
 
 
 class _DistributionDistance(torch.autograd.Function):
@@ -121,24 +123,25 @@ class _DistributionDistance(torch.autograd.Function):
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,
+        head: OutputHead,
         target_hidden: Tensor,
-        target_weight: Tensor,
+        target_head: OutputHead,
         weights: tuple[float, float],
     ) -> Tensor:
-        gradients, total = _HeadGradients(hidden, weight), hidden.new_zeros(())
-        for rows in _chunks(len(hidden)):
-            log_q = (hidden[rows] @ weight.T).log_softmax(-1)
-            log_p = (target_hidden[rows] @ target_weight.T).log_softmax(-1)
-            distance, difference = _distance(log_q, log_p, weights)
+        gradients, total = _HeadGradients(hidden, head), hidden.new_zeros(())
+        for rows in chunks(len(hidden)):
+            logits = head.logits(hidden[rows])
+            log_p = target_head.logits(target_hidden[rows]).log_softmax(-1)
+            distance, difference = _distance(logits.log_softmax(-1), log_p, weights)
             total += distance
-            gradients.add(rows, difference)
+            gradients.add(rows, difference, logits)
         ctx.save_for_backward(*gradients.mean())
         return total / len(hidden)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight = ctx.saved_tensors
-        return hidden * grads[0], weight * grads[0], None, None, None
+        return hidden * grads[0], weight * grads[0], None, None, None, None
 
 
 def _distance(log_q: Tensor, log_p: Tensor, weights: tuple[float, float]) -> tuple[Tensor, Tensor]:
@@ -153,7 +156,3 @@ def _distance(log_q: Tensor, log_p: Tensor, weights: tuple[float, float]) -> tup
     variation = (difference * sign).sum()
     gradient = (sign - (q * sign).sum(-1, keepdim=True)).mul_(q).mul_(weights[1])
     return weights[0] * divergence + weights[1] * variation, gradient.add_(difference, alpha=weights[0])
-
-
-def _chunks(rows: int) -> list[slice]:
-    return [slice(first, first + _ROWS) for first in range(0, rows, _ROWS)]

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+_OUTSIDE = ("embed_tokens", "embed_positions", "lm_head")  # names of tables
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # Jordan's quintic: singular values end between 0.7 and 1.2
 
 
@@ -73,7 +74,7 @@ class Optimizer:
 
     def __init__(self, model: nn.Module, matrix_lr: float, embedding_lr: float) -> None:
         inner = [(name, parameter) for name, parameter in model.named_parameters()]
-        matrices = [p for name, p in inner if p.ndim == 2 and "embed_tokens" not in name and "lm_head" not in name]
+        matrices = [p for name, p in inner if p.ndim == 2 and not any(part in name for part in _OUTSIDE)]
         chosen = {id(p) for p in matrices}
         others = [p for _, p in inner if id(p) not in chosen]
         self._parts = list[tuple[torch.optim.Optimizer, float]]()

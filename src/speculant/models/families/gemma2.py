@@ -20,6 +20,7 @@ from speculant.models.config import (
     window,
 )  # fmt: skip
 from speculant.models.description import DecoderConfig, Layer
+from speculant.models.gguf_family import GgufFamily, Number, Windows
 from speculant.models.sizes import LAYER
 from speculant.models.tensor_map import map_modules
 
@@ -38,9 +39,23 @@ DEFAULTS = {
 }
 
 
+def score_scalar(config: Mapping[str, Any], largest: int) -> int:
+    """Return query_pre_attn_scalar, which GGUF files lack. largest: the number of layers of the family's 27B model."""
+    if config["num_hidden_layers"] != largest:
+        return int(config["head_dim"])
+    return int(config["hidden_size"] // config["num_attention_heads"])
+
+
+GGUF = GgufFamily("gemma2", windows=Windows(2, 4096), config={
+    "query_pre_attn_scalar": lambda config: score_scalar(config, largest=46),
+    "attn_logit_softcapping": Number("attn_logit_softcapping", 50.0),
+    "final_logit_softcapping": Number("final_logit_softcapping", 30.0),
+})  # fmt: skip
+
+
 def read_config(hf: Mapping[str, Any]) -> DecoderConfig:
     """Read a Gemma 2 config.json."""
-    hf = DEFAULTS | hf
+    hf = {**DEFAULTS, **hf}
     check_unset(hf, "use_bidirectional_attention")
     norm, bias = read_norm(hf, offset=1.0), flag(hf, "attention_bias")
     mlp = read_mlp(hf, key="hidden_activation")

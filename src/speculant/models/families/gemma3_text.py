@@ -20,7 +20,8 @@ from speculant.models.config import (
     window,
 )  # fmt: skip
 from speculant.models.description import DecoderConfig, Layer
-from speculant.models.families.gemma2 import TENSORS
+from speculant.models.families.gemma2 import TENSORS, score_scalar
+from speculant.models.gguf_family import GgufFamily, Number, Windows
 from speculant.models.rope_config import read_rope
 
 DEFAULTS = {
@@ -34,10 +35,16 @@ DEFAULTS = {
     "tie_word_embeddings": True,
 }
 
+GGUF = GgufFamily("gemma3", windows=Windows(6), config={
+    "query_pre_attn_scalar": lambda config: score_scalar(config, largest=62),
+    "rope_local_base_freq": Number("rope.freq_base_swa", 10000.0),
+    "final_logit_softcapping": Number("final_logit_softcapping", None, zero=None),
+})  # fmt: skip
+
 
 def read_config(hf: Mapping[str, Any]) -> DecoderConfig:
     """Read a Gemma 3 config.json."""
-    hf = DEFAULTS | hf
+    hf = {**DEFAULTS, **hf}
     check_unset(hf, "use_bidirectional_attention")
     norm, bias = read_norm(hf, offset=1.0), flag(hf, "attention_bias")
     mlp, every = read_mlp(hf, key="hidden_activation"), count(hf, "sliding_window_pattern", 6)

@@ -16,6 +16,7 @@ from speculant.models.config import (
     read_norm,
 )
 from speculant.models.description import DecoderConfig, Layer
+from speculant.models.gguf_family import GgufFamily
 from speculant.models.sizes import LAYER
 from speculant.models.tensor_map import Rows, TensorMap, Transposed, map_modules
 
@@ -23,6 +24,8 @@ OTHER_NAMES = {
     "hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head",
     "max_position_embeddings": "n_positions",
 }  # fmt: skip
+
+GGUF = GgufFamily("gpt2", norm_eps="layer_norm_epsilon")
 
 
 def read_config(hf: Mapping[str, Any]) -> DecoderConfig:

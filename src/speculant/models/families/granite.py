@@ -16,6 +16,14 @@ from speculant.models.config import (
     read_norm,
 )
 from speculant.models.description import DecoderConfig, Layer
+from speculant.models.gguf_family import GgufFamily, Number
+
+GGUF = GgufFamily("granite", paired=True, neutral={"rope.scaling.finetuned": (True,)}, config={
+    "embedding_multiplier": Number("embedding_scale", 1.0, zero=1.0),
+    "attention_multiplier": Number("attention.scale"),
+    "residual_multiplier": Number("residual_scale", 1.0, zero=1.0),
+    "logits_scaling": Number("logit_scale"),
+})  # fmt: skip
 
 
 def read_config(hf: Mapping[str, Any]) -> DecoderConfig:

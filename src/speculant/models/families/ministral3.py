@@ -7,11 +7,16 @@ from typing import Any
 
 from speculant.models.config import count_layers, read_attention, read_decoder, read_mlp, read_norm, window
 from speculant.models.description import DecoderConfig, Layer
+from speculant.models.gguf_family import GgufFamily, Number
 
 YARN = {
     "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16384,
     "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
 }  # fmt: skip
+
+GGUF = GgufFamily("mistral3", needs="attention.temperature_scale", paired=True, config={
+    "rope_scaling.llama_4_scaling_beta": Number("attention.temperature_scale"),
+})  # fmt: skip
 
 
 def read_config(hf: Mapping[str, Any]) -> DecoderConfig:

@@ -7,6 +7,9 @@ from typing import Any
 
 from speculant.models.config import count_layers, read_attention, read_decoder, read_mlp, read_norm, window
 from speculant.models.description import DecoderConfig, Layer
+from speculant.models.gguf_family import GgufFamily
+
+GGUF = GgufFamily("mistral3", paired=True)
 
 
 def read_config(hf: Mapping[str, Any]) -> DecoderConfig:

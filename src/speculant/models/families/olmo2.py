@@ -7,12 +7,15 @@ from typing import Any
 
 from speculant.models.config import count_layers, flag, read_attention, read_decoder, read_mlp, read_norm
 from speculant.models.description import DecoderConfig, Layer
+from speculant.models.gguf_family import GgufFamily
 from speculant.models.sizes import LAYER
 from speculant.models.tensor_map import map_modules
 
 TENSORS = map_modules(LAYER, LAYER, {
     "attention_output_norm": "post_attention_layernorm", "mlp_output_norm": "post_feedforward_layernorm",
 })  # fmt: skip
+
+GGUF = GgufFamily("olmo2")
 
 
 def read_config(hf: Mapping[str, Any]) -> DecoderConfig:

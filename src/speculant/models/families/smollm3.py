@@ -22,7 +22,10 @@ from speculant.models.config import (
     window,
 )  # fmt: skip
 from speculant.models.description import DecoderConfig, Layer
+from speculant.models.gguf_family import GgufFamily
 from speculant.models.rope_config import read_rope
+
+GGUF = GgufFamily("smollm3", paired=True)
 
 
 def read_config(hf: Mapping[str, Any]) -> DecoderConfig:

@@ -7,10 +7,13 @@ from typing import Any
 
 from speculant.models.config import count_layers, flag, read_attention, read_decoder, read_mlp, read_norm, window
 from speculant.models.description import DecoderConfig, Layer
+from speculant.models.gguf_family import GgufFamily
 from speculant.models.sizes import LAYER
 from speculant.models.tensor_map import map_modules
 
 TENSORS = map_modules(LAYER, LAYER, {"mlp.up_proj": "mlp.c_fc", "mlp.down_proj": "mlp.c_proj"})
+
+GGUF = GgufFamily("starcoder2", norm_eps="norm_epsilon", config={"use_bias": lambda config: config["attention_bias"]})
 
 
 def read_config(hf: Mapping[str, Any]) -> DecoderConfig:

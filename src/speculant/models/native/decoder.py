@@ -10,6 +10,7 @@ import weakref
 from array import array
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain as chained
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -42,7 +43,6 @@ from speculant.models.base import (
     check_embeddings,
     check_taps,
     check_tokens,
-    ids,
     known,
 )
 from speculant.models.description import DecoderConfig
@@ -57,6 +57,7 @@ from speculant.models.weights.source import WeightSource
 from speculant.params import SamplingParams
 from speculant.sampling.chance import KeyedNoise, MostLikely, Stream
 from speculant.sampling.distribution import Node, edits_of, sampling_settings
+from speculant.tree import ids
 
 FORESEEABLE = (Stream, KeyedNoise, MostLikely)
 
@@ -85,28 +86,31 @@ def _kind_of(chains: Sequence[Chain]) -> list[tuple[int, int, SamplingParams]]:
 class ChainRows:
     """The input rows of chains, concatenated, with slots that it reserves. See `known` for unknown tokens.
 
-    count: their number. end: length of the longest sequence. positions [count]: theirs. lengths [count]: those of their
-    texts, see `SequenceInput.length`.
+    count: their number. end: length of the longest sequence. groups: of the model's layers. positions [count]: theirs.
+    lengths [count]: those of their texts, see `SequenceInput.length`.
     """
 
-    def __init__(self, chains: Sequence[Chain], vocab_size: int, cache: KVCache) -> None:
-        tokens, positions, slots, segments, end = list[int](), list[int](), list[int](), list[int](), 0
+    def __init__(self, chains: Sequence[Chain], vocab_size: int, cache: KVCache, groups: int) -> None:
+        tokens, positions, segments, end = list[int](), list[int](), list[int](), 0
+        slots = [list[int]() for _ in range(cache.num_groups)]
         self._tables: list[array[int]] = []
         self.positions, self.lengths = positions, list[int]()
         self._angles: Tensor | None = None
         for chain in chains:
             seq_id, own, num_positions = chain.request.seq_id, chain.input_tokens, chain.num_positions
-            _, start, reserved, _ = cache.reserve(seq_id, num_positions)
+            _, start, reserved, _, others = cache.reserve(seq_id, num_positions)
             table, count = cache.table(seq_id), len(own)
-            segments += (len(tokens), count, start, count, -1, address(table), len(table))
+            segments += (len(tokens), count, start, count, -1, address(table), _stride(table, cache.num_groups))
             tokens += own
             positions += range(start, start + count)
-            slots += reserved[:count]
+            for known_slots, added in zip(slots, (reserved, *others), strict=True):
+                known_slots += added[:count]
             self.lengths += [chain.request.num_positions] * count
             end = max(end, start + num_positions)
             self._tables.append(table)
-        self.count, self.end, self._num_segments = len(tokens), end, len(chains)
-        self._memory = array("q", [*known(tokens, vocab_size), *positions, *slots, *segments])
+        self.count, self.end, self._num_segments, self._groups = len(tokens), end, len(chains), groups
+        slots *= groups // len(slots)
+        self._memory = array("q", [*known(tokens, vocab_size), *positions, *chained.from_iterable(slots), *segments])
 
     def long_rows(self, needs: ModelNeeds) -> Tensor | None:
         """See `Batch.long_rows`."""
@@ -118,7 +122,7 @@ class ChainRows:
         on.angles = None if angles is None else angles.data_ptr()
         size = 8 * self.count
         on.tokens = first = address(self._memory)
-        on.positions, on.slots, on.segments = first + size, first + 2 * size, first + 3 * size
+        on.positions, on.slots, on.segments = first + size, first + 2 * size, first + (2 + self._groups) * size
         on.num_segments = self._num_segments
 
 
@@ -245,6 +249,7 @@ class NativeDecoder:
         """Make the model of packed weights."""
         config = packed.config
         self.cache_shape = cache_shape(config, dtype, torch.device("cpu"))
+        self._num_groups = len(self.cache_shape.groups)
         self.vocab_size, self.max_positions = config.vocab_size, config.max_positions
         self.num_layers, self.hidden_size = config.num_layers, config.hidden_size
         self.kernels, self.packed, self.needs = kernels, packed, ModelNeeds(restart_at=config.restart_at)
@@ -253,6 +258,11 @@ class NativeDecoder:
         self._head = linear(packed.head, None, None, factor=config.head.scale, softcap=config.head.softcap)
         self._head_tokens = torch.tensor(config.head.tokens, dtype=torch.int64) if config.head.tokens else None
         self._drawn: Drawn | None = None  # of the last draft
+
+    @property
+    def config(self) -> DecoderConfig:
+        """The description."""
+        return self.packed.config
 
     @property
     def bytes_per_pass(self) -> int:
@@ -325,12 +335,20 @@ class NativeDecoder:
         on = self._pass(storage, batch.block_size, batch.tokens.shape[0], end)
         tokens = batch.tokens if batch.embeddings is None else batch.tokens.index_fill(0, batch.embedded_rows, 0)
         on.tokens, on.positions = tokens.data_ptr(), batch.positions.data_ptr()
-        on.slots = batch.slot_mapping.data_ptr()
+        slots = self._slots(batch)
+        on.slots = slots.data_ptr()
         on.num_segments, on.segments, on.parents = len(batch.segments), address(segments), address(parents)
         inputs, angles = self._inputs(batch), self._angles.rows(batch.positions, batch.long_rows(self.needs))
         on.inputs = address(inputs[0]) if inputs else None
         on.angles = None if angles is None else angles.data_ptr()
-        return Layout(on, (batch, tokens, segments, parents, inputs, angles))
+        return Layout(on, (batch, tokens, slots, segments, parents, inputs, angles))
+
+    def _slots(self, batch: Batch) -> Tensor:
+        """Return the slots [groups, T] of a batch. A cache with one group serves all layers alike."""
+        require_groups(batch.num_groups, self._num_groups)
+        if batch.group_slots is not None:
+            return batch.group_slots
+        return batch.slot_mapping if self._num_groups == 1 else batch.slot_mapping.repeat(self._num_groups)
 
     def _inputs(self, batch: Batch) -> tuple[array[int], Tensor] | None:
         """Return the address of each row's input embedding (0 = look its token up) and their memory, if any."""
@@ -346,7 +364,7 @@ class NativeDecoder:
         """Make a pass over a storage with buffers for `rows` rows and angles for positions below `end`."""
         if rows > self._buffers.room:
             self._buffers, self._programs = Buffers(self.packed, next_power(rows)), {}
-        on = Pass(rows=rows, block=block_size, groups=1)
+        on = Pass(rows=rows, block=block_size, groups=self._num_groups)
         self._angles.point(on, end)
         self._layers.point(on, storage)
         return on
@@ -371,7 +389,8 @@ class NativeDecoder:
 
     def _draw_at_once(self, chains: Sequence[Chain], cache: KVCache, vocab_size: int) -> None:
         chains = sorted(chains, key=_by_limit)
-        rows = ChainRows(chains, self.vocab_size, cache)
+        require_groups(cache.num_groups, self._num_groups)
+        rows = ChainRows(chains, self.vocab_size, cache, self._num_groups)
         on = self._pass(cache.storage, cache.block_size, rows.count, rows.end)
         rows.point(on, self._angles.rows(ids(rows.positions), rows.long_rows(self.needs)))
         drawing = chains if chains[-1].limit else [chain for chain in chains if chain.limit]
@@ -405,9 +424,20 @@ def _segments(batch: Batch) -> tuple[array[int], array[int], int]:
         if own and not segment.is_chain:
             chain, tree = segment.num_committed, len(parents)
             parents += own
-        fields += (first, rows, start, chain, tree, address(table), len(table))
+        fields += (first, rows, start, chain, tree, address(table), _stride(table, batch.num_groups))
         first, end = first + rows, max(end, start + rows)
     return array("q", fields), array("q", parents), end
+
+
+def _stride(table: array[int], num_groups: int) -> int:
+    """Return the entries from one group's part of a block table to the next; 0 = all groups of layers have the same."""
+    return 0 if num_groups == 1 else len(table) // num_groups
+
+
+def require_groups(num_groups: int, expected: int) -> None:
+    """Raise ValueError unless a cache has one group, which serves all layers, or those of a model's layers."""
+    if num_groups not in (1, expected):
+        raise ValueError(f"a cache with {num_groups} groups of layers is used by a model with {expected}")
 
 
 def _by_limit(chain: Chain) -> int:

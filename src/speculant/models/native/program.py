@@ -23,6 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from speculant.cache.base import by_length
 from speculant.errors import ModelError
 from speculant.kernels.native import TYPES, Activation, Code, Flag, Kernels, Op, Pass, Type, Weight
 from speculant.models.description import Attention, DecoderConfig, Layer, Mlp, Norm, TokenInputs
@@ -299,6 +300,7 @@ class Program:
     def __init__(self, weights: PackedDecoder, buffers: Buffers, layers: Sequence[int] = ()) -> None:
         self.hidden = buffers.y
         self._weights, self._buffers, self._layers = weights, buffers, layers
+        self._windows = by_length(layer.attention.window for layer in weights.config.layers)  # of the groups of layers
         recorded = list(self._record())
         self.ops: ctypes.Array[Op] = (Op * len(recorded))(*recorded)
         tapped = [op for op in self.ops if _tap_field(op, buffers.y)]  # until `next_taps` sets the address
@@ -420,20 +422,19 @@ class Program:
             fields |= {"key_scale": key.scale, "key_bias": key.bias} if key else {}
         if of.rope:
             fields |= {"rope": self._weights.config.ropes.index(of.rope), "rotated": of.rotated}
-        yield self._of_heads(
-            Code.ROTATE, index, of, source=qkv, heads=of.heads, kv_heads=of.own_kv_heads, **fields
-        )  # fmt: skip
+        yield self._of_heads(Code.ROTATE, index, of, source=qkv, heads=of.heads, kv_heads=of.own_kv_heads, **fields)
 
     def _attention(self, index: int, layer: PackedLayer) -> Op:
         of = layer.of.attention
         return self._of_heads(
-            Code.ATTEND, index, of, source=self._buffers.qkv, heads=of.heads, kv_heads=of.kv_heads, out=self._buffers.heads, window=of.window, factor=of.score_scale,
-            softcap=of.softcap, sinks=layer.sinks,
+            Code.ATTEND, index, of, source=self._buffers.qkv, heads=of.heads, kv_heads=of.kv_heads,
+            out=self._buffers.heads, window=of.window, factor=of.score_scale, softcap=of.softcap, sinks=layer.sinks,
         )  # fmt: skip
 
     def _of_heads(self, code: Code, layer: int, of: Attention, **fields: Tensor | float | None) -> Op:
         return _op(
-            code, self._weights.cache_type, layer=layer, dim=of.head_dim, stride=self._buffers.qkv.shape[1], **fields,
+            code, self._weights.cache_type, layer=layer, group=self._windows.index(of.window), dim=of.head_dim,
+            stride=self._buffers.qkv.shape[1], **fields,
         )  # fmt: skip
 
 

@@ -25,7 +25,8 @@ MOST_SPLIT_BLOCKS = 4  # per thread, of a pass whose spans are computed in paral
 def scratch_bytes(packed: PackedDecoder, threads: int, rows: int, positions: int) -> int:
     """Return the most bytes that passes of `rows` rows keep, over sequences of up to `positions` positions."""
     config, widths = packed.config, packed.activations
-    per_row = sum(widths.values()) + GROWTH * max(widths[name] for name in ("x", "heads", "gated", "inputs") if name in widths)
+    packed_rows = max(widths[name] for name in ("x", "heads", "gated", "inputs") if name in widths)
+    per_row = sum(widths.values()) + GROWTH * packed_rows
     rotated = {layer.attention.rope: layer.attention.rotated for layer in config.layers}
     tables = 1 if config.restart_at is None else 2
     angles = tables * _power(positions) * sum(rotated.values())

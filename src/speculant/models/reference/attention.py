@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from speculant.cache.base import KVStorage
+from speculant.cache.base import KVStorage, by_length, first_seen
 from speculant.kernels.reference import attend
 from speculant.models.base import Batch, Segment
 from speculant.models.description import Attention, DecoderConfig, Layer
@@ -65,13 +65,15 @@ Masks = dict[tuple[int | None, int], list[Tensor | None]]
 class StoredKeys:
     """Attention of a flat batch over the keys and values of a storage, to which it adds its own.
 
-    Rows are [T, heads, head_dim]. Every layer uses the slots, and the masks of its own sliding window.
+    Rows are [T, heads, head_dim]. Every layer uses the slots and the masks of its own sliding window. Keys that no row
+    of a pass sees are not read.
     """
 
     batch: Batch
     storage: KVStorage
-    slots: list[Tensor | slice]  # one entry per segment, for its keys; see `context_slots`
-    masks: Masks  # by window and groups -> per segment [groups * rows, keys], or None = all visible
+    groups: dict[int | None, int]  # window -> the group of layers whose slots are used
+    slots: dict[int | None, list[Tensor | slice]]  # window -> per segment, the slots of its keys; see `context_slots`
+    masks: Masks  # window and heads per key head -> per segment [groups * rows, keys], or None = all visible
 
     @classmethod
     def build(cls, batch: Batch, storage: KVStorage, config: DecoderConfig, dtype: torch.dtype) -> StoredKeys:
@@ -80,9 +82,12 @@ class StoredKeys:
         A mask is added to the scores, so it holds 0 and -inf in the model's dtype. It is repeated for
         the query heads that share a key head.
         """
+        windows = by_length(layer.attention.window for layer in config.layers)
+        groups = {window: index if batch.num_groups > 1 else 0 for index, window in enumerate(windows)}
+        slots = {window: context_slots(batch, groups[window], window) for window in windows}
         kinds = {(layer.attention.window, layer.attention.groups) for layer in config.layers}
         masks = {kind: _segment_masks(batch, *kind, dtype) for kind in kinds}
-        return cls(batch, storage, context_slots(batch), masks)
+        return cls(batch, storage, groups, slots, masks)
 
     def __call__(
         self, layer: int, of: Attention, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
@@ -90,14 +95,15 @@ class StoredKeys:
         """See `Attend`. Heads that share a key head are folded into rows, so keys and values are not repeated."""
         storage, segments, masks = self.storage, self.batch.segments, self.masks[of.window, of.groups]
         if of.shares is None:
-            storage.write(layer, self.batch.slot_mapping, key, value)
+            storage.write(layer, self.batch.slots_of(self.groups[of.window]), key, value)
+        context = self.slots[of.window]
         if len(segments) == 1:
-            return _attend_one(of, query, *storage.read(layer, self.slots[0]), masks[0], sinks)
+            return _attend_one(of, query, *storage.read(layer, context[0]), masks[0], sinks)
         parts = query.split_with_sizes([segment.num_rows for segment in segments])
         return torch.cat(
             [
                 _attend_one(of, rows, *storage.read(layer, slots), mask, sinks)
-                for slots, rows, mask in zip(self.slots, parts, masks, strict=True)
+                for slots, rows, mask in zip(context, parts, masks, strict=True)
             ]
         )
 
@@ -114,24 +120,35 @@ def _attend_one(
     return out.view(of.kv_heads, of.groups, n, dim).permute(2, 0, 1, 3).reshape(n, heads, dim)
 
 
-def context_slots(batch: Batch) -> list[Tensor | slice]:
-    """Return, for each segment, the slots [end] int64 of its positions in order, on the batch's device.
+def context_slots(batch: Batch, group: int = 0, window: int | None = None) -> list[Tensor | slice]:
+    """Return, for each segment, the slots int64 of its positions that rows see, in order, on the batch's device.
 
-    A sequence that lies in one block has a slice, which a storage reads without a copy.
+    These are the positions from the first one that the segment's first row sees to the end. A sequence that lies in one
+    block has a slice, which a storage reads without a copy.
     """
     size, device, tables = batch.block_size, batch.positions.device, array("q")
-    for segment in batch.segments:
-        if len(segment.table) > 1:
-            tables.extend(segment.table)
+    parts = [_table_of(segment, group, batch.num_groups) for segment in batch.segments]
+    for table in parts:
+        if len(table) > 1:
+            tables.extend(table)
     every = (ids(tables).to(device)[:, None] * size + torch.arange(size, device=device)).flatten()
     slots, first = list[Tensor | slice](), 0
-    for segment in batch.segments:
-        if len(segment.table) > 1:
-            slots.append(every[first : first + segment.end])
-            first += len(segment.table) * size
+    for segment, table in zip(batch.segments, parts, strict=True):
+        seen = first_seen(window, segment.start)
+        if len(table) > 1:
+            slots.append(every[first + seen : first + segment.end])
+            first += len(table) * size
         else:
-            slots.append(slice(segment.table[0] * size, segment.table[0] * size + segment.end))
+            slots.append(slice(table[0] * size + seen, table[0] * size + segment.end))
     return slots
+
+
+def _table_of(segment: Segment, group: int, num_groups: int) -> array[int]:
+    """Return the part of a segment's block table that belongs to a group of layers."""
+    if num_groups == 1:
+        return segment.table
+    count = len(segment.table) // num_groups
+    return segment.table[group * count : (group + 1) * count]
 
 
 def _segment_masks(batch: Batch, window: int | None, groups: int, dtype: torch.dtype) -> list[Tensor | None]:
@@ -146,9 +163,9 @@ def _segment_masks(batch: Batch, window: int | None, groups: int, dtype: torch.d
 def _segment_mask(
     segment: Segment, positions: Tensor, window: int | None, groups: int, dtype: torch.dtype
 ) -> Tensor | None:
-    if segment.num_rows == 1 and (window is None or segment.end <= window):
+    if segment.num_rows == 1:  # it sees all the keys that are read
         return None
-    visible = visible_keys(segment, positions, window)
+    visible = visible_keys(segment, positions, window)[:, first_seen(window, segment.start) :]
     mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, -torch.inf)
     return mask.repeat(groups, 1)
 

@@ -5,7 +5,7 @@ Parameters have the names of `models/sizes.py`, in every family.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -79,9 +79,12 @@ class NormLayer(nn.Module):
         if of.kind == "layer":
             return reference.layer_norm(x, scales + of.offset if of.offset else scales, self.bias, of.eps)
         if not of.offset:
-            return reference.rms_norm(x, scales, of.eps)
+            return self._biased(reference.rms_norm(x, scales, of.eps))
         wide = x if x.dtype == torch.float64 else x.float()
-        return reference.rms_norm(wide, scales.to(wide.dtype) + of.offset, of.eps).to(x.dtype)
+        return self._biased(reference.rms_norm(wide, scales.to(wide.dtype) + of.offset, of.eps).to(x.dtype))
+
+    def _biased(self, x: Tensor) -> Tensor:
+        return x if self.bias is None else x + self.bias
 
 
 class SelfAttention(nn.Module):
@@ -135,7 +138,8 @@ class FeedForward(nn.Module):
             self.gate_proj = nn.Linear(hidden, of.size, bias=of.bias)
         self.up_proj = nn.Linear(hidden, of.size, bias=of.bias)
         self.down_proj = nn.Linear(of.size, hidden, bias=of.bias)
-        self._gated, self._activation = of.gated, reference.ACTIVATIONS[of.activation]
+        self._gated = of.gated
+        self._activation: Callable[[Tensor], Tensor] = reference.ACTIVATIONS[of.activation]
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x [..., hidden] to a result of the same shape."""
@@ -217,7 +221,9 @@ class _Backbone(nn.Module):
 
 
 def _table(rows: int, width: int) -> nn.Embedding:
-    return nn.Embedding.from_pretrained(torch.zeros(rows, width), freeze=False)  # type: ignore[no-untyped-call]
+    zeros = torch.zeros(rows, width)
+    table: nn.Embedding = nn.Embedding.from_pretrained(zeros, freeze=False)  # type: ignore[no-untyped-call]
+    return table
 
 
 class Decoder(nn.Module):

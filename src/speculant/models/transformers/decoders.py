@@ -15,7 +15,7 @@ from speculant.models.base import Batch, Chain, Hidden, ModelNeeds, Segment, che
 from speculant.models.reference.attention import context_slots
 from speculant.models.transformers.attention import AttentionSwitch, KeyLayout, KeyRecorder, StoredPass
 from speculant.models.transformers.network import TransformersNetwork
-from speculant.models.vocabulary import DraftVocabulary
+from speculant.models.vocabulary import TargetVocabulary
 
 _FIX = "use a drafting method that reads tokens."
 
@@ -32,20 +32,21 @@ class TransformersDecoder(ABC):
         self.num_layers, self.max_positions = network.num_layers, network.max_positions
         self._read: Tensor | None = None  # [vocab_size], the token that is read for each; None = itself
         self._drawn: Tensor | None = None  # the tokens that have a logit; None = all
+        self._head_rows: Tensor | None = None  # their rows in the network's head
 
-    def draw_among(self, head_tokens: Sequence[int], vocabulary: DraftVocabulary | None) -> None:
+    def draw_among(self, head_tokens: Sequence[int], vocabulary: TargetVocabulary | None) -> None:
         """Draft tokens of a target's vocabulary alone, and of them at most `head_tokens`; see `load_model`.
 
         Raises ConfigError if none is left.
         """
-        rows, drawn = self.vocab_size, tuple(head_tokens)
+        rows, drawn, device = self.vocab_size, tuple(head_tokens), self.network.device
+        own: Sequence[int] = drawn
         if vocabulary is not None:
             drawn = vocabulary.drawable(rows, drawn)
-            known = set(vocabulary.drawable(rows))
-            read = [token if token in known else vocabulary.substitute for token in range(vocabulary.size)]
-            self._read, self.vocab_size = torch.tensor(read, device=self.network.device), vocabulary.size
+            own, read = vocabulary.head(drawn), vocabulary.table(rows)
+            self._read, self.vocab_size = torch.tensor(read, device=device), len(read)
         if drawn:
-            self._drawn = torch.tensor(drawn, device=self.network.device)
+            self._drawn, self._head_rows = torch.tensor(drawn, device=device), torch.tensor(own, device=device)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """See `CausalLM.embed`."""
@@ -54,9 +55,9 @@ class TransformersDecoder(ABC):
     def logits(self, hidden: Tensor) -> Tensor:
         """See `CausalLM.logits`."""
         logits = self.network.logits(hidden)
-        if self._drawn is None:
+        if self._drawn is None or self._head_rows is None:
             return logits
-        chosen = logits.index_select(1, self._drawn)
+        chosen = logits.index_select(1, self._head_rows)
         return logits.new_full((len(logits), self.vocab_size), -torch.inf).index_copy_(1, self._drawn, chosen)
 
     @abstractmethod

@@ -20,7 +20,7 @@ from speculant.kernels.reference_sampler import REFERENCE
 from speculant.models.backends.base import AUTO, PLAIN
 from speculant.models.transformers.decoders import TransformersDecoder
 from speculant.models.transformers.probe import choose_decoder
-from speculant.models.vocabulary import DraftVocabulary
+from speculant.models.vocabulary import TargetVocabulary
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ def load_by_transformers(
     dtype: str,
     device: torch.device,
     head_tokens: tuple[int, ...] = (),
-    vocabulary: DraftVocabulary | None = None,
+    vocabulary: TargetVocabulary | None = None,
 ) -> LoadedByTransformers:
     """Load a model from a folder, and choose how it runs; the arguments are those of `load_model`.
 

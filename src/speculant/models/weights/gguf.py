@@ -15,7 +15,7 @@ from torch import Tensor
 from speculant.errors import ModelError
 from speculant.files import Stamp
 from speculant.gguf_file import GgufFile, GgufTensor
-from speculant.models.gguf import ROPE_FREQS
+from speculant.models.gguf import ROPE_FREQS, ROPE_LONG, ROPE_SHORT
 from speculant.models.weights.source import FLOATS, QuantizedBlocks, decodable, decode
 
 GOOD = "Q4_K_M, Q5_K_M, Q6_K or Q8_0"  # files whose blocks the native kernels multiply by
@@ -40,7 +40,7 @@ class GgufWeights:
 
     def names(self) -> Collection[str]:
         """See `WeightSource.names`; without the factors of rotary positions, which the description holds."""
-        return [name for name in self.file.tensors if name != ROPE_FREQS]
+        return [name for name in self.file.tensors if name not in (ROPE_FREQS, ROPE_LONG, ROPE_SHORT)]
 
     def shape(self, name: str) -> tuple[int, ...]:
         """See `WeightSource.shape`."""

@@ -35,7 +35,7 @@ from speculant.models.gguf import read_gguf_config, read_gguf_decoder
 from speculant.models.sizes import HEAD, TABLE, tensor_shapes
 from speculant.models.source import resolve_source
 from speculant.models.transformers.load import LoadedByTransformers, check_options, load_by_transformers
-from speculant.models.vocabulary import DraftVocabulary
+from speculant.models.vocabulary import TargetVocabulary
 from speculant.models.weights.formats import check_unquantised, unknown_family
 from speculant.models.weights.gguf import GgufWeights
 from speculant.models.weights.source import CheckedWeights, Mapped, ShortHead, StoredWeights, WeightSource, listed_kinds
@@ -84,7 +84,7 @@ def load_model(
     kernels: str = "reference",
     quantization: str | None = None,
     head_tokens: tuple[int, ...] = (),
-    vocabulary: DraftVocabulary | None = None,
+    vocabulary: TargetVocabulary | None = None,
     weight_packing: str = AUTO,
     weight_cache: Path | None = None,
     model_backend: str = AUTO,
@@ -189,12 +189,18 @@ class CheckpointFiles:
         return torch.float32 if stored == torch.float16 else stored
 
 
+def read_description(config: Mapping[str, Any]) -> DecoderConfig:
+    """Return the description in a config.json, as its family reads it. Raises ModelError."""
+    _check_family(config)
+    decoder: DecoderConfig = plugins.load(_FAMILIES, config["model_type"]).read_config(config)
+    return decoder
+
+
 def _open_folder(folder: Path) -> tuple[dict[str, Any], StoredWeights, DecoderConfig]:
     """Read config.json and the headers of the weights in a folder."""
     config = text_config(read_json(folder / "config.json"))
-    _check_family(config)
-    tensors = TensorFiles.open(folder)
-    decoder: DecoderConfig = plugins.load(_FAMILIES, config["model_type"]).read_config(config)
+    _check_family(config)  # before the files are opened
+    tensors, decoder = TensorFiles.open(folder), read_description(config)
     tensors = tensors.renamed(decoder.tensors.stored(TABLE))
     check_layers(tensors, decoder.num_layers)
     return config, tensors, decoder
@@ -218,13 +224,12 @@ def _check_rounding(tensors: StoredWeights, quantization: str | None) -> None:
 
 
 def _fitted(
-    decoder: DecoderConfig, weights: WeightSource, head_tokens: tuple[int, ...], vocabulary: DraftVocabulary | None
+    decoder: DecoderConfig, weights: WeightSource, head_tokens: tuple[int, ...], vocabulary: TargetVocabulary | None
 ) -> tuple[DecoderConfig, WeightSource]:
     """Return a model and its weights with logits for some tokens alone, by the target's ids; see `load_model`."""
     if vocabulary is None:
         return with_short_head(decoder, weights, head_tokens)
-    drawn = vocabulary.drawable(decoder.vocab_size, head_tokens)
-    return vocabulary.fit(*with_short_head(decoder, weights, drawn))
+    return vocabulary.fit(decoder, weights, head_tokens)
 
 
 @dataclass(frozen=True)

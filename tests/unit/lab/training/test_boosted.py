@@ -17,9 +17,11 @@ from speculant.lab.training.boosted import job
 from speculant.lab.training.boosted.config import BoostedConfig
 from speculant.lab.training.boosted.objective import MissedObjective, known_rows, likeliest
 from speculant.lab.training.heads.texts import Texts, open_texts, save_texts
+from speculant.lab.training.output import OutputHead
 from speculant.lab.training.passes import hidden_states, load_plain
 from speculant.models.reference.decoder import Decoder
 from tests.models import END, Shape, write_checkpoint
+from tests.unit.models.families import VARIANTS, thinned_cases
 
 SEQ = 16
 
@@ -63,7 +65,7 @@ def test_only_missed_tokens_are_learned(texts: Texts, target: Decoder, near: Dec
     """Only rows at which the first draft has another likeliest token count in the loss."""
     windows = texts.batch(0, 8)
     tokens, states = windows[:, 1:], texts.states_of(windows[:, 0]).flatten(0, 1)
-    best = likeliest(states, target.lm_head.weight)
+    best = likeliest(states, OutputHead.of(target))
     missed = (target.logits(states).argmax(-1) != near.logits(hidden_states(near, tokens)).argmax(-1)).nonzero()[:, 0]
     assert 0 < len(missed) < len(best)
     objective = MissedObjective(target, texts, [near])
@@ -154,11 +156,14 @@ def without_time(outcome: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in outcome.items() if name != "minutes"}
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("case", thinned_cases())
 def test_each_draft_begins_with_the_weights_before(
-    tmp_path: Path, target: Decoder, target_folder: str, texts: Texts, family: str
+    tmp_path: Path, target: Decoder, target_folder: str, texts: Texts, case: tuple[str, str]
 ) -> None:
-    start = write_checkpoint(tmp_path / "start", Shape(family=family, seed=3, end=END))
+    """Of any family: the files of a draft hold its weights."""
+    family, variant = case
+    settings = tuple(VARIANTS.get(family, {}).get(variant, {}).items())
+    start = write_checkpoint(tmp_path / "start", Shape(family=family, layers=3, seed=3, end=END, settings=settings))
     config = config_of(tmp_path / "out", target_folder, start=start)
     job.check_folder(config, resume=False)
     trainer = job.new_trainer(config, target, texts, 1)
@@ -167,9 +172,13 @@ def test_each_draft_begins_with_the_weights_before(
     assert all(torch.equal(parameter, given[name]) for name, parameter in begun.named_parameters())
     with torch.no_grad():
         begun.model.norm.weight.fill_(2.0)
+    for _ in trainer.run():
+        pass
     job.finish(config, target, trainer, 1)
-    second = cast(Decoder, job.new_trainer(config, target, texts, 2).model)
-    assert second.model.norm.weight.unique().tolist() == [2.0]
+    second = dict(cast(Decoder, job.new_trainer(config, target, texts, 2).model).named_parameters())
+    for name, parameter in begun.named_parameters():
+        assert torch.equal(second[name], parameter.bfloat16().float())
+    assert not torch.equal(second["model.layers.0.mlp.up_proj.weight"], given["model.layers.0.mlp.up_proj.weight"])
 
 
 def test_errors_are_raised_before_a_run(tmp_path: Path, target_folder: str) -> None:

@@ -22,29 +22,25 @@ from speculant.errors import ConfigError
 from speculant.files import read_json
 from speculant.lab.training.heads import job
 from speculant.lab.training.heads.config import HeadTrainingConfig, kind_names, load_kind
-from speculant.lab.training.heads.distance import OutputHead, distances, overlaps
+from speculant.lab.training.heads.distance import distances, overlaps
 from speculant.lab.training.heads.look_ahead import look_ahead_states
 from speculant.lab.training.heads.rounds import RoundsObjective
 from speculant.lab.training.heads.texts import Texts, most_texts, open_texts, save_texts
 from speculant.lab.training.optimizer import Optimizer
+from speculant.lab.training.output import OutputHead
 from speculant.lab.training.trainer import Trainer
 from speculant.models.base import CausalLM, SequenceInput, build_batch
-from speculant.models.rope_config import read_rope
+from speculant.models.description import Rope
 from speculant.models.reference.decoder import Decoder
+from speculant.models.rope_config import read_rope
 from speculant.models.weights.load import load_model
 from speculant.types import DraftTree
 from tests.gguf_models import convert
 from tests.heads import fresh_ahead, fresh_states
 from tests.models import END, Shape, write_checkpoint
+from tests.unit.models.families import VARIANTS, cases_with
 
 SEQ = 16
-WINDOWS = {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}
-LINEAR = {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}
-TARGETS: dict[str, tuple[Shape, dict[str, Any]]] = {
-    "qwen3 with windows": (Shape(family="qwen3", end=END), WINDOWS),
-    "mistral with windows": (Shape(family="mistral", end=END), {"sliding_window": 5}),
-    "llama with scaled positions": (Shape(end=END), LINEAR),
-}
 
 
 @pytest.fixture(scope="module")
@@ -61,19 +57,27 @@ def config_of(out: Path, target: str, kind: str, **changes: Any) -> HeadTraining
     return HeadTrainingConfig(out, target, kind, **{"steps": 4, "seq": SEQ, "batch": 2, "num_heads": 2, **changes})
 
 
-def test_distance_is_that_of_the_distributions() -> None:
+def logits_of(states: Tensor, matrix: Tensor, scale: float, softcap: float | None) -> Tensor:
+    """The plain formula of an output head."""
+    logits = scale * (states @ matrix.T)
+    return softcap * (logits / softcap).tanh() if softcap else logits
+
+
+@pytest.mark.parametrize(("scale", "softcap"), [(1.0, None), (0.7, 3.0)])
+def test_distance_is_that_of_the_distributions(scale: float, softcap: float | None) -> None:
     """Value and gradient are those of autograd on the plain formula."""
     torch.manual_seed(0)
     states, own, matrix = torch.randn(2, 300, 5, requires_grad=True), torch.randn(300, 5), torch.randn(11, 5)
+    target = OutputHead(matrix, None, scale, softcap)
     for progress in (0.0, 0.3, 1.0):
-        (gradient,) = torch.autograd.grad(distances(states, own, matrix, progress).sum(), states)
-        q, p = (states @ matrix.T).softmax(-1), (own @ matrix.T).softmax(-1)
+        (gradient,) = torch.autograd.grad(distances(states, own, target, progress).sum(), states)
+        q, p = (logits_of(each, matrix, scale, softcap).softmax(-1) for each in (states, own))
         divergence, variation = (p * (p.log() - q.log())).sum(-1), (p - q).abs().sum(-1) / 2
         plain = ((1 - progress) * divergence + 4 * progress * variation).mean(-1)
         (expected,) = torch.autograd.grad(plain.sum(), states)
-        torch.testing.assert_close(distances(states, own, matrix, progress), plain, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(distances(states, own, target, progress), plain, atol=1e-5, rtol=1e-4)
         torch.testing.assert_close(gradient, expected, atol=1e-6, rtol=1e-3)
-    alpha, shares = overlaps(states.detach(), own, matrix, 11)
+    alpha, shares = overlaps(states.detach(), own, target, 11)
     torch.testing.assert_close(alpha, torch.minimum(p, q).sum((1, 2)), atol=1e-3, rtol=1e-4)
     assert shares.sum(1).tolist() == [300, 300]
     assert shares[0, 0] == (q[0].argmax(-1) == p.argmax(-1)).sum()
@@ -83,11 +87,12 @@ def test_a_short_output_head_learns_the_target_among_its_tokens() -> None:
     """The divergence is that from p among the head's tokens; the rest of p counts in the total variation."""
     torch.manual_seed(0)
     states, own, matrix = torch.randn(2, 300, 5, requires_grad=True), torch.randn(300, 5), torch.randn(11, 5)
-    head = OutputHead(torch.randn(4, 5, requires_grad=True), torch.tensor([1, 4, 5, 9]))
+    head = OutputHead(torch.randn(4, 5, requires_grad=True), torch.tensor([1, 4, 5, 9]), 1.3, 4.0)
+    target = OutputHead(matrix)
     weights = torch.tensor([1.0, 0.3])
     for progress in (0.0, 0.3, 1.0):
-        found = distances(states, own, matrix, progress, head)
-        q, p = (states @ head.matrix.T).softmax(-1), (own @ matrix.T).softmax(-1)[:, head.tokens]
+        found = distances(states, own, target, progress, head)
+        q, p = head.logits(states).softmax(-1), (own @ matrix.T).softmax(-1)[:, head.tokens]
         among = p / p.sum(-1, keepdim=True)
         divergence = (among * (among.log() - q.log())).sum(-1)
         plain = ((1 - progress) * divergence + 4 * progress * (1 - torch.minimum(p, q).sum(-1))).mean(-1)
@@ -99,7 +104,7 @@ def test_a_short_output_head_learns_the_target_among_its_tokens() -> None:
             strict=True,
         ):
             torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-3)
-    alpha, shares = overlaps(states.detach(), own, matrix, 8, OutputHead(head.matrix.detach(), head.tokens))
+    alpha, shares = overlaps(states.detach(), own, target, 8, head.fixed())
     torch.testing.assert_close(alpha, torch.minimum(p, q).sum((1, 2)).detach(), atol=1e-3, rtol=1e-4)
     best = (own @ matrix.T).argmax(-1)
     assert shares[1].sum() == torch.isin(best, head.tokens).sum()
@@ -301,14 +306,11 @@ def test_a_head_is_trained_for_a_gguf_file(tmp_path: Path, target_folder: str, c
     assert [each.outputs[0].token_ids for each in drafted] == [each.outputs[0].token_ids for each in plain]
 
 
-@pytest.mark.parametrize("kind", kind_names())
-@pytest.mark.parametrize("name", TARGETS)
-def test_a_head_is_trained_for_any_family(kind: str, name: str, tmp_path: Path) -> None:
-    """Of targets with norms of queries and keys, sliding windows and scaled rotary positions."""
-    shape, settings = TARGETS[name]
-    folder = Path(write_checkpoint(tmp_path / "target", shape))
-    read = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    (folder / "config.json").write_text(json.dumps({**read, **settings}), encoding="utf-8")
+@pytest.mark.parametrize("case", cases_with(kind_names()))
+def test_a_head_is_trained_for_any_family(case: tuple[str, str, str], tmp_path: Path) -> None:
+    family, variant, kind = case
+    settings = tuple(VARIANTS.get(family, {}).get(variant, {}).items())
+    folder = Path(write_checkpoint(tmp_path / "target", Shape(family=family, layers=3, end=END, settings=settings)))
     config = config_of(tmp_path / "head", str(folder), kind)
     target = job.load_target(config)
     job.check_folder(config, resume=False)
@@ -326,7 +328,9 @@ def test_a_head_is_trained_for_any_family(kind: str, name: str, tmp_path: Path) 
     assert [each.outputs[0].token_ids for each in drafted] == [each.outputs[0].token_ids for each in plain]
     if kind.startswith("eagle"):
         head = read_json(config.out / "config.json")
-        assert read_rope(head, head["max_position_embeddings"]) == target.config.attention.rope
+        rope = target.config.ropes[0] if target.config.ropes else Rope(10000.0)
+        assert read_rope(head, head["max_position_embeddings"]) == rope
+        assert head["intermediate_size"] == target.config.layers[0].mlp.size
 
 
 def test_a_second_run_in_a_folder_is_refused(tmp_path: Path, target_folder: str) -> None:

@@ -19,6 +19,7 @@ from speculant.lab.training.export import save_weights
 from speculant.lab.training.heads.texts import Texts
 from speculant.lab.training.network import hf_config, new_network, parameter_count, project_embedding
 from speculant.lab.training.optimizer import Optimizer
+from speculant.lab.training.output import OutputHead
 from speculant.lab.training.passes import hidden_states, load_plain
 from speculant.lab.training.trainer import Trainer
 from speculant.models.reference.decoder import Decoder
@@ -122,14 +123,15 @@ def read_outcome(config: BoostedConfig, number: int) -> BoostedOutcome:
 @torch.inference_mode()
 def measure(drafts: Sequence[Decoder], target: Decoder, texts: Texts) -> dict[str, Any]:
     """Return the figures of `BoostedOutcome` for the last of these drafts."""
-    matrix, places = target.lm_head.weight, torch.arange(texts.num_training, len(texts.tokens))
+    head, places = OutputHead.of(target), torch.arange(texts.num_training, len(texts.tokens))
+    first_head, last_head = OutputHead.of(drafts[0]), OutputHead.of(drafts[-1])
     sums, rows = dict.fromkeys(("alpha", "agreement", "covered", "alone"), 0.0), 0
     for part in torch.split(places, _AT_A_TIME):
         tokens, own = texts.tokens[part], texts.states_of(part).flatten(0, 1)
-        known = known_rows(drafts, tokens, likeliest(own, matrix))
+        known = known_rows(drafts, tokens, likeliest(own, head))
         last, first = hidden_states(drafts[-1], tokens), hidden_states(drafts[0], tokens)
-        sums["alpha"] += overlap_and_ranks(last, own, (drafts[-1].lm_head.weight, matrix), 1)[0]
-        sums["alone"] += overlap_and_ranks(first, own, (drafts[0].lm_head.weight, matrix), len(drafts))[1]
+        sums["alpha"] += overlap_and_ranks(last, own, (last_head, head), 1)[0]
+        sums["alone"] += overlap_and_ranks(first, own, (first_head, head), len(drafts))[1]
         sums["agreement"] += int(known[-1].sum())
         sums["covered"] += int(known.any(0).sum())
         rows += len(own)

@@ -9,10 +9,9 @@ from torch import Tensor
 
 from speculant.lab.training.heads.texts import Texts
 from speculant.lab.training.objective import distribution_distance
+from speculant.lab.training.output import OutputHead, chunks
 from speculant.lab.training.passes import hidden_states
 from speculant.models.reference.decoder import Decoder
-
-_ROWS = 256  # distributions computed at a time
 
 
 class MissedObjective:
@@ -27,7 +26,7 @@ class MissedObjective:
     def __init__(
         self, target: Decoder, texts: Texts, before: Sequence[Decoder], known_share: float = 0.0, seed: int = 0
     ) -> None:
-        self._matrix, self._texts, self._before = target.lm_head.weight.detach(), texts, before
+        self._output, self._texts, self._before = OutputHead.of(target).fixed(), texts, before
         self._known_share, self._seed = known_share, seed
 
     def loss(self, model: Decoder, windows: Tensor, progress: float) -> Tensor:
@@ -38,39 +37,41 @@ class MissedObjective:
         rows = self._chosen(tokens, target_hidden, int(windows[0, 0]))
         if not len(rows):
             return hidden.sum() * 0.0
-        return distribution_distance(hidden[rows], model.lm_head.weight, target_hidden[rows], self._matrix, progress)
+        return distribution_distance(hidden[rows], OutputHead.of(model), target_hidden[rows], self._output, progress)
 
     def _chosen(self, tokens: Tensor, target_hidden: Tensor, place: int) -> Tensor:
         """Return the rows [r] that are learned."""
-        known = known_rows(self._before, tokens, likeliest(target_hidden, self._matrix)).any(0)
+        known = known_rows(self._before, tokens, likeliest(target_hidden, self._output)).any(0)
         generator = torch.Generator().manual_seed(self._seed + place)
         also = torch.rand(len(known), generator=generator) < self._known_share
         return (~known | also).nonzero()[:, 0]
 
 
 @torch.no_grad()
-def likeliest(hidden: Tensor, matrix: Tensor) -> Tensor:
-    """Return the likeliest tokens [r] by states [r, hidden] and an output head [V, hidden]."""
-    return torch.cat([(part @ matrix.T).argmax(-1) for part in torch.split(hidden, _ROWS)])
+def likeliest(hidden: Tensor, head: OutputHead) -> Tensor:
+    """Return the likeliest tokens [r] by states [r, hidden] and an output head."""
+    return torch.cat([head.logits(hidden[rows]).argmax(-1) for rows in chunks(len(hidden))])
 
 
 @torch.no_grad()
 def known_rows(drafts: Sequence[Decoder], tokens: Tensor, best: Tensor) -> Tensor:
     """Return for each draft whether it has the target's likeliest tokens `best` [r]: [drafts, r]."""
-    found = [likeliest(hidden_states(draft, tokens), draft.lm_head.weight) == best for draft in drafts]
+    found = [likeliest(hidden_states(draft, tokens), OutputHead.of(draft)) == best for draft in drafts]
     return torch.stack(found) if found else torch.zeros(1, len(best), dtype=torch.bool)
 
 
 @torch.no_grad()
-def overlap_and_ranks(draft: Tensor, target: Tensor, matrices: tuple[Tensor, Tensor], ranks: int) -> tuple[float, int]:
-    """Compare the states [r, hidden] of a draft and of its target; matrices: the output heads of both.
+def overlap_and_ranks(
+    draft: Tensor, target: Tensor, heads: tuple[OutputHead, OutputHead], ranks: int
+) -> tuple[float, int]:
+    """Compare the states [r, hidden] of a draft and of its target; heads: the output heads of both.
 
     Returns the sum over rows of sum min(p, q), and the number of rows whose likeliest token of the target is among the
     draft's `ranks` likeliest ones.
     """
     common, found = 0.0, 0
-    for own, other in zip(torch.split(draft, _ROWS), torch.split(target, _ROWS), strict=True):
-        q, p = (own @ matrices[0].T).softmax(-1), (other @ matrices[1].T).softmax(-1)
+    for rows in chunks(len(draft)):
+        q, p = heads[0].logits(draft[rows]).softmax(-1), heads[1].logits(target[rows]).softmax(-1)
         common += float(torch.minimum(p, q).sum())
         found += int((q.topk(ranks).indices == p.argmax(-1, keepdim=True)).sum())
     return common, found

@@ -6,29 +6,22 @@ time.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-_ROWS = 256
+from speculant.lab.training.output import OutputHead, chunks
+
 VARIATION_WEIGHT = 4.0
-
-
-@dataclass(frozen=True)
-class OutputHead:
-    """A head's own output head: matrix [n, hidden], and the target's ids [n] of its rows."""
-
-    matrix: Tensor
-    tokens: Tensor
 
 
 class HeadDistance(torch.autograd.Function):
     """Mean over rows and heads of w0 KL(p', q_i) + w1 TV(p, q_i) (arXiv 2211.17192, corollary 3.6: 1 - TV is accepted).
 
     states [k, r, hidden] are those of k heads for the same r rows, target_states [r, hidden] the target's own. q_i is
-    of the ids `tokens`, None = all; p' is the target's p among these ids alone.
+    of the ids of `head`, None = all; p' is the target's p among these ids alone. `matrix` is that of `head`, which has
+    a gradient.
     """
 
     @staticmethod
@@ -36,31 +29,32 @@ class HeadDistance(torch.autograd.Function):
         ctx: Any,
         states: Tensor,
         target_states: Tensor,
-        target_matrix: Tensor,
+        target: OutputHead,
         weights: tuple[float, float],
         matrix: Tensor,
-        tokens: Tensor | None,
+        head: OutputHead,
     ) -> Tensor:
         """Return the mean distance of each head [k]; gradients are computed at once, chunk by chunk."""
         gradients, total = torch.empty_like(states), states.new_zeros(len(states))
         learned = matrix.new_zeros(len(states), *matrix.shape) if ctx.needs_input_grad[4] else None
-        for first in range(0, len(target_states), _ROWS):
-            rows = slice(first, first + _ROWS)
-            log_p = (target_states[rows] @ target_matrix.T).log_softmax(-1)
-            p, log_among, missed = _restricted(log_p, tokens)
-            among = p if tokens is None else log_among.exp()
-            for head in range(len(states)):
-                log_q = (states[head, rows] @ matrix.T).log_softmax(-1)
+        for rows in chunks(len(target_states)):
+            log_p = target.logits(target_states[rows]).log_softmax(-1)
+            p, log_among, missed = _restricted(log_p, head.tokens)
+            among = p if head.tokens is None else log_among.exp()
+            for i in range(len(states)):
+                logits = head.logits(states[i, rows])
+                log_q = logits.log_softmax(-1)
                 q = log_q.exp()
                 difference = q - p
                 sign = difference.sign().mul_(0.5)
-                total[head] += weights[0] * ((log_among - log_q) * among).sum()
-                total[head] += weights[1] * ((difference * sign).sum() + missed / 2)
+                total[i] += weights[0] * ((log_among - log_q) * among).sum()
+                total[i] += weights[1] * ((difference * sign).sum() + missed / 2)
                 gradient = (sign - (q * sign).sum(-1, keepdim=True)).mul_(q).mul_(weights[1])
                 gradient.add_(q, alpha=weights[0]).sub_(among, alpha=weights[0])
-                gradients[head, rows] = gradient @ matrix
+                head.of_products(gradient, logits)
+                gradients[i, rows] = gradient @ matrix
                 if learned is not None:
-                    learned[head].addmm_(gradient.T, states[head, rows])
+                    learned[i].addmm_(gradient.T, states[i, rows])
         ctx.save_for_backward(gradients / len(target_states), None if learned is None else learned / len(target_states))
         return total / len(target_states)
 
@@ -82,37 +76,36 @@ def _restricted(log_p: Tensor, tokens: Tensor | None) -> tuple[Tensor, Tensor, T
 
 
 def distances(
-    states: Tensor, target_states: Tensor, matrix: Tensor, progress: float, own: OutputHead | None = None
+    states: Tensor, target_states: Tensor, target: OutputHead, progress: float, own: OutputHead | None = None
 ) -> Tensor:
     """Return each head's mean distance [k]: divergence at the start of a run, total variation at its end.
 
-    matrix [V, hidden]: the target's output head; own: that of the heads, None = the target's.
+    target: the target's output head; own: that of the heads, None = the target's.
     """
     weights = (1.0 - progress, VARIATION_WEIGHT * progress)
-    of = (matrix.detach(), None) if own is None else (own.matrix, own.tokens)
-    found: Tensor = HeadDistance.apply(states, target_states, matrix, weights, *of)  # type: ignore[no-untyped-call]
+    head = target.fixed() if own is None else own
+    found: Tensor = HeadDistance.apply(states, target_states, target, weights, head.matrix, head)  # type: ignore[no-untyped-call]
     return found
 
 
 @torch.inference_mode()
 def overlaps(
-    states: Tensor, target_states: Tensor, matrix: Tensor, ranks: int, own: OutputHead | None = None
+    states: Tensor, target_states: Tensor, target: OutputHead, ranks: int, own: OutputHead | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return sums over rows of sum min(p, q_i) [k], and counts of the likeliest token's rank in each q_i [k, ranks].
 
     own: see `distances`.
     """
-    alpha, shares = torch.zeros(len(states)), torch.zeros(len(states), ranks)
-    ranks, q_matrix = (ranks, matrix) if own is None else (min(ranks, len(own.tokens)), own.matrix)
-    for first in range(0, len(target_states), _ROWS):
-        rows = slice(first, first + _ROWS)
-        p = (target_states[rows] @ matrix.T).softmax(-1)
+    alpha, shares, head = torch.zeros(len(states)), torch.zeros(len(states), ranks), own or target
+    tokens, ranks = head.tokens, min(ranks, len(head.matrix))
+    for rows in chunks(len(target_states)):
+        p = target.logits(target_states[rows]).softmax(-1)
         best = p.argmax(-1, keepdim=True)
-        p = p if own is None else p[:, own.tokens]
-        for head in range(len(states)):
-            logits = states[head, rows] @ q_matrix.T
+        p = p if tokens is None else p[:, tokens]
+        for i in range(len(states)):
+            logits = head.logits(states[i, rows])
             likeliest = logits.topk(ranks).indices
-            likeliest = likeliest if own is None else own.tokens[likeliest]
-            alpha[head] += torch.minimum(p, logits.softmax(-1)).sum()
-            shares[head, :ranks] += (likeliest == best).sum(0)
+            likeliest = likeliest if tokens is None else tokens[likeliest]
+            alpha[i] += torch.minimum(p, logits.softmax(-1)).sum()
+            shares[i, :ranks] += (likeliest == best).sum(0)
     return alpha, shares

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from speculant.lab.training.heads.base import HeadAcceptance
 from speculant.lab.training.heads.distance import distances, overlaps
 from speculant.lab.training.heads.texts import Texts
+from speculant.lab.training.output import OutputHead
 from speculant.models.future_heads import FeedForwardHeads, ResidualHeads
 from speculant.models.reference.decoder import Decoder
 
@@ -27,7 +28,7 @@ class FutureObjective:
     def __init__(self, heads: ResidualHeads | FeedForwardHeads, target: Decoder, extra: dict[str, Any]) -> None:
         self.module: nn.Module = heads
         self._heads, self._extra = heads, extra
-        self._matrix = target.lm_head.weight.detach()
+        self._output = OutputHead.of(target).fixed()
         self._vocab_size = target.vocab_size
         self._texts: Texts | None = None
 
@@ -38,7 +39,7 @@ class FutureObjective:
     def loss(self, model: Any, windows: Tensor, progress: float) -> Tensor:
         """See `HeadInTraining.loss`."""
         states, target_states = self._predicted(windows[:, 0])
-        each = distances(states, target_states, self._matrix, progress)
+        each = distances(states, target_states, self._output, progress)
         weights = DECAY ** torch.arange(len(each))
         return (each * weights).sum() / weights.sum()
 
@@ -49,7 +50,7 @@ class FutureObjective:
         with torch.inference_mode():
             for part in torch.split(rows, _AT_A_TIME):
                 states, target_states = self._predicted(part)
-                found = overlaps(states, target_states, self._matrix, RANKS)
+                found = overlaps(states, target_states, self._output, RANKS)
                 alpha, shares, total = alpha + found[0], shares + found[1], total + len(target_states)
         return HeadAcceptance((alpha / total).tolist(), (shares / total).tolist(), total)
 

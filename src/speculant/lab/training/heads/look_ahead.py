@@ -15,6 +15,7 @@ from speculant.lab.training.heads.base import HeadAcceptance
 from speculant.lab.training.heads.distance import distances, overlaps
 from speculant.lab.training.heads.future import DECAY, RANKS
 from speculant.lab.training.heads.texts import Texts
+from speculant.lab.training.output import OutputHead
 from speculant.lab.training.passes import attend_causally, attend_masked, within_window
 from speculant.models.description import Attention
 from speculant.models.reference.decoder import Decoder
@@ -28,7 +29,7 @@ class LookAhead(nn.Module):
 
     def __init__(self, target: Decoder, count: int, seed: int) -> None:
         super().__init__()
-        table = target.model.embed_tokens.weight.detach()
+        table = target.look_up(torch.arange(target.vocab_size)).detach()
         noise = torch.randn(count, table.shape[1], generator=torch.Generator().manual_seed(seed))
         self.embed_tokens = nn.Parameter(table.mean(0) + noise * table.std(0))
 
@@ -42,7 +43,7 @@ class LookAheadObjective:
     def __init__(self, module: LookAhead, target: Decoder, seed: int = 0) -> None:
         self.module: nn.Module = module
         self._inputs, self._target, self._seed = module.embed_tokens, target.requires_grad_(False), seed
-        self._matrix = target.lm_head.weight.detach()
+        self._output = OutputHead.of(target).fixed()
         self._texts: Texts | None = None
 
     def use(self, texts: Texts) -> None:
@@ -55,7 +56,7 @@ class LookAheadObjective:
         offsets = min(STRIDE, windows.shape[1] - 1 - len(self._inputs))
         first = int(torch.randint(offsets, (), generator=generator))
         made, own = self._predicted(windows[:, 0], first)
-        each = torch.cat([distances(made[[t]], own[t], self._matrix, progress) for t in range(len(made))])
+        each = torch.cat([distances(made[[t]], own[t], self._output, progress) for t in range(len(made))])
         weights = DECAY ** torch.arange(len(each))
         return (each * weights).sum() / weights.sum()
 
@@ -66,7 +67,7 @@ class LookAheadObjective:
         with torch.inference_mode():
             for part in torch.split(rows, _AT_A_TIME):
                 made, own = self._predicted(part, 0)
-                found = [overlaps(made[[t]], own[t], self._matrix, RANKS) for t in range(count)]
+                found = [overlaps(made[[t]], own[t], self._output, RANKS) for t in range(count)]
                 alpha = alpha + torch.cat([each[0] for each in found])
                 shares, total = shares + torch.cat([each[1] for each in found]), total + own.shape[1]
         return HeadAcceptance((alpha / total).tolist(), (shares / total).tolist(), total)

@@ -8,7 +8,6 @@ tokens are accepted (arXiv 2408.15766; "training-time test" in arXiv 2503.01840,
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,9 +16,10 @@ from torch.nn import functional
 
 from speculant.lab.training.heads.base import HeadAcceptance
 from speculant.lab.training.heads.config import HeadTrainingConfig
-from speculant.lab.training.heads.distance import OutputHead, distances, overlaps
+from speculant.lab.training.heads.distance import distances, overlaps
 from speculant.lab.training.heads.texts import Texts
-from speculant.models.description import Attention, DecoderConfig, Layer, Mlp, Rope
+from speculant.lab.training.output import OutputHead
+from speculant.models.description import Attention, DecoderConfig, Embedding, Head, Layer, Mlp, Norm, Rope
 from speculant.models.heads import HeadDecoder
 from speculant.models.reference.decoder import Decoder
 from speculant.models.rope_config import rope_entries
@@ -44,7 +44,7 @@ class RoundsObjective:
     ) -> None:
         self.module = module
         self._head, self._target, self._depth, self._own_config = head, target, depth, own_config
-        self._matrix = target.lm_head.weight.detach()
+        self._output = OutputHead.of(target).fixed()
         self._texts: Texts | None = None
 
     def use(self, texts: Texts) -> None:
@@ -65,7 +65,7 @@ class RoundsObjective:
         with torch.inference_mode():
             for part in torch.split(rows, _AT_A_TIME):
                 made, states = self._rounds(part, self._texts.tokens[part])
-                found = overlaps(made, states, self._matrix, RANKS, self._output_head())
+                found = overlaps(made, states, self._output, RANKS, self._output_head())
                 alpha, shares, total = alpha + found[0], shares + found[1], total + len(states)
         return HeadAcceptance((alpha / total).tolist(), (shares / total).tolist(), total)
 
@@ -94,7 +94,7 @@ class RoundsObjective:
 
     def _each_round(self, made: Tensor, states: Tensor, progress: float) -> Tensor:
         """Return the loss of each round [depth]."""
-        return distances(made, states, self._matrix, progress, self._output_head())
+        return distances(made, states, self._output, progress, self._output_head())
 
     def _output_head(self) -> OutputHead | None:
         """Return the head's own output head; None = the target's."""
@@ -123,12 +123,14 @@ class RoundsObjective:
 
 
 def layer_sizes(config: HeadTrainingConfig, target: Decoder) -> DecoderConfig:
-    """Return a layer of the target's own shape, without its biases, windows and norms of queries and keys."""
-    of, mlp = target.config.attention, target.config.layers[0].mlp
-    rope = next(iter(target.config.ropes), _PLAIN)
-    attention = Attention(of.heads, of.kv_heads, of.head_dim, rope)
-    norm = target.config.norm
-    return replace(target.config, layers=(Layer(attention, Mlp(config.inner or mlp.size), norm, norm),))
+    """Return a layer of Llama's arithmetic with the sizes of the target's first layer, and the target's tokens."""
+    whole, of = target.config, target.config.attention
+    attention = Attention(of.heads, of.kv_heads, of.head_dim, next(iter(whole.ropes), _PLAIN))
+    norm = Norm(whole.norm.eps)
+    layer = Layer(attention, Mlp(config.inner or whole.layers[0].mlp.size), norm, norm)
+    return DecoderConfig(
+        Embedding(whole.vocab_size, whole.hidden_size), (layer,), norm, Head(), max_positions=whole.max_positions
+    )
 
 
 def begin_small(module: nn.Module, seed: int) -> None:
@@ -146,8 +148,10 @@ class RoundsOfRows:
     def __init__(self) -> None:
         self._versions = list[tuple[Tensor, Tensor]]()  # keys and values [b, heads, n, dim] of each round
 
-    def __call__(self, layer: int, of: Attention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """See `Attend`; of a head's only layer, for rows [b, n, heads, dim]."""
+    def __call__(
+        self, layer: int, of: Attention, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
+    ) -> Tensor:
+        """See `Attend`; of a head's only layer, which has no sinks, for rows [b, n, heads, dim]."""
         key, value = (each.transpose(1, 2).repeat_interleave(of.groups, 1) for each in (key, value))
         self._versions.append((key, value))
         return self._attend(query.transpose(1, 2) * of.head_dim**-0.5).transpose(1, 2)

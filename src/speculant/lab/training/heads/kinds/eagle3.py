@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from speculant.errors import ConfigError
 from speculant.lab.training.heads.config import HeadTrainingConfig
-from speculant.lab.training.heads.distance import OutputHead
 from speculant.lab.training.heads.rounds import RoundsObjective, begin_small, layer_sizes
 from speculant.lab.training.heads.texts import Texts
+from speculant.lab.training.output import OutputHead
 from speculant.models.heads import HeadConfig, HeadDecoder, StateEntry, usual_taps
 from speculant.models.reference.decoder import Decoder
 
@@ -53,7 +53,7 @@ class Eagle3Objective(RoundsObjective):
         if self._head.config.own_head:
             self._tokens = frequent_tokens(texts, len(self._head.lm_head.weight), self._target.vocab_size)
             with torch.no_grad():
-                self._head.lm_head.weight.copy_(self._matrix[self._tokens])
+                self._head.lm_head.weight.copy_(self._output.rows(self._tokens))
 
     def tensors(self) -> dict[str, Tensor]:
         """See `HeadInTraining.tensors`; d2t is in int64, t2d in bool."""
@@ -101,7 +101,7 @@ def make(config: HeadTrainingConfig, target: Decoder) -> Eagle3Objective:
     begin_small(network, config.seed)
     with torch.no_grad():  # it begins as the last of the states, and reads it like the target
         network.fc.weight[:, -target.hidden_size :] += torch.eye(target.hidden_size)
-        head.norm.weight.copy_(target.model.norm.weight)
+        head.norm.weight.copy_(target.model.norm.weight + target.config.norm.offset)
     return Eagle3Objective(network, target, config.depth, layers)
 
 

@@ -1,0 +1,69 @@
+"""Writes the tensors of a model of any family under the names and in the shapes that its files have.
+
+This is the inverse of reading them (models/weights/source.py): fused tensors are joined again, and others transposed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from speculant.models.tensor_map import Expression, Plus, Rows, Shape, TensorMap, Transposed, Unpaired, stored_name
+from speculant.models.tensor_map import stored_shape as shape_of_stored
+
+
+def stored_tensors(tensors: Mapping[str, Tensor], names: TensorMap) -> dict[str, Tensor]:
+    """Return a checkpoint's tensors from a model's.
+
+    All model tensors that one stored tensor holds must be given together. Elements that none of them reads are 0.
+    """
+    made: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        expression = names.expression(name)
+        stored = stored_name(expression)
+        before = made[stored] if stored in made else _empty(expression, tensor)
+        made[stored] = _put(expression, tensor.detach(), before).contiguous()
+    return made
+
+
+def save_tensors(tensors: Mapping[str, Tensor], names: TensorMap, file: Path, dtype: torch.dtype | None = None) -> None:
+    """Write a model's tensors to a safetensors file as `stored_tensors` has them. dtype: None = as they are."""
+    made = {name: tensor.to(dtype or tensor.dtype) for name, tensor in stored_tensors(tensors, names).items()}
+    save_file(made, file, metadata={"format": "pt"})
+    file.chmod(0o644)  # save_file makes it readable for its owner only
+
+
+def _empty(made: Expression, tensor: Tensor) -> Tensor:
+    return tensor.new_zeros(shape_of_stored(made, tuple(tensor.shape)))
+
+
+def _put(made: Expression, part: Tensor, stored: Tensor) -> Tensor:
+    """Return a stored tensor in which the part that an expression reads is replaced."""
+    match made:
+        case str():
+            return part
+        case Rows() | Unpaired():
+            around = _read(made.of, made.stored_shape(tuple(part.shape)), stored).clone()
+            around[made.rows(len(part))] = part
+            return _put(made.of, around, stored)
+        case Transposed():
+            return _put(made.of, part.t(), stored)
+        case Plus():
+            return _put(made.of, part - made.number, stored)
+
+
+def _read(made: Expression, shape: Shape, stored: Tensor) -> Tensor:
+    """Return what an expression reads of a stored tensor, of this shape."""
+    match made:
+        case str():
+            return stored
+        case Rows() | Unpaired():
+            return _read(made.of, made.stored_shape(shape), stored)[made.rows(shape[0])]
+        case Transposed():
+            return _read(made.of, made.stored_shape(shape), stored).t()
+        case Plus():
+            return _read(made.of, shape, stored) + made.number

@@ -1,0 +1,156 @@
+"""How GGUF files store the models of a family: data that a family gives beside its `read_config`.
+
+    GGUF = GgufFamily("gemma2", windows=Windows(2, 4096), config={"final_logit_softcapping": Number(...)})
+
+A family with the common names of tensors and the common metadata needs its architecture alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from itertools import accumulate
+from types import EllipsisType
+from typing import Any
+
+from speculant.models.description import DecoderConfig, Norm
+from speculant.models.sizes import (
+    AFTER_ATTENTION,
+    AFTER_MLP,
+    BEFORE_ATTENTION,
+    BEFORE_MLP,
+    LAYER,
+    layer_norms,
+)
+from speculant.models.tensor_map import Expression, Plus, Rows, TensorMap, Unpaired, map_modules
+
+GGUF_TABLE, GGUF_HEAD = "token_embd.weight", "output.weight"
+BLOCK = "blk.{}."  # begins the names of a layer's tensors
+WHOLE = {
+    "model.embed_tokens": "token_embd",
+    "model.embed_positions": "position_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+}
+QUERIES, KEYS, VALUES = (f"self_attn.{name}_proj" for name in "qkv")
+GATE, UP = "mlp.gate_proj", "mlp.up_proj"
+PARTS: Mapping[str, str] = {  # of a layer
+    BEFORE_ATTENTION: "attn_norm",
+    QUERIES: "attn_q",
+    KEYS: "attn_k",
+    VALUES: "attn_v",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "self_attn.o_proj": "attn_output",
+    AFTER_ATTENTION: "post_attention_norm",
+    BEFORE_MLP: "ffn_norm",
+    GATE: "ffn_gate",
+    UP: "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    AFTER_MLP: "post_ffw_norm",
+}
+Function = Callable[[Mapping[str, Any]], Any]
+FUSED_QKV = "attn_qkv"  # queries, keys and values
+
+
+@dataclass(frozen=True)
+class Number:
+    """A metadata entry that is a positive number.
+
+    default: what its absence stands for; a function takes it from the config so far. zero: what 0 stands for.
+    ... = that is an error.
+    """
+
+    key: str
+    default: float | Function | EllipsisType | None = ...
+    zero: float | EllipsisType | None = ...
+
+
+@dataclass(frozen=True)
+class Flag:
+    """A metadata entry that is true or false."""
+
+    key: str
+    default: bool
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Sliding windows on some layers.
+
+    period: each period-th layer has none, unless the file lists the layers. size: in positions, if the file has none;
+    None = then there are no windows.
+    """
+
+    period: int
+    size: int | None = None
+
+
+@dataclass(frozen=True)
+class GgufFamily:
+    """How GGUF files store the models of a family.
+
+    architecture: its name in `general.architecture`. needs: an entry that tells the family from others of the same
+    architecture: it is there and not 0. paired: the rows of queries and keys are in pairs; see `Unpaired`. norm_eps:
+    the key of config.json for the number that norms add. windows: None = on all layers, if the file has a window.
+
+    config: other keys that `read_config` reads, each with the metadata entry that it stands for, or a function of the
+    config so far; "a.b" is the key b of the object a. neutral: entries that `read_config` does not read and which
+    change the arithmetic unless they have one of these values.
+    """
+
+    architecture: str
+    needs: str | None = None
+    paired: bool = False
+    norm_eps: str = "rms_norm_eps"
+    windows: Windows | None = None
+    config: Mapping[str, Number | Flag | Function] = field(default_factory=dict)
+    neutral: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+
+    @property
+    def stored_norm_eps(self) -> str:
+        """The metadata entry for the number that norms add."""
+        return f"attention.layer_norm_{'rms_' if self.norm_eps == 'rms_norm_eps' else ''}epsilon"
+
+    @property
+    def read(self) -> set[str]:
+        """The metadata entries of `config`."""
+        return {each.key for each in self.config.values() if isinstance(each, Number | Flag)}
+
+
+def gguf_tensors(config: DecoderConfig, paired: bool, stored: Collection[str]) -> TensorMap:
+    """Return where a file holds a model's tensors. stored: all names in the file; some files fuse tensors."""
+    of = config.attention
+    layer: dict[str, Expression] = {**PARTS, **_fused(config, stored)}
+    if paired:
+        layer |= {own: Unpaired(layer[own], heads) for own, heads in ((QUERIES, of.heads), (KEYS, of.kv_heads))}
+    made = dict(map_modules(LAYER, BLOCK, layer, WHOLE).names)
+    for own, norm in _norms(config).items():
+        if norm.offset:  # the file has the sum of scale and offset
+            made[f"{own}.weight"] = Plus(made[f"{own}.weight"], -norm.offset)
+    return TensorMap(tuple(made.items()))
+
+
+def _fused(config: DecoderConfig, stored: Collection[str]) -> dict[str, Rows]:
+    """Return the parts of fused tensors: queries, keys and values, and gate and up of the feed-forward block."""
+    of, mlp = config.attention, config.layers[0].mlp
+    found: dict[str, Rows] = {}
+    if f"{BLOCK}{FUSED_QKV}.weight".format(0) in stored:
+        found |= _consecutive(FUSED_QKV, {QUERIES: of.query_size, KEYS: of.key_size, VALUES: of.key_size})
+    if mlp.gated and f"{BLOCK}{PARTS[GATE]}.weight".format(0) not in stored:
+        found |= _consecutive(PARTS[UP], {GATE: mlp.size, UP: mlp.size})
+    return found
+
+
+def _consecutive(fused: str, sizes: Mapping[str, int]) -> dict[str, Rows]:
+    """Return the parts of a tensor that holds several tensors of these sizes, one after the other."""
+    ends = list(accumulate(sizes.values()))
+    return {own: Rows(fused, end - size, size, ends[-1]) for (own, size), end in zip(sizes.items(), ends, strict=True)}
+
+
+def _norms(config: DecoderConfig) -> dict[str, Norm]:
+    """Return the norms of a model; the layers' have the same kinds everywhere."""
+    layer = config.layers[0]
+    found = {LAYER + own: norm for own, norm in layer_norms(layer).items()} | {"model.norm": config.norm}
+    own = layer.attention.qk_norm
+    return found | ({f"{LAYER}self_attn.{name}_norm": own for name in "qk"} if own else {})

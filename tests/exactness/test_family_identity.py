@@ -1,0 +1,98 @@
+"""Speculation changes no text of any family: alone and in batches, greedy and seeded, with every drafter."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+
+from speculant import LLM, SamplingParams, plugins
+from speculant.kernels.native import usable_sets
+from tests.drafters import BLIND, model_of, options_of, predicting
+from tests.models import HIDDEN_SIZE, VOCAB_SIZE, Shape, write_checkpoint
+from tests.unit.models.families import VARIANTS, cases, cases_with
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+ENGINES: dict[str, dict[str, str]] = {
+    "float64": {"dtype": "float64", "kernels": "reference"},
+    "float32": {"dtype": "float32", "kernels": "native"},
+    "bfloat16": {"dtype": "bfloat16", "kernels": "native"},
+    "int8": {"dtype": "bfloat16", "kernels": "native", "quantization": "int8"},
+    "int4": {"dtype": "bfloat16", "kernels": "native", "quantization": "int4"},
+}
+WEIGHTS = [name for name, engine in ENGINES.items() if engine["kernels"] == "reference" or usable_sets()]
+DRAFTERS = plugins.names("speculant.drafting")
+PROMPTS = [[70 + place, 71, 72 + place, 80, 71, 72] for place in range(4)]
+PARAMS = {
+    "greedy": [SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)] * len(PROMPTS),
+    "seeded": [SamplingParams(temperature=0.7, seed=place, max_tokens=16, ignore_eos=True) for place in range(4)],
+}
+
+
+class Case(NamedTuple):
+    """A variant of a family, who drafts, what its weights are, and how it draws."""
+
+    family: str
+    variant: str
+    drafter: str
+    weights: str
+    distribution: str
+
+    @classmethod
+    def of(cls, family: str, variant: str, drafter: str) -> Case:
+        """Return a case; weights and distributions take turns."""
+        turn = cases().index((family, variant)) + DRAFTERS.index(drafter)
+        return cls(
+            family, variant, drafter, WEIGHTS[turn % len(WEIGHTS)], [*PARAMS][turn // len(WEIGHTS) % len(PARAMS)]
+        )
+
+
+@pytest.fixture(scope="module")
+def write(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str, float], str]:
+    """Return what writes a checkpoint of a variant, once; noise: of a draft model."""
+
+    @functools.cache
+    def written(family: str, variant: str, noise: float) -> str:
+        settings = tuple(VARIANTS.get(family, {}).get(variant, {}).items())
+        folder = tmp_path_factory.mktemp(family) / "model"
+        return write_checkpoint(folder, Shape(family=family, layers=3, noise=noise, settings=settings))
+
+    return written
+
+
+def generate(
+    target: str, case: Case, params: list[SamplingParams], runs: int = 1, **arguments: Any
+) -> tuple[list[list[int]], int, int]:
+    """Return the texts of the last run, and how many tokens were drafted and accepted."""
+    llm = LLM(target, max_model_len=64, **ENGINES[case.weights], **arguments)
+    outputs = [llm.generate(PROMPTS, params) for _ in range(runs)][-1]
+    counted = [out.metrics.speculative_decoding for out in outputs]
+    drafted, accepted = (
+        sum(getattr(each, name) for each in counted) for name in ("num_draft_tokens", "num_accepted_draft_tokens")
+    )
+    return [list(out.outputs[0].token_ids) for out in outputs], drafted, accepted
+
+
+@pytest.mark.parametrize("names", cases_with(DRAFTERS))
+def test_no_drafter_changes_a_text_of_a_family(
+    names: tuple[str, str, str], write: Callable[[str, str, float], str]
+) -> None:
+    case = Case.of(*names)
+    target, draft = (write(case.family, case.variant, noise) for noise in (0.0, 0.02))
+    own = PARAMS[case.distribution]
+    plain, *_ = generate(target, case, own, use_speculative_decoding=False, max_num_seqs=1)
+    assert len({tuple(text) for text in plain}) > 2, "the texts hardly differ: a weak test"
+    params = [predicting(case.drafter, each, text) for each, text in zip(own, plain, strict=True)]
+    config = {"method": case.drafter, "num_speculative_tokens": 3, **options_of(case.drafter, VOCAB_SIZE, plain)}
+    model = model_of(case.drafter, draft, HIDDEN_SIZE, VOCAB_SIZE)
+    learns = plugins.load("speculant.drafting", case.drafter).METHOD.learns
+    for batch in (4, 1):
+        texts, drafted, accepted = generate(
+            target, case, params, 2 if learns else 1, draft_model=model, speculative_config=config, max_num_seqs=batch
+        )
+        assert texts == plain, f"{batch} at a time"
+        assert drafted > 0
+        assert accepted > 0 or model != draft or case.drafter in BLIND, "no draft was accepted: a weak test"

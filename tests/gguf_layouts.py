@@ -1,0 +1,341 @@
+"""How llama.cpp's conversion stores each family's checkpoints: names, order of rows, and metadata.
+
+Written from what the conversion does, apart from `speculant.models`, which reads the files.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+Config = Mapping[str, Any]
+Entries = dict[str, Any]
+
+_WHOLE = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+}
+_PARTS = {
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+_AFTER = {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The layout of a family.
+
+    whole: names outside of layers. parts: names within a layer, whose numbers follow `layers`. entries: returns the
+    metadata. paired, shifted, turned, regrouped: rows of queries and keys are interleaved; norms have 1 added; matrices
+    are transposed; queries, keys and values of all heads are gathered.
+    """
+
+    architecture: str
+    whole: Mapping[str, str] = field(default_factory=lambda: _WHOLE)
+    parts: Mapping[str, str] = field(default_factory=lambda: _PARTS)
+    layers: str = "model.layers"
+    entries: Callable[[Config], Entries] = lambda _: {}
+    paired: bool = False
+    shifted: bool = False
+    turned: bool = False
+    regrouped: bool = False
+
+    def stored_name(self, name: str) -> str:
+        """Return the name in GGUF of a tensor of a checkpoint."""
+        part, _, kind = name.rpartition(".")
+        if part in self.whole:
+            return f"{self.whole[part]}.{kind}"
+        layer, _, part = part.removeprefix(f"{self.layers}.").partition(".")
+        return f"blk.{layer}.{self.parts[part]}.{kind}"
+
+    def stored(self, name: str, tensor: Tensor, config: Config) -> Tensor:
+        """Return a checkpoint's tensor as the file has it."""
+        if self.shifted and name.endswith("norm.weight"):
+            return tensor + 1
+        order = self._order(name, len(tensor), config)
+        tensor = tensor if order is None else tensor[order]
+        return tensor.T.contiguous() if self._is_turned(name) else tensor
+
+    def loaded(self, name: str, tensor: Tensor, config: Config) -> Tensor:
+        """Return a file's tensor as the checkpoint has it; the inverse of `stored`."""
+        if self.shifted and name.endswith("norm.weight"):
+            return tensor - 1
+        tensor = tensor.T if self._is_turned(name) else tensor
+        order = self._order(name, len(tensor), config)
+        if order is None:
+            return tensor
+        out = torch.empty_like(tensor)
+        out[order] = tensor
+        return out
+
+    def _is_turned(self, name: str) -> bool:
+        return self.turned and any(f".{part}.weight" in name for part in ("c_attn", "c_proj", "c_fc"))
+
+    def _order(self, name: str, rows: int, config: Config) -> Tensor | None:
+        """Return the order of a tensor's rows in the file; None = as they are."""
+        heads = config.get("num_attention_heads", 0)
+        own = {"q_proj": heads, "k_proj": config.get("num_key_value_heads", heads)}
+        of = next((count for part, count in own.items() if f".{part}." in name), 0)
+        if self.paired and of:  # the halves of each head, interleaved
+            return torch.arange(rows).view(of, 2, -1).transpose(1, 2).reshape(-1)
+        if self.regrouped and "query_key_value" in name:
+            return torch.arange(rows).view(heads, 3, -1).transpose(0, 1).reshape(-1)
+        return None
+
+
+def _rope(config: Config) -> Mapping[str, Any]:
+    """Return the rotary settings of layers with full attention."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    return rope.get("full_attention", rope)
+
+
+def _theta(config: Config) -> float:
+    return float(_rope(config).get("rope_theta") or config.get("rope_theta") or 10000.0)
+
+
+def _rotated(config: Config) -> int:
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    return int(head_dim * _rope(config).get("partial_rotary_factor", config.get("partial_rotary_factor") or 1.0))
+
+
+def _sizes(config: Config) -> Entries:
+    return {
+        "block_count": config["num_hidden_layers"],
+        "context_length": config["max_position_embeddings"],
+        "embedding_length": config["hidden_size"],
+        "feed_forward_length": config["intermediate_size"],
+        "attention.head_count": config["num_attention_heads"],
+    }
+
+
+def _scaling(config: Config) -> Entries:
+    """Return the entries for the scaling of rotary positions; others become tensors."""
+    rope = _rope(config)
+    kind = rope.get("rope_type")
+    if kind == "linear":
+        return {"rope.scaling.type": "linear", "rope.scaling.factor": float(rope["factor"])}
+    if kind == "longrope":
+        return {"rope.scaling.type": "longrope"}
+    if kind != "yarn":
+        return {}
+    own = {
+        "attention_factor": "rope.scaling.yarn_attn_factor",
+        "beta_fast": "rope.scaling.yarn_beta_fast",
+        "beta_slow": "rope.scaling.yarn_beta_slow",
+    }
+    return {
+        "rope.scaling.type": "yarn",
+        "rope.scaling.factor": float(rope["factor"]),
+        "rope.scaling.original_context_length": rope["original_max_position_embeddings"],
+        **{stored: float(rope[name]) for name, stored in own.items() if rope.get(name) is not None},
+    }
+
+
+def _common(config: Config) -> Entries:
+    """Return the metadata that most families have."""
+    rope = config.get("rope_parameters") or {}
+    eps = next((config[key] for key in ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon") if key in config), None)
+    found = {
+        **_sizes(config),
+        "attention.head_count_kv": config["num_key_value_heads"],
+        **_scaling(config),
+        "rope.freq_base": _theta(config),
+    }
+    if "sliding_attention" in rope:
+        found["rope.freq_base_swa"] = float(rope["sliding_attention"]["rope_theta"])
+    if eps is None:
+        found["attention.layer_norm_rms_epsilon"] = float(config.get("rms_norm_eps", 1e-6))
+    else:
+        found["attention.layer_norm_epsilon"] = float(eps)
+    if config.get("head_dim"):
+        found |= {"attention.key_length": config["head_dim"], "attention.value_length": config["head_dim"]}
+    return found
+
+
+def _llama(config: Config) -> Entries:
+    return {**_common(config), "vocab_size": config["vocab_size"], "rope.dimension_count": _rotated(config)}
+
+
+def _gemma2(config: Config) -> Entries:
+    names = ("attn_logit_softcapping", "final_logit_softcapping")
+    found = {**_common(config), "attention.sliding_window": config["sliding_window"]}
+    del found["rope.freq_base"]
+    return found | {name: config[name] for name in names if config[name] is not None}
+
+
+def _gemma3(config: Config) -> Entries:
+    found = {**_common(config), "attention.sliding_window": config["sliding_window"]}
+    return found | (
+        {"final_logit_softcapping": config["final_logit_softcapping"]} if config["final_logit_softcapping"] else {}
+    )
+
+
+def _phi3(config: Config) -> Entries:
+    rope = _rope(config)
+    original = rope.get("original_max_position_embeddings") or config["original_max_position_embeddings"]
+    found = {
+        **_common(config),
+        "rope.dimension_count": _rotated(config),
+        "rope.scaling.original_context_length": original,
+        "attention.sliding_window": config["sliding_window"] or 0,
+    }
+    found.pop("rope.scaling.type", None)
+    if rope.get("long_factor"):
+        scale = config["max_position_embeddings"] / original
+        found["rope.scaling.attn_factor"] = math.sqrt(1 + math.log(scale) / math.log(original)) if scale > 1 else 1.0
+    return found
+
+
+def _granite(config: Config) -> Entries:
+    names = {
+        "attention_multiplier": "attention.scale",
+        "embedding_multiplier": "embedding_scale",
+        "residual_multiplier": "residual_scale",
+        "logits_scaling": "logit_scale",
+    }
+    return {**_llama(config), **{stored: float(config[own]) for own, stored in names.items() if config[own]}}
+
+
+def _olmo(config: Config) -> Entries:
+    if "sliding_window" not in config:
+        return _common(config)
+    sliding = [kind == "sliding_attention" for kind in config["layer_types"]]
+    own = {"attention.sliding_window": config["sliding_window"], "attention.sliding_window_pattern": sliding}
+    return {**_common(config), **own}
+
+
+def _mistral3(config: Config) -> Entries:
+    rope = _rope(config)
+    own = {
+        "rope.scaling.yarn_log_multiplier": float(rope["mscale_all_dim"]),
+        "attention.temperature_scale": float(rope["llama_4_scaling_beta"]),
+    }
+    return {**_llama(config), **own}
+
+
+def _gpt2(config: Config) -> Entries:
+    return {
+        "block_count": config["n_layer"],
+        "context_length": config["n_positions"],
+        "embedding_length": config["n_embd"],
+        "feed_forward_length": 4 * config["n_embd"],
+        "attention.head_count": config["n_head"],
+        "attention.layer_norm_epsilon": config["layer_norm_epsilon"],
+    }
+
+
+def _gpt_neox(config: Config) -> Entries:
+    return {
+        **_sizes(config),
+        "rope.dimension_count": _rotated(config),
+        "use_parallel_residual": config["use_parallel_residual"],
+        "attention.layer_norm_epsilon": config["layer_norm_eps"],
+    }
+
+
+_GEMMA_PARTS = {**_PARTS, **_AFTER, "pre_feedforward_layernorm": "ffn_norm"}
+_OLMO = Layout("olmo2", parts={**_PARTS, **_AFTER}, entries=_olmo)
+LAYOUTS = {
+    "llama": Layout("llama", paired=True, entries=_llama),
+    "mistral": Layout("llama", paired=True, entries=_llama),
+    "qwen2": Layout("qwen2", entries=_common),
+    "qwen3": Layout("qwen3", entries=_common),
+    "gemma2": Layout("gemma2", parts=_GEMMA_PARTS, shifted=True, entries=_gemma2),
+    "gemma3_text": Layout("gemma3", parts=_GEMMA_PARTS, shifted=True, entries=_gemma3),
+    "phi3": Layout(
+        "phi3",
+        parts={**_PARTS, "self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"},
+        entries=_phi3,
+    ),
+    "smollm3": Layout("smollm3", paired=True, entries=_llama),
+    "granite": Layout("granite", paired=True, entries=_granite),
+    "olmo2": _OLMO,
+    "olmo3": _OLMO,
+    "ministral3": Layout("mistral3", paired=True, entries=_mistral3),
+    "starcoder2": Layout(
+        "starcoder2", parts={**_PARTS, "mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down"}, entries=_common
+    ),
+    "gpt2": Layout(
+        "gpt2",
+        whole={
+            "transformer.wte": "token_embd",
+            "transformer.wpe": "position_embd",
+            "transformer.ln_f": "output_norm",
+            "lm_head": "output",
+        },
+        parts={
+            "ln_1": "attn_norm",
+            "attn.c_attn": "attn_qkv",
+            "attn.c_proj": "attn_output",
+            "ln_2": "ffn_norm",
+            "mlp.c_fc": "ffn_up",
+            "mlp.c_proj": "ffn_down",
+        },
+        layers="transformer.h",
+        turned=True,
+        entries=_gpt2,
+    ),
+    "gpt_neox": Layout(
+        "gptneox",
+        whole={
+            "gpt_neox.embed_in": "token_embd",
+            "gpt_neox.final_layer_norm": "output_norm",
+            "embed_out": "output",
+        },
+        parts={
+            "input_layernorm": "attn_norm",
+            "attention.query_key_value": "attn_qkv",
+            "attention.dense": "attn_output",
+            "post_attention_layernorm": "ffn_norm",
+            "mlp.dense_h_to_4h": "ffn_up",
+            "mlp.dense_4h_to_h": "ffn_down",
+        },
+        layers="gpt_neox.layers",
+        regrouped=True,
+        entries=_gpt_neox,
+    ),
+}
+
+
+def described(config: Config) -> Entries:
+    """Return the metadata of a checkpoint."""
+    layout = LAYOUTS[config["model_type"]]
+    architecture = layout.architecture
+    own = {f"{architecture}.{key}": value for key, value in layout.entries(config).items()}
+    return {"general.architecture": architecture, **own}
+
+
+def rope_tensors(config: Config) -> dict[str, np.ndarray]:
+    """Return the tensors of factors that some scalings of rotary positions have."""
+    rope = _rope(config)
+    if rope.get("rope_type") == "longrope":
+        names = {"rope_factors_long.weight": "long_factor", "rope_factors_short.weight": "short_factor"}
+        return {name: np.array(rope[key], np.float32) for name, key in names.items()}
+    if rope.get("rope_type") != "llama3":
+        return {}
+    rotated = _rotated(config)
+    lengths = 2 * math.pi * _theta(config) ** (np.arange(0, rotated, 2) / rotated)
+    low, high = (rope["original_max_position_embeddings"] / rope[f"{name}_freq_factor"] for name in ("low", "high"))
+    smooth = (rope["original_max_position_embeddings"] / lengths - rope["low_freq_factor"]) / (
+        rope["high_freq_factor"] - rope["low_freq_factor"]
+    )
+    between = 1 / ((1 - smooth) / rope["factor"] + smooth)
+    factors = np.where(lengths < high, 1.0, np.where(lengths > low, rope["factor"], between))
+    return {"rope_freqs.weight": factors.astype(np.float32)}

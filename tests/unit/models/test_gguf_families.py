@@ -1,0 +1,353 @@
+"""Every family is read from GGUF files as from its checkpoint."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from speculant import plugins
+from speculant.errors import ModelError
+from speculant.gguf_file import GgufFile
+from speculant.models.description import DecoderConfig
+from speculant.models.gguf import FAMILIES, read_gguf_config, read_gguf_decoder
+from speculant.models.gguf_family import Flag, GgufFamily, Number
+from speculant.models.weights.load import CheckpointFiles, load_model
+from tests.gguf_layouts import LAYOUTS
+from tests.gguf_models import convert
+from tests.unit.models.families import MULTIPLIED, PADDED, SCALED, VARIANTS, Pair, Session, make_pair
+from tests.unit.models.test_gguf_models import same_as_decoded
+
+GEMMA = {"head_dim": 8, "query_pre_attn_scalar": 8}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.05, 1.3, 1.5],
+    "long_factor": [1.0, 2.5, 7.0, 20.0],
+}
+INNER = {"intermediate_size": 128}  # in transformers' GPT-2, it is 4 times the width
+WITHOUT = {"opt": "llama.cpp has no architecture for it"}  # families that GGUF files can't hold
+# What the files can hold of each family; other settings are lost in them.
+STORED: dict[str, dict[str, dict[str, Any]]] = {
+    "llama": {
+        **{name: VARIANTS["llama"][name] for name in ("llama2", "llama3", "llama3.2", "linear", "biases")},
+        "yarn": {"rope_parameters": YARN},
+    },
+    "mistral": {"v0.3": {"sliding_window": None}, "nemo": {"sliding_window": None, "head_dim": 12}},
+    "qwen2": {"plain": {}, "yarn": {"tie_word_embeddings": True, "rope_parameters": {**YARN, "beta_fast": 8.0}}},
+    "qwen3": {"plain": {"head_dim": 16}, "tied": {"head_dim": 8, "tie_word_embeddings": True}},
+    "gemma2": {
+        "plain": {**GEMMA, "sliding_window": 6},
+        "other caps": {**GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+    },
+    "gemma3_text": {
+        "plain": {**GEMMA, "sliding_window": 6, "num_hidden_layers": 7},
+        "capped": {**GEMMA, "sliding_window": 6, "final_logit_softcapping": 5.0, "num_key_value_heads": 1},
+        "scaled": {**GEMMA, "sliding_window": 6, "num_hidden_layers": 6, "rope_local_base_freq": 100.0, **SCALED},
+    },
+    "phi3": {
+        "plain": {**PADDED, "sliding_window": None},
+        "mini": {**PADDED, "sliding_window": 6, "partial_rotary_factor": 0.5, "tie_word_embeddings": True},
+        "one key": {**PADDED, "num_key_value_heads": 1},
+        "long": {**PADDED, "original_max_position_embeddings": 16, "rope_parameters": LONGROPE},
+        "phi-4-mini": {
+            **PADDED,
+            "original_max_position_embeddings": 64,
+            "partial_rotary_factor": 0.75,
+            "rope_parameters": {**LONGROPE, "short_factor": [1.0, 1.5, 2.0], "long_factor": [1.0, 3.0, 9.0]},
+        },
+    },
+    "smollm3": {
+        "plain": {**PADDED, "num_hidden_layers": 5},
+        "untied": {**PADDED, "num_hidden_layers": 4, "tie_word_embeddings": False, "num_key_value_heads": 4},
+    },
+    "granite": {
+        "plain": {**PADDED, **MULTIPLIED},
+        "tied": {**PADDED, **MULTIPLIED, "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
+    },
+    "olmo2": {"plain": {}, "tied": {"num_key_value_heads": 4, "tie_word_embeddings": True}},
+    "olmo3": {
+        "plain": {"sliding_window": 6, "num_hidden_layers": 5},
+        "yarn": {"sliding_window": 6, "num_hidden_layers": 4, "rope_scaling": {**YARN, "attention_factor": 1.3}},
+        "listed": {"sliding_window": 6, "layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+    },
+    "ministral3": {"plain": {"head_dim": 8}, "tied": {"head_dim": 12, "tie_word_embeddings": True}},
+    "starcoder2": {
+        "plain": {},
+        "untied": {"use_bias": False, "tie_word_embeddings": False, "num_key_value_heads": 1},
+    },
+    "gpt2": {"plain": INNER, "untied": {**INNER, "tie_word_embeddings": False, "n_head": 2}},
+    "gpt_neox": {
+        "pythia": {},
+        "serial": {"use_parallel_residual": False, "rotary_pct": 1.0, "tie_word_embeddings": True},
+        "unbiased": {"attention_bias": False, "rotary_pct": 0.5},
+    },
+}
+CASES = [(family, variant) for family, variants in STORED.items() for variant in variants]
+FIRST = [(family, next(iter(variants))) for family, variants in STORED.items()]
+WIDE = {"hidden_size": 256, "head_dim": 64, "query_pre_attn_scalar": 64, "num_hidden_layers": 2, "vocab_size": 96}
+UNCHECKED = {"attention.temperature_scale": (1e-40,), "rope.scaling.original_context_length": (1e-40, 1e39)}
+WINDOW, PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
+TOKENS = [token % 61 for token in range(40, 72)]
+
+
+def names() -> dict[str, GgufFamily]:
+    """Return the families that GGUF files can hold."""
+    found = {name: getattr(plugins.load(FAMILIES, name), "GGUF", None) for name in plugins.names(FAMILIES)}
+    return {name: family for name, family in found.items() if isinstance(family, GgufFamily)}
+
+
+def pair_of(folder: Path, family: str, variant: str, **settings: Any) -> Pair:
+    """Make a checkpoint with settings of STORED."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(VARIANTS, family, {variant: {**STORED[family][variant], **settings}})
+        return make_pair(folder, family, variant)
+
+
+class Files:
+    """Makes each case's checkpoint once, and its file."""
+
+    def __init__(self, root: Path, kind: str | Callable[[str], str], settings: dict[str, Any]) -> None:
+        self._root, self._kind, self._settings = root, kind, settings
+        self._made: dict[tuple[str, str], tuple[Pair, Path]] = {}
+
+    def __getitem__(self, case: tuple[str, str]) -> tuple[Pair, Path]:
+        if case not in self._made:
+            family, variant = case
+            inner = {"intermediate_size": 256 * (4 if family == "gpt2" else 1)} if self._settings else {}
+            pair = pair_of(self._root / "-".join(case), family, variant, **self._settings, **inner)
+            if self._settings:
+                calm(pair.folder / "model.safetensors")
+            self._made[case] = pair, convert(pair.folder, self._root / f"{'-'.join(case)}.gguf", self._kind)
+        return self._made[case]
+
+
+def calm(file: Path) -> None:
+    """Make matrices smaller, so that attention is not nearly a choice of one position, which rounding can change."""
+    tensors = load_file(file)
+    save_file({name: each * (0.3 if each.dim() == 2 else 1) for name, each in tensors.items()}, file, {"format": "pt"})
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
+    return Files(tmp_path_factory.mktemp("families"), "F32", {})
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Files:
+    """Files with blocks, which are of up to 256 weights of a row."""
+    return Files(tmp_path_factory.mktemp("wide"), kind_of, WIDE)
+
+
+def test_each_family_is_tested_or_has_a_reason() -> None:
+    assert names().keys() == STORED.keys() == LAYOUTS.keys()
+    assert set(plugins.names(FAMILIES)) - names().keys() == WITHOUT.keys()
+
+
+def differences(own: Any, other: Any, place: str = "") -> list[str]:
+    """Return where two descriptions differ; files store numbers in float32."""
+    if is_dataclass(own) and type(own) is type(other):
+        return [
+            each
+            for field in fields(own)
+            for each in differences(getattr(own, field.name), getattr(other, field.name), f"{place}.{field.name}")
+        ]
+    if isinstance(own, tuple) and isinstance(other, tuple) and len(own) == len(other):
+        pairs = enumerate(zip(own, other, strict=True))
+        return [found for index, each in pairs for found in differences(*each, f"{place}[{index}]")]
+    numbers = isinstance(own, int | float) and isinstance(other, int | float)
+    same = math.isclose(own, other, rel_tol=1e-6) if numbers else own == other
+    return [] if same else [f"{place}: {own} and {other}"]
+
+
+@pytest.mark.parametrize(("family", "variant"), CASES)
+def test_descriptions_are_equal(files: Files, family: str, variant: str) -> None:
+    pair, path = files[family, variant]
+    own, other = (CheckpointFiles.open(place).decoder for place in (path, pair.folder))
+    assert differences(own, replace(other, tensors=own.tensors)) == []
+
+
+@pytest.mark.parametrize(("family", "variant"), CASES)
+def test_logits_are_equal(files: Files, family: str, variant: str) -> None:
+    pair, path = files[family, variant]
+    own = Session(load_model(str(path), kernels="reference").model).extend(TOKENS)
+    torch.testing.assert_close(own, Session(pair.ours).extend(TOKENS), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(own, pair.reference(TOKENS), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("family", "layers"), [("gemma2", 46), ("gemma3_text", 62)])
+def test_the_largest_gemma_has_another_scale_of_scores(tmp_path: Path, family: str, layers: int) -> None:
+    """Its files do not say so."""
+    width = {"hidden_size": 48, "head_dim": 8, "query_pre_attn_scalar": 12, "sliding_window": 6}
+    pair = pair_of(tmp_path / "source", family, "plain", **width, num_hidden_layers=layers)
+    own = CheckpointFiles.open(convert(pair.folder, tmp_path / "model.gguf")).decoder
+    assert {layer.attention.scale for layer in own.layers} == {12**-0.5}
+
+
+# --- kinds of weights
+
+
+def kind_of(name: str) -> str:
+    """Return a kind for a tensor of a file: as various as those of Q4_K_M, where rows of one tensor are of one kind."""
+    kinds = {"token_embd": "Q8_0", "position_embd": "F32", "attn_q": "Q5_0", "attn_v": "Q6_K", "ffn_down": "Q4_0"}
+    return kinds.get(name.split(".")[-2], "Q4_K")
+
+
+@pytest.mark.parametrize("kernels", ["reference", "native"])
+@pytest.mark.parametrize(("family", "variant"), FIRST)
+def test_blocks_are_those_of_the_gguf_package(
+    wide: Files, tmp_path: Path, family: str, variant: str, kernels: str
+) -> None:
+    pair, path = wide[family, variant]
+    same_as_decoded(path, pair.folder, tmp_path / "decoded", kernels)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "granite"])
+def test_fused_queries_keys_and_values_are_read_in_any_family(files: Files, tmp_path: Path, family: str) -> None:
+    """llama.cpp's conversion has an option for it."""
+    pair, path = files[family, next(iter(STORED[family]))]
+    fused = convert(pair.folder, tmp_path / "model.gguf", fused=True)
+    assert "blk.0.attn_qkv.weight" in GgufFile.open(fused).tensors
+    own, other = (load_model(str(each), kernels="reference").model for each in (fused, path))
+    assert torch.equal(Session(own).extend(TOKENS), Session(other).extend(TOKENS))
+
+
+# --- metadata
+
+
+def opened(files: Files, family: str) -> GgufFile:
+    return GgufFile.open(files[family, next(iter(STORED[family]))][1])
+
+
+def described(file: GgufFile, entries: Mapping[str, Any] = MappingProxyType({})) -> DecoderConfig:
+    """Return the description of a file with other entries of its architecture."""
+    changed = {f"{file.metadata['general.architecture']}.{key}": value for key, value in entries.items()}
+    file = replace(file, metadata={**file.metadata, **changed})
+    return read_gguf_decoder(file, read_gguf_config(file))
+
+
+def windows(decoder: DecoderConfig) -> list[int | None]:
+    return [layer.attention.window for layer in decoder.layers]
+
+
+@pytest.mark.parametrize(
+    ("family", "entries", "expected"),
+    [
+        ("gemma2", {}, [6, None, 6]),
+        ("gemma2", {WINDOW: None}, [4096, None, 4096]),
+        ("gemma2", {PATTERN: 3}, [6, 6, None]),
+        ("gemma2", {PATTERN: 1}, [None, None, None]),
+        ("gemma2", {PATTERN: 0}, [6, 6, 6]),
+        ("gemma2", {PATTERN: [False, True, True]}, [None, 6, 6]),
+        ("gemma3_text", {}, [6, 6, 6, 6, 6, None, 6]),
+        ("gemma3_text", {WINDOW: None}, [None] * 7),
+        ("gemma3_text", {WINDOW: 0}, [None] * 7),
+        ("olmo3", {PATTERN: None}, [6, 6, 6, None, 6]),
+        ("phi3", {WINDOW: 9}, [9, 9, 9]),
+        ("qwen2", {WINDOW: 9}, [9, 9, 9]),
+        (
+            "qwen2",
+            {WINDOW: 9, PATTERN: [True, False, True]},
+            [9, None, 9],
+        ),
+    ],
+    ids=str,
+)
+def test_windows_are_those_of_the_architecture_or_the_file(
+    files: Files, family: str, entries: dict[str, Any], expected: list[int | None]
+) -> None:
+    assert windows(described(opened(files, family), entries)) == expected
+
+
+@pytest.mark.parametrize(
+    "pattern", [[True], [True] * 4, [1, 0, 1], ["x"] * 3, [], True, -1, 2**31, "x", 2.0, [[True] * 3]]
+)
+def test_patterns_of_windows_are_checked(files: Files, pattern: Any) -> None:
+    with pytest.raises(ModelError, match=r"gemma2\.attention\.sliding_window_pattern"):
+        described(opened(files, "gemma2"), {PATTERN: pattern})
+
+
+@pytest.mark.parametrize("family", ["llama", "granite", "gpt2", "gpt_neox"])
+def test_windows_that_a_family_does_not_have_are_refused(files: Files, family: str) -> None:
+    with pytest.raises(ModelError, match=f"a sliding window of 9 positions, which is not implemented for {family}"):
+        described(opened(files, family), {WINDOW: 9})
+
+
+def test_families_of_one_architecture_are_told_apart(files: Files) -> None:
+    """A file of OLMo 3 has a window; one of Ministral 3 has a temperature."""
+    file = opened(files, "olmo3")
+    plain = {WINDOW: 0, PATTERN: None}
+    assert windows(described(file, plain)) == [None] * 5
+    architectures: dict[str, list[str | None]] = {}
+    for family in names().values():
+        architectures.setdefault(family.architecture, []).append(family.needs)
+    for needs in architectures.values():
+        assert len(needs) == len(set(needs)), "two families would read the same files"
+
+
+@pytest.mark.parametrize(
+    ("family", "entries"),
+    [
+        ("gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None}),
+        ("gemma3_text", {"final_logit_softcapping": None, "rope.freq_base_swa": None}),
+        ("gemma3_text", {"final_logit_softcapping": 0.0}),
+        ("gpt_neox", {"use_parallel_residual": None}),
+        ("olmo3", {"rope.freq_base": 5e5, "rope.freq_base_swa": None}),
+    ],
+    ids=str,
+)
+def test_what_files_lack_is_as_in_the_original(files: Files, family: str, entries: dict[str, Any]) -> None:
+    file = opened(files, family)
+    assert differences(described(file, entries), described(file)) == []
+
+
+@pytest.mark.parametrize("value", [None, 0.0])
+def test_multipliers_that_a_file_lacks_change_nothing(files: Files, value: float | None) -> None:
+    own = described(opened(files, "granite"), {"embedding_scale": value, "residual_scale": value})
+    assert (own.embedding.scale, own.layers[0].residual_scale) == (1.0, 1.0)
+
+
+ENTRIES = [
+    (family, entry)
+    for family, data in names().items()
+    for entry in (
+        *(each for each in data.config.values() if isinstance(each, Number | Flag)),
+        Number(data.stored_norm_eps),
+    )
+]
+
+
+@pytest.mark.parametrize(("family", "entry"), ENTRIES, ids=str)
+@pytest.mark.parametrize("value", ["x", [1.0, 2.0], [], -1.0, math.nan, math.inf, 1e-40, 1e39, None, 0], ids=str)
+def test_own_entries_of_families_are_checked(files: Files, family: str, entry: Number | Flag, value: Any) -> None:
+    """A value is used, or refused by its name."""
+    file = opened(files, family)
+    absent = isinstance(entry, Flag) or entry.default is not ... or entry.key == names()[family].needs
+    zero = (isinstance(entry, Number) and entry.zero is not ...) or entry.key == names()[family].needs
+    unchecked = value in UNCHECKED.get(entry.key, ())
+    if (value is None and absent) or (value == 0 and zero) or unchecked:
+        described(file, {entry.key: value})
+        return
+    with pytest.raises(ModelError) as caught:
+        described(file, {entry.key: value})
+    known = [key.rpartition(".")[2] for key, each in names()[family].config.items() if each == entry]
+    assert any(name in str(caught.value) for name in (entry.key, *known, names()[family].norm_eps))
+
+
+@pytest.mark.parametrize("family", [*names()])
+def test_damaged_entries_are_errors_or_models(files: Files, family: str) -> None:
+    file = opened(files, family)
+    prefix = f"{file.metadata['general.architecture']}."
+    values = ("x", "", -1, 0, 1, 3, 2**31, 2**64, -1.0, 1e-40, 1e39, math.nan, math.inf, True, [], [1, 2], ["x"], [[1]])
+    for key in (each for each in file.metadata if each.startswith(prefix)):
+        for value in values:
+            with suppress(ModelError):
+                described(file, {key.removeprefix(prefix): value})
