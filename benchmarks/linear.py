@@ -32,7 +32,7 @@ from speculant.kernels.native import (
     open_kernels,
 )
 from speculant.lab.bench.runner import Benchmark, quartiles, ratio, timed
-from speculant.models.native.program import linear
+from speculant.models.native.ops import linear
 
 HIDDEN, INSIDE, QKV, LAYERS = 2048, 8192, 3072, 16
 SHAPES = [

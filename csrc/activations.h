@@ -55,6 +55,12 @@ static inline Vec activate(int activation, Vec x) {
   return x;
 }
 
+// (up + 1) gate sigmoid(gain * gate), of gate <= limit and |up| <= limit.
+static inline Vec clamped(float gain, float limit, Vec gate, Vec up) {
+  gate = min(splat(limit), gate), up = max(splat(-limit), min(splat(limit), up));
+  return divide(mul(add(up, splat(1.0f)), gate), add(splat(1.0f), exp(mul(splat(-gain), gate))));
+}
+
 // c tanh(y / c)
 static inline Vec soft_cap(float c, Vec y) { return mul(splat(c), tanh(divide(y, splat(c)))); }
 

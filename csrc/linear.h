@@ -273,6 +273,12 @@ static inline void put_mapped(const SpOp &op, int64_t panel, int64_t row, int64_
   put_sums(plain, panel, row, rows, sums);
 }
 
+// The result of a gated layer.
+static inline Vec gated_of(const SpOp &op, Vec gate, Vec up) {
+  if (op.activation == SP_CLAMPED) return clamped(op.factor, op.softcap, gate, up);
+  return mul(activate(op.activation, gate), up);
+}
+
 static inline void put_gated(const SpOp &op, int64_t panel, int64_t row, int64_t rows, const float *gates, const float *ups) {
   int64_t first = panel * WIDTH, count = count_of(op, panel);
   float biases[2][WIDTH] = {{0}};  // the gate's and up's
@@ -283,7 +289,7 @@ static inline void put_gated(const SpOp &op, int64_t panel, int64_t row, int64_t
     for (int v = 0; v < VECS; v++) {
       Vec gate = load(gates + r * WIDTH + v * LANES), up = load(ups + r * WIDTH + v * LANES);
       if (op.bias) gate = add(gate, load(biases[0] + v * LANES)), up = add(up, load(biases[1] + v * LANES));
-      store(gated + v * LANES, mul(activate(op.activation, gate), up));
+      store(gated + v * LANES, gated_of(op, gate, up));
     }
     memcpy(op.out + (row + r) * stride_of(op) + first, gated, count * sizeof(float));
   }

@@ -19,6 +19,7 @@ static inline void relax() {
 // that is descheduled between two items delays no other.
 struct alignas(64) WorkQueue {
   int64_t taken, done;
+  int64_t found[2];  // numbers of work items of later stages, which an item of this one sets
 
   template <typename Work>
   void run(int64_t count, Work work) {
@@ -47,7 +48,7 @@ static inline void run_together(int threads, Work work) {
 // Run items of work in threads, as they become free.
 template <typename Work>
 static inline void share_out(int64_t count, int threads, Work work) {
-  WorkQueue queue = {0, 0};
+  WorkQueue queue = {0, 0, {0, 0}};
   run_together(threads, [&] { queue.run(count, work); });
 }
 

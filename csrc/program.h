@@ -1,6 +1,7 @@
 // Runs a recorded program. Every thread goes through the same stages in order and takes work items from the queue of each.
 #pragma once
 #include "attention.h"
+#include "experts.h"
 #include "probs.h"
 #include "pack.h"
 #include "table.h"
@@ -24,13 +25,36 @@ static inline void run_linear_op(const SpOp &op, int64_t rows, Tiles &x, WorkQue
   stages[1].run(linear_pieces(op, rows), [&](int64_t p) { run_linear(op, rows, x, p); });
 }
 
-static inline void run_op(const SpOp &op, const SpPass &pass, Plan &plan, Tiles &x, WorkQueue *stages) {
+// Memory that the operations of a pass use, one after the other.
+struct Memory {
+  Tiles x;
+  Routing routing;
+
+  void make_room(const SpOp *ops, int count, int64_t rows) {
+    for (int i = 0; i < count; i++) {
+      if (ops[i].code == SP_LINEAR) x.make_room(ops[i], rows, rows > 1);
+      if (ops[i].code == SP_EXPERTS) x.make_room(ops[i], rows * ops[i].used, rows > 1);
+      if (ops[i].code == SP_ROUTE) routing.make_room(ops[i], rows);
+    }
+  }
+};
+
+// routed: the stage of the last SP_ROUTE that counted work items.
+static inline void run_op(const SpOp &op, const SpPass &pass, Plan &plan, Memory &memory, WorkQueue *stages, const WorkQueue *routed) {
+  Routing &routing = memory.routing;
   switch (op.code) {
+    case SP_ROUTE:
+      stages[0].run(pass.rows, [&](int64_t t) { route_row(op, routing, t); });
+      return stages[1].run(1, [&](int64_t) { sort_pairs(op, pass.rows, routing, stages[1]); });
+    case SP_EXPERTS:
+      stages[0].run(routed->found[0] * parts_of(op), [&](int64_t p) { pack_pairs(op, routing, memory.x, p); });
+      return stages[1].run(routed->found[1] * panels_of(op.n), [&](int64_t p) { run_experts(op, routing, memory.x, p); });
+    case SP_COMBINE: return stages[0].run(pass.rows * combined_parts(op), [&](int64_t p) { run_combine(op, routing, p); });
     case SP_EMBED: return stages[0].run(pass.rows, [&](int64_t t) { run_embed(op, pass, t); });
     case SP_COPY: return stages[0].run(pass.rows, [&](int64_t t) { run_copy(op, t); });
     case SP_GATE: return stages[0].run(pass.rows, [&](int64_t t) { run_gate(op, t); });
     case SP_NORM: return stages[0].run(pass.rows, [&](int64_t t) { run_norm(op, t); });
-    case SP_LINEAR: return run_linear_op(op, pass.rows, x, stages);
+    case SP_LINEAR: return run_linear_op(op, pass.rows, memory.x, stages);
     case SP_ROTATE: return stages[0].run(pass.rows, [&](int64_t t) { run_rotate(op, pass, t); });
     case SP_ATTEND:
       stages[0].run(attend_pieces(op, plan), [&](int64_t p) { run_attend(op, pass, plan, p); });
@@ -39,15 +63,19 @@ static inline void run_op(const SpOp &op, const SpPass &pass, Plan &plan, Tiles 
 }
 
 // Every thread of a parallel region calls this; stages are two per operation.
-static inline void run_ops(const SpOp *ops, int count, const SpPass &pass, Plan &plan, Tiles &x, WorkQueue *stages) {
-  for (int i = 0; i < count; i++) run_op(ops[i], pass, plan, x, stages + 2 * i);
+static inline void run_ops(const SpOp *ops, int count, const SpPass &pass, Plan &plan, Memory &memory, WorkQueue *stages) {
+  const WorkQueue *routed = nullptr;
+  for (int i = 0; i < count; i++) {
+    run_op(ops[i], pass, plan, memory, stages + 2 * i, routed);
+    if (ops[i].code == SP_ROUTE) routed = stages + 2 * i + 1;
+  }
 }
 
 // Scratch of a calling thread, reused between runs: nothing is allocated once it has grown.
 struct Scratch {
   Plan plan;
   List<float> partial;  // see Plan
-  Tiles x;
+  Memory memory;
   List<WorkQueue> stages;
 };
 
@@ -56,8 +84,8 @@ static void run(const SpOp *ops, int count, const SpPass *pass, int threads) {
   Scratch &scratch = own;  // that of the calling thread, in every thread that works
   clear_stages(scratch.stages, 2 * count);
   plan_pass(ops, count, *pass, threads, scratch.plan, scratch.partial);
-  make_room(ops, count, pass->rows, scratch.x);
-  run_together(threads, [&] { run_ops(ops, count, *pass, scratch.plan, scratch.x, scratch.stages.items); });
+  scratch.memory.make_room(ops, count, pass->rows);
+  run_together(threads, [&] { run_ops(ops, count, *pass, scratch.plan, scratch.memory, scratch.stages.items); });
 }
 
 // A draft: steps of a pass, distributions and draws. All steps run in one parallel region: entering one is the largest cost while other
@@ -80,7 +108,7 @@ struct Drafting {
   List<float> partial;  // see Plan: of the running step; no thread reads an earlier step's
   List<double> unread;  // distributions of sequences that return none
   List<Share> shares;
-  Tiles x;
+  Memory memory;
   List<int64_t> tokens, positions, angles, slots, ended;  // ended[s]: whether no token follows
   List<SpSegment> segments;
   List<WorkQueue> stages;
@@ -100,7 +128,7 @@ struct Drafting {
     for (int64_t s = 0; s < most; s++) ended[s] = 0;
     for (int64_t i = 0; i < all; i++) draft->drawn[i] = -1;
     tokens.resize(all), positions.resize(all), angles.resize(all), slots.resize(all * groups()), segments.resize(all);
-    make_room(ops, count, first->rows, x), make_room(&head, 1, most, x);
+    memory.make_room(ops, count, first->rows), memory.make_room(&head, 1, most);
     head.in = rows.items, head.out = logits.items;
     if (draft->head_tokens) {
       head_out.resize(most * head.n), head.out = head_out.items;
@@ -186,13 +214,13 @@ struct Drafting {
     own[0].run(1, [&](int64_t) { prepare(step); });
     Step &now = steps[step];
     if (!now.drawing) return;
-    run_ops(ops, count, now.pass, now.plan, x, own + 1);
+    run_ops(ops, count, now.pass, now.plan, memory, own + 1);
     after[0].run(now.drawing, [&](int64_t s) {
       const int64_t last = now.pass.segments[s].first + now.pass.segments[s].rows - 1;
       memcpy(rows.items + s * head.k, ops[count - 1].out + last * head.k, head.k * sizeof(float));
       if (draft->carried) memcpy(draft->states + s * draft->state_size, draft->carried + last * draft->state_size, draft->state_size * sizeof(float));
     });
-    run_linear_op(head, now.drawing, x, after + 1);
+    run_linear_op(head, now.drawing, memory.x, after + 1);
     if (draft->head_tokens)
       after[10].run(now.drawing, [&](int64_t s) {
         for (int64_t i = 0; i < head.n; i++) logits[s * draft->num_logits + draft->head_tokens[i]] = head_out[s * head.n + i];

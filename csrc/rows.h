@@ -62,9 +62,9 @@ static void run_gate(const SpOp &op, int64_t t) {
   const float *gate = op.in + t * op.n;
   float *out = op.out + t * op.n;
   int64_t i = 0;
-  for (; i + LANES <= op.n; i += LANES) store(out + i, mul(activate(op.activation, load(gate + i)), load(out + i)));
+  for (; i + LANES <= op.n; i += LANES) store(out + i, gated_of(op, load(gate + i), load(out + i)));
   if (i == op.n) return;
-  store_part(out + i, mul(activate(op.activation, load_part(gate + i, op.n - i)), load_part(out + i, op.n - i)), op.n - i);
+  store_part(out + i, gated_of(op, load_part(gate + i, op.n - i), load_part(out + i, op.n - i)), op.n - i);
 }
 
 static void run_norm(const SpOp &op, int64_t t) {

@@ -35,6 +35,9 @@ enum SpCode {
   SP_ATTEND = 4,   /* out[T, heads dim] = attention of the queries in `in` (= qkv) over each row's own keys */
   SP_COPY = 5,     /* out[T, n] = factor * in[T, n] */
   SP_GATE = 6,     /* out[T, n] = activation(in[T, n]) * out[T, n], with the bits of SP_GATED */
+  SP_ROUTE = 7,    /* in[T, n] = scores of n experts; select the `used` largest of each row. The operations below use the selection: */
+  SP_EXPERTS = 8,  /* out[pairs, n] = in weight^T + bias, by the matrix of each pair's expert: see csrc/experts.h */
+  SP_COMBINE = 9,  /* out[T, n] (+)= factor * the weighted sum of each row's pairs in[pairs, n] */
 };
 
 enum SpFlag {
@@ -42,7 +45,9 @@ enum SpFlag {
   SP_GATED = 2,    /* SP_LINEAR: weight has gate and up, interleaved by panels; out[T, n] = activation(gate) * up, each with its bias */
   SP_CENTRED = 4,  /* norms: the mean is subtracted first */
   SP_ALL_HEADS = 8, /* SP_ROTATE: one norm of all queries together, and one of all keys, instead of one for each head */
-  SP_TOKENS = 16,  /* SP_EMBED: look all tokens up, also those of rows that have inputs */
+  SP_GATHER = 16,  /* SP_EXPERTS: `in` has the rows of the pass, [T, k], instead of a row for each pair */
+  SP_RENORMALISE = 32, /* SP_ROUTE: weights are a softmax of the selected scores, instead of all scores */
+  SP_TOKENS = 64,  /* SP_EMBED: look all tokens up, also those of rows that have inputs */
 };
 
 enum SpActivation {
@@ -50,6 +55,7 @@ enum SpActivation {
   SP_GELU = 2,         /* x times the normal distribution's integral up to x */
   SP_GELU_TANH = 3,    /* its approximation by tanh */
   SP_RELU = 4,
+  SP_CLAMPED = 5,      /* SP_GATED, SP_GATE: (up + 1) gate sigmoid(factor * gate), of gate <= softcap and |up| <= softcap */
 };
 
 /* Fields that an operation does not mention are not read by it. A factor, stride or soft cap of 0 is not used: the factor is then 1. */
@@ -58,9 +64,9 @@ typedef struct {
   int32_t flags, activation;
   int32_t layer, group;      /* whose keys and values, and whose block tables and slots */
   int64_t n, k;
-  const void *weight;        /* packed by sp_pack */
+  const void *weight;        /* packed by sp_pack; SP_EXPERTS: the addresses of the experts' matrices */
   const float *scale;        /* SP_NORM: n; SP_ROTATE: the queries' norm, dim (heads dim with SP_ALL_HEADS), or NULL */
-  const float *bias;         /* SP_LINEAR: n (SP_GATED: [2, n], gate and up); SP_NORM: n; SP_ROTATE: of the queries' norm; or NULL */
+  const float *bias;         /* SP_LINEAR: n (SP_GATED: [2, n], gate and up); SP_EXPERTS: the same by expert; SP_NORM: n; SP_ROTATE: of the queries' norm; or NULL */
   const float *key_scale, *key_bias; /* SP_ROTATE: the keys' norm, dim (kv_heads dim with SP_ALL_HEADS); or NULL */
   const float *in;
   float *out;
@@ -72,6 +78,7 @@ typedef struct {
   float eps, factor, softcap; /* of norms; see SP_EMBED, SP_NORM, SP_LINEAR, SP_COPY, and of attention scores; c: y becomes c tanh(y / c) */
   int64_t stride;            /* from a row to the next, in numbers: SP_LINEAR: of `out`, 0 = n; SP_ROTATE and SP_ATTEND: of `in`,
                                 0 = (heads + 2 kv_heads) dim */
+  int64_t used;              /* SP_ROUTE, SP_EXPERTS, SP_COMBINE: experts of each row */
 } SpOp;
 
 /* One sequence of a pass: rows first .. first + rows - 1, after `start` positions in its cache. The first `chain` rows are

@@ -24,12 +24,6 @@ static inline const SumTile *sums_of(int type) {
   return type == SP_F32 ? SUM_REALS<SP_F32> : type == SP_F16 ? SUM_REALS<SP_F16> : SUM_REALS<SP_BF16>;
 }
 
-struct Tiles {
-  List<uint32_t> dwords, narrowed;  // tiles; rows in int8 or bfloat16 before they are packed
-  List<float> scales;               // of rows in int8; see integers.h
-  List<int32_t> offsets;
-};
-
 static inline bool is_bf16(const SpOp &op) { return op.type == SP_BF16 || op.type == SP_BF12; }
 static inline bool is_float(const SpOp &op) { return op.type == SP_F32 || op.type == SP_F16 || (is_bf16(op) && !ROUNDS); }
 static inline bool is_packed(const SpOp &op, int64_t rows) { return !is_float(op) || rows > 1; }
@@ -41,14 +35,19 @@ static inline int64_t dwords_of(const SpOp &op) {
 static inline int64_t scales_of(const SpOp &op) { return is_grouped(op.type) ? groups_of(op.k) : 0; }
 static inline int64_t offsets_of(const SpOp &op) { return is_grouped(op.type) ? offsets_of(op.type, op.k) : 0; }
 
-static void make_room(const SpOp *ops, int count, int64_t rows, Tiles &x) {
-  for (int i = 0; i < count; i++) {
-    if (ops[i].code != SP_LINEAR || !is_packed(ops[i], rows)) continue;
-    x.dwords.resize(rows * dwords_of(ops[i]));
-    x.scales.resize(rows * scales_of(ops[i])), x.offsets.resize(rows * offsets_of(ops[i]));
-    if (!is_float(ops[i])) x.narrowed.resize(rows * dwords_of(ops[i]));
+struct Tiles {
+  List<uint32_t> dwords, narrowed;  // tiles; rows in int8 or bfloat16 before they are packed
+  List<float> scales;               // of rows in int8; see integers.h
+  List<int32_t> offsets;
+
+  // several: whether a tile may have several rows.
+  void make_room(const SpOp &op, int64_t rows, bool several) {
+    if (is_float(op) && !several) return;
+    dwords.resize(rows * dwords_of(op));
+    scales.resize(rows * scales_of(op)), offsets.resize(rows * offsets_of(op));
+    if (!is_float(op)) narrowed.resize(rows * dwords_of(op));
   }
-}
+};
 
 static inline int64_t tiles_of(int64_t rows) { return (rows + MOST_ROWS - 1) / MOST_ROWS; }
 static inline int64_t rows_at(int64_t first, int64_t rows) { return rows - first < MOST_ROWS ? rows - first : MOST_ROWS; }
@@ -60,13 +59,13 @@ static inline int64_t packing_pieces(const SpOp &op, int64_t rows) { return is_p
 
 // Pack dwords begin .. end - 1 of `count` rows. Two vectors of each row are transposed at once, the first ones into the low halves
 // and the second ones into the high halves.
-static void pack_rows(const uint32_t *rows, int64_t width, int64_t count, int64_t begin, int64_t end, uint32_t *tile) {
+static void pack_rows(const uint32_t *const *rows, int64_t count, int64_t begin, int64_t end, uint32_t *tile) {
   alignas(64) uint32_t transposed[LANES][2][MOST_ROWS];
   const float *from[LANES];
   int64_t i = begin;
   for (; i + 2 * LANES <= end; i += 2 * LANES) {
     for (int r = 0; r < MOST_ROWS; r++) {
-      from[r] = (const float *)(rows + (r < count ? r : 0) * width + i);
+      from[r] = (const float *)(rows[r < count ? r : 0] + i);
       from[MOST_ROWS + r] = from[r] + LANES;
     }
     transpose(from, (float *)transposed, LANES);
@@ -80,12 +79,11 @@ static void pack_rows(const uint32_t *rows, int64_t width, int64_t count, int64_
     }
   }
   for (; i < end; i++)
-    for (int64_t r = 0; r < count; r++) tile[i * count + r] = rows[r * width + i];
+    for (int64_t r = 0; r < count; r++) tile[i * count + r] = rows[r][i];
 }
 
-// Convert dwords begin .. end - 1 of row r of the tile that begins at row `first` and has `some` rows.
-static void narrow_row(const SpOp &op, Tiles &x, int64_t first, int64_t some, int64_t r, int64_t begin, int64_t end, uint32_t *to) {
-  const float *row = op.in + (first + r) * op.k;
+// Convert dwords begin .. end - 1 of a row: number r of the tile that begins at row `first` and has `some` rows.
+static void narrow_row(const SpOp &op, Tiles &x, const float *row, int64_t first, int64_t some, int64_t r, int64_t begin, int64_t end, uint32_t *to) {
   if (is_bf16(op)) {
     uint16_t *rounded = (uint16_t *)to;
     for (int64_t i = 2 * begin; i < 2 * end; i++) rounded[i] = i < op.k ? to_bf16(row[i]) : 0;
@@ -95,18 +93,30 @@ static void narrow_row(const SpOp &op, Tiles &x, int64_t first, int64_t some, in
   }
 }
 
-static void pack_piece(const SpOp &op, int64_t rows, Tiles &x, int64_t item) {
-  const int64_t first = item / parts_of(op) * MOST_ROWS, some = rows_at(first, rows), width = dwords_of(op);
-  const int64_t begin = item % parts_of(op) * part_of(op), end = begin + part_of(op) < width ? begin + part_of(op) : width;
+// Pack a part of the tile that begins at row `first`. rows: the address of each of its `some` rows.
+static void pack_part(const SpOp &op, Tiles &x, const float *const *rows, int64_t first, int64_t some, int64_t part) {
+  const int64_t width = dwords_of(op), begin = part * part_of(op), end = begin + part_of(op) < width ? begin + part_of(op) : width;
   uint32_t *tile = x.dwords.items + first * width;
-  if (is_float(op)) return pack_rows((const uint32_t *)(op.in + first * width), width, some, begin, end, tile);
+  if (is_float(op)) return pack_rows((const uint32_t *const *)rows, some, begin, end, tile);
   uint32_t *narrowed = some == 1 ? tile : x.narrowed.items + first * width;
-  for (int64_t r = 0; r < some; r++) narrow_row(op, x, first, some, r, begin, end, narrowed + r * width);
-  if (some > 1) pack_rows(narrowed, width, some, begin, end, tile);
+  const uint32_t *from[MOST_ROWS];
+  for (int64_t r = 0; r < some; r++) {
+    from[r] = narrowed + r * width;
+    narrow_row(op, x, rows[r], first, some, r, begin, end, narrowed + r * width);
+  }
+  if (some > 1) pack_rows(from, some, begin, end, tile);
 }
 
-static inline Tile tile_at(const SpOp &op, int64_t rows, Tiles &x, int64_t first) {
-  if (!is_packed(op, rows)) return {op.in, nullptr, nullptr, nullptr};
+static void pack_piece(const SpOp &op, int64_t rows, Tiles &x, int64_t item) {
+  const int64_t first = item / parts_of(op) * MOST_ROWS, some = rows_at(first, rows);
+  const float *from[MOST_ROWS];
+  for (int64_t r = 0; r < some; r++) from[r] = op.in + (first + r) * op.k;
+  pack_part(op, x, from, first, some, item % parts_of(op));
+}
+
+// The tile that begins at row `first`, packed; `row`: its only row, if it is read in place.
+static inline Tile tile_at(const SpOp &op, int64_t rows, Tiles &x, int64_t first, const float *row) {
+  if (!is_packed(op, rows)) return {row, nullptr, nullptr, nullptr};
   return {x.dwords.items + first * dwords_of(op), x.scales.items + first * scales_of(op), x.offsets.items + first * offsets_of(op), nullptr};
 }
 
@@ -135,17 +145,17 @@ static Panel panel_at(const SpOp &op, int64_t index, int64_t rows, List<char> &r
   return {(const char *)&coded, SUM_CODED, rows > MOST_ROWS ? room.items : nullptr};
 }
 
-static void run_linear(const SpOp &op, int64_t rows, Tiles &x, int64_t item) {
+// Multiply a panel (gate and up for a gated layer) by rows begin .. end - 1. tile_of(row, count): the tile of some of these rows.
+template <typename TileOf>
+static inline void run_panel(const SpOp &op, int64_t panel, int64_t begin, int64_t end, TileOf tile_of) {
   static thread_local List<char> rooms[2];
   alignas(64) float sums[MOST_ROWS * WIDTH], ups[MOST_ROWS * WIDTH];
-  const int64_t panel = item % panels_of(op.n), begin = item / panels_of(op.n) * SHARE;
-  const int64_t end = begin + SHARE < rows ? begin + SHARE : rows;
   const bool gated = op.flags & SP_GATED;
   Panel first = panel_at(op, gated ? 2 * panel : panel, end - begin, rooms[0]);
   Panel up = gated ? panel_at(op, 2 * panel + 1, end - begin, rooms[1]) : first;
   for (int64_t row = begin; row < end; row += MOST_ROWS) {
-    const Tile tile = tile_at(op, rows, x, row);
     const int64_t some = rows_at(row, end);
+    const Tile tile = tile_of(row, some);
     first.sum(tile, some, op.k, sums);
     if (gated) {
       up.sum(tile, some, op.k, ups);
@@ -156,6 +166,12 @@ static void run_linear(const SpOp &op, int64_t rows, Tiles &x, int64_t item) {
       put_sums(op, panel, row, some, sums);
     }
   }
+}
+
+static void run_linear(const SpOp &op, int64_t rows, Tiles &x, int64_t item) {
+  const int64_t panel = item % panels_of(op.n), begin = item / panels_of(op.n) * SHARE;
+  const int64_t end = begin + SHARE < rows ? begin + SHARE : rows;
+  run_panel(op, panel, begin, end, [&](int64_t row, int64_t) { return tile_at(op, rows, x, row, op.in); });
 }
 
 }  // namespace SP_NAMESPACE

@@ -6,6 +6,7 @@ Written from what the conversion does, apart from `speculant.models`, which read
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+_EXPERT = re.compile(r"experts\.[0-9]+\.")  # whose tensors are stacked
 Config = Mapping[str, Any]
 Entries = dict[str, Any]
 
@@ -63,7 +65,7 @@ class Layout:
         if part in self.whole:
             return f"{self.whole[part]}.{kind}"
         layer, _, part = part.removeprefix(f"{self.layers}.").partition(".")
-        return f"blk.{layer}.{self.parts[part]}.{kind}"
+        return f"blk.{layer}.{self.parts[_EXPERT.sub('experts.', part)]}.{kind}"
 
     def stored(self, name: str, tensor: Tensor, config: Config) -> Tensor:
         """Return a checkpoint's tensor as the file has it."""
@@ -230,6 +232,16 @@ def _mistral3(config: Config) -> Entries:
     return {**_llama(config), **own}
 
 
+def _experts(config: Config) -> Entries:
+    found = {
+        "expert_count": config.get("num_local_experts") or config["num_experts"],
+        "expert_used_count": config["num_experts_per_tok"],
+    }
+    if "moe_intermediate_size" in config:
+        found["expert_feed_forward_length"] = config["moe_intermediate_size"]
+    return found
+
+
 def _gpt2(config: Config) -> Entries:
     return {
         "block_count": config["n_layer"],
@@ -250,6 +262,13 @@ def _gpt_neox(config: Config) -> Entries:
     }
 
 
+_EXPERTS = {"gate_proj": "ffn_gate_exps", "up_proj": "ffn_up_exps", "down_proj": "ffn_down_exps"}
+_ROUTED = {**_PARTS, "mlp.gate": "ffn_gate_inp", **{f"mlp.experts.{own}": name for own, name in _EXPERTS.items()}}
+_MIXTRAL = {
+    **_PARTS,
+    "block_sparse_moe.gate": "ffn_gate_inp",
+    **{f"block_sparse_moe.experts.w{i}": f"ffn_{name}_exps" for i, name in ((1, "gate"), (2, "down"), (3, "up"))},
+}
 _GEMMA_PARTS = {**_PARTS, **_AFTER, "pre_feedforward_layernorm": "ffn_norm"}
 _OLMO = Layout("olmo2", parts={**_PARTS, **_AFTER}, entries=_olmo)
 LAYOUTS = {
@@ -257,6 +276,11 @@ LAYOUTS = {
     "mistral": Layout("llama", paired=True, entries=_llama),
     "qwen2": Layout("qwen2", entries=_common),
     "qwen3": Layout("qwen3", entries=_common),
+    "qwen3_moe": Layout("qwen3moe", parts=_ROUTED, entries=lambda config: {**_common(config), **_experts(config)}),
+    "olmoe": Layout("olmoe", parts=_ROUTED, entries=lambda config: {**_common(config), **_experts(config)}),
+    "mixtral": Layout(
+        "llama", parts=_MIXTRAL, paired=True, entries=lambda config: {**_llama(config), **_experts(config)}
+    ),
     "gemma2": Layout("gemma2", parts=_GEMMA_PARTS, shifted=True, entries=_gemma2),
     "gemma3_text": Layout("gemma3", parts=_GEMMA_PARTS, shifted=True, entries=_gemma3),
     "phi3": Layout(

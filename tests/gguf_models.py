@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 
 from tests import gguf_blocks
-from tests.gguf_layouts import LAYOUTS, described, rope_tensors
+from tests.gguf_layouts import LAYOUTS, Layout, described, rope_tensors
 
 FLOATS = ("F32", "F16", "BF16")
 SMALL_BLOCKS = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL", "MXFP4")  # of 32 weights
@@ -53,11 +53,11 @@ def convert(
     for key, value in entries.items():
         if value is not None:
             writer.add_key_value(key, value, _type(value))
-    changed = {layout.stored_name(name): layout.stored(name, each, config) for name, each in sorted(tensors.items())}
+    changed = _stacked({name: layout.stored(name, each, config) for name, each in tensors.items()}, layout)
     for stored, tensor in (_fused(changed) if fused else changed).items():
         rows = tensor.float().numpy()
         of_matrix = kind if isinstance(kind, str) else kind(stored)
-        _add(writer, stored, rows, of_matrix if rows.ndim == 2 else "F32")
+        _add(writer, stored, rows, of_matrix if rows.ndim > 1 and "ffn_gate_inp" not in stored else "F32")
     for name, values in {**rope_tensors(config), **(extra or {})}.items():
         _add(writer, name, values, "F32")
     writer.write_header_to_file()
@@ -65,6 +65,19 @@ def convert(
     writer.write_tensors_to_file()
     writer.close()
     return path if parts == 1 else next(iter(sorted(path.parent.glob(f"{path.stem}-00001-of-*.gguf"))))
+
+
+def _stacked(tensors: Mapping[str, torch.Tensor], layout: Layout) -> dict[str, torch.Tensor]:
+    """Return tensors by their names in the file; those of one name are the matrices of experts, which become one."""
+    found: dict[str, list[torch.Tensor]] = {}
+    for name in sorted(tensors, key=_numbered):
+        found.setdefault(layout.stored_name(name), []).append(tensors[name])
+    return {name: torch.stack(each) if len(each) > 1 else each[0] for name, each in found.items()}
+
+
+def _numbered(name: str) -> list[tuple[int, str]]:
+    """Return a key that sorts names by the values of their numbers."""
+    return [(int(part), "") if part.isdigit() else (0, part) for part in name.split(".")]
 
 
 def _fused(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -80,15 +93,18 @@ def decoded(path: Path, folder: Path | str, out: Path) -> Path:
     shutil.copytree(folder, out)
     config = json.loads((out / "config.json").read_text())
     layout = LAYOUTS[config["model_type"]]
-    names = {layout.stored_name(name): name for name in load_file(out / "model.safetensors")}
+    names: dict[str, list[str]] = {}
+    for name in sorted(load_file(out / "model.safetensors"), key=_numbered):
+        names.setdefault(layout.stored_name(name), []).append(name)
     tensors: dict[str, torch.Tensor] = {}
     first, _, rest = path.name.partition("-00001-of-")
     for part in sorted(path.parent.glob(f"{first}-*-of-{rest}")) if rest else [path]:
         for each in GGUFReader(part).tensors:
             values = torch.from_numpy(dequantize(each.data, each.tensor_type).copy())
-            if each.name in names:  # factors of rotary positions are in config.json
-                name = names[each.name]
-                tensors[name] = layout.loaded(name, values.view(*map(int, each.shape[::-1])), config)
+            values = values.view(*map(int, each.shape[::-1]))
+            own = names.get(each.name, [])  # factors of rotary positions are in config.json
+            for name, one in zip(own, [values] if len(own) == 1 else values, strict=True):
+                tensors[name] = layout.loaded(name, one, config)
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, out / "model.safetensors")
     return out
 
@@ -114,7 +130,8 @@ def _add(writer: GGUFWriter, name: str, rows: NDArray[np.float32], kind: str) ->
     elif kind == "BF16":
         writer.add_tensor(name, quantize(rows, GGMLQuantizationType.BF16), raw_dtype=GGMLQuantizationType.BF16)
     else:
-        writer.add_tensor(name, encode(rows, kind), raw_dtype=GGMLQuantizationType[kind])
+        blocks = encode(rows.reshape(-1, rows.shape[-1]), kind).reshape(*rows.shape[:-1], -1)
+        writer.add_tensor(name, blocks, raw_dtype=GGMLQuantizationType[kind])
 
 
 def _tokenizer(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from speculant.kernels.native import (
     open_kernels,
     usable_sets,
 )
-from speculant.models.native.program import gating, linear, linears
+from speculant.models.native.ops import gating, linear, linears
 from tests.gguf_blocks import SCALES, block_bytes, block_weights, decode, encode, random_blocks
 
 SETS = usable_sets()

@@ -55,6 +55,7 @@ def random_attention(random: Random, heads: int, kv_heads: int, head_dim: int) -
 
     ropes = (
         None, Rope(10000.0), Rope(500.0, dims=2), Rope(100.0, "linear", factor=4.0, scale=1.2),
+        Rope(1000.0, query_beta=0.3, original_max_positions=16),
     )  # fmt: skip
     norm = random_norm(random) if maybe() else None
     return Attention(

@@ -13,6 +13,7 @@ from speculant.cache.factory import paged_cache, slotted_cache
 from speculant.errors import ModelError
 from speculant.kernels.native import QUANTIZED, Kernels, Type, open_kernels, usable_sets
 from speculant.models.base import SequenceInput, build_batch
+from speculant.models.description import Clamped, Experts
 from speculant.models.native.decoder import NativeDecoder
 from speculant.models.reference.decoder import Decoder
 from speculant.models.weights.source import ModuleWeights
@@ -29,6 +30,8 @@ VARIANTS: dict[str, dict[str, object]] = {
     "normed": {"qk_norm": True, "head_dim": 24},
     "windowed": {"windows": (None, 100)},
     "tied": {"tie_embeddings": True, "num_kv_heads": 4},
+    "experts": {"experts": Experts(6, 3, 40)},
+    "clamped experts": {"experts": Experts(5, 2, 24, renormalise=False, bias=True, clamped=Clamped(1.7, 0.9))},
     "odd": {"hidden_size": 36, "intermediate_size": 50, "vocab_size": 101, "head_dim": 6},
 }
 MakeCache = Callable[[CacheShape], KVCache]
@@ -94,13 +97,19 @@ def test_logits_are_the_reference_s(isa: str, variant: str) -> None:
 @pytest.mark.parametrize("isa", SETS)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_bfloat16_logits_are_near_the_reference_s(isa: str, variant: str) -> None:
-    """The weights are the same numbers; the cache is rounded to bfloat16, and so may be what a set multiplies."""
+    """The weights are the same numbers; the cache is rounded to bfloat16, and so may be what a set multiplies.
+
+    A row whose scores are almost equal may then use another expert, so those of the usual row are compared.
+    """
     native = make_native(isa, dtype=torch.bfloat16, **VARIANTS[variant])
     decoder = make_decoder(torch.bfloat16, **VARIANTS[variant]).float()
     tokens = tokens_of(1, decoder.vocab_size)
     expected = feed(decoder, CACHES["slotted"](decoder.cache_shape), 1, tokens, [NUM_TOKENS])
     seen = feed(native, CACHES["paged"](native.cache_shape), 1, tokens, [NUM_TOKENS])
-    assert float((seen - expected).norm() / expected.norm()) < 0.02
+    rows = (seen - expected).norm(dim=1) / expected.norm(dim=1)
+    assert float(rows.median()) < 0.02
+    if "experts" not in VARIANTS[variant]:
+        assert float((seen - expected).norm() / expected.norm()) < 0.02
 
 
 @pytest.mark.parametrize("isa", SETS)

@@ -293,7 +293,7 @@ def measure_speeds() -> Speeds:
 
     from speculant.kernels.memory import aligned
     from speculant.kernels.native import Op, Pass, Type, open_kernels
-    from speculant.models.native.program import linear
+    from speculant.models.native.ops import linear
     from speculant.models.weights.packings import choose, measure_gains, timed_bytes
 
     kernels = open_kernels()

@@ -27,7 +27,7 @@ from speculant.kernels.base import Edits, SamplingSettings
 from speculant.kernels.memory import Scratch, aligned
 from speculant.kernels.reference_sampler import REFERENCE, own_scores
 
-VERSION = 18
+VERSION = 19
 MOST_DIM, MOST_GROUP = 512, 32  # of a head; query heads per key head, which bound the scratch memory of a thread
 INDEX_BYTES = 32  # a panel, in the index of a matrix in 12 bits
 _REINSTALL = "install the package again, and unset SPECULANT_LIBRARY if it is set."
@@ -75,6 +75,9 @@ class Code(IntEnum):
     ATTEND = 4
     COPY = 5
     GATE = 6
+    ROUTE = 7
+    EXPERTS = 8
+    COMBINE = 9
 
 
 class Flag(IntFlag):
@@ -85,17 +88,20 @@ class Flag(IntFlag):
     GATED = 2  # LINEAR: of gate and up, which are interleaved
     CENTRED = 4  # NORM, ROTATE: subtract the mean first
     ALL_HEADS = 8  # ROTATE: norm all heads together
-    TOKENS = 16  # EMBED: look up the tokens of all rows, whatever inputs they have
+    GATHER = 16  # EXPERTS: read the rows of the pass
+    RENORMALISE = 32  # ROUTE: weights sum up to 1
+    TOKENS = 64  # EMBED: look up the tokens of all rows, whatever inputs they have
 
 
 class Activation(IntEnum):
-    """The activations of LINEAR and GATE; but for NONE, names are those of `ACTIVATIONS` in models/description.py."""
+    """The activations of LINEAR, GATE and EXPERTS. Those from SILU to RELU have names of models/description.py."""
 
     NONE = 0
     SILU = 1
     GELU = 2
     GELU_TANH = 3
     RELU = 4
+    CLAMPED = 5  # of gate and up together: `Clamped` in models/description.py
 
 
 class Op(Structure):
@@ -108,7 +114,7 @@ class Op(Structure):
         ("source", c_void_p), ("out", c_void_p), ("copy", c_void_p), ("learned", c_void_p), ("sinks", c_void_p),
         ("heads", c_int32), ("kv_heads", c_int32), ("dim", c_int32), ("window", c_int32),
         ("rope", c_int32), ("rotated", c_int32),
-        ("eps", c_float), ("factor", c_float), ("softcap", c_float), ("stride", c_int64),
+        ("eps", c_float), ("factor", c_float), ("softcap", c_float), ("stride", c_int64), ("used", c_int64),
     ]  # fmt: skip
 
 

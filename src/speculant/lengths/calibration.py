@@ -10,9 +10,10 @@ import json
 import logging
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import count, islice
 from math import inf
 from pathlib import Path
 from typing import Any, Protocol
@@ -28,7 +29,7 @@ from speculant.files import cache_folder, key_of, write_file
 from speculant.kernels.base import Sampler
 from speculant.lengths.costs import CostCurve, KeyCosts, Reading, StepCosts
 from speculant.metrics import RequestMetrics, TimingMetrics
-from speculant.models.base import CausalLM
+from speculant.models.base import CausalLM, relative_reads_of
 from speculant.params import SamplingParams
 from speculant.sampling.distribution import Node, distribution, row_maxima
 from speculant.scheduling.scheduler import Scheduled
@@ -49,7 +50,8 @@ LEAST_SIZES, LEAST_ROUNDS, MOST_ROUNDS = 2, 2, 15
 LEAST_ROWS, LEAST_PASSES = 3, 4  # sizes of the target's passes, and passes in all: the cheapest size, one row, has two
 COPIED = 128  # keys at a time, so that the copies take little memory
 STEADY = 1.5  # curves whose typical time is more than this many times the least are not kept: the machine was busy
-PROCEDURE = "3"  # changes when the measurements change
+PROCEDURE = "4"  # changes when the measurements change
+GOLDEN = 2654435769  # the golden ratio's fraction, times 2^32
 GREEDY = SamplingParams(temperature=0, max_tokens=None)
 
 
@@ -95,7 +97,8 @@ class Calibration:
             for method, curves in kept["drafts"].items()
         }
         readings = {method: Reading(*seconds) for method, seconds in kept["readings"].items()}
-        return StepCosts(CostCurve(points(kept["passes"])), drafts, keys=KeyCosts(*kept["keys"]), readings=readings)
+        passes = CostCurve(points(kept["passes"]), partial(relative_reads_of, self.target))
+        return StepCosts(passes, drafts, keys=KeyCosts(*kept["keys"]), readings=readings)
 
     def _key(self) -> str:
         engine = (str(torch.get_num_threads()), *self.identity, *sorted(self.drafters), str(self.limits))
@@ -130,7 +133,8 @@ class Calibration:
             self._pass(Scheduled(request, 0, context), DraftTree.empty())
         try:
             sizes = [rows for rows in ROWS if rows <= max(1, most)]
-            rounds = timed_rounds(partial(self._decode, request), sizes, LEAST_ROWS, LEAST_PASSES, is_warm=context > 0)
+            decode = partial(self._decode, request, count())
+            rounds = timed_rounds(decode, sizes, LEAST_ROWS, LEAST_PASSES, is_warm=context > 0)
             short_s = least_seconds(rounds)
             return short_s, self._keys(request.seq_id, context, short_s), is_steady(rounds)
         finally:
@@ -149,15 +153,19 @@ class Calibration:
             sources = [slots[-1] for slots in (copies.slots, *copies.others)]
             self.cache.drop_unseen(seq_id)
         (request,) = requests(1, length + 1, self.target.vocab_size)
-        decode = partial(self._decode, request)
+        decode = partial(self._decode, request, count())
         long_s = least_seconds(timed_rounds(decode, [1, MANY_ROWS], share=LONG_SHARE, is_warm=True))
         first_s, many_s = (max(0.0, long_s[rows] - short_s[rows]) / (length - context) for rows in (1, MANY_ROWS))
         return KeyCosts(first_s / short_s[1], max(0.0, many_s - first_s) / (MANY_ROWS - 1) / short_s[1])
 
-    def _decode(self, request: Request, rows: int) -> None:
-        """Compute the newest token of a request, and a chain after it."""
-        length = len(request.tokens) - 1
-        self._pass(Scheduled(request, length, 1), DraftTree.chain([1 % self.target.vocab_size] * (rows - 1)))
+    def _decode(self, request: Request, places: Iterator[int], rows: int) -> None:
+        """Compute the newest token of a request, and a chain after it.
+
+        No two tokens of passes are equal, as far as the vocabulary allows: equal ones would use the same experts.
+        """
+        length, vocab_size = len(request.tokens) - 1, self.target.vocab_size
+        request.tokens[-1], *chain = (spread_token(place, vocab_size) for place in islice(places, rows))
+        self._pass(Scheduled(request, length, 1), DraftTree.chain(chain))
         self.cache.truncate_to(request.seq_id, length)
 
     def _pass(self, item: Scheduled, tree: DraftTree) -> None:
@@ -213,6 +221,11 @@ class Calibration:
 
     def _zeros(self, rows: int) -> Tensor:
         return torch.zeros(rows, self.target.hidden_size, dtype=torch.float32, device=self.target.cache_shape.device)
+
+
+def spread_token(place: int, vocab_size: int) -> int:
+    """Return a token of a sequence that visits the vocabulary evenly: by multiples of the golden ratio, modulo 1."""
+    return place * GOLDEN % 2**32 * vocab_size >> 32
 
 
 def _repeated(sources: Sequence[int], copies: Slots) -> Moves:

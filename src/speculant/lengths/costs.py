@@ -6,7 +6,7 @@ Curves are measured once (lengths/calibration.py) and follow the times of steps 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import count, repeat
 from operator import add, mul
@@ -23,6 +23,7 @@ FAST, TRUSTED = (
     0.95,
 )  # a step below this share of the expected time has this weight: no disturbance makes a step too fast
 LEAST_UNDRAFTED = 0.33  # of a pass after another one, in proportion to one after a draft
+ROW_SHARE = 0.02  # of a pass of one row: what one more row costs that reads nothing more
 MOST_PENDING = 8  # steps that wait until the curve is read
 LEAST_TABLE = 32  # sizes that are interpolated at once
 
@@ -30,11 +31,15 @@ LEAST_TABLE = 32  # sizes that are interpolated at once
 class CostCurve:
     """Seconds as a function of a whole number, linear between the measured points and beyond the last one.
 
-    points: at least one, from 1 up. Costs may jump or fall: a kernel may be slower at 9 rows than at 12.
+    points: at least one, from 1 up. Costs may jump or fall: a kernel may be slower at 9 rows than at 12. reads: what a
+    step of a size reads, in proportion to one of size 1; None = the same at each size. Between two points, seconds are
+    then linear in a size's ROW_SHARE plus what it reads: few rows of a model with experts read almost as many
+    different experts as they use, and many rows read all of them.
     """
 
-    def __init__(self, points: Mapping[int, float]) -> None:
+    def __init__(self, points: Mapping[int, float], reads: Callable[[int], float] | None = None) -> None:
         self._points = dict(sorted(points.items()))
+        self._reads, self._places = reads, list[float]()  # of the sizes from 0 up, between which seconds are linear
         self._scale = 1.0
         self._table: list[float] = []
         self._pending: list[tuple[int, float]] = []
@@ -97,12 +102,21 @@ class CostCurve:
     def _interpolated(self, count: int) -> list[float]:
         """Return the seconds at the sizes 0 to count - 1, without the scale."""
         sizes, known, seconds = np.arange(count), [*self._points], [*self._points.values()]
-        table = np.interp(sizes, known, seconds)
+        if self._reads is None:
+            table = np.interp(sizes, known, seconds)
+        else:
+            table = np.interp(self._place(count)[:count], [self._place(1 + size)[size] for size in known], seconds)
         if len(known) > 1:
             slope = max(0.0, (seconds[-1] - seconds[-2]) / (known[-1] - known[-2]))
             table += slope * np.maximum(0, sizes - known[-1])
         values: list[float] = table.tolist()
         return values
+
+    def _place(self, count: int) -> list[float]:
+        """Return the places of at least the sizes 0 to count - 1."""
+        assert self._reads is not None
+        self._places += [ROW_SHARE * size + self._reads(size) for size in range(len(self._places), count)]
+        return self._places
 
 
 def _moved(weight: float, ratios: list[float]) -> float:

@@ -255,6 +255,20 @@ def scratch_of(model: CausalLM, rows: int, positions: int) -> int:
     return model.scratch_bytes(rows, positions) if isinstance(model, KeepsScratch) else 0
 
 
+@runtime_checkable
+class ReadsByRows(Protocol):
+    """A model whose passes read more weights the more rows they have."""
+
+    def relative_reads(self, rows: int) -> float:
+        """Return how much a pass of some rows is expected to read, over what a pass of one row reads."""
+        ...
+
+
+def relative_reads_of(model: CausalLM, rows: int) -> float:
+    """Return `ReadsByRows.relative_reads` of a model; 1 for one whose passes all read the same."""
+    return model.relative_reads(rows) if isinstance(model, ReadsByRows) else 1.0
+
+
 def check_needs(needs: ModelNeeds) -> None:
     """Check that the engine provides what a model requires. Raises ModelError."""
     if needs.source or needs.state_bytes:

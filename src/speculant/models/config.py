@@ -15,6 +15,7 @@ from speculant.models.description import (
     Attention,
     DecoderConfig,
     Embedding,
+    Experts,
     Head,
     Layer,
     Mlp,
@@ -24,6 +25,7 @@ from speculant.models.tensor_map import SAME_NAMES, TensorMap
 
 MOST = 2**31 - 1  # sizes are int32 in kernels and files
 MOST_HEAD_DIM, MOST_LAYERS = 2**16, 10_000
+MOST_EXPERTS = 2**12  # of a layer; each has tensors of its own
 MOST_THETA, MOST_FACTOR = 1e30, 1e6  # far above those of any checkpoint, and finite in float32
 Kind = TypeVar("Kind", bound=Hashable)
 POSITIVE = (1e-12, 1e12)  # bounds of scales and caps
@@ -90,13 +92,29 @@ def read_mlp(hf: Mapping[str, Any], *, key: str = "hidden_act", **own: Any) -> M
 
     Raises ModelError for an activation that is not implemented.
     """
+    return Mlp(count(hf, "intermediate_size"), activation=_read_activation(hf, key), **own)
+
+
+def read_experts(hf: Mapping[str, Any], size: str = "intermediate_size", **own: Any) -> Experts:
+    """Read a layer's experts; `own` has the other fields. size: the entry of the width of one.
+
+    Raises ModelError for an activation that is not implemented.
+    """
+    named = "num_experts" if hf.get("num_experts") is not None else "num_local_experts"
+    return Experts(
+        count(hf, named, most=MOST_EXPERTS), count(hf, "num_experts_per_tok"), count(hf, size),
+        activation=_read_activation(hf, "hidden_act"), **own,
+    )  # fmt: skip
+
+
+def _read_activation(hf: Mapping[str, Any], key: str) -> str:
     name = hf.get(key) or "silu"
     if not isinstance(name, str) or name not in ACTIVATIONS:
         raise ModelError(
             f"config.json asks for {key}={show(name)}; only {', '.join(ACTIVATIONS)} are implemented",
             "use a checkpoint of one of the supported families.",
         )
-    return Mlp(count(hf, "intermediate_size"), activation=ACTIVATIONS[name], **own)
+    return ACTIVATIONS[name]
 
 
 def read_attention(hf: Mapping[str, Any], **own: Any) -> Attention:
@@ -205,6 +223,14 @@ def flag(hf: Mapping[str, Any], key: str, default: bool = False) -> bool:
     if value is not None and not isinstance(value, bool):
         raise _wrong(key, value, "true or false")
     return bool(value)
+
+
+def whole_numbers(hf: Mapping[str, Any], key: str) -> list[int]:
+    """Return a list of whole numbers; an absent or null entry is empty."""
+    value = hf.get(key)
+    if value is not None and not (isinstance(value, list) and all(map(is_whole, value))):
+        raise _wrong(key, value, "a list of whole numbers")
+    return value or []
 
 
 def check_unset(hf: Mapping[str, Any], *keys: str) -> None:

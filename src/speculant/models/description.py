@@ -210,6 +210,39 @@ class TokenInputs:
     factor: float = 1.0
 
 
+class Clamped:
+    """The gated activation (up + 1) * gate * sigmoid(gain * gate), of gate <= limit and |up| <= limit."""
+
+    gain: float
+    limit: float
+
+
+@dataclass(frozen=True)
+class Experts:
+    """`count` feed-forward blocks, of which each row uses `used`. A router selects them and weights their results.
+
+    The router is a matrix, whose results are the experts' scores. A row uses the experts with the largest scores, among
+    equals those of the lowest indices. Weights are a softmax of the scores, in float32: over all experts, or with
+    `renormalise` over the used ones. size: the width of one expert. bias: of all matrices, the router's too. clamped:
+    the gated activation that replaces activation(gate) * up; None = none does.
+    """
+
+    count: int
+    used: int
+    size: int
+    renormalise: bool = True
+    activation: str = "silu"
+    bias: bool = False
+    clamped: Clamped | None = None
+
+    def __post_init__(self) -> None:
+        if self.used > self.count:
+            raise ModelError(
+                f"config.json lets each token use {self.used} experts, and the model has {self.count}",
+                "check num_experts and num_experts_per_tok in config.json.",
+            )
+
+
 @dataclass(frozen=True)
 class Layer:
     """Attention, then the feed-forward block, each added to the residual stream.
@@ -220,7 +253,7 @@ class Layer:
     """
 
     attention: Attention
-    mlp: Mlp
+    mlp: Mlp | Experts
     before_attention: Norm | None
     before_mlp: Norm | None
     after_attention: Norm | None = None

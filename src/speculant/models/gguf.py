@@ -21,6 +21,7 @@ from speculant.models.description import DecoderConfig
 from speculant.models.gguf_family import (
     GGUF_HEAD,
     GGUF_TABLE,
+    Count,
     Flag,
     Function,
     GgufFamily,
@@ -209,8 +210,10 @@ class _Facts:
         """Whether an entry is there and not 0."""
         return self.raw(key) not in (None, 0)
 
-    def read(self, wanted: Number | Flag | Function, config: Mapping[str, Any]) -> Any:
+    def read(self, wanted: Number | Count | Flag | Function, config: Mapping[str, Any]) -> Any:
         """Return the value of a key of a family's own; config: the keys so far."""
+        if isinstance(wanted, Count):
+            return self.count(wanted.key)
         if not isinstance(wanted, Number | Flag):
             return wanted(config)
         value = self.get(wanted.key)

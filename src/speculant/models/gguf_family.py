@@ -13,16 +13,17 @@ from itertools import accumulate
 from types import EllipsisType
 from typing import Any
 
-from speculant.models.description import DecoderConfig, Norm
+from speculant.models.description import DecoderConfig, Mlp, Norm
 from speculant.models.sizes import (
     AFTER_ATTENTION,
     AFTER_MLP,
     BEFORE_ATTENTION,
     BEFORE_MLP,
+    EXPERT,
     LAYER,
     layer_norms,
 )
-from speculant.models.tensor_map import Expression, Plus, Rows, TensorMap, Unpaired, map_modules
+from speculant.models.tensor_map import Expression, Plus, Rows, Stacked, TensorMap, Unpaired, map_modules
 
 GGUF_TABLE, GGUF_HEAD = "token_embd.weight", "output.weight"
 BLOCK = "blk.{}."  # begins the names of a layer's tensors
@@ -47,8 +48,10 @@ PARTS: Mapping[str, str] = {  # of a layer
     GATE: "ffn_gate",
     UP: "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.router": "ffn_gate_inp",
     AFTER_MLP: "post_ffw_norm",
 }
+EXPERTS = {"gate_proj": "ffn_gate_exps", "up_proj": "ffn_up_exps", "down_proj": "ffn_down_exps"}  # stacked
 Function = Callable[[Mapping[str, Any]], Any]
 FUSED_QKV = "attn_qkv"  # queries, keys and values
 
@@ -64,6 +67,13 @@ class Number:
     key: str
     default: float | Function | EllipsisType | None = ...
     zero: float | EllipsisType | None = ...
+
+
+@dataclass(frozen=True)
+class Count:
+    """A metadata entry that is a whole number of at least 1."""
+
+    key: str
 
 
 @dataclass(frozen=True)
@@ -104,7 +114,7 @@ class GgufFamily:
     paired: bool = False
     norm_eps: str = "rms_norm_eps"
     windows: Windows | None = None
-    config: Mapping[str, Number | Flag | Function] = field(default_factory=dict)
+    config: Mapping[str, Number | Count | Flag | Function] = field(default_factory=dict)
     neutral: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
     @property
@@ -115,13 +125,13 @@ class GgufFamily:
     @property
     def read(self) -> set[str]:
         """The metadata entries of `config`."""
-        return {each.key for each in self.config.values() if isinstance(each, Number | Flag)}
+        return {each.key for each in self.config.values() if isinstance(each, Number | Count | Flag)}
 
 
 def gguf_tensors(config: DecoderConfig, paired: bool, stored: Collection[str]) -> TensorMap:
     """Return where a file holds a model's tensors. stored: all names in the file; some files fuse tensors."""
     of = config.attention
-    layer: dict[str, Expression] = {**PARTS, **_fused(config, stored)}
+    layer: dict[str, Expression] = {**PARTS, **_fused(config, stored), **_stacked(config)}
     if paired:
         layer |= {own: Unpaired(layer[own], heads) for own, heads in ((QUERIES, of.heads), (KEYS, of.kv_heads))}
     made = dict(map_modules(LAYER, BLOCK, layer, WHOLE).names)
@@ -137,9 +147,17 @@ def _fused(config: DecoderConfig, stored: Collection[str]) -> dict[str, Rows]:
     found: dict[str, Rows] = {}
     if f"{BLOCK}{FUSED_QKV}.weight".format(0) in stored:
         found |= _consecutive(FUSED_QKV, {QUERIES: of.query_size, KEYS: of.key_size, VALUES: of.key_size})
-    if mlp.gated and f"{BLOCK}{PARTS[GATE]}.weight".format(0) not in stored:
+    if isinstance(mlp, Mlp) and mlp.gated and f"{BLOCK}{PARTS[GATE]}.weight".format(0) not in stored:
         found |= _consecutive(PARTS[UP], {GATE: mlp.size, UP: mlp.size})
     return found
+
+
+def _stacked(config: DecoderConfig) -> dict[str, Stacked]:
+    """Return the matrices of experts."""
+    mlp = config.layers[-1].mlp
+    if isinstance(mlp, Mlp):
+        return {}
+    return {f"{EXPERT}{{}}.{own}": Stacked(stored, mlp.count) for own, stored in EXPERTS.items()}
 
 
 def _consecutive(fused: str, sizes: Mapping[str, int]) -> dict[str, Rows]:

@@ -7,10 +7,11 @@ have, names of our own. `TensorMap` has the names in the files.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from speculant.cache.base import CacheShape, LayerShape
-from speculant.models.description import Attention, DecoderConfig, Layer, Mlp, Norm, TokenInputs
+from speculant.models.description import Attention, DecoderConfig, Experts, Layer, Mlp, Norm, TokenInputs
 
 if TYPE_CHECKING:
     import torch
@@ -22,6 +23,7 @@ BEFORE_ATTENTION, BEFORE_MLP = "input_layernorm", "post_attention_layernorm"  # 
 AFTER_ATTENTION, AFTER_MLP = "attention_output_norm", "mlp_output_norm"
 TOKEN_INPUTS, SCALE = "token_inputs.", "scale"  # of a layer; the names of the former begin so
 TOKEN_TABLE = "embed_tokens.weight"  # of the inputs
+EXPERT = "mlp.experts."  # is in the names of the experts' tensors
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -49,17 +51,32 @@ def parameters(config: DecoderConfig) -> int:
 
 
 def matrix_weights(config: DecoderConfig) -> int:
-    """Return how many weights of matrices a pass reads; those of a short head count as if it were whole.
+    """Return the number of weights of matrices that passes read; those of a short head count as if it were whole."""
+    return round(_read_weights(config, None))
 
-    Of tables, it reads a row for each token.
+
+def relative_reads(config: DecoderConfig, rows: int) -> float:
+    """Return how many weights a pass of some rows reads, over those that a pass of one row reads: 1 without experts.
+
+    With experts it is the expected number, if each row selects its experts at random, independently of the other rows.
+    Texts may use some experts more often, and then a pass reads less.
     """
-    layers = sum(
-        math.prod(shape)
-        for layer in config.layers
-        for shape in _layer(layer, config.hidden_size).values()
-        if len(shape) == 2
-    )
-    return layers + config.hidden_size * config.vocab_size
+    return _read_weights(config, rows) / _read_weights(config, 1)
+
+
+def _read_weights(config: DecoderConfig, rows: int | None) -> float:
+    """Return how many weights of matrices a pass of some rows reads, None = of very many."""
+    found = float(config.hidden_size * config.vocab_size)
+    for layer, count in Counter(config.layers).items():
+        sizes = {name: math.prod(shape) for name, shape in _layer(layer, config.hidden_size).items() if len(shape) == 2}
+        experts = sum(size for name, size in sizes.items() if EXPERT in name)
+        found += count * (sum(sizes.values()) - experts * (1 - _read_share(layer.mlp, rows)))
+    return found
+
+
+def _read_share(of: Mlp | Experts, rows: int | None) -> float:
+    """Return the share of experts that a pass reads."""
+    return 1.0 if isinstance(of, Mlp) or rows is None else 1 - (1 - of.used / of.count) ** rows
 
 
 def values_per_position(config: DecoderConfig) -> int:
@@ -81,7 +98,8 @@ def activations(config: DecoderConfig) -> dict[str, int]:
         "y": hidden,
         "qkv": max(layer.attention.fused_size for layer in kinds),
         "heads": max(layer.attention.query_size for layer in kinds),
-        "gated": max(layer.mlp.size for layer in kinds),
+        "gated": max(inner_width(layer.mlp) for layer in kinds),
+        **_routed_widths(config),
         **({"embedded": hidden, "inputs": inputs, "projected": inputs} if inputs else {}),
     }
 
@@ -92,6 +110,21 @@ def cache_shape(config: DecoderConfig, dtype: torch.dtype, device: torch.device)
     first = own[0]
     differing = () if len(set(own)) == 1 else own
     return CacheShape(len(own), first.num_kv_heads, first.head_dim, dtype, device, config.windows, differing)
+
+
+def inner_width(of: Mlp | Experts) -> int:
+    """Return how many numbers a row has inside of a feed-forward block, those of all experts that it uses."""
+    return of.used * of.size if isinstance(of, Experts) else of.size
+
+
+def _routed_widths(config: DecoderConfig) -> dict[str, int]:
+    """Return the arrays of layers with experts: the scores of each, and the results of those that a row uses."""
+    found = [layer.mlp for layer in config.layers if isinstance(layer.mlp, Experts)]
+    if not found:
+        return {}
+    return {
+        "scores": max(of.count for of in found), "results": max(of.used for of in found) * config.hidden_size,
+    }  # fmt: skip
 
 
 def layer_norms(layer: Layer) -> dict[str, Norm]:
@@ -151,7 +184,9 @@ def _attention(of: Attention, hidden: int) -> Shapes:
     return found
 
 
-def _mlp(of: Mlp, hidden: int) -> Shapes:
+def _mlp(of: Mlp | Experts, hidden: int) -> Shapes:
+    if isinstance(of, Experts):
+        return _experts(of, hidden)
     inner = ("gate", "up") if of.gated else ("up",)
     found: Shapes = {f"mlp.{name}_proj.weight": (of.size, hidden) for name in inner}
     found["mlp.down_proj.weight"] = (hidden, of.size)
@@ -159,3 +194,11 @@ def _mlp(of: Mlp, hidden: int) -> Shapes:
         found |= {f"mlp.{name}_proj.bias": (of.size,) for name in inner}
         found["mlp.down_proj.bias"] = (hidden,)
     return found
+
+
+def _experts(of: Experts, hidden: int) -> Shapes:
+    found: Shapes = {"mlp.router.weight": (of.count, hidden)}
+    if of.bias:
+        found["mlp.router.bias"] = (of.count,)
+    one = {name.removeprefix("mlp."): shape for name, shape in _mlp(Mlp(of.size, of.bias), hidden).items()}
+    return found | {f"{EXPERT}{index}.{name}": shape for index in range(of.count) for name, shape in one.items()}

@@ -6,7 +6,7 @@ An `Expression` is the name of a stored tensor, or an operation on an expression
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
@@ -96,8 +96,24 @@ class Columns:
         return (*shape[:-1], self.width)
 
 
+@dataclass(frozen=True)
+class Stacked:
+    """One of the `count` tensors that a stored tensor consists of, one for each index of its first dimension.
+
+    index: which one it is. A `TensorMap` sets it to the last number in the name of the model's tensor.
+    """
+
+    of: Expression
+    count: int
+    index: int = 0
+
+    def stored_shape(self, shape: Shape) -> Shape:
+        """Return the shape of what it is made from, from its own."""
+        return (self.count, *shape)
+
+
 # How a model's tensor is made: the name of a stored tensor, which is taken as it is, or an operation.
-Operation = Unpaired | Rows | Columns | Transposed | Plus
+Operation = Unpaired | Rows | Columns | Transposed | Plus | Stacked
 Expression = str | Operation
 
 
@@ -114,6 +130,14 @@ def with_name(made: Expression, rename: Callable[[str], str]) -> Expression:
 def stored_shape(made: Expression, shape: Shape) -> Shape:
     """Return the shape of the stored tensor that an expression reads, from the shape of its result."""
     return shape if isinstance(made, str) else stored_shape(made.of, made.stored_shape(shape))
+
+
+def _numbered(made: Expression, numbers: Sequence[str]) -> Expression:
+    """Return an expression whose stacks have the last of these numbers as their index."""
+    if isinstance(made, str):
+        return made
+    own = {"index": int(numbers[-1])} if isinstance(made, Stacked) else {}
+    return replace(made, of=_numbered(made.of, numbers), **own)
 
 
 @dataclass(frozen=True)
@@ -136,7 +160,7 @@ class TensorMap:
         """Return how a tensor is made."""
         numbers = _NUMBER.findall(name)
         made = self._made.get(name) or self._made.get(_NUMBER.sub("{}", name), name)
-        return with_name(made, lambda stored: stored.format(*numbers))
+        return _numbered(with_name(made, lambda stored: stored.format(*numbers)), numbers)
 
     def stored(self, name: str) -> str:
         """Return the files' name of a tensor."""

@@ -15,6 +15,7 @@ from speculant import LLM, SamplingParams, files
 from speculant.drafting.model.drafter import ModelDrafter
 from speculant.engine import build
 from speculant.lengths import calibration
+from speculant.scheduling.scheduler import Scheduled
 from speculant.types import DraftTree, Request
 from tests.models import Checkpoints
 
@@ -60,6 +61,30 @@ def test_calibration_is_kept_and_read_again(
     assert {"1", "2", "8"} <= json.loads(file.read_text())["passes"].keys()
     monkeypatch.setattr(calibration, "timed", lambda run, sizes: pytest.fail("it was measured again"))
     engine(checkpoints)
+
+
+def test_calibration_computes_other_tokens_in_each_row(
+    checkpoints: Checkpoints, kept: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of equal tokens would use the same experts, and passes of many rows would seem to be cheap."""
+    passes, own = list[list[int]](), calibration.Calibration._pass
+
+    def record(self: calibration.Calibration, item: Scheduled, tree: DraftTree) -> None:
+        passes.append([item.request.tokens[-1], *tree.token_list])
+        own(self, item, tree)
+
+    monkeypatch.setattr(calibration.Calibration, "_pass", record)
+    engine(checkpoints)
+    few = [tokens for tokens in passes if 1 < len(tokens) <= 16]
+    assert few
+    assert all(len(set(tokens)) == len(tokens) for tokens in few)
+    assert len({tuple(tokens) for tokens in few}) == len(few)
+    assert len({tokens[0] for tokens in passes if len(tokens) == 1}) > 2
+
+
+def test_spread_tokens_differ() -> None:
+    assert len({calibration.spread_token(place, 1000) for place in range(300)}) == 300
+    assert {calibration.spread_token(place, 7) for place in range(100)} == set(range(7))
 
 
 def test_calibration_measures_the_time_of_attention(

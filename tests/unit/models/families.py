@@ -59,6 +59,11 @@ MULTIPLIED = {
     "embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.4, "logits_scaling": 0.5,
 }  # fmt: skip
 
+LONG_YARN = {
+    "rope_type": "yarn", "rope_theta": 150000.0, "factor": 8.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+    "original_max_position_embeddings": 16,
+}  # fmt: skip
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
 LONGROPE = {  # texts of up to 64 tokens; tests/exactness/test_restarts.py has longer ones
     "rope_scaling": {"rope_type": "longrope", "short_factor": [1.0, 1.3, 2.0], "long_factor": [2.0, 4.0, 9.0]},
@@ -102,7 +107,7 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "no caps": {**GEMMA, "attn_logit_softcapping": None, "final_logit_softcapping": None, "attention_bias": True},
     },
     "gemma3_text": {
-        "plain": {**GEMMA, "sliding_window": 6, "layer_types": [SLIDES, FULL, SLIDES]},
+        "plain": {**GEMMA, "query_pre_attn_scalar": 3, "sliding_window": 6, "layer_types": [SLIDES, FULL, SLIDES]},
         "old": {
             **GEMMA,
             "sliding_window": 5,
@@ -122,12 +127,22 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "gemma4_text": {
         "plain": {**GEMMA4, "layer_types": [SLIDES, FULL, SLIDES, FULL], "tie_word_embeddings": False},
         "shared": {
-            **GEMMA4, "hidden_size_per_layer_input": 8, "num_hidden_layers": 7, "layer_types": [SLIDES, SLIDES, FULL] * 2 + [FULL],
-            "num_kv_shared_layers": 4, "use_double_wide_mlp": True, "final_logit_softcapping": 5.0,
+            **GEMMA4,
+            "hidden_size_per_layer_input": 8,
+            "num_hidden_layers": 7,
+            "layer_types": [SLIDES, SLIDES, FULL] * 2 + [FULL],
+            "num_kv_shared_layers": 4,
+            "use_double_wide_mlp": True,
+            "final_logit_softcapping": 5.0,
         },
         "dense": {
-            **GEMMA4, "hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "num_global_key_value_heads": 1,
-            "attention_bias": True, "tie_word_embeddings": False, "use_bidirectional_attention": "vision",
+            **GEMMA4,
+            "hidden_size_per_layer_input": 0,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+            "use_bidirectional_attention": "vision",
         },
     },
     "phi3": {
@@ -174,6 +189,50 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "pythia": {},
         "serial": {"use_parallel_residual": False, "rotary_pct": 1.0, "tie_word_embeddings": True},
         "unbiased": {"attention_bias": False, "rotary_pct": 0.7, "hidden_act": "relu"},
+    },
+    "qwen3_moe": {
+        "plain": {**EXPERTS, "moe_intermediate_size": 24, "head_dim": 16, "norm_topk_prob": True},
+        "mixed": {
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 20,
+            "head_dim": 8,
+            "mlp_only_layers": [1],
+            **SLIDING,
+            "tie_word_embeddings": True,
+            "attention_bias": True,
+        },
+        "every second": {**EXPERTS, "moe_intermediate_size": 40, "decoder_sparse_step": 2},
+    },
+    "mixtral": {
+        "plain": {"num_local_experts": 4},
+        "windows": {"num_local_experts": 5, "num_experts_per_tok": 3, "sliding_window": 6, "tie_word_embeddings": True},
+        "one expert": {"num_local_experts": 2, "num_experts_per_tok": 1, "head_dim": 12},
+    },
+    "olmoe": {
+        "plain": {**PADDED, **EXPERTS},
+        "renormalised": {
+            **PADDED,
+            **EXPERTS,
+            "norm_topk_prob": True,
+            "attention_bias": True,
+            "num_key_value_heads": 1,
+            "tie_word_embeddings": True,
+        },
+    },
+    "gpt_oss": {
+        "plain": {**EXPERTS, "head_dim": 16, "sliding_window": 6, "rope_parameters": LONG_YARN},
+        "unbiased": {
+            **EXPERTS,
+            "head_dim": 8,
+            "attention_bias": False,
+            "sliding_window": 5,
+            "layer_types": [FULL, SLIDES, FULL],
+            "swiglu_limit": 0.5,
+            "swiglu_alpha": 1.2,
+            "tie_word_embeddings": True,
+            "num_key_value_heads": 1,
+        },
     },
     "opt": {
         "plain": {**PADDED, "ffn_dim": 40},
@@ -238,7 +297,8 @@ class Pair:
 
     def in_float64(self) -> Pair:
         """Return both in float64, so that differences are of the program and not of the numbers."""
-        oracle = self.oracle and AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float64).eval()
+        wide = {"dtype": torch.float64, "experts_implementation": "eager"}  # other ones have no float64
+        oracle = self.oracle and AutoModelForCausalLM.from_pretrained(self.folder, **wide).eval()
         ours = load_model(str(self.folder), dtype="float64").model
         return Pair(oracle, ours, self.folder)
 
@@ -292,7 +352,8 @@ def spread_weights(model: torch.nn.Module) -> None:
     generator = torch.Generator().manual_seed(1)
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator) * 0.3
-        parameter.copy_(1 + noise if name.endswith("norm.weight") else noise)
+        is_scale = parameter.ndim == 1 and name.endswith("weight")  # of a norm
+        parameter.copy_(1 + noise if is_scale else noise)
     for name, buffer in model.named_buffers():
         if name.endswith("layer_scalar"):
             buffer.copy_(1 + 0.3 * torch.randn(buffer.shape, generator=generator))

@@ -9,14 +9,17 @@ import pytest
 import torch
 
 from speculant.errors import ModelError
+from speculant.models.description import Clamped, Experts
 from speculant.models.reference.decoder import Decoder
-from speculant.models.sizes import matrix_weights, parameters, tensor_shapes, values_per_position
-from speculant.models.tensor_map import TensorMap
+from speculant.models.sizes import matrix_weights, parameters, relative_reads, tensor_shapes, values_per_position
+from speculant.models.tensor_map import Rows, Stacked, TensorMap, Transposed, stored_shape
 from tests.descriptions import describe
 
 DESCRIPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "biases": {"qkv_bias": True, "output_bias": True, "mlp_bias": True},
+    "experts": {"experts": Experts(6, 3, 40)},
+    "experts with biases": {"experts": Experts(5, 2, 24, bias=True, clamped=Clamped(1.7, 7.0))},
     "normed": {"qk_norm": True, "head_dim": 24, "num_kv_heads": 1},
     "tied": {"tie_embeddings": True},
     "short": {"head_tokens": (3, 5, 90)},
@@ -49,6 +52,34 @@ def test_a_tensor_map_renames_tensors_of_all_layers() -> None:
     assert names.stored("model.layers.17.mlp.up_proj.weight") == "h.17.up"
     for other in ("lm_head.weight", "model.layers.1.mlp.up_proj.bias", "model.layers.x.mlp.up_proj.weight"):
         assert names.stored(other) == other
+
+
+def test_stacked_tensors_are_taken_by_the_last_number() -> None:
+    stack = Rows(Transposed(Stacked("h.{}.experts", 5)), 1, 1, 2)
+    names = TensorMap((("model.layers.{}.mlp.experts.{}.up_proj.weight", stack),))
+    found = names.expression("model.layers.17.mlp.experts.3.up_proj.weight")
+    assert found == Rows(Transposed(Stacked("h.17.experts", 5, 3)), 1, 1, 2)
+    assert stored_shape(found, (24, 32)) == (5, 32, 48)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5, 40])
+def test_more_rows_read_more_experts(rows: int) -> None:
+    """The expected number, by drawing the experts of each row; all else is read once."""
+    of = Experts(8, 2, 40)
+    config = describe(experts=of)
+    assert relative_reads(describe(), rows) == 1
+    generator = torch.Generator().manual_seed(0)
+    draws = torch.rand(4000, rows, of.count, generator=generator).argsort(dim=2)[:, :, : of.used]
+    distinct = torch.zeros(4000, of.count).scatter_(1, draws.flatten(1), 1).sum(dim=1).mean()
+    experts = len(config.layers) * 3 * 40 * config.hidden_size
+    others = matrix_weights(config) - of.count * experts
+    expected = (others + float(distinct) * experts) / (others + of.used * experts)
+    assert relative_reads(config, rows) == pytest.approx(expected, rel=0.01)
+
+
+def test_a_row_cannot_use_more_experts_than_there_are() -> None:
+    with pytest.raises(ModelError, match="each token use 4 experts, and the model has 3"):
+        Experts(3, 4, 40)
 
 
 def test_layers_of_different_heads_are_refused() -> None:

@@ -19,9 +19,18 @@ from speculant.models.weights.load import load_model
 from speculant.text.tokenizer import Tokenizer
 from tests.gguf_models import convert
 from tests.models import Shape, write_checkpoint
-from tests.unit.models.families import Session
+from tests.unit.models.families import MULTIPLIED, PADDED, VARIANTS, Session, make_pair
 
 SECONDS = 1.0
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0, 1.5], "long_factor": [1.0, 3.0]}
+# Families with metadata or tensors of their own
+OTHERS = {
+    "gemma2": {"head_dim": 4, "query_pre_attn_scalar": 4, "num_hidden_layers": 2},
+    "phi3": {**PADDED, "hidden_size": 16, "original_max_position_embeddings": 16, "rope_parameters": LONGROPE},
+    "granite": {**PADDED, **MULTIPLIED, "num_hidden_layers": 1},
+    "ministral3": {"head_dim": 4, "num_hidden_layers": 1},
+    "gpt_neox": {"num_hidden_layers": 1},
+}
 EXTREMES = (0, 1, 2, 3, 7, 8, 9, 12, 13, 31, 32, 33, 255, 2**15, 2**16, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**40,
             2**62, 2**63 - 1, 2**63, 2**64 - 1)  # fmt: skip
 
@@ -43,9 +52,18 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[bytes, int
         source = Path(write_checkpoint(root / f"{family}-{kind}", Shape(family=family, layers=1)))
         if kind != "Q8_0":
             (source / "tokenizer.json").unlink()
-        path = convert(source, root / f"{family}-{kind}.gguf", kind)
-        made.append((path.read_bytes(), min(each.offset for each in GgufFile.open(path).tensors.values())))
+        made.append(content_of(convert(source, root / f"{family}-{kind}.gguf", kind)))
+    for family, settings in OTHERS.items():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(VARIANTS, family, {"own": settings})
+            pair = make_pair(root / family, family, "own")
+        made.append(content_of(convert(pair.folder, root / f"{family}.gguf")))
     return made
+
+
+def content_of(path: Path) -> tuple[bytes, int]:
+    """Return the bytes of a file, and how many of them are its header."""
+    return path.read_bytes(), min(each.offset for each in GgufFile.open(path).tensors.values())
 
 
 def mutated(content: bytes, header: int, generator: random.Random) -> bytes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from speculant.lengths.costs import CostCurve, KeyCosts, StepCosts
+from speculant.lengths.costs import ROW_SHARE, CostCurve, KeyCosts, StepCosts
 
 
 def test_curve_is_linear_between_points_and_beyond() -> None:
@@ -15,6 +15,21 @@ def test_curve_is_linear_between_points_and_beyond() -> None:
 
 def test_curve_that_falls_is_not_continued_downwards() -> None:
     assert CostCurve({1: 2.0, 2: 1.0}).at(50) == 1.0
+
+
+def test_curve_bends_with_what_sizes_read() -> None:
+    """Rows that use 8 of 64 experts each: three points show the times of all sizes between them."""
+
+    def reads(rows: int) -> float:
+        return float(8 * (1 - (7 / 8) ** rows))
+
+    seconds = {rows: 3.0 * (ROW_SHARE * rows + reads(rows)) for rows in range(1, 17)}
+    some = {rows: seconds[rows] for rows in (1, 8, 16)}
+    curve, straight = CostCurve(some, reads), CostCurve(some)
+    assert [curve.at(rows) for rows in seconds] == pytest.approx([*seconds.values()])
+    assert straight.at(3) < 0.85 * seconds[3]
+    same = CostCurve(some, lambda rows: 1.0)
+    assert [same.at(rows) for rows in range(30)] == pytest.approx([straight.at(rows) for rows in range(30)])
 
 
 def test_curve_follows_steps() -> None:

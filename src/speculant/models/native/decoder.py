@@ -47,10 +47,11 @@ from speculant.models.base import (
 )
 from speculant.models.description import DecoderConfig
 from speculant.models.native.angles import AngleTables, next_power
-from speculant.models.native.program import Buffers, NativeLinears, PackedDecoder, Program, embedding, linear
+from speculant.models.native.ops import embedding, linear
+from speculant.models.native.program import Buffers, NativeLinears, PackedDecoder, Program
 from speculant.models.native.scratch import scratch_bytes
 from speculant.models.reference.decoder import spread
-from speculant.models.sizes import cache_shape, tensor_shapes
+from speculant.models.sizes import cache_shape, relative_reads, tensor_shapes
 from speculant.models.weights.cache import WeightStore
 from speculant.models.weights.reader import WeightReader, WeightTypes
 from speculant.models.weights.source import WeightSource
@@ -266,8 +267,12 @@ class NativeDecoder:
 
     @property
     def bytes_per_pass(self) -> int:
-        """How many bytes of weights a pass reads."""
+        """How many bytes of weights a pass of one row reads."""
         return self.packed.bytes_per_pass
+
+    def relative_reads(self, rows: int) -> float:
+        """See `ReadsByRows.relative_reads`."""
+        return relative_reads(self.packed.config, rows)
 
     def scratch_bytes(self, rows: int, positions: int) -> int:
         """See `KeepsScratch.scratch_bytes`."""

@@ -7,10 +7,8 @@ heads  the output of attention                           [T, heads head_dim]
 gated  activation(gate) * up, or activation(up)          [T, intermediate]
 gates  gate, where up has another type                   [T, intermediate]
 
-Of layers with inputs by token:
-embedded   the input embeddings                          [T, hidden]
-inputs     a layer's inputs                              [T, size]
-projected  what is added to them or multiplies them      [T, size]
+Layers with experts have `gated` and `gates` for each expert of a row, and two more arrays: see native/experts.py. Those
+with inputs by token have three more: see native/inputs.py.
 """
 
 from __future__ import annotations
@@ -18,7 +16,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,7 +23,11 @@ from torch import Tensor
 from speculant.cache.base import by_length
 from speculant.errors import ModelError
 from speculant.kernels.native import TYPES, Activation, Code, Flag, Kernels, Op, Pass, Type, Weight
-from speculant.models.description import Attention, DecoderConfig, Layer, Mlp, Norm, TokenInputs
+from speculant.models.description import Attention, DecoderConfig, Experts, Layer, Mlp
+from speculant.models.native.experts import PackedExperts
+from speculant.models.native.inputs import PackedInputs, adding_inputs
+from speculant.models.native.norms import PackedNorm, normalising
+from speculant.models.native.ops import copying, embedding, gating, linear, linears, make_op
 from speculant.models.sizes import (
     AFTER_ATTENTION,
     AFTER_MLP,
@@ -39,7 +40,6 @@ from speculant.models.sizes import (
     SCALE,
     TABLE,
     TOKEN_INPUTS,
-    TOKEN_TABLE,
     activations,
 )
 from speculant.models.weights.reader import WeightReader
@@ -49,31 +49,6 @@ FLOAT_BYTES = 4
 FEWEST_LINEAR_ROWS = 8  # that `NativeLinears` has room for at first
 INPUT_BUFFERS = ("embedded", "inputs", "projected")  # of layers with inputs by token
 TAPPED_ROWS = 32  # that one allocation has room for, or those of a pass if they are more
-
-
-class PackedNorm(NamedTuple):
-    """The vectors of a norm, in float32. `scale` has the description's offset added."""
-
-    of: Norm
-    scale: Tensor
-    bias: Tensor | None
-
-    @classmethod
-    def read(cls, of: Norm | None, weights: WeightReader, name: str, width: int = 0) -> PackedNorm | None:
-        """Read a norm's vectors, which are called name.weight and name.bias; None = the model does not have it.
-
-        width: of one without scales.
-        """
-        if of is None:
-            return None
-        scale = weights.vector(f"{name}.weight") if of.scaled else torch.ones(width)
-        bias = weights.vector(f"{name}.bias") if of.bias else None
-        return cls(of, scale + of.offset if of.offset else scale, bias)
-
-    @property
-    def flag(self) -> Flag:
-        """The kind of norm."""
-        return Flag.CENTRED if self.of.kind == "layer" else Flag.NONE
 
 
 @dataclass(frozen=True)
@@ -102,9 +77,9 @@ class PackedMlp:
         )
 
     @property
-    def matrices(self) -> tuple[Weight, ...]:
-        """All its matrices."""
-        return (*self.inner, self.down)
+    def bytes_per_pass(self) -> int:
+        """How many bytes of weights a pass reads."""
+        return sum(weight.memory.numel() for weight in (*self.inner, self.down))
 
     @property
     def apart(self) -> bool:
@@ -115,42 +90,6 @@ class PackedMlp:
     def activation(self) -> Activation:
         """The kernels' number of the activation."""
         return Activation[self.of.activation.upper()]
-
-
-@dataclass(frozen=True)
-class PackedInputs:
-    """The weights of a layer's inputs by token. The table is never rounded."""
-
-    of: TokenInputs
-    table: Weight
-    projection: Weight
-    norm: PackedNorm
-    gate: Weight
-    out: Weight
-    output_norm: PackedNorm
-
-    @classmethod
-    def read(cls, of: TokenInputs | None, inputs: WeightReader) -> PackedInputs | None:
-        """Read and pack the weights; None = the layer has none."""
-        if of is None:
-            return None
-        norm, output_norm = (PackedNorm.read(of.norm, inputs, name) for name in ("norm", "output_norm"))
-        assert norm is not None
-        assert output_norm is not None
-        return cls(
-            of=of,
-            table=inputs.rounding(None).matrix(TOKEN_TABLE),
-            projection=inputs.matrix("projection.weight"),
-            norm=norm,
-            gate=inputs.matrix("gate_proj.weight"),
-            out=inputs.matrix("out_proj.weight"),
-            output_norm=output_norm,
-        )
-
-    @property
-    def matrices(self) -> tuple[Weight, ...]:
-        """All its matrices but the table."""
-        return (self.projection, self.gate, self.out)
 
 
 @dataclass(frozen=True)
@@ -172,7 +111,7 @@ class PackedLayer:
     out_bias: Tensor | None
     after_attention: PackedNorm | None
     before_mlp: PackedNorm | None
-    mlp: PackedMlp
+    mlp: PackedMlp | PackedExperts
     after_mlp: PackedNorm | None
     value_norm: PackedNorm | None = None
     inputs: PackedInputs | None = None
@@ -181,7 +120,7 @@ class PackedLayer:
     @classmethod
     def read(cls, of: Layer, layer: WeightReader) -> PackedLayer:
         """Read and pack a layer's weights."""
-        own, attention = of.attention, layer.inside("self_attn.")
+        own, attention, mlp = of.attention, layer.inside("self_attn."), layer.inside("mlp.")
         projections = ("q_proj", "k_proj", "v_proj") if own.own_kv_heads else ("q_proj",)
         key_norm, value_norm = (own.qk_norm, own.value_norm) if own.own_kv_heads else (None, None)
         return cls(
@@ -196,7 +135,7 @@ class PackedLayer:
             out_bias=attention.vector("o_proj.bias") if own.output_bias else None,
             after_attention=PackedNorm.read(of.after_attention, layer, AFTER_ATTENTION),
             before_mlp=PackedNorm.read(of.before_mlp, layer, BEFORE_MLP),
-            mlp=PackedMlp.read(of.mlp, layer.inside("mlp.")),
+            mlp=PackedExperts.read(of.mlp, mlp) if isinstance(of.mlp, Experts) else PackedMlp.read(of.mlp, mlp),
             after_mlp=PackedNorm.read(of.after_mlp, layer, AFTER_MLP),
             value_norm=PackedNorm.read(value_norm, attention, "v_norm", own.head_dim),
             inputs=PackedInputs.read(of.token_inputs, layer.inside(TOKEN_INPUTS)),
@@ -204,9 +143,10 @@ class PackedLayer:
         )
 
     @property
-    def matrices(self) -> tuple[Weight, ...]:
-        """All its matrices, but no table."""
-        return (*self.qkv, self.out, *self.mlp.matrices, *(self.inputs.matrices if self.inputs else ()))
+    def bytes_per_pass(self) -> int:
+        """How many bytes of weights a pass of one row reads."""
+        inputs = self.inputs.matrices if self.inputs else ()
+        return sum(weight.memory.numel() for weight in (*self.qkv, self.out, *inputs)) + self.mlp.bytes_per_pass
 
 
 def _read_scale(layer: WeightReader) -> float:
@@ -251,19 +191,24 @@ class PackedDecoder:
 
     @property
     def bytes_per_pass(self) -> int:
-        """How many bytes of weights a pass of any size reads, padding included: a lower bound of its time."""
-        matrices = [weight for layer in self.layers for weight in layer.matrices]
-        return sum(weight.memory.numel() for weight in [*matrices, self.head])
+        """How many bytes of weights a pass of one row reads, padding included: a lower bound of any pass's time."""
+        return sum(layer.bytes_per_pass for layer in self.layers) + self.head.memory.numel()
 
 
 class Buffers:
-    """The activations of a pass of up to `room` rows. None = no layer needs this one."""
+    """The activations of a pass of up to `room` rows.
+
+    gates: None = no layer computes its gate alone. scores, results: None = no layer has experts. embedded, inputs,
+    projected: None = no layer has inputs by token.
+    """
 
     def __init__(self, weights: PackedDecoder, room: int) -> None:
         self.room = room
         made = {name: torch.empty(room, width) for name, width in weights.activations.items()}
-        self.gates = made.pop("gates", None)
-        self.embedded, self.inputs, self.projected = (made.pop(name, None) for name in INPUT_BUFFERS)
+        self.gates, self.scores, self.results = (made.pop(name, None) for name in ("gates", "scores", "results"))
+        self.embedded, self.inputs, self.projected = (
+            made.pop(name, None) for name in ("embedded", "inputs", "projected")
+        )
         self.x, self.y, self.qkv, self.heads, self.gated = made.values()
 
 
@@ -347,26 +292,18 @@ class Program:
         attended = self._add(layer.out, buffers.heads, layer.out_bias, layer.after_attention, scale)
         inner = self._inner(layer.mlp, layer.before_mlp)
         yield from (*inner, *attended) if layer.of.parallel else (*attended, *inner)
-        yield from self._add(layer.mlp.down, buffers.gated, layer.mlp.down_bias, layer.after_mlp, scale)
+        if isinstance(layer.mlp, PackedMlp):
+            yield from self._add(layer.mlp.down, buffers.gated, layer.mlp.down_bias, layer.after_mlp, scale)
+        else:
+            yield from self._add_experts(layer.mlp, layer.after_mlp, scale)
         if layer.inputs:
-            yield from self._add_inputs(layer.inputs)
+            assert buffers.embedded is not None
+            assert buffers.inputs is not None
+            assert buffers.projected is not None
+            own = buffers.embedded, buffers.inputs, buffers.projected
+            yield from adding_inputs(layer.inputs, buffers.x, buffers.y, *own)
         if layer.scale != 1:
             yield copying(buffers.x, buffers.x, layer.scale)
-
-    def _add_inputs(self, layer: PackedInputs) -> Iterator[Op]:
-        """Add the inputs of the rows' tokens to x."""
-        of, buffers = layer.of, self._buffers
-        x, y, embedded, inputs, projected = buffers.x, buffers.y, buffers.embedded, buffers.inputs, buffers.projected
-        assert embedded is not None
-        assert inputs is not None
-        assert projected is not None
-        yield embedding(layer.table, inputs, of.table_factor * of.factor, flags=Flag.TOKENS)
-        yield linear(layer.projection, embedded, projected, factor=of.projection_factor)
-        yield normalising(layer.norm, projected, inputs, Flag.ADD, factor=of.factor)
-        yield linear(layer.gate, x, projected)
-        yield gating(projected, inputs, of.size, Activation[of.activation.upper()])
-        yield linear(layer.out, inputs, y)
-        yield normalising(layer.output_norm, y, x, Flag.ADD)
 
     def _add(
         self, weight: Weight, source: Tensor, bias: Tensor | None, norm: PackedNorm | None, scale: float
@@ -379,11 +316,27 @@ class Program:
             yield linear(weight, source, y, bias)
             yield normalising(norm, y, x, Flag.ADD, factor=scale)
 
-    def _inner(self, mlp: PackedMlp, before: PackedNorm | None) -> Iterator[Op]:
-        """Compute `gated` from x."""
-        buffers, bias, activation, source = self._buffers, mlp.inner_bias, mlp.activation, self._normed(before)
+    def _add_experts(self, experts: PackedExperts, norm: PackedNorm | None, scale: float) -> Iterator[Op]:
+        """Add scale * norm(the weighted sum of each row's experts) to x."""
+        x, y, results = self._buffers.x, self._buffers.y, self._buffers.results
+        assert results is not None
+        if norm is None:
+            yield experts.combining(results, x, Flag.ADD, factor=scale)
+        else:
+            yield experts.combining(results, y)
+            yield normalising(norm, y, x, Flag.ADD, factor=scale)
+
+    def _inner(self, mlp: PackedMlp | PackedExperts, before: PackedNorm | None) -> Iterator[Op]:
+        """Compute `gated` from x, and for experts also their results."""
+        buffers, source = self._buffers, self._normed(before)
         if before:
             yield normalising(before, buffers.x, buffers.y)
+        if isinstance(mlp, PackedExperts):
+            assert buffers.scores is not None
+            assert buffers.results is not None
+            yield from mlp.computing(source, buffers.scores, buffers.gated, buffers.gates, buffers.results)
+            return
+        bias, activation = mlp.inner_bias, mlp.activation
         if not mlp.apart:
             flags = Flag.GATED if mlp.of.gated else Flag.NONE
             yield linear(mlp.inner[0], source, buffers.gated, bias, flags, activation=activation)
@@ -432,72 +385,10 @@ class Program:
         )  # fmt: skip
 
     def _of_heads(self, code: Code, layer: int, of: Attention, **fields: Tensor | float | None) -> Op:
-        return _op(
+        return make_op(
             code, self._weights.cache_type, layer=layer, group=self._windows.index(of.window), dim=of.head_dim,
             stride=self._buffers.qkv.shape[1], **fields,
         )  # fmt: skip
-
-
-def embedding(
-    table: Weight, out: Tensor, factor: float = 1.0, learned: Tensor | None = None, flags: Flag = Flag.NONE
-) -> Op:
-    """Return the operation that looks tokens up in a table packed from [vocabulary, hidden].
-
-    learned: rows [positions, hidden] that are added by position.
-    """
-    return _op(
-        Code.EMBED, table.type, n=table.k, k=table.n, weight=table, out=out, factor=factor, learned=learned, flags=flags
-    )  # fmt: skip
-
-
-def normalising(
-    norm: PackedNorm, source: Tensor, out: Tensor, flags: Flag = Flag.NONE, *, copy: Tensor | None = None,
-    factor: float = 1.0,
-) -> Op:  # fmt: skip
-    """Return the operation out = norm(source), or out += factor * norm(source) with the flag ADD.
-
-    copy: where `source` is copied to.
-    """
-    return _op(
-        Code.NORM, n=len(norm.scale), scale=norm.scale, bias=norm.bias, eps=norm.of.eps, source=source, out=out,
-        copy=copy, flags=flags | norm.flag, factor=factor,
-    )  # fmt: skip
-
-
-def copying(source: Tensor, out: Tensor, factor: float = 1.0) -> Op:
-    """Return the operation out = factor * source, of the same width."""
-    return _op(Code.COPY, n=source.shape[1], source=source, out=out, factor=factor)
-
-
-def gating(source: Tensor, out: Tensor, n: int, activation: Activation) -> Op:
-    """Return the operation out = activation(source) * out, of rows of n numbers."""
-    return _op(Code.GATE, n=n, source=source, out=out, activation=activation)
-
-
-def linear(
-    weight: Weight, source: Tensor | None, out: Tensor | None, bias: Tensor | None = None, flags: Flag = Flag.NONE,
-    *, activation: Activation = Activation.NONE, factor: float = 1.0, softcap: float | None = None,
-) -> Op:  # fmt: skip
-    """Return the operation out (+)= activation(factor * (source weight^T + bias)), limited by a soft cap if given.
-
-    With the flag GATED it is out = activation(gate) * up instead, of the same source, without factor and soft cap.
-    """
-    return _op(
-        Code.LINEAR, weight.type, n=weight.n, k=weight.k, weight=weight, source=source, out=out, bias=bias,
-        flags=flags, activation=activation, factor=factor, softcap=softcap,
-    )  # fmt: skip
-
-
-def linears(
-    weights: Sequence[Weight], source: Tensor, out: Tensor, bias: Tensor | None = None, flags: Flag = Flag.NONE
-) -> Iterator[Op]:
-    """Yield the operations of a matrix that consists of these weights, by rows; each writes its own columns."""
-    first = 0
-    for weight in weights:
-        op = linear(weight, source, out[:, first:], None if bias is None else bias[first:], flags)
-        op.stride = out.shape[1]
-        yield op
-        first += weight.n
 
 
 def _tap_field(op: Op, y: Tensor) -> str:
@@ -505,17 +396,6 @@ def _tap_field(op: Op, y: Tensor) -> str:
     if op.code == Code.COPY:
         return "out" if op.out == y.data_ptr() else ""
     return "copy" if op.copy == y.data_ptr() else ""
-
-
-def _op(code: Code, type_: Type = Type.F32, **fields: Tensor | Weight | float | None) -> Op:
-    values = {name: _address(value) for name, value in fields.items() if value is not None}
-    return Op(code=code, type=type_, **values)
-
-
-def _address(value: Tensor | Weight | float) -> float:
-    if isinstance(value, Tensor):
-        return value.data_ptr()
-    return value.address if isinstance(value, Weight) else value
 
 
 class NativeLinears:

@@ -15,6 +15,8 @@ from speculant.kernels.memory import MOST_BYTES
 from speculant.models.description import Attention
 from speculant.models.native.program import PackedDecoder
 
+# Arrays whose rows are packed; `results` is as wide as what experts gather.
+READ = ("x", "heads", "gated", "results", "inputs")
 REAL, DOUBLE, CANDIDATE = 4, 8, 16  # bytes
 GROWTH = 2  # an array that grows takes up to twice its need
 MOST_SPAN_BYTES = 2**26  # MOST_PARTIAL of csrc/attention.h
@@ -25,8 +27,7 @@ MOST_SPLIT_BLOCKS = 4  # per thread, of a pass whose spans are computed in paral
 def scratch_bytes(packed: PackedDecoder, threads: int, rows: int, positions: int) -> int:
     """Return the most bytes that passes of `rows` rows keep, over sequences of up to `positions` positions."""
     config, widths = packed.config, packed.activations
-    packed_rows = max(widths[name] for name in ("x", "heads", "gated", "inputs") if name in widths)
-    per_row = sum(widths.values()) + GROWTH * packed_rows
+    per_row = sum(widths.values()) + GROWTH * max(widths.get(name, 0) for name in READ)
     rotated = {layer.attention.rope: layer.attention.rotated for layer in config.layers}
     tables = 1 if config.restart_at is None else 2
     angles = tables * _power(positions) * sum(rotated.values())

@@ -15,10 +15,29 @@ from torch import Tensor, nn
 from speculant.cache.base import CacheShape, KVCache, KVStorage
 from speculant.kernels import reference
 from speculant.models.base import Batch, Chain, Hidden, ModelNeeds, check_embeddings, check_taps, check_tokens
-from speculant.models.description import Attention, DecoderConfig, Layer, Mlp, Norm, Rope, TokenInputs, restart_of
+from speculant.models.description import (
+    Attention,
+    DecoderConfig,
+    Experts,
+    Layer,
+    Mlp,
+    Norm,
+    Rope,
+    TokenInputs,
+    restart_of,
+)
 from speculant.models.reference.attention import Attend, Sharing, StoredKeys
+from speculant.models.reference.experts import RoutedMlp
 from speculant.models.reference.rotary import Rotary
-from speculant.models.sizes import AFTER_ATTENTION, AFTER_MLP, BEFORE_ATTENTION, BEFORE_MLP, cache_shape, layer_norms
+from speculant.models.sizes import (
+    AFTER_ATTENTION,
+    AFTER_MLP,
+    BEFORE_ATTENTION,
+    BEFORE_MLP,
+    cache_shape,
+    layer_norms,
+    relative_reads,
+)
 
 
 class RopeAngles(NamedTuple):
@@ -178,7 +197,7 @@ class DecoderLayer(nn.Module):
         super().__init__()
         self._of = layer
         self.self_attn = SelfAttention(layer.attention, index, inputs, hidden)
-        self.mlp = FeedForward(layer.mlp, hidden)
+        self.mlp = (RoutedMlp if isinstance(layer.mlp, Experts) else FeedForward)(layer.mlp, hidden)
         for name, norm in layer_norms(layer).items():
             self.add_module(name, NormLayer(hidden, norm))
         self.token_inputs = LayerTokens(layer.token_inputs, hidden) if layer.token_inputs else None
@@ -262,6 +281,10 @@ class Decoder(nn.Module):
         """The shape of one position of this model's cache."""
         weight = self.model.embed_tokens.weight
         return cache_shape(self.config, weight.dtype, weight.device)
+
+    def relative_reads(self, rows: int) -> float:
+        """See `ReadsByRows.relative_reads`."""
+        return relative_reads(self.config, rows)
 
     @cached_property
     def _head_tokens(self) -> Tensor:

@@ -59,12 +59,12 @@ def _name_of(entry: Mapping[str, Any]) -> str | None:
     return name[:_MOST_NAME] + (f", {bits} bits" if isinstance(bits, int) and 1 < bits < _MOST_BITS else "")
 
 
-def check_unquantised(config: Mapping[str, Any]) -> None:
-    """Raise ModelError for a checkpoint whose config.json says that its weights are quantised."""
+def check_readable(config: Mapping[str, Any], known: Sequence[str]) -> None:
+    """Raise ModelError for a checkpoint whose config.json says that its weights are in a format that is not known."""
     name = quantised_format(config)
-    if name is not None:
+    if name is not None and name not in known:
         raise ModelError(
-            f"this checkpoint is quantised ({name}), and quantised weights are read from GGUF files only",
+            f"this checkpoint is quantised ({name}), and such weights are read from GGUF files only",
             f"name a GGUF file of it, or the unquantised checkpoint that it was made from; {_ROUNDS}",
         )
 

@@ -6,7 +6,7 @@ import math
 import mmap
 from collections import Counter
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -85,8 +85,10 @@ class GgufWeights:
         if tensor.kind in FLOATS:
             return content.view(FLOATS[tensor.kind]).view(tensor.shape)
         *rows, depth = tensor.shape
-        blocks = QuantizedBlocks(tensor.kind.lower(), (math.prod(rows), depth), content.view(math.prod(rows), -1))
-        return blocks if len(tensor.shape) == 2 else decode(blocks, torch.float32).view(tensor.shape)
+        blocks = QuantizedBlocks(tensor.kind.lower(), tensor.shape, content.view(math.prod(rows), -1))
+        if rows:
+            return blocks
+        return decode(replace(blocks, shape=(1, depth)), torch.float32)[0]
 
 
 def _is_readable(kind: str) -> bool:

@@ -36,8 +36,9 @@ from speculant.models.sizes import HEAD, TABLE, tensor_shapes
 from speculant.models.source import resolve_source
 from speculant.models.transformers.load import LoadedByTransformers, check_options, load_by_transformers
 from speculant.models.vocabulary import TargetVocabulary
-from speculant.models.weights.formats import check_unquantised, unknown_family
+from speculant.models.weights.formats import check_readable, quantised_format, unknown_family
 from speculant.models.weights.gguf import GgufWeights
+from speculant.models.weights.mxfp4 import METHOD, BlockFiles
 from speculant.models.weights.source import CheckedWeights, Mapped, ShortHead, StoredWeights, WeightSource, listed_kinds
 from speculant.models.weights.tensors import TensorFiles, check_layers, check_tensors
 from speculant.params import SamplingParams
@@ -203,7 +204,7 @@ def _open_folder(folder: Path) -> tuple[dict[str, Any], StoredWeights, DecoderCo
     tensors, decoder = TensorFiles.open(folder), read_description(config)
     tensors = tensors.renamed(decoder.tensors.stored(TABLE))
     check_layers(tensors, decoder.num_layers)
-    return config, tensors, decoder
+    return config, BlockFiles(tensors) if quantised_format(config) == METHOD else tensors, decoder
 
 
 def _open_gguf(path: Path) -> tuple[dict[str, Any], StoredWeights, DecoderConfig]:
@@ -306,7 +307,7 @@ def _read_device(device: str) -> torch.device:
 def _check_family(config: Mapping[str, Any]) -> None:
     if config.get("model_type") not in (known := plugins.names(_FAMILIES)):
         raise unknown_family(config, known)
-    check_unquantised(config)
+    check_readable(config, [METHOD])
 
 
 def _warn_of_dynamic_rope(config: DecoderConfig) -> None:

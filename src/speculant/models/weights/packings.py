@@ -23,7 +23,7 @@ from speculant.kernels.native import Kernels, Op, Pass, Type, Weight
 from speculant.kernels.packing import panel_rows
 from speculant.models.backends.base import AS_STORED, CODED, PLAIN, Packing
 from speculant.models.description import DecoderConfig
-from speculant.models.native.program import linear
+from speculant.models.native.ops import linear
 from speculant.models.sizes import TABLE, matrix_weights, tensor_shapes
 from speculant.models.weights.reader import WeightTypes
 from speculant.models.weights.source import WeightSource

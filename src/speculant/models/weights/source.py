@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from speculant.errors import ModelError
 from speculant.files import Stamp
 from speculant.models.sizes import HEAD
-from speculant.models.tensor_map import Columns, Expression, Plus, Rows, TensorMap, Unpaired, stored_name
+from speculant.models.tensor_map import Columns, Expression, Plus, Rows, Stacked, TensorMap, Unpaired, stored_name
 
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # by kind
 DECODED_AT_ONCE = 2**22  # weights
@@ -27,8 +27,8 @@ _KINDS = {dtype: kind for kind, dtype in FLOATS.items()}
 class QuantizedBlocks:
     """A matrix that is stored as blocks of small integers with scales, as GGUF and GPTQ files have them.
 
-    shape is the matrix's, [n, k]. `blocks` holds the bytes of each row [n, bytes] in the order that `layout` names,
-    such as "q4_0". They may be mapped from a file.
+    shape is the matrix's, [n, k], or that of stacked matrices [m, n, k]. `blocks` holds the bytes of each row,
+    [n, bytes] or [m n, bytes], in the order that `layout` names, such as "q4_0". They may be mapped from a file.
     """
 
     layout: str
@@ -57,6 +57,15 @@ class WeightSource(Protocol):
 
     def read(self, name: str) -> Tensor | QuantizedBlocks:
         """Read a tensor in the type it is stored in."""
+        ...
+
+
+@runtime_checkable
+class ReadsStacks(Protocol):
+    """A source that reads one of stacked tensors without the others."""
+
+    def read_stacked(self, name: str, index: int) -> Tensor | QuantizedBlocks:
+        """Read one of the tensors that a tensor consists of, by the index of its first dimension."""
         ...
 
 
@@ -167,6 +176,14 @@ def _take_columns(stored: Tensor | QuantizedBlocks, columns: Columns) -> Tensor 
     return stored.narrow(-1, columns.first, columns.size).contiguous()
 
 
+def take_stacked(stored: Tensor | QuantizedBlocks, index: int) -> Tensor | QuantizedBlocks:
+    """Return one of stacked tensors; blocks stay blocks."""
+    if not isinstance(stored, QuantizedBlocks):
+        return stored[index]
+    count, *shape = stored.shape
+    return replace(stored, shape=tuple(shape), blocks=stored.blocks.view(count, shape[0], -1)[index])
+
+
 def kind_of(tensor: Tensor) -> str:
     """Return the kind of a tensor of floating-point numbers; see `WeightSource.kind`."""
     return _KINDS[tensor.dtype]
@@ -248,10 +265,11 @@ class Mapped:
 
 
 def _keeps_blocks(made: Expression, kind: str) -> bool:
-    """Whether an expression only selects rows and whole blocks of a kind."""
-    if isinstance(made, Columns) and (made.first % _block(kind)[0] or made.size % _block(kind)[0]):
-        return False
-    return isinstance(made, str) or (isinstance(made, Rows | Unpaired | Columns) and _keeps_blocks(made.of, kind))
+    """Whether an expression only selects rows, matrices and whole blocks of a kind."""
+    if isinstance(made, str):
+        return True
+    divides = isinstance(made, Columns) and any(each % _block(kind)[0] for each in (made.first, made.size))
+    return isinstance(made, Rows | Unpaired | Stacked | Columns) and not divides and _keeps_blocks(made.of, kind)
 
 
 def _block(kind: str) -> tuple[int, int]:
@@ -270,6 +288,10 @@ def _made(source: WeightSource, made: Expression, shape: tuple[int, ...]) -> Ten
             return take_rows(_made(source, made.of, made.stored_shape(shape)), made.rows(shape[0]))
         case Columns():
             return _take_columns(_made(source, made.of, made.stored_shape(shape)), made)
+        case Stacked(of=str()) if isinstance(source, ReadsStacks):
+            return source.read_stacked(stored_name(made), made.index)
+        case Stacked():
+            return take_stacked(_made(source, made.of, made.stored_shape(shape)), made.index)
     tensor = _plain(_made(source, made.of, made.stored_shape(shape)), stored_name(made))
     return tensor.float() + made.number if isinstance(made, Plus) else tensor.t().contiguous()
 

@@ -117,6 +117,13 @@ class TensorFiles:
             tensor: Tensor = opened.get_tensor(entry.name)
             return tensor
 
+    def read_stacked(self, name: str, index: int) -> Tensor:
+        """See `ReadsStacks.read_stacked`."""
+        entry = self.entries[name]
+        with _open(entry.file) as opened:
+            tensor: Tensor = opened.get_slice(entry.name)[index]
+            return tensor
+
     def renamed(self, table: str) -> TensorFiles:
         """Return the tensors of the language model, under the names that a file of it alone has.
 

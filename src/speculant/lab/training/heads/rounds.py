@@ -23,6 +23,7 @@ from speculant.models.description import Attention, DecoderConfig, Embedding, He
 from speculant.models.heads import HeadDecoder
 from speculant.models.reference.decoder import Decoder
 from speculant.models.rope_config import rope_entries
+from speculant.models.sizes import inner_width
 
 DECAY = 0.8  # of the loss from one round to the next
 RANKS = 8
@@ -127,7 +128,7 @@ def layer_sizes(config: HeadTrainingConfig, target: Decoder) -> DecoderConfig:
     whole, of = target.config, target.config.attention
     attention = Attention(of.heads, of.kv_heads, of.head_dim, next(iter(whole.ropes), _PLAIN))
     norm = Norm(whole.norm.eps)
-    layer = Layer(attention, Mlp(config.inner or whole.layers[0].mlp.size), norm, norm)
+    layer = Layer(attention, Mlp(config.inner or inner_width(whole.layers[0].mlp)), norm, norm)
     return DecoderConfig(
         Embedding(whole.vocab_size, whole.hidden_size), (layer,), norm, Head(), max_positions=whole.max_positions
     )

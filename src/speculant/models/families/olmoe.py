@@ -1,0 +1,36 @@
+"""OLMoE: experts in every layer, and norms of all queries and of all keys together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from speculant.models.config import (
+    check_unset,
+    count_layers,
+    flag,
+    read_attention,
+    read_decoder,
+    read_experts,
+    read_norm,
+)  # fmt: skip
+from speculant.models.description import DecoderConfig, Layer
+from speculant.models.gguf_family import Count, Flag, GgufFamily
+from speculant.models.sizes import LAYER
+from speculant.models.tensor_map import map_modules
+
+GGUF = GgufFamily("olmoe", config={
+    "num_experts": Count("expert_count"),
+    "num_experts_per_tok": Count("expert_used_count"),
+    "norm_topk_prob": Flag("expert_weights_norm", False),
+})  # fmt: skip
+TENSORS = map_modules(LAYER, LAYER, {"mlp.router": "mlp.gate"})
+
+
+def read_config(hf: Mapping[str, Any]) -> DecoderConfig:
+    """Read an OLMoE config.json."""
+    check_unset(hf, "clip_qkv")
+    bias, norm = flag(hf, "attention_bias"), read_norm(hf, default=1e-5)
+    attention = read_attention(hf, bias=bias, output_bias=bias, qk_norm=norm, norm_all_heads=True)
+    layer = Layer(attention, read_experts(hf, renormalise=flag(hf, "norm_topk_prob")), norm, norm)
+    return read_decoder(hf, [layer] * count_layers(hf), TENSORS, norm)

@@ -1,0 +1,71 @@
+"""The commands that look at a checkpoint work on one of any family, as they are typed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from speculant.cli.main import app
+from speculant.lab.bench import pair
+from tests.models import Shape, write_checkpoint
+from tests.unit.models.families import VARIANTS, cases_with
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+COMMANDS = {
+    "doctor": ["doctor", "{target}"],
+    "check-lossless": [
+        "check-lossless", "--model", "{target}", "--draft-model", "{draft}", "--dtype", "float64", "--cases", "4",
+        "--texts", "8", "--max-tokens", "8", "--ignore-eos", "--prompt", "abc",
+    ],
+    "check-pair": ["check-pair", "{target}", "{draft}", "--tokens", "16", "--prompts", "{prompts}"],
+    "bench": [
+        "bench", "throughput", "--model", "{target}", "--draft-model", "{draft}", "--num-prompts", "2",
+        "--prompt-length", "8", "--max-tokens", "8", "--prompts", "random",
+    ],
+    "inflate": [
+        "inflate", "{target}", "{out}", "--hidden-size", "128", "--intermediate-size", "160", "--layers", "4",
+    ],
+    "plan": ["plan", "--verify-curve", "{pair}"],
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _little_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pair, "COST_SECONDS", 0.01)
+    monkeypatch.setattr(pair, "SPEED_SECONDS", 0.01)
+
+
+def run(*arguments: str) -> dict[str, Any]:
+    result = CliRunner().invoke(app, [*arguments, "--json"], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    found: dict[str, Any] = json.loads(result.stdout)
+    return found
+
+
+@pytest.mark.parametrize("case", cases_with([*COMMANDS]))
+def test_a_command_works_on_any_family(case: tuple[str, str, str], tmp_path: Path) -> None:
+    family, variant, name = case
+    settings = tuple(VARIANTS.get(family, {}).get(variant, {}).items())
+    places = {
+        role: write_checkpoint(tmp_path / role, Shape(family=family, layers=3, noise=noise, settings=settings))
+        for role, noise in (("target", 0.0), ("draft", 0.05))
+    }
+    places |= {name: str(tmp_path / name) for name in ("out", "pair", "prompts")}
+    Path(places["prompts"]).write_text("abc\n", encoding="utf-8")
+    if name == "plan":
+        measured = run(*(word.format(**places) for word in COMMANDS["check-pair"]))
+        Path(places["pair"]).write_text(json.dumps(measured), encoding="utf-8")
+    found = run(*(word.format(**places) for word in COMMANDS[name]))
+    match name:
+        case "doctor":
+            assert found["model"]["architecture"] == family
+        case "check-lossless":
+            assert found["lossless"]
+        case "inflate":
+            assert found["bytes"] > Path(places["target"], "model.safetensors").stat().st_size
+        case _:
+            assert found
