@@ -12,7 +12,17 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from speculant.models.tensor_map import Expression, Plus, Rows, Shape, TensorMap, Transposed, Unpaired, stored_name
+from speculant.models.tensor_map import (
+    Columns,
+    Expression,
+    Plus,
+    Rows,
+    Shape,
+    TensorMap,
+    Transposed,
+    Unpaired,
+    stored_name,
+)
 from speculant.models.tensor_map import stored_shape as shape_of_stored
 
 
@@ -50,6 +60,10 @@ def _put(made: Expression, part: Tensor, stored: Tensor) -> Tensor:
             around = _read(made.of, made.stored_shape(tuple(part.shape)), stored).clone()
             around[made.rows(len(part))] = part
             return _put(made.of, around, stored)
+        case Columns():
+            around = _read(made.of, made.stored_shape(tuple(part.shape)), stored).clone()
+            around[..., made.first : made.first + made.size] = part
+            return _put(made.of, around, stored)
         case Transposed():
             return _put(made.of, part.t(), stored)
         case Plus():
@@ -63,6 +77,9 @@ def _read(made: Expression, shape: Shape, stored: Tensor) -> Tensor:
             return stored
         case Rows() | Unpaired():
             return _read(made.of, made.stored_shape(shape), stored)[made.rows(shape[0])]
+        case Columns():
+            whole = _read(made.of, made.stored_shape(shape), stored)
+            return whole[..., made.first : made.first + made.size]
         case Transposed():
             return _read(made.of, made.stored_shape(shape), stored).t()
         case Plus():

@@ -51,7 +51,7 @@ FULL, SLIDES = "full_attention", "sliding_attention"
 GEMMA = {"head_dim": 8, "query_pre_attn_scalar": 12}
 GEMMA4 = {
     "head_dim": 8, "global_head_dim": 16, "sliding_window": 6, "num_hidden_layers": 4, "pad_token_id": 0,
-    "hidden_size_per_layer_input": 12, "vocab_size_per_layer_input": 61,
+    "hidden_size_per_layer_input": 12, "vocab_size_per_layer_input": 300,
 }  # fmt: skip
 SCALED = {"rope_theta": 1000.0, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
 PADDED = {"pad_token_id": 0}  # theirs are beyond the small vocabulary
