@@ -18,6 +18,7 @@ from speculant.models.tensor_map import (
     Plus,
     Rows,
     Shape,
+    Stacked,
     TensorMap,
     Transposed,
     Unpaired,
@@ -64,6 +65,10 @@ def _put(made: Expression, part: Tensor, stored: Tensor) -> Tensor:
             around = _read(made.of, made.stored_shape(tuple(part.shape)), stored).clone()
             around[..., made.first : made.first + made.size] = part
             return _put(made.of, around, stored)
+        case Stacked():
+            around = _read(made.of, made.stored_shape(tuple(part.shape)), stored).clone()
+            around[made.index] = part
+            return _put(made.of, around, stored)
         case Transposed():
             return _put(made.of, part.t(), stored)
         case Plus():
@@ -80,6 +85,8 @@ def _read(made: Expression, shape: Shape, stored: Tensor) -> Tensor:
         case Columns():
             whole = _read(made.of, made.stored_shape(shape), stored)
             return whole[..., made.first : made.first + made.size]
+        case Stacked():
+            return _read(made.of, made.stored_shape(shape), stored)[made.index]
         case Transposed():
             return _read(made.of, made.stored_shape(shape), stored).t()
         case Plus():

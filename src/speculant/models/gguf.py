@@ -22,11 +22,11 @@ from speculant.models.gguf_family import (
     GGUF_HEAD,
     GGUF_TABLE,
     Count,
-    Flag,
     Function,
     GgufFamily,
     Number,
-    Windows,
+    Truth,
+    WindowPattern,
     gguf_tensors,
 )
 
@@ -210,16 +210,16 @@ class _Facts:
         """Whether an entry is there and not 0."""
         return self.raw(key) not in (None, 0)
 
-    def read(self, wanted: Number | Count | Flag | Function, config: Mapping[str, Any]) -> Any:
+    def read(self, wanted: Number | Count | Truth | Function, config: Mapping[str, Any]) -> Any:
         """Return the value of a key of a family's own; config: the keys so far."""
         if isinstance(wanted, Count):
             return self.count(wanted.key)
-        if not isinstance(wanted, Number | Flag):
+        if not isinstance(wanted, Number | Truth):
             return wanted(config)
         value = self.get(wanted.key)
         if value is None and wanted.default is not ...:
             return wanted.default(config) if callable(wanted.default) else wanted.default
-        if isinstance(wanted, Flag):
+        if isinstance(wanted, Truth):
             if not isinstance(value, bool):
                 raise self.wrong(wanted.key, value, "true or false")
         elif value == 0 and wanted.zero is not ...:
@@ -343,7 +343,7 @@ def _checked(file: GgufFile, factor: Any) -> float:
     return float(factor)
 
 
-def _windows(facts: _Facts, of: Windows | None, layers: int) -> dict[str, Any]:
+def _windows(facts: _Facts, of: WindowPattern | None, layers: int) -> dict[str, Any]:
     """Return the sliding window and which layers have it."""
     default = of.size if of else None
     if not facts.has("attention.sliding_window") and (default is None or facts.get("attention.sliding_window") == 0):

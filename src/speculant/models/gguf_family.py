@@ -1,6 +1,6 @@
 """How GGUF files store the models of a family: data that a family gives beside its `read_config`.
 
-    GGUF = GgufFamily("gemma2", windows=Windows(2, 4096), config={"final_logit_softcapping": Number(...)})
+    GGUF = GgufFamily("gemma2", windows=WindowPattern(2, 4096), config={"final_logit_softcapping": Number(...)})
 
 A family with the common names of tensors and the common metadata needs its architecture alone.
 """
@@ -77,7 +77,7 @@ class Count:
 
 
 @dataclass(frozen=True)
-class Flag:
+class Truth:
     """A metadata entry that is true or false."""
 
     key: str
@@ -85,7 +85,7 @@ class Flag:
 
 
 @dataclass(frozen=True)
-class Windows:
+class WindowPattern:
     """Sliding windows on some layers.
 
     period: each period-th layer has none, unless the file lists the layers. size: in positions, if the file has none;
@@ -113,8 +113,8 @@ class GgufFamily:
     needs: str | None = None
     paired: bool = False
     norm_eps: str = "rms_norm_eps"
-    windows: Windows | None = None
-    config: Mapping[str, Number | Count | Flag | Function] = field(default_factory=dict)
+    windows: WindowPattern | None = None
+    config: Mapping[str, Number | Count | Truth | Function] = field(default_factory=dict)
     neutral: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
     @property
@@ -125,7 +125,7 @@ class GgufFamily:
     @property
     def read(self) -> set[str]:
         """The metadata entries of `config`."""
-        return {each.key for each in self.config.values() if isinstance(each, Number | Count | Flag)}
+        return {each.key for each in self.config.values() if isinstance(each, Number | Count | Truth)}
 
 
 def gguf_tensors(config: DecoderConfig, paired: bool, stored: Collection[str]) -> TensorMap:

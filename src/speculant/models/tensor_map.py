@@ -136,8 +136,8 @@ def _numbered(made: Expression, numbers: Sequence[str]) -> Expression:
     """Return an expression whose stacks have the last of these numbers as their index."""
     if isinstance(made, str):
         return made
-    own = {"index": int(numbers[-1])} if isinstance(made, Stacked) else {}
-    return replace(made, of=_numbered(made.of, numbers), **own)
+    inner = replace(made, of=_numbered(made.of, numbers))
+    return replace(inner, index=int(numbers[-1])) if isinstance(inner, Stacked) else inner
 
 
 @dataclass(frozen=True)

@@ -67,8 +67,8 @@ def test_a_group_without_room_refuses_and_nothing_changes(manager: GroupedBlockM
     assert (manager.length(3), num_free(manager)) == (0, [8, 1])
     moves = manager.reserve(2, 1).moves
     assert [len(each) for each in moves.by_group()] == [3, 3], "each group copies its shared block"
+    manager.fork(1, 4)
     with pytest.raises(CapacityError, match="has to move shared positions"):
-        manager.fork(1, 4)
         manager.compact(4, 3, [2, 3])
     manager.check()
 

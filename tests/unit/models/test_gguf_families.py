@@ -19,7 +19,7 @@ from speculant.errors import ModelError
 from speculant.gguf_file import GgufFile
 from speculant.models.description import DecoderConfig
 from speculant.models.gguf import FAMILIES, read_gguf_config, read_gguf_decoder
-from speculant.models.gguf_family import Flag, GgufFamily, Number
+from speculant.models.gguf_family import GgufFamily, Number, Truth
 from speculant.models.weights.load import CheckpointFiles, load_model
 from tests.gguf_layouts import LAYOUTS
 from tests.gguf_models import convert
@@ -34,7 +34,10 @@ LONGROPE = {
     "long_factor": [1.0, 2.5, 7.0, 20.0],
 }
 INNER = {"intermediate_size": 128}  # in transformers' GPT-2, it is 4 times the width
-WITHOUT = {"opt": "llama.cpp has no architecture for it", "gpt_oss": "its experts in GGUF files are not read yet"}  # families that GGUF files can't hold
+WITHOUT = {  # families that GGUF files can't hold
+    "opt": "llama.cpp has no architecture for it",
+    "gpt_oss": "its experts are not read from GGUF files yet",
+}
 # What the files can hold of each family; other settings are lost in them.
 STORED: dict[str, dict[str, dict[str, Any]]] = {
     "llama": {
@@ -341,7 +344,7 @@ ENTRIES = [
     (family, entry)
     for family, data in names().items()
     for entry in (
-        *(each for each in data.config.values() if isinstance(each, Number | Flag)),
+        *(each for each in data.config.values() if isinstance(each, Number | Truth)),
         Number(data.stored_norm_eps),
     )
 ]
@@ -349,10 +352,10 @@ ENTRIES = [
 
 @pytest.mark.parametrize(("family", "entry"), ENTRIES, ids=str)
 @pytest.mark.parametrize("value", ["x", [1.0, 2.0], [], -1.0, math.nan, math.inf, 1e-40, 1e39, None, 0], ids=str)
-def test_own_entries_of_families_are_checked(files: Files, family: str, entry: Number | Flag, value: Any) -> None:
+def test_own_entries_of_families_are_checked(files: Files, family: str, entry: Number | Truth, value: Any) -> None:
     """A value is used, or refused by its name."""
     file = opened(files, family)
-    absent = isinstance(entry, Flag) or entry.default is not ... or entry.key == names()[family].needs
+    absent = isinstance(entry, Truth) or entry.default is not ... or entry.key == names()[family].needs
     zero = (isinstance(entry, Number) and entry.zero is not ...) or entry.key == names()[family].needs
     unchecked = value in UNCHECKED.get(entry.key, ())
     if (value is None and absent) or (value == 0 and zero) or unchecked:

@@ -20,7 +20,7 @@ from speculant.models.config import (
     window,
 )  # fmt: skip
 from speculant.models.description import DecoderConfig, Layer
-from speculant.models.gguf_family import GgufFamily, Number, Windows
+from speculant.models.gguf_family import GgufFamily, Number, WindowPattern
 from speculant.models.sizes import LAYER
 from speculant.models.tensor_map import map_modules
 
@@ -46,7 +46,7 @@ def score_scalar(config: Mapping[str, Any], largest: int) -> int:
     return int(config["hidden_size"] // config["num_attention_heads"])
 
 
-GGUF = GgufFamily("gemma2", windows=Windows(2, 4096), config={
+GGUF = GgufFamily("gemma2", windows=WindowPattern(2, 4096), config={
     "query_pre_attn_scalar": lambda config: score_scalar(config, largest=46),
     "attn_logit_softcapping": Number("attn_logit_softcapping", 50.0),
     "final_logit_softcapping": Number("final_logit_softcapping", 30.0),

@@ -21,7 +21,7 @@ from speculant.models.config import (
 )  # fmt: skip
 from speculant.models.description import DecoderConfig, Layer
 from speculant.models.families.gemma2 import TENSORS, score_scalar
-from speculant.models.gguf_family import GgufFamily, Number, Windows
+from speculant.models.gguf_family import GgufFamily, Number, WindowPattern
 from speculant.models.rope_config import read_rope
 
 DEFAULTS = {
@@ -35,7 +35,7 @@ DEFAULTS = {
     "tie_word_embeddings": True,
 }
 
-GGUF = GgufFamily("gemma3", windows=Windows(6), config={
+GGUF = GgufFamily("gemma3", windows=WindowPattern(6), config={
     "query_pre_attn_scalar": lambda config: score_scalar(config, largest=62),
     "rope_local_base_freq": Number("rope.freq_base_swa", 10000.0),
     "final_logit_softcapping": Number("final_logit_softcapping", None, zero=None),

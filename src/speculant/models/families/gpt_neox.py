@@ -7,13 +7,13 @@ from typing import Any
 
 from speculant.models.config import count, count_layers, flag, read_attention, read_decoder, read_mlp, read_norm
 from speculant.models.description import Attention, DecoderConfig, Layer
-from speculant.models.gguf_family import Flag, GgufFamily
+from speculant.models.gguf_family import GgufFamily, Truth
 from speculant.models.rope_config import read_rope
 from speculant.models.sizes import LAYER
 from speculant.models.tensor_map import Rows, TensorMap, map_modules
 
 GGUF = GgufFamily(
-    "gptneox", norm_eps="layer_norm_eps", config={"use_parallel_residual": Flag("use_parallel_residual", True)}
+    "gptneox", norm_eps="layer_norm_eps", config={"use_parallel_residual": Truth("use_parallel_residual", True)}
 )
 
 

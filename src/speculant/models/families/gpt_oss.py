@@ -47,7 +47,7 @@ def tensors(experts: int, turned: bool) -> TensorMap:
 
 def read_config(hf: Mapping[str, Any]) -> DecoderConfig:
     """Read a gpt-oss config.json."""
-    hf = DEFAULTS | hf
+    hf = {**DEFAULTS, **hf}
     bias, norm = flag(hf, "attention_bias", True), read_norm(hf)
     clamped = Clamped(number(hf, "swiglu_alpha", 1.702, *POSITIVE), number(hf, "swiglu_limit", 7.0, *POSITIVE))
     experts = read_experts(hf, bias=True, clamped=clamped)

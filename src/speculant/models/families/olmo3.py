@@ -19,10 +19,10 @@ from speculant.models.config import (
 )  # fmt: skip
 from speculant.models.description import DecoderConfig, Layer
 from speculant.models.families.olmo2 import TENSORS
-from speculant.models.gguf_family import GgufFamily, Number, Windows
+from speculant.models.gguf_family import GgufFamily, Number, WindowPattern
 from speculant.models.rope_config import read_rope
 
-GGUF = GgufFamily("olmo2", needs="attention.sliding_window", windows=Windows(4), config={
+GGUF = GgufFamily("olmo2", needs="attention.sliding_window", windows=WindowPattern(4), config={
     "rope_local_base_freq": Number("rope.freq_base_swa", lambda config: config["rope_theta"]),
 })  # fmt: skip
 

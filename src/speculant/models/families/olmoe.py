@@ -15,14 +15,14 @@ from speculant.models.config import (
     read_norm,
 )  # fmt: skip
 from speculant.models.description import DecoderConfig, Layer
-from speculant.models.gguf_family import Count, Flag, GgufFamily
+from speculant.models.gguf_family import Count, GgufFamily, Truth
 from speculant.models.sizes import LAYER
 from speculant.models.tensor_map import map_modules
 
 GGUF = GgufFamily("olmoe", config={
     "num_experts": Count("expert_count"),
     "num_experts_per_tok": Count("expert_used_count"),
-    "norm_topk_prob": Flag("expert_weights_norm", False),
+    "norm_topk_prob": Truth("expert_weights_norm", False),
 })  # fmt: skip
 TENSORS = map_modules(LAYER, LAYER, {"mlp.router": "mlp.gate"})
 

@@ -19,7 +19,7 @@ from speculant.models.config import (
     window,
 )  # fmt: skip
 from speculant.models.description import DecoderConfig, Layer
-from speculant.models.gguf_family import Count, Flag, GgufFamily
+from speculant.models.gguf_family import Count, GgufFamily, Truth
 from speculant.models.sizes import LAYER
 from speculant.models.tensor_map import map_modules
 
@@ -27,7 +27,7 @@ GGUF = GgufFamily("qwen3moe", config={
     "num_experts": Count("expert_count"),
     "num_experts_per_tok": Count("expert_used_count"),
     "moe_intermediate_size": Count("expert_feed_forward_length"),
-    "norm_topk_prob": Flag("expert_weights_norm", True),
+    "norm_topk_prob": Truth("expert_weights_norm", True),
 })  # fmt: skip
 TENSORS = map_modules(LAYER, LAYER, {"mlp.router": "mlp.gate"})
 

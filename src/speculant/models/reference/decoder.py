@@ -197,7 +197,8 @@ class DecoderLayer(nn.Module):
         super().__init__()
         self._of = layer
         self.self_attn = SelfAttention(layer.attention, index, inputs, hidden)
-        self.mlp = (RoutedMlp if isinstance(layer.mlp, Experts) else FeedForward)(layer.mlp, hidden)
+        mlp = layer.mlp
+        self.mlp = RoutedMlp(mlp, hidden) if isinstance(mlp, Experts) else FeedForward(mlp, hidden)
         for name, norm in layer_norms(layer).items():
             self.add_module(name, NormLayer(hidden, norm))
         self.token_inputs = LayerTokens(layer.token_inputs, hidden) if layer.token_inputs else None
