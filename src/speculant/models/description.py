@@ -210,6 +210,7 @@ class TokenInputs:
     factor: float = 1.0
 
 
+@dataclass(frozen=True)
 class Clamped:
     """The gated activation (up + 1) * gate * sigmoid(gain * gate), of gate <= limit and |up| <= limit."""
 
