@@ -50,7 +50,13 @@ static inline void norm_row(const float *x, const NormVectors &norm, int64_t n, 
     for (i = 0; i < n; i++) out[i] += norm.bias[i];
 }
 
-static void run_copy(const SpOp &op, int64_t t) { memcpy(op.out + t * op.n, op.in + t * op.n, op.n * sizeof(float)); }
+// out may be in.
+static void run_copy(const SpOp &op, int64_t t) {
+  const float factor = factor_of(op), *in = op.in + t * op.n;
+  float *out = op.out + t * op.n;
+  if (factor == 1.0f) memcpy(out, in, op.n * sizeof(float));
+  for (int64_t i = 0; factor != 1.0f && i < op.n; i++) out[i] = factor * in[i];
+}
 
 static void run_gate(const SpOp &op, int64_t t) {
   const float *gate = op.in + t * op.n;
@@ -153,7 +159,7 @@ static void read_packed_row(const SpOp &op, int64_t token, float *out) {
 static void run_embed(const SpOp &op, const SpPass &pass, int64_t t) {
   float *out = op.out + t * op.n;
   const float factor = factor_of(op);
-  if (pass.inputs && pass.inputs[t]) {
+  if (pass.inputs && pass.inputs[t] && !(op.flags & SP_TOKENS)) {
     memcpy(out, pass.inputs[t], op.n * sizeof(float));
   } else {
     read_packed_row(op, pass.tokens[t], out);

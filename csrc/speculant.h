@@ -33,7 +33,7 @@ enum SpCode {
   SP_LINEAR = 2,   /* out[T, n] (+)= cap(activation(factor * (in[T, k] weight[n, k]^T + bias[n]))) */
   SP_ROTATE = 3,   /* qkv[T, (heads + 2 kv_heads) dim]: norm and rotate queries and keys; store keys and values */
   SP_ATTEND = 4,   /* out[T, heads dim] = attention of the queries in `in` (= qkv) over each row's own keys */
-  SP_COPY = 5,     /* out[T, n] = in[T, n] */
+  SP_COPY = 5,     /* out[T, n] = factor * in[T, n] */
   SP_GATE = 6,     /* out[T, n] = activation(in[T, n]) * out[T, n], with the bits of SP_GATED */
   SP_ROUTE = 7,    /* in[T, n] = scores of n experts; select the `used` largest of each row. The operations below use the selection: */
   SP_EXPERTS = 8,  /* out[pairs, n] = in weight^T + bias, by the matrix of each pair's expert: see csrc/experts.h */
@@ -47,6 +47,7 @@ enum SpFlag {
   SP_ALL_HEADS = 8, /* SP_ROTATE: one norm of all queries together, and one of all keys, instead of one for each head */
   SP_GATHER = 16,  /* SP_EXPERTS: `in` has the rows of the pass, [T, k], instead of a row for each pair */
   SP_RENORMALISE = 32, /* SP_ROUTE: weights are a softmax of the selected scores, instead of all scores */
+  SP_TOKENS = 64,  /* SP_EMBED: look all tokens up, also those of rows that have inputs */
 };
 
 enum SpActivation {
@@ -74,7 +75,7 @@ typedef struct {
   const float *sinks;        /* SP_ATTEND: a score for each head that has no value, [heads]; or NULL */
   int32_t heads, kv_heads, dim, window; /* window 0 = none */
   int32_t rope, rotated;     /* SP_ROTATE: whose angles; the first dimensions of each head that are rotated, 0 = none */
-  float eps, factor, softcap; /* of norms; see SP_EMBED, SP_NORM, SP_LINEAR, and of attention scores; c: y becomes c tanh(y / c) */
+  float eps, factor, softcap; /* of norms; see SP_EMBED, SP_NORM, SP_LINEAR, SP_COPY, and of attention scores; c: y becomes c tanh(y / c) */
   int64_t stride;            /* from a row to the next, in numbers: SP_LINEAR: of `out`, 0 = n; SP_ROTATE and SP_ATTEND: of `in`,
                                 0 = (heads + 2 kv_heads) dim */
   int64_t used;              /* SP_ROUTE, SP_EXPERTS, SP_COMBINE: experts of each row */

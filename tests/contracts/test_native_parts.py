@@ -13,7 +13,8 @@ from torch import Tensor
 from speculant.kernels import reference
 from speculant.kernels.native import Activation, Code, Flag, Kernels, Op, Pass, Type, address, open_kernels, usable_sets
 from speculant.models.description import Norm
-from speculant.models.native.program import PackedNorm, embedding, gating, linear, normalising
+from speculant.models.native.norms import PackedNorm, normalising
+from speculant.models.native.ops import copying, embedding, gating, linear
 
 SETS = usable_sets()
 pytestmark = pytest.mark.skipif(not SETS, reason="the native kernels are not built")
@@ -174,6 +175,19 @@ def test_embeddings_have_a_factor_and_positions(kernels: Kernels, width: int) ->
     kernels.run((Op * 1)(op), on)
     assert torch.equal(out[3], given + learned[4]), "a given embedding has its factor already"
     assert torch.equal(out[:3], 1.7 * table[tokens[:3]] + learned[positions[:3]])
+    kernels.run((Op * 1)(embedding(packed, out, flags=Flag.TOKENS)), on)
+    assert torch.equal(out, table[tokens]), "rows with inputs have tokens too"
+
+
+@pytest.mark.parametrize("factor", [1.0, -0.3])
+def test_a_copy_has_a_factor(kernels: Kernels, factor: float) -> None:
+    """Also in place."""
+    x, out = random(40, 37), torch.zeros(40, 37)
+    kernels.run((Op * 1)(copying(x, out, factor)), Pass(rows=40))
+    assert torch.equal(out, factor * x)
+    kernels.run((Op * 1)(copying(out, out, factor)), Pass(rows=39))
+    assert torch.equal(out[:39], factor * (factor * x[:39]))
+    assert torch.equal(out[39], factor * x[39])
 
 
 class Rotation:

@@ -34,6 +34,19 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+class LayerShape(NamedTuple):
+    """The shape of a layer's keys and values. shares: the layer whose storage it reads; None = it has its own."""
+
+    num_kv_heads: int
+    head_dim: int
+    shares: int | None = None
+
+    @property
+    def size(self) -> int:
+        """The numbers that one position takes, keys and values."""
+        return 0 if self.shares is not None else 2 * self.num_kv_heads * self.head_dim
+
+
 class LayerGroup(NamedTuple):
     """The layers that see `window` positions, their row's own included; None = all."""
 
@@ -45,7 +58,8 @@ class LayerGroup(NamedTuple):
 class CacheShape:
     """The shape and type of the keys and values of one position.
 
-    windows: how many positions a row of each layer sees, its own included; None = all, () = all in every layer.
+    windows: how many positions a row of each layer sees, its own included; None = all, () = all in every layer. own:
+    the shape of each layer, where they differ; () = all have the first one's.
     """
 
     num_layers: int
@@ -54,10 +68,17 @@ class CacheShape:
     dtype: torch.dtype
     device: torch.device
     windows: tuple[int | None, ...] = ()
+    own: tuple[LayerShape, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.windows and len(self.windows) != self.num_layers:
-            raise ValueError(f"{len(self.windows)} windows for {self.num_layers} layers")
+        for each in (self.windows, self.own):
+            if each and len(each) != self.num_layers:
+                raise ValueError(f"{len(each)} windows or shapes for {self.num_layers} layers")
+
+    @property
+    def layers(self) -> tuple[LayerShape, ...]:
+        """The shape of each layer."""
+        return self.own or (LayerShape(self.num_kv_heads, self.head_dim),) * self.num_layers
 
     @cached_property
     def groups(self) -> tuple[LayerGroup, ...]:
@@ -71,11 +92,11 @@ class CacheShape:
     @property
     def bytes_per_token(self) -> int:
         """Bytes that one position takes over all layers, keys and values."""
-        return self.bytes_of(self.num_layers)
+        return self.bytes_of(range(self.num_layers))
 
-    def bytes_of(self, num_layers: int) -> int:
-        """Return the bytes that one position takes in a number of layers, keys and values."""
-        return 2 * num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+    def bytes_of(self, layers: Iterable[int]) -> int:
+        """Return the bytes that one position takes in some layers, keys and values."""
+        return sum(self.layers[layer].size for layer in layers) * self.dtype.itemsize
 
 
 def by_length(windows: Iterable[int | None]) -> list[int | None]:

@@ -1,7 +1,8 @@
 """The memory of a cache: tensors with one slot per position, for every layer.
 
-Each group of layers has a storage [layers, 2, slots, kv_heads, head_dim]; 2 = keys and values. A kernel that reads
-block tables gets a layer's whole storage and computes the slots itself.
+Each group of layers has a storage [layers, 2, slots, kv_heads, head_dim] for each shape of its keys; 2 = keys and
+values. A layer that reads another's keys has none. A kernel that reads block tables gets a layer's whole storage and
+computes the slots itself.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from speculant.cache.base import CacheShape, LayerGroup, Moves
+from speculant.cache.base import NO_MOVES, CacheShape, LayerGroup, Moves
 from speculant.errors import CapacityError
 from speculant.tree import ids
 
@@ -26,24 +27,23 @@ class TensorStorage:
         """
         every = LayerGroup(None, tuple(range(shape.num_layers)))
         groups, counts = ((every,), [num_slots]) if isinstance(num_slots, int) else (shape.groups, num_slots)
-        sizes = [
-            (len(group.layers), 2, count, shape.num_kv_heads, shape.head_dim)
-            for group, count in zip(groups, counts, strict=True)
-        ]
+        kinds = _alike(shape, groups)
+        sizes = [(len(layers), 2, counts[group], heads, dim) for (group, heads, dim), layers in kinds.items()]
         try:
             self._data = [torch.empty(size, dtype=shape.dtype, device=shape.device) for size in sizes]
         except RuntimeError as error:
-            needed = sum(count * shape.bytes_of(size[0]) for count, size in zip(counts, sizes, strict=True)) / 2**30
+            needed = sum(count * shape.bytes_of(of.layers) for count, of in zip(counts, groups, strict=True)) / 2**30
             raise CapacityError(
                 f"the KV cache needs {needed:.2f} GiB for {counts[0]} positions and the allocation failed ({error})",
                 fix,
             ) from error
-        layers = {
+        stored = {
             layer: (both[0], both[1])
-            for group, data in zip(groups, self._data, strict=True)
-            for layer, both in zip(group.layers, data, strict=True)
+            for layers, data in zip(kinds.values(), self._data, strict=True)
+            for layer, both in zip(layers, data, strict=True)
         }
-        self._layers = [layers[layer] for layer in range(shape.num_layers)]
+        self._groups = [group for group, _, _ in kinds]  # of the data
+        self._layers = [stored[layer if own.shares is None else own.shares] for layer, own in enumerate(shape.layers)]
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """See `KVStorage.write`."""
@@ -63,9 +63,22 @@ class TensorStorage:
 
     def move(self, moves: Moves) -> None:
         """See `KVStorage.move`; the gather makes a copy, so sources and targets may overlap."""
-        for data, own in zip(self._data, moves.by_group(), strict=False):
+        parts = moves.by_group()
+        for group, data in zip(self._groups, self._data, strict=True):
+            own = parts[group] if group < len(parts) else NO_MOVES
             if own.sources:
                 data.index_copy_(2, self._ids(own.targets), data.index_select(2, self._ids(own.sources)))
 
     def _ids(self, slots: Sequence[int]) -> Tensor:
         return ids(slots).to(self._data[0].device)
+
+
+def _alike(shape: CacheShape, groups: Sequence[LayerGroup]) -> dict[tuple[int, int, int], list[int]]:
+    """Return the layers that have a storage of their own by group, key heads and dimensions."""
+    found = dict[tuple[int, int, int], list[int]]()
+    for index, group in enumerate(groups):
+        for layer in group.layers:
+            heads, dim, shares = shape.layers[layer]
+            if shares is None:
+                found.setdefault((index, heads, dim), []).append(layer)
+    return found

@@ -173,7 +173,7 @@ class Need:
     def bytes_of(self, num_blocks: int) -> int:
         """Return the bytes of a cache whose first group of layers has `num_blocks`."""
         counts = zip(self.counts(num_blocks), self.shape.groups, strict=True)
-        return sum(count * self.block_size * self.shape.bytes_of(len(group.layers)) for count, group in counts)
+        return sum(count * self.block_size * self.shape.bytes_of(group.layers) for count, group in counts)
 
     def blocks_for(self, length: int) -> int:
         """Return the fewest blocks of the first group with which one sequence can grow to `length` positions."""
@@ -202,7 +202,7 @@ def most_blocks(needs: Sequence[Need], budget: int) -> int:
     def total(num_blocks: int) -> int:
         return sum(need.bytes_of(num_blocks) for need in needs)
 
-    most = budget // sum(each.block_size * each.shape.bytes_of(len(each.shape.groups[0].layers)) for each in needs)
+    most = budget // sum(each.block_size * each.shape.bytes_of(each.shape.groups[0].layers) for each in needs)
     return bisect.bisect_right(range(most + 1), budget, key=total) - 1
 
 

@@ -27,7 +27,7 @@ from speculant.kernels.base import Edits, SamplingSettings
 from speculant.kernels.memory import Scratch, aligned
 from speculant.kernels.reference_sampler import REFERENCE, own_scores
 
-VERSION = 18
+VERSION = 19
 MOST_DIM, MOST_GROUP = 512, 32  # of a head; query heads per key head, which bound the scratch memory of a thread
 INDEX_BYTES = 32  # a panel, in the index of a matrix in 12 bits
 _REINSTALL = "install the package again, and unset SPECULANT_LIBRARY if it is set."
@@ -90,6 +90,7 @@ class Flag(IntFlag):
     ALL_HEADS = 8  # ROTATE: norm all heads together
     GATHER = 16  # EXPERTS: read the rows of the pass
     RENORMALISE = 32  # ROUTE: weights sum up to 1
+    TOKENS = 64  # EMBED: look up the tokens of all rows, whatever inputs they have
 
 
 class Activation(IntEnum):

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from speculant.models.tensor_map import (
+    Columns,
     Expression,
     Plus,
     Rows,
@@ -60,6 +61,10 @@ def _put(made: Expression, part: Tensor, stored: Tensor) -> Tensor:
             around = _read(made.of, made.stored_shape(tuple(part.shape)), stored).clone()
             around[made.rows(len(part))] = part
             return _put(made.of, around, stored)
+        case Columns():
+            around = _read(made.of, made.stored_shape(tuple(part.shape)), stored).clone()
+            around[..., made.first : made.first + made.size] = part
+            return _put(made.of, around, stored)
         case Stacked():
             around = _read(made.of, made.stored_shape(tuple(part.shape)), stored).clone()
             around[made.index] = part
@@ -77,6 +82,9 @@ def _read(made: Expression, shape: Shape, stored: Tensor) -> Tensor:
             return stored
         case Rows() | Unpaired():
             return _read(made.of, made.stored_shape(shape), stored)[made.rows(shape[0])]
+        case Columns():
+            whole = _read(made.of, made.stored_shape(shape), stored)
+            return whole[..., made.first : made.first + made.size]
         case Stacked():
             return _read(made.of, made.stored_shape(shape), stored)[made.index]
         case Transposed():

@@ -3,6 +3,7 @@
     x = scale * embedding[token] (+ positions[p])
     each layer    x = x + scale * norm(attention(norm(x)))
                   x = x + scale * norm(mlp(norm(x)))
+                  x = number * (x + norm(a vector of the token and the layer))
     logits        softcap(scale * head(norm(x)))
 
 Each part is optional where its field has a default. Interpreters are the reference (models/reference/decoder.py, which
@@ -67,13 +68,14 @@ class Norm:
     """Normalisation of the last dimension, then multiplication by a scale per number.
 
     kind: "rms" divides by the root mean square; "layer" subtracts the mean first. bias: one is added at the end.
-    offset: a number that is added to the stored scales.
+    offset: a number that is added to the stored scales. scaled: whether there are scales; all are 1 otherwise.
     """
 
     eps: float
     kind: str = "rms"
     bias: bool = False
     offset: float = 0.0
+    scaled: bool = True
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,8 @@ class Attention:
     rope: None = no rotation. window: the positions that a row sees, its own included; None = all. qk_norm: of
     queries and keys, before the rotation: of each head alone, or with `norm_all_heads` of all heads together. bias: of
     queries, keys and values. scale: of the scores; None = head_dim ** -0.5. softcap: c limits scores s to
-    c * tanh(s / c). sinks: a learned score per head takes part in the softmax and has no value.
+    c * tanh(s / c). sinks: a learned score per head takes part in the softmax and has no value. value_norm: of each
+    head's values. shares: the earlier layer whose keys and values it reads; None = it has its own.
     """
 
     heads: int
@@ -98,6 +101,8 @@ class Attention:
     scale: float | None = None
     softcap: float | None = None
     sinks: bool = False
+    value_norm: Norm | None = None
+    shares: int | None = None
 
     def __post_init__(self) -> None:
         if self.heads % self.kv_heads:
@@ -152,14 +157,24 @@ class Attention:
         return self.heads // self.kv_heads
 
     @property
+    def own_kv_heads(self) -> int:
+        """The key heads that it computes: none if it reads another layer's."""
+        return 0 if self.shares is not None else self.kv_heads
+
+    @property
     def query_size(self) -> int:
         """The width of all queries, and of the attention's result."""
         return self.heads * self.head_dim
 
     @property
     def key_size(self) -> int:
-        """The width of all keys, and of all values."""
-        return self.kv_heads * self.head_dim
+        """The width of all keys that it computes, and of all values."""
+        return self.own_kv_heads * self.head_dim
+
+    @property
+    def fused_size(self) -> int:
+        """The width of queries, keys and values together, as far as it computes them."""
+        return self.query_size + 2 * self.key_size
 
 
 @dataclass(frozen=True)
@@ -173,6 +188,26 @@ class Mlp:
     bias: bool = False
     gated: bool = True
     activation: str = "silu"
+
+
+@dataclass(frozen=True)
+class TokenInputs:
+    """A vector of `size` numbers for each token, which differs from layer to layer.
+
+        input = factor * (norm(projection_factor * projection(e)) + table_factor * table[token])
+        x     = x + norm(out(activation(gate(x)) * input))
+
+    e: the row's input embedding, without learned positions. rows: of the table. A row that brings an input embedding
+    of its own has the vector of token 0.
+    """
+
+    size: int
+    rows: int
+    norm: Norm
+    activation: str = "silu"
+    table_factor: float = 1.0
+    projection_factor: float = 1.0
+    factor: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -214,7 +249,8 @@ class Layer:
     """Attention, then the feed-forward block, each added to the residual stream.
 
     before_*: the norm of what a block reads; None = it reads the residual stream. after_*: the norm of its result.
-    parallel: both read the same residual stream. residual_scale: the factor of what is added.
+    parallel: both read the same residual stream. residual_scale: the factor of what is added. token_inputs: what is
+    added after both. scaled: a stored number multiplies the residual stream at the end.
     """
 
     attention: Attention
@@ -225,6 +261,8 @@ class Layer:
     after_mlp: Norm | None = None
     parallel: bool = False
     residual_scale: float = 1.0
+    token_inputs: TokenInputs | None = None
+    scaled: bool = False
 
 
 @dataclass(frozen=True)
@@ -255,7 +293,7 @@ class Head:
 class DecoderConfig:
     """All that determines a decoder's arithmetic, and the names of its tensors in the files.
 
-    All layers have the same numbers of heads and dimensions. norm: the one before the head.
+    norm: the one before the head.
     """
 
     embedding: Embedding
@@ -266,18 +304,38 @@ class DecoderConfig:
     tensors: TensorMap = SAME_NAMES
 
     def __post_init__(self) -> None:
-        if len({(of.heads, of.kv_heads, of.head_dim) for of in {layer.attention for layer in self.layers}}) != 1:
-            raise ModelError(
-                "config.json describes layers with different heads, which is not implemented",
-                "use a checkpoint of one of the supported families.",
-            )
+        for index, layer in enumerate(self.layers):
+            self._check_layer(index, layer)
         self._check_sizes()
         restart_of(self.ropes)  # checks them
 
+    def _check_layer(self, index: int, layer: Layer) -> None:
+        """Check what a layer takes from other parts."""
+        own, inputs = layer.attention, layer.token_inputs
+        if own.shares is not None:
+            of = self.layers[own.shares].attention if own.shares < index else None
+            facts = of and (of.shares, of.kv_heads, of.head_dim, of.window)
+            if facts != (None, own.kv_heads, own.head_dim, own.window):
+                raise ModelError(
+                    f"config.json describes layer {index} with the keys of layer {own.shares}, which has other ones",
+                    "check layer_types, the windows and the numbers of heads in config.json.",
+                )
+        if inputs and inputs.rows < self.vocab_size:
+            raise ModelError(
+                f"config.json has a table of {inputs.rows} tokens for each layer, and the model has {self.vocab_size}",
+                "use a checkpoint whose table has all tokens.",
+            )
+
     def _check_sizes(self) -> None:
         """Refuse matrices whose sizes could overflow, before their files are opened."""
-        inner = max(layer.mlp.size for layer in self.layers)
-        largest = max(self.attention.query_size + 2 * self.attention.key_size, inner, self.vocab_size)
+        inner = max(max(layer.mlp.size, layer.attention.fused_size) for layer in self.layers)
+        tables = sum(layer.token_inputs.size for layer in self.layers if layer.token_inputs)
+        largest = max(inner, self.vocab_size)
+        if tables * self.vocab_size > MOST_WEIGHTS:
+            raise ModelError(
+                f"config.json describes a table of {tables * self.vocab_size} weights, more than {MOST_WEIGHTS}",
+                "check the size of the inputs of layers in config.json.",
+            )
         if largest * self.hidden_size > MOST_WEIGHTS:
             raise ModelError(
                 f"config.json describes a matrix of {largest * self.hidden_size} weights, more than {MOST_WEIGHTS}",
@@ -301,7 +359,7 @@ class DecoderConfig:
 
     @property
     def attention(self) -> Attention:
-        """The first layer's; all others have the same numbers of heads and dimensions."""
+        """The first layer's; others may differ."""
         return self.layers[0].attention
 
     @property

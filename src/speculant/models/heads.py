@@ -27,6 +27,7 @@ from speculant.models.base import Batch, CausalLM, Chain, Hidden, ModelNeeds
 from speculant.models.description import DecoderConfig, Layer
 from speculant.models.reference.attention import Attend, StoredKeys
 from speculant.models.reference.decoder import DecoderLayer, NormLayer, angles_of, rotaries, spread
+from speculant.models.sizes import cache_shape
 from speculant.models.weights.source import WeightSource, read_plain
 
 logger = logging.getLogger(__name__)
@@ -219,6 +220,4 @@ class HeadDecoder(nn.Module):
 
 def head_cache_shape(config: HeadConfig, target: CausalLM) -> CacheShape:
     """Return the shape of one position of a head's cache: of the target's type, on its device."""
-    layers, of = config.decoder.num_layers, config.decoder.attention
-    shape = target.cache_shape
-    return CacheShape(layers, of.kv_heads, of.head_dim, shape.dtype, shape.device, config.decoder.windows)
+    return cache_shape(config.decoder, target.cache_shape.dtype, target.cache_shape.device)

@@ -8,14 +8,21 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from typing import TYPE_CHECKING
 
-from speculant.models.description import Attention, DecoderConfig, Experts, Layer, Mlp, Norm
+from speculant.cache.base import CacheShape, LayerShape
+from speculant.models.description import Attention, DecoderConfig, Experts, Layer, Mlp, Norm, TokenInputs
+
+if TYPE_CHECKING:
+    import torch
 
 TABLE, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 POSITIONS = "model.embed_positions.weight"
 LAYER = "model.layers.{}."  # begins the names of a layer's tensors
 BEFORE_ATTENTION, BEFORE_MLP = "input_layernorm", "post_attention_layernorm"  # norms of a layer
 AFTER_ATTENTION, AFTER_MLP = "attention_output_norm", "mlp_output_norm"
+TOKEN_INPUTS, SCALE = "token_inputs.", "scale"  # of a layer; the names of the former begin so
+TOKEN_TABLE = "embed_tokens.weight"  # of the inputs
 EXPERT = "mlp.experts."  # is in the names of the experts' tensors
 
 Shapes = dict[str, tuple[int, ...]]
@@ -29,6 +36,9 @@ def tensor_shapes(config: DecoderConfig) -> Shapes:
         found[POSITIONS] = (config.embedding.positions, hidden)
     for index, layer in enumerate(config.layers):
         found |= {LAYER.format(index) + name: shape for name, shape in _layer(layer, hidden).items()}
+        if layer.token_inputs:
+            table = (layer.token_inputs.rows, layer.token_inputs.size)
+            found[LAYER.format(index) + TOKEN_INPUTS + TOKEN_TABLE] = table
     found |= _norm(NORM.removesuffix(".weight"), config.norm, hidden)
     if not config.head.tied:
         found[HEAD] = (len(config.head.tokens) or config.vocab_size, hidden)
@@ -81,15 +91,25 @@ def values_kept(config: DecoderConfig, length: int) -> int:
 
 def activations(config: DecoderConfig) -> dict[str, int]:
     """Return the width of each array that a pass fills for a row; see models/native/program.py."""
-    of = config.attention
+    kinds, hidden = set(config.layers), config.hidden_size
+    inputs = max((layer.token_inputs.size for layer in kinds if layer.token_inputs), default=0)
     return {
-        "x": config.hidden_size,
-        "y": config.hidden_size,
-        "qkv": of.query_size + 2 * of.key_size,
-        "heads": of.query_size,
-        "gated": max(inner_width(layer.mlp) for layer in config.layers),
+        "x": hidden,
+        "y": hidden,
+        "qkv": max(layer.attention.fused_size for layer in kinds),
+        "heads": max(layer.attention.query_size for layer in kinds),
+        "gated": max(inner_width(layer.mlp) for layer in kinds),
         **_routed_widths(config),
+        **({"embedded": hidden, "inputs": inputs, "projected": inputs} if inputs else {}),
     }
+
+
+def cache_shape(config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> CacheShape:
+    """Return the shape of one position of a decoder's cache."""
+    own = tuple(LayerShape(of.kv_heads, of.head_dim, of.shares) for of in (each.attention for each in config.layers))
+    first = own[0]
+    differing = () if len(set(own)) == 1 else own
+    return CacheShape(len(own), first.num_kv_heads, first.head_dim, dtype, device, config.windows, differing)
 
 
 def inner_width(of: Mlp | Experts) -> int:
@@ -123,16 +143,32 @@ def _layer(layer: Layer, hidden: int) -> Shapes:
     found = _attention(layer.attention, hidden) | _mlp(layer.mlp, hidden)
     for name, norm in layer_norms(layer).items():
         found |= _norm(name, norm, hidden)
+    if layer.token_inputs:
+        found |= {TOKEN_INPUTS + name: shape for name, shape in _token_inputs(layer.token_inputs, hidden).items()}
+    if layer.scaled:
+        found[SCALE] = (1,)
     return found
 
 
 def _norm(name: str, norm: Norm, width: int) -> Shapes:
-    return {f"{name}.{kind}": (width,) for kind in ("weight", *(["bias"] if norm.bias else []))}
+    kinds = (*(["weight"] if norm.scaled else []), *(["bias"] if norm.bias else []))
+    return {f"{name}.{kind}": (width,) for kind in kinds}
+
+
+def _token_inputs(of: TokenInputs, hidden: int) -> Shapes:
+    """Return the tensors of a layer's inputs, except for its table."""
+    matrices: Shapes = {
+        "projection.weight": (of.size, hidden),
+        "gate_proj.weight": (of.size, hidden),
+        "out_proj.weight": (hidden, of.size),
+    }
+    return matrices | _norm("norm", of.norm, of.size) | _norm("output_norm", of.norm, hidden)
 
 
 def _attention(of: Attention, hidden: int) -> Shapes:
     found: Shapes = {"self_attn.o_proj.weight": (hidden, of.query_size)}
-    for name, size in (("q", of.query_size), ("k", of.key_size), ("v", of.key_size)):
+    own = [("q", of.query_size), ("k", of.key_size), ("v", of.key_size)][: 3 if of.own_kv_heads else 1]
+    for name, size in own:
         found[f"self_attn.{name}_proj.weight"] = (size, hidden)
         if of.bias:
             found[f"self_attn.{name}_proj.bias"] = (size,)
@@ -141,8 +177,10 @@ def _attention(of: Attention, hidden: int) -> Shapes:
     if of.sinks:
         found["self_attn.sinks"] = (of.heads,)
     if of.qk_norm:
-        for name, size in zip("qk", of.normed_sizes, strict=True):
+        for name, size in zip("qk"[: 2 if of.own_kv_heads else 1], of.normed_sizes, strict=False):
             found |= _norm(f"self_attn.{name}_norm", of.qk_norm, size)
+    if of.value_norm and of.own_kv_heads:
+        found |= _norm("self_attn.v_norm", of.value_norm, of.head_dim)
     return found
 
 

@@ -83,6 +83,20 @@ class Plus:
 
 
 @dataclass(frozen=True)
+class Columns:
+    """Columns of a stored matrix of `width` columns: `size` of them, from `first` on."""
+
+    of: Expression
+    first: int
+    size: int
+    width: int
+
+    def stored_shape(self, shape: Shape) -> Shape:
+        """Return the shape of what it is made from, from its own."""
+        return (*shape[:-1], self.width)
+
+
+@dataclass(frozen=True)
 class Stacked:
     """One of the `count` tensors that a stored tensor consists of, one for each index of its first dimension.
 
@@ -99,7 +113,7 @@ class Stacked:
 
 
 # How a model's tensor is made: the name of a stored tensor, which is taken as it is, or an operation.
-Operation = Unpaired | Rows | Transposed | Plus | Stacked
+Operation = Unpaired | Rows | Columns | Transposed | Plus | Stacked
 Expression = str | Operation
 
 
@@ -131,10 +145,12 @@ class TensorMap:
     """Where the files hold a model's tensors.
 
     names: pairs of a tensor of the model (see `models/sizes.py`) and the expression for it, for those that are not
-    stored under the model's own names; {} stands for a number, such as that of a layer.
+    stored under the model's own names; {} stands for a number, such as that of a layer. An entry for one layer goes
+    before one for all. unused: stored tensors that may be in the files and that the model does not have.
     """
 
     names: tuple[tuple[str, Expression], ...] = ()
+    unused: frozenset[str] = frozenset()
 
     @cached_property
     def _made(self) -> dict[str, Expression]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from speculant.cache.base import CacheShape, Moves
+from speculant.cache.base import CacheShape, LayerShape, Moves
 from speculant.cache.factory import paged_cache
 from speculant.cache.storage import TensorStorage
 from speculant.errors import CapacityError
@@ -50,6 +50,36 @@ def test_moves_read_all_sources_first(sources: list[int], targets: list[int], af
     storage = storage_of([5, 6, 7, 8, 9])
     storage.move(Moves(sources, targets))
     assert_stored(storage, slice(0, 5), after)
+
+
+MIXED = CacheShape(
+    5, 2, 3, torch.float64, torch.device("cpu"), (6, None, 6, None, None),
+    (LayerShape(2, 3), LayerShape(1, 5), LayerShape(2, 3, 0), LayerShape(1, 5, 1), LayerShape(4, 5)),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("counts", [7, [7, 6]], ids=["one group", "groups"])
+def test_layers_have_their_own_heads_or_read_an_earlier_one(counts: int | list[int]) -> None:
+    storage = TensorStorage(MIXED, counts, "lower the test's size.")
+    own = {0: (2, 3), 1: (1, 5), 4: (4, 5)}
+    numbers = {layer: torch.randn(2, 6, *size, dtype=torch.float64) for layer, size in own.items()}
+    for layer, (keys, values) in numbers.items():
+        storage.write(layer, torch.arange(6), keys, values)
+    moves = [[0, 1, 2], [3, 4, 5]], [[0, 4], [4, 0]]
+    storage.move(Moves(*moves[0]) if isinstance(counts, int) else Moves(*moves[0], (Moves(*moves[1]),)))
+    for layer, read in enumerate([0, 1, 0, 1, 4]):
+        sources, targets = moves[1 if read == 0 and not isinstance(counts, int) else 0]
+        expected = numbers[read].clone()
+        expected[:, targets] = numbers[read][:, sources]
+        assert torch.equal(torch.stack(storage.read(layer, slice(0, 6))), expected)
+        assert storage.layer(layer)[0].data_ptr() == storage.layer(read)[0].data_ptr()
+
+
+def test_layers_that_read_an_earlier_one_take_no_memory() -> None:
+    assert MIXED.bytes_per_token == 8 * 2 * (2 * 3 + 5 + 4 * 5)
+    assert [MIXED.bytes_of(group.layers) for group in MIXED.groups] == [8 * 2 * 25, 8 * 2 * 6]
+    with pytest.raises(ValueError, match="2 windows or shapes for 1 layers"):
+        CacheShape(1, 2, 3, torch.float64, torch.device("cpu"), own=(LayerShape(2, 3),) * 2)
 
 
 def test_paged_memory_that_does_not_fit_names_a_fix() -> None:

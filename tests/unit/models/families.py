@@ -49,6 +49,10 @@ SLIDING = {"use_sliding_window": True, "sliding_window": 6}
 
 FULL, SLIDES = "full_attention", "sliding_attention"
 GEMMA = {"head_dim": 8, "query_pre_attn_scalar": 12}
+GEMMA4 = {
+    "head_dim": 8, "global_head_dim": 16, "sliding_window": 6, "num_hidden_layers": 4, "pad_token_id": 0,
+    "hidden_size_per_layer_input": 12, "vocab_size_per_layer_input": 300,
+}  # fmt: skip
 SCALED = {"rope_theta": 1000.0, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
 PADDED = {"pad_token_id": 0}  # theirs are beyond the small vocabulary
 MULTIPLIED = {
@@ -119,6 +123,27 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
             "layer_types": [FULL, SLIDES, FULL],
         },
         "capped": {**GEMMA, "sliding_window": 7, "final_logit_softcapping": 5.0, "attention_bias": True},
+    },
+    "gemma4_text": {
+        "plain": {**GEMMA4, "layer_types": [SLIDES, FULL, SLIDES, FULL], "tie_word_embeddings": False},
+        "shared": {
+            **GEMMA4,
+            "hidden_size_per_layer_input": 8,
+            "num_hidden_layers": 7,
+            "layer_types": [SLIDES, SLIDES, FULL] * 2 + [FULL],
+            "num_kv_shared_layers": 4,
+            "use_double_wide_mlp": True,
+            "final_logit_softcapping": 5.0,
+        },
+        "dense": {
+            **GEMMA4,
+            "hidden_size_per_layer_input": 0,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+            "use_bidirectional_attention": "vision",
+        },
     },
     "phi3": {
         "plain": {**PADDED, "sliding_window": None},
@@ -329,6 +354,9 @@ def spread_weights(model: torch.nn.Module) -> None:
         noise = torch.randn(parameter.shape, generator=generator) * 0.3
         is_scale = parameter.ndim == 1 and name.endswith("weight")  # of a norm
         parameter.copy_(1 + noise if is_scale else noise)
+    for name, buffer in model.named_buffers():
+        if name.endswith("layer_scalar"):
+            buffer.copy_(1 + 0.3 * torch.randn(buffer.shape, generator=generator))
 
 
 def random_tokens(count: int, seed: int = 0) -> list[int]:

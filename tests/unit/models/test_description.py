@@ -9,11 +9,13 @@ import pytest
 import torch
 
 from speculant.errors import ModelError
-from speculant.models.description import Clamped, Experts
+from speculant.models.description import Clamped, Experts, TokenInputs
+from speculant.models.families import gemma4_text
 from speculant.models.reference.decoder import Decoder
 from speculant.models.sizes import matrix_weights, parameters, relative_reads, tensor_shapes, values_per_position
 from speculant.models.tensor_map import Rows, Stacked, TensorMap, Transposed, stored_shape
 from tests.descriptions import describe
+from tests.unit.models.families import SMALL, VARIANTS
 
 DESCRIPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -24,18 +26,21 @@ DESCRIPTIONS: dict[str, dict[str, Any]] = {
     "tied": {"tie_embeddings": True},
     "short": {"head_tokens": (3, 5, 90)},
 }
+CONFIGS = {name: describe(**own) for name, own in DESCRIPTIONS.items()} | {
+    name: gemma4_text.read_config({**SMALL, **own}) for name, own in VARIANTS["gemma4_text"].items()
+}
 
 
-@pytest.mark.parametrize("name", DESCRIPTIONS)
+@pytest.mark.parametrize("name", CONFIGS)
 def test_the_cost_model_has_the_reference_s_tensors(name: str) -> None:
-    config = describe(**DESCRIPTIONS[name])
+    config = CONFIGS[name]
     with torch.device("meta"):
         model = Decoder(config)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     assert tensor_shapes(config) == shapes
     assert parameters(config) == sum(parameter.numel() for parameter in model.parameters())
     shape = model.cache_shape
-    assert values_per_position(config) == 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim
+    assert values_per_position(config) * shape.dtype.itemsize == shape.bytes_per_token
 
 
 def test_matrix_weights_are_those_of_the_matrices() -> None:
@@ -82,10 +87,26 @@ def test_a_row_cannot_use_more_experts_than_there_are() -> None:
         Experts(3, 4, 40)
 
 
-def test_layers_of_different_heads_are_refused() -> None:
-    config = describe()
+def test_a_layer_reads_the_keys_of_an_earlier_one_of_the_same_shape() -> None:
+    config = describe(windows=(6, 6))
     first, second = config.layers
-    for change in ({"heads": 2}, {"kv_heads": 1}, {"head_dim": 10}):
-        other = replace(second, attention=replace(second.attention, **change))
-        with pytest.raises(ModelError, match="layers with different heads"):
+    for change in ({"kv_heads": 1}, {"head_dim": 10}, {"window": 5}, {"shares": 1}, {"shares": 2}):
+        other = replace(second, attention=replace(second.attention, **{"shares": 0, **change}))
+        with pytest.raises(ModelError, match=f"layer 1 with the keys of layer {change.get('shares', 0)}"):
             replace(config, layers=(first, other))
+    other = replace(second, attention=replace(second.attention, shares=0))
+    assert values_per_position(replace(config, layers=(first, other))) == 2 * first.attention.key_size
+    with pytest.raises(ModelError, match="layer 2 with the keys of layer 1"):
+        replace(config, layers=(first, other, replace(other, attention=replace(other.attention, shares=1))))
+
+
+def test_inputs_by_token_need_a_row_for_each_token() -> None:
+    config = describe()
+    for rows in (96, 200):
+        wide = replace(config.layers[0], token_inputs=TokenInputs(7, rows, config.norm))
+        found = replace(config, layers=(wide, config.layers[1]))
+        matrices = 2 * 7 * 32 + 32 * 7
+        assert matrix_weights(found) - matrix_weights(config) == matrices, "a pass reads a row of the table alone"
+        assert parameters(found) - parameters(config) == matrices + 7 * rows + 7 + 32
+    with pytest.raises(ModelError, match="a table of 95 tokens for each layer, and the model has 96"):
+        replace(config, layers=(replace(config.layers[0], token_inputs=TokenInputs(7, 95, config.norm)),))

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from speculant.errors import ModelError
-from speculant.models.tensor_map import Plus, Rows, TensorMap, Transposed, Unpaired, map_modules, stored_shape
+from speculant.models.tensor_map import Columns, Plus, Rows, TensorMap, Transposed, Unpaired, map_modules, stored_shape
 from speculant.models.weights.load import load_model
 from speculant.models.weights.source import Mapped, kind_of, read_plain
 from tests.unit.models.families import Session, make_pair, random_tokens
@@ -106,6 +106,8 @@ MADE = {
     "rows of each period": (Rows("stored", 1, 2, 6), TWELVE[[1, 2, 7, 8]]),
     "transposed": (Transposed("stored"), TWELVE.T),
     "rows of columns": (Rows(Transposed("stored"), 1, 1, 2), TWELVE.T[1:]),
+    "columns": (Columns("stored", 1, 1, 2), TWELVE[:, 1:]),
+    "columns of rows": (Rows(Columns("stored", 0, 1, 2), 3, 2, 6), TWELVE[[3, 4, 9, 10], :1]),
     "sum": (Plus("stored", -1.0), TWELVE - 1),
     "unpaired": (Unpaired("stored", 2), TWELVE[[0, 2, 4, 1, 3, 5, 6, 8, 10, 7, 9, 11]]),
 }

@@ -32,7 +32,8 @@ def hidden_states(model: Decoder, tokens: Tensor) -> Tensor:
 def states_of_layers(model: Decoder, tokens: Tensor, layers: Sequence[int]) -> list[Tensor]:
     """Return the states [B, n, hidden] of such sequences, for layers as `DrafterNeeds.hidden_layers` counts them."""
     found, embedded = dict[int, Tensor](), model.look_up(tokens)
-    for index, x in enumerate(model.states(embedded, torch.arange(tokens.shape[1]), attend_causally)):
+    positions = torch.arange(tokens.shape[1])
+    for index, x in enumerate(model.states(embedded, positions, attend_causally, tokens=tokens)):
         if index in layers:
             found[index] = x
     found[model.num_layers + 1] = model.model.norm(x)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from speculant.cache.base import CacheShape, KVCache, KVStorage
+from speculant.cache.base import KVCache, KVStorage
 from speculant.kernels.base import Edits
 from speculant.kernels.memory import Arena, Scratch
 from speculant.kernels.native import (
@@ -51,7 +51,7 @@ from speculant.models.native.ops import embedding, linear
 from speculant.models.native.program import Buffers, NativeLinears, PackedDecoder, Program
 from speculant.models.native.scratch import scratch_bytes
 from speculant.models.reference.decoder import spread
-from speculant.models.sizes import relative_reads, tensor_shapes
+from speculant.models.sizes import cache_shape, relative_reads, tensor_shapes
 from speculant.models.weights.cache import WeightStore
 from speculant.models.weights.reader import WeightReader, WeightTypes
 from speculant.models.weights.source import WeightSource
@@ -248,8 +248,8 @@ class NativeDecoder:
 
     def _begin(self, packed: PackedDecoder, dtype: torch.dtype, kernels: Kernels) -> None:
         """Make the model of packed weights."""
-        config, of, cpu = packed.config, packed.config.attention, torch.device("cpu")
-        self.cache_shape = CacheShape(config.num_layers, of.kv_heads, of.head_dim, dtype, cpu, config.windows)
+        config = packed.config
+        self.cache_shape = cache_shape(config, dtype, torch.device("cpu"))
         self._num_groups = len(self.cache_shape.groups)
         self.vocab_size, self.max_positions = config.vocab_size, config.max_positions
         self.num_layers, self.hidden_size = config.num_layers, config.hidden_size
@@ -338,14 +338,15 @@ class NativeDecoder:
         """Return the arguments of the program for a batch."""
         segments, parents, end = _segments(batch)
         on = self._pass(storage, batch.block_size, batch.tokens.shape[0], end)
-        on.tokens, on.positions = batch.tokens.data_ptr(), batch.positions.data_ptr()
+        tokens = batch.tokens if batch.embeddings is None else batch.tokens.index_fill(0, batch.embedded_rows, 0)
+        on.tokens, on.positions = tokens.data_ptr(), batch.positions.data_ptr()
         slots = self._slots(batch)
         on.slots = slots.data_ptr()
         on.num_segments, on.segments, on.parents = len(batch.segments), address(segments), address(parents)
         inputs, angles = self._inputs(batch), self._angles.rows(batch.positions, batch.long_rows(self.needs))
         on.inputs = address(inputs[0]) if inputs else None
         on.angles = None if angles is None else angles.data_ptr()
-        return Layout(on, (batch, slots, segments, parents, inputs, angles))
+        return Layout(on, (batch, tokens, slots, segments, parents, inputs, angles))
 
     def _slots(self, batch: Batch) -> Tensor:
         """Return the slots [groups, T] of a batch. A cache with one group serves all layers alike."""

@@ -15,8 +15,9 @@ from speculant.models.base import Batch, Chain, Hidden
 from speculant.models.description import DecoderConfig
 from speculant.models.heads import HeadConfig, StateEntry, head_cache_shape
 from speculant.models.native.decoder import NativeDecoder
+from speculant.models.native.norms import PackedNorm, normalising
 from speculant.models.native.ops import copying, embedding, linear, linears
-from speculant.models.native.program import Buffers, PackedDecoder, PackedLayer, PackedNorm, Program, normalising
+from speculant.models.native.program import Buffers, PackedDecoder, PackedLayer, Program
 from speculant.models.weights.reader import WeightReader, WeightTypes
 from speculant.models.weights.source import QuantizedBlocks, WeightSource, read_plain
 

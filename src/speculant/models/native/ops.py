@@ -9,19 +9,22 @@ from torch import Tensor
 from speculant.kernels.native import Activation, Code, Flag, Op, Type, Weight
 
 
-def embedding(table: Weight, out: Tensor, factor: float = 1.0, learned: Tensor | None = None) -> Op:
+def embedding(
+    table: Weight, out: Tensor, factor: float = 1.0, learned: Tensor | None = None, flags: Flag = Flag.NONE
+) -> Op:
     """Return the operation that looks tokens up in a table packed from [vocabulary, hidden].
 
-    learned: rows [positions, hidden] that are added by position.
+    learned: rows [positions, hidden] that are added by position. With the flag TOKENS, rows with input embeddings of
+    their own have tokens too.
     """
     return make_op(
-        Code.EMBED, table.type, n=table.k, k=table.n, weight=table, out=out, factor=factor, learned=learned
+        Code.EMBED, table.type, n=table.k, k=table.n, weight=table, out=out, factor=factor, learned=learned, flags=flags
     )  # fmt: skip
 
 
-def copying(source: Tensor, out: Tensor) -> Op:
-    """Return the operation out = source, of the same width."""
-    return make_op(Code.COPY, n=source.shape[1], source=source, out=out)
+def copying(source: Tensor, out: Tensor, factor: float = 1.0) -> Op:
+    """Return the operation out = factor * source, of the same width."""
+    return make_op(Code.COPY, n=source.shape[1], source=source, out=out, factor=factor)
 
 
 def gating(source: Tensor, out: Tensor, n: int, activation: Activation) -> Op:

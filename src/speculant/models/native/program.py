@@ -7,7 +7,8 @@ heads  the output of attention                           [T, heads head_dim]
 gated  activation(gate) * up, or activation(up)          [T, intermediate]
 gates  gate, where up has another type                   [T, intermediate]
 
-Layers with experts have `gated` and `gates` for each expert of a row, and two more arrays: see native/experts.py.
+Layers with experts have `gated` and `gates` for each expert of a row, and two more arrays: see native/experts.py. Those
+with inputs by token have three more: see native/inputs.py.
 """
 
 from __future__ import annotations
@@ -15,15 +16,17 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from speculant.cache.base import by_length
+from speculant.errors import ModelError
 from speculant.kernels.native import TYPES, Activation, Code, Flag, Kernels, Op, Pass, Type, Weight
-from speculant.models.description import Attention, DecoderConfig, Experts, Layer, Mlp, Norm
+from speculant.models.description import Attention, DecoderConfig, Experts, Layer, Mlp
 from speculant.models.native.experts import PackedExperts
+from speculant.models.native.inputs import PackedInputs, adding_inputs
+from speculant.models.native.norms import PackedNorm, normalising
 from speculant.models.native.ops import copying, embedding, gating, linear, linears, make_op
 from speculant.models.sizes import (
     AFTER_ATTENTION,
@@ -34,7 +37,9 @@ from speculant.models.sizes import (
     LAYER,
     NORM,
     POSITIONS,
+    SCALE,
     TABLE,
+    TOKEN_INPUTS,
     activations,
 )
 from speculant.models.weights.reader import WeightReader
@@ -42,29 +47,8 @@ from speculant.types import LayerStates
 
 FLOAT_BYTES = 4
 FEWEST_LINEAR_ROWS = 8  # that `NativeLinears` has room for at first
+INPUT_BUFFERS = ("embedded", "inputs", "projected")  # of layers with inputs by token
 TAPPED_ROWS = 32  # that one allocation has room for, or those of a pass if they are more
-
-
-class PackedNorm(NamedTuple):
-    """The vectors of a norm, in float32. `scale` has the description's offset added."""
-
-    of: Norm
-    scale: Tensor
-    bias: Tensor | None
-
-    @classmethod
-    def read(cls, of: Norm | None, weights: WeightReader, name: str) -> PackedNorm | None:
-        """Read a norm's vectors, which are called name.weight and name.bias; None = the model does not have it."""
-        if of is None:
-            return None
-        scale = weights.vector(f"{name}.weight")
-        bias = weights.vector(f"{name}.bias") if of.bias else None
-        return cls(of, scale + of.offset if of.offset else scale, bias)
-
-    @property
-    def flag(self) -> Flag:
-        """The kind of norm."""
-        return Flag.CENTRED if self.of.kind == "layer" else Flag.NONE
 
 
 @dataclass(frozen=True)
@@ -112,7 +96,8 @@ class PackedMlp:
 class PackedLayer:
     """The weights of one layer that `of` describes. Vectors are float32; None = it does not have this one.
 
-    qkv: the matrices of queries, keys and values in this order; neighbours of the same type are one matrix.
+    qkv: the matrices of queries, keys and values in this order, or that of queries alone; neighbours of the same type
+    are one matrix. scale: the factor of the residual stream at the end.
     """
 
     of: Layer
@@ -128,18 +113,23 @@ class PackedLayer:
     before_mlp: PackedNorm | None
     mlp: PackedMlp | PackedExperts
     after_mlp: PackedNorm | None
+    value_norm: PackedNorm | None = None
+    inputs: PackedInputs | None = None
+    scale: float = 1.0
 
     @classmethod
     def read(cls, of: Layer, layer: WeightReader) -> PackedLayer:
         """Read and pack a layer's weights."""
         own, attention, mlp = of.attention, layer.inside("self_attn."), layer.inside("mlp.")
+        projections = ("q_proj", "k_proj", "v_proj") if own.own_kv_heads else ("q_proj",)
+        key_norm, value_norm = (own.qk_norm, own.value_norm) if own.own_kv_heads else (None, None)
         return cls(
             of=of,
             before_attention=PackedNorm.read(of.before_attention, layer, BEFORE_ATTENTION),
-            qkv=attention.matrices("q_proj.weight", "k_proj.weight", "v_proj.weight"),
-            qkv_bias=attention.vector("q_proj.bias", "k_proj.bias", "v_proj.bias") if own.bias else None,
+            qkv=attention.matrices(*(f"{name}.weight" for name in projections)),
+            qkv_bias=attention.vector(*(f"{name}.bias" for name in projections)) if own.bias else None,
             query_norm=PackedNorm.read(own.qk_norm, attention, "q_norm"),
-            key_norm=PackedNorm.read(own.qk_norm, attention, "k_norm"),
+            key_norm=PackedNorm.read(key_norm, attention, "k_norm"),
             sinks=attention.vector("sinks") if own.sinks else None,
             out=attention.matrix("o_proj.weight"),
             out_bias=attention.vector("o_proj.bias") if own.output_bias else None,
@@ -147,12 +137,24 @@ class PackedLayer:
             before_mlp=PackedNorm.read(of.before_mlp, layer, BEFORE_MLP),
             mlp=PackedExperts.read(of.mlp, mlp) if isinstance(of.mlp, Experts) else PackedMlp.read(of.mlp, mlp),
             after_mlp=PackedNorm.read(of.after_mlp, layer, AFTER_MLP),
+            value_norm=PackedNorm.read(value_norm, attention, "v_norm", own.head_dim),
+            inputs=PackedInputs.read(of.token_inputs, layer.inside(TOKEN_INPUTS)),
+            scale=_read_scale(layer) if of.scaled else 1.0,
         )
 
     @property
     def bytes_per_pass(self) -> int:
         """How many bytes of weights a pass of one row reads."""
-        return sum(weight.memory.numel() for weight in (*self.qkv, self.out)) + self.mlp.bytes_per_pass
+        inputs = self.inputs.matrices if self.inputs else ()
+        return sum(weight.memory.numel() for weight in (*self.qkv, self.out, *inputs)) + self.mlp.bytes_per_pass
+
+
+def _read_scale(layer: WeightReader) -> float:
+    """Read the factor of the residual stream. Raises ModelError for 0, which would delete it."""
+    scale = float(layer.vector(SCALE))
+    if scale == 0:
+        raise ModelError("a layer multiplies the residual stream by 0", "download the checkpoint again.")
+    return scale
 
 
 @dataclass(frozen=True)
@@ -196,13 +198,17 @@ class PackedDecoder:
 class Buffers:
     """The activations of a pass of up to `room` rows.
 
-    gates: None = no layer computes its gate alone. scores, results: None = no layer has experts.
+    gates: None = no layer computes its gate alone. scores, results: None = no layer has experts. embedded, inputs,
+    projected: None = no layer has inputs by token.
     """
 
     def __init__(self, weights: PackedDecoder, room: int) -> None:
         self.room = room
         made = {name: torch.empty(room, width) for name, width in weights.activations.items()}
         self.gates, self.scores, self.results = (made.pop(name, None) for name in ("gates", "scores", "results"))
+        self.embedded, self.inputs, self.projected = (
+            made.pop(name, None) for name in ("embedded", "inputs", "projected")
+        )
         self.x, self.y, self.qkv, self.heads, self.gated = made.values()
 
 
@@ -264,6 +270,8 @@ class Program:
     def _record(self) -> Iterator[Op]:
         weights, buffers = self._weights, self._buffers
         yield embedding(weights.table, buffers.x, weights.config.embedding.scale, weights.positions)
+        if buffers.embedded is not None:
+            yield embedding(weights.table, buffers.embedded, weights.config.embedding.scale)
         for index, layer in enumerate(weights.layers):
             yield from self._layer(index, layer)
         yield from self._enter(len(weights.layers), weights.norm)
@@ -279,7 +287,7 @@ class Program:
         Both results are added to x; with `parallel`, only after x was read for both.
         """
         buffers, scale = self._buffers, layer.of.residual_scale
-        yield self._rotation(index, layer)
+        yield from self._rotation(index, layer)
         yield self._attention(index, layer)
         attended = self._add(layer.out, buffers.heads, layer.out_bias, layer.after_attention, scale)
         inner = self._inner(layer.mlp, layer.before_mlp)
@@ -288,6 +296,14 @@ class Program:
             yield from self._add(layer.mlp.down, buffers.gated, layer.mlp.down_bias, layer.after_mlp, scale)
         else:
             yield from self._add_experts(layer.mlp, layer.after_mlp, scale)
+        if layer.inputs:
+            assert buffers.embedded is not None
+            assert buffers.inputs is not None
+            assert buffers.projected is not None
+            own = buffers.embedded, buffers.inputs, buffers.projected
+            yield from adding_inputs(layer.inputs, buffers.x, buffers.y, *own)
+        if layer.scale != 1:
+            yield copying(buffers.x, buffers.x, layer.scale)
 
     def _add(
         self, weight: Weight, source: Tensor, bias: Tensor | None, norm: PackedNorm | None, scale: float
@@ -343,44 +359,36 @@ class Program:
         """Return where x is after a norm."""
         return self._buffers.y if norm else self._buffers.x
 
-    def _rotation(self, index: int, layer: PackedLayer) -> Op:
-        of, fields = layer.of.attention, dict[str, Tensor | float | None]()
-        if layer.query_norm and layer.key_norm:
+    def _rotation(self, index: int, layer: PackedLayer) -> Iterator[Op]:
+        """Norm values; norm and rotate queries and keys, and store keys and values."""
+        of, qkv, fields = layer.of.attention, self._buffers.qkv, dict[str, Tensor | float | None]()
+        if layer.value_norm:  # to the kernels, these are queries
+            norm, values = layer.value_norm, qkv[:, of.query_size + of.key_size :]
+            yield self._of_heads(
+                Code.ROTATE, index, of, source=values, heads=of.kv_heads, kv_heads=0, scale=norm.scale, bias=norm.bias,
+                eps=norm.of.eps, flags=norm.flag,
+            )  # fmt: skip
+        if layer.query_norm:
             query, key = layer.query_norm, layer.key_norm
-            fields = {"scale": query.scale, "bias": query.bias, "key_scale": key.scale, "key_bias": key.bias}
             flags = query.flag | (Flag.ALL_HEADS if of.norm_all_heads else Flag.NONE)
-            fields |= {"eps": query.of.eps, "flags": flags}
+            fields = {"scale": query.scale, "bias": query.bias, "eps": query.of.eps, "flags": flags}
+            fields |= {"key_scale": key.scale, "key_bias": key.bias} if key else {}
         if of.rope:
             fields |= {"rope": self._weights.config.ropes.index(of.rope), "rotated": of.rotated}
-        return self._of_heads(Code.ROTATE, index, of, **fields)
+        yield self._of_heads(Code.ROTATE, index, of, source=qkv, heads=of.heads, kv_heads=of.own_kv_heads, **fields)
 
     def _attention(self, index: int, layer: PackedLayer) -> Op:
         of = layer.of.attention
         return self._of_heads(
-            Code.ATTEND, index, of, out=self._buffers.heads, window=of.window, factor=of.score_scale,
-            softcap=of.softcap, sinks=layer.sinks,
+            Code.ATTEND, index, of, source=self._buffers.qkv, heads=of.heads, kv_heads=of.kv_heads,
+            out=self._buffers.heads, window=of.window, factor=of.score_scale, softcap=of.softcap, sinks=layer.sinks,
         )  # fmt: skip
 
     def _of_heads(self, code: Code, layer: int, of: Attention, **fields: Tensor | float | None) -> Op:
         return make_op(
-            code, self._weights.cache_type, layer=layer, group=self._windows.index(of.window),
-            source=self._buffers.qkv, stride=self._buffers.qkv.shape[1], heads=of.heads, kv_heads=of.kv_heads,
-            dim=of.head_dim, **fields,
+            code, self._weights.cache_type, layer=layer, group=self._windows.index(of.window), dim=of.head_dim,
+            stride=self._buffers.qkv.shape[1], **fields,
         )  # fmt: skip
-
-
-def normalising(
-    norm: PackedNorm, source: Tensor, out: Tensor, flags: Flag = Flag.NONE, *, copy: Tensor | None = None,
-    factor: float = 1.0,
-) -> Op:  # fmt: skip
-    """Return the operation out = norm(source), or out += factor * norm(source) with the flag ADD.
-
-    copy: where `source` is copied to.
-    """
-    return make_op(
-        Code.NORM, n=source.shape[1], scale=norm.scale, bias=norm.bias, eps=norm.of.eps, source=source, out=out,
-        copy=copy, flags=flags | norm.flag, factor=factor,
-    )  # fmt: skip
 
 
 def _tap_field(op: Op, y: Tensor) -> str:

@@ -15,7 +15,8 @@ from speculant.kernels.memory import MOST_BYTES
 from speculant.models.description import Attention
 from speculant.models.native.program import PackedDecoder
 
-READ = ("x", "heads", "gated", "results")  # arrays whose rows are packed; `results` is as wide as what experts gather
+# Arrays whose rows are packed; `results` is as wide as what experts gather.
+READ = ("x", "heads", "gated", "results", "inputs")
 REAL, DOUBLE, CANDIDATE = 4, 8, 16  # bytes
 GROWTH = 2  # an array that grows takes up to twice its need
 MOST_SPAN_BYTES = 2**26  # MOST_PARTIAL of csrc/attention.h

@@ -8,6 +8,7 @@ a draft node sees       the chain, its own ancestors and itself; never a cousin
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,7 +18,7 @@ from torch import Tensor
 from speculant.cache.base import KVStorage, by_length, first_seen
 from speculant.kernels.reference import attend
 from speculant.models.base import Batch, Segment
-from speculant.models.description import Attention, DecoderConfig
+from speculant.models.description import Attention, DecoderConfig, Layer
 from speculant.tree import ancestors_of, ids
 
 
@@ -32,9 +33,32 @@ class Attend(Protocol):
     ) -> Tensor:
         """Attend with a layer's queries [..., heads, head_dim]; return a result of the same shape.
 
-        The keys and values [..., kv_heads, head_dim] are those of the same rows. sinks [heads]; None = it has none.
+        The keys and values [..., kv_heads, head_dim] are those of the same rows. A layer that reads another layer's
+        gives those of that layer, see `Sharing`. sinks [heads]; None = it has none.
         """
         ...
+
+
+class Sharing:
+    """Gives layers without keys of their own those of the layer that they read; else as `attend`."""
+
+    def __init__(self, attend: Attend, layers: Sequence[Layer]) -> None:
+        self._attend = attend
+        self._read = {layer.attention.shares for layer in layers}
+        self._kept = dict[int, tuple[Tensor, Tensor]]()
+
+    def __call__(
+        self, layer: int, of: Attention, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
+    ) -> Tensor:
+        """See `Attend`. A layer that reads another layer's keys gives none [..., 0, head_dim]."""
+        if of.shares is not None:
+            key, value = self._kept[of.shares]
+        elif layer in self._read:
+            self._kept[layer] = key, value
+        return self._attend(layer, of, query, key, value, sinks)
+
+
+Masks = dict[tuple[int | None, int], list[Tensor | None]]
 
 
 @dataclass(frozen=True)
@@ -49,7 +73,7 @@ class StoredKeys:
     storage: KVStorage
     groups: dict[int | None, int]  # window -> the group of layers whose slots are used
     slots: dict[int | None, list[Tensor | slice]]  # window -> per segment, the slots of its keys; see `context_slots`
-    masks: dict[int | None, list[Tensor | None]]  # window -> per segment [groups * rows, keys], or None = all visible
+    masks: Masks  # window and heads per key head -> per segment [groups * rows, keys], or None = all visible
 
     @classmethod
     def build(cls, batch: Batch, storage: KVStorage, config: DecoderConfig, dtype: torch.dtype) -> StoredKeys:
@@ -58,18 +82,20 @@ class StoredKeys:
         A mask is added to the scores, so it holds 0 and -inf in the model's dtype. It is repeated for
         the query heads that share a key head.
         """
-        windows, heads = by_length(layer.attention.window for layer in config.layers), config.attention.groups
+        windows = by_length(layer.attention.window for layer in config.layers)
         groups = {window: index if batch.num_groups > 1 else 0 for index, window in enumerate(windows)}
         slots = {window: context_slots(batch, groups[window], window) for window in windows}
-        masks = {window: _segment_masks(batch, window, heads, dtype) for window in windows}
+        kinds = {(layer.attention.window, layer.attention.groups) for layer in config.layers}
+        masks = {kind: _segment_masks(batch, *kind, dtype) for kind in kinds}
         return cls(batch, storage, groups, slots, masks)
 
     def __call__(
         self, layer: int, of: Attention, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
     ) -> Tensor:
         """See `Attend`. Heads that share a key head are folded into rows, so keys and values are not repeated."""
-        storage, segments, masks = self.storage, self.batch.segments, self.masks[of.window]
-        storage.write(layer, self.batch.slots_of(self.groups[of.window]), key, value)
+        storage, segments, masks = self.storage, self.batch.segments, self.masks[of.window, of.groups]
+        if of.shares is None:
+            storage.write(layer, self.batch.slots_of(self.groups[of.window]), key, value)
         context = self.slots[of.window]
         if len(segments) == 1:
             return _attend_one(of, query, *storage.read(layer, context[0]), masks[0], sinks)

@@ -15,8 +15,18 @@ from torch import Tensor, nn
 from speculant.cache.base import CacheShape, KVCache, KVStorage
 from speculant.kernels import reference
 from speculant.models.base import Batch, Chain, Hidden, ModelNeeds, check_embeddings, check_taps, check_tokens
-from speculant.models.description import Attention, DecoderConfig, Experts, Layer, Mlp, Norm, Rope, restart_of
-from speculant.models.reference.attention import Attend, StoredKeys
+from speculant.models.description import (
+    Attention,
+    DecoderConfig,
+    Experts,
+    Layer,
+    Mlp,
+    Norm,
+    Rope,
+    TokenInputs,
+    restart_of,
+)
+from speculant.models.reference.attention import Attend, Sharing, StoredKeys
 from speculant.models.reference.experts import RoutedMlp
 from speculant.models.reference.rotary import Rotary
 from speculant.models.sizes import (
@@ -24,6 +34,7 @@ from speculant.models.sizes import (
     AFTER_MLP,
     BEFORE_ATTENTION,
     BEFORE_MLP,
+    cache_shape,
     layer_norms,
     relative_reads,
 )
@@ -77,13 +88,13 @@ class NormLayer(nn.Module):
 
     def __init__(self, dim: int, norm: Norm) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(dim))
+        self.weight = nn.Parameter(torch.ones(dim)) if norm.scaled else None
         self.bias = nn.Parameter(torch.zeros(dim)) if norm.bias else None
         self._norm = norm
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise x [..., dim]."""
-        of, scales = self._norm, self.weight
+        of, scales = self._norm, x.new_ones(x.shape[-1]) if self.weight is None else self.weight
         if of.kind == "layer":
             return reference.layer_norm(x, scales + of.offset if of.offset else scales, self.bias, of.eps)
         if not of.offset:
@@ -102,35 +113,39 @@ class SelfAttention(nn.Module):
         super().__init__()
         self._of, self._layer = of, layer
         self.q_proj = nn.Linear(inputs, of.query_size, bias=of.bias)
-        self.k_proj = nn.Linear(inputs, of.key_size, bias=of.bias)
-        self.v_proj = nn.Linear(inputs, of.key_size, bias=of.bias)
+        if of.own_kv_heads:
+            self.k_proj = nn.Linear(inputs, of.key_size, bias=of.bias)
+            self.v_proj = nn.Linear(inputs, of.key_size, bias=of.bias)
         self.o_proj = nn.Linear(of.query_size, hidden, bias=of.output_bias)
         if of.qk_norm:
-            self.q_norm, self.k_norm = (NormLayer(dim, of.qk_norm) for dim in of.normed_sizes)
+            self.q_norm = NormLayer(of.normed_sizes[0], of.qk_norm)
+            self.k_norm = NormLayer(of.normed_sizes[1], of.qk_norm) if of.own_kv_heads else None
+        self.v_norm = NormLayer(of.head_dim, of.value_norm) if of.value_norm and of.own_kv_heads else None
         self.sinks = nn.Parameter(torch.zeros(of.heads)) if of.sinks else None
 
     def forward(self, x: Tensor, angles: Angles, attend: Attend) -> Tensor:
         """Map x [..., inputs] to [..., hidden]."""
-        of, rows = self._of, x.shape[:-1]
-        query, key = self._normed(self.q_proj(x), self.k_proj(x))
-        value = self.v_proj(x).view(*rows, of.kv_heads, of.head_dim)
+        of, query = self._of, self._heads(self.q_proj(x), self._of.heads, "q_norm")
+        key = value = query[..., :0, :]  # of a layer that reads another's
+        if of.own_kv_heads:
+            key = self._heads(self.k_proj(x), of.kv_heads, "k_norm")
+            value = self.v_proj(x).view(key.shape)
+            value = value if self.v_norm is None else self.v_norm(value)
         if of.rope:
             cos, sin, factors = angles[of.rope]
             rotated = reference.rotate(torch.cat((query, key), dim=-2), cos, sin)
-            query, key = rotated.split_with_sizes((of.heads, of.kv_heads), dim=-2)
+            query, key = rotated.split_with_sizes((of.heads, of.own_kv_heads), dim=-2)
             query = query if factors is None else query * factors
         attended = attend(self._layer, of, query, key, value, self.sinks)
         projected: Tensor = self.o_proj(attended.flatten(-2))
         return projected
 
-    def _normed(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """Return queries and keys [..., heads, head_dim] after their norm."""
-        of = self._of
+    def _heads(self, x: Tensor, heads: int, norm: str) -> Tensor:
+        """Return queries or keys [..., heads, head_dim] after their norm, if they have one."""
+        of, normed = self._of, self.get_submodule(norm) if self._of.qk_norm else nn.Identity()
         if of.norm_all_heads:
-            query, key = self.q_norm(query), self.k_norm(key)
-        query = query.view(*query.shape[:-1], of.heads, of.head_dim)
-        key = key.view(*key.shape[:-1], of.kv_heads, of.head_dim)
-        return (self.q_norm(query), self.k_norm(key)) if of.qk_norm and not of.norm_all_heads else (query, key)
+            return normed(x).view(*x.shape[:-1], heads, of.head_dim)  # type: ignore[no-any-return]
+        return normed(x.view(*x.shape[:-1], heads, of.head_dim))  # type: ignore[no-any-return]
 
 
 class FeedForward(nn.Module):
@@ -153,6 +168,28 @@ class FeedForward(nn.Module):
         return out
 
 
+class LayerTokens(nn.Module):
+    """The inputs of a layer by token; see `TokenInputs`."""
+
+    def __init__(self, of: TokenInputs, hidden: int) -> None:
+        super().__init__()
+        self._of, self._activation = of, reference.ACTIVATIONS[of.activation]
+        self.embed_tokens = _table(of.rows, of.size)
+        self.projection = nn.Linear(hidden, of.size, bias=False)
+        self.norm = NormLayer(of.size, of.norm)
+        self.gate_proj = nn.Linear(hidden, of.size, bias=False)
+        self.out_proj = nn.Linear(of.size, hidden, bias=False)
+        self.output_norm = NormLayer(hidden, of.norm)
+
+    def forward(self, x: Tensor, tokens: Tensor, embedded: Tensor) -> Tensor:
+        """Return x [..., hidden] after the inputs of tokens [...] with input embeddings [..., hidden] are added."""
+        of, table = self._of, self.embed_tokens(tokens)
+        projected = self.norm(self.projection(embedded) * of.projection_factor)
+        inputs = (projected + table * torch.tensor(of.table_factor, dtype=table.dtype)) * of.factor
+        added: Tensor = self.output_norm(self.out_proj(self._activation(self.gate_proj(x)) * inputs))
+        return x + added
+
+
 class DecoderLayer(nn.Module):
     """Attention and feed-forward blocks, each added to the residual stream. inputs: the width that attention reads."""
 
@@ -164,6 +201,8 @@ class DecoderLayer(nn.Module):
         self.mlp = RoutedMlp(mlp, hidden) if isinstance(mlp, Experts) else FeedForward(mlp, hidden)
         for name, norm in layer_norms(layer).items():
             self.add_module(name, NormLayer(hidden, norm))
+        self.token_inputs = LayerTokens(layer.token_inputs, hidden) if layer.token_inputs else None
+        self.scale = nn.Parameter(torch.ones(1)) if layer.scaled else None
 
     def forward(self, x: Tensor, angles: Angles, attend: Attend) -> Tensor:
         """Map x [..., hidden] to a result of the same shape."""
@@ -174,6 +213,12 @@ class DecoderLayer(nn.Module):
         attended = x + self._scaled(self._after(AFTER_ATTENTION, self.self_attn(entering, angles, attend)))
         inner = self.mlp(self._after(BEFORE_MLP, x if self._of.parallel else attended))
         return attended + self._scaled(self._after(AFTER_MLP, inner))
+
+    def end(self, x: Tensor, tokens: Tensor, embedded: Tensor) -> Tensor:
+        """Return the residual stream x [..., hidden] after the inputs of tokens [...], and its scale."""
+        if self.token_inputs is not None:
+            x = self.token_inputs(x, tokens, embedded)
+        return x if self.scale is None else x * self.scale
 
     def _after(self, norm: str, x: Tensor) -> Tensor:
         """Return x after one of the norms, if the layer has it."""
@@ -236,9 +281,7 @@ class Decoder(nn.Module):
     def cache_shape(self) -> CacheShape:
         """The shape of one position of this model's cache."""
         weight = self.model.embed_tokens.weight
-        of = self.config.attention
-        sizes = self.num_layers, of.kv_heads, of.head_dim
-        return CacheShape(*sizes, weight.dtype, weight.device, self.config.windows)
+        return cache_shape(self.config, weight.dtype, weight.device)
 
     def relative_reads(self, rows: int) -> float:
         """See `ReadsByRows.relative_reads`."""
@@ -261,36 +304,41 @@ class Decoder(nn.Module):
     def forward(self, batch: Batch, storage: KVStorage, taps: Sequence[int] = ()) -> Hidden:
         """See `CausalLM.forward`."""
         check_taps(taps, self.num_layers)
-        inputs = self._inputs(batch)
+        tokens, inputs = self._inputs(batch)
         attend = StoredKeys.build(batch, storage, self.config, inputs.dtype)
         entering = {}  # hidden states by the layer that takes them as input
         long = batch.long_rows(self.needs)
-        for index, x in enumerate(self.states(inputs, batch.positions, attend, long)):
+        for index, x in enumerate(self.states(inputs, batch.positions, attend, long, tokens)):
             if index in taps:
                 entering[index] = x
         return Hidden(self.model.norm(x), tuple(entering[tap] for tap in taps))
 
-    def states(self, x: Tensor, positions: Tensor, attend: Attend, long: Tensor | None = None) -> Iterator[Tensor]:
+    def states(
+        self, x: Tensor, positions: Tensor, attend: Attend, long: Tensor | None = None, tokens: Tensor | None = None
+    ) -> Iterator[Tensor]:
         """Yield the input [..., n, hidden] of each layer, and the output of the last one.
 
         x are the tokens' embeddings, to which learned positions are added. positions [n] are those of the rows. long:
-        see `angles_of`.
+        see `angles_of`. tokens [..., n]; None = rows have embeddings alone, see `TokenInputs`.
         """
+        embedded, attend = x, Sharing(attend, self.config.layers)
+        tokens = torch.zeros(x.shape[:-1], dtype=torch.int64, device=x.device) if tokens is None else tokens
         angles = angles_of(self._rotaries, positions, x.dtype, long)
         if self.model.embed_positions is not None:
             x = x + self.model.embed_positions(positions)
         yield x
         for layer in self.model.layers:
-            x = layer(x, angles, attend)
+            x = layer.end(layer(x, angles, attend), tokens, embedded)
             yield x
 
-    def _inputs(self, batch: Batch) -> Tensor:
-        """Return the input embeddings [T, hidden] of a batch: looked up, except for rows that have their own."""
+    def _inputs(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return the tokens [T] and the input embeddings [T, hidden] of a batch: looked up, except for rows' own."""
         check_embeddings(batch, self.hidden_size)
         if batch.embeddings is None:
-            return self.look_up(batch.tokens)
-        x = self.look_up(batch.tokens.index_fill(0, batch.embedded_rows, 0))
-        return x.index_copy(0, batch.embedded_rows, batch.embeddings.to(x.dtype))
+            return batch.tokens, self.look_up(batch.tokens)
+        tokens = batch.tokens.index_fill(0, batch.embedded_rows, 0)
+        x = self.look_up(tokens)
+        return tokens, x.index_copy(0, batch.embedded_rows, batch.embeddings.to(x.dtype))
 
     def look_up(self, tokens: Tensor) -> Tensor:
         """Return the input embeddings [..., hidden] of tokens [...], which must be known."""

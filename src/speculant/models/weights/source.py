@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from speculant.errors import ModelError
 from speculant.files import Stamp
 from speculant.models.sizes import HEAD
-from speculant.models.tensor_map import Expression, Plus, Rows, Stacked, TensorMap, Unpaired, stored_name
+from speculant.models.tensor_map import Columns, Expression, Plus, Rows, Stacked, TensorMap, Unpaired, stored_name
 
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # by kind
 DECODED_AT_ONCE = 2**22  # weights
@@ -163,6 +163,19 @@ def _take(tensor: Tensor, rows: Sequence[int] | Tensor) -> Tensor:
     return taken.view(tensor.dtype).view(-1, *tensor.shape[1:])
 
 
+def _take_columns(stored: Tensor | QuantizedBlocks, columns: Columns) -> Tensor | QuantizedBlocks:
+    """Return columns of a matrix; blocks stay blocks if no block is divided."""
+    if isinstance(stored, QuantizedBlocks):
+        kind = stored.layout.upper()
+        if not _keeps_blocks(columns, kind):
+            stored = _plain(stored, stored_name(columns))
+        else:
+            weights, size = _block(kind)
+            blocks = stored.blocks.narrow(1, columns.first // weights * size, columns.size // weights * size)
+            return QuantizedBlocks(stored.layout, (*stored.shape[:1], columns.size), blocks.contiguous())
+    return stored.narrow(-1, columns.first, columns.size).contiguous()
+
+
 def take_stacked(stored: Tensor | QuantizedBlocks, index: int) -> Tensor | QuantizedBlocks:
     """Return one of stacked tensors; blocks stay blocks."""
     if not isinstance(stored, QuantizedBlocks):
@@ -244,16 +257,26 @@ class Mapped:
         """See `WeightSource.kind`."""
         made = self.tensors.expression(name)
         kind = self.source.kind(stored_name(made))
-        return kind if kind in FLOATS or _keeps_blocks(made) else "F32"
+        return kind if kind in FLOATS or _keeps_blocks(made, kind) else "F32"
 
     def read(self, name: str) -> Tensor | QuantizedBlocks:
         """See `WeightSource.read`."""
         return _made(self.source, self.tensors.expression(name), self.shapes[name])
 
 
-def _keeps_blocks(made: Expression) -> bool:
-    """Whether an expression only selects rows or matrices, which may be in blocks."""
-    return isinstance(made, str) or (isinstance(made, Rows | Unpaired | Stacked) and _keeps_blocks(made.of))
+def _keeps_blocks(made: Expression, kind: str) -> bool:
+    """Whether an expression only selects rows, matrices and whole blocks of a kind."""
+    if isinstance(made, str):
+        return True
+    divides = isinstance(made, Columns) and any(each % _block(kind)[0] for each in (made.first, made.size))
+    return isinstance(made, Rows | Unpaired | Stacked | Columns) and not divides and _keeps_blocks(made.of, kind)
+
+
+def _block(kind: str) -> tuple[int, int]:
+    """Return the weights and the bytes of a block; see `WeightSource.kind`."""
+    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    return GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
 
 
 def _made(source: WeightSource, made: Expression, shape: tuple[int, ...]) -> Tensor | QuantizedBlocks:
@@ -263,6 +286,8 @@ def _made(source: WeightSource, made: Expression, shape: tuple[int, ...]) -> Ten
             return source.read(made)
         case Rows() | Unpaired():
             return take_rows(_made(source, made.of, made.stored_shape(shape)), made.rows(shape[0]))
+        case Columns():
+            return _take_columns(_made(source, made.of, made.stored_shape(shape)), made)
         case Stacked(of=str()) if isinstance(source, ReadsStacks):
             return source.read_stacked(stored_name(made), made.index)
         case Stacked():

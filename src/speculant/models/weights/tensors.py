@@ -160,7 +160,7 @@ def check_layers(found: TensorFiles, layers: int) -> None:
 
 def check_tensors(found: StoredWeights, config: DecoderConfig) -> None:
     """Compare the files with the model that is described. Raises ModelError on any difference."""
-    shapes = {name: found.shape(name) for name in found.names()}
+    shapes = {name: found.shape(name) for name in found.names() if name not in config.tensors.unused}
     made = {name: config.tensors.expression(name) for name in tensor_shapes(config)}
     wanted = {stored_name(made[name]): stored_shape(made[name], shape) for name, shape in tensor_shapes(config).items()}
     head, table = config.tensors.stored(HEAD), config.tensors.stored(TABLE)

@@ -114,7 +114,7 @@ def look_ahead_states(model: Decoder, tokens: Tensor, places: Tensor, inputs: Te
 
     with torch.no_grad():
         x = model.look_up(tokens)
-        for _ in model.states(x, torch.arange(length), attend):
+        for _ in model.states(x, torch.arange(length), attend, tokens=tokens):
             pass
     ahead = inputs.repeat(len(places), 1).expand(batch, -1, hidden)  # [b, m * T, hidden]
     *_, last = model.states(ahead, positions, attend_ahead)
