@@ -215,6 +215,10 @@ def _granite(config: Config) -> Entries:
     return {**_llama(config), **{stored: float(config[own]) for own, stored in names.items() if config[own]}}
 
 
+def _cohere(config: Config) -> Entries:
+    return {**_common(config), "rope.scaling.type": "none", "logit_scale": float(config["logit_scale"])}
+
+
 def _olmo(config: Config) -> Entries:
     if "sliding_window" not in config:
         return _common(config)
@@ -290,6 +294,7 @@ LAYOUTS = {
     ),
     "smollm3": Layout("smollm3", paired=True, entries=_llama),
     "granite": Layout("granite", paired=True, entries=_granite),
+    "cohere": Layout("command-r", entries=_cohere),  # its checkpoints' rows are interleaved too
     "olmo2": _OLMO,
     "olmo3": _OLMO,
     "ministral3": Layout("mistral3", paired=True, entries=_mistral3),

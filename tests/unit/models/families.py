@@ -190,6 +190,10 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "serial": {"use_parallel_residual": False, "rotary_pct": 1.0, "tie_word_embeddings": True},
         "unbiased": {"attention_bias": False, "rotary_pct": 0.7, "hidden_act": "relu"},
     },
+    "cohere": {
+        "plain": {**PADDED, "logit_scale": 0.7},
+        "untied": {**PADDED, "tie_word_embeddings": False, "attention_bias": True, "num_key_value_heads": 1},
+    },
     "qwen3_moe": {
         "plain": {**EXPERTS, "moe_intermediate_size": 24, "head_dim": 16, "norm_topk_prob": True},
         "mixed": {
