@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -327,7 +327,7 @@ class Decoder(nn.Module):
         if self.model.embed_positions is not None:
             x = x + self.model.embed_positions(positions)
         yield x
-        for layer in self.model.layers:
+        for layer in cast(list[DecoderLayer], self.model.layers):
             x = layer.end(layer(x, angles, attend), tokens, embedded)
             yield x
 
