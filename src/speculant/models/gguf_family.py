@@ -131,7 +131,7 @@ class GgufFamily:
 def gguf_tensors(config: DecoderConfig, paired: bool, stored: Collection[str]) -> TensorMap:
     """Return where a file holds a model's tensors. stored: all names in the file; some files fuse tensors."""
     of = config.attention
-    layer: dict[str, Expression] = {**PARTS, **_shared(config), **_fused(config, stored), **_stacked(config)}
+    layer: dict[str, Expression] = {**PARTS, **_fused(config, stored), **_stacked(config)}
     if paired:
         layer |= {own: Unpaired(layer[own], heads) for own, heads in ((QUERIES, of.heads), (KEYS, of.kv_heads))}
     made = dict(map_modules(LAYER, BLOCK, layer, WHOLE).names)
@@ -139,12 +139,6 @@ def gguf_tensors(config: DecoderConfig, paired: bool, stored: Collection[str]) -
         if norm.offset:  # the file has the sum of scale and offset
             made[f"{own}.weight"] = Plus(made[f"{own}.weight"], -norm.offset)
     return TensorMap(tuple(made.items()))
-
-
-def _shared(config: DecoderConfig) -> dict[str, str]:
-    """Return the norm before the feed-forward block, if the family stores one norm that both blocks read."""
-    first, second = (config.tensors.stored(f"{LAYER.format(0)}{own}.weight") for own in (BEFORE_ATTENTION, BEFORE_MLP))
-    return {BEFORE_MLP: PARTS[BEFORE_ATTENTION]} if first == second else {}
 
 
 def _fused(config: DecoderConfig, stored: Collection[str]) -> dict[str, Rows]:

@@ -20,7 +20,7 @@ from speculant.models.config import (
 from speculant.models.description import Attention, DecoderConfig, Layer
 from speculant.models.gguf_family import GgufFamily, Number
 from speculant.models.rope_config import read_rope
-from speculant.models.sizes import BEFORE_ATTENTION, BEFORE_MLP, LAYER
+from speculant.models.sizes import LAYER
 from speculant.models.tensor_map import TensorMap, Unpaired, map_modules
 
 GGUF = GgufFamily(
@@ -35,15 +35,13 @@ def read_config(hf: Mapping[str, Any]) -> DecoderConfig:
     rope = read_rope(hf, count(hf, "max_position_embeddings"), theta=500000.0)
     bias, norm = flag(hf, "attention_bias"), read_norm(hf, "layer_norm_eps", 1e-5, kind="layer")
     attention = read_attention(hf, rope=rope, bias=bias, output_bias=bias)
-    layer = Layer(attention, read_mlp(hf), norm, norm, parallel=True)
+    layer = Layer(attention, read_mlp(hf), norm, None, parallel=True)
     scale = number(hf, "logit_scale", 0.0625, *POSITIVE)
     return read_decoder(hf, [layer] * count_layers(hf), _tensors(attention), norm, head={"scale": scale})
 
 
 def _tensors(of: Attention) -> TensorMap:
-    """A layer has one norm, which both blocks read."""
     return map_modules(LAYER, LAYER, {
         "self_attn.q_proj": Unpaired("self_attn.q_proj", of.heads),
         "self_attn.k_proj": Unpaired("self_attn.k_proj", of.kv_heads),
-        BEFORE_MLP: BEFORE_ATTENTION,
     })  # fmt: skip

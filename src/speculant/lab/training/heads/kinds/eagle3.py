@@ -100,7 +100,8 @@ def make(config: HeadTrainingConfig, target: Decoder) -> Eagle3Objective:
     network = Network(head, len(layers) * target.hidden_size)
     begin_small(network, config.seed)
     own, scales = head.norm.weight, target.model.norm.weight
-    assert own is not None and scales is not None, "norms before a head have scales"
+    assert own is not None
+    assert scales is not None, "a norm before a head has scales"
     with torch.no_grad():  # it begins as the last of the states, and reads it like the target
         network.fc.weight[:, -target.hidden_size :] += torch.eye(target.hidden_size)
         own.copy_(scales + target.config.norm.offset)
