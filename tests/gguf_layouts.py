@@ -215,6 +215,10 @@ def _granite(config: Config) -> Entries:
     return {**_llama(config), **{stored: float(config[own]) for own, stored in names.items() if config[own]}}
 
 
+def _cohere(config: Config) -> Entries:
+    return {**_common(config), "rope.scaling.type": "none", "logit_scale": float(config["logit_scale"])}
+
+
 def _olmo(config: Config) -> Entries:
     if "sliding_window" not in config:
         return _common(config)
@@ -273,7 +277,7 @@ _GEMMA_PARTS = {**_PARTS, **_AFTER, "pre_feedforward_layernorm": "ffn_norm"}
 _OLMO = Layout("olmo2", parts={**_PARTS, **_AFTER}, entries=_olmo)
 LAYOUTS = {
     "llama": Layout("llama", paired=True, entries=_llama),
-    "mistral": Layout("llama", paired=True, entries=_llama),
+    "mistral": Layout("mistral3", paired=True, entries=_llama),  # as in Mistral 3; earlier ones are stored as Llama
     "qwen2": Layout("qwen2", entries=_common),
     "qwen3": Layout("qwen3", entries=_common),
     "qwen3_moe": Layout("qwen3moe", parts=_ROUTED, entries=lambda config: {**_common(config), **_experts(config)}),
@@ -290,6 +294,7 @@ LAYOUTS = {
     ),
     "smollm3": Layout("smollm3", paired=True, entries=_llama),
     "granite": Layout("granite", paired=True, entries=_granite),
+    "cohere": Layout("command-r", entries=_cohere),  # its checkpoints' rows are interleaved too
     "olmo2": _OLMO,
     "olmo3": _OLMO,
     "ministral3": Layout("mistral3", paired=True, entries=_mistral3),

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from speculant.lab.checkpoints import save_tensors, stored_tensors
-from speculant.models.tensor_map import Columns, Plus, Rows, TensorMap, Transposed, Unpaired
+from speculant.models.tensor_map import Columns, Plus, Rows, Stacked, TensorMap, Transposed, Unpaired
 from speculant.models.weights.load import CheckpointFiles
 from speculant.models.weights.source import Mapped
 from speculant.models.weights.tensors import TensorFiles
@@ -39,16 +39,21 @@ def test_all_operations_have_an_inverse(tmp_path: Path) -> None:
         ("b", Transposed(Rows(Transposed("both"), 4, 6, 10))),
         ("c", Plus(Unpaired("pairs", 2), -1.0)),
         ("d", Unpaired(Rows("rows", 1, 2, 3), 2)),
+        ("e.0.a", Rows(Transposed(Stacked("stack", 2, 0)), 1, 1, 2)),
+        ("e.1.a", Rows(Transposed(Stacked("stack", 2, 1)), 0, 1, 2)),
         ("f", Columns(Rows("wide", 0, 4, 8), 0, 2, 5)),
         ("g", Columns(Rows("wide", 4, 4, 8), 0, 5, 5)),
         ("h", Columns(Rows("wide", 0, 4, 8), 2, 3, 5)),
     ))  # fmt: skip
-    shapes = {"a": (8, 3), "b": (3, 12), "c": (8, 5), "d": (8,), "e": (2,), "f": (4, 2), "g": (4, 5), "h": (4, 3)}
+    shapes = {
+        "a": (8, 3), "b": (3, 12), "c": (8, 5), "d": (8,), "e": (2,), "e.0.a": (4, 3), "e.1.a": (4, 3), "f": (4, 2),
+        "g": (4, 5), "h": (4, 3),
+    }  # fmt: skip
     generator = torch.Generator().manual_seed(0)
     tensors = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
     file = tmp_path / "model.safetensors"
     save_tensors(tensors, names, file)
     found = Mapped(TensorFiles.of_file(file), shapes, names)
-    assert {*TensorFiles.of_file(file).names()} == {"both", "pairs", "rows", "wide", "e"}
+    assert {*TensorFiles.of_file(file).names()} == {"both", "pairs", "rows", "wide", "e", "stack"}
     for name, tensor in tensors.items():
         torch.testing.assert_close(found.read(name), tensor)

@@ -119,7 +119,7 @@ def run(engine: Engine) -> list[tuple[list[int], str | None]]:
 @pytest.mark.parametrize("drafts", DRAFTS)
 @pytest.mark.parametrize("windows", WINDOWS)
 def test_no_text_changes(windows: str, drafts: str, backend: str) -> None:
-    """Prompts and drafts across the window, prefix hits, samples, beams, preemption, beside a cache that keeps all."""
+    """Prompts and drafts across the window, prefix hits, samples, beams, preemption; beside a cache that keeps all."""
     target, draft = decoder_of(backend, WINDOWS[windows]), decoder_of(backend, WINDOWS[windows], noise=0.1)
     shape, most = target.cache_shape, LIMITS.max_num_batched_tokens
     keeping = [slotted_cache(shape, LIMITS.max_num_seqs, LIMITS.max_model_len) for _ in range(2)]
@@ -268,7 +268,7 @@ def test_memory_that_all_positions_do_not_fit_into_is_enough(
     assert allocated <= memory
 
 
-def test_a_sibling_starts_from_the_prompt_without_its_window() -> None:
+def test_a_sibling_starts_late_without_its_window() -> None:
     """Samples that start late: the first has gone on, and no longer holds what the prompt's last token sees."""
     limits = Limits(max_model_len=64, max_num_seqs=2, max_num_batched_tokens=20)
     model = decoder_of("reference", (None, 5))

@@ -61,6 +61,7 @@ def test_reference_logits_are_the_files(smollm2: Path, reference: CausalLM, text
         with torch.inference_mode():
             expected = model(torch.tensor([tokens])).logits[0]
         difference = (logits_of(reference, tokens) - expected).abs().amax(1)
+        assert difference.isfinite().all()
         worst = max(worst, float((difference / expected.std(1)).max()))
     print(f"\nlargest difference from transformers: {worst:.1e} of the logits' spread")
     assert worst < 1e-4

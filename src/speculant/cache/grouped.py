@@ -101,8 +101,8 @@ class GroupedBlockManager:
 
     def forget_prefixes(self) -> bool:
         """See `BlockManager.forget_prefixes`."""
-        emptied = [manager.forget_prefixes() for manager in self.managers]
-        return all(emptied)
+        are_empty = [manager.forget_prefixes() for manager in self.managers]
+        return all(are_empty)
 
     def release(self, seq_id: int) -> None:
         """See `BlockManager.release`."""

@@ -249,8 +249,9 @@ class Layer:
     """Attention, then the feed-forward block, each added to the residual stream.
 
     before_*: the norm of what a block reads; None = it reads the residual stream. after_*: the norm of its result.
-    parallel: both read the same residual stream. residual_scale: the factor of what is added. token_inputs: what is
-    added after both. scaled: a stored number multiplies the residual stream at the end.
+    parallel: both read the same residual stream, and the same norm if before_mlp is None. residual_scale: the factor of
+    what is added. token_inputs: what is added after both. scaled: a stored number multiplies the residual stream at the
+    end.
     """
 
     attention: Attention

@@ -190,6 +190,10 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "serial": {"use_parallel_residual": False, "rotary_pct": 1.0, "tie_word_embeddings": True},
         "unbiased": {"attention_bias": False, "rotary_pct": 0.7, "hidden_act": "relu"},
     },
+    "cohere": {
+        "plain": {**PADDED, "logit_scale": 0.7},
+        "untied": {**PADDED, "tie_word_embeddings": False, "attention_bias": True, "num_key_value_heads": 1},
+    },
     "qwen3_moe": {
         "plain": {**EXPERTS, "moe_intermediate_size": 24, "head_dim": 16, "norm_topk_prob": True},
         "mixed": {
@@ -205,7 +209,7 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "every second": {**EXPERTS, "moe_intermediate_size": 40, "decoder_sparse_step": 2},
     },
     "mixtral": {
-        "plain": {"num_local_experts": 4},
+        "plain": {"num_local_experts": 4, "num_experts_per_tok": 2},
         "windows": {"num_local_experts": 5, "num_experts_per_tok": 3, "sliding_window": 6, "tie_word_embeddings": True},
         "one expert": {"num_local_experts": 2, "num_experts_per_tok": 1, "head_dim": 12},
     },

@@ -77,6 +77,7 @@ STORED: dict[str, dict[str, dict[str, Any]]] = {
         "plain": {**PADDED, **MULTIPLIED},
         "tied": {**PADDED, **MULTIPLIED, "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
     },
+    "cohere": {"plain": {**PADDED, "logit_scale": 0.7}, "one key": {**PADDED, "num_key_value_heads": 1}},
     "olmo2": {"plain": {}, "tied": {"num_key_value_heads": 4, "tie_word_embeddings": True}},
     "olmo3": {
         "plain": {"sliding_window": 6, "num_hidden_layers": 5},

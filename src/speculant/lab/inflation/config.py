@@ -8,7 +8,7 @@ from typing import Any
 
 from speculant.errors import ConfigError, ModelError
 from speculant.lab.inflation.shapes import Shape
-from speculant.models.description import DecoderConfig, Layer
+from speculant.models.description import DecoderConfig, Experts, Layer, Mlp
 from speculant.models.weights.load import read_description
 
 _OTHER_NAMES = {
@@ -20,9 +20,11 @@ _OTHER_NAMES = {
 
 
 def decoder_shape(decoder: DecoderConfig) -> Shape:
-    """Return the sizes of a model. Raises ModelError if its layers have different ones."""
+    """Return the sizes of a model. Raises ModelError if its layers have different ones, or experts."""
+    if any(isinstance(layer.mlp, Experts) for layer in decoder.layers):
+        raise ModelError("models with experts can't be inflated", "use a dense model.")
     if len({layer.mlp.size for layer in decoder.layers}) > 1:
-        raise ModelError("the model's layers have MLPs of different sizes, which is not implemented", "use another.")
+        raise ModelError("models whose layers have MLPs of different sizes can't be inflated", "use another model.")
     of = decoder.attention
     return Shape(decoder.hidden_size, decoder.layers[0].mlp.size, decoder.num_layers, of.heads, of.kv_heads)
 
@@ -86,4 +88,5 @@ def _extended(values: list[Any], count: int) -> list[Any]:
 
 def _resized(layer: Layer, shape: Shape) -> Layer:
     attention = replace(layer.attention, heads=shape.num_attention_heads, kv_heads=shape.num_key_value_heads)
+    assert isinstance(layer.mlp, Mlp)
     return replace(layer, attention=attention, mlp=replace(layer.mlp, size=shape.intermediate_size))

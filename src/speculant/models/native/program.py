@@ -290,7 +290,7 @@ class Program:
         yield from self._rotation(index, layer)
         yield self._attention(index, layer)
         attended = self._add(layer.out, buffers.heads, layer.out_bias, layer.after_attention, scale)
-        inner = self._inner(layer.mlp, layer.before_mlp)
+        inner = self._inner(layer)
         yield from (*inner, *attended) if layer.of.parallel else (*attended, *inner)
         if isinstance(layer.mlp, PackedMlp):
             yield from self._add(layer.mlp.down, buffers.gated, layer.mlp.down_bias, layer.after_mlp, scale)
@@ -326,11 +326,12 @@ class Program:
             yield experts.combining(results, y)
             yield normalising(norm, y, x, Flag.ADD, factor=scale)
 
-    def _inner(self, mlp: PackedMlp | PackedExperts, before: PackedNorm | None) -> Iterator[Op]:
-        """Compute `gated` from x, and for experts also their results."""
-        buffers, source = self._buffers, self._normed(before)
+    def _inner(self, layer: PackedLayer) -> Iterator[Op]:
+        """Compute `gated` from x, or from what attention read, and for experts also their results."""
+        buffers, mlp, before = self._buffers, layer.mlp, layer.before_mlp
         if before:
             yield normalising(before, buffers.x, buffers.y)
+        source = self._normed(before or (layer.before_attention if layer.of.parallel else None))
         if isinstance(mlp, PackedExperts):
             assert buffers.scores is not None
             assert buffers.results is not None

@@ -211,7 +211,10 @@ class DecoderLayer(nn.Module):
     def add(self, x: Tensor, entering: Tensor, angles: Angles, attend: Attend) -> Tensor:
         """Add both blocks to the residual stream x [..., hidden]; attention reads `entering` [..., inputs]."""
         attended = x + self._scaled(self._after(AFTER_ATTENTION, self.self_attn(entering, angles, attend)))
-        inner = self.mlp(self._after(BEFORE_MLP, x if self._of.parallel else attended))
+        if self._of.parallel:
+            inner = self.mlp(self._after(BEFORE_MLP, x) if self._of.before_mlp else entering)
+        else:
+            inner = self.mlp(self._after(BEFORE_MLP, attended))
         return attended + self._scaled(self._after(AFTER_MLP, inner))
 
     def end(self, x: Tensor, tokens: Tensor, embedded: Tensor) -> Tensor:

@@ -20,8 +20,9 @@ from speculant.kernels.native import usable_sets
 from speculant.lab.inflation.config import fitting_shape
 from speculant.lab.inflation.model import inflate
 from speculant.lab.inflation.shapes import SHAPES, Shape, named_shape
+from speculant.models.description import Experts
 from speculant.models.source import read_model_config, resolve_source
-from speculant.models.weights.load import load_model
+from speculant.models.weights.load import load_model, read_description
 from speculant.models.weights.tensors import TensorFiles
 from tests.unit.models.families import Session, random_tokens, thinned_cases, write_variant
 
@@ -84,8 +85,12 @@ def test_every_size_can_grow(draft: Path, shape: Shape, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("case", thinned_cases())
 def test_every_family_can_grow(case: tuple[str, str], tmp_path: Path) -> None:
-    """In all sizes at once, by a reader that may give it as many key heads as attention heads."""
+    """In all sizes at once, by a reader that may give it as many key heads as attention heads; without experts."""
     small = write_variant(tmp_path, *case)
+    if any(isinstance(layer.mlp, Experts) for layer in read_description(read_model_config(small)).layers):
+        with pytest.raises(ModelError, match="models with experts can't be inflated"):
+            inflate(small, tmp_path / "large", SHAPE)
+        return
     (tmp_path / "large").mkdir()
     shape = fitting_shape(read_model_config(small), Shape(128, 136, 6, 16, 4))
     inflate(small, tmp_path / "large", shape)

@@ -178,7 +178,9 @@ def test_each_draft_begins_with_the_weights_before(
     second = dict(cast(Decoder, job.new_trainer(config, target, texts, 2).model).named_parameters())
     for name, parameter in begun.named_parameters():
         assert torch.equal(second[name], parameter.bfloat16().float())
-    assert not torch.equal(second["model.layers.0.mlp.up_proj.weight"], given["model.layers.0.mlp.up_proj.weight"])
+    assert not torch.equal(
+        second["model.layers.0.self_attn.o_proj.weight"], given["model.layers.0.self_attn.o_proj.weight"]
+    )
 
 
 def test_errors_are_raised_before_a_run(tmp_path: Path, target_folder: str) -> None:

@@ -33,6 +33,7 @@ from speculant.models.base import CausalLM, SequenceInput, build_batch
 from speculant.models.description import Rope
 from speculant.models.reference.decoder import Decoder
 from speculant.models.rope_config import read_rope
+from speculant.models.sizes import inner_width
 from speculant.models.weights.load import load_model
 from speculant.types import DraftTree
 from tests.gguf_models import convert
@@ -330,7 +331,7 @@ def test_a_head_is_trained_for_any_family(case: tuple[str, str, str], tmp_path: 
         head = read_json(config.out / "config.json")
         rope = target.config.ropes[0] if target.config.ropes else Rope(10000.0)
         assert read_rope(head, head["max_position_embeddings"]) == rope
-        assert head["intermediate_size"] == target.config.layers[0].mlp.size
+        assert head["intermediate_size"] == inner_width(target.config.layers[0].mlp)
 
 
 def test_a_second_run_in_a_folder_is_refused(tmp_path: Path, target_folder: str) -> None:

@@ -77,7 +77,7 @@ class RoundsObjective:
             "model_type": "llama",
             "hidden_act": "silu",
             "hidden_size": own.hidden_size,
-            "intermediate_size": own.layers[0].mlp.size,
+            "intermediate_size": inner_width(own.layers[0].mlp),
             "num_hidden_layers": 1,
             "num_attention_heads": own.attention.heads,
             "num_key_value_heads": own.attention.kv_heads,

@@ -99,9 +99,12 @@ def make(config: HeadTrainingConfig, target: Decoder) -> Eagle3Objective:
     head = HeadDecoder(HeadConfig(sizes, StateEntry.ATTENTION, own_head=known is not None), target)
     network = Network(head, len(layers) * target.hidden_size)
     begin_small(network, config.seed)
+    own, scales = head.norm.weight, target.model.norm.weight
+    assert own is not None
+    assert scales is not None, "a norm before a head has scales"
     with torch.no_grad():  # it begins as the last of the states, and reads it like the target
         network.fc.weight[:, -target.hidden_size :] += torch.eye(target.hidden_size)
-        head.norm.weight.copy_(target.model.norm.weight + target.config.norm.offset)
+        own.copy_(scales + target.config.norm.offset)
     return Eagle3Objective(network, target, config.depth, layers)
 
 

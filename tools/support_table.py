@@ -1,0 +1,99 @@
+"""Writes the table of families in docs/models.md, from the families' code and the variants that tests run.
+
+python tools/support_table.py
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from transformers import CONFIG_MAPPING, AutoConfig
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from speculant import plugins  # noqa: E402
+from speculant.models.description import DecoderConfig, Experts, Layer  # noqa: E402
+from speculant.models.native.decoder import NativeDecoder  # noqa: E402
+from tests.unit.models.families import SMALL, VARIANTS  # noqa: E402
+
+PAGE = ROOT / "docs" / "models.md"
+BEGIN, END = "<!-- table: families -->\n", "<!-- end -->"
+
+
+def updated(page: str) -> str:
+    """Return a page whose table is that of the code."""
+    before, _, rest = page.partition(BEGIN)
+    return before + BEGIN + "\n".join(table()) + "\n" + END + rest.partition(END)[2]
+
+
+def table() -> Iterator[str]:
+    """Yield the lines of the table."""
+    yield "| family | GGUF architecture | parts in the tested variants | variants | kernels | compared with |"
+    yield "|---|---|---|---|---|---|"
+    for family in plugins.names("speculant.models"):
+        configs = described(family)
+        parts = sorted({part for config in configs for part in parts_of(config)})
+        reasons = {NativeDecoder.why_not(config) for config in configs} - {None}
+        kernels = "reference" if reasons else "native, reference"
+        oracle = "transformers" if family in CONFIG_MAPPING else "the reference alone"
+        cells = f"`{family}`", architecture(family), ", ".join(parts), str(len(configs)), kernels, oracle
+        yield f"| {' | '.join(cells)} |"
+
+
+def architecture(family: str) -> str:
+    """Return the family's name in GGUF files."""
+    gguf = getattr(plugins.load("speculant.models", family), "GGUF", None)
+    return f"`{gguf.architecture}`" if gguf else "none"
+
+
+def described(family: str) -> list[DecoderConfig]:
+    """Return the descriptions of the variants that the contract tests run."""
+    read, found = plugins.load("speculant.models", family).read_config, []
+    for given in VARIANTS.get(family, {"default": {}}).values():
+        settings = {**SMALL, **given}
+        hf = AutoConfig.for_model(family, **settings).to_dict() if family in CONFIG_MAPPING else settings
+        found.append(read(hf))
+    return found
+
+
+def parts_of(config: DecoderConfig) -> Iterator[str]:
+    """Yield the names of a decoder's parts that not every family has."""
+    if config.embedding.scale != 1 or config.head.scale != 1:
+        yield "scales"
+    if config.embedding.positions:
+        yield "learned positions"
+    if config.head.softcap:
+        yield "soft caps"
+    yield "tied head" if config.head.tied else "own head"
+    for layer in dict.fromkeys(config.layers):
+        yield from parts_of_layer(layer)
+
+
+def parts_of_layer(layer: Layer) -> Iterator[str]:
+    """Yield the names of a layer's parts."""
+    of = layer.attention
+    found = {
+        "sliding windows": of.window,
+        "norms of queries and keys": of.qk_norm,
+        "biases": of.bias or of.output_bias or layer.mlp.bias,
+        "soft caps": of.softcap,
+        "sinks": of.sinks,
+        "norms after blocks": layer.after_attention or layer.after_mlp,
+        "parallel blocks": layer.parallel,
+        "scales": layer.residual_scale != 1,
+        "experts": isinstance(layer.mlp, Experts),
+        "MLP without a gate": not getattr(layer.mlp, "gated", True),
+        "no rotation": of.rope is None,
+        "partial rotation": of.rope and of.rotated < of.head_dim,
+        "scaled rotation": of.rope and of.rope.kind != "default",
+        "other factors for long texts": of.rope and of.rope.long_factors,
+    }
+    yield from (name for name, has in found.items() if has)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(updated(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    print(f"wrote the table of {PAGE.relative_to(ROOT)}")
