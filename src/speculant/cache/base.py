@@ -71,9 +71,9 @@ class CacheShape:
     own: tuple[LayerShape, ...] = ()
 
     def __post_init__(self) -> None:
-        for each in (self.windows, self.own):
+        for what, each in (("windows", self.windows), ("shapes", self.own)):
             if each and len(each) != self.num_layers:
-                raise ValueError(f"{len(each)} windows or shapes for {self.num_layers} layers")
+                raise ValueError(f"{len(each)} {what} for {self.num_layers} layers")
 
     @property
     def layers(self) -> tuple[LayerShape, ...]:

@@ -78,7 +78,7 @@ def test_layers_have_their_own_heads_or_read_an_earlier_one(counts: int | list[i
 def test_layers_that_read_an_earlier_one_take_no_memory() -> None:
     assert MIXED.bytes_per_token == 8 * 2 * (2 * 3 + 5 + 4 * 5)
     assert [MIXED.bytes_of(group.layers) for group in MIXED.groups] == [8 * 2 * 25, 8 * 2 * 6]
-    with pytest.raises(ValueError, match="2 windows or shapes for 1 layers"):
+    with pytest.raises(ValueError, match="2 shapes for 1 layers"):
         CacheShape(1, 2, 3, torch.float64, torch.device("cpu"), own=(LayerShape(2, 3),) * 2)
 
 
