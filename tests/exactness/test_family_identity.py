@@ -1,4 +1,7 @@
-"""Speculation changes no text of any family: alone and in batches, greedy and seeded, with every drafter."""
+"""Speculation changes no text of any family: alone and in batches, greedy and seeded, with every drafter.
+
+Weights are floating-point numbers, rounded, or blocks of Q4_K and other kinds in GGUF files.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,15 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
+from transformers import AutoConfig
 
 from speculant import LLM, SamplingParams, plugins
 from speculant.kernels.native import usable_sets
 from tests.drafters import BLIND, model_of, options_of, predicting
-from tests.models import HIDDEN_SIZE, VOCAB_SIZE, Shape, write_checkpoint
+from tests.gguf_models import convert
+from tests.models import END, HIDDEN_SIZE, VOCAB_SIZE, Shape, write_checkpoint
 from tests.unit.models.families import VARIANTS, cases, cases_with
+from tests.unit.models.test_gguf_families import STORED, WIDE, kind_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -23,6 +29,7 @@ ENGINES: dict[str, dict[str, str]] = {
     "int8": {"dtype": "bfloat16", "kernels": "native", "quantization": "int8"},
     "int4": {"dtype": "bfloat16", "kernels": "native", "quantization": "int4"},
 }
+BLOCKS = "q4_k"
 WEIGHTS = [name for name, engine in ENGINES.items() if engine["kernels"] == "reference" or usable_sets()]
 DRAFTERS = plugins.names("speculant.drafting")
 PROMPTS = [[70 + place, 71, 72 + place, 80, 71, 72] for place in range(4)]
@@ -67,7 +74,7 @@ def generate(
     target: str, case: Case, params: list[SamplingParams], runs: int = 1, **arguments: Any
 ) -> tuple[list[list[int]], int, int]:
     """Return the texts of the last run, and how many tokens were drafted and accepted."""
-    llm = LLM(target, max_model_len=64, **ENGINES[case.weights], **arguments)
+    llm = LLM(target, max_model_len=64, **ENGINES.get(case.weights, {}), **arguments)
     outputs = [llm.generate(PROMPTS, params) for _ in range(runs)][-1]
     counted = [out.metrics.speculative_decoding for out in outputs]
     drafted, accepted = (
@@ -76,18 +83,52 @@ def generate(
     return [list(out.outputs[0].token_ids) for out in outputs], drafted, accepted
 
 
+@pytest.fixture(scope="module")
+def write_blocks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str, float], str]:
+    """Return what writes a GGUF file of a variant that such files can hold, once."""
+
+    @functools.cache
+    def written(family: str, variant: str, noise: float) -> str:
+        inner = {"intermediate_size": 256 * (4 if family == "gpt2" else 1), "num_hidden_layers": 3}
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+        own = {"vocab_size": VOCAB_SIZE, "tie_word_embeddings": False}
+        given = {**heads, **STORED[family][variant], **WIDE, **inner, **own}
+        settings = {**AutoConfig.for_model(family, **given).to_dict(), **given, "eos_token_id": END}
+        folder = tmp_path_factory.mktemp(family)
+        shape = Shape(family=family, noise=noise, settings=tuple(settings.items()))
+        write_checkpoint(folder / "model", shape)
+        return str(convert(folder / "model", folder / "model.gguf", kind_of))
+
+    return written
+
+
 @pytest.mark.parametrize("names", cases_with(DRAFTERS))
 def test_no_drafter_changes_a_text_of_a_family(
     names: tuple[str, str, str], write: Callable[[str, str, float], str]
 ) -> None:
-    case = Case.of(*names)
+    check(Case.of(*names), write, HIDDEN_SIZE)
+
+
+@pytest.mark.skipif(not usable_sets(), reason="the native kernels are not built")
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("family", STORED)
+def test_no_drafter_changes_a_text_of_blocks(
+    family: str, drafter: str, write_blocks: Callable[[str, str, float], str]
+) -> None:
+    distribution = [*PARAMS][DRAFTERS.index(drafter) % 2]
+    check(Case(family, next(iter(STORED[family])), drafter, BLOCKS, distribution), write_blocks, 256)
+
+
+def check(case: Case, write: Callable[[str, str, float], str], hidden_size: int) -> None:
+    """Compare a case's texts with those of plain decoding, in batches and alone."""
     target, draft = (write(case.family, case.variant, noise) for noise in (0.0, 0.02))
     own = PARAMS[case.distribution]
     plain, *_ = generate(target, case, own, use_speculative_decoding=False, max_num_seqs=1)
     assert len({tuple(text) for text in plain}) > 2, "the texts hardly differ: a weak test"
     params = [predicting(case.drafter, each, text) for each, text in zip(own, plain, strict=True)]
     config = {"method": case.drafter, "num_speculative_tokens": 3, **options_of(case.drafter, VOCAB_SIZE, plain)}
-    model = model_of(case.drafter, draft, HIDDEN_SIZE, VOCAB_SIZE)
+    model = model_of(case.drafter, draft, hidden_size, VOCAB_SIZE)
     learns = plugins.load("speculant.drafting", case.drafter).METHOD.learns
     for batch in (4, 1):
         texts, drafted, accepted = generate(
