@@ -76,7 +76,8 @@ def test_taps_are_transformers_hidden_states(pair: Pair) -> None:
     assert (pair.ours.num_layers, pair.ours.hidden_size) == (len(entering) - 1, last.shape[1])
     seen = Taps(pair.ours, TAPS).extend(3, 20, 17)
     for states, expected in zip(seen, [last, *(entering[tap] for tap in TAPS)], strict=True):
-        torch.testing.assert_close(states, expected, **CLOSE)
+        allowed = 1e-5 * float(expected.abs().max())  # states are as large as 20, and rounding grows with the largest
+        torch.testing.assert_close(states, expected, **{**CLOSE, "atol": allowed})
 
 
 def test_taps_change_no_pass(pair: Pair) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from speculant.kernels.native import Code, Kernels, Type, open_kernels, usable_sets
 from speculant.models.native.decoder import NativeDecoder
-from speculant.models.native.program import PackedDecoder
+from speculant.models.native.program import PackedDecoder, PackedMlp
 from speculant.models.reference.decoder import Decoder
 from speculant.models.weights import cache as weight_cache
 from speculant.models.weights.cache import WeightCache, WeightStore
@@ -176,7 +176,10 @@ def test_packed_weights_of_every_type_are_mapped_again(
 
 
 def matrices_of(model: PackedDecoder) -> set[int]:
-    weights = [model.table, model.head, *(weight for layer in model.layers for weight in layer.matrices)]
+    weights = [model.table, model.head]
+    for layer in model.layers:
+        assert isinstance(layer.mlp, PackedMlp)
+        weights += [*layer.qkv, layer.out, *layer.mlp.inner, layer.mlp.down]
     return {weight.address for weight in weights}
 
 

@@ -137,16 +137,15 @@ BLOCKS = [
     Mutant(
         "prefix hits across tenants",
         SCHEDULER,
-        "request.tokens, request.cache_salt, limit)",
-        'request.tokens, "", limit)',
+        "self._target.match_prefix(request.seq_id, request.tokens, salt, limit)",
+        'self._target.match_prefix(request.seq_id, request.tokens, "", limit)',
         SALTS.format("None"),
     ),
     Mutant(
         "a tenant's prompt indexed for everyone",
         SCHEDULER,
-        "            self._target.match_prefix(request.seq_id, request.tokens, request.cache_salt, limit)",
-        "            if limit:\n"
-        "                self._target.match_prefix(request.seq_id, request.tokens, request.cache_salt, limit)",
+        "            self._target.match_prefix(request.seq_id, request.tokens, salt, limit)",
+        "            if limit:\n                self._target.match_prefix(request.seq_id, request.tokens, salt, limit)",
         SALTS.format("0"),
     ),
 ]
@@ -183,7 +182,7 @@ DRAFTING = [
     Mutant(
         "draft cache uninitialised on a prefix hit",
         DRAFT_RUNNER,
-        "self.cache.match_prefix(request.seq_id, text, request.cache_salt)",
+        "self.cache.match_prefix(request.seq_id, text, salt)",
         "request.metrics.cached_tokens",
         KNOWN,
     ),
@@ -197,7 +196,7 @@ DRAFTING = [
     Mutant(
         "draft prefixes across tenants",
         DRAFT_RUNNER,
-        "match_prefix(request.seq_id, text, request.cache_salt)",
+        "match_prefix(request.seq_id, text, salt)",
         "match_prefix(request.seq_id, text)",
         SALTS.format("None"),
     ),
@@ -291,7 +290,7 @@ BATCH = [
     Mutant(
         "a sample takes over more than the prompt",
         SCHEDULER,
-        "            self._target.truncate_to(request.seq_id, min(most, len(request.prompt) - 1))\n",
+        "            self._target.truncate_to(request.seq_id, start)\n",
         "            pass\n",
         "test_batches.py::test_samples_share_a_prompt_and_nothing_else[model-paged]",
     ),

@@ -87,7 +87,7 @@ def test_a_row_cannot_use_more_experts_than_there_are() -> None:
         Experts(3, 4, 40)
 
 
-def test_a_layer_reads_the_keys_of_an_earlier_one_of_the_same_shape() -> None:
+def test_a_layer_reads_the_keys_of_an_earlier_one() -> None:
     config = describe(windows=(6, 6))
     first, second = config.layers
     for change in ({"kv_heads": 1}, {"head_dim": 10}, {"window": 5}, {"shares": 1}, {"shares": 2}):

@@ -15,7 +15,7 @@ from speculant.models.config import (
     read_mlp,
     read_norm,
 )
-from speculant.models.description import DecoderConfig, Layer
+from speculant.models.description import Attention, DecoderConfig, Layer
 from speculant.models.gguf_family import GgufFamily
 from speculant.models.sizes import LAYER
 from speculant.models.tensor_map import Rows, TensorMap, Transposed, map_modules
@@ -35,18 +35,19 @@ def read_config(hf: Mapping[str, Any]) -> DecoderConfig:
     hf |= {"num_key_value_heads": None, "intermediate_size": hf.get("n_inner") or 4 * count(hf, "hidden_size")}
     check_unset(hf, "scale_attn_by_inverse_layer_idx")
     scale = None if flag(hf, "scale_attn_weights", True) else 1.0
-    width, positions = count(hf, "hidden_size"), count(hf, "max_position_embeddings")
+    positions = count(hf, "max_position_embeddings")
     norm = read_norm(hf, "layer_norm_epsilon", 1e-5, kind="layer", bias=True)
     mlp = read_mlp(hf, key="activation_function", bias=True, gated=False)
-    layer = Layer(read_attention(hf, rope=None, bias=True, output_bias=True, scale=scale), mlp, norm, norm)
-    return read_decoder(hf, [layer] * count_layers(hf), _tensors(width), norm, embedding={"positions": positions})
+    attention = read_attention(hf, rope=None, bias=True, output_bias=True, scale=scale)
+    layer = Layer(attention, mlp, norm, norm)
+    return read_decoder(hf, [layer] * count_layers(hf), _tensors(attention), norm, embedding={"positions": positions})
 
 
-def _tensors(width: int) -> TensorMap:
-    qkv = Transposed("attn.c_attn")
+def _tensors(of: Attention) -> TensorMap:
+    size, qkv = of.query_size, Transposed("attn.c_attn")
     return map_modules(LAYER, "transformer.h.{}.", {
         "input_layernorm": "ln_1",
-        **{f"self_attn.{name}_proj": Rows(qkv, i * width, width, 3 * width) for i, name in enumerate("qkv")},
+        **{f"self_attn.{name}_proj": Rows(qkv, i * size, size, 3 * size) for i, name in enumerate("qkv")},
         "self_attn.o_proj": Transposed("attn.c_proj"),
         "post_attention_layernorm": "ln_2",
         "mlp.up_proj": Transposed("mlp.c_fc"),
