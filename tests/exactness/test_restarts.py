@@ -29,7 +29,7 @@ SETTINGS = {
         "original_max_position_embeddings": AT,
     }
 }
-ENGINES = [
+ENGINES = ["native", pytest.param("reference", marks=pytest.mark.slow)] if usable_sets() else ["reference"]
     "reference",
     pytest.param("native", marks=pytest.mark.skipif(not usable_sets(), reason="the native kernels are not built")),
 ]

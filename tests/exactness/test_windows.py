@@ -39,7 +39,7 @@ from tests.models import Shape, write_checkpoint
 
 BLOCK, CPU = 4, torch.device("cpu")
 LIMITS = Limits(max_model_len=64, max_num_seqs=4, max_num_batched_tokens=20)
-BACKENDS = ["reference", *(["native"] if usable_sets() else [])]
+BACKENDS = ["native", pytest.param("reference", marks=pytest.mark.slow)] if usable_sets() else ["reference"]
 WINDOWS: dict[str, tuple[int | None, ...]] = {
     **{f"full and {window}": (None, window) for window in (1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 9, 100)},
     "12 and 5": (12, 5),
@@ -115,6 +115,7 @@ def run(engine: Engine) -> list[tuple[list[int], str | None]]:
 
 
 @pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("drafts", DRAFTS)
 @pytest.mark.parametrize("windows", WINDOWS)

@@ -35,6 +35,7 @@ PROMPTS = ["def f(x): return x", "hello hello hello", "a"]
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 TOKENS = [5, 40, 33, 40, 97]
 TYPICAL = ["stablelm", "gemma2", "gpt_oss", "bloom", "mamba"]  # of both ways
+EACH = [pytest.param(each, marks=[] if each in TYPICAL else [pytest.mark.slow]) for each in FAMILIES]
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +70,7 @@ def their_texts(model: Any, llm: LLM) -> list[list[int]]:
     return found
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EACH)
 def test_the_probe_chooses_how_a_family_runs(family: str, write: Any) -> None:
     checkpoint = load(write(family)[0], family)
     assert isinstance(checkpoint.model, CachedDecoder if family in CACHED else RecomputedDecoder)
@@ -78,13 +79,14 @@ def test_the_probe_chooses_how_a_family_runs(family: str, write: Any) -> None:
     assert not checkpoint.backend.row_invariant
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EACH)
 def test_greedy_text_is_that_of_transformers(family: str, write: Any) -> None:
     folder, theirs = write(family)
     llm = engine(folder, family)
     assert texts(llm) == their_texts(theirs, llm)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("method", ["ngram", "chain", "tree"])
 @pytest.mark.parametrize("family", TYPICAL)
 def test_drafts_change_no_greedy_text(family: str, method: str, write: Any) -> None:
