@@ -30,9 +30,6 @@ SETTINGS = {
     }
 }
 ENGINES = ["native", pytest.param("reference", marks=pytest.mark.slow)] if usable_sets() else ["reference"]
-    "reference",
-    pytest.param("native", marks=pytest.mark.skipif(not usable_sets(), reason="the native kernels are not built")),
-]
 LENGTHS = [3, 9, AT - 4, AT - 2, AT - 1, AT, AT + 1, AT + 9]  # of prompts
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 DRAFTERS: dict[str, dict[str, Any]] = {
