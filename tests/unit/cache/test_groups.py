@@ -38,7 +38,7 @@ def test_the_longest_window_is_the_first_group() -> None:
     shape = replace(SHAPE, num_layers=5, windows=(4, None, 100, 4, None))
     assert [tuple(group) for group in shape.groups] == [(None, (1, 4)), (100, (2,)), (4, (0, 3))]
     assert replace(shape, windows=()).groups[0].layers == (0, 1, 2, 3, 4)
-    with pytest.raises(ValueError, match="2 windows or shapes for 5 layers"):
+    with pytest.raises(ValueError, match="2 windows for 5 layers"):
         replace(shape, windows=(4, None))
 
 

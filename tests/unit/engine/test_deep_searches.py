@@ -18,7 +18,7 @@ from speculant.config import Limits
 from speculant.engine.build import load_verifiers
 from speculant.engine.engine import Engine, EngineOptions
 from speculant.lengths.fixed import Fixed
-from speculant.models.base import Batch, Hidden
+from speculant.models.base import Batch, Hidden, ModelNeeds
 from speculant.sampling.chance import KeyedChances
 from speculant.tree import depths_of
 from speculant.types import Request
@@ -42,6 +42,7 @@ class LastTokenModel:
 
     vocab_size, max_positions, num_layers = len(NEXT), 4 * DEEP, 1
     cache_shape = CacheShape(1, 1, 1, torch.float64, torch.device("cpu"))
+    needs = ModelNeeds()
 
     def __init__(self) -> None:
         self.deepest = 0
