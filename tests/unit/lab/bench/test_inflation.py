@@ -87,8 +87,13 @@ def test_every_size_can_grow(draft: Path, shape: Shape, tmp_path: Path) -> None:
 def test_every_family_can_grow(case: tuple[str, str], tmp_path: Path) -> None:
     """In all sizes at once, by a reader that may give it as many key heads as attention heads; without experts."""
     small = write_variant(tmp_path, *case)
-    if any(isinstance(layer.mlp, Experts) for layer in read_description(read_model_config(small)).layers):
+    layers = read_description(read_model_config(small)).layers
+    if any(isinstance(layer.mlp, Experts) for layer in layers):
         with pytest.raises(ModelError, match="models with experts can't be inflated"):
+            inflate(small, tmp_path / "large", SHAPE)
+        return
+    if len({layer.attention.head_dim for layer in layers}) > 1:
+        with pytest.raises(ModelError, match="has other arithmetic at this shape"):
             inflate(small, tmp_path / "large", SHAPE)
         return
     (tmp_path / "large").mkdir()
