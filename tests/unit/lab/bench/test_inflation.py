@@ -93,8 +93,8 @@ def test_every_family_can_grow(case: tuple[str, str], tmp_path: Path) -> None:
             inflate(small, tmp_path / "large", SHAPE)
         return
     if len({layer.attention.head_dim for layer in layers}) > 1:
-        with pytest.raises(ModelError, match="has other arithmetic at this shape"):
-            inflate(small, tmp_path / "large", SHAPE)
+        with pytest.raises(ModelError, match=r"other arithmetic at this shape|MLPs of different sizes"):
+            inflate(small, tmp_path / "large", Shape(128, 136, 6, 16, 4))
         return
     (tmp_path / "large").mkdir()
     shape = fitting_shape(read_model_config(small), Shape(128, 136, 6, 16, 4))
