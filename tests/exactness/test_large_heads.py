@@ -34,9 +34,9 @@ def sizes(heads: int, kv_heads: int, head_dim: int) -> dict[str, int]:
 TOO_LARGE = {
     "64 query heads per key head": sizes(64, 1, 8),
     "33 query heads per key head": sizes(66, 2, 8),
-    "head_dim 320": sizes(2, 1, 320),
-    "head_dim 512": sizes(4, 2, 512),
-    "head_dim 258": sizes(2, 2, 258),
+    "head_dim 640": sizes(2, 1, 640),
+    "head_dim 1024": sizes(4, 2, 1024),
+    "head_dim 514": sizes(2, 2, 514),
 }
 LARGEST = {"32 heads of 256": sizes(32, 1, 256), "2 x 32 heads of 64": sizes(64, 2, 64)}
 WHY = "the head runs on the reference kernels, which are slower"
