@@ -3,7 +3,7 @@
 //   pair    a row and one of its experts: T * used in all. The pairs of an expert are neighbours, in the order of their rows; experts
 //           are in the order of their indices. A pair's index in this order is its place
 //   tile    up to MOST_ROWS pairs of one expert, packed for its matrices (tiles.h)
-//   block   up to SHARE pairs of one expert: what a work item multiplies by a panel
+//   block   up to SHARE pairs of one expert. A work item multiplies a block by a panel
 //
 // So a pass reads the matrices of each expert that any row uses once. A pair's result depends on its row and its expert alone.
 #pragma once

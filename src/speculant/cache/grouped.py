@@ -67,7 +67,7 @@ class GroupedBlockManager:
     def truncate_to(self, seq_id: int, n: int) -> None:
         """See `BlockManager.truncate_to`."""
         if 0 <= n <= self.length(seq_id) and not self.holds_window(seq_id, n):
-            raise ValueError(f"truncate_to({n}) of sequence {seq_id}, which has given back what the next row sees")
+            raise ValueError(f"truncate_to({n}) of sequence {seq_id}: keys that its next row would see were given back")
         for manager in self.managers:
             manager.truncate_to(seq_id, n)
 

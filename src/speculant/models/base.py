@@ -260,7 +260,7 @@ class ReadsByRows(Protocol):
     """A model whose passes read more weights the more rows they have."""
 
     def relative_reads(self, rows: int) -> float:
-        """Return how much a pass of some rows is expected to read, over what a pass of one row reads."""
+        """Return the expected weights that a pass of `rows` rows reads, divided by those that one row reads."""
         ...
 
 

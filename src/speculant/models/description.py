@@ -311,7 +311,7 @@ class DecoderConfig:
         restart_of(self.ropes)  # checks them
 
     def _check_layer(self, index: int, layer: Layer) -> None:
-        """Check what a layer takes from other parts."""
+        """Check a layer against the layer whose keys it shares, and against the vocabulary."""
         own, inputs = layer.attention, layer.token_inputs
         if own.shares is not None:
             of = self.layers[own.shares].attention if own.shares < index else None

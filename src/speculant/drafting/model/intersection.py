@@ -120,7 +120,7 @@ def _before_a_text(draft: Tokenizer) -> tuple[int, ...]:
 
 
 def _roles(target: Tokenizer, draft: Tokenizer, lead: tuple[int, ...]) -> dict[int, tuple[int, ...]]:
-    """Return what is read in place of the target's marks of a text's beginning and end."""
+    """Return the draft's tokens for the target's begin and end tokens."""
     ends = (draft.eos_id,) if draft.eos_id is not None else ()
     begins = lead or ((draft.bos_id,) if draft.bos_id is not None else ends)
     roles = [(target.eos_id, ends), (target.bos_id, begins)]

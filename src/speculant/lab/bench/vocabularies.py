@@ -51,7 +51,7 @@ def split_of(vocabulary: TargetVocabulary | None) -> Split | None:
 def measure_shared(
     config: EngineConfig, target: Checkpoint, vocabulary: MappedVocabulary, texts: Sequence[Text]
 ) -> SharedTokens:
-    """Measure what the configured pair shares along texts. The draft is loaded once more, with its whole head."""
+    """Measure on texts how much the configured pair shares. Loads the draft again, with its whole head."""
     draft = load_model(str(config.draft_model), config.dtype, config.device, role="draft", kernels=config.kernels)
 
     def split(tokens: Sequence[int]) -> list[list[int]]:

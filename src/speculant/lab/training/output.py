@@ -54,5 +54,5 @@ class OutputHead:
 
 
 def chunks(rows: int) -> Iterator[slice]:
-    """Yield the parts of so many rows whose distributions are computed at a time."""
+    """Yield slices of `rows` rows. The distributions of one slice fit into memory together."""
     return (slice(first, first + _ROWS) for first in range(0, rows, _ROWS))

@@ -46,7 +46,7 @@ DEFAULTS = {
         FULL: {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
     },
 }
-EVERY = 6  # one of so many layers has full attention, unless config.json lists the kinds
+EVERY = 6  # each sixth layer has full attention, unless config.json lists the layer types
 NAMES: dict[str, Expression] = {
     "attention_output_norm.weight": "post_attention_layernorm.weight",
     "post_attention_layernorm.weight": "pre_feedforward_layernorm.weight",
