@@ -9,7 +9,7 @@ import typer
 
 from speculant.cli.terminal import examples, messages, print_json, progress
 from speculant.errors import ConfigError
-from speculant.models.config import count
+from speculant.models.entries import count
 from speculant.models.source import read_optional_config, resolve_source
 
 if TYPE_CHECKING:

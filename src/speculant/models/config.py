@@ -21,15 +21,22 @@ from speculant.models.description import (
     Mlp,
     Norm,
 )
+from speculant.models.entries import (
+    FULL,
+    MOST_EXPERTS,
+    MOST_HEAD_DIM,
+    MOST_LAYERS,
+    SLIDING,
+    count,
+    flag,
+    is_whole,
+    number,
+    show,
+)
+from speculant.models.rope_config import read_rope
 from speculant.models.tensor_map import SAME_NAMES, TensorMap
 
-MOST = 2**31 - 1  # sizes are int32 in kernels and files
-MOST_HEAD_DIM, MOST_LAYERS = 2**16, 10_000
-MOST_EXPERTS = 2**12  # of a layer; each has tensors of its own
-MOST_THETA, MOST_FACTOR = 1e30, 1e6  # far above those of any checkpoint, and finite in float32
 Kind = TypeVar("Kind", bound=Hashable)
-POSITIVE = (1e-12, 1e12)  # bounds of scales and caps
-MOST_SHOWN = 300  # characters of a value in an error message
 
 
 _SHARED = (
@@ -119,8 +126,6 @@ def _read_activation(hf: Mapping[str, Any], key: str) -> str:
 
 def read_attention(hf: Mapping[str, Any], **own: Any) -> Attention:
     """Read the heads, and their rotary positions unless `own` has them; `own` has the other fields."""
-    from speculant.models.rope_config import read_rope  # which imports this module
-
     heads = count(hf, "num_attention_heads")
     if "rope" not in own:
         own["rope"] = read_rope(hf, count(hf, "max_position_embeddings"))
@@ -146,9 +151,6 @@ def layers_of(kinds: Sequence[Kind], make: Callable[[Kind], Layer]) -> list[Laye
 def count_layers(hf: Mapping[str, Any]) -> int:
     """Return the number of layers."""
     return count(hf, "num_hidden_layers", most=MOST_LAYERS)
-
-
-FULL, SLIDING = "full_attention", "sliding_attention"  # the kinds of layers
 
 
 def read_layer_types(hf: Mapping[str, Any], full: Callable[[int], bool]) -> list[str]:
@@ -186,72 +188,6 @@ def _first_window(hf: Mapping[str, Any]) -> int:
     return int(first)
 
 
-def show(value: Any) -> str:
-    """Return the text of a value for an error message, truncated if it is long."""
-    text = repr(value)
-    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
-
-
-def count(hf: Mapping[str, Any], key: str, default: int | None = None, most: int = MOST) -> int:
-    """Return a whole number from 1 to `most`; `default` replaces an absent or null entry."""
-    value = hf.get(key)
-    value = default if value is None else value
-    if value is None:
-        raise ModelError(f"config.json has no {key!r}", "the checkpoint is incomplete; download it again.")
-    if not is_whole(value) or not 1 <= value <= most:
-        raise _wrong(key, value, f"a positive whole number up to {most}")
-    return int(value)
-
-
-def number(hf: Mapping[str, Any], key: str, default: float | None, least: float, most: float) -> float:
-    """Return a number from `least` to `most`; `default` replaces an absent or null entry."""
-    value = hf.get(key)
-    value = default if value is None else value
-    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
-        raise _wrong(key, value, f"a number from {least:g} to {most:g}")
-    return float(value)
-
-
-def optional_number(hf: Mapping[str, Any], key: str) -> float | None:
-    """Return a positive number; None for an absent or null entry."""
-    return None if hf.get(key) is None else number(hf, key, None, *POSITIVE)
-
-
-def flag(hf: Mapping[str, Any], key: str, default: bool = False) -> bool:
-    """Return a truth value; `default` replaces an absent or null entry."""
-    value = default if hf.get(key) is None else hf[key]
-    if value is not None and not isinstance(value, bool):
-        raise _wrong(key, value, "true or false")
-    return bool(value)
-
-
-def whole_numbers(hf: Mapping[str, Any], key: str) -> list[int]:
-    """Return a list of whole numbers; an absent or null entry is empty."""
-    value = hf.get(key)
-    if value is not None and not (isinstance(value, list) and all(map(is_whole, value))):
-        raise _wrong(key, value, "a list of whole numbers")
-    return value or []
-
-
-def check_unset(hf: Mapping[str, Any], *keys: str) -> None:
-    """Raise ModelError if one of these entries is set: it asks for arithmetic that is not implemented."""
-    for key in keys:
-        if hf.get(key):
-            raise ModelError(
-                f"config.json has {key} = {show(hf[key])}, which is not implemented",
-                "use a checkpoint without it, or another engine.",
-            )
-
-
 def window(hf: Mapping[str, Any]) -> int | None:
     """Return the positions that `sliding_window` covers; null = all of them, absent = 4096."""
     return None if hf.get("sliding_window", 4096) is None else count(hf, "sliding_window", 4096)
-
-
-def is_whole(value: Any) -> bool:
-    """Whether a value is a whole number; true and false are not."""
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _wrong(key: str, value: Any, expected: str) -> ModelError:
-    return ModelError(f"config.json has {key} = {show(value)}, not {expected}", "correct config.json.")

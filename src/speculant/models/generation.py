@@ -12,7 +12,7 @@ from typing import Any
 from speculant.errors import ConfigError, ModelError
 from speculant.files import read_optional_json
 from speculant.gguf_file import GgufFile
-from speculant.models.config import is_whole, show
+from speculant.models.entries import is_whole, show
 from speculant.params import SamplingParams
 
 _CONFIG, _GENERATION = "config.json", "generation_config.json"

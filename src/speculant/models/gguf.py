@@ -16,8 +16,8 @@ from typing import Any
 from speculant import plugins
 from speculant.errors import ModelError
 from speculant.gguf_file import GgufFile, end_tokens
-from speculant.models.config import FULL, MOST, MOST_FACTOR, MOST_HEAD_DIM, SLIDING, is_whole, show
 from speculant.models.description import DecoderConfig
+from speculant.models.entries import FULL, MOST, MOST_FACTOR, MOST_HEAD_DIM, SLIDING, is_whole, show
 from speculant.models.gguf_family import (
     GGUF_HEAD,
     GGUF_TABLE,

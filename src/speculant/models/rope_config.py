@@ -15,17 +15,8 @@ import torch
 from torch import Tensor
 
 from speculant.errors import ModelError
-from speculant.models.config import (
-    MOST_FACTOR,
-    MOST_HEAD_DIM,
-    MOST_THETA,
-    SLIDING,
-    count,
-    flag,
-    number,
-    show,
-)
 from speculant.models.description import Rope
+from speculant.models.entries import MOST_FACTOR, MOST_HEAD_DIM, MOST_THETA, SLIDING, count, flag, number, show
 from speculant.models.reference.rotary import plain_frequencies
 
 _ORIGINAL = "original_max_position_embeddings"

@@ -30,7 +30,7 @@ from speculant.drafting.heads.parts import LAYER_PARTS, HeadParts, Part, Role
 from speculant.errors import ModelError, PairError
 from speculant.kernels.reference import rms_norm
 from speculant.models.base import CausalLM
-from speculant.models.config import flag, is_whole, show
+from speculant.models.entries import flag, is_whole, show
 from speculant.models.heads import HeadConfig, StateEntry, usual_taps
 from speculant.models.linears import linears_of
 

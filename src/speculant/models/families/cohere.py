@@ -5,19 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from speculant.models.config import (
-    POSITIVE,
-    check_unset,
-    count,
-    count_layers,
-    flag,
-    number,
-    read_attention,
-    read_decoder,
-    read_mlp,
-    read_norm,
-)
+from speculant.models.config import count_layers, read_attention, read_decoder, read_mlp, read_norm
 from speculant.models.description import Attention, DecoderConfig, Layer
+from speculant.models.entries import POSITIVE, check_unset, count, flag, number
 from speculant.models.gguf_family import GgufFamily, Number
 from speculant.models.rope_config import read_rope
 from speculant.models.sizes import LAYER

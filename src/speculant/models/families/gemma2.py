@@ -6,20 +6,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from speculant.models.config import (
-    SLIDING,
-    check_unset,
-    count,
-    flag,
     layers_of,
-    optional_number,
     read_attention,
     read_decoder,
     read_layer_types,
     read_mlp,
     read_norm,
     window,
-)  # fmt: skip
+)
 from speculant.models.description import DecoderConfig, Layer
+from speculant.models.entries import SLIDING, check_unset, count, flag, optional_number
 from speculant.models.gguf_family import GgufFamily, Number, WindowPattern
 from speculant.models.sizes import LAYER
 from speculant.models.tensor_map import map_modules

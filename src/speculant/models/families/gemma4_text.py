@@ -8,6 +8,16 @@ from typing import Any, NamedTuple
 
 from speculant.errors import ModelError
 from speculant.models.config import (
+    layers_of,
+    read_attention,
+    read_decoder,
+    read_layer_types,
+    read_mlp,
+    read_norm,
+    window,
+)
+from speculant.models.description import DecoderConfig, Layer, Norm, TokenInputs
+from speculant.models.entries import (
     FULL,
     MOST_HEAD_DIM,
     SLIDING,
@@ -15,17 +25,9 @@ from speculant.models.config import (
     count,
     flag,
     is_whole,
-    layers_of,
     optional_number,
-    read_attention,
-    read_decoder,
-    read_layer_types,
-    read_mlp,
-    read_norm,
     show,
-    window,
-)  # fmt: skip
-from speculant.models.description import DecoderConfig, Layer, Norm, TokenInputs
+)
 from speculant.models.rope_config import read_rope
 from speculant.models.sizes import LAYER
 from speculant.models.tensor_map import Columns, Expression, Rows, TensorMap

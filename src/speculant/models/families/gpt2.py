@@ -5,17 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from speculant.models.config import (
-    check_unset,
-    count,
-    count_layers,
-    flag,
-    read_attention,
-    read_decoder,
-    read_mlp,
-    read_norm,
-)
+from speculant.models.config import count_layers, read_attention, read_decoder, read_mlp, read_norm
 from speculant.models.description import Attention, DecoderConfig, Layer
+from speculant.models.entries import check_unset, count, flag
 from speculant.models.gguf_family import GgufFamily
 from speculant.models.sizes import LAYER
 from speculant.models.tensor_map import Rows, TensorMap, Transposed, map_modules

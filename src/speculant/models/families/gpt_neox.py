@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from speculant.models.config import count, count_layers, flag, read_attention, read_decoder, read_mlp, read_norm
+from speculant.models.config import count_layers, read_attention, read_decoder, read_mlp, read_norm
 from speculant.models.description import Attention, DecoderConfig, Layer
+from speculant.models.entries import count, flag
 from speculant.models.gguf_family import GgufFamily, Truth
 from speculant.models.rope_config import read_rope
 from speculant.models.sizes import LAYER

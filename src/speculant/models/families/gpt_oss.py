@@ -6,20 +6,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from speculant.models.config import (
-    POSITIVE,
-    SLIDING,
-    count,
-    flag,
     layers_of,
-    number,
     read_attention,
     read_decoder,
     read_experts,
     read_layer_types,
     read_norm,
     window,
-)  # fmt: skip
+)
 from speculant.models.description import Clamped, DecoderConfig, Layer
+from speculant.models.entries import POSITIVE, SLIDING, count, flag, number
 from speculant.models.rope_config import read_rope
 from speculant.models.sizes import EXPERT, LAYER
 from speculant.models.tensor_map import Expression, Rows, Stacked, TensorMap, Transposed

@@ -6,9 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from speculant.models.config import (
-    SLIDING,
-    count,
-    flag,
     layers_of,
     read_attention,
     read_decoder,
@@ -16,8 +13,9 @@ from speculant.models.config import (
     read_mlp,
     read_norm,
     window,
-)  # fmt: skip
+)
 from speculant.models.description import DecoderConfig, Layer
+from speculant.models.entries import SLIDING, count, flag
 from speculant.models.families.olmo2 import TENSORS
 from speculant.models.gguf_family import GgufFamily, Number, WindowPattern
 from speculant.models.rope_config import read_rope

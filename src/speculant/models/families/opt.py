@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from speculant.errors import ModelError
-from speculant.models.config import count, count_layers, flag, read_attention, read_decoder, read_mlp, read_norm, show
+from speculant.models.config import count_layers, read_attention, read_decoder, read_mlp, read_norm
 from speculant.models.description import DecoderConfig, Layer
+from speculant.models.entries import count, flag, show
 from speculant.models.sizes import LAYER
 from speculant.models.tensor_map import Rows, TensorMap, map_modules
 

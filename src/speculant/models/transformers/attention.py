@@ -22,6 +22,7 @@ from torch.nn import functional
 
 from speculant.cache.base import KVStorage
 from speculant.errors import ModelError
+from speculant.kernels.reference import attend
 from speculant.models.base import Batch
 from speculant.models.reference.attention import context_slots, visible_keys
 
@@ -169,30 +170,14 @@ def attention(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scores:
     Returns [n, heads, value_dim]. Heads that share a key head follow each other.
     """
     n, heads, dim = query.shape
-    kv_heads, size = keys.shape[1], len(keys)
-    folded = query.reshape(n, kv_heads, heads // kv_heads, dim).permute(1, 2, 0, 3)  # [kv_heads, groups, n, dim]
-    keys, values = keys.transpose(0, 1)[:, None], values.transpose(0, 1)[:, None]
+    kv_heads, groups = keys.shape[1], heads // keys.shape[1]
+    folded = query.reshape(n, kv_heads, groups, dim).permute(1, 2, 0, 3)  # [kv_heads, groups, n, dim]
+    keys, values = (each.transpose(0, 1)[:, None].expand(-1, groups, -1, -1) for each in (keys, values))
+    hidden = query.new_zeros(mask.shape).masked_fill(~mask, -torch.inf)
+    sinks = None if scores.sinks is None else scores.sinks.to(query.dtype).reshape(kv_heads, groups, 1, 1)
     scale = dim**-0.5 if scores.scaling is None else scores.scaling
-    if scores.softcap is None and scores.sinks is None:
-        spread = (kv_heads, heads // kv_heads, size)
-        out = functional.scaled_dot_product_attention(
-            folded, keys.expand(*spread, dim), values.expand(*spread, values.shape[-1]), attn_mask=mask, scale=scale
-        )
-    else:
-        out = _probs(folded @ keys.transpose(-1, -2) * scale, mask, scores).to(values.dtype) @ values
+    out = attend(folded, keys, values, hidden, scale, scores.softcap, sinks)
     return out.permute(2, 0, 1, 3).reshape(n, heads, values.shape[-1])
-
-
-def _probs(products: Tensor, mask: Tensor, scores: ScoreRules) -> Tensor:
-    """Return the weights of keys from scaled products [kv_heads, groups, n, k]; a sink takes a share for no key."""
-    if scores.softcap is not None:
-        products = torch.tanh(products / scores.softcap) * scores.softcap
-    products = products.masked_fill(~mask, -torch.inf)
-    products = products if products.dtype == torch.float64 else products.float()
-    if scores.sinks is None:
-        return products.softmax(-1)
-    sinks = scores.sinks.to(products.dtype).reshape(*products.shape[:2], 1, 1).expand(*products.shape[:3], 1)
-    return torch.cat([products, sinks], -1).softmax(-1)[..., :-1]
 
 
 def registered() -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from speculant.errors import ModelError
-from speculant.models.config import show
+from speculant.models.entries import show
 
 _ROUNDS = '--quantization int4 (in Python quantization="int4") rounds it to 4 bits while it is loaded.'
 _MOST_NAME, _MOST_BITS = 60, 100  # that are shown
