@@ -176,8 +176,9 @@ class Calibration:
 
     def _drafts(self, drafter: Drafter, count: int) -> dict[int, float]:
         """Return the seconds of a draft for `count` sequences, by depth."""
-        drafting = requests(count, min(DRAFTED_AFTER, self.limits.max_model_len // 2), self.target.vocab_size)
-        depths = [depth for depth in DEPTHS if depth <= self.limits.max_model_len // 2]
+        half = self._longest(drafter) // 2
+        drafting = requests(count, min(DRAFTED_AFTER, half), self.target.vocab_size)
+        depths = [depth for depth in DEPTHS if depth <= half]
         for request in drafting:
             drafter.begin(request)
             self._observe(drafter, request)
@@ -189,7 +190,7 @@ class Calibration:
 
     def _read(self, method: str, drafter: Drafter, readings: dict[str, Reading]) -> None:
         """Measure how long a drafter reads texts: a longer one too, if there is time and room for it."""
-        room = self.limits.max_model_len - 2
+        room = self._longest(drafter) - 2
         short, long = min(SHORT_TEXT, room), min(LONG_TEXT, room)
         token_s = self._reading_s(drafter, 1, short) / max(1, short)
         readings[method] = Reading(token_s, 0.0)
@@ -197,6 +198,10 @@ class Calibration:
             longer_s = self._reading_s(drafter, 2, long) / long
             key_s = max(0.0, longer_s - token_s) / ((long - short) / 2)
             readings[method] = Reading(max(0.0, token_s - key_s * short / 2), key_s)
+
+    def _longest(self, drafter: Drafter) -> int:
+        """Return the longest text that the engine has and a drafter can read."""
+        return min(self.limits.max_model_len, drafter.needs.max_positions or self.limits.max_model_len)
 
     def _reading_s(self, drafter: Drafter, index: int, length: int) -> float:
         """Return the seconds in which a drafter reads an unknown text and drafts a token."""

@@ -167,7 +167,7 @@ class _Reader:
             raise ModelError(f"config.json has rope_theta = {self.theta:g}, and YaRN needs more than 1", _CORRECT)
 
         def pair_that_turns(turns: float) -> float:
-            """Return the pair that makes so many turns within the original context."""
+            """Return the index of the pair that makes `turns` full turns within the original context."""
             return (dims * math.log(original / (turns * 2 * math.pi))) / (2 * math.log(self.theta))
 
         low, high = pair_that_turns(self.positive("beta_fast", 32)), pair_that_turns(self.positive("beta_slow", 1))

@@ -30,7 +30,7 @@ class Unpaired:
     heads: int
 
     def stored_shape(self, shape: Shape) -> Shape:
-        """Return the shape of what it is made from, from its own."""
+        """Return the shape of `of`, from the shape of the result."""
         return shape
 
     def rows(self, count: int) -> list[int]:
@@ -49,7 +49,7 @@ class Rows:
     period: int
 
     def stored_shape(self, shape: Shape) -> Shape:
-        """Return the shape of what it is made from, from its own."""
+        """Return the shape of `of`, from the shape of the result."""
         return (shape[0] // self.size * self.period, *shape[1:])
 
     def rows(self, count: int) -> list[int]:
@@ -66,7 +66,7 @@ class Transposed:
     of: Expression
 
     def stored_shape(self, shape: Shape) -> Shape:
-        """Return the shape of what it is made from, from its own."""
+        """Return the shape of `of`, from the shape of the result."""
         return shape[::-1]
 
 
@@ -78,7 +78,7 @@ class Plus:
     number: float
 
     def stored_shape(self, shape: Shape) -> Shape:
-        """Return the shape of what it is made from, from its own."""
+        """Return the shape of `of`, from the shape of the result."""
         return shape
 
 
@@ -92,7 +92,7 @@ class Columns:
     width: int
 
     def stored_shape(self, shape: Shape) -> Shape:
-        """Return the shape of what it is made from, from its own."""
+        """Return the shape of `of`, from the shape of the result."""
         return (*shape[:-1], self.width)
 
 
@@ -108,7 +108,7 @@ class Stacked:
     index: int = 0
 
     def stored_shape(self, shape: Shape) -> Shape:
-        """Return the shape of what it is made from, from its own."""
+        """Return the shape of `of`, from the shape of the result."""
         return (self.count, *shape)
 
 

@@ -100,7 +100,7 @@ def read_config(hf: Mapping[str, Any]) -> DecoderConfig:
 
 
 def _kinds(hf: Mapping[str, Any]) -> list[Kind]:
-    """Read what each layer has of its own."""
+    """Read the kind of each layer."""
     names = read_layer_types(hf, lambda index: (index + 1) % EVERY == 0)
     names = [*names[:-1], FULL]  # the last one always is
     heads, shares = [_heads(hf, index, name) for index, name in enumerate(names)], _shared(hf, names)

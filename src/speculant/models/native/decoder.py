@@ -337,6 +337,8 @@ class NativeDecoder:
     def layout(self, batch: Batch, storage: KVStorage) -> Layout:
         """Return the arguments of the program for a batch."""
         segments, parents, end = _segments(batch)
+        if self.config.embedding.positions:
+            self._check_learned(int(batch.positions.max()) + 1)
         on = self._pass(storage, batch.block_size, batch.tokens.shape[0], end)
         tokens = batch.tokens if batch.embeddings is None else batch.tokens.index_fill(0, batch.embedded_rows, 0)
         on.tokens, on.positions = tokens.data_ptr(), batch.positions.data_ptr()
@@ -364,6 +366,12 @@ class NativeDecoder:
         for row, vector in zip(batch.embedded_rows.tolist(), embeddings, strict=True):
             pointers[row] = vector.data_ptr()
         return pointers, embeddings
+
+    def _check_learned(self, end: int) -> None:
+        """Raise ValueError for positions up to `end` - 1 that a table of learned positions does not have."""
+        rows = self.config.embedding.positions
+        if rows and end > rows:
+            raise ValueError(f"a pass has position {end - 1}, and the model has {rows} learned positions")
 
     def _pass(self, storage: KVStorage, block_size: int, rows: int, end: int) -> Pass:
         """Make a pass over a storage with buffers for `rows` rows and angles for positions below `end`."""
@@ -396,6 +404,7 @@ class NativeDecoder:
         chains = sorted(chains, key=_by_limit)
         require_groups(cache.num_groups, self._num_groups)
         rows = ChainRows(chains, self.vocab_size, cache, self._num_groups)
+        self._check_learned(rows.end)
         on = self._pass(cache.storage, cache.block_size, rows.count, rows.end)
         rows.point(on, self._angles.rows(ids(rows.positions), rows.long_rows(self.needs)))
         drawing = chains if chains[-1].limit else [chain for chain in chains if chain.limit]
