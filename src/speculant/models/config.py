@@ -37,17 +37,6 @@ from speculant.models.rope_config import read_rope
 from speculant.models.tensor_map import SAME_NAMES, TensorMap
 
 Kind = TypeVar("Kind", bound=Hashable)
-
-
-_SHARED = (
-    "tie_word_embeddings",
-    "bos_token_id",
-    "eos_token_id",
-    "dtype",
-    "torch_dtype",
-    "quantization_config",
-    "compression_config",
-)  # entries outside of `text_config` that hold for the language model
 ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
@@ -56,14 +45,6 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
 }  # by the names in config.json
-
-
-def text_config(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of the language model: all, or `text_config` in the config.json of one that reads images."""
-    inner = hf.get("text_config")
-    if not isinstance(inner, dict) or "model_type" not in inner:
-        return dict(hf)
-    return {**{key: hf[key] for key in _SHARED if hf.get(key) is not None}, **inner}
 
 
 def read_decoder(

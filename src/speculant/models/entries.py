@@ -1,4 +1,4 @@
-"""Reads single entries of a config.json, and checks them. A wrong one raises a ModelError that names it."""
+"""Finds and checks single entries of a config.json. A wrong one raises a ModelError that names it."""
 
 from __future__ import annotations
 
@@ -14,6 +14,23 @@ MOST_THETA, MOST_FACTOR = 1e30, 1e6  # far above those of any checkpoint, and fi
 POSITIVE = (1e-12, 1e12)  # bounds of scales and caps
 FULL, SLIDING = "full_attention", "sliding_attention"  # layer types
 MOST_SHOWN = 300  # characters of a value in an error message
+_SHARED = (
+    "tie_word_embeddings",
+    "bos_token_id",
+    "eos_token_id",
+    "dtype",
+    "torch_dtype",
+    "quantization_config",
+    "compression_config",
+)  # entries outside of `text_config` that hold for the language model
+
+
+def text_config(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries of the language model: all, or `text_config` in the config.json of one that reads images."""
+    inner = hf.get("text_config")
+    if not isinstance(inner, dict) or "model_type" not in inner:
+        return dict(hf)
+    return {**{key: hf[key] for key in _SHARED if hf.get(key) is not None}, **inner}
 
 
 def show(value: Any) -> str:
@@ -61,6 +78,11 @@ def whole_numbers(hf: Mapping[str, Any], key: str) -> list[int]:
     if value is not None and not (isinstance(value, list) and all(map(is_whole, value))):
         raise _wrong(key, value, "a list of whole numbers")
     return value or []
+
+
+def filled(hf: Mapping[str, Any], **defaults: Any) -> dict[str, Any]:
+    """Return all entries, with these in place of those that are absent or null."""
+    return {**hf, **{key: value for key, value in defaults.items() if hf.get(key) is None}}
 
 
 def check_unset(hf: Mapping[str, Any], *keys: str) -> None:

@@ -122,7 +122,7 @@ class _Reader:
     def own(self, original: int, beta: float) -> Rope:
         """Read the settings of a head that was trained here; see `rope_entries`."""
         settings = self.settings
-        plain, long = "dims" in settings and "factors" not in settings, settings.get("long_factors") is not None
+        plain, long = settings.get("factors") is None, settings.get("long_factors") is not None
         factors, long_factors = () if plain else self.list_of("factors"), self.list_of("long_factors") if long else ()
         return Rope(
             self.theta,
@@ -334,22 +334,23 @@ def _first(values: Iterable[Any]) -> Any:
 
 
 def _settings(hf: Mapping[str, Any], layer_type: str | None) -> Mapping[str, Any]:
-    """Return the settings of a kind of layers."""
-    given = {key: hf.get(key) for key in ("rope_scaling", "rope_parameters")}
-    for key, value in given.items():
-        if value is not None and not isinstance(value, dict):
-            raise ModelError(f"config.json has {key} = {show(value)}, not an object", _CORRECT)
-    scaling, parameters = given["rope_scaling"], given["rope_parameters"]
+    """Return the settings of a kind of layers, without null entries."""
+    scaling, parameters = (_object(hf, key) for key in ("rope_scaling", "rope_parameters"))
     if layer_type is None:
-        return scaling or parameters or {}
+        return scaling or parameters
     if parameters and not any(isinstance(value, dict) for value in parameters.values()):
         raise ModelError(
             f"config.json has rope_parameters = {show(parameters)}, not an object for each kind of layers", _CORRECT
         )
-    own = (parameters or {}).get(layer_type)
-    if own is not None and not isinstance(own, dict):
-        raise ModelError(f"config.json has rope_parameters with {layer_type} = {show(own)}, not an object", _CORRECT)
-    return {**(own or {}), **((scaling or {}) if layer_type != SLIDING else {})}
+    return {**_object(parameters, layer_type), **(scaling if layer_type != SLIDING else {})}
+
+
+def _object(of: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """Return the entries of an object that are not null; none for an absent or null one."""
+    value = of.get(key)
+    if value is not None and not isinstance(value, dict):
+        raise ModelError(f"config.json has {key} = {show(value)}, not an object", _CORRECT)
+    return {name: each for name, each in (value or {}).items() if each is not None}
 
 
 def _theta(hf: Mapping[str, Any], settings: Mapping[str, Any], layer_type: str | None, default: float) -> float:

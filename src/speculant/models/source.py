@@ -10,7 +10,7 @@ from typing import Any
 from speculant.errors import ModelError
 from speculant.files import read_json, read_optional_json
 from speculant.gguf_file import SUFFIX, GgufFile, is_gguf, parts_of
-from speculant.models.config import text_config
+from speculant.models.entries import text_config
 from speculant.models.gguf import read_gguf_config
 
 _DEMO = Path(__file__).parents[1] / "assets" / "demo"

@@ -78,7 +78,7 @@ def test_a_length_whose_window_is_gone_is_refused(manager: GroupedBlockManager) 
     for n, holds in ((18, True), (17, True), (16, False), (1, False), (0, True)):
         assert manager.holds_window(1, n) == holds
         if not holds:
-            with pytest.raises(ValueError, match="has given back"):
+            with pytest.raises(ValueError, match="were given back"):
                 manager.truncate_to(1, n)
             with pytest.raises(ValueError, match="given back"):
                 manager.compact(1, n, [])

@@ -272,7 +272,7 @@ def test_a_config_contradicting_weights_or_itself_is_refused(
 def test_layers_are_counted_before_any_is_made(folder: Path, layers: int) -> None:
     edit(folder / "config.json", num_hidden_layers=layers)
     started = time.process_time()
-    refused(folder, f"num_hidden_layers = {layers}", "3 layers (0 to 2)")
+    refused(folder, f"num_hidden_layers = {layers}")
     assert time.process_time() - started < 1
 
 

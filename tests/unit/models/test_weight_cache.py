@@ -237,7 +237,7 @@ def test_changed_checkpoint_is_packed_again(folder: Path, tmp_path: Path) -> Non
     time.sleep(2 * TICK)
     assert [load(model, folder).source for _ in range(2)] == [KEPT, MAPPED]
     before = file.stat()
-    save_file({name: -each for name, each in load_file(file).items()}, file)
+    save_file({name: -each for name, each in load_file(file).items()}, file, {"format": "pt"})
     os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
     assert file.stat().st_size == before.st_size
     time.sleep(2 * TICK)

@@ -7,7 +7,7 @@ from typing import Any
 
 from speculant.models.config import count_layers, read_attention, read_decoder, read_mlp, read_norm
 from speculant.models.description import Attention, DecoderConfig, Layer
-from speculant.models.entries import POSITIVE, check_unset, count, flag, number
+from speculant.models.entries import POSITIVE, check_unset, count, filled, flag, number
 from speculant.models.gguf_family import GgufFamily, Number
 from speculant.models.rope_config import read_rope
 from speculant.models.sizes import LAYER
@@ -20,7 +20,7 @@ GGUF = GgufFamily(
 
 def read_config(hf: Mapping[str, Any]) -> DecoderConfig:
     """Read a Cohere config.json."""
-    hf = {"tie_word_embeddings": True, **hf}
+    hf = filled(hf, tie_word_embeddings=True)
     check_unset(hf, "use_qk_norm")  # its scales differ from head to head
     rope = read_rope(hf, count(hf, "max_position_embeddings"), theta=500000.0)
     bias, norm = flag(hf, "attention_bias"), read_norm(hf, "layer_norm_eps", 1e-5, kind="layer")

@@ -15,7 +15,7 @@ from speculant.models.config import (
     window,
 )
 from speculant.models.description import DecoderConfig, Layer
-from speculant.models.entries import SLIDING, check_unset, count, flag, optional_number
+from speculant.models.entries import SLIDING, check_unset, count, filled, flag, optional_number
 from speculant.models.gguf_family import GgufFamily, Number, WindowPattern
 from speculant.models.sizes import LAYER
 from speculant.models.tensor_map import map_modules
@@ -30,9 +30,8 @@ DEFAULTS = {
     "query_pre_attn_scalar": 256,
     "hidden_activation": "gelu_pytorch_tanh",
     "tie_word_embeddings": True,
-    "attn_logit_softcapping": 50.0,
-    "final_logit_softcapping": 30.0,
 }
+CAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}  # null = none
 
 
 def score_scalar(config: Mapping[str, Any], largest: int) -> int:
@@ -51,7 +50,7 @@ GGUF = GgufFamily("gemma2", windows=WindowPattern(2, 4096), config={
 
 def read_config(hf: Mapping[str, Any]) -> DecoderConfig:
     """Read a Gemma 2 config.json."""
-    hf = {**DEFAULTS, **hf}
+    hf = {**CAPS, **filled(hf, **DEFAULTS)}
     check_unset(hf, "use_bidirectional_attention")
     norm, bias = read_norm(hf, offset=1.0), flag(hf, "attention_bias")
     mlp = read_mlp(hf, key="hidden_activation")

@@ -15,7 +15,7 @@ from speculant.models.config import (
     window,
 )
 from speculant.models.description import DecoderConfig, Layer
-from speculant.models.entries import SLIDING, check_unset, count, flag, optional_number
+from speculant.models.entries import SLIDING, check_unset, count, filled, flag, optional_number
 from speculant.models.families.gemma2 import TENSORS, score_scalar
 from speculant.models.gguf_family import GgufFamily, Number, WindowPattern
 from speculant.models.rope_config import read_rope
@@ -40,7 +40,7 @@ GGUF = GgufFamily("gemma3", windows=WindowPattern(6), config={
 
 def read_config(hf: Mapping[str, Any]) -> DecoderConfig:
     """Read a Gemma 3 config.json."""
-    hf = {**DEFAULTS, **hf}
+    hf = filled(hf, **DEFAULTS)
     check_unset(hf, "use_bidirectional_attention")
     norm, bias = read_norm(hf, offset=1.0), flag(hf, "attention_bias")
     mlp, every = read_mlp(hf, key="hidden_activation"), count(hf, "sliding_window_pattern", 6)

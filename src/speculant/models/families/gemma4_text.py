@@ -23,6 +23,7 @@ from speculant.models.entries import (
     SLIDING,
     check_unset,
     count,
+    filled,
     flag,
     is_whole,
     optional_number,
@@ -72,7 +73,7 @@ class Kind(NamedTuple):
 
 def read_config(hf: Mapping[str, Any]) -> DecoderConfig:
     """Read the config.json of a Gemma 4 model for texts."""
-    hf = DEFAULTS | {key: value for key, value in hf.items() if value is not None}
+    hf = filled(hf, **DEFAULTS)
     check_unset(hf, "enable_moe_block")
     if hf.get("use_bidirectional_attention") != "vision":  # "vision" is of images' positions alone
         check_unset(hf, "use_bidirectional_attention")

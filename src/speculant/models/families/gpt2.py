@@ -7,7 +7,7 @@ from typing import Any
 
 from speculant.models.config import count_layers, read_attention, read_decoder, read_mlp, read_norm
 from speculant.models.description import Attention, DecoderConfig, Layer
-from speculant.models.entries import check_unset, count, flag
+from speculant.models.entries import check_unset, count, filled, flag
 from speculant.models.gguf_family import GgufFamily
 from speculant.models.sizes import LAYER
 from speculant.models.tensor_map import Rows, TensorMap, Transposed, map_modules
@@ -22,7 +22,7 @@ GGUF = GgufFamily("gpt2", norm_eps="layer_norm_epsilon")
 
 def read_config(hf: Mapping[str, Any]) -> DecoderConfig:
     """Read a GPT-2 config.json."""
-    hf = {"tie_word_embeddings": True, "activation_function": "gelu_new", **hf}
+    hf = filled(hf, tie_word_embeddings=True, activation_function="gelu_new")
     hf |= {key: hf[other] for key, other in OTHER_NAMES.items() if hf.get(other) is not None}
     hf |= {"num_key_value_heads": None, "intermediate_size": hf.get("n_inner") or 4 * count(hf, "hidden_size")}
     check_unset(hf, "scale_attn_by_inverse_layer_idx")

@@ -7,7 +7,7 @@ from typing import Any
 
 from speculant.models.config import count_layers, read_attention, read_decoder, read_mlp, read_norm
 from speculant.models.description import Attention, DecoderConfig, Layer
-from speculant.models.entries import count, flag
+from speculant.models.entries import count, filled, flag
 from speculant.models.gguf_family import GgufFamily, Truth
 from speculant.models.rope_config import read_rope
 from speculant.models.sizes import LAYER
@@ -20,7 +20,7 @@ GGUF = GgufFamily(
 
 def read_config(hf: Mapping[str, Any]) -> DecoderConfig:
     """Read a GPT-NeoX config.json."""
-    hf = {"hidden_act": "gelu", **hf, "num_key_value_heads": None}
+    hf = {**filled(hf, hidden_act="gelu"), "num_key_value_heads": None}
     rope = read_rope(hf, count(hf, "max_position_embeddings"), share=0.25)
     bias, norm = flag(hf, "attention_bias", True), read_norm(hf, "layer_norm_eps", 1e-5, kind="layer", bias=True)
     attention = read_attention(hf, rope=rope, bias=bias, output_bias=bias)

@@ -15,7 +15,7 @@ from speculant.models.config import (
     window,
 )
 from speculant.models.description import Clamped, DecoderConfig, Layer
-from speculant.models.entries import POSITIVE, SLIDING, count, flag, number
+from speculant.models.entries import POSITIVE, SLIDING, count, filled, flag, number
 from speculant.models.rope_config import read_rope
 from speculant.models.sizes import EXPERT, LAYER
 from speculant.models.tensor_map import Expression, Rows, Stacked, TensorMap, Transposed
@@ -43,7 +43,7 @@ def tensors(experts: int, turned: bool) -> TensorMap:
 
 def read_config(hf: Mapping[str, Any]) -> DecoderConfig:
     """Read a gpt-oss config.json."""
-    hf = {**DEFAULTS, **hf}
+    hf = filled(hf, **DEFAULTS)
     bias, norm = flag(hf, "attention_bias", True), read_norm(hf)
     clamped = Clamped(number(hf, "swiglu_alpha", 1.702, *POSITIVE), number(hf, "swiglu_limit", 7.0, *POSITIVE))
     experts = read_experts(hf, bias=True, clamped=clamped)

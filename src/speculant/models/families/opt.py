@@ -8,7 +8,7 @@ from typing import Any
 from speculant.errors import ModelError
 from speculant.models.config import count_layers, read_attention, read_decoder, read_mlp, read_norm
 from speculant.models.description import DecoderConfig, Layer
-from speculant.models.entries import count, flag, show
+from speculant.models.entries import count, filled, flag, show
 from speculant.models.sizes import LAYER
 from speculant.models.tensor_map import Rows, TensorMap, map_modules
 
@@ -17,7 +17,7 @@ UNUSED_POSITIONS = 2  # rows of the stored table before that of position 0
 
 def read_config(hf: Mapping[str, Any]) -> DecoderConfig:
     """Read an OPT config.json."""
-    hf = {"tie_word_embeddings": True, "activation_function": "relu", **hf}
+    hf = filled(hf, tie_word_embeddings=True, activation_function="relu")
     hf |= {"num_key_value_heads": None, "intermediate_size": hf.get("ffn_dim", 3072)}
     width, positions = count(hf, "hidden_size"), count(hf, "max_position_embeddings")
     unusual = {"word_embed_proj_dim": width, "do_layer_norm_before": True, "layer_norm_elementwise_affine": True}

@@ -7,7 +7,7 @@ from typing import Any
 
 from speculant.models.config import count_layers, read_attention, read_decoder, read_mlp, read_norm, window
 from speculant.models.description import Attention, DecoderConfig, Layer, Mlp
-from speculant.models.entries import count
+from speculant.models.entries import count, filled
 from speculant.models.gguf_family import GgufFamily, Number
 from speculant.models.rope_config import read_rope
 from speculant.models.sizes import LAYER
@@ -20,7 +20,7 @@ GGUF = GgufFamily("phi3", config={
 
 def read_config(hf: Mapping[str, Any]) -> DecoderConfig:
     """Read a Phi-3 config.json."""
-    hf = {"sliding_window": None, "rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096, **hf}
+    hf = {"sliding_window": None, **filled(hf, rms_norm_eps=1e-5, original_max_position_embeddings=4096)}
     rope = read_rope(hf, count(hf, "max_position_embeddings"), share=1.0)
     attention, mlp, norm = read_attention(hf, rope=rope, window=window(hf)), read_mlp(hf), read_norm(hf)
     return read_decoder(hf, [Layer(attention, mlp, norm, norm)] * count_layers(hf), _tensors(attention, mlp))

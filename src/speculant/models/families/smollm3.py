@@ -17,7 +17,7 @@ from speculant.models.config import (
     window,
 )
 from speculant.models.description import DecoderConfig, Layer
-from speculant.models.entries import SLIDING, count, flag, is_whole, show
+from speculant.models.entries import SLIDING, count, filled, flag, is_whole, show
 from speculant.models.gguf_family import GgufFamily
 from speculant.models.rope_config import read_rope
 
@@ -26,7 +26,7 @@ GGUF = GgufFamily("smollm3", paired=True)
 
 def read_config(hf: Mapping[str, Any]) -> DecoderConfig:
     """Read a SmolLM3 config.json."""
-    hf = {"tie_word_embeddings": True, "sliding_window": None, "num_key_value_heads": 4, **hf}
+    hf = {"sliding_window": None, "num_key_value_heads": 4, **filled(hf, tie_word_embeddings=True)}
     bias, norm, mlp = flag(hf, "attention_bias"), read_norm(hf), read_mlp(hf, bias=flag(hf, "mlp_bias"))
     rotated, size = _rotated(hf), window(hf) if flag(hf, "use_sliding_window") else None
     kinds = read_layer_types(hf, lambda index: size is None or rotated[index])

@@ -7,7 +7,7 @@ from typing import Any
 
 from speculant.models.config import count_layers, read_attention, read_decoder, read_mlp, read_norm, window
 from speculant.models.description import DecoderConfig, Layer
-from speculant.models.entries import flag
+from speculant.models.entries import filled, flag
 from speculant.models.gguf_family import GgufFamily
 from speculant.models.sizes import LAYER
 from speculant.models.tensor_map import map_modules
@@ -19,7 +19,7 @@ GGUF = GgufFamily("starcoder2", norm_eps="norm_epsilon", config={"use_bias": lam
 
 def read_config(hf: Mapping[str, Any]) -> DecoderConfig:
     """Read a StarCoder 2 config.json."""
-    hf = {"tie_word_embeddings": True, "sliding_window": None, "hidden_act": "gelu_pytorch_tanh", **hf}
+    hf = {"sliding_window": None, **filled(hf, tie_word_embeddings=True, hidden_act="gelu_pytorch_tanh")}
     bias, norm = flag(hf, "use_bias", True), read_norm(hf, "norm_epsilon", 1e-5, kind="layer", bias=True)
     attention = read_attention(hf, window=window(hf), bias=bias, output_bias=bias)
     layer = Layer(attention, read_mlp(hf, bias=bias, gated=False), norm, norm)

@@ -28,8 +28,8 @@ from speculant.models.backends.base import (
     packing_of,
 )
 from speculant.models.base import CausalLM, check_needs
-from speculant.models.config import text_config
 from speculant.models.description import DecoderConfig
+from speculant.models.entries import text_config
 from speculant.models.generation import read_end_tokens, read_generation, read_sampling
 from speculant.models.gguf import read_gguf_config, read_gguf_decoder
 from speculant.models.sizes import HEAD, TABLE, tensor_shapes
