@@ -62,12 +62,12 @@ def described(family: str) -> list[DecoderConfig]:
 def parts_of(config: DecoderConfig) -> Iterator[str]:
     """Yield the names of a decoder's parts that not every family has."""
     if config.embedding.scale != 1 or config.head.scale != 1:
-        yield "scales"
+        yield "multipliers"
     if config.embedding.positions:
         yield "learned positions"
     if config.head.softcap:
-        yield "soft caps"
-    yield "tied head" if config.head.tied else "own head"
+        yield "softcaps"
+    yield "tied head" if config.head.tied else "untied head"
     for layer in dict.fromkeys(config.layers):
         yield from parts_of_layer(layer)
 
@@ -77,19 +77,19 @@ def parts_of_layer(layer: Layer) -> Iterator[str]:
     of = layer.attention
     found = {
         "sliding windows": of.window,
-        "norms of queries and keys": of.qk_norm,
+        "QK norms": of.qk_norm,
         "biases": of.bias or of.output_bias or layer.mlp.bias,
-        "soft caps": of.softcap,
-        "sinks": of.sinks,
+        "softcaps": of.softcap,
+        "attention sinks": of.sinks,
         "norms after blocks": layer.after_attention or layer.after_mlp,
         "parallel blocks": layer.parallel,
-        "scales": layer.residual_scale != 1,
+        "multipliers": layer.residual_scale != 1,
         "experts": isinstance(layer.mlp, Experts),
-        "MLP without a gate": not getattr(layer.mlp, "gated", True),
-        "no rotation": of.rope is None,
-        "partial rotation": of.rope and of.rotated < of.head_dim,
-        "scaled rotation": of.rope and of.rope.kind != "default",
-        "other factors for long texts": of.rope and of.rope.long_factors,
+        "ungated MLP": not getattr(layer.mlp, "gated", True),
+        "layers without RoPE": of.rope is None,
+        "partial RoPE": of.rope and of.rotated < of.head_dim,
+        "RoPE scaling": of.rope and of.rope.kind != "default",
+        "separate RoPE factors for long texts": of.rope and of.rope.long_factors,
     }
     yield from (name for name, has in found.items() if has)
 
