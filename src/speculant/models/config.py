@@ -55,7 +55,7 @@ def read_decoder(
     embedding: Mapping[str, Any] = MappingProxyType({}),
     head: Mapping[str, Any] = MappingProxyType({}),
 ) -> DecoderConfig:
-    """Read the embedding, the last norm and the head around layers.
+    """Read the embedding, the last norm and the head of a decoder with these layers.
 
     tensors: the names in the files. norm: the one before the head; None = as `read_norm` reads it. embedding, head:
     other fields of these parts.
@@ -71,12 +71,12 @@ def read_decoder(
 
 
 def read_norm(hf: Mapping[str, Any], key: str = "rms_norm_eps", default: float = 1e-6, **own: Any) -> Norm:
-    """Read the norm that a model has everywhere; `own` has the other fields."""
+    """Read the norm that all parts of a model use; `own` has the other fields."""
     return Norm(number(hf, key, default, 1e-30, 1), **own)
 
 
 def read_mlp(hf: Mapping[str, Any], *, key: str = "hidden_act", **own: Any) -> Mlp:
-    """Read the feed-forward block; `own` has the other fields. key: the entry of the activation.
+    """Read the feed-forward block; `own` has the other fields. key: that of the activation in config.json.
 
     Raises ModelError for an activation that is not implemented.
     """
@@ -84,7 +84,7 @@ def read_mlp(hf: Mapping[str, Any], *, key: str = "hidden_act", **own: Any) -> M
 
 
 def read_experts(hf: Mapping[str, Any], size: str = "intermediate_size", **own: Any) -> Experts:
-    """Read a layer's experts; `own` has the other fields. size: the entry of the width of one.
+    """Read a layer's experts; `own` has the other fields. size: the key of one expert's width.
 
     Raises ModelError for an activation that is not implemented.
     """

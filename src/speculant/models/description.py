@@ -29,10 +29,10 @@ NORMS = ("rms", "layer")
 class Rope:
     """Rotary positions of base `theta`.
 
-    kind: default, factors or dynamic. factors: the divisor of each pair's frequency, inf = the pair is not rotated.
-    long_factors: those of a text of more than `original_max_positions` tokens, for all of its positions; () = the
-    same. factor: of dynamic scaling, which begins beyond `original_max_positions`. dims: how many dimensions of each
-    head are rotated, its first ones; None = all. Dimension i is paired with i + dims / 2. scale: the factor of cosines
+    kind: default, factors or dynamic. factors: the divisor of each pair's frequency; inf = the pair is not rotated.
+    long_factors: those for all positions of a text of more than `original_max_positions` tokens; () = the same. factor:
+    that of dynamic scaling, which begins beyond `original_max_positions`. dims: how many dimensions of each head are
+    rotated, from the first one on; None = all. Dimension i is paired with i + dims / 2. scale: the factor of cosines
     and sines. query_beta: queries at position p are multiplied by
     1 + query_beta * log(1 + floor(p / original_max_positions)).
     """
@@ -40,7 +40,7 @@ class Rope:
     theta: float
     kind: str = "default"
     factor: float = 1.0
-    original_max_positions: int = 0  # of those that need it
+    original_max_positions: int = 0  # 0 = not needed
     factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
     dims: int | None = None
@@ -49,9 +49,9 @@ class Rope:
 
 
 def restart_of(ropes: Iterable[Rope]) -> int | None:
-    """Return the number of tokens beyond which a text has the long factors; None = there are none.
+    """Return the number of tokens beyond which a text uses the long factors; None = there are none.
 
-    Raises ModelError if rotary positions differ in it.
+    Raises ModelError if it differs between the layers' rotary positions.
     """
     found = {rope.original_max_positions for rope in ropes if rope.long_factors}
     if len(found) > 1:
@@ -82,11 +82,11 @@ class Norm:
 class Attention:
     """Causal self-attention. `heads` share `kv_heads` keys and values.
 
-    rope: None = no rotation. window: the positions that a row sees, its own included; None = all. qk_norm: of
-    queries and keys, before the rotation: of each head alone, or with `norm_all_heads` of all heads together. bias: of
-    queries, keys and values. scale: of the scores; None = head_dim ** -0.5. softcap: c limits scores s to
-    c * tanh(s / c). sinks: a learned score per head takes part in the softmax and has no value. value_norm: of each
-    head's values. shares: the earlier layer whose keys and values it reads; None = it has its own.
+    rope: None = no rotation. window: the positions that a row sees, its own included; None = all. qk_norm: the norm of
+    queries and keys before the rotation, of each head alone or, with `norm_all_heads`, of all heads together. bias:
+    queries, keys and values have one. scale: the factor of scores; None = head_dim ** -0.5. softcap: c limits scores s
+    to c * tanh(s / c). sinks: a learned score per head takes part in the softmax and has no value. value_norm: the norm
+    of each head's values. shares: the earlier layer whose keys and values it reads; None = it has its own.
     """
 
     heads: int
@@ -173,13 +173,13 @@ class Attention:
 
     @property
     def fused_size(self) -> int:
-        """The width of queries, keys and values together, as far as it computes them."""
+        """The width of all queries, keys and values that it computes."""
         return self.query_size + 2 * self.key_size
 
 
 @dataclass(frozen=True)
 class Mlp:
-    """The feed-forward block, of `size` numbers in between.
+    """The feed-forward block; `size` is the width between its projections.
 
     gated: down(activation(gate(x)) * up(x)), else down(activation(up(x))).
     """
@@ -197,8 +197,8 @@ class TokenInputs:
         input = factor * (norm(projection_factor * projection(e)) + table_factor * table[token])
         x     = x + norm(out(activation(gate(x)) * input))
 
-    e: the row's input embedding, without learned positions. rows: of the table. A row that brings an input embedding
-    of its own has the vector of token 0.
+    e: the row's input embedding, without learned positions. rows: of the table. A row with an input embedding of its
+    own uses the vector of token 0.
     """
 
     size: int
@@ -212,7 +212,7 @@ class TokenInputs:
 
 @dataclass(frozen=True)
 class Clamped:
-    """The gated activation (up + 1) * gate * sigmoid(gain * gate), of gate <= limit and |up| <= limit."""
+    """The gated activation (up + 1) * gate * sigmoid(gain * gate); before it, gate and |up| are limited to `limit`."""
 
     gain: float
     limit: float
@@ -222,10 +222,10 @@ class Clamped:
 class Experts:
     """`count` feed-forward blocks, of which each row uses `used`. A router selects them and weights their results.
 
-    The router is a matrix, whose results are the experts' scores. A row uses the experts with the largest scores, among
-    equals those of the lowest indices. Weights are a softmax of the scores, in float32: over all experts, or with
-    `renormalise` over the used ones. size: the width of one expert. bias: of all matrices, the router's too. clamped:
-    the gated activation that replaces activation(gate) * up; None = none does.
+    The router is a matrix whose results are the experts' scores. A row uses the experts with the largest scores; of
+    equal scores, the lowest indices win. Weights are a softmax of the scores, in float32, over all experts or, with
+    `renormalise`, over the used ones. size: the width of one expert. bias: all matrices have one, the router's
+    included. clamped: the gated activation that replaces activation(gate) * up; None = it is not replaced.
     """
 
     count: int
@@ -248,10 +248,10 @@ class Experts:
 class Layer:
     """Attention, then the feed-forward block, each added to the residual stream.
 
-    before_*: the norm of what a block reads; None = it reads the residual stream. after_*: the norm of its result.
-    parallel: both read the same residual stream, and the same norm if before_mlp is None. residual_scale: the factor of
-    what is added. token_inputs: what is added after both. scaled: a stored number multiplies the residual stream at the
-    end.
+    before_*: the norm of a block's input; None = the block reads the residual stream itself. after_*: the norm of its
+    result. parallel: both blocks read the same residual stream, and the same norm of it if before_mlp is None.
+    residual_scale: the factor of both results. token_inputs: the inputs by token that are added after both. scaled: a
+    stored number multiplies the residual stream at the end.
     """
 
     attention: Attention
@@ -268,7 +268,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Embedding:
-    """A table of one vector per token, which `scale` multiplies. positions: rows of a table of learned positions."""
+    """A table of vectors by token, multiplied by `scale`. positions: the rows of a table of learned positions."""
 
     vocab_size: int
     hidden_size: int
@@ -280,8 +280,8 @@ class Embedding:
 class Head:
     """The output matrix. tied: it is the embedding table.
 
-    tokens: the ascending ids of its rows; () = all. Other tokens have the logit -inf. scale: of the logits. softcap: c
-    limits logits l, after `scale`, to c * tanh(l / c).
+    tokens: the ids of its rows, ascending; () = all. Other tokens have the logit -inf. scale: the factor of logits.
+    softcap: c limits logits l, after `scale`, to c * tanh(l / c).
     """
 
     tied: bool = False
@@ -370,7 +370,7 @@ class DecoderConfig:
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """The window of each layer; none if every layer sees all positions."""
+        """The window of each layer; () if every layer sees all positions."""
         windows = tuple(layer.attention.window for layer in self.layers)
         return windows if any(windows) else ()
 
@@ -384,5 +384,5 @@ class DecoderConfig:
         return replace(self, layers=self.layers[:num_layers])
 
     def with_head(self, tokens: tuple[int, ...]) -> DecoderConfig:
-        """Return the decoder whose head has the rows of these tokens alone, and is not the embedding table."""
+        """Return the decoder whose head has only the rows of these tokens, and is not the embedding table."""
         return replace(self, head=replace(self.head, tied=False, tokens=tokens))

@@ -81,7 +81,7 @@ def whole_numbers(hf: Mapping[str, Any], key: str) -> list[int]:
 
 
 def filled(hf: Mapping[str, Any], **defaults: Any) -> dict[str, Any]:
-    """Return all entries, with these in place of those that are absent or null."""
+    """Return all entries, with these defaults for those that are absent or null."""
     return {**hf, **{key: value for key, value in defaults.items() if hf.get(key) is None}}
 
 

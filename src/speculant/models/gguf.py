@@ -211,7 +211,7 @@ class _Facts:
         return self.raw(key) not in (None, 0)
 
     def read(self, wanted: Number | Count | Truth | Function, config: Mapping[str, Any]) -> Any:
-        """Return the value of a key of a family's own; config: the keys so far."""
+        """Return the value of one of a family's own keys; config: the keys so far."""
         if isinstance(wanted, Count):
             return self.count(wanted.key)
         if not isinstance(wanted, Number | Truth):
@@ -243,7 +243,7 @@ class _Facts:
         return float(value)
 
     def check_neutral(self, entries: Mapping[str, tuple[Any, ...]], read: Collection[str] = ()) -> None:
-        """Refuse a file in which one of these entries has another than the given values, unless it is `read`."""
+        """Refuse a file in which one of these entries has none of its neutral values, unless it is in `read`."""
         for key, neutral in entries.items():
             value = None if key in read else self.get(key)
             if value is not None and not any(_equal(value, each) for each in neutral):
@@ -282,7 +282,7 @@ def _check_layers(file: GgufFile, layers: int) -> None:
 
 
 def _rope_kind(facts: _Facts) -> str:
-    """Return how rotary positions are scaled. Files of longrope may have its tensors alone."""
+    """Return how rotary positions are scaled. Files with longrope may have only its tensors, and no entry."""
     given = facts.get("rope.scaling.type")
     kind = "longrope" if ROPE_LONG in facts.file.tensors else "linear" if given is None else str(given)
     facts.check_neutral({"rope.scaling.type": ("none", "linear", *ROPE_READ)})
@@ -312,7 +312,7 @@ def _rope_scaling(facts: _Facts, kind: str) -> dict[str, Any] | None:
 
 
 def _share(rotated: int, head_dim: int) -> float:
-    """Return the share of a head that is rotated, such that the product with head_dim is not rounded down."""
+    """Return the share of a head that is rotated, so that int(head_dim * share) is exactly `rotated`."""
     share = rotated / head_dim
     return share if int(head_dim * share) == rotated else math.nextafter(share, math.inf)
 

@@ -2,7 +2,7 @@
 
     GGUF = GgufFamily("gemma2", windows=WindowPattern(2, 4096), config={"final_logit_softcapping": Number(...)})
 
-A family with the common names of tensors and the common metadata needs its architecture alone.
+A family with the common tensor names and the common metadata needs only its architecture.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ FUSED_QKV = "attn_qkv"  # queries, keys and values
 class Number:
     """A metadata entry that is a positive number.
 
-    default: what its absence stands for; a function takes it from the config so far. zero: what 0 stands for.
-    ... = that is an error.
+    default: the value if it is absent, or a function that makes it from the config so far. zero: the value that 0
+    stands for. ... in place of either = that is an error.
     """
 
     key: str
@@ -88,8 +88,8 @@ class Truth:
 class WindowPattern:
     """Sliding windows on some layers.
 
-    period: each period-th layer has none, unless the file lists the layers. size: in positions, if the file has none;
-    None = then there are no windows.
+    period: every period-th layer has none, unless the file lists the layers. size: the window in positions if the file
+    has none; None = then there are no windows.
     """
 
     period: int
@@ -100,13 +100,14 @@ class WindowPattern:
 class GgufFamily:
     """How GGUF files store the models of a family.
 
-    architecture: its name in `general.architecture`. needs: an entry that tells the family from others of the same
-    architecture: it is there and not 0. paired: the rows of queries and keys are in pairs; see `Unpaired`. norm_eps:
-    the key of config.json for the number that norms add. windows: None = on all layers, if the file has a window.
+    architecture: its name in `general.architecture`. needs: an entry that tells the family from others with the same
+    architecture: files of the family have it, and it is not 0. paired: the rows of queries and keys are in pairs; see
+    `Unpaired`. norm_eps: the key of config.json for the epsilon of norms. windows: None = all layers have the window,
+    if the file has one.
 
-    config: other keys that `read_config` reads, each with the metadata entry that it stands for, or a function of the
-    config so far; "a.b" is the key b of the object a. neutral: entries that `read_config` does not read and which
-    change the arithmetic unless they have one of these values.
+    config: other keys that `read_config` reads, each with its metadata entry, or a function of the config so far; "a.b"
+    is the key b of the object a. neutral: entries that `read_config` does not read, and that change the arithmetic
+    unless they have one of these values.
     """
 
     architecture: str
@@ -119,12 +120,12 @@ class GgufFamily:
 
     @property
     def stored_norm_eps(self) -> str:
-        """The metadata entry for the number that norms add."""
+        """The metadata entry for the epsilon of norms."""
         return f"attention.layer_norm_{'rms_' if self.norm_eps == 'rms_norm_eps' else ''}epsilon"
 
     @property
     def read(self) -> set[str]:
-        """The metadata entries of `config`."""
+        """The metadata entries that `config` reads."""
         return {each.key for each in self.config.values() if isinstance(each, Number | Count | Truth)}
 
 
@@ -167,7 +168,7 @@ def _consecutive(fused: str, sizes: Mapping[str, int]) -> dict[str, Rows]:
 
 
 def _norms(config: DecoderConfig) -> dict[str, Norm]:
-    """Return the norms of a model; the layers' have the same kinds everywhere."""
+    """Return the norms of a model by name; all layers have the same kinds."""
     layer = config.layers[0]
     found = {LAYER + own: norm for own, norm in layer_norms(layer).items()} | {"model.norm": config.norm}
     own = layer.attention.qk_norm

@@ -26,7 +26,7 @@ _KNOWN = frozenset(
         *("low_freq_factor", "high_freq_factor", "short_factor", "long_factor", "attention_factor"),
         *("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate", "llama_4_scaling_beta"),
         *("factors", "long_factors", "dims"),  # of heads that were trained here
-        *("mrope_section", "mrope_interleaved"),  # they tell images' positions apart, and all texts' are the same
+        *("mrope_section", "mrope_interleaved"),  # for images: in texts, all axes have the same position
         "finetuned",
     }
 )
@@ -46,9 +46,10 @@ def read_rope(
     """Read the rotary settings, in the old form (rope_theta, rope_scaling) or the new (rope_parameters).
 
     With both, rope_scaling replaces rope_parameters, as in transformers 5. max_positions: the trained context.
-    layer_type: full_attention or sliding_attention, where these differ; rope_scaling is of full_attention then. theta:
-    the family's base, where config.json has none. share: the share of each head that is rotated, where config.json
-    does not say; None = all of it, always. head_dim: of these layers; None = as config.json has it.
+    layer_type: full_attention or sliding_attention, if their settings differ; rope_scaling then belongs to
+    full_attention. theta: the family's base, for a config.json without one. share: the share of each head that is
+    rotated if config.json does not say; None = always the whole head. head_dim: of these layers; None = as in
+    config.json.
 
     Raises ModelError for an entry that is wrong, missing or not known.
     """
@@ -140,7 +141,7 @@ class _Reader:
         return _Scaled(self.plain)
 
     def linear(self) -> _Scaled:
-        """Return frequencies that one factor divides."""
+        """Return frequencies divided by one factor."""
         self.need("factor")
         return _Scaled(self.plain / self.factor)
 
@@ -160,7 +161,7 @@ class _Reader:
         return _Scaled(torch.where(is_between, (1 - blend) * scaled / self.factor + blend * scaled, scaled))
 
     def yarn(self) -> _Scaled:
-        """Divide the frequencies of pairs that turn seldom by the factor (YaRN, arXiv 2309.00071)."""
+        """Divide the frequencies of slowly turning pairs by the factor (YaRN, arXiv 2309.00071)."""
         original, dims = self.original, self.dims
         factor = self.positive("factor", self.max_positions / original)
         if self.theta <= 1:
@@ -206,7 +207,7 @@ class _Reader:
         return _Scaled(made[0], scale, made[1])
 
     def proportional(self) -> _Scaled:
-        """Return frequencies of which the last are 0: these pairs of the whole head are not rotated."""
+        """Return frequencies for the whole head. The last ones are 0: these pairs are not rotated."""
         share = number(self.settings, "partial_rotary_factor", 1.0, 0, 1)
         rotated = int(share * self.head_dim // 2)
         powers = self.theta ** (torch.arange(0, 2 * rotated, 2).float() / self.head_dim)
@@ -253,12 +254,12 @@ class _Reader:
 
     @property
     def original(self) -> int:
-        """The context length before scaling. An entry beside the settings is of all layers."""
+        """The context length before scaling. An entry outside the settings goes first, unless layer types differ."""
         beside = self.layer_type is None and self.hf.get(_ORIGINAL) is not None
         return count(self.hf if beside else self.settings, _ORIGINAL, self.max_positions)
 
     def positive(self, key: str, default: float | None = None) -> float:
-        """Return a positive number. As in transformers, 0 stands for the default of some."""
+        """Return a positive number. As in transformers, 0 in some entries stands for their default."""
         value = self.settings.get(key)
         absent = value is None or (value == 0 and not isinstance(value, bool) and key in ("beta_fast", "beta_slow"))
         return (
@@ -334,7 +335,7 @@ def _first(values: Iterable[Any]) -> Any:
 
 
 def _settings(hf: Mapping[str, Any], layer_type: str | None) -> Mapping[str, Any]:
-    """Return the settings of a kind of layers, without null entries."""
+    """Return the settings of one kind of layers, without null entries."""
     scaling, parameters = (_object(hf, key) for key in ("rope_scaling", "rope_parameters"))
     if layer_type is None:
         return scaling or parameters
@@ -354,7 +355,7 @@ def _object(of: Mapping[str, Any], key: str) -> dict[str, Any]:
 
 
 def _theta(hf: Mapping[str, Any], settings: Mapping[str, Any], layer_type: str | None, default: float) -> float:
-    """Read the base. Layers with a sliding window have one of their own where the kinds of layers differ."""
+    """Read the base. Layers with a sliding window have their own if the kinds of layers differ."""
     keys = ("rope_local_base_freq",) if layer_type == SLIDING else ("rope_theta", "rotary_emb_base")
     given = {"rope_theta": settings.get("rope_theta")}
     key = "rope_theta"

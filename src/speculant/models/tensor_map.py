@@ -145,8 +145,8 @@ class TensorMap:
     """Where the files hold a model's tensors.
 
     names: pairs of a tensor of the model (see `models/sizes.py`) and the expression for it, for those that are not
-    stored under the model's own names; {} stands for a number, such as that of a layer. An entry for one layer goes
-    before one for all. unused: stored tensors that may be in the files and that the model does not have.
+    stored under the model's own names; {} stands for a number, such as that of a layer. An entry for one layer takes
+    precedence over one for all. unused: tensors that the files may have and the model lacks.
     """
 
     names: tuple[tuple[str, Expression], ...] = ()

@@ -1,4 +1,4 @@
-"""Draft models with another vocabulary than the target's: they read its texts, and draw tokens that both have.
+"""Draft models whose vocabulary is not the target's: they read its texts, and draw tokens that both have.
 
 A draft model that only lacks some of the target's tokens keeps its ids (`DraftVocabulary`). One of another family gets
 the target's ids for the tokens that both have (`MappedVocabulary`): token-level intersection, arXiv 2502.05202.
@@ -70,14 +70,14 @@ class MappedVocabulary:
         id        0 .. size - 1                          size, size + 1, ..
         token     the target's, if the draft has it      the draft's own: `own` in order
 
-    A text is read token by token. A shared token stays as it is; another one becomes the tokens of the draft that spell
-    it, at least one. So a longer text is read as the shorter one and more, and drafts, which have shared tokens only,
-    need no translation.
+    A text is read token by token. A shared token stays as it is; any other token becomes the draft's tokens that spell
+    it, or the substitute. So a text that grows only appends ids, and drafts, which have only shared tokens, need no
+    translation.
 
     size: rows of the target's head. shared: the draft's id of each shared token, by the target's id. own: the draft's
     ids of its other tokens. spell: returns the draft's ids for one of the target's tokens that is not shared. lead: the
     draft's ids that are read before a text whose first token is not in `begins`. substitute: the draft's id of the
-    token that stands for ids without a meaning.
+    token that is read for ids without a meaning.
     """
 
     size: int

@@ -1,4 +1,4 @@
-"""Gemma 4: two kinds of layers with heads of their own, the last ones without keys of their own, inputs by token."""
+"""Gemma 4: two kinds of layers with different heads, last layers that share earlier keys, and inputs by token."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ KEYS = ("k_proj.weight", "k_proj.bias", "v_proj.weight", "v_proj.bias", "k_norm.
 
 
 class Kind(NamedTuple):
-    """What layers differ in. shares: the layer whose keys and values they read; None = they have their own."""
+    """The differences between layers. shares: the layer whose keys and values one reads; None = it has its own."""
 
     name: str
     kv_heads: int
@@ -72,10 +72,10 @@ class Kind(NamedTuple):
 
 
 def read_config(hf: Mapping[str, Any]) -> DecoderConfig:
-    """Read the config.json of a Gemma 4 model for texts."""
+    """Read the config.json of a Gemma 4 text model."""
     hf = filled(hf, **DEFAULTS)
     check_unset(hf, "enable_moe_block")
-    if hf.get("use_bidirectional_attention") != "vision":  # "vision" is of images' positions alone
+    if hf.get("use_bidirectional_attention") != "vision":  # "vision" affects only the positions of images
         check_unset(hf, "use_bidirectional_attention")
     norm, bias, most = read_norm(hf), flag(hf, "attention_bias"), count(hf, "max_position_embeddings")
     mlp, wide = read_mlp(hf, key="hidden_activation"), flag(hf, "use_double_wide_mlp")
@@ -109,7 +109,7 @@ def _kinds(hf: Mapping[str, Any]) -> list[Kind]:
 
 
 def _heads(hf: Mapping[str, Any], index: int, kind: str) -> tuple[int, int]:
-    """Return the key heads of a layer and their dimensions, which config.json has by layer or for full attention."""
+    """Return how many key heads a layer has, and their dimensions; config.json sets them by layer or by kind."""
     layers, usual = hf.get("per_layer_config"), {key: hf[key] for key in ("num_key_value_heads", "head_dim")}
     if layers is None:
         own: Any = {}
@@ -129,7 +129,7 @@ def _heads(hf: Mapping[str, Any], index: int, kind: str) -> tuple[int, int]:
 
 
 def _shared(hf: Mapping[str, Any], names: Sequence[str]) -> list[int | None]:
-    """Return the layer whose keys each layer reads: the last of its kind before those that have none."""
+    """Return the layer whose keys each layer reads: the last of its kind that has keys; None = its own."""
     last = hf.get("num_kv_shared_layers", 0)
     if not is_whole(last) or not 0 <= last < len(names):
         raise ModelError(
@@ -158,7 +158,7 @@ def _token_inputs(hf: Mapping[str, Any], norm: Norm, activation: str) -> TokenIn
 
 
 def _tensors(kinds: Sequence[Kind], inputs: TokenInputs | None, *, equal_values: bool) -> TensorMap:
-    """Return the names in the files. equal_values: full attention has the keys' matrix for values too."""
+    """Return the names in the files. equal_values: full attention uses the keys' matrix for values too."""
     names: dict[str, Expression] = {LAYER + own: LAYER + str(stored) for own, stored in NAMES.items()}
     unused = set[str]()
     for index, kind in enumerate(kinds):
@@ -173,7 +173,7 @@ def _tensors(kinds: Sequence[Kind], inputs: TokenInputs | None, *, equal_values:
 
 
 def _layer_names(at: str, first: int, size: int, width: int) -> dict[str, Expression]:
-    """Return where the inputs of a layer are in the tensors that all layers have together."""
+    """Return where the inputs of a layer are in the tensors that all layers share."""
     return {
         f"{at}embed_tokens.weight": Columns("model.embed_tokens_per_layer.weight", first, size, width),
         f"{at}projection.weight": Rows("model.per_layer_model_projection.weight", first, size, width),

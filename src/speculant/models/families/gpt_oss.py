@@ -24,7 +24,7 @@ DEFAULTS = {"num_key_value_heads": 8, "head_dim": 64, "sliding_window": 128, "rm
 
 
 def tensors(experts: int, turned: bool) -> TensorMap:
-    """Return the names in the files. turned: whether matrices are stored as their transposes; blocks are not."""
+    """Return the names in the files. turned: whether matrices are stored transposed; blocks are not."""
 
     def stored(name: str, kind: str) -> Expression:
         stack = Stacked(f"{LAYER}{EXPERT}{name}{'_bias' if kind == 'bias' else ''}", experts)

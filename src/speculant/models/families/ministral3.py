@@ -1,4 +1,4 @@
-"""Ministral 3: Llama's arithmetic; queries grow with their position."""
+"""Ministral 3: Llama's arithmetic; queries are scaled up with their position."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""OLMo 2: norms after each block instead of before it, and norms of all queries and of all keys together."""
+"""OLMo 2: norms after each block instead of before it; queries and keys are normalised over all heads."""
 
 from __future__ import annotations
 

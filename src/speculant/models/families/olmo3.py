@@ -1,4 +1,4 @@
-"""OLMo 3: as OLMo 2; three of four layers have a sliding window, and rotary positions that are not scaled."""
+"""OLMo 3: as OLMo 2; three of four layers have a sliding window and unscaled rotary positions."""
 
 from __future__ import annotations
 

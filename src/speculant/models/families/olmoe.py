@@ -1,4 +1,4 @@
-"""OLMoE: experts in every layer, and norms of all queries and of all keys together."""
+"""OLMoE: experts in every layer; queries and keys are normalised over all heads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Phi-3, Phi-3.5 and Phi-4-mini: Llama's arithmetic with fused projections and perhaps a sliding window."""
+"""Phi-3, Phi-3.5 and Phi-4-mini: Llama's arithmetic with fused projections and an optional sliding window."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SmolLM3: Llama's arithmetic; every fourth layer has no rotary positions, and perhaps a sliding window."""
+"""SmolLM3: Llama's arithmetic; every fourth layer has no rotary positions, and may have a sliding window."""
 
 from __future__ import annotations
 

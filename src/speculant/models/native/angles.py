@@ -1,6 +1,6 @@
 """Tables of rotary positions for the native kernels: one of cosines and one of sines for each kind, by position.
 
-Where texts beyond a length have angles of their own, those follow in the same tables:
+If texts beyond a length have other angles, these follow in the same tables:
 
     row        0 ... n - 1               n ... 2 n - 1
     angles     of positions 0 ... n - 1  of the same positions in long texts
@@ -66,5 +66,5 @@ def _halves(rotary: Rotary, at: Tensor, long: Tensor | None) -> tuple[Tensor, Te
 
 
 def next_power(positions: int) -> int:
-    """Return how many positions the tables have when they first have these."""
+    """Return to how many positions the tables grow to have at least this number."""
     return max(FEWEST_POSITIONS, 1 << (positions - 1).bit_length())

@@ -4,7 +4,7 @@ scores   the router's result                        [T, count]
 gated    activation(gate) * up of each pair         [T * used, size]
 results  each pair's result                         [T * used, hidden]
 
-A pair is a row and one of its experts. The kernels select them; csrc/experts.h has their order.
+A pair is a row and one of its experts. The kernels select the pairs; csrc/experts.h describes their order.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class ExpertMatrices:
 class PackedExperts:
     """The weights of a layer's router and experts. Biases are float32, by expert; None = it has none.
 
-    The router is never rounded, because its scores select. inner: gate and up interleaved, or one after the other if
-    their types differ.
+    The router is never rounded, because its scores decide which experts are used. inner: gate and up interleaved, or
+    one after the other if their types differ.
     """
 
     of: Experts
@@ -84,12 +84,12 @@ class PackedExperts:
 
     @property
     def apart(self) -> bool:
-        """Whether gates are computed alone."""
+        """Whether gates are computed separately, because their type differs."""
         return len(self.inner) > 1
 
     @property
     def bytes_per_pass(self) -> int:
-        """How many bytes a pass of one row reads; one of several rows reads those of all experts that they use."""
+        """How many bytes a pass of one row reads. Several rows read those of all experts that they use."""
         all_bytes = sum(each.num_bytes for each in (*self.inner, self.down))
         return self.router.memory.numel() + all_bytes * self.of.used // self.of.count
 

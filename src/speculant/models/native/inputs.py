@@ -2,7 +2,7 @@
 
 embedded   the input embeddings                          [T, hidden]
 inputs     a layer's inputs                              [T, size]
-projected  what is added to them, or multiplies them     [T, size]
+projected  a term that is added to them, or a factor     [T, size]
 """
 
 from __future__ import annotations

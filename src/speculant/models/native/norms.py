@@ -14,7 +14,7 @@ from speculant.models.weights.reader import WeightReader
 
 
 class PackedNorm(NamedTuple):
-    """The vectors of a norm, in float32. `scale` has the description's offset added."""
+    """The vectors of a norm, in float32. `scale` includes the description's offset."""
 
     of: Norm
     scale: Tensor
@@ -24,7 +24,7 @@ class PackedNorm(NamedTuple):
     def read(cls, of: Norm | None, weights: WeightReader, name: str, width: int = 0) -> PackedNorm | None:
         """Read a norm's vectors, which are called name.weight and name.bias; None = the model does not have it.
 
-        width: of one without scales.
+        width: that of a norm without scales.
         """
         if of is None:
             return None

@@ -1,4 +1,4 @@
-"""The operations of native programs. Whoever runs them keeps their tensors and weights alive."""
+"""The operations of native programs. Their caller must keep the tensors and weights alive."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def embedding(
     """Return the operation that looks tokens up in a table packed from [vocabulary, hidden].
 
     learned: rows [positions, hidden] that are added by position. With the flag TOKENS, rows with input embeddings of
-    their own have tokens too.
+    their own are looked up too.
     """
     return make_op(
         Code.EMBED, table.type, n=table.k, k=table.n, weight=table, out=out, factor=factor, learned=learned, flags=flags
@@ -38,7 +38,8 @@ def linear(
 ) -> Op:  # fmt: skip
     """Return the operation out (+)= activation(factor * (source weight^T + bias)), limited by a soft cap if given.
 
-    With the flag GATED it is out = activation(gate) * up instead, of the same source, without factor and soft cap.
+    With the flag GATED the operation is out = activation(gate) * up instead, from the same source, without factor and
+    soft cap.
     """
     return make_op(
         Code.LINEAR, weight.type, n=weight.n, k=weight.k, weight=weight, source=source, out=out, bias=bias,

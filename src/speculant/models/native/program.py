@@ -7,8 +7,8 @@ heads  the output of attention                           [T, heads head_dim]
 gated  activation(gate) * up, or activation(up)          [T, intermediate]
 gates  gate, where up has another type                   [T, intermediate]
 
-Layers with experts have `gated` and `gates` for each expert of a row, and two more arrays: see native/experts.py. Those
-with inputs by token have three more: see native/inputs.py.
+Layers with experts have `gated` and `gates` for each expert of a row, and two more arrays: see native/experts.py.
+Layers with inputs by token have three more: see native/inputs.py.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from speculant.types import LayerStates
 FLOAT_BYTES = 4
 FEWEST_LINEAR_ROWS = 8  # that `NativeLinears` has room for at first
 INPUT_BUFFERS = ("embedded", "inputs", "projected")  # of layers with inputs by token
-TAPPED_ROWS = 32  # that one allocation has room for, or those of a pass if they are more
+TAPPED_ROWS = 32  # of one allocation, unless a pass has more
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class PackedMlp:
 
     @property
     def apart(self) -> bool:
-        """Whether the gate is computed alone."""
+        """Whether the gate is computed separately, because its type differs."""
         return len(self.inner) > 1
 
     @property
@@ -239,7 +239,7 @@ class Program:
     """A recorded pass. Programs share the buffers, which hold one pass at a time.
 
     The result is in `hidden` [room, hidden]. The input of each of `layers` (the number of layers = the output of the
-    last one) is copied to memory that `next_taps` takes, which must be called before each pass.
+    last one) is copied to memory that `next_taps` takes. Call `next_taps` before each pass.
     """
 
     def __init__(self, weights: PackedDecoder, buffers: Buffers, layers: Sequence[int] = ()) -> None:
@@ -282,7 +282,7 @@ class Program:
         yield from self._after_queries(index, layer)
 
     def _after_queries(self, index: int, layer: PackedLayer) -> Iterator[Op]:
-        """Yield the rest of a layer, once queries, keys and values are there.
+        """Yield the rest of a layer, after queries, keys and values are computed.
 
         Both results are added to x; with `parallel`, only after x was read for both.
         """
@@ -327,7 +327,7 @@ class Program:
             yield normalising(norm, y, x, Flag.ADD, factor=scale)
 
     def _inner(self, layer: PackedLayer) -> Iterator[Op]:
-        """Compute `gated` from x, or from what attention read, and for experts also their results."""
+        """Compute `gated` from the block's input, and for experts also their results."""
         buffers, mlp, before = self._buffers, layer.mlp, layer.before_mlp
         if before:
             yield normalising(before, buffers.x, buffers.y)
@@ -349,7 +349,7 @@ class Program:
         yield gating(buffers.gates, buffers.gated, gate.n, activation)
 
     def _enter(self, layer: int, norm: PackedNorm | None) -> Iterator[Op]:
-        """Norm a layer's input; if it is tapped, `next_taps` sets the address of the copy."""
+        """Normalise a layer's input; if it is tapped, `next_taps` sets the address of the copy."""
         x, y, tapped = self._buffers.x, self._buffers.y, layer in self._layers
         if norm:
             yield normalising(norm, x, y, copy=y if tapped else None)
@@ -361,7 +361,7 @@ class Program:
         return self._buffers.y if norm else self._buffers.x
 
     def _rotation(self, index: int, layer: PackedLayer) -> Iterator[Op]:
-        """Norm values; norm and rotate queries and keys, and store keys and values."""
+        """Normalise values; normalise and rotate queries and keys; store keys and values."""
         of, qkv, fields = layer.of.attention, self._buffers.qkv, dict[str, Tensor | float | None]()
         if layer.value_norm:  # to the kernels, these are queries
             norm, values = layer.value_norm, qkv[:, of.query_size + of.key_size :]

@@ -25,7 +25,7 @@ from speculant.tree import ancestors_of, ids
 class Attend(Protocol):
     """Where keys and values are, and which of them each row sees.
 
-    Layers compute queries, keys and values alike, in passes with a cache and in training.
+    Layers compute queries, keys and values the same way in passes with a cache and in training.
     """
 
     def __call__(
@@ -34,13 +34,13 @@ class Attend(Protocol):
         """Attend with a layer's queries [..., heads, head_dim]; return a result of the same shape.
 
         The keys and values [..., kv_heads, head_dim] are those of the same rows. A layer that reads another layer's
-        gives those of that layer, see `Sharing`. sinks [heads]; None = it has none.
+        keys and values gives those; see `Sharing`. sinks [heads]; None = it has none.
         """
         ...
 
 
 class Sharing:
-    """Gives layers without keys of their own those of the layer that they read; else as `attend`."""
+    """Calls `attend`; layers without keys and values of their own get those of the layer that they read."""
 
     def __init__(self, attend: Attend, layers: Sequence[Layer]) -> None:
         self._attend = attend
@@ -50,7 +50,7 @@ class Sharing:
     def __call__(
         self, layer: int, of: Attention, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
     ) -> Tensor:
-        """See `Attend`. A layer that reads another layer's keys gives none [..., 0, head_dim]."""
+        """See `Attend`. A layer that reads another layer's keys passes empty ones [..., 0, head_dim]."""
         if of.shares is not None:
             key, value = self._kept[of.shares]
         elif layer in self._read:

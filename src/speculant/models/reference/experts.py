@@ -16,7 +16,7 @@ def gate_clamped(of: Clamped, gate: Tensor, up: Tensor) -> Tensor:
 
 
 class Expert(nn.Module):
-    """One of the blocks."""
+    """One expert."""
 
     def __init__(self, of: Experts, hidden: int) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class RoutedMlp(nn.Module):
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the indices of the experts that rows x [r, hidden] use, and their weights, both [r, used].
 
-        A stable sort lets the lowest index win among equal scores.
+        The sort is stable, so the lowest index wins among equal scores.
         """
         scores = self.router(x).to(torch.promote_types(x.dtype, torch.float32))
         ordered, indices = scores.sort(dim=-1, descending=True, stable=True)

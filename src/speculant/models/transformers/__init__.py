@@ -1,1 +1,1 @@
-"""Models that the package transformers computes: slower than kernels, but any causal language model that it has."""
+"""Models that the package transformers computes: slower than our kernels, but any of its causal language models."""

@@ -5,7 +5,7 @@ It is registered under a name of its own. A model that calls attention by name t
     attention n of a pass   writes the rows' keys and values to layer n of the storage, and reads those of each segment
     mask                    the model's own rule over positions (causal, sliding, chunked), and the tree's ancestors
 
-Whether a model really works so is measured when it is loaded (probe.py).
+When a model is loaded, its results are tested (probe.py).
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ class KeyLayout(NamedTuple):
 
     @property
     def width(self) -> int:
-        """Numbers per position that hold the keys, or the values, of all heads."""
+        """How many numbers per position hold the keys, or the values, of all heads."""
         return self.heads * max(self.key_dim, self.value_dim)
 
 
 @dataclass(frozen=True)
 class MaskRule:
-    """What a model passes to attention as its mask: a rule over a row's position and a key's, in tensors."""
+    """The mask that a model passes to attention: a rule over the positions of rows and keys, given as tensors."""
 
     sees: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -85,7 +85,7 @@ class AttentionSwitch:
 
     @contextmanager
     def on(self, running: AttentionPass) -> Iterator[None]:
-        """Let the model's attentions belong to a pass."""
+        """Connect the model's attentions with a pass."""
         self._running = running
         try:
             yield
@@ -101,7 +101,7 @@ class AttentionSwitch:
 
 @dataclass
 class KeyRecorder:
-    """A pass that notes the layout of every attention, and computes nothing."""
+    """A pass that records the layout of every attention, and computes nothing."""
 
     layouts: list[KeyLayout] = field(default_factory=list)
     dtypes: set[torch.dtype] = field(default_factory=set)
@@ -167,7 +167,7 @@ def _narrow(stored: Tensor, layout: KeyLayout, dim: int) -> Tensor:
 def attention(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scores: ScoreRules) -> Tensor:
     """Attend with queries [n, heads, key_dim] to keys and values [k, kv_heads, ...] where the mask [n, k] is True.
 
-    Returns [n, heads, value_dim]. Heads that share a key head follow each other.
+    Returns [n, heads, value_dim]. Heads that share a key head are neighbours.
     """
     n, heads, dim = query.shape
     kv_heads, groups = keys.shape[1], heads // keys.shape[1]
@@ -190,14 +190,14 @@ def registered() -> str:
 
 
 def _mask_rule(*, mask_function: Callable[..., Tensor], **_sizes: object) -> MaskRule:
-    """Return a mask in transformers' form of a call: a rule, for the sizes here are those of the flat batch."""
+    """Make a mask when transformers asks for one: a rule, because the sizes here are those of the flat batch."""
     return MaskRule(mask_function)
 
 
 def _attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: object, **options: Any
 ) -> tuple[Tensor, None]:
-    """Attend in transformers' form of a call: tensors [1, heads, T, dim], and a result [1, T, heads, dim]."""
+    """Attend when transformers asks for it: tensors [1, heads, T, dim], and a result [1, T, heads, dim]."""
     if attention_mask is not None and not isinstance(attention_mask, MaskRule):
         raise ModelError("the model makes its attention masks itself", _FIX)
     running: AttentionPass = getattr(module, _HOLDER).running

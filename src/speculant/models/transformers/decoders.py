@@ -35,7 +35,7 @@ class TransformersDecoder(ABC):
         self._head_rows: Tensor | None = None  # their rows in the network's head
 
     def draw_among(self, head_tokens: Sequence[int], vocabulary: TargetVocabulary | None) -> None:
-        """Draft tokens of a target's vocabulary alone, and of them at most `head_tokens`; see `load_model`.
+        """Draft only tokens of a target's vocabulary, and of these only `head_tokens`; see `load_model`.
 
         Raises ConfigError if none is left.
         """
@@ -65,7 +65,7 @@ class TransformersDecoder(ABC):
         """See `CausalLM.forward`."""
 
     def grow(self, chains: Sequence[Chain], cache: KVCache, vocab_size: int) -> Sequence[Chain]:
-        """See `CausalLM.grow`; this model draws none by itself."""
+        """See `CausalLM.grow`; this model draws no tokens by itself."""
         return chains
 
     def own_tokens(self, tokens: Tensor) -> Tensor:
@@ -74,9 +74,10 @@ class TransformersDecoder(ABC):
 
 
 class CachedDecoder(TransformersDecoder):
-    """Computes new rows alone: attention reads and writes the storage. Raises ModelError if its attentions differ.
+    """Computes only new rows: attention reads and writes the storage.
 
-    The storage has one layer per attention, as wide as the widest.
+    The storage has one layer per attention, as wide as the widest. Raises ModelError if the model does not call
+    attention by name, or calls it with several types.
     """
 
     how = "with keys and values in the cache"
@@ -107,13 +108,13 @@ class CachedDecoder(TransformersDecoder):
 
 
 def _flat(tokens: Tensor, positions: Tensor) -> dict[str, Any]:
-    """Return the inputs of a flat batch: one text, whose mask says that all of it is text."""
+    """Return the inputs of a flat batch: one text, whose mask hides nothing."""
     mask = torch.ones_like(tokens)[None]
     return {"input_ids": tokens[None], "position_ids": positions[None], "attention_mask": mask, "use_cache": False}
 
 
 class RecomputedDecoder(TransformersDecoder):
-    """Computes whole texts from their beginning in each pass, a tree once per leaf: for any causal language model.
+    """Computes whole texts in each pass, once per leaf of a tree: for any causal language model.
 
     The storage holds the token of each position, as a number.
     """

@@ -1,4 +1,4 @@
-"""Loads a model by the package transformers: safetensors alone, and code of a checkpoint is never run."""
+"""Loads a model with the package transformers, from safetensors alone. A checkpoint's code is never run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _SHOWN = 3  # tensors in a message
 
 @dataclass(frozen=True)
 class TransformersBackend:
-    """What the engine knows of the backend: see `Computes`. torch may round a row differently in another batch."""
+    """The facts about the backend; see `Computes`. torch may round a row differently in another batch."""
 
     name: str = NAME
     row_invariant: bool = False
@@ -124,7 +124,7 @@ def _loaded(folder: Path, dtype: Any) -> Any:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Show no progress bars and no reports of transformers: errors are raised."""
+    """Hide progress bars and reports of transformers; errors are raised anyway."""
     log: Any = importlib.import_module(NAME).utils.logging
     shows, level = log.is_progress_bar_enabled(), log.get_verbosity()
     log.disable_progress_bar()

@@ -4,7 +4,7 @@
     head   all that the model does after it, such as the output matrix, a scale and a softcap
 
 The body's module is found by running the model once. For the head, the model's own code runs with a body that returns
-the given states, so the result is what the model computes and not a copy of its rules.
+the given states, so its rules are not copied.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class TransformersNetwork:
 
     @property
     def max_positions(self) -> int:
-        """The longest context, in positions; where rope depends on the length of the text, the part before it does."""
+        """The longest context, in positions. It ends before rotary positions depend on the length of the text."""
         named = [getattr(self._config, name, None) for name in _POSITIONS]
         longest = next((int(value) for value in named if isinstance(value, int) and value > 0), _UNBOUNDED)
         rope = getattr(self._config, "rope_parameters", None) or getattr(self._config, "rope_scaling", None)
@@ -130,7 +130,7 @@ def _first_module(model: nn.Module, run: Callable[[], object]) -> tuple[Any, typ
 
 
 def growing_bounds(rope: object, config: object, longest: int) -> list[int]:
-    """Return the positions in which angles do not depend on the length of the text, of each growing kind of rope."""
+    """Return up to how many positions angles do not depend on the text's length, for each growing kind of rope."""
     if not isinstance(rope, Mapping):
         return []
     kinds = [each for each in rope.values() if isinstance(each, Mapping)] or [rope]

@@ -38,9 +38,9 @@ _CUT = 5  # tokens of the second one that are left
 
 
 def choose_decoder(model: Any) -> tuple[TransformersDecoder, str]:
-    """Return the fastest way to run a model whose results are right, and why it is not the one with a cache, if so.
+    """Return the fastest decoder whose results are right, and why it has no cache ("" if it has one).
 
-    Raises ModelError if no way is right.
+    Raises ModelError if no decoder is right.
     """
     network, usual = TransformersNetwork(model), model.config._attn_implementation
     probe = Probe(network)
