@@ -3,9 +3,9 @@
     layers without a window      PagedBlockManager     [ b7 | b2 | b5 | b1 . ]
     layers with a window         PagedBlockManager     [  0 |  0 | b4 | b6 . ]      0 = given back
 
-The first group decides how much room there is. A later group needs no more blocks than the first: where sequences share
-a block of the first, they share that of a later group or have given it back. So a later group with as many blocks is
-never full before the first one. It may have fewer if they suffice for all that can be in use at once.
+The first group decides how much room there is. A later group needs no more blocks than the first: if sequences share a
+block of the first group, they share that of a later group or have given it back. So a later group with as many blocks
+is never full before the first. It may have fewer if they suffice for all that can be in use at once.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from speculant.cache.prefixes import PrefixTree
 class GroupedBlockManager:
     """A `BlockManager` of several groups of layers.
 
-    windows: the positions that a row sees, by group; None = all. The longest comes first. num_blocks: of each group.
-    Prefixes are found as far as every group has the blocks that the next row sees.
+    windows: the positions that a row sees, by group; None = all. The longest comes first. num_blocks: of each group. A
+    prefix matches as far as every group has the blocks that the next row sees.
     """
 
     def __init__(

@@ -1,9 +1,9 @@
-"""Maps a target's vocabulary to a draft's of another tokenizer (token-level intersection, arXiv 2502.05202).
+"""Maps a target's vocabulary to that of a draft with another tokenizer (token-level intersection, arXiv 2502.05202).
 
 Two tokens are shared if they add the same bytes to a text (text/token_bytes.py), however they are spelt. Special tokens
-are shared only with special tokens of the same name: an end of text is never drafted for another one. Any other token
-of the target is read as the draft's tokens for its bytes: its tokenizer's, where these are the same bytes, else the
-longest ones that fit, so that a part of a character becomes tokens of single bytes.
+are shared only if their names are the same: no end of text is drafted for another special token. Any other token of the
+target is read as draft tokens with the same bytes: those that the draft's tokenizer makes of it, if they have these
+bytes, else the longest ones that fit. So part of a character becomes tokens of single bytes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from speculant.models.vocabulary import MappedVocabulary
 from speculant.text.token_bytes import fallback_byte, token_bytes
 from speculant.text.tokenizer import Tokenizer, substitute_token
 
-_BEFORE = ("", "\n", "a")  # texts to encode a piece after: some tokenizers put a space before a text
+_BEFORE = ("", "\n", "a")  # prefixes of an encoded piece: some tokenizers put a space before a text
 _Spelling = bytes | str  # the bytes of a usual token, the name of a special one
 
 
@@ -60,7 +60,7 @@ def _spellings(tokenizer: Tokenizer) -> dict[int, _Spelling]:
 
 
 def _preferred(tokenizer: Tokenizer, spellings: Mapping[int, _Spelling]) -> dict[_Spelling, int]:
-    """Return the id of each spelling. Of several, the first that is no token of byte fallback."""
+    """Return the id of each spelling. Of several, it is the first that is no token of byte fallback."""
     found = dict[_Spelling, int]()
     fallback = {token for name, token in tokenizer.vocab().items() if fallback_byte(name) is not None}
     for token in [*sorted(spellings.keys() - fallback), *sorted(fallback)]:
