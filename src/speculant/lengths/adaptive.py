@@ -1,41 +1,50 @@
 """The lengths with the most expected tokens per second, from past acceptance and the costs of steps on this machine.
 
-Estimates of acceptance (acceptance.py) and curves of costs (lengths/costs.py) give the expected tokens per second of
-every number of draft nodes, 0 included, for the whole batch at once (joint.py). A choice holds for some steps, so that
-it costs little even where a step takes half a millisecond; a draft of which nothing is accepted shortens that time.
-Where drafting does not pay, it is tried again now and then, less often after each failure.
+A plan (plan.py) compares every number of draft nodes, 0 included, for the whole batch at once, by the costs of steps
+(costs.py) and the estimated acceptance (acceptance.py). It holds for some steps. What it leaves out is tried again by
+one schedule of experiments (explore.py). The engine calls, in each step that is not paused:
+
+    choose  ->  drafts  ->  trim, prefers (drafts with scores)  ->  target pass  ->  observe
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
 from itertools import accumulate
-from weakref import WeakSet
+from statistics import median
 
 from speculant.errors import ConfigError, suggest
 from speculant.lengths.acceptance import Acceptance
 from speculant.lengths.backlog import Backlogs
 from speculant.lengths.base import DraftLengthContext, DraftOutcome, ScoredDraft, num_rows
-from speculant.lengths.choice import Choice, asked_length, identity_of, most_nodes, no_drafts, scored
 from speculant.lengths.costs import CostCurve, StepCosts
-from speculant.lengths.joint import choose_jointly, choose_scored, offers_of
-from speculant.lengths.plain_steps import BLOCK, PlainSteps
-from speculant.lengths.trials import LEAST_GAIN, PROBE, Longer, Lookups, Trials
+from speculant.lengths.explore import Experiments
+from speculant.lengths.plan import Plan, asked_length, choose_jointly, choose_scored, identity_of, most_nodes, offers_of
 from speculant.metrics import StepTiming
 from speculant.scheduling.scheduler import Schedule
 from speculant.types import Request
 
-# A draft makes its pass slower by a share (`StepCosts.undrafted`), and also the next passes without drafts.
-RETURN = 0.2  # times this share is the gain that drafts need in addition
-RECOVERY = 4  # times this share is the time that these next passes lose together
-CHEAP = 0.25  # of a pass: a drafter whose first token takes longer is not tried if its costs exceed its gain
-HOLDS = 8  # steps for which a choice holds, for the same sequences
-LONGEST_HOLD, LONGEST_PAUSE = 32, 64  # if it is the same as before; if nothing is drafted
-FOLLOWED = 4  # one in this many steps with drafts is timed
+LEAST_GAIN = 0.01  # drafts that gain less are not worth the risk that the estimates are wrong
+PROBE = 2  # nodes of a draft that is tried
+PLAIN_STEPS = 6  # of an experiment without drafts; its last half is timed, when the processor's caches are as usual
+HOLDS, RESTS = 8, 32  # steps for which a plan holds, with drafts and without
+LOOKUP_MEMORY = 0.05  # weight of the newest call
 LATE = 8  # backlog in tokens from which the time of a draft is not a usual one
 UNKNOWN_COSTS = {1: 1.0, 64: 1.5}  # of a pass, in any unit, if nothing was measured
+
+
+@dataclass
+class Lookups:
+    """What a call of a method with scores gains, which drafts nothing in most steps of an unfamiliar text.
+
+    gain: tokens accepted. seconds: the time of a call.
+    """
+
+    gain: float = 1.0
+    seconds: float = 0.0
 
 
 class Adaptive:
@@ -53,238 +62,254 @@ class Adaptive:
     ) -> None:
         self._longest, self._trees, self._look_ahead_rows, self._selects = longest, trees, look_ahead_rows, selects
         self._costs = costs or StepCosts(CostCurve(UNKNOWN_COSTS))
-        self._backlogs = Backlogs(self._costs)
-        self._acceptance = Acceptance()
-        self._trials: dict[str, Trials] = {}
-        self._longer: dict[str, Longer] = {}
-        self._held = Choice([], [], 0, self._costs.passes.at(0), False, 0)
-        self._holds = HOLDS  # of a choice
-        self._plain_steps = PlainSteps(self._costs)
-        self._own_s = 0.0  # seconds of `observe` after a step with drafts
+        self._acceptance, self._experiments, self._backlogs = Acceptance(), Experiments(), Backlogs(self._costs)
+        self._plan = Plan([], [], 0, 0.0)
+        self._lookups: defaultdict[str, Lookups] = defaultdict(Lookups)
+        self._scored: set[str] = set()  # methods whose last drafts had scores
         self._scores: dict[int, ScoredDraft] = {}  # of this step, by sequence id
-        self._scored: dict[str, Lookups] = {}  # methods with a draft that had scores
-        self._unscored: WeakSet[Request] = WeakSet()  # requests of these methods whose last draft had no scores
-        self._selecting: set[str] = set()  # methods for which this policy selects between candidate drafters
-        self._unscored_lengths: dict[int, int] = {}  # of their drafts without scores, by sequence id
+        self._drawn: dict[int, int] = {}  # nodes that a model may draw, by sequence id, where this policy selects
+        self._plain: list[float] = []  # seconds of steps since the last one with drafts
 
     def choose(self, schedule: Schedule) -> list[int]:
         """See `DraftLength.choose`."""
-        made_for = identity_of(schedule)
-        if not self._held.left or self._held.made_for != made_for:
-            before, self._held = self._held, self._choose(schedule)
-            same = self._held.left == HOLDS and (before.made_for, before.lengths) == (made_for, self._held.lengths)
-            self._holds = min(2 * self._holds, LONGEST_HOLD) if same else HOLDS
-            self._held.left = max(self._held.left, self._holds) if same else self._held.left
-        self._held.left -= 1
+        plan = self._plan
+        if not plan.left or plan.made_for != identity_of(schedule):
+            plan = self._plan = self._make(schedule, plan)
+        plan.left -= 1
+        self._experiments.step += 1
         self._scores.clear()
-        return self._held.lengths
+        return plan.lengths
 
     def pause(self) -> int:
-        """See `PausingLength.pause`: it lasts until the next step that is timed."""
-        return self._plain_steps.pause(self._held)
+        """See `PausingLength.pause`: it lasts until the last step of the plan, which is timed."""
+        plan = self._plan
+        if not plan.pure or plan.asked or self._experiments["plain", ""].running:
+            return 0
+        steps, plan.left = plan.left, 0
+        self._experiments.step += steps
+        return steps
 
-    def _choose(self, schedule: Schedule) -> Choice:
-        by_method: dict[str, list[int]] = {}
-        self._unscored_lengths = {}
-        self._plain_steps.end(self._held)
-        held = self._held = no_drafts(schedule, self._costs, HOLDS)
+    def _make(self, schedule: Schedule, before: Plan) -> Plan:
+        """Return the plan of the next steps."""
+        plan, by_method = Plan.plain(schedule, self._costs, RESTS), dict[str, list[int]]()
         for place, item in enumerate(schedule.items):
             request, method = item.request, item.request.drafter
-            held.pure = held.pure and item.decodes and request.search is None
+            plan.pure = plan.pure and item.decodes and request.search is None
             if (asked := asked_length(request)) is not None or request.search is not None:
-                held.lengths[place] = self._most(request) if asked is None else asked
+                plan.lengths[place] = self._most(request) if asked is None else asked
+                plan.left = HOLDS
             elif item.decodes and method is not None:
                 by_method.setdefault(method, []).append(place)
-        drawing = by_method.keys() - (self._scored.keys() - self._selecting)  # passes differ only after such drafts
-        if held.pure and drawing and self._plain_steps.due():
-            held.left = BLOCK
-            return held
-        steps = list[int]()
+        if plan.pure and self._tries_plain(by_method, before):
+            plan.left = PLAIN_STEPS
+            return plan
+        self._drawn = {}
         for method, places in by_method.items():
-            lengths, holds = self._lengths(method, [schedule.items[place].request for place in places])
-            steps.append(holds)
+            lengths = self._lengths(plan, method, [schedule.items[place].request for place in places])
             for place, length in zip(places, lengths, strict=True):
-                held.lengths[place] = length
-        held.left = min(steps, default=HOLDS)
-        return held
+                plan.lengths[place] = length
+        return plan
+
+    def _tries_plain(self, methods: Collection[str], before: Plan) -> bool:
+        """Whether to begin some steps without drafts: only they show how long they take."""
+        experiment = self._experiments["plain", ""]
+        if experiment.running:
+            experiment.end(self._experiments.step)
+        price = PLAIN_STEPS * before.gain / (1 + before.gain)
+        if not before.gain or self._scored.issuperset(methods) or self._experiments.left("plain", ""):
+            return False
+        experiment.begin(price)
+        return True
+
+    def _lengths(self, plan: Plan, method: str, requests: Sequence[Request]) -> list[int]:
+        """Choose the lengths of one method's sequences.
+
+        Sequences whose drafts have scores get the longest: their drafts are cut by the scores.
+        """
+        most = [self._most(request) for request in requests]
+        if self._selects(method):
+            lengths = self._joint_lengths(plan, method, requests, most)
+            self._drawn |= {request.seq_id: each for request, each in zip(requests, lengths, strict=True)}
+            if any(lengths):
+                return most
+        elif method not in self._scored:
+            return self._joint_lengths(plan, method, requests, most)
+        lookups, experiment = self._lookups[method], self._experiments["look up", method]
+        price = lookups.seconds / plan.plain_s
+        if lookups.gain < len(requests) * price:  # a token takes a share of its pass
+            if wait := self._experiments.left("look up", method):
+                plan.left = min(plan.left, wait)
+                return [0] * len(requests)
+            experiment.begin(price)
+            plan.left = 1
+        plan.left = min(plan.left, HOLDS)
+        plan.asked.append(method)
+        return most
+
+    def _joint_lengths(self, plan: Plan, method: str, requests: Sequence[Request], most: Sequence[int]) -> list[int]:
+        """Choose the lengths of drafts without scores, or of an experiment with them."""
+        draft_s = cache(partial(self._costs.draft_s, method))  # needed many times, while nothing changes
+        own, tree = self._look_ahead_rows(method), self._trees(method)
+        pass_s = plan.steps_s(self._costs, num_rows(sum(most), own, len(most)))
+
+        def seconds(nodes: int, depth: int, sequences: int) -> float:
+            return pass_s[nodes + (nodes + sequences) * min(depth, own)] + draft_s(sequences, depth)
+
+        def price(counts: Sequence[int]) -> float:
+            return seconds(sum(counts), max(counts), sum(map(bool, counts))) / plan.plain_s - 1
+
+        count, steps = len(requests), self._experiments.step
+        trial, longer = self._experiments["draft", method], self._experiments["longer", method]
+        offers = offers_of(self._acceptance[method], requests, most, tree, LEAST_GAIN)
+        counts, gain = choose_jointly(offers, count, count, seconds, LEAST_GAIN)
+        counts = self._backlogs.drop(method, requests, counts, offers, seconds)
+        if any(counts):
+            plan.gain, plan.left = max(plan.gain, gain), min(plan.left, HOLDS)
+            trial.restart(steps)
+            if longer.running:
+                longer.end(steps)
+            twice = [min(2 * each, longest) for each, longest in zip(counts, most, strict=True)]
+            if twice == counts or self._experiments.left("longer", method):
+                return counts
+            longer.begin(price(twice) - price(counts))
+            plan.left = 1 + bool(own)
+            return twice
+        if not self._experiments.left("draft", method):
+            newest = [
+                min(tree[0] if tree else PROBE, each) if 2 * place >= count - 1 else 0
+                for place, each in enumerate(most)
+            ]
+            tried = self._backlogs.affordable(method, requests, newest, plan.plain_s)
+            if any(tried):
+                trial.begin(price(tried))
+                plan.left = 1 + bool(own)  # look-ahead rows are computed a step before their draft
+                return tried
+        plan.left = max(1, min(plan.left, self._experiments.left("draft", method)))
+        for request in requests:
+            self._acceptance[method].forget(request, plan.left)
+        return counts
 
     def trim(self, drafts: Sequence[ScoredDraft]) -> list[int]:
         """See `TrimmingLength.trim`."""
-        for draft in drafts:
-            self._scored.setdefault(str(draft.request.drafter), Lookups())
-            self._scores[draft.request.seq_id] = draft
+        self._scores = {draft.request.seq_id: draft for draft in drafts}
         survivals = [self._scored_survivals(draft) for draft in drafts]
-        pass_s = self._held.steps_s(self._costs, sum(map(len, survivals)))
+        pass_s = self._plan.steps_s(self._costs, max(PROBE, sum(map(len, survivals))))
         counts = choose_scored(survivals, [each.parents for each in drafts], pass_s)
         for place, draft in enumerate(drafts):
+            method = str(draft.request.drafter)
             if asked_length(draft.request) is not None:
                 counts[place] = len(draft.scores)
-            elif self._scored[str(draft.request.drafter)].keep(counts[place]):
-                self._held.left = 0
-            trials = self._trials.setdefault(scored(str(draft.request.drafter)), Trials())
-            counts[place] = counts[place] or trials.probe(len(draft.scores))
+            elif not counts[place] and not self._experiments.left("scores", method):
+                counts[place] = min(PROBE, len(draft.scores))
+                self._experiments["scores", method].begin(pass_s[counts[place]] / pass_s[0] - 1)
         return counts
 
     def prefers(self, request: Request, scores: Sequence[float], parents: Sequence[int]) -> bool:
         """See `Selector.prefers`: the draft with the more expected tokens per second is taken."""
-        method, tokens = str(request.drafter), len(self._held.lengths)
-        self._begin_selecting(method)
         if asked_length(request) is not None:
             return True
-        length = self._unscored_lengths.get(request.seq_id, 0)
+        method, tokens, length = str(request.drafter), len(self._plan.lengths), self._drawn.get(request.seq_id, 0)
         gain = sum(self._acceptance[method].survivals(request, length))
-        pass_s = self._held.steps_s(self._costs, max(length, len(scores)))
+        pass_s = self._plan.steps_s(self._costs, max(length, len(scores)))
         other = (tokens + gain) / (pass_s[length] + self._costs.draft_s(method, 1, length))
         expected = accumulate(self._scored_survivals(ScoredDraft(request, scores, parents)), initial=float(tokens))
         return any(each >= other * pass_s[nodes] for nodes, each in enumerate(expected) if nodes)
 
-    def _begin_selecting(self, method: str) -> None:
-        """Note that this policy selects between a method's candidate drafters."""
-        if method not in self._selecting:
-            self._selecting.add(method)
-            self._scored.setdefault(method, Lookups())
-            self._unscored.clear()
-            self._held.left = 0
-
     def longest_unscored(self, request: Request) -> int | None:
         """See `Selector.longest_unscored`."""
-        return self._unscored_lengths.get(request.seq_id)
+        return self._drawn.get(request.seq_id)
 
-    def observe(self, outcomes: Sequence[DraftOutcome], timing: StepTiming) -> None:
-        """See `DraftLength.observe`."""
-        started, probed = time.perf_counter(), dict[str, bool]()
-        held, missed, costly = self._held, bool(outcomes), False
-        if not (outcomes or held.asked):
-            self._plain_steps.observe(held, timing)
-            return
-        for outcome in outcomes:
-            method = str(outcome.request.drafter)
-            tests = outcome.accepted[: sum(outcome.tested)]
-            draft = self._scores.get(outcome.request.seq_id)
-            if draft is None:
-                costly = self._backlogs.note(outcome.request) > LATE + sum(outcome.accepted) or costly
-            self._note_scores(outcome.request, method, draft is not None)
-            key = method if draft is None else scored(method)
-            trials = self._trials.get(key)
-            self._acceptance[key].observe(outcome, draft)
-            if trials is not None and trials.probing:
-                probed[key] = probed.get(key, True) and all(tests)
-                costly = costly or trials.doubting
-            missed = missed and not any(tests) and method not in self._scored
-        for key, accepted in probed.items():
-            self._trials[key].end(accepted)
-        held.left = 0 if probed else held.left // 2 if missed else held.left
-        for method in held.asked:
-            own = [outcome for outcome in outcomes if outcome.request.drafter == method]
-            self._scored[method].observe(sum(sum(outcome.accepted) for outcome in own), timing.draft_s)
-        if not outcomes:
-            self._plain_steps.observe(held, timing)
-            return
-        drafted = self._plain_steps.drafted()
-        if held.pure:
-            if drafted % FOLLOWED == 1 or not held.left:
-                self._follow(outcomes, timing, costly)
-            self._own_s = time.perf_counter() - started
-
-    def _note_scores(self, request: Request, method: str, has_scores: bool) -> None:
-        """Remember whether a draft of a method that gives scores had some."""
-        if method in self._scored and method not in self._selecting and has_scores is (request in self._unscored):
-            (self._unscored.discard if has_scores else self._unscored.add)(request)
-            self._held.left = 0
+    def _scored_survivals(self, draft: ScoredDraft) -> list[float]:
+        return self._acceptance[scored(str(draft.request.drafter))].scored_survivals(draft, LEAST_GAIN)
 
     def _most(self, request: Request) -> int:
         method = str(request.drafter)
         return most_nodes(request, self._longest, self._trees(method), self._look_ahead_rows(method))
 
-    def _lengths(self, method: str, requests: Sequence[Request]) -> tuple[list[int], int]:
-        """Choose the lengths of one method's sequences, and for how many steps they hold.
+    def observe(self, outcomes: Sequence[DraftOutcome], timing: StepTiming) -> None:
+        """See `DraftLength.observe`."""
+        plan, late, accepted = self._plan, False, dict[str, list[bool]]()
+        for outcome in outcomes:
+            request, tests = outcome.request, outcome.accepted[: sum(outcome.tested)]
+            draft, method = self._scores.get(request.seq_id), str(request.drafter)
+            if draft is None:
+                late = self._backlogs.note(request) > LATE + sum(tests) or late
+            key = method if draft is None else scored(method)
+            self._acceptance[key].observe(outcome, draft)
+            accepted.setdefault(key, []).append(all(tests))
+        self._end_experiments(accepted)
+        self._note_scores(outcomes)
+        for method in plan.asked:
+            self._note_lookups(method, outcomes, timing)
+        if outcomes:
+            self._plain.clear()
+            if plan.pure:
+                self._follow(outcomes, timing, late)
+        elif plan.pure and not any(plan.lengths):
+            self._follow_plain(timing)
 
-        Sequences whose drafts have scores get the longest: their drafts are cut by the scores.
-        """
-        most = [self._most(request) for request in requests]
-        if method in self._selecting or self._selects(method):
-            self._begin_selecting(method)
-            lengths, holds = self._joint_lengths(method, requests, most)
-            self._unscored_lengths |= {request.seq_id: each for request, each in zip(requests, lengths, strict=True)}
-            if any(lengths):
-                reach = max(self._scored[method].reach, *lengths)
-                return [min(each, reach) for each in most], holds
-        if method not in self._scored:
-            return self._joint_lengths(method, requests, most)
-        lookups = self._scored[method]
-        plain_s = self._costs.plain_rest_s + self._held.plain_s
-        is_costly = lookups.gain * plain_s < len(requests) * lookups.seconds  # a token takes a share of its pass
-        if is_costly and (steps := lookups.pause()):
-            return [0] * len(requests), steps
-        steps = 1 if is_costly else HOLDS
-        self._held.asked.append(method)
-        most = [min(each, lookups.reach) for each in most]
-        unscored = [place for place, request in enumerate(requests) if request in self._unscored]
-        if unscored:
-            own = [requests[place] for place in unscored]
-            lengths, holds = self._joint_lengths(method, own, [most[place] for place in unscored])
-            steps = min(steps, holds)
-            for place, length in zip(unscored, lengths, strict=True):
-                most[place] = length
-        return most, steps
+    def _end_experiments(self, accepted: Mapping[str, Sequence[bool]]) -> None:
+        """End those of this step. accepted: for each draft of a method whether all that was tested was accepted."""
+        for key, own in accepted.items():
+            method, _, scored = key.partition(SCORED)
+            experiment = self._experiments["scores" if scored else "draft", method]
+            if experiment.running:
+                experiment.end(self._experiments.step, again=all(own))
+                self._plan.left = 0
 
-    def _joint_lengths(self, method: str, requests: Sequence[Request], most: Sequence[int]) -> tuple[list[int], int]:
-        """Choose the lengths of drafts without scores, and for how many steps they hold."""
-        draft_s = cache(partial(self._costs.draft_s, method))  # needed many times, while nothing changes
-        own = self._look_ahead_rows(method)
-        pass_s = self._held.steps_s(self._costs, num_rows(sum(most), own, len(most)))
+    def _note_scores(self, outcomes: Sequence[DraftOutcome]) -> None:
+        """Remember which methods' drafts have scores."""
+        drafted = {str(outcome.request.drafter) for outcome in outcomes}
+        having = {str(draft.request.drafter) for draft in self._scores.values()}
+        if having - self._scored or (drafted & self._scored) - having:
+            self._scored = (self._scored - drafted) | having
+            self._plan.left = 0
 
-        def seconds(nodes: int, depth: int, sequences: int) -> float:
-            return pass_s[nodes + (nodes + sequences) * min(depth, own)] + draft_s(sequences, depth)
+    def _note_lookups(self, method: str, outcomes: Sequence[DraftOutcome], timing: StepTiming) -> None:
+        """Follow what a call of a method with scores gains."""
+        own = [outcome for outcome in outcomes if outcome.request.drafter == method]
+        found = [outcome for outcome in own if outcome.request.seq_id in self._scores]
+        accepted, lookups, experiment = (
+            sum(sum(each.accepted) for each in found),
+            self._lookups[method],
+            self._experiments["look up", method],
+        )
+        lookups.gain += LOOKUP_MEMORY * (accepted - lookups.gain)
+        if len(found) == len(own):  # else a model drafted as well
+            lookups.seconds += LOOKUP_MEMORY * (timing.draft_s - lookups.seconds)
+        if experiment.running:
+            experiment.end(self._experiments.step, again=accepted > 0)
 
-        trials, count, tree = self._trials.setdefault(method, Trials()), len(requests), self._trees(method)
-        offers = offers_of(self._acceptance[method], requests, most, tree, LEAST_GAIN)
-        least_gain = LEAST_GAIN + RETURN * (1 - self._costs.undrafted)
-        chosen = choose_jointly(offers, count, count, seconds, least_gain)
-        counts = self._backlogs.drop(method, requests, chosen, offers, seconds)
-        steps = HOLDS
-        if any(counts):
-            trials.pays()
-            if self._longer.setdefault(method, Longer()).due(steps, sum(counts)):
-                return [min(2 * each, longest) for each, longest in zip(counts, most, strict=True)], 1 + bool(own)
-        elif (
-            (trials.due(0) or not trials.doubt)
-            and any(tried := self._backlogs.affordable(method, requests, most, seconds(0, 0, 0)))
-            and trials.may_pay(most, seconds, least_gain, draft_s(count, 1) < CHEAP * self._held.plain_s)
-        ):
-            probe = tree[0] if tree and min(most) >= tree[0] else PROBE  # acceptance by depth is of whole trees
-            tried, returning = trials.start(tried, probe), RECOVERY * (1 / self._costs.undrafted - 1)
-            trial_s = seconds(sum(tried), max(tried), sum(map(bool, tried)))
-            trials.costs(trial_s / seconds(0, 0, 0) - 1 + returning)
-            return tried, 1 + bool(own)  # look-ahead rows are computed a step before their draft
-        else:
-            steps = min(LONGEST_PAUSE, max(HOLDS, trials.wait - trials.since))
-            trials.due(steps)
-        for request, length in zip(requests, counts, strict=True):
-            if not length:
-                self._acceptance[method].forget(request, steps)
-        return counts, steps
-
-    def _scored_survivals(self, draft: ScoredDraft) -> list[float]:
-        return self._acceptance[scored(str(draft.request.drafter))].scored_survivals(draft, LEAST_GAIN)
-
-    def _follow(self, outcomes: Sequence[DraftOutcome], timing: StepTiming, costly: bool) -> None:
-        """Update the curves by a step with drafts in which every sequence decodes.
-
-        costly: the step is a trial of costs alone, or has a draft with a long backlog, so that it can only show that
-        costs are lower.
-        """
+    def _follow(self, outcomes: Sequence[DraftOutcome], timing: StepTiming, late: bool) -> None:
+        """Follow the costs of a step with drafts. late: a drafter processed a backlog."""
         nodes = sum(sum(outcome.drafted) + outcome.look_ahead_rows for outcome in outcomes)
-        rows, attention_s = self._held.rows + nodes, self._held.attention.seconds(nodes)
-        if costly and timing.verify_s > self._costs.passes.at(rows) + attention_s:
-            return
-        self._costs.observe_pass(rows, timing.verify_s, attention_s, bool(self._scores))
-        self._costs.observe_rest(timing.rest_s + self._own_s)
+        self._costs.observe_step(
+            self._plan.rows + nodes, timing.verify_s + timing.rest_s, self._plan.attention.seconds(nodes)
+        )
         methods = {str(outcome.request.drafter) for outcome in outcomes}
-        if len(methods) == 1 and not (self._scores and methods & self._selecting):
-            method, depth = methods.pop(), max(len(outcome.drafted) for outcome in outcomes)
-            if not costly or timing.draft_s < self._costs.draft_s(method, len(outcomes), depth):
-                self._costs.observe_draft(method, len(outcomes), depth, timing.draft_s)
+        if len(methods) == 1 and not late and not (self._scores and self._drawn):
+            self._costs.observe_draft(
+                methods.pop(), len(outcomes), max(len(outcome.drafted) for outcome in outcomes), timing.draft_s
+            )
+
+    def _follow_plain(self, timing: StepTiming) -> None:
+        """Follow the costs of a step without drafts."""
+        plan, seconds = self._plan, timing.verify_s + timing.rest_s
+        self._plain.append(seconds)
+        if not self._experiments["plain", ""].running:
+            if len(self._plain) > PLAIN_STEPS:
+                self._costs.observe_plain(plan.rows, seconds, plan.attention.plain_s, drafted=False)
+        elif not plan.left:
+            usual_s = median(self._plain[PLAIN_STEPS // 2 :])
+            self._costs.observe_plain(plan.rows, usual_s, plan.attention.plain_s, drafted=True)
+
+
+SCORED = ", scored"
+
+
+def scored(method: str) -> str:
+    """Return the key for estimates of a method's drafts with scores; its name is the key for drafts without."""
+    return method + SCORED
 
 
 def build(context: DraftLengthContext) -> Adaptive:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
 from speculant.lengths.costs import StepCosts
-from speculant.lengths.joint import Offer, Seconds
+from speculant.lengths.plan import Offer, Seconds
 from speculant.types import Request
 
 LEAST = 64  # missing tokens; fewer are part of a draft

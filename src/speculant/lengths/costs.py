@@ -1,6 +1,6 @@
-"""The costs of a step's parts on this machine: a target pass by its rows, and a draft by its depth.
+"""What steps cost on this machine: a target pass by its rows, and a draft by its depth.
 
-Curves are measured once (lengths/calibration.py) and follow the times of steps while the engine runs.
+Curves are measured once (engine/calibration.py) and follow the times of steps while the engine runs.
 """
 
 from __future__ import annotations
@@ -14,17 +14,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-DRIFT, LOCAL = 0.1, 0.1  # weights of a new step: on the whole curve, and on its own point; the first ones have more
-SLOWER, FASTER = 0.3, 0.75  # weights of steps without drafts, which are rare
-LEARNT = 16  # steps
+DRIFT = 0.1  # weight of a step's time; the first ones have more
 OUTLIER = 1.3  # a step counts as at most this many times slower than expected: so curves stay near the usual time
-FAST, TRUSTED = (
-    0.67,
-    0.95,
-)  # a step below this share of the expected time has this weight: no disturbance makes a step too fast
-LEAST_UNDRAFTED = 0.33  # of a pass after another one, in proportion to one after a draft
+TOO_FAST = 0.67  # no disturbance makes a step too fast: one below this share of the expected time is believed at once
+LEARNT = 16  # steps with drafts, after which a change of their times is one of the machine
+LEAST_PLAIN = 0.33  # of a step with drafts and as many rows: a plain step is not believed to take less
 ROW_SHARE = 0.02  # of a pass of one row: what one more row costs that reads nothing more
-MOST_PENDING = 8  # steps that wait until the curve is read
 LEAST_TABLE = 32  # sizes that are interpolated at once
 
 
@@ -34,7 +29,7 @@ class CostCurve:
     points: at least one, from 1 up. Costs may jump or fall: a kernel may be slower at 9 rows than at 12. reads: what a
     step of a size reads, in proportion to one of size 1; None = the same at each size. Between two points, seconds are
     then linear in a size's ROW_SHARE plus what it reads: few rows of a model with experts read almost as many
-    different experts as they use, and many rows read all of them.
+    different experts as they use, and many rows read all of them. seen: the number of steps that it has followed.
     """
 
     def __init__(self, points: Mapping[int, float], reads: Callable[[int], float] | None = None) -> None:
@@ -42,13 +37,7 @@ class CostCurve:
         self._reads, self._places = reads, list[float]()  # of the sizes from 0 up, between which seconds are linear
         self._scale = 1.0
         self._table: list[float] = []
-        self._pending: list[tuple[int, float]] = []
-        self._seen = 0  # steps
-
-    @property
-    def is_learnt(self) -> bool:
-        """Whether enough real steps were timed: they differ from the loop that measured the curve."""
-        return self._seen >= LEARNT
+        self.seen = 0
 
     def rescale(self, factor: float) -> None:
         """Multiply the time of every size by a factor."""
@@ -56,8 +45,6 @@ class CostCurve:
 
     def at(self, size: int) -> float:
         """Return the seconds at a size."""
-        if self._pending:
-            self._follow()
         if size >= len(self._table):
             self._table = self._interpolated(max(LEAST_TABLE, 2 * size + 2))
         return self._table[size] * self._scale
@@ -68,33 +55,19 @@ class CostCurve:
         return list(map(mul, self._table[first:end], repeat(self._scale)))
 
     def observe(self, size: int, seconds: float) -> None:
-        """Follow a step of this size that took `seconds`; the curve changes when it is read next."""
-        self._pending.append((size, seconds))
-        if len(self._pending) == MOST_PENDING:
-            self._follow()
-
-    def _follow(self) -> None:
-        """Move each point that steps have timed by the mean of its steps, and the whole curve by that of all steps."""
-        pending, self._pending = self._pending, []
-        ratios: dict[int, list[float]] = {}
-        for size, seconds in pending:
-            ratios.setdefault(size, []).append(min(seconds / self.at(size), OUTLIER))
-        self._seen += len(pending)
-        whole = _moved(
-            max(DRIFT, 1 / self._seen), [max(ratio, 1 / OUTLIER) for own in ratios.values() for ratio in own]
-        )
-        known = {size: self._table[size] for size in ratios}
-        self._scale *= whole
-        for size, own in ratios.items():
-            relative = [ratio / whole for ratio in own]
-            if sum(relative) < FAST * len(relative):
-                self._lower(size, known[size] * _moved(TRUSTED, relative))
-            elif size in self._points:
-                self._points[size] *= _moved(LOCAL, relative)
-                self._table = []
+        """Follow a step of this size: the whole curve moves, and the point of this size by as much again."""
+        self.seen += 1
+        ratio = min(seconds / self.at(size), OUTLIER)
+        if ratio < TOO_FAST:
+            self._lower(size, seconds / self._scale)
+            return
+        self._scale *= 1 + max(DRIFT, 1 / self.seen) * (ratio - 1)
+        if size in self._points:
+            self._points[size] *= 1 + DRIFT * (min(seconds / self.at(size), OUTLIER) - 1)
+            self._table = []
 
     def _lower(self, size: int, seconds: float) -> None:
-        """Set the seconds of a size; no smaller size takes more."""
+        """Set the seconds of a size, without the scale; no smaller size takes more."""
         self._points[size] = seconds
         self._points = {each: min(own, seconds) if each < size else own for each, own in sorted(self._points.items())}
         self._table = []
@@ -117,12 +90,6 @@ class CostCurve:
         assert self._reads is not None
         self._places += [ROW_SHARE * size + self._reads(size) for size in range(len(self._places), count)]
         return self._places
-
-
-def _moved(weight: float, ratios: list[float]) -> float:
-    """Return the factor by which new steps move an old value; ratios: their times over the expected ones."""
-    share: float = 1 - (1 - weight) ** len(ratios)
-    return 1 + share * (sum(ratios) / len(ratios) - 1)
 
 
 class KeyCosts(NamedTuple):
@@ -167,31 +134,21 @@ class Reading(NamedTuple):
 class StepCosts:
     """The curves of an engine, in seconds.
 
-    passes: a target pass and its verdicts after a short text, by rows; keys: the addition of a long text. drafts: for
-    each method and number of sequences, a draft by depth. readings: by method; none = it reads nothing before a draft.
-    rest_s: the remaining seconds of a step with drafts; plain_rest_s: those of one without.
+    passes: a step with drafts without the time to draft, after a short text, by the rows of its target pass. keys: the
+    addition of a long text. drafts: for each method and number of sequences, a draft by depth. readings: by method;
+    none = it reads nothing before a draft.
 
-    A pass that follows another one without a draft between them is faster: weights that fit a processor's cache are
-    still there. The curve is measured with such passes; real steps then move it to the time of passes after a model's
-    drafts. Until the curve has learnt, the time of passes without drafts stays as measured. From then on it is a share
-    of the curve, because both change with the machine.
+    plain: what a step without drafts takes, as a share of `passes` at as many rows: at most 1. It has less to commit,
+    and weights that fit a processor's cache are still there if no draft model ran before. The first steps with drafts
+    move the curve and not the time of plain steps; from then on, a change of one is taken for a change of the machine,
+    and holds for both.
     """
 
     passes: CostCurve
     drafts: dict[str, dict[int, CostCurve]] = field(default_factory=dict)
-    rest_s: float = 0.0
-    plain_rest_s: float = 0.0
     keys: KeyCosts = NO_KEY_COSTS
     readings: Mapping[str, Reading] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self._one_s = self.passes.at(1)  # without drafts
-        self._share: float | None = None  # of the curve's; None = it had not learnt when `_one_s` was seen
-
-    @property
-    def undrafted(self) -> float:
-        """The time of passes without drafts between them, as a share of that of passes after drafts: at most 1."""
-        return min(1.0, self._one_s / self.passes.at(1)) if self._share is None else self._share
+    plain: float = 1.0
 
     def attention(self, sequences: Iterable[tuple[int, int]]) -> AttentionSeconds:
         """Return the time that attention adds to a pass of sequences, from each one's rows without a draft and keys."""
@@ -204,13 +161,16 @@ class StepCosts:
     def steps_s(self, rows: int, plain_s: float, most: int, attention: AttentionSeconds = NO_ATTENTION) -> list[float]:
         """Return the seconds of steps with `rows` and 0 to `most` nodes, without drafting: at least those of no nodes.
 
-        plain_s: of a pass without nodes, with its attention.
+        plain_s: of a step without nodes, with its attention.
         """
         passes = self.passes.between(rows + 1, rows + most + 1)
         if attention != NO_ATTENTION:
             passes = list(map(add, passes, count(attention.seconds(1), attention.node_s)))
-        rest_s = max(self.rest_s, self.plain_rest_s)
-        return [self.plain_rest_s + plain_s, *map(add, repeat(rest_s), map(max, passes, repeat(plain_s)))]
+        return [plain_s, *map(max, passes, repeat(plain_s))]
+
+    def plain_s(self, rows: int, attention: AttentionSeconds = NO_ATTENTION) -> float:
+        """Return the seconds of a step without drafts."""
+        return (self.passes.at(rows) + attention.plain_s) * self.plain
 
     def draft_s(self, method: str, sequences: int, depth: int) -> float:
         """Return the time to draft to a depth for some sequences; 0 for depth 0, and for a method without curves."""
@@ -234,42 +194,20 @@ class StepCosts:
                 seconds *= curves[nearest].at(depth) / self.draft_s(method, sequences, depth)
             curves[nearest].observe(depth, seconds)
 
-    def observe_pass(self, rows: int, seconds: float, attention_s: float, alike: bool = False) -> None:
-        """Update the curve by a pass whose attention was expected to take attention_s.
+    def observe_step(self, rows: int, seconds: float, attention_s: float) -> None:
+        """Follow a step with drafts, without the time to draft, whose attention was expected to take attention_s.
 
-        A deviation from the expected time is shared in proportion with attention. alike: no model drafted for the pass,
-        so a pass without a draft would deviate as much.
+        A deviation from the expected time is shared in proportion with attention.
         """
-        if alike and self._share is None:
-            self._share = self.undrafted
-        short_s = self.passes.at(rows)
+        before, short_s = self.passes.at(1), self.passes.at(rows)
         self.passes.observe(rows, seconds * short_s / (short_s + attention_s))
+        if self.passes.seen <= LEARNT:
+            self.plain = min(1.0, self.plain * before / self.passes.at(1))
 
-    def compare_undrafted(self, rows: int, seconds: float, attention_s: float = 0.0) -> None:
-        """Compare a pass without drafts with the curve, which has the time of the passes with drafts shortly before.
-
-        Other programs may slow a pass down. So the share never exceeds 1, and it rises only little by little.
-        """
-        ratio = min(max(seconds / (self.passes.at(rows) + attention_s), LEAST_UNDRAFTED), 1.0)
-        more = ratio - self.undrafted
-        self._know(self.undrafted + (SLOWER if more > 0 else FASTER) * more)
-
-    def observe_undrafted(self, rows: int, seconds: float, attention_s: float = 0.0) -> None:
-        """Follow a pass long after the last one with drafts: the time of these may have changed too."""
-        ratio = seconds / ((self.passes.at(rows) + attention_s) * self.undrafted)
-        factor = _moved(SLOWER, [min(max(ratio, LEAST_UNDRAFTED), OUTLIER)])
-        if self._share is None:
-            self._know(min(1.0, factor * self.undrafted))
+    def observe_plain(self, rows: int, seconds: float, attention_s: float, drafted: bool) -> None:
+        """Follow a step without drafts. drafted: there were steps with drafts before, whose time has not changed."""
+        ratio = seconds / ((self.passes.at(rows) + attention_s) * self.plain)
+        if drafted:
+            self.plain = min(1.0, max(LEAST_PLAIN, ratio * self.plain))
         else:
-            self.passes.rescale(factor)
-
-    def _know(self, share: float) -> None:
-        self._one_s, self._share = share * self.passes.at(1), share if self.passes.is_learnt else None
-
-    def observe_rest(self, seconds: float) -> None:
-        """Follow the remaining time of a step with drafts; it counts as at most a pass."""
-        self.rest_s += LOCAL * (min(seconds, self.passes.at(1)) - self.rest_s)
-
-    def observe_plain_rest(self, seconds: float) -> None:
-        """Follow the remaining time of a step without drafts."""
-        self.plain_rest_s += LOCAL * (min(seconds, self.passes.at(1)) - self.plain_rest_s)
+            self.passes.rescale(1 + DRIFT * (min(max(ratio, TOO_FAST), OUTLIER) - 1))
