@@ -12,9 +12,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
 from itertools import accumulate
 from statistics import median
+
+import numpy as np
 
 from speculant.errors import ConfigError, suggest
 from speculant.lengths.acceptance import Acceptance
@@ -22,7 +23,16 @@ from speculant.lengths.backlog import Backlogs
 from speculant.lengths.base import DraftLengthContext, DraftOutcome, ScoredDraft, num_rows
 from speculant.lengths.costs import CostCurve, StepCosts
 from speculant.lengths.explore import Experiments
-from speculant.lengths.plan import Plan, asked_length, choose_jointly, choose_scored, identity_of, most_nodes, offers_of
+from speculant.lengths.plan import (
+    Array,
+    Offers,
+    Plan,
+    asked_length,
+    choose_jointly,
+    choose_scored,
+    identity_of,
+    most_nodes,
+)
 from speculant.metrics import StepTiming
 from speculant.scheduling.scheduler import Schedule
 from speculant.types import Request
@@ -32,6 +42,8 @@ PROBE = 2  # nodes of a draft that is tried
 PLAIN_STEPS = 6  # of an experiment without drafts; its last half is timed, when the processor's caches are as usual
 HOLDS, RESTS = 8, 32  # steps for which a plan holds, with drafts and without
 LOOKUP_MEMORY = 0.05  # weight of the newest call
+BEGIN_SHARE = 0.2  # of the time that drafts save, which a backlog may take: they may be accepted less often
+TRIAL_SHARE = 0.05  # of the time that a request needs without drafts, which its backlog may take for a trial
 LATE = 8  # backlog in tokens from which the time of a draft is not a usual one
 UNKNOWN_COSTS = {1: 1.0, 64: 1.5}  # of a pass, in any unit, if nothing was measured
 
@@ -148,46 +160,52 @@ class Adaptive:
 
     def _joint_lengths(self, plan: Plan, method: str, requests: Sequence[Request], most: Sequence[int]) -> list[int]:
         """Choose the lengths of drafts without scores, or of an experiment with them."""
-        draft_s = cache(partial(self._costs.draft_s, method))  # needed many times, while nothing changes
-        own, tree = self._look_ahead_rows(method), self._trees(method)
-        pass_s = plan.steps_s(self._costs, num_rows(sum(most), own, len(most)))
+        own, tree, count = self._look_ahead_rows(method), self._trees(method), len(requests)
+        pass_s = np.array(plan.steps_s(self._costs, num_rows(sum(most), own, count)))
+        draft_s = self._costs.drafts_s(method, count, max(most, default=0))
 
-        def seconds(nodes: int, depth: int, sequences: int) -> float:
-            return pass_s[nodes + (nodes + sequences) * min(depth, own)] + draft_s(sequences, depth)
+        def seconds(nodes: Array, sequences: Array, depth: Array) -> Array:
+            return pass_s[nodes + (nodes + sequences) * np.minimum(depth, own)] + draft_s[sequences, depth]
 
         def price(counts: Sequence[int]) -> float:
-            return seconds(sum(counts), max(counts), sum(map(bool, counts))) / plan.plain_s - 1
+            return float(seconds(*map(np.array, (sum(counts), sum(map(bool, counts)), max(counts))))) / plan.plain_s - 1
 
-        count, steps = len(requests), self._experiments.step
-        trial, longer = self._experiments["draft", method], self._experiments["longer", method]
-        offers = offers_of(self._acceptance[method], requests, most, tree, LEAST_GAIN)
-        counts, gain = choose_jointly(offers, count, count, seconds, LEAST_GAIN)
-        counts = self._backlogs.drop(method, requests, counts, offers, seconds)
+        experiments, trial, longer = self._experiments, ("draft", method), ("longer", method)
+        chosen = choose_jointly(self._offers(method, requests, most), count, seconds, LEAST_GAIN)
+        token_s = BEGIN_SHARE * plan.plain_s / count * chosen.gain / (1 + chosen.gain)
+        counts, _ = self._backlogs.affordable(method, requests, chosen.counts, token_s)
         if any(counts):
-            plan.gain, plan.left = max(plan.gain, gain), min(plan.left, HOLDS)
-            trial.restart(steps)
-            if longer.running:
-                longer.end(steps)
+            plan.gain, plan.left = max(plan.gain, chosen.gain), min(plan.left, HOLDS)
+            experiments[trial].restart(experiments.step)
+            if experiments[longer].running:
+                experiments[longer].end(experiments.step)
             twice = [min(2 * each, longest) for each, longest in zip(counts, most, strict=True)]
-            if twice == counts or self._experiments.left("longer", method):
+            if twice == counts or experiments.left(*longer):
                 return counts
-            longer.begin(price(twice) - price(counts))
+            experiments[longer].begin(price(twice) - price(counts))
             plan.left = 1 + bool(own)
             return twice
-        if not self._experiments.left("draft", method):
-            newest = [
-                min(tree[0] if tree else PROBE, each) if 2 * place >= count - 1 else 0
-                for place, each in enumerate(most)
-            ]
-            tried = self._backlogs.affordable(method, requests, newest, plan.plain_s)
+        if not experiments.left(*trial):
+            probe = tree[0] if tree else PROBE
+            newest = [min(probe, each) if 2 * place >= count - 1 else 0 for place, each in enumerate(most)]
+            tried, wait_s = self._backlogs.affordable(method, requests, newest, TRIAL_SHARE * plan.plain_s / count)
             if any(tried):
-                trial.begin(price(tried))
+                experiments[trial].begin(price(tried) + wait_s / plan.plain_s)
                 plan.left = 1 + bool(own)  # look-ahead rows are computed a step before their draft
                 return tried
-        plan.left = max(1, min(plan.left, self._experiments.left("draft", method)))
+        plan.left = max(1, min(plan.left, experiments.left(*trial)))
         for request in requests:
             self._acceptance[method].forget(request, plan.left)
         return counts
+
+    def _offers(self, method: str, requests: Sequence[Request], most: Sequence[int]) -> Offers:
+        """Return the nodes that drafts without scores may have; chains end before an unlikely one."""
+        acceptance, tree = self._acceptance[method], self._trees(method)
+        if tree is None or min(most) < tree[0]:
+            pairs = zip(requests, most, strict=True)
+            return Offers.of([acceptance.survivals(request, longest, LEAST_GAIN) for request, longest in pairs])
+        nodes, depth = tree
+        return Offers.of([[sum(acceptance.survivals(request, depth))] for request in requests], depth, nodes)
 
     def trim(self, drafts: Sequence[ScoredDraft]) -> list[int]:
         """See `TrimmingLength.trim`."""

@@ -9,12 +9,9 @@ from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
 from speculant.lengths.costs import StepCosts
-from speculant.lengths.plan import Offer, Seconds
 from speculant.types import Request
 
 LEAST = 64  # missing tokens; fewer are part of a draft
-BEGIN_SHARE = 0.2  # of the time that drafts are expected to save: they may be accepted less often than estimated
-TRIAL_SHARE = 0.05  # of the time that a request needs without drafts, which its backlog may take for a trial
 
 
 class Backlogs:
@@ -34,36 +31,22 @@ class Backlogs:
         seen, length, reading = self._seen.get(request, 0), len(request.tokens), self._readings.get(method)
         return 0.0 if reading is None or length - seen < LEAST else reading.seconds(seen, length)
 
-    def drop(
-        self, method: str, requests: Sequence[Request], counts: list[int], offers: Sequence[Offer], seconds: Seconds
-    ) -> list[int]:
-        """Return `counts` without sequences whose backlog takes too large a share of the time that drafts save.
+    def affordable(
+        self, method: str, requests: Sequence[Request], counts: Sequence[int], token_s: float
+    ) -> tuple[list[int], float]:
+        """Return counts, 0 where a backlog takes longer than `token_s` for each token that a request may still get.
 
-        offers, seconds: those that the numbers of nodes were chosen from; see `choose_jointly`.
+        The number is the seconds of the backlogs that are left.
         """
-        waits = [self.seconds(method, request) if each else 0.0 for request, each in zip(requests, counts, strict=True)]
-        if not any(waits):
-            return counts
-        left, gain, depth = list(counts), 0.0, 0
-        for offer in offers:
-            if offer.nodes <= left[offer.owner]:
-                left[offer.owner] -= offer.nodes
-                gain, depth = gain + offer.gain, max(depth, offer.depth)
-        tokens, drafted = len(counts), sum(map(bool, counts))
-        saved_s = seconds(0, 0, 0) - seconds(sum(counts), depth, drafted) * tokens / (tokens + gain)
-        return self._within(requests, counts, waits, BEGIN_SHARE * saved_s / tokens)
-
-    def affordable(self, method: str, requests: Sequence[Request], most: Sequence[int], plain_s: float) -> list[int]:
-        """Return the nodes that a trial may have: none where the backlog takes much of the remaining time."""
-        waits = [self.seconds(method, request) for request in requests]
-        return self._within(requests, most, waits, TRIAL_SHARE * plain_s / len(requests))
-
-    def _within(
-        self, requests: Sequence[Request], counts: Sequence[int], waits: Sequence[float], token_s: float
-    ) -> list[int]:
-        """Return counts, 0 where a wait is longer than `token_s` for each token that a request may still get."""
-        pairs = zip(requests, counts, waits, strict=True)
-        return [count if wait <= token_s * _left(request) else 0 for request, count, wait in pairs]
+        left, total_s = list(counts), 0.0
+        for place, request in enumerate(requests):
+            if left[place]:
+                wait_s = self.seconds(method, request)
+                if wait_s <= token_s * _left(request):
+                    total_s += wait_s
+                else:
+                    left[place] = 0
+        return left, total_s
 
 
 def _left(request: Request) -> float:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import count, repeat
 from operator import add, mul
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -184,6 +184,23 @@ class StepCosts:
         fewer, more = counts[place - 1], counts[place]
         low, high = curves[fewer].at(depth), curves[more].at(depth)
         return max(low, low + (sequences - fewer) / (more - fewer) * (high - low))
+
+    def drafts_s(self, method: str, sequences: int, depth: int) -> np.ndarray[Any, Any]:
+        """Return the times [sequences + 1, depth + 1] to draft for 0 to `sequences` sequences to each depth."""
+        found = np.zeros((sequences + 1, depth + 1))
+        curves = self.drafts.get(method)
+        if curves and depth:
+            counts = sorted(curves)
+            rows = np.array([curves[count].between(1, depth + 1) for count in counts])
+            places = np.arange(1, sequences + 1)
+            after = np.clip(np.searchsorted(counts, places), 1, max(1, len(counts) - 1))
+            if len(counts) == 1:
+                found[1:, 1:] = rows[0]
+            else:
+                few, many = np.array(counts)[after - 1], np.array(counts)[after]
+                share = ((places - few) / (many - few))[:, None]
+                found[1:, 1:] = np.maximum(rows[after - 1], rows[after - 1] + share * (rows[after] - rows[after - 1]))
+        return found
 
     def observe_draft(self, method: str, sequences: int, depth: int, seconds: float) -> None:
         """Follow a draft of one method that took `seconds`."""

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, count, islice, repeat
+from itertools import accumulate, chain
 from operator import truediv
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from speculant.lengths.acceptance import MethodAcceptance
+import numpy as np
+
 from speculant.lengths.costs import NO_ATTENTION, AttentionSeconds, StepCosts
 from speculant.scheduling.scheduler import Schedule
-from speculant.tree import depths_of
 from speculant.types import Request
 
-Seconds = Callable[[int, int, int], float]
+Array = np.ndarray[Any, Any]
+Seconds = Callable[[Array, Array, Array], Array]
 LONGEST = 16  # nodes of a draft unless the user sets a number
 
 
@@ -55,47 +56,6 @@ def identity_of(schedule: Schedule) -> list[tuple[int, int, bool]]:
     return [(item.request.seq_id, item.num_rows, item.decodes) for item in schedule.items]
 
 
-class Offer(NamedTuple):
-    """Nodes that a sequence's draft could grow by.
-
-    gain: the expected number of tokens that it adds. nodes: how many nodes it has. depth: that of its deepest node, 1
-    for the root's children. owner: the place of its sequence.
-    """
-
-    gain: float
-    nodes: int
-    depth: int
-    owner: int
-
-
-def chain_offers(survivals: Sequence[Sequence[float]]) -> list[Offer]:
-    """Return the offers of chains, a node at a time, from the estimates that each node of each chain is accepted."""
-    offers = list[Offer]()
-    for owner, gains in enumerate(survivals):
-        offers += map(Offer, gains, repeat(1), count(1), repeat(owner))
-    return offers
-
-
-def offers_of(
-    acceptance: MethodAcceptance,
-    requests: Sequence[Request],
-    most: Sequence[int],
-    tree: tuple[int, int] | None,
-    least: float,
-) -> list[Offer]:
-    """Return the offers of a method's drafts without scores.
-
-    most: nodes of each sequence. tree: nodes and depth of a method that drafts whole trees. least: chains end before
-    the first token that is less likely to be accepted with all before it.
-    """
-    if tree is None or min(most) < tree[0]:
-        pairs = zip(requests, most, strict=True)
-        return chain_offers([acceptance.survivals(request, longest, least) for request, longest in pairs])
-    nodes, depth = tree
-    gains = [sum(acceptance.survivals(request, depth)) for request in requests]
-    return [Offer(gain, nodes, depth, owner) for owner, gain in enumerate(gains)]
-
-
 def choose_scored(
     survivals: Sequence[Sequence[float]], parents: Sequence[Sequence[int]], seconds: Sequence[float]
 ) -> list[int]:
@@ -107,52 +67,72 @@ def choose_scored(
     if len(survivals) == 1:
         rates = list(map(truediv, accumulate(survivals[0], initial=1.0), seconds))
         return [rates.index(max(rates))]
-    offers = [
-        Offer(gain, 1, depth, owner)
-        for owner, (gains, tree) in enumerate(zip(survivals, parents, strict=True))
-        for gain, depth in zip(gains, depths_of(tree[: len(gains)]), strict=True)
-    ]
-    return choose_jointly(offers, len(survivals), len(survivals), lambda nodes, depth, sequences: seconds[nodes])[0]
+    offers, costs = Offers.of(survivals), np.array(seconds)
+    return choose_jointly(offers, len(survivals), lambda nodes, sequences, depth: costs[nodes]).counts
 
 
-def choose_jointly(
-    offers: Sequence[Offer], sequences: int, tokens: int, seconds: Seconds, least_gain: float = 0.0
-) -> tuple[list[int], float]:
-    """Choose how many nodes of each sequence's offers to draft, its first ones; return them and what they gain.
+class Offers(NamedTuple):
+    """Nodes by which the drafts of a step could grow, in arrays with an entry for each; those of a sequence in order.
 
-    offers: those of a sequence come in order, parents first, with gains per node that do not rise. tokens: those that
-    the step commits without drafts. seconds(nodes, depth, sequences): the time of a step with drafts of a depth for
-    some sequences, which have `nodes` nodes together. Offers are taken in the order of their gain per node, and all
-    numbers of them are compared, because costs have cliffs. The gain is the share by which the tokens per second rise;
-    drafts must gain `least_gain`.
+    gain: the probability that it is accepted, or the expected tokens of a whole tree. depth: 1 for the root's children.
+    owner: the place of its sequence. nodes: of each. seconds(nodes, sequences, depth): see `choose_jointly`.
     """
-    counts = [0] * sequences
-    if not offers:
-        return counts, 0.0
-    order = sorted(offers, key=_by_gain)
-    gains, nodes, depths, owners = zip(*order, strict=True)
-    expected = accumulate(gains, initial=float(tokens))
-    costs = map(seconds, accumulate(nodes), accumulate(depths, max), accumulate(_firsts(owners)))
-    rates = list(map(truediv, islice(expected, 1, None), costs))
-    best = max(rates)
-    gain = best * seconds(0, 0, 0) / tokens - 1
-    if gain > least_gain:
-        for offer in order[: 1 + rates.index(best)]:
-            counts[offer.owner] += offer.nodes
-    return counts, max(0.0, gain)
+
+    gain: Array
+    depth: Array
+    owner: Array
+    nodes: int = 1
+
+    @classmethod
+    def of(cls, survivals: Sequence[Sequence[float]], depth: int = 0, nodes: int = 1) -> Offers:
+        """Return the offers of sequences, from the estimates that each node is accepted with all before it.
+
+        depth: of all offers; 0 = a chain's nodes are one below the other.
+        """
+        sizes = list(map(len, survivals))
+        gain = np.fromiter(chain.from_iterable(survivals), float, sum(sizes))
+        depths = np.full(len(gain), depth) if depth else np.concatenate([np.arange(1, size + 1) for size in sizes])
+        return cls(gain, depths, np.repeat(np.arange(len(sizes)), sizes), nodes)
 
 
-def _firsts(values: Sequence[int]) -> list[bool]:
+class Chosen(NamedTuple):
+    """The nodes of each sequence, and by which share they raise the tokens per second."""
+
+    counts: list[int]
+    gain: float
+
+
+def choose_jointly(offers: Offers, sequences: int, seconds: Seconds, least_gain: float = 0.0) -> Chosen:
+    """Choose which offers to draft.
+
+    seconds(nodes, sequences, depth): arrays of the time of steps with so many nodes in drafts of a depth for some of
+    the sequences. For each greatest depth, offers are taken in the order of their gain, and all numbers of them are
+    compared, because costs have cliffs. Drafts must raise the tokens per second by the share `least_gain`.
+    """
+    if not len(offers.gain):
+        return Chosen([0] * sequences, 0.0)
+    order = np.argsort(-offers.gain, kind="stable")
+    depth, owner, most = offers.depth[order], offers.owner[order], int(offers.depth.max())
+    caps = np.arange(1, most + 1)[:, None] if sequences > 1 and offers.nodes == 1 else np.array([[most]])
+    taken = depth <= caps
+    gain = np.where(taken, offers.gain[order], 0.0).cumsum(axis=1)
+    begun = (taken & _firsts(owner)).cumsum(axis=1)
+    deepest = np.minimum(caps, np.maximum.accumulate(depth))
+    rates = (sequences + gain) / seconds(taken.cumsum(axis=1) * offers.nodes, begun, deepest)
+    cap, last = divmod(int(rates.argmax()), len(order))
+    none = np.zeros(1, int)
+    share = float(rates[cap, last] * seconds(none, none, none)[0] / sequences - 1)
+    if share <= least_gain:
+        return Chosen([0] * sequences, 0.0)
+    counts = np.bincount(owner[: last + 1][taken[cap, : last + 1]], minlength=sequences) * offers.nodes
+    return Chosen(counts.tolist(), share)
+
+
+def _firsts(values: Array) -> Array:
     """Return for each value whether it is the first of its kind."""
-    places = dict(zip(reversed(values), reversed(range(len(values))), strict=True))
-    firsts = [False] * len(values)
-    for place in places.values():
-        firsts[place] = True
+    firsts = np.zeros(len(values), bool)
+    firsts[np.unique(values, return_index=True)[1]] = True
     return firsts
-
-
-def _by_gain(offer: Offer) -> float:
-    return -offer.gain / offer.nodes
 
 
 def most_nodes(request: Request, longest: int | None, tree: tuple[int, int] | None, look_ahead_rows: int = 0) -> int:
