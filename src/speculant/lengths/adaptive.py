@@ -13,7 +13,6 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from statistics import median
 
 import numpy as np
 
@@ -21,7 +20,7 @@ from speculant.errors import ConfigError, suggest
 from speculant.lengths.acceptance import Acceptance
 from speculant.lengths.backlog import Backlogs
 from speculant.lengths.base import DraftLengthContext, DraftOutcome, ScoredDraft, num_rows
-from speculant.lengths.costs import CostCurve, StepCosts
+from speculant.lengths.costs import LEARNT, CostCurve, StepCosts
 from speculant.lengths.explore import Experiments
 from speculant.lengths.plan import (
     Array,
@@ -38,7 +37,7 @@ from speculant.scheduling.scheduler import Schedule
 from speculant.types import Request
 
 LEAST_GAIN = 0.01  # drafts that gain less are not worth the risk that the estimates are wrong
-PROBE = 2  # nodes of a draft that is tried
+PROBE = 1  # nodes of a draft that is tried
 PLAIN_STEPS = 6  # of an experiment without drafts; its last half is timed, when the processor's caches are as usual
 HOLDS, RESTS = 8, 32  # steps for which a plan holds, with drafts and without
 LOOKUP_MEMORY = 0.05  # weight of the newest call
@@ -95,7 +94,7 @@ class Adaptive:
     def pause(self) -> int:
         """See `PausingLength.pause`: it lasts until the last step of the plan, which is timed."""
         plan = self._plan
-        if not plan.pure or plan.asked or self._experiments["plain", ""].running:
+        if not plan.pure or plan.asked or self._experiments["plain", ""].running or self._costs.plain.seen < LEARNT:
             return 0
         steps, plan.left = plan.left, 0
         self._experiments.step += steps
@@ -190,13 +189,19 @@ class Adaptive:
             newest = [min(probe, each) if 2 * place >= count - 1 else 0 for place, each in enumerate(most)]
             tried, wait_s = self._backlogs.affordable(method, requests, newest, TRIAL_SHARE * plan.plain_s / count)
             if any(tried):
-                experiments[trial].begin(price(tried) + wait_s / plan.plain_s)
+                gain = self._expected(method, requests, tried) / count
+                experiments[trial].begin(max(0.0, price(tried) - gain) + wait_s / plan.plain_s)
                 plan.left = 1 + bool(own)  # look-ahead rows are computed a step before their draft
                 return tried
         plan.left = max(1, min(plan.left, experiments.left(*trial)))
         for request in requests:
             self._acceptance[method].forget(request, plan.left)
         return counts
+
+    def _expected(self, method: str, requests: Sequence[Request], counts: Sequence[int]) -> float:
+        """Return how many tokens of chains without scores are expected to be accepted."""
+        acceptance = self._acceptance[method]
+        return sum(sum(acceptance.survivals(each, count)) for each, count in zip(requests, counts, strict=True))
 
     def _offers(self, method: str, requests: Sequence[Request], most: Sequence[int]) -> Offers:
         """Return the nodes that drafts without scores may have; chains end before an unlikely one."""
@@ -314,12 +319,9 @@ class Adaptive:
         """Follow the costs of a step without drafts."""
         plan, seconds = self._plan, timing.verify_s + timing.rest_s
         self._plain.append(seconds)
-        if not self._experiments["plain", ""].running:
-            if len(self._plain) > PLAIN_STEPS:
-                self._costs.observe_plain(plan.rows, seconds, plan.attention.plain_s, drafted=False)
-        elif not plan.left:
-            usual_s = median(self._plain[PLAIN_STEPS // 2 :])
-            self._costs.observe_plain(plan.rows, usual_s, plan.attention.plain_s, drafted=True)
+        tries, settled = self._experiments["plain", ""].running, len(self._plain) > PLAIN_STEPS // 2
+        if settled and (tries or len(self._plain) > PLAIN_STEPS):
+            self._costs.observe_plain(plan.rows, seconds, plan.attention.plain_s, alone=tries)
 
 
 SCORED = ", scored"

@@ -5,6 +5,7 @@ Curves are measured once (engine/calibration.py) and follow the times of steps w
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -15,12 +16,31 @@ from typing import Any, NamedTuple
 import numpy as np
 
 DRIFT = 0.1  # weight of a step's time; the first ones have more
-OUTLIER = 1.3  # a step counts as at most this many times slower than expected: so curves stay near the usual time
-TOO_FAST = 0.67  # no disturbance makes a step too fast: one below this share of the expected time is believed at once
-LEARNT = 16  # steps with drafts, after which a change of their times is one of the machine
-LEAST_PLAIN = 0.33  # of a step with drafts and as many rows: a plain step is not believed to take less
+OUTLIER, FIRST_OUTLIER = 0.1, 0.7  # logarithm by which a step counts as slower or faster at most; so that of the first
+LEARNT = 16  # steps of a kind, after which a change of their times is one of the machine
 ROW_SHARE = 0.02  # of a pass of one row: what one more row costs that reads nothing more
 LEAST_TABLE = 32  # sizes that are interpolated at once
+
+
+@dataclass
+class Level:
+    """How much slower than at the start steps of a kind are: a running median of `seen` steps."""
+
+    value: float = 1.0
+    seen: int = 0
+
+    def follow(self, ratio: float) -> float:
+        """Follow a step, by the ratio of its time to the expected one; return the factor by which the level moves."""
+        self.seen += 1
+        most = max(OUTLIER, FIRST_OUTLIER / self.seen)
+        factor = math.exp(max(DRIFT, 1 / self.seen) * _within(ratio, most))
+        self.value *= factor
+        return factor
+
+
+def _within(ratio: float, most: float) -> float:
+    """Return the logarithm of a ratio, at most `most` from 0."""
+    return min(max(math.log(ratio), -most), most)
 
 
 class CostCurve:
@@ -29,48 +49,33 @@ class CostCurve:
     points: at least one, from 1 up. Costs may jump or fall: a kernel may be slower at 9 rows than at 12. reads: what a
     step of a size reads, in proportion to one of size 1; None = the same at each size. Between two points, seconds are
     then linear in a size's ROW_SHARE plus what it reads: few rows of a model with experts read almost as many
-    different experts as they use, and many rows read all of them. seen: the number of steps that it has followed.
+    different experts as they use, and many rows read all of them. level: by which all seconds are multiplied.
     """
 
     def __init__(self, points: Mapping[int, float], reads: Callable[[int], float] | None = None) -> None:
         self._points = dict(sorted(points.items()))
         self._reads, self._places = reads, list[float]()  # of the sizes from 0 up, between which seconds are linear
-        self._scale = 1.0
         self._table: list[float] = []
-        self.seen = 0
-
-    def rescale(self, factor: float) -> None:
-        """Multiply the time of every size by a factor."""
-        self._scale *= factor
+        self.level = Level()
 
     def at(self, size: int) -> float:
         """Return the seconds at a size."""
         if size >= len(self._table):
             self._table = self._interpolated(max(LEAST_TABLE, 2 * size + 2))
-        return self._table[size] * self._scale
+        return self._table[size] * self.level.value
 
     def between(self, first: int, end: int) -> list[float]:
         """Return the seconds at the sizes first to end - 1."""
         self.at(end)
-        return list(map(mul, self._table[first:end], repeat(self._scale)))
+        return list(map(mul, self._table[first:end], repeat(self.level.value)))
 
-    def observe(self, size: int, seconds: float) -> None:
-        """Follow a step of this size: the whole curve moves, and the point of this size by as much again."""
-        self.seen += 1
-        ratio = min(seconds / self.at(size), OUTLIER)
-        if ratio < TOO_FAST:
-            self._lower(size, seconds / self._scale)
-            return
-        self._scale *= 1 + max(DRIFT, 1 / self.seen) * (ratio - 1)
+    def observe(self, size: int, seconds: float) -> float:
+        """Follow a step of this size: all seconds move, and those of this size by as much again. Return the factor."""
+        factor = self.level.follow(seconds / self.at(size))
         if size in self._points:
-            self._points[size] *= 1 + DRIFT * (min(seconds / self.at(size), OUTLIER) - 1)
+            self._points[size] *= math.exp(DRIFT * _within(seconds / self.at(size), OUTLIER))
             self._table = []
-
-    def _lower(self, size: int, seconds: float) -> None:
-        """Set the seconds of a size, without the scale; no smaller size takes more."""
-        self._points[size] = seconds
-        self._points = {each: min(own, seconds) if each < size else own for each, own in sorted(self._points.items())}
-        self._table = []
+        return factor
 
     def _interpolated(self, count: int) -> list[float]:
         """Return the seconds at the sizes 0 to count - 1, without the scale."""
@@ -138,17 +143,17 @@ class StepCosts:
     addition of a long text. drafts: for each method and number of sequences, a draft by depth. readings: by method;
     none = it reads nothing before a draft.
 
-    plain: what a step without drafts takes, as a share of `passes` at as many rows: at most 1. It has less to commit,
-    and weights that fit a processor's cache are still there if no draft model ran before. The first steps with drafts
-    move the curve and not the time of plain steps; from then on, a change of one is taken for a change of the machine,
-    and holds for both.
+    plain: the level of steps without drafts, which take that much of what `passes` had at the start at as many rows.
+    They have less to commit, and weights that fit a processor's cache are still there if no draft model ran before.
+    The first steps of a kind move its own level alone. From then on, a change of one level is taken for a change of
+    the machine, and moves the other as well.
     """
 
     passes: CostCurve
     drafts: dict[str, dict[int, CostCurve]] = field(default_factory=dict)
     keys: KeyCosts = NO_KEY_COSTS
     readings: Mapping[str, Reading] = field(default_factory=dict)
-    plain: float = 1.0
+    plain: Level = field(default_factory=Level)
 
     def attention(self, sequences: Iterable[tuple[int, int]]) -> AttentionSeconds:
         """Return the time that attention adds to a pass of sequences, from each one's rows without a draft and keys."""
@@ -170,7 +175,7 @@ class StepCosts:
 
     def plain_s(self, rows: int, attention: AttentionSeconds = NO_ATTENTION) -> float:
         """Return the seconds of a step without drafts."""
-        return (self.passes.at(rows) + attention.plain_s) * self.plain
+        return (self.passes.at(rows) + attention.plain_s) * min(1.0, self.plain.value / self.passes.level.value)
 
     def draft_s(self, method: str, sequences: int, depth: int) -> float:
         """Return the time to draft to a depth for some sequences; 0 for depth 0, and for a method without curves."""
@@ -216,15 +221,14 @@ class StepCosts:
 
         A deviation from the expected time is shared in proportion with attention.
         """
-        before, short_s = self.passes.at(1), self.passes.at(rows)
-        self.passes.observe(rows, seconds * short_s / (short_s + attention_s))
-        if self.passes.seen <= LEARNT:
-            self.plain = min(1.0, self.plain * before / self.passes.at(1))
+        short_s = self.passes.at(rows)
+        factor = self.passes.observe(rows, seconds * short_s / (short_s + attention_s))
+        if self.passes.level.seen > LEARNT or not self.plain.seen:
+            self.plain.value *= factor
 
-    def observe_plain(self, rows: int, seconds: float, attention_s: float, drafted: bool) -> None:
-        """Follow a step without drafts. drafted: there were steps with drafts before, whose time has not changed."""
-        ratio = seconds / ((self.passes.at(rows) + attention_s) * self.plain)
-        if drafted:
-            self.plain = min(1.0, max(LEAST_PLAIN, ratio * self.plain))
-        else:
-            self.passes.rescale(1 + DRIFT * (min(max(ratio, TOO_FAST), OUTLIER) - 1))
+    def observe_plain(self, rows: int, seconds: float, attention_s: float, alone: bool) -> None:
+        """Follow a step without drafts. alone: the level of steps with drafts is known to be the same."""
+        expected_s = (self.passes.at(rows) + attention_s) * self.plain.value / self.passes.level.value
+        factor = self.plain.follow(seconds / expected_s)
+        if not (alone or (self.plain.seen <= LEARNT and self.passes.level.seen)):
+            self.passes.level.value *= factor
