@@ -74,12 +74,12 @@ class Adaptive:
         self._longest, self._trees, self._look_ahead_rows, self._selects = longest, trees, look_ahead_rows, selects
         self._costs = costs or StepCosts(CostCurve(UNKNOWN_COSTS))
         self._acceptance, self._experiments, self._backlogs = Acceptance(), Experiments(), Backlogs(self._costs)
-        self._plan = Plan([], [], 0, 0.0)
+        self._plan = Plan([], [], 0)
         self._lookups: defaultdict[str, Lookups] = defaultdict(Lookups)
         self._scored: set[str] = set()  # methods whose last drafts had scores
         self._scores: dict[int, ScoredDraft] = {}  # of this step, by sequence id
         self._drawn: dict[int, int] = {}  # nodes that a model may draw, by sequence id, where this policy selects
-        self._plain: list[float] = []  # seconds of steps since the last one with drafts
+        self._plain = PLAIN_STEPS  # steps since the last one with drafts
 
     def choose(self, schedule: Schedule) -> list[int]:
         """See `DraftLength.choose`."""
@@ -146,7 +146,7 @@ class Adaptive:
         elif method not in self._scored:
             return self._joint_lengths(plan, method, requests, most)
         lookups, experiment = self._lookups[method], self._experiments["look up", method]
-        price = lookups.seconds / plan.plain_s
+        price = lookups.seconds / plan.steps_s(self._costs, 0)[0]
         if lookups.gain < len(requests) * price:  # a token takes a share of its pass
             if wait := self._experiments.left("look up", method):
                 plan.left = min(plan.left, wait)
@@ -161,17 +161,18 @@ class Adaptive:
         """Choose the lengths of drafts without scores, or of an experiment with them."""
         own, tree, count = self._look_ahead_rows(method), self._trees(method), len(requests)
         pass_s = np.array(plan.steps_s(self._costs, num_rows(sum(most), own, count)))
+        plain_s = float(pass_s[0])
         draft_s = self._costs.drafts_s(method, count, max(most, default=0))
 
         def seconds(nodes: Array, sequences: Array, depth: Array) -> Array:
             return pass_s[nodes + (nodes + sequences) * np.minimum(depth, own)] + draft_s[sequences, depth]
 
         def price(counts: Sequence[int]) -> float:
-            return float(seconds(*map(np.array, (sum(counts), sum(map(bool, counts)), max(counts))))) / plan.plain_s - 1
+            return float(seconds(*map(np.array, (sum(counts), sum(map(bool, counts)), max(counts))))) / plain_s - 1
 
         experiments, trial, longer = self._experiments, ("draft", method), ("longer", method)
         chosen = choose_jointly(self._offers(method, requests, most), count, seconds, LEAST_GAIN)
-        token_s = BEGIN_SHARE * plan.plain_s / count * chosen.gain / (1 + chosen.gain)
+        token_s = BEGIN_SHARE * plain_s / count * chosen.gain / (1 + chosen.gain)
         counts, _ = self._backlogs.affordable(method, requests, chosen.counts, token_s)
         if any(counts):
             plan.gain, plan.left = max(plan.gain, chosen.gain), min(plan.left, HOLDS)
@@ -187,10 +188,10 @@ class Adaptive:
         if not experiments.left(*trial):
             probe = tree[0] if tree else PROBE
             newest = [min(probe, each) if 2 * place >= count - 1 else 0 for place, each in enumerate(most)]
-            tried, wait_s = self._backlogs.affordable(method, requests, newest, TRIAL_SHARE * plan.plain_s / count)
+            tried, wait_s = self._backlogs.affordable(method, requests, newest, TRIAL_SHARE * plain_s / count)
             if any(tried):
                 gain = self._expected(method, requests, tried) / count
-                experiments[trial].begin(max(0.0, price(tried) - gain) + wait_s / plan.plain_s)
+                experiments[trial].begin(max(0.0, price(tried) - gain) + wait_s / plain_s)
                 plan.left = 1 + bool(own)  # look-ahead rows are computed a step before their draft
                 return tried
         plan.left = max(1, min(plan.left, experiments.left(*trial)))
@@ -265,7 +266,7 @@ class Adaptive:
         for method in plan.asked:
             self._note_lookups(method, outcomes, timing)
         if outcomes:
-            self._plain.clear()
+            self._plain = 0
             if plan.pure:
                 self._follow(outcomes, timing, late)
         elif plan.pure and not any(plan.lengths):
@@ -306,9 +307,8 @@ class Adaptive:
     def _follow(self, outcomes: Sequence[DraftOutcome], timing: StepTiming, late: bool) -> None:
         """Follow the costs of a step with drafts. late: a drafter processed a backlog."""
         nodes = sum(sum(outcome.drafted) + outcome.look_ahead_rows for outcome in outcomes)
-        self._costs.observe_step(
-            self._plan.rows + nodes, timing.verify_s + timing.rest_s, self._plan.attention.seconds(nodes)
-        )
+        plan = self._plan
+        self._costs.observe_step(plan.rows + nodes, len(plan.lengths), timing, plan.attention.seconds(nodes))
         methods = {str(outcome.request.drafter) for outcome in outcomes}
         if len(methods) == 1 and not late and not (self._scores and self._drawn):
             self._costs.observe_draft(
@@ -317,11 +317,10 @@ class Adaptive:
 
     def _follow_plain(self, timing: StepTiming) -> None:
         """Follow the costs of a step without drafts."""
-        plan, seconds = self._plan, timing.verify_s + timing.rest_s
-        self._plain.append(seconds)
-        tries, settled = self._experiments["plain", ""].running, len(self._plain) > PLAIN_STEPS // 2
-        if settled and (tries or len(self._plain) > PLAIN_STEPS):
-            self._costs.observe_plain(plan.rows, seconds, plan.attention.plain_s, alone=tries)
+        plan, tries = self._plan, self._experiments["plain", ""].running
+        self._plain += 1
+        if self._plain > (PLAIN_STEPS // 2 if tries else PLAIN_STEPS):
+            self._costs.observe_plain(plan.rows, len(plan.lengths), timing, plan.attention, alone=tries)
 
 
 SCORED = ", scored"

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from speculant.metrics import StepTiming
+
 DRIFT = 0.1  # weight of a step's time; the first ones have more
 OUTLIER, FIRST_OUTLIER = 0.1, 0.7  # logarithm by which a step counts as slower or faster at most; so that of the first
 LEARNT = 16  # steps of a kind, after which a change of their times is one of the machine
@@ -36,6 +38,20 @@ class Level:
         factor = math.exp(max(DRIFT, 1 / self.seen) * _within(ratio, most))
         self.value *= factor
         return factor
+
+
+@dataclass
+class Mean:
+    """A running mean; a number counts as at most twice the mean before it."""
+
+    value: float = 0.0
+    seen: int = 0
+
+    def add(self, number: float) -> None:
+        """Add a number."""
+        number = min(number, 2 * self.value) if self.seen else number
+        self.seen += 1
+        self.value += max(DRIFT, 1 / self.seen) * (number - self.value)
 
 
 def _within(ratio: float, most: float) -> float:
@@ -139,13 +155,12 @@ class Reading(NamedTuple):
 class StepCosts:
     """The curves of an engine, in seconds.
 
-    passes: a step with drafts without the time to draft, after a short text, by the rows of its target pass. keys: the
-    addition of a long text. drafts: for each method and number of sequences, a draft by depth. readings: by method;
+    passes: a target pass with drafts and its verdicts, after a short text, by rows. keys: the addition of a long text.
+    rest, plain_rest: the rest of a step with drafts and of one without, for each sequence. drafts: for each method and number of sequences, a draft by depth. readings: by method;
     none = it reads nothing before a draft.
 
-    plain: the level of steps without drafts, which take that much of what `passes` had at the start at as many rows.
-    They have less to commit, and weights that fit a processor's cache are still there if no draft model ran before.
-    The first steps of a kind move its own level alone. From then on, a change of one level is taken for a change of
+    plain: the level of passes without drafts, which take that much of what `passes` had at the start at as many rows:
+    weights that fit a processor's cache are still there if no draft model ran before. The first passes of a kind move its own level alone. From then on, a change of one level is taken for a change of
     the machine, and moves the other as well.
     """
 
@@ -154,6 +169,8 @@ class StepCosts:
     keys: KeyCosts = NO_KEY_COSTS
     readings: Mapping[str, Reading] = field(default_factory=dict)
     plain: Level = field(default_factory=Level)
+    rest: Mean = field(default_factory=Mean)
+    plain_rest: Mean = field(default_factory=Mean)
 
     def attention(self, sequences: Iterable[tuple[int, int]]) -> AttentionSeconds:
         """Return the time that attention adds to a pass of sequences, from each one's rows without a draft and keys."""
@@ -163,19 +180,25 @@ class StepCosts:
             counts.append(keys)
         return AttentionSeconds(one_s * sum(shares), one_s * self.keys.further * sum(counts) / max(1, len(counts)))
 
-    def steps_s(self, rows: int, plain_s: float, most: int, attention: AttentionSeconds = NO_ATTENTION) -> list[float]:
-        """Return the seconds of steps with `rows` and 0 to `most` nodes, without drafting: at least those of no nodes.
+    def steps_s(self, rows: int, sequences: int, most: int, attention: AttentionSeconds = NO_ATTENTION) -> list[float]:
+        """Return the seconds of steps with `rows` and 0 to `most` nodes, without drafting.
 
-        plain_s: of a step without nodes, with its attention.
+        A pass takes at least as long as one without nodes.
         """
+        plain_s = self.plain_s(rows, attention)
         passes = self.passes.between(rows + 1, rows + most + 1)
         if attention != NO_ATTENTION:
             passes = list(map(add, passes, count(attention.seconds(1), attention.node_s)))
-        return [plain_s, *map(max, passes, repeat(plain_s))]
+        rest_s = sequences * max(self.rest.value, self.plain_rest.value)
+        return [
+            plain_s + sequences * self.plain_rest.value,
+            *map(add, repeat(rest_s), map(max, passes, repeat(plain_s))),
+        ]
 
     def plain_s(self, rows: int, attention: AttentionSeconds = NO_ATTENTION) -> float:
-        """Return the seconds of a step without drafts."""
-        return (self.passes.at(rows) + attention.plain_s) * min(1.0, self.plain.value / self.passes.level.value)
+        """Return the seconds of a pass without drafts."""
+        share = min(1.0, self.plain.value / self.passes.level.value)
+        return (self.passes.at(rows) + attention.plain_s) * share
 
     def draft_s(self, method: str, sequences: int, depth: int) -> float:
         """Return the time to draft to a depth for some sequences; 0 for depth 0, and for a method without curves."""
@@ -216,19 +239,22 @@ class StepCosts:
                 seconds *= curves[nearest].at(depth) / self.draft_s(method, sequences, depth)
             curves[nearest].observe(depth, seconds)
 
-    def observe_step(self, rows: int, seconds: float, attention_s: float) -> None:
-        """Follow a step with drafts, without the time to draft, whose attention was expected to take attention_s.
+    def observe_step(self, rows: int, sequences: int, timing: StepTiming, attention_s: float) -> None:
+        """Follow a step with drafts, whose attention was expected to take attention_s.
 
         A deviation from the expected time is shared in proportion with attention.
         """
         short_s = self.passes.at(rows)
-        factor = self.passes.observe(rows, seconds * short_s / (short_s + attention_s))
+        factor = self.passes.observe(rows, timing.verify_s * short_s / (short_s + attention_s))
         if self.passes.level.seen > LEARNT or not self.plain.seen:
             self.plain.value *= factor
+        self.rest.add(timing.rest_s / sequences)
 
-    def observe_plain(self, rows: int, seconds: float, attention_s: float, alone: bool) -> None:
-        """Follow a step without drafts. alone: the level of steps with drafts is known to be the same."""
-        expected_s = (self.passes.at(rows) + attention_s) * self.plain.value / self.passes.level.value
-        factor = self.plain.follow(seconds / expected_s)
+    def observe_plain(
+        self, rows: int, sequences: int, timing: StepTiming, attention: AttentionSeconds, alone: bool
+    ) -> None:
+        """Follow a step without drafts. alone: the level of passes with drafts is known to be the same."""
+        factor = self.plain.follow(timing.verify_s / self.plain_s(rows, attention))
         if not (alone or (self.plain.seen <= LEARNT and self.passes.level.seen)):
             self.passes.level.value *= factor
+        self.plain_rest.add(timing.rest_s / sequences)

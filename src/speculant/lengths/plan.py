@@ -24,7 +24,7 @@ class Plan:
     """The lengths of a step's sequences, and for how many more steps they hold.
 
     made_for: for each sequence its id, its rows without a draft, and whether it only decodes. rows: the sum of these
-    rows. plain_s: the seconds of a step without drafts; attention: those of long texts, and of each node after them.
+    rows. attention: the seconds of long texts, and of each node after them.
     pure: whether all sequences only decode, and none is a beam search. gain: by how many plain steps' tokens a step
     with these drafts is expected to be ahead. asked: methods with scores that may draft.
     """
@@ -32,7 +32,6 @@ class Plan:
     made_for: list[tuple[int, int, bool]]
     lengths: list[int]
     rows: int
-    plain_s: float
     attention: AttentionSeconds = NO_ATTENTION
     pure: bool = True
     left: int = 0
@@ -44,11 +43,11 @@ class Plan:
         """Return the plan that drafts nothing for a number of steps."""
         rows, items = sum(item.num_rows for item in schedule.items), schedule.items
         attention = costs.attention((item.num_rows, item.start + item.count) for item in items)
-        return cls(identity_of(schedule), [0] * len(items), rows, costs.plain_s(rows, attention), attention, left=left)
+        return cls(identity_of(schedule), [0] * len(items), rows, attention, left=left)
 
     def steps_s(self, costs: StepCosts, most: int) -> list[float]:
         """Return the seconds of the step with 0 to `most` nodes, without drafting."""
-        return costs.steps_s(self.rows, self.plain_s, most, self.attention)
+        return costs.steps_s(self.rows, len(self.lengths), most, self.attention)
 
 
 def identity_of(schedule: Schedule) -> list[tuple[int, int, bool]]:
