@@ -18,8 +18,8 @@ from speculant.types import Request
 
 PRIOR, PRIOR_TESTS = 0.7, 2.0  # of a method that has drafted nothing yet
 DEPTH_PRIOR_TESTS = 8.0  # tests at a depth that weigh as much as the rate at the depth above
-METHOD_MEMORY, SEQUENCE_MEMORY = 0.995, 0.9  # the weight that each test leaves to earlier tests
-SEQUENCE_PRIOR_TESTS = 15.0  # tests of a sequence that weigh as much as its method's rate
+METHOD_MEMORY, SEQUENCE_MEMORY = 0.99, 0.9  # the weight that each test leaves to earlier tests
+SEQUENCE_PRIOR_TESTS = 30.0  # tests of a sequence that weigh as much as its method's rate
 HIGHEST = 0.995
 BUCKETS = 10  # of scores from 0 to 1; the last one has 1 as well
 ALL_COUNT, COUNTED = 64, 4  # the scores of a method's first drafts are all counted, then those of every fourth draft
