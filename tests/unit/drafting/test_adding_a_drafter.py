@@ -76,6 +76,7 @@ def test_it_is_gone_when_it_is_uninstalled(tmp_path: Path, checkpoints: Checkpoi
         LLM(checkpoints.target, speculative_config={"method": "another_name"})
 
 
+@pytest.mark.slow
 def test_saved_in_a_room_it_passes_the_check_of_names() -> None:
     modules = load_package()
     others, own = [each for each in modules if not each.name.endswith(f".{NAME}")], Module(_dotted(ROOM, NAME), CODE)

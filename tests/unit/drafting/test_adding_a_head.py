@@ -62,6 +62,7 @@ def test_the_page_s_random_head_fits(installed: None, checkpoints: Checkpoints, 
     assert LLM(checkpoints.target, speculative_config={"method": NAME, "model": head}).speculation.startswith(NAME)
 
 
+@pytest.mark.slow
 def test_saved_in_the_room_it_passes_the_check_of_names() -> None:
     modules = [each for each in load_package() if not each.name.endswith(f".{NAME}")]
     modules.append(Module(f"drafting.heads.{NAME}", CODE))

@@ -92,6 +92,7 @@ def test_interval_of_a_certain_rate_is_not_a_point() -> None:
     assert short.low < 0.3 < 0.9 < short.high
 
 
+@pytest.mark.slow
 def test_many_texts_are_compared_as_a_whole() -> None:
     """If texts differ from one another, their blocks are not independent observations."""
     rng = np.random.default_rng(2)

@@ -81,6 +81,7 @@ def test_shared_noise(kind: str) -> None:
     assert found.sum() == pytest.approx(p[q > 0].sum(), abs=CLOSE), "what the draft can draw is among four children"
 
 
+@pytest.mark.slow
 def test_shared_noise_is_that_of_the_engine() -> None:
     p, q = (torch.tensor(distribution) for distribution in distributions("dense", seed=3))
     hits, rounds = np.zeros(3), 2000

@@ -76,7 +76,7 @@ def sampled(tokenizer: Tokenizer, body: ChatBody, rng: random.Random, most: int)
     return tokenizer.decode(write(constraint, tokenizer, rng, choose), skip_special_tokens=params.skip_special_tokens)
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("special", [False, True], ids=["added", "special"])
 @pytest.mark.parametrize("schema", SCHEMAS)
 @pytest.mark.parametrize("template", TEMPLATES)
