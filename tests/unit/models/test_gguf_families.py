@@ -233,6 +233,7 @@ def kind_of(name: str) -> str:
     return kinds.get(name.split(".")[-2], "Q4_K")
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kernels", ["reference", "native"])
 @pytest.mark.parametrize(("family", "variant"), FEW_ARE_QUICK)
 def test_blocks_are_those_of_the_gguf_package(

@@ -68,6 +68,7 @@ def test_other_model_accepts_less(checkpoints: Checkpoints) -> None:
     assert 1 > means[0] > means[1] > 0
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("correlated", [False, True])
 @pytest.mark.parametrize("rate", [0.7, 0.95])
 def test_interval_covers_the_rate(rate: float, correlated: bool) -> None:
