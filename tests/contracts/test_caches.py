@@ -46,7 +46,7 @@ WINDOWS: dict[str, tuple[int | None, int | None]] = {
 }
 for name, windows in WINDOWS.items():
     CACHES[name] = lambda shape, *sizes, windows=windows: paged(replace(shape, windows=windows), *sizes)  # type: ignore[misc]
-QUICK = ("slotted", "paged", "full and 3", "4 and 4", "6 and 2")
+QUICK = ("slotted", "paged", "4 and 4", "6 and 2")
 SHARING = {"paged", *WINDOWS}  # those that find prefixes again, in full blocks
 
 

@@ -40,7 +40,7 @@ def install(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(folder))
 
 
-@pytest.fixture(params=["in a room", "another package"])
+@pytest.fixture(params=[pytest.param("in a room", marks=pytest.mark.slow), "another package"])
 def installed(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """Save the page's code in the one place or the other; return the method's name."""
     if request.param == "another package":

@@ -25,7 +25,7 @@ PAGE = (ROOT / "docs" / "adding-a-head.md").read_text(encoding="utf-8")
 NAME = "linear_heads"
 
 
-@pytest.fixture(params=["in the room", "another package"])
+@pytest.fixture(params=[pytest.param("in the room", marks=pytest.mark.slow), "another package"])
 def installed(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Save the page's code in the room of heads, or install it as another package does."""
     if request.param == "in the room":
