@@ -39,6 +39,7 @@ ENDS = (NOTHING, frozenset({0}), frozenset({0, 2}))
 PENALTIES = (-1.0, 0.0, 0.6, 1.0, 2.0)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("ends", ENDS, ids=str)
 @pytest.mark.parametrize("seed", range(4))
 def test_beams_are_those_of_the_plain_search(seed: int, ends: frozenset[int]) -> None:

@@ -34,6 +34,7 @@ def greedy_rule(lenience: float) -> Verifier:
     return verifier_for(build(lenience), make_request([1], (), Params(temperature=0)))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("lenience", LENIENCES)
 @pytest.mark.parametrize("length", [1, 2])
 def test_no_token_becomes_likelier_than_its_share(lenience: float, length: int) -> None:
