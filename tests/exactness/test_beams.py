@@ -94,6 +94,7 @@ def test_each_hypothesis_has_its_own_history(edits: dict[str, Any]) -> None:
 BUDGETS = (1, 2, 4, 7, 64)
 
 
+@pytest.mark.covering(1)
 @both_caches
 @pytest.mark.parametrize("budget", BUDGETS)
 def test_a_search_is_the_same_in_parts(cache: MakeCache, budget: int) -> None:

@@ -231,7 +231,7 @@ def test_noise_of_neighbours_is_unrelated() -> None:
     assert float(correlation.abs().max()) <= SIGMAS / math.sqrt(rows.shape[1])
 
 
-@pytest.mark.parametrize("weights", [[0.1, 0.2, 0.7], [0, 3, 0, 1]])
+@pytest.mark.parametrize("weights", slow_but([[0, 3, 0, 1]], [[0.1, 0.2, 0.7], [0, 3, 0, 1]]))
 def test_noise_draws_follow_their_weights(weights: list[float]) -> None:
     distribution = {token: weight / sum(weights) for token, weight in enumerate(weights)}
     noise, total = KeyedNoise(11, 0), 3000

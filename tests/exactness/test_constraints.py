@@ -130,6 +130,7 @@ def test_constrained_trees_of_two_models(verifier: str) -> None:
     assert_exact(Case(PAIR, 3, verification=verifier, width=8, make_drafter=make))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("verifier", LOSSLESS)
 @pytest.mark.parametrize(
     "make",
@@ -214,6 +215,7 @@ DRAFTERS: dict[str, Callable[[Pair], Drafter | None]] = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("settings", [{"temperature": 0}, {"seed": 5}, {"seed": 6, "temperature": 1.5}])
 def test_speculation_changes_no_constrained_text(drafter: str, settings: dict[str, Any]) -> None:

@@ -97,6 +97,7 @@ def test_match_keeps_the_distribution(vocab_size: int, length: int) -> None:
         assert_exact(Case(Pair(seed, vocab_size), length, verification="match", width=8))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("verifier", ["rejection", "match"])
 @pytest.mark.parametrize("kind", NODE_KINDS)
 def test_every_kind_of_distributions_alone(kind: str, verifier: str) -> None:

@@ -70,6 +70,7 @@ def test_sampled_chains(verifier: Verifier, vocab_size: int, length: int) -> Non
         assert distance(verifier, pair, sampled(pair, chain_of(length))) <= EXACT, pair
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", NODE_KINDS)
 def test_sampled_chains_of_one_kind(verifier: Verifier, kind: str) -> None:
     for seed in range(6):

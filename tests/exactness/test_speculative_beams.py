@@ -108,7 +108,7 @@ def test_a_good_draft_saves_passes(cache: MakeCache, length: int) -> None:
 CACHES = {"paged": paged, "slotted": slotted, "8 blocks": few_blocks(8), "10 blocks": few_blocks(10)}
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("limits", [Limits(28, 4, 64), Limits(28, 4, 14), Limits(28, 3, 5), Limits(28, 2, 20)], ids=str)
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("draft", ["equal", "near"])
