@@ -164,6 +164,7 @@ def texts(kernels: str, checkpoints: Checkpoints, draft: str | None) -> list[Seq
     return [out.outputs[0].token_ids for out in outputs]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("drafting", [False, True])
 def test_backend_texts_are_the_reference(backend: Backend, checkpoints: Checkpoints, drafting: bool) -> None:
     draft = checkpoints.near if drafting else None
@@ -249,7 +250,9 @@ def test_backend_reads_blocks(backend: Backend) -> None:
 # --- a backend of another package
 
 
-@pytest.mark.parametrize("drafting", [False, True])
+@pytest.mark.parametrize(
+    "drafting", [pytest.param(each, marks=[] if not each else pytest.mark.slow) for each in (False, True)]
+)
 def test_another_backend_runs_the_engine(fake: FakeBackend, checkpoints: Checkpoints, drafting: bool) -> None:
     draft = checkpoints.near if drafting else None
     assert texts("fake", checkpoints, draft) == texts("reference", checkpoints, draft)

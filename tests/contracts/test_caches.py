@@ -46,6 +46,7 @@ WINDOWS: dict[str, tuple[int | None, int | None]] = {
 }
 for name, windows in WINDOWS.items():
     CACHES[name] = lambda shape, *sizes, windows=windows: paged(replace(shape, windows=windows), *sizes)  # type: ignore[misc]
+QUICK = ("slotted", "paged", "4 and 4", "6 and 2")
 SHARING = {"paged", *WINDOWS}  # those that find prefixes again, in full blocks
 
 
@@ -344,7 +345,9 @@ class CacheMachine(RuleBasedStateMachine):
         assert free == {0}, "a leak"
 
 
-@pytest.mark.parametrize("name", CACHES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in CACHES]
+)
 def test_content_survives_any_use(name: str) -> None:
     machine: Any = type(f"{name.title()}Machine", (CacheMachine,), {"name": name})
     run_state_machine_as_test(machine, settings=settings(max_examples=examples(75), stateful_step_count=30))

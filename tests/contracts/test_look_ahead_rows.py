@@ -86,6 +86,7 @@ def run(
     return drafter, engine, requests
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("cache", ["paged", "slotted"])
 @pytest.mark.parametrize("name", BACKENDS)
 def test_states_of_own_rows_are_those_of_a_fresh_pass(name: str, cache: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from speculant.kernels.native import usable_sets
 from speculant.models.base import SequenceInput
 from speculant.types import DraftTree
-from tests.unit.models.families import Pair, Session, make_pair, random_tokens, thinned_cases
+from tests.unit.models.families import FEW, Pair, Session, make_pair, random_tokens, thinned_cases
 
 MakePair = Callable[[str, str, str], Pair]
 NATIVE = pytest.mark.skipif(not usable_sets(), reason="the native kernels are not built")
@@ -47,10 +47,12 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> MakePair:
     return load
 
 
-def on_backends(*backends: str) -> list[ParameterSet]:
-    """Return the parameters of every variant on every one of these backends."""
+def on_backends(*backends: str, families: Collection[str] | None = None) -> list[ParameterSet]:
+    """Return the parameters of every variant on every one of these backends; only `families` are quick, if given."""
     marks = {"native": [NATIVE]}
-    return [each for backend in backends for each in thinned_cases(backend, marks=marks.get(backend, ()))]
+    return [
+        each for backend in backends for each in thinned_cases(backend, marks=marks.get(backend, ()), families=families)
+    ]
 
 
 @pytest.fixture(params=on_backends("reference", "native"))
@@ -69,6 +71,7 @@ def test_whole_prompt(pair: Pair) -> None:
     torch.testing.assert_close(Session(pair.ours).extend(PROMPT), pair.reference(PROMPT), **CLOSE)
 
 
+@pytest.mark.parametrize("pair", on_backends("reference", "native", families=FEW), indirect=True)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("size", [1, 2, 5, 7, 23])
 def test_prompt_in_chunks(pair: Pair, size: int) -> None:
@@ -77,6 +80,7 @@ def test_prompt_in_chunks(pair: Pair, size: int) -> None:
     torch.testing.assert_close(torch.cat(logits), pair.reference(PROMPT), **CLOSE)
 
 
+@pytest.mark.parametrize("pair", on_backends("reference", "native", families=FEW), indirect=True)
 def test_several_sequences_in_one_batch(pair: Pair) -> None:
     """A fresh prompt, a chunk behind a context and a single row, side by side."""
     session = Session(pair.ours)
@@ -89,6 +93,7 @@ def test_several_sequences_in_one_batch(pair: Pair) -> None:
         torch.testing.assert_close(part, pair.reference(prompt)[-len(part) :], **CLOSE)
 
 
+@pytest.mark.parametrize("pair", on_backends("reference", "native", families=FEW), indirect=True)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("kept", [0, 1, 7, 20])
 def test_truncate_and_replay(pair: Pair, kept: int) -> None:
@@ -98,6 +103,7 @@ def test_truncate_and_replay(pair: Pair, kept: int) -> None:
     torch.testing.assert_close(session.extend(PROMPT[kept:]), pair.reference(PROMPT)[kept:], **CLOSE)
 
 
+@pytest.mark.parametrize("steady", on_backends("float64", "native", families=FEW), indirect=True)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("context", [0, 4, 17])
 def test_each_tree_path_equals_that_path_alone(steady: Pair, context: int) -> None:
@@ -111,6 +117,7 @@ def test_each_tree_path_equals_that_path_alone(steady: Pair, context: int) -> No
         torch.testing.assert_close(logits[3 + node], alone, **EXACT)
 
 
+@pytest.mark.parametrize("steady", on_backends("float64", "native", families=FEW), indirect=True)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("leaf", [-1, 1, 5, 7])
 def test_after_keep_path_the_next_step_equals_a_fresh_prompt(steady: Pair, leaf: int) -> None:
@@ -136,12 +143,14 @@ def greedy_texts(model: PreTrainedModel) -> list[list[int]]:
     return list(tokens[:, prompts.shape[1] :].tolist())
 
 
+@pytest.mark.parametrize("steady", on_backends("float64", "native", families=FEW), indirect=True)
 def test_greedy_texts(steady: Pair) -> None:
     theirs = greedy_texts(steady.theirs)
     assert [Session(steady.ours).greedy(prompt, 12) for prompt in BEGINNINGS] == theirs
     assert len({token for text in theirs for token in text}) > 5, "loops of few tokens prove little"
 
 
+@pytest.mark.parametrize("pair", on_backends("reference", "native", families=FEW), indirect=True)
 def test_bfloat16_is_close(pair: Pair) -> None:
     """Rounding aside, bfloat16 takes the same path."""
     model = pair.in_bfloat16()

@@ -198,6 +198,7 @@ def expected(shape: Shape, fed: Fed) -> Tensor:
     return torch.einsum("hqk,khd->qhd", weights, values)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "shape",
     [
@@ -215,6 +216,7 @@ def test_attention_matches_its_definition(isa: str, shape: Shape) -> None:
         assert torch.allclose(seen[fed.rows.path(leaf)].double(), along, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("type_", list(TYPES))
 @pytest.mark.parametrize("parents", [WIDE, COMB], ids=["wide", "comb"])
 @pytest.mark.parametrize("isa", SETS)
@@ -246,6 +248,7 @@ def test_tree_attention_of_any_topology(isa: str, data: st.DataObject, seed: int
     check_paths(isa, threads, shape, [make(shape, Rows(*rows), seed) for rows in drawn], leaves=3)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("block", [3, 16, 64])
 @pytest.mark.parametrize("window", [1, 40, 100, 600])
 @pytest.mark.parametrize("isa", SETS)
@@ -289,6 +292,7 @@ def test_tree_attention_of_interleaved_paths() -> None:
     check_paths(SETS[0], 2, Shape(), [make(Shape(), Rows(200, 1, [-1] * 4 + list(range(796))))])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("context", [4096, 4050])
 def test_tree_attention_costs_what_a_chain_does(context: int) -> None:
     """47 nodes behind a long context: if each loaded its tiles alone, they would take four times as long as a chain."""

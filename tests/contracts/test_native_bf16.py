@@ -59,6 +59,7 @@ def test_a_layer_is_exact_where_nothing_is_rounded(rows: int, k: int) -> None:
     assert torch.equal(run_linear(kernels, Type.BF16, x, weight), x @ weight.T)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.skipif(IS_HERE, reason="the processor has the instruction, and is not asked how it rounds")
 @pytest.mark.parametrize(
     ("x_scale", "weight_scale"),

@@ -35,7 +35,7 @@ def reads(blocks: np.ndarray, split: Sequence[int]) -> list[Read]:
     return [partial(Tensor.clone, part) for part in torch.from_numpy(blocks).split([*split])]
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("lanes", [1, 2, 3])
 @pytest.mark.parametrize("split", SPLITS, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
@@ -89,6 +89,7 @@ def matrices(model: str) -> Iterator[tuple[int, int, int]]:
     yield vocabulary, hidden, 1
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_packed_models_are_hardly_larger_than_files(kernels: Kernels, kind: str, model: str) -> None:

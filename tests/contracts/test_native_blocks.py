@@ -137,7 +137,7 @@ def test_every_kind_has_a_type() -> None:
     assert {type_.name for type_ in BLOCK_TYPES.values()} == expected
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("extreme", [0.0, 0.3])
 @pytest.mark.parametrize("kind", KINDS)
 def test_looked_up_rows_are_the_gguf_packages(
@@ -158,7 +158,7 @@ def test_every_exponent_of_mxfp4_is_decoded(kernels: Kernels) -> None:
     assert same(look_up(kernels, pack(kernels, "MXFP4", blocks)), expected)
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("extreme", [0.0, 0.3])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_layer_is_the_product_of_rounded_rows(
@@ -171,6 +171,7 @@ def test_a_layer_is_the_product_of_rounded_rows(
     assert error(found, expected) < 1e-5
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_layer_is_near_the_product(kernels: Kernels, kind: str) -> None:
     blocks = blocks_of(kind, (64, 32))
@@ -179,6 +180,7 @@ def test_a_layer_is_near_the_product(kernels: Kernels, kind: str) -> None:
     assert 0.002 < rounding < 0.007
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_numbers_of_any_size_are_rounded_alike(kernels: Kernels, kind: str) -> None:
     """Groups of one row differ by powers of two, which change no rounding; a group of zeros adds nothing."""
@@ -207,6 +209,7 @@ def loud_error(kernels: Kernels, packed: Weight) -> float:
     return float(difference.norm() / (others @ weight.T).norm())
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_loud_number_spoils_its_group_alone(kernels: Kernels, kind: str) -> None:
     """With one scale for the whole row, the error would be 0.23."""
@@ -244,7 +247,7 @@ def check_rows(kernels: Kernels, weight: Weight, given: dict[str, object], spans
         assert torch.equal(run(kernels, weight, x[part], **own), together[part]), (first, rows)
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_row_never_sees_its_neighbours(kernels: Kernels, kind: str, shape: tuple[int, int]) -> None:
     for weight, given in variants(kernels, kind, shape):
@@ -258,7 +261,7 @@ def test_a_row_is_the_same_among_any_number(kernels: Kernels, kind: str) -> None
         check_rows(kernels, weight, given, ((0, rows) for rows in range(1, 301)))
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("threads", [1, 3, 4])
 @pytest.mark.parametrize("isa", SETS)
 @pytest.mark.parametrize("kind", KINDS)
@@ -272,6 +275,7 @@ def test_any_number_of_threads_gives_the_same(isa: str, kind: str, threads: int)
         assert torch.equal(run(one, packed, x[:rows]), run(several, again, x[:rows]))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_gated_layer_is_its_two_halves(kernels: Kernels, kind: str, biased: bool) -> None:
@@ -285,7 +289,7 @@ def test_a_gated_layer_is_its_two_halves(kernels: Kernels, kind: str, biased: bo
     assert torch.equal(up, found)
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 3e38, 1e-40, 0.0])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_nan_of_x_stays_in_its_row(kernels: Kernels, kind: str, value: float) -> None:
@@ -301,6 +305,7 @@ def test_a_nan_of_x_stays_in_its_row(kernels: Kernels, kind: str, value: float) 
         assert bool(dirty[4].isfinite().all())
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_streams_change_no_bit(kernels: Kernels, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     blocks, x = blocks_of(kind, (50, 128)), random(9, inputs_of(kind, 128))
@@ -324,6 +329,7 @@ def test_scales_whose_product_overflows_give_finite_results(kernels: Kernels) ->
     assert run(kernels, pack(kernels, "Q8_0", block[None]), x).item() == 0
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("size", [1e-45, 1e-40, 2e-38, 1e-30])
 @pytest.mark.parametrize("kind", KINDS)
 def test_tiny_numbers_are_multiplied(kernels: Kernels, kind: str, size: float) -> None:
@@ -335,6 +341,7 @@ def test_tiny_numbers_are_multiplied(kernels: Kernels, kind: str, size: float) -
     assert bool(((found - x.double() @ exact.T).abs() <= lost + 1.2e-38).all())
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("kind", SCALES)
 def test_a_damaged_scale_spoils_its_output_alone(kernels: Kernels, kind: str, bad: float) -> None:
@@ -374,7 +381,7 @@ def test_matrices_of_all_types_write_columns_of_one_output(kernels: Kernels, row
 F16_BITS = torch.arange(-(2**15), 2**15).to(torch.int16)
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("depth", [1, 33, 100, 2101])
 @pytest.mark.parametrize("rows", [1, 5, 8, 300])
 def test_float16_weights_are_the_same_numbers_in_float32(kernels: Kernels, rows: int, depth: int) -> None:

@@ -65,7 +65,7 @@ def pairs_of(scores: Tensor) -> list[tuple[int, int]]:
     return [(row, expert) for expert, row in sorted(pairs)]
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("rows", [1, 2, 9, MOST_PAIRS])
 @pytest.mark.parametrize("gated", [True, False])

@@ -77,7 +77,7 @@ def test_linear_is_the_reference(isa: str, rows: int, n: int, k: int, exact: Typ
     assert bool((both.abs() <= slack + 1e-5).all())
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("depth", [100, DEEP])
 @pytest.mark.parametrize("type_", FLOAT_TYPES)
 def test_a_row_of_a_linear_layer_never_sees_its_neighbours(kernels: Kernels, type_: Type, depth: int) -> None:
@@ -88,6 +88,7 @@ def test_a_row_of_a_linear_layer_never_sees_its_neighbours(kernels: Kernels, typ
         assert torch.equal(alone, together[first : first + rows])
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("type_", FLOAT_TYPES)
 def test_a_gated_layer_is_its_two_halves(kernels: Kernels, type_: Type, biased: bool) -> None:
@@ -132,7 +133,7 @@ def test_a_gate_writes_the_rows_of_its_pass_alone(kernels: Kernels) -> None:
     assert out[:5].isnan().nonzero().tolist() == [[3, 7]]
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 3e38, 1e-40, 0.0])
 @pytest.mark.parametrize("type_", FLOAT_TYPES)
 def test_a_nan_stays_in_its_row(kernels: Kernels, type_: Type, value: float) -> None:
@@ -183,6 +184,7 @@ def test_norm_is_the_reference(isa: str, rows: int, n: int, scale: float) -> Non
     assert torch.allclose(out, reference.rms_norm(x, weight, 1e-6), rtol=3e-6, atol=1e-30)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("width", [37, DEEP])
 @pytest.mark.parametrize("type_", list(EXACT_TYPES))
 def test_tokens_are_looked_up(kernels: Kernels, type_: Type, width: int) -> None:

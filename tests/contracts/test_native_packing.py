@@ -58,7 +58,7 @@ def pack_parts(
     return packed.memory
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("split", SPLITS, ids=str)
 @pytest.mark.parametrize("type_", PACKED)
 def test_packing_in_parts_equals_whole(
@@ -70,7 +70,7 @@ def test_packing_in_parts_equals_whole(
     assert torch.equal(pack_parts(kernels, type_, torch.bfloat16, [matrix], split), expected)
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("type_", PACKED)
 @pytest.mark.parametrize("stored", [torch.float16, torch.float64, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -87,10 +87,12 @@ def run(program: str, cases: Collection[object], stack: str = "unlimited") -> li
     return [line.split() for line in done.stdout.splitlines()]
 
 
+@pytest.mark.slow
 def test_the_largest_attention_needs_no_large_stack() -> None:
     assert run(LARGEST, usable_sets(), stack="512") == [[isa, "done"] for isa in usable_sets()]
 
 
+@pytest.mark.slow
 def test_scratch_of_attention_does_not_grow_with_the_context() -> None:
     """Softmaxes of every row, head and span of 64 Ki positions would take 277 MiB."""
     grown = {isa: int(kib) for isa, kib in run(LONG, usable_sets())}
@@ -134,6 +136,7 @@ in_children(run)
 )
 
 
+@pytest.mark.slow
 def test_passes_keep_no_more_scratch_than_is_counted() -> None:
     rows = {2048: 1024, 2**16: 64}  # for each number of positions
     found = [[int(word) for word in line] for line in run(PASSES, rows)]

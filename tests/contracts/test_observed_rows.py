@@ -125,6 +125,7 @@ def run(
     return watcher, engine, requests
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("adopts", [False, True], ids=["keeps states", "adopts"])
 @pytest.mark.parametrize("cache", ["paged", "slotted"])
 @pytest.mark.parametrize("name", BACKENDS)

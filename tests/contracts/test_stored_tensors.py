@@ -13,10 +13,10 @@ from speculant.models.tensor_map import Columns, Plus, Rows, Stacked, TensorMap,
 from speculant.models.weights.load import CheckpointFiles
 from speculant.models.weights.source import Mapped
 from speculant.models.weights.tensors import TensorFiles
-from tests.unit.models.families import make_pair, thinned_cases
+from tests.unit.models.families import FEW, make_pair, thinned_cases
 
 
-@pytest.mark.parametrize("case", thinned_cases())
+@pytest.mark.parametrize("case", thinned_cases(families=FEW))
 def test_written_files_are_those_that_were_read(case: tuple[str, str], tmp_path: Path) -> None:
     """Elements that no tensor of the model reads are zero."""
     folder = make_pair(tmp_path, *case).folder

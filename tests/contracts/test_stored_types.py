@@ -33,6 +33,7 @@ MIXES: dict[str, dict[str, str]] = {
     "halves": {Q: "F16", K: "BF16", V: "F32", OUT: "F16", UP: "BF16", DOWN: "BF16", TABLE: "F16", "": "Q8_0"},
     "gate and up differ": {"0.mlp." + GATE: "Q4_K", "0.mlp." + UP: "Q6_K", OUT: "TQ2_0", "": "Q8_0"},
 }
+FEW_MIXES = [pytest.param(mix, marks=[] if mix == "Q4_K_M" else pytest.mark.slow) for mix in MIXES]
 MOST_ERROR = 0.03  # of the logits' norm: activations are rounded to int8, and to bfloat16 on one set
 ROWS = [*range(1, 23), 64, 47, 33, 32, 31, 40, 24, 48, 57, 11]
 
@@ -60,6 +61,7 @@ def opened(isa: str = SETS[0] if SETS else "", threads: int = 2) -> Kernels:
     return kernels
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("isa", SETS)
 @pytest.mark.parametrize("mix", MIXES)
 def test_logits_are_those_of_the_stored_numbers(mix: str, isa: str) -> None:
@@ -70,14 +72,14 @@ def test_logits_are_those_of_the_stored_numbers(mix: str, isa: str) -> None:
     assert float((seen - expected).norm() / expected.norm()) < MOST_ERROR
 
 
-@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("mix", FEW_MIXES)
 def test_embeddings_are_the_stored_numbers(mix: str) -> None:
     native, reference = make(mix)
     tokens = torch.arange(native.vocab_size)
     assert torch.equal(native.embed(tokens), reference.embed(tokens))
 
 
-@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("mix", [pytest.param(mix, marks=[] if mix == "Q4_K_M" else pytest.mark.slow) for mix in MIXES])
 def test_rows_and_threads_change_no_bit(mix: str) -> None:
     native, alone = make(mix, dtype=torch.bfloat16)[0], make(mix, dtype=torch.bfloat16, threads=1)[0]
     tokens = tokens_of(2)[: sum(ROWS)]
@@ -158,7 +160,7 @@ def test_float16_weights_take_half_the_bytes_with_the_same_bits() -> None:
     assert 0.49 < halves.bytes_per_pass / floats.bytes_per_pass < 0.51
 
 
-@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("mix", FEW_MIXES)
 def test_packed_weights_of_every_type_are_mapped_again(
     mix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

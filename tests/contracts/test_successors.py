@@ -80,6 +80,7 @@ class Student(StatelessDrafter):
         self._drafts.pop(request.seq_id, None)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("cache", ["paged", "slotted"])
 @pytest.mark.parametrize("name", BACKENDS)
 def test_successors_are_those_of_a_fresh_pass(name: str, cache: str) -> None:

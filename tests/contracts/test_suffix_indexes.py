@@ -171,6 +171,7 @@ def long_texts() -> dict[str, list[int]]:
     }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", long_texts())
 @pytest.mark.parametrize("part", [0.1, 0.37, 0.71, 1.0])
 def test_memory_per_token_is_bounded(open_index: OpenIndex, kind: str, part: float) -> None:
@@ -184,7 +185,9 @@ def test_memory_per_token_is_bounded(open_index: OpenIndex, kind: str, part: flo
     assert len(text) < index.num_bytes - empty <= bound * len(text)
 
 
-@pytest.mark.parametrize("kind", long_texts())
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[] if kind == "random" else pytest.mark.slow) for kind in long_texts()]
+)
 def test_the_reference_takes_the_memory_that_it_reports(kind: str) -> None:
     text = long_texts()[kind]
     for length in (700, 2500, 6000):
@@ -196,6 +199,7 @@ def test_the_reference_takes_the_memory_that_it_reports(kind: str) -> None:
         assert taken <= index.num_bytes + 4000
 
 
+@pytest.mark.slow
 def test_the_reference_serves_without_the_library() -> None:
     code = (
         "from speculant.kernels import native\n"

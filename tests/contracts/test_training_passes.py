@@ -17,7 +17,7 @@ from speculant.models.reference.decoder import Decoder
 from speculant.models.rope_config import read_rope, rope_entries
 from speculant.models.weights.load import load_model
 from tests.heads import fresh_ahead, fresh_states
-from tests.unit.models.families import Session, random_tokens, thinned_cases, write_variant
+from tests.unit.models.families import FEW, Session, random_tokens, thinned_cases, write_variant
 
 CLOSE = {"atol": 1e-8, "rtol": 1e-8}
 LENGTH = 24  # more than the variants' windows
@@ -36,7 +36,7 @@ def decoders(tmp_path_factory: pytest.TempPathFactory) -> MakeDecoder:
     return load
 
 
-@pytest.fixture(params=thinned_cases())
+@pytest.fixture(params=thinned_cases(families=FEW))
 def model(request: pytest.FixtureRequest, decoders: MakeDecoder) -> Decoder:
     return decoders(request.param)
 
@@ -77,6 +77,7 @@ def test_its_first_layers_are_a_model(model: Decoder) -> None:
     torch.testing.assert_close(Session(model.truncated(layers)).extend(tokens), expected, **CLOSE)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("progress", [0.0, 0.6])
 def test_objectives_are_those_of_the_model_s_logits(model: Decoder, progress: float) -> None:
     """Values and gradients, of a family as the target and as the draft."""

@@ -12,13 +12,14 @@ import pytest
 from speculant.config import Limits
 from speculant.drafting.base import Drafter
 from speculant.drafting.lookup.ngram import NgramDrafter, NgramOptions
-from speculant.drafting.topology import ParallelChains, StaticTree
+from speculant.drafting.topology import ParallelChains, StaticTree, TreeTopology
 from speculant.lab.exactness.distributions import EXACT, FULL_SUPPORT, Pair
 from speculant.lab.exactness.tables import History, TableModel
 from speculant.params import SamplingParams
 from speculant.sampling.chance import Chances
 from tests.exactness import speculation
 from tests.exactness.distributions import transformed
+from tests.exactness.selection import combinations
 from tests.exactness.speculation import draft_model, enumerate_case
 from tests.exactness.test_constraints import BRANCHING, DRAFTERS, LOSSLESS, scripted
 from tests.exactness.test_tree_distributions import drafting
@@ -80,14 +81,20 @@ def test_chains_of_a_draft_model(verifier: str, rule: str) -> None:
     assert accepted > 0.2
 
 
-@pytest.mark.covering(2)
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("verifier", BRANCHING)
+TOPOLOGIES: dict[str, TreeTopology] = {"static": StaticTree.of_widths([2, 1]), "parallel": ParallelChains((0, 0), 2)}
+QUICK_TREES = {
+    ("static", "match", "words"),
+    ("static", "traversal", "two that overlap"),
+    ("parallel", "multi_draft", "tokens"),
+    ("parallel", "traversal", "both"),
+}
+
+
 @pytest.mark.parametrize(
-    "topology", [StaticTree.of_widths([2, 1]), ParallelChains((0, 0), 2)], ids=["static", "parallel"]
+    ("topology", "verifier", "rule"), combinations(lambda *each: each in QUICK_TREES, TOPOLOGIES, BRANCHING, RULES)
 )
-def test_trees(topology: StaticTree | ParallelChains, verifier: str, rule: str) -> None:
-    params, make = SamplingParams(max_tokens=None, **RULES[rule]), functools.partial(drafting, topology)
+def test_trees(topology: str, verifier: str, rule: str) -> None:
+    params, make = SamplingParams(max_tokens=None, **RULES[rule]), functools.partial(drafting, TOPOLOGIES[topology])
     assert_exact(Case(Pair(2, 4, FULL_SUPPORT), 3, params, verifier, width=8, make_drafter=make))
 
 
@@ -101,6 +108,7 @@ def test_drafts_that_know_no_rule(make: speculation.MakeDrafter, verifier: str, 
     assert_exact(case)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("verifier", ["match", "rejection"])
 def test_rules_come_before_other_settings(verifier: str, settings: str) -> None:
@@ -109,7 +117,7 @@ def test_rules_come_before_other_settings(verifier: str, settings: str) -> None:
         assert_exact(Case(Pair(2, 4, FULL_SUPPORT), 2, params, verifier, width=8, make_drafter=draft_model))
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("settings", [{"temperature": 0}, {"seed": 5}, {"seed": 6, "temperature": 1.5}])

@@ -25,6 +25,7 @@ from speculant.lab.exactness.tables import History, TableModel
 from speculant.params import SamplingParams
 from speculant.types import DraftTree, Request
 from tests.exactness.distributions import transformed
+from tests.examples import examples
 from tests.fakes import (
     MakeCache,
     Rig,
@@ -92,7 +93,7 @@ MIXTURES: dict[str, list[dict[str, Any]]] = {
 def test_two_requests_are_independent(name: str) -> None:
     """Different settings, prompts and rules in one batch: the joint distribution is the product."""
     settings = [SamplingParams(max_tokens=None, **values) for values in MIXTURES[name]]
-    for seed in range(2):
+    for seed in range(examples(2, least=1)):
         pair, chances = Pair(seed, V, FULL_SUPPORT), EnumeratingChances()
         drafter = model_drafter(TableModel(pair.draft, V), V, chances, LIMITS)
         rig = build_rig(

@@ -39,6 +39,7 @@ ENDS = (NOTHING, frozenset({0}), frozenset({0, 2}))
 PENALTIES = (-1.0, 0.0, 0.6, 1.0, 2.0)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("ends", ENDS, ids=str)
 @pytest.mark.parametrize("seed", range(4))
 def test_beams_are_those_of_the_plain_search(seed: int, ends: frozenset[int]) -> None:
@@ -93,6 +94,7 @@ def test_each_hypothesis_has_its_own_history(edits: dict[str, Any]) -> None:
 BUDGETS = (1, 2, 4, 7, 64)
 
 
+@pytest.mark.covering(1)
 @both_caches
 @pytest.mark.parametrize("budget", BUDGETS)
 def test_a_search_is_the_same_in_parts(cache: MakeCache, budget: int) -> None:

@@ -26,6 +26,7 @@ from speculant.params import SamplingParams
 from speculant.sampling.chance import KeyedChances, mix
 from speculant.types import CommittedRows, DraftTree, Request
 from tests.automata import Automaton
+from tests.examples import sizes
 from tests.fakes import ScriptedDrafter
 from tests.models import make_request
 from tests.small_models import MODELS, make_model
@@ -194,7 +195,7 @@ def expected_drafts(name: str) -> tuple[DraftTree, ...]:
     return tuple(drafts(model_alone(counted(name), "paged"), requests_of()))
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("inner", INNERS)
 @pytest.mark.parametrize("kind", ["paged", "slotted"])
 @pytest.mark.parametrize("name", [*MODELS[:6], *MODELS[-5:-3]])
@@ -222,7 +223,7 @@ def test_cascade_good_guesses_save_passes(name: str) -> None:
     assert passes == passes | {"model": 1, "nothing": LENGTH}
 
 
-@pytest.mark.parametrize("budget", [5, 11])
+@pytest.mark.parametrize("budget", sizes(5, 11))
 def test_cascade_with_a_small_budget_drafts_the_same(budget: int) -> None:
     name = MODELS[0]
     alone = drafts(model_alone(counted(name), "paged", budget=budget), requests_of(), rounds=20)

@@ -20,6 +20,7 @@ from speculant.sampling import chance as chance_module
 from speculant.sampling.chance import Chance, KeyedChances, KeyedNoise, Purpose, Stream, mix
 from speculant.types import DraftTree, Request
 from speculant.verification.rejection import Rejection
+from tests.exactness.selection import slow_but
 
 SIGMAS = 5
 FINE = torch.ones(1 << 12)  # drawing from these tells the uniform to 12 bits
@@ -170,7 +171,7 @@ def speculate(draft: Chance, verify: Chance, length: int) -> tuple[tuple[int, ..
     return tuple(tokens), verdict.path, verdict.token
 
 
-@pytest.mark.parametrize(("length", "total"), [(1, 4_000), (2, 8_000)])
+@pytest.mark.parametrize(("length", "total"), [(1, 4_000), pytest.param(2, 8_000, marks=pytest.mark.slow)])
 def test_rejection_on_keyed_streams(length: int, total: int) -> None:
     """Drafts, acceptance and residual draws are jointly as probable as enumeration says."""
 
@@ -230,14 +231,17 @@ def test_noise_of_neighbours_is_unrelated() -> None:
     assert float(correlation.abs().max()) <= SIGMAS / math.sqrt(rows.shape[1])
 
 
-@pytest.mark.parametrize("weights", [[0.1, 0.2, 0.7], [0, 3, 0, 1]])
+@pytest.mark.parametrize("weights", slow_but([[0, 3, 0, 1]], [[0.1, 0.2, 0.7], [0, 3, 0, 1]]))
 def test_noise_draws_follow_their_weights(weights: list[float]) -> None:
     distribution = {token: weight / sum(weights) for token, weight in enumerate(weights)}
     noise, total = KeyedNoise(11, 0), 3000
     assert_close(Counter(noise.draw(torch.tensor(weights)) for _ in range(total)), distribution, total)
 
 
-@pytest.mark.parametrize(("p", "q"), [*zip(P.tolist(), Q.tolist(), strict=False), ([0.5, 0.5, 0], [0, 0.5, 0.5])])
+ZEROS = ([0.5, 0.5, 0], [0, 0.5, 0.5])
+
+
+@pytest.mark.parametrize(("p", "q"), slow_but([ZEROS], [*zip(P.tolist(), Q.tolist(), strict=False), ZEROS]))
 def test_coupled_draws_agree_often(p: list[float], q: list[float]) -> None:
     total = 2000
     target, draft = KeyedNoise(4, 0), KeyedNoise(4, 0)

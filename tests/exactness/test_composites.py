@@ -19,6 +19,7 @@ from speculant.lab.exactness.drafts import of_method
 from speculant.lab.exactness.tables import TableModel
 from speculant.sampling.chance import Chances, KeyedChances
 from speculant.types import Request
+from tests.exactness.selection import combinations, slow_but
 from tests.exactness.speculation import Case, MakeDrafter, enumerate_case
 from tests.exactness.test_constraints import Case as ConstrainedCase
 from tests.exactness.test_constraints import Constrained
@@ -61,6 +62,7 @@ def assert_exact(case: Case) -> float:
     return found.mean_accepted
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("verifier", LOSSLESS)
 @pytest.mark.parametrize("name", CHAINS)
 def test_composite_chains_keep_the_distribution(name: str, verifier: str) -> None:
@@ -73,8 +75,12 @@ def test_composite_chains_keep_the_distribution(name: str, verifier: str) -> Non
     assert accepted > 0.1
 
 
-@pytest.mark.parametrize("verifier", LOSSLESS)
-@pytest.mark.parametrize("name", ["cascade", "fallback"])
+@pytest.mark.parametrize(
+    ("name", "verifier"),
+    combinations(
+        lambda name, verifier: name == "fallback" or verifier == "rejection", ["cascade", "fallback"], LOSSLESS
+    ),
+)
 def test_composite_chains_in_two_steps(name: str, verifier: str) -> None:
     """The second step may draft with another sub-drafter than the first, since n-grams depend on the drawn tokens."""
     for seed in range(examples(2, least=1)):
@@ -106,12 +112,18 @@ def judged(config: dict[str, Any]) -> MakeDrafter:
     return make
 
 
-@pytest.mark.parametrize("verifier", LOSSLESS)
-@pytest.mark.parametrize(("vocab_size", "length", "steps", "prompt"), [(3, 2, 1, PROMPT), (4, 1, 2, UNKNOWN_LAST)])
-def test_selected_drafts_keep_the_distribution(
-    verifier: str, vocab_size: int, length: int, steps: int, prompt: tuple[int, ...]
-) -> None:
+@pytest.mark.parametrize(
+    ("size", "verifier"),
+    combinations(
+        lambda size, verifier: size[0] == 3 or verifier == "traversal",
+        [(3, 2, 1, PROMPT), (4, 1, 2, UNKNOWN_LAST)],
+        LOSSLESS,
+    ),
+    ids=str,
+)
+def test_selected_drafts_keep_the_distribution(verifier: str, size: tuple[int, int, int, tuple[int, ...]]) -> None:
     """The verified draft depends on scores and on committed tokens, and may change in every step."""
+    vocab_size, length, steps, prompt = size
     make = judged(CHAINS["fallback"])
     case = Case(
         Pair(90, vocab_size), length, verification=verifier, prompt=prompt, make_drafter=make, steps=steps, idle=1,
@@ -120,8 +132,10 @@ def test_selected_drafts_keep_the_distribution(
     assert_exact(case)
 
 
-@pytest.mark.parametrize("verifier", BRANCHING)
-@pytest.mark.parametrize("name", TREED)
+@pytest.mark.parametrize(
+    ("name", "verifier"),
+    combinations(lambda name, verifier: name != "cascade of trees" or verifier == "multi_draft", TREED, BRANCHING),
+)
 def test_composite_trees_keep_the_distribution(name: str, verifier: str) -> None:
     for seed in range(examples(2, least=1)):
         make, pair = made_by(TREED[name]), Pair(70 + seed, 3)
@@ -129,9 +143,13 @@ def test_composite_trees_keep_the_distribution(name: str, verifier: str) -> None
 
 
 @pytest.mark.parametrize(
-    "params", [{"top_k": 2, "temperature": 0.7}, {"repetition_penalty": 1.4, "frequency_penalty": 0.5}]
+    ("name", "params"),
+    combinations(
+        lambda name, params: name == "fallback" or "top_k" in params,
+        ["cascade", "fallback"],
+        [{"top_k": 2, "temperature": 0.7}, {"repetition_penalty": 1.4, "frequency_penalty": 0.5}],
+    ),
 )
-@pytest.mark.parametrize("name", ["cascade", "fallback"])
 def test_composite_chains_apply_every_parameter(name: str, params: dict[str, Any]) -> None:
     case = Case(
         Pair(81, 4, FULL_SUPPORT), 2, SamplingParams(max_tokens=None, **params), "block", PROMPT, idle=1,
@@ -140,6 +158,7 @@ def test_composite_chains_apply_every_parameter(name: str, params: dict[str, Any
     assert_exact(case)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("verifier", LOSSLESS)
 @pytest.mark.parametrize("name", ["cascade", "fallback"])
 def test_constrained_composites_keep_the_distribution(name: str, verifier: str) -> None:
@@ -177,7 +196,7 @@ def outputs(method_of: Sequence[str | None], budget: int) -> tuple[list[list[int
     )
 
 
-@pytest.mark.parametrize("budget", [48, 0], ids=["many at a time", "alone"])
+@pytest.mark.parametrize("budget", slow_but([48], [48, 0]), ids=["many at a time", "alone"])
 def test_composites_in_one_batch_change_no_text(budget: int) -> None:
     """Every composite beside every other one and beside requests without a draft."""
     names = [*METHODS, None] * 2

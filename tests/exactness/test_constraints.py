@@ -24,6 +24,7 @@ from speculant.sampling.chance import Chances
 from speculant.types import Request
 from tests.automata import Automaton, AutomatonConstraint, ForcingAutomaton, ForcingConstraint
 from tests.exactness.distributions import transformed
+from tests.exactness.selection import slow_but
 from tests.exactness.speculation import MakeDrafter, draft_model
 from tests.exactness.test_tree_distributions import drafting, of_two_models
 from tests.fakes import ROOMY, ScriptedDrafter, build_rig, known_verifiers, model_drafter, slotted
@@ -112,6 +113,7 @@ def test_constrained_chains_of_a_draft_model(verifier: str) -> None:
     assert accepted > 1.0
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("verifier", BRANCHING)
 @pytest.mark.parametrize(
     "topology", [StaticTree.of_widths([2, 1]), ParallelChains((0, 0), 2)], ids=["static", "parallel"]
@@ -122,12 +124,13 @@ def test_constrained_trees(topology: StaticTree | ParallelChains, verifier: str)
     assert accepted > 0.3
 
 
-@pytest.mark.parametrize("verifier", BRANCHING)
+@pytest.mark.parametrize("verifier", slow_but(["traversal"], BRANCHING))
 def test_constrained_trees_of_two_models(verifier: str) -> None:
     make = functools.partial(of_two_models, ParallelChains((0, 1), 2))
     assert_exact(Case(PAIR, 3, verification=verifier, width=8, make_drafter=make))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("verifier", LOSSLESS)
 @pytest.mark.parametrize(
     "make",
@@ -212,6 +215,7 @@ DRAFTERS: dict[str, Callable[[Pair], Drafter | None]] = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("settings", [{"temperature": 0}, {"seed": 5}, {"seed": 6, "temperature": 1.5}])
 def test_speculation_changes_no_constrained_text(drafter: str, settings: dict[str, Any]) -> None:

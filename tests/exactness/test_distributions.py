@@ -87,7 +87,7 @@ def test_there_are_enough_pairs() -> None:
 
 @pytest.mark.parametrize(("vocab_size", "length"), SIZES)
 def test_rejection_keeps_the_distribution(vocab_size: int, length: int) -> None:
-    for seed in range(examples(SIZES[vocab_size, length])):
+    for seed in range(examples(SIZES[vocab_size, length], least=2)):
         assert_exact(Case(Pair(seed, vocab_size), length, width=8))
 
 
@@ -97,13 +97,15 @@ def test_match_keeps_the_distribution(vocab_size: int, length: int) -> None:
         assert_exact(Case(Pair(seed, vocab_size), length, verification="match", width=8))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("verifier", ["rejection", "match"])
 @pytest.mark.parametrize("kind", NODE_KINDS)
 def test_every_kind_of_distributions_alone(kind: str, verifier: str) -> None:
-    for seed in range(4):
+    for seed in range(examples(4, least=2)):
         assert_exact(Case(Pair(seed, 3, (kind,)), 2, verification=verifier, width=8))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("verifier", ["rejection", "match"])
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_every_transform_keeps_the_distribution(name: str, verifier: str) -> None:
@@ -130,7 +132,7 @@ def test_several_steps_in_a_row(vocab_size: int, length: int, steps: int, verifi
 
 def test_several_steps_with_penalties() -> None:
     params = SamplingParams(max_tokens=None, repetition_penalty=1.4, frequency_penalty=0.5, top_p=0.9173)
-    for seed in range(6):
+    for seed in range(examples(6, least=2)):
         assert_exact(Case(Pair(seed, 3, FULL_SUPPORT), 1, params, steps=2, width=8))
 
 
@@ -185,7 +187,7 @@ def test_distributions_over_a_cache_of_blocks() -> None:
 
 
 def test_ends_within_a_draft() -> None:
-    for seed in range(12):
+    for seed in range(examples(12, least=4)):
         assert_exact(Case(Pair(seed, 3), 3, prompt=(1,), ends=frozenset({2}), width=8))
 
 
@@ -204,7 +206,7 @@ def ngram(pair: Pair, chances: Chances, limits: Limits) -> Drafter:
 
 @pytest.mark.parametrize("verifier", ["auto", "match", "rejection"])
 def test_ngram_drafts(verifier: str) -> None:
-    for seed in range(10):
+    for seed in range(examples(10, least=3)):
         case = Case(Pair(seed, 3), 3, verification=verifier, prompt=(0, 1, 2, 0, 1, 0), make_drafter=ngram, width=8)
         assert_exact(case)
         assert_exact(Case(Pair(seed, 2), 2, verification=verifier, prompt=(0, 1, 0), steps=2, make_drafter=ngram))
@@ -225,7 +227,7 @@ def suffix(pair: Pair, chances: Chances, limits: Limits) -> Drafter:
 @pytest.mark.parametrize("make_drafter", [lookup, suffix])
 @pytest.mark.parametrize("verifier", ["auto", "rejection"])
 def test_copied_drafts(verifier: str, make_drafter: MakeDrafter) -> None:
-    for seed in range(5):
+    for seed in range(examples(5, least=2)):
         case = Case(Pair(seed, 3), 3, verification=verifier, prompt=(0, 1, 2, 0, 1, 0), width=8)
         assert_exact(replace(case, make_drafter=make_drafter))
         short = Case(Pair(seed, 2), 2, verification=verifier, prompt=(0, 1, 0), steps=2)

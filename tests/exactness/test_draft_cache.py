@@ -69,6 +69,7 @@ DISTRIBUTIONS: dict[str, dict[str, float]] = {
 }
 
 
+@pytest.mark.covering(1)
 @both_caches
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 @pytest.mark.parametrize("length", [1, 2, 4])

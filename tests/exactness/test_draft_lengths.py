@@ -29,7 +29,7 @@ from speculant.sampling.chance import Chances
 from speculant.scheduling.scheduler import Schedule
 from speculant.types import Request
 from tests.exactness.speculation import Case, draft_model, enumerate_case
-from tests.examples import examples
+from tests.examples import examples, sizes
 
 TIMING = StepTiming(0.0, 0.5, 1.5)  # about what `adaptive` expects
 Policy = Adaptive | Confidence
@@ -120,7 +120,8 @@ def test_cut_drafts_keep_the_distribution(make: Callable[[], Policy], verifier: 
 
 
 @pytest.mark.parametrize("verifier", ["rejection", "block", "match"])
-def test_selection_keeps_the_distribution(verifier: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("vocab_size", sizes(2, 3))
+def test_selection_keeps_the_distribution(vocab_size: int, verifier: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Looked-up and drawn drafts compete in every step, by what was accepted in the branch."""
     monkeypatch.setattr(adaptive_length, "HOLDS", 1)
     preferred = Counter[bool]()
@@ -136,8 +137,9 @@ def test_selection_keeps_the_distribution(verifier: str, monkeypatch: pytest.Mon
         selection.selector, selector.preferred = selector, preferred
         return selector
 
+    prompt = (0, 1, 2, 0, 2, 0, 1) if vocab_size > 2 else (0, 1, 1, 0, 1, 0, 0, 1)
     case = Case(
-        Pair(0, 3), 3, verification=verifier, prompt=(0, 1, 2, 0, 2, 0, 1), steps=2, idle=1, width=8,
+        Pair(0, vocab_size), 3, verification=verifier, prompt=prompt, steps=2, idle=1, width=8,
         make_drafter=make, policy=policy,
     )  # fmt: skip
     assert enumerate_case(case).deviation() <= EXACT, case

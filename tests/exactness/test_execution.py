@@ -16,6 +16,7 @@ from speculant.lab.exactness.distributions import EXACT, NODE_KINDS, two_distrib
 from speculant.lab.exactness.enumeration import Branches, EnumeratingChance, enumerate_outcomes
 from speculant.sampling.chance import Purpose, Stream
 from speculant.verification.execution import Weights
+from tests.examples import examples
 
 PATIENCE = 20.0  # seconds until a test that waits for another thread gives up
 Law = Sequence[float]
@@ -28,7 +29,7 @@ def always(weights: Weights) -> Callable[[], Weights]:
 @pytest.mark.parametrize("kind", NODE_KINDS)
 def test_the_outcome_has_the_distribution_of_f(kind: str) -> None:
     """A draw of the approximation is kept as often as possible: with probability sum min(p, q)."""
-    for seed in range(60):
+    for seed in range(examples(60, least=15)):
         p, q = two_distributions(kind, 2 + seed % 3, np.random.default_rng(seed))
 
         def run(branches: Branches, p: Law = p, q: Law = q) -> tuple[int, bool]:

@@ -23,6 +23,7 @@ from speculant.lengths.calibration import Calibration
 from speculant.lengths.costs import CostCurve, StepCosts
 from tests.covering import covering
 from tests.drafters import BLIND, model_of, options_of, predicting
+from tests.exactness.selection import combinations, slow_but
 from tests.examples import examples
 
 STEMS = [
@@ -129,20 +130,32 @@ def check_identity(
         assert accepted > 0 or drafter in BLIND, "nothing was ever accepted, so nothing was shown"
 
 
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-@pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.parametrize("spec_length", SPEC_LENGTHS)
+FLOAT64 = {(1, "ngram", "greedy"), (2, "cascade", "seeded"), (4, "draft_model", "greedy"), (8, "medusa", "seeded")}
+
+
+@pytest.mark.parametrize(
+    ("spec_length", "drafter", "distribution"),
+    combinations(lambda *each: each in FLOAT64, SPEC_LENGTHS, DRAFTERS, DISTRIBUTIONS),
+)
 def test_text_is_identical_in_float64(drafter: str, distribution: str, spec_length: int) -> None:
     check_identity(drafter, distribution, spec_length, FEW, ENGINES["float64"])
 
 
+ON_NATIVE = {  # all drafters: test_family_identity.py and test_gguf_identity.py
+    ("float32", 2, "early_exit", "seeded"),
+    ("bfloat16", 1, "eagle3", "greedy"),
+    ("12bit", 4, "suffix", "seeded"),
+    ("int8", 8, "token_recycling", "greedy"),
+    ("int4", 2, "merge", "seeded"),
+    ("int8", 4, "specinfer", "greedy"),
+}
+
+
 @pytest.mark.skipif(not usable_sets(), reason="the native kernels are not built")
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-@pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.parametrize("spec_length", SPEC_LENGTHS)
-@pytest.mark.parametrize("weights", NATIVE)
+@pytest.mark.parametrize(
+    ("weights", "spec_length", "drafter", "distribution"),
+    combinations(lambda *each: each in ON_NATIVE, NATIVE, SPEC_LENGTHS, DRAFTERS, DISTRIBUTIONS),
+)
 def test_text_is_identical_on_the_native_kernels(
     weights: str, drafter: str, distribution: str, spec_length: int
 ) -> None:
@@ -151,7 +164,7 @@ def test_text_is_identical_on_the_native_kernels(
 
 
 @pytest.mark.skipif(not usable_sets(), reason="the native kernels are not built")
-@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+@pytest.mark.parametrize("distribution", slow_but(["seeded"], DISTRIBUTIONS))
 def test_text_is_identical_in_any_packing(distribution: str) -> None:
     """Weights in 12 bits are the plain ones."""
     plain, coded = (
@@ -179,17 +192,23 @@ def test_long_texts_are_identical(case: dict[str, Any]) -> None:
 
 
 @pytest.mark.skipif(not usable_sets(), reason="the native kernels are not built")
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-@pytest.mark.parametrize("weights", NATIVE)
+@pytest.mark.parametrize(
+    ("weights", "distribution"),
+    combinations(lambda *each: each in {("float32", "greedy"), ("int4", "seeded")}, NATIVE, DISTRIBUTIONS),
+)
 def test_text_is_identical_with_trees(weights: str, distribution: str) -> None:
     """Branches that one pass checks change no bit of each other, nor of the accepted path."""
     check_identity("draft_model", distribution, 9, SHORT, ENGINES[weights], {"tree": [3, 2]})
 
 
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-@pytest.mark.parametrize("weights", ["float64", *(NATIVE if usable_sets() else ())])
+@pytest.mark.parametrize(
+    ("weights", "distribution"),
+    combinations(
+        lambda *each: each in {("float32", "seeded"), ("int8", "greedy")} or not usable_sets(),
+        ["float64", *(NATIVE if usable_sets() else ())],
+        DISTRIBUTIONS,
+    ),
+)
 def test_text_is_identical_with_drafter_selection(
     weights: str, distribution: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -210,10 +229,10 @@ def test_text_is_identical_with_drafter_selection(
         assert sum(each.num_accepted_draft_tokens for each in counted) > 0
 
 
-@pytest.mark.parametrize(("dtype", "near"), [("float32", 1e-3), ("bfloat16", 0.25)])
+@pytest.mark.parametrize(("dtype", "near"), [pytest.param("float32", 1e-3, marks=pytest.mark.slow), ("bfloat16", 0.25)])
 def test_a_difference_on_torch_kernels_is_a_near_tie(dtype: str, near: float) -> None:
     """The first differing token is as likely in the plain run, up to `near` nats."""
-    prompts = PROMPTS[:: 50 // examples(10, least=4)]
+    prompts = PROMPTS[:: 50 // examples(10, least=2)]
     tokens = examples(64, least=24)
     distributions = [SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, logprobs=2)] * len(prompts)
     plain = LLM("demo", dtype=dtype, max_num_seqs=1, max_model_len=256, kernels="reference").generate(

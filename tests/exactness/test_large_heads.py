@@ -66,6 +66,7 @@ def states_and_logits(model: CausalLM) -> tuple[Tensor, Tensor]:
     return torch.cat(rows).float(), model.logits(torch.cat(rows)).float()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("layer", [*TOO_LARGE, *LARGEST])
 @pytest.mark.parametrize("method", WRITERS)
@@ -80,6 +81,7 @@ def test_a_head_of_any_size_is_the_reference_s(tmp_path: Path, method: str, laye
         assert float((ours - expected).norm() / expected.norm()) < slack
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("layer", [*TOO_LARGE, *LARGEST])
 @pytest.mark.parametrize("method", WRITERS)
 def test_a_head_that_falls_back_says_why_once(
@@ -106,6 +108,7 @@ def drafted(method: str, folder: str, target: CausalLM, tree: list[int] | None) 
     return [*found, *drafter.propose([request], [6])]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("tree", [None, [2, 1]], ids=["chain", "tree"])
 @pytest.mark.parametrize("layer", TOO_LARGE)
 @pytest.mark.parametrize("method", WRITERS)

@@ -15,6 +15,7 @@ from speculant.params import SamplingParams as Params
 from speculant.types import DraftTree
 from speculant.verification.base import Verifier
 from speculant.verification.lenient import build
+from tests.exactness.selection import slow_but
 from tests.exactness.verdicts import (
     chain_of,
     deterministic,
@@ -34,6 +35,7 @@ def greedy_rule(lenience: float) -> Verifier:
     return verifier_for(build(lenience), make_request([1], (), Params(temperature=0)))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("lenience", LENIENCES)
 @pytest.mark.parametrize("length", [1, 2])
 def test_no_token_becomes_likelier_than_its_share(lenience: float, length: int) -> None:
@@ -103,7 +105,7 @@ def lenient(**config: Any) -> LLM:
     return LLM("demo", "demo", max_model_len=128, speculative_config=config)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", slow_but([1.0], [0.0, 1.0]))
 def test_every_output_and_metric_says_that_it_is_lenient(temperature: float) -> None:
     llm = lenient(verification="lenient", lenience=0.01)
     params = SamplingParams(temperature=temperature, max_tokens=48, ignore_eos=True)

@@ -82,6 +82,7 @@ def feed(
     return torch.cat(rows)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("isa", SETS)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_logits_are_the_reference_s(isa: str, variant: str) -> None:
@@ -94,6 +95,7 @@ def test_logits_are_the_reference_s(isa: str, variant: str) -> None:
     assert float((seen - expected).abs().max()) < 1e-4 * max(1.0, float(expected.abs().max()))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("isa", SETS)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_bfloat16_logits_are_near_the_reference_s(isa: str, variant: str) -> None:
@@ -112,6 +114,7 @@ def test_bfloat16_logits_are_near_the_reference_s(isa: str, variant: str) -> Non
         assert float((seen - expected).norm() / expected.norm()) < 0.02
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("isa", SETS)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_logits_of_coded_weights_are_plain_ones(isa: str, variant: str) -> None:
@@ -126,7 +129,7 @@ def test_logits_of_coded_weights_are_plain_ones(isa: str, variant: str) -> None:
     assert coded.bytes_per_pass < most * plain.bytes_per_pass
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("quantization", [None, *QUANTIZED.values()])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("variant", VARIANTS)

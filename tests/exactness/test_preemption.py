@@ -64,6 +64,7 @@ def all_alone() -> list[Any]:
     return [said(request) for request in requests]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_a_preempted_request_writes_the_same_text(drafter: str, policy: str) -> None:

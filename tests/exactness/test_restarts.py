@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, Phi3Config
 
 from speculant import LLM, SamplingParams
 from speculant.kernels.native import usable_sets
+from tests.examples import examples, sizes
 from tests.heads import WRITERS
 from tests.models import HIDDEN_SIZE, VOCAB_SIZE, Shape, write_checkpoint
 
@@ -117,7 +118,7 @@ def test_drafts_do_not_change_a_text(
 ) -> None:
     kernels, greedy, sampled = plain
     draft = folders["near"] if method in ("draft_model", "specinfer") else folders.get(method)
-    for batch in (1, 8):
+    for batch in (8, 1)[: examples(2, least=1)]:
         llm = LLM(
             folders["target"], draft_model=draft, speculative_config=DRAFTERS[method], max_num_seqs=batch,
             **engine(kernels),
@@ -189,7 +190,7 @@ def test_several_samples_of_a_prompt_at_the_boundary(
     assert len({tuple(text) for text in found[0][0]}) == 3
 
 
-@pytest.mark.parametrize("width", [2, 4])
+@pytest.mark.parametrize("width", sizes(2, 4))
 def test_beams_across_the_boundary(
     width: int, plain: tuple[str, list[list[int]], list[list[int]]], folders: dict[str, str]
 ) -> None:

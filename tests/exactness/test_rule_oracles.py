@@ -12,6 +12,7 @@ from speculant.lab.exactness.enumeration import Branches, EnumeratingChance, enu
 from speculant.types import DraftTree
 from speculant.verification.multi_draft import iterative_speculative_sample
 from tests.exactness.verdicts import MakeTree, Shape, chain_of, deterministic, sampled, target_distributions
+from tests.examples import examples
 from tests.fakes import known_verifiers
 
 PAIRS = [Pair(seed, vocab_size) for vocab_size in (2, 3, 4) for seed in range(12)]
@@ -62,7 +63,7 @@ def test_block_accepts_at_least_what_rejection_does(length: int) -> None:
 
 
 def test_block_accepts_strictly_more_from_two_drafts_on() -> None:
-    for pair in [Pair(seed, 3, FULL_SUPPORT[:1]) for seed in range(10)]:
+    for pair in [Pair(seed, 3, FULL_SUPPORT[:1]) for seed in range(examples(10, least=3))]:
         for length in (2, 3):
             make = sampled(pair, chain_of(length))
             assert accepted("block", pair, make) > accepted("rejection", pair, make) + 1e-4
@@ -90,7 +91,7 @@ TREES: list[Shape] = [(-1, -1), (-1, -1, -1), (-1, 0, 0), (-1, -1, 0, 1)]
 @pytest.mark.parametrize("shape", [*TREES, pytest.param((-1, -1, 0, 0, 1), marks=pytest.mark.slow)])
 def test_traversal_accepts_at_least_what_multi_draft_does(shape: Shape) -> None:
     gains = []
-    for pair in [Pair(seed, 3, FULL_SUPPORT) for seed in range(6)]:
+    for pair in [Pair(seed, 3, FULL_SUPPORT) for seed in range(examples(6, least=3))]:
         make = sampled(pair, shape)
         gains.append(accepted("traversal", pair, make) - accepted("multi_draft", pair, make))
     assert min(gains) >= -EXACT
@@ -119,7 +120,7 @@ def transport_bound(pair: Pair, children: int) -> float:
 @pytest.mark.parametrize("children", [1, 2, 3])
 def test_no_rule_exceeds_the_optimal_transport_bound(children: int) -> None:
     verifiers = [name for name, verifier in known_verifiers().items() if verifier.lossless and verifier.needs.branches]
-    for pair in [Pair(seed, 4, FULL_SUPPORT) for seed in range(12)]:
+    for pair in [Pair(seed, 4, FULL_SUPPORT) for seed in range(examples(12, least=4))]:
         bound = transport_bound(pair, children)
         for name in verifiers:
             assert accepted(name, pair, sampled(pair, (-1,) * children)) <= bound + EXACT

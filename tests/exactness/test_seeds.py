@@ -59,6 +59,7 @@ def seeded(seed: int | None, **distribution: float) -> SamplingParams:
     return SamplingParams(seed=seed, max_tokens=LENGTH, **distribution)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_speculation_changes_no_seeded_text(drafter: str, distribution: str) -> None:

@@ -34,6 +34,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     return write_checkpoint(folder / "target", target), write_checkpoint(folder / "draft", draft)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kernels", BACKENDS)
 @pytest.mark.parametrize("drafts", DRAFTS)
 def test_texts_go_on_after_the_draft_s_last_position(drafts: str, kernels: str, folders: tuple[str, str]) -> None:

@@ -18,6 +18,7 @@ from speculant import LLM, SamplingParams
 from speculant.engine.engine import Engine
 from speculant.kernels.native import usable_sets
 from speculant.types import Request
+from tests.exactness.selection import slow_but
 
 MAX_LEN, BLOCK, NUM_BLOCKS, NUM_SEQS = 64, 8, 12, 6
 VALUES = {"target": 2048, "draft": 256}  # that a position takes in the cache
@@ -151,12 +152,16 @@ def check_survivors(size: int, backend: str, caching: bool, speculating: bool, w
         assert (hits > 0) == caching
 
 
+@pytest.mark.slow
 def test_survivors_write_the_same_text_alone() -> None:
     check_survivors(24, "paged", caching=True, speculating=True)
 
 
 @native
-@pytest.mark.parametrize(("weights", "backend"), [*zip(NATIVE, ["paged", "slotted"] * 2, strict=True)])
+@pytest.mark.parametrize(
+    ("weights", "backend"),
+    slow_but([("float32", "paged"), ("int4", "slotted")], zip(NATIVE, ["paged", "slotted"] * 2, strict=True)),
+)
 def test_survivors_on_the_native_kernels(weights: str, backend: str) -> None:
     check_survivors(24, backend, caching=True, speculating=True, weights=weights)
 

@@ -51,6 +51,7 @@ def uniform(pair: Pair, chances: Chances, limits: Limits) -> Drafter:
 DRAFTERS = {"static": static, "random": uniform}
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("verifier", LOSSLESS)
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_tables_keep_the_distribution(drafter: str, verifier: str) -> None:

@@ -15,6 +15,7 @@ from speculant.lab.exactness.distributions import EXACT, FULL_SUPPORT, Pair
 from speculant.lab.exactness.tables import TableModel
 from speculant.params import SamplingParams
 from speculant.sampling.chance import Chances, KeyedChances
+from tests.exactness.selection import combinations
 from tests.exactness.speculation import Case, enumerate_case
 from tests.examples import examples
 from tests.fakes import ROOMY, MakeCache, build_rig, few_blocks, known_verifiers, model_drafter, slotted
@@ -62,8 +63,14 @@ def assert_exact(case: Case) -> float:
     return found.mean_accepted
 
 
-@pytest.mark.parametrize("verifier", VERIFIERS)
-@pytest.mark.parametrize("name", BRANCHINGS)
+# Branchings whose enumeration takes long, with the rule of each in `make test`; the others with all rules.
+LARGE = {"two deep": "multi_draft", "uneven": "traversal", "two draws": "traversal"}
+
+
+@pytest.mark.parametrize(
+    ("name", "verifier"),
+    combinations(lambda name, verifier: LARGE.get(name, verifier) == verifier, BRANCHINGS, VERIFIERS),
+)
 def test_a_tree_keeps_the_distribution(name: str, verifier: str) -> None:
     topology = BRANCHINGS[name]
     accepted = 0.0
@@ -152,6 +159,7 @@ def model_or_models(topology: TreeTopology | None, pair: Pair) -> Drafter:
     return model_drafter(TableModel(pair.draft, 4), 4, KeyedChances(), topology=topology)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "topology",
     [None, *BRANCHINGS.values(), ParallelChains((0, 1), 2)],

@@ -21,6 +21,7 @@ from speculant.models.base import CausalLM
 from speculant.models.vocabulary import DraftVocabulary
 from speculant.models.weights.load import load_model
 from speculant.sampling.chance import Chances, KeyedChances
+from tests.exactness.selection import combinations
 from tests.exactness.speculation import Case, enumerate_case
 from tests.examples import examples
 from tests.fakes import known_verifiers, slotted
@@ -75,10 +76,19 @@ def test_chains_keep_the_distribution(name: str, kernels: str, verifier: str) ->
     assert_exact(name, kernels, None, verifier, 2)
 
 
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("verifier", BRANCHING)
-@pytest.mark.parametrize("kernels", KERNELS)
-@pytest.mark.parametrize("name", VOCABULARIES)
+QUICK_TREES = {
+    ("the last one is missing", "reference", "multi_draft"),
+    ("one in the middle is missing", "native", "multi_draft"),
+    ("two are missing", "reference", "match"),
+    ("one is the draft's own", "native", "traversal"),
+    ("all of that", "reference", "traversal"),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "kernels", "verifier"),
+    combinations(lambda *each: each in QUICK_TREES, VOCABULARIES, KERNELS, BRANCHING),
+)
 def test_trees_keep_the_distribution(name: str, kernels: str, verifier: str) -> None:
     assert_exact(name, kernels, [2, 1], verifier, examples(4, least=3))
 

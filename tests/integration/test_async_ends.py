@@ -108,7 +108,7 @@ async def cancel_many(engine: AsyncEngine, stop_checker: Watch, count: int, widt
 
 
 @pytest.mark.parametrize(
-    ("backend", "count"), [("paged", 300), ("slotted", 100), pytest.param("paged", 1000, marks=pytest.mark.slow)]
+    ("backend", "count"), [("paged", 100), ("slotted", 60), pytest.param("paged", 1000, marks=pytest.mark.slow)]
 )
 def test_many_cancelled_requests_leave_nothing(
     engine_of: MakeEngine, monkeypatch: pytest.MonkeyPatch, backend: str, count: int
@@ -326,6 +326,7 @@ def test_the_block_s_end_drains_and_an_exception_aborts(engine_of: MakeEngine) -
     run(main())
 
 
+@pytest.mark.slow
 def test_an_unreferenced_engine_ends_its_thread(engine_of: MakeEngine, checkpoints: Checkpoints) -> None:
     others = engine_threads()
     engine = AsyncEngine(checkpoints.target)
@@ -356,7 +357,8 @@ print("done")
 """
 
 
-@pytest.mark.parametrize("count", [8, pytest.param(0, marks=pytest.mark.slow)], ids=["busy", "idle"])
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [8, 0], ids=["busy", "idle"])
 def test_the_interpreter_can_leave(count: int) -> None:
     """Without a shutdown, and in the middle of a step: a thread that is killed in native code is an abort."""
     command = [sys.executable, "-c", EXIT.format(count=count)]

@@ -73,6 +73,7 @@ def likely_ends(pair: Pair, prompt: list[int]) -> list[int]:
     return [text[3], text[5]]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("num_ends", [0, 1, 2])
 @pytest.mark.parametrize("length_penalty", [-0.5, 1.0, 2.0])
 @pytest.mark.parametrize("width", [2, 5])

@@ -115,6 +115,7 @@ def test_prompts_are_random_or_from_a_file(checkpoints: Checkpoints, tmp_path: P
     assert read["request_rate"] == 1000
 
 
+@pytest.mark.slow
 def test_colour_and_progress_keep_off_the_result(checkpoints: Checkpoints) -> None:
     terminal = {"FORCE_COLOR": "1", "TERM": "xterm-256color"}
     synthetic = ("--model", checkpoints.target, "--speculative-config", "method=synthetic", *SMALL)
@@ -174,6 +175,7 @@ def test_a_missing_model_is_explained() -> None:
     assert "--model demo" in error.fix
 
 
+@pytest.mark.slow  # test_main.py has the help of every command, and imports
 def test_help_needs_no_torch() -> None:
     code = (
         "import sys\nfrom speculant.cli.main import app\n"

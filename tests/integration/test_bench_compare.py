@@ -60,7 +60,9 @@ def test_ways_are_measured_in_one_run(checkpoints: Checkpoints) -> None:
 
 
 def test_without_names_the_usual_ways_are_compared(checkpoints: Checkpoints) -> None:
-    shown = _invoke("compare", *_pair(checkpoints), *SMALL).stdout
+    result = _invoke("compare", *_pair(checkpoints), *SMALL)
+    assert "after 1 of 2 rounds: plain " in result.stderr
+    shown = result.stdout
     lines = shown.splitlines()
     assert lines[0].startswith("speculation is on: plain decoding beside default, draft_model, ")
     assert "Speed: between tokens, over plain decoding" in shown
@@ -72,6 +74,7 @@ def test_without_names_the_usual_ways_are_compared(checkpoints: Checkpoints) -> 
     assert "\x1b[" not in shown
 
 
+@pytest.mark.slow
 def test_prompts_that_run_together_are_compared_too(checkpoints: Checkpoints) -> None:
     together = _json("compare", *_pair(checkpoints), "--length", "2", "--together", "--max-num-seqs", "2")
     alone = _json("compare", *_pair(checkpoints), "--length", "2")
@@ -80,6 +83,7 @@ def test_prompts_that_run_together_are_compared_too(checkpoints: Checkpoints) ->
     assert steps == [16, 32]
 
 
+@pytest.mark.slow
 def test_a_report_has_every_ways_tokens(checkpoints: Checkpoints, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     report, trace = tmp_path / "report.html", tmp_path / "trace.json"
@@ -102,6 +106,7 @@ def test_a_report_has_every_ways_tokens(checkpoints: Checkpoints, tmp_path: Path
     assert [event["args"]["name"] for event in events if event["ph"] == "M"] == ["plain", "length 1", "length 4"]
 
 
+@pytest.mark.slow
 def test_a_sweep_has_both_curves(checkpoints: Checkpoints, tmp_path: Path) -> None:
     report = ("--report", str(tmp_path / "sweep.html"))
     value = _json(
@@ -131,6 +136,7 @@ def test_a_sweeps_table_names_the_best_lengths(checkpoints: Checkpoints) -> None
     assert "predicted" in shown
 
 
+@pytest.mark.slow
 def test_categories_have_a_table(checkpoints: Checkpoints, tmp_path: Path) -> None:
     path = tmp_path / "bench.jsonl"
     lines = [

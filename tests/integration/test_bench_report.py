@@ -64,7 +64,7 @@ def has_charts() -> None:
 
 
 @pytest.mark.usefixtures("has_charts")
-@pytest.mark.parametrize("benchmark", ["latency", "throughput"])
+@pytest.mark.parametrize("benchmark", ["latency", pytest.param("throughput", marks=pytest.mark.slow)])
 def test_report_is_one_file_with_everything(checkpoints: Checkpoints, tmp_path: Path, benchmark: str) -> None:
     path = tmp_path / "report.html"
     result = _bench(checkpoints, benchmark, "--report", str(path))

@@ -80,6 +80,7 @@ def test_a_running_server_is_measured(serve: Callable[..., LiveServer], checkpoi
     assert float(drafts[0].split()[-1]) > 0
 
 
+@pytest.mark.slow
 def test_its_own_server_starts_and_ends(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[subprocess.Popen[bytes]] = []
 
@@ -108,11 +109,12 @@ def test_a_server_that_does_not_start_is_explained() -> None:
     assert caught.value.fix
 
 
-def test_sigterm_ends_the_server_too() -> None:
+@pytest.mark.slow
+def test_sigterm_ends_the_server_too(checkpoints: Checkpoints) -> None:
     urls: list[str] = []
 
     def interrupted() -> None:
-        with own_server({"SPECULANT_MODEL": "demo"}) as url:
+        with own_server({"SPECULANT_MODEL": checkpoints.target}) as url:
             urls.append(url)
             signal.raise_signal(signal.SIGTERM)
 
@@ -123,6 +125,7 @@ def test_sigterm_ends_the_server_too() -> None:
         httpx.get(f"{urls[0]}/health", trust_env=False)
 
 
+@pytest.mark.slow
 def test_speculation_off_measures_plain_alone(serve: Callable[..., LiveServer], checkpoints: Checkpoints) -> None:
     server = serve(_engine(checkpoints)).ready()
     value = json.loads(_invoke("--url", server.url, *SHORTEST, "--speculation", "off", "--json").stdout)

@@ -41,7 +41,12 @@ def _json(*arguments: str) -> dict[str, Any]:
     return dict(json.loads(result.stdout))
 
 
-@pytest.mark.parametrize("method", sorted(WRITERS))
+QUICK = ("pass",)  # other tests here have medusa and blockwise
+
+
+@pytest.mark.parametrize(
+    "method", [pytest.param(each, marks=[] if each in QUICK else [pytest.mark.slow]) for each in sorted(WRITERS)]
+)
 def test_every_head_is_measured(method: str, checkpoints: Checkpoints, tmp_path: Path) -> None:
     head = WRITERS[method](tmp_path / "head", HIDDEN_SIZE, VOCAB_SIZE)
     value = _json(checkpoints.target, head, "--method", method, *SMALL)
@@ -59,6 +64,7 @@ def test_every_head_is_measured(method: str, checkpoints: Checkpoints, tmp_path:
     assert result.exit_code == 0, result.output
 
 
+@pytest.mark.slow
 def test_a_method_without_a_model_is_measured(checkpoints: Checkpoints) -> None:
     value = _json(checkpoints.target, "--method", "early_exit", *SMALL)
     assert value["draft"]["name"] == "early_exit"

@@ -18,7 +18,7 @@ from speculant.verification.rejection import Rejection
 from tests.faults import accept_always, report_flatter_distributions
 from tests.models import Checkpoints
 
-SMALL = ("--cases", "8", "--texts", "24", "--max-tokens", "24", "--ignore-eos", "--prompt", "abc", "--prompt", "import")
+SMALL = ("--cases", "8", "--texts", "16", "--max-tokens", "16", "--ignore-eos", "--prompt", "abc", "--prompt", "import")
 PROOF = {
     "rule", "announced_lossless", "requests", "draft", "vocabularies", "draft_nodes", "cases", "mean_accepted",
     "largest_deviation", "tolerance", "error", "passed",
@@ -61,15 +61,15 @@ def test_a_lossless_pair_passes_with_a_full_report(checkpoints: Checkpoints) -> 
     assert all(set(each) == PROOF and each["largest_deviation"] <= 1e-12 for each in value["proven"])
     *scores, impossible = value["tested"]
     assert [set(each) for each in scores] == [SCORE] * 3
-    assert all(each["tokens"] == 24 * 24 and 0 < each["detectable_shift"] < 1 for each in scores)
+    assert all(each["tokens"] == 16 * 16 and 0 < each["detectable_shift"] < 1 for each in scores)
     assert (impossible["test"], impossible["observed"], impossible["passed"]) == ("impossible", 0, True)
     assert [each["requests"] for each in value["identity"]] == ["greedy"] * 3 + ["seeded"] * 3
     assert all(set(each) == COMPARISON and each["agreeing"] == each["texts"] == 2 for each in value["identity"])
     settings = value["settings"]
     assert settings["rules"] == {"sampled": "block", "greedy": "match", "seeded": "match"}
     assert settings["engine"]["model"] == checkpoints.target
-    assert settings["sampling"]["max_tokens"] == 24
-    assert (settings["cases"], settings["texts"], settings["prompts"]) == (8, 24, 2)
+    assert settings["sampling"]["max_tokens"] == 16
+    assert (settings["cases"], settings["texts"], settings["prompts"]) == (8, 16, 2)
 
 
 def test_text_reports_proofs_tests_and_their_power(checkpoints: Checkpoints) -> None:
@@ -127,6 +127,7 @@ def test_a_rule_that_always_accepts_fails_each_part_using_it(
     assert failed == {("greedy", "speculative, alone"), ("greedy", "speculative, together")}
 
 
+@pytest.mark.slow
 def test_a_draft_distribution_that_was_not_drawn_from_fails(
     checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -162,6 +163,7 @@ def test_lenient_is_measured_with_its_own_lenience(checkpoints: Checkpoints) -> 
     assert 1e-3 < deviations[0] < deviations[1]
 
 
+@pytest.mark.slow
 def test_a_rule_that_means_to_be_lossy_never_passes(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even where no deviation is visible."""
     monkeypatch.setattr(Rejection, "lossless", False)
@@ -176,6 +178,7 @@ def test_settings_without_a_choice_are_reported(checkpoints: Checkpoints) -> Non
     assert "these settings leave no choice, so there was nothing to test" in result.stdout
 
 
+@pytest.mark.slow
 def test_json_stays_json_with_bans(checkpoints: Checkpoints) -> None:
     value = _json(*_pair(checkpoints, "--logit-bias", '{"70": "-inf", "71": 1}'))
     assert value["settings"]["sampling"]["logit_bias"] == {"70": "-inf", "71": 1.0}
@@ -231,6 +234,7 @@ def test_a_mistake_is_explained(checkpoints: Checkpoints, arguments: list[str], 
     assert fix in error.fix
 
 
+@pytest.mark.slow
 def test_a_model_without_a_draft_is_checked(checkpoints: Checkpoints) -> None:
     result = _invoke("--model", checkpoints.target, *SMALL, "--json")
     assert "fallback (no draft model is named)" in json.loads(result.stdout)["settings"]["speculation"]
@@ -242,6 +246,7 @@ def test_progress_keeps_off_the_result(checkpoints: Checkpoints) -> None:
     assert "Enumerating block on tables" in result.stderr
 
 
+@pytest.mark.slow  # test_main.py has the help of every command, and imports
 def test_help_has_examples_and_needs_no_torch() -> None:
     code = (
         "import sys\nfrom speculant.cli.main import app\n"

@@ -65,8 +65,22 @@ def _json(*arguments: str) -> dict[str, Any]:
     return dict(json.loads(_invoke(*arguments, "--json").stdout))
 
 
-def test_json_has_all_that_was_measured(checkpoints: Checkpoints, prompts: str) -> None:
-    value = _json(checkpoints.target, checkpoints.far, *SMALL, "--prompts", prompts)
+@pytest.fixture(scope="module")
+def kept() -> list[dict[str, Any]]:
+    """Keep what `report` returns."""
+    return []
+
+
+@pytest.fixture
+def report(checkpoints: Checkpoints, prompts: str, kept: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the JSON of a small pair."""
+    if not kept:
+        kept.append(_json(checkpoints.target, checkpoints.far, *SMALL, "--prompts", prompts))
+    return kept[0]
+
+
+def test_json_has_all_that_was_measured(report: dict[str, Any]) -> None:
+    value = report
     assert set(value) == TOP
     assert value["target"]["parameters"] > value["draft"]["parameters"] > 10_000
     assert value["size_ratio"] == value["draft"]["parameters"] / value["target"]["parameters"]
@@ -100,9 +114,16 @@ def test_every_precision_of_the_kernels_is_compared(checkpoints: Checkpoints, pr
     assert value["best"]["precision"] == max(best, key=lambda name: best[name])
 
 
-@pytest.mark.parametrize("sampling", [(), ("--temperature", "0.9", "--top-k", "40")], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        pytest.param((), id="greedy"),
+        pytest.param(("--temperature", "0.9", "--top-k", "40"), id="sampled", marks=pytest.mark.slow),
+    ],
+)
 def test_text_ends_with_a_verdict_and_flags(checkpoints: Checkpoints, prompts: str, sampling: Sequence[str]) -> None:
-    shown = _invoke(checkpoints.target, checkpoints.near, *SMALL, "--prompts", prompts, *sampling).stdout
+    arguments = ("--tokens", "8", "--kernels", "reference", "--prompts", prompts)
+    shown = _invoke(checkpoints.target, checkpoints.near, *arguments, *sampling).stdout
     for part in ("target: target", "draft: near", "alpha (95%)", "tokens/pass", "measured: ", "predicted: "):
         assert part in shown
     assert ("outputs identical to plain" in shown) == (not sampling)
@@ -110,6 +131,7 @@ def test_text_ends_with_a_verdict_and_flags(checkpoints: Checkpoints, prompts: s
     assert "\x1b[" not in shown
 
 
+@pytest.mark.slow
 def test_verdict_follows_the_measured_speed(checkpoints: Checkpoints) -> None:
     """A draft as large as the target can't pay: one of its passes costs as much as it saves."""
     value = _json(checkpoints.target, checkpoints.target, *SMALL)
@@ -128,8 +150,8 @@ def test_flags_are_those_of_generate(checkpoints: Checkpoints, prompts: str) -> 
     assert result.exit_code == 0, result.output
 
 
-def test_plan_reads_the_curve(checkpoints: Checkpoints, prompts: str, tmp_path: Path) -> None:
-    value = _json(checkpoints.target, checkpoints.near, *SMALL, "--prompts", prompts)
+def test_plan_reads_the_curve(report: dict[str, Any], tmp_path: Path) -> None:
+    value = report
     path = tmp_path / "pair.json"
     path.write_text(json.dumps(value))
     own = value["precisions"]["none"]
@@ -149,6 +171,7 @@ def test_plan_reads_the_curve(checkpoints: Checkpoints, prompts: str, tmp_path: 
     assert plan["lengths"][3]["cost"] == pytest.approx(expected)
 
 
+@pytest.mark.slow
 def test_embedded_pair_is_called_demo() -> None:
     value = _json("demo", "demo", "--tokens", "16")
     assert (value["target"]["name"], value["draft"]["name"]) == ("demo/target", "demo/draft")
@@ -157,11 +180,12 @@ def test_embedded_pair_is_called_demo() -> None:
     assert "--model demo --draft-model demo" in value["flags"]
 
 
+@pytest.mark.slow
 def test_passes_are_those_of_the_engine(checkpoints: Checkpoints) -> None:
     """Greedy acceptance along a text says exactly how many passes each length takes."""
     config = EngineConfig(checkpoints.target, checkpoints.near, dtype="float64")
     target, [own] = pair.load_pair(config)
-    workload = Workload("test", [[65 + start, 66, 67] for start in range(4)], [0.0] * 4)
+    workload = Workload("test", [[65 + start, 66, 67] for start in range(2)], [0.0] * 2)
     texts = pair.write_texts(own.runtime, workload, GREEDY)
     acceptance = pair._acceptance(target, [own], texts, GREEDY)["none"]
     bench = Bench(own.runtime)
@@ -175,7 +199,7 @@ def test_passes_are_those_of_the_engine(checkpoints: Checkpoints) -> None:
 def test_prediction_is_the_formulas_for_one_rate() -> None:
     lengths = tuple(range(11))
     costs = LengthCosts(lengths, [0.2 * length for length in lengths], [1.0] * 11)
-    found = pair.predict([TextAcceptance(np.full(3000, 0.8), np.full(3000, 0.8))], costs, costs)
+    found = pair.predict([TextAcceptance(np.full(1500, 0.8), np.full(1500, 0.8))], costs, costs)
     assert found.alpha.mean == pytest.approx(0.8)
     assert found.speeds == pytest.approx(speedups(survival(0.8, 10), step_costs(0.2, FLAT, 10)), rel=5e-3)
     assert found.best_length == found.best_draft == int(np.argmax(found.speeds))
@@ -190,6 +214,7 @@ def test_texts_are_the_targets_own(checkpoints: Checkpoints) -> None:
     assert pair.write_texts(own.runtime, workload, GREEDY) == [Text([65, 66], pair_output(own, [65, 66]))]
 
 
+@pytest.mark.slow
 def test_text_that_would_end_at_once_is_measured(tmp_path: Path) -> None:
     """All tokens but one end a text, so it goes no further than it has to."""
     ends = [token for token in range(264) if token != 65]
@@ -227,10 +252,14 @@ def test_mistakes_are_explained(
     assert fix in str(error)
 
 
-def test_other_tokenizer_is_measured(checkpoints: Checkpoints, prompts: str, tmp_path: Path) -> None:
-    """The target's model with other ids for its bytes, and none for vowels."""
+@pytest.fixture
+def other(tmp_path: Path) -> str:
+    """Write the target's model with other ids for its bytes, and none for vowels."""
     order = [byte for byte in range(255, -1, -1) if byte not in b"aeiou"]
-    other = in_order(tmp_path / "other", order, Shape())
+    return in_order(tmp_path / "other", order, Shape())
+
+
+def test_other_tokenizer_is_measured(checkpoints: Checkpoints, prompts: str, other: str) -> None:
     value = _json(checkpoints.target, other, *SMALL, "--prompts", prompts)
     shared = value["vocabulary"]
     assert (shared["shared"], shared["size"]) == (253, 264)
@@ -240,6 +269,10 @@ def test_other_tokenizer_is_measured(checkpoints: Checkpoints, prompts: str, tmp
     assert shared["draft_mass"] == pytest.approx(1, abs=1e-3), "it has no token of its own"
     assert value["precisions"]["none"]["alpha"]["mean"] > 0.2
     assert shared["verdict"].startswith("the vocabularies differ: they share 253 of the target's 264 tokens")
+
+
+@pytest.mark.slow
+def test_other_tokenizer_is_shown(checkpoints: Checkpoints, prompts: str, other: str) -> None:
     shown = _invoke(checkpoints.target, other, *SMALL, "--prompts", prompts).stdout
     assert "they share 253 of the target's 264 tokens" in " ".join(shown.split())
 
@@ -260,12 +293,14 @@ def test_pairs_without_a_common_token_are_a_clear_error(checkpoints: Checkpoints
     assert isinstance(missing, ModelError)
 
 
+@pytest.mark.slow
 def test_tokens_that_the_draft_lacks_are_counted(checkpoints: Checkpoints, prompts: str, tmp_path: Path) -> None:
     target = write_checkpoint(tmp_path / "target", added=["<think>", "<call>"])
     shown = _invoke(target, checkpoints.near, *SMALL, "--prompts", prompts).stdout
     assert "the draft lacks 2 of the target's tokens" in shown
 
 
+@pytest.mark.slow
 def test_colour_and_progress_keep_off_the_result(checkpoints: Checkpoints, prompts: str) -> None:
     terminal = {"FORCE_COLOR": "1", "TERM": "xterm-256color"}
     pair_ = (checkpoints.target, checkpoints.near, *SMALL, "--prompts", prompts)
@@ -277,6 +312,7 @@ def test_colour_and_progress_keep_off_the_result(checkpoints: Checkpoints, promp
     assert not colours.search(_invoke(*pair_, **terminal, NO_COLOR="1").stdout)
 
 
+@pytest.mark.slow  # test_main.py has the help of every command, and imports
 def test_help_has_examples_and_needs_no_torch() -> None:
     shown = _invoke("--help", COLUMNS="200").stdout
     assert "Examples:" in shown

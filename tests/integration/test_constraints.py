@@ -43,6 +43,7 @@ def constrained(llm: LLM, settings: dict[str, Any], name: str) -> list[int]:
     return request.output
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @pytest.mark.parametrize("drafts", DRAFTS, ids=str)
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -22,16 +22,24 @@ def answers(llm: LLM, **values: Any) -> list[CompletionOutput]:
     return [result.outputs[0] for result in llm.generate(PROMPTS, SamplingParams(**{**GREEDY, **values}))]
 
 
+@pytest.fixture(scope="module")
+def kept() -> list[CompletionOutput]:
+    """Keep what `full` returns."""
+    return []
+
+
 @pytest.fixture
-def full(llm_of: MakeLLM) -> list[CompletionOutput]:
+def full(llm_of: MakeLLM, kept: list[CompletionOutput]) -> list[CompletionOutput]:
     """Return the greedy answers without any stop."""
-    return answers(llm_of(), ignore_eos=True)
+    if not kept:
+        kept.extend(answers(llm_of(), ignore_eos=True))
+    return kept
 
 
 # --- stop strings
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @every_engine
 @pytest.mark.parametrize("place", [1, 7, 8, 9, 10, 20])
 @pytest.mark.parametrize("include", [False, True])
@@ -94,6 +102,7 @@ def first_of_its_kind(tokens: list[int], place: int) -> int:
     return next(i for i in range(place, len(tokens)) if tokens[i] not in tokens[:i])
 
 
+@pytest.mark.covering(1)
 @every_engine
 @pytest.mark.parametrize("place", range(1, 13, 2))
 def test_a_stop_token_inside_a_draft_ends_the_request_there(
@@ -117,7 +126,7 @@ def with_common_end(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]
     )
 
 
-@pytest.mark.parametrize("length", [1, 3, 5, 8])
+@pytest.mark.parametrize("length", [*(pytest.param(each, marks=pytest.mark.slow) for each in (1, 5)), 3, 8])
 def test_the_end_of_sequence_inside_a_draft_is_the_end(
     llm_of: MakeLLM, with_common_end: tuple[str, str], full: list[CompletionOutput], length: int
 ) -> None:
@@ -160,6 +169,7 @@ def test_no_end_is_reported_before_min_tokens(
 # --- limits
 
 
+@pytest.mark.covering(1)
 @every_engine
 @pytest.mark.parametrize("max_tokens", [1, 2, 3, 5, 6, 7, 13])
 def test_max_tokens_is_met_and_never_overshot(
@@ -170,6 +180,7 @@ def test_max_tokens_is_met_and_never_overshot(
     assert {sample.finish_reason for sample in samples} == {"length"}
 
 
+@pytest.mark.covering(1)
 @every_engine
 @pytest.mark.parametrize("left", [1, 2, 5, 6, 7, 12])
 def test_the_context_s_end_is_met_and_never_overshot(
@@ -203,6 +214,7 @@ def test_the_text_of_an_end_token_is_left_out(llm_of: MakeLLM, arguments: dict[s
         assert (result.outputs[0].finish_reason, result.outputs[0].stop_reason) == ("stop", None)
 
 
+@pytest.mark.covering(1)
 @every_engine
 @pytest.mark.parametrize("include", [False, True])
 def test_the_text_of_a_stop_token_is_left_out(
@@ -210,7 +222,7 @@ def test_the_text_of_a_stop_token_is_left_out(
 ) -> None:
     """Streamed pieces join to the same text, wherever in a draft the token falls."""
     llm = llm_of(**arguments)
-    for place in range(1, 12):
+    for place in range(1, 12, 3):
         stop = full[0].token_ids[place]
         end = full[0].token_ids.index(stop) + 1
         params = SamplingParams(**GREEDY, stop_token_ids=[stop], include_stop_str_in_output=include, stop="~never~")

@@ -53,7 +53,19 @@ def has_experts(folder: Path) -> bool:
     return any(isinstance(layer.mlp, Experts) for layer in read_description(read_model_config(folder)).layers)
 
 
-@pytest.mark.parametrize("case", cases_with([*COMMANDS]))
+def fewer(cases: list[Any]) -> list[Any]:
+    """Mark quick cases slow: all but the first of the commands that generate; the plan's case runs check-pair, too."""
+    found, seen = list[Any](), {"check-pair", "check-lossless"}
+    for case in cases:
+        (_, _, name), quick = case.values[0], not case.marks
+        left_out = quick and name in seen and name not in ("doctor", "inflate")
+        found.append(pytest.param(*case.values, id=case.id, marks=[pytest.mark.slow] if left_out else case.marks))
+        if quick:
+            seen.add(name)
+    return found
+
+
+@pytest.mark.parametrize("case", fewer(cases_with([*COMMANDS])))
 def test_a_command_works_on_any_family(case: tuple[str, str, str], tmp_path: Path) -> None:
     family, variant, name = case
     settings = tuple(VARIANTS.get(family, {}).get(variant, {}).items())

@@ -48,6 +48,7 @@ def drawn_params(chance: random.Random, text: str, tokens: list[int]) -> Samplin
     return SamplingParams(**{**usual, **sampling, **chance.choice(ends)})
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kernels", ["native", "reference"])
 @pytest.mark.parametrize("way", WAYS)
 def test_figures_are_those_of_the_tokens_that_were_given(folders: dict[str, str], way: str, kernels: str) -> None:
@@ -58,7 +59,7 @@ def test_figures_are_those_of_the_tokens_that_were_given(folders: dict[str, str]
     llm = LLM(folders["target"], kernels=kernels, **draft, **arguments, **limits)
     chance, within = random.Random(5), 0
     full = [out.outputs[0] for out in llm.generate(PROMPTS, SamplingParams(temperature=0, ignore_eos=True))]
-    for _ in range(24):
+    for _ in range(12):
         number = chance.randrange(len(PROMPTS))
         params = drawn_params(chance, full[number].text, full[number].token_ids)
         pieces = list(llm.stream(PROMPTS[number], params))

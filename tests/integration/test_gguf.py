@@ -38,6 +38,7 @@ def texts(model: str, params: SamplingParams, **arguments: Any) -> list[str]:
     return [out.outputs[0].text for out in llm.generate(TEXTS, params)]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kernels", ["reference", "native"])
 @pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
 def test_text_is_that_of_safetensors(
@@ -50,6 +51,7 @@ def test_text_of_blocks_is_that_of_their_weights(files: dict[str, str]) -> None:
     assert texts(files["Q4_0"], GREEDY, kernels="reference") == texts(files["decoded"], GREEDY, kernels="reference")
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
 @pytest.mark.parametrize("kind", ["F16", "Q4_0"])
 def test_drafts_change_no_text(

@@ -16,7 +16,7 @@ from speculant.kernels.native import usable_sets
 from speculant.models.source import resolve_source
 from speculant.types import RequestOutput
 
-KERNELS = ["reference", *(["native"] if usable_sets() else [])]
+REFERENCE_SLOW = [pytest.param("reference", marks=pytest.mark.slow), *(["native"] if usable_sets() else [])]
 KINDS = ["eagle", "eagle3"]
 POSITIONS = 32
 PROMPT = "def read(path):\n    with open(path) as file:\n"
@@ -53,7 +53,7 @@ def accepted(results: Sequence[RequestOutput]) -> int:
     return sum(each.metrics.speculative_decoding.num_accepted_draft_tokens for each in results)
 
 
-@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("kernels", REFERENCE_SLOW)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_head_of_few_positions_drafts_to_the_end(kind: str, kernels: str, tmp_path: Path) -> None:
     """It accepts nearly as much of a text of 200 tokens as the same head without a bound."""
@@ -75,7 +75,7 @@ def test_positions_given_as_null_are_the_target_s(kind: str, tmp_path: Path) -> 
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("tree", [None, [2, 1]], ids=["chain", "tree"])
-@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("kernels", REFERENCE_SLOW)
 @pytest.mark.parametrize("kind", KINDS)
 def test_few_positions_with_prefix_hits_and_preemption(
     kind: str, kernels: str, tree: list[int] | None, tmp_path: Path

@@ -234,14 +234,23 @@ def test_parameters_are_one_or_one_for_each_prompt(llm_of: MakeLLM) -> None:
 # --- one text, however it is made
 
 
+@pytest.fixture(scope="module")
+def plain_results() -> dict[str, list[RequestOutput]]:
+    """Keep the results of each text alone, by their parameters."""
+    return {}
+
+
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("arguments", [*SPECULATIVE, *TIGHT], ids=str)
 @pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
 def test_text_depends_on_nothing_but_the_request(
-    llm_of: MakeLLM, arguments: dict[str, Any], params: SamplingParams
+    llm_of: MakeLLM, plain_results: dict[str, list[RequestOutput]], arguments: dict[str, Any], params: SamplingParams
 ) -> None:
     """Not on the drafter, nor on the batch, the chunks, or how many run side by side."""
-    expected = [llm_of().generate(text, params)[0] for text in TEXTS]
-    results = llm_of(**arguments).generate(TEXTS, params)
+    key = repr(params)
+    if key not in plain_results:
+        plain_results[key] = [llm_of().generate(text, params)[0] for text in TEXTS]
+    expected, results = plain_results[key], llm_of(**arguments).generate(TEXTS, params)
     assert tokens_of(results) == tokens_of(expected)
     assert [result.outputs[0].text for result in results] == [result.outputs[0].text for result in expected]
 
@@ -301,7 +310,11 @@ def test_context_is_the_model_s_own_unless_memory_is_short(checkpoints: Checkpoi
 # --- samples
 
 
-@pytest.mark.parametrize("arguments", [{}, *SPECULATIVE[:1], *TIGHT], ids=str)
+@pytest.mark.parametrize(
+    "arguments",
+    [*SPECULATIVE[:1], TIGHT[0], *(pytest.param(each, marks=pytest.mark.slow) for each in ({}, *TIGHT[1:]))],
+    ids=str,
+)
 def test_samples_are_those_of_fewer_samples_and_of_one(llm_of: MakeLLM, arguments: dict[str, Any]) -> None:
     """A sample's tokens depend on seed and index alone: not on the others, nor on a prompt taken over from one."""
     params = {"temperature": 0.9, "seed": 5, "max_tokens": 16}
@@ -355,6 +368,7 @@ def table_of(checkpoints: Checkpoints) -> Any:
     return log_softmax
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("arguments", [{}, *SPECULATIVE, *TIGHT], ids=str)
 @pytest.mark.parametrize("values", [{"temperature": 0}, {"temperature": 0.7, "seed": 2, "top_k": 5, "n": 2}], ids=str)
 def test_log_probabilities_are_the_model_s_own(

@@ -37,7 +37,7 @@ def test_more_samples_than_may_ever_wait_are_refused(llm_of: MakeLLM) -> None:
     assert not llm.engine.has_unfinished()
 
 
-@pytest.mark.parametrize("draft", [None, "near"])
+@pytest.mark.parametrize("draft", [pytest.param(None, marks=pytest.mark.slow), "near"])
 def test_a_text_does_not_depend_on_the_memory(llm_of: MakeLLM, draft: str | None) -> None:
     """64 positions for the target: one sequence of 64, or two of 32; nine want 25 each."""
     params = SamplingParams(temperature=0.8, seed=3, max_tokens=20, ignore_eos=True, logprobs=1, n=2)

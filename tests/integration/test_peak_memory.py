@@ -16,6 +16,7 @@ from speculant.models.families.llama import read_config
 from speculant.models.sizes import tensor_shapes
 from tests.gguf_models import convert
 
+pytestmark = pytest.mark.slow  # each loads 100 MB and more in a new process
 native = pytest.mark.skipif(not usable_sets(), reason="the native kernels are not built")
 CONFIG = {
     "model_type": "llama", "vocab_size": 1024, "hidden_size": 1024, "intermediate_size": 16384, "num_hidden_layers": 1,

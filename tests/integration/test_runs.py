@@ -31,6 +31,7 @@ def _workload(runtime: Runtime, number: int = 5, **values: Any) -> Workload:
     return make_workload(WorkloadConfig(num_prompts=number, **values), runtime, number)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("sequential", [False, True])
 @pytest.mark.parametrize("mode", [PLAIN, SPECULATIVE])
 def test_a_run_gives_what_generate_gives(checkpoints: Checkpoints, mode: Mode, sequential: bool) -> None:

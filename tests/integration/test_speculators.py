@@ -107,7 +107,7 @@ def deviation(target: Target, module: PreTrainedModel, layers: Sequence[int], dr
 
 
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("kernels", [pytest.param("reference", marks=pytest.mark.slow), *KERNELS[1:]])
 @pytest.mark.parametrize("input_norm", [None, "norm_before_fc", "fc_norm"])
 @pytest.mark.parametrize("norm_output", [False, True])
 @pytest.mark.parametrize("norm_before_residual", [False, True])
@@ -144,7 +144,7 @@ def test_heads_of_the_hub_draft_as_there(
     assert deviation(target, module, (1, 3, 5), drafts) < CLOSE
 
 
-@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("kernels", [pytest.param("reference", marks=pytest.mark.slow), *KERNELS[1:]])
 def test_windows_of_attention(tmp_path: Path, target: Target, drafts: list[Draft], kernels: str) -> None:
     """The first token of each draft: in training the window stays where it is while a draft grows."""
     module = make_module("qwen3", VOCAB_SIZE, None, USUAL, window=5)
@@ -158,6 +158,7 @@ def first_node(chain: DraftTree) -> DraftTree:
     return DraftTree.chain(chain.token_list[:1], None if chain.probs is None else chain.probs[:1])
 
 
+@pytest.mark.slow
 def test_another_head_or_layer_differs(tmp_path: Path, target: Target, drafts: list[Draft]) -> None:
     """The comparison fails for a head of other arithmetic, and for states of other layers."""
     module = make_module("llama", VOCAB_SIZE, None, USUAL)

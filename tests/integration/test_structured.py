@@ -143,7 +143,7 @@ def test_sampled_texts_have_their_form() -> None:
     ended = 0
     for form in FORMS:
         for speculation in (None, {"verification": "rejection", "method": "draft_model"}):
-            params = params_of(form, max_tokens=80, n=4, speculation=speculation, logprobs=1)
+            params = params_of(form, max_tokens=80, n=2, speculation=speculation, logprobs=1)
             (output,) = demo().generate(PROMPT, params)
             ended += assert_form(form, output)
             assert all(len(sample.logprobs or ()) == len(sample.token_ids) for sample in output.outputs)

@@ -43,6 +43,7 @@ def llm(request: pytest.FixtureRequest, folders: tuple[str, str]) -> LLM:
     return LLM(folders[0], folders[1], dtype="float32", kernels=request.param)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("form", FORMS)
 def test_forms_that_name_added_tokens_do_not_depend_on_drafts(llm: LLM, form: str, setting: str) -> None:

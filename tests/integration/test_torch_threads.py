@@ -54,6 +54,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not usable_sets(), reason="the native kernels are not built")
 @pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="the system does not tell when threads run")
 def test_steps_leave_torchs_threads_asleep() -> None:

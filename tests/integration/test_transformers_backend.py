@@ -79,7 +79,9 @@ def test_the_probe_chooses_how_a_family_runs(family: str, write: Any) -> None:
     assert not checkpoint.backend.row_invariant
 
 
-@pytest.mark.parametrize("family", EACH)
+@pytest.mark.parametrize(
+    "family", [pytest.param(each, marks=[] if each == "stablelm" else [pytest.mark.slow]) for each in FAMILIES]
+)
 def test_greedy_text_is_that_of_transformers(family: str, write: Any) -> None:
     folder, theirs = write(family)
     llm = engine(folder, family)
@@ -88,7 +90,7 @@ def test_greedy_text_is_that_of_transformers(family: str, write: Any) -> None:
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("method", ["ngram", "chain", "tree"])
-@pytest.mark.parametrize("family", TYPICAL)
+@pytest.mark.parametrize("family", [*TYPICAL[:1], pytest.param("gemma2", marks=pytest.mark.slow), *TYPICAL[2:]])
 def test_drafts_change_no_greedy_text(family: str, method: str, write: Any) -> None:
     folder, theirs = write(family)
     drafted = {"method": "draft_model", "model": write(family, 0.05)[0]}
@@ -105,7 +107,7 @@ def test_drafts_change_no_greedy_text(family: str, method: str, write: Any) -> N
     assert accepted > 0 or method == "ngram"
 
 
-@pytest.mark.parametrize("family", ["stablelm", "mamba"])
+@pytest.mark.parametrize("family", ["stablelm", pytest.param("mamba", marks=pytest.mark.slow)])
 def test_drafts_change_no_seeded_text(family: str, write: Any) -> None:
     config = {"method": "draft_model", "model": write(family, 0.05)[0], "num_speculative_tokens": 4}
     llm = engine(write(family)[0], family, speculative_config=config)
@@ -114,7 +116,7 @@ def test_drafts_change_no_seeded_text(family: str, write: Any) -> None:
     assert texts(llm, on) == texts(llm, off)
 
 
-@pytest.mark.parametrize("family", ["cohere2", "falcon"])
+@pytest.mark.parametrize("family", ["cohere2", pytest.param("falcon", marks=pytest.mark.slow)])
 def test_prefixes_are_used_again(family: str, write: Any) -> None:
     folder, theirs = write(family)
     llm = engine(folder, family, speculative_config={"method": "ngram", "num_speculative_tokens": 3}, block_size=4)
@@ -124,7 +126,7 @@ def test_prefixes_are_used_again(family: str, write: Any) -> None:
     assert [list(output.outputs[0].token_ids) for output in again] == their_texts(theirs, llm)
 
 
-@pytest.mark.parametrize("family", ["opt", "bloom"])
+@pytest.mark.parametrize("family", [pytest.param("opt", marks=pytest.mark.slow), "bloom"])
 def test_preempted_requests_continue(family: str, write: Any) -> None:
     folder, theirs = write(family)
     position = load(folder, family).model.cache_shape.bytes_per_token
@@ -137,6 +139,7 @@ def test_preempted_requests_continue(family: str, write: Any) -> None:
     assert [list(output.outputs[0].token_ids) for output in outputs] == their_texts(theirs, llm)
 
 
+@pytest.mark.slow
 def test_a_target_and_a_draft_may_have_different_backends(write: Any, checkpoints: Checkpoints) -> None:
     config = {"method": "draft_model", "num_speculative_tokens": 3}
     own = LLM(checkpoints.target, dtype="float64", kernels="reference", max_model_len=96)
@@ -148,6 +151,7 @@ def test_a_target_and_a_draft_may_have_different_backends(write: Any, checkpoint
         assert ("draft is computed by transformers" in llm.speculation) == (draft != "auto")
 
 
+@pytest.mark.slow
 def test_a_draft_may_lack_tokens(tmp_path: Path, write: Any) -> None:
     """Tokens that the draft does not have are read as another one, and never drawn."""
     folder, theirs = write("stablelm")

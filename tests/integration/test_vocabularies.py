@@ -23,6 +23,7 @@ def has(tokens: list[int], word: list[int]) -> bool:
     return any(tokens[place : place + len(word)] == word for place in range(len(tokens)))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @pytest.mark.parametrize("drafts", DRAFTS, ids=str)
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -40,6 +41,7 @@ def test_a_banned_word_never_comes_with_or_without_drafts(
     assert not any(has(tokens, [single]) or has(tokens, pair) for tokens in found)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_only_allowed_tokens_come(llm_of: MakeLLM, backend: str, settings: dict[str, Any]) -> None:

@@ -44,7 +44,7 @@ def _demo(*arguments: str) -> Result:
 
 
 @pytest.mark.usefixtures("tiny")
-@pytest.mark.parametrize("temperature", ["0", "0.8"])
+@pytest.mark.parametrize("temperature", [pytest.param("0", marks=pytest.mark.slow), "0.8"])
 def test_json_has_the_figures(temperature: str) -> None:
     value = json.loads(_demo("--json", "--temperature", temperature, "--seed", "3").stdout)
     assert value["identical_outputs"] == value["prompts"] == len(demo.PROMPTS)
@@ -69,6 +69,7 @@ def test_text_has_prompts_and_figures_without_colour() -> None:
     assert " tokens per pass of the target, acceptance rate " in output
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("tiny")
 def test_demo_seed_replaces_the_seeds_of_the_prompts() -> None:
     own, same = (json.loads(_demo("--json", *seed).stdout)["pairs"] for seed in ((), ("--seed", "9")))
@@ -77,7 +78,9 @@ def test_demo_seed_replaces_the_seeds_of_the_prompts() -> None:
     assert equal == [seed == 9 for seed in seeds]
 
 
-@pytest.mark.parametrize("method", ["eagle", "medusa", "early_exit", "suffix"])
+@pytest.mark.parametrize(
+    "method", ["eagle", *(pytest.param(each, marks=pytest.mark.slow) for each in ("medusa", "early_exit")), "suffix"]
+)
 def test_demo_shows_another_method(method: str) -> None:
     """Heads for the embedded target are embedded too."""
     llm = demo._load(None, None, method)
@@ -158,6 +161,7 @@ def test_a_difference_of_outputs_is_counted() -> None:
     assert figures["speedup"] == 2.0
 
 
+@pytest.mark.slow
 def test_the_embedded_pair_is_worth_showing() -> None:
     value = json.loads(CliRunner().invoke(app, ["demo", "--json"], catch_exceptions=False).stdout)
     assert value["mean_acceptance_length"] > 2

@@ -41,7 +41,13 @@ def test_python_runs(document: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         exec(compile(block, document, "exec"), scope)
 
 
-@pytest.mark.parametrize("command", [line for document in WITH_COMMANDS for line in _commands(document)])
+def _case(command: str) -> Any:
+    """Return a command as a test case; those that measure long are slow."""
+    slow = command.startswith(("speculant bench latency", "speculant bench sweep"))
+    return pytest.param(command, marks=[pytest.mark.slow] if slow else [])
+
+
+@pytest.mark.parametrize("command", [_case(line) for document in WITH_COMMANDS for line in _commands(document)])
 def test_command_runs(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     arguments = shlex.split(command, comments=True)[1:]

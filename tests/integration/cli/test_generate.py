@@ -67,6 +67,7 @@ def test_samples_are_listed(checkpoints: Checkpoints) -> None:
     assert value["usage"]["completion_tokens"] == 24
 
 
+@pytest.mark.slow
 def test_the_speed_of_samples_is_that_of_all_of_them(checkpoints: Checkpoints) -> None:
     """The first sample ends at once: all tokens divided by its time alone would be a wrong speed."""
     arguments = ("--n", "4", "--seed", "5", "--max-tokens", "60", "--temperature", "1")

@@ -54,11 +54,11 @@ def commands() -> Iterator[subprocess.Popen[str]]:
     "command",
     [
         ("generate", "hi", "--model", "demo"),
-        ("chat", "--model", "demo"),
-        ("demo",),
-        ("check-lossless",),
-        ("bench", "latency", "--model", "demo"),
-        ("serve", "demo", "--port", "0"),
+        pytest.param(("chat", "--model", "demo"), marks=pytest.mark.slow),
+        pytest.param(("demo",), marks=pytest.mark.slow),
+        pytest.param(("check-lossless",), marks=pytest.mark.slow),
+        pytest.param(("bench", "latency", "--model", "demo"), marks=pytest.mark.slow),
+        pytest.param(("serve", "demo", "--port", "0"), marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.timeout(50)  # nothing waits for the load, which takes a minute

@@ -28,6 +28,7 @@ def test_log_level_is_a_flag_of_every_command(command: list[str]) -> None:
     assert all(level in result.stdout for level in LogLevel)
 
 
+@pytest.mark.slow
 def test_log_level_shows_what_was_loaded(checkpoints: Checkpoints) -> None:
     command = [sys.executable, "-m", "speculant.cli.main", *_arguments(checkpoints), "--log-level", "info"]
     shown = subprocess.run(command, check=True, capture_output=True, text=True).stderr
@@ -35,6 +36,20 @@ def test_log_level_shows_what_was_loaded(checkpoints: Checkpoints) -> None:
     assert "INFO speculant.models.weights.load: draft " in shown
     assert "INFO speculant.engine.memory: paged cache: " in shown
     assert "INFO speculant.engine.build: speculation is on: fallback, adaptive length" in shown
+
+
+def test_log_level_lets_records_of_loading_through(checkpoints: Checkpoints, caplog: pytest.LogCaptureFixture) -> None:
+    """In this process, whose handlers are pytest's."""
+    logger = logging.getLogger("speculant")
+    before = (logger.level, [*logger.handlers])
+    assert before == (logging.NOTSET, []), "the library sets neither"
+    try:
+        CliRunner().invoke(app, [*_arguments(checkpoints), "--log-level", "info"], catch_exceptions=False)
+    finally:
+        logger.setLevel(logging.NOTSET)
+    shown = {(name, text.split()[0]) for name, level, text in caplog.record_tuples if level == logging.INFO}
+    loads = {("speculant.models.weights.load", "target"), ("speculant.models.weights.load", "draft")}
+    assert shown >= {*loads, ("speculant.engine.memory", "paged"), ("speculant.engine.build", "speculation")}
 
 
 def test_log_level_left_out_shows_nothing(checkpoints: Checkpoints) -> None:
@@ -50,6 +65,7 @@ def test_an_unknown_log_level_is_refused() -> None:
     assert "loud" in result.output
 
 
+@pytest.mark.slow
 def test_library_installs_no_handler() -> None:
     code = (
         "import speculant.engine.llm, logging; assert not logging.root.handlers; "

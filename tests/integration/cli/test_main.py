@@ -104,7 +104,8 @@ def test_help_has_every_option_and_default_in_full(width: int) -> None:
 def test_help_needs_no_torch() -> None:
     code = (
         "import sys\nfrom speculant.cli.main import app\n"
-        "app(['generate', '--help'], standalone_mode=False)\nassert 'torch' not in sys.modules"
+        "for command in ('generate', 'bench', 'check-lossless', 'check-pair'):\n"
+        "    app([command, '--help'], standalone_mode=False)\nassert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
@@ -149,17 +150,29 @@ def test_a_full_cache_is_a_runtime_error(monkeypatch: pytest.MonkeyPatch, capsys
     assert capsys.readouterr().err == "error: the cache is full\n  fix: raise kv_memory.\n"
 
 
-def test_a_closed_pipe_is_no_error(checkpoints: Checkpoints) -> None:
-    arguments = f"generate hello --model {checkpoints.target} --max-tokens 100 --ignore-eos"
-    command = f"{sys.executable} -m speculant.cli.main {arguments} | head -c 1"
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        pytest.param("generate hello --model {} --max-tokens 100 --ignore-eos", marks=pytest.mark.slow),
+        "plan --alpha 0.8 --cost-ratio 0.1",
+    ],
+)
+def test_a_closed_pipe_is_no_error(checkpoints: Checkpoints, arguments: str) -> None:
+    command = f"{_COMMAND} {arguments.format(checkpoints.target)} | head -c 1"
     result = subprocess.run(["bash", "-c", command], check=False, capture_output=True)
     assert b"Traceback" not in result.stderr
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("closed", [">&-", "<&-", "2>&-", "<&- >&- 2>&-"])
 @pytest.mark.parametrize(
-    "arguments", ["generate - {}", "generate hello --json {}", "chat {}", "plan --alpha 0.8 --cost-ratio 0.1"]
+    "arguments",
+    [
+        *(
+            pytest.param(each, marks=pytest.mark.slow)
+            for each in ("generate - {}", "generate hello --json {}", "chat {}")
+        ),
+        "plan --alpha 0.8 --cost-ratio 0.1",
+    ],
 )
 def test_a_closed_stream_is_no_error(closed: str, arguments: str) -> None:
     model = "--model demo --max-tokens 4"
@@ -168,7 +181,10 @@ def test_a_closed_stream_is_no_error(closed: str, arguments: str) -> None:
     assert result.returncode == 0
 
 
-@pytest.mark.parametrize("arguments", ["--version", "plan --alpha 0.8 --cost-ratio 0.1 --json", "demo --help"])
+@pytest.mark.parametrize(
+    "arguments",
+    ["--version", "plan --alpha 0.8 --cost-ratio 0.1 --json", pytest.param("demo --help", marks=pytest.mark.slow)],
+)
 def test_a_full_disk_is_explained(arguments: str) -> None:
     result = _shell(f"{_COMMAND} {arguments} >/dev/full")
     assert result.returncode == 1
@@ -199,6 +215,7 @@ def test_a_fault_of_ours_has_no_traceback(monkeypatch: pytest.MonkeyPatch, capsy
     assert "SPECULANT_DEBUG=1" in error
 
 
+@pytest.mark.slow
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("command", ["generate \u65e5\u672c --model {} --json", "demo"])
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
@@ -208,6 +225,14 @@ def test_a_locale_without_the_characters_is_no_error(checkpoints: Checkpoints, e
     assert result.returncode == 0
     if "--json" in command:
         assert json.loads(result.stdout)["usage"]["completion_tokens"] == 4
+
+
+def test_an_error_is_shown_in_a_locale_without_its_characters() -> None:
+    """As an output would be, but before a model is loaded."""
+    result = _speculant("generate", "a", "--model", "\u65e5\u672c", LANG="C", LC_ALL="C", PYTHONIOENCODING="ascii")
+    assert result.returncode == 2
+    assert result.stderr.startswith("error: ")
+    assert "Traceback" not in result.stderr
 
 
 def test_a_prompt_that_is_not_text_is_explained(checkpoints: Checkpoints) -> None:

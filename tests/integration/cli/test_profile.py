@@ -36,7 +36,9 @@ def _phases(path: Path) -> set[str]:
     return {event["name"] for event in json.loads(path.read_text())["traceEvents"] if event["name"] in PHASES}
 
 
-@pytest.mark.parametrize("form", [(), ("--json",), ("--n", "2")], ids=["text", "json", "samples"])
+@pytest.mark.parametrize(
+    "form", [(), pytest.param(("--json",), marks=pytest.mark.slow), ("--n", "2")], ids=["text", "json", "samples"]
+)
 def test_generate_writes_a_trace(checkpoints: Checkpoints, tmp_path: Path, form: tuple[str, ...]) -> None:
     path = tmp_path / "trace.json"
     result = _invoke(checkpoints, "generate", "hello", "--max-tokens", "4", "--profile", str(path), *form)
@@ -46,7 +48,7 @@ def test_generate_writes_a_trace(checkpoints: Checkpoints, tmp_path: Path, form:
     assert str(path) not in result.stdout
 
 
-@pytest.mark.parametrize("benchmark", ["throughput", "latency"])
+@pytest.mark.parametrize("benchmark", ["throughput", pytest.param("latency", marks=pytest.mark.slow)])
 def test_bench_writes_a_trace_and_prints_its_path(checkpoints: Checkpoints, tmp_path: Path, benchmark: str) -> None:
     path = tmp_path / "trace.json"
     result = _invoke(checkpoints, "bench", benchmark, *SMALL, "--profile", str(path), "--json")

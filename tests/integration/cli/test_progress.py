@@ -14,6 +14,7 @@ import pytest
 
 from speculant.cli import terminal
 from speculant.cli.terminal import Parts, progress, progress_of_runs
+from tests.models import Checkpoints
 
 CHECK = ("check-lossless", "--cases", "12", "--texts", "16", "--max-tokens", "32")
 COMPARE = ("bench", "compare", "demo", "--draft-model", "demo", "--method", "ngram", "--rounds", "2")
@@ -61,8 +62,10 @@ def first(lines: list[Line], beginning: str) -> Line:
     return next(line for line in lines if line.text.strip().startswith(beginning))
 
 
-def test_check_lossless_prints_each_result_at_once() -> None:
-    lines = run(*CHECK)
+@pytest.mark.parametrize("pair", ["tiny", pytest.param("embedded", marks=pytest.mark.slow)])
+def test_check_lossless_prints_each_result_at_once(checkpoints: Checkpoints, pair: str) -> None:
+    tiny = ("--model", checkpoints.target, "--draft-model", checkpoints.near)
+    lines = run(*CHECK, *(tiny if pair == "tiny" else ()))
     results = [line for line in lines if line.stream == "out"]
     settings, proof = first(results, "speculation is on"), first(results, "block, for sampled")
     tests, texts, verdict = first(results, "favourite"), first(results, "greedy, plain"), first(results, "lossless")
@@ -70,7 +73,8 @@ def test_check_lossless_prints_each_result_at_once() -> None:
     assert proof.seconds < verdict.seconds / 2 + settings.seconds, "the first proof doesn't wait for the tests"
 
 
-@pytest.mark.parametrize("as_json", [pytest.param((), marks=pytest.mark.slow), ("--json",)])
+@pytest.mark.slow  # test_bench_compare.py looks for the line
+@pytest.mark.parametrize("as_json", [(), ("--json",)])
 def test_bench_compare_shows_medians_after_the_first_round(as_json: tuple[str, ...]) -> None:
     lines = run(*COMPARE, *as_json)
     shown = [line for line in lines if line.stream == "err"]

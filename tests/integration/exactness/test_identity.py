@@ -29,6 +29,7 @@ def build(checkpoints: Checkpoints, **values: str) -> Runtime:
     return build_engine(EngineConfig(checkpoints.target, checkpoints.near, spec_length=3, **values))  # type: ignore[arg-type]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
 @pytest.mark.parametrize("engine", [{"kernels": "auto"}, {"dtype": "float64"}], ids=str)
 def test_texts_agree_in_every_way(checkpoints: Checkpoints, engine: dict[str, str], params: SamplingParams) -> None:

@@ -152,6 +152,7 @@ def test_the_configured_method_drafts_with_its_own_options() -> None:
     assert choose_draft(MODEL, VERIFIERS).needs.emits_probs
 
 
+@pytest.mark.slow
 def test_further_draft_models_have_tables_of_their_own() -> None:
     several = SpeculativeConfig(
         method="specinfer", model="any", options={"models": ["another"], "depth": 2}, verification="multi_draft"

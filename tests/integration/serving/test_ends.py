@@ -83,8 +83,8 @@ def test_a_client_that_disconnects_frees_its_room(
 def test_a_full_queue_refuses_at_once(serve: Any, engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     SlowEngine(engine, monkeypatch)
     server = serve(engine).ready()
-    running = [first_event(server) for _ in range(2)]
-    waiting = [threading.Thread(target=server.post, args=("/v1/completions",), kwargs=LONG) for _ in range(2)]
+    running, short = [first_event(server) for _ in range(2)], {**LONG, "max_tokens": 10}
+    waiting = [threading.Thread(target=server.post, args=("/v1/completions",), kwargs=short) for _ in range(2)]
     for thread in waiting:
         thread.start()
     server.until(lambda: server.state.admission.count == 4)
@@ -96,7 +96,7 @@ def test_a_full_queue_refuses_at_once(serve: Any, engine: AsyncEngine, monkeypat
         response.close()
     for thread in waiting:
         thread.join()
-    assert server.http.post("/v1/completions", json=LONG).status_code == 200
+    assert server.http.post("/v1/completions", json=short).status_code == 200
 
 
 def test_a_burst_uses_all_free_room(serve: Any, engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,7 +209,7 @@ def test_a_signal_drains_until_the_deadline(
 ) -> None:
     SlowEngine(engine, monkeypatch, 0.005)
     server = serve(engine, drain_timeout=20 if in_time else 0.2).ready()
-    _, lines = first_event(server)
+    _, lines = first_event(server, max_tokens=100)
     server.server.handle_exit(signal.SIGTERM, None)
     with httpx.Client(base_url=server.url, trust_env=False) as other:
         draining = other.get("/health")

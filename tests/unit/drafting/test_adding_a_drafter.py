@@ -40,7 +40,7 @@ def install(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(folder))
 
 
-@pytest.fixture(params=["in a room", "another package"])
+@pytest.fixture(params=[pytest.param("in a room", marks=pytest.mark.slow), "another package"])
 def installed(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """Save the page's code in the one place or the other; return the method's name."""
     if request.param == "another package":
@@ -76,6 +76,7 @@ def test_it_is_gone_when_it_is_uninstalled(tmp_path: Path, checkpoints: Checkpoi
         LLM(checkpoints.target, speculative_config={"method": "another_name"})
 
 
+@pytest.mark.slow
 def test_saved_in_a_room_it_passes_the_check_of_names() -> None:
     modules = load_package()
     others, own = [each for each in modules if not each.name.endswith(f".{NAME}")], Module(_dotted(ROOM, NAME), CODE)

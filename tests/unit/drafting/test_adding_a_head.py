@@ -25,7 +25,7 @@ PAGE = (ROOT / "docs" / "adding-a-head.md").read_text(encoding="utf-8")
 NAME = "linear_heads"
 
 
-@pytest.fixture(params=["in the room", "another package"])
+@pytest.fixture(params=[pytest.param("in the room", marks=pytest.mark.slow), "another package"])
 def installed(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Save the page's code in the room of heads, or install it as another package does."""
     if request.param == "in the room":
@@ -62,6 +62,7 @@ def test_the_page_s_random_head_fits(installed: None, checkpoints: Checkpoints, 
     assert LLM(checkpoints.target, speculative_config={"method": NAME, "model": head}).speculation.startswith(NAME)
 
 
+@pytest.mark.slow
 def test_saved_in_the_room_it_passes_the_check_of_names() -> None:
     modules = [each for each in load_package() if not each.name.endswith(f".{NAME}")]
     modules.append(Module(f"drafting.heads.{NAME}", CODE))

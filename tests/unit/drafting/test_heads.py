@@ -350,7 +350,7 @@ def test_heads_that_do_not_fit_are_refused(tmp_path: Path, checkpoints: Checkpoi
         LLM(checkpoints.target, speculative_config={"method": method, "model": write(tmp_path / "head")})
 
 
-@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize("shards", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_pickles_are_refused_with_a_command_to_convert(tmp_path: Path, checkpoints: Checkpoints, shards: int) -> None:
     """The command is run as it is shown, though the folder has spaces and files that a trainer leaves."""
     folder = pickled(tmp_path / "a head's folder", shards)
@@ -362,6 +362,7 @@ def test_pickles_are_refused_with_a_command_to_convert(tmp_path: Path, checkpoin
     assert LLM(checkpoints.target, speculative_config=config).speculation.startswith("medusa")
 
 
+@pytest.mark.slow
 def test_pickles_on_the_hub_are_named_with_the_commands(
     tmp_path: Path, checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -102,7 +102,9 @@ def test_look_ahead_rows_are_chains_below_each_node() -> None:
     assert DraftTree.empty().num_rows == 0, "the empty draft is shared and stays empty"
 
 
-@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize(
+    "kernels", [pytest.param(each, marks=[] if each == KERNELS[-1] else pytest.mark.slow) for each in KERNELS]
+)
 @pytest.mark.parametrize("cache", ["paged", "slotted"])
 def test_texts_are_those_of_plain_decoding(tmp_path: Path, checkpoints: Checkpoints, cache: str, kernels: str) -> None:
     """Greedy and seeded, to the end of the context, where there is less and less room for look-ahead rows."""

@@ -103,7 +103,12 @@ def test_lookup_scores_grow_with_the_match() -> None:
     assert set(scores[LONGEST_SCORED:]) == {scores[LONGEST_SCORED - 1]}
 
 
-@pytest.mark.parametrize("text", [list(range(20_000)), [*range(2500)] * 8, [i * i % 1999 for i in range(20_000)]])
+SLOW_TEXTS = [
+    pytest.param(text, marks=pytest.mark.slow) for text in ([*range(2500)] * 8, [i * i % 1999 for i in range(20_000)])
+]
+
+
+@pytest.mark.parametrize("text", [list(range(20_000)), *SLOW_TEXTS])
 def test_lookup_memory_is_bounded(text: list[int]) -> None:
     tracemalloc.start()
     matches = RecentMatches(LookupOptions())

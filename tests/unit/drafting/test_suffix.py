@@ -203,6 +203,7 @@ def test_store_drops_the_oldest_texts_first() -> None:
         assert min(number + 1, 5) <= sum(there) == store.num_texts <= 10
 
 
+@pytest.mark.slow
 def test_store_of_ten_thousand_requests_is_bounded() -> None:
     drafter = SuffixDrafter(SuffixOptions(suffix_decoding_corpus_tokens=100_000))
     for number in range(12_000):
@@ -216,6 +217,7 @@ def test_store_of_ten_thousand_requests_is_bounded() -> None:
     assert drafter.store.num_bytes <= per_token * 100_000 + SALT_BYTES * 2 * 10
 
 
+@pytest.mark.slow
 def test_store_of_many_requests_counts_requests() -> None:
     drafter = SuffixDrafter(SuffixOptions())
     for number in range(11_000):

@@ -71,7 +71,11 @@ def search(model: LastTokenModel, width: int, longest: int, limits: Limits = ROO
 
 @pytest.mark.parametrize(
     ("limits", "deepest"),
-    [(ROOMY, DEEP - 1), (Limits(DEEP + 1, 1, 4 * DEEP), DEEP - 1), (Limits(4 * DEEP, 1, 512), 511)],
+    [
+        (ROOMY, DEEP - 1),
+        pytest.param(Limits(DEEP + 1, 1, 4 * DEEP), DEEP - 1, marks=pytest.mark.slow),
+        pytest.param(Limits(4 * DEEP, 1, 512), 511, marks=pytest.mark.slow),
+    ],
 )
 def test_search_deeper_than_512_is_the_plain_one(limits: Limits, deepest: int) -> None:
     """With room for all hypotheses in a pass, with memory for one of them, and with less budget than one is long."""
@@ -87,6 +91,7 @@ def seconds(longest: int) -> float:
     return cpu_seconds(lambda: search(LastTokenModel(), 2, longest), repeats=2)
 
 
+@pytest.mark.slow
 def test_search_time_does_not_grow_with_the_cube() -> None:
     """Four times the tokens are sixteen times the nodes; cubic bookkeeping would take sixty-four times as long.
 

@@ -86,7 +86,12 @@ def test_types_that_can_t_hold_the_weights_are_skipped(checkpoints: Checkpoints,
     assert choose_precision(target, load, ["pair"])[1] is None
 
 
-@pytest.mark.parametrize("damaged", ["", "[]", "{}", '{"draft_quantization": "int3"}', '{"draft_quantization": 8}'])
+DAMAGED = ("", "[]", "{}", '{"draft_quantization": "int3"}', '{"draft_quantization": 8}')
+
+
+@pytest.mark.parametrize(
+    "damaged", [pytest.param(text, marks=[] if "int3" in text else pytest.mark.slow) for text in DAMAGED]
+)
 def test_choice_that_is_damaged_is_made_again(checkpoints: Checkpoints, kept: Path, damaged: str) -> None:
     arguments: dict[str, Any] = {"dtype": "float32", "draft_quantization": "auto"}
     LLM(checkpoints.target, checkpoints.near, **arguments)

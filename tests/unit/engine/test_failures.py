@@ -79,6 +79,7 @@ def assert_ended_alone(found: Sequence[RequestOutput], sound: Sequence[RequestOu
         assert len(found[place].outputs[0].token_ids) == 8
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("draft", [False, True], ids=["plain", "speculative"])
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -89,6 +90,7 @@ def test_a_ban_of_all_tokens_is_its_requests_error(backend: str, settings: str, 
     assert_ended_alone(found, healthy(poisoned, backend, draft, settings), "no token is possible")
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("draft", [False, True], ids=["plain", "speculative"])
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -116,6 +118,7 @@ def rig_of(table: Table, length: int, verification: str = "auto") -> Rig:
     return rig
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("settings", [{"temperature": 0}, {"seed": 1}, {"seed": 2, "top_k": 3}])
 @pytest.mark.parametrize("row", ROWS)
 def test_an_output_fails_in_the_same_place_with_a_draft(row: str, settings: dict[str, Any]) -> None:
@@ -132,6 +135,7 @@ def test_an_output_fails_in_the_same_place_with_a_draft(row: str, settings: dict
     assert texts[1] == texts[2] == texts[0]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("settings", [{"temperature": 0}, {"seed": 1}, {}])
 @pytest.mark.parametrize("verifier", LOSSLESS)
 @pytest.mark.parametrize("row", ROWS)

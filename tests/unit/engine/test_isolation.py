@@ -170,6 +170,7 @@ def said_without(trouble: str, cache: MakeCache, **distribution: Any) -> dict[st
     return {name: request.output for name, request in requests.items()}
 
 
+@pytest.mark.covering(1)
 @both_caches
 @pytest.mark.parametrize("distribution", [{"temperature": 0}, {}], ids=["greedy", "sampled"])
 @every_trouble
@@ -193,6 +194,7 @@ def test_an_error_ends_its_own_request_alone(trouble: str, distribution: dict[st
     assert rig.engine.metrics.repeated_steps <= 1
 
 
+@pytest.mark.covering(1)
 @both_caches
 @pytest.mark.parametrize("distribution", [{"temperature": 0}, {}], ids=["greedy", "sampled"])
 @every_draft_trouble

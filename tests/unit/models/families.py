@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -254,25 +254,38 @@ def cases() -> list[tuple[str, str]]:
     ]
 
 
-def thinned_cases(*before: str, marks: Sequence[pytest.MarkDecorator] = ()) -> list[ParameterSet]:
-    """Return all cases as parameters (*before, family, variant), of which the first of each family is not slow."""
+# Families unlike each other, for tests that need no more of them in `make test`: rotary positions and learned ones,
+# layers of different sizes, windows and experts.
+FEW = ("llama", "gemma4_text", "gpt_oss", "gpt2")
+
+
+def thinned_cases(
+    *before: str, marks: Sequence[pytest.MarkDecorator] = (), families: Collection[str] | None = None
+) -> list[ParameterSet]:
+    """Return all cases as parameters (*before, family, variant).
+
+    Not slow: the first of each family, or of each of `families`.
+    """
     made, seen = [], set[str]()
     for family, variant in cases():
-        own = [*marks, pytest.mark.slow] if family in seen else marks
+        quick = family not in seen and (families is None or family in families)
+        own = marks if quick else [*marks, pytest.mark.slow]
         made.append(pytest.param((*before, family, variant), id="-".join([*before, family, variant]), marks=own))
         seen.add(family)
     return made
 
 
-def cases_with(values: Sequence[str]) -> list[ParameterSet]:
+def cases_with(values: Sequence[str], families: Collection[str] | None = None) -> list[ParameterSet]:
     """Return all cases with each of these values as parameters (family, variant, value).
 
     Not slow: the first variant of each family with one value, or with more where there are more values than families,
-    so that each value occurs.
+    so that each value occurs; of these, those of `families` if they are given.
     """
     made, firsts = [], dict.fromkeys(family for family, _ in cases())
     places = {family: place for place, family in enumerate(firsts)}
-    for case, own in ((case, thinned.marks) for case, thinned in zip(cases(), thinned_cases(), strict=True)):
+    for case, own in (
+        (case, thinned.marks) for case, thinned in zip(cases(), thinned_cases(families=families), strict=True)
+    ):
         for number, value in enumerate(values):
             taken = number % len(places) == places[case[0]] % len(values)
             marks = own if taken else [pytest.mark.slow]

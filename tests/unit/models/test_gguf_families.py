@@ -111,8 +111,11 @@ STORED: dict[str, dict[str, dict[str, Any]]] = {
         "unbiased": {"attention_bias": False, "rotary_pct": 0.5},
     },
 }
+QUICK = ("llama", "gemma2", "olmoe", "gpt2")  # unlike each other, for tests that need no more of them in `make test`
 CASES = [(family, variant) for family, variants in STORED.items() for variant in variants]
 FIRST = [(family, next(iter(variants))) for family, variants in STORED.items()]
+FIRST_ARE_QUICK = [pytest.param(*case, marks=[] if case in FIRST else pytest.mark.slow) for case in CASES]
+FEW_ARE_QUICK = [pytest.param(*case, marks=[] if case[0] in QUICK else pytest.mark.slow) for case in FIRST]
 WIDE = {
     "hidden_size": 256,
     "moe_intermediate_size": 256,
@@ -195,14 +198,14 @@ def differences(own: Any, other: Any, place: str = "") -> list[str]:
     return [] if same else [f"{place}: {own} and {other}"]
 
 
-@pytest.mark.parametrize(("family", "variant"), CASES)
+@pytest.mark.parametrize(("family", "variant"), FIRST_ARE_QUICK)
 def test_descriptions_are_equal(files: Files, family: str, variant: str) -> None:
     pair, path = files[family, variant]
     own, other = (CheckpointFiles.open(place).decoder for place in (path, pair.folder))
     assert differences(own, replace(other, tensors=own.tensors)) == []
 
 
-@pytest.mark.parametrize(("family", "variant"), CASES)
+@pytest.mark.parametrize(("family", "variant"), FIRST_ARE_QUICK)
 def test_logits_are_equal(files: Files, family: str, variant: str) -> None:
     pair, path = files[family, variant]
     own = Session(load_model(str(path), kernels="reference").model).extend(TOKENS)
@@ -210,7 +213,9 @@ def test_logits_are_equal(files: Files, family: str, variant: str) -> None:
     torch.testing.assert_close(own, pair.reference(TOKENS), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(("family", "layers"), [("gemma2", 46), ("gemma3_text", 62)])
+@pytest.mark.parametrize(
+    ("family", "layers"), [("gemma2", 46), pytest.param("gemma3_text", 62, marks=pytest.mark.slow)]
+)
 def test_the_largest_gemma_has_another_scale_of_scores(tmp_path: Path, family: str, layers: int) -> None:
     """Its files do not say so."""
     width = {"hidden_size": 48, "head_dim": 8, "query_pre_attn_scalar": 12, "sliding_window": 6}
@@ -228,8 +233,9 @@ def kind_of(name: str) -> str:
     return kinds.get(name.split(".")[-2], "Q4_K")
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kernels", ["reference", "native"])
-@pytest.mark.parametrize(("family", "variant"), FIRST)
+@pytest.mark.parametrize(("family", "variant"), FEW_ARE_QUICK)
 def test_blocks_are_those_of_the_gguf_package(
     wide: Files, tmp_path: Path, family: str, variant: str, kernels: str
 ) -> None:
@@ -358,6 +364,7 @@ def entry_name(given: Any) -> str:
 
 
 @pytest.mark.parametrize(("family", "entry"), ENTRIES, ids=entry_name)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("value", ["x", [1.0, 2.0], [], -1.0, math.nan, math.inf, 1e-40, 1e39, None, 0], ids=str)
 def test_own_entries_of_families_are_checked(files: Files, family: str, entry: Number | Truth, value: Any) -> None:
     """A value is used, or refused by its name."""
@@ -374,7 +381,9 @@ def test_own_entries_of_families_are_checked(files: Files, family: str, entry: N
     assert any(name in str(caught.value) for name in (entry.key, *known, names()[family].norm_eps))
 
 
-@pytest.mark.parametrize("family", [*names()])
+@pytest.mark.parametrize(
+    "family", [pytest.param(family, marks=[] if family in QUICK[:2] else pytest.mark.slow) for family in names()]
+)
 def test_damaged_entries_are_errors_or_models(files: Files, family: str) -> None:
     file = opened(files, family)
     prefix = f"{file.metadata['general.architecture']}."

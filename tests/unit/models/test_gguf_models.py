@@ -100,6 +100,7 @@ def test_logits_are_those_of_safetensors(tmp_path: Path, family: str, tied: bool
     assert own.folder == path
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("kind", [*FLOATS, *SMALL_BLOCKS])
 def test_each_kind_of_weights_is_decoded_as_by_the_gguf_package(
@@ -117,6 +118,7 @@ def test_the_cache_of_a_model_in_blocks_is_bfloat16(folder: Path, tmp_path: Path
     assert load_model(str(path), dtype="float32").dtype == torch.float32
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("kind", [*LARGE_BLOCKS, *DECODED])
 def test_large_blocks_and_blocks_without_kernels_are_decoded(

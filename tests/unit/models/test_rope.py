@@ -113,6 +113,7 @@ def oracle(
     return angle.cos() * scale, angle.sin() * scale
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("kind", ["linear", "llama3", "yarn", "longrope", "proportional"])
 @pytest.mark.parametrize("form", ["old", "new"])

@@ -325,7 +325,9 @@ def in_a_child(work: Callable[[], object]) -> int:
 MOMENTS = [0, 1, 7, "fsync", "replace", "_drop_oldest"]
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize(
+    "moment", [pytest.param(each, marks=[] if each in (1, "replace") else pytest.mark.slow) for each in MOMENTS]
+)
 def test_writer_that_is_killed_leaves_nothing_wrong(
     moment: int | str, source: str, folder: Path, expected: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:

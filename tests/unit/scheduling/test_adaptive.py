@@ -66,6 +66,7 @@ CHANGING = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [1, 4, 16])
 @pytest.mark.parametrize("name", USELESS)
 def test_adaptive_is_never_slower_than_plain(name: str, batch: int) -> None:
@@ -73,6 +74,7 @@ def test_adaptive_is_never_slower_than_plain(name: str, batch: int) -> None:
     assert USELESS[name].world().run(USELESS[name].adaptive(), batch, STEPS) >= 0.97 * plain
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("batch", "share"), [(1, 0.97), (4, 0.93)])
 @pytest.mark.parametrize("name", GOOD)
 def test_adaptive_reaches_the_best_fixed_length(name: str, batch: int, share: float) -> None:
@@ -85,6 +87,7 @@ def test_adaptive_reaches_the_best_fixed_length(name: str, batch: int, share: fl
     assert speed(setting.adaptive) >= share * max(speed(partial(Fixed, length)) for length in LENGTHS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CHANGING)
 def test_adaptive_follows_a_changing_text(name: str) -> None:
     """Over several runs: in one, a trial that comes late costs as much as all lengths differ."""
@@ -123,6 +126,7 @@ def test_adaptive_learns_from_costs_that_were_wrong() -> None:
     assert setting.world().run(wrong, 1, STEPS) >= 0.85 * best
 
 
+@pytest.mark.slow
 def test_adaptive_recovers_from_costs_of_a_busy_machine() -> None:
     """Passes of some rows looked six times as slow as they are, and longer ones fourteen times."""
     setting = Setting(lambda place: 0.85, 0.05)
@@ -152,6 +156,7 @@ def test_adaptive_bounds_drafts_that_lose_their_scores() -> None:
     assert world.run(useless.adaptive(), 1, STEPS) >= 0.95 * plain
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lingers", [0.0, 0.85])
 def test_adaptive_finds_that_steps_without_drafts_are_faster(lingers: float) -> None:
     """Weights that fit a processor's cache are still there if no draft model ran since the last passes."""
@@ -165,6 +170,7 @@ def test_adaptive_finds_that_steps_without_drafts_are_faster(lingers: float) -> 
     assert sum(ratios) / len(ratios) >= 0.95
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["random", "as large as the target"])
 def test_adaptive_is_not_misled_by_other_programs(name: str) -> None:
     """Their addition to a pass must not make passes without drafts look slow."""

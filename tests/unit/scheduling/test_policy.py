@@ -68,6 +68,7 @@ def last_overtaker(driver: Driver, length: int, priority: int) -> int:
     return max(request.seq_id for request in driver.started[: driver.started.index(patient) + 1])
 
 
+@pytest.mark.covering(1)
 @every_policy
 @pytest.mark.parametrize("length", [1, 6])
 @pytest.mark.parametrize("priority", [0, 2])

@@ -19,6 +19,7 @@ from speculant.structured.constraint import Grammar, GrammarConstraint
 from speculant.structured.grammars import Grammars
 from speculant.structured.spec import StructuredOutputs
 from speculant.text.tokenizer import Tokenizer
+from tests.examples import examples
 from tests.models import END, VOCAB_SIZE
 
 CHOICES = ["cat", "catalogue", "dog", "do", "Ångström", "日本", "日曜"]
@@ -55,7 +56,7 @@ def test_masks_allow_exactly_the_choices(grammars: Grammars, tokenizer: Tokenize
 def test_masks_depend_on_the_tokens_alone(grammars: Grammars, form: str) -> None:
     """After random advances, drafts and rollbacks, masks equal those of a new constraint with the same tokens."""
     grammar, rng = grammars.compile(FORMS[form]).result(), random.Random(form)
-    for _ in range(4):
+    for _ in range(examples(4, least=1)):
         constraint, taken = grammar.constrain(), list[int]()
         while len(taken) < 24 and not constraint.is_done:
             draft = wander(constraint, rng)

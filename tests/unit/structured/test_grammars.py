@@ -92,7 +92,9 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=[] if each in list(RUNS)[:2] else pytest.mark.slow) for each in RUNS]
+)
 def test_an_endless_run_is_refused_at_once(grammars: Grammars, name: str) -> None:
     """What these texts begin with is forced for a million bytes or more."""
     started = time.process_time()
@@ -134,7 +136,9 @@ def test_a_slow_form_delays_no_other(grammars: Grammars, monkeypatch: pytest.Mon
     assert slow.result(timeout=10)
 
 
-@pytest.mark.parametrize("name", LARGE)
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=[] if each != "properties" else pytest.mark.slow) for each in LARGE]
+)
 def test_a_large_form_ends_within_seconds(grammars: Grammars, name: str) -> None:
     """The compiler recurses along chains of rules, on a stack that is large enough for the longest texts."""
     started = time.process_time()

@@ -100,6 +100,7 @@ def write(metadata: Mapping[str, Any], file: Path) -> Path:
     return file
 
 
+@pytest.mark.slow
 def test_the_demo_pair_has_the_same_tokens_from_a_gguf_file() -> None:
     original, metadata = demo()
     read = read_gguf_tokenizer(metadata)

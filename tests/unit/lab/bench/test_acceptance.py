@@ -68,6 +68,7 @@ def test_other_model_accepts_less(checkpoints: Checkpoints) -> None:
     assert 1 > means[0] > means[1] > 0
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("correlated", [False, True])
 @pytest.mark.parametrize("rate", [0.7, 0.95])
 def test_interval_covers_the_rate(rate: float, correlated: bool) -> None:
@@ -92,6 +93,7 @@ def test_interval_of_a_certain_rate_is_not_a_point() -> None:
     assert short.low < 0.3 < 0.9 < short.high
 
 
+@pytest.mark.slow
 def test_many_texts_are_compared_as_a_whole() -> None:
     """If texts differ from one another, their blocks are not independent observations."""
     rng = np.random.default_rng(2)

@@ -24,7 +24,7 @@ from speculant.models.description import Experts
 from speculant.models.source import read_model_config, resolve_source
 from speculant.models.weights.load import load_model, read_description
 from speculant.models.weights.tensors import TensorFiles
-from tests.unit.models.families import Session, random_tokens, thinned_cases, write_variant
+from tests.unit.models.families import FEW, Session, random_tokens, thinned_cases, write_variant
 
 NATIVE = pytest.mark.skipif(not usable_sets(), reason="the native kernels are not built")
 KERNELS = ["reference", pytest.param("native", marks=NATIVE)]
@@ -83,7 +83,7 @@ def test_every_size_can_grow(draft: Path, shape: Shape, tmp_path: Path) -> None:
     torch.testing.assert_close(logits(tmp_path, "float64", "reference"), expected, atol=1e-10, rtol=1e-10)
 
 
-@pytest.mark.parametrize("case", thinned_cases())
+@pytest.mark.parametrize("case", thinned_cases(families=FEW))
 def test_every_family_can_grow(case: tuple[str, str], tmp_path: Path) -> None:
     """In all sizes at once, by a reader that may give it as many key heads as attention heads; without experts."""
     small = write_variant(tmp_path, *case)

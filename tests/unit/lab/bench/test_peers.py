@@ -118,6 +118,7 @@ def test_workload_warms_up_with_other_prompts(tokenizer: Tokenizer) -> None:
     assert made.positions == 48
 
 
+@pytest.mark.slow
 def test_a_piece_of_code_without_a_prompt_is_left_out(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     """No end of the piece of code number 53 has exactly 512 tokens."""
     assert canonical_prompt(tokenizer, 53, 512) is None

@@ -29,6 +29,7 @@ def scored(p: np.ndarray, tokens: np.ndarray, q: np.ndarray | None = None) -> Sc
     return scores
 
 
+@pytest.mark.slow
 def test_z_of_a_correct_sampler_is_standard_normal() -> None:
     rng = np.random.default_rng(1)
     z: list[list[float]] = []
@@ -71,6 +72,7 @@ def test_a_sampler_that_is_too_cold_fails() -> None:
     assert all(score.z > 5 for score in scores.made)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", [FALSE_ALARM / 3, 0.05])
 def test_the_reported_shift_is_found_with_the_reported_power(level: int) -> None:
     rng = np.random.default_rng(5)

@@ -32,6 +32,7 @@ def test_cost_is_that_of_the_process(length: int) -> None:
     assert within_three_errors(drawn, found)
 
 
+@pytest.mark.slow
 def test_long_text_of_one_rate_has_the_formulas_speed() -> None:
     text = np.full(4000, 0.7)
     speeds = len(text) / expected_costs(text, COSTS)

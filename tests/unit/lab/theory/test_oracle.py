@@ -48,6 +48,7 @@ def test_it_drafts_no_tokens_that_do_not_pay(cost_ratio: float) -> None:
     assert oracle_speedup(survival(0.9, AHEAD), cost_ratio, FLAT, batch=3) == pytest.approx(1.0)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("curve", [FLAT, CLIFF, SLOPE, UNEVEN], ids=["flat", "cliff", "slope", "uneven"])
 @pytest.mark.parametrize("batch", [1, 2, 16])
 def test_no_fixed_length_is_faster(curve: VerificationCurve, batch: int) -> None:

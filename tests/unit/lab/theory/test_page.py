@@ -15,6 +15,7 @@ def test_tables_are_up_to_date() -> None:
     assert len(re.findall("<!-- table:", page)) == len(TABLES) + len(MEASURED)
 
 
+@pytest.mark.slow
 def test_changed_figure_is_noticed() -> None:
     page = PAGE.read_text(encoding="utf-8")
     seen = json.loads(RESULTS.read_text(encoding="utf-8"))["seen"]

@@ -98,6 +98,7 @@ def test_corollary_3_9(cost_ratio: float) -> None:
     assert best(cost_ratio - 0.01, cost_ratio) == (0, 1.0)
 
 
+@pytest.mark.slow
 def test_oracle_gains_up_to_60_percent() -> None:
     """Section 3.5 says about 60% for typical alpha and c."""
     gains = [oracle_gain(alpha / 100, cost / 100) for alpha in range(50, 96, 5) for cost in (1, 2, 5, 10)]

@@ -22,6 +22,9 @@ MANY = 100_000  # contexts: a mean's standard error is at most 0.0016
 CLOSE = 0.007
 KINDS = ("dense", "zeros", "equal supports", "tie", "one-hot")
 every_kind = pytest.mark.parametrize("kind", KINDS)
+few_kinds = pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[] if kind in ("zeros", "one-hot") else pytest.mark.slow) for kind in KINDS]
+)
 
 
 def distributions(kind: str, seed: int = 0) -> tuple[Array, Array]:
@@ -54,7 +57,7 @@ def rates_by_rule(p: Array, q: Array, count: int, rule: str) -> list[float]:
     return [found.get(rank, 0.0) for rank in range(count)]
 
 
-@every_kind
+@few_kinds
 def test_rejection(kind: str) -> None:
     p, q = distributions(kind)
     expected = rates_by_rule(p, q, 3, "multi_draft")
@@ -63,7 +66,7 @@ def test_rejection(kind: str) -> None:
     assert found[0] == pytest.approx(np.minimum(p, q).sum(), abs=EXACT)
 
 
-@every_kind
+@few_kinds
 def test_own_noise(kind: str) -> None:
     p, q = distributions(kind)
     found = own_noise_rates(repeated(p), repeated(q), 3, np.random.default_rng(1))
@@ -81,6 +84,7 @@ def test_shared_noise(kind: str) -> None:
     assert found.sum() == pytest.approx(p[q > 0].sum(), abs=CLOSE), "what the draft can draw is among four children"
 
 
+@pytest.mark.slow
 def test_shared_noise_is_that_of_the_engine() -> None:
     p, q = (torch.tensor(distribution) for distribution in distributions("dense", seed=3))
     hits, rounds = np.zeros(3), 2000

@@ -36,6 +36,7 @@ def tokens_per_step(found: Simulation) -> np.ndarray:
     return committed / found.full_steps.sum(axis=1)
 
 
+@pytest.mark.covering(1)
 @RATES
 @LENGTHS
 def test_tokens_per_step_are_equation_1(rates: list[float], length: int) -> None:
@@ -51,6 +52,7 @@ def test_accepted_lengths_are_the_capped_distribution(rates: list[float]) -> Non
         assert within_three_errors(shares[:, accepted], expected)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("batch", [1, 3])
 @LENGTHS
 def test_speed_is_theorem_3_8_with_a_curve(length: int, batch: int) -> None:
@@ -86,6 +88,7 @@ def test_cost_of_a_short_answer_is_exact(length: int) -> None:
     assert np.allclose(found.speeds, 20 / found.cost)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("correlation", [0.2, 0.6, 0.9])
 @LENGTHS
 def test_correlated_tokens_are_those_of_the_chain(length: int, correlation: float) -> None:

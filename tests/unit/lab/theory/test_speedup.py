@@ -22,6 +22,7 @@ from tests.unit.lab.theory.process import STEPS, accepted_in_a_step, within_thre
 CLIFF = VerificationCurve((1, 4, 5, 8), (1.0, 1.1, 1.6, 1.65))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("rates", [[0.8], [0.9, 0.7, 0.4], [0.0], [1.0]], ids=str)
 @pytest.mark.parametrize("length", [0, 1, 4, 9])
 def test_expected_tokens_are_those_of_the_process(rates: list[float], length: int) -> None:

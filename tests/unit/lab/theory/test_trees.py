@@ -51,6 +51,7 @@ def fits(shape: frozenset[Path], max_depth: int, max_children: int) -> bool:
     return all(len(path) <= max_depth and path[-1] < max_children for path in shape)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("nodes", [1, 2, 3, 4, 5, 6])
 @pytest.mark.parametrize(("max_depth", "max_children"), [(None, None), (2, None), (3, 2), (None, 1), (1, None), (4, 3)])
 def test_no_shape_is_better(nodes: int, max_depth: int | None, max_children: int | None) -> None:
@@ -168,7 +169,9 @@ def accepted_by(rule: Verifier, shape: StaticTree, p: torch.Tensor, q: torch.Ten
     return enumerate_outcomes(run)
 
 
-@pytest.mark.parametrize("rule", [MultiDraft(), Match()], ids=["multi_draft", "match"])
+@pytest.mark.parametrize(
+    "rule", [MultiDraft(), pytest.param(Match(), marks=pytest.mark.slow)], ids=["multi_draft", "match"]
+)
 def test_a_verifier_accepts_the_expected_number(rule: Verifier) -> None:
     """Every context has the same distributions, so rates are the same everywhere and the number is exact."""
     for seed in range(4):

@@ -124,6 +124,7 @@ def test_figures_are_those_of_the_formulas(texts: Texts, target: Decoder, near: 
     assert known_rows([near], tokens, best).float().mean() == pytest.approx(alone["agreement"])
 
 
+@pytest.mark.slow
 def test_a_run_makes_drafts_for_one_tree(tmp_path: Path, target_folder: str, corpus_folder: Path) -> None:
     """From prompts to drafts in one tree, in one session and in two."""
     arguments = [
@@ -156,7 +157,7 @@ def without_time(outcome: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in outcome.items() if name != "minutes"}
 
 
-@pytest.mark.parametrize("case", thinned_cases())
+@pytest.mark.parametrize("case", thinned_cases(families=("llama", "gpt2")))
 def test_each_draft_begins_with_the_weights_before(
     tmp_path: Path, target: Decoder, target_folder: str, texts: Texts, case: tuple[str, str]
 ) -> None:

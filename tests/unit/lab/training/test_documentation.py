@@ -19,6 +19,7 @@ from speculant.lab.training.config import TrainingConfig
 PAGE = (Path(__file__).parents[4] / "docs/training.md").read_text()
 
 
+@pytest.mark.slow
 def test_python_of_the_training_page_runs(
     corpus_folder: Path,
     target_folder: Path,

@@ -33,6 +33,7 @@ def train(*arguments: object) -> dict[str, Any]:
     return counted
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("engine", ENGINES, ids=lambda engine: str(engine["dtype"]))
 @pytest.mark.parametrize("config", [{}, {"method": "cascade"}, {"tree": [2, 1]}], ids=["chain", "cascade", "tree"])
 def test_short_head_is_trained_and_changes_no_text(

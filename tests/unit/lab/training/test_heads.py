@@ -42,6 +42,7 @@ from tests.models import END, Shape, write_checkpoint
 from tests.unit.models.families import VARIANTS, cases_with
 
 SEQ = 16
+QUICK = ("llama", "gpt_oss", "opt", "ministral3", "qwen2")  # families that meet all kinds of heads
 
 
 @pytest.fixture(scope="module")
@@ -243,7 +244,9 @@ def test_every_kind_is_a_method() -> None:
         config_of(Path("out"), "demo", "eagel")
 
 
-@pytest.mark.parametrize("kind", kind_names())
+@pytest.mark.parametrize(
+    "kind", [kind if kind == "eagle3" else pytest.param(kind, marks=pytest.mark.slow) for kind in kind_names()]
+)
 def test_a_run_makes_a_head_that_drafts(kind: str, tmp_path: Path, target_folder: str, corpus_folder: Path) -> None:
     """From prompts to a folder for an engine, in one session and in two."""
     arguments = [
@@ -285,6 +288,7 @@ def test_a_head_names_its_target_without_suffix_and_part(tmp_path: Path) -> None
     assert "--target target-00001-of-00002.gguf " in config.command() + " "
 
 
+@pytest.mark.slow
 def test_a_head_is_trained_for_a_gguf_file(tmp_path: Path, target_folder: str, corpus_folder: Path) -> None:
     """The rotary factors of a file are written unchanged."""
     factors = {"rope_freqs.weight": np.linspace(1, 4, 4, dtype=np.float32)}
@@ -307,7 +311,7 @@ def test_a_head_is_trained_for_a_gguf_file(tmp_path: Path, target_folder: str, c
     assert [each.outputs[0].token_ids for each in drafted] == [each.outputs[0].token_ids for each in plain]
 
 
-@pytest.mark.parametrize("case", cases_with(kind_names()))
+@pytest.mark.parametrize("case", cases_with(kind_names(), QUICK))
 def test_a_head_is_trained_for_any_family(case: tuple[str, str, str], tmp_path: Path) -> None:
     family, variant, kind = case
     settings = tuple(VARIANTS.get(family, {}).get(variant, {}).items())

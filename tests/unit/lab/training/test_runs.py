@@ -135,6 +135,7 @@ def test_transformers_reads_the_folder_the_same_way(config: TrainingConfig, tmp_
     assert words("def get").input_ids == texts.tokenizer.encode("def get").ids
 
 
+@pytest.mark.slow
 def test_distillation_raises_the_overlap(config: TrainingConfig, target_folder: Path) -> None:
     config = replace(config, distill_from=target_folder, steps=40)
     texts, trainer = prepare(config)

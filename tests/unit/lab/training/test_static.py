@@ -38,7 +38,16 @@ def test_static_tables_are_trained_and_used(checkpoints: Checkpoints, tmp_path: 
     assert counted["vocab_size"] == VOCAB_SIZE
     assert counted["tokens"] >= 2 * 60 + len("class A:")
     assert counted["bytes"] == out.stat().st_size
-    drafting = LLM(checkpoints.target, dtype="float64", speculative_config={"method": "static", "tables": str(out)})
+    drafting = LLM(
+        checkpoints.target,
+        dtype="float64",
+        speculative_config={
+            "method": "static",
+            "tables": str(out),
+            "num_speculative_tokens": 3,
+            "draft_length": "fixed",
+        },
+    )
     (drafted,) = drafting.generate("class A:", params)
     assert drafted.outputs[0].token_ids == plain.outputs[0].token_ids
     assert drafted.metrics.speculative_decoding.num_accepted_draft_tokens > 10
