@@ -55,8 +55,7 @@ def _has_cuda() -> bool:
 @pytest.fixture(autouse=True, scope="session")
 def same_engines_each_time() -> Iterator[None]:
     """Give engines without a seed the same one, so that a test samples the same texts, and measure costs briefly."""
-    from speculant.engine import build
-    from speculant.lengths import calibration
+    from speculant.engine import build, calibration
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "secrets", SimpleNamespace(randbits=lambda bits: 0))

@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 
 from speculant import LLM, RequestOutput, SamplingParams, plugins
+from speculant.engine.calibration import Calibration
 from speculant.kernels.native import usable_sets
 from speculant.lengths.adaptive import Adaptive
-from speculant.lengths.calibration import Calibration
 from speculant.lengths.costs import CostCurve, StepCosts
 from tests.covering import covering
 from tests.drafters import BLIND, model_of, options_of, predicting

@@ -28,14 +28,13 @@ from speculant.drafting.methods import (
     takes_model,
 )
 from speculant.drafting.selection import Selection, Selector
+from speculant.engine.calibration import Calibration
 from speculant.engine.draft_loading import AUTO, choose_precision, describe_vocabulary, draft_vocabulary, rounded
 from speculant.engine.drafters import Drafters
 from speculant.engine.engine import Engine, EngineOptions
 from speculant.engine.memory import CacheMemory
-from speculant.engine.runner import forward_target
 from speculant.errors import ConfigError
 from speculant.lengths.base import DraftLength, DraftLengthContext
-from speculant.lengths.calibration import Calibration
 from speculant.models import background
 from speculant.models.backends.base import find_backends
 from speculant.models.base import CausalLM, scratch_of
@@ -104,7 +103,7 @@ def build_around(config: EngineConfig, target: Checkpoint) -> Runtime:
         logger.warning("max_model_len is %s", context)
     facts = str(replace(config, seed=0, weight_cache="off"))  # costs do not depend on these two
     identity = (facts, target.kernels, str(target.folder), notes)
-    measured = Calibration(target.model, cache, sampler, drafters.known, limits, identity, forward_target)
+    measured = Calibration(target.model, cache, sampler, drafters.known, limits, identity)
     policy = _draft_length(spec, length, drafters, measured)
     selection.selector = policy if isinstance(policy, Selector) else None
     engine = Engine(

@@ -3,7 +3,7 @@
 The chosen type is the one that is expected to generate text fastest on this machine. A draft does not change the
 output's distribution, so its weights may be rounded: its passes become faster, and fewer of its tokens are accepted.
 Both are measured, on a text that the draft itself draws, and the choice is kept on disk next to the cost curves
-(lengths/calibration.py).
+(engine/calibration.py).
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from speculant.cache.base import KVCache
 from speculant.cache.factory import slotted_cache
 from speculant.drafting.model.intersection import intersect
 from speculant.drafting.model.runner import fit_vocabulary, grow
+from speculant.engine.calibration import folder, requests, timed
 from speculant.errors import ModelError, PairError, SpeculantError
 from speculant.files import key_of, write_file
-from speculant.lengths.calibration import folder, requests, timed
 from speculant.models.base import CausalLM, Chain, SequenceInput, build_batch
 from speculant.models.vocabulary import DraftVocabulary, MappedVocabulary, TargetVocabulary
 from speculant.models.weights.load import Checkpoint

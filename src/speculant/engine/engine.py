@@ -12,6 +12,7 @@ from speculant.config import Limits
 from speculant.constraints import Constraint
 from speculant.engine.commit import Committed, ending_with, fail
 from speculant.engine.drafters import Drafters
+from speculant.engine.guarded_length import GuardedLength
 from speculant.engine.profiling import Mark, unmarked
 from speculant.engine.requests import CheckedRequest, RequestFactory, RequestRules
 from speculant.engine.runner import check_target
@@ -20,7 +21,6 @@ from speculant.errors import RequestError, SpeculantError
 from speculant.kernels.base import Sampler
 from speculant.kernels.reference_sampler import REFERENCE
 from speculant.lengths.base import DraftLength
-from speculant.lengths.guarded import GuardedLength
 from speculant.metrics import EngineMetrics
 from speculant.models.base import CausalLM, check_taps
 from speculant.params import SamplingParams

@@ -27,9 +27,9 @@ import torch
 from speculant.cache.base import CacheShape, KVCache
 from speculant.cache.factory import paged_cache, slotted_cache
 from speculant.config import EngineConfig, Limits
+from speculant.engine.calibration import DEPTHS
 from speculant.engine.cgroups import free_in_cgroups
 from speculant.errors import CapacityError
-from speculant.lengths.calibration import DEPTHS
 
 logger = logging.getLogger(__name__)
 

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from speculant.constraints import forced_tokens, prepare_masks
 from speculant.engine.drafters import Drafters
+from speculant.engine.guarded_length import GuardedLength
 from speculant.lengths.base import num_rows
-from speculant.lengths.guarded import GuardedLength
 from speculant.models.base import CausalLM, ModelNeeds
 from speculant.params import MAX_SPECULATIVE_TOKENS
 from speculant.scheduling.scheduler import Schedule, Scheduled

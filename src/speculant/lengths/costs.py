@@ -153,14 +153,15 @@ class Reading(NamedTuple):
 
 @dataclass
 class StepCosts:
-    """The curves of an engine, in seconds.
+    """The costs of an engine, in seconds.
 
-    passes: a target pass with drafts and its verdicts, after a short text, by rows. keys: the addition of a long text.
-    rest, plain_rest: the rest of a step with drafts and of one without, for each sequence. drafts: for each method and number of sequences, a draft by depth. readings: by method;
-    none = it reads nothing before a draft.
+    passes: a target pass with drafts and its verdicts, after a short text, by rows. plain: the level of passes without
+    drafts on that curve: weights that fit a processor's cache are still there if no draft model ran before. keys: the
+    addition of a long text. rest, plain_rest: the rest of a step with drafts and of one without, for each sequence.
+    drafts: for each method and number of sequences, a draft by depth. readings: by method; none = it reads nothing
+    before a draft.
 
-    plain: the level of passes without drafts, which take that much of what `passes` had at the start at as many rows:
-    weights that fit a processor's cache are still there if no draft model ran before. The first passes of a kind move its own level alone. From then on, a change of one level is taken for a change of
+    The first passes of a kind move its own level alone. From then on, a change of one level is taken for a change of
     the machine, and moves the other as well.
     """
 

@@ -22,10 +22,9 @@ from speculant.config import Limits
 from speculant.drafting.base import Drafter, DrafterContext
 from speculant.drafting.heads.future import UNKNOWN, likeliest, product_tree
 from speculant.drafting.model.head_tokens import save_head_tokens
-from speculant.engine.runner import forward_target
+from speculant.engine.calibration import Calibration
 from speculant.errors import ConfigError, ModelError, PairError, SpeculantError
 from speculant.kernels.native import usable_sets
-from speculant.lengths.calibration import Calibration
 from speculant.models.base import CausalLM
 from speculant.models.weights.load import load_model
 from speculant.params import SamplingParams
@@ -673,8 +672,6 @@ def test_costs_of_heads_are_those_of_real_drafts(tmp_path: Path, checkpoints: Ch
     cache = paged_cache(target.model.cache_shape, 64, 4)
     limits = Limits(128, 1, 128)
     identity = (str(tmp_path),)
-    Calibration(
-        target.model, cache, target.backend.sampler, {"head": drafter}, limits, identity, forward_target
-    ).costs()
+    Calibration(target.model, cache, target.backend.sampler, {"head": drafter}, limits, identity).costs()
     assert sizes
     assert set(sizes) == {0}

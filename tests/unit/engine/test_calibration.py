@@ -14,8 +14,7 @@ import pytest
 
 from speculant import LLM, SamplingParams, files
 from speculant.drafting.model.drafter import ModelDrafter
-from speculant.engine import build
-from speculant.lengths import calibration
+from speculant.engine import build, calibration
 from speculant.scheduling.scheduler import Scheduled
 from speculant.types import DraftTree, Request
 from tests.models import Checkpoints

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from speculant import LLM, SamplingParams
-from speculant.engine import draft_loading
+from speculant.engine import calibration, draft_loading
 from speculant.engine.draft_loading import Precision, choose_precision
 from speculant.errors import ModelError
-from speculant.lengths import calibration
 from speculant.models.weights.load import load_model
 from tests.models import Checkpoints
 

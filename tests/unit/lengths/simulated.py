@@ -13,10 +13,10 @@ from unittest.mock import patch
 
 import numpy as np
 
+from speculant.engine.calibration import DEPTHS, ROWS, SEQUENCES
+from speculant.engine.guarded_length import GuardedLength
 from speculant.lengths.base import DraftLength, DraftLengthContext
-from speculant.lengths.calibration import DEPTHS, ROWS, SEQUENCES
 from speculant.lengths.costs import CostCurve, KeyCosts, Reading, StepCosts
-from speculant.lengths.guarded import GuardedLength
 from speculant.metrics import StepTiming
 from speculant.params import SamplingParams
 from speculant.scheduling.scheduler import Schedule, Scheduled

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import pytest
 
+from speculant.engine.guarded_length import GuardedLength
 from speculant.lengths.base import DraftOutcome
 from speculant.lengths.choice import Choice
-from speculant.lengths.guarded import GuardedLength
 from speculant.metrics import StepTiming
 from speculant.scheduling.scheduler import Schedule
 from tests.unit.scheduling.driver import Driver, slots

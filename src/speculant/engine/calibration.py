@@ -16,7 +16,7 @@ from functools import partial
 from itertools import count, islice
 from math import inf
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from torch import Tensor
 from speculant.cache.base import KVCache, Moves, Slots
 from speculant.config import Limits
 from speculant.drafting.base import Drafter
+from speculant.engine.runner import forward_target
 from speculant.errors import Guard
 from speculant.files import cache_folder, key_of, write_file
 from speculant.kernels.base import Sampler
@@ -55,16 +56,6 @@ GOLDEN = 2654435769  # the golden ratio's fraction, times 2^32
 GREEDY = SamplingParams(temperature=0, max_tokens=None)
 
 
-class TargetPass(Protocol):
-    """One target pass over scheduled sequences and their drafts, as `engine.runner.forward_target` makes it."""
-
-    def __call__(
-        self, model: CausalLM, cache: KVCache, scheduled: Sequence[Scheduled], trees: Sequence[DraftTree]
-    ) -> tuple[Sequence[Any], Tensor]:
-        """Return the output of each sequence, and the logits of all of them in order."""
-        ...
-
-
 @dataclass(frozen=True)
 class Calibration:
     """The subjects of the measurements: the target with its cache, and the drafters by method.
@@ -78,7 +69,6 @@ class Calibration:
     drafters: Mapping[str, Drafter]
     limits: Limits
     identity: Sequence[str]
-    forward: TargetPass
 
     def costs(self) -> StepCosts:
         """Return the curves, from disk if they were measured before."""
@@ -169,7 +159,7 @@ class Calibration:
         self.cache.truncate_to(request.seq_id, length)
 
     def _pass(self, item: Scheduled, tree: DraftTree) -> None:
-        (output,), logits = self.forward(self.target, self.cache, [item], [tree])
+        (output,), logits = forward_target(self.target, self.cache, [item], [tree])
         if output.logits is not None:
             nodes = [Node(item.request, tree.tokens_to(node), False) for node in output.nodes]
             row_maxima(distribution(logits, nodes, self.sampler))
