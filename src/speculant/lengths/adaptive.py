@@ -172,6 +172,7 @@ class Adaptive:
 
         experiments, trial, longer = self._experiments, ("draft", method), ("longer", method)
         chosen = choose_jointly(self._offers(method, requests, most), count, seconds, LEAST_GAIN)
+        plan.rate = count / plain_s * (1 + chosen.gain)
         token_s = BEGIN_SHARE * plain_s / count * chosen.gain / (1 + chosen.gain)
         counts, _ = self._backlogs.affordable(method, requests, chosen.counts, token_s)
         if any(counts):
@@ -232,12 +233,15 @@ class Adaptive:
         """See `Selector.prefers`: the draft with the more expected tokens per second is taken."""
         if asked_length(request) is not None:
             return True
-        method, tokens, length = str(request.drafter), len(self._plan.lengths), self._drawn.get(request.seq_id, 0)
-        gain = sum(self._acceptance[method].survivals(request, length))
-        pass_s = self._plan.steps_s(self._costs, max(length, len(scores)))
-        other = (tokens + gain) / (pass_s[length] + self._costs.draft_s(method, 1, length))
-        expected = accumulate(self._scored_survivals(ScoredDraft(request, scores, parents)), initial=float(tokens))
-        return any(each >= other * pass_s[nodes] for nodes, each in enumerate(expected) if nodes)
+        plan, method, length = self._plan, str(request.drafter), self._drawn.get(request.seq_id, 0)
+        drawn_s = 0.0
+        if length:
+            draft_s = self._costs.drafts_s(method, sum(map(bool, self._drawn.values())), length)[-2:, length]
+            drawn_s = float(draft_s[1] - draft_s[0])  # of one more sequence
+        pass_s = plan.steps_s(self._costs, max(length, len(scores)))
+        drawn = sum(self._acceptance[method].survivals(request, length)) - plan.rate * (drawn_s + pass_s[length])
+        gains = accumulate(self._scored_survivals(ScoredDraft(request, scores, parents)))
+        return any(gain - plan.rate * pass_s[nodes] >= drawn for nodes, gain in enumerate(gains, start=1))
 
     def longest_unscored(self, request: Request) -> int | None:
         """See `Selector.longest_unscored`."""

@@ -25,8 +25,9 @@ class Plan:
 
     made_for: for each sequence its id, its rows without a draft, and whether it only decodes. rows: the sum of these
     rows. attention: the seconds of long texts, and of each node after them.
-    pure: whether all sequences only decode, and none is a beam search. gain: by how many plain steps' tokens a step
-    with these drafts is expected to be ahead. asked: methods with scores that may draft.
+    pure: whether all sequences only decode, and none is a beam search. gain: the share by which drafts without scores
+    are expected to raise the tokens per second; rate: these tokens per second. asked: methods with scores that may
+    draft.
     """
 
     made_for: list[tuple[int, int, bool]]
@@ -36,6 +37,7 @@ class Plan:
     pure: bool = True
     left: int = 0
     gain: float = 0.0
+    rate: float = 0.0
     asked: list[str] = field(default_factory=list)
 
     @classmethod
