@@ -216,8 +216,7 @@ def test_text_is_identical_with_drafter_selection(
     costs = StepCosts(CostCurve({1: 1.0, 64: 1.3}), {"fallback": {1: CostCurve({1: 0.02, 16: 0.32})}})
     monkeypatch.setattr(Calibration, "costs", lambda self: costs)
     monkeypatch.setattr(Adaptive, "_follow", lambda self, *seen: None)
-    monkeypatch.setattr(StepCosts, "observe_undrafted", lambda self, *seen: None)
-    monkeypatch.setattr(StepCosts, "compare_undrafted", lambda self, *seen: None)
+    monkeypatch.setattr(Adaptive, "_follow_plain", lambda self, *seen: None)
     engine, prompts = ENGINES[weights], [*SHORT.prompts, *SHORT.prompts]  # the second time their texts are known
     plain = plain_texts(distribution, SHORT, tuple(engine.items()))
     config = {"method": "fallback", "draft_length": "adaptive"}

@@ -273,7 +273,7 @@ class Adaptive:
             self._plain = 0
             if plan.pure:
                 self._follow(outcomes, timing, late)
-        elif plan.pure and not any(plan.lengths):
+        elif plan.pure and plan.lengths and not any(plan.lengths):
             self._follow_plain(timing)
 
     def _end_experiments(self, accepted: Mapping[str, Sequence[bool]]) -> None:

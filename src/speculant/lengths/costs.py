@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import count, repeat
 from operator import add, mul
+from statistics import median_low
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +19,8 @@ import numpy as np
 from speculant.metrics import StepTiming
 
 DRIFT = 0.1  # weight of a step's time; the first ones have more
-OUTLIER, FIRST_OUTLIER = 0.1, 0.7  # logarithm by which a step counts as slower or faster at most; so that of the first
+OUTLIER = 0.1  # logarithm by which a step counts as slower or faster at most
+SMALLEST = 1e-9  # ratio of times
 LEARNT = 16  # steps of a kind, after which a change of their times is one of the machine
 ROW_SHARE = 0.02  # of a pass of one row: what one more row costs that reads nothing more
 LEAST_TABLE = 32  # sizes that are interpolated at once
@@ -26,16 +28,23 @@ LEAST_TABLE = 32  # sizes that are interpolated at once
 
 @dataclass
 class Level:
-    """How much slower than at the start steps of a kind are: a running median of `seen` steps."""
+    """How much slower than at the start steps of a kind are: the median of the first steps, which later ones move.
+
+    first: logarithms. seen: the number of steps.
+    """
 
     value: float = 1.0
+    first: list[float] = field(default_factory=list)
     seen: int = 0
 
     def follow(self, ratio: float) -> float:
         """Follow a step, by the ratio of its time to the expected one; return the factor by which the level moves."""
         self.seen += 1
-        most = max(OUTLIER, FIRST_OUTLIER / self.seen)
-        factor = math.exp(max(DRIFT, 1 / self.seen) * _within(ratio, most))
+        if self.seen <= LEARNT:
+            self.first.append(math.log(max(ratio, SMALLEST) * self.value))
+            factor = math.exp(median_low(self.first)) / self.value
+        else:
+            factor = math.exp(DRIFT * _within(ratio, OUTLIER))
         self.value *= factor
         return factor
 
@@ -56,7 +65,7 @@ class Mean:
 
 def _within(ratio: float, most: float) -> float:
     """Return the logarithm of a ratio, at most `most` from 0."""
-    return min(max(math.log(ratio), -most), most)
+    return min(max(math.log(max(ratio, SMALLEST)), -most), most)
 
 
 class CostCurve:

@@ -22,7 +22,7 @@ class Experiment:
     """
 
     wait: int = 0
-    due: int = 0
+    due: int = FIRST_WAIT
     price: float = 0.0
     repeats: int = 0
     running: bool = False
@@ -53,5 +53,5 @@ class Experiments(defaultdict[tuple[str, str], Experiment]):
         self.step = 0
 
     def left(self, kind: str, method: str) -> int:
-        """Return the steps until an experiment is due; 0 = now. One that was never made is due at once."""
+        """Return the steps until an experiment is due; 0 = now."""
         return max(0, self[kind, method].due - self.step)

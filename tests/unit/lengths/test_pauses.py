@@ -8,7 +8,6 @@ import pytest
 
 from speculant.engine.guarded_length import GuardedLength
 from speculant.lengths.base import DraftOutcome
-from speculant.lengths.choice import Choice
 from speculant.metrics import StepTiming
 from speculant.scheduling.scheduler import Schedule
 from tests.unit.scheduling.driver import Driver, slots
@@ -73,13 +72,3 @@ def test_a_removed_sequence_ends_a_pause() -> None:
     assert pauses_of(guarded, driver, 2) == [False, True]
     driver.scheduler.remove(driver.scheduler.running[0])
     assert pauses_of(guarded, driver, 2) == [False, True]
-
-
-@pytest.mark.parametrize(("left", "skipped"), [(63, 6), (57, 0), (56, 7), (8, 7), (7, 6), (1, 0), (0, 0)])
-def test_a_choice_skips_to_the_next_watched_step(left: int, skipped: int) -> None:
-    choice = Choice([], [0], 1, 1.0, True, left)
-    assert (choice.pause(8), choice.left) == (skipped, left - skipped)
-
-
-def test_a_sequence_that_does_not_decode_prevents_a_pause() -> None:
-    assert Choice([], [0], 1, 1.0, False, 63).pause(8) == 0
