@@ -36,7 +36,7 @@ from speculant.metrics import StepTiming
 from speculant.scheduling.scheduler import Schedule
 from speculant.types import Request
 
-LEAST_GAIN = 0.01  # drafts that gain less are not worth the risk that the estimates are wrong
+LEAST_CHANCE = 0.01  # of a node to be accepted: a draft ends before it
 PROBE = 1  # nodes of a draft that is tried
 PLAIN_STEPS = 6  # of an experiment without drafts; its last half is timed, when the processor's caches are as usual
 HOLDS, RESTS = 8, 32  # steps for which a plan holds, with drafts and without
@@ -94,7 +94,12 @@ class Adaptive:
     def pause(self) -> int:
         """See `PausingLength.pause`: it lasts until the last step of the plan, which is timed."""
         plan = self._plan
-        if not plan.pure or plan.asked or self._experiments["plain", ""].running or self._costs.plain.seen < LEARNT:
+        if (
+            not plan.pure
+            or plan.asked
+            or self._experiments["plain", ""].running
+            or len(self._costs.passes.level.first) < LEARNT
+        ):
             return 0
         steps, plan.left = plan.left, 0
         self._experiments.step += steps
@@ -171,7 +176,7 @@ class Adaptive:
             return float(seconds(*map(np.array, (sum(counts), sum(map(bool, counts)), max(counts))))) / plain_s - 1
 
         experiments, trial, longer = self._experiments, ("draft", method), ("longer", method)
-        chosen = choose_jointly(self._offers(method, requests, most), count, seconds, LEAST_GAIN)
+        chosen = choose_jointly(self._offers(method, requests, most), count, seconds)
         plan.rate = count / plain_s * (1 + chosen.gain)
         token_s = BEGIN_SHARE * plain_s / count * chosen.gain / (1 + chosen.gain)
         counts, _ = self._backlogs.affordable(method, requests, chosen.counts, token_s)
@@ -210,7 +215,7 @@ class Adaptive:
         acceptance, tree = self._acceptance[method], self._trees(method)
         if tree is None or min(most) < tree[0]:
             pairs = zip(requests, most, strict=True)
-            return Offers.of([acceptance.survivals(request, longest, LEAST_GAIN) for request, longest in pairs])
+            return Offers.of([acceptance.survivals(request, longest, LEAST_CHANCE) for request, longest in pairs])
         nodes, depth = tree
         return Offers.of([[sum(acceptance.survivals(request, depth))] for request in requests], depth, nodes)
 
@@ -248,7 +253,7 @@ class Adaptive:
         return self._drawn.get(request.seq_id)
 
     def _scored_survivals(self, draft: ScoredDraft) -> list[float]:
-        return self._acceptance[scored(str(draft.request.drafter))].scored_survivals(draft, LEAST_GAIN)
+        return self._acceptance[scored(str(draft.request.drafter))].scored_survivals(draft, LEAST_CHANCE)
 
     def _most(self, request: Request) -> int:
         method = str(request.drafter)
@@ -312,7 +317,9 @@ class Adaptive:
         """Follow the costs of a step with drafts. late: a drafter processed a backlog."""
         nodes = sum(sum(outcome.drafted) + outcome.look_ahead_rows for outcome in outcomes)
         plan = self._plan
-        self._costs.observe_step(plan.rows + nodes, len(plan.lengths), timing, plan.attention.seconds(nodes))
+        self._costs.observe_step(
+            self._experiments.step, plan.rows + nodes, len(plan.lengths), timing, plan.attention.seconds(nodes)
+        )
         methods = {str(outcome.request.drafter) for outcome in outcomes}
         if len(methods) == 1 and not late and not (self._scores and self._drawn):
             self._costs.observe_draft(
@@ -324,7 +331,7 @@ class Adaptive:
         plan, tries = self._plan, self._experiments["plain", ""].running
         self._plain += 1
         if self._plain > (PLAIN_STEPS // 2 if tries else PLAIN_STEPS):
-            self._costs.observe_plain(plan.rows, len(plan.lengths), timing, plan.attention, alone=tries)
+            self._costs.observe_plain(self._experiments.step, plan.rows, len(plan.lengths), timing, plan.attention)
 
 
 SCORED = ", scored"

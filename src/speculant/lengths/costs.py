@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import count, repeat
@@ -20,33 +21,27 @@ from speculant.metrics import StepTiming
 
 DRIFT = 0.1  # weight of a step's time; the first ones have more
 OUTLIER = 0.1  # logarithm by which a step counts as slower or faster at most
+LEARNT = 16  # first steps, whose median is the level
+COMPARED, NEAR = 5, 8  # last steps of a kind that are compared with those of the other, and how long they count
 SMALLEST = 1e-9  # ratio of times
-LEARNT = 16  # steps of a kind, after which a change of their times is one of the machine
 ROW_SHARE = 0.02  # of a pass of one row: what one more row costs that reads nothing more
 LEAST_TABLE = 32  # sizes that are interpolated at once
 
 
 @dataclass
 class Level:
-    """How much slower than at the start steps of a kind are: the median of the first steps, which later ones move.
+    """How much slower than at the start steps are, as a logarithm: the median of the first, which later ones move."""
 
-    first: logarithms. seen: the number of steps.
-    """
-
-    value: float = 1.0
+    value: float = 0.0
     first: list[float] = field(default_factory=list)
-    seen: int = 0
 
-    def follow(self, ratio: float) -> float:
-        """Follow a step, by the ratio of its time to the expected one; return the factor by which the level moves."""
-        self.seen += 1
-        if self.seen <= LEARNT:
-            self.first.append(math.log(max(ratio, SMALLEST) * self.value))
-            factor = math.exp(median_low(self.first)) / self.value
+    def follow(self, ratio: float) -> None:
+        """Follow a step, by the logarithm of the ratio of its time to that at the start."""
+        if len(self.first) < LEARNT:
+            self.first.append(ratio)
+            self.value = median_low(self.first)
         else:
-            factor = math.exp(DRIFT * _within(ratio, OUTLIER))
-        self.value *= factor
-        return factor
+            self.value += DRIFT * _within(ratio - self.value)
 
 
 @dataclass
@@ -63,9 +58,12 @@ class Mean:
         self.value += max(DRIFT, 1 / self.seen) * (number - self.value)
 
 
-def _within(ratio: float, most: float) -> float:
-    """Return the logarithm of a ratio, at most `most` from 0."""
-    return min(max(math.log(max(ratio, SMALLEST)), -most), most)
+def _within(change: float) -> float:
+    return min(max(change, -OUTLIER), OUTLIER)
+
+
+def _log(seconds: float, expected_s: float) -> float:
+    return math.log(max(seconds / expected_s, SMALLEST))
 
 
 class CostCurve:
@@ -74,7 +72,7 @@ class CostCurve:
     points: at least one, from 1 up. Costs may jump or fall: a kernel may be slower at 9 rows than at 12. reads: what a
     step of a size reads, in proportion to one of size 1; None = the same at each size. Between two points, seconds are
     then linear in a size's ROW_SHARE plus what it reads: few rows of a model with experts read almost as many
-    different experts as they use, and many rows read all of them. level: by which all seconds are multiplied.
+    different experts as they use, and many rows read all of them. level: of all seconds.
     """
 
     def __init__(self, points: Mapping[int, float], reads: Callable[[int], float] | None = None) -> None:
@@ -87,20 +85,19 @@ class CostCurve:
         """Return the seconds at a size."""
         if size >= len(self._table):
             self._table = self._interpolated(max(LEAST_TABLE, 2 * size + 2))
-        return self._table[size] * self.level.value
+        return self._table[size] * math.exp(self.level.value)
 
     def between(self, first: int, end: int) -> list[float]:
         """Return the seconds at the sizes first to end - 1."""
         self.at(end)
-        return list(map(mul, self._table[first:end], repeat(self.level.value)))
+        return list(map(mul, self._table[first:end], repeat(math.exp(self.level.value))))
 
-    def observe(self, size: int, seconds: float) -> float:
-        """Follow a step of this size: all seconds move, and those of this size by as much again. Return the factor."""
-        factor = self.level.follow(seconds / self.at(size))
+    def observe(self, size: int, seconds: float) -> None:
+        """Follow a step of this size: all seconds move, and those of this size by as much again."""
+        self.level.follow(_log(seconds, self.at(size)) + self.level.value)
         if size in self._points:
-            self._points[size] *= math.exp(DRIFT * _within(seconds / self.at(size), OUTLIER))
+            self._points[size] *= math.exp(DRIFT * _within(_log(seconds, self.at(size))))
             self._table = []
-        return factor
 
     def _interpolated(self, count: int) -> list[float]:
         """Return the seconds at the sizes 0 to count - 1, without the scale."""
@@ -160,27 +157,31 @@ class Reading(NamedTuple):
         return (end - first) * (self.token_s + self.key_s * (first + end) / 2)
 
 
+def _last_passes() -> dict[bool, deque[tuple[int, float]]]:
+    return {drafted: deque(maxlen=COMPARED) for drafted in (False, True)}
+
+
 @dataclass
 class StepCosts:
     """The costs of an engine, in seconds.
 
-    passes: a target pass with drafts and its verdicts, after a short text, by rows. plain: the level of passes without
-    drafts on that curve: weights that fit a processor's cache are still there if no draft model ran before. keys: the
-    addition of a long text. rest, plain_rest: the rest of a step with drafts and of one without, for each sequence.
-    drafts: for each method and number of sequences, a draft by depth. readings: by method; none = it reads nothing
-    before a draft.
-
-    The first passes of a kind move its own level alone. From then on, a change of one level is taken for a change of
-    the machine, and moves the other as well.
+    passes: a target pass with drafts and its verdicts, after a short text, by rows. share: of that, what a pass without
+    drafts takes, as a logarithm: weights that fit a processor's cache are still there if no draft model ran before. It
+    is seen where passes with and without drafts follow one another; every pass shows the level of both, as that is the
+    machine's. keys: the addition of a long text. rest, plain_rest: the rest of a step with drafts and of one without,
+    for each sequence. drafts: for each method and number of sequences, a draft by depth. readings: by method; none = it
+    reads nothing before a draft.
     """
 
     passes: CostCurve
     drafts: dict[str, dict[int, CostCurve]] = field(default_factory=dict)
     keys: KeyCosts = NO_KEY_COSTS
     readings: Mapping[str, Reading] = field(default_factory=dict)
-    plain: Level = field(default_factory=Level)
+    share: float = 0.0
+    compared: int = 0
     rest: Mean = field(default_factory=Mean)
     plain_rest: Mean = field(default_factory=Mean)
+    last: dict[bool, deque[tuple[int, float]]] = field(default_factory=_last_passes)
 
     def attention(self, sequences: Iterable[tuple[int, int]]) -> AttentionSeconds:
         """Return the time that attention adds to a pass of sequences, from each one's rows without a draft and keys."""
@@ -207,8 +208,7 @@ class StepCosts:
 
     def plain_s(self, rows: int, attention: AttentionSeconds = NO_ATTENTION) -> float:
         """Return the seconds of a pass without drafts."""
-        share = min(1.0, self.plain.value / self.passes.level.value)
-        return (self.passes.at(rows) + attention.plain_s) * share
+        return (self.passes.at(rows) + attention.plain_s) * math.exp(min(0.0, self.share))
 
     def draft_s(self, method: str, sequences: int, depth: int) -> float:
         """Return the time to draft to a depth for some sequences; 0 for depth 0, and for a method without curves."""
@@ -249,22 +249,30 @@ class StepCosts:
                 seconds *= curves[nearest].at(depth) / self.draft_s(method, sequences, depth)
             curves[nearest].observe(depth, seconds)
 
-    def observe_step(self, rows: int, sequences: int, timing: StepTiming, attention_s: float) -> None:
-        """Follow a step with drafts, whose attention was expected to take attention_s.
+    def observe_step(self, step: int, rows: int, sequences: int, timing: StepTiming, attention_s: float) -> None:
+        """Follow a step with drafts, whose attention was expected to take attention_s. step: its number.
 
         A deviation from the expected time is shared in proportion with attention.
         """
         short_s = self.passes.at(rows)
-        factor = self.passes.observe(rows, timing.verify_s * short_s / (short_s + attention_s))
-        if self.passes.level.seen > LEARNT or not self.plain.seen:
-            self.plain.value *= factor
+        self._compare(step, True, _log(timing.verify_s, short_s + attention_s) + self.passes.level.value)
+        self.passes.observe(rows, timing.verify_s * short_s / (short_s + attention_s))
         self.rest.add(timing.rest_s / sequences)
 
     def observe_plain(
-        self, rows: int, sequences: int, timing: StepTiming, attention: AttentionSeconds, alone: bool
+        self, step: int, rows: int, sequences: int, timing: StepTiming, attention: AttentionSeconds
     ) -> None:
-        """Follow a step without drafts. alone: the level of passes with drafts is known to be the same."""
-        factor = self.plain.follow(timing.verify_s / self.plain_s(rows, attention))
-        if not (alone or (self.plain.seen <= LEARNT and self.passes.level.seen)):
-            self.passes.level.value *= factor
+        """Follow a step without drafts."""
+        level = _log(timing.verify_s, self.passes.at(rows) + attention.plain_s) + self.passes.level.value
+        self._compare(step, False, level)
+        self.passes.level.follow(level - self.share)
         self.plain_rest.add(timing.rest_s / sequences)
+
+    def _compare(self, step: int, drafted: bool, level: float) -> None:
+        """Compare the last passes of both kinds, if both were near this step."""
+        self.last[drafted].append((step, level))
+        with_drafts, without = ([own for at, own in self.last[kind] if at > step - NEAR] for kind in (True, False))
+        if with_drafts and without:
+            self.compared += 1
+            change = median_low(without) - median_low(with_drafts) - self.share
+            self.share += max(DRIFT, 1 / (self.compared + 1)) * _within(change)

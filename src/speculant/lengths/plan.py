@@ -103,12 +103,12 @@ class Chosen(NamedTuple):
     gain: float
 
 
-def choose_jointly(offers: Offers, sequences: int, seconds: Seconds, least_gain: float = 0.0) -> Chosen:
+def choose_jointly(offers: Offers, sequences: int, seconds: Seconds) -> Chosen:
     """Choose which offers to draft.
 
     seconds(nodes, sequences, depth): arrays of the time of steps with so many nodes in drafts of a depth for some of
     the sequences. For each greatest depth, offers are taken in the order of their gain, and all numbers of them are
-    compared, because costs have cliffs. Drafts must raise the tokens per second by the share `least_gain`.
+    compared, because costs have cliffs.
     """
     if not len(offers.gain):
         return Chosen([0] * sequences, 0.0)
@@ -123,7 +123,7 @@ def choose_jointly(offers: Offers, sequences: int, seconds: Seconds, least_gain:
     cap, last = divmod(int(rates.argmax()), len(order))
     none = np.zeros(1, int)
     share = float(rates[cap, last] * seconds(none, none, none)[0] / sequences - 1)
-    if share <= least_gain:
+    if share <= 0:
         return Chosen([0] * sequences, 0.0)
     counts = np.bincount(owner[: last + 1][taken[cap, : last + 1]], minlength=sequences) * offers.nodes
     return Chosen(counts.tolist(), share)

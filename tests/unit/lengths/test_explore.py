@@ -25,7 +25,11 @@ def run(experiments: Experiments, steps: int, price: float, again: bool = False)
 def test_experiments_take_their_share_of_the_time(price: float) -> None:
     steps = 50_000
     made = run(Experiments(), steps, price)
-    assert made[:3] == [FIRST_WAIT, 2 * FIRST_WAIT, 2 * FIRST_WAIT + max(FIRST_WAIT, min(2 * FIRST_WAIT, int(price / BUDGET)))]
+    assert made[:3] == [
+        FIRST_WAIT,
+        2 * FIRST_WAIT,
+        2 * FIRST_WAIT + max(FIRST_WAIT, min(2 * FIRST_WAIT, int(price / BUDGET))),
+    ]
     waits = {later - earlier for earlier, later in pairwise(made[20:])}
     assert waits == {max(FIRST_WAIT, int(price / BUDGET))}
     assert len(made) * price <= 1.2 * BUDGET * steps

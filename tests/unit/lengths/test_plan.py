@@ -40,13 +40,13 @@ def test_no_choice_is_faster(sequences: int, seed: int) -> None:
         assert chosen.gain == pytest.approx(max(0.0, rate * seconds[0, 0, 0] / sequences - 1))
 
 
-def test_a_gain_below_the_least_is_none() -> None:
+def test_drafts_that_gain_nothing_are_not_made() -> None:
     def seconds(nodes: Array, sequences: Array, depth: Array) -> Array:
         return 1.0 + 0.5 * nodes
 
     offers = Offers.of([[0.52]])
     assert choose_jointly(offers, 1, seconds).counts == [1]
-    assert choose_jointly(offers, 1, seconds, 0.02) == ([0], 0.0)
+    assert choose_jointly(Offers.of([[0.49]]), 1, seconds) == ([0], 0.0)
     assert choose_jointly(Offers.of([[], []]), 2, seconds) == ([0, 0], 0.0)
 
 
