@@ -22,7 +22,6 @@ METHOD_MEMORY, SEQUENCE_MEMORY = 0.99, 0.9  # the weight that each test leaves t
 SEQUENCE_PRIOR_TESTS = 30.0  # tests of a sequence that weigh as much as its method's rate
 HIGHEST = 0.995
 BUCKETS = 10  # of scores from 0 to 1; the last one has 1 as well
-ALL_COUNT, COUNTED = 64, 4  # the scores of a method's first drafts are all counted, then those of every fourth draft
 
 
 @dataclass
@@ -58,7 +57,7 @@ class MethodAcceptance:
         self._by_depth: list[Rate] = []
         certain = Rate((BUCKETS - 0.5) / BUCKETS, 4.0)
         self._by_score = [*(Rate((bucket + 0.5) / BUCKETS, 4.0) for bucket in range(BUCKETS - 1)), certain, certain]
-        self._score_rates, self._num_scored = [rate.value for rate in self._by_score], 0
+        self._score_rates = [rate.value for rate in self._by_score]
         self._by_sequence: WeakKeyDictionary[Request, Rate] = WeakKeyDictionary()
 
     def survivals(self, request: Request, length: int, least: float = 0.0) -> list[float]:
@@ -93,10 +92,8 @@ class MethodAcceptance:
                 self._by_depth.append(Rate(prior_tests=DEPTH_PRIOR_TESTS) if self._by_depth else Rate())
             _count(zip(self._by_depth, tests, strict=False))
         else:
-            self._num_scored += 1
-            if self._num_scored <= ALL_COUNT or self._num_scored % COUNTED == 0:
-                _count((self._by_score[int(s * BUCKETS)], accepted) for s, accepted in tested_scores(draft, outcome))
-                self._score_rates = [rate.value for rate in self._by_score]
+            _count((self._by_score[int(s * BUCKETS)], accepted) for s, accepted in tested_scores(draft, outcome))
+            self._score_rates = [rate.value for rate in self._by_score]
         self._whole.add(sum(tests), METHOD_MEMORY, len(tests))
         own.add(sum(tests), SEQUENCE_MEMORY, len(tests))
 

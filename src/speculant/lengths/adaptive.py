@@ -51,7 +51,8 @@ UNKNOWN_COSTS = {1: 1.0, 64: 1.5}  # of a pass, in any unit, if nothing was meas
 class Lookups:
     """What a call of a method with scores gains, which drafts nothing in most steps of an unfamiliar text.
 
-    gain: tokens accepted. seconds: the time of a call.
+    gain: tokens accepted, without those of plain steps in the time that their verification takes. seconds: the time of
+    a call.
     """
 
     gain: float = 1.0
@@ -302,12 +303,11 @@ class Adaptive:
         """Follow what a call of a method with scores gains."""
         own = [outcome for outcome in outcomes if outcome.request.drafter == method]
         found = [outcome for outcome in own if outcome.request.seq_id in self._scores]
-        accepted, lookups, experiment = (
-            sum(sum(each.accepted) for each in found),
-            self._lookups[method],
-            self._experiments["look up", method],
-        )
-        lookups.gain += LOOKUP_MEMORY * (accepted - lookups.gain)
+        lookups, experiment = self._lookups[method], self._experiments["look up", method]
+        accepted, nodes = sum(sum(each.accepted) for each in found), sum(sum(each.drafted) for each in found)
+        steps_s = self._plan.steps_s(self._costs, nodes)
+        lost = (steps_s[nodes] / steps_s[0] - 1) * len(self._plan.lengths)
+        lookups.gain += LOOKUP_MEMORY * (accepted - lost - lookups.gain)
         if len(found) == len(own):  # else a model drafted as well
             lookups.seconds += LOOKUP_MEMORY * (timing.draft_s - lookups.seconds)
         if experiment.running:
