@@ -201,7 +201,7 @@ class Adaptive:
                 experiments[trial].begin(max(0.0, price(tried) - gain) + wait_s / plain_s)
                 plan.left = 1 + bool(own)  # look-ahead rows are computed a step before their draft
                 return tried
-        plan.left = max(1, min(plan.left, experiments.left(*trial)))
+        plan.left = min(plan.left, experiments.left(*trial) or RESTS)  # one that is due may not be affordable
         for request in requests:
             self._acceptance[method].forget(request, plan.left)
         return counts
