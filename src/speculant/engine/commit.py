@@ -78,13 +78,13 @@ def commit_output(
     return committed
 
 
-def notify(drafters: Drafters, output: TargetOutput, committed: Committed) -> None:
+def notify(drafters: Drafters, outputs: Sequence[TargetOutput], committed: Sequence[Committed]) -> None:
     """Pass the committed rows on to the drafters; a sequence whose text was replaced begins again."""
-    request = output.item.request
-    if committed.left:
-        drafters.end(request)
-    elif request.error is None:
-        drafters.observe(request, partial(output.committed_rows, committed.kept, committed.tokens))
+    for output, each in zip(outputs, committed, strict=True):
+        if each.left:
+            drafters.end(each.request)
+        elif each.request.error is None:
+            drafters.observe(each.request, partial(output.committed_rows, each.kept, each.tokens))
 
 
 def commit(output: TargetOutput, verdict: Verdict, cache: KVCache, max_model_len: int, now: float) -> Committed:

@@ -21,11 +21,12 @@ class TargetOutput(NamedTuple):
     """One sequence's share of a pass.
 
     pass_logits: those of all sequences; None while some of this one's tokens are not processed. Its own begin at row
-    `first_logits`: those after `nodes`, which are the root and all draft nodes unless it is a beam search. prompt_hidden [m, hidden] are the hidden states after prompt tokens
-    whose successor's log-probability is requested. hidden: for each layer that drafters announce, the hidden states
-    [count + tree.size, hidden] of the processed tokens and of the draft nodes. nodes: see `open_nodes`. successors: for
-    each of `nodes`, see `CommittedRows`; none unless the drafter announces it. ahead [1 + tree.size, k, hidden]: the
-    states of the look-ahead rows below the root and below each node; None = there are none.
+    `first_logits`: those after `nodes`, which are the root and all draft nodes unless it is a beam search.
+    prompt_hidden [m, hidden] are the hidden states after prompt tokens whose successor's log-probability is requested.
+    hidden: for each layer that drafters announce, the hidden states [count + tree.size, hidden] of the processed tokens
+    and of the draft nodes. nodes: see `open_nodes`. successors: for each of `nodes`, see `CommittedRows`; none unless
+    the drafter announces it. ahead [1 + tree.size, k, hidden]: the states of the look-ahead rows below the root and
+    below each node; None = there are none.
     """
 
     item: Scheduled

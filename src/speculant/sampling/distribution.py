@@ -59,10 +59,10 @@ def distribution(logits: Tensor, nodes: Sequence[Node], sampler: Sampler = REFER
     settings, edits, node, params = list[SamplingSettings](), list[Edits | None](), None, None
     for each in nodes:
         if each is not node:  # equal rows may share a node, and requests their parameters
-            node, own = each, edits_of(each) if each.edited else None
-            if params is not (params := each.params):
-                made = sampling_settings(params)
-        settings.append(made)
+            node, own, now = each, edits_of(each) if each.edited else None, each.params
+            if now is not params:
+                params, setting = now, sampling_settings(now)
+        settings.append(setting)
         edits.append(own)
     return sampler.distribution(logits, settings, edits)
 

@@ -211,7 +211,7 @@ class Scheduler:
         """Admit requests that fit, then share the token budget; preempt the last request while memory is short."""
         self._step += 1
         for request in self.running:  # others may have computed the prefix of one that is not started
-            if request.seq_id in self._unstarted or self._salts[request.seq_id] != self._salt(request):
+            if request.seq_id in self._unstarted or self._held_salt(request) != self._salt(request):
                 self._target.release(request.seq_id)
                 self._start(request)
         admitted, preempted, plan = self._admit(), list[Request](), self._target.plan()
