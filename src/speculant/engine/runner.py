@@ -96,9 +96,9 @@ def forward_target(
     inputs, shares, wanted, first = list[SequenceInput](), list[_Share](), list[int](), 0
     for item, tree in zip(scheduled, trees, strict=True):
         inputs.append(_input(item, tree))
-        nodes, root = open_nodes(item.request, tree), first + item.count
-        shares.append(_Share(item, tree, nodes, first, len(wanted) if item.completes else None))
-        if item.completes:
+        nodes, root, completes = open_nodes(item.request, tree), first + item.count, item.completes
+        shares.append(_Share(item, tree, nodes, first, len(wanted) if completes else None))
+        if completes:
             wanted += map(root.__add__, nodes)
         first = root + tree.num_rows
     taps = layers if not layers or layers[-1] <= model.num_layers else layers[:-1]
