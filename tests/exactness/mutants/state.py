@@ -124,7 +124,8 @@ BLOCKS = [
         "state of rejected drafts indexed for reuse",
         COMMIT,
         "        cache.compact(request.seq_id, base, kept)\n",
-        "        cache.insert_prefix(request.seq_id, request.tokens)\n        cache.compact(request.seq_id, base, kept)\n",
+        "        cache.insert_prefix(request.seq_id, request.tokens)\n"
+        "        cache.compact(request.seq_id, base, kept)\n",
         LEFT_BEHIND.format("model"),
     ),
     Mutant(
