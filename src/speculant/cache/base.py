@@ -310,7 +310,7 @@ class KVCache:
     def reserve(self, seq_id: int, n: int) -> Slots:
         """See `BlockManager.reserve`."""
         slots = self.manager.reserve(seq_id, n)
-        if slots.moves:
+        if slots.moves is not NO_MOVES and slots.moves:
             self.storage.move(slots.moves)
         return slots
 

@@ -71,7 +71,7 @@ class PagedBlockManager:
         start, end = held.length, held.length + n
         if n == 0:
             return Slots(seq_id, start, ())
-        moves, copies, more = NO_MOVES, self._copies(held), self._num_blocks_for(end) - len(held.blocks)
+        moves, copies, more = NO_MOVES, self._copies(held), -(-end // self.block_size) - len(held.blocks)
         if copies or more:
             self._require(more + copies, seq_id)
             self._held[seq_id] = held

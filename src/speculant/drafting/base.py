@@ -127,7 +127,8 @@ class Drafter(Protocol):
     def observe(self, request: Request, rows: CommittedRows) -> None:
         """Record the committed rows of a target pass; `request.tokens` already ends with the gained tokens.
 
-        It is called after every pass of the sequence, including those over chunks of its prompt.
+        It is called after every pass of the sequence, including those over chunks of its prompt. While the draft-length
+        policy rests, a drafter that needs neither hidden states nor successors gets the rows of several passes at once.
         """
         ...
 

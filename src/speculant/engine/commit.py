@@ -55,7 +55,7 @@ def commit_output(
     decision: None = the sequence has tokens left that are not processed.
     """
     request = output.item.request
-    num_output = request.num_output
+    num_output = len(request.tokens) - len(request.prompt)
     if request.stop_checker is not None:
         request.stop_checker.checkpoint()
     try:
@@ -78,13 +78,13 @@ def commit_output(
     return committed
 
 
-def notify(drafters: Drafters, output: TargetOutput, committed: Committed) -> None:
+def notify(drafters: Drafters, outputs: Sequence[TargetOutput], committed: Sequence[Committed]) -> None:
     """Pass the committed rows on to the drafters; a sequence whose text was replaced begins again."""
-    request = output.item.request
-    if committed.left:
-        drafters.end(request)
-    elif request.error is None:
-        drafters.observe(request, partial(output.committed_rows, committed.kept, committed.tokens))
+    for output, each in zip(outputs, committed, strict=True):
+        if each.left:
+            drafters.end(each.request)
+        elif each.request.error is None:
+            drafters.observe(each.request, partial(output.committed_rows, each.kept, each.tokens))
 
 
 def commit(output: TargetOutput, verdict: Verdict, cache: KVCache, max_model_len: int, now: float) -> Committed:
@@ -96,10 +96,11 @@ def commit(output: TargetOutput, verdict: Verdict, cache: KVCache, max_model_len
     request, tree, path = output.item.request, output.tree, verdict.path
     base = len(request.tokens)
     tokens = _append([*map(tree.token_list.__getitem__, path), verdict.token], request, max_model_len)
-    if request.params.logprobs is not None and output.logits is not None:
-        record_logprobs(request, output.logits, path, len(tokens))
+    if request.params.logprobs is not None and (logits := output.logits) is not None:
+        record_logprobs(request, logits, path, len(tokens))
     kept = path[: len(tokens) - 1]
-    cache.compact(request.seq_id, base, kept)
+    if tree.size or tree.ahead is not None:
+        cache.compact(request.seq_id, base, kept)
     request.rounds += 1
     outcome = _outcome(request, tree, path, len(tokens)) if tree.size else None
     if outcome is not None:

@@ -36,16 +36,14 @@ def propose(
     schedule: Schedule, drafters: Drafters, draft_length: GuardedLength, max_model_len: int, target: CausalLM
 ) -> list[SequenceDraft]:
     """Return a draft for each item of a schedule; its tree is empty where nothing is drafted."""
-    drafts, requests, forces = list[SequenceDraft](), list[Request](), False
-    vocab_size = target.vocab_size
-    for item in schedule.items:
-        draft = SequenceDraft(item, item.tree)
-        if item.request.constraint is not None:
-            draft.forced = _forced(item, vocab_size)
-            forces = forces or len(draft.forced) > 0
-        drafts.append(draft)
-        requests.append(item.request)
+    vocab_size, forces = target.vocab_size, False
+    drafts = [SequenceDraft(item, item.tree) for item in schedule.items]
+    constrained = [draft for draft in drafts if draft.item.request.constraint is not None]
+    for draft in constrained:
+        draft.forced = _forced(draft.item, vocab_size)
+        forces = forces or len(draft.forced) > 0
     if drafters and (not draft_length.pauses(schedule) or forces):
+        requests = [draft.item.request for draft in drafts]
         drafters.begin(requests)
         lengths = draft_length.choose(schedule)
         if any(lengths) or forces or draft_length.keeps_up:
@@ -54,8 +52,8 @@ def propose(
                 bounds = _bounds(drafters, draft, longest_draft(draft.item.request, max_model_len, target.needs))
                 draft.limit = budget.take(draft.item, len(draft.forced) or length, bounds)
             _fill(drafts, requests, drafters, draft_length, vocab_size)
-    for draft in drafts:
-        if draft.item.request.constraint is not None and draft.item.completes:
+    for draft in constrained:
+        if draft.item.completes:
             prepare_masks(draft.item.request.constraint, draft.tree)  # computed while the target's pass runs
     return drafts
 

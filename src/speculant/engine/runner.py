@@ -20,22 +20,30 @@ _NO_REQUEST = 0  # a sequence id; those of requests count from 1
 class TargetOutput(NamedTuple):
     """One sequence's share of a pass.
 
-    logits [len(nodes), V] are those after `nodes`, which are the root and all draft nodes unless it is a beam search;
-    None while some of its tokens are not processed. prompt_hidden [m, hidden] are the hidden states after prompt tokens
-    whose successor's log-probability is requested. hidden: for each layer that drafters announce, the hidden states
-    [count + tree.size, hidden] of the processed tokens and of the draft nodes. nodes: see `open_nodes`. successors: for
-    each of `nodes`, see `CommittedRows`; none unless the drafter announces it. ahead [1 + tree.size, k, hidden]: the
-    states of the look-ahead rows below the root and below each node; None = there are none.
+    pass_logits: those of all sequences; None while some of this one's tokens are not processed. Its own begin at row
+    `first_logits`: those after `nodes`, which are the root and all draft nodes unless it is a beam search.
+    prompt_hidden [m, hidden] are the hidden states after prompt tokens whose successor's log-probability is requested.
+    hidden: for each layer that drafters announce, the hidden states [count + tree.size, hidden] of the processed tokens
+    and of the draft nodes. nodes: see `open_nodes`. successors: for each of `nodes`, see `CommittedRows`; none unless
+    the drafter announces it. ahead [1 + tree.size, k, hidden]: the states of the look-ahead rows below the root and
+    below each node; None = there are none.
     """
 
     item: Scheduled
     tree: DraftTree
-    logits: Tensor | None
+    pass_logits: Tensor | None
     prompt_hidden: Tensor | None
     hidden: Sequence[Tensor] = ()
     nodes: Sequence[int] = ()
     successors: Successors = ()
     ahead: Tensor | None = None
+    first_logits: int = 0
+
+    @property
+    def logits(self) -> Tensor | None:
+        """Its own logits [len(nodes), V], a view; making it takes microseconds, and few sequences need it."""
+        first, logits = self.first_logits, self.pass_logits
+        return None if logits is None else logits[first : first + len(self.nodes)]
 
     def committed_rows(self, kept: Sequence[int], gained: Sequence[int]) -> CommittedRows:
         """Return the rows that were committed: those of the tokens and of the `kept` nodes. gained: the new tokens."""
@@ -88,10 +96,10 @@ def forward_target(
     inputs, shares, wanted, first = list[SequenceInput](), list[_Share](), list[int](), 0
     for item, tree in zip(scheduled, trees, strict=True):
         inputs.append(_input(item, tree))
-        nodes, root, begin = open_nodes(item.request, tree), first + item.count, len(wanted)
-        if item.completes:
+        nodes, root, completes = open_nodes(item.request, tree), first + item.count, item.completes
+        shares.append(_Share(item, tree, nodes, first, len(wanted) if completes else None))
+        if completes:
             wanted += map(root.__add__, nodes)
-        shares.append(_Share(item, tree, nodes, first, begin, len(wanted)))
         first = root + tree.num_rows
     taps = layers if not layers or layers[-1] <= model.num_layers else layers[:-1]
     hidden = model.forward(build_batch(inputs, cache, model.cache_shape.device), cache.storage, taps)
@@ -106,14 +114,13 @@ def forward_target(
 
 
 class _Share(NamedTuple):
-    """One sequence's share of a pass: its rows start at `first`, its logits are `begin` to `end` - 1 of all."""
+    """One sequence's share of a pass: its rows start at `first`, its logits at `first_logits`; None = it has none."""
 
     item: Scheduled
     tree: DraftTree
     nodes: Sequence[int]
     first: int
-    begin: int
-    end: int
+    first_logits: int | None
 
 
 def _input(item: Scheduled, tree: DraftTree) -> SequenceInput:
@@ -128,21 +135,24 @@ def _input(item: Scheduled, tree: DraftTree) -> SequenceInput:
 
 def _output(share: _Share, hidden: Hidden, logits: Tensor) -> TargetOutput:
     """Cut a sequence's share out of a pass."""
-    item, tree, nodes, first, begin, end = share
+    item, tree, nodes, first, first_logits = share
     last = first + item.count + tree.size
-    is_all = last - first == hidden.last.shape[0]  # then no views are needed; each takes microseconds
     prompt = None if item.request.params.prompt_logprobs is None else _prompt_rows(item)
-    own = None
+    states, ahead = hidden.taps, None
+    if states and last - first < hidden.last.shape[0]:
+        states = state_rows(states, first, last)
     if tree.ahead is not None:
-        own = hidden.last[last : last + tree.num_look_ahead_rows].view(tree.size + 1, len(tree.ahead), -1)
+        ahead = hidden.last[last : last + tree.num_look_ahead_rows].view(tree.size + 1, len(tree.ahead), -1)
     return TargetOutput(
         item,
         tree,
-        (logits if end - begin == len(logits) else logits[begin:end]) if item.completes else None,
+        None if first_logits is None else logits,
         hidden.last[first + prompt.start : first + prompt.stop] if prompt else None,
-        hidden.taps if is_all else state_rows(hidden.taps, first, last),
+        states,
         nodes,
-        ahead=own,
+        (),
+        ahead,
+        first_logits or 0,
     )
 
 
@@ -160,8 +170,9 @@ def with_successors(outputs: Sequence[TargetOutput], target_top_k: Callable[[Req
 
 
 def _with_successors(output: TargetOutput, count: int) -> TargetOutput:
-    if not count or output.logits is None:
+    logits = output.logits
+    if not count or logits is None:
         return output
     inputs = [output.item.tokens[-1] if node < 0 else output.tree.token_list[node] for node in output.nodes]
-    best: list[list[int]] = top_tokens(output.logits, count).tolist()
+    best: list[list[int]] = top_tokens(logits, count).tolist()
     return output._replace(successors=list(zip(inputs, best, strict=True)))

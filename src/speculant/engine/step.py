@@ -73,10 +73,11 @@ def step(context: StepContext, schedule: Schedule, mark: Mark = unmarked) -> tup
         for draft, output in zip(drafts, outputs, strict=True):
             decision = decisions.get(draft.item.request.seq_id)
             each = commit_output(output, decision, timing, target, cache, max_model_len)
-            notify(drafters, output, each)
             committed.append(each)
             if each.outcome is not None and not draft.forced:
                 outcomes.append(each.outcome)
+        if drafters and not (length.paused and drafters.postpone(outputs)):
+            notify(drafters, outputs, committed)
     if outcomes or (drafters and not length.paused and not any(draft.forced for draft in drafts)):  # the policy chose
         length.observe(outcomes, timing._replace(committed=time.perf_counter()))
     return committed, timing

@@ -19,7 +19,7 @@ from speculant.errors import RequestError, SpeculantError
 from speculant.kernels.base import Sampler
 from speculant.sampling.chance import Chance, Chances
 from speculant.sampling.distribution import Node, distribution, row_maxima
-from speculant.sampling.rows import rank
+from speculant.sampling.rows import most_likely, rank
 from speculant.types import DraftTree, Request, Verdict
 from speculant.verification.base import Verifier
 
@@ -35,24 +35,28 @@ def verify(
 ) -> dict[int, Decision]:
     """Return the decision on each output that has logits, by sequence id.
 
-    logits: those of all outputs in order. Their distributions are made at once, then each draft is verified.
+    logits: those of all outputs in order. Their distributions are made at once, then each draft is verified. If every
+    next token is simply the one with the largest logit, no distribution is made.
     """
-    chosen, nodes = list[tuple[TargetOutput, Verifier]](), list[Node]()
+    chosen, takes_best = list[tuple[TargetOutput, Verifier]](), True
     for output in outputs:
-        if output.logits is not None:
-            verifier = verifier_for(verifiers[output.item.request.verifier], output.item.request)
+        if output.pass_logits is not None:
+            request = output.item.request
+            verifier = verifier_for(verifiers[request.verifier], request)
             chosen.append((output, verifier))
-            nodes += _nodes(output, verifier)
+            takes_best = takes_best and _takes_best(request, output.tree, verifier)
     if not chosen:
         return {}
-    probs = distribution(logits, nodes, sampler)
-    maxima = row_maxima(probs)
-    decisions, first = dict[int, Decision](), 0
+    if takes_best:
+        return {output.item.request.seq_id: best for (output, _), best in zip(chosen, _best(logits), strict=True)}
+    nodes = list[Node]()
     for output, verifier in chosen:
-        end = first + len(output.nodes)
-        own = probs if len(chosen) == 1 else probs[first:end]  # a view takes microseconds
-        decisions[output.item.request.seq_id] = _decide(output, verifier, own, maxima[first:end], chances)
-        first = end
+        nodes += _nodes(output, verifier)
+    probs = distribution(logits, nodes, sampler)
+    maxima, decisions, first = row_maxima(probs), dict[int, Decision](), 0
+    for output, verifier in chosen:
+        decisions[output.item.request.seq_id] = _decide(output, verifier, probs, maxima, first, chances)
+        first += len(output.nodes)
     return decisions
 
 
@@ -71,6 +75,23 @@ def verifier_for(verifier: Verifier, request: Request) -> Verifier:
     return verifier.needs.greedy or verifier if request.params.greedy else verifier
 
 
+def _takes_best(request: Request, tree: DraftTree, verifier: Verifier) -> bool:
+    """Whether the next token is the one with the largest logit: a greedy sequence without a draft and without edits."""
+    params = request.params
+    if tree.size or not params.greedy or params.edits or request.constraint is not None or request.search is not None:
+        return False
+    return not verifier.needs.softened
+
+
+def _best(logits: Tensor) -> list[Decision]:
+    """Return the decision of each row [V] of logits whose token with the largest logit is next."""
+    tokens, largest = most_likely(logits)
+    return [
+        Verdict((), token) if math.isfinite(value) else failure_of(0.0 if value == -math.inf else math.nan)
+        for token, value in zip(tokens, largest, strict=True)
+    ]
+
+
 def _nodes(output: TargetOutput, verifier: Verifier) -> list[Node]:
     """Return the `Node` of each row; rows share one if drafted tokens before them have no effect."""
     request, tree = output.item.request, output.tree
@@ -80,14 +101,17 @@ def _nodes(output: TargetOutput, verifier: Verifier) -> list[Node]:
 
 
 def _decide(
-    output: TargetOutput, verifier: Verifier, probs: Tensor, maxima: Sequence[float], chances: Chances
+    output: TargetOutput, verifier: Verifier, probs: Tensor, maxima: Sequence[float], first: int, chances: Chances
 ) -> Decision:
-    request, tree = output.item.request, output.tree
+    """Decide by the rows of probs that begin at `first`. Without a draft every rule draws from the root's row."""
+    request, tree, end = output.item.request, output.tree, first + len(output.nodes)
     if request.search is not None:
-        return advance_sound(request.search.beams, tree, output.nodes, probs, maxima)
-    if not 0 < maxima[0] < math.inf:
-        return failure_of(maxima[0])
-    return verify_sound(verifier, tree, probs, maxima, chances.verify(request))
+        return advance_sound(request.search.beams, tree, output.nodes, probs[first:end], maxima[first:end])
+    if not 0 < maxima[first] < math.inf:
+        return failure_of(maxima[first])
+    if not tree.size and not verifier.needs.softened:
+        return Verdict((), chances.verify(request).draw(probs[first]))
+    return verify_sound(verifier, tree, probs[first:end], maxima[first:end], chances.verify(request))
 
 
 def failure_of(largest: float) -> SpeculantError:

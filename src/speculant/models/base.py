@@ -181,7 +181,9 @@ class ModelNeeds:
 
     def salt(self, request: Request) -> str:
         """Return the salt of a request's keys and values: texts that are computed in other ways share none."""
-        return f"{request.cache_salt}\0long" if self.is_long(request.num_positions) else request.cache_salt
+        if self.restart_at is None or request.num_positions <= self.restart_at:
+            return request.cache_salt
+        return f"{request.cache_salt}\0long"
 
 
 class CausalLM(Protocol):
@@ -285,17 +287,19 @@ def build_batch(inputs: Sequence[SequenceInput], cache: KVCache, device: torch.d
     embeddings, hidden = dict[int, Tensor](), list[Tensor]()
     others = [list[int]() for _ in range(cache.num_groups - 1)]
     for sequence in inputs:
-        hidden += () if sequence.hidden is None else (sequence.hidden,)
-        if sequence.embeddings:
+        seq_id, own_tokens, tree, own_embeddings, own_hidden, length = sequence
+        if own_hidden is not None:
+            hidden.append(own_hidden)
+        if own_embeddings:
             embeddings.update(_embedded_rows(sequence, len(tokens)))
-        seq_id, count, tree = sequence.seq_id, len(sequence.tokens), sequence.tree
+        count = len(own_tokens)
         _, start, slots, _, own = cache.reserve(seq_id, count + tree.size)
-        table = cache.table(seq_id)
-        segments.append(Segment(seq_id, start, count + tree.size, table, tree.parent_list, sequence.length))
-        tokens += sequence.tokens
-        tokens += tree.token_list
+        segments.append(Segment(seq_id, start, count + tree.size, cache.table(seq_id), tree.parent_list, length))
+        tokens += own_tokens
         positions += range(start, start + count)
-        positions += [start + count - 1 + depth for depth in tree.depths] if tree.size else ()
+        if tree.size:
+            tokens += tree.token_list
+            positions += [start + count - 1 + depth for depth in tree.depths]
         slot_mapping += slots
         for known_slots, added in zip(others, own, strict=True):
             known_slots += added

@@ -56,12 +56,14 @@ def distribution(logits: Tensor, nodes: Sequence[Node], sampler: Sampler = REFER
     Order: constraint, bias, end tokens below min_tokens, penalties, temperature, top-k, top-p, min-p. A row without a
     possible token is all zeros; one whose logits have NaN or +infinity is all NaN.
     """
-    settings, edits, before = list[SamplingSettings](), list[Edits | None](), None
-    for node in nodes:
-        if node is not before:  # equal rows may share a node
-            before, own = node, (sampling_settings(node.params), edits_of(node) if node.edited else None)
-        settings.append(own[0])
-        edits.append(own[1])
+    settings, edits, node, params = list[SamplingSettings](), list[Edits | None](), None, None
+    for each in nodes:
+        if each is not node:  # equal rows may share a node, and requests their parameters
+            node, own, now = each, edits_of(each) if each.edited else None, each.params
+            if now is not params:
+                params, setting = now, sampling_settings(now)
+        settings.append(setting)
+        edits.append(own)
     return sampler.distribution(logits, settings, edits)
 
 

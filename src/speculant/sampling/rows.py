@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -41,6 +42,19 @@ def _group_maxima(logits: Tensor, num_groups: int) -> Tensor:
     """Return the largest logit of each group, [m, num_groups]."""
     groups = logits[:, : num_groups * GROUP].view(-1, GROUP, num_groups)
     return torch.from_numpy(groups.numpy().max(axis=1)) if is_numpys(groups) else groups.amax(1)
+
+
+def most_likely(logits: Tensor) -> tuple[list[int], list[float]]:
+    """Return the token with the largest logit of each row [m, V], the lowest id among equals, and that logit.
+
+    The logit is NaN if any of the row's is.
+    """
+    if not is_numpys(logits):
+        best = logits.argmax(-1, keepdim=True)
+        return best[:, 0].tolist(), logits.gather(1, best)[:, 0].tolist()
+    rows = logits.numpy()
+    tokens = rows.argmax(axis=1)
+    return tokens.tolist(), rows[np.arange(len(rows)), tokens].tolist()
 
 
 def take_rows(matrix: Tensor, rows: Sequence[int]) -> Tensor:

@@ -95,8 +95,8 @@ BLOCKS = [
     Mutant(
         "blocks are given back before a draft is verified",
         COMMIT,
-        "    cache.compact(request.seq_id, base, kept)\n",
-        "    cache.drop_unseen(request.seq_id)\n    cache.compact(request.seq_id, base, kept)\n",
+        "        cache.compact(request.seq_id, base, kept)\n",
+        "        cache.drop_unseen(request.seq_id)\n        cache.compact(request.seq_id, base, kept)\n",
         "test_windows.py::test_no_text_changes[full and 9-tree-reference]",
     ),
     Mutant(
@@ -123,8 +123,9 @@ BLOCKS = [
     Mutant(
         "state of rejected drafts indexed for reuse",
         COMMIT,
-        "    cache.compact(request.seq_id, base, kept)\n",
-        "    cache.insert_prefix(request.seq_id, request.tokens)\n    cache.compact(request.seq_id, base, kept)\n",
+        "        cache.compact(request.seq_id, base, kept)\n",
+        "        cache.insert_prefix(request.seq_id, request.tokens)\n"
+        "        cache.compact(request.seq_id, base, kept)\n",
         LEFT_BEHIND.format("model"),
     ),
     Mutant(
@@ -318,7 +319,7 @@ BATCH = [
     Mutant(
         "verdicts reached on a neighbour's laws",
         VERIFY,
-        "        first = end\n",
+        "        first += len(output.nodes)\n",
         "        first = 0\n",
         INDEPENDENT.format("equal"),
     ),

@@ -18,7 +18,8 @@ from speculant.lab.exactness.tables import TableModel
 from speculant.lengths.base import ScoredDraft
 from speculant.lengths.fixed import Fixed
 from speculant.params import SamplingParams
-from speculant.types import DraftTree, Request
+from speculant.scheduling.scheduler import Schedule
+from speculant.types import CommittedRows, DraftTree, Request
 from tests.fakes import Rig, ScriptedDrafter, build_rig, few_blocks
 
 V = 6
@@ -258,6 +259,62 @@ class KeepsUp(Fixed):
 
     def __init__(self) -> None:
         super().__init__(0)
+
+
+class Rests(Fixed):
+    """Drafts in every seventh step, and rests in the others."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        self._chosen = 0
+
+    def choose(self, schedule: Schedule) -> list[int]:
+        self._chosen += 1
+        return [self._chosen % 2] * len(schedule.items)
+
+    def pause(self) -> int:
+        return 5
+
+
+class Listener(StatelessDrafter):
+    """Keeps the rows that it observes, by sequence."""
+
+    def __init__(self, top_k: int = 0) -> None:
+        self.needs = DrafterNeeds(target_top_k=top_k)
+        self.seen, self.calls = dict[int, list[int]](), 0
+
+    def begin(self, request: Request) -> None:
+        self.seen[request.seq_id] = []
+
+    def observe(self, request: Request, rows: CommittedRows) -> None:
+        seen, end = self.seen[request.seq_id], rows.start + len(rows.tokens)
+        assert len(seen) == rows.start, "rows are missing, or came twice"
+        assert list(rows.tokens) == request.tokens[rows.start : end]
+        assert list(rows.gained) == request.tokens[len(request.tokens) - len(rows.gained) :]
+        seen += rows.tokens
+        self.calls += 1
+
+    def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
+        return [DraftTree.chain([1] * limit) for limit in limits]
+
+
+@pytest.mark.parametrize("aborts", [False, True])
+def test_drafters_observe_the_steps_of_a_rest_at_once(aborts: bool) -> None:
+    calls = list[int]()
+    for top_k in (0, 2):  # successors are observed after every pass
+        drafter = Listener(top_k)
+        rig = build_rig(TableModel(PAIR.target, V), drafter, limits=LIMITS, draft_length=Rests())
+        requests = [*rig.add((0, 1), SamplingParams(temperature=0, max_tokens=25), "a")]
+        requests += rig.add((2, 3, 1), SamplingParams(temperature=1, seed=1, max_tokens=20), "b")
+        for _ in range(11):
+            rig.step()
+        if aborts:
+            rig.engine.abort("a")
+        rig.finish()
+        assert rig.engine.metrics.drafter_errors == 0
+        assert [drafter.seen[each.seq_id] for each in requests] == [each.tokens[:-1] for each in requests]
+        calls.append(drafter.calls)
+    assert calls[0] < 0.7 * calls[1]
 
 
 def test_drafters_beam_draft_without_a_limit_is_not_run() -> None:

@@ -431,14 +431,14 @@ def _segments(batch: Batch) -> tuple[array[int], array[int], int]:
 
     The fields point to the batch's block tables.
     """
-    fields, parents, first, end = list[int](), list[int](), 0, 0
+    fields, parents, first, end, groups = list[int](), list[int](), 0, 0, batch.num_groups
     for segment in batch.segments:
         _, start, chain, table, own, _ = segment
         rows, tree = chain, -1
         if own and not segment.is_chain:
             chain, tree = segment.num_committed, len(parents)
             parents += own
-        fields += (first, rows, start, chain, tree, address(table), _stride(table, batch.num_groups))
+        fields += (first, rows, start, chain, tree, address(table), _stride(table, groups))
         first, end = first + rows, max(end, start + rows)
     return array("q", fields), array("q", parents), end
 
