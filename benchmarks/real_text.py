@@ -55,7 +55,7 @@ SHAPES = {
     "third": Shape(1152, 1536, 30, 18, 6),
     "tenth": Shape(576, 1536, 30, 9, 3),  # SmolLM2's own
 }
-NOISE = {"55": 0.2, "75": 0.1}  # in standard deviations of a matrix, by alpha
+NOISE = {"55": 0.125, "75": 0.065}  # in standard deviations of a matrix, by alpha
 DRAFTS = [*(f"{size}_{alpha}" for size in ("third", "tenth") for alpha in NOISE), EMBEDDED]
 FIXED, DEFAULT, LOOKUPS = ("2", "4", "8"), "default", "lookups"
 LENGTHS, MOST_ROWS, MOST_TEXTS = (0, 1, 2, 4, 8, 16), 288, 16  # whose costs are measured; texts for alpha and oracle
@@ -71,6 +71,11 @@ class Cell(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.draft}, {self.weights}, batch {self.batch}, T = {self.temperature:g}"
+
+
+def tell(progress: str) -> None:
+    """Print a line of progress, with the time."""
+    print(time.strftime("%H:%M:%S"), progress, file=sys.stderr, flush=True)
 
 
 def folders_of(draft: str, model: Path) -> tuple[Path, Path]:
@@ -123,6 +128,7 @@ def run_all(
         workload = Workload("real text", prompts, [0.0] * len(prompts))
         for name in list(ways) if number % 2 == 0 else list(ways)[::-1]:
             bench, mode = ways[name]
+            tell(f"round {number + 1}, {name}")
             if number == 0:
                 bench.warm_up(workload, mode)
             runs[name].append(bench.run(workload, mode))
@@ -214,7 +220,7 @@ def measure(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
         pair = LoadedPair(targets[str(target), weights], {TARGET: str(target), DRAFT: str(own)})
         for batch, temperature in itertools.product(arguments.batches, arguments.temperatures):
             cell = Cell(draft, weights, batch, temperature)
-            print(f"{time.strftime('%H:%M:%S')} {cell}", file=sys.stderr, flush=True)
+            tell(str(cell))
             cells[str(cell)] = compare(cell, pair, arguments)
             yield {"cells": cells, "summary": summary(list(cells.values()))}
 

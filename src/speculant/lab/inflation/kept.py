@@ -23,10 +23,8 @@ def kept_model(source: Path, label: str, write: Callable[[Path], None]) -> Path:
     label: names what is made of the source. write: makes it in the folder that it is given, config.json last.
     Raises ConfigError if the folder can't be written.
     """
-    folder = (
-        cache_folder("inflated")
-        / f"{__version__}-{source.resolve().name.removesuffix('.gguf')}-{label}-{_digest(source)}"
-    )
+    name = source.resolve().name.removesuffix(".gguf").removeprefix(f"{__version__}-")
+    folder = cache_folder("inflated") / f"{__version__}-{name}-{label}-{_digest(source)}"
     if not (folder / "config.json").exists():
         try:
             _make(folder, write)
