@@ -20,8 +20,9 @@ import torch
 from speculant.engine.build import Runtime
 from speculant.lab.bench.acceptance import Text, TextReader, measure_acceptance
 from speculant.lab.bench.decoding import DRAFT, PLAIN, Decoded, LoadedPair, alpha, decode
+from speculant.lab.bench.oracle_costs import oracle_seconds
 from speculant.lab.bench.runner import Benchmark, ratio
-from speculant.lab.bench.step_costs import LengthCosts, measure_steps
+from speculant.lab.bench.step_costs import measure_steps
 from speculant.lab.inflation.successors import VOCABULARY, write_pair
 from speculant.models.weights.load import Checkpoint, load_model
 from speculant.params import SamplingParams
@@ -41,18 +42,6 @@ def engines(pair: LoadedPair) -> dict[str, Runtime]:
     return {name: pair.engine(**each) for name, each in {**own, "default": {"draft_model": draft}}.items()}
 
 
-def oracle_seconds(accepted: np.ndarray[Any, Any], costs: LengthCosts) -> float:
-    """Return the least time to commit a text. accepted [T]: 1 where a drafted token would be accepted, else 0."""
-    lengths = np.arange(LONGEST + 1)
-    steps = np.interp(lengths, costs.lengths, np.add(costs.draft_s, costs.other_s))
-    least = np.zeros(len(accepted) + 1)
-    for start in reversed(range(len(accepted))):
-        rejected = np.flatnonzero(accepted[start:] < 1)
-        most = min(int(rejected[0]) if len(rejected) else LONGEST, LONGEST, len(accepted) - start - 1)
-        least[start] = min(steps[length] + least[start + length + 1] for length in range(most + 1))
-    return float(least[0])
-
-
 def oracle(runtimes: Mapping[str, Runtime], draft: Checkpoint, prompts: Sequence[list[int]]) -> dict[str, float]:
     """Return the oracle's speed over plain decoding, and the costs that bound it."""
     plain, texts = runtimes["plain"], list[Text]()
@@ -65,7 +54,7 @@ def oracle(runtimes: Mapping[str, Runtime], draft: Checkpoint, prompts: Sequence
     sampler, size = plain.checkpoint.backend.sampler, plain.checkpoint.model.vocab_size
     readers = [TextReader(model, sampler, size) for model in (plain.checkpoint.model, draft.model)]
     given = [each.given[1:] for each in measure_acceptance(*readers, texts, GREEDY)]
-    seconds, rest = sum(oracle_seconds(each, costs) for each in given), np.array(costs.other_s)
+    seconds, rest = sum(oracle_seconds(each, costs, LONGEST) for each in given), np.array(costs.other_s)
     return {
         "speed": costs.plain_s * sum(map(len, given)) / seconds,
         "accepted": float(np.concatenate(given).mean()),

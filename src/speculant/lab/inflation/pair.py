@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
-import shutil
-import tempfile
 from pathlib import Path
 
-from speculant import __version__
 from speculant.errors import ConfigError, suggest
-from speculant.files import cache_folder
 from speculant.lab.inflation.heads import head_kind, head_shape, inflate_head
+from speculant.lab.inflation.kept import kept_model
 from speculant.lab.inflation.model import inflate, shape_of
 from speculant.lab.inflation.shapes import named_shape
 from speculant.models.source import resolve_source
@@ -43,33 +39,7 @@ def _check(shape: str) -> None:
 
 
 def _kept(source: Path, shape: str) -> Path:
-    folder = cache_folder("inflated") / f"{__version__}-{source.resolve().name}-{shape}-{_digest(source)}"
-    if not (folder / "config.json").exists():
-        try:
-            _make(source, shape, folder)
-        except OSError as error:
-            if not (folder / "config.json").exists():  # another process may have been faster
-                raise ConfigError(f"{folder} can't be written: {error}", "make room, or set XDG_CACHE_HOME.") from error
-    return folder
-
-
-def _make(source: Path, shape: str, folder: Path) -> None:
-    """Write a model under a temporary name, and rename it when it is complete."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    made = Path(tempfile.mkdtemp(dir=folder.parent))
-    try:
-        _write(source, made, shape)
-        made.rename(folder)
-    finally:
-        shutil.rmtree(made, ignore_errors=True)
-
-
-def _digest(source: Path) -> str:
-    """Return a digest of a model's weights and configuration."""
-    digest = hashlib.sha256()
-    for file in sorted([*source.glob("*.json"), *source.glob("*.safetensors")]):
-        digest.update(file.read_bytes())
-    return digest.hexdigest()[:12]
+    return kept_model(source, shape, lambda folder: _write(source, folder, shape))
 
 
 def _write(source: Path, folder: Path, shape: str) -> None:

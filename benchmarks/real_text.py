@@ -1,0 +1,277 @@
+"""Real text: plain decoding, fixed lengths of a draft model, the default with and without it, and a computed oracle.
+
+The target is SmolLM2-135M-Instruct (`make real-models`), inflated to 1.04 billion parameters: the texts of the small
+model at the cost of the large one. Draft models are SmolLM2 with noise on its weights: "third_55" costs about a third
+of the target's pass, and 0.55 of its tokens are accepted. "embedded" is the embedded pair on openings of code. All are
+made once and kept in ~/.cache/speculant/inflated.
+
+Prompts are our own, of ten of Spec-Bench's kinds (arXiv 2401.07851: of MT-bench's categories writing, roleplay, coding,
+extraction and stem, and the five other tasks), in real_text.jsonl, by the model's chat template. A round has the next
+ones. A text ends where the model ends it. In each round every way runs once, every other round backwards. Each run has
+a cache salt of its own (`lab.bench.runs`), so no way drafts from texts that another one wrote before.
+
+Speed is tokens per second of a request after its first token, over that of plain decoding in the same round; figures
+are quartiles over rounds. `best_fixed` may be plain decoding. The oracle drafts, with the draft model as the default
+has it, the tokens of plain decoding's texts that will be accepted, and no others, at the step costs measured here; it
+is computed, not run. alpha and the cost ratio are measured as `speculant bench check-pair` does, on these texts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from speculant.engine.build import Runtime
+from speculant.files import cache_folder
+from speculant.lab.bench.acceptance import Text, TextReader, estimate, measure_acceptance
+from speculant.lab.bench.decoding import COMPLETION, DRAFT, PLAIN, TARGET, LoadedPair, prompts_of
+from speculant.lab.bench.oracle_costs import oracle_seconds
+from speculant.lab.bench.prompt_files import read_prompts
+from speculant.lab.bench.runner import Benchmark, markdown, quartiles, ratio
+from speculant.lab.bench.runs import Bench, BenchRun, Mode
+from speculant.lab.bench.step_costs import LengthCosts, measure_steps
+from speculant.lab.bench.workloads import Workload
+from speculant.lab.inflation.kept import decoded_model, inflated_model
+from speculant.lab.inflation.shapes import Shape
+from speculant.models.source import resolve_source
+from speculant.models.weights.load import Checkpoint, load_model
+from speculant.params import SamplingParams
+from speculant.text.tokenizer import Tokenizer
+
+MODEL = Path(os.environ.get("SPECULANT_REAL_MODELS") or cache_folder("models")) / "SmolLM2-135M-Instruct.Q4_1.gguf"
+PROMPTS = Path(__file__).with_suffix(".jsonl")
+EMBEDDED, CONTEXT, FEWEST_TOKENS = "embedded", 512, 2
+SHAPES = {
+    "target": Shape(1728, 4608, 30, 27, 9),
+    "third": Shape(1152, 1536, 30, 18, 6),
+    "tenth": Shape(576, 1536, 30, 9, 3),  # SmolLM2's own
+}
+NOISE = {"55": 0.125, "75": 0.065}  # in standard deviations of a matrix, by alpha
+DRAFTS = [*(f"{size}_{alpha}" for size in ("third", "tenth") for alpha in NOISE), EMBEDDED]
+FIXED, DEFAULT, LOOKUPS = ("2", "4", "8"), "default", "lookups"
+LENGTHS, MOST_ROWS, MOST_TEXTS = (0, 1, 2, 4, 8, 16), 288, 16  # whose costs are measured; texts for alpha and oracle
+
+
+class Cell(NamedTuple):
+    """A place in the table: draft model, type of the target's weights, sequences at a time, temperature."""
+
+    draft: str
+    weights: str
+    batch: int
+    temperature: float
+
+    def __str__(self) -> str:
+        return f"{self.draft}, {self.weights}, batch {self.batch}, T = {self.temperature:g}"
+
+
+def tell(progress: str) -> None:
+    """Print a line of progress, with the time."""
+    print(time.strftime("%H:%M:%S"), progress, file=sys.stderr, flush=True)
+
+
+def folders_of(draft: str, model: Path) -> tuple[Path, Path]:
+    """Return the folders of the target and of a draft model, which are made if they are missing."""
+    if draft == EMBEDDED:
+        return resolve_source("demo", "target"), resolve_source("demo", "draft")
+    if not model.exists():
+        sys.exit(f"{model} is not there; `make real-models` gets it.")
+    small, (size, alpha) = decoded_model(model), draft.split("_")
+    return inflated_model(small, SHAPES["target"]), inflated_model(small, SHAPES[size], NOISE[alpha])
+
+
+def load(folder: Path, weights: str | None, role: str = "target") -> Checkpoint:
+    """Load a model in bfloat16, or rounded to another type."""
+    rounding = None if weights == "bfloat16" else weights
+    kept = cache_folder("weights")
+    return load_model(str(folder), "bfloat16", kernels="auto", role=role, quantization=rounding, weight_cache=kept)
+
+
+def all_prompts(draft: str, tokenizer: Tokenizer, file: Path) -> list[list[int]]:
+    """Return the prompts of a file by the chat template; openings of code for the embedded pair."""
+    if draft == EMBEDDED:
+        return prompts_of(COMPLETION, tokenizer, 64)
+    texts = (tokenizer.apply_chat_template([{"role": "user", "content": each.content}]) for each in read_prompts(file))
+    return [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+
+
+def engines(pair: LoadedPair, batch: int) -> dict[str, Runtime]:
+    """Make the engines; the fixed lengths share one."""
+    drafting = {"method": "draft_model", "model": DRAFT, "num_speculative_tokens": 8, "draft_length": "fixed"}
+    settings: dict[str, Any] = {"max_model_len": CONTEXT}
+    return {
+        "plain": pair.engine(batch, **PLAIN, **settings),
+        "fixed": pair.engine(batch, drafting, **settings),
+        DEFAULT: pair.engine(batch, draft_model=pair.folders[DRAFT], **settings),
+        LOOKUPS: pair.engine(batch, use_speculative_decoding=True, **settings),
+    }
+
+
+def run_all(
+    runtimes: Mapping[str, Runtime], rounds: Sequence[Sequence[list[int]]], params: SamplingParams
+) -> dict[str, list[BenchRun]]:
+    """Run each way once a round, on the round's prompts, after a short warm-up."""
+    ways = {name: (Bench(runtimes[name]), Mode(params)) for name in ("plain", DEFAULT, LOOKUPS)}
+    fixed = Bench(runtimes["fixed"])
+    for length in FIXED:
+        ways[length] = fixed, Mode(replace(params, speculation={"num_speculative_tokens": int(length)}))
+    runs: dict[str, list[BenchRun]] = {name: [] for name in ways}
+    for number, prompts in enumerate(rounds):
+        workload = Workload("real text", prompts, [0.0] * len(prompts))
+        for name in list(ways) if number % 2 == 0 else list(ways)[::-1]:
+            bench, mode = ways[name]
+            tell(f"round {number + 1}, {name}")
+            if number == 0:
+                bench.warm_up(workload, mode)
+            runs[name].append(bench.run(workload, mode))
+    return runs
+
+
+def measure_costs(runtime: Runtime, prompt: list[int], params: SamplingParams, batch: int) -> LengthCosts:
+    """Measure the steps of a batch by the length of its drafts."""
+    lengths = [length for length in LENGTHS if batch * (length + 1) <= MOST_ROWS]
+    return measure_steps({"draft": lengths}, {"draft": runtime}, prompt, params, 1.0, batch)["draft"]
+
+
+def oracle(
+    runtimes: Mapping[str, Runtime], draft: Checkpoint, texts: Sequence[Text], params: SamplingParams, batch: int
+) -> dict[str, Any]:
+    """Return the oracle's speed over plain decoding, alpha and the costs."""
+    target, generator = runtimes["plain"].checkpoint, np.random.default_rng(0)
+    sampler, size = target.backend.sampler, target.model.vocab_size
+    readers = [TextReader(each.model, sampler, size) for each in (target, draft)]
+    found = measure_acceptance(*readers, texts, params)
+    costs = measure_costs(runtimes["fixed"], list(texts[0].prompt), params, batch)
+    given = [each.given[1:] for each in found]
+    known = [(generator.random(len(each)) < each).astype(float) for each in given]  # accepted or not, as drawn
+    seconds = sum(oracle_seconds(each, costs, costs.lengths[-1], batch) for each in known)
+    rest = np.array(costs.other_s)
+    return {
+        "speed": costs.plain_s / batch * sum(map(len, given)) / seconds,
+        "alpha": asdict(estimate([each.overlap[1:] for each in found])),
+        "cost_ratio": costs.cost_ratio,
+        "plain_s": costs.plain_s,
+        "V": {str(n): float(v) for n, v in zip(costs.lengths, rest / rest[0], strict=True)},
+    }
+
+
+def compare(cell: Cell, pair: LoadedPair, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Measure one cell."""
+    started, runtimes = time.perf_counter(), engines(pair, cell.batch)
+    params = SamplingParams(temperature=cell.temperature, max_tokens=arguments.tokens, min_tokens=FEWEST_TOKENS)
+    size = max(arguments.prompts, cell.batch)
+    every = itertools.cycle(all_prompts(cell.draft, runtimes["plain"].tokenizer, arguments.file))
+    rounds = [list(itertools.islice(every, size)) for _ in range(arguments.rounds)]
+    load_before, runs = os.getloadavg()[0], run_all(runtimes, rounds, params)
+    times = {name: [run.figures()["itl_mean_s"] for run in own] for name, own in runs.items()}
+    over = {name: ratio(times, "plain", name) for name in times}
+    best = max(("plain", *FIXED), key=lambda name: over[name]["median"])
+    chosen = runtimes[DEFAULT].speculation
+    rounding = next((each for each in ("int8", "int4") if f"draft weights in {each}" in chosen), None)
+    outputs = itertools.chain(*(run.outputs for run in runs["plain"]))
+    texts = [Text(prompt, own) for prompt, own in zip(itertools.chain(*rounds), outputs, strict=True)]
+    draft = load(Path(pair.folders[DRAFT]), rounding, "draft")
+    bound = oracle(runtimes, draft, texts[:MOST_TEXTS], params, cell.batch)
+    gain = bound["speed"] - 1
+    return {
+        "cell": cell._asdict(),
+        "drafts_by": chosen,
+        "plain_tokens_per_s": quartiles([1 / each for each in times["plain"]]),
+        "over_plain": {name: each for name, each in over.items() if name != "plain"},
+        "best_fixed": best,
+        "default_over_best": ratio(times, best, DEFAULT),
+        "tokens_per_pass": {name: _tokens_per_pass(own) for name, own in runs.items()},
+        "oracle": bound,
+        "share_of_the_oracle": (over[DEFAULT]["median"] - 1) / gain if gain > 0.005 else None,
+        "as_plain": {name: _share_as(runs["plain"], own) for name, own in runs.items()} if params.greedy else None,
+        "load": load_before,
+        "seconds": time.perf_counter() - started,
+    }
+
+
+def _tokens_per_pass(runs: Sequence[BenchRun]) -> float:
+    timings = [timing for run in runs for timing in run.timings]
+    return sum(each.num_tokens for each in timings) / sum(each.sampled_passes for each in timings)
+
+
+def _share_as(plain: Sequence[BenchRun], runs: Sequence[BenchRun]) -> float:
+    """Return the share of outputs that are plain decoding's."""
+    same = [
+        a == b for one, other in zip(plain, runs, strict=True) for a, b in zip(one.outputs, other.outputs, strict=True)
+    ]
+    return sum(same) / len(same)
+
+
+def measure(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Measure all cells; a target is loaded once for all that share it."""
+    cells, targets = dict[str, Any](), dict[tuple[str, str], Checkpoint]()
+    for weights, draft in itertools.product(arguments.weights, sorted(arguments.drafts, key=DRAFTS.index)):
+        target, own = folders_of(draft, arguments.model)
+        if (str(target), weights) not in targets:
+            targets = {(str(target), weights): load(target, weights)}
+        pair = LoadedPair(targets[str(target), weights], {TARGET: str(target), DRAFT: str(own)})
+        for batch, temperature in itertools.product(arguments.batches, arguments.temperatures):
+            cell = Cell(draft, weights, batch, temperature)
+            tell(str(cell))
+            cells[str(cell)] = compare(cell, pair, arguments)
+            yield {"cells": cells, "summary": summary(list(cells.values()))}
+
+
+def summary(cells: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return the figures over all cells."""
+    over_best = [each["default_over_best"]["median"] for each in cells]
+    shares = [each["share_of_the_oracle"] for each in cells if each["share_of_the_oracle"] is not None]
+    return {
+        "least_default_over_plain": min(each["over_plain"][DEFAULT]["median"] for each in cells),
+        "cells_at_0.97_of_best_fixed": sum(each >= 0.97 for each in over_best) / len(over_best),
+        "median_share_of_the_oracle": float(np.median(shares)) if shares else float("nan"),
+    }
+
+
+def show(figures: Mapping[str, Any]) -> str:
+    """Return the table of the cells."""
+    names = (*FIXED, DEFAULT, LOOKUPS)
+    header = ["cell", "alpha", "c", "plain, tokens/s", *names, "oracle", "default / best fixed", "of oracle", "load"]
+    rows = []
+    for name, each in figures["cells"].items():
+        ratios, share = each["over_plain"], each["share_of_the_oracle"]
+        rows.append([
+            name, f"{each['oracle']['alpha']['mean']:.2f}", f"{each['oracle']['cost_ratio']:.2f}",
+            f"{each['plain_tokens_per_s']['median']:.1f}", *(_spread(ratios[way]) for way in names),
+            f"{each['oracle']['speed']:.2f}", f"{_spread(each['default_over_best'])}, {each['best_fixed']}",
+            "" if share is None else f"{share:.0%}", f"{each['load']:.1f}",
+        ])  # fmt: skip
+    return (
+        markdown(header, rows) + "\n\n" + ", ".join(f"{key} {value:.2f}" for key, value in figures["summary"].items())
+    )
+
+
+def _spread(each: Mapping[str, float]) -> str:
+    return f"{each['median']:.2f} ({each['q1']:.2f}-{each['q3']:.2f})"
+
+
+BENCHMARK = Benchmark(
+    __file__, __doc__,
+    predicted="The default is at least 0.98 of plain decoding in every cell and 0.97 of the best fixed length in nine "
+    "of ten; it has three quarters of the oracle's gain in the median.",
+    measure=measure, rounds=3, show=show,
+    options={
+        "drafts": {"nargs": "+", "choices": DRAFTS, "default": ["tenth_75", "third_55"]},
+        "temperatures": [0.0], "batches": [1],
+        "weights": {"nargs": "+", "choices": ["bfloat16", "int8", "int4"], "default": ["bfloat16"]},
+        "prompts": {"type": int, "default": 4, "help": "of a round; at least a batch"}, "tokens": 64,
+        "model": {"type": Path, "default": MODEL, "help": "SmolLM2's GGUF file"},
+        "file": {"type": Path, "default": PROMPTS, "help": "of prompts, in the form of Spec-Bench"},
+    },
+)  # fmt: skip
+
+if __name__ == "__main__":
+    BENCHMARK.main()
