@@ -28,9 +28,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from speculant.cache.factory import slotted_cache
+from speculant.engine.calibration import spread_token
 from speculant.lab.bench.decoding import EDIT, PLAIN, UNSEEN, Decoded, LoadedPair, alpha, decode, prompts_of
 from speculant.lab.bench.runner import Benchmark, quartiles, ratio, timed
-from speculant.engine.calibration import spread_token
 from speculant.lengths.costs import ROW_SHARE
 from speculant.models.base import CausalLM, SequenceInput, build_batch, relative_reads_of
 from speculant.models.description import Experts

@@ -76,10 +76,10 @@ class Apart:
             self._own[outcome.request.seq_id].observe([outcome], TIMING)
 
 
-def adaptive(token_s: float) -> Adaptive:
+def adaptive(token_s: float, selects: bool = False) -> Adaptive:
     """Make an adaptive length; `token_s` is the cost of a drafted token, in passes."""
     drafts = CostCurve({1: token_s, 8: 8 * token_s})
-    return Adaptive(3, StepCosts(CostCurve({1: 1.0, 8: 1.2}), {"default": {1: drafts}}))
+    return Adaptive(3, StepCosts(CostCurve({1: 1.0, 8: 1.2}), {"default": {1: drafts}}), selects=lambda method: selects)
 
 
 def ngram(pair: Pair, chances: Chances, limits: Limits) -> Drafter:
@@ -133,7 +133,7 @@ def test_selection_keeps_the_distribution(vocab_size: int, verifier: str, monkey
         return FallbackDrafter(sub_drafters, pair.vocab_size, selection)
 
     def policy() -> Apart:
-        selector = Apart(lambda: adaptive(0.05), Counter[int](), Counter[bool]())
+        selector = Apart(lambda: adaptive(0.3, selects=True), Counter[int](), Counter[bool]())
         selection.selector, selector.preferred = selector, preferred
         return selector
 

@@ -25,7 +25,7 @@ from speculant.lengths.explore import Experiments
 from speculant.lengths.plan import (
     Array,
     Offers,
-    Plan,
+    StepPlan,
     asked_length,
     choose_jointly,
     choose_scored,
@@ -75,7 +75,7 @@ class Adaptive:
         self._longest, self._trees, self._look_ahead_rows, self._selects = longest, trees, look_ahead_rows, selects
         self._costs = costs or StepCosts(CostCurve(UNKNOWN_COSTS))
         self._acceptance, self._experiments, self._backlogs = Acceptance(), Experiments(), Backlogs(self._costs)
-        self._plan = Plan([], [], 0)
+        self._plan = StepPlan([], [], 0)
         self._lookups: defaultdict[str, Lookups] = defaultdict(Lookups)
         self._scored: set[str] = set()  # methods whose last drafts had scores
         self._scores: dict[int, ScoredDraft] = {}  # of this step, by sequence id
@@ -106,9 +106,9 @@ class Adaptive:
         self._experiments.step += steps
         return steps
 
-    def _make(self, schedule: Schedule, before: Plan) -> Plan:
+    def _make(self, schedule: Schedule, before: StepPlan) -> StepPlan:
         """Return the plan of the next steps."""
-        plan, by_method = Plan.plain(schedule, self._costs, RESTS), dict[str, list[int]]()
+        plan, by_method = StepPlan.plain(schedule, self._costs, RESTS), dict[str, list[int]]()
         for place, item in enumerate(schedule.items):
             request, method = item.request, item.request.drafter
             plan.pure = plan.pure and item.decodes and request.search is None
@@ -117,17 +117,17 @@ class Adaptive:
                 plan.left = HOLDS
             elif item.decodes and method is not None:
                 by_method.setdefault(method, []).append(place)
+        self._drawn = {}
         if plan.pure and self._tries_plain(by_method, before):
             plan.left = PLAIN_STEPS
             return plan
-        self._drawn = {}
         for method, places in by_method.items():
             lengths = self._lengths(plan, method, [schedule.items[place].request for place in places])
             for place, length in zip(places, lengths, strict=True):
                 plan.lengths[place] = length
         return plan
 
-    def _tries_plain(self, methods: Collection[str], before: Plan) -> bool:
+    def _tries_plain(self, methods: Collection[str], before: StepPlan) -> bool:
         """Whether to begin some steps without drafts: only they show how long they take."""
         experiment = self._experiments["plain", ""]
         if experiment.running:
@@ -138,7 +138,7 @@ class Adaptive:
         experiment.begin(price)
         return True
 
-    def _lengths(self, plan: Plan, method: str, requests: Sequence[Request]) -> list[int]:
+    def _lengths(self, plan: StepPlan, method: str, requests: Sequence[Request]) -> list[int]:
         """Choose the lengths of one method's sequences.
 
         Sequences whose drafts have scores get the longest: their drafts are cut by the scores.
@@ -163,7 +163,9 @@ class Adaptive:
         plan.asked.append(method)
         return most
 
-    def _joint_lengths(self, plan: Plan, method: str, requests: Sequence[Request], most: Sequence[int]) -> list[int]:
+    def _joint_lengths(
+        self, plan: StepPlan, method: str, requests: Sequence[Request], most: Sequence[int]
+    ) -> list[int]:
         """Choose the lengths of drafts without scores, or of an experiment with them."""
         own, tree, count = self._look_ahead_rows(method), self._trees(method), len(requests)
         pass_s = np.array(plan.steps_s(self._costs, num_rows(sum(most), own, count)))
@@ -171,7 +173,8 @@ class Adaptive:
         draft_s = self._costs.drafts_s(method, count, max(most, default=0))
 
         def seconds(nodes: Array, sequences: Array, depth: Array) -> Array:
-            return pass_s[nodes + (nodes + sequences) * np.minimum(depth, own)] + draft_s[sequences, depth]
+            found: Array = pass_s[nodes + (nodes + sequences) * np.minimum(depth, own)] + draft_s[sequences, depth]
+            return found
 
         def price(counts: Sequence[int]) -> float:
             return float(seconds(*map(np.array, (sum(counts), sum(map(bool, counts)), max(counts))))) / plain_s - 1

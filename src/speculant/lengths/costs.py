@@ -29,7 +29,7 @@ LEAST_TABLE = 32  # sizes that are interpolated at once
 
 
 @dataclass
-class Level:
+class Slowness:
     """How much slower than at the start steps are, as a logarithm: the median of the first, which later ones move."""
 
     value: float = 0.0
@@ -79,7 +79,7 @@ class CostCurve:
         self._points = dict(sorted(points.items()))
         self._reads, self._places = reads, list[float]()  # of the sizes from 0 up, between which seconds are linear
         self._table: list[float] = []
-        self.level = Level()
+        self.level = Slowness()
 
     def at(self, size: int) -> float:
         """Return the seconds at a size."""

@@ -20,7 +20,7 @@ LONGEST = 16  # nodes of a draft unless the user sets a number
 
 
 @dataclass
-class Plan:
+class StepPlan:
     """The lengths of a step's sequences, and for how many more steps they hold.
 
     made_for: for each sequence its id, its rows without a draft, and whether it only decodes. rows: the sum of these
@@ -41,7 +41,7 @@ class Plan:
     asked: list[str] = field(default_factory=list)
 
     @classmethod
-    def plain(cls, schedule: Schedule, costs: StepCosts, left: int) -> Plan:
+    def plain(cls, schedule: Schedule, costs: StepCosts, left: int) -> StepPlan:
         """Return the plan that drafts nothing for a number of steps."""
         rows, items = sum(item.num_rows for item in schedule.items), schedule.items
         attention = costs.attention((item.num_rows, item.start + item.count) for item in items)
@@ -53,7 +53,7 @@ class Plan:
 
 
 def identity_of(schedule: Schedule) -> list[tuple[int, int, bool]]:
-    """Return the identity of a step's work: see `Plan.made_for`."""
+    """Return the identity of a step's work: see `StepPlan.made_for`."""
     return [(item.request.seq_id, item.num_rows, item.decodes) for item in schedule.items]
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from speculant import LLM, SamplingParams, files
 from speculant.drafting.model.drafter import ModelDrafter
-from speculant.engine import build, calibration
+from speculant.engine import calibration
 from speculant.scheduling.scheduler import Scheduled
 from speculant.types import DraftTree, Request
 from tests.models import Checkpoints
@@ -151,14 +151,14 @@ def test_calibration_measures_many_rows_of_slow_models(
     checkpoints: Checkpoints, kept: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A line through a few rows does not show the cost of a batch with drafts."""
-    forward, clock = build.forward_target, [0.0]
+    forward, clock = calibration.forward_target, [0.0]
 
     def slow(*arguments: Any) -> Any:
         (item,), (tree,) = arguments[2:]
         clock[0] += 0.1 + 0.01 * (item.count + tree.size)
         return forward(*arguments)
 
-    monkeypatch.setattr(build, "forward_target", slow)
+    monkeypatch.setattr(calibration, "forward_target", slow)
     monkeypatch.setattr(calibration.time, "perf_counter", lambda: clock[0])
     engine(checkpoints)
     (file,) = kept.glob("*.json")

@@ -35,7 +35,7 @@ def test_experiments_take_their_share_of_the_time(price: float) -> None:
     assert len(made) * price <= 1.2 * BUDGET * steps
 
 
-def test_one_that_promises_something_is_repeated_at_once_and_paid_for() -> None:
+def test_one_that_promises_something_is_repeated_and_paid() -> None:
     made = run(Experiments(), 100_000, 1.0, again=True)
     assert made[: MOST_REPEATS + 1] == [FIRST_WAIT + place for place in range(4)]
     assert len(made) * 1.0 <= 1.2 * BUDGET * 100_000
