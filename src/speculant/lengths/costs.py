@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import count, repeat
@@ -21,6 +21,7 @@ from speculant.metrics import StepTiming
 
 DRIFT = 0.1  # weight of a step's time; the first ones have more
 OUTLIER = 0.1  # logarithm by which a step counts as slower or faster at most
+TOO_SLOW = 0.7  # the same for one size that was measured too slow: no other program makes a step fast
 LEARNT = 16  # first steps, whose median is the level
 COMPARED, NEAR = 5, 8  # last steps of a kind that are compared with those of the other, and how long they count
 SMALLEST = 1e-9  # ratio of times
@@ -79,6 +80,7 @@ class CostCurve:
         self._points = dict(sorted(points.items()))
         self._reads, self._places = reads, list[float]()  # of the sizes from 0 up, between which seconds are linear
         self._table: list[float] = []
+        self._seen = Counter[int]()  # steps by size
         self.level = Slowness()
 
     def at(self, size: int) -> float:
@@ -93,11 +95,13 @@ class CostCurve:
         return list(map(mul, self._table[first:end], repeat(math.exp(self.level.value))))
 
     def observe(self, size: int, seconds: float) -> None:
-        """Follow a step of this size: all seconds move, and those of this size by as much again."""
+        """Follow a step of this size: all seconds move, then those of this size alone. No smaller size takes more."""
         self.level.follow(_log(seconds, self.at(size)) + self.level.value)
-        if size in self._points:
-            self._points[size] *= math.exp(DRIFT * _within(_log(seconds, self.at(size))))
-            self._table = []
+        self._seen[size] += 1
+        change = min(max(_log(seconds, self.at(size)), -TOO_SLOW), OUTLIER)
+        self._points[size] = own = self._table[size] * math.exp(max(DRIFT, 1 / (1 + self._seen[size])) * change)
+        self._points = {each: min(s, own) if each < size else s for each, s in sorted(self._points.items())}
+        self._table = []
 
     def _interpolated(self, count: int) -> list[float]:
         """Return the seconds at the sizes 0 to count - 1, without the scale."""
