@@ -20,6 +20,7 @@ PRIOR, PRIOR_TESTS = 0.7, 2.0  # of a method that has drafted nothing yet
 DEPTH_PRIOR_TESTS = 8.0  # tests at a depth that weigh as much as the rate at the depth above
 METHOD_MEMORY, SEQUENCE_MEMORY = 0.99, 0.9  # the weight that each test leaves to earlier tests
 SEQUENCE_PRIOR_TESTS = 30.0  # tests of a sequence that weigh as much as its method's rate
+SCORE_PRIOR_TESTS = 4.0  # tests of a score that weigh as much as the score itself
 HIGHEST = 0.995
 BUCKETS = 10  # of scores from 0 to 1; the last one has 1 as well
 
@@ -28,8 +29,8 @@ BUCKETS = 10  # of scores from 0 to 1; the last one has 1 as well
 class Rate:
     """Accepted over tested, where older tests count less."""
 
-    prior: float = PRIOR
-    prior_tests: float = PRIOR_TESTS
+    prior: float
+    prior_tests: float
     accepted: float = 0.0
     tested: float = 0.0
 
@@ -53,10 +54,10 @@ class MethodAcceptance:
     """The estimates of one method."""
 
     def __init__(self) -> None:
-        self._whole = Rate()
+        self._whole = Rate(PRIOR, PRIOR_TESTS)
         self._by_depth: list[Rate] = []
-        certain = Rate((BUCKETS - 0.5) / BUCKETS, 4.0)
-        self._by_score = [*(Rate((bucket + 0.5) / BUCKETS, 4.0) for bucket in range(BUCKETS - 1)), certain, certain]
+        rates = [Rate((bucket + 0.5) / BUCKETS, SCORE_PRIOR_TESTS) for bucket in range(BUCKETS)]
+        self._by_score = [*rates, rates[-1]]
         self._score_rates = [rate.value for rate in self._by_score]
         self._by_sequence: WeakKeyDictionary[Request, Rate] = WeakKeyDictionary()
 
@@ -89,7 +90,7 @@ class MethodAcceptance:
             own = self._by_sequence[request] = Rate(self._whole.value, SEQUENCE_PRIOR_TESTS)
         if draft is None:
             while len(self._by_depth) < len(tests):
-                self._by_depth.append(Rate(prior_tests=DEPTH_PRIOR_TESTS) if self._by_depth else Rate())
+                self._by_depth.append(Rate(PRIOR, DEPTH_PRIOR_TESTS if self._by_depth else PRIOR_TESTS))
             _count(zip(self._by_depth, tests, strict=False))
         else:
             _count((self._by_score[int(s * BUCKETS)], accepted) for s, accepted in tested_scores(draft, outcome))
