@@ -303,7 +303,7 @@ class Adaptive:
             self._plan.left = 0
 
     def _note_lookups(self, method: str, outcomes: Sequence[DraftOutcome], timing: StepTiming) -> None:
-        """Follow what a call of a method with scores gains."""
+        """Update the gain and the time of a call to a method with scores."""
         own = [outcome for outcome in outcomes if outcome.request.drafter == method]
         found = [outcome for outcome in own if outcome.request.seq_id in self._scores]
         lookups, experiment = self._lookups[method], self._experiments["look up", method]

@@ -41,7 +41,7 @@ class Experiment:
         self.due, self.price, self.repeats = step + self.wait, 0.0, 0
 
     def restart(self, step: int) -> None:
-        """Note that what it tries is done now anyway: once it is not, it is soon tried again."""
+        """Start the waits anew: the plan itself does now what the experiment tries."""
         self.wait, self.due, self.price, self.repeats, self.running = FIRST_WAIT, step + FIRST_WAIT, 0.0, 0, False
 
 

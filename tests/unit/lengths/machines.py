@@ -22,7 +22,7 @@ from speculant.engine.calibration import ROWS
 MOST = 16  # nodes of a draft
 SOME_LENGTHS = (0, 1, 2, 3, 4, 6, 8, 12, 16)
 FIRST_TOKENS, FIRST_STEPS = 64, 200  # tokens of each sequence that a policy may lose, and steps that it may learn in
-FURTHER = 0.25  # of the time that a key takes in a sequence's first row: what it takes in each further row
+FURTHER = 0.25  # time of a key in each further row of a sequence, as a share of that in its first row
 PASSAGE = 24  # tokens of a text that a lookup finds, or not
 STRAY, STRAY_NODES, STRAY_ALPHA, COPIED_ALPHA = 0.3, 4, 0.25, 0.95  # of other passages, lookups find this in a share
 BURST_STEPS = 10
@@ -133,7 +133,7 @@ class Machine:
 
 
 class Texts:
-    """The texts of all sequences, as arrays [sequences, positions] of what is true at each position.
+    """The texts of all sequences: arrays [sequences, positions] with the truth at each position.
 
     begins: whether a request begins. room: the most nodes of a draft. kept: how many tokens of the model's longest
     draft are accepted. found, found_kept: nodes that a lookup finds, and how many of them are accepted. scores: a

@@ -30,7 +30,7 @@ SPARE_TOKENS = 10**6
 
 
 def context_of(machine: Machine) -> DraftLengthContext:
-    """Return what a policy is built from: the costs as this machine measured them, without a draft between passes."""
+    """Return the context of a policy: the costs that this machine measured, with no draft between passes."""
     of_passes, of_drafts = machine.errors
     passes = {rows: machine.cache * of_passes * float(machine.passes[rows]) for rows in ROWS}
     counts = [count for count in SEQUENCES if count <= machine.sequences]
@@ -105,7 +105,7 @@ class SimulatedEngine:
         self.tokens.append(sum(self._at))
 
     def _each(self, name: str) -> list[Any]:
-        """Return what the texts say at the present positions."""
+        """Return an array of the texts at the current positions."""
         return [own[at] for own, at in zip(getattr(self._texts, name), self._at, strict=True)]
 
     def _called(self, method: Callable[..., Any], *arguments: Any) -> Any:
