@@ -26,7 +26,7 @@ sys.path.append(str(Path(__file__).parents[1]))  # for `tests`, however the scri
 
 from speculant import plugins
 from speculant.lab.bench.runner import Benchmark, markdown
-from speculant.lengths import acceptance, adaptive, costs, explore
+from speculant.lengths import acceptance, adaptive, backlog, costs, explore
 from tests.unit.lengths.groups import PolicyScore, by_group, judge, make_machines
 from tests.unit.lengths.machines import Machine
 
@@ -49,18 +49,16 @@ def measure(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 CONSTANTS = {
-    adaptive: (
-        *("LEAST_CHANCE", "PROBE", "PLAIN_STEPS", "HOLDS", "RESTS", "LOOKUP_MEMORY", "BEGIN_SHARE", "TRIAL_SHARE"),
-        "LATE",
-    ),
-    costs: ("DRIFT", "OUTLIER", "TOO_SLOW", "LEARNT", "COMPARED", "NEAR"),
-    explore: ("FIRST_WAIT", "BUDGET", "MOST_REPEATS"),
+    adaptive: ("PROBE", "PLAIN_STEPS", "HOLDS", "RESTS", "LOOKUP_MEMORY"),
+    backlog: ("LEAST",),
+    costs: ("DRIFT", "OUTLIER", "LEARNT", "COMPARED", "NEAR", "ROW_SHARE"),
+    explore: ("BUDGET",),
     acceptance: (
         *("PRIOR", "PRIOR_TESTS", "DEPTH_PRIOR_TESTS", "METHOD_MEMORY", "SEQUENCE_MEMORY", "SEQUENCE_PRIOR_TESTS"),
-        *("SCORE_PRIOR_TESTS", "HIGHEST", "BUCKETS"),
+        *("SCORE_PRIOR_TESTS", "BUCKETS"),
     ),
 }
-DISTANCES = ("METHOD_MEMORY", "SEQUENCE_MEMORY", "HIGHEST")  # constants that are a little below 1
+DISTANCES = ("METHOD_MEMORY", "SEQUENCE_MEMORY")  # constants that are a little below 1
 
 
 def ablate(every: int) -> Iterator[dict[str, Any]]:

@@ -156,7 +156,9 @@ PARAMS = [
 
 
 def texts(kernels: str, checkpoints: Checkpoints, draft: str | None) -> list[Sequence[int]]:
-    drafts = {"draft_model": draft, "use_speculative_decoding": draft is not None}
+    drafts: dict[str, Any] = {"use_speculative_decoding": False}
+    if draft is not None:
+        drafts = {"draft_model": draft, "speculative_config": {"num_speculative_tokens": 3, "draft_length": "fixed"}}
     llm = LLM(checkpoints.target, dtype="float32", kernels=kernels, max_model_len=64, seed=1, **drafts)
     assert llm.kernels.startswith(kernels)
     outputs = llm.generate([[70, 71, 72]] * len(PARAMS), PARAMS)

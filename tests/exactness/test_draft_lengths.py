@@ -133,7 +133,7 @@ def test_selection_keeps_the_distribution(vocab_size: int, verifier: str, monkey
         return FallbackDrafter(sub_drafters, pair.vocab_size, selection)
 
     def policy() -> Apart:
-        selector = Apart(lambda: adaptive(0.3, selects=True), Counter[int](), Counter[bool]())
+        selector = Apart(lambda: adaptive(0.4, selects=True), Counter[int](), Counter[bool]())
         selection.selector, selector.preferred = selector, preferred
         return selector
 

@@ -127,8 +127,8 @@ class Drafter(Protocol):
     def observe(self, request: Request, rows: CommittedRows) -> None:
         """Record the committed rows of a target pass; `request.tokens` already ends with the gained tokens.
 
-        It is called after every pass of the sequence, including those over chunks of its prompt. While the draft-length
-        policy rests, a drafter that needs neither hidden states nor successors gets the rows of several passes at once.
+        It is called after every pass of the sequence, including those over chunks of its prompt. A drafter that needs
+        tokens alone has none and reads `request.tokens` when it drafts: a step without drafts then costs it nothing.
         """
         ...
 
@@ -181,7 +181,9 @@ class StatelessDrafter:
 
 
 def listens(drafter: Drafter) -> bool:
-    """Whether a drafter has an `observe` of its own."""
+    """Whether a drafter has an `observe` of its own; one that combines others says whether they have."""
+    if isinstance(own := getattr(drafter, "listens", None), bool):
+        return own
     return getattr(drafter.observe, "__func__", None) is not StatelessDrafter.observe
 
 

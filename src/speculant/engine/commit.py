@@ -80,11 +80,13 @@ def commit_output(
 
 def notify(drafters: Drafters, outputs: Sequence[TargetOutput], committed: Sequence[Committed]) -> None:
     """Pass the committed rows on to the drafters; a sequence whose text was replaced begins again."""
-    for output, each in zip(outputs, committed, strict=True):
+    for each in committed:
         if each.left:
             drafters.end(each.request)
-        elif each.request.error is None:
-            drafters.observe(each.request, partial(output.committed_rows, each.kept, each.tokens))
+    if drafters.listening:
+        for output, each in zip(outputs, committed, strict=True):
+            if not each.left and each.request.error is None:
+                drafters.observe(each.request, partial(output.committed_rows, each.kept, each.tokens))
 
 
 def commit(output: TargetOutput, verdict: Verdict, cache: KVCache, max_model_len: int, now: float) -> Committed:

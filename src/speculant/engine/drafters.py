@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 
 from speculant import plugins
 from speculant.cache.base import KVCache
@@ -13,10 +13,8 @@ from speculant.drafting.base import Drafter, DrafterNeeds
 from speculant.drafting.guard import GuardedDrafter, Proposals
 from speculant.drafting.heads.parts import HeadParts
 from speculant.drafting.methods import KIND
-from speculant.engine.runner import TargetOutput
 from speculant.errors import Guard
 from speculant.metrics import EngineMetrics
-from speculant.scheduling.scheduler import Scheduled
 from speculant.types import CommittedRows, DraftTree, Request
 
 logger = logging.getLogger(__name__)
@@ -44,7 +42,6 @@ class Drafters:
         self._guard, self._num_layers = Guard(logger, "and the step goes on without its draft"), num_layers
         self._drafters = {name: self._guarded(name, each) for name, each in (drafters or {}).items()}
         self._listening = [each for each in self._drafters.values() if each.listens]
-        self._postponed: dict[int, Scheduled] = {}  # by sequence: the first one whose rows were not observed
         self.metrics = EngineMetrics()  # replaced by the engine's own
 
     @classmethod
@@ -92,6 +89,11 @@ class Drafters:
     def _needs_of(self, method: str) -> DrafterNeeds:
         return self._drafters[method].drafter.needs if method in self._drafters else DrafterNeeds()
 
+    @property
+    def listening(self) -> bool:
+        """Whether a drafter observes."""
+        return bool(self._listening)
+
     def __bool__(self) -> bool:
         """Whether there is any drafter."""
         return bool(self._drafters)
@@ -117,7 +119,6 @@ class Drafters:
 
     def begin(self, requests: Sequence[Request]) -> None:
         """Begin the sequences that have not begun."""
-        self._observe_postponed()
         for request in requests:
             if request.drafter is not None and request.seq_id not in self._drafters[request.drafter].begun:
                 self._drafters[request.drafter].begin(request)
@@ -142,30 +143,6 @@ class Drafters:
         for drafter in self._listening:
             drafter.observe(request, rows, self.hidden_layers)
 
-    def postpone(self, outputs: Sequence[TargetOutput]) -> bool:
-        """Whether the rows of a step that rests can be observed later, with those of the steps that follow.
-
-        They can where every sequence decodes and drafters read tokens alone. A rest has the same sequences throughout.
-        """
-        if self.hidden_layers or self.read_successors:
-            return False
-        known = self._postponed
-        if outputs[0].item.request.seq_id not in known or len(outputs) > len(known):
-            if any(each.tree.size or each.pass_logits is None or each.item.request.search for each in outputs):
-                return False
-            for each in outputs:
-                known.setdefault(each.item.request.seq_id, each.item)
-        return True
-
-    def _observe_postponed(self) -> None:
-        """Pass on the rows that were postponed: those of all steps of a sequence at once."""
-        postponed, self._postponed = self._postponed, {}
-        for item in postponed.values():
-            request, start = item.request, item.start
-            if request.error is None:
-                tokens, gained = request.tokens[start:-1], request.tokens[start + item.count :]
-                self.observe(request, partial(CommittedRows, start, tokens, gained))
-
     def match_prefix(self, request: Request) -> int:
         """Return how many positions of a sequence's tokens may be taken over from the prefix index."""
         if request.drafter is None:
@@ -174,7 +151,6 @@ class Drafters:
 
     def end(self, request: Request) -> None:
         """End a sequence if it has begun."""
-        self._observe_postponed()
         for drafter in self._drafters.values():
             drafter.end(request)
 

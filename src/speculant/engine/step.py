@@ -76,7 +76,7 @@ def step(context: StepContext, schedule: Schedule, mark: Mark = unmarked) -> tup
             committed.append(each)
             if each.outcome is not None and not draft.forced:
                 outcomes.append(each.outcome)
-        if drafters and not (length.paused and drafters.postpone(outputs)):
+        if drafters:
             notify(drafters, outputs, committed)
     if outcomes or (drafters and not length.paused and not any(draft.forced for draft in drafts)):  # the policy chose
         length.observe(outcomes, timing._replace(committed=time.perf_counter()))

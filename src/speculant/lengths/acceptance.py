@@ -6,8 +6,6 @@ sequence's own rate in proportion.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import accumulate, takewhile
 from operator import mul
@@ -16,12 +14,11 @@ from weakref import WeakKeyDictionary
 from speculant.lengths.base import DraftOutcome, ScoredDraft
 from speculant.types import Request
 
-PRIOR, PRIOR_TESTS = 0.7, 2.0  # of a method that has drafted nothing yet
+PRIOR, PRIOR_TESTS = 0.7, 4.0  # of a method that has drafted nothing yet
 DEPTH_PRIOR_TESTS = 8.0  # tests at a depth that weigh as much as the rate at the depth above
 METHOD_MEMORY, SEQUENCE_MEMORY = 0.99, 0.9  # the weight that each test leaves to earlier tests
 SEQUENCE_PRIOR_TESTS = 30.0  # tests of a sequence that weigh as much as its method's rate
 SCORE_PRIOR_TESTS = 4.0  # tests of a score that weigh as much as the score itself
-HIGHEST = 0.995
 BUCKETS = 10  # of scores from 0 to 1; the last one has 1 as well
 
 
@@ -67,14 +64,14 @@ class MethodAcceptance:
         They end before the first one below `least`.
         """
         share, rates = self._share(request), self._rates(length) or [PRIOR]
-        factors = [min(HIGHEST, share * rate) for rate in rates]
+        factors = [min(1.0, share * rate) for rate in rates]
         factors += [factors[-1]] * (length - len(factors))
         return list(takewhile(least.__le__, accumulate(factors[:length], mul)))
 
     def scored_survivals(self, draft: ScoredDraft, least: float) -> list[float]:
         """Return the estimate that each node of a draft with scores is accepted, up to the first one below `least`."""
         share, survivals = self._share(draft.request), list[float]()
-        rates = [min(HIGHEST, share * rate) for rate in self._score_rates]
+        rates = [min(1.0, share * rate) for rate in self._score_rates]
         for score, parent in zip(draft.scores, draft.parents, strict=True):
             survival = rates[int(score * BUCKETS)] * (survivals[parent] if parent >= 0 else 1.0)
             if survival < least:
@@ -91,9 +88,11 @@ class MethodAcceptance:
         if draft is None:
             while len(self._by_depth) < len(tests):
                 self._by_depth.append(Rate(PRIOR, DEPTH_PRIOR_TESTS if self._by_depth else PRIOR_TESTS))
-            _count(zip(self._by_depth, tests, strict=False))
+            for rate, accepted in zip(self._by_depth, tests, strict=False):
+                rate.add(accepted, METHOD_MEMORY)
         else:
-            _count((self._by_score[int(s * BUCKETS)], accepted) for s, accepted in tested_scores(draft, outcome))
+            for score, accepted in tested_scores(draft, outcome):
+                self._by_score[int(score * BUCKETS)].add(accepted, METHOD_MEMORY)
             self._score_rates = [rate.value for rate in self._by_score]
         self._whole.add(sum(tests), METHOD_MEMORY, len(tests))
         own.add(sum(tests), SEQUENCE_MEMORY, len(tests))
@@ -120,13 +119,6 @@ class MethodAcceptance:
         return own.value / self._whole.value
 
 
-def _count(tests: Iterable[tuple[Rate, int]]) -> None:
-    """Count tests, each by its rate; equals `Rate.add` and is faster."""
-    for rate, accepted in tests:
-        rate.accepted = METHOD_MEMORY * rate.accepted + accepted
-        rate.tested = METHOD_MEMORY * rate.tested + 1
-
-
 def tested_scores(draft: ScoredDraft, outcome: DraftOutcome) -> list[tuple[float, bool]]:
     """Return for each node that was compared with the target's token its score, and whether it was accepted.
 
@@ -136,10 +128,3 @@ def tested_scores(draft: ScoredDraft, outcome: DraftOutcome) -> list[tuple[float
     expanded = {-1, *outcome.path[: max(0, sum(outcome.tested) - 1)]} if any(outcome.tested) else ()
     nodes = enumerate(zip(draft.scores[:kept], draft.parents, strict=False))
     return [(score, node in path) for node, (score, parent) in nodes if parent in expanded]
-
-
-class Acceptance(defaultdict[str, MethodAcceptance]):
-    """The estimates by method."""
-
-    def __init__(self) -> None:
-        super().__init__(MethodAcceptance)

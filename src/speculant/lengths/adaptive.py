@@ -10,17 +10,17 @@ one schedule of experiments (explore.py). The engine calls, in each step that is
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 import numpy as np
 
 from speculant.errors import ConfigError, suggest
-from speculant.lengths.acceptance import Acceptance
-from speculant.lengths.backlog import Backlogs
+from speculant.lengths.acceptance import MethodAcceptance
+from speculant.lengths.backlog import LEAST, Backlogs
 from speculant.lengths.base import DraftLengthContext, DraftOutcome, ScoredDraft, num_rows
-from speculant.lengths.costs import LEARNT, CostCurve, StepCosts
+from speculant.lengths.costs import LEARNT, ROW_SHARE, CostCurve, Mean, StepCosts
 from speculant.lengths.explore import Experiments
 from speculant.lengths.plan import (
     Array,
@@ -36,14 +36,10 @@ from speculant.metrics import StepTiming
 from speculant.scheduling.scheduler import Schedule
 from speculant.types import Request
 
-LEAST_CHANCE = 0.01  # of a node to be accepted: a draft ends before it
 PROBE = 1  # nodes of a draft that is tried
 PLAIN_STEPS = 6  # of an experiment without drafts; its last half is timed, when the processor's caches are as usual
-HOLDS, RESTS = 8, 32  # steps for which a plan holds, with drafts and without
+HOLDS, RESTS = 8, 64  # steps for which a plan holds, with drafts and without
 LOOKUP_MEMORY = 0.05  # weight of the newest call
-BEGIN_SHARE = 0.2  # of the time that drafts save, which a backlog may take: they may be accepted less often
-TRIAL_SHARE = 0.05  # of the time that a request needs without drafts, which its backlog may take for a trial
-LATE = 8  # backlog in tokens from which the time of a draft is not a usual one
 UNKNOWN_COSTS = {1: 1.0, 64: 1.5}  # of a pass, in any unit, if nothing was measured
 
 
@@ -56,7 +52,7 @@ class Lookups:
     """
 
     gain: float = 1.0
-    seconds: float = 0.0
+    seconds: Mean = field(default_factory=Mean)
 
 
 class Adaptive:
@@ -74,7 +70,8 @@ class Adaptive:
     ) -> None:
         self._longest, self._trees, self._look_ahead_rows, self._selects = longest, trees, look_ahead_rows, selects
         self._costs = costs or StepCosts(CostCurve(UNKNOWN_COSTS))
-        self._acceptance, self._experiments, self._backlogs = Acceptance(), Experiments(), Backlogs(self._costs)
+        self._experiments, self._backlogs = Experiments(), Backlogs(self._costs)
+        self._acceptance: defaultdict[str, MethodAcceptance] = defaultdict(MethodAcceptance)
         self._plan = StepPlan([], [], 0)
         self._lookups: defaultdict[str, Lookups] = defaultdict(Lookups)
         self._scored: set[str] = set()  # methods whose last drafts had scores
@@ -98,7 +95,7 @@ class Adaptive:
         if (
             not plan.pure
             or plan.asked
-            or self._experiments["plain", ""].running
+            or self._experiments.runs("plain")
             or len(self._costs.passes.level.first) < LEARNT
         ):
             return 0
@@ -119,7 +116,7 @@ class Adaptive:
                 by_method.setdefault(method, []).append(place)
         self._drawn = {}
         if plan.pure and self._tries_plain(by_method, before):
-            plan.left = PLAIN_STEPS
+            plan.left, plan.gain = PLAIN_STEPS, before.gain
             return plan
         for method, places in by_method.items():
             lengths = self._lengths(plan, method, [schedule.items[place].request for place in places])
@@ -129,13 +126,11 @@ class Adaptive:
 
     def _tries_plain(self, methods: Collection[str], before: StepPlan) -> bool:
         """Whether to begin some steps without drafts: only they show how long they take."""
-        experiment = self._experiments["plain", ""]
-        if experiment.running:
-            experiment.end(self._experiments.step)
+        self._experiments.end("plain")
         price = PLAIN_STEPS * before.gain / (1 + before.gain)
-        if not before.gain or self._scored.issuperset(methods) or self._experiments.left("plain", ""):
+        if not before.gain or self._scored.issuperset(methods) or self._experiments.left("plain"):
             return False
-        experiment.begin(price)
+        self._experiments.begin("plain", price=price)
         return True
 
     def _lengths(self, plan: StepPlan, method: str, requests: Sequence[Request]) -> list[int]:
@@ -151,13 +146,13 @@ class Adaptive:
                 return most
         elif method not in self._scored:
             return self._joint_lengths(plan, method, requests, most)
-        lookups, experiment = self._lookups[method], self._experiments["look up", method]
-        price = lookups.seconds / plan.steps_s(self._costs, 0)[0]
+        lookups = self._lookups[method]
+        price = lookups.seconds.value / plan.steps_s(self._costs, 0)[0]
         if lookups.gain < len(requests) * price:  # a token takes a share of its pass
             if wait := self._experiments.left("look up", method):
                 plan.left = min(plan.left, wait)
                 return [0] * len(requests)
-            experiment.begin(price)
+            self._experiments.begin("look up", method, price=price)
             plan.left = 1
         plan.left = min(plan.left, HOLDS)
         plan.asked.append(method)
@@ -182,26 +177,25 @@ class Adaptive:
         experiments, trial, longer = self._experiments, ("draft", method), ("longer", method)
         chosen = choose_jointly(self._offers(method, requests, most), count, seconds)
         plan.rate = count / plain_s * (1 + chosen.gain)
-        token_s = BEGIN_SHARE * plain_s / count * chosen.gain / (1 + chosen.gain)
+        token_s = plain_s / count * chosen.gain / (1 + chosen.gain)
         counts, _ = self._backlogs.affordable(method, requests, chosen.counts, token_s)
         if any(counts):
             plan.gain, plan.left = max(plan.gain, chosen.gain), min(plan.left, HOLDS)
-            experiments[trial].restart(experiments.step)
-            if experiments[longer].running:
-                experiments[longer].end(experiments.step)
+            experiments.restart(*trial)
+            experiments.end(*longer)
             twice = [min(2 * each, longest) for each, longest in zip(counts, most, strict=True)]
             if twice == counts or experiments.left(*longer):
                 return counts
-            experiments[longer].begin(price(twice) - price(counts))
+            experiments.begin(*longer, price=price(twice) - price(counts))
             plan.left = 1 + bool(own)
             return twice
         if not experiments.left(*trial):
             probe = tree[0] if tree else PROBE
             newest = [min(probe, each) if 2 * place >= count - 1 else 0 for place, each in enumerate(most)]
-            tried, wait_s = self._backlogs.affordable(method, requests, newest, TRIAL_SHARE * plain_s / count)
+            tried, wait_s = self._backlogs.affordable(method, requests, newest, plain_s / count)
             if any(tried):
                 gain = self._expected(method, requests, tried) / count
-                experiments[trial].begin(max(0.0, price(tried) - gain) + wait_s / plain_s)
+                experiments.begin(*trial, price=max(0.0, price(tried) - gain) + wait_s / plain_s)
                 plan.left = 1 + bool(own)  # look-ahead rows are computed a step before their draft
                 return tried
         plan.left = min(plan.left, experiments.left(*trial) or RESTS)  # one that is due may not be affordable
@@ -215,11 +209,11 @@ class Adaptive:
         return sum(sum(acceptance.survivals(each, count)) for each, count in zip(requests, counts, strict=True))
 
     def _offers(self, method: str, requests: Sequence[Request], most: Sequence[int]) -> Offers:
-        """Return the nodes that drafts without scores may have; chains end before an unlikely one."""
+        """Return the nodes that drafts without scores may have; chains end before one that is not worth its row."""
         acceptance, tree = self._acceptance[method], self._trees(method)
         if tree is None or min(most) < tree[0]:
             pairs = zip(requests, most, strict=True)
-            return Offers.of([acceptance.survivals(request, longest, LEAST_CHANCE) for request, longest in pairs])
+            return Offers.of([acceptance.survivals(request, longest, ROW_SHARE) for request, longest in pairs])
         nodes, depth = tree
         return Offers.of([[sum(acceptance.survivals(request, depth))] for request in requests], depth, nodes)
 
@@ -227,15 +221,11 @@ class Adaptive:
         """See `TrimmingLength.trim`."""
         self._scores = {draft.request.seq_id: draft for draft in drafts}
         survivals = [self._scored_survivals(draft) for draft in drafts]
-        pass_s = self._plan.steps_s(self._costs, max(PROBE, sum(map(len, survivals))))
+        pass_s = self._plan.steps_s(self._costs, sum(map(len, survivals)))
         counts = choose_scored(survivals, [each.parents for each in drafts], pass_s)
         for place, draft in enumerate(drafts):
-            method = str(draft.request.drafter)
             if asked_length(draft.request) is not None:
                 counts[place] = len(draft.scores)
-            elif not counts[place] and not self._experiments.left("scores", method):
-                counts[place] = min(PROBE, len(draft.scores))
-                self._experiments["scores", method].begin(pass_s[counts[place]] / pass_s[0] - 1)
         return counts
 
     def prefers(self, request: Request, scores: Sequence[float], parents: Sequence[int]) -> bool:
@@ -257,7 +247,7 @@ class Adaptive:
         return self._drawn.get(request.seq_id)
 
     def _scored_survivals(self, draft: ScoredDraft) -> list[float]:
-        return self._acceptance[scored(str(draft.request.drafter))].scored_survivals(draft, LEAST_CHANCE)
+        return self._acceptance[scored(str(draft.request.drafter))].scored_survivals(draft, ROW_SHARE)
 
     def _most(self, request: Request) -> int:
         method = str(request.drafter)
@@ -265,16 +255,17 @@ class Adaptive:
 
     def observe(self, outcomes: Sequence[DraftOutcome], timing: StepTiming) -> None:
         """See `DraftLength.observe`."""
-        plan, late, accepted = self._plan, False, dict[str, list[bool]]()
+        plan, late, seen = self._plan, False, set[str]()
         for outcome in outcomes:
             request, tests = outcome.request, outcome.accepted[: sum(outcome.tested)]
             draft, method = self._scores.get(request.seq_id), str(request.drafter)
             if draft is None:
-                late = self._backlogs.note(request) > LATE + sum(tests) or late
+                late = self._backlogs.note(request) > LEAST + sum(tests) or late
             key = method if draft is None else scored(method)
             self._acceptance[key].observe(outcome, draft)
-            accepted.setdefault(key, []).append(all(tests))
-        self._end_experiments(accepted)
+            seen.add(key)
+        self._experiments.lose(self._lost(outcomes, timing))
+        self._end_experiments(seen)
         self._note_scores(outcomes)
         for method in plan.asked:
             self._note_lookups(method, outcomes, timing)
@@ -285,13 +276,16 @@ class Adaptive:
         elif plan.pure and plan.lengths and not any(plan.lengths):
             self._follow_plain(timing)
 
-    def _end_experiments(self, accepted: Mapping[str, Sequence[bool]]) -> None:
-        """End those of this step. accepted: for each draft of a method whether all that was tested was accepted."""
-        for key, own in accepted.items():
-            method, _, scored = key.partition(SCORED)
-            experiment = self._experiments["scores" if scored else "draft", method]
-            if experiment.running:
-                experiment.end(self._experiments.step, again=all(own))
+    def _lost(self, outcomes: Sequence[DraftOutcome], timing: StepTiming) -> float:
+        """Return the time, in plain steps, that a step took longer than its tokens usually do."""
+        gained = 1 + sum(sum(outcome.accepted) for outcome in outcomes) / max(1, len(self._plan.lengths))
+        step_s = timing.draft_s + timing.verify_s + timing.rest_s
+        return step_s / self._plan.steps_s(self._costs, 0)[0] * (1 + self._plan.gain) - gained
+
+    def _end_experiments(self, seen: Collection[str]) -> None:
+        """End those of this step. seen: the methods that drafted, with SCORED for drafts with scores."""
+        for key in seen:
+            if self._experiments.end("draft", key):
                 self._plan.left = 0
 
     def _note_scores(self, outcomes: Sequence[DraftOutcome]) -> None:
@@ -306,15 +300,14 @@ class Adaptive:
         """Update the gain and the time of a call to a method with scores."""
         own = [outcome for outcome in outcomes if outcome.request.drafter == method]
         found = [outcome for outcome in own if outcome.request.seq_id in self._scores]
-        lookups, experiment = self._lookups[method], self._experiments["look up", method]
+        lookups = self._lookups[method]
         accepted, nodes = sum(sum(each.accepted) for each in found), sum(sum(each.drafted) for each in found)
         steps_s = self._plan.steps_s(self._costs, nodes)
         lost = (steps_s[nodes] / steps_s[0] - 1) * len(self._plan.lengths)
         lookups.gain += LOOKUP_MEMORY * (accepted - lost - lookups.gain)
         if len(found) == len(own):  # else a model drafted as well
-            lookups.seconds += LOOKUP_MEMORY * (timing.draft_s - lookups.seconds)
-        if experiment.running:
-            experiment.end(self._experiments.step, again=accepted > 0)
+            lookups.seconds.add(timing.draft_s)
+        self._experiments.end("look up", method)
 
     def _follow(self, outcomes: Sequence[DraftOutcome], timing: StepTiming, late: bool) -> None:
         """Follow the costs of a step with drafts. late: a drafter processed a backlog."""
@@ -331,7 +324,7 @@ class Adaptive:
 
     def _follow_plain(self, timing: StepTiming) -> None:
         """Follow the costs of a step without drafts."""
-        plan, tries = self._plan, self._experiments["plain", ""].running
+        plan, tries = self._plan, self._experiments.runs("plain")
         self._plain += 1
         if self._plain > (PLAIN_STEPS // 2 if tries else PLAIN_STEPS):
             self._costs.observe_plain(self._experiments.step, plan.rows, len(plan.lengths), timing, plan.attention)

@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 from speculant.lengths.costs import StepCosts
 from speculant.types import Request
 
-LEAST = 64  # missing tokens; fewer are part of a draft
+LEAST = 8  # missing tokens; fewer are part of a draft
 
 
 class Backlogs:

@@ -6,7 +6,6 @@ Curves are measured once (engine/calibration.py) and follow the times of steps w
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -19,9 +18,8 @@ import numpy as np
 
 from speculant.metrics import StepTiming
 
-DRIFT = 0.1  # weight of a step's time; the first ones have more
+DRIFT = 0.05  # weight of a step's time; the first ones have more
 OUTLIER = 0.1  # logarithm by which a step counts as slower or faster at most
-TOO_SLOW = 0.7  # the same for one size that was measured too slow: no other program makes a step fast
 LEARNT = 16  # first steps, whose median is the level
 COMPARED, NEAR = 5, 8  # last steps of a kind that are compared with those of the other, and how long they count
 SMALLEST = 1e-9  # ratio of times
@@ -98,8 +96,8 @@ class CostCurve:
         """Follow a step of this size: all seconds move, then those of this size alone. No smaller size takes more."""
         self.level.follow(_log(seconds, self.at(size)) + self.level.value)
         self._seen[size] += 1
-        change = min(max(_log(seconds, self.at(size)), -TOO_SLOW), OUTLIER)
-        self._points[size] = own = self._table[size] * math.exp(max(DRIFT, 1 / (1 + self._seen[size])) * change)
+        change = min(_log(seconds, self.at(size)), OUTLIER)  # no other program makes a step fast
+        self._points[size] = own = self._table[size] * math.exp(change / (1 + self._seen[size]))
         self._points = {each: min(s, own) if each < size else s for each, s in sorted(self._points.items())}
         self._table = []
 
@@ -216,16 +214,7 @@ class StepCosts:
 
     def draft_s(self, method: str, sequences: int, depth: int) -> float:
         """Return the time to draft to a depth for some sequences; 0 for depth 0, and for a method without curves."""
-        curves = self.drafts.get(method)
-        if not curves or not depth:
-            return 0.0
-        if sequences in curves or len(curves) == 1:
-            return curves.get(sequences, next(iter(curves.values()))).at(depth)
-        counts = sorted(curves)
-        place = min(max(bisect_left(counts, sequences), 1), len(counts) - 1)
-        fewer, more = counts[place - 1], counts[place]
-        low, high = curves[fewer].at(depth), curves[more].at(depth)
-        return max(low, low + (sequences - fewer) / (more - fewer) * (high - low))
+        return float(self.drafts_s(method, sequences, depth)[sequences, depth])
 
     def drafts_s(self, method: str, sequences: int, depth: int) -> np.ndarray[Any, Any]:
         """Return the times [sequences + 1, depth + 1] to draft for 0 to `sequences` sequences to each depth."""
@@ -279,4 +268,4 @@ class StepCosts:
         if with_drafts and without:
             self.compared += 1
             change = median_low(without) - median_low(with_drafts) - self.share
-            self.share += max(DRIFT, 1 / (self.compared + 1)) * _within(change)
+            self.share += max(DRIFT, 1 / self.compared) * _within(change)

@@ -1,57 +1,58 @@
 """One schedule for all experiments: what does not pay, or was measured long ago, is tried again now and then.
 
-An experiment has a name, such as ("draft", "ngram"), and a price: the time that it loses if it shows nothing new, in
-plain steps. The wait between two experiments of a name doubles until they take at most the share BUDGET of the time.
+An experiment has a kind and a method, such as ("draft", "ngram"), and a price in plain steps: the time that it is
+expected to lose, or what it has lost if that is less, as costs may have been wrong. All experiments take at most the
+share BUDGET of the time together, and each takes at most half of that, so that the others have their turn.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from dataclasses import dataclass
+import math
 
-FIRST_WAIT = 16  # steps between two experiments of a name
+from speculant.lengths.costs import LEARNT
+
 BUDGET = 0.005  # of the time
-MOST_REPEATS = 3  # of an experiment at once, while it promises something
 
 
-@dataclass
-class Experiment:
-    """When something is tried again. wait: steps between the last time and the next. due: the step of the next.
-
-    price: that of the tries so far that follow one another at once. running: whether a try has not ended.
-    """
-
-    wait: int = 0
-    due: int = FIRST_WAIT
-    price: float = 0.0
-    repeats: int = 0
-    running: bool = False
-
-    def begin(self, price: float) -> None:
-        """Note that it runs from now on, at a price."""
-        self.price, self.running = self.price + price, True
-
-    def end(self, step: int, again: bool = False) -> None:
-        """Note that a try is over and has changed nothing. again: it promises something, and is repeated at once."""
-        self.running = False
-        if again and self.repeats < MOST_REPEATS:
-            self.repeats, self.due = self.repeats + 1, step
-            return
-        self.wait = int(max(FIRST_WAIT, min(2 * self.wait, self.price / BUDGET)))
-        self.due, self.price, self.repeats = step + self.wait, 0.0, 0
-
-    def restart(self, step: int) -> None:
-        """Start the waits anew: the plan itself does now what the experiment tries."""
-        self.wait, self.due, self.price, self.repeats, self.running = FIRST_WAIT, step + FIRST_WAIT, 0.0, 0, False
-
-
-class Experiments(defaultdict[tuple[str, str], Experiment]):
-    """The experiments of an engine, by kind and method. step: the number of steps so far."""
+class Experiments:
+    """The experiments of an engine. step: the number of steps so far."""
 
     def __init__(self) -> None:
-        super().__init__(Experiment)
         self.step = 0
+        self._free = float(LEARNT)  # the step from which the budget allows one
+        self._due: dict[tuple[str, str], float] = {}  # the step from which one may begin again
+        self._prices: dict[tuple[str, str], float] = {}  # expected, of those that have begun and not ended
+        self._lost: dict[tuple[str, str], float] = {}  # by them so far
 
-    def left(self, kind: str, method: str) -> int:
-        """Return the steps until an experiment is due; 0 = now."""
-        return max(0, self[kind, method].due - self.step)
+    def left(self, kind: str, method: str = "") -> int:
+        """Return the steps until an experiment may begin; 0 = now."""
+        return max(0, math.ceil(max(self._free, self._due.get((kind, method), 0.0))) - self.step)
+
+    def runs(self, kind: str, method: str = "") -> bool:
+        """Whether an experiment has begun and not ended."""
+        return (kind, method) in self._prices
+
+    def begin(self, kind: str, method: str = "", *, price: float) -> None:
+        """Begin an experiment; price: what it is expected to lose."""
+        self._prices[kind, method] = price
+
+    def lose(self, plain_steps: float) -> None:
+        """Note what a step has lost; less than 0 = it was faster than expected."""
+        for name in self._prices:
+            self._lost[name] = self._lost.get(name, 0.0) + plain_steps
+
+    def end(self, kind: str, method: str = "") -> bool:
+        """End an experiment; return whether it ran."""
+        expected = self._prices.pop((kind, method), None)
+        if expected is None:
+            return False
+        price = max(0.0, min(expected, self._lost.pop((kind, method), expected)))
+        wait = price / BUDGET
+        self._free = max(self._free, self.step) + wait
+        self._due[kind, method] = self.step + 2 * wait
+        return True
+
+    def restart(self, kind: str, method: str) -> None:
+        """Let the budget alone decide when an experiment begins: the plan itself does now what it tries."""
+        for known in (self._prices, self._lost, self._due):
+            known.pop((kind, method), None)

@@ -18,7 +18,7 @@ from speculant.drafting.lookup.reading import match_score
 from speculant.errors import ConfigError
 from speculant.models.base import SequenceInput, build_batch
 from speculant.sampling.chance import KeyedChances
-from speculant.types import CommittedRows, DraftTree, Verdict
+from speculant.types import DraftTree, Verdict
 from speculant.verification.match import Match
 from tests.models import make_request
 
@@ -258,11 +258,10 @@ def test_ngram_ties_go_to_the_first_seen(tokens: list[int]) -> None:
     assert predictor.predict(1) == ([max(known, key=known.__getitem__)] if known else [])
 
 
-def test_ngram_reads_observed_tokens_before_it_drafts() -> None:
+def test_ngram_reads_what_it_has_not_seen_when_it_drafts() -> None:
     drafter, request = NgramDrafter(NgramOptions()), make_request([5, 6, 7, 5])
     drafter.begin(request)
-    drafter.observe(request, CommittedRows(0, [5, 6]))
-    assert drafter._readers[request.seq_id].seen == 2
+    assert drafter._readers[request.seq_id].seen == 0
     (tree,) = drafter.propose([request], [2])
     assert tree.token_list == [6, 7]
     assert drafter._readers[request.seq_id].seen == 4

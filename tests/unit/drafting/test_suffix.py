@@ -148,16 +148,6 @@ def test_suffix_salts_share_nothing() -> None:
     assert asked(drafter, [0, 1, 2, 30], "c") == asked(drafter, [0, 1, 2, 30]) == []
 
 
-def test_suffix_reads_a_prompt_with_its_chunks() -> None:
-    drafter, request = SuffixDrafter(SuffixOptions()), make_request(range(100))
-    drafter.begin(request)
-    for start in (0, 40):
-        drafter.observe(request, CommittedRows(start, range(start, start + 40)))
-        assert drafter._readers[request.seq_id].seen == start + 40
-    assert draft(drafter, request, 0).size == 0
-    assert drafter._readers[request.seq_id].seen == 80
-
-
 def test_engine_leaves_only_finished_texts_in_the_store() -> None:
     """Preempted, forked and aborted requests on the real engine, with memory for two sequences of four."""
     limits, drafter = Limits(28, 4, 16), SuffixDrafter(SuffixOptions())

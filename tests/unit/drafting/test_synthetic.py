@@ -6,7 +6,6 @@ import pytest
 
 from speculant.drafting.lookup.synthetic import SyntheticDrafter, SyntheticOptions
 from speculant.errors import ConfigError
-from speculant.types import CommittedRows
 from tests.models import make_request
 
 SCRIPT = [token % 50 for token in range(400)]
@@ -14,7 +13,7 @@ SCRIPT = [token % 50 for token in range(400)]
 
 def taught(rate: float, script: list[int] = SCRIPT, vocab_size: int = 50) -> SyntheticDrafter:
     drafter = SyntheticDrafter(SyntheticOptions(acceptance_rate=rate), vocab_size)
-    drafter.observe(make_request([1, 2], script, finish_reason="length"), CommittedRows(0, [], script))
+    drafter.end(make_request([1, 2], script, finish_reason="length"))
     return drafter
 
 
@@ -50,8 +49,8 @@ def test_an_unknown_prompt_gets_no_draft() -> None:
 
 def test_the_longest_finished_continuation_is_remembered() -> None:
     drafter = taught(1.0, [1, 2, 3])
-    drafter.observe(make_request([1, 2], [9], finish_reason="stop"), CommittedRows(0, [], [9]))
-    drafter.observe(make_request([1, 2], [8, 8, 8, 8]), CommittedRows(0, [], [8]))
+    drafter.end(make_request([1, 2], [9], finish_reason="stop"))
+    drafter.end(make_request([1, 2], [8, 8, 8, 8]))
     assert proposal(drafter, [], 9) == [1, 2, 3]
 
 

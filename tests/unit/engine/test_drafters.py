@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from speculant.config import Limits
-from speculant.drafting.base import DrafterNeeds, StatelessDrafter, complete
+from speculant.drafting.base import DrafterNeeds, StatelessDrafter, complete, listens
 from speculant.drafting.guard import check_draft, check_extends
 from speculant.engine.drafters import Drafters
 from speculant.errors import ConfigError, DraftError
@@ -299,22 +299,37 @@ class Listener(StatelessDrafter):
 
 
 @pytest.mark.parametrize("aborts", [False, True])
-def test_drafters_observe_the_steps_of_a_rest_at_once(aborts: bool) -> None:
-    calls = list[int]()
-    for top_k in (0, 2):  # successors are observed after every pass
-        drafter = Listener(top_k)
-        rig = build_rig(TableModel(PAIR.target, V), drafter, limits=LIMITS, draft_length=Rests())
-        requests = [*rig.add((0, 1), SamplingParams(temperature=0, max_tokens=25), "a")]
-        requests += rig.add((2, 3, 1), SamplingParams(temperature=1, seed=1, max_tokens=20), "b")
-        for _ in range(11):
-            rig.step()
-        if aborts:
-            rig.engine.abort("a")
-        rig.finish()
-        assert rig.engine.metrics.drafter_errors == 0
-        assert [drafter.seen[each.seq_id] for each in requests] == [each.tokens[:-1] for each in requests]
-        calls.append(drafter.calls)
-    assert calls[0] < 0.7 * calls[1]
+@pytest.mark.parametrize("top_k", [0, 2])
+def test_drafters_that_listen_observe_every_step_of_a_rest(top_k: int, aborts: bool) -> None:
+    drafter = Listener(top_k)
+    rig = build_rig(TableModel(PAIR.target, V), drafter, limits=LIMITS, draft_length=Rests())
+    requests = [*rig.add((0, 1), SamplingParams(temperature=0, max_tokens=25), "a")]
+    requests += rig.add((2, 3, 1), SamplingParams(temperature=1, seed=1, max_tokens=20), "b")
+    for _ in range(11):
+        rig.step()
+    if aborts:
+        rig.engine.abort("a")
+    rig.finish()
+    assert rig.engine.metrics.drafter_errors == 0
+    assert [drafter.seen[each.seq_id] for each in requests] == [each.tokens[:-1] for each in requests]
+
+
+def test_drafters_without_observe_are_not_called_in_a_rest() -> None:
+    class Reader(StatelessDrafter):
+        calls = 0
+
+        def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
+            self.calls += 1
+            return [DraftTree.empty()] * len(requests)
+
+    drafter, steps = Reader(), 0
+    rig = build_rig(TableModel(PAIR.target, V), drafter, limits=LIMITS, draft_length=Rests())
+    rig.add((0, 1), SamplingParams(temperature=0, max_tokens=25), "a")
+    while rig.engine.has_unfinished():
+        rig.step()
+        steps += 1
+    assert not listens(drafter)
+    assert 0 < drafter.calls <= steps / 7 + 1
 
 
 def test_drafters_beam_draft_without_a_limit_is_not_run() -> None:

@@ -67,9 +67,15 @@ def make_machines() -> list[Machine]:
     found += of_group("cheap drafts", grid(token=(0.002, 0.01), alpha=(0.05, 0.3, 0.7)), fixed=0.0)
     found += of_group("expensive drafts", grid(token=(0.6, 1.0), alpha=(0.55, 0.9)))
     found += of_group("short requests", grid(alpha=(0.3, 0.55, 0.8), sequences=(1, 4)), request=48, spread=0.1)
+    short = grid(alpha=(0.3, 0.8), read=(0.002, 0.01))
+    found += of_group("short answers", short, prompt=1000, request=32, tokens=1500, knee=4000)
     found += of_group("cache share", grid(cache=(0.7, 0.85), alpha=(0.4, 0.6, 0.8)))
     found += of_group("long texts", grid(alpha=(0.3, 0.7)), prompt=2000, key=3e-4, knee=4000)
-    lookups = [*grid(copied=(0.05, 0.4, 0.9)), {"copied": 0.05, "ask": 0.03}, *grid(copied=(0.05, 0.4), vain=(0.4,))]
+    lookups = [
+        *grid(copied=(0.05, 0.4, 0.9)),
+        {"copied": 0.05, "ask": 0.03},
+        *grid(copied=(0.05, 0.4), vain=(0.4, -0.6)),
+    ]
     found += of_group("lookups", [*lookups, {"copied": 0.4, **EIGHT}], method="lookup", tokens=1500)
     models = [*grid(copied=(0.05, 0.4, 0.8), alpha=(0.3, 0.7)), {"copied": 0.4, "vain": 0.4}, {"copied": 0.4, **EIGHT}]
     found += of_group("lookups and a model", models, method="both", tokens=1200)

@@ -157,9 +157,12 @@ def test_adaptive_bounds_drafts_that_lose_their_scores() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lingers", [0.0, 0.85])
+@pytest.mark.parametrize("lingers", [0.0, 0.5])
 def test_adaptive_finds_that_steps_without_drafts_are_faster(lingers: float) -> None:
-    """Weights that fit a processor's cache are still there if no draft model ran since the last passes."""
+    """Weights that fit a processor's cache are still there if no draft model ran since the last passes.
+
+    A pass reads all of them, so that most of the difference is gone after one or two passes.
+    """
     setting, ratios = Setting(lambda place: 0.6, 0.2), list[float]()
     for seed in range(12):
         worlds, policy = [setting.world(seed) for _ in range(3)], setting.adaptive()
@@ -263,7 +266,7 @@ def test_two_rejections_at_a_depth_do_not_end_it() -> None:
     for _ in range(40):
         acceptance.observe(DraftOutcome(request, [1] * 2, [1] * 2, [1, 1], (0, 1)), None)
     first, second, third = acceptance.survivals(request, 3)
-    assert first > second > 0.8
+    assert first >= second > 0.8
     assert third > 0.6 * second
     for _ in range(40):
         acceptance.observe(DraftOutcome(request, [1] * 3, [1] * 3, [1, 1, 0], (0, 1)), None)

@@ -151,6 +151,6 @@ def test_a_step_s_time_beside_passes_depends_on_drafts() -> None:
         costs.observe_plain(step, 1, 2, timing(2.0, 0.5), NO_ATTENTION)
     assert costs.steps_s(1, 1, 2) == pytest.approx([2.25, 3.5, 4.5], rel=1e-3)
     assert costs.steps_s(1, 2, 2) == pytest.approx([2.5, 4.0, 5.0], rel=1e-3)
-    for step in range(50):
+    for step in range(120):
         costs.observe_plain(step, 1, 2, timing(2.0, 2.0), NO_ATTENTION)
     assert costs.steps_s(1, 1, 1) == pytest.approx([3.0, 4.0], rel=0.01)

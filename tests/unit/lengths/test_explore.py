@@ -1,4 +1,4 @@
-"""Experiments come soon at first, and then as often as their price allows."""
+"""Experiments come as often as one budget allows, and each has its turn."""
 
 from __future__ import annotations
 
@@ -6,49 +6,58 @@ from itertools import pairwise
 
 import pytest
 
-from speculant.lengths.explore import BUDGET, FIRST_WAIT, MOST_REPEATS, Experiments
+from speculant.lengths.costs import LEARNT
+from speculant.lengths.explore import BUDGET, Experiments
+
+STEPS = 50_000
 
 
-def run(experiments: Experiments, steps: int, price: float, again: bool = False) -> list[int]:
-    """Make an experiment whenever it is due; return the steps of these."""
-    made = list[int]()
-    for _ in range(steps):
+def run(prices: dict[str, float]) -> dict[str, list[int]]:
+    """Make each experiment whenever it may begin, the first one first; return the steps of each."""
+    experiments, made = Experiments(), {method: list[int]() for method in prices}
+    for _ in range(STEPS):
         experiments.step += 1
-        if not experiments.left("draft", "some"):
-            made.append(experiments.step)
-            experiments["draft", "some"].begin(price)
-            experiments["draft", "some"].end(experiments.step, again)
+        for method, price in prices.items():
+            if not experiments.left("draft", method):
+                made[method].append(experiments.step)
+                experiments.begin("draft", method, price=price)
+                assert experiments.runs("draft", method)
+                assert experiments.end("draft", method)
     return made
 
 
-@pytest.mark.parametrize("price", [0.0, 0.3, 2.0])
-def test_experiments_take_their_share_of_the_time(price: float) -> None:
-    steps = 50_000
-    made = run(Experiments(), steps, price)
-    assert made[:3] == [
-        FIRST_WAIT,
-        2 * FIRST_WAIT,
-        2 * FIRST_WAIT + max(FIRST_WAIT, min(2 * FIRST_WAIT, int(price / BUDGET))),
-    ]
-    waits = {later - earlier for earlier, later in pairwise(made[20:])}
-    assert waits == {max(FIRST_WAIT, int(price / BUDGET))}
-    assert len(made) * price <= 1.2 * BUDGET * steps
+@pytest.mark.parametrize("price", [0.02, 0.3, 2.0])
+def test_one_takes_half_of_the_budget_at_most(price: float) -> None:
+    (made,) = run({"some": price}).values()
+    assert made[0] == LEARNT
+    assert {later - earlier for earlier, later in pairwise(made)} == {round(2 * price / BUDGET)}
+    assert len(made) * price <= BUDGET / 2 * STEPS + price
 
 
-def test_one_that_promises_something_is_repeated_and_paid() -> None:
-    made = run(Experiments(), 100_000, 1.0, again=True)
-    assert made[: MOST_REPEATS + 1] == [FIRST_WAIT + place for place in range(4)]
-    assert len(made) * 1.0 <= 1.2 * BUDGET * 100_000
+def test_all_together_keep_to_the_budget_in_turns() -> None:
+    prices = {"cheap": 0.1, "usual": 1.0, "dear": 10.0, "last": 0.5}
+    made = run(prices)
+    spent = {method: len(made[method]) * price for method, price in prices.items()}
+    assert 0.8 * BUDGET * STEPS <= sum(spent.values()) <= BUDGET * STEPS + sum(prices.values())
+    assert all(len(each) > 5 for each in made.values())
 
 
-def test_what_is_done_anyway_is_soon_tried_again_once_it_is_not() -> None:
+def test_what_the_plan_does_itself_waits_for_the_budget_alone() -> None:
     experiments = Experiments()
-    run(experiments, 5000, 1.0)
-    experiments["draft", "some"].restart(experiments.step)
-    assert experiments.left("draft", "some") == FIRST_WAIT
+    experiments.step = LEARNT
+    experiments.begin("draft", "some", price=1.0)
+    experiments.end("draft", "some")
+    assert experiments.left("draft", "some") == 2 * experiments.left("draft", "other") == 2 / BUDGET
+    experiments.restart("draft", "some")
+    assert experiments.left("draft", "some") == experiments.left("draft", "other") == 1 / BUDGET
 
 
-def test_names_do_not_wait_for_one_another() -> None:
+def test_one_that_did_not_run_does_not_end() -> None:
     experiments = Experiments()
-    run(experiments, FIRST_WAIT, 1.0)
-    assert [experiments.left("draft", name) for name in ("some", "other")] == [FIRST_WAIT, 0]
+    assert not experiments.end("draft", "some")
+    experiments.begin("draft", "some", price=1.0)
+    experiments.restart("draft", "some")
+    assert not experiments.runs("draft", "some")
+    assert not experiments.end("draft", "some")
+    experiments.step = LEARNT
+    assert experiments.left("draft", "some") == 0

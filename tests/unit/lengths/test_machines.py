@@ -9,12 +9,12 @@ import pytest
 
 from speculant.lengths import adaptive
 from speculant.lengths.fixed import Fixed
-from tests.unit.lengths.groups import PolicyScore, judge, make_machines
+from tests.unit.lengths.groups import LEAST_OVER_PLAIN, PolicyScore, judge, make_machines
 from tests.unit.lengths.machines import FURTHER, PLAIN, FixedChoice, Machine, fixed_run
 from tests.unit.lengths.simulated import CALL_S, CALL_SEQUENCE_S, context_of, run
 
-# The present policy reaches these, so that a change for the worse fails; the goals replace them once they are met.
-REACHED_OVER_PLAIN, REACHED_REGRET, REACHED_MEDIAN, REACHING_GOALS = 0.96, 0.1, 0.02, 0.75
+# The goal is reached on every machine beside plain decoding, and beside the best fixed length on nearly all of them.
+REACHED_REGRET, REACHED_MEDIAN, REACHING_GOALS = 0.1, 0.015, 0.9
 
 
 @pytest.fixture(scope="module", params=[4, pytest.param(1, marks=pytest.mark.slow)], ids=["some", "all"])
@@ -23,7 +23,7 @@ def scores(request: pytest.FixtureRequest) -> list[PolicyScore]:
 
 
 def test_adaptive_is_never_much_slower_than_plain(scores: list[PolicyScore]) -> None:
-    assert [score for score in scores if score.over_plain < REACHED_OVER_PLAIN] == []
+    assert [score for score in scores if score.over_plain < LEAST_OVER_PLAIN] == []
 
 
 def test_adaptive_is_near_the_best_fixed_length(scores: list[PolicyScore]) -> None:

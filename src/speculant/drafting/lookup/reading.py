@@ -1,7 +1,7 @@
-"""Drafters that read the tokens of each sequence as they come.
+"""Drafters that read the tokens of each sequence.
 
-A reader is the state of one sequence. It reads committed tokens when they are observed, a prompt chunk by chunk, and
-all remaining tokens before it drafts.
+A reader is the state of one sequence. It reads the tokens that it has not seen before it drafts, and does nothing in
+steps without a draft.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from speculant.drafting.base import StatelessDrafter
-from speculant.types import CommittedRows, DraftTree, Request
+from speculant.types import DraftTree, Request
 
 
 class SequenceReader(Protocol):
@@ -31,7 +31,7 @@ class SequenceReader(Protocol):
 
 
 class ReadingDrafter(StatelessDrafter):
-    """One `SequenceReader` per sequence, made by `make`. Beam searches get no drafts and are not read."""
+    """One `SequenceReader` per sequence, made by `make`. Beam searches get no drafts."""
 
     def __init__(self, make: Callable[[Request], SequenceReader]) -> None:
         self._make = make
@@ -45,11 +45,6 @@ class ReadingDrafter(StatelessDrafter):
         """See `Drafter.propose`."""
         return [self._propose_one(request, limit) for request, limit in zip(requests, limits, strict=True)]
 
-    def observe(self, request: Request, rows: CommittedRows) -> None:
-        """See `Drafter.observe`."""
-        if request.search is None:
-            self._read(request, len(request.tokens) if rows.gained else rows.start + len(rows.tokens))
-
     def roll_back(self, request: Request, dropped: Sequence[int]) -> None:
         """See `Drafter.roll_back`; only committed tokens were read."""
 
@@ -61,13 +56,10 @@ class ReadingDrafter(StatelessDrafter):
         if limit == 0:
             return DraftTree.empty()
         committed = len(request.tokens) - request.num_drafted
-        return self._read(request, committed).draft(limit, request.tokens[committed:])
-
-    def _read(self, request: Request, end: int) -> SequenceReader:
         reader = self._readers[request.seq_id]
-        if end > reader.seen:
-            reader.update(request.tokens[reader.seen : end])
-        return reader
+        if committed > reader.seen:
+            reader.update(request.tokens[reader.seen : committed])
+        return reader.draft(limit, request.tokens[committed:])
 
 
 def match_score(length: int) -> float:

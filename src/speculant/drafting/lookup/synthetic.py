@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from speculant.drafting.base import DrafterContext, Method, StatelessDrafter, read_options
 from speculant.errors import ConfigError
 from speculant.sampling.chance import mix
-from speculant.types import CommittedRows, DraftTree, Request
+from speculant.types import DraftTree, Request
 
 METHOD = Method(default_length=5, learns=True, on_request=False, varies=True)
 
@@ -52,8 +52,8 @@ class SyntheticDrafter(StatelessDrafter):
         keep = mix(position) < self._rate * 2**64
         return token if keep else (token + 1) % self._vocab_size
 
-    def observe(self, request: Request, rows: CommittedRows) -> None:
-        """See `Drafter.observe`: remember the longest continuation of each prompt."""
+    def end(self, request: Request) -> None:
+        """See `Drafter.end`: remember the longest continuation of each prompt."""
         if request.finished and request.num_output >= len(self._scripts.get(request.prompt, [])):
             self._scripts[request.prompt] = request.output
 

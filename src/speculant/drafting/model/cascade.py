@@ -135,6 +135,7 @@ class CascadeDrafter(ModelDrafter):
         self._inner = InnerDrafter(inner, context.vocab_size, self._count)
         self.guess = self._inner.guess
         self.needs = replace(self.needs, hidden_layers=inner.drafter.needs.hidden_layers)
+        self.listens = self._inner.drafter.listens
         self.caches = (runner.cache, *inner.drafter.caches)
 
     def begin(self, request: Request) -> None:
