@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -71,7 +72,10 @@ def ablate(every: int) -> Iterator[dict[str, Any]]:
             for factor in (0.5, 2):
                 changed = 1 - (1 - value) * factor if name in DISTANCES else type(value)(value * factor)
                 if changed != value and changed:
-                    with patch.object(module, name, changed):
+                    with ExitStack() as stack:
+                        for user in CONSTANTS:  # a module may import it
+                            if name in vars(user):
+                                stack.enter_context(patch.object(user, name, changed))
                         found[f"{name} {changed:g} instead of {value:g}"] = summary(machines)
             yield {"ablated": found}
 

@@ -48,7 +48,7 @@ class Lookups:
     """What a call of a method with scores gains, which drafts nothing in most steps of an unfamiliar text.
 
     gain: tokens accepted, without those of plain steps in the time that their verification takes. seconds: the time of
-    a call.
+    a call, for each sequence.
     """
 
     gain: float = 1.0
@@ -147,12 +147,15 @@ class Adaptive:
         elif method not in self._scored:
             return self._joint_lengths(plan, method, requests, most)
         lookups = self._lookups[method]
-        price = lookups.seconds.value / plan.steps_s(self._costs, 0)[0]
+        price = len(requests) * lookups.seconds.value / plan.steps_s(self._costs, 0)[0]
         if lookups.gain < len(requests) * price:  # a token takes a share of its pass
             if wait := self._experiments.left("look up", method):
                 plan.left = min(plan.left, wait)
-                return [0] * len(requests)
-            self._experiments.begin("look up", method, price=price)
+                most = [each if request.num_output <= 1 else 0 for request, each in zip(requests, most, strict=True)]
+                if not any(most):  # else a new text may repeat a finished one
+                    return most
+            else:
+                self._experiments.begin("look up", method, price=price)
             plan.left = 1
         plan.left = min(plan.left, HOLDS)
         plan.asked.append(method)
@@ -306,7 +309,7 @@ class Adaptive:
         lost = (steps_s[nodes] / steps_s[0] - 1) * len(self._plan.lengths)
         lookups.gain += LOOKUP_MEMORY * (accepted - lost - lookups.gain)
         if len(found) == len(own):  # else a model drafted as well
-            lookups.seconds.add(timing.draft_s)
+            lookups.seconds.add(timing.draft_s / max(1, sum(map(bool, self._plan.lengths))))
         self._experiments.end("look up", method)
 
     def _follow(self, outcomes: Sequence[DraftOutcome], timing: StepTiming, late: bool) -> None:
