@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from weakref import WeakSet
 
 import numpy as np
 
@@ -74,6 +75,7 @@ class Adaptive:
         self._acceptance: defaultdict[str, MethodAcceptance] = defaultdict(MethodAcceptance)
         self._plan = StepPlan([], [], 0)
         self._lookups: defaultdict[str, Lookups] = defaultdict(Lookups)
+        self._met: WeakSet[Request] = WeakSet()  # whose texts were looked up at least once
         self._scored: set[str] = set()  # methods whose last drafts had scores
         self._scores: dict[int, ScoredDraft] = {}  # of this step, by sequence id
         self._drawn: dict[int, int] = {}  # nodes that a model may draw, by sequence id, where this policy selects
@@ -151,12 +153,13 @@ class Adaptive:
         if lookups.gain < len(requests) * price:  # a token takes a share of its pass
             if wait := self._experiments.left("look up", method):
                 plan.left = min(plan.left, wait)
-                most = [each if request.num_output <= 1 else 0 for request, each in zip(requests, most, strict=True)]
+                most = [0 if request in self._met else each for request, each in zip(requests, most, strict=True)]
                 if not any(most):  # else a new text may repeat a finished one
                     return most
             else:
                 self._experiments.begin("look up", method, price=price)
             plan.left = 1
+        self._met.update(requests)
         plan.left = min(plan.left, HOLDS)
         plan.asked.append(method)
         return most

@@ -57,7 +57,9 @@ def believing(self: Match, tree: DraftTree, p: Tensor, chance: Chance) -> Verdic
 def test_a_rule_that_accepts_every_draft_is_found(
     checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch, engine: dict[str, str]
 ) -> None:
-    runtime = build_engine(EngineConfig(checkpoints.target, checkpoints.far, **engine))  # type: ignore[arg-type]
+    drafting = {"num_speculative_tokens": 3, "draft_length": "fixed"}  # a policy might draft nothing in short texts
+    config = EngineConfig(checkpoints.target, checkpoints.far, speculative_config=drafting, **engine)  # type: ignore[arg-type]
+    runtime = build_engine(config)
     monkeypatch.setattr(Match, "verify", believing)
     together, *speculative = compare(runtime, "greedy", PROMPTS, GREEDY)
     assert together.passed
