@@ -1,8 +1,8 @@
 """One schedule for all experiments: what does not pay, or was measured long ago, is tried again now and then.
 
-An experiment has a kind and a method, such as ("draft", "ngram"), and a price in plain steps: the time that it is
-expected to lose, or what it has lost if that is less, as costs may have been wrong. All experiments take at most the
-share BUDGET of the time together, and each takes at most half of that, so that the others have their turn.
+An experiment has a kind and a method, such as ("draft", "ngram"), and a price in plain steps: its expected cost, or its
+measured cost if that is lower, as the expectation may have been wrong. All experiments together may cost the share
+BUDGET of the time, and each may cost half of that, so that the others have their turn.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class Experiments:
         return (kind, method) in self._prices
 
     def begin(self, kind: str, method: str = "", *, price: float) -> None:
-        """Begin an experiment; price: what it is expected to lose."""
+        """Begin an experiment. price: its expected cost, in plain steps."""
         self._prices[kind, method] = price
 
     def lose(self, plain_steps: float) -> None:
-        """Note what a step has lost; less than 0 = it was faster than expected."""
+        """Add the cost of a step to the experiments that run; it is negative if the step was faster than expected."""
         for name in self._prices:
             self._lost[name] = self._lost.get(name, 0.0) + plain_steps
 
@@ -53,6 +53,6 @@ class Experiments:
         return True
 
     def restart(self, kind: str, method: str) -> None:
-        """Let the budget alone decide when an experiment begins: the plan itself does now what it tries."""
+        """End the wait of an experiment, because the plan now does what it would try. The budget still bounds it."""
         for known in (self._prices, self._lost, self._due):
             known.pop((kind, method), None)

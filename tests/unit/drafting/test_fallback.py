@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from speculant.drafting.base import DrafterNeeds
+from speculant.drafting.base import DrafterNeeds, StatelessDrafter, listens
 from speculant.drafting.combine.composite import SubDrafter
 from speculant.drafting.combine.fallback import FallbackDrafter
 from speculant.drafting.selection import Selection
-from speculant.types import DraftTree, Request
+from speculant.types import CommittedRows, DraftTree, Request
 from tests.fakes import ScriptedDrafter
 from tests.models import make_request
 
@@ -118,3 +118,22 @@ def test_fallback_announces_that_the_policy_selects() -> None:
 def test_fallback_takes_drafts_without_scores() -> None:
     first = Knowing({1: [6]})
     assert proposed(selecting(Scripted(2.0, 0), first, Knowing({1: [8]}, MODEL)), [4]) == [[6]]
+
+
+def test_a_composite_listens_if_it_or_a_part_of_it_does() -> None:
+    class Watching(FallbackDrafter):
+        def observe(self, request: Request, rows: CommittedRows) -> None:
+            """Watch."""
+
+    class Part(StatelessDrafter):
+        def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
+            return [DraftTree.empty()] * len(requests)
+
+    class WatchingPart(Part):
+        def observe(self, request: Request, rows: CommittedRows) -> None:
+            """Watch."""
+
+    quiet, watching = [SubDrafter("part", Part(), 1)], [SubDrafter("part", WatchingPart(), 1)]
+    assert not listens(FallbackDrafter(quiet, 4))
+    assert listens(FallbackDrafter(watching, 4))
+    assert listens(Watching(quiet, 4))

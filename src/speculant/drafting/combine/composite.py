@@ -39,7 +39,8 @@ class CompositeDrafter(StatelessDrafter):
         self.guarded = [GuardedDrafter(each.method, each.drafter, guard, self._count) for each in sub_drafters]
         self._report = count
         self.needs = combine(sub_drafters)
-        self.listens = any(each.listens for each in self.guarded)
+        overridden = type(self).observe is not CompositeDrafter.observe
+        self.listens = overridden or any(each.listens for each in self.guarded)
         self.caches = tuple(cache for each in self.guarded for cache in each.drafter.caches)
         self._vocab_size = vocab_size
 
