@@ -187,7 +187,6 @@ class Adaptive:
         counts, _ = self._backlogs.affordable(method, requests, chosen.counts, token_s)
         if any(counts):
             plan.gain, plan.left = max(plan.gain, chosen.gain), min(plan.left, HOLDS)
-            experiments.restart(*trial)
             experiments.end(*longer)
             twice = [min(2 * each, longest) for each, longest in zip(counts, most, strict=True)]
             if twice == counts or experiments.left(*longer):

@@ -1,8 +1,8 @@
 """One schedule for all experiments: what does not pay, or was measured long ago, is tried again now and then.
 
 An experiment has a kind and a method, such as ("draft", "ngram"), and a price in plain steps: its expected cost, or its
-measured cost if that is lower, as the expectation may have been wrong. All experiments together may cost the share
-BUDGET of the time, and each may cost half of that, so that the others have their turn.
+measured cost if that is lower, as the expectation may have been wrong. Each may cost the share BUDGET of the time. It
+has this share for itself: after one that was dear, cheap ones go on.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 
 from speculant.lengths.costs import LEARNT
 
-BUDGET = 0.005  # of the time
+BUDGET = 0.0025  # of the time, for each experiment
 
 
 class Experiments:
@@ -19,14 +19,13 @@ class Experiments:
 
     def __init__(self) -> None:
         self.step = 0
-        self._free = float(LEARNT)  # the step from which the budget allows one
-        self._due: dict[tuple[str, str], float] = {}  # the step from which one may begin again
+        self._due: dict[tuple[str, str], float] = {}  # the step from which one may begin again; at first LEARNT
         self._prices: dict[tuple[str, str], float] = {}  # expected, of those that have begun and not ended
         self._lost: dict[tuple[str, str], float] = {}  # by them so far
 
     def left(self, kind: str, method: str = "") -> int:
         """Return the steps until an experiment may begin; 0 = now."""
-        return max(0, math.ceil(max(self._free, self._due.get((kind, method), 0.0))) - self.step)
+        return max(0, math.ceil(self._due.get((kind, method), LEARNT)) - self.step)
 
     def runs(self, kind: str, method: str = "") -> bool:
         """Whether an experiment has begun and not ended."""
@@ -47,12 +46,5 @@ class Experiments:
         if expected is None:
             return False
         price = max(0.0, min(expected, self._lost.pop((kind, method), expected)))
-        wait = price / BUDGET
-        self._free = max(self._free, self.step) + wait
-        self._due[kind, method] = self.step + 2 * wait
+        self._due[kind, method] = self.step + price / BUDGET
         return True
-
-    def restart(self, kind: str, method: str) -> None:
-        """End the wait of an experiment, because the plan now does what it would try. The budget still bounds it."""
-        for known in (self._prices, self._lost, self._due):
-            known.pop((kind, method), None)
