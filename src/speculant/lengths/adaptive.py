@@ -234,14 +234,15 @@ class Adaptive:
         return counts
 
     def prefers(self, request: Request, scores: Sequence[float], parents: Sequence[int]) -> bool:
-        """See `Selector.prefers`: the draft with the more expected tokens per second is taken."""
-        if asked_length(request) is not None:
-            return True
+        """See `Selector.prefers`: the draft with the more expected tokens per second is taken.
+
+        Where a model would draw nothing, the deterministic draft is taken, and cut with those of the batch.
+        """
         plan, method, length = self._plan, str(request.drafter), self._drawn.get(request.seq_id, 0)
-        drawn_s = 0.0
-        if length:
-            draft_s = self._costs.drafts_s(method, sum(map(bool, self._drawn.values())), length)[-2:, length]
-            drawn_s = float(draft_s[1] - draft_s[0])  # of one more sequence
+        if not length or asked_length(request) is not None:
+            return True
+        draft_s = self._costs.drafts_s(method, sum(map(bool, self._drawn.values())), length)[-2:, length]
+        drawn_s = float(draft_s[1] - draft_s[0])  # of one more sequence
         pass_s = plan.steps_s(self._costs, max(length, len(scores)))
         drawn = sum(self._acceptance[method].survivals(request, length)) - plan.rate * (drawn_s + pass_s[length])
         gains = accumulate(self._scored_survivals(ScoredDraft(request, scores, parents)))

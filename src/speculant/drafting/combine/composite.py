@@ -48,6 +48,8 @@ class CompositeDrafter(StatelessDrafter):
         """Return a sub-drafter's non-empty drafts for pairs (request, limit), within its own limits too."""
         bounded = [(request, bound(guarded.drafter.needs, request, limit)) for request, limit in pairs]
         wanted = [(request, limit) for request, limit in bounded if limit > 0]
+        if not wanted:
+            return {}
         for request, _ in wanted:
             guarded.begin(request)  # one that failed has ended
         return {seq_id: tree for seq_id, tree in guarded.propose(wanted, self._vocab_size).items() if tree.size}
