@@ -92,7 +92,7 @@ class Adaptive:
         return plan.lengths
 
     def pause(self) -> int:
-        """See `PausingLength.pause`: it lasts until the last step of the plan, which is timed."""
+        """See `PausingLength.pause`: until a plain step is as usual and can be timed, then until the plan's last step."""
         plan = self._plan
         if (
             not plan.pure
@@ -101,7 +101,9 @@ class Adaptive:
             or len(self._costs.passes.level.first) < LEARNT
         ):
             return 0
-        steps, plan.left = plan.left, 0
+        steps = plan.left if self._plain > PLAIN_STEPS else min(plan.left, PLAIN_STEPS - self._plain)
+        plan.left -= steps
+        self._plain += steps
         self._experiments.step += steps
         return steps
 

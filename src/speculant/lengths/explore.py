@@ -11,7 +11,7 @@ import math
 
 from speculant.lengths.costs import LEARNT
 
-BUDGET = 0.0025  # of the time, for each experiment
+BUDGET = 0.002  # of the time, for each experiment
 
 
 class Experiments:
