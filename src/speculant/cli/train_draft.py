@@ -1,4 +1,4 @@
-"""`speculant train draft`: trains several drafts for one tree, each on the tokens that earlier drafts miss."""
+"""`speculant train draft`: trains several drafts for one tree, or one that drafts several tokens in one pass."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 EXAMPLES = examples(
     "speculant train draft --boosted 2 --target demo --out drafts --minutes 10",
+    "speculant train draft --parallel 8 --target demo --start demo --out drafts --minutes 20",
     "speculant train draft --boosted 3 --target demo --start demo --out drafts --minutes 5",
     "speculant train draft --boosted 3 --target demo --start demo --out drafts --minutes 5 --resume",
     """speculant generate "def" --model demo --speculative-config """
@@ -33,7 +34,8 @@ class BoostedFlags(FlagGroup):
 
     out: Annotated[Path, "The folder to write: a folder for each draft, and the target's texts."]
     target: Annotated[str, "The target: a folder, a Hugging Face id or demo."]
-    boosted: Annotated[int, "Drafts to train, one after the other."]
+    boosted: Annotated[int, "Drafts to train, one after the other; usually 1."]
+    parallel: Annotated[int, "Tokens that the draft predicts in one pass, for the method parallel; usually 1."]
     minutes: Annotated[float, "End each draft's training after this many minutes."]
     steps: Annotated[int, "End each draft's training after this many steps."]
     start: Annotated[str, "The draft model to begin with: a folder, an id or demo. Without it, random weights."]
@@ -58,7 +60,7 @@ class BoostedFlags(FlagGroup):
 
     def config(self) -> BoostedConfig:
         """Return the training configuration."""
-        for name, example in (("out", "FOLDER"), ("target", "demo"), ("boosted", "2")):
+        for name, example in (("out", "FOLDER"), ("target", "demo")):
             if name not in self.given:
                 raise ConfigError(f"--{name} is missing", f"add --{name} {example}.")
         return BoostedConfig(**{**self.given, "data": tuple(self.given.get("data", ()))})
@@ -71,11 +73,12 @@ def draft(
     *,
     flags: BoostedFlags,
 ) -> None:
-    """Train small drafts that are used together in one tree, each on the tokens that earlier drafts miss.
+    """Train several small drafts for one tree, each on the tokens that earlier ones miss, or one that drafts in a pass.
 
     The target continues prompts. The first draft learns the target's distributions at every token of these texts. Each
     later draft learns them where no earlier one predicts the target's likeliest token. In the method specinfer, the
-    first draft is the `model` and the others are the `models`.
+    first draft is the `model` and the others are the `models`. With --parallel, a draft also learns to predict the
+    tokens after those that it knows, at masks; it is the `model` of the method parallel (PARD, arXiv 2504.18583).
     """
     config = flags.config()
     outcomes = _run(config, resume)
@@ -122,3 +125,5 @@ def _show(config: BoostedConfig, outcomes: list[BoostedOutcome]) -> None:
             f" for {each.covered:.3f} of the tokens one of drafts 1 to {each.number} has it,"
             f" for {each.alone:.3f} the {each.number} likeliest tokens of draft 1 have it"
         )
+        if each.by_depth:
+            console.print(f"  sum min(p, q) by token of a pass: {', '.join(f'{alpha:.3f}' for alpha in each.by_depth)}")

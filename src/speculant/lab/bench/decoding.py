@@ -63,9 +63,12 @@ class Decoded(NamedTuple):
     speculation: SpeculationMetrics
 
 
-def decode(runtime: Runtime, prompts: Sequence[Sequence[int]], tokens: int) -> Decoded:
-    """Generate `tokens` tokens after each prompt, greedily."""
-    engine, params = runtime.engine, SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+def decode(
+    runtime: Runtime, prompts: Sequence[Sequence[int]], tokens: int, speculation: dict[str, Any] | None = None
+) -> Decoded:
+    """Generate `tokens` tokens after each prompt, greedily; speculation: as in `SamplingParams`."""
+    engine = runtime.engine
+    params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, speculation=speculation)
     before, started = engine.metrics.steps, time.perf_counter()
     requests = [engine.add_request(prompt, params, f"{before}-{index}")[0] for index, prompt in enumerate(prompts)]
     while engine.has_unfinished():

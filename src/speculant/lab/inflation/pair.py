@@ -14,14 +14,15 @@ from speculant.models.source import resolve_source
 SHAPES = {"1b": "50m", "3b": "50m"}  # of a target, and of the draft model beside it
 
 
-def inflated_pair(shape: str) -> tuple[Path, Path]:
+def inflated_pair(shape: str, draft: Path | None = None) -> tuple[Path, Path]:
     """Return the folders of target and draft model, which are written if they are missing: 2 GiB for "1b".
 
-    They are in $XDG_CACHE_HOME/speculant/inflated, ~/.cache by default. Raises ConfigError for another shape.
+    draft: another draft for the embedded target; None = the embedded one. They are in
+    $XDG_CACHE_HOME/speculant/inflated, ~/.cache by default. Raises ConfigError for another shape.
     """
     _check(shape)
-    target, draft = (resolve_source("demo", role) for role in ("target", "draft"))
-    return _kept(target, shape), _kept(draft, SHAPES[shape])
+    own = resolve_source("demo", "draft") if draft is None else draft
+    return _kept(resolve_source("demo", "target"), shape), _kept(own, SHAPES[shape])
 
 
 def inflated_head(head: str | Path, shape: str) -> Path:

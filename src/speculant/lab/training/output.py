@@ -27,11 +27,11 @@ class OutputHead:
     softcap: float | None = None
 
     @classmethod
-    def of(cls, model: Decoder) -> OutputHead:
-        """Return the output head of a model."""
+    def of(cls, model: Decoder, size: int | None = None) -> OutputHead:
+        """Return the output head of a model, of its first `size` tokens; None = all."""
         head = model.config.head
         tokens = torch.tensor(head.tokens) if head.tokens else None
-        return cls(model.lm_head.weight, tokens, head.scale, head.softcap)
+        return cls(model.lm_head.weight[:size], tokens, head.scale, head.softcap)
 
     def fixed(self) -> OutputHead:
         """Return the same head without gradients."""

@@ -196,6 +196,6 @@ def test_errors_are_raised_before_a_run(tmp_path: Path, target_folder: str) -> N
     (tmp_path / "target.gguf").write_bytes(b"GGUF")
     with pytest.raises(ModelError, match="is a file, and a folder is needed here"):
         job.check_folder(config_of(tmp_path, str(tmp_path / "target.gguf")), resume=True)
-    result = CliRunner().invoke(app, ["train", "draft", "--target", target_folder, "--out", str(tmp_path)])
+    result = CliRunner().invoke(app, ["train", "draft", "--boosted", "2", "--out", str(tmp_path)])
     assert isinstance(result.exception, ConfigError)
-    assert "--boosted is missing" in str(result.exception)
+    assert "--target is missing" in str(result.exception)

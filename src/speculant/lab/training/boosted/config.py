@@ -10,11 +10,11 @@ from speculant.errors import ConfigError
 from speculant.gguf_file import name_of
 from speculant.lab.training.config import TrainingConfig, TrainingSchedule
 
-MOST_DRAFTS = 8
+MOST_DRAFTS, MOST_PARALLEL = 8, 32
 WARM = 0.25  # of the peak rates, for a draft that begins with trained weights
 _RANGES: dict[str, tuple[float, float]] = {
-    "boosted": (1, MOST_DRAFTS), "known_share": (0, 1), "tokens": (1, 10**12), "seq": (8, 10**6),
-    "temperature": (0, 100), "cache_gib": (1e-6, 1e6),
+    "boosted": (1, MOST_DRAFTS), "known_share": (0, 1), "tokens": (1, 10**12),
+    "seq": (8, 10**6), "temperature": (0, 100), "cache_gib": (1e-6, 1e6),
 }  # fmt: skip
 
 
@@ -22,15 +22,17 @@ _RANGES: dict[str, tuple[float, float]] = {
 class BoostedConfig:
     """Drafts of one shape for a target, and the texts and the length of their training.
 
-    boosted: the number of drafts. minutes, steps: of each draft's training. start: the draft model whose
-    weights the first draft begins with; all have its shape; None = random weights of the given shape. Every other draft
-    begins with the weights of the one before. known_share: the share of tokens predicted by an earlier draft that are
-    trained on too. tokens, seq, temperature, cache_gib: see `HeadTrainingConfig`.
+    boosted: the number of drafts. parallel: the tokens that a single draft predicts in one pass. minutes, steps: of
+    each draft's training. start: the draft model whose weights the first draft begins with; all have its shape; None =
+    random weights of the given shape. Every other draft begins with the weights of the one before. known_share: the
+    share of tokens predicted by an earlier draft that are trained on too. tokens, seq, temperature, cache_gib: see
+    `HeadTrainingConfig`.
     """
 
     out: Path
     target: str
-    boosted: int
+    boosted: int = 1
+    parallel: int = 1
     minutes: float | None = None
     steps: int | None = None
     start: str | None = None
@@ -58,7 +60,18 @@ class BoostedConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not least <= value <= most:
                 raise ConfigError(f"{name}={value!r} is not from {least:g} to {most:g}", f"change {name}.")
+        self._check_parallel()
         _ = self.schedule, self.network()
+
+    def _check_parallel(self) -> None:
+        most = min(MOST_PARALLEL, self.seq - 1)
+        if isinstance(self.parallel, bool) or not 1 <= self.parallel <= most:
+            raise ConfigError(f"parallel={self.parallel!r} is not from 1 to {most}", "change parallel or seq.")
+        if self.parallel > 1 and self.boosted > 1:
+            raise ConfigError(
+                f"boosted={self.boosted} drafts can't be trained with parallel={self.parallel}",
+                "leave one of the two out: a draft that predicts several tokens in one pass is used alone.",
+            )
 
     @property
     def schedule(self) -> TrainingSchedule:

@@ -14,6 +14,7 @@ from speculant.errors import ConfigError
 from speculant.files import read_json
 from speculant.lab.training.boosted.config import WARM, BoostedConfig
 from speculant.lab.training.boosted.objective import MissedObjective, known_rows, likeliest, overlap_and_ranks
+from speculant.lab.training.boosted.parallel import ParallelObjective, overlap_by_depth, with_mask
 from speculant.lab.training.checkpoint import FILE_NAME
 from speculant.lab.training.export import save_weights
 from speculant.lab.training.heads.texts import Texts
@@ -22,6 +23,7 @@ from speculant.lab.training.optimizer import Optimizer
 from speculant.lab.training.output import OutputHead
 from speculant.lab.training.passes import hidden_states, load_plain
 from speculant.lab.training.trainer import Trainer
+from speculant.models.config import MASK
 from speculant.models.reference.decoder import Decoder
 from speculant.models.source import read_model_config, resolve_folder, resolve_source
 
@@ -36,7 +38,8 @@ class BoostedOutcome:
 
     alpha: mean of sum min(p, q) at temperature 1. agreement: share of the tokens for which it has the target's
     likeliest token. covered: share for which any of the drafts so far has it. alone: share for which it is among the n
-    likeliest tokens of the first draft, n = number of drafts.
+    likeliest tokens of the first draft, n = number of drafts. by_depth: the mean of sum min(p, q) for each of the
+    tokens that it predicts in one pass.
     """
 
     number: int
@@ -49,6 +52,7 @@ class BoostedOutcome:
     covered: float
     alone: float
     rows: int
+    by_depth: Sequence[float] = ()
 
 
 def check_folder(config: BoostedConfig, resume: bool) -> None:
@@ -78,13 +82,17 @@ def new_trainer(config: BoostedConfig, target: Decoder, texts: Texts, number: in
         if source is None
         else load_plain(source, "draft").requires_grad_()
     )
+    if config.parallel > 1:
+        model = with_mask(model)
     factor = 1.0 if source is None else WARM
     config.folder(number).mkdir(exist_ok=True)
     before = [load_plain(str(config.folder(each)), "draft") for each in range(1, number)]
     return Trainer(
         model=model,
         windows=texts,
-        objective=MissedObjective(target, texts, before, config.known_share, config.seed),
+        objective=MissedObjective(target, texts, before, config.known_share, config.seed)
+        if config.parallel == 1
+        else ParallelObjective(target, texts, config.parallel, config.seed),
         optimizer=Optimizer(model, factor * config.matrix_lr, factor * config.embedding_lr),
         schedule=config.schedule,
         batch_size=config.batch,
@@ -97,7 +105,7 @@ def new_trainer(config: BoostedConfig, target: Decoder, texts: Texts, number: in
 def finish(config: BoostedConfig, target: Decoder, trainer: Trainer, number: int) -> BoostedOutcome:
     """Write a draft's folder, measure it on the held-out texts, and write its card."""
     folder, source = config.folder(number), resolve_folder(config.target, "target")
-    save_weights(folder, trainer.model, _draft_config(config, target))
+    save_weights(folder, trainer.model, _draft_config(config, target) | _mask_entries(trainer.model))
     for name in _OF_TOKENIZER:
         if (source / name).exists():
             shutil.copyfile(source / name, folder / name)
@@ -109,6 +117,9 @@ def finish(config: BoostedConfig, target: Decoder, trainer: Trainer, number: int
         steps=trainer.state.step,
         minutes=trainer.state.elapsed / 60,
         **measure(drafts, target, cast(Texts, trainer.windows)),
+        by_depth=overlap_by_depth(drafts[-1], target, cast(Texts, trainer.windows), config.parallel)
+        if config.parallel > 1
+        else (),
     )
     (folder / "README.md").write_text(draft_card(config, outcome), encoding="utf-8")
     (folder / MEASURED).write_text(json.dumps(vars(outcome), indent=2) + "\n", encoding="utf-8")
@@ -124,7 +135,7 @@ def read_outcome(config: BoostedConfig, number: int) -> BoostedOutcome:
 def measure(drafts: Sequence[Decoder], target: Decoder, texts: Texts) -> dict[str, Any]:
     """Return the figures of `BoostedOutcome` for the last of these drafts."""
     head, places = OutputHead.of(target), torch.arange(texts.num_training, len(texts.tokens))
-    first_head, last_head = OutputHead.of(drafts[0]), OutputHead.of(drafts[-1])
+    first_head, last_head = (OutputHead.of(drafts[place], target.vocab_size) for place in (0, -1))
     sums, rows = dict.fromkeys(("alpha", "agreement", "covered", "alone"), 0.0), 0
     for part in torch.split(places, _AT_A_TIME):
         tokens, own = texts.tokens[part], texts.states_of(part).flatten(0, 1)
@@ -155,7 +166,9 @@ def draft_card(config: BoostedConfig, outcome: BoostedOutcome) -> str:
         f"| mean of sum min(p, q) with the target at temperature 1 | {outcome.alpha:.3f} |",
         f"| the target's likeliest token is this draft's | {outcome.agreement:.3f} |",
         f"| it is that of one of the drafts 1 to {outcome.number} | {outcome.covered:.3f} |",
-        f"| it is among the {outcome.number} likeliest of draft 1 alone | {outcome.alone:.3f} |", "",
+        f"| it is among the {outcome.number} likeliest of draft 1 alone | {outcome.alone:.3f} |",
+        *(f"| sum min(p, q) for token {depth} of a pass | {alpha:.3f} |"
+          for depth, alpha in enumerate(outcome.by_depth, start=1)), "",
     ])  # fmt: skip
 
 
@@ -166,6 +179,12 @@ def _draft_config(config: BoostedConfig, target: Decoder) -> dict[str, Any]:
     theirs = read_json(resolve_folder(config.target, "target") / "config.json")
     own = hf_config(config.network(target.max_positions), target.vocab_size)
     return own | {name: theirs[name] for name in ("bos_token_id", "eos_token_id") if name in theirs}
+
+
+def _mask_entries(model: Decoder) -> dict[str, Any]:
+    """Return the entries of config.json of a model with a mask token."""
+    mask = model.config.embedding.mask
+    return {} if mask is None else {MASK: mask, "spd_type": "pard", "vocab_size": model.vocab_size}
 
 
 def _new_draft(hf: dict[str, Any], target: Decoder, seed: int) -> Decoder:

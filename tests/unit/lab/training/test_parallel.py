@@ -1,0 +1,149 @@
+"""Training of drafts that predict several tokens in one pass: the rows of masks, the figures, and a run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import cast
+
+import pytest
+import torch
+from torch import Tensor
+from typer.testing import CliRunner
+
+from speculant import LLM, SamplingParams
+from speculant.cache.factory import slotted_cache
+from speculant.cli.main import app
+from speculant.errors import ConfigError
+from speculant.lab.training.boosted import parallel
+from speculant.lab.training.boosted.config import BoostedConfig
+from speculant.lab.training.boosted.parallel import ParallelObjective, masked_states, overlap_by_depth, with_mask
+from speculant.lab.training.heads.texts import Texts, open_texts, save_texts
+from speculant.lab.training.passes import hidden_states, load_plain
+from speculant.models.base import SequenceInput, build_batch
+from speculant.models.reference.decoder import Decoder
+from speculant.types import DraftTree
+from tests.models import END, VOCAB_SIZE, Checkpoints, Shape, write_checkpoint
+
+SEQ, DEPTH = 24, 4
+
+
+@pytest.fixture(scope="module")
+def target_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_checkpoint(tmp_path_factory.mktemp("parallel") / "target", Shape(end=END))
+
+
+@pytest.fixture(scope="module")
+def target(target_folder: str) -> Decoder:
+    return load_plain(target_folder)
+
+
+@pytest.fixture
+def texts(tmp_path: Path, target: Decoder) -> Texts:
+    tokens = torch.randint(VOCAB_SIZE, (40, SEQ), generator=torch.Generator().manual_seed(1))
+    save_texts(tmp_path, tokens.tolist(), SEQ, 0)
+    return open_texts(tmp_path, target)
+
+
+def draft_of(checkpoints: Checkpoints) -> Decoder:
+    return with_mask(load_plain(checkpoints.near, "draft").requires_grad_())
+
+
+@torch.no_grad()
+def drafted(model: Decoder, tokens: list[int], masks: int) -> Tensor:
+    """Return the states [1 + masks, hidden] of the last token and of masks after it, as a drafter computes them."""
+    assert model.mask_token is not None
+    cache = slotted_cache(model.cache_shape, 1, 64)
+    inputs = SequenceInput(0, [*tokens, *[model.mask_token] * masks], DraftTree.empty())
+    return model.forward(build_batch([inputs], cache, torch.device("cpu")), cache.storage).last[-1 - masks :]
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("window", [None, 5])
+def test_rows_of_masks_are_those_of_a_draft(tmp_path: Path, window: int | None) -> None:
+    settings = () if window is None else (("sliding_window", window),)
+    family = "llama" if window is None else "mistral"
+    model = with_mask(load_plain(write_checkpoint(tmp_path / "draft", Shape(family=family, settings=settings))))
+    tokens, places = torch.randint(VOCAB_SIZE, (2, SEQ)), torch.tensor([0, 3, 9, SEQ - DEPTH])
+    plain, masked = masked_states(model, tokens, places, DEPTH - 1)
+    torch.testing.assert_close(plain.flatten(0, 1), hidden_states(model, tokens))
+    for text, own in zip(tokens.tolist(), masked, strict=True):
+        for place, states in zip(places.tolist(), own, strict=True):
+            torch.testing.assert_close(states, drafted(model, text[: place + 1], DEPTH - 1)[1:])
+
+
+def test_the_loss_is_the_mean_distance_over_tokens_and_masks(
+    checkpoints: Checkpoints, target: Decoder, texts: Texts
+) -> None:
+    """The divergence KL(p, q), at every token and at every mask, from the target's states of the text."""
+    model, windows = draft_of(checkpoints), texts.batch(0, 2)
+    loss = ParallelObjective(target, texts, DEPTH, seed=3).loss(model, windows, 0.0)
+    generator = torch.Generator().manual_seed(3 + int(windows[:, 0].sum()))
+    count = SEQ - DEPTH + 1
+    places = torch.randperm(count, generator=generator)[: count // parallel.STRIDE].sort().values.tolist()
+    own, expected = texts.states_of(windows[:, 0]), list[Tensor]()
+    for text, states in zip(windows[:, 1:].tolist(), own, strict=True):
+        p = target.logits(states).log_softmax(-1)
+        rows = [(drafted(model, text[: i + 1], 0)[0], i) for i in range(SEQ)]
+        for place in places:
+            rows += [(row, place + 1 + t) for t, row in enumerate(drafted(model, text[: place + 1], DEPTH - 1)[1:])]
+        for state, i in rows:
+            log_q = model.logits(state[None])[0, :VOCAB_SIZE].log_softmax(-1)
+            expected.append((p[i].exp() * (p[i] - log_q)).sum())
+    torch.testing.assert_close(loss, torch.stack(expected).mean(), rtol=1e-4, atol=1e-5)
+    loss.backward()
+    mask = cast(int, model.mask_token)
+    assert float(cast(Tensor, model.model.embed_tokens.weight.grad)[mask].abs().sum()) > 0
+
+
+@torch.inference_mode()
+def test_the_overlap_at_each_depth(checkpoints: Checkpoints, target: Decoder, texts: Texts) -> None:
+    model, sums, rows = draft_of(checkpoints), torch.zeros(DEPTH), 0
+    for place in range(texts.num_training, len(texts.tokens)):
+        text, states = texts.tokens[place].tolist(), texts.states_of(torch.tensor([place]))[0]
+        for i in range(0, SEQ - DEPTH + 1, parallel.STRIDE):
+            p = target.logits(states[i : i + DEPTH]).softmax(-1)
+            q = model.logits(drafted(model, text[: i + 1], DEPTH - 1))[:, :VOCAB_SIZE].softmax(-1)
+            sums, rows = sums + torch.minimum(p, q).sum(-1), rows + 1
+    found = torch.tensor(overlap_by_depth(model, target, texts, DEPTH))
+    torch.testing.assert_close(found, sums / rows, rtol=0, atol=1e-5)
+
+
+def test_a_mask_changes_no_other_token(checkpoints: Checkpoints) -> None:
+    before, tokens = load_plain(checkpoints.near, "draft"), torch.arange(SEQ)[None]
+    model = with_mask(before)
+    assert model.mask_token == before.vocab_size == model.vocab_size - 1
+    assert with_mask(model) is model
+    theirs, own = (each.logits(hidden_states(each, tokens)) for each in (before, model))
+    torch.testing.assert_close(own[:, :-1], theirs)
+
+
+@pytest.mark.parametrize("changes", [{"parallel": 0}, {"parallel": 33}, {"parallel": 8, "seq": 8}, {"parallel": True}])
+def test_a_wrong_number_is_refused(tmp_path: Path, changes: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match="parallel=.* is not from 1 to"):
+        BoostedConfig(tmp_path, "demo", steps=1, **changes)
+    with pytest.raises(ConfigError, match="boosted=2 drafts can't be trained with parallel=4"):
+        BoostedConfig(tmp_path, "demo", boosted=2, parallel=4, steps=1)
+
+
+@pytest.mark.slow
+def test_a_run_makes_a_draft_that_drafts_in_one_pass(tmp_path: Path, target_folder: str, corpus_folder: Path) -> None:
+    out = tmp_path / "out"
+    arguments = [
+        "train", "draft", "--parallel", "3", "--target", target_folder, "--data", str(corpus_folder), "--tokens", "640",
+        "--seq", str(SEQ), "--batch", "4", "--hidden", "16", "--intermediate", "24", "--layers", "1", "--heads", "2",
+        "--kv-heads", "1", "--steps", "4", "--out", str(out), "--json",
+    ]  # fmt: skip
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    (found,) = json.loads(result.stdout)["drafts"]
+    assert len(found["by_depth"]) == 3
+    assert "token 3 of a pass" in (out / "1" / "README.md").read_text()
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    plain = LLM(target_folder, use_speculative_decoding=False).generate(["hello", "def f"], params)
+    speculative = {"method": "parallel", "num_speculative_tokens": 3}
+    drafted = LLM(target_folder, draft_model=str(out / "1"), speculative_config=speculative).generate(
+        ["hello", "def f"], params
+    )
+    assert [each.outputs[0].token_ids for each in drafted] == [each.outputs[0].token_ids for each in plain]
+    assert sum(each.metrics.speculative_decoding.num_draft_tokens for each in drafted) > 0
