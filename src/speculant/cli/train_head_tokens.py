@@ -48,7 +48,8 @@ def _make(files: list[Path], model: str, out: Path, size: int | None) -> dict[st
     import numpy as np
 
     from speculant.drafting.model.head_tokens import save_head_tokens
-    from speculant.lab.training.bigrams import count_tokens, read_sequences
+    from speculant.lab.training.bigrams import count_tokens
+    from speculant.text.token_files import read_sequences
     from speculant.text.tokenizer import Tokenizer
 
     require_folder(out)

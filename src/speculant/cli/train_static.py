@@ -46,7 +46,8 @@ def static(
 
 def _make(files: list[Path], model: str, out: Path, continuations: int) -> dict[str, Any]:
     from speculant.drafting.lookup.tables import BigramTables
-    from speculant.lab.training.bigrams import count_bigrams, read_sequences
+    from speculant.lab.training.bigrams import count_bigrams
+    from speculant.text.token_files import read_sequences
     from speculant.text.tokenizer import Tokenizer
 
     require_folder(out)

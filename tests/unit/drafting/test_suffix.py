@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from speculant import LLM
 from speculant.config import Limits
 from speculant.drafting.lookup.reading import match_score
 from speculant.drafting.lookup.suffix import SuffixDrafter, SuffixOptions, SuffixStore
@@ -19,7 +22,9 @@ from speculant.kernels.suffix_index import SuffixSettings
 from speculant.kernels.suffix_indexes import open_suffix_index
 from speculant.lab.exactness.distributions import FULL_SUPPORT, Pair
 from speculant.lab.exactness.tables import TableModel
+from speculant.models.source import resolve_source
 from speculant.params import SamplingParams
+from speculant.text.tokenizer import Tokenizer
 from speculant.types import CommittedRows, DraftTree, Request
 from tests.fakes import build_rig, few_blocks
 from tests.models import make_request
@@ -251,3 +256,46 @@ def test_impossible_suffix_options_are_refused(name: str, value: float) -> None:
     options: dict[str, Any] = {f"suffix_decoding_{name}": value}
     with pytest.raises(ConfigError, match=name):
         SuffixOptions(**options)
+
+
+TEXT = "def area_of_a_rectangle(width, height):\n    return width * height\n"
+
+
+@pytest.mark.parametrize("kind", ["txt", "jsonl"])
+def test_a_corpus_is_continued_from_the_first_request_on(tmp_path: Path, kind: str) -> None:
+    file = tmp_path / f"corpus.{kind}"
+    plain = LLM("demo", use_speculative_decoding=False)
+    tokens = Tokenizer.load(resolve_source("demo", "target")).encode(TEXT, add_special_tokens=False)
+    file.write_text(TEXT if kind == "txt" else json.dumps({"token_ids": tokens}) + "\n[1, 2]\n", encoding="utf-8")
+    config = {"method": "suffix", "num_speculative_tokens": 4, "draft_length": "fixed"}
+    prompt, params = tokens[:6], SamplingParams(temperature=0, max_tokens=1)
+    drafted = []
+    for corpus in ({}, {"suffix_corpus": str(file)}):
+        llm = LLM("demo", speculative_config={**config, **corpus})
+        (output,) = llm.generate([prompt], params)
+        drafted.append(drafter_of(llm).store.continuations("another", prompt, 4))
+        assert output.outputs[0].token_ids == plain.generate([prompt], params)[0].outputs[0].token_ids
+    assert [each.tokens for each in drafted[0]] == []
+    assert [each.tokens for each in drafted[1]] == [tokens[6:10]]
+
+
+def drafter_of(llm: LLM) -> SuffixDrafter:
+    drafter = llm.engine._drafters.known["suffix"]
+    assert isinstance(drafter, SuffixDrafter)
+    return drafter
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("tokens.jsonl", "[1, 2, 99999999]", "has the token 99999999"),
+        ("tokens.jsonl", "{}", "has no token ids"),
+        ("missing.txt", None, "can't be read as text"),
+    ],
+)
+def test_a_wrong_corpus_is_refused(tmp_path: Path, name: str, content: str | None, words: str) -> None:
+    if content is not None:
+        (tmp_path / name).write_text(content, encoding="utf-8")
+    config = {"method": "suffix", "num_speculative_tokens": 4, "suffix_corpus": str(tmp_path / name)}
+    with pytest.raises(ConfigError, match=words):
+        LLM("demo", speculative_config=config)

@@ -1,13 +1,13 @@
 """Continuations from suffix automata over this request and over finished ones (SuffixDecoding, arXiv 2411.04975).
 
 The request's own index holds its prompt and output, the store the outputs of requests that finished, with the end of
-their prompts before them. For a match of L tokens the most frequent continuation is followed for at most
-floor(L * factor) tokens, while the product of its ratios stays at min_prob or above. A ratio is a token's count divided
-by the count of all tokens that followed. The match with the largest sum of products wins, the request's own index on a
-tie.
+their prompts before them, and the corpus the texts of a file. For a match of L tokens the most frequent continuation is
+followed for at most floor(L * factor) tokens, while the product of its ratios stays at min_prob or above. A ratio is a
+token's count divided by the count of all tokens that followed. The match with the largest sum of products wins, the
+request's own index on a tie.
 
-Memory: with the native library at most 190 bytes per token of a running request and of the store (65 to 100 on code),
-without it at most 580 (260), and 3 kB for each salt in the store. The store holds at most
+Memory: with the native library at most 190 bytes per token of a running request, of the store and of the corpus (65 to
+100 on code), without it at most 580 (260), and 3 kB for each salt in the store. The store holds at most
 suffix_decoding_max_cached_requests texts and suffix_decoding_corpus_tokens tokens, at most 95 MiB with the defaults.
 Proposing and observing take 7 to 22 microseconds a token, whatever the history, and 13 to 24 without the native library
 (benchmarks/lookup_cost.py).
@@ -15,14 +15,17 @@ Proposing and observing take 7 to 22 microseconds a token, whatever the history,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 from speculant.drafting.base import DrafterContext, Method, read_options
 from speculant.drafting.lookup.reading import ReadingDrafter, match_score
 from speculant.errors import ConfigError
 from speculant.kernels.suffix_index import Continuation, SuffixIndex, SuffixSettings
 from speculant.kernels.suffix_indexes import open_suffix_index
+from speculant.text.token_files import read_sequences
 from speculant.types import DraftTree, Request
 
 METHOD = Method(default_length=8, learns=True, varies=True)
@@ -35,7 +38,8 @@ class SuffixOptions:
 
     suffix_decoding_max_tree_depth: most tokens of match and draft together. suffix_decoding_max_spec_factor: a match of
     L tokens is continued by at most floor(factor * L). suffix_decoding_min_token_prob: the smallest product of ratios.
-    suffix_decoding_max_cached_requests and suffix_decoding_corpus_tokens bound the store; 0 = no store.
+    suffix_decoding_max_cached_requests and suffix_decoding_corpus_tokens bound the store; 0 = no store. suffix_corpus:
+    a file of texts that drafts may continue from the start, see `read_sequences`; all requests share it.
     """
 
     suffix_decoding_max_tree_depth: int = 24
@@ -43,6 +47,7 @@ class SuffixOptions:
     suffix_decoding_max_spec_factor: float = 1.0
     suffix_decoding_min_token_prob: float = 0.1
     suffix_decoding_corpus_tokens: int = 2**19
+    suffix_corpus: Any = None
 
     def __post_init__(self) -> None:
         checks = {
@@ -80,10 +85,18 @@ class SuffixStore:
 
     There are two generations of half the bound each. Texts enter the newer one; when it is full, the older one is
     dropped and the newer takes its place. So the newest half of the bound is always kept, nothing is ever deleted from
-    an index, and memory is freed at once. Texts of different salts have indexes of their own.
+    an index, and memory is freed at once. Texts of different salts have indexes of their own. corpus: an index whose
+    texts are always kept, for all salts; None = there is none.
     """
 
-    def __init__(self, most_texts: int, most_tokens: int, open_index: Callable[[], SuffixIndex]) -> None:
+    def __init__(
+        self,
+        most_texts: int,
+        most_tokens: int,
+        open_index: Callable[[], SuffixIndex],
+        corpus: SuffixIndex | None = None,
+    ) -> None:
+        self._corpus = corpus
         self._most_texts, self._half_texts = most_texts, max(1, most_texts // 2)
         self._half_tokens = most_tokens // 2 if most_texts else 0
         self._open_index = open_index
@@ -104,8 +117,8 @@ class SuffixStore:
         self._newer.num_tokens += len(kept)
 
     def continuations(self, salt: str, context: Sequence[int], limit: int) -> list[Continuation]:
-        """Return the continuations of a context in the texts of this salt, of newer ones first."""
-        indexes = (each.indexes.get(salt) for each in (self._newer, self._older))
+        """Return the continuations of a context in the texts of this salt, of newer ones first, then in the corpus."""
+        indexes = (*(each.indexes.get(salt) for each in (self._newer, self._older)), self._corpus)
         return [index.continuation(context, limit) for index in indexes if index is not None]
 
     @property
@@ -162,12 +175,16 @@ class SuffixDrafter(ReadingDrafter):
     """One `SuffixReader` per sequence, and a store that learns from every request that finishes."""
 
     def __init__(
-        self, options: SuffixOptions, open_index: Callable[[SuffixSettings], SuffixIndex] = open_suffix_index
+        self,
+        options: SuffixOptions,
+        open_index: Callable[[SuffixSettings], SuffixIndex] = open_suffix_index,
+        corpus: Iterable[Sequence[int]] | None = None,
     ) -> None:
         settings = options.settings
         most_texts, most_tokens = options.suffix_decoding_max_cached_requests, options.suffix_decoding_corpus_tokens
         self._most_recent = most_recent = settings.depth - 1
-        self.store = SuffixStore(most_texts, most_tokens, lambda: open_index(settings))
+        known = None if corpus is None else _indexed(corpus, open_index(settings))
+        self.store = SuffixStore(most_texts, most_tokens, lambda: open_index(settings), known)
         super().__init__(
             lambda request: SuffixReader(open_index(settings), self.store, request.cache_salt, most_recent)
         )
@@ -180,6 +197,29 @@ class SuffixDrafter(ReadingDrafter):
             self.store.add(request.cache_salt, request.tokens[start:])
 
 
+def _indexed(corpus: Iterable[Sequence[int]], index: SuffixIndex) -> SuffixIndex:
+    """Add the texts of a corpus to an index."""
+    for tokens in corpus:
+        index.begin()
+        index.extend(tokens)
+    return index
+
+
 def build(context: DrafterContext) -> SuffixDrafter:
-    """Make the drafter; it needs no model."""
-    return SuffixDrafter(read_options(context, SuffixOptions))
+    """Make the drafter; it needs no model. Raises ConfigError for a corpus that can't be read."""
+    options = read_options(context, SuffixOptions)
+    corpus = None if options.suffix_corpus is None else _corpus(options.suffix_corpus, context)
+    return SuffixDrafter(options, corpus=corpus)
+
+
+def _corpus(given: object, context: DrafterContext) -> Iterator[list[int]]:
+    """Yield the texts of a corpus in the target's tokens."""
+    if not isinstance(given, str | Path) or context.tokenizer is None:
+        raise ConfigError(f"suffix_corpus={given!r} names no file", "name a file of UTF-8 text or of token ids.")
+    for tokens in read_sequences([Path(given).expanduser()], context.tokenizer):
+        if tokens and not 0 <= min(tokens) <= max(tokens) < context.vocab_size:
+            raise ConfigError(
+                f"{given} has the token {max(tokens)}, and the target has {context.vocab_size}",
+                "name a file of this target's tokens.",
+            )
+        yield tokens
