@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -9,10 +10,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from speculant import plugins
 from speculant.drafting.base import Method
 from speculant.drafting.lookup.tables import BigramTables
 from speculant.lab.training.bigrams import count_bigrams
+from speculant.models.source import resolve_source
 from speculant.params import SamplingParams
 from tests.heads import WRITERS
 
@@ -35,7 +39,14 @@ HEADS = tuple(WRITERS)  # methods whose model is a head
 SHIPPED = ("eagle", "medusa")  # those with a head for the embedded target
 UNSHIPPED = tuple(method for method in HEADS if method not in SHIPPED)
 PREDICTED = {"prediction"}  # methods that draft from a request's prediction
-BLIND = {"random", "blockwise", "eagle3", "pass"}  # methods whose drafts are accepted by chance alone: random heads too
+BLIND = {
+    "random",
+    "blockwise",
+    "eagle3",
+    "mtp",
+    "peagle",
+    "pass",
+}  # methods whose drafts are accepted by chance alone: random heads too
 
 
 def options_of(method: str, vocab_size: int, texts: Sequence[Sequence[int]]) -> dict[str, Any]:
@@ -57,7 +68,23 @@ def model_of(method: str, draft: str, hidden: int, vocab_size: int) -> str | Non
     if method in HEADS and not (method in SHIPPED and draft == "demo"):
         return _head(method, hidden, vocab_size)
     facts: Method = plugins.load("speculant.drafting", method).METHOD
+    if facts.reads_masks:
+        return with_mask(draft)
     return draft if facts.uses_model else None
+
+
+@cache
+def with_mask(draft: str, token: int = 3) -> str:
+    """Return a copy of a draft model whose config.json says that it reads masks."""
+    source, folder = resolve_source(draft, "draft"), Path(tempfile.mkdtemp(prefix="masks-"))
+    if source.is_file():
+        pytest.skip("a GGUF file names no mask token")
+    for file in source.iterdir():
+        (folder / file.name).symlink_to(file.resolve())
+    (folder / "config.json").unlink()
+    config = json.loads((source / "config.json").read_text(encoding="utf-8")) | {"pard_token": token}
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return str(folder)
 
 
 def predicting(method: str, params: SamplingParams, answer: Sequence[int]) -> SamplingParams:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from speculant.cache.factory import paged_cache, slotted_cache
@@ -155,6 +155,38 @@ def write_eagle3(
     return write_head(folder, {"model_type": "llama", **sizes, "num_hidden_layers": 1}, found)
 
 
+def write_peagle(folder: Path, hidden: int, vocab_size: int, seed: int = 0, **config: Any) -> str:
+    """Write a P-EAGLE head: an EAGLE-3 head with the state of a mask."""
+    write_eagle3(folder, hidden, vocab_size, seed=seed, **{"ptd_token_id": 3, **config})
+    tensors = load_file(folder / "model.safetensors")
+    save_file({**tensors, "mask_hidden": Random(seed + 1).matrix(1, 3 * hidden)[None]}, folder / "model.safetensors")
+    return str(folder)
+
+
+_OF_MIMO = ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
+MTP_NAMES = {
+    "speculators": ("mtp_layers.0.", "mtp_layers.0.", _OF_MIMO),
+    "mimo": ("model.mtp_layers.0.", "model.mtp_layers.0.", _OF_MIMO),
+    "qwen": ("mtp.", "mtp.layers.0.", ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")),
+    "deepseek": ("model.layers.{}.", "model.layers.{}.", ("enorm", "hnorm", "eh_proj", "shared_head.norm")),
+}  # fmt: skip
+
+
+def write_mtp(
+    folder: Path, hidden: int, vocab_size: int, form: str = "speculators", num_layers: int = 2, seed: int = 0
+) -> str:
+    """Write a head for multi-token prediction, in a form of its publishers; num_layers: the target's."""
+    sizes = {**LAYER, "model_type": "llama", "hidden_size": hidden, "vocab_size": vocab_size}
+    config = {"speculators_model_type": "mtp", "transformer_layer_config": sizes} if form == "speculators" else sizes
+    (outer, inner, names), random = MTP_NAMES[form], Random(seed)
+    of_e, of_h = random.matrix(hidden, 2 * hidden).chunk(2, dim=1)
+    values = random.norm(hidden), random.norm(hidden), torch.cat((of_h, of_e) if form == "mimo" else (of_e, of_h), 1)
+    found = {f"{outer}{name}.weight": each for name, each in zip(names, (*values, random.norm(hidden)), strict=True)}
+    found[f"{inner}input_layernorm.weight"] = random.norm(hidden)
+    found |= layer_tensors(random, inner, hidden, hidden, sizes)
+    return write_head(folder, config, {name.format(num_layers): each for name, each in found.items()})
+
+
 def write_pass(folder: Path, hidden: int, vocab_size: int, count: int = 3) -> str:
     """Write look-ahead embeddings: unit vectors, which table models take for tokens."""
     inputs = torch.eye(hidden)[[(place + 1) % min(hidden, vocab_size) for place in range(count)]]
@@ -167,6 +199,8 @@ WRITERS = {
     "blockwise": write_blockwise,
     "eagle": write_eagle,
     "eagle3": write_eagle3,
+    "peagle": write_peagle,
+    "mtp": write_mtp,
     "pass": write_pass,
 }
 

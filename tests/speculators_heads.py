@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
@@ -58,30 +59,38 @@ def make_module(
     known: Sequence[int] | None,
     layers: Sequence[int] | None,
     window: int | None = None,
+    mask: int | None = None,
+    num_layers: int = 1,
     **flags: bool,
 ) -> PreTrainedModel:
     """Make a random head, its embedding and output head included.
 
-    known: the tokens of its output head, None = all. window: of its attention; Qwen's alone can have one.
+    known: the tokens of its output head, None = all. window: of its attention; Qwen's alone can have one. mask: the
+    mask token of a P-EAGLE head; None = an EAGLE-3 head.
     """
     speculators = package()
     if speculators is None:
         pytest.skip(f"the package `speculators` is not in {FOLDER}, where `make test` installs it")
-    sizes = {**LAYER, "vocab_size": vocab_size, "num_hidden_layers": 1, "attn_implementation": "eager"}
-    sliding = {"use_sliding_window": True, "sliding_window": window, "layer_types": ["sliding_attention"]}
-    config = speculators.Eagle3SpeculatorConfig(
+    sizes = {**LAYER, "vocab_size": vocab_size, "num_hidden_layers": num_layers, "attn_implementation": "eager"}
+    sliding = {"use_sliding_window": True, "sliding_window": window, "layer_types": ["sliding_attention"] * num_layers}
+    kind, made, read = "eagle3", speculators.Eagle3DraftModel, speculators.Eagle3SpeculatorConfig
+    if mask is not None:
+        from speculators.models import peagle
+
+        kind, made, read = "peagle", peagle.PEagleDraftModel, partial(peagle.PEagleSpeculatorConfig, mask_token_id=mask)
+    config = read(
         transformer_layer_config=AutoConfig.for_model(family, **sizes, **(sliding if window else {})),
         draft_vocab_size=vocab_size if known is None else len(known),
         eagle_aux_hidden_state_layer_ids=None if layers is None else list(layers),
         speculators_config=speculators.SpeculatorsConfig(
-            algorithm="eagle3",
+            algorithm=kind,
             proposal_methods=[speculators.proposals.greedy.GreedyTokenProposalConfig(speculative_tokens=3)],
             default_proposal_method="greedy",
             verifier=speculators.VerifierConfig(name_or_path=None, architectures=["LlamaForCausalLM"]),
         ),
         **flags,
     )
-    module: PreTrainedModel = speculators.Eagle3DraftModel(config).eval()
+    module: PreTrainedModel = made(config).eval()
     random = Random()
     for parameter in module.parameters():
         size = tuple(parameter.shape)
@@ -118,8 +127,83 @@ def predicted(module: PreTrainedModel, states: Tensor, text: Sequence[int], draf
     hook = module.lm_head.register_forward_hook(lambda *call: logits.append(call[2][0, last]))
     module(padded, tokens, torch.zeros_like(tokens), ttt_steps=len(draft))
     hook.remove()
-    own = torch.stack(logits)
+    return _of_all_tokens(module, torch.stack(logits))
+
+
+def _of_all_tokens(module: PreTrainedModel, own: Tensor) -> Tensor:
+    """Return logits of all tokens, -inf for those that the output head does not predict."""
     if module.d2t is None:
         return own
     everything = own.new_full((len(own), len(module.t2d)), -torch.inf)
     return everything.index_copy(1, torch.arange(len(module.d2t)) + module.d2t, own)
+
+
+@torch.inference_mode()
+def predicted_at_masks(module: PreTrainedModel, states: Tensor, text: Sequence[int], depth: int) -> Tensor:
+    """Return the logits [depth, V] of a P-EAGLE head behind a text, by the module's own `forward`; see `predicted`.
+
+    It is made for training: chains of masks begin at many places, and are thinned out unless the ratio is large.
+    """
+    from speculators.models.peagle.data import generate_cod_sample_indices
+
+    logits, last = list[Tensor](), len(text) - 2
+    size = last + depth
+    tokens = torch.tensor([[*text[1:], *[0] * (size - last - 1)]])
+    padded = nn.functional.pad(states, (0, 0, 0, size - last - 1))[None]
+    chosen = (torch.arange(size) >= last).float()[None]
+    thin = {"num_depths": depth, "down_sample_ratio": 1e3}
+    hook = module.lm_head.register_forward_hook(lambda *call: logits.append(call[2][0]))
+    own = torch.zeros(1, size, module.hidden_size)
+    module(padded, tokens, torch.zeros_like(tokens), torch.arange(size)[None], chosen, own, **thin)
+    hook.remove()
+    anchors, depths = generate_cod_sample_indices(size, chosen, **thin)
+    rows = [int(((anchors == last) & (depths == each)).nonzero()) for each in range(depth)]
+    return _of_all_tokens(module, logits[0][rows])
+
+
+def make_mtp_module(vocab_size: int) -> PreTrainedModel:
+    """Make a random head for multi-token prediction; embedding and output head are those of the target."""
+    if package() is None:
+        pytest.skip(f"the package `speculators` is not in {FOLDER}, where `make test` installs it")
+    from speculators.models import mtp
+
+    sizes = {**LAYER, "vocab_size": vocab_size, "num_hidden_layers": 1, "attn_implementation": "eager"}
+    speculators = package()
+    config = mtp.MTPSpeculatorConfig(
+        transformer_layer_config=AutoConfig.for_model("qwen3", **sizes),
+        speculators_config=speculators.SpeculatorsConfig(
+            algorithm="mtp",
+            proposal_methods=[speculators.proposals.greedy.GreedyTokenProposalConfig(speculative_tokens=3)],
+            default_proposal_method="greedy",
+            verifier=speculators.VerifierConfig(name_or_path=None, architectures=["Qwen3ForCausalLM"]),
+        ),
+    )
+    module: PreTrainedModel = mtp.MTPDraftModel(config).eval()
+    random = Random()
+    for parameter in module.parameters():
+        size = tuple(parameter.shape)
+        parameter.data = random.norm(*size) if len(size) == 1 else random.matrix(*size)
+    return module
+
+
+@torch.inference_mode()
+def predicted_by_mtp(
+    module: PreTrainedModel, target: PreTrainedModel, states: Tensor, text: Sequence[int], draft: Sequence[int]
+) -> Tensor:
+    """Return the logits [len(draft), V] of each token of a draft behind a text, by the module's layer.
+
+    states [len(text) - 1, hidden]: the target's after its final norm. Drafted rows take in the layer's own results.
+    """
+    logits, rows = list[Tensor](), states[None]
+    for drafted in range(len(draft)):
+        tokens = torch.tensor([[*text[1:], *draft[:drafted]]])
+        size = tokens.shape[1]
+        positions = torch.arange(size)[None]
+        hidden = torch.full((size, size), -torch.inf).triu(1)[None, None]
+        out = module.mtp_layers[0](
+            hidden_states=rows, token_embeddings=target.get_input_embeddings()(tokens), attention_mask=hidden,
+            position_ids=positions, position_embeddings=module.rotary_emb(rows, positions),
+        )  # fmt: skip
+        logits.append(target.get_output_embeddings()(out[0, -1]))
+        rows = torch.cat((rows, out[:, -1:]), dim=1)
+    return torch.stack(logits)

@@ -32,7 +32,7 @@ from tests.exactness.test_native_chains import COUPLED, DISTRIBUTIONS, LIMITS, a
 from tests.exactness.test_native_decoder import SETS, make_native, tokens_of
 from tests.examples import examples, sizes
 from tests.fakes import MakeCache, build_rig, few_blocks, known_verifiers, slotted
-from tests.heads import WRITERS, write_eagle, write_eagle3
+from tests.heads import WRITERS, write_eagle, write_eagle3, write_peagle
 from tests.models import make_request
 
 SMALL = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 2, "intermediate_size": 5}
@@ -48,10 +48,12 @@ def folder_of(method: str, vocab_size: int) -> str:
     folder = Path(tempfile.mkdtemp(prefix="heads-"))
     if method == "eagle":
         return write_eagle(folder, vocab_size, vocab_size, **SMALL)
+    layers = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 1]}}
     if method == "eagle3":
         known = vocab_size - 1 if vocab_size > 3 else None
-        layers = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 1]}}
         return write_eagle3(folder, vocab_size, vocab_size, draft_vocab=known, **SMALL, **layers)
+    if method == "peagle":
+        return write_peagle(folder, vocab_size, vocab_size, ptd_token_id=1, **SMALL, **layers)
     return WRITERS[method](folder, vocab_size, vocab_size)
 
 
@@ -93,12 +95,17 @@ def test_chains_keep_the_distribution(method: str, verifier: str) -> None:
             assert assert_exact(case) > 0.1
 
 
-QUICK_TREES = {("medusa", "two deep", "multi_draft"), ("eagle", "uneven", "match"), ("eagle3", "uneven", "traversal")}
+QUICK_TREES = {
+    ("medusa", "two deep", "multi_draft"),
+    ("eagle", "uneven", "match"),
+    ("eagle3", "uneven", "traversal"),
+    ("peagle", "uneven", "multi_draft"),
+}
 
 
 @pytest.mark.parametrize(
     ("method", "name", "verifier"),
-    combinations(lambda *each: each in QUICK_TREES, ["medusa", "eagle", "eagle3"], TREES, BRANCHING),
+    combinations(lambda *each: each in QUICK_TREES, ["medusa", "eagle", "eagle3", "peagle", "mtp"], TREES, BRANCHING),
 )
 def test_trees_keep_the_distribution(method: str, name: str, verifier: str) -> None:
     for seed in range(examples(3, least=1)):

@@ -1,4 +1,4 @@
-"""Drafts from tables and uniform drafts keep the output's distribution under every rule."""
+"""Drafts from tables, uniform drafts and drafts of one pass keep the output's distribution under every rule."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from speculant.drafting.lookup.static import StaticDrafter
 from speculant.drafting.lookup.tables import BigramTables
 from speculant.engine.build import build_verifiers
 from speculant.lab.exactness.distributions import EXACT, FULL_SUPPORT, Pair
-from speculant.lab.exactness.drafts import choose_draft
+from speculant.lab.exactness.drafts import choose_draft, of_method
 from speculant.lab.exactness.proofs import Claim, prove
 from speculant.lab.training.bigrams import count_bigrams
 from speculant.params import SamplingParams
@@ -24,7 +24,7 @@ from speculant.sampling.chance import Chances
 from speculant.types import DraftTree, Request
 from tests.exactness.speculation import Case, enumerate_case
 from tests.examples import examples
-from tests.fakes import known_verifiers
+from tests.fakes import known_verifiers, slotted
 
 LOSSLESS = [name for name, verifier in known_verifiers().items() if verifier.lossless]
 SETTINGS = {
@@ -48,7 +48,16 @@ def uniform(pair: Pair, chances: Chances, limits: Limits) -> Drafter:
     return RandomDrafter(chances, pair.vocab_size, torch.device("cpu"))
 
 
-DRAFTERS = {"static": static, "random": uniform}
+def one_pass(pair: Pair, chances: Chances, limits: Limits, **options: object) -> Drafter:
+    spec = SpeculativeConfig.from_mapping({"model": "table", "method": "parallel", **options})
+    return of_method(spec)(pair, chances, limits, lambda shape: slotted(shape, limits))
+
+
+def one_pass_trees(pair: Pair, chances: Chances, limits: Limits) -> Drafter:
+    return one_pass(pair, chances, limits, tree=[2, 1])
+
+
+DRAFTERS = {"static": static, "random": uniform, "one pass": one_pass}
 
 
 @pytest.mark.covering(1)
@@ -73,6 +82,15 @@ def test_tables_keep_the_distribution_of_any_settings(drafter: str, name: str, v
     params = SamplingParams(max_tokens=None, **SETTINGS[name])  # type: ignore[arg-type]
     for seed in range(examples(2, least=1)):
         case = Case(Pair(seed, 3, FULL_SUPPORT), 2, params, verifier, width=8, make_drafter=DRAFTERS[drafter])
+        assert enumerate_case(case).deviation() <= EXACT, case
+
+
+@pytest.mark.parametrize("verifier", [name for name in LOSSLESS if known_verifiers()[name].needs.branches])
+@pytest.mark.parametrize("name", ["plain", "greedy", "penalties"])
+def test_trees_of_one_pass_keep_the_distribution(name: str, verifier: str) -> None:
+    params = SamplingParams(max_tokens=None, **SETTINGS[name])  # type: ignore[arg-type]
+    for seed in range(examples(2, least=1)):
+        case = Case(Pair(seed, 3, FULL_SUPPORT), 4, params, verifier, width=8, make_drafter=one_pass_trees)
         assert enumerate_case(case).deviation() <= EXACT, case
 
 

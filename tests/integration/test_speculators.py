@@ -1,4 +1,4 @@
-"""EAGLE-3 heads draft the predictions of the `speculators` package's module from transformers' states of the target."""
+"""Heads draft what the `speculators` package's modules predict from transformers' states of the target."""
 
 from __future__ import annotations
 
@@ -18,7 +18,14 @@ from speculant.params import SamplingParams
 from speculant.types import DraftTree, Request
 from tests.heads import write_eagle3
 from tests.models import HIDDEN_SIZE, VOCAB_SIZE, Shape, write_checkpoint
-from tests.speculators_heads import make_module, predicted, read_into
+from tests.speculators_heads import (
+    make_module,
+    make_mtp_module,
+    predicted,
+    predicted_at_masks,
+    predicted_by_mtp,
+    read_into,
+)
 
 KERNELS = ["reference", *(["native"] if usable_sets() else [])]
 FLAGS = ["norm_before_residual", "norm_output", "norm_before_fc", "fc_norm"]
@@ -40,7 +47,7 @@ class Target:
 
     @torch.inference_mode()
     def states(self, text: Sequence[int], layers: Sequence[int]) -> Tensor:
-        """Return the inputs of three layers, [len(text), 3 * hidden]."""
+        """Return the inputs of layers, [len(text), 3 * hidden] for three; the one after the last is after the norm."""
         found = self.theirs(torch.tensor([text]), output_hidden_states=True).hidden_states
         return torch.cat([found[layer][0] for layer in layers], dim=-1)
 
@@ -78,9 +85,9 @@ def drafts(monkeypatch: pytest.MonkeyPatch) -> list[Draft]:
     return seen
 
 
-def generate(target: Target, head: str, kernels: str, drafts: list[Draft]) -> None:
+def generate(target: Target, head: str, kernels: str, drafts: list[Draft], method: str = "eagle3") -> None:
     """Generate with a head: prompts in chunks, two sampled requests beside a greedy one."""
-    config = {"method": "eagle3", "model": head, "num_speculative_tokens": LENGTH, "draft_length": "fixed"}
+    config = {"method": method, "model": head, "num_speculative_tokens": LENGTH, "draft_length": "fixed"}
     llm = LLM(target.folder, dtype="float32", kernels=kernels, max_num_batched_tokens=16, speculative_config=config)
     drafts.clear()  # of measurements
     llm.generate(PROMPTS, PARAMS)
@@ -94,7 +101,12 @@ def deviation(target: Target, module: PreTrainedModel, layers: Sequence[int], dr
     found = list[Tensor]()
     for draft in drafts:
         seen = states[draft.seq_id][: len(draft.text) - 1]
-        logits = predicted(module, seen, draft.text, draft.tree.token_list)
+        if hasattr(module, "mtp_layers"):
+            logits = predicted_by_mtp(module, target.theirs, seen, draft.text, draft.tree.token_list)
+        elif hasattr(module, "mask_hidden"):
+            logits = predicted_at_masks(module, seen, draft.text, draft.tree.size)
+        else:
+            logits = predicted(module, seen, draft.text, draft.tree.token_list)
         if draft.greedy:
             assert draft.tree.token_list == logits.argmax(-1).tolist()
         else:
@@ -144,6 +156,23 @@ def test_heads_of_the_hub_draft_as_there(
     assert deviation(target, module, (1, 3, 5), drafts) < CLOSE
 
 
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("num_layers", [1, 3])
+@pytest.mark.parametrize("flag", [None, *FLAGS])
+@pytest.mark.parametrize("known", [None, KNOWN], ids=["all tokens", "d2t"])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_heads_with_masks_that_the_package_writes(
+    tmp_path: Path, target: Target, drafts: list[Draft], family: str, known: list[int] | None, flag: str | None,
+    num_layers: int, kernels: str,
+) -> None:  # fmt: skip
+    flags = {flag: True} if flag else {}
+    module = make_module(family, VOCAB_SIZE, known, USUAL, mask=9, num_layers=num_layers, **flags)
+    module.save_pretrained(tmp_path / "head")
+    generate(target, str(tmp_path / "head"), kernels, drafts, "peagle")
+    assert deviation(target, module, USUAL, drafts) < CLOSE
+
+
 @pytest.mark.parametrize("kernels", [pytest.param("reference", marks=pytest.mark.slow), *KERNELS[1:]])
 def test_windows_of_attention(tmp_path: Path, target: Target, drafts: list[Draft], kernels: str) -> None:
     """The first token of each draft: in training the window stays where it is while a draft grows."""
@@ -152,6 +181,15 @@ def test_windows_of_attention(tmp_path: Path, target: Target, drafts: list[Draft
     generate(target, str(tmp_path / "head"), kernels, drafts)
     first = [replace(draft, tree=first_node(draft.tree)) for draft in drafts]
     assert deviation(target, module, USUAL, first) < CLOSE
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_multi_token_prediction(tmp_path: Path, target: Target, drafts: list[Draft], kernels: str) -> None:
+    """transformers gives the states of the last layer after the final norm."""
+    module = make_mtp_module(VOCAB_SIZE)
+    module.save_pretrained(tmp_path / "head")
+    generate(target, str(tmp_path / "head"), kernels, drafts, "mtp")
+    assert deviation(target, module, [TARGET_LAYERS], drafts) < CLOSE
 
 
 def first_node(chain: DraftTree) -> DraftTree:

@@ -23,6 +23,7 @@ from speculant.kernels.reference_sampler import REFERENCE
 from speculant.models.base import CausalLM
 from speculant.models.vocabulary import MappedVocabulary
 from speculant.sampling.chance import Chances
+from speculant.text.tokenizer import Tokenizer
 from speculant.types import CommittedRows, DraftTree, Request
 
 T = TypeVar("T")
@@ -39,6 +40,7 @@ class Method:
     on_request: a request may name it although the configuration does not. Such a method keeps no state across requests,
     or bounded state for each cache salt.
     varies: the length of its drafts depends on what it finds, not only on the limit.
+    reads_masks: its model must have been trained to predict several tokens in one pass, and has a mask token.
 
     The roles of methods (which one is the default, which look drafts up in text) are in drafting/methods.py.
     """
@@ -49,6 +51,7 @@ class Method:
     learns: bool = False
     on_request: bool = True
     varies: bool = False
+    reads_masks: bool = False
 
 
 @dataclass(frozen=True)
@@ -240,6 +243,7 @@ class DrafterContext:
     stop_below: a draft that a model draws ends after a token of a lower probability; 0 = it does not.
     target: the target model; None = there is none.
     selection: selects a draft, for drafters that combine others.
+    tokenizer: the target's; None = texts can't be read.
     """
 
     options: Mapping[str, Any]
@@ -255,6 +259,7 @@ class DrafterContext:
     selection: Selection = field(default_factory=Selection)
     target: CausalLM | None = None
     vocabulary_of: Callable[[CausalLM], MappedVocabulary | None] = lambda model: None
+    tokenizer: Tokenizer | None = None
 
 
 def require_no_stop(context: DrafterContext) -> None:

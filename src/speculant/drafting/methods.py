@@ -14,10 +14,10 @@ KIND = "speculant.drafting"
 DEFAULT = "fallback"  # is used if no method is named
 WITH_MODEL = "draft_model"  # drafts with a model alone; other methods use it for a model's drafts
 LOOKUPS = ("suffix", "prompt_lookup")  # look drafts up in text; others combine them in this order if none are named
+WITH_MASKS = "peagle"  # drafts with heads that read masks
 PREDICTION = "prediction"  # drafts from a request's own prediction and nothing else
 REFUSED = {  # kinds of drafters of other programs, each with a description
     "mlp_speculator": "perceptrons over a state and the last token",
-    "peagle": "a layer that drafts several tokens in one pass",
     "pard2": "a draft model that reads the target's states",
 }
 

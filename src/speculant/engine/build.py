@@ -303,6 +303,7 @@ class _Workshop:
             selection=self.selection,
             target=self.target.model,
             vocabulary_of=self._vocabulary_of,
+            tokenizer=self.tokenizer,
         )
         drafter: Drafter = plugins.load(KIND, method).build(context)
         return drafter

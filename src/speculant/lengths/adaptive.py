@@ -92,7 +92,7 @@ class Adaptive:
         return plan.lengths
 
     def pause(self) -> int:
-        """See `PausingLength.pause`: until a plain step is as usual and can be timed, then until the plan's last step."""
+        """See `PausingLength.pause`: until a plain step is as usual and is timed, then until the plan's last step."""
         plan = self._plan
         if (
             not plan.pure

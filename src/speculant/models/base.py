@@ -155,6 +155,10 @@ class Chain:
         """Whether a verifier reads `probs`. Softened distributions are not those that greedy tokens are drawn from."""
         return not (self.request.shared_noise or self.softened)
 
+    def draft(self) -> DraftTree:
+        """Return the tokens that were drawn."""
+        return DraftTree.chain(self.tokens, self.probs) if self.tokens else DraftTree.empty()
+
     @property
     def num_positions(self) -> int:
         """How many cache positions the chain needs."""

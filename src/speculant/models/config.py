@@ -37,6 +37,7 @@ from speculant.models.rope_config import read_rope
 from speculant.models.tensor_map import SAME_NAMES, TensorMap
 
 Kind = TypeVar("Kind", bound=Hashable)
+MASK = "pard_token"  # key of config.json
 ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
@@ -61,13 +62,24 @@ def read_decoder(
     other fields of these parts.
     """
     return DecoderConfig(
-        embedding=Embedding(count(hf, "vocab_size"), count(hf, "hidden_size"), **embedding),
+        embedding=Embedding(count(hf, "vocab_size"), count(hf, "hidden_size"), mask=_read_mask(hf), **embedding),
         layers=tuple(layers),
         norm=read_norm(hf) if norm is None else norm,
         head=Head(tied=flag(hf, "tie_word_embeddings"), **head),
         max_positions=count(hf, "max_position_embeddings"),
         tensors=tensors,
     )
+
+
+def _read_mask(hf: Mapping[str, Any]) -> int | None:
+    """Read the mask token of a model that drafts in one pass (PARD, arXiv 2504.18583); None = it is no such model."""
+    token = hf.get(MASK)
+    if token is not None and not (is_whole(token) and 0 <= token < count(hf, "vocab_size")):
+        raise ModelError(
+            f"config.json has {MASK}={show(token)}, which is no token of the model's {count(hf, 'vocab_size')}",
+            f"check {MASK} and vocab_size in config.json.",
+        )
+    return token
 
 
 def read_norm(hf: Mapping[str, Any], key: str = "rms_norm_eps", default: float = 1e-6, **own: Any) -> Norm:

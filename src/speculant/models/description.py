@@ -268,12 +268,16 @@ class Layer:
 
 @dataclass(frozen=True)
 class Embedding:
-    """A table of vectors by token, multiplied by `scale`. positions: the rows of a table of learned positions."""
+    """A table of vectors by token, multiplied by `scale`. positions: the rows of a table of learned positions.
+
+    mask: the token that stands for an unknown one, if the model was trained to predict several tokens in one pass.
+    """
 
     vocab_size: int
     hidden_size: int
     scale: float = 1.0
     positions: int | None = None
+    mask: int | None = None
 
 
 @dataclass(frozen=True)

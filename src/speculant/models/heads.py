@@ -4,6 +4,7 @@ Each row reads a token's embedding e and a hidden state h: the target's state at
 `Hidden.carried` of the row's parent.
 
     INPUT       x = fc [e; h];  the first layer has no input norm, and there is no final norm (EAGLE)
+    NORMED      x = fc [norm(e); norm(h)];  whole layers and a final norm (multi-token prediction, arXiv 2412.19437)
     ATTENTION   the first layer attends with [norm(e); norm(h)] and adds to h;  a final norm before the head (EAGLE-3)
 
 The embedding table and the output head are the target's unless the head's files have their own.
@@ -37,6 +38,7 @@ class StateEntry(Enum):
     """How a hidden state enters the first layer: see the module's docstring."""
 
     INPUT = "input"
+    NORMED = "normed"
     ATTENTION = "attention"
 
 
@@ -133,13 +135,15 @@ class HeadDecoder(nn.Module):
         own, hidden = config.decoder, config.decoder.hidden_size
         self.config, self.needs = config, ModelNeeds(restart_at=own.restart_at)
         self._target = (target,)  # in a tuple: its parameters are not this module's
-        inputs = hidden if config.entry is StateEntry.INPUT else 2 * hidden
+        inputs = 2 * hidden if config.entry is StateEntry.ATTENTION else hidden
         widths = [inputs] + [hidden] * (own.num_layers - 1)
         self.layers = nn.ModuleList(map(DecoderLayer, config.layers, range(own.num_layers), repeat(hidden), widths))
-        if config.entry is StateEntry.INPUT:
+        if config.entry is not StateEntry.ATTENTION:
             self.fc = nn.Linear(2 * hidden, hidden, bias=config.fc_bias)
-        else:
+        if config.entry is not StateEntry.INPUT:
             self.hidden_norm, self.norm = NormLayer(hidden, own.norm), NormLayer(hidden, own.norm)
+        if config.entry is StateEntry.NORMED:
+            self.token_norm = NormLayer(hidden, own.norm)
         if config.own_table:
             self.embed_tokens = nn.Parameter(torch.zeros(own.vocab_size, hidden))
         if config.own_head:
@@ -195,6 +199,8 @@ class HeadDecoder(nn.Module):
         if self.config.entry is StateEntry.INPUT:
             x: Tensor = self.fc(torch.cat((embedded, hidden), dim=-1))
             x = first.add(x, x, angles, attend)
+        elif self.config.entry is StateEntry.NORMED:
+            x = first(self.fc(torch.cat((self.token_norm(embedded), self.hidden_norm(hidden)), dim=-1)), angles, attend)
         else:
             normed = self.hidden_norm(hidden)
             input_norm = cast(nn.Module, first.input_layernorm)

@@ -165,9 +165,15 @@ def _some(found: Sequence[int]) -> tuple[int, ...]:
 def _fit(
     config: DecoderConfig, weights: WeightSource, tokens: Sequence[int], head: Sequence[int], table: Sequence[int]
 ) -> Fitted:
-    """Return a model that draws `tokens`, by the rows `head` of its own head, and reads the rows `table` of its own."""
-    short = ShortHead(weights, tuple(head), TABLE if config.head.tied else HEAD)
-    fitted = replace(config.with_head(tuple(tokens)), embedding=replace(config.embedding, vocab_size=len(table)))
+    """Return a model that draws `tokens`, by the rows `head` of its own head, and reads the rows `table` of its own.
+
+    Its mask token has the last id.
+    """
+    short, mask = ShortHead(weights, tuple(head), TABLE if config.head.tied else HEAD), config.embedding.mask
+    if mask is not None:
+        table, mask = [*table, mask], len(table)
+    embedding = replace(config.embedding, vocab_size=len(table), mask=mask)
+    fitted = replace(config.with_head(tuple(tokens)), embedding=embedding)
     return fitted, TableRows(short, table)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -20,7 +21,8 @@ from speculant import LLM, plugins
 from speculant.cache.factory import paged_cache
 from speculant.config import Limits
 from speculant.drafting.base import Drafter, DrafterContext
-from speculant.drafting.heads.future import UNKNOWN, likeliest, product_tree
+from speculant.drafting.draws import likeliest
+from speculant.drafting.heads.future import UNKNOWN, product_tree
 from speculant.drafting.model.head_tokens import save_head_tokens
 from speculant.engine.calibration import Calibration
 from speculant.errors import ConfigError, ModelError, PairError, SpeculantError
@@ -32,6 +34,7 @@ from speculant.sampling.chance import KeyedChances
 from speculant.types import CommittedRows, DraftTree, Request
 from tests.heads import (
     LAYER,
+    MTP_NAMES,
     WRITERS,
     Shown,
     fresh_rows,
@@ -41,6 +44,7 @@ from tests.heads import (
     write_eagle,
     write_eagle3,
     write_head,
+    write_mtp,
 )
 from tests.heads import write_medusa as write_medusa_head
 from tests.models import HIDDEN_SIZE, VOCAB_SIZE, Checkpoints, make_request
@@ -519,10 +523,32 @@ def test_eagle_in_vllm_s_form_drafts_as_that_of_the_hub(tmp_path: Path, checkpoi
         build("eagle", normed, target)
 
 
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("form", [form for form in MTP_NAMES if form != "speculators"])
+def test_forms_of_multi_token_prediction(tmp_path: Path, checkpoints: Checkpoints, form: str, kernels: str) -> None:
+    """Every publisher's names are those of one head. DeepSeek's hands on its state before the final norm."""
+    target = load_target(checkpoints, kernels)
+    usual, theirs = (write_mtp(tmp_path / each, H, V, each, target.num_layers) for each in ("speculators", form))
+    (tokens, probs), (their_tokens, their_probs) = (drawn(build("mtp", folder, target)) for folder in (usual, theirs))
+    assert tokens[0] == their_tokens[0]
+    assert torch.equal(probs[0], their_probs[0])
+    assert torch.equal(probs, their_probs) == (form != "deepseek")
+
+
+def test_a_target_s_own_folder_may_have_the_head(tmp_path: Path, checkpoints: Checkpoints) -> None:
+    target, head = load_target(checkpoints), write_mtp(tmp_path / "head", H, V, "mimo")
+    folder = tmp_path / "whole"
+    shutil.copytree(checkpoints.target, folder)
+    own = load_file(folder / "model.safetensors") | load_file(f"{head}/model.safetensors")
+    save_file(own, folder / "model.safetensors")
+    shutil.copyfile(f"{head}/config.json", folder / "config.json")  # the head's sizes
+    assert draft(build("mtp", str(folder), target)) == draft(build("mtp", head, target))
+    with pytest.raises(ModelError, match="no head for multi-token prediction"):
+        build("mtp", checkpoints.target, target)
+
+
 KINDS = {
     "mlp_speculator": {"model_type": "mlp_speculator", "architectures": ["MLPSpeculatorPreTrainedModel"]},
-    "peagle": {"speculators_model_type": "peagle"},
-    "peagle by its token": {"ptd_token_id": 7},
     "pard2": {"model_type": "llama", "spd_type": "pard2"},
     "dflash": {"speculators_model_type": "dflash"},
 }
@@ -543,7 +569,7 @@ def test_unsupported_kinds_are_refused_by_name(
 def test_a_parallel_head_is_known_by_its_mask(tmp_path: Path, checkpoints: Checkpoints) -> None:
     tensors = load_file(f"{write_eagle3(tmp_path / 'plain', H, V)}/model.safetensors")
     folder = write_head(tmp_path / "head", {**LAYER}, {**tensors, "mask_hidden": torch.ones(1, 1, 3 * H)})
-    with pytest.raises(ModelError, match="kind 'peagle'"):
+    with pytest.raises(PairError, match='kind \'peagle\'(?s:.*)use "method": "peagle"'):
         build("eagle3", folder, load_target(checkpoints))
 
 

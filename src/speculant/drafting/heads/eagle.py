@@ -12,15 +12,12 @@ for each drafted token; a chain is one native call.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import Tensor
-
 from speculant.drafting.base import DrafterContext, Method, read_options
 from speculant.drafting.heads.folder import HeadFolder, Renamed, require_target
-from speculant.drafting.heads.hidden_drafter import HiddenDrafter, make_head_drafter
+from speculant.drafting.heads.hidden_drafter import HiddenDrafter, make_head_drafter, newest
 from speculant.drafting.heads.layers import load_layers, read_sizes, renamed
 from speculant.drafting.heads.parts import LAYER_PARTS, HeadParts, Part, Role
 from speculant.drafting.heads.short import WithRows, output_cap, output_rows, short_tokens
@@ -99,11 +96,6 @@ def rename(name: str) -> str | None:
     if name.startswith("fusion_fc."):  # of the `speculators` package
         return name.removeprefix("fusion_")
     return f"layers.0.{name.removeprefix('transformer.')}" if name.startswith("transformer.") else name
-
-
-def newest(hidden: Sequence[Tensor]) -> Tensor:
-    """Return the head's input: the states after the target's final norm."""
-    return hidden[0]
 
 
 HEAD = HeadParts({r"fc\.weight": Part(Role.BETWEEN, streams=2), r"fc\.bias": Part(Role.STATE), **LAYER_PARTS}, rename)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from speculant import plugins
 from speculant.drafting.methods import KIND as DRAFTERS
-from speculant.drafting.methods import REFUSED
+from speculant.drafting.methods import REFUSED, WITH_MASKS
 from speculant.errors import ConfigError, ModelError, PairError
 from speculant.files import read_json
 from speculant.models.base import CausalLM
@@ -25,7 +25,7 @@ from speculant.models.weights.tensors import TensorFiles
 
 KIND = "speculant_head"  # our own key of config.json: the method that a head is made for
 SPECULATORS = "speculators_model_type"  # that of the `speculators` package
-PARALLEL, PARALLEL_TOKEN, MASK_STATE = "peagle", "ptd_token_id", "mask_hidden"
+MASK_TOKEN, MASK_STATE = "ptd_token_id", "mask_hidden"  # a key and a tensor of heads that read masks
 _PREFIX = re.compile(r"^(model\.)+")
 _SHOWN = 6
 _OTHER = "use a head that was trained for this target: `speculant train head --target ...` makes one."
@@ -40,17 +40,18 @@ class HeadFolder:
     files: TensorFiles
 
     @classmethod
-    def open(cls, source: str, kind: str) -> HeadFolder:
+    def open(cls, source: str, kind: str, among: bool = False) -> HeadFolder:
         """Open a head by folder, hub id or "demo"; `kind` is the method that it must be made for.
 
-        Raises ModelError for a folder without safetensors, PairError for one that names another kind.
+        among: the head's tensors may be among a model's, in several files. Raises ModelError for a folder without
+        safetensors, PairError for one that names another kind.
         """
         folder = resolve_folder(source, f"heads/{kind}")
         config = read_json(folder / "config.json")
         check_kind(folder, config, kind)
-        opened = cls(folder, config, TensorFiles.of_file(_weights_of(folder)))
-        if MASK_STATE in opened.names():
-            raise _refused(folder, PARALLEL)
+        opened = cls(folder, config, TensorFiles.open(folder) if among else TensorFiles.of_file(_weights_of(folder)))
+        if MASK_STATE in opened.names() and kind != WITH_MASKS:
+            check_kind(folder, {KIND: WITH_MASKS}, kind)
         return opened
 
     @cached_property
@@ -170,8 +171,8 @@ def check_kind(folder: Path, config: Mapping[str, Any], kind: str | None = None)
 
 def named_kind(config: Mapping[str, Any]) -> str | None:
     """Return the kind of head that a config.json names, by the key of any publisher of heads; None = none."""
-    if PARALLEL_TOKEN in config:
-        return PARALLEL
+    if MASK_TOKEN in config:
+        return WITH_MASKS
     names = [config.get(KIND), config.get(SPECULATORS), config.get("spd_type"), config.get("model_type")]
     own, published, *others = (name if isinstance(name, str) else None for name in names)
     return own or published or next((name for name in others if name in REFUSED), None)

@@ -16,15 +16,14 @@ import torch
 from torch import Tensor
 
 from speculant.drafting.base import DrafterNeeds, StatelessDrafter
-from speculant.drafting.draws import draw_trees
+from speculant.drafting.draws import DepthProbs, draw_trees, likeliest, new_chains
 from speculant.drafting.topology import StaticTree
 from speculant.kernels.base import Sampler
 from speculant.kernels.reference_sampler import REFERENCE
 from speculant.models.base import CausalLM
 from speculant.models.future_heads import FutureHeads
 from speculant.sampling.chance import Chances
-from speculant.sampling.distribution import Node, distribution
-from speculant.sampling.rows import take_rows, top_tokens
+from speculant.sampling.distribution import Node
 from speculant.types import CommittedRows, DraftTree, Request
 
 MOST_NODES = 64
@@ -140,7 +139,8 @@ class FutureDrafter(StatelessDrafter):
         if drawn:
             rows = {ready[row][0].seq_id: row for row in drawn}
             own = [ready[row] for row in drawn]
-            trees = draw_trees(own, self._chances, self._topology, DepthProbs(logits, rows, self._sampler))
+            probs = DepthProbs(logits.flatten(0, 1), rows, len(ready), self._sampler)
+            trees = draw_trees(new_chains(own, self._chances), self._topology, probs)
             made |= {request.seq_id: tree for (request, _), tree in zip(own, trees, strict=True)}
         return made
 
@@ -152,41 +152,6 @@ class FutureDrafter(StatelessDrafter):
             logits = self._own_heads(states)
             return logits.float() if logits.dtype == torch.bfloat16 else logits
         return self._target.logits(states.flatten(0, 1)).view(depth, len(requests), -1)
-
-
-@dataclass
-class DepthProbs:
-    """The distributions of nodes, from logits [depth, r, V]; rows: by sequence. Equal ones are computed once."""
-
-    logits: Tensor
-    rows: dict[int, int]
-    sampler: Sampler
-
-    def __call__(self, nodes: Sequence[Node]) -> Tensor:
-        """Return the distributions [n, V] of nodes."""
-        keys = [(node.request.seq_id, len(node.drafted), *(node.drafted if node.edited else ())) for node in nodes]
-        distinct = dict(zip(keys, nodes, strict=True))
-        places = [(key[1], self.rows[key[0]]) for key in distinct]
-        logits = take_rows(self.logits.flatten(0, 1), [depth * self.logits.shape[1] + row for depth, row in places])
-        probs = distribution(logits, list(distinct.values()), self.sampler)
-        index = {key: place for place, key in enumerate(distinct)}
-        return take_rows(probs, [index[key] for key in keys])
-
-
-def likeliest(logits: Tensor, shape: StaticTree) -> DraftTree:
-    """Return the tree of the likeliest tokens by rank, for logits [depth, V]."""
-    parents, depths, ranks = layout(shape)
-    best: list[list[int]] = top_tokens(logits[: max(depths) + 1], 1 + max(ranks)).tolist()
-    return DraftTree.of([best[depth][rank] for depth, rank in zip(depths, ranks, strict=True)], parents)
-
-
-@lru_cache(maxsize=256)
-def layout(shape: StaticTree) -> tuple[list[int], list[int], list[int]]:
-    """Return the parents, depths (0 = below the root) and ranks of a tree's nodes, level by level."""
-    paths = sorted(shape.paths, key=lambda path: (len(path), path))
-    places = {path: place for place, path in enumerate(paths)}
-    parents = [places.get(path[:-1], -1) for path in paths]
-    return parents, [len(path) - 1 for path in paths], [path[-1] for path in paths]
 
 
 def bounded(topology: StaticTree, depth: int, width: int) -> StaticTree:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from speculant.drafting.base import DrafterContext
 from speculant.drafting.heads.hidden_runner import Encode, HiddenStateRunner
@@ -60,6 +61,11 @@ class HiddenDrafter(ModelDrafter):
 
     def roll_back(self, request: Request, dropped: Sequence[int]) -> None:
         """See `Drafter.roll_back`; only states of committed tokens were observed."""
+
+
+def newest(hidden: Sequence[Tensor]) -> Tensor:
+    """Return the input of a head that reads one layer: the states after the target's final norm."""
+    return hidden[0]
 
 
 def make_head_drafter(

@@ -14,6 +14,7 @@ from speculant.models.config import read_attention, read_decoder, read_mlp, read
 from speculant.models.description import DecoderConfig, Layer
 from speculant.models.entries import count, show
 from speculant.models.heads import HeadConfig, attach, head_shapes
+from speculant.models.weights.source import WeightSource
 
 LAYER_KEYS = ("transformer_layer_config", "model")  # of config.json, whose value has the layers' sizes
 
@@ -65,8 +66,9 @@ def load_layers(
     target: CausalLM,
     kind: str,
     beside: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
+    around: Callable[[WeightSource], WeightSource] | None = None,
 ) -> CausalLM:
-    """Check and load a head; beside: names and shapes of tensors outside of its layers."""
+    """Check and load a head; beside: names and shapes of tensors outside of its layers. around: changes its tensors."""
     weights.check({**head_shapes(config, target), **beside}, kind)
-    own = {name: stored for name, stored in weights.stored.items() if name not in beside}
-    return attach(target, config, replace(weights, stored=own))
+    own = replace(weights, stored={name: stored for name, stored in weights.stored.items() if name not in beside})
+    return attach(target, config, around(own) if around else own)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from speculant.drafting.base import DrafterContext, DrafterNeeds, Method, StatelessDrafter, no_options
-from speculant.drafting.draws import draw_chains
+from speculant.drafting.draws import draw_chains, new_chains
 from speculant.sampling.chance import Chances
 from speculant.sampling.distribution import Node
 from speculant.types import DraftTree, Request
@@ -35,7 +35,7 @@ class RandomDrafter(StatelessDrafter):
 
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
         """See `Drafter.propose`."""
-        return draw_chains(requests, limits, self._chances, self._next_probs)
+        return draw_chains(new_chains(zip(requests, limits, strict=True), self._chances), self._next_probs)
 
     def _next_probs(self, nodes: Sequence[Node]) -> Tensor:
         return self._uniform.expand(len(nodes), -1)

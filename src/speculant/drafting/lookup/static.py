@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from speculant.drafting.base import DrafterContext, DrafterNeeds, Method, StatelessDrafter, read_options
-from speculant.drafting.draws import draw_chains
+from speculant.drafting.draws import draw_chains, new_chains
 from speculant.drafting.lookup.tables import BigramTables
 from speculant.errors import ConfigError
 from speculant.kernels.base import Sampler
@@ -48,7 +48,7 @@ class StaticDrafter(StatelessDrafter):
 
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
         """See `Drafter.propose`."""
-        drafts = draw_chains(requests, limits, self._chances, self._next_probs)
+        drafts = draw_chains(new_chains(zip(requests, limits, strict=True), self._chances), self._next_probs)
         return [self._scored(request, draft) for request, draft in zip(requests, drafts, strict=True)]
 
     def _next_probs(self, nodes: Sequence[Node]) -> Tensor:

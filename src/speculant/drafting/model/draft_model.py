@@ -1,5 +1,7 @@
 """A small model that drafts a chain token by token (arXiv 2211.17192), or a tree level by level (arXiv 2305.09781).
 
+A model that was trained to read masks drafts in one pass instead: see drafting/model/one_pass.py.
+
 For a beam search it drafts continuations of the target's beams, with a wider beam (arXiv 2211.17192, A.4).
 """
 
@@ -11,6 +13,7 @@ from typing import Any
 from speculant.drafting.base import DrafterContext, Method, read_options
 from speculant.drafting.model.drafter import ModelDrafter, make_drafter
 from speculant.drafting.model.head_tokens import read_head_tokens
+from speculant.drafting.model.one_pass import make_one_pass
 from speculant.drafting.topology import tree_option
 
 METHOD = Method(default_length=5, uses_model=True)  # docs/references.md, configuration
@@ -21,10 +24,12 @@ class DraftModelOptions:
     """tree: children per node at each depth, as [3, 2, 1], or the ranks on the way to every node; None = a chain.
 
     head_tokens: the file of a short head, see drafting/model/head_tokens.py; None = all tokens can be drawn.
+    parallel: False = a model that could draft in one pass drafts token by token.
     """
 
     tree: Any = None
     head_tokens: Any = None
+    parallel: bool = True
 
 
 def build(context: DrafterContext) -> ModelDrafter:
@@ -32,4 +37,4 @@ def build(context: DrafterContext) -> ModelDrafter:
     options = read_options(context, DraftModelOptions)
     topology = tree_option(context, options.tree)
     model = context.load_draft(str(context.model), read_head_tokens(options.head_tokens))
-    return make_drafter(context, model, topology)
+    return make_one_pass(context, model, topology) if options.parallel else make_drafter(context, model, topology)

@@ -82,7 +82,7 @@ class ModelDrafter(StatelessDrafter):
         for chain in chains:
             runner.note(chain.request, [*chain.input_tokens, *chain.tokens[:-1]])
             if chain.tokens:
-                drafts[chain.request.seq_id] = DraftTree.chain(chain.tokens, chain.probs)
+                drafts[chain.request.seq_id] = chain.draft()
         return drafts
 
     def _draw_trees(self, drafting: Drafting, topology: TreeTopology) -> Proposals:

@@ -116,7 +116,9 @@ def of_method(spec: SpeculativeConfig) -> MakeDrafter:
             device=torch.device("cpu"),
             chances=chances,
             max_num_batched_tokens=limits.max_num_batched_tokens,
-            load_draft=lambda source, head_tokens=(): TableModel(next(pairs).draft, pair.vocab_size),
+            load_draft=lambda source, head_tokens=(): TableModel(
+                next(pairs).draft, pair.vocab_size, masks=plugin.METHOD.reads_masks
+            ),
             make_cache=make_cache,
         )
         drafter = complete(plugin.build(context))

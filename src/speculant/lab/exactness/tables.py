@@ -22,12 +22,14 @@ class TableModel:
     A position's key is its token and its value is its position. Each row gathers its visible positions and
     asserts that they are a whole prefix, in order, that ends with the row's own token: a stale slot, a wrong
     truncation or another sequence's slot causes an error here, or another history and so another distribution.
+
+    masks: it has a mask token beside its vocabulary, which is part of histories as any token is.
     """
 
     needs = ModelNeeds()
 
-    def __init__(self, table: Table, vocab_size: int, max_positions: int = 1024) -> None:
-        self.vocab_size = vocab_size
+    def __init__(self, table: Table, vocab_size: int, max_positions: int = 1024, masks: bool = False) -> None:
+        self.vocab_size, self.mask_token = vocab_size, vocab_size if masks else None
         self.max_positions = max_positions
         self.num_layers, self.hidden_size = 1, vocab_size
         self.cache_shape = CacheShape(1, 1, 1, torch.float64, torch.device("cpu"))

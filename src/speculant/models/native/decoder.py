@@ -266,6 +266,11 @@ class NativeDecoder:
         return self.packed.config
 
     @property
+    def mask_token(self) -> int | None:
+        """The token that stands for an unknown one; None = the model has none."""
+        return self.config.embedding.mask
+
+    @property
     def bytes_per_pass(self) -> int:
         """How many bytes of weights a pass of one row reads."""
         return self.packed.bytes_per_pass

@@ -56,7 +56,7 @@ class Half:
 
 
 def _double(config: HeadConfig) -> frozenset[str]:
-    names = ["fc.weight"] if _by_input(config) else [f"layers.0.self_attn.{name}" for name in _QUERIES]
+    names = [f"layers.0.self_attn.{name}" for name in _QUERIES] if _by_attention(config) else ["fc.weight"]
     return frozenset(names)
 
 
@@ -64,8 +64,8 @@ def _double(config: HeadConfig) -> frozenset[str]:
 class PackedHead:
     """All weights of a head. `decoder` has its layers.
 
-    hidden: the matrices that multiply h, in order. With INPUT, `embedded` multiplies e and may have a bias. With
-    ATTENTION the first layer's matrices in `decoder` multiply e, and `hidden_norm` is the norm of h.
+    hidden: the matrices that multiply h, in order. With INPUT and NORMED, `embedded` multiplies e and may have a bias.
+    With ATTENTION the first layer's matrices in `decoder` multiply e. token_norm, hidden_norm: the norms of e and h.
     """
 
     config: HeadConfig
@@ -74,12 +74,14 @@ class PackedHead:
     embedded: Weight | None = None
     bias: Tensor | None = None
     hidden_norm: PackedNorm | None = None
+    token_norm: PackedNorm | None = None
 
     @classmethod
     def read(cls, config: HeadConfig, weights: WeightSource, target: NativeDecoder) -> PackedHead:
         """Read and pack a head's weights; table and output head are the target's unless it has its own."""
         host, kernels, dtype = target.packed, target.kernels, target.cache_shape.dtype
         own, arena = config.decoder, Arena(kernels.touch)
+        names = {name.removesuffix(".weight") for name in weights.names()}
         halves = [Half(weights, _double(config), index) for index in (0, 1)]
         of_e, of_h = (WeightReader(WeightTypes(half, dtype), kernels, arena) for half in halves)
         decoder = PackedDecoder(
@@ -87,14 +89,16 @@ class PackedHead:
             cache_type=host.cache_type,
             table=of_e.matrix("embed_tokens") if config.own_table else host.table,
             head=of_e.matrix("lm_head.weight") if config.own_head else host.head,
-            norm=None if _by_input(config) else PackedNorm.read(own.norm, of_e, "norm"),
+            norm=None if config.entry is StateEntry.INPUT else PackedNorm.read(own.norm, of_e, "norm"),
             layers=[PackedLayer.read(of, of_e.inside(f"layers.{i}.")) for i, of in enumerate(config.layers)],
         )
-        if _by_input(config):
-            bias = of_e.vector("fc.bias") if config.fc_bias else None
-            return cls(config, decoder, of_h.matrices("fc.weight"), of_e.matrix("fc.weight"), bias)
-        hidden = of_h.inside("layers.0.self_attn.").matrices(*_QUERIES)
-        return cls(config, decoder, hidden, hidden_norm=PackedNorm.read(own.norm, of_e, "hidden_norm"))
+        norms = tuple(
+            PackedNorm.read(own.norm, of_e, name) if name in names else None for name in ("hidden_norm", "token_norm")
+        )
+        if _by_attention(config):
+            return cls(config, decoder, of_h.inside("layers.0.self_attn.").matrices(*_QUERIES), None, None, *norms)
+        bias = of_e.vector("fc.bias") if config.fc_bias else None
+        return cls(config, decoder, of_h.matrices("fc.weight"), of_e.matrix("fc.weight"), bias, *norms)
 
 
 def _with_parts_of(host: DecoderConfig, config: HeadConfig) -> DecoderConfig:
@@ -105,8 +109,8 @@ def _with_parts_of(host: DecoderConfig, config: HeadConfig) -> DecoderConfig:
     return replace(own, embedding=replace(own.embedding, scale=scale), head=head)
 
 
-def _by_input(config: HeadConfig) -> bool:
-    return config.entry is StateEntry.INPUT
+def _by_attention(config: HeadConfig) -> bool:
+    return config.entry is StateEntry.ATTENTION
 
 
 class HeadProgram(Program):
@@ -120,25 +124,34 @@ class HeadProgram(Program):
         self.states = torch.empty_like(buffers.x)
         super().__init__(weights.decoder, buffers)
         config = weights.config
-        self.hidden = buffers.x if _by_input(config) else buffers.y
+        self.hidden = buffers.x if config.entry is StateEntry.INPUT else buffers.y
         self.carried = self.hidden if config.norm_output else buffers.x
 
     def _record(self) -> Iterator[Op]:
         decoder, buffers = self._head.decoder, self._buffers
-        yield from self._enter_by_input() if _by_input(self._head.config) else self._enter_by_attention()
-        yield from self._after_queries(0, decoder.layers[0])
+        if _by_attention(self._head.config):
+            yield from self._enter_by_attention()
+            yield from self._after_queries(0, decoder.layers[0])
+        else:
+            yield from self._enter_by_input()
+            yield from self._layer(0, decoder.layers[0])
         for index, layer in enumerate(decoder.layers[1:], 1):
             yield from self._layer(index, layer)
         if decoder.norm:
             yield normalising(decoder.norm, buffers.x, buffers.y)
 
     def _enter_by_input(self) -> Iterator[Op]:
-        head, buffers, first = self._head, self._buffers, self._head.decoder.layers[0]
+        head, buffers, states = self._head, self._buffers, self.states
         assert head.embedded is not None
-        yield embedding(head.decoder.table, buffers.y, head.decoder.config.embedding.scale)
+        entering = buffers.x if head.token_norm else buffers.y
+        yield embedding(head.decoder.table, entering, head.decoder.config.embedding.scale)
+        if head.token_norm:
+            yield normalising(head.token_norm, entering, buffers.y)
         yield linear(head.embedded, buffers.y, buffers.x, head.bias)
-        yield from linears(head.hidden, self.states, buffers.x, flags=Flag.ADD)
-        yield from linears(first.qkv, buffers.x, buffers.qkv, first.qkv_bias)
+        if head.hidden_norm:
+            yield normalising(head.hidden_norm, states, buffers.y)
+            states = buffers.y
+        yield from linears(head.hidden, states, buffers.x, flags=Flag.ADD)
 
     def _enter_by_attention(self) -> Iterator[Op]:
         head, buffers, first = self._head, self._buffers, self._head.decoder.layers[0]

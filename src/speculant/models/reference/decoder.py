@@ -266,6 +266,11 @@ class Decoder(nn.Module):
         return self.config.vocab_size
 
     @property
+    def mask_token(self) -> int | None:
+        """The token that stands for an unknown one; None = the model has none."""
+        return self.config.embedding.mask
+
+    @property
     def num_layers(self) -> int:
         """The number of layers."""
         return self.config.num_layers

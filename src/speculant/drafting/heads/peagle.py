@@ -1,0 +1,87 @@
+"""P-EAGLE: an EAGLE-3 head that drafts all tokens in one pass (arXiv 2602.01469).
+
+Rows of the tokens whose states the target has computed are those of EAGLE-3. After them come rows of a mask token's
+embedding and of a trained state, `mask_hidden`, which is mapped as the target's three states are. Row t of these
+predicts the token t places after the next one. See drafting/model/one_pass.py for what is drawn and what stays cached.
+
+The head's folder is that of EAGLE-3, as the `speculators` package or vLLM has it, with `mask_hidden` [1, 1, 3 * hidden]
+and the mask's token in config.json: `mask_token_id` or `ptd_token_id`.
+
+Memory: the head's weights, and a KV cache of its layers. Cost: one pass of the layers, with a row for each drafted
+token, and the output head for these rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from speculant.drafting.base import DrafterContext, Method, read_options
+from speculant.drafting.heads.folder import MASK_STATE, MASK_TOKEN, HeadFolder, require_target
+from speculant.drafting.heads.hidden_drafter import HiddenDrafter
+from speculant.drafting.heads.hidden_runner import Encode, HiddenStateRunner
+from speculant.drafting.heads.three_states import NUM_STATES, load, read_layers
+from speculant.drafting.model.one_pass import USUAL_LENGTH, Mask, OnePass
+from speculant.drafting.topology import StaticTree, tree_option
+from speculant.errors import ModelError
+from speculant.models.base import CausalLM
+from speculant.models.entries import is_whole, show
+
+KIND = "peagle"
+METHOD = Method(default_length=USUAL_LENGTH, uses_model=True)
+TOKENS = ("mask_token_id", MASK_TOKEN)  # keys of config.json
+
+
+@dataclass(frozen=True)
+class ParallelHeadOptions:
+    """tree: children per node at each depth, as [3, 2, 1], or the ranks on the way to every node; None = a chain."""
+
+    tree: Any = None
+
+
+class ParallelHeadDrafter(OnePass, HiddenDrafter):
+    """Drafts with the head of `runner`; layers: those whose states it reads."""
+
+    def __init__(
+        self,
+        runner: HiddenStateRunner,
+        layers: tuple[int, ...],
+        mask: Mask,
+        context: DrafterContext,
+        shape: StaticTree | None,
+    ) -> None:
+        HiddenDrafter.__init__(self, runner, layers, context.vocab_size, context.sampler, shape)
+        self.needs = replace(self.needs, usual_nodes=self.needs.usual_nodes or USUAL_LENGTH)
+        self.mask, self.shape = mask, shape
+
+
+def build(context: DrafterContext) -> ParallelHeadDrafter:
+    """Load the head; raises SpeculantError for one that does not fit the target."""
+    options = read_options(context, ParallelHeadOptions)
+    target, shape = require_target(context.target), tree_option(context, options.tree)
+    folder = HeadFolder.open(str(context.model), KIND)
+    layers = read_layers(folder, target)
+    model, encode = load(folder, target, KIND, {MASK_STATE: (1, 1, NUM_STATES * target.hidden_size)})
+    mask = Mask(read_token(folder, target), mask_state(folder, target, encode))
+    runner = HiddenStateRunner.of(context, model, encode=encode)
+    return ParallelHeadDrafter(runner, layers, mask, context, shape)
+
+
+def read_token(folder: HeadFolder, target: CausalLM) -> int:
+    """Return the mask's token. Raises ModelError for one that the target does not have."""
+    token: Any = next((folder.config[key] for key in TOKENS if folder.config.get(key) is not None), None)
+    if not is_whole(token) or not 0 <= token < target.vocab_size:
+        raise ModelError(
+            f"config.json in {folder.folder} has the mask token {show(token)}, and the target has"
+            f" {target.vocab_size} tokens",
+            f"add the token that the head was trained with as {TOKENS[0]}.",
+        )
+    return int(token)
+
+
+def mask_state(folder: HeadFolder, target: CausalLM, encode: Encode) -> Tensor:
+    """Return the state [1, hidden] that masks take in."""
+    of = target.cache_shape
+    return encode(folder.read(MASK_STATE)[0].to(of.device, of.dtype).chunk(NUM_STATES, dim=-1))
