@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from speculant import LLM
 from speculant.config import Limits
 from speculant.drafting.lookup.reading import match_score
-from speculant.drafting.lookup.suffix import SuffixDrafter, SuffixOptions, SuffixStore
+from speculant.drafting.lookup.suffix import PART, SuffixDrafter, SuffixOptions, SuffixStore
 from speculant.errors import ConfigError
 from speculant.kernels.native_suffix_index import NativeSuffixIndex
 from speculant.kernels.suffix_index import SuffixSettings
@@ -299,3 +299,32 @@ def test_a_wrong_corpus_is_refused(tmp_path: Path, name: str, content: str | Non
     config = {"method": "suffix", "num_speculative_tokens": 4, "suffix_corpus": str(tmp_path / name)}
     with pytest.raises(ConfigError, match=words):
         LLM("demo", speculative_config=config)
+
+
+def test_running_requests_draft_from_one_another() -> None:
+    """A part of an output is learnt while its request runs; the rest, once, when it ends."""
+    drafter, text = SuffixDrafter(SuffixOptions()), [*range(200, 290)]
+    running = make_request([1, 2, 3], text[: PART - 1], seq_id=1)
+    drafter.begin(running)
+    draft(drafter, running)
+    assert asked(drafter, [9, *text[:5]]) == []
+    running.extend(text[PART - 1 : PART])
+    draft(drafter, running)
+    assert asked(drafter, [9, *text[:5]])[:3] == text[5:8]
+    assert drafter.store.num_tokens == 3 + PART
+    running.extend(text[PART:])
+    running.finish_reason = "stop"
+    drafter.end(running)
+    rest = len(text) - PART
+    assert drafter.store.num_tokens == 3 + PART + SuffixOptions().suffix_decoding_max_tree_depth - 1 + rest
+    assert asked(drafter, text[PART - 3 : PART])[:3] == text[PART : PART + 3]
+
+
+def test_a_preempted_request_is_learnt_once() -> None:
+    drafter, text = SuffixDrafter(SuffixOptions()), [*range(200, 200 + PART)]
+    running = make_request([1, 2, 3], text, seq_id=1)
+    for _ in range(2):
+        drafter.begin(running)
+        draft(drafter, running)
+        drafter.end(running)
+    assert drafter.store.num_tokens == 3 + PART

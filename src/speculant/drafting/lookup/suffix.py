@@ -1,10 +1,10 @@
-"""Continuations from suffix automata over this request and over finished ones (SuffixDecoding, arXiv 2411.04975).
+"""Continuations from suffix automata over this request and over others (SuffixDecoding, arXiv 2411.04975).
 
-The request's own index holds its prompt and output, the store the outputs of requests that finished, with the end of
-their prompts before them, and the corpus the texts of a file. For a match of L tokens the most frequent continuation is
-followed for at most floor(L * factor) tokens, while the product of its ratios stays at min_prob or above. A ratio is a
-token's count divided by the count of all tokens that followed. The match with the largest sum of products wins, the
-request's own index on a tie.
+The request's own index holds its prompt and output, the store the outputs of other requests, with the end of their
+prompts before them, and the corpus the texts of a file. An output enters the store in parts while its request runs. For
+a match of L tokens the most frequent continuation is followed for at most floor(L * factor) tokens, while the product
+of its ratios stays at min_prob or above. A ratio is a token's count divided by the count of all tokens that followed.
+The match with the largest sum of products wins, the request's own index on a tie.
 
 Memory: with the native library at most 190 bytes per token of a running request, of the store and of the corpus (65 to
 100 on code), without it at most 580 (260), and 3 kB for each salt in the store. The store holds at most
@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from speculant.drafting.base import DrafterContext, Method, read_options
 from speculant.drafting.lookup.reading import ReadingDrafter, match_score
@@ -29,7 +30,8 @@ from speculant.text.token_files import read_sequences
 from speculant.types import DraftTree, Request
 
 METHOD = Method(default_length=8, learns=True, varies=True)
-FINISHED = ("stop", "length")  # reasons; aborted and failed outputs are not learnt
+FINISHED = ("stop", "length")  # reasons; the last part of an aborted or failed output is not learnt
+PART = 64  # tokens of a running request that are learnt at a time
 
 
 @dataclass(frozen=True)
@@ -172,7 +174,7 @@ def scores_of(found: Continuation) -> list[float]:
 
 
 class SuffixDrafter(ReadingDrafter):
-    """One `SuffixReader` per sequence, and a store that learns from every request that finishes."""
+    """One `SuffixReader` per sequence, and a store that learns from every request."""
 
     def __init__(
         self,
@@ -183,18 +185,37 @@ class SuffixDrafter(ReadingDrafter):
         settings = options.settings
         most_texts, most_tokens = options.suffix_decoding_max_cached_requests, options.suffix_decoding_corpus_tokens
         self._most_recent = most_recent = settings.depth - 1
+        self._learnt: WeakKeyDictionary[Request, int] = WeakKeyDictionary()  # by request, the tokens up to here
         known = None if corpus is None else _indexed(corpus, open_index(settings))
         self.store = SuffixStore(most_texts, most_tokens, lambda: open_index(settings), known)
         super().__init__(
             lambda request: SuffixReader(open_index(settings), self.store, request.cache_salt, most_recent)
         )
 
+    def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
+        """See `Drafter.propose`. What a request has gained is learnt if that is a whole part."""
+        drafts = super().propose(requests, limits)
+        for request in requests:
+            if self._gained(request) >= PART:
+                self._learn(request)
+        return drafts
+
     def end(self, request: Request) -> None:
-        """See `Drafter.end`. A finished output is learnt, with the tokens before it that a match can have."""
+        """See `Drafter.end`. The rest of a finished output is learnt."""
         super().end(request)
-        if request.finish_reason in FINISHED:
-            start = max(0, len(request.prompt) - self._most_recent)
-            self.store.add(request.cache_salt, request.tokens[start:])
+        if request.finish_reason in FINISHED and self._gained(request):
+            self._learn(request)
+
+    def _gained(self, request: Request) -> int:
+        """Return how many tokens of the output have not been learnt."""
+        return len(request.tokens) - request.num_drafted - self._learnt.get(request, len(request.prompt))
+
+    def _learn(self, request: Request) -> None:
+        """Add the output since the last part, with the tokens before it that a match can have."""
+        committed = len(request.tokens) - request.num_drafted
+        start = max(0, self._learnt.get(request, len(request.prompt)) - self._most_recent)
+        self.store.add(request.cache_salt, request.tokens[start:committed])
+        self._learnt[request] = committed
 
 
 def _indexed(corpus: Iterable[Sequence[int]], index: SuffixIndex) -> SuffixIndex:
