@@ -1,11 +1,12 @@
-"""Drafts in one pass (PARD) beside those of a chain: their time, their acceptance by position, and the speed they give.
+"""Compares drafts in one pass (PARD) with chains: their time, their acceptance by position, and the speed they give.
 
 `speculant train draft --parallel 8 --target demo --start demo --out OUT` makes the draft model OUT/1. "chain" is the
-embedded draft model, "one pass" the trained one, and "token by token" the trained one as a chain. With --shape 1b the
-three models are inflated: the same texts at the cost of 1.2 billion parameters and of 50 million.
+embedded draft model. "one pass" is the trained one, and "token by token" is the same model drafting token by token.
+"default with one pass" sets only the target and the trained model. With --shape 1b the three models are inflated: they
+write the same texts, at the cost of 1.1 billion parameters for the target and 50 million for each draft model.
 
 Times are those of drafts in steps of the engine. Speeds are tokens per second after the first token of each request,
-over plain decoding in the same round. All ways share one target and take turns.
+divided by those of plain decoding in the same round. All ways share one target and take turns.
 """
 
 from __future__ import annotations

@@ -34,14 +34,14 @@ class BoostedFlags(FlagGroup):
 
     out: Annotated[Path, "The folder to write: a folder for each draft, and the target's texts."]
     target: Annotated[str, "The target: a folder, a Hugging Face id or demo."]
-    boosted: Annotated[int, "Drafts to train, one after the other; usually 1."]
-    parallel: Annotated[int, "Tokens that the draft predicts in one pass, for the method parallel; usually 1."]
+    boosted: Annotated[int, "Drafts to train, one after the other."]
+    parallel: Annotated[int, "Tokens that the draft predicts in one pass; above 1 it is for the method parallel."]
     minutes: Annotated[float, "End each draft's training after this many minutes."]
     steps: Annotated[int, "End each draft's training after this many steps."]
     start: Annotated[str, "The draft model to begin with: a folder, an id or demo. Without it, random weights."]
     data: Annotated[list[Path], "A folder of texts for prompts; can be repeated. Without it, Python's library."]
-    suffix: Annotated[str, "How the names of these files end."]
-    known_share: Annotated[float, "Of the tokens that earlier drafts predict, the share to train on nevertheless."]
+    suffix: Annotated[str, "How the text files' names end."]
+    known_share: Annotated[float, "Of the tokens that earlier drafts predict, the share that is trained on too."]
     tokens: Annotated[int, "Tokens of texts that the target writes."]
     seq: Annotated[int, "Tokens in a text."]
     batch: Annotated[int, "Texts in a step."]
@@ -73,12 +73,12 @@ def draft(
     *,
     flags: BoostedFlags,
 ) -> None:
-    """Train several small drafts for one tree, each on the tokens that earlier ones miss, or one that drafts in a pass.
+    """Train several small drafts for one tree, or one draft that predicts several tokens in one pass.
 
     The target continues prompts. The first draft learns the target's distributions at every token of these texts. Each
     later draft learns them where no earlier one predicts the target's likeliest token. In the method specinfer, the
-    first draft is the `model` and the others are the `models`. With --parallel, a draft also learns to predict the
-    tokens after those that it knows, at masks; it is the `model` of the method parallel (PARD, arXiv 2504.18583).
+    first draft is the `model` and the others are the `models`. With --parallel, there is one draft, which also learns
+    to predict further tokens from masks; it is the `model` of the method parallel (PARD, arXiv 2504.18583).
     """
     config = flags.config()
     outcomes = _run(config, resume)

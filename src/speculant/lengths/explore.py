@@ -1,8 +1,9 @@
-"""One schedule for all experiments: what does not pay, or was measured long ago, is tried again now and then.
+"""One schedule for all experiments: now and then it retries choices that did not pay or were measured long ago.
 
-An experiment has a kind and a method, such as ("draft", "ngram"), and a price in plain steps: its expected cost, or its
-measured cost if that is lower, as the expectation may have been wrong. Each may cost the share BUDGET of the time. It
-has this share for itself: after one that was dear, cheap ones go on.
+An experiment has a kind and a method, such as ("draft", "ngram"). Its price is its expected cost, or its measured cost
+if that is lower, because the expectation may have been wrong. The unit is the time of a step without drafts. Each kind
+and method may cost the share BUDGET of the time, whatever the others cost: a costly experiment does not delay the
+others.
 """
 
 from __future__ import annotations

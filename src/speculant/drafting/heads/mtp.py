@@ -1,17 +1,18 @@
 """Multi-token prediction: a head that was trained with its target (arXiv 2412.19437, section 2.2).
 
-A matrix maps the norm of a token's embedding and the norm of the target's state before it to the input of a decoder
-layer, and a final norm follows. After the first drafted token the head takes its own output in place of the target's
-state. So it drafts like EAGLE. Where a target has several such modules, the first one drafts all tokens.
+A matrix maps a token's normalized embedding and the target's normalized state before it to the input of a decoder
+layer, and a final norm follows the layer. After the first drafted token the head reads its own output in place of the
+target's state, as EAGLE does. Where a target has several such modules, the first one drafts all tokens.
 
-The folder may be the target's own. Names of the tensors, possibly below `model.`:
+The folder may be the target's own. Names of the tensors, possibly with the prefix `model.`:
 
     mtp_layers.0.{token_layernorm, hidden_layernorm, input_proj, final_layernorm}      the `speculators` package, MiMo
     mtp.{pre_fc_norm_embedding, pre_fc_norm_hidden, fc, norm}, mtp.layers.0            Qwen
-    layers.L.{enorm, hnorm, eh_proj, shared_head.norm, shared_head.head}               DeepSeek, after the L layers
+    layers.L.{enorm, hnorm, eh_proj, shared_head.norm, shared_head.head}               DeepSeek; the target has L layers
 
-Columns of the matrix for the embedding come first, in MiMo's files last. DeepSeek's head hands on its state before the
-final norm. Embedding and output head are the target's, unless DeepSeek's form has its own.
+The columns of the matrix for the embedding come first; in MiMo's files they come last. For the next token, DeepSeek's
+head reads its state before the final norm, and the other heads read the state after it. The embedding is the target's.
+So is the output head, unless the file has `shared_head.head`.
 
 Memory: the head's weights, and a KV cache of its layer. Cost: a pass of the layer and of the output head for each
 drafted token; a chain is one native call.

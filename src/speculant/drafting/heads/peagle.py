@@ -1,11 +1,12 @@
 """P-EAGLE: an EAGLE-3 head that drafts all tokens in one pass (arXiv 2602.01469).
 
-Rows of the tokens whose states the target has computed are those of EAGLE-3. After them come rows of a mask token's
-embedding and of a trained state, `mask_hidden`, which is mapped as the target's three states are. Row t of these
-predicts the token t places after the next one. See drafting/model/one_pass.py for what is drawn and what stays cached.
+The tokens whose states the target has computed have the same rows as in EAGLE-3. After them come mask rows, each with
+the embedding of a mask token and a trained state, `mask_hidden`, which is mapped like the target's three states. Mask
+row t, counted from 1, predicts the token t places after the next one. See drafting/model/one_pass.py for the draws and
+the cache.
 
-The head's folder is that of EAGLE-3, as the `speculators` package or vLLM has it, with `mask_hidden` [1, 1, 3 * hidden]
-and the mask's token in config.json: `mask_token_id` or `ptd_token_id`.
+The head's folder is that of EAGLE-3 in the form of the `speculators` package or of vLLM. It also has the tensor
+`mask_hidden` [1, 1, 3 * hidden], and config.json names the mask token as `mask_token_id` or `ptd_token_id`.
 
 Memory: the head's weights, and a KV cache of its layers. Cost: one pass of the layers, with a row for each drafted
 token, and the output head for these rows.

@@ -3,10 +3,9 @@
     input       the committed tokens that are not in its cache    mask   mask   mask
     predicts    ...                                          d1     d2     d3     d4
 
-A row at a mask predicts its token without knowing the tokens drafted before. So a token's distribution depends on its
-depth alone, except for edits such as penalties, and trees are the products of these distributions. Every token is drawn
-from the distribution that the verifier gets, so all rules are exact. Masks leave the cache after the pass: it holds
-committed tokens alone.
+The row of a mask predicts a token without knowing the drafted tokens before it. So a token's distribution depends only
+on its depth, in trees too, except for edits such as penalties. The verifier gets the distribution that each token was
+drawn from, so all verification rules are exact. Masks leave the cache after the pass; only committed tokens stay.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """A small model that drafts all tokens in one pass, because it was trained to read masks: PARD (arXiv 2504.18583).
 
-Its config.json names the mask by `pard_token`, as AMD's checkpoints do. `speculant train draft --parallel` makes such a
-model from a draft model. See drafting/model/one_pass.py for the pass.
+Its config.json names the mask token as `pard_token`, as in AMD's checkpoints. `speculant train draft --parallel` makes
+such a model from a draft model. See drafting/model/one_pass.py for the pass.
 
-Memory: a KV cache, as of any draft model. Cost: one pass of the model, with a row for each drafted token.
+Memory: a KV cache, as for any draft model. Cost: one pass of the model, with a row for each drafted token.
 """
 
 from __future__ import annotations

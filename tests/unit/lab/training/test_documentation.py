@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from speculant.cli.main import app
 from speculant.cli.train import TrainingFlags
+from speculant.cli.train_draft import BoostedFlags
 from speculant.lab.training import config as configuration
 from speculant.lab.training.config import TrainingConfig
 
@@ -45,7 +46,7 @@ def test_commands_of_the_training_page_have_known_flags(command: str) -> None:
 
 
 def test_flags_of_the_training_page_exist() -> None:
-    flags = {f"--{name.replace('_', '-')}" for name in TrainingFlags.names()}
+    flags = {f"--{name.replace('_', '-')}" for name in (*TrainingFlags.names(), *BoostedFlags.names())}
     named = set(re.findall(r"`(--[a-z-]+)", PAGE)) - {
         "--model",
         "--resume",

@@ -152,10 +152,11 @@ def measure(drafts: Sequence[Decoder], target: Decoder, texts: Texts) -> dict[st
 def draft_card(config: BoostedConfig, outcome: BoostedOutcome) -> str:
     """Return the README.md of a draft."""
     before = "all tokens" if outcome.number == 1 else "the tokens that no draft before it predicts"
+    use = "to be used in one tree" if config.parallel == 1 else f"which predicts {config.parallel} tokens in one pass"
     return "\n".join([
         "---", "library_name: speculant", "pipeline_tag: text-generation", "---", "",
         f"# {config.out.name}/{outcome.number}", "",
-        f"Draft {outcome.number} of {config.boosted} for the model {config.target_name}, to be used in one tree:",
+        f"Draft {outcome.number} of {config.boosted} for the model {config.target_name}, {use}:",
         f"{outcome.parameters:,} weights in bfloat16.", "",
         (f"Trained on {before} of texts that the model wrote itself, at temperature {config.temperature:g}:"
          f" {outcome.tokens:,} tokens in {outcome.steps:,} steps, {outcome.minutes:.1f} minutes on a CPU, by"), "",

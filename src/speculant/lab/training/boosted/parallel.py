@@ -1,8 +1,9 @@
 """Training of a draft that predicts several tokens in one pass, by masks: PARD (arXiv 2504.18583).
 
-A text's tokens learn as any draft's do. After some of them comes a chain of masks, which see the tokens up to its place
-and the masks before them. The mask t places after a token learns the target's distribution after the text's own token
-there. So one pass over a text trains all depths of a draft at many places.
+At the tokens of a text, the draft learns as any draft does. Some of the tokens are each followed by a chain of masks. A
+mask sees the text up to this token, and the earlier masks of its chain. The mask t places after the token stands for
+the text's own token at that place, and learns the target's distribution after it. So one pass over a text trains all
+depths of a draft at many places.
 """
 
 from __future__ import annotations
