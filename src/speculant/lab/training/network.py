@@ -74,6 +74,17 @@ def project_embedding(draft: Decoder, target: Decoder) -> None:
         narrow.copy_(wide @ basis)
 
 
+def tie_stored(model: Decoder) -> Decoder:
+    """Let parameters that the files hold as one tensor be one, such as keys and values with the same matrix."""
+    first = dict[str, nn.Parameter]()
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        stored = model.config.tensors.expression(name)
+        if isinstance(stored, str) and first.setdefault(stored, parameter) is not parameter:
+            module, _, own = name.rpartition(".")
+            setattr(model.get_submodule(module), own, first[stored])
+    return model
+
+
 def parameter_count(model: nn.Module) -> int:
     """Return the number of weights; a tied head counts once."""
     return sum(parameter.numel() for parameter in model.parameters())

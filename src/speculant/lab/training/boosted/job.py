@@ -18,7 +18,7 @@ from speculant.lab.training.boosted.parallel import ParallelObjective, overlap_b
 from speculant.lab.training.checkpoint import FILE_NAME
 from speculant.lab.training.export import save_weights
 from speculant.lab.training.heads.texts import Texts
-from speculant.lab.training.network import hf_config, new_network, parameter_count, project_embedding
+from speculant.lab.training.network import hf_config, new_network, parameter_count, project_embedding, tie_stored
 from speculant.lab.training.optimizer import Optimizer
 from speculant.lab.training.output import OutputHead
 from speculant.lab.training.passes import hidden_states, load_plain
@@ -80,7 +80,7 @@ def new_trainer(config: BoostedConfig, target: Decoder, texts: Texts, number: in
     model = (
         _new_draft(_draft_config(config, target), target, config.seed)
         if source is None
-        else load_plain(source, "draft").requires_grad_()
+        else tie_stored(load_plain(source, "draft").requires_grad_())
     )
     if config.parallel > 1:
         model = with_mask(model)
