@@ -34,11 +34,12 @@ from speculant.lab.theory.correlation import correlated_tokens
 from speculant.lab.theory.curve import FLAT, VerificationCurve
 from speculant.lab.theory.oracle import oracle_speedup
 from speculant.lab.theory.speedup import best_length, expected_tokens, operations, speedups, step_costs, survival
-from speculant.lab.training.bigrams import count_bigrams, read_sequences
+from speculant.lab.training.bigrams import count_bigrams
 from speculant.models.base import CausalLM
 from speculant.models.weights.load import Checkpoint
 from speculant.params import SamplingParams
 from speculant.sampling.distribution import sampling_settings
+from speculant.text.token_files import read_sequences
 
 Array = NDArray[np.float64]
 Source = Callable[[Text, SamplingParams], Array]

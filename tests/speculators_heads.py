@@ -144,6 +144,7 @@ def predicted_at_masks(module: PreTrainedModel, states: Tensor, text: Sequence[i
 
     It is made for training: chains of masks begin at many places, and are thinned out unless the ratio is large.
     """
+    from speculators.losses import resolve_loss_config
     from speculators.models.peagle.data import generate_cod_sample_indices
 
     logits, last = list[Tensor](), len(text) - 2
@@ -154,7 +155,8 @@ def predicted_at_masks(module: PreTrainedModel, states: Tensor, text: Sequence[i
     thin = {"num_depths": depth, "down_sample_ratio": 1e3}
     hook = module.lm_head.register_forward_hook(lambda *call: logits.append(call[2][0]))
     own = torch.zeros(1, size, module.hidden_size)
-    module(padded, tokens, torch.zeros_like(tokens), torch.arange(size)[None], chosen, own, **thin)
+    eager = resolve_loss_config("kl_div", "eager")
+    module(padded, tokens, torch.zeros_like(tokens), torch.arange(size)[None], chosen, own, eager, **thin)
     hook.remove()
     anchors, depths = generate_cod_sample_indices(size, chosen, **thin)
     rows = [int(((anchors == last) & (depths == each)).nonzero()) for each in range(depth)]

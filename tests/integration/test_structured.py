@@ -102,8 +102,10 @@ def assert_form(form: str, output: RequestOutput) -> bool:
     return all(sample.finish_reason == "stop" for sample in output.outputs)
 
 
-ALONE = (*OPTIONS, *UNSHIPPED)  # methods that need a file or a head, with engines of their own
-METHODS = [method for method in plugins.names("speculant.drafting") if method not in ALONE]
+DRAFTING = "speculant.drafting"
+MASKED = [method for method in plugins.names(DRAFTING) if plugins.load(DRAFTING, method).METHOD.reads_masks]
+ALONE = (*OPTIONS, *UNSHIPPED, *MASKED)  # methods that need a file, a head or another draft, with engines of their own
+METHODS = [method for method in plugins.names(DRAFTING) if method not in ALONE]
 
 
 @cache

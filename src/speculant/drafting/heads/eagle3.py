@@ -20,15 +20,17 @@ from typing import Any
 from speculant.drafting.base import DrafterContext, Method, read_options
 from speculant.drafting.heads.folder import HeadFolder, require_target
 from speculant.drafting.heads.hidden_drafter import HiddenDrafter, make_head_drafter
+from speculant.drafting.heads.hidden_runner import Encode
 from speculant.drafting.heads.parts import LAYER_PARTS, HeadParts, Part, Role
 from speculant.drafting.heads.three_states import (
     NUM_STATES,
     TOKEN_MAPS,
-    load,
+    load_head,
     read_layers,
     rename,
     require_named_layers,
 )
+from speculant.models.base import CausalLM
 
 KIND = "eagle3"
 METHOD = Method(default_length=4, uses_model=True)
@@ -47,8 +49,13 @@ def build(context: DrafterContext) -> HiddenDrafter:
     target = require_target(context.target)
     folder = HeadFolder.open(str(context.model), KIND)
     layers = read_layers(folder, target)
-    model, encode = load(folder, target, KIND)
+    model, encode = load(folder, target)
     return make_head_drafter(context, model, layers, encode, options.tree)
+
+
+def load(folder: HeadFolder, target: CausalLM) -> tuple[CausalLM, Encode]:
+    """Read the head, and its map from three states to one."""
+    return load_head(folder, target, KIND)
 
 
 HEAD = HeadParts(

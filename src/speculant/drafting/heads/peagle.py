@@ -23,7 +23,7 @@ from speculant.drafting.base import DrafterContext, Method, read_options
 from speculant.drafting.heads.folder import MASK_STATE, MASK_TOKEN, HeadFolder, require_target
 from speculant.drafting.heads.hidden_drafter import HiddenDrafter
 from speculant.drafting.heads.hidden_runner import Encode, HiddenStateRunner
-from speculant.drafting.heads.three_states import NUM_STATES, load, read_layers
+from speculant.drafting.heads.three_states import NUM_STATES, load_head, read_layers
 from speculant.drafting.model.one_pass import USUAL_LENGTH, Mask, OnePass
 from speculant.drafting.topology import StaticTree, tree_option
 from speculant.errors import ModelError
@@ -64,7 +64,7 @@ def build(context: DrafterContext) -> ParallelHeadDrafter:
     target, shape = require_target(context.target), tree_option(context, options.tree)
     folder = HeadFolder.open(str(context.model), KIND)
     layers = read_layers(folder, target)
-    model, encode = load(folder, target, KIND, {MASK_STATE: (1, 1, NUM_STATES * target.hidden_size)})
+    model, encode = load_head(folder, target, KIND, {MASK_STATE: (1, 1, NUM_STATES * target.hidden_size)})
     mask = Mask(read_token(folder, target), mask_state(folder, target, encode))
     runner = HiddenStateRunner.of(context, model, encode=encode)
     return ParallelHeadDrafter(runner, layers, mask, context, shape)

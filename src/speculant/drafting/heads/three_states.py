@@ -58,7 +58,7 @@ def require_named_layers(folder: HeadFolder) -> None:
         )
 
 
-def load(
+def load_head(
     folder: HeadFolder, target: CausalLM, kind: str, beside: Mapping[str, tuple[int, ...]] = MappingProxyType({})
 ) -> tuple[CausalLM, Encode]:
     """Read a head of a kind, and its map from three states to one. beside: names and shapes of its other tensors."""
