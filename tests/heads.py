@@ -184,7 +184,8 @@ def write_mtp(
     found = {f"{outer}{name}.weight": each for name, each in zip(names, (*values, random.norm(hidden)), strict=True)}
     found[f"{inner}input_layernorm.weight"] = random.norm(hidden)
     found |= layer_tensors(random, inner, hidden, hidden, sizes)
-    return write_head(folder, config, {name.format(num_layers): each for name, each in found.items()})
+    stored = {name.format(num_layers): each - float(form == "qwen" and "norm" in name) for name, each in found.items()}
+    return write_head(folder, config, stored)
 
 
 def write_pass(folder: Path, hidden: int, vocab_size: int, count: int = 3) -> str:

@@ -140,7 +140,7 @@ def _of_all_tokens(module: PreTrainedModel, own: Tensor) -> Tensor:
 
 @torch.inference_mode()
 def predicted_at_masks(module: PreTrainedModel, states: Tensor, text: Sequence[int], depth: int) -> Tensor:
-    """Return the logits [depth, V] of a P-EAGLE head behind a text, by the module's own `forward`; see `predicted`.
+    """Return the logits [depth, V] that a P-EAGLE module's own `forward` computes at the masks after a text.
 
     It is made for training: chains of masks begin at many places, and are thinned out unless the ratio is large.
     """
@@ -192,7 +192,7 @@ def make_mtp_module(vocab_size: int) -> PreTrainedModel:
 def predicted_by_mtp(
     module: PreTrainedModel, target: PreTrainedModel, states: Tensor, text: Sequence[int], draft: Sequence[int]
 ) -> Tensor:
-    """Return the logits [len(draft), V] of each token of a draft behind a text, by the module's layer.
+    """Return the logits [len(draft), V] that the module's layer computes for each drafted token after a text.
 
     states [len(text) - 1, hidden]: the target's after its final norm. Drafted rows take in the layer's own results.
     """

@@ -1,4 +1,4 @@
-"""Heads draft what the `speculators` package's modules predict from transformers' states of the target."""
+"""Heads draft the tokens that the modules of the `speculators` package predict."""
 
 from __future__ import annotations
 

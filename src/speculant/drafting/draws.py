@@ -83,7 +83,7 @@ class DepthProbs:
     sampler: Sampler
 
     def __call__(self, nodes: Sequence[Node]) -> Tensor:
-        """Return the distributions [n, V] of what follows nodes."""
+        """Return the distribution of the next token after each node: [n, V]."""
         keys = [(node.request.seq_id, len(node.drafted), *(node.drafted if node.edited else ())) for node in nodes]
         distinct = dict(zip(keys, nodes, strict=True))
         logits = take_rows(self.logits, [self.first[key[0]] + key[1] * self.step for key in distinct])

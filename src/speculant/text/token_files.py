@@ -35,7 +35,7 @@ def read_sequences(files: Sequence[Path], tokenizer: Tokenizer) -> Iterator[list
 def _token_ids(line: str, where: str) -> list[int]:
     try:
         value: Any = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{where} is not JSON: {error}", "write one list of token ids a line.") from error
     ids = value.get("token_ids") if isinstance(value, dict) else value
     if not isinstance(ids, list) or not all(isinstance(token, int) for token in ids):

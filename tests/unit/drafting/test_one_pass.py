@@ -41,11 +41,13 @@ def model(folder: Path) -> CausalLM:
     return load_model(str(folder), "float64", "cpu").model
 
 
-def drafter_of(model: CausalLM, topology: StaticTree | None = None) -> OnePassDrafter:
+def drafter_of(model: CausalLM, topology: StaticTree | None = None, stop_below: float = 0.0) -> OnePassDrafter:
     mask = mask_of(model)
     assert mask is not None
     cache = slotted_cache(model.cache_shape, 4, 64)
-    return OnePassDrafter(DraftModelRunner(model, cache, KeyedChances(), 256), mask, VOCAB_SIZE, topology=topology)
+    return OnePassDrafter(
+        DraftModelRunner(model, cache, KeyedChances(), 256, stop_below), mask, VOCAB_SIZE, topology=topology
+    )
 
 
 def begun(drafter: OnePassDrafter, params: SamplingParams, tokens: Sequence[int] = PROMPT, seq_id: int = 1) -> Request:
@@ -86,6 +88,15 @@ def test_later_drafts_read_committed_tokens_alone(folder: Path, model: CausalLM)
     tree = proposed(drafter, request, 5)
     assert tree.token_list == expected(folder, request.tokens, 5).argmax(-1).tolist()
     assert drafter.caches[0].length(1) == len(request.tokens)
+
+
+def test_a_draft_ends_after_an_unlikely_token(folder: Path, model: CausalLM) -> None:
+    likeliest = expected(folder, PROMPT, 8).softmax(-1).max(-1)
+    least = likeliest.values.sort().values[4].item() + 1e-6  # five of the eight tokens are less likely
+    end = 1 + next(place for place, share in enumerate(likeliest.values.tolist()) if share < least)
+    drafter = drafter_of(model, stop_below=least)
+    assert proposed(drafter, begun(drafter, GREEDY), 8).token_list == likeliest.indices[:end].tolist()
+    assert end < 8
 
 
 def test_a_tree_has_the_likeliest_tokens_of_each_depth(folder: Path, model: CausalLM) -> None:

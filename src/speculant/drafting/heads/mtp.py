@@ -10,9 +10,9 @@ The folder may be the target's own. Names of the tensors, possibly with the pref
     mtp.{pre_fc_norm_embedding, pre_fc_norm_hidden, fc, norm}, mtp.layers.0            Qwen
     layers.L.{enorm, hnorm, eh_proj, shared_head.norm, shared_head.head}               DeepSeek; the target has L layers
 
-The columns of the matrix for the embedding come first; in MiMo's files they come last. For the next token, DeepSeek's
-head reads its state before the final norm, and the other heads read the state after it. The embedding is the target's.
-So is the output head, unless the file has `shared_head.head`.
+The columns of the matrix for the embedding come first; in MiMo's files they come last. Qwen's norms add one to the
+stored scales. For the next token, DeepSeek's head reads its state before the final norm, and the other heads read
+the state after it. The embedding is the target's. So is the output head, unless the file has `shared_head.head`.
 
 Memory: the head's weights, and a KV cache of its layer. Cost: a pass of the layer and of the output head for each
 drafted token; a chain is one native call.
@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -33,12 +33,13 @@ from speculant.drafting.heads.hidden_drafter import HiddenDrafter, make_head_dra
 from speculant.drafting.heads.layers import load_layers, read_sizes, renamed
 from speculant.errors import ModelError
 from speculant.models.base import CausalLM
+from speculant.models.description import DecoderConfig
 from speculant.models.heads import HeadConfig, StateEntry
 from speculant.models.weights.source import WeightSource, read_plain
 
 KIND = "mtp"
 METHOD = Method(default_length=3, uses_model=True)
-MATRIX = "fc.weight"
+MATRIX, QWEN = "fc.weight", "mtp."
 PARTS = {
     "token_layernorm": "token_norm", "pre_fc_norm_embedding": "token_norm", "enorm": "token_norm",
     "hidden_layernorm": "hidden_norm", "pre_fc_norm_hidden": "hidden_norm", "hnorm": "hidden_norm",
@@ -96,13 +97,29 @@ def load(folder: HeadFolder, target: CausalLM) -> CausalLM:
             f"{folder.folder} has no head for multi-token prediction: no mtp_layers.0, mtp or {behind}eh_proj",
             "name the folder of a checkpoint that has one.",
         )
+    sizes = read_sizes(folder.config, names, target)
     config = HeadConfig(
-        read_sizes(folder.config, names, target),
+        _with_offset(sizes) if weights.stored[MATRIX].startswith(QWEN) else sizes,
         StateEntry.NORMED,
         norm_output=not any(name.startswith(behind) for name in weights.stored.values()),
         own_head="lm_head.weight" in names,
     )
     return load_layers(config, weights, target, KIND, around=StateFirst if _state_first(folder, weights) else None)
+
+
+def _with_offset(sizes: DecoderConfig) -> DecoderConfig:
+    """Return the sizes with norms whose stored scales are those minus one."""
+    norm = replace(sizes.norm, offset=1.0)
+    layers = [
+        replace(
+            layer,
+            attention=replace(layer.attention, qk_norm=layer.attention.qk_norm and norm),
+            before_attention=norm,
+            before_mlp=norm,
+        )
+        for layer in sizes.layers
+    ]
+    return replace(sizes, norm=norm, layers=tuple(layers))
 
 
 def _state_first(folder: HeadFolder, weights: Renamed) -> bool:
@@ -115,7 +132,7 @@ def rename(name: str, num_layers: int) -> str | None:
     if found is None:
         return None
     part, kind = found.groups()
-    within = name.startswith("mtp.layers.")
+    within = name.startswith(f"{QWEN}layers.")
     if part in PARTS and not within:
         return f"{PARTS[part]}{kind}"
     return None if part == "embed_tokens" else f"layers.0.{part}{kind}"

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -92,7 +93,7 @@ class OnePass(ModelDrafter):
         """Return the shape of a draft of up to `limit` nodes; None = it has none."""
         if not limit:
             return None
-        return self.shape.within(limit) if self.shape else StaticTree.of_widths([1] * limit)
+        return self.shape.within(limit) if self.shape else _chain_of(limit)
 
     def _pass(self, chains: Sequence[Chain], depths: Sequence[int]) -> tuple[Tensor, dict[int, int]]:
         """Compute the chains' input tokens, and a mask for each level of a draft but the first.
@@ -130,6 +131,11 @@ class OnePassDrafter(OnePass):
         super().__init__(runner, vocab_size, sampler, topology)
         self.needs = replace(self.needs, usual_nodes=self.needs.usual_nodes or USUAL_LENGTH)
         self.mask, self.shape = Mask(mask), topology
+
+
+@lru_cache(maxsize=64)
+def _chain_of(length: int) -> StaticTree:
+    return StaticTree.of_widths([1] * length)
 
 
 def _ranks(chain: Chain) -> bool:
