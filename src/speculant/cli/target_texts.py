@@ -1,43 +1,116 @@
-"""Lets a target write the texts that heads and drafts are trained on."""
+"""Lets a target write the texts that heads and drafts are trained on, and computes their hidden states."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from speculant.cli.terminal import progress, shown_progress
+from speculant.errors import ConfigError
 
 if TYPE_CHECKING:
     from speculant.engine.llm import LLM
     from speculant.lab.training.heads.texts import TextsPlan
     from speculant.text.tokenizer import Tokenizer
 
-_AT_A_TIME = 64  # prompts per call
+_AT_A_TIME = 256  # texts that are written together, and kept together
+_SEQUENCES = 64  # of a pass
 _MOST_DOCUMENTS = 400  # to cut prompts from
 
+Write = Callable[[int, int], list[list[int]]]  # the first text's number, the number of texts -> the texts
 
-def write_texts(plan: TextsPlan, data: Sequence[Path], suffix: str, width: int) -> None:
-    """Let the target continue prompts. The last ones are from files that no model made by `train lm` is trained on.
 
-    width: numbers to store of a token's hidden states.
+def prepare_texts(
+    plan: TextsPlan, data: Sequence[Path], suffix: str, hidden_size: int, layers: Sequence[int] = ()
+) -> None:
+    """Let the target write the texts and compute their hidden states, as far as they are missing.
+
+    hidden_size: the target's. layers: see `open_texts`. An interrupted run goes on with the texts that it has.
     """
     from speculant.engine.llm import LLM
-    from speculant.lab.training.heads import job
-    from speculant.lab.training.heads.texts import HELD_OUT_SHARE, most_texts
+    from speculant.lab.training.heads.texts import missing_states, open_texts, wanted_texts
 
-    count = most_texts(plan.tokens, plan.seq, width, plan.cache_gib)
-    num_held_out = max(1, round(HELD_OUT_SHARE * count))
-    llm = LLM(plan.target, max_model_len=plan.seq, max_num_seqs=8, seed=plan.seed)
-    with progress("Reading files for prompts"):
-        prompts = _prompts(plan, data, suffix, llm.tokenizer, (count - num_held_out, num_held_out))
-    texts = list[list[int]]()
-    with shown_progress("The target writes texts") as watch:
-        for first in range(0, count, _AT_A_TIME):
-            texts += _continued(llm, plan, prompts[first : first + _AT_A_TIME], first)
-            if watch:
-                watch(min(1.0, (first + _AT_A_TIME) / count))
-    job.save_texts(plan, texts)
+    count = wanted_texts(plan, hidden_size * (1 + len(layers)))
+    if count is None and not missing_states(plan.out, hidden_size, layers):
+        return
+    with progress("Loading the target"):
+        llm = LLM(plan.target, max_model_len=plan.seq, max_num_seqs=_SEQUENCES, seed=plan.seed)
+    if count is not None:
+        _write_texts(llm, plan, data, suffix, count)
+    with shown_progress("Computing hidden states") as watch:
+        open_texts(plan.out, llm.checkpoint.model, watch, layers)
+
+
+def _write_texts(llm: LLM, plan: TextsPlan, data: Sequence[Path], suffix: str, count: int) -> None:
+    """Write texts in parts. The last texts are held out: their prompts are from files that are held out as well."""
+    from speculant.lab.training.heads.texts import PartialTexts
+
+    with progress("Reading prompts"):
+        write = _conversations(llm, plan, data, count) if plan.chat else _continuations(llm, plan, data, suffix, count)
+    with shown_progress("The target writes texts") as watch, PartialTexts.open(plan) as kept:
+        for first in range(len(kept), count, _AT_A_TIME):
+            kept.add(write(first, min(_AT_A_TIME, count - first)))
+            watch(len(kept) / count)
+        kept.finish()
+
+
+def _continuations(llm: LLM, plan: TextsPlan, data: Sequence[Path], suffix: str, count: int) -> Write:
+    """Return what continues prompts that are cut from files."""
+    from speculant.lab.training.heads.texts import num_held_out
+
+    held_out = num_held_out(count)
+    prompts = _prompts(plan, data, suffix, llm.tokenizer, (count - held_out, held_out))
+
+    def write(first: int, number: int) -> list[list[int]]:
+        chosen = prompts[first : first + number]
+        added = _continued(llm, plan, chosen, [plan.seq - len(prompt) for prompt in chosen], first, ignore_eos=True)
+        return [[*prompt, *each] for prompt, each in zip(chosen, added, strict=True)]
+
+    return write
+
+
+def _conversations(llm: LLM, plan: TextsPlan, data: Sequence[Path], count: int) -> Write:
+    """Return what writes conversations; without data, the target writes the first questions too."""
+    from speculant.lab.training.heads.conversations import Turns, write_conversations
+
+    turns = Turns.of(llm.tokenizer)
+    questions = _questions(llm.tokenizer, plan, data, count)
+
+    def write(first: int, number: int) -> list[list[int]]:
+        def go_on(texts: Sequence[list[int]], most: Sequence[int], turn: int) -> list[list[int]]:
+            return _continued(llm, plan, texts, most, first + turn * count, ignore_eos=False)
+
+        ends = llm.checkpoint.eos_token_ids
+        return write_conversations(turns, questions[first : first + number], plan.seq, ends, go_on)
+
+    return write
+
+
+def _questions(tokenizer: Tokenizer, plan: TextsPlan, data: Sequence[Path], count: int) -> list[list[int]]:
+    """Return each conversation's first question; empty = the target writes it.
+
+    Held-out texts have questions of their own.
+    """
+    from speculant.lab.bench.prompt_files import read_prompts
+    from speculant.lab.training.heads.texts import num_held_out
+
+    if not data:
+        return [[] for _ in range(count)]
+    for path in data:
+        if not path.is_file():
+            raise ConfigError(f"{path} is not a file", "with --chat, --data names files with one question per line.")
+    read = [each.content for path in data for each in read_prompts(path)]
+    known = [tokenizer.encode(each, add_special_tokens=False) if isinstance(each, str) else each for each in read]
+    fitting = [question for question in known if len(question) < plan.seq // 2]
+    if len(fitting) < 2:
+        raise ConfigError(
+            f"{len(fitting)} of {len(known)} questions have fewer than {plan.seq // 2} tokens",
+            "raise --seq, or name more questions.",
+        )
+    last = num_held_out(len(fitting))
+    parts = (fitting[:-last], count - num_held_out(count)), (fitting[-last:], num_held_out(count))
+    return [own[place % len(own)] for own, number in parts for place in range(number)]
 
 
 def _prompts(
@@ -59,15 +132,14 @@ def _prompts(
     return prompts
 
 
-def _continued(llm: LLM, plan: TextsPlan, prompts: Sequence[list[int]], first: int) -> list[list[int]]:
-    """Return prompts with their continuations, `seq` tokens each. first: the number of the first prompt."""
+def _continued(
+    llm: LLM, plan: TextsPlan, texts: Sequence[list[int]], most: Sequence[int], seed: int, ignore_eos: bool
+) -> list[list[int]]:
+    """Return the tokens that the target adds to texts. seed: that of the first; each further text has the next one."""
     from speculant.params import SamplingParams
 
     params = [
-        SamplingParams(
-            temperature=plan.temperature, max_tokens=plan.seq - len(prompt), ignore_eos=True, seed=first + place
-        )
-        for place, prompt in enumerate(prompts)
+        SamplingParams(temperature=plan.temperature, max_tokens=each, ignore_eos=ignore_eos, seed=seed + place)
+        for place, each in enumerate(most)
     ]
-    made = llm.generate(prompts, params)
-    return [[*prompt, *each.outputs[0].token_ids] for prompt, each in zip(prompts, made, strict=True)]
+    return [list(made.outputs[0].token_ids) for made in llm.generate(list(texts), params, use_tqdm=False)]

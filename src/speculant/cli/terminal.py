@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 SPINNER = "dots"
 SOON_S, PAUSE_S = 1.0, 5.0  # without a terminal: before the first line of progress, and between lines
 _LOG_STEPS = 50  # steps per line of output without a terminal
+_LINE_S = 60.0  # the same, between lines of a long task
 
 
 class WholeSummaries(typer.core.TyperGroup):
@@ -216,32 +218,58 @@ def show_training(trainer: Trainer) -> None:
         _train_with_bar(trainer)
         return
     for report in trainer.run():
-        if report.step % _LOG_STEPS == 0:
+        if report.step % _LOG_STEPS == 0 or report.measured:
             console.print(_line(trainer, report))
 
 
 def _train_with_bar(trainer: Trainer) -> None:
-    with _bar(messages()) as bar:
+    console = messages()
+    with _bar(console) as bar:
         task = bar.add_task("Training", total=1.0)
         for report in trainer.run():
-            bar.update(task, completed=report.progress, description=_line(trainer, report))
+            bar.update(task, completed=report.progress, description=_line(trainer, replace(report, measured="")))
+            if report.measured:
+                console.print(_line(trainer, report))
 
 
 def _line(trainer: Trainer, report: TrainingReport) -> str:
-    left = report.elapsed * (1 / max(report.progress, 1e-9) - 1) / 60
     loss = f"{trainer.objective.name} {trainer.recent_loss():.3f}"
-    return f"step {report.step}, {loss}, {report.rate:,.0f} tokens/s, {left:.0f} min left"
+    line = f"step {report.step}, {loss}, {report.rate:,.0f} tokens/s, {_minutes_left(report.elapsed, report.progress)}"
+    return f"{line}; {report.measured}" if report.measured else line
+
+
+def _minutes_left(elapsed_s: float, done: float) -> str:
+    return f"{elapsed_s * (1 / max(done, 1e-9) - 1) / 60:.0f} min left"
 
 
 @contextmanager
-def shown_progress(doing: str) -> Iterator[Watcher | None]:
-    """Yield a function that shows the fraction done, on a terminal only."""
+def shown_progress(doing: str) -> Iterator[Watcher]:
+    """Yield a function that shows the fraction done: a bar on a terminal, otherwise a line about once a minute."""
     console = messages()
     if not console.is_terminal:
-        yield None
+        yield _Lines(doing, console).show
         return
     from rich.progress import Progress
 
     with Progress(console=console) as bar:
         task: Any = bar.add_task(doing, total=1.0)
         yield lambda done: bar.update(task, completed=done)
+
+
+class _Lines:
+    """Prints the fraction done and the time left."""
+
+    def __init__(self, doing: str, console: Console) -> None:
+        self._doing, self._console = doing, console
+        self._started = self._printed = time.monotonic()
+        self._began: float | None = None  # the fraction that was done before
+
+    def show(self, done: float) -> None:
+        """Print a line, at most one a minute."""
+        now = time.monotonic()
+        if self._began is None:
+            self._began, self._started = done, now
+        elif now - self._printed >= _LINE_S:
+            self._printed = now
+            own = (done - self._began) / max(1 - self._began, 1e-9)
+            self._console.print(f"{self._doing}: {done:.0%}, {_minutes_left(now - self._started, own)}")

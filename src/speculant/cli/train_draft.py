@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from speculant.cli.flags import FlagGroup, accepts_flags
-from speculant.cli.target_texts import write_texts
-from speculant.cli.terminal import examples, messages, print_json, progress, show_training, shown_progress
+from speculant.cli.target_texts import prepare_texts
+from speculant.cli.terminal import examples, messages, print_json, progress, show_training
 from speculant.errors import ConfigError
 from speculant.lab.training.boosted.config import BoostedConfig
 
@@ -39,7 +39,8 @@ class BoostedFlags(FlagGroup):
     minutes: Annotated[float, "End each draft's training after this many minutes."]
     steps: Annotated[int, "End each draft's training after this many steps."]
     start: Annotated[str, "The draft model to begin with: a folder, an id or demo. Without it, random weights."]
-    data: Annotated[list[Path], "A folder of texts for prompts; can be repeated. Without it, Python's library."]
+    chat: Annotated[bool, "Train on conversations: the target also writes the questions."]
+    data: Annotated[list[Path], "A folder of texts for prompts (default: Python's); with chat a file of questions."]
     suffix: Annotated[str, "How the text files' names end."]
     known_share: Annotated[float, "Of the tokens that earlier drafts predict, the share that is trained on too."]
     tokens: Annotated[int, "Tokens of texts that the target writes."]
@@ -91,17 +92,14 @@ def draft(
 def _run(config: BoostedConfig, resume: bool) -> list[BoostedOutcome]:
     from speculant.lab.training.boosted import job
     from speculant.lab.training.checkpoint import FILE_NAME
-    from speculant.lab.training.heads.job import needs_texts
     from speculant.lab.training.heads.texts import open_texts
     from speculant.lab.training.passes import load_plain
 
     job.check_folder(config, resume)
     with progress("Loading the target"):
         target = load_plain(config.target)
-    if needs_texts(config):
-        write_texts(config, config.data, config.suffix, target.hidden_size)
-    with shown_progress("Computing hidden states") as watch:
-        texts = open_texts(config.out, target, watch)
+    prepare_texts(config, config.data, config.suffix, target.hidden_size)
+    texts = open_texts(config.out, target)
     outcomes = []
     for number in range(1, config.boosted + 1):
         if job.is_done(config, number):

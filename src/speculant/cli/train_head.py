@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from speculant.cli.target_texts import write_texts
-from speculant.cli.terminal import examples, messages, print_json, progress, show_training, shown_progress
+from speculant.cli.target_texts import prepare_texts
+from speculant.cli.terminal import examples, messages, print_json, progress, show_training
 
 if TYPE_CHECKING:
     from speculant.lab.training.heads.config import HeadTrainingConfig
@@ -19,6 +19,7 @@ EXAMPLES = examples(
     "speculant train head --kind eagle --target demo --out eagle-head --minutes 20",
     "speculant train head --kind eagle --target demo --out eagle-head --minutes 20 --resume",
     "speculant train head --kind eagle3 --target demo --out eagle3-head --draft-vocab 2048 --minutes 20",
+    "speculant train head --kind eagle3 --target MODEL --chat --out head --draft-vocab 8192 --minutes 90",
     "speculant train head --kind medusa --target demo --out medusa-head --num-heads 4 --steps 2000",
 )
 
@@ -31,8 +32,14 @@ def head(
     ],
     minutes: Annotated[float | None, typer.Option(help="End after this many minutes of training.")] = None,
     steps: Annotated[int | None, typer.Option(help="End after this many steps.")] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Train on conversations: the target also writes the questions.")
+    ] = False,
     data: Annotated[
-        list[Path] | None, typer.Option(help="A folder of texts for prompts [default: Python's standard library].")
+        list[Path] | None,
+        typer.Option(
+            help="A folder of texts for prompts [default: Python's standard library]; with --chat a file of questions."
+        ),
     ] = None,
     suffix: Annotated[str, typer.Option(help="How the names of these files end.")] = ".py",
     tokens: Annotated[int | None, typer.Option(help="Tokens of texts that the target writes.")] = None,
@@ -54,6 +61,10 @@ def head(
     matrix_lr: Annotated[float | None, typer.Option(help="Peak learning rate of matrices (Muon).")] = None,
     vector_lr: Annotated[float | None, typer.Option(help="Peak learning rate of all other weights (AdamW).")] = None,
     seed: Annotated[int | None, typer.Option(help="Fixes the first weights and the prompts.")] = None,
+    save_minutes: Annotated[
+        float | None, typer.Option(help="Minutes between checkpoints, and between figures on held-out texts.")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="Where to train: cpu, or cuda [default: cpu].")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print what was measured as JSON.")] = False,
 ) -> None:
@@ -65,9 +76,10 @@ def head(
     from speculant.lab.training.heads.config import HeadTrainingConfig
 
     given: dict[str, Any] = {
-        "tokens": tokens, "seq": seq, "batch": batch, "temperature": temperature, "cache_gib": cache_gib,
+        "chat": chat, "tokens": tokens, "seq": seq, "batch": batch, "temperature": temperature, "cache_gib": cache_gib,
         "num_heads": num_heads, "num_layers": num_layers, "inner": inner, "depth": depth,
         "draft_vocab": draft_vocab, "matrix_lr": matrix_lr, "vector_lr": vector_lr, "seed": seed,
+        "save_minutes": save_minutes, "device": device,
     }  # fmt: skip
     config = HeadTrainingConfig(
         out, target, kind, minutes, steps, **{name: value for name, value in given.items() if value is not None}
@@ -86,10 +98,8 @@ def _run(config: HeadTrainingConfig, data: tuple[Path, ...], suffix: str, resume
     with progress("Loading the target"):
         model = job.load_target(config)
     new = job.new_head(config, model)
-    if job.needs_texts(config):
-        write_texts(config, data, suffix, model.hidden_size * (1 + len(new.layers)))
-    with shown_progress("Computing hidden states") as watch:
-        trainer = job.new_trainer(config, model, new, watch)
+    prepare_texts(config, data, suffix, model.hidden_size, new.layers)
+    trainer = job.new_trainer(config, model, new)
     if resume:
         trainer.resume()
     show_training(trainer)

@@ -20,6 +20,7 @@ from speculant.engine.build import build_engine
 from speculant.engine.generation import Generation, StreamPiece, with_token_texts
 from speculant.engine.vllm_arguments import read_arguments
 from speculant.errors import RequestError, suggest
+from speculant.models.weights.load import Checkpoint
 from speculant.params import SamplingParams
 from speculant.structured.constraint import Grammar
 from speculant.structured.grammars import Grammars
@@ -114,6 +115,11 @@ class Frontend:
     def speculation(self) -> str:
         """The drafter and the length of its drafts, or the reason why nothing is drafted."""
         return self._runtime.speculation
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        """The target, ready to run, and the metadata of its folder or file."""
+        return self._runtime.checkpoint
 
     @property
     def limits(self) -> Limits:

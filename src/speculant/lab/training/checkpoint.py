@@ -39,7 +39,7 @@ def load_checkpoint(folder: Path, run: dict[str, Any], model: Any, optimizer: An
     path = folder / FILE_NAME
     if not path.is_file():
         raise ConfigError(f"there is no {FILE_NAME} in {folder}", "leave out --resume to start afresh.")
-    content = torch.load(path, weights_only=True)
+    content = torch.load(path, map_location="cpu", weights_only=True)
     changed = sorted(key for key in run if content["run"].get(key) != run[key])
     if changed:
         raise ConfigError(

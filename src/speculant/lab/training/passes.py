@@ -19,9 +19,9 @@ from speculant.models.reference.decoder import Decoder
 from speculant.models.weights.load import load_model
 
 
-def load_plain(source: str, role: str = "target") -> Decoder:
+def load_plain(source: str, role: str = "target", device: str = "cpu") -> Decoder:
     """Load a model in float32."""
-    return cast(Decoder, load_model(source, "float32", role=role).model)
+    return cast(Decoder, load_model(source, "float32", device, role=role).model)
 
 
 def hidden_states(model: Decoder, tokens: Tensor) -> Tensor:
@@ -32,7 +32,7 @@ def hidden_states(model: Decoder, tokens: Tensor) -> Tensor:
 def states_of_layers(model: Decoder, tokens: Tensor, layers: Sequence[int]) -> list[Tensor]:
     """Return the states [B, n, hidden] of such sequences, for layers as `DrafterNeeds.hidden_layers` counts them."""
     found, embedded = dict[int, Tensor](), model.look_up(tokens)
-    positions = torch.arange(tokens.shape[1])
+    positions = torch.arange(tokens.shape[1], device=tokens.device)
     for index, x in enumerate(model.states(embedded, positions, attend_causally, tokens=tokens)):
         if index in layers:
             found[index] = x
@@ -44,7 +44,7 @@ def attend_causally(
     layer: int, of: Attention, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
 ) -> Tensor:
     """See `Attend`: rows [B, n, heads, dim] see themselves and those before them in their sequence."""
-    positions, window = torch.arange(query.shape[1]), of.window
+    positions, window = torch.arange(query.shape[1], device=query.device), of.window
     mask = within_window(positions, positions, window) if window and window < len(positions) else None
     return attend_masked(of, query, key, value, mask, sinks)
 
@@ -59,8 +59,12 @@ def attend_masked(
             query, key, value, attn_mask=mask, is_causal=mask is None, scale=of.score_scale, enable_gqa=True
         )
     else:
-        seen = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool).tril() if mask is None else mask
-        hidden = torch.zeros(seen.shape).masked_fill(~seen, -torch.inf)
+        seen = (
+            torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
+            if mask is None
+            else mask
+        )
+        hidden = torch.zeros(seen.shape, device=query.device).masked_fill(~seen, -torch.inf)
         key, value = (each.repeat_interleave(of.groups, dim=1) for each in (key, value))
         scores = None if sinks is None else sinks.view(-1, 1, 1)
         out = attend(query, key, value, hidden, of.score_scale, of.softcap, scores)

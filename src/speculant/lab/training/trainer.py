@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,6 +26,7 @@ class TrainingReport:
     progress: float
     rate: float  # tokens per second
     elapsed: float  # seconds of training, over all sessions
+    measured: str = ""  # figures on held-out data, at steps where they are measured
 
 
 class Batches(Protocol):
@@ -38,7 +39,10 @@ class Batches(Protocol):
 
 @dataclass
 class Trainer:
-    """A model in training. `run` is a generator, so the caller can report progress and stop."""
+    """A model in training. `run` is a generator, so the caller can report progress and stop.
+
+    measure: measures the model on held-out data after each checkpoint but the last; None = nothing is measured.
+    """
 
     model: Any  # the nn.Module of the objective
     windows: Batches
@@ -50,6 +54,7 @@ class Trainer:
     settings: dict[str, Any]  # a resumed run must repeat them
     save_every: float = 300.0  # seconds
     clock: Callable[[], float] = time.monotonic
+    measure: Callable[[], str] | None = None
 
     def __post_init__(self) -> None:
         self.state = RunState()
@@ -62,10 +67,12 @@ class Trainer:
         """Train until the schedule ends; report every step, and save every `save_every` seconds and at the end."""
         saved = self.state.elapsed
         while (progress := self.schedule.progress(self.state.step, self.state.elapsed)) < 1.0:
-            yield self._step(progress)
+            report = self._step(progress)
             if self.state.elapsed - saved >= self.save_every:
                 saved = self.state.elapsed
                 self.save()
+                report = replace(report, measured=self.measure() if self.measure else "")
+            yield report
         self.save()
 
     def recent_loss(self, steps: int = 20) -> float:

@@ -128,7 +128,7 @@ def new_objective(kind: str, folder: Path, target: Decoder, **changes: Any) -> t
 def test_rounds_are_drafts_from_every_row(kind: str, tmp_path: Path, target: Decoder) -> None:
     """Round m of training computes the same state for a row as the head for the m-th row of a draft."""
     objective, texts = new_objective(kind, tmp_path, target, depth=3)
-    made, own = objective._rounds(torch.tensor([1]), texts.tokens[[1]])
+    made, own = objective._rounds(torch.tensor([1]))
     torch.testing.assert_close(own, texts.states_of(torch.tensor([1]))[0, 3:])
     states = objective._entering(torch.tensor([1]))[0]
     for row in range(2, SEQ - 1):

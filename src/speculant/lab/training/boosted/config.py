@@ -25,8 +25,8 @@ class BoostedConfig:
     boosted: the number of drafts. parallel: the tokens that a single draft predicts in one pass. minutes, steps: of
     each draft's training. start: the draft model whose weights the first draft begins with; all have its shape; None =
     random weights of the given shape. Every other draft begins with the weights of the one before. known_share: the
-    share of tokens predicted by an earlier draft that are trained on too. tokens, seq, temperature, cache_gib: see
-    `HeadTrainingConfig`.
+    share of tokens predicted by an earlier draft that are trained on too. tokens, seq, temperature, chat, cache_gib:
+    see `HeadTrainingConfig`.
     """
 
     out: Path
@@ -43,6 +43,7 @@ class BoostedConfig:
     seq: int = 256
     batch: int = 8
     temperature: float = 0.8
+    chat: bool = False
     cache_gib: float = 1.0
     hidden: int = 128
     intermediate: int = 240
@@ -105,7 +106,8 @@ class BoostedConfig:
             value = getattr(self, field.name)
             if value != field.default:
                 flag = f"--{field.name.replace('_', '-')}"
-                words += [f"{flag} {_short(part)}" for part in (value if isinstance(value, tuple) else (value,))]
+                parts = value if isinstance(value, tuple) else (value,)
+                words += [flag if part is True else f"{flag} {_short(part)}" for part in parts]
         return " ".join(words)
 
 

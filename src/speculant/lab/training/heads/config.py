@@ -26,10 +26,11 @@ class HeadTrainingConfig:
     """The head, its texts and the length of its training.
 
     tokens: of the target's output and the prompts before it, in texts of `seq` tokens. temperature: of that output.
+    chat: whether the target writes conversations, its own questions included, in place of continuing texts.
     cache_gib: the limit on disk for the hidden states of these texts; fewer texts are used if they don't fit.
     num_heads: predicted tokens of heads on one state; depth: successive rows that a layer learns to continue from its
     own states. inner: the width of feed-forward blocks; None = the kind's usual one. draft_vocab: tokens of an output
-    head of its own; None = it shares the target's.
+    head of its own; None = it shares the target's. device: of the training; the target writes its texts on the CPU.
     """
 
     out: Path
@@ -41,6 +42,7 @@ class HeadTrainingConfig:
     seq: int = 256
     batch: int = 8
     temperature: float = 0.8
+    chat: bool = False
     cache_gib: float = 1.0
     num_heads: int = 4
     num_layers: int = 1
@@ -52,6 +54,7 @@ class HeadTrainingConfig:
     vector_lr: float = 0.002
     seed: int = 1
     save_minutes: float = 5.0
+    device: str = "cpu"
 
     def __post_init__(self) -> None:
         if self.kind not in (known := kind_names()):
@@ -79,8 +82,8 @@ class HeadTrainingConfig:
         return TrainingSchedule(self.steps, self.minutes, self.warmup)
 
     def settings(self) -> dict[str, Any]:
-        """Return the settings that a resumed run must repeat; its length may change."""
-        changeable = {"out", "minutes", "steps", "save_minutes"}
+        """Return the settings that a resumed run must repeat; its length and its device may change."""
+        changeable = {"out", "minutes", "steps", "save_minutes", "device"}
         return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in changeable}
 
     def command(self) -> str:
@@ -92,7 +95,7 @@ class HeadTrainingConfig:
             value = getattr(self, field.name)
             if value != field.default:
                 text = f"{value:g}" if isinstance(value, float) else short.get(field.name, value)
-                words.append(f"--{field.name.replace('_', '-')} {text}")
+                words.append(f"--{field.name.replace('_', '-')}{'' if value is True else f' {text}'}")
         return " ".join(words)
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from speculant.lab.training.output import OutputHead, chunks
 
 VARIATION_WEIGHT = 4.0
+DECAY = 0.8  # of the loss from one drafted token to the next, as nearer tokens decide more often
 
 
 class HeadDistance(torch.autograd.Function):
@@ -88,6 +89,12 @@ def distances(
     return found
 
 
+def weighted(each: Tensor) -> Tensor:
+    """Return the mean of the distances of successive tokens [k], nearer ones with more weight."""
+    weights = DECAY ** torch.arange(len(each), device=each.device)
+    return (each * weights).sum() / weights.sum()
+
+
 @torch.inference_mode()
 def overlaps(
     states: Tensor, target_states: Tensor, target: OutputHead, ranks: int, own: OutputHead | None = None
@@ -96,7 +103,8 @@ def overlaps(
 
     own: see `distances`.
     """
-    alpha, shares, head = torch.zeros(len(states)), torch.zeros(len(states), ranks), own or target
+    alpha, shares = states.new_zeros(len(states)), states.new_zeros(len(states), ranks)
+    head = own or target
     tokens, ranks = head.tokens, min(ranks, len(head.matrix))
     for rows in chunks(len(target_states)):
         p = target.logits(target_states[rows]).softmax(-1)

@@ -8,14 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from speculant.lab.training.heads.base import HeadAcceptance
-from speculant.lab.training.heads.distance import distances, overlaps
+from speculant.lab.training.heads.distance import distances, overlaps, weighted
 from speculant.lab.training.heads.texts import Texts
 from speculant.lab.training.output import OutputHead
 from speculant.models.future_heads import FeedForwardHeads, ResidualHeads
 from speculant.models.reference.decoder import Decoder
 
 RANKS = 8
-DECAY = 0.8  # of the loss from one head to the next, as nearer tokens decide more often
 _AT_A_TIME = 8
 
 
@@ -39,9 +38,7 @@ class FutureObjective:
     def loss(self, model: Any, windows: Tensor, progress: float) -> Tensor:
         """See `HeadInTraining.loss`."""
         states, target_states = self._predicted(windows[:, 0])
-        each = distances(states, target_states, self._output, progress)
-        weights = DECAY ** torch.arange(len(each))
-        return (each * weights).sum() / weights.sum()
+        return weighted(distances(states, target_states, self._output, progress))
 
     def acceptance(self, rows: Tensor) -> HeadAcceptance:
         """See `HeadInTraining.acceptance`."""
@@ -51,7 +48,7 @@ class FutureObjective:
             for part in torch.split(rows, _AT_A_TIME):
                 states, target_states = self._predicted(part)
                 found = overlaps(states, target_states, self._output, RANKS)
-                alpha, shares, total = alpha + found[0], shares + found[1], total + len(target_states)
+                alpha, shares, total = alpha + found[0].cpu(), shares + found[1].cpu(), total + len(target_states)
         return HeadAcceptance((alpha / total).tolist(), (shares / total).tolist(), total)
 
     def config(self) -> dict[str, Any]:

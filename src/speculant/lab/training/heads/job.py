@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -22,7 +22,7 @@ from speculant.lab.training.trainer import Trainer
 from speculant.models.reference.decoder import Decoder
 
 PROMPT_SHARE = 8  # a prompt is the first eighth of a text
-Watch = Callable[[float], None]
+_WATCHED = 16  # held-out texts that are measured during training
 
 
 @dataclass(frozen=True)
@@ -47,14 +47,9 @@ def check_folder(config: HeadTrainingConfig, resume: bool) -> None:
     config.out.mkdir(parents=True, exist_ok=True)
 
 
-def needs_texts(config: TextsPlan) -> bool:
-    """Whether the target's texts are missing."""
-    return not (config.out / texts_.FILE).exists()
-
-
 def load_target(config: HeadTrainingConfig) -> Decoder:
     """Load the target in float32. Raises ConfigError for a target that this training can't compute."""
-    return load_plain(config.target)
+    return load_plain(config.target, device=config.device)
 
 
 def cut_prompts(documents: Sequence[Sequence[int]], config: TextsPlan, begin: int, count: int) -> list[list[int]]:
@@ -81,14 +76,13 @@ def new_head(config: HeadTrainingConfig, target: Decoder) -> HeadInTraining:
     """Make a new head."""
     torch.set_flush_denormal(True)
     head: HeadInTraining = load_kind(config.kind).make(config, target)
+    head.module.to(target.cache_shape.device)
     return head
 
 
-def new_trainer(
-    config: HeadTrainingConfig, target: Decoder, head: HeadInTraining, watch: Watch | None = None
-) -> Trainer:
+def new_trainer(config: HeadTrainingConfig, target: Decoder, head: HeadInTraining) -> Trainer:
     """Make the trainer of a head; states of texts that are missing are computed."""
-    texts = texts_.open_texts(config.out, target, watch, head.layers)
+    texts = texts_.open_texts(config.out, target, layers=head.layers)
     head.use(texts)
     return Trainer(
         model=head.module,
@@ -100,7 +94,14 @@ def new_trainer(
         folder=config.out,
         settings=config.settings(),
         save_every=60 * config.save_minutes,
+        measure=lambda: f"held-out sum min(p, q) by token {_shown(head, texts)}",
     )
+
+
+def _shown(head: HeadInTraining, texts: Texts) -> str:
+    """Return a head's acceptance on the first held-out texts."""
+    first = torch.arange(texts.num_training, min(texts.num_training + _WATCHED, len(texts.tokens)))
+    return " ".join(f"{alpha:.3f}" for alpha in head.acceptance(first).alpha)
 
 
 def finish(config: HeadTrainingConfig, trainer: Trainer) -> HeadOutcome:
@@ -108,7 +109,7 @@ def finish(config: HeadTrainingConfig, trainer: Trainer) -> HeadOutcome:
     head, texts = cast(HeadInTraining, trainer.objective), cast(Texts, trainer.windows)
     found = head.acceptance(torch.arange(texts.num_training, len(texts.tokens)))
     tensors = {
-        name: tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
+        name: tensor.cpu().to(torch.bfloat16) if tensor.is_floating_point() else tensor.cpu()
         for name, tensor in head.tensors().items()
     }
     file = config.out / "model.safetensors"
@@ -135,6 +136,10 @@ def _effort(trainer: Trainer) -> dict[str, Any]:
     return {"minutes": round(trainer.state.elapsed / 60, 2), "steps": trainer.state.step}
 
 
+def _named(config: HeadTrainingConfig) -> str:
+    return "a CPU" if config.device == "cpu" else "a GPU"
+
+
 def head_card(config: HeadTrainingConfig, outcome: HeadOutcome) -> str:
     """Return the README.md of a head."""
     figures = outcome.acceptance
@@ -148,9 +153,10 @@ def head_card(config: HeadTrainingConfig, outcome: HeadOutcome) -> str:
         f"A head of the kind {config.kind} for the model {config.target_name}: {outcome.parameters:,} weights in",
         f"bfloat16, {outcome.bytes / 2**20:.2f} MiB. It drafts tokens, which that model verifies;",
         "it is of no use alone.", "",
-        (f"Trained on {outcome.texts:,} texts of {config.seq} tokens that the model wrote itself, at temperature"
-        f" {config.temperature:g}, after prompts that were cut from text files: {outcome.tokens:,} tokens in"
-        f" {outcome.steps:,} steps, {outcome.minutes:.0f} minutes on a CPU, by"), "",
+        (f"Trained on {outcome.texts:,} {'conversations' if config.chat else 'texts'} of {config.seq} tokens that the"
+         f" model wrote itself, at temperature {config.temperature:g}"
+         f"{'' if config.chat else ', after prompts that were cut from text files'}: {outcome.tokens:,} tokens in"
+         f" {outcome.steps:,} steps, {outcome.minutes:.0f} minutes on {_named(config)}, by"), "",
         f"    {config.command()}", "",
         "## Measured", "",
         (f"On {figures.rows:,} tokens of texts that were not trained on, computed in float32. The tokens before each"

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from speculant.lab.training.heads.base import HeadAcceptance
-from speculant.lab.training.heads.distance import distances, overlaps
-from speculant.lab.training.heads.future import DECAY, RANKS
+from speculant.lab.training.heads.distance import distances, overlaps, weighted
+from speculant.lab.training.heads.future import RANKS
 from speculant.lab.training.heads.texts import Texts
 from speculant.lab.training.output import OutputHead
 from speculant.lab.training.passes import attend_causally, attend_masked, within_window
@@ -29,7 +29,7 @@ class LookAhead(nn.Module):
 
     def __init__(self, target: Decoder, count: int, seed: int) -> None:
         super().__init__()
-        table = target.look_up(torch.arange(target.vocab_size)).detach()
+        table = target.look_up(torch.arange(target.vocab_size, device=target.cache_shape.device)).detach().cpu()
         noise = torch.randn(count, table.shape[1], generator=torch.Generator().manual_seed(seed))
         self.embed_tokens = nn.Parameter(table.mean(0) + noise * table.std(0))
 
@@ -57,8 +57,7 @@ class LookAheadObjective:
         first = int(torch.randint(offsets, (), generator=generator))
         made, own = self._predicted(windows[:, 0], first)
         each = torch.cat([distances(made[[t]], own[t], self._output, progress) for t in range(len(made))])
-        weights = DECAY ** torch.arange(len(each))
-        return (each * weights).sum() / weights.sum()
+        return weighted(each)
 
     def acceptance(self, rows: Tensor) -> HeadAcceptance:
         """See `HeadInTraining.acceptance`; at every STRIDE-th place."""
@@ -68,8 +67,8 @@ class LookAheadObjective:
             for part in torch.split(rows, _AT_A_TIME):
                 made, own = self._predicted(part, 0)
                 found = [overlaps(made[[t]], own[t], self._output, RANKS) for t in range(count)]
-                alpha = alpha + torch.cat([each[0] for each in found])
-                shares, total = shares + torch.cat([each[1] for each in found]), total + own.shape[1]
+                alpha = alpha + torch.cat([each[0] for each in found]).cpu()
+                shares, total = shares + torch.cat([each[1] for each in found]).cpu(), total + own.shape[1]
         return HeadAcceptance((alpha / total).tolist(), (shares / total).tolist(), total)
 
     def config(self) -> dict[str, Any]:
@@ -85,8 +84,8 @@ class LookAheadObjective:
         """Return the look-ahead states [T, r, hidden] at places of texts, and the target's states that they predict."""
         assert self._texts is not None
         count, states = len(self._inputs), self._texts.states_of(rows)
-        places = torch.arange(first, states.shape[1] - count, STRIDE)
-        made = look_ahead_states(self._target, self._texts.tokens[rows], places, self._inputs)
+        places = torch.arange(first, states.shape[1] - count, STRIDE, device=states.device)
+        made = look_ahead_states(self._target, self._texts.tokens_of(rows), places, self._inputs)
         own = torch.stack([states[:, places + 1 + t] for t in range(count)])
         return made.permute(2, 0, 1, 3).flatten(1, 2), own.flatten(1, 2)
 
@@ -97,7 +96,7 @@ def look_ahead_states(model: Decoder, tokens: Tensor, places: Tensor, inputs: Te
     The chains have gradients for `inputs`; the tokens' rows have none.
     """
     (batch, length), (count, hidden) = tokens.shape, inputs.shape
-    positions = (places[:, None] + 1 + torch.arange(count)).flatten()  # [m * T]
+    positions = (places[:, None] + 1 + torch.arange(count, device=places.device)).flatten()  # [m * T]
     windows = {layer.attention.window for layer in model.config.layers}
     masks = {window: look_ahead_mask(length, places, count, window) for window in windows}
     stored = list[tuple[Tensor, Tensor]]()  # the tokens' keys and values, by layer
@@ -114,7 +113,7 @@ def look_ahead_states(model: Decoder, tokens: Tensor, places: Tensor, inputs: Te
 
     with torch.no_grad():
         x = model.look_up(tokens)
-        for _ in model.states(x, torch.arange(length), attend, tokens=tokens):
+        for _ in model.states(x, torch.arange(length, device=tokens.device), attend, tokens=tokens):
             pass
     ahead = inputs.repeat(len(places), 1).expand(batch, -1, hidden)  # [b, m * T, hidden]
     *_, last = model.states(ahead, positions, attend_ahead)
@@ -127,11 +126,12 @@ def look_ahead_mask(length: int, places: Tensor, count: int, window: int | None 
 
     window: the number of positions that a row sees, its own included; None = all.
     """
-    of = torch.arange(len(places)).repeat_interleave(count)
-    within = torch.arange(count).repeat(len(places))
+    device = places.device
+    of = torch.arange(len(places), device=device).repeat_interleave(count)
+    within, before = torch.arange(count, device=device).repeat(len(places)), torch.arange(length, device=device)
     own = places[of] + 1 + within  # positions
-    tokens = torch.arange(length) <= places[of][:, None]
+    tokens = before <= places[of][:, None]
     chain = of[:, None] == of
     return torch.cat((
-        tokens & within_window(own, torch.arange(length), window), chain & within_window(own, own, window)
+        tokens & within_window(own, before, window), chain & within_window(own, own, window)
     ), 1)  # fmt: skip

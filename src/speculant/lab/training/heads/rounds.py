@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from speculant.lab.training.heads.base import HeadAcceptance
 from speculant.lab.training.heads.config import HeadTrainingConfig
-from speculant.lab.training.heads.distance import distances, overlaps
+from speculant.lab.training.heads.distance import distances, overlaps, weighted
 from speculant.lab.training.heads.texts import Texts
 from speculant.lab.training.output import OutputHead
 from speculant.models.description import Attention, DecoderConfig, Embedding, Head, Layer, Mlp, Norm, Rope
@@ -25,7 +25,6 @@ from speculant.models.reference.decoder import Decoder
 from speculant.models.rope_config import rope_entries
 from speculant.models.sizes import inner_width
 
-DECAY = 0.8  # of the loss from one round to the next
 RANKS = 8
 _PLAIN = Rope(10000.0)  # of a layer whose target has no rotary positions
 _AT_A_TIME = 8
@@ -54,10 +53,8 @@ class RoundsObjective:
 
     def loss(self, model: Any, windows: Tensor, progress: float) -> Tensor:
         """See `HeadInTraining.loss`."""
-        made, states = self._rounds(windows[:, 0], windows[:, 1:])
-        each = self._each_round(made, states, progress)
-        weights = DECAY ** torch.arange(len(each))
-        return (each * weights).sum() / weights.sum()
+        made, states = self._rounds(windows[:, 0])
+        return weighted(self._each_round(made, states, progress))
 
     def acceptance(self, rows: Tensor) -> HeadAcceptance:
         """See `HeadInTraining.acceptance`."""
@@ -65,9 +62,9 @@ class RoundsObjective:
         alpha, shares, total = torch.zeros(self._depth), torch.zeros(self._depth, RANKS), 0
         with torch.inference_mode():
             for part in torch.split(rows, _AT_A_TIME):
-                made, states = self._rounds(part, self._texts.tokens[part])
+                made, states = self._rounds(part)
                 found = overlaps(made, states, self._output, RANKS, self._output_head())
-                alpha, shares, total = alpha + found[0], shares + found[1], total + len(states)
+                alpha, shares, total = alpha + found[0].cpu(), shares + found[1].cpu(), total + len(states)
         return HeadAcceptance((alpha / total).tolist(), (shares / total).tolist(), total)
 
     def config(self) -> dict[str, Any]:
@@ -106,12 +103,12 @@ class RoundsObjective:
         assert self._texts is not None
         return self._texts.states_of(places)
 
-    def _rounds(self, places: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    def _rounds(self, places: Tensor) -> tuple[Tensor, Tensor]:
         """Return the states that each round makes [depth, r, hidden] and the target's [r, hidden], row for row."""
         assert self._texts is not None
-        entering = self._entering(places)
-        embedded = self._target.embed(tokens[:, 1:].flatten()).view(*tokens[:, 1:].shape, -1)
-        positions, attend = torch.arange(embedded.shape[1]), RoundsOfRows()
+        entering, tokens = self._entering(places), self._texts.tokens_of(places)[:, 1:]
+        embedded = self._target.embed(tokens.flatten()).view(*tokens.shape, -1)
+        positions, attend = torch.arange(embedded.shape[1], device=tokens.device), RoundsOfRows()
         taken, made = entering[:, :-1], list[Tensor]()
         for _ in range(self._depth):
             out = self._head.states(embedded, taken, positions, attend)
@@ -161,7 +158,8 @@ class RoundsOfRows:
         """Attend with queries [b, heads, n, dim]: the key d rows back is that of round m - d, at least round 1."""
         length, newest = query.shape[2], len(self._versions) - 1
         keys, values = self._versions[0]
-        distance = torch.arange(length)[:, None] - torch.arange(length)
+        places = torch.arange(length, device=query.device)
+        distance = places[:, None] - places
         scores = (query @ keys.mT).masked_fill(distance < newest, -torch.inf)
         near = [self._near(query, keys, distance) for distance, (keys, _) in self._recent()]
         weights = torch.cat((scores, *near), dim=-1).softmax(-1)
@@ -178,7 +176,7 @@ class RoundsOfRows:
     def _near(self, query: Tensor, keys: Tensor, back: int) -> Tensor:
         """Return the scores [b, heads, n, 1] of the rows `back` before each; the first rows have none."""
         scores = (query * _moved(keys, back)).sum(-1, keepdim=True)
-        absent = torch.arange(query.shape[2])[:, None] < back
+        absent = torch.arange(query.shape[2], device=query.device)[:, None] < back
         return scores.masked_fill(absent, -torch.inf)
 
 

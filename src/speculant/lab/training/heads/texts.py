@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import IO, Protocol
 
 import numpy as np
 import torch
@@ -16,13 +17,14 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from speculant.cache.factory import slotted_cache
 from speculant.errors import ConfigError
-from speculant.lab.training.passes import states_of_layers
-from speculant.models.reference.decoder import Decoder
+from speculant.models.base import CausalLM, SequenceInput, build_batch
+from speculant.types import DraftTree
 
-FILE, STATES = "texts.safetensors", "states.f16"
+FILE, PART, STATES = "texts.safetensors", "texts.part.jsonl", "states.f16"
 HELD_OUT_SHARE = 0.05
-_AT_A_TIME = 16  # texts of a pass
+Watch = Callable[[float], None]  # the fraction that is done
 
 
 class TextsPlan(Protocol):
@@ -59,6 +61,11 @@ class TextsPlan(Protocol):
         ...
 
     @property
+    def chat(self) -> bool:
+        """Whether the texts are conversations."""
+        ...
+
+    @property
     def seed(self) -> int:
         """Of the choice of prompts."""
         ...
@@ -69,13 +76,14 @@ class Texts:
     """Texts of equal length. tokens [w, n] int64; states [w, n, hidden] float16, after the target's final norm.
 
     taps: states of other layers, of the same form. The last `num_held_out` texts are not trained on. States are read
-    from disk when they are used.
+    from disk when they are used, and given on `device`.
     """
 
     tokens: Tensor
     states: NDArray[np.float16]
     num_held_out: int
     taps: tuple[NDArray[np.float16], ...] = ()
+    device: torch.device | str = "cpu"
 
     @property
     def num_training(self) -> int:
@@ -84,16 +92,23 @@ class Texts:
 
     def states_of(self, rows: Tensor) -> Tensor:
         """Return the states [b, n, hidden] of texts [b] in float32."""
-        return _read(self.states, rows)
+        return self._read(self.states, rows)
+
+    def tokens_of(self, rows: Tensor) -> Tensor:
+        """Return the tokens [b, n] of texts."""
+        return self.tokens[rows].to(self.device)
 
     def taps_of(self, rows: Tensor) -> Tensor:
         """Return the states of the other layers, side by side: [b, n, layers * hidden] in float32."""
-        return torch.cat([_read(states, rows) for states in self.taps], dim=-1)
+        return torch.cat([self._read(states, rows) for states in self.taps], dim=-1)
 
     def batch(self, first: int, count: int) -> Tensor:
         """Return texts by number, in another order in each epoch: [count, 1 + n], their places before their tokens."""
         rows = torch.tensor([self._place(number) for number in range(first, first + count)])
         return torch.cat((rows[:, None], self.tokens[rows]), dim=1)
+
+    def _read(self, states: NDArray[np.float16], rows: Tensor) -> Tensor:
+        return torch.from_numpy(np.stack([states[row] for row in rows.tolist()])).to(self.device).float()
 
     def _place(self, number: int) -> int:
         epoch, index = divmod(number, self.num_training)
@@ -108,6 +123,58 @@ def most_texts(tokens: int, seq: int, width: int, cache_gib: float) -> int:
     return max(2, min(tokens // seq, int(cache_gib * 2**30) // (2 * seq * width)))
 
 
+def wanted_texts(plan: TextsPlan, width: int) -> int | None:
+    """Return the number of texts to write; None = the folder has its texts. width: see `most_texts`."""
+    return None if (plan.out / FILE).exists() else most_texts(plan.tokens, plan.seq, width, plan.cache_gib)
+
+
+def num_held_out(count: int) -> int:
+    """Return how many of so many texts are held out; they are the last ones."""
+    return max(1, round(HELD_OUT_SHARE * count))
+
+
+@dataclass
+class PartialTexts:
+    """The texts that a run has so far, one per line of a file that it appends to. The first line is the run's plan."""
+
+    plan: TextsPlan
+    file: IO[str]
+    texts: list[list[int]]
+
+    @classmethod
+    @contextmanager
+    def open(cls, plan: TextsPlan) -> Iterator[PartialTexts]:
+        """Open a run's file. Raises ConfigError if its texts are those of another plan."""
+        path, wanted = plan.out / PART, _header(plan)
+        lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []  # an unfinished line is cut
+        if lines and json.loads(lines[0]) != wanted:
+            raise ConfigError(
+                f"the texts in {path} were begun with other settings", "repeat these, or choose another --out."
+            )
+        with path.open("w", encoding="utf-8") as file:
+            file.write("".join(f"{line}\n" for line in lines or [json.dumps(wanted)]))
+            yield cls(plan, file, [json.loads(line) for line in lines[1:]])
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def add(self, texts: Sequence[list[int]]) -> None:
+        """Append texts."""
+        self.texts += texts
+        self.file.write("".join(f"{json.dumps(text)}\n" for text in texts))
+        self.file.flush()
+
+    def finish(self) -> None:
+        """Write the run's texts in their final form, see `save_texts`, and drop the file."""
+        save_texts(self.plan.out, self.texts, self.plan.seq, self.plan.seed)
+        (self.plan.out / PART).unlink()
+
+
+def _header(plan: TextsPlan) -> dict[str, object]:
+    names = ("target", "seq", "temperature", "chat", "seed")
+    return {name: getattr(plan, name) for name in names}
+
+
 def save_texts(folder: Path, texts: Sequence[Sequence[int]], seq: int, seed: int) -> None:
     """Write the tokens of texts of at least `seq` tokens. Raises ConfigError if there are fewer than 2."""
     whole = [list(text[:seq]) for text in texts if len(text) >= seq]
@@ -120,43 +187,57 @@ def save_texts(folder: Path, texts: Sequence[Sequence[int]], seq: int, seed: int
     os.replace(temporary, folder / FILE)
 
 
-def open_texts(
-    folder: Path, target: Decoder, watch: Callable[[float], None] | None = None, layers: Sequence[int] = ()
-) -> Texts:
-    """Return the texts of a folder; missing states are computed and written.
+def open_texts(folder: Path, model: CausalLM, watch: Watch | None = None, layers: Sequence[int] = ()) -> Texts:
+    """Return the texts of a folder; missing states are computed by the model and written.
 
     layers: whose states are kept beside those after the final norm, numbered as in `DrafterNeeds.hidden_layers`.
     """
+    tokens = _tokens(folder)
+    shape, paths = (*tokens.shape, model.hidden_size), _paths(folder, layers)
+    missing = [layer for layer, path in paths.items() if not _is_whole(path, tokens, model.hidden_size)]
+    if missing:
+        _write_states({layer: paths[layer] for layer in missing}, tokens, model, watch)
+    states = {layer: np.memmap(path, dtype=np.float16, mode="r", shape=shape) for layer, path in paths.items()}
+    taps = tuple(states[layer] for layer in layers)
+    return Texts(tokens, states[None], num_held_out(len(tokens)), taps, model.cache_shape.device)
+
+
+def missing_states(folder: Path, hidden_size: int, layers: Sequence[int]) -> bool:
+    """Whether states of a folder's texts are missing."""
+    tokens = _tokens(folder)
+    return not all(_is_whole(path, tokens, hidden_size) for path in _paths(folder, layers).values())
+
+
+def _tokens(folder: Path) -> Tensor:
     with safe_open(folder / FILE, framework="pt") as opened:
         tokens: Tensor = opened.get_tensor("tokens")
-    shape = (*tokens.shape, target.hidden_size)
-    paths = {target.num_layers + 1: folder / STATES} | {layer: folder / f"states-{layer}.f16" for layer in layers}
-    size = 2 * int(np.prod(shape))
-    missing = {layer: path for layer, path in paths.items() if not path.exists() or path.stat().st_size != size}
-    if missing:
-        _write_states(missing, tokens, target, watch)
-    states = {layer: np.memmap(path, dtype=np.float16, mode="r", shape=shape) for layer, path in paths.items()}
-    num_held_out = max(1, round(HELD_OUT_SHARE * len(tokens)))
-    return Texts(tokens, states[target.num_layers + 1], num_held_out, tuple(states[layer] for layer in layers))
+    return tokens
 
 
-def _read(states: NDArray[np.float16], rows: Tensor) -> Tensor:
-    return torch.from_numpy(np.stack([states[row] for row in rows.tolist()])).float()
+def _paths(folder: Path, layers: Sequence[int]) -> dict[int | None, Path]:
+    """Return the files of states by layer; None = those after the final norm."""
+    return {None: folder / STATES, **{layer: folder / f"states-{layer}.f16" for layer in layers}}
 
 
-def _write_states(
-    paths: Mapping[int, Path], tokens: Tensor, target: Decoder, watch: Callable[[float], None] | None
-) -> None:
+def _is_whole(path: Path, tokens: Tensor, hidden_size: int) -> bool:
+    return path.exists() and path.stat().st_size == 2 * tokens.numel() * hidden_size
+
+
+def _write_states(paths: Mapping[int | None, Path], tokens: Tensor, model: CausalLM, watch: Watch | None) -> None:
     """Write the states of each layer to its file; numbers beyond float16 become its largest ones."""
     temporary = {layer: path.with_suffix(".part") for layer, path in paths.items()}
-    most = torch.finfo(torch.float16).max
+    most, taps = torch.finfo(torch.float16).max, [layer for layer in paths if layer is not None]
+    cache = slotted_cache(model.cache_shape, 1, tokens.shape[1])
     with ExitStack() as stack, torch.inference_mode():
-        files = [stack.enter_context(path.open("wb")) for path in temporary.values()]
-        for first in range(0, len(tokens), _AT_A_TIME):
-            found = states_of_layers(target, tokens[first : first + _AT_A_TIME], list(paths))
-            for file, states in zip(files, found, strict=True):
-                file.write(states.clamp(-most, most).half().numpy().tobytes())
+        files = {layer: stack.enter_context(path.open("wb")) for layer, path in temporary.items()}
+        for place, text in enumerate(tokens.tolist(), 1):
+            batch = build_batch([SequenceInput(0, text, DraftTree.empty())], cache, model.cache_shape.device)
+            hidden = model.forward(batch, cache.storage, taps)
+            cache.release(0)
+            for layer, file in files.items():
+                states = hidden.last if layer is None else hidden.taps[taps.index(layer)]
+                file.write(states.float().clamp(-most, most).half().cpu().numpy().tobytes())
             if watch:
-                watch(min(1.0, (first + _AT_A_TIME) / len(tokens)))
+                watch(place / len(tokens))
     for layer, path in paths.items():
         os.replace(temporary[layer], path)

@@ -51,7 +51,8 @@ class Eagle3Objective(RoundsObjective):
         super().use(texts)
         self._sizes = state_sizes(texts, len(self.layers))
         if self._head.config.own_head:
-            self._tokens = frequent_tokens(texts, len(self._head.lm_head.weight), self._target.vocab_size)
+            tokens = frequent_tokens(texts, len(self._head.lm_head.weight), self._target.vocab_size)
+            self._tokens = tokens.to(texts.device)
             with torch.no_grad():
                 self._head.lm_head.weight.copy_(self._output.rows(self._tokens))
 
@@ -60,8 +61,9 @@ class Eagle3Objective(RoundsObjective):
         found = {_hub_name(name): tensor for name, tensor in super().tensors().items()}
         found["fc.weight"] = self._fc.weight.detach() / self._sizes
         if self._tokens is not None:
-            found["d2t"] = self._tokens - torch.arange(len(self._tokens))
-            found["t2d"] = torch.zeros(self._target.vocab_size, dtype=torch.bool).index_fill(0, self._tokens, True)
+            tokens = self._tokens.cpu()
+            found["d2t"] = tokens - torch.arange(len(tokens))
+            found["t2d"] = torch.zeros(self._target.vocab_size, dtype=torch.bool).index_fill(0, tokens, True)
         return found
 
     def _output_head(self) -> OutputHead | None:
