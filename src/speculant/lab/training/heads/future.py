@@ -65,5 +65,6 @@ class FutureObjective:
         hidden = self._texts.states_of(places)
         count, length = self._heads.shape.num_heads, hidden.shape[1]
         made = self._heads.states(hidden.flatten(0, 1), count).view(count, *hidden.shape)
-        own = [made[head, :, count - 1 - head : length - 1 - head] for head in range(count)]
-        return torch.stack(own).flatten(1, 2), hidden[:, count:].flatten(0, 1)
+        first = max(count, self._texts.opening - 1)
+        own = [made[head, :, first - 1 - head : length - 1 - head] for head in range(count)]
+        return torch.stack(own).flatten(1, 2), hidden[:, first:].flatten(0, 1)

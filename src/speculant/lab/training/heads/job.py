@@ -156,7 +156,7 @@ def head_card(config: HeadTrainingConfig, outcome: HeadOutcome) -> str:
         (f"Trained on {outcome.texts:,} {'conversations' if config.chat else 'texts'} of {config.seq} tokens that the"
          f" model wrote itself, at temperature {config.temperature:g}"
          f"{'' if config.chat else ', after prompts that were cut from text files'}: {outcome.tokens:,} tokens in"
-         f" {outcome.steps:,} steps, {outcome.minutes:.0f} minutes on {_named(config)}, by"), "",
+         f" {outcome.steps:,} steps, {outcome.minutes:.3g} minutes on {_named(config)}, by"), "",
         f"    {config.command()}", "",
         "## Measured", "",
         (f"On {figures.rows:,} tokens of texts that were not trained on, computed in float32. The tokens before each"

@@ -53,7 +53,8 @@ class LookAheadObjective:
     def loss(self, model: Any, windows: Tensor, progress: float) -> Tensor:
         """See `HeadInTraining.loss`."""
         generator = torch.Generator().manual_seed(self._seed + int(windows[:, 0].sum()))
-        offsets = min(STRIDE, windows.shape[1] - 1 - len(self._inputs))
+        assert self._texts is not None
+        offsets = min(STRIDE, windows.shape[1] - 1 - len(self._inputs) - max(0, self._texts.opening - 2))
         first = int(torch.randint(offsets, (), generator=generator))
         made, own = self._predicted(windows[:, 0], first)
         each = torch.cat([distances(made[[t]], own[t], self._output, progress) for t in range(len(made))])
@@ -84,6 +85,7 @@ class LookAheadObjective:
         """Return the look-ahead states [T, r, hidden] at places of texts, and the target's states that they predict."""
         assert self._texts is not None
         count, states = len(self._inputs), self._texts.states_of(rows)
+        first += max(0, self._texts.opening - 2)
         places = torch.arange(first, states.shape[1] - count, STRIDE, device=states.device)
         made = look_ahead_states(self._target, self._texts.tokens_of(rows), places, self._inputs)
         own = torch.stack([states[:, places + 1 + t] for t in range(count)])

@@ -115,7 +115,8 @@ class RoundsObjective:
             assert out.carried is not None
             made.append(out.last)
             taken = torch.cat((entering[:, :1], out.carried[:, :-1]), dim=1)
-        skipped = self._depth - 1  # rows that later rounds began with a state of the target
+        begun = self._depth - 1  # rows that later rounds began with a state of the target
+        skipped = max(begun, self._texts.opening - 2)
         own = torch.stack([out[:, skipped:] for out in made])
         return own.flatten(1, 2), self._texts.states_of(places)[:, 1 + skipped :].flatten(0, 1)
 

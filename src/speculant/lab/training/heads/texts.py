@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import IO, Protocol
 
@@ -89,6 +90,15 @@ class Texts:
     def num_training(self) -> int:
         """The number of texts that are trained on."""
         return len(self.tokens) - self.num_held_out
+
+    @cached_property
+    def opening(self) -> int:
+        """The first tokens that all texts share, such as a chat template's; at most half of a text.
+
+        They are no part of losses and figures: a drafter never has to predict them.
+        """
+        same = (self.tokens == self.tokens[0]).all(0)
+        return min(int(same.long().cumprod(0).sum()), self.tokens.shape[1] // 2)
 
     def states_of(self, rows: Tensor) -> Tensor:
         """Return the states [b, n, hidden] of texts [b] in float32."""
