@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from speculant.cli.terminal import progress, shown_progress
@@ -21,9 +20,7 @@ _MOST_DOCUMENTS = 400  # to cut prompts from
 Write = Callable[[int, int], list[list[int]]]  # the first text's number, the number of texts -> the texts
 
 
-def prepare_texts(
-    plan: TextsPlan, data: Sequence[Path], suffix: str, hidden_size: int, layers: Sequence[int] = ()
-) -> None:
+def prepare_texts(plan: TextsPlan, hidden_size: int, layers: Sequence[int] = ()) -> None:
     """Let the target write the texts and compute their hidden states, as far as they are missing.
 
     hidden_size: the target's. layers: see `open_texts`. An interrupted run goes on with the texts that it has.
@@ -37,17 +34,17 @@ def prepare_texts(
     with progress("Loading the target"):
         llm = LLM(plan.target, max_model_len=plan.seq, max_num_seqs=_SEQUENCES, seed=plan.seed)
     if count is not None:
-        _write_texts(llm, plan, data, suffix, count)
+        _write_texts(llm, plan, count)
     with shown_progress("Computing hidden states") as watch:
         open_texts(plan.out, llm.checkpoint.model, watch, layers)
 
 
-def _write_texts(llm: LLM, plan: TextsPlan, data: Sequence[Path], suffix: str, count: int) -> None:
+def _write_texts(llm: LLM, plan: TextsPlan, count: int) -> None:
     """Write texts in parts. The last texts are held out: their prompts are from files that are held out as well."""
     from speculant.lab.training.heads.texts import PartialTexts
 
     with progress("Reading prompts"):
-        write = _conversations(llm, plan, data, count) if plan.chat else _continuations(llm, plan, data, suffix, count)
+        write = _conversations(llm, plan, count) if plan.chat else _continuations(llm, plan, count)
     with shown_progress("The target writes texts") as watch, PartialTexts.open(plan) as kept:
         for first in range(len(kept), count, _AT_A_TIME):
             kept.add(write(first, min(_AT_A_TIME, count - first)))
@@ -55,12 +52,12 @@ def _write_texts(llm: LLM, plan: TextsPlan, data: Sequence[Path], suffix: str, c
         kept.finish()
 
 
-def _continuations(llm: LLM, plan: TextsPlan, data: Sequence[Path], suffix: str, count: int) -> Write:
+def _continuations(llm: LLM, plan: TextsPlan, count: int) -> Write:
     """Return what continues prompts that are cut from files."""
     from speculant.lab.training.heads.texts import num_held_out
 
     held_out = num_held_out(count)
-    prompts = _prompts(plan, data, suffix, llm.tokenizer, (count - held_out, held_out))
+    prompts = _prompts(plan, llm.tokenizer, (count - held_out, held_out))
 
     def write(first: int, number: int) -> list[list[int]]:
         chosen = prompts[first : first + number]
@@ -70,12 +67,12 @@ def _continuations(llm: LLM, plan: TextsPlan, data: Sequence[Path], suffix: str,
     return write
 
 
-def _conversations(llm: LLM, plan: TextsPlan, data: Sequence[Path], count: int) -> Write:
+def _conversations(llm: LLM, plan: TextsPlan, count: int) -> Write:
     """Return what writes conversations; without data, the target writes the first questions too."""
     from speculant.lab.training.heads.conversations import Turns, write_conversations
 
     turns = Turns.of(llm.tokenizer)
-    questions = _questions(llm.tokenizer, plan, data, count)
+    questions = _questions(llm.tokenizer, plan, count)
 
     def write(first: int, number: int) -> list[list[int]]:
         def go_on(texts: Sequence[list[int]], most: Sequence[int], turn: int) -> list[list[int]]:
@@ -87,7 +84,7 @@ def _conversations(llm: LLM, plan: TextsPlan, data: Sequence[Path], count: int) 
     return write
 
 
-def _questions(tokenizer: Tokenizer, plan: TextsPlan, data: Sequence[Path], count: int) -> list[list[int]]:
+def _questions(tokenizer: Tokenizer, plan: TextsPlan, count: int) -> list[list[int]]:
     """Return each conversation's first question; empty = the target writes it.
 
     Held-out texts have questions of their own.
@@ -95,12 +92,12 @@ def _questions(tokenizer: Tokenizer, plan: TextsPlan, data: Sequence[Path], coun
     from speculant.lab.bench.prompt_files import read_prompts
     from speculant.lab.training.heads.texts import num_held_out
 
-    if not data:
+    if not plan.data:
         return [[] for _ in range(count)]
-    for path in data:
+    for path in plan.data:
         if not path.is_file():
             raise ConfigError(f"{path} is not a file", "with --chat, --data names files with one question per line.")
-    read = [each.content for path in data for each in read_prompts(path)]
+    read = [each.content for path in plan.data for each in read_prompts(path)]
     known = [tokenizer.encode(each, add_special_tokens=False) if isinstance(each, str) else each for each in read]
     fitting = [question for question in known if len(question) < plan.seq // 2]
     if len(fitting) < 2:
@@ -113,15 +110,13 @@ def _questions(tokenizer: Tokenizer, plan: TextsPlan, data: Sequence[Path], coun
     return [own[place % len(own)] for own, number in parts for place in range(number)]
 
 
-def _prompts(
-    plan: TextsPlan, data: Sequence[Path], suffix: str, tokenizer: Tokenizer, counts: tuple[int, int]
-) -> list[list[int]]:
+def _prompts(plan: TextsPlan, tokenizer: Tokenizer, counts: tuple[int, int]) -> list[list[int]]:
     """Return prompts from the files that `train lm` trains on, then from held-out ones; counts: how many of each."""
     from speculant.lab.training.corpus import read_corpus, standard_library
     from speculant.lab.training.heads import job
 
     begins = tokenizer.encode("")[:1] or sorted(tokenizer.special_ids)[:1] or [0]
-    corpus = read_corpus(tuple(data) or (standard_library(),), suffix)
+    corpus = read_corpus(tuple(plan.data) or (standard_library(),), plan.suffix)
     prompts = list[list[int]]()
     for documents, count in zip((corpus.training, corpus.held_out), counts, strict=True):
         read = [

@@ -98,7 +98,7 @@ def _run(config: BoostedConfig, resume: bool) -> list[BoostedOutcome]:
     job.check_folder(config, resume)
     with progress("Loading the target"):
         target = load_plain(config.target)
-    prepare_texts(config, config.data, config.suffix, target.hidden_size)
+    prepare_texts(config, target.hidden_size)
     texts = open_texts(config.out, target)
     outcomes = []
     for number in range(1, config.boosted + 1):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from speculant.errors import ConfigError
 
@@ -77,18 +78,25 @@ class TrainingConfig:
 
     def command(self) -> str:
         """Return the command line that starts this run, with the last part of each path."""
-        words = ["speculant train lm"]
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if value != field.default:
-                words += [f"--{field.name.replace('_', '-')} {part}" for part in _formatted(value)]
-        return " ".join(words)
+        return command_line("speculant train lm", self)
 
 
-def _formatted(value: object) -> list[str]:
-    if isinstance(value, tuple):
-        return [path.name for path in value]
-    return [value.name if isinstance(value, Path) else f"{value:g}" if isinstance(value, float) else str(value)]
+def command_line(command: str, config: Any) -> str:
+    """Return a command with a flag for each entry of a dataclass that is not the default; paths lose their folders."""
+    words = [command]
+    for field in fields(config):
+        value, flag = getattr(config, field.name), f"--{field.name.replace('_', '-')}"
+        if value != field.default:
+            parts = value if isinstance(value, tuple) else (value,)
+            words += [flag if part is True else f"{flag} {_short(part)}" for part in parts]
+    return " ".join(words)
+
+
+def _short(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:g}"
+    is_path = isinstance(value, Path) or (isinstance(value, str) and Path(value).exists())
+    return Path(str(value)).resolve().name if is_path else str(value)
 
 
 def _check_numbers(config: TrainingConfig) -> None:

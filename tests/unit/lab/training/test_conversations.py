@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from speculant.cli.main import app
@@ -106,14 +107,8 @@ def test_a_head_learns_from_conversations(kind: str, tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert "held-out sum min(p, q) by token" in result.stderr
     assert "conversations of 64 tokens" in (out / "README.md").read_text()
-    turns, tokenizer = (
-        Turns.of(Tokenizer.load(resolve_source("demo", "target"))),
-        Tokenizer.load(resolve_source("demo", "target")),
-    )
-    with (out / FILE).open("rb"):
-        from safetensors.torch import load_file
-
-        tokens = load_file(out / FILE)["tokens"]
+    tokenizer, tokens = Tokenizer.load(resolve_source("demo", "target")), load_file(out / FILE)["tokens"]
+    turns = Turns.of(tokenizer)
     assert tokens.shape == (10, 64)
     assert tokens[:, : len(turns.begin)].tolist() == [turns.begin] * 10
     if own:

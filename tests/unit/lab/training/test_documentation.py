@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from speculant.cli.main import app
 from speculant.cli.train import TrainingFlags
 from speculant.cli.train_draft import BoostedFlags
+from speculant.cli.train_head import HeadFlags
 from speculant.lab.training import config as configuration
 from speculant.lab.training.config import TrainingConfig
 
@@ -46,12 +47,13 @@ def test_commands_of_the_training_page_have_known_flags(command: str) -> None:
 
 
 def test_flags_of_the_training_page_exist() -> None:
-    flags = {f"--{name.replace('_', '-')}" for name in (*TrainingFlags.names(), *BoostedFlags.names())}
+    flags = {
+        f"--{name.replace('_', '-')}" for name in (*TrainingFlags.names(), *BoostedFlags.names(), *HeadFlags.names())
+    }
     named = set(re.findall(r"`(--[a-z-]+)", PAGE)) - {
         "--model",
         "--resume",
         "--size",
-        "--draft-vocab",
     }  # of other commands
     assert named
     assert named <= flags

@@ -8,7 +8,7 @@ from typing import Any
 
 from speculant.errors import ConfigError
 from speculant.gguf_file import name_of
-from speculant.lab.training.config import TrainingConfig, TrainingSchedule
+from speculant.lab.training.config import TrainingConfig, TrainingSchedule, command_line
 
 MOST_DRAFTS, MOST_PARALLEL = 8, 32
 WARM = 0.25  # of the peak rates, for a draft that begins with trained weights
@@ -101,18 +101,4 @@ class BoostedConfig:
 
     def command(self) -> str:
         """Return the command line that starts this run, with the last part of each path."""
-        words = ["speculant train draft"]
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if value != field.default:
-                flag = f"--{field.name.replace('_', '-')}"
-                parts = value if isinstance(value, tuple) else (value,)
-                words += [flag if part is True else f"{flag} {_short(part)}" for part in parts]
-        return " ".join(words)
-
-
-def _short(value: object) -> str:
-    if isinstance(value, float):
-        return f"{value:g}"
-    is_path = isinstance(value, Path) or (isinstance(value, str) and Path(value).exists())
-    return Path(str(value)).resolve().name if is_path else str(value)
+        return command_line("speculant train draft", self)

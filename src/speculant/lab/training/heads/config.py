@@ -10,7 +10,7 @@ from typing import Any
 
 from speculant.errors import ConfigError, suggest
 from speculant.gguf_file import name_of
-from speculant.lab.training.config import TrainingSchedule
+from speculant.lab.training.config import TrainingSchedule, command_line
 from speculant.lab.training.heads import kinds
 
 _RANGES: dict[str, tuple[float, float]] = {
@@ -25,12 +25,13 @@ _RANGES: dict[str, tuple[float, float]] = {
 class HeadTrainingConfig:
     """The head, its texts and the length of its training.
 
-    tokens: of the target's output and the prompts before it, in texts of `seq` tokens. temperature: of that output.
-    chat: whether the target writes conversations, its own questions included, in place of continuing texts.
-    cache_gib: the limit on disk for the hidden states of these texts; fewer texts are used if they don't fit.
-    num_heads: predicted tokens of heads on one state; depth: successive rows that a layer learns to continue from its
-    own states. inner: the width of feed-forward blocks; None = the kind's usual one. draft_vocab: tokens of an output
-    head of its own; None = it shares the target's. device: of the training; the target writes its texts on the CPU.
+    data, suffix: files for prompts, see `TextsPlan`. tokens: of the target's output and the prompts before it, in
+    texts of `seq` tokens. temperature: of that output. chat: whether the target writes conversations, its own questions
+    included, in place of continuing texts. cache_gib: the limit on disk for the hidden states of these texts; fewer
+    texts are used if they don't fit. num_heads: predicted tokens of heads on one state; depth: successive rows that a
+    layer learns to continue from its own states. inner: the width of feed-forward blocks; None = the kind's usual one.
+    draft_vocab: tokens of an output head of its own; None = it shares the target's. device: of the training; the target
+    writes its texts on the CPU.
     """
 
     out: Path
@@ -38,6 +39,8 @@ class HeadTrainingConfig:
     kind: str
     minutes: float | None = None
     steps: int | None = None
+    data: tuple[Path, ...] = ()
+    suffix: str = ".py"
     tokens: int = 400_000
     seq: int = 256
     batch: int = 8
@@ -83,20 +86,12 @@ class HeadTrainingConfig:
 
     def settings(self) -> dict[str, Any]:
         """Return the settings that a resumed run must repeat; its length and its device may change."""
-        changeable = {"out", "minutes", "steps", "save_minutes", "device"}
+        changeable = {"out", "minutes", "steps", "save_minutes", "device", "data"}
         return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in changeable}
 
     def command(self) -> str:
         """Return the command line that starts this run, with the last part of each path."""
-        place = Path(self.target)
-        target = place.resolve().name if place.exists() else self.target
-        words, short = ["speculant train head"], {"out": self.out.name, "target": target}
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if value != field.default:
-                text = f"{value:g}" if isinstance(value, float) else short.get(field.name, value)
-                words.append(f"--{field.name.replace('_', '-')}{'' if value is True else f' {text}'}")
-        return " ".join(words)
+        return command_line("speculant train head", self)
 
 
 def kind_names() -> list[str]:

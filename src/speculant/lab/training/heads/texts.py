@@ -42,6 +42,16 @@ class TextsPlan(Protocol):
         ...
 
     @property
+    def data(self) -> Sequence[Path]:
+        """Folders of texts whose parts are prompts, none = the standard library; for conversations, questions."""
+        ...
+
+    @property
+    def suffix(self) -> str:
+        """How the names of these texts end."""
+        ...
+
+    @property
     def tokens(self) -> int:
         """Tokens of all texts."""
         ...
