@@ -145,7 +145,8 @@ class Group:
     def figures(self, text: str) -> dict[str, Any]:
         """Return the figures of one kind of text."""
         runs = self.runs[text]
-        rates = by_position([run.speculation for run in runs[self.longest]]) if self.longest else []
+        longest = SpeculationMetrics.total(run.speculation for run in runs.get(self.longest, ()))
+        rates = longest.acceptance_by_position
         return {
             "training_minutes": self.source.minutes,
             "bytes": self.source.num_bytes,
@@ -181,16 +182,6 @@ class Group:
             return predict(rates, self.costs[self.longest], int(label))
         found = [each["predicted_speed"] for each in gains(plain, own)]
         return Spread.of(found).median if found else None
-
-
-def by_position(runs: Sequence[SpeculationMetrics]) -> list[float]:
-    """Return accepted over tested by place in the draft, up to the first place that was never tested."""
-    steps = [pair for each in runs for pair in zip(each.per_step_accepted, each.per_step_tested, strict=True)]
-    deepest = max((tested for _, tested in steps), default=0)
-    return [
-        sum(accepted > place for accepted, _ in steps) / sum(tested > place for _, tested in steps)
-        for place in range(deepest)
-    ]
 
 
 def predict(rates: Sequence[float], costs: LengthCosts, length: int) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -39,6 +39,14 @@ class SpeculationMetrics:
         self.per_step_accepted.append(accepted)
         self.per_step_tested.append(tested)
 
+    @classmethod
+    def total(cls, parts: Iterable[SpeculationMetrics]) -> SpeculationMetrics:
+        """Return the pooled counts of several requests."""
+        whole = cls()
+        for part in parts:
+            whole.add(part)
+        return whole
+
     def add(self, other: SpeculationMetrics) -> None:
         """Pool another request's counts into these."""
         self.num_spec_steps += other.num_spec_steps
@@ -71,6 +79,12 @@ class SpeculationMetrics:
         """Pooled alpha, accepted / tested (docs/references.md, metrics): tokens after a rejection are not tested."""
         return _ratio(self.num_accepted_draft_tokens, self.num_tested_tokens)
 
+    @property
+    def acceptance_by_position(self) -> list[float]:
+        """Accepted / tested by position in the draft, up to the last position that was tested."""
+        accepted, tested = _reaching(self.per_step_accepted), _reaching(self.per_step_tested)
+        return [one / other for one, other in zip([*accepted, *[0] * len(tested)], tested, strict=False)]
+
     def to_dict(self) -> dict[str, Any]:
         """Return counts and rates under their documented keys; see `steps` for the lists that are left out."""
         rates = {name: getattr(self, name) for name in _RATES}
@@ -80,6 +94,11 @@ class SpeculationMetrics:
     def steps(self) -> dict[str, list[int]]:
         """Return what every step drafted and accepted, in order, under their documented keys."""
         return {name: list(getattr(self, name)) for name in _STEPS}
+
+
+def _reaching(counts: Sequence[int]) -> list[int]:
+    """Return how many of the counts are above 0, above 1, and so on."""
+    return [sum(count > place for count in counts) for place in range(max(counts, default=0))]
 
 
 _STEPS = ("per_step_accepted", "per_step_drafted")
@@ -262,9 +281,7 @@ class RequestMetrics:
         """Return the figures of all samples of a request; those of a single one are its own."""
         if len(samples) == 1:
             return samples[0]
-        speculation = SpeculationMetrics()
-        for each in samples:
-            speculation.add(each.speculative_decoding)
+        speculation = SpeculationMetrics.total(each.speculative_decoding for each in samples)
         return replace(
             samples[0],
             timing=TimingMetrics.pooled([each.timing for each in samples]),

@@ -47,11 +47,11 @@ def speeds(runs: Mapping[str, Mapping[str, Mapping[str, float]]]) -> str:
 
 def acceptance_by_position(metrics: SpeculationMetrics) -> str:
     """Draw the share of accepted tokens by position in the draft, of those tested there."""
-    tested, accepted = _by_position(metrics.per_step_tested), _by_position(metrics.per_step_accepted)
+    rates = metrics.acceptance_by_position
     axes = _axes("accepted / tested")
-    axes.bar(range(1, len(tested) + 1), accepted / np.maximum(tested, 1), color="#5aa469")
+    axes.bar(range(1, len(rates) + 1), rates, color="#5aa469")
     axes.axhline(metrics.acceptance_rate, color="#333333", linestyle="--", linewidth=1, label="all positions")
-    axes.set(xlabel="position in the draft", ylim=(0, 1), xticks=range(1, len(tested) + 1))
+    axes.set(xlabel="position in the draft", ylim=(0, 1), xticks=range(1, len(rates) + 1))
     axes.legend(loc="lower left")
     return _svg(axes)
 
@@ -139,12 +139,6 @@ def _first_steps(spans: Sequence[Span]) -> list[Span]:
     starts = [index for index, span in enumerate(spans) if span.phase == PHASES[0]]
     chosen = starts[2 : SHOWN_STEPS + 3] or starts
     return list(spans[chosen[0] : chosen[-1]]) if len(chosen) > 1 else list(spans)
-
-
-def _by_position(counts: Sequence[int]) -> Any:
-    """Return how many of the counts reach each position."""
-    longest = max(counts, default=0)
-    return np.array([sum(count > position for count in counts) for position in range(longest)])
 
 
 def _axes(label: str) -> Axes:
