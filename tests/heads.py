@@ -163,6 +163,24 @@ def write_peagle(folder: Path, hidden: int, vocab_size: int, seed: int = 0, **co
     return str(folder)
 
 
+def write_dflash(folder: Path, hidden: int, vocab_size: int, num_layers: int = 2, seed: int = 0, **config: Any) -> str:
+    """Write a DFlash head as its authors do."""
+    sizes = {**LAYER, "hidden_size": hidden, "vocab_size": vocab_size, "block_size": 5, "model_type": "qwen3"}
+    sizes |= {"dflash_config": {"mask_token_id": 1, "target_layer_ids": [0, 1]}, **config}
+    layers, random = sizes["dflash_config"]["target_layer_ids"], Random(seed)
+    found = {
+        "fc.weight": random.matrix(hidden, len(layers) * hidden),
+        "hidden_norm.weight": random.norm(hidden),
+        "norm.weight": random.norm(hidden),
+    }
+    for layer in range(num_layers):
+        prefix = f"layers.{layer}."
+        found |= {f"{prefix}input_layernorm.weight": random.norm(hidden)}
+        found |= {f"{prefix}self_attn.{name}_norm.weight": random.norm(sizes["head_dim"]) for name in "qk"}
+        found |= layer_tensors(random, prefix, hidden, hidden, sizes)
+    return write_head(folder, {**sizes, "num_hidden_layers": num_layers}, found)
+
+
 _OF_MIMO = ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
 MTP_NAMES = {
     "speculators": ("mtp_layers.0.", "mtp_layers.0.", _OF_MIMO),
@@ -201,6 +219,7 @@ WRITERS = {
     "eagle": write_eagle,
     "eagle3": write_eagle3,
     "peagle": write_peagle,
+    "dflash": write_dflash,
     "mtp": write_mtp,
     "pass": write_pass,
 }

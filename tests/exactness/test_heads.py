@@ -32,7 +32,7 @@ from tests.exactness.test_native_chains import COUPLED, DISTRIBUTIONS, LIMITS, a
 from tests.exactness.test_native_decoder import SETS, make_native, tokens_of
 from tests.examples import examples, sizes
 from tests.fakes import MakeCache, build_rig, few_blocks, known_verifiers, slotted
-from tests.heads import WRITERS, write_eagle, write_eagle3, write_peagle
+from tests.heads import WRITERS, write_dflash, write_eagle, write_eagle3, write_peagle
 from tests.models import make_request
 
 SMALL = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 2, "intermediate_size": 5}
@@ -54,6 +54,9 @@ def folder_of(method: str, vocab_size: int) -> str:
         return write_eagle3(folder, vocab_size, vocab_size, draft_vocab=known, **SMALL, **layers)
     if method == "peagle":
         return write_peagle(folder, vocab_size, vocab_size, ptd_token_id=1, **SMALL, **layers)
+    if method == "dflash":
+        blocks = {"dflash_config": {"mask_token_id": 1, "target_layer_ids": [-1, 0]}, "block_size": 4}
+        return write_dflash(folder, vocab_size, vocab_size, **SMALL, **blocks)
     return WRITERS[method](folder, vocab_size, vocab_size)
 
 
@@ -100,12 +103,15 @@ QUICK_TREES = {
     ("eagle", "uneven", "match"),
     ("eagle3", "uneven", "traversal"),
     ("peagle", "uneven", "multi_draft"),
+    ("dflash", "two deep", "traversal"),
 }
 
 
 @pytest.mark.parametrize(
     ("method", "name", "verifier"),
-    combinations(lambda *each: each in QUICK_TREES, ["medusa", "eagle", "eagle3", "peagle", "mtp"], TREES, BRANCHING),
+    combinations(
+        lambda *each: each in QUICK_TREES, ["medusa", "eagle", "eagle3", "peagle", "dflash", "mtp"], TREES, BRANCHING
+    ),
 )
 def test_trees_keep_the_distribution(method: str, name: str, verifier: str) -> None:
     for seed in range(examples(3, least=1)):

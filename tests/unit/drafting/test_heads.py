@@ -550,7 +550,6 @@ def test_a_target_s_own_folder_may_have_the_head(tmp_path: Path, checkpoints: Ch
 KINDS = {
     "mlp_speculator": {"model_type": "mlp_speculator", "architectures": ["MLPSpeculatorPreTrainedModel"]},
     "pard2": {"model_type": "llama", "spd_type": "pard2"},
-    "dflash": {"speculators_model_type": "dflash"},
 }
 
 
