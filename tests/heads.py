@@ -167,9 +167,9 @@ def write_dflash(folder: Path, hidden: int, vocab_size: int, num_layers: int = 2
     """Write a DFlash head as its authors do."""
     sizes = {**LAYER, "hidden_size": hidden, "vocab_size": vocab_size, "block_size": 5, "model_type": "qwen3"}
     sizes |= {"dflash_config": {"mask_token_id": 1, "target_layer_ids": [0, 1]}, **config}
-    layers, random = sizes["dflash_config"]["target_layer_ids"], Random(seed)
+    sizes, random = {key: value for key, value in sizes.items() if value is not None}, Random(seed)
     found = {
-        "fc.weight": random.matrix(hidden, len(layers) * hidden),
+        "fc.weight": random.matrix(hidden, 2 * hidden),
         "hidden_norm.weight": random.norm(hidden),
         "norm.weight": random.norm(hidden),
     }

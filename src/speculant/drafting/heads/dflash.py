@@ -72,7 +72,7 @@ class BlockOptions:
     tree: Any = None
 
 
-class Block(NamedTuple):
+class BlockShape(NamedTuple):
     """A block of `size` rows, the newest token and masks. Row `first` predicts the first drafted token."""
 
     size: int
@@ -101,7 +101,7 @@ class BlockRunner(HiddenStateRunner):
         max_num_batched_tokens: int,
         stop_below: float,
         encode: Encode,
-        block: Block,
+        block: BlockShape,
         shape: StaticTree | None,
     ) -> None:
         super().__init__(model, cache, chances, max_num_batched_tokens, stop_below, encode)
@@ -138,7 +138,7 @@ class BlockDrafter(OnePass, HiddenDrafter):
         self,
         runner: BlockRunner,
         layers: tuple[int, ...],
-        block: Block,
+        block: BlockShape,
         context: DrafterContext,
         shape: StaticTree | None,
     ) -> None:
@@ -218,12 +218,12 @@ def read_layers(folder: HeadFolder, entries: Mapping[str, Any], target: CausalLM
     return tuple(layer + shift for layer in named)
 
 
-def read_block(folder: HeadFolder, entries: Mapping[str, Any], target: CausalLM) -> Block:
+def read_block(folder: HeadFolder, entries: Mapping[str, Any], target: CausalLM) -> BlockShape:
     """Return the size and the mask of a block. Raises ModelError."""
     size, first = count(entries, "block_size", USUAL_BLOCK), 0 if flag(entries, "sample_from_anchor") else 1
     if size <= first:
         raise ModelError(f"config.json in {folder.folder} has blocks of {size} row, which draft nothing", "correct it.")
-    return Block(size, first, folder.check_mask(entries.get("mask_token_id"), "mask_token_id", target))
+    return BlockShape(size, first, folder.check_mask(entries.get("mask_token_id"), "mask_token_id", target))
 
 
 def load(folder: HeadFolder, entries: Mapping[str, Any], num_states: int, target: CausalLM) -> tuple[CausalLM, Encode]:
