@@ -11,7 +11,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from torch.nn import functional
 
 from speculant import LLM, plugins
 from speculant.cache.base import CacheShape, KVCache
@@ -24,6 +23,7 @@ from speculant.models.weights.load import load_model
 from speculant.params import SamplingParams
 from speculant.types import DraftTree, Request
 from tests.heads import Shown, fresh_states, head_context, write_dflash
+from tests.layers import layer, normed
 from tests.models import HIDDEN_SIZE, VOCAB_SIZE, Checkpoints, Shape, make_request, write_checkpoint
 
 H, V = HIDDEN_SIZE, VOCAB_SIZE
@@ -60,17 +60,6 @@ def probs_of(tree: DraftTree) -> Tensor:
     return tree.probs
 
 
-def normed(x: Tensor, scale: Tensor) -> Tensor:
-    return functional.rms_norm(x, x.shape[-1:], scale, 1e-5)
-
-
-def rotated(x: Tensor, positions: Tensor) -> Tensor:
-    """Rotate heads [n, heads, 8]."""
-    angles = (positions[:, None] * 10000.0 ** (-torch.arange(4) / 4))[:, None]
-    a, b = x.chunk(2, dim=-1)
-    return torch.cat((a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()), dim=-1)
-
-
 @torch.inference_mode()
 def block_logits(folder: str, target: CausalLM, text: Sequence[int], window: int | None = None) -> Tensor:
     """Return the logits [size, V] of a block; with a window, each row is causal and sees that many positions."""
@@ -80,23 +69,8 @@ def block_logits(folder: str, target: CausalLM, text: Sequence[int], window: int
     places = torch.arange(count + SIZE)
     rows = places[count:, None]
     hidden = (places > rows) | (places <= rows - window) if window else torch.zeros(SIZE, count + SIZE).bool()
-    for layer in range(2):
-        own = {name.removeprefix(f"layers.{layer}."): each for name, each in of.items()}
-        y = normed(x, own["input_layernorm.weight"])
-        queries, keys, values = (
-            (read @ own[f"self_attn.{name}_proj.weight"].T).view(len(read), -1, 8)
-            for name, read in (("q", y), ("k", torch.cat((context, y))), ("v", torch.cat((context, y))))
-        )
-        queries = rotated(normed(queries, own["self_attn.q_norm.weight"]), places[count:])
-        keys = rotated(normed(keys, own["self_attn.k_norm.weight"]), places)
-        keys, values = (each.repeat_interleave(2, dim=1) for each in (keys, values))
-        scores = torch.einsum("qhd,khd->hqk", queries, keys) * 8**-0.5
-        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
-        attended = torch.einsum("hqk,khd->qhd", weights, values).flatten(1)
-        x = x + attended @ own["self_attn.o_proj.weight"].T
-        y = normed(x, own["post_attention_layernorm.weight"])
-        gate, up = (y @ own[f"mlp.{name}_proj.weight"].T for name in ("gate", "up"))
-        x = x + (functional.silu(gate) * up) @ own["mlp.down_proj.weight"].T
+    for each in range(2):
+        x = layer(of, f"layers.{each}.", x, hidden, context)
     return target.logits(normed(x, of["norm.weight"]))
 
 
