@@ -12,7 +12,8 @@ Each row reads a token's embedding e and a hidden state h: the target's state at
 With CONTEXT a pass has rows of states or rows of tokens. Rows of states get keys and values in each layer, and nothing
 else is computed for them. Rows of tokens are those of a usual decoder.
 
-The embedding table and the output head are the target's unless the head's files have their own.
+The embedding table and the output head are the target's unless the head's files have their own. Embeddings have the
+target's scale, with CONTEXT that of `decoder`.
 """
 
 from __future__ import annotations
@@ -249,12 +250,20 @@ class HeadDecoder(nn.Module):
 
     def _block(self, batch: Batch, storage: KVStorage) -> Hidden:
         """Run the layers over tokens."""
-        x = self.embed(batch.tokens).to(self.cache_shape.dtype)
+        x = (self.embed(batch.tokens) * self._rescaling).to(self.cache_shape.dtype)
         attend = StoredKeys.build(batch, storage, self.config.decoder, x.dtype)
         angles = angles_of(self._rotaries, batch.positions, x.dtype, batch.long_rows(self.needs))
         for layer in self.layers:
             x = layer(x, angles, attend)
         return Hidden(self.norm(x))
+
+    @property
+    def _rescaling(self) -> float:
+        """The factor from the scale of the target's embeddings to this head's own."""
+        own, target = self.config.decoder.embedding.scale, self._target[0]
+        if self.config.own_table or not isinstance(target, Described):
+            return own
+        return own / target.config.embedding.scale
 
     def logits(self, hidden: Tensor) -> Tensor:
         """See `CausalLM.logits`."""

@@ -61,11 +61,16 @@ def probs_of(tree: DraftTree) -> Tensor:
 
 
 @torch.inference_mode()
-def block_logits(folder: str, target: CausalLM, text: Sequence[int], window: int | None = None) -> Tensor:
-    """Return the logits [size, V] of a block; with a window, each row is causal and sees that many positions."""
+def block_logits(
+    folder: str, target: CausalLM, text: Sequence[int], window: int | None = None, factor: float = 1.0
+) -> Tensor:
+    """Return the logits [size, V] of a block; with a window, each row is causal and sees that many positions.
+
+    factor: of the target's embeddings.
+    """
     of, states = load_file(f"{folder}/model.safetensors"), torch.cat(fresh_states(target, text[:-1], (1, 2)), dim=-1)
     context = normed(states @ of["fc.weight"].T, of["hidden_norm.weight"])
-    x, count = target.embed(torch.tensor([text[-1], *[MASK] * (SIZE - 1)])), len(context)
+    x, count = factor * target.embed(torch.tensor([text[-1], *[MASK] * (SIZE - 1)])), len(context)
     places = torch.arange(count + SIZE)
     rows = places[count:, None]
     hidden = (places > rows) | (places <= rows - window) if window else torch.zeros(SIZE, count + SIZE).bool()
@@ -181,8 +186,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[SpeculantError], str]] = {
     "no layers": ({"dflash_config": {**OF_AUTHORS, "target_layer_ids": []}}, PairError, "names the target's layers"),
     "other layers": ({"dflash_config": {**OF_AUTHORS, "target_layer_ids": [0, 2]}}, PairError, r"layers \[0, 2\]"),
     "one row": ({"block_size": 1}, ModelError, "blocks of 1 row"),
-    "a factor": ({"dflash_config": {**OF_AUTHORS, "input_embedding_scale": 8.0}}, ModelError, "input_embedding_scale"),
-    "a cap": ({"final_logit_softcapping": 30.0}, ModelError, "final_logit_softcapping = 30.0, and here it is None"),
+    "a scale": ({"dflash_config": {**OF_AUTHORS, "input_embedding_scale": -1}}, ModelError, "input_embedding_scale"),
     "no object": ({"dflash_config": [0, 1]}, ModelError, "dflash_config that is no object"),
 }
 
@@ -201,8 +205,13 @@ def test_a_head_of_blocks_is_known_by_its_config(tmp_path: Path, checkpoints: Ch
         LLM(checkpoints.target, draft_model=folder, spec_length=3)
 
 
-def test_embeddings_of_another_scale_are_refused(tmp_path: Path) -> None:
-    """Gemma multiplies embeddings; a head whose config does not say so was trained on plain ones."""
-    target = load_model(write_checkpoint(tmp_path / "gemma", Shape("gemma2")), "float32").model
-    with pytest.raises(ModelError, match="input_embedding_scale = 1.0, and here it is 5.65"):
-        build(write_dflash(tmp_path / "head", H, V), target)
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("scale", [1.0, 4.0])
+def test_embeddings_have_the_head_s_scale(tmp_path: Path, scale: float, kernels: str) -> None:
+    """Gemma multiplies embeddings by another number."""
+    target = load_model(write_checkpoint(tmp_path / "gemma", Shape("gemma2")), "float32", kernels=kernels).model
+    named = {"input_embedding_scale": scale} if scale != 1 else {}
+    folder = write_dflash(tmp_path / "head", H, V, dflash_config={**OF_AUTHORS, **named})
+    drafter = build(folder, target)
+    (tree,) = proposed(drafter, [begun(drafter, TEXT)])
+    assert_drawn_from(tree, block_logits(folder, target, TEXT, factor=scale / H**0.5)[1:])

@@ -44,8 +44,8 @@ from speculant.kernels.reference import rms_norm
 from speculant.models.base import CausalLM, Chain, SequenceInput, build_batch, known
 from speculant.models.config import read_windows
 from speculant.models.description import DecoderConfig, Layer
-from speculant.models.entries import count, flag, number, optional_number, show
-from speculant.models.heads import Described, HeadConfig, StateEntry
+from speculant.models.entries import POSITIVE, count, flag, number, show
+from speculant.models.heads import HeadConfig, StateEntry
 from speculant.models.linears import linears_of
 from speculant.sampling.chance import Chances
 from speculant.types import DraftTree
@@ -54,11 +54,8 @@ KIND = "dflash"
 METHOD = Method(default_length=15, uses_model=True)
 USUAL_BLOCK = 16
 SCALE = "encoder.norm.weight"
-LAYERS, AUTHORS_LAYERS = (
-    "aux_hidden_state_layer_ids",
-    "target_layer_ids",
-)  # the latter count from the first layer's output
-FACTORS = ("input_embedding_scale", "output_multiplier", "final_logit_softcapping")
+LAYERS, OUTPUTS = "aux_hidden_state_layer_ids", "target_layer_ids"  # keys: layers whose inputs, or outputs, are read
+EMBEDDING_SCALE = "input_embedding_scale"
 RENAMED = {
     "fc.weight": ENCODER, "hidden_norm.weight": SCALE, "embed_tokens.weight": "embed_tokens",
     **dict.fromkeys(TOKEN_MAPS),
@@ -208,7 +205,7 @@ def read_layers(folder: HeadFolder, entries: Mapping[str, Any], target: CausalLM
     """Return the target's layers whose inputs the head takes in."""
     named, shift = entries.get(LAYERS), 0
     if named is None:
-        named, shift = entries.get(AUTHORS_LAYERS), 1
+        named, shift = entries.get(OUTPUTS), 1
     size, whole = target.num_layers, isinstance(named, list) and all(type(layer) is int for layer in named)
     if not whole or not named or not all(0 <= layer + shift <= size for layer in named):
         raise PairError(
@@ -230,15 +227,13 @@ def load(folder: HeadFolder, entries: Mapping[str, Any], num_states: int, target
     """Read the head, and its map from the states of layers to one."""
     weights = renamed(folder, lambda name: RENAMED.get(name, name))
     names = weights.names()
-    sizes = with_blocks(
-        read_sizes(folder.config, names, target), entries, read_windows(layer_entries(entries, names, target))
-    )
+    windows = read_windows(layer_entries(entries, names, target))
+    sizes = with_blocks(read_sizes(folder.config, names, target), entries, windows)
     sizes = sizes.with_head(read_tokens(folder, target))
     config = HeadConfig(
         sizes, StateEntry.CONTEXT, own_table="embed_tokens" in names, own_head="lm_head.weight" in names
     )
     check_shared(folder, config, target)
-    check_factors(folder, entries, config, target)
     if not config.own_head:
         config = replace(config, decoder=sizes.with_head(()))
     matrix = (sizes.hidden_size, num_states * target.hidden_size)
@@ -259,7 +254,7 @@ def encoder(weights: Renamed, target: CausalLM, eps: float) -> Encode:
 
 
 def with_blocks(sizes: DecoderConfig, entries: Mapping[str, Any], windows: Sequence[int | None]) -> DecoderConfig:
-    """Return the layers' description with the attention of blocks. windows: those that config.json names.
+    """Return the description with the attention of blocks, and the scale of embeddings. windows: those in config.json.
 
     Layers with a window are causal within a block unless an entry says otherwise. Windows of the `speculators` package
     are those before the block, for all its rows.
@@ -275,25 +270,5 @@ def with_blocks(sizes: DecoderConfig, entries: Mapping[str, Any], windows: Seque
             attention = replace(attention, window=window + 1, fixed_window=True)
         return replace(layer, attention=attention)
 
-    return replace(sizes, layers=tuple(map(of_blocks, sizes.layers, windows)))
-
-
-def check_factors(folder: HeadFolder, entries: Mapping[str, Any], config: HeadConfig, target: CausalLM) -> None:
-    """Check that embeddings and logits, where they are the target's, have the factors that the head expects.
-
-    Raises ModelError.
-    """
-    if not isinstance(target, Described):
-        return
-    embedding, head = target.config.embedding, target.config.head
-    own = [
-        1.0 if config.own_table else embedding.scale,
-        *((1.0, None) if config.own_head else (head.scale, head.softcap)),
-    ]
-    wanted = [*(number(entries, key, 1.0, 1e-6, 1e6) for key in FACTORS[:2]), optional_number(entries, FACTORS[2])]
-    for key, expected, found in zip(FACTORS, wanted, own, strict=True):
-        if expected != found:
-            raise ModelError(
-                f"the head in {folder.folder} was trained with {key} = {show(expected)}, and here it is {show(found)}",
-                "use a head that was trained with the factors of this target.",
-            )
+    embedding = replace(sizes.embedding, scale=number(entries, EMBEDDING_SCALE, 1.0, *POSITIVE))
+    return replace(sizes, embedding=embedding, layers=tuple(map(of_blocks, sizes.layers, windows)))

@@ -109,7 +109,8 @@ class PackedHead:
 def _with_parts_of(host: DecoderConfig, config: HeadConfig) -> DecoderConfig:
     """Return a head's description with the factors of the target's table and head, where it has none of its own."""
     own = config.decoder
-    scale = own.embedding.scale if config.own_table else host.embedding.scale
+    own_scale = config.own_table or config.entry is StateEntry.CONTEXT
+    scale = own.embedding.scale if own_scale else host.embedding.scale
     head = own.head if config.own_head else replace(own.head, scale=host.head.scale, softcap=host.head.softcap)
     return replace(own, embedding=replace(own.embedding, scale=scale), head=head)
 
