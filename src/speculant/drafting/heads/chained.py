@@ -122,7 +122,8 @@ class _Levels:
         """Return the distribution [V] of the next token after each of the nodes: zeros if its module has a backlog."""
         logits = self._pass({node.request.seq_id: node.drafted for node in nodes})
         able = [place for place, node in enumerate(nodes) if node.request.seq_id in logits]
-        probs = torch.zeros(len(nodes), self.vocab_size, dtype=torch.float64)
+        device = self.modules[0].model.cache_shape.device
+        probs = torch.zeros(len(nodes), self.vocab_size, dtype=torch.float64, device=device)
         if able:
             rows = torch.stack([logits[nodes[place].request.seq_id] for place in able])
             probs[able] = distribution(rows, [nodes[place] for place in able], self.sampler).to(probs)
