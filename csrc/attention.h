@@ -6,6 +6,7 @@
 //          |       span 0        | span 1   SPAN positions: a softmax of their own, merged in order
 //
 // A tree node sees the chain before the tree, its ancestors and itself. The node at a position is the ancestor at that depth.
+// With SP_AHEAD, rows of a chain see one another.
 #pragma once
 #include "rows.h"
 
@@ -120,8 +121,10 @@ struct Keys {
         parents(segment.tree < 0 ? nullptr : p.parents + segment.tree), first_row(segment.first + block.first),
         first_node(block.first - chain_of(segment)), tree_start(segment.start + chain_of(segment)), rows(block.rows) {
     for (int64_t r = 0; r < rows; r++) {
-      end[r] = (first_node + r < 0 ? segment.start + block.first + r : nodes[first_node + r].position) + 1;
-      begin[r] = op.window && end[r] > op.window ? end[r] - op.window : 0;
+      const int64_t position = first_node + r < 0 ? segment.start + block.first + r : nodes[first_node + r].position;
+      const int64_t after = (op.flags & SP_FIXED ? segment.start : position) + 1;  // of the row that has the window
+      end[r] = op.flags & SP_AHEAD ? segment.start + segment.rows : position + 1;
+      begin[r] = op.window && after > op.window ? after - op.window : 0;
       if (begin[r] < first_position) first_position = begin[r];
       if (end[r] > end_position) end_position = end[r];
     }

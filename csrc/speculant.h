@@ -48,6 +48,8 @@ enum SpFlag {
   SP_GATHER = 16,  /* SP_EXPERTS: `in` has the rows of the pass, [T, k], instead of a row for each pair */
   SP_RENORMALISE = 32, /* SP_ROUTE: weights are a softmax of the selected scores, instead of all scores */
   SP_TOKENS = 64,  /* SP_EMBED: look all tokens up, also those of rows that have inputs */
+  SP_AHEAD = 128,  /* SP_ATTEND: a row also sees the later rows of its sequence in the pass, which are one chain */
+  SP_FIXED = 256,  /* SP_ATTEND: the window of each row begins where that of its sequence's first row in the pass begins */
 };
 
 enum SpActivation {

@@ -45,6 +45,7 @@ BLIND = {
     "eagle3",
     "mtp",
     "peagle",
+    "dflash",
     "pass",
 }  # methods whose drafts are accepted by chance alone: random heads too
 

@@ -163,28 +163,58 @@ def write_peagle(folder: Path, hidden: int, vocab_size: int, seed: int = 0, **co
     return str(folder)
 
 
+def write_dflash(folder: Path, hidden: int, vocab_size: int, num_layers: int = 2, seed: int = 0, **config: Any) -> str:
+    """Write a DFlash head as its authors do."""
+    sizes = {**LAYER, "hidden_size": hidden, "vocab_size": vocab_size, "block_size": 5, "model_type": "qwen3"}
+    sizes |= {"dflash_config": {"mask_token_id": 1, "target_layer_ids": [0, 1]}, **config}
+    sizes, random = {key: value for key, value in sizes.items() if value is not None}, Random(seed)
+    found = {
+        "fc.weight": random.matrix(hidden, 2 * hidden),
+        "hidden_norm.weight": random.norm(hidden),
+        "norm.weight": random.norm(hidden),
+    }
+    for layer in range(num_layers):
+        prefix = f"layers.{layer}."
+        found |= {f"{prefix}input_layernorm.weight": random.norm(hidden)}
+        found |= {f"{prefix}self_attn.{name}_norm.weight": random.norm(sizes["head_dim"]) for name in "qk"}
+        found |= layer_tensors(random, prefix, hidden, hidden, sizes)
+    return write_head(folder, {**sizes, "num_hidden_layers": num_layers}, found)
+
+
 _OF_MIMO = ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
 MTP_NAMES = {
-    "speculators": ("mtp_layers.0.", "mtp_layers.0.", _OF_MIMO),
-    "mimo": ("model.mtp_layers.0.", "model.mtp_layers.0.", _OF_MIMO),
-    "qwen": ("mtp.", "mtp.layers.0.", ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")),
+    "speculators": ("mtp_layers.{}.", "mtp_layers.{}.", _OF_MIMO),
+    "mimo": ("model.mtp_layers.{}.", "model.mtp_layers.{}.", _OF_MIMO),
+    "qwen": ("mtp.", "mtp.layers.{}.", ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")),
     "deepseek": ("model.layers.{}.", "model.layers.{}.", ("enorm", "hnorm", "eh_proj", "shared_head.norm")),
 }  # fmt: skip
 
 
 def write_mtp(
-    folder: Path, hidden: int, vocab_size: int, form: str = "speculators", num_layers: int = 2, seed: int = 0
-) -> str:
+    folder: Path, hidden: int, vocab_size: int, form: str = "speculators", num_layers: int = 2, seed: int = 0,
+    modules: int = 1, **config: Any,
+) -> str:  # fmt: skip
     """Write a head for multi-token prediction, in a form of its publishers; num_layers: the target's."""
-    sizes = {**LAYER, "model_type": "llama", "hidden_size": hidden, "vocab_size": vocab_size}
+    sizes = {**LAYER, "model_type": "llama", "hidden_size": hidden, "vocab_size": vocab_size, **config}
     config = {"speculators_model_type": "mtp", "transformer_layer_config": sizes} if form == "speculators" else sizes
-    (outer, inner, names), random = MTP_NAMES[form], Random(seed)
-    of_e, of_h = random.matrix(hidden, 2 * hidden).chunk(2, dim=1)
-    values = random.norm(hidden), random.norm(hidden), torch.cat((of_h, of_e) if form == "mimo" else (of_e, of_h), 1)
-    found = {f"{outer}{name}.weight": each for name, each in zip(names, (*values, random.norm(hidden)), strict=True)}
-    found[f"{inner}input_layernorm.weight"] = random.norm(hidden)
-    found |= layer_tensors(random, inner, hidden, hidden, sizes)
-    stored = {name.format(num_layers): each - float(form == "qwen" and "norm" in name) for name, each in found.items()}
+    stored, random = dict[str, Tensor](), Random(seed)
+    for module in range(modules):
+        place = module + num_layers * (form == "deepseek")
+        outer, inner, names = MTP_NAMES[form]
+        outer, inner = outer.format(place), inner.format(place)
+        of_e, of_h = random.matrix(hidden, 2 * hidden).chunk(2, dim=1)
+        values = (
+            random.norm(hidden),
+            random.norm(hidden),
+            torch.cat((of_h, of_e) if form == "mimo" else (of_e, of_h), 1),
+        )
+        found = {
+            f"{outer}{name}.weight": each for name, each in zip(names, (*values, random.norm(hidden)), strict=True)
+        }
+        found[f"{inner}input_layernorm.weight"] = random.norm(hidden)
+        found |= layer_tensors(random, inner, hidden, hidden, sizes)
+        own = {name: each - float(form == "qwen" and "norm" in name) for name, each in found.items()}
+        stored = {**own, **stored}  # the first module's, where modules share tensors
     return write_head(folder, config, stored)
 
 
@@ -201,6 +231,7 @@ WRITERS = {
     "eagle": write_eagle,
     "eagle3": write_eagle3,
     "peagle": write_peagle,
+    "dflash": write_dflash,
     "mtp": write_mtp,
     "pass": write_pass,
 }

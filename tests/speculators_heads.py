@@ -163,6 +163,69 @@ def predicted_at_masks(module: PreTrainedModel, states: Tensor, text: Sequence[i
     return _of_all_tokens(module, logits[0][rows])
 
 
+def make_dflash_module(
+    vocab_size: int,
+    known: Sequence[int] | None,
+    layers: Sequence[int],
+    windows: Sequence[int | None] = (None, None),
+    **config: Any,
+) -> PreTrainedModel:
+    """Make a random DFlash head, its embedding and output head included; windows: those of its layers, all equal."""
+    speculators = package()
+    if speculators is None:
+        pytest.skip(f"the package `speculators` is not in {FOLDER}, where `make test` installs it")
+    from speculators.models import dflash
+
+    sizes = {**LAYER, "vocab_size": vocab_size, "num_hidden_layers": len(windows), "attn_implementation": "eager"}
+    sizes["layer_types"] = ["sliding_attention" if window else "full_attention" for window in windows]
+    if any(windows):
+        sizes |= {"use_sliding_window": True, "sliding_window": max(window or 0 for window in windows)}
+    made = dflash.DFlashSpeculatorConfig(
+        transformer_layer_config=AutoConfig.for_model("qwen3", **sizes),
+        draft_vocab_size=vocab_size if known is None else len(known),
+        aux_hidden_state_layer_ids=list(layers),
+        mask_token_id=9,
+        speculators_config=speculators.SpeculatorsConfig(
+            algorithm="dflash",
+            proposal_methods=[speculators.proposals.greedy.GreedyTokenProposalConfig(speculative_tokens=3)],
+            default_proposal_method="greedy",
+            verifier=speculators.VerifierConfig(name_or_path=None, architectures=["Qwen3ForCausalLM"]),
+        ),
+        **config,
+    )
+    module: PreTrainedModel = dflash.DFlashDraftModel(made).eval()
+    random = Random()
+    for parameter in module.parameters():
+        size = tuple(parameter.shape)
+        parameter.data = random.norm(*size) if len(size) == 1 else random.matrix(*size)
+    if known is not None:
+        knows = torch.zeros(vocab_size, dtype=torch.bool).index_fill(0, torch.tensor(known), True)
+        module.load_vocab_mappings(knows, torch.tensor(known) - torch.arange(len(known)))
+    return module
+
+
+@torch.inference_mode()
+def predicted_by_block(module: PreTrainedModel, states: Tensor, text: Sequence[int], depth: int) -> Tensor:
+    """Return the logits [depth, V] that a DFlash module's own `forward` computes in the block after a text.
+
+    states [len(text) - 1, layers * hidden]: the target's. The module is made for training: blocks begin at tokens that
+    the loss does not leave out, here the last one alone. Later states are not seen.
+    """
+    from speculators.losses import resolve_loss_config
+
+    logits, last, rest = list[Tensor](), len(text) - 1, module.block_size
+    tokens = torch.tensor([[*text, *[0] * rest]])
+    padded = nn.functional.pad(states, (0, 0, 0, 1 + rest), value=7.0)[None]
+    chosen = (torch.arange(tokens.shape[1]) == last).float()[None]
+    own = torch.zeros(1, tokens.shape[1], module.config.transformer_layer_config.hidden_size)
+    hook = module.lm_head.register_forward_hook(lambda *call: logits.append(call[2][0]))
+    eager = resolve_loss_config("kl_div", "eager")
+    module(padded, tokens, chosen, own, torch.zeros_like(tokens), loss_config=eager, max_anchors=1)
+    hook.remove()
+    first = 0 if module.config.sample_from_anchor else 1
+    return _of_all_tokens(module, logits[0][first : first + depth])
+
+
 def make_mtp_module(vocab_size: int) -> PreTrainedModel:
     """Make a random head for multi-token prediction; embedding and output head are those of the target."""
     if package() is None:

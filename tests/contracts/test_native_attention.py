@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from speculant.kernels import reference
-from speculant.kernels.native import Code, Kernels, Op, Pass, Type, open_kernels, usable_sets
+from speculant.kernels.native import Code, Flag, Kernels, Op, Pass, Type, open_kernels, usable_sets
 from speculant.models.native.decoder import address
 from tests.examples import examples
 from tests.timing import cpu_seconds
@@ -43,6 +43,7 @@ class Shape:
     type: Type = Type.F32
     softcap: float = 0.0
     sinks: bool = False
+    flags: Flag = Flag.NONE
 
     @property
     def sink_scores(self) -> Tensor:
@@ -123,7 +124,7 @@ class Attention:
         self._sinks = shape.sink_scores
         op = Op(
             code=Code.ATTEND, type=shape.type, heads=shape.heads, kv_heads=shape.kv_heads, dim=shape.dim,
-            window=shape.window, factor=shape.dim**-0.5, softcap=shape.softcap, group=self.GROUP,
+            window=shape.window, factor=shape.dim**-0.5, softcap=shape.softcap, group=self.GROUP, flags=shape.flags,
             sinks=self._sinks.data_ptr() if shape.sinks else None, source=self._inputs.data_ptr(),
             out=self.out.data_ptr(),
         )  # fmt: skip
@@ -191,8 +192,10 @@ def expected(shape: Shape, fed: Fed) -> Tensor:
     keys, values = (each.double().repeat_interleave(group, dim=1) for each in (fed.keys, fed.values))
     scores = torch.einsum("qhd,khd->hqk", fed.queries.double(), keys) * shape.dim**-0.5
     scores = reference.soft_cap(scores, shape.softcap or None)
-    ahead = torch.arange(len(keys)) - torch.arange(start, start + fed.rows.count)[:, None]
-    hidden = (ahead > 0) | (ahead <= -shape.window if shape.window else ahead > 0)
+    places, rows = torch.arange(len(keys)), torch.arange(start, start + fed.rows.count)[:, None]
+    hidden = places > rows if Flag.AHEAD not in shape.flags else places < -rows
+    if shape.window:
+        hidden = hidden | (places <= (rows if Flag.FIXED not in shape.flags else start) - shape.window)
     scores, sinks = scores.masked_fill(hidden, -torch.inf), shape.sink_scores.double()[:, None, None]
     weights = torch.cat([scores, sinks.expand(-1, len(scores[0]), 1)], dim=-1).softmax(-1)[..., :-1]
     return torch.einsum("hqk,khd->qhd", weights, values)
@@ -214,6 +217,21 @@ def test_attention_matches_its_definition(isa: str, shape: Shape) -> None:
     for leaf in fed.rows.leaves():
         along = expected(shape, fed.along(leaf))
         assert torch.allclose(seen[fed.rows.path(leaf)].double(), along, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("start", [0, 3, 60, 505, 1300])
+@pytest.mark.parametrize("flags", [Flag.AHEAD, Flag.AHEAD | Flag.FIXED, Flag.FIXED])
+@pytest.mark.parametrize("window", [0, 5, 70, 600])
+@pytest.mark.parametrize("type_", list(TYPES))
+@pytest.mark.parametrize("isa", SETS)
+def test_rows_that_see_one_another(isa: str, type_: Type, window: int, flags: Flag, start: int) -> None:
+    """Blocks of 16 rows match the definition, and have the same bits beside other sequences and on more threads."""
+    shape = Shape(type=type_, window=window, flags=flags)
+    fed = [make(shape, Rows(start, 16)), make(shape, Rows(777, 3), 1)]
+    (alone,) = Attention(shape, fed[:1]).run(opened(isa))
+    assert torch.allclose(alone.double(), expected(shape, fed[0]), rtol=1e-4, atol=1e-5)
+    assert torch.equal(Attention(shape, fed[::-1]).run(opened(isa, 2))[1], alone)
 
 
 @pytest.mark.covering(1)

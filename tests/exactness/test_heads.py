@@ -32,12 +32,14 @@ from tests.exactness.test_native_chains import COUPLED, DISTRIBUTIONS, LIMITS, a
 from tests.exactness.test_native_decoder import SETS, make_native, tokens_of
 from tests.examples import examples, sizes
 from tests.fakes import MakeCache, build_rig, few_blocks, known_verifiers, slotted
-from tests.heads import WRITERS, write_eagle, write_eagle3, write_peagle
+from tests.heads import WRITERS, write_dflash, write_eagle, write_eagle3, write_mtp, write_peagle
 from tests.models import make_request
 
 SMALL = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 2, "intermediate_size": 5}
 THREE_STATES = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}}
 TREES: dict[str, Any] = {"two deep": [2, 1], "uneven": [[0], [1], [0, 0]]}
+MODULES = "mtp of two modules"
+METHODS = (*WRITERS, MODULES)
 VERIFIERS = [name for name, verifier in known_verifiers().items() if verifier.lossless]
 BRANCHING = [name for name in VERIFIERS if known_verifiers()[name].needs.branches]
 
@@ -54,6 +56,11 @@ def folder_of(method: str, vocab_size: int) -> str:
         return write_eagle3(folder, vocab_size, vocab_size, draft_vocab=known, **SMALL, **layers)
     if method == "peagle":
         return write_peagle(folder, vocab_size, vocab_size, ptd_token_id=1, **SMALL, **layers)
+    if method == "dflash":
+        blocks = {"dflash_config": {"mask_token_id": 1, "target_layer_ids": [-1, 0]}, "block_size": 4}
+        return write_dflash(folder, vocab_size, vocab_size, **SMALL, **blocks)
+    if method == MODULES:
+        return write_mtp(folder, vocab_size, vocab_size, modules=2)
     return WRITERS[method](folder, vocab_size, vocab_size)
 
 
@@ -72,7 +79,7 @@ def make(
         make_cache=lambda shape: cache(shape, limits),
         target=target,
     )
-    drafter: Drafter = plugins.load("speculant.drafting", method).build(context)
+    drafter: Drafter = plugins.load("speculant.drafting", method.split()[0]).build(context)
     return drafter
 
 
@@ -84,7 +91,7 @@ def assert_exact(case: Case) -> float:
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("verifier", VERIFIERS)
-@pytest.mark.parametrize("method", WRITERS)
+@pytest.mark.parametrize("method", METHODS)
 def test_chains_keep_the_distribution(method: str, verifier: str) -> None:
     """States are the logits of tables; only tables with full support have finite logits, like a model's."""
     tree = "chain" if method == "medusa" else None
@@ -100,12 +107,15 @@ QUICK_TREES = {
     ("eagle", "uneven", "match"),
     ("eagle3", "uneven", "traversal"),
     ("peagle", "uneven", "multi_draft"),
+    ("dflash", "two deep", "traversal"),
 }
 
 
 @pytest.mark.parametrize(
     ("method", "name", "verifier"),
-    combinations(lambda *each: each in QUICK_TREES, ["medusa", "eagle", "eagle3", "peagle", "mtp"], TREES, BRANCHING),
+    combinations(
+        lambda *each: each in QUICK_TREES, ["medusa", "eagle", "eagle3", "peagle", "dflash", "mtp"], TREES, BRANCHING
+    ),
 )
 def test_trees_keep_the_distribution(method: str, name: str, verifier: str) -> None:
     for seed in range(examples(3, least=1)):
@@ -117,7 +127,7 @@ def test_trees_keep_the_distribution(method: str, name: str, verifier: str) -> N
 @pytest.mark.parametrize(
     ("method", "steps"),
     [
-        *((method, 2) for method in WRITERS if method != "eagle3"),
+        *((method, 2) for method in METHODS if method != "eagle3"),
         ("eagle3", 1),  # it needs three tokens, and two steps of that take long
         pytest.param("eagle3", 2, marks=pytest.mark.slow),
     ],
@@ -138,7 +148,7 @@ def test_transforms_and_several_steps(method: str, steps: int) -> None:
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("tight", [False, True], ids=["roomy", "preempted"])
-@pytest.mark.parametrize("method", WRITERS)
+@pytest.mark.parametrize("method", METHODS)
 def test_texts_are_those_without_a_head(method: str, tight: bool) -> None:
     """Greedy and seeded, several at a time, prompts in chunks, prefix hits, and preempted where memory is short."""
     pair, limits = Pair(3, 4, FULL_SUPPORT), Limits(40, 3, 6)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,10 +20,12 @@ from speculant.types import DraftTree, Request
 from tests.heads import write_eagle3
 from tests.models import HIDDEN_SIZE, VOCAB_SIZE, Shape, write_checkpoint
 from tests.speculators_heads import (
+    make_dflash_module,
     make_module,
     make_mtp_module,
     predicted,
     predicted_at_masks,
+    predicted_by_block,
     predicted_by_mtp,
     read_into,
 )
@@ -103,6 +106,8 @@ def deviation(target: Target, module: PreTrainedModel, layers: Sequence[int], dr
         seen = states[draft.seq_id][: len(draft.text) - 1]
         if hasattr(module, "mtp_layers"):
             logits = predicted_by_mtp(module, target.theirs, seen, draft.text, draft.tree.token_list)
+        elif hasattr(module, "block_size"):
+            logits = predicted_by_block(module, seen, draft.text, draft.tree.size)
         elif hasattr(module, "mask_hidden"):
             logits = predicted_at_masks(module, seen, draft.text, draft.tree.size)
         else:
@@ -171,6 +176,32 @@ def test_heads_with_masks_that_the_package_writes(
     module.save_pretrained(tmp_path / "head")
     generate(target, str(tmp_path / "head"), kernels, drafts, "peagle")
     assert deviation(target, module, USUAL, drafts) < CLOSE
+
+
+BLOCKS: dict[str, dict[str, Any]] = {
+    "masks alone predict": {"block_size": 6},
+    "the newest token too": {"block_size": LENGTH, "sample_from_anchor": True},
+    "causal in windows": {"block_size": LENGTH + 1, "windows": (5, None, 5)},
+    "not causal in windows": {"block_size": LENGTH + 1, "windows": (None, 5), "sliding_window_non_causal": True},
+}
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("blocks", BLOCKS)
+@pytest.mark.parametrize("layers", [(1, 6), (0, 2, 4, 5)], ids=["two layers", "four layers"])
+@pytest.mark.parametrize("known", [None, KNOWN], ids=["all tokens", "d2t"])
+def test_heads_of_blocks_that_the_package_writes(
+    tmp_path: Path, target: Target, drafts: list[Draft], known: list[int] | None, layers: tuple[int, ...], blocks: str,
+    kernels: str,
+) -> None:  # fmt: skip
+    module = make_dflash_module(VOCAB_SIZE, known, layers, **BLOCKS[blocks])
+    module.embed_tokens.weight.data = target.theirs.get_input_embeddings().weight
+    if known is None:  # the file has neither
+        module.lm_head.weight.data = target.theirs.get_output_embeddings().weight
+    module.save_pretrained(tmp_path / "head")
+    generate(target, str(tmp_path / "head"), kernels, drafts, "dflash")
+    assert deviation(target, module, layers, drafts) < CLOSE
 
 
 @pytest.mark.parametrize("kernels", [pytest.param("reference", marks=pytest.mark.slow), *KERNELS[1:]])

@@ -15,6 +15,7 @@ DEFAULT = "fallback"  # is used if no method is named
 WITH_MODEL = "draft_model"  # drafts with a model alone; other methods use it for a model's drafts
 LOOKUPS = ("suffix", "prompt_lookup")  # look drafts up in text; others combine them in this order if none are named
 WITH_MASKS = "peagle"  # drafts with heads that read masks
+WITH_BLOCKS = "dflash"  # drafts with heads whose masks are a block
 PREDICTION = "prediction"  # drafts from a request's own prediction and nothing else
 REFUSED = {  # kinds of drafters of other programs, each with a description
     "mlp_speculator": "perceptrons over a state and the last token",

@@ -91,6 +91,8 @@ class Flag(IntFlag):
     GATHER = 16  # EXPERTS: read the rows of the pass
     RENORMALISE = 32  # ROUTE: weights sum up to 1
     TOKENS = 64  # EMBED: look up the tokens of all rows, whatever inputs they have
+    AHEAD = 128  # ATTEND: rows see later rows too
+    FIXED = 256  # ATTEND: the windows of all rows of a sequence begin at one position
 
 
 class Activation(IntEnum):

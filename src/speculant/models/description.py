@@ -80,13 +80,15 @@ class Norm:
 
 @dataclass(frozen=True)
 class Attention:
-    """Causal self-attention. `heads` share `kv_heads` keys and values.
+    """Self-attention, causal unless `ahead`. `heads` share `kv_heads` keys and values.
 
     rope: None = no rotation. window: the positions that a row sees, its own included; None = all. qk_norm: the norm of
     queries and keys before the rotation, of each head alone or, with `norm_all_heads`, of all heads together. bias:
     queries, keys and values have one. scale: the factor of scores; None = head_dim ** -0.5. softcap: c limits scores s
     to c * tanh(s / c). sinks: a learned score per head takes part in the softmax and has no value. value_norm: the norm
-    of each head's values. shares: the earlier layer whose keys and values it reads; None = it has its own.
+    of each head's values. shares: the earlier layer whose keys and values it reads; None = it has its own. ahead: a row
+    also sees the later rows of its sequence in a pass. fixed_window: the windows of these rows all begin where that of
+    the first one begins. A pass of a model with one of the two has chains alone, and no draft trees.
     """
 
     heads: int
@@ -103,6 +105,8 @@ class Attention:
     sinks: bool = False
     value_norm: Norm | None = None
     shares: int | None = None
+    ahead: bool = False
+    fixed_window: bool = False
 
     def __post_init__(self) -> None:
         if self.heads % self.kv_heads:

@@ -6,8 +6,14 @@ Each row reads a token's embedding e and a hidden state h: the target's state at
     INPUT       x = fc [e; h];  the first layer has no input norm, and there is no final norm (EAGLE)
     NORMED      x = fc [norm(e); norm(h)];  whole layers and a final norm (multi-token prediction, arXiv 2412.19437)
     ATTENTION   the first layer attends with [norm(e); norm(h)] and adds to h;  a final norm before the head (EAGLE-3)
+    CONTEXT     x = e;  rows have h or a token, and whole layers attend to each h as if it were their normed input
+                (arXiv 2602.06036)
 
-The embedding table and the output head are the target's unless the head's files have their own.
+With CONTEXT a pass has rows of states or rows of tokens. Rows of states get keys and values in each layer, and nothing
+else is computed for them. Rows of tokens are those of a usual decoder.
+
+The embedding table and the output head are the target's unless the head's files have their own. Embeddings have the
+target's scale, with CONTEXT that of `decoder`.
 """
 
 from __future__ import annotations
@@ -26,8 +32,15 @@ from speculant.cache.base import CacheShape, KVCache, KVStorage
 from speculant.kernels.reference import soft_cap
 from speculant.models.base import Batch, CausalLM, Chain, Hidden, ModelNeeds
 from speculant.models.description import DecoderConfig, Layer
-from speculant.models.reference.attention import Attend, StoredKeys
-from speculant.models.reference.decoder import DecoderLayer, NormLayer, angles_of, rotaries, spread
+from speculant.models.reference.attention import Attend, StoredKeys, groups_of
+from speculant.models.reference.decoder import (
+    DecoderLayer,
+    NormLayer,
+    SelfAttention,
+    angles_of,
+    rotaries,
+    spread,
+)
 from speculant.models.sizes import cache_shape
 from speculant.models.weights.source import WeightSource, read_plain
 
@@ -40,6 +53,17 @@ class StateEntry(Enum):
     INPUT = "input"
     NORMED = "normed"
     ATTENTION = "attention"
+    CONTEXT = "context"
+
+    @property
+    def has_matrix(self) -> bool:
+        """Whether `fc` maps e and h to the first layer's input."""
+        return self in (StateEntry.INPUT, StateEntry.NORMED)
+
+    @property
+    def has_norm(self) -> bool:
+        """Whether h is normalised here."""
+        return self in (StateEntry.NORMED, StateEntry.ATTENTION)
 
 
 @dataclass(frozen=True)
@@ -138,10 +162,12 @@ class HeadDecoder(nn.Module):
         inputs = 2 * hidden if config.entry is StateEntry.ATTENTION else hidden
         widths = [inputs] + [hidden] * (own.num_layers - 1)
         self.layers = nn.ModuleList(map(DecoderLayer, config.layers, range(own.num_layers), repeat(hidden), widths))
-        if config.entry is not StateEntry.ATTENTION:
+        if config.entry.has_matrix:
             self.fc = nn.Linear(2 * hidden, hidden, bias=config.fc_bias)
+        if config.entry.has_norm:
+            self.hidden_norm = NormLayer(hidden, own.norm)
         if config.entry is not StateEntry.INPUT:
-            self.hidden_norm, self.norm = NormLayer(hidden, own.norm), NormLayer(hidden, own.norm)
+            self.norm = NormLayer(hidden, own.norm)
         if config.entry is StateEntry.NORMED:
             self.token_norm = NormLayer(hidden, own.norm)
         if config.own_table:
@@ -180,7 +206,9 @@ class HeadDecoder(nn.Module):
         return self.embed_tokens[tokens] if self.config.own_table else self._target[0].embed(tokens)
 
     def forward(self, batch: Batch, storage: KVStorage, taps: Sequence[int] = ()) -> Hidden:
-        """See `CausalLM.forward`; there are no taps."""
+        """See `CausalLM.forward`; there are no taps. With CONTEXT, rows of states have no result."""
+        if self.config.entry is StateEntry.CONTEXT:
+            return self._block(batch, storage) if batch.hidden is None else self._store(batch, batch.hidden, storage)
         assert batch.hidden is not None, "a head reads a hidden state for each row"
         embedded = self.embed(batch.tokens).to(self.cache_shape.dtype)  # a target may have activations of another type
         attend = StoredKeys.build(batch, storage, self.config.decoder, embedded.dtype)
@@ -210,6 +238,32 @@ class HeadDecoder(nn.Module):
             x = layer(x, angles, attend)
         last = x if self.config.entry is StateEntry.INPUT else self.norm(x)
         return Hidden(last, carried=last if self.config.norm_output else x)
+
+    def _store(self, batch: Batch, states: Tensor, storage: KVStorage) -> Hidden:
+        """Write the keys and values of states [T, hidden] in each layer."""
+        states, groups = states.to(self.cache_shape.dtype), groups_of(self.config.decoder, batch)
+        angles = angles_of(self._rotaries, batch.positions, states.dtype, batch.long_rows(self.needs))
+        for index, (layer, of) in enumerate(zip(self.layers, self.config.layers, strict=True)):
+            keys, values = cast(SelfAttention, layer.self_attn).keys(states, angles)
+            storage.write(index, batch.slots_of(groups[of.attention.window]), keys, values)
+        return Hidden(states[:0])
+
+    def _block(self, batch: Batch, storage: KVStorage) -> Hidden:
+        """Run the layers over tokens."""
+        x = (self.embed(batch.tokens) * self._rescaling).to(self.cache_shape.dtype)
+        attend = StoredKeys.build(batch, storage, self.config.decoder, x.dtype)
+        angles = angles_of(self._rotaries, batch.positions, x.dtype, batch.long_rows(self.needs))
+        for layer in self.layers:
+            x = layer(x, angles, attend)
+        return Hidden(self.norm(x))
+
+    @property
+    def _rescaling(self) -> float:
+        """The factor from the scale of the target's embeddings to this head's own."""
+        own, target = self.config.decoder.embedding.scale, self._target[0]
+        if self.config.own_table or not isinstance(target, Described):
+            return own
+        return own / target.config.embedding.scale
 
     def logits(self, hidden: Tensor) -> Tensor:
         """See `CausalLM.logits`."""

@@ -550,7 +550,6 @@ def test_a_target_s_own_folder_may_have_the_head(tmp_path: Path, checkpoints: Ch
 KINDS = {
     "mlp_speculator": {"model_type": "mlp_speculator", "architectures": ["MLPSpeculatorPreTrainedModel"]},
     "pard2": {"model_type": "llama", "spd_type": "pard2"},
-    "dflash": {"speculators_model_type": "dflash"},
 }
 
 
@@ -683,10 +682,17 @@ def test_a_sequence_without_states_gets_no_draft(tmp_path: Path, checkpoints: Ch
         assert drafter.propose([request], [2])[0].size == 2
 
 
-def test_costs_of_heads_are_those_of_real_drafts(tmp_path: Path, checkpoints: Checkpoints) -> None:
+@pytest.mark.parametrize(
+    ("method", "written"),
+    [("eagle", {}), ("peagle", {}), ("dflash", {"block_size": 17}), ("mtp", {"modules": 16})],
+    ids=["eagle", "peagle", "dflash", "modules"],
+)
+def test_costs_of_heads_are_those_of_real_drafts(
+    tmp_path: Path, checkpoints: Checkpoints, method: str, written: dict[str, int]
+) -> None:
     """A head drafts nothing without states, and would then seem to cost nothing."""
     target = load_model(checkpoints.target, "float32")
-    drafter = unshown(build("eagle", write_eagle(tmp_path / "head", H, V), target.model))
+    drafter = unshown(build(method, WRITERS[method](tmp_path / "head", H, V, **written), target.model))
     sizes, propose = list[int](), drafter.propose
 
     def noting(requests: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:

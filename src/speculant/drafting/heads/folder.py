@@ -13,11 +13,11 @@ from torch import Tensor
 
 from speculant import plugins
 from speculant.drafting.methods import KIND as DRAFTERS
-from speculant.drafting.methods import REFUSED, WITH_MASKS
+from speculant.drafting.methods import REFUSED, WITH_BLOCKS, WITH_MASKS
 from speculant.errors import ConfigError, ModelError, PairError
 from speculant.files import read_json
 from speculant.models.base import CausalLM
-from speculant.models.entries import show
+from speculant.models.entries import is_whole, show
 from speculant.models.source import resolve_folder
 from speculant.models.weights.formats import no_weights
 from speculant.models.weights.source import FLOATS
@@ -26,6 +26,7 @@ from speculant.models.weights.tensors import TensorFiles
 KIND = "speculant_head"  # our own key of config.json: the method that a head is made for
 SPECULATORS = "speculators_model_type"  # that of the `speculators` package
 MASK_TOKEN, MASK_STATE = "ptd_token_id", "mask_hidden"  # a key and a tensor of heads that read masks
+BLOCKS = "dflash_config"  # a key of heads that draft blocks
 _PREFIX = re.compile(r"^(model\.)+")
 _SHOWN = 6
 _OTHER = "use a head that was trained for this target: `speculant train head --target ...` makes one."
@@ -104,6 +105,16 @@ class HeadFolder:
                 f"the head in {self.folder} was made for {what} {show(found)}, and the target has {expected}", _OTHER
             )
 
+    def check_mask(self, token: Any, key: str, target: CausalLM) -> int:
+        """Return the mask's token, if the target has it; config.json names it as `key`. Raises ModelError."""
+        if not is_whole(token) or not 0 <= token < target.vocab_size:
+            raise ModelError(
+                f"config.json in {self.folder} has the mask token {show(token)}, and the target has"
+                f" {target.vocab_size} tokens",
+                f"add the token that the head was trained with as {key}.",
+            )
+        return int(token)
+
 
 @dataclass(frozen=True)
 class Renamed:
@@ -173,6 +184,8 @@ def named_kind(config: Mapping[str, Any]) -> str | None:
     """Return the kind of head that a config.json names, by the key of any publisher of heads; None = none."""
     if MASK_TOKEN in config:
         return WITH_MASKS
+    if BLOCKS in config:
+        return WITH_BLOCKS
     names = [config.get(KIND), config.get(SPECULATORS), config.get("spd_type"), config.get("model_type")]
     own, published, *others = (name if isinstance(name, str) else None for name in names)
     return own or published or next((name for name in others if name in REFUSED), None)

@@ -66,6 +66,11 @@ class Pending:
             self._encoded = self.read()[count:]
             self.count -= count
 
+    def keep(self, count: int) -> None:
+        """Drop all but the first states."""
+        if count < self.count:
+            self._encoded, self.count = self.read()[:count], count
+
 
 @dataclass
 class _Followed:
@@ -97,7 +102,12 @@ class _Followed:
 
 
 class HiddenStateRunner(DraftModelRunner):
-    """See the module's docstring. `encode` maps the states that `observe` receives to the head's input states."""
+    """See the module's docstring. `encode` maps the states that `observe` receives to the head's input states.
+
+    shift: the places from a row's state to its token.
+    """
+
+    takes_more = True  # whether a new sequence may take over rows of positions whose states it observes
 
     def __init__(
         self,
@@ -107,9 +117,10 @@ class HiddenStateRunner(DraftModelRunner):
         max_num_batched_tokens: int,
         stop_below: float,
         encode: Encode,
+        shift: int = 1,
     ) -> None:
         super().__init__(model, cache, chances, max_num_batched_tokens, stop_below)
-        self._encode = encode
+        self._encode, self._shift = encode, shift
         self._followed: dict[int, _Followed] = {}
 
     def begin(self, request: Request) -> None:
@@ -146,7 +157,7 @@ class HiddenStateRunner(DraftModelRunner):
 
     def known_prefix(self, request: Request) -> int:
         """Return how many first positions of a new sequence have rows in the prefix index."""
-        self.cache.match_prefix(PROBE, request.tokens[1:], self._salt(request))
+        self.cache.match_prefix(PROBE, request.tokens[self._shift :], self._salt(request))
         try:
             return self.cache.length(PROBE)
         finally:
@@ -195,22 +206,23 @@ class HiddenStateRunner(DraftModelRunner):
         if followed.length < self.cache.length(request.seq_id):
             self.cache.truncate_to(request.seq_id, followed.length)
         if not followed.first:
-            self.cache.insert_prefix(request.seq_id, request.tokens[1:])
+            self.cache.insert_prefix(request.seq_id, request.tokens[self._shift :])
         self.cache.drop_unseen(request.seq_id)
-        return followed.first + followed.length + 1
+        return followed.first + followed.length + self._shift
 
     def _missing(self, request: Request, start: int, most: int) -> tuple[list[int], Tensor | None]:
-        followed = self._followed[request.seq_id]
-        count = min(most, followed.num_pending, len(request.tokens) - start)
+        followed, text = self._followed[request.seq_id], self.text(request)
+        count = min(most, followed.num_pending, len(text) - start)
         if followed.pending is None or count <= 0:
             return [], None
-        return request.tokens[start : start + count], followed.pending.read()[:count]
+        return text[start : start + count], followed.pending.read()[:count]
 
     def _take_prefix(self, followed: _Followed, start: int) -> None:
         """Take over rows of other sequences for a new one, unless they end before the first observed state."""
         request = followed.request
         self.cache.release(request.seq_id)
-        self.cache.match_prefix(request.seq_id, request.tokens[1:], followed.salt)
+        most = None if self.takes_more else start
+        self.cache.match_prefix(request.seq_id, request.tokens[self._shift :], followed.salt, most)
         held = self.cache.length(request.seq_id)
         if held < start:
             self._restart(followed, start)
@@ -230,8 +242,8 @@ class HiddenStateRunner(DraftModelRunner):
         return True
 
     def _salt(self, request: Request) -> str:
-        """See the base. The first row depends on the first token too, which is not among the keys."""
-        return f"{request.tokens[0]} {super()._salt(request)}"
+        """See the base. The first row depends on the first tokens too, which are not among the keys."""
+        return f"{' '.join(map(str, request.tokens[: self._shift]))} {super()._salt(request)}"
 
     def _restart(self, followed: _Followed, start: int) -> None:
         self.cache.release(followed.request.seq_id)

@@ -23,15 +23,7 @@ Rename = Callable[[str], str | None]  # a name in the file -> the model's name; 
 
 def read_sizes(config: Mapping[str, Any], names: Collection[str], target: CausalLM) -> DecoderConfig:
     """Read the layers' sizes. The tensors' names show which biases there are; the vocabulary is the target's."""
-    inner = next((config[key] for key in LAYER_KEYS if key in config), config)
-    if not isinstance(inner, dict):
-        raise ModelError(
-            f"config.json has a {' or '.join(LAYER_KEYS)} that is no object, but {show(inner)}", "correct config.json."
-        )
-    layers = {int(name.split(".")[1]) for name in names if name.startswith("layers.") and name.split(".")[1].isdigit()}
-    stated = {key: value for key, value in inner.items() if value is not None}
-    filled = {"max_position_embeddings": target.max_positions, **stated}
-    filled |= {"vocab_size": target.vocab_size, "num_hidden_layers": max(len(layers), 1)}
+    filled = layer_entries(config, names, target)
     most, norm = count(filled, "max_position_embeddings"), read_norm(filled)
     attention = read_attention(
         filled,
@@ -41,6 +33,19 @@ def read_sizes(config: Mapping[str, Any], names: Collection[str], target: Causal
     )
     layer = Layer(attention, read_mlp(filled, bias="layers.0.mlp.up_proj.bias" in names), norm, norm)
     return read_decoder(filled, windowed(layer, _windows(read_windows(filled), most, target.max_positions)))
+
+
+def layer_entries(config: Mapping[str, Any], names: Collection[str], target: CausalLM) -> dict[str, Any]:
+    """Return the entries of config.json on the layers, with the number of those that there are tensors of."""
+    inner = next((config[key] for key in LAYER_KEYS if key in config), config)
+    if not isinstance(inner, dict):
+        raise ModelError(
+            f"config.json has a {' or '.join(LAYER_KEYS)} that is no object, but {show(inner)}", "correct config.json."
+        )
+    layers = {int(name.split(".")[1]) for name in names if name.startswith("layers.") and name.split(".")[1].isdigit()}
+    stated = {key: value for key, value in inner.items() if value is not None}
+    filled = {"max_position_embeddings": target.max_positions, **stated}
+    return filled | {"vocab_size": target.vocab_size, "num_hidden_layers": max(len(layers), 1)}
 
 
 def _windows(own: Sequence[int | None], trained: int, needed: int) -> tuple[int | None, ...]:

@@ -26,9 +26,7 @@ from speculant.drafting.heads.hidden_runner import Encode, HiddenStateRunner
 from speculant.drafting.heads.three_states import NUM_STATES, load_head, read_layers
 from speculant.drafting.model.one_pass import USUAL_LENGTH, Mask, OnePass
 from speculant.drafting.topology import StaticTree, tree_option
-from speculant.errors import ModelError
 from speculant.models.base import CausalLM
-from speculant.models.entries import is_whole, show
 
 KIND = "peagle"
 METHOD = Method(default_length=USUAL_LENGTH, uses_model=True)
@@ -72,14 +70,8 @@ def build(context: DrafterContext) -> ParallelHeadDrafter:
 
 def read_token(folder: HeadFolder, target: CausalLM) -> int:
     """Return the mask's token. Raises ModelError for one that the target does not have."""
-    token: Any = next((folder.config[key] for key in TOKENS if folder.config.get(key) is not None), None)
-    if not is_whole(token) or not 0 <= token < target.vocab_size:
-        raise ModelError(
-            f"config.json in {folder.folder} has the mask token {show(token)}, and the target has"
-            f" {target.vocab_size} tokens",
-            f"add the token that the head was trained with as {TOKENS[0]}.",
-        )
-    return int(token)
+    token = next((folder.config[key] for key in TOKENS if folder.config.get(key) is not None), None)
+    return folder.check_mask(token, TOKENS[0], target)
 
 
 def mask_state(folder: HeadFolder, target: CausalLM, encode: Encode) -> Tensor:

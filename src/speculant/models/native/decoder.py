@@ -308,9 +308,9 @@ class NativeDecoder:
 
     def attach(self, config: HeadConfig, weights: WeightSource) -> CausalLM:
         """See `HeadHost.attach`."""
-        from speculant.models.native.head import NativeHead
+        from speculant.models.native.head import attach_head
 
-        return NativeHead(config, weights, self)
+        return attach_head(config, weights, self)
 
     def linears(self, matrices: Sequence[Tensor], biases: Tensor | None) -> NativeLinears:
         """See `LinearHost.linears`."""

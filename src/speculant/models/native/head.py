@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from speculant.cache.base import CacheShape, KVStorage
+from speculant.cache.base import CacheShape, KVCache, KVStorage
 from speculant.kernels.memory import Arena
 from speculant.kernels.native import Draft, Flag, Op, Weight
-from speculant.models.base import Batch, Chain, Hidden
+from speculant.models.base import Batch, CausalLM, Chain, Hidden
 from speculant.models.description import DecoderConfig
 from speculant.models.heads import HeadConfig, StateEntry, head_cache_shape
 from speculant.models.native.decoder import NativeDecoder
@@ -62,7 +62,7 @@ def _double(config: HeadConfig) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class PackedHead:
-    """All weights of a head. `decoder` has its layers.
+    """All weights of a head. `decoder` has its layers; with CONTEXT there is nothing else.
 
     hidden: the matrices that multiply h, in order. With INPUT and NORMED, `embedded` multiplies e and may have a bias.
     With ATTENTION the first layer's matrices in `decoder` multiply e. token_norm, hidden_norm: the norms of e and h.
@@ -90,8 +90,13 @@ class PackedHead:
             table=of_e.matrix("embed_tokens") if config.own_table else host.table,
             head=of_e.matrix("lm_head.weight") if config.own_head else host.head,
             norm=None if config.entry is StateEntry.INPUT else PackedNorm.read(own.norm, of_e, "norm"),
-            layers=[PackedLayer.read(of, of_e.inside(f"layers.{i}.")) for i, of in enumerate(config.layers)],
+            layers=[
+                PackedLayer.read(of, of_e.inside(f"layers.{i}."), queries_apart=config.entry is StateEntry.CONTEXT)
+                for i, of in enumerate(config.layers)
+            ],
         )
+        if config.entry is StateEntry.CONTEXT:
+            return cls(config, decoder, ())
         norms = tuple(
             PackedNorm.read(own.norm, of_e, name) if name in names else None for name in ("hidden_norm", "token_norm")
         )
@@ -104,7 +109,8 @@ class PackedHead:
 def _with_parts_of(host: DecoderConfig, config: HeadConfig) -> DecoderConfig:
     """Return a head's description with the factors of the target's table and head, where it has none of its own."""
     own = config.decoder
-    scale = own.embedding.scale if config.own_table else host.embedding.scale
+    own_scale = config.own_table or config.entry is StateEntry.CONTEXT
+    scale = own.embedding.scale if own_scale else host.embedding.scale
     head = own.head if config.own_head else replace(own.head, scale=host.head.scale, softcap=host.head.softcap)
     return replace(own, embedding=replace(own.embedding, scale=scale), head=head)
 
@@ -167,6 +173,47 @@ class HeadProgram(Program):
             yield copying(buffers.y, buffers.x)
 
 
+class ContextProgram(Program):
+    """A recorded pass over states, which are in the buffer `x`: each layer's keys and values of them are stored."""
+
+    def __init__(self, weights: PackedDecoder, buffers: Buffers) -> None:
+        self.buffers = buffers
+        super().__init__(weights, buffers)
+
+    def _record(self) -> Iterator[Op]:
+        for index, layer in enumerate(self._weights.layers):
+            queries = layer.of.attention.query_size
+            bias = None if layer.qkv_bias is None else layer.qkv_bias[queries:]
+            for op in linears(layer.qkv[1:], self.buffers.x, self.buffers.qkv[:, queries:], bias):
+                op.stride = self.buffers.qkv.shape[1]
+                yield op
+            yield from self._rotation(index, layer, 0)
+
+
+class NativeBlockHead(NativeDecoder):
+    """A head with `StateEntry.CONTEXT`: a decoder, whose cache also gets keys and values of states."""
+
+    def __init__(self, config: HeadConfig, weights: WeightSource, target: NativeDecoder) -> None:
+        self._begin(PackedHead.read(config, weights, target).decoder, target.cache_shape.dtype, target.kernels)
+        self._context: ContextProgram | None = None
+
+    def forward(self, batch: Batch, storage: KVStorage, taps: Sequence[int] = ()) -> Hidden:
+        """See `CausalLM.forward`; rows of states have no result."""
+        if batch.hidden is None:
+            return super().forward(batch, storage, taps)
+        layout, rows = self.layout(batch, storage), len(batch.tokens)
+        buffers = self._buffers
+        if self._context is None or self._context.buffers is not buffers:
+            self._context = ContextProgram(self.packed, buffers)
+        buffers.x[:rows] = batch.hidden
+        self.kernels.run(self._context.ops, layout.on)
+        return Hidden(buffers.x[:0])
+
+    def grow(self, chains: Sequence[Chain], cache: KVCache, vocab_size: int) -> Sequence[Chain]:
+        """See `CausalLM.grow`; this head draws none by itself."""
+        return chains
+
+
 class NativeHead(NativeDecoder):
     """A head on the native kernels of its target, whose batches and chains have hidden states."""
 
@@ -203,3 +250,9 @@ class NativeHead(NativeDecoder):
         if draft is not None:
             draft.carried, draft.states = program.carried.data_ptr(), program.states.data_ptr()
             draft.state_size = self.hidden_size
+
+
+def attach_head(config: HeadConfig, weights: WeightSource, target: NativeDecoder) -> CausalLM:
+    """See `HeadHost.attach`."""
+    kind = NativeBlockHead if config.entry is StateEntry.CONTEXT else NativeHead
+    return kind(config, weights, target)

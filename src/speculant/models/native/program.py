@@ -97,7 +97,7 @@ class PackedLayer:
     """The weights of one layer that `of` describes. Vectors are float32; None = it does not have this one.
 
     qkv: the matrices of queries, keys and values in this order, or that of queries alone; neighbours of the same type
-    are one matrix. scale: the factor of the residual stream at the end.
+    are one matrix, unless queries are apart. scale: the factor of the residual stream at the end.
     """
 
     of: Layer
@@ -118,15 +118,18 @@ class PackedLayer:
     scale: float = 1.0
 
     @classmethod
-    def read(cls, of: Layer, layer: WeightReader) -> PackedLayer:
+    def read(cls, of: Layer, layer: WeightReader, *, queries_apart: bool = False) -> PackedLayer:
         """Read and pack a layer's weights."""
         own, attention, mlp = of.attention, layer.inside("self_attn."), layer.inside("mlp.")
         projections = ("q_proj", "k_proj", "v_proj") if own.own_kv_heads else ("q_proj",)
+        groups = (projections[:1], projections[1:]) if queries_apart else (projections,)
         key_norm, value_norm = (own.qk_norm, own.value_norm) if own.own_kv_heads else (None, None)
         return cls(
             of=of,
             before_attention=PackedNorm.read(of.before_attention, layer, BEFORE_ATTENTION),
-            qkv=attention.matrices(*(f"{name}.weight" for name in projections)),
+            qkv=tuple(
+                matrix for names in groups for matrix in attention.matrices(*(f"{name}.weight" for name in names))
+            ),
             qkv_bias=attention.vector(*(f"{name}.bias" for name in projections)) if own.bias else None,
             query_norm=PackedNorm.read(own.qk_norm, attention, "q_norm"),
             key_norm=PackedNorm.read(key_norm, attention, "k_norm"),
@@ -287,7 +290,7 @@ class Program:
         Both results are added to x; with `parallel`, only after x was read for both.
         """
         buffers, scale = self._buffers, layer.of.residual_scale
-        yield from self._rotation(index, layer)
+        yield from self._rotation(index, layer, layer.of.attention.heads)
         yield self._attention(index, layer)
         attended = self._add(layer.out, buffers.heads, layer.out_bias, layer.after_attention, scale)
         inner = self._inner(layer)
@@ -360,8 +363,8 @@ class Program:
         """Return where x is after a norm."""
         return self._buffers.y if norm else self._buffers.x
 
-    def _rotation(self, index: int, layer: PackedLayer) -> Iterator[Op]:
-        """Normalise values; normalise and rotate queries and keys; store keys and values."""
+    def _rotation(self, index: int, layer: PackedLayer, heads: int) -> Iterator[Op]:
+        """Normalise values; normalise and rotate the last `heads` queries, and keys; store keys and values."""
         of, qkv, fields = layer.of.attention, self._buffers.qkv, dict[str, Tensor | float | None]()
         if layer.value_norm:  # to the kernels, these are queries
             norm, values = layer.value_norm, qkv[:, of.query_size + of.key_size :]
@@ -376,12 +379,14 @@ class Program:
             fields |= {"key_scale": key.scale, "key_bias": key.bias} if key else {}
         if of.rope:
             fields |= {"rope": self._weights.config.ropes.index(of.rope), "rotated": of.rotated}
-        yield self._of_heads(Code.ROTATE, index, of, source=qkv, heads=of.heads, kv_heads=of.own_kv_heads, **fields)
+        source = qkv[:, (of.heads - heads) * of.head_dim :]
+        yield self._of_heads(Code.ROTATE, index, of, source=source, heads=heads, kv_heads=of.own_kv_heads, **fields)
 
     def _attention(self, index: int, layer: PackedLayer) -> Op:
         of = layer.of.attention
+        flags = (Flag.AHEAD if of.ahead else Flag.NONE) | (Flag.FIXED if of.fixed_window else Flag.NONE)
         return self._of_heads(
-            Code.ATTEND, index, of, source=self._buffers.qkv, heads=of.heads, kv_heads=of.kv_heads,
+            Code.ATTEND, index, of, source=self._buffers.qkv, heads=of.heads, kv_heads=of.kv_heads, flags=flags,
             out=self._buffers.heads, window=of.window, factor=of.score_scale, softcap=of.softcap, sinks=layer.sinks,
         )  # fmt: skip
 

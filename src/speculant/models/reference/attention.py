@@ -3,6 +3,8 @@
 keys of one sequence    [ committed context | rows of this pass: chain, then draft nodes ]
 a chain row sees        everything up to and including itself
 a draft node sees       the chain, its own ancestors and itself; never a cousin
+
+Attention that is not causal has other masks: see `Attention.ahead`.
 """
 
 from __future__ import annotations
@@ -58,7 +60,7 @@ class Sharing:
         return self._attend(layer, of, query, key, value, sinks)
 
 
-Masks = dict[tuple[int | None, int], list[Tensor | None]]
+Kind = tuple[int | None, int, bool, bool]  # window, heads per key head, ahead, fixed window: layers with equal masks
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ class StoredKeys:
     storage: KVStorage
     groups: dict[int | None, int]  # window -> the group of layers whose slots are used
     slots: dict[int | None, list[Tensor | slice]]  # window -> per segment, the slots of its keys; see `context_slots`
-    masks: Masks  # window and heads per key head -> per segment [groups * rows, keys], or None = all visible
+    masks: dict[Kind, list[Tensor | None]]  # -> per segment [groups * rows, keys], or None = all visible
 
     @classmethod
     def build(cls, batch: Batch, storage: KVStorage, config: DecoderConfig, dtype: torch.dtype) -> StoredKeys:
@@ -82,18 +84,17 @@ class StoredKeys:
         A mask is added to the scores, so it holds 0 and -inf in the model's dtype. It is repeated for
         the query heads that share a key head.
         """
-        windows = by_length(layer.attention.window for layer in config.layers)
-        groups = {window: index if batch.num_groups > 1 else 0 for index, window in enumerate(windows)}
-        slots = {window: context_slots(batch, groups[window], window) for window in windows}
-        kinds = {(layer.attention.window, layer.attention.groups) for layer in config.layers}
-        masks = {kind: _segment_masks(batch, *kind, dtype) for kind in kinds}
+        groups = groups_of(config, batch)
+        slots = {window: context_slots(batch, group, window) for window, group in groups.items()}
+        kinds = {_kind(layer.attention): layer.attention for layer in config.layers}
+        masks = {kind: _segment_masks(batch, of, dtype) for kind, of in kinds.items()}
         return cls(batch, storage, groups, slots, masks)
 
     def __call__(
         self, layer: int, of: Attention, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
     ) -> Tensor:
         """See `Attend`. Heads that share a key head are folded into rows, so keys and values are not repeated."""
-        storage, segments, masks = self.storage, self.batch.segments, self.masks[of.window, of.groups]
+        storage, segments, masks = self.storage, self.batch.segments, self.masks[_kind(of)]
         if of.shares is None:
             storage.write(layer, self.batch.slots_of(self.groups[of.window]), key, value)
         context = self.slots[of.window]
@@ -106,6 +107,16 @@ class StoredKeys:
                 for slots, rows, mask in zip(context, parts, masks, strict=True)
             ]
         )
+
+
+def groups_of(config: DecoderConfig, batch: Batch) -> dict[int | None, int]:
+    """Return the group of layers whose slots in a batch are used, for each sliding window of a decoder's layers."""
+    windows = by_length(layer.attention.window for layer in config.layers)
+    return {window: index if batch.num_groups > 1 else 0 for index, window in enumerate(windows)}
+
+
+def _kind(of: Attention) -> Kind:
+    return of.window, of.groups, of.ahead, of.fixed_window
 
 
 def _attend_one(
@@ -151,23 +162,24 @@ def _table_of(segment: Segment, group: int, num_groups: int) -> array[int]:
     return segment.table[group * count : (group + 1) * count]
 
 
-def _segment_masks(batch: Batch, window: int | None, groups: int, dtype: torch.dtype) -> list[Tensor | None]:
+def _segment_masks(batch: Batch, of: Attention, dtype: torch.dtype) -> list[Tensor | None]:
     masks, first = [], 0
     for segment in batch.segments:
         positions = batch.positions[first : first + segment.num_rows]
-        masks.append(_segment_mask(segment, positions, window, groups, dtype))
+        masks.append(_segment_mask(segment, positions, of, dtype))
         first += segment.num_rows
     return masks
 
 
-def _segment_mask(
-    segment: Segment, positions: Tensor, window: int | None, groups: int, dtype: torch.dtype
-) -> Tensor | None:
+def _segment_mask(segment: Segment, positions: Tensor, of: Attention, dtype: torch.dtype) -> Tensor | None:
     if segment.num_rows == 1:  # it sees all the keys that are read
         return None
-    visible = visible_keys(segment, positions, window)[:, first_seen(window, segment.start) :]
+    seen = first_seen(of.window, segment.start)  # by the first row
+    visible = visible_keys(segment, positions, None if of.fixed_window else of.window)[:, seen:]
+    if of.ahead:
+        visible[:, segment.start - seen :].logical_or_(torch.ones_like(visible[:, segment.start - seen :]).triu())
     mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, -torch.inf)
-    return mask.repeat(groups, 1)
+    return mask.repeat(of.groups, 1)
 
 
 def visible_keys(segment: Segment, positions: Tensor, window: int | None) -> Tensor:

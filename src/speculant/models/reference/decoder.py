@@ -128,9 +128,7 @@ class SelfAttention(nn.Module):
         of, query = self._of, self._heads(self.q_proj(x), self._of.heads, "q_norm")
         key = value = query[..., :0, :]  # of a layer that reads another's
         if of.own_kv_heads:
-            key = self._heads(self.k_proj(x), of.kv_heads, "k_norm")
-            value = self.v_proj(x).view(key.shape)
-            value = value if self.v_norm is None else self.v_norm(value)
+            key, value = self._keys(x)
         if of.rope:
             cos, sin, factors = angles[of.rope]
             rotated = reference.rotate(torch.cat((query, key), dim=-2), cos, sin)
@@ -139,6 +137,20 @@ class SelfAttention(nn.Module):
         attended = attend(self._layer, of, query, key, value, self.sinks)
         projected: Tensor = self.o_proj(attended.flatten(-2))
         return projected
+
+    def keys(self, x: Tensor, angles: Angles) -> tuple[Tensor, Tensor]:
+        """Return the keys and values [..., kv_heads, head_dim] of x [..., inputs], as a cache holds them."""
+        key, value = self._keys(x)
+        if self._of.rope:
+            cos, sin, _ = angles[self._of.rope]
+            key = reference.rotate(key, cos, sin)
+        return key, value
+
+    def _keys(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys before their rotation, and values."""
+        key = self._heads(self.k_proj(x), self._of.kv_heads, "k_norm")
+        value = self.v_proj(x).view(key.shape)
+        return key, value if self.v_norm is None else self.v_norm(value)
 
     def _heads(self, x: Tensor, heads: int, norm: str) -> Tensor:
         """Return queries or keys [..., heads, head_dim] after their norm, if they have one."""

@@ -1,0 +1,274 @@
+"""DFlash: a head that drafts a block of tokens in one pass, whose rows see one another (arXiv 2602.06036).
+
+    cache       keys and values of the states of t0 .. t3         t4 = the newest token, whose state is not known yet
+    block       t4   mask mask mask                               every row sees the cache and the whole block
+    predicts         t5   t6   t7
+
+A matrix maps the states of several of the target's layers to one, which is normalised. Each layer of the head projects
+it to a key and a value. No query, and no later layer, is computed for it. Rows of a block leave the cache after the
+pass.
+
+A block is computed whole, as the head was trained, also if fewer tokens are drafted. Only where the cache has no room
+for it, it has fewer masks. A row does not know the tokens that other rows draft: see drafting/model/one_pass.py for the
+draws, and for the reason that all verification rules are exact.
+
+The head's folder has config.json and safetensors, as its authors or the `speculators` package write them. Embedding
+and output head are the target's where the file has none.
+
+Memory: the head's weights, and a KV cache of its layers. Cost: two matrices of each layer for each committed token; for
+a draft, one pass of the layers with a row for each token of a block, and the output head for the rows that are drafted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from speculant.cache.base import KVCache
+from speculant.drafting.base import DrafterContext, Method, read_options
+from speculant.drafting.heads.folder import BLOCKS, SPECULATORS, HeadFolder, Renamed, require_target
+from speculant.drafting.heads.hidden_drafter import HiddenDrafter
+from speculant.drafting.heads.hidden_runner import Encode, HiddenStateRunner
+from speculant.drafting.heads.layers import layer_entries, load_layers, read_sizes, renamed
+from speculant.drafting.heads.three_states import ENCODER, TOKEN_MAPS, check_shared, read_tokens
+from speculant.drafting.model.drafter import Drafting
+from speculant.drafting.model.one_pass import Mask, OnePass
+from speculant.drafting.model.runner import fit_vocabulary
+from speculant.drafting.topology import StaticTree, tree_option
+from speculant.errors import ConfigError, ModelError, PairError
+from speculant.kernels.reference import rms_norm
+from speculant.models.base import CausalLM, Chain, SequenceInput, build_batch, known
+from speculant.models.config import read_windows
+from speculant.models.description import DecoderConfig, Layer
+from speculant.models.entries import POSITIVE, count, flag, number, show
+from speculant.models.heads import HeadConfig, StateEntry
+from speculant.models.linears import linears_of
+from speculant.sampling.chance import Chances
+from speculant.types import DraftTree
+
+KIND = "dflash"
+METHOD = Method(default_length=15, uses_model=True)
+USUAL_BLOCK = 16
+SCALE = "encoder.norm.weight"
+LAYERS, OUTPUTS = "aux_hidden_state_layer_ids", "target_layer_ids"  # keys: layers whose inputs, or outputs, are read
+EMBEDDING_SCALE = "input_embedding_scale"
+RENAMED = {
+    "fc.weight": ENCODER, "hidden_norm.weight": SCALE, "embed_tokens.weight": "embed_tokens",
+    **dict.fromkeys(TOKEN_MAPS),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class BlockOptions:
+    """tree: children per node at each depth, as [3, 2, 1], or the ranks on the way to every node; None = a chain."""
+
+    tree: Any = None
+
+
+class BlockShape(NamedTuple):
+    """A block of `size` rows, the newest token and masks. Row `first` predicts the first drafted token."""
+
+    size: int
+    first: int
+    mask: int
+
+    @property
+    def depth(self) -> int:
+        """The most tokens that a block drafts, one after the other."""
+        return self.size - self.first
+
+    def input(self, chain: Chain, rows: int, vocab_size: int) -> SequenceInput:
+        """Return the input of a block of some rows after a chain's tokens, for a model of `vocab_size` tokens."""
+        tokens = [*known(chain.input_tokens[-1:], vocab_size), *[self.mask] * (rows - 1)]
+        return SequenceInput(chain.request.seq_id, tokens, DraftTree.empty(), length=chain.request.num_positions)
+
+
+class BlockRunner(HiddenStateRunner):
+    """Follows the target's states, and makes room for blocks. shape: of drafts; None = chains."""
+
+    def __init__(
+        self,
+        model: CausalLM,
+        cache: KVCache,
+        chances: Chances,
+        max_num_batched_tokens: int,
+        stop_below: float,
+        encode: Encode,
+        block: BlockShape,
+        shape: StaticTree | None,
+    ) -> None:
+        super().__init__(model, cache, chances, max_num_batched_tokens, stop_below, encode)
+        self._block, self._shape = block, shape
+        self.rows: Mapping[int, int] = {}  # of each sequence's block in this round
+
+    def plan(self, drafting: Drafting) -> list[Chain]:
+        """See the base: `limit` is 0 for a sequence without room for a block that is deep enough."""
+        chains, plan, rows = super().plan(drafting), self.cache.plan(), dict[int, int]()
+        for chain in chains:
+            plan.take(chain.request.seq_id, len(chain.input_tokens))
+        for chain in chains:
+            if chain.limit:
+                seq_id = chain.request.seq_id
+                rows[seq_id] = min(self._block.size, plan.room(seq_id))
+                chain.limit = self._within(chain.limit, rows[seq_id] - self._block.first)
+                plan.take(seq_id, rows[seq_id] if chain.limit else 0)
+        self.rows = rows
+        return chains
+
+    def _within(self, limit: int, depth: int) -> int:
+        """Return how many nodes a draft of this depth may have."""
+        if self._shape is None:
+            return max(0, min(limit, depth))
+        return limit if self._shape.within(limit).depth <= depth else 0
+
+
+class BlockDrafter(OnePass, HiddenDrafter):
+    """Drafts with the head of `runner`; layers: those whose states it reads."""
+
+    _runner: BlockRunner
+
+    def __init__(
+        self,
+        runner: BlockRunner,
+        layers: tuple[int, ...],
+        block: BlockShape,
+        context: DrafterContext,
+        shape: StaticTree | None,
+    ) -> None:
+        HiddenDrafter.__init__(self, runner, layers, context.vocab_size, context.sampler, shape)
+        nodes = self.needs.max_nodes or block.depth
+        self.needs = replace(self.needs, max_nodes=nodes, usual_nodes=nodes)
+        self.mask, self.shape, self._block = Mask(block.mask), shape, block
+
+    def _pass(self, chains: Sequence[Chain], depths: Sequence[int]) -> tuple[Tensor, dict[int, int]]:
+        """Store the chains' states, then compute a block for each chain that draws.
+
+        Returns the logits [sum of depths, V], and each sequence's first row. Afterwards the blocks leave the cache.
+        """
+        size = self._runner.model.vocab_size
+        self._forward([self.mask.input(chain, 0, size) for chain in chains])
+        blocks, first, rows, end = list[SequenceInput](), dict[int, int](), list[int](), 0
+        for chain, depth in zip(chains, depths, strict=True):
+            seq_id = chain.request.seq_id
+            first[seq_id] = len(rows)
+            if depth:
+                blocks.append(self._block.input(chain, self._runner.rows[seq_id], size))
+                rows += range(end + self._block.first, end + self._block.first + depth)
+                end += len(blocks[-1].tokens)
+        hidden = self._forward(blocks)[rows]
+        for chain, depth in zip(chains, depths, strict=True):
+            self._runner.note(chain.request, chain.input_tokens)
+            if depth:
+                self._runner.finish(chain.request)
+        return fit_vocabulary(self._runner.model.logits(hidden), self._vocab_size) if rows else hidden, first
+
+    def _forward(self, inputs: Sequence[SequenceInput]) -> Tensor:
+        """Return the states [T, hidden] of a pass; of none, no rows."""
+        model, cache = self._runner.model, self._runner.cache
+        if not inputs:
+            return torch.empty(0, self._vocab_size)
+        return model.forward(build_batch(inputs, cache, model.cache_shape.device), cache.storage).last
+
+
+def build(context: DrafterContext) -> BlockDrafter:
+    """Load the head; raises SpeculantError for one that does not fit the target."""
+    options = read_options(context, BlockOptions)
+    target, shape = require_target(context.target), tree_option(context, options.tree)
+    folder = HeadFolder.open(str(context.model), KIND)
+    entries = read_entries(folder)
+    layers, block = read_layers(folder, entries, target), read_block(folder, entries, target)
+    if shape is not None and shape.depth > block.depth:
+        raise ConfigError(
+            f"the tree has {shape.depth} levels, and the head in {folder.folder} drafts blocks of {block.depth} tokens",
+            "give a tree of at most as many levels.",
+        )
+    model, encode = load(folder, entries, len(layers), target)
+    runner = BlockRunner.of(context, model, encode=encode, block=block, shape=shape)
+    return BlockDrafter(runner, layers, block, context, shape)
+
+
+def read_entries(folder: HeadFolder) -> dict[str, Any]:
+    """Return the entries of config.json, those within `dflash_config` among them. Raises ModelError."""
+    inner = folder.config.get(BLOCKS, {})
+    if not isinstance(inner, dict):
+        raise ModelError(
+            f"config.json in {folder.folder} has a {BLOCKS} that is no object, but {show(inner)}", "correct it."
+        )
+    return {**folder.config, **inner}
+
+
+def read_layers(folder: HeadFolder, entries: Mapping[str, Any], target: CausalLM) -> tuple[int, ...]:
+    """Return the target's layers whose inputs the head takes in."""
+    named, shift = entries.get(LAYERS), 0
+    if named is None:
+        named, shift = entries.get(OUTPUTS), 1
+    size, whole = target.num_layers, isinstance(named, list) and all(type(layer) is int for layer in named)
+    if not whole or not named or not all(0 <= layer + shift <= size for layer in named):
+        raise PairError(
+            f"config.json in {folder.folder} names the target's layers {show(named)}, and the target has {size} layers",
+            f"use a head of this target, or name its layers as {LAYERS}: 0 is the embeddings, {size} the last output.",
+        )
+    return tuple(layer + shift for layer in named)
+
+
+def read_block(folder: HeadFolder, entries: Mapping[str, Any], target: CausalLM) -> BlockShape:
+    """Return the size and the mask of a block. Raises ModelError."""
+    size, first = count(entries, "block_size", USUAL_BLOCK), 0 if flag(entries, "sample_from_anchor") else 1
+    if size <= first:
+        raise ModelError(f"config.json in {folder.folder} has blocks of {size} row, which draft nothing", "correct it.")
+    return BlockShape(size, first, folder.check_mask(entries.get("mask_token_id"), "mask_token_id", target))
+
+
+def load(folder: HeadFolder, entries: Mapping[str, Any], num_states: int, target: CausalLM) -> tuple[CausalLM, Encode]:
+    """Read the head, and its map from the states of layers to one."""
+    weights = renamed(folder, lambda name: RENAMED.get(name, name))
+    names = weights.names()
+    windows = read_windows(layer_entries(entries, names, target))
+    sizes = with_blocks(read_sizes(folder.config, names, target), entries, windows)
+    sizes = sizes.with_head(read_tokens(folder, target))
+    config = HeadConfig(
+        sizes, StateEntry.CONTEXT, own_table="embed_tokens" in names, own_head="lm_head.weight" in names
+    )
+    check_shared(folder, config, target)
+    if not config.own_head:
+        config = replace(config, decoder=sizes.with_head(()))
+    matrix = (sizes.hidden_size, num_states * target.hidden_size)
+    model = load_layers(config, weights, target, KIND, {ENCODER: matrix, SCALE: matrix[:1]})
+    return model, encoder(weights, target, sizes.norm.eps)
+
+
+def encoder(weights: Renamed, target: CausalLM, eps: float) -> Encode:
+    """Return the map from the states of layers, [n, hidden] each, to one."""
+    of = target.cache_shape
+    matrix, scale = (weights.read(name).to(of.device, of.dtype) for name in (ENCODER, SCALE))
+    multiply = linears_of(target, [matrix])
+
+    def encode(hidden: Sequence[Tensor]) -> Tensor:
+        return rms_norm(multiply(torch.cat(tuple(hidden), dim=-1)[None])[0], scale, eps)
+
+    return encode
+
+
+def with_blocks(sizes: DecoderConfig, entries: Mapping[str, Any], windows: Sequence[int | None]) -> DecoderConfig:
+    """Return the description with the attention of blocks, and the scale of embeddings. windows: those in config.json.
+
+    Layers with a window are causal within a block unless an entry says otherwise. Windows of the `speculators` package
+    are those before the block, for all its rows.
+    """
+    fixed = SPECULATORS in entries
+
+    def of_blocks(layer: Layer, window: int | None) -> Layer:
+        ahead = window is None or flag(entries, "sliding_window_non_causal")
+        if entries.get("is_causal") is not None:
+            ahead = not flag(entries, "is_causal")
+        attention = replace(layer.attention, ahead=ahead)
+        if window is not None and fixed:
+            attention = replace(attention, window=window + 1, fixed_window=True)
+        return replace(layer, attention=attention)
+
+    embedding = replace(sizes.embedding, scale=number(entries, EMBEDDING_SCALE, 1.0, *POSITIVE))
+    return replace(sizes, embedding=embedding, layers=tuple(map(of_blocks, sizes.layers, windows)))
