@@ -41,6 +41,7 @@ class Method:
     or bounded state for each cache salt.
     varies: the length of its drafts depends on what it finds, not only on the limit.
     reads_masks: its model must have been trained to predict several tokens in one pass, and has a mask token.
+    uses_head: its model is a head, whose matrices are multiplied on the kernels of the target.
 
     The roles of methods (which one is the default, which look drafts up in text) are in drafting/methods.py.
     """
@@ -52,6 +53,7 @@ class Method:
     on_request: bool = True
     varies: bool = False
     reads_masks: bool = False
+    uses_head: bool = False
 
 
 @dataclass(frozen=True)
@@ -232,6 +234,9 @@ class LoadDraft(Protocol):
         ...
 
 
+Build = Callable[["DrafterContext"], Any]  # the function `build` of a drafter's module
+
+
 @dataclass(frozen=True)
 class DrafterContext:
     """Everything that a drafter is built from.
@@ -244,6 +249,7 @@ class DrafterContext:
     target: the target model; None = there is none.
     selection: selects a draft, for drafters that combine others.
     tokenizer: the target's; None = texts can't be read.
+    round_head: returns the context whose target computes a head in the type that was configured, or is fastest.
     """
 
     options: Mapping[str, Any]
@@ -260,6 +266,12 @@ class DrafterContext:
     target: CausalLM | None = None
     vocabulary_of: Callable[[CausalLM], MappedVocabulary | None] = lambda model: None
     tokenizer: Tokenizer | None = None
+    round_head: Callable[[Build, DrafterContext], DrafterContext] = lambda build, context: context
+
+
+def build_method(facts: Method, build: Build, context: DrafterContext) -> Any:
+    """Build a drafter; its head, if it has one, gets its type first."""
+    return build(context.round_head(build, context) if facts.uses_head else context)
 
 
 def require_no_stop(context: DrafterContext) -> None:

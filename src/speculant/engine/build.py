@@ -14,7 +14,7 @@ from typing import Any
 from speculant import plugins
 from speculant.cache.base import CacheShape, KVCache
 from speculant.config import DEFAULT_POLICY, EngineConfig, Limits, SpeculativeConfig, resolve
-from speculant.drafting.base import Drafter, DrafterContext
+from speculant.drafting.base import Drafter, DrafterContext, build_method
 from speculant.drafting.heads.folder import check_kind
 from speculant.drafting.methods import (
     DEFAULT,
@@ -32,6 +32,7 @@ from speculant.engine.calibration import Calibration
 from speculant.engine.draft_loading import AUTO, choose_precision, describe_vocabulary, draft_vocabulary, rounded
 from speculant.engine.drafters import Drafters
 from speculant.engine.engine import Engine, EngineOptions
+from speculant.engine.head_precision import HeadRounding
 from speculant.engine.memory import CacheMemory
 from speculant.errors import ConfigError
 from speculant.lengths.base import DraftLength, DraftLengthContext
@@ -304,9 +305,15 @@ class _Workshop:
             target=self.target.model,
             vocabulary_of=self._vocabulary_of,
             tokenizer=self.tokenizer,
+            round_head=HeadRounding(self.target, self.config.draft_quantization, self._facts, self.notes),
         )
-        drafter: Drafter = plugins.load(KIND, method).build(context)
+        drafter: Drafter = build_method(method_facts(method), plugins.load(KIND, method).build, context)
         return drafter
+
+    @property
+    def _facts(self) -> tuple[str, ...]:
+        """The texts that name the target, its type and its kernels."""
+        return str(self.target.folder), self.target.kernels, self.config.dtype
 
     def _load_draft(self, source: str, head_tokens: tuple[int, ...] = ()) -> CausalLM:
         folder = resolve_source(source, "draft", download_dir=self.config.download_dir)
@@ -332,8 +339,7 @@ class _Workshop:
             return loaded.model
         if self.config.draft_quantization != AUTO:
             return load(rounded(self.config.draft_quantization)).model
-        facts = (str(self.target.folder), str(folder), self.target.kernels, self.config.dtype, str(head_tokens))
-        draft, chosen = choose_precision(self.target.model, load, facts)
+        draft, chosen = choose_precision(self.target.model, load, (*self._facts, str(folder), str(head_tokens)))
         if draft.quantizations:
             self.notes.append(f", draft weights in {chosen or str(draft.dtype).removeprefix('torch.')} (fastest here)")
         return draft.model

@@ -90,6 +90,20 @@ class HeadHost(Protocol):
 
 
 @runtime_checkable
+class RoundsHeads(Protocol):
+    """A `CausalLM` whose kernels can compute heads with rounded weights.
+
+    head_quantizations: the types that the weights can be rounded to.
+    """
+
+    head_quantizations: Sequence[str]
+
+    def rounding_heads(self, quantization: str) -> CausalLM:
+        """Return this model, with the same weights, for heads whose matrices are rounded to a type."""
+        ...
+
+
+@runtime_checkable
 class Truncatable(Protocol):
     """A `CausalLM` whose first layers can be used as a model."""
 

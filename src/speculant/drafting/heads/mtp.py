@@ -38,7 +38,7 @@ from speculant.models.heads import HeadConfig, StateEntry
 from speculant.models.weights.source import WeightSource, read_plain
 
 KIND = "mtp"
-METHOD = Method(default_length=3, uses_model=True)
+METHOD = Method(default_length=3, uses_model=True, uses_head=True)
 MATRIX, QWEN = "fc.weight", "mtp."
 PARTS = {
     "token_layernorm": "token_norm", "pre_fc_norm_embedding": "token_norm", "enorm": "token_norm",

@@ -31,7 +31,7 @@ from speculant.models.base import CausalLM
 from speculant.models.entries import is_whole, show
 
 KIND = "peagle"
-METHOD = Method(default_length=USUAL_LENGTH, uses_model=True)
+METHOD = Method(default_length=USUAL_LENGTH, uses_model=True, uses_head=True)
 TOKENS = ("mask_token_id", MASK_TOKEN)  # keys of config.json
 
 
