@@ -39,6 +39,13 @@ def build(context: DrafterContext) -> ModelDrafter:
     return make_drafter(context, first_layers(require_target(context.target), options.layers), topology)
 
 
+def alternatives(target: CausalLM) -> list[dict[str, Any]]:
+    """Return the options that `speculant check-pair` compares: powers of two, a quarter and half of the layers."""
+    half = max(1, target.num_layers // 2)
+    powers = [2**place for place in range(half.bit_length()) if 2**place <= half]
+    return [{"layers": layers} for layers in sorted({*powers, max(1, target.num_layers // SHARE), half})]
+
+
 def first_layers(target: CausalLM, given: object) -> CausalLM:
     """Return the target's first layers as a model."""
     if not isinstance(target, Truncatable):
