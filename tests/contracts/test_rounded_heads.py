@@ -16,7 +16,7 @@ from speculant import LLM, SamplingParams, plugins
 from speculant.drafting.base import Drafter, Method
 from speculant.engine import head_precision
 from speculant.engine.draft_loading import Precision
-from speculant.engine.head_precision import HeadSample
+from speculant.engine.head_precision import DraftSample
 from speculant.errors import ConfigError, ModelError
 from speculant.models.weights.load import load_model
 from speculant.types import DraftTree
@@ -121,7 +121,7 @@ def test_target_stays_as_it_is() -> None:
 )
 def test_embedded_heads_lose_little_acceptance(method: str, most: tuple[float, float]) -> None:
     target = load_model("demo", "bfloat16", kernels="native")
-    sample = HeadSample.of(target, head_precision.drawn(target, target.model.vocab_size, 48))
+    sample = DraftSample.of(target, head_precision.drawn(target, target.model.vocab_size, 48))
     found = list[Precision]()
     for quantization in (None, *TYPES):
         context = head_context("demo", head_precision.hosting(target.model, quantization), {})

@@ -136,7 +136,7 @@ def test_tokens_per_pass_are_those_of_the_engine(checkpoints: Checkpoints, tmp_p
     """A head of three tokens is run with 1, 2 and 3; the rates are those of its drafts."""
     head = write_blockwise(tmp_path / "head", HIDDEN_SIZE, VOCAB_SIZE, heads=3)
     config = EngineConfig(checkpoints.target, head, speculative_config={"method": "blockwise"}, dtype="float64")
-    candidate = drafting.load_drafter(config, drafting.load_target(config), drafting.Setting())
+    candidate = drafting.load_drafter(config, drafting.load_target(config), drafting.Variant())
     workload = Workload("test", [[65, 66, 67], [80, 81]], [0.0] * 2)
     params = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
     sizes, tokens, alpha = drafting.measure_drafts(candidate, workload, params)

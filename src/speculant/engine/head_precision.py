@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
@@ -37,7 +37,7 @@ from speculant.files import write_file
 from speculant.models.base import CausalLM, Hidden, SequenceInput, build_batch
 from speculant.models.heads import RoundsHeads
 from speculant.models.weights.load import Checkpoint
-from speculant.types import CommittedRows, DraftTree
+from speculant.types import CommittedRows, DraftTree, Request
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +110,7 @@ def _measure(build: Build, context: DrafterContext, target: Checkpoint) -> str |
     model, pass_s = target.model, pass_seconds(target.model)
     assert isinstance(model, RoundsHeads)
     length = int(min(SAMPLE, max(FEWEST, TEXT_SECONDS / pass_s(1)), model.max_positions - PROMPT))
-    sample = HeadSample.of(target, drawn(target, model.vocab_size, max(1, length)))
+    sample = DraftSample.of(target, drawn(target, model.vocab_size, max(1, length)))
     found = list[Precision]()
     for quantization in (None, *model.head_quantizations):
         own = replace(
@@ -126,8 +126,8 @@ def _measure(build: Build, context: DrafterContext, target: Checkpoint) -> str |
 
 
 @dataclass(frozen=True)
-class HeadSample:
-    """A text of the target, with its distributions [n, V] at temperature 1 after each token.
+class DraftSample:
+    """A text, with the target's distributions [n, V] at temperature 1 after each token.
 
     states: returns the hidden states of layers, [n, hidden] each, see `DrafterNeeds.hidden_layers`.
     """
@@ -137,7 +137,7 @@ class HeadSample:
     states: Callable[[Sequence[int]], tuple[Tensor, ...]]
 
     @classmethod
-    def of(cls, target: Checkpoint, tokens: Sequence[int]) -> HeadSample:
+    def of(cls, target: Checkpoint, tokens: Sequence[int]) -> DraftSample:
         """Compute a text in one pass."""
         model = target.model
         probs = torch.softmax(model.logits(_forward(model, tokens, ()).last).double(), -1)
@@ -152,26 +152,47 @@ class HeadSample:
 
     def measure(self, quantization: str | None, drafter: Drafter) -> Precision:
         """Draft along the text, and time drafts after it."""
-        (request,), states = requests(1, 1, len(self.probs[0]), DRAWN), self.states(drafter.needs.hidden_layers)
-        request.shared_noise = False  # so that drafts have probs
-        request.tokens[:] = self.tokens[: min(PROMPT, len(self.tokens) - 1)]
+        overlap = [_overlap(tree, probs) for tree, probs in self.drafts(drafter)]
+        return Precision(quantization, sum(overlap) / len(overlap), *self.seconds(drafter))
+
+    def drafts(self, drafter: Drafter) -> Iterator[tuple[DraftTree, Tensor]]:
+        """Yield a draft of one node at each token after the first ones, and the target's distribution [V] there."""
+        states, last = self.states(drafter.needs.hidden_layers), len(self.tokens) - 1
+        (request,), seen = self._requests(min(PROMPT, last)), 0
         drafter.begin(request)
-        overlap, seen = list[float](), 0
-        while True:
-            known = len(request.tokens) - 1
-            rows = tuple(each[seen:known] for each in states)
-            drafter.observe(request, CommittedRows(seen, request.tokens[seen:known], request.tokens[-1:], rows))
-            seen = known
-            if known + 1 == len(self.tokens):
-                break
+        for place in range(len(request.tokens), last + 1):
+            _observe(drafter, request, states, seen)
+            seen = place - 1
             (tree,) = drafter.propose([request], [1])
-            overlap.append(_overlap(tree, self.probs[known]))
-            request.tokens.append(self.tokens[known + 1])
+            yield tree, self.probs[place - 1]
+            request.tokens.append(self.tokens[place])
+        drafter.end(request)
+
+    def seconds(self, drafter: Drafter) -> tuple[float, float]:
+        """Time drafts after the text: return the seconds of each token, and further seconds of a draft."""
+        (request,), states = self._requests(len(self.tokens)), self.states(drafter.needs.hidden_layers)
+        drafter.begin(request)
+        _observe(drafter, request, states, 0)
         depth = min(DEPTH, drafter.needs.max_nodes or DEPTH)
         seconds = timed(lambda limit: drafter.propose([request], [limit]), sorted({1, depth}))
         drafter.end(request)
         token_s = max((seconds[depth] - seconds[1]) / max(1, depth - 1), 1e-9)
-        return Precision(quantization, sum(overlap) / len(overlap), token_s, max(0.0, seconds[1] - token_s))
+        return token_s, max(0.0, seconds[1] - token_s)
+
+    def _requests(self, length: int) -> list[Request]:
+        """Return a request that has the first tokens of the text, and whose drafts have probs."""
+        made = requests(1, 1, self.probs.shape[1], DRAWN)
+        for request in made:
+            request.shared_noise = False
+            request.tokens[:] = self.tokens[:length]
+        return made
+
+
+def _observe(drafter: Drafter, request: Request, states: Sequence[Tensor], seen: int) -> None:
+    """Give a drafter the states of a request's tokens from `seen` to the last but one."""
+    known = len(request.tokens) - 1
+    rows = tuple(each[seen:known] for each in states)
+    drafter.observe(request, CommittedRows(seen, request.tokens[seen:known], request.tokens[-1:], rows))
 
 
 def _forward(model: CausalLM, tokens: Sequence[int], taps: Sequence[int]) -> Hidden:

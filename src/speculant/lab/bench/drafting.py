@@ -1,7 +1,7 @@
 """Whether the drafts of any method pay for a target: their acceptance is measured by drafting, at several sizes.
 
 `pair.py` compares a draft model's distributions with the target's along texts. Heads, lookups and trees have no such
-distributions, so the prompts are run once with each of several numbers of draft nodes. Several settings of a method are
+distributions, so the prompts are run once with each of several numbers of draft nodes. Several variants of a method are
 compared: types of a head's weights, and values of options that the method's module names in `alternatives`.
 """
 
@@ -59,8 +59,8 @@ def check_drafts(config: EngineConfig, prompts: WorkloadConfig, params: Sampling
     params = replace(params, min_tokens=FEWEST_TOKENS)
     notify("Loading the models")
     target = load_target(config)
-    settings = settings_of(config, target)
-    candidates = {name: load_drafter(config, target, setting) for name, setting in settings.items()}
+    variants = variants_of(config, target)
+    candidates = {name: load_drafter(config, target, each) for name, each in variants.items()}
     first = next(iter(candidates.values()))
     workload = make_workload(prompts, first.runtime, NUM_PROMPTS)
     require_room(workload, params.max_tokens or 1, first.runtime.limits.max_model_len)
@@ -80,7 +80,7 @@ def check_drafts(config: EngineConfig, prompts: WorkloadConfig, params: Sampling
     case = measure_speed(runtimes[chosen], part, params, best, seconds, predicted)
     return Findings(
         Model.of(target), _described(config, target), params, len(part.prompts), predictions, chosen, best, case,
-        predicted, options=settings[chosen].options,
+        predicted, options=variants[chosen].options,
     )  # fmt: skip
 
 
@@ -98,23 +98,23 @@ def require_lengths(config: EngineConfig) -> None:
 
 
 @dataclass(frozen=True)
-class Setting:
-    """One of several settings of a method: options of the method, and the type of its head; None = the target's."""
+class Variant:
+    """One of several variants of a method: options of the method, and the type of its head; None = the target's."""
 
     options: Mapping[str, Any] = field(default_factory=dict)
     quantization: str | None = None
 
 
-def settings_of(config: EngineConfig, target: Checkpoint) -> dict[str, Setting]:
-    """Return the settings to compare, by the name in the report."""
+def variants_of(config: EngineConfig, target: Checkpoint) -> dict[str, Variant]:
+    """Return the variants to compare, by the name in the report."""
     plugin = plugins.load("speculant.drafting", str((config.speculative_config or {})["method"]))
     if hasattr(plugin, "alternatives"):
         found: list[dict[str, Any]] = plugin.alternatives(target.model)
-        return {", ".join(f"{key} {value}" for key, value in each.items()): Setting(each) for each in found}
+        return {", ".join(f"{key} {value}" for key, value in each.items()): Variant(each) for each in found}
     facts: Method = plugin.METHOD
     host = target.model
     types = host.head_quantizations if facts.uses_head and isinstance(host, RoundsHeads) else ()
-    return {UNCHANGED: Setting(), **{each: Setting(quantization=each) for each in types}}
+    return {UNCHANGED: Variant(), **{each: Variant(quantization=each) for each in types}}
 
 
 def load_target(config: EngineConfig) -> Checkpoint:
@@ -126,13 +126,13 @@ def load_target(config: EngineConfig) -> Checkpoint:
     )  # fmt: skip
 
 
-def load_drafter(config: EngineConfig, target: Checkpoint, setting: Setting) -> Candidate:
+def load_drafter(config: EngineConfig, target: Checkpoint, variant: Variant) -> Candidate:
     """Load the drafter for one sequence, with drafts of a fixed length."""
-    speculative = {**(config.speculative_config or {}), "draft_length": "fixed", **setting.options}
+    speculative = {**(config.speculative_config or {}), "draft_length": "fixed", **variant.options}
     config = replace(config, max_num_seqs=1, speculative_config=speculative)
     if method_facts(str(speculative["method"])).uses_head:
-        config = replace(config, draft_quantization=setting.quantization)
-    return Candidate(setting.quantization, target, build_around(config, target))
+        config = replace(config, draft_quantization=variant.quantization)
+    return Candidate(variant.quantization, target, build_around(config, target))
 
 
 def measure_drafts(
