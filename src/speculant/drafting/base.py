@@ -67,6 +67,7 @@ class DrafterNeeds:
     usual_nodes: nodes it proposes unless the user sets a number; None = its method's default_length.
     tree_depth: the depth of a tree of its usual nodes; None = it drafts chains, or trees whose nodes have scores.
     own_cache: it owns KV caches; they are its `caches`.
+    target_cache: it reads the keys and values of a sequence in the target's cache, all but those of the newest token.
     hidden_layers: target layers whose input hidden states `observe` receives; with L layers, L stands for the last
     layer's output, and L + 1 for that output after the final norm.
     target_inputs: the most look-ahead rows that it adds to the target's pass below the root and each node
@@ -86,6 +87,7 @@ class DrafterNeeds:
     usual_nodes: int | None = None
     tree_depth: int | None = None
     own_cache: bool = False
+    target_cache: bool = False
     hidden_layers: tuple[int, ...] = ()
     target_inputs: int = 0
     max_positions: int | None = None
@@ -244,6 +246,7 @@ class DrafterContext:
     load_draft: loads a checkpoint by name and fits its vocabulary to the target's; see `LoadDraft`.
     vocabulary_of: returns how a loaded draft model reads the target's texts; None = token by token, as they are.
     make_cache: makes a cache of the engine's kind for a model's cache shape.
+    target_cache: returns the target's cache, which is made after the drafters; None = there is none.
     sampler: computes the target's distributions.
     stop_below: a draft that a model draws ends after a token of a lower probability; 0 = it does not.
     target: the target model; None = there is none.
@@ -266,6 +269,7 @@ class DrafterContext:
     target: CausalLM | None = None
     vocabulary_of: Callable[[CausalLM], MappedVocabulary | None] = lambda model: None
     tokenizer: Tokenizer | None = None
+    target_cache: Callable[[], KVCache | None] = lambda: None
     round_head: Callable[[Build, DrafterContext], DrafterContext] = lambda build, context: context
 
 

@@ -96,9 +96,13 @@ def build_around(config: EngineConfig, target: Checkpoint) -> Runtime:
     memory = CacheMemory.of(config, limits, target.model.cache_shape, target.mapped_bytes, scratch)
     verifiers, _ = build_verifiers(spec)
     selection = Selection()
-    drafters, notes = build_drafters(config, spec, target, tokenizer, memory.make, selection)
+    made = list[KVCache]()  # the target's cache takes the memory that drafters leave
+    drafters, notes = build_drafters(
+        config, spec, target, tokenizer, memory.make, selection, lambda: made[0] if made else None
+    )
     length = (spec.num_speculative_tokens if spec else None) or (drafters.usual_length(name) if name else 0)
     sampler, cache = target.backend.sampler, memory.make_target()
+    made.append(cache)
     limits, context = memory.limits, memory.context(longest)
     if limits.max_model_len < (config.max_model_len or longest):
         logger.warning("max_model_len is %s", context)
@@ -238,13 +242,14 @@ def build_drafters(
     tokenizer: Tokenizer,
     make_cache: Callable[[CacheShape], KVCache],
     selection: Selection | None = None,
+    target_cache: Callable[[], KVCache | None] = lambda: None,
 ) -> tuple[Drafters, str]:
     """Make the drafters for a target: the configured method's, and those of its `methods` that requests may name.
 
     A method without a model need not be listed: it is made when a request names it. selection: gets its selector later.
-    Returns the drafters, and notes for the user on their draft models.
+    target_cache: see `DrafterContext`. Returns the drafters, and notes for the user on their draft models.
     """
-    workshop = _Workshop(config, spec, target, tokenizer, make_cache, selection or Selection())
+    workshop = _Workshop(config, spec, target, tokenizer, make_cache, selection or Selection(), target_cache)
     drafters: dict[str, Drafter] = {}
     if spec is not None:
         drafters[method_name(spec)] = workshop.build(method_name(spec), build_verifiers(spec)[1])
@@ -267,6 +272,7 @@ class _Workshop:
     tokenizer: Tokenizer
     make_cache: Callable[[CacheShape], KVCache]
     selection: Selection
+    target_cache: Callable[[], KVCache | None]
     notes: list[str] = field(default_factory=list)  # for the user, on draft models
     mapped: list[tuple[CausalLM, MappedVocabulary]] = field(default_factory=list)
 
@@ -305,6 +311,7 @@ class _Workshop:
             target=self.target.model,
             vocabulary_of=self._vocabulary_of,
             tokenizer=self.tokenizer,
+            target_cache=self.target_cache,
             round_head=HeadRounding(self.target, self.config.draft_quantization, self._facts, self.notes),
         )
         drafter: Drafter = build_method(method_facts(method), plugins.load(KIND, method).build, context)

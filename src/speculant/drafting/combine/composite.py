@@ -105,6 +105,7 @@ def combine(sub_drafters: Sequence[SubDrafter]) -> DrafterNeeds:
         emits_tree=any(each.emits_tree for each in needs),
         usual_nodes=max(each.usual_nodes for each in sub_drafters),
         own_cache=any(each.own_cache for each in needs),
+        target_cache=any(each.target_cache for each in needs),
         hidden_layers=tuple(sorted({layer for each in needs for layer in each.hidden_layers})),
         target_top_k=max(each.target_top_k for each in needs),
         reads_prediction=any(each.reads_prediction for each in needs),
