@@ -51,6 +51,9 @@ def test_flags_of_the_training_page_exist() -> None:
         "--model",
         "--resume",
         "--size",
+        "--draft",
+        "--method",
+        "--draft-quantization",
         "--draft-vocab",
     }  # of other commands
     assert named
