@@ -123,7 +123,7 @@ def attach(target: CausalLM, config: HeadConfig, weights: WeightSource) -> Causa
         why = target.why_not(config.decoder)
         if why is None:
             return target.attach(config, weights)
-        logger.warning("the head runs on the reference kernels, which are slower: %s", why)
+        logger.warning("the head runs on the reference kernels, which are slower and round no weights: %s", why)
     shape = target.cache_shape
     with torch.device("meta"):
         head = HeadDecoder(config, target)

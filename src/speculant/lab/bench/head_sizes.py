@@ -20,7 +20,8 @@ from torch import Tensor
 from speculant.cache.factory import slotted_cache
 from speculant.config import EngineConfig
 from speculant.drafting.base import Drafter
-from speculant.drafting.model.head_tokens import save_head_tokens
+from speculant.drafting.heads.short import FILE
+from speculant.drafting.model.head_tokens import KEY, save_head_tokens
 from speculant.engine.build import build_drafters, load_tokenizer, method_name
 from speculant.engine.draft_loading import LEAST_GAIN, Precision, pass_seconds
 from speculant.engine.head_precision import ROOM, DraftSample
@@ -88,8 +89,11 @@ def measure_sizes(
 
     config: names target, draft and method. counts [V]: of the tokens. order: all tokens, the most useful first; `least`
     of them are always kept. texts: like the target's outputs, of at least two tokens each. Raises ConfigError if there
-    is none.
+    is none, or if the draft's folder already names the tokens of its head.
     """
+    usual = Path(str(config.draft_model)).expanduser() / FILE
+    if usual.exists():
+        raise ConfigError(f"{usual} limits the head that is to be measured", "move it to another folder.")
     notify("Loading the models")
     target = load_target(config)
     sizes = sizes_of(len(order), least)
@@ -135,8 +139,8 @@ def _drafter(config: EngineConfig, target: Checkpoint, tokens: Sequence[int], lo
     with tempfile.TemporaryDirectory() as folder:
         options = dict(config.speculative_config or {})
         if tokens:
-            options["head_tokens"] = str(Path(folder) / "head_tokens.json")
-            save_head_tokens(Path(options["head_tokens"]), tokens)
+            options[KEY] = str(Path(folder) / FILE)
+            save_head_tokens(Path(options[KEY]), tokens)
         spec = replace(config, speculative_config={**options, "draft_length": "fixed"}).speculative()
         assert spec is not None, "a draft is named"
         tokenizer = load_tokenizer(config, target.folder)

@@ -123,6 +123,14 @@ def test_acceptance_is_that_of_drafts_with_a_short_head(
     assert found[0] > found[1] > 0
 
 
+def test_head_that_is_limited_already_is_not_measured(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    head = write_eagle(tmp_path / "head", HIDDEN_SIZE, VOCAB_SIZE)
+    save_head_tokens(tmp_path / "head" / "head_tokens.json", [1, 2, 3])
+    command = ["--target", checkpoints.target, "--draft", head, "--method", "eagle", "--out", tmp_path / "head.json"]
+    with pytest.raises(ConfigError, match="limits the head"):
+        train(texts_in(tmp_path), *command)
+
+
 def texts_in(folder: Path) -> Path:
     file = folder / "outputs.jsonl"
     sequence = [65 + place % 30 for place in range(40)]
