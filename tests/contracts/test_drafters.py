@@ -49,6 +49,11 @@ class Workshop:
     checkpoints: Checkpoints
     caches: list[KVCache] = field(default_factory=list)
 
+    @functools.cached_property
+    def target_cache(self) -> KVCache:
+        """The target's cache, which holds no sequence."""
+        return paged_cache(load_once(self.checkpoints.target).cache_shape, NUM_SEQS * MAX_LEN // BLOCK, BLOCK)
+
     @property
     def method(self) -> Method:
         method: Method = plugins.load(KIND, self.name).METHOD
@@ -83,6 +88,7 @@ class Workshop:
             load_draft=load_once,
             make_cache=self._make_cache,
             target=load_once(self.checkpoints.target),
+            target_cache=lambda: self.target_cache,
         )
         drafter: Drafter = plugins.load(KIND, self.name).build(context)
         if drafter.needs.hidden_layers or drafter.needs.target_inputs:
@@ -98,6 +104,8 @@ class Workshop:
     def check(self) -> None:
         for cache in self.caches:
             cache.check()
+        self.target_cache.check()
+        assert self.target_cache.free_tokens() == NUM_SEQS * MAX_LEN // BLOCK * BLOCK, "it is left as it was"
 
 
 @functools.cache

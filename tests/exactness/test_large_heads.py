@@ -39,7 +39,7 @@ TOO_LARGE = {
     "head_dim 514": sizes(2, 2, 514),
 }
 LARGEST = {"32 heads of 256": sizes(32, 1, 256), "2 x 32 heads of 64": sizes(64, 2, 64)}
-WHY = "the head runs on the reference kernels, which are slower"
+WHY = "the head runs on the reference kernels, which are slower and round no weights"
 
 
 def write(folder: Path, method: str, layer: Mapping[str, int]) -> str:

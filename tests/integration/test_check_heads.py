@@ -6,7 +6,8 @@ import json
 import shlex
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -14,15 +15,18 @@ from typer.testing import CliRunner
 
 from speculant.cli.main import app
 from speculant.config import EngineConfig
+from speculant.drafting.model import early_exit
 from speculant.errors import ConfigError, PairError, SpeculantError
 from speculant.lab.bench import drafting, pair
 from speculant.lab.bench.acceptance import Estimate
 from speculant.lab.bench.step_costs import LengthCosts
 from speculant.lab.bench.workloads import Workload
 from speculant.lab.theory.speedup import expected_tokens, survival
+from speculant.models.base import CausalLM
 from speculant.params import SamplingParams
+from tests.exactness.test_native_decoder import SETS
 from tests.heads import WRITERS, write_blockwise, write_medusa
-from tests.models import HIDDEN_SIZE, VOCAB_SIZE, Checkpoints
+from tests.models import HIDDEN_SIZE, VOCAB_SIZE, Checkpoints, Shape, write_checkpoint
 
 SMALL = ("--tokens", "12", "--kernels", "reference")
 ALPHA = Estimate(0.5, 0.4, 0.6, 100)
@@ -64,12 +68,43 @@ def test_every_head_is_measured(method: str, checkpoints: Checkpoints, tmp_path:
     assert result.exit_code == 0, result.output
 
 
-@pytest.mark.slow
-def test_a_method_without_a_model_is_measured(checkpoints: Checkpoints) -> None:
-    value = _json(checkpoints.target, "--method", "early_exit", *SMALL)
+def test_a_method_without_a_model_is_measured(tmp_path: Path) -> None:
+    """The exit layer with the highest predicted speed is recommended."""
+    target = write_checkpoint(tmp_path / "target", Shape(layers=6))
+    value = _json(target, "--method", "early_exit", *SMALL)
     assert value["draft"]["name"] == "early_exit"
     assert value["draft"]["parameters"] == 0
     assert "--draft-model" not in value["flags"]
+    assert "--draft-quantization" not in value["flags"]
+    speeds = {name: max(row["speed"] for row in each["lengths"][1:]) for name, each in value["precisions"].items()}
+    assert list(speeds) == ["layers 1", "layers 2", "layers 3"]
+    best = value["best"]["options"]["layers"]
+    assert speeds[f"layers {best}"] == max(speeds.values())
+    assert f"method=early_exit,layers={best}" in value["flags"]
+    result = CliRunner().invoke(app, ["generate", "hello", "--max-tokens", "4", *shlex.split(value["flags"])])
+    assert result.exit_code == 0, result.output
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "compared"),
+    [(2, [1]), (4, [1, 2]), (6, [1, 2, 3]), (28, [1, 2, 4, 7, 8, 14]), (32, [1, 2, 4, 8, 16])],
+)
+def test_exit_layers_lie_in_the_first_half(num_layers: int, compared: list[int]) -> None:
+    assert early_exit.alternatives(cast(CausalLM, SimpleNamespace(num_layers=num_layers))) == [
+        {"layers": layers} for layers in compared
+    ]
+
+
+@pytest.mark.skipif(not SETS, reason="the native kernels are not built")
+def test_types_of_a_head_are_compared(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    head = write_medusa(tmp_path / "head", HIDDEN_SIZE, VOCAB_SIZE)
+    value = _json(checkpoints.target, head, "--method", "medusa", "--tokens", "12", "--kernels", "native")
+    assert set(value["precisions"]) == {"none", "int8", "int4"}
+    best = value["best"]["precision"]
+    assert value["precisions"][best]["best_speed"] >= 1
+    assert f"--draft-quantization {best}" in value["flags"]
+    result = CliRunner().invoke(app, ["generate", "hello", "--max-tokens", "4", *shlex.split(value["flags"])])
+    assert result.exit_code == 0, result.output
 
 
 def test_text_of_a_head_ends_with_a_verdict(checkpoints: Checkpoints, tmp_path: Path) -> None:
@@ -101,7 +136,7 @@ def test_tokens_per_pass_are_those_of_the_engine(checkpoints: Checkpoints, tmp_p
     """A head of three tokens is run with 1, 2 and 3; the rates are those of its drafts."""
     head = write_blockwise(tmp_path / "head", HIDDEN_SIZE, VOCAB_SIZE, heads=3)
     config = EngineConfig(checkpoints.target, head, speculative_config={"method": "blockwise"}, dtype="float64")
-    candidate = drafting.load_drafter(config)
+    candidate = drafting.load_drafter(config, drafting.load_target(config), drafting.Variant())
     workload = Workload("test", [[65, 66, 67], [80, 81]], [0.0] * 2)
     params = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
     sizes, tokens, alpha = drafting.measure_drafts(candidate, workload, params)

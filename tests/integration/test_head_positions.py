@@ -38,7 +38,8 @@ def head_of(kind: str, positions: int | None, folder: Path) -> str:
 
 def make(kind: str, head: str, kernels: str, tree: Any = None, **arguments: Any) -> LLM:
     speculative = {"method": kind, "model": head, "num_speculative_tokens": 3, "draft_length": "fixed", "tree": tree}
-    return LLM("demo", dtype="float32", kernels=kernels, speculative_config=speculative, **arguments)
+    same = {"kernels": kernels, "draft_quantization": "none"}  # all heads of a test have one type
+    return LLM("demo", dtype="float32", speculative_config=speculative, **same, **arguments)
 
 
 @functools.cache

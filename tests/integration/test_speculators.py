@@ -91,7 +91,8 @@ def drafts(monkeypatch: pytest.MonkeyPatch) -> list[Draft]:
 def generate(target: Target, head: str, kernels: str, drafts: list[Draft], method: str = "eagle3") -> None:
     """Generate with a head: prompts in chunks, two sampled requests beside a greedy one."""
     config = {"method": method, "model": head, "num_speculative_tokens": LENGTH, "draft_length": "fixed"}
-    llm = LLM(target.folder, dtype="float32", kernels=kernels, max_num_batched_tokens=16, speculative_config=config)
+    common = {"dtype": "float32", "kernels": kernels, "draft_quantization": "none"}  # the package rounds no weights
+    llm = LLM(target.folder, max_num_batched_tokens=16, speculative_config=config, **common)
     drafts.clear()  # of measurements
     llm.generate(PROMPTS, PARAMS)
     assert len({len(draft.text) for draft in drafts if draft.tree.size == LENGTH}) > 5

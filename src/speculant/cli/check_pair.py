@@ -111,7 +111,7 @@ def _check(config: EngineConfig, workload: WorkloadConfig, params: SamplingParam
 
 def document(config: EngineConfig, findings: Findings) -> dict[str, Any]:
     """Return the findings as `--json` prints them; `speculant plan` reads `verify_curve`."""
-    usual, chosen = findings.predictions["none"].costs, findings.predictions[findings.chosen]
+    usual, chosen = findings.usual.costs, findings.predictions[findings.chosen]
     costs = [time / usual.other_s[0] for time in usual.other_s]
     tokens = [length + 1 for length in usual.lengths]
     overhead = chosen.costs.overhead
@@ -128,7 +128,7 @@ def document(config: EngineConfig, findings: Findings) -> dict[str, Any]:
         "verification": {"tokens": tokens, "cost": costs},
         "verify_curve": {"tokens": tokens, "cost": [costs[0], *(cost + overhead for cost in costs[1:])]},
         "precisions": {name: _prediction(each) for name, each in findings.predictions.items()},
-        "best": {"precision": findings.chosen, "length": findings.length},
+        "best": {"precision": findings.chosen, "length": findings.length, "options": dict(findings.options)},
         "measured": _measured(findings),
         "pays": findings.pays,
         "verdict": _verdict(config, findings, flags),
@@ -185,8 +185,9 @@ def _flags(config: EngineConfig, findings: Findings) -> str:
         if getattr(config, name) != getattr(usual, name):
             given[name] = getattr(config, name)
     if config.speculative_config:
-        given["speculative-config"] = f"method={config.speculative_config['method']}"
-    else:
+        keys = {"method": config.speculative_config["method"], **findings.options}
+        given["speculative-config"] = ",".join(f"{key}={value}" for key, value in keys.items())
+    if not config.speculative_config or (len(findings.predictions) > 1 and not findings.options):
         given["draft-quantization"] = findings.chosen
     return " ".join(f"--{name} {shlex.quote(str(value))}" for name, value in given.items())
 
@@ -235,14 +236,14 @@ def _show(console: Console, value: Mapping[str, Any]) -> None:
 
 
 def _show_acceptance(console: Console, value: Mapping[str, Any]) -> None:
-    """Print alpha and the costs of drafting for each type of draft weights, and the costs of verification."""
-    usual = value["precisions"]["none"]
+    """Print alpha and the costs of drafting for each setting, and the costs of verification."""
+    usual = next(iter(value["precisions"].values()))
     first = usual["alpha"]
     greedy = value["sampling"]["temperature"] == 0
     kind = "greedy" if greedy else f"at temperature {value['sampling']['temperature']:g}"
     console.print(f"\n{value['texts']} texts of the target, {kind}, {first['tokens']} tokens", style="bold")
     table = Table(box=None, pad_edge=False)
-    table.add_column("draft weights")
+    table.add_column("setting" if value["best"]["options"] else "draft weights")
     for heading in ("alpha (95%)", "per token", "per draft", "best", "predicted"):
         table.add_column(heading, justify="right", no_wrap=True)
     for name, each in value["precisions"].items():
@@ -270,8 +271,9 @@ def _interval(alpha: Mapping[str, float]) -> str:
 
 def _show_lengths(console: Console, value: Mapping[str, Any]) -> None:
     best = value["best"]
-    weights = value["draft"]["dtype"] if best["precision"] == "none" else best["precision"]
-    console.print(f"\nPredicted with {weights} draft weights", style="bold")
+    setting = value["draft"]["dtype"] if best["precision"] == "none" else best["precision"]
+    kind = "" if best["options"] else " draft weights"
+    console.print(f"\nPredicted with {setting}{kind}", style="bold")
     table = Table(box=None, pad_edge=False)
     for heading in ("length", "tokens/pass", "speed", ""):
         table.add_column(heading, justify="right")

@@ -41,6 +41,7 @@ class Method:
     or bounded state for each cache salt.
     varies: the length of its drafts depends on what it finds, not only on the limit.
     reads_masks: its model must have been trained to predict several tokens in one pass, and has a mask token.
+    uses_head: its model is a head, whose matrices are multiplied on the kernels of the target.
 
     The roles of methods (which one is the default, which look drafts up in text) are in drafting/methods.py.
     """
@@ -52,6 +53,7 @@ class Method:
     on_request: bool = True
     varies: bool = False
     reads_masks: bool = False
+    uses_head: bool = False
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,7 @@ class DrafterNeeds:
     usual_nodes: nodes it proposes unless the user sets a number; None = its method's default_length.
     tree_depth: the depth of a tree of its usual nodes; None = it drafts chains, or trees whose nodes have scores.
     own_cache: it owns KV caches; they are its `caches`.
+    target_cache: it reads the keys and values of a sequence in the target's cache, all but those of the newest token.
     hidden_layers: target layers whose input hidden states `observe` receives; with L layers, L stands for the last
     layer's output, and L + 1 for that output after the final norm.
     target_inputs: the most look-ahead rows that it adds to the target's pass below the root and each node
@@ -84,6 +87,7 @@ class DrafterNeeds:
     usual_nodes: int | None = None
     tree_depth: int | None = None
     own_cache: bool = False
+    target_cache: bool = False
     hidden_layers: tuple[int, ...] = ()
     target_inputs: int = 0
     max_positions: int | None = None
@@ -232,6 +236,9 @@ class LoadDraft(Protocol):
         ...
 
 
+Build = Callable[["DrafterContext"], Any]  # the function `build` of a drafter's module
+
+
 @dataclass(frozen=True)
 class DrafterContext:
     """Everything that a drafter is built from.
@@ -239,11 +246,13 @@ class DrafterContext:
     load_draft: loads a checkpoint by name and fits its vocabulary to the target's; see `LoadDraft`.
     vocabulary_of: returns how a loaded draft model reads the target's texts; None = token by token, as they are.
     make_cache: makes a cache of the engine's kind for a model's cache shape.
+    target_cache: returns the target's cache, which is made after the drafters; None = there is none.
     sampler: computes the target's distributions.
     stop_below: a draft that a model draws ends after a token of a lower probability; 0 = it does not.
     target: the target model; None = there is none.
     selection: selects a draft, for drafters that combine others.
     tokenizer: the target's; None = texts can't be read.
+    round_head: returns the context whose target computes a head in the type that was configured, or is fastest.
     """
 
     options: Mapping[str, Any]
@@ -260,6 +269,13 @@ class DrafterContext:
     target: CausalLM | None = None
     vocabulary_of: Callable[[CausalLM], MappedVocabulary | None] = lambda model: None
     tokenizer: Tokenizer | None = None
+    target_cache: Callable[[], KVCache | None] = lambda: None
+    round_head: Callable[[Build, DrafterContext], DrafterContext] = lambda build, context: context
+
+
+def build_method(facts: Method, build: Build, context: DrafterContext) -> Any:
+    """Build a drafter; its head, if it has one, gets its type first."""
+    return build(context.round_head(build, context) if facts.uses_head else context)
 
 
 def require_no_stop(context: DrafterContext) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 from speculant import plugins
 from speculant.cache.base import CacheShape, KVCache
 from speculant.config import DEFAULT_POLICY, EngineConfig, Limits, SpeculativeConfig, resolve
-from speculant.drafting.base import Drafter, DrafterContext
+from speculant.drafting.base import Drafter, DrafterContext, build_method
 from speculant.drafting.heads.folder import check_kind
 from speculant.drafting.methods import (
     DEFAULT,
@@ -32,6 +32,7 @@ from speculant.engine.calibration import Calibration
 from speculant.engine.draft_loading import AUTO, choose_precision, describe_vocabulary, draft_vocabulary, rounded
 from speculant.engine.drafters import Drafters
 from speculant.engine.engine import Engine, EngineOptions
+from speculant.engine.head_precision import HeadRounding
 from speculant.engine.memory import CacheMemory
 from speculant.errors import ConfigError
 from speculant.lengths.base import DraftLength, DraftLengthContext
@@ -95,9 +96,13 @@ def build_around(config: EngineConfig, target: Checkpoint) -> Runtime:
     memory = CacheMemory.of(config, limits, target.model.cache_shape, target.mapped_bytes, scratch)
     verifiers, _ = build_verifiers(spec)
     selection = Selection()
-    drafters, notes = build_drafters(config, spec, target, tokenizer, memory.make, selection)
+    made = list[KVCache]()  # the target's cache takes the memory that drafters leave
+    drafters, notes = build_drafters(
+        config, spec, target, tokenizer, memory.make, selection, lambda: made[0] if made else None
+    )
     length = (spec.num_speculative_tokens if spec else None) or (drafters.usual_length(name) if name else 0)
     sampler, cache = target.backend.sampler, memory.make_target()
+    made.append(cache)
     limits, context = memory.limits, memory.context(longest)
     if limits.max_model_len < (config.max_model_len or longest):
         logger.warning("max_model_len is %s", context)
@@ -237,13 +242,14 @@ def build_drafters(
     tokenizer: Tokenizer,
     make_cache: Callable[[CacheShape], KVCache],
     selection: Selection | None = None,
+    target_cache: Callable[[], KVCache | None] = lambda: None,
 ) -> tuple[Drafters, str]:
     """Make the drafters for a target: the configured method's, and those of its `methods` that requests may name.
 
     A method without a model need not be listed: it is made when a request names it. selection: gets its selector later.
-    Returns the drafters, and notes for the user on their draft models.
+    target_cache: see `DrafterContext`. Returns the drafters, and notes for the user on their draft models.
     """
-    workshop = _Workshop(config, spec, target, tokenizer, make_cache, selection or Selection())
+    workshop = _Workshop(config, spec, target, tokenizer, make_cache, selection or Selection(), target_cache)
     drafters: dict[str, Drafter] = {}
     if spec is not None:
         drafters[method_name(spec)] = workshop.build(method_name(spec), build_verifiers(spec)[1])
@@ -266,6 +272,7 @@ class _Workshop:
     tokenizer: Tokenizer
     make_cache: Callable[[CacheShape], KVCache]
     selection: Selection
+    target_cache: Callable[[], KVCache | None]
     notes: list[str] = field(default_factory=list)  # for the user, on draft models
     mapped: list[tuple[CausalLM, MappedVocabulary]] = field(default_factory=list)
 
@@ -304,9 +311,16 @@ class _Workshop:
             target=self.target.model,
             vocabulary_of=self._vocabulary_of,
             tokenizer=self.tokenizer,
+            target_cache=self.target_cache,
+            round_head=HeadRounding(self.target, self.config.draft_quantization, self._facts, self.notes),
         )
-        drafter: Drafter = plugins.load(KIND, method).build(context)
+        drafter: Drafter = build_method(method_facts(method), plugins.load(KIND, method).build, context)
         return drafter
+
+    @property
+    def _facts(self) -> tuple[str, ...]:
+        """The texts that name the target, its type and its kernels."""
+        return str(self.target.folder), self.target.kernels, self.config.dtype
 
     def _load_draft(self, source: str, head_tokens: tuple[int, ...] = ()) -> CausalLM:
         folder = resolve_source(source, "draft", download_dir=self.config.download_dir)
@@ -332,8 +346,7 @@ class _Workshop:
             return loaded.model
         if self.config.draft_quantization != AUTO:
             return load(rounded(self.config.draft_quantization)).model
-        facts = (str(self.target.folder), str(folder), self.target.kernels, self.config.dtype, str(head_tokens))
-        draft, chosen = choose_precision(self.target.model, load, facts)
+        draft, chosen = choose_precision(self.target.model, load, (*self._facts, str(folder), str(head_tokens)))
         if draft.quantizations:
             self.notes.append(f", draft weights in {chosen or str(draft.dtype).removeprefix('torch.')} (fastest here)")
         return draft.model

@@ -173,10 +173,19 @@ class Calibration:
             drafter.begin(request)
             self._observe(drafter, request)
         try:
+            if drafter.needs.target_cache:
+                self._fill(drafting)
             return timed(lambda depth: drafter.propose(drafting, [depth] * count), depths)
         finally:
             for request in drafting:
                 drafter.end(request)
+                self.cache.release(request.seq_id)
+
+    def _fill(self, drafting: Sequence[Request]) -> None:
+        """Compute the target's keys and values of all tokens but the newest."""
+        items = [Scheduled(request, 0, len(request.tokens) - 1) for request in drafting if len(request.tokens) > 1]
+        if items:
+            forward_target(self.target, self.cache, items, [DraftTree.empty()] * len(items))
 
     def _read(self, method: str, drafter: Drafter, readings: dict[str, Reading]) -> None:
         """Measure how long a drafter reads texts: a longer one too, if there is time and room for it."""

@@ -83,11 +83,16 @@ def rounded(given: str | None) -> str | None:
 
 @dataclass(frozen=True)
 class Precision:
-    """A draft in one type. acceptance: the mean of sum min(p, q) with the target. token_s: seconds of a draft pass."""
+    """A draft in one type.
+
+    acceptance: the mean of sum min(p, q) with the target. token_s: seconds for each drafted token. draft_s: further
+    seconds of a draft of any length.
+    """
 
     quantization: str | None
     acceptance: float
     token_s: float
+    draft_s: float = 0.0
 
     def speed(self, pass_s: Callable[[int], float]) -> float:
         """Return the expected tokens per second with the best length; pass_s: seconds of the target's pass, by rows."""
@@ -96,7 +101,7 @@ class Precision:
         for length in range(1, LONGEST + 1):
             reached *= self.acceptance
             expected += reached
-            best = max(best, expected / (pass_s(length + 1) + length * self.token_s))
+            best = max(best, expected / (pass_s(length + 1) + self.draft_s + length * self.token_s))
         return best
 
 
@@ -108,7 +113,7 @@ def choose_precision(
     load: loads the draft in a type. identity: texts that name the pair, types and kernels; with the machine they are
     the key of the kept choice.
     """
-    path = folder() / f"{key_of([str(torch.get_num_threads()), *identity])}.precision.json"
+    path = choice_path(identity)
     with suppress(OSError, ValueError, TypeError, KeyError, RecursionError, SpeculantError):
         kept = json.loads(path.read_text(encoding="utf-8"))["draft_quantization"]
         return load(kept), kept
@@ -117,24 +122,35 @@ def choose_precision(
     for each in drafts[None].quantizations:
         with suppress(ModelError):  # weights that are not finite can't be rounded
             drafts[each] = load(each)
-    chosen = _fastest(target, drafts) if len(drafts) > 1 else None
+    chosen = _measure(target, drafts) if len(drafts) > 1 else None
     logger.info("chose draft_quantization=%s in %.1f s", chosen, time.perf_counter() - started)
     write_file(path, {"draft_quantization": chosen})
     return drafts[chosen], chosen
 
 
+def choice_path(identity: Sequence[str]) -> Path:
+    """Return the file in which a choice is kept; identity: see `choose_precision`."""
+    return folder() / f"{key_of([str(torch.get_num_threads()), *identity])}.precision.json"
+
+
+def fastest(found: Sequence[Precision], pass_s: Callable[[int], float]) -> str | None:
+    """Return the type that is expected to be fastest, among drafts of which the first one is unchanged."""
+    best = max(found, key=lambda each: each.speed(pass_s))
+    return best.quantization if best.speed(pass_s) > (1 + LEAST_GAIN) * found[0].speed(pass_s) else None
+
+
 @torch.inference_mode()
-def _fastest(target: CausalLM, drafts: dict[str | None, Checkpoint]) -> str | None:
-    size, pass_s = target.vocab_size, _pass_seconds(target)
-    tokens = _drawn(drafts[None], size)
+def _measure(target: CausalLM, drafts: dict[str | None, Checkpoint]) -> str | None:
+    size, pass_s = target.vocab_size, pass_seconds(target)
+    own = drafts[None]
+    tokens = drawn(own, size, max(1, min(SAMPLE, own.model.max_positions - PROMPT)))
     wanted = _probs(target, tokens, size)
     found = list[Precision]()
     for quantization, draft in drafts.items():
         overlap = float(torch.minimum(wanted, _probs(draft.model, tokens, size)).sum(-1).mean())
         found.append(Precision(quantization, overlap, _token_seconds(draft, size)))
-        logger.info("a draft in %s: acceptance %.3f, %.2g s a token", *vars(found[-1]).values())
-    best = max(found, key=lambda each: each.speed(pass_s))
-    return best.quantization if best.speed(pass_s) > (1 + LEAST_GAIN) * found[0].speed(pass_s) else None
+        logger.info("a draft in %s: acceptance %.3f, %.2g s a token, %.2g s a draft", *vars(found[-1]).values())
+    return fastest(found, pass_s)
 
 
 def _chain(draft: Checkpoint, size: int, length: int) -> tuple[Chain, KVCache]:
@@ -144,9 +160,9 @@ def _chain(draft: Checkpoint, size: int, length: int) -> tuple[Chain, KVCache]:
     return Chain(request, request.tokens, length, chance), slotted_cache(draft.model.cache_shape, 1, PROMPT + length)
 
 
-def _drawn(draft: Checkpoint, size: int) -> list[int]:
-    """Return a text that the draft draws at temperature 1."""
-    chain, cache = _chain(draft, size, max(1, min(SAMPLE, draft.model.max_positions - PROMPT)))
+def drawn(draft: Checkpoint, size: int, length: int) -> list[int]:
+    """Return a text of PROMPT tokens and `length` more, which a model draws at temperature 1."""
+    chain, cache = _chain(draft, size, length)
     grow(draft.model, [chain], cache, size, draft.backend.sampler)
     return [*chain.input_tokens, *chain.tokens]
 
@@ -169,7 +185,7 @@ def _token_seconds(draft: Checkpoint, size: int) -> float:
     return max((seconds[5] - seconds[1]) / 4, 1e-9)
 
 
-def _pass_seconds(target: CausalLM) -> Callable[[int], float]:
+def pass_seconds(target: CausalLM) -> Callable[[int], float]:
     """Return a function of a number of rows: the seconds of the target's pass, linear between those measured."""
     rows = [1, 8]
 

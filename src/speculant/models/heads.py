@@ -114,6 +114,20 @@ class HeadHost(Protocol):
 
 
 @runtime_checkable
+class RoundsHeads(Protocol):
+    """A `CausalLM` whose kernels can compute heads with rounded weights.
+
+    head_quantizations: the types that the weights can be rounded to.
+    """
+
+    head_quantizations: Sequence[str]
+
+    def rounding_heads(self, quantization: str) -> CausalLM:
+        """Return this model, with the same weights, for heads whose matrices are rounded to a type."""
+        ...
+
+
+@runtime_checkable
 class Truncatable(Protocol):
     """A `CausalLM` whose first layers can be used as a model."""
 
@@ -133,7 +147,7 @@ def attach(target: CausalLM, config: HeadConfig, weights: WeightSource) -> Causa
         why = target.why_not(config.decoder)
         if why is None:
             return target.attach(config, weights)
-        logger.warning("the head runs on the reference kernels, which are slower: %s", why)
+        logger.warning("the head runs on the reference kernels, which are slower and round no weights: %s", why)
     shape = target.cache_shape
     with torch.device("meta"):
         head = HeadDecoder(config, target)

@@ -8,7 +8,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from speculant import plugins
-from speculant.drafting.base import Drafter, DrafterContext, DrafterNeeds, StatelessDrafter, complete
+from speculant.drafting.base import (
+    Drafter,
+    DrafterContext,
+    DrafterNeeds,
+    StatelessDrafter,
+    build_method,
+    complete,
+)
 from speculant.drafting.guard import GuardedDrafter, Proposals
 from speculant.drafting.methods import KIND, WITH_MODEL, installed, lookup_methods, method_facts, takes_model
 from speculant.errors import ConfigError, Guard
@@ -98,6 +105,7 @@ def combine(sub_drafters: Sequence[SubDrafter]) -> DrafterNeeds:
         emits_tree=any(each.emits_tree for each in needs),
         usual_nodes=max(each.usual_nodes for each in sub_drafters),
         own_cache=any(each.own_cache for each in needs),
+        target_cache=any(each.target_cache for each in needs),
         hidden_layers=tuple(sorted({layer for each in needs for layer in each.hidden_layers})),
         target_top_k=max(each.target_top_k for each in needs),
         reads_prediction=any(each.reads_prediction for each in needs),
@@ -166,8 +174,8 @@ def _build(context: DrafterContext, method: str, options: Mapping[str, Any]) -> 
     model = options.pop("model", context.model) if takes_model(method) else None
     if facts.uses_model and model is None:
         raise ConfigError(f"method {method!r} drafts with a model and none is named", 'give "model" too.')
-    build: Callable[[DrafterContext], object] = plugins.load(KIND, method).build
-    drafter = complete(build(replace(context, options=options, model=model)))
+    build = plugins.load(KIND, method).build
+    drafter = complete(build_method(facts, build, replace(context, options=options, model=model)))
     if drafter.needs.target_inputs:
         raise ConfigError(
             f"method {method!r} drafts in the target's own pass and can't be used within another method",

@@ -41,7 +41,8 @@ class FallbackDrafter(CompositeDrafter):
 
     def __init__(self, sub_drafters: Sequence[SubDrafter], vocab_size: int, selection: Selection | None = None) -> None:
         super().__init__(sub_drafters, vocab_size)
-        models = [each.drafter.needs.own_cache for each in sub_drafters]
+        needs = [each.drafter.needs for each in sub_drafters]
+        models = [each.own_cache or each.target_cache for each in needs]
         follows = [any(models[place + 1 :]) for place in range(len(models))]
         self._stages = list(zip(self.guarded, models, follows, strict=True))
         self._selection = selection or Selection()

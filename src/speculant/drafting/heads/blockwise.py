@@ -24,7 +24,7 @@ from speculant.models.entries import count
 from speculant.models.future_heads import FeedForwardHeads, FutureShape, PlacedHeads
 
 KIND = "blockwise"
-METHOD = Method(default_length=3, uses_model=True)
+METHOD = Method(default_length=3, uses_model=True, uses_head=True)
 HEAD = HeadParts({
     r"heads\.\d+\.up\.weight": Part(Role.READER),
     r"heads\.\d+\.up\.bias": Part(Role.READER_BIAS),

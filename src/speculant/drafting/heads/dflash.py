@@ -51,7 +51,7 @@ from speculant.sampling.chance import Chances
 from speculant.types import DraftTree
 
 KIND = "dflash"
-METHOD = Method(default_length=15, uses_model=True)
+METHOD = Method(default_length=15, uses_model=True, uses_head=True)
 USUAL_BLOCK = 16
 SCALE = "encoder.norm.weight"
 LAYERS, OUTPUTS = "aux_hidden_state_layer_ids", "target_layer_ids"  # keys: layers whose inputs, or outputs, are read

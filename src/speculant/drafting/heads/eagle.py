@@ -26,7 +26,7 @@ from speculant.models.description import Head
 from speculant.models.heads import HeadConfig, StateEntry, attach, head_shapes
 
 KIND = "eagle"
-METHOD = Method(default_length=4, uses_model=True)
+METHOD = Method(default_length=4, uses_model=True, uses_head=True)
 SHARED = ("embed_tokens.weight", "lm_head.weight")  # the target's, which some files repeat
 TOKEN_MAP = "token_map"  # of vLLM's form: the target's id of each row of its short output head
 NORMS = {"layers.0.input_layernorm.weight": "skip_prenorm", "norm.weight": "skip_output_norm"}

@@ -33,7 +33,7 @@ from speculant.drafting.heads.three_states import (
 from speculant.models.base import CausalLM
 
 KIND = "eagle3"
-METHOD = Method(default_length=4, uses_model=True)
+METHOD = Method(default_length=4, uses_model=True, uses_head=True)
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ TOKEN_MAP = "token_map"
 _WITHIN = re.compile(r"medusa_heads?\.(?=\d|blocks\.|lm_head|token_map)")
 _BLOCK = re.compile(r"blocks\.(\d{1,4})\.layers\.(\d{1,4})\.(weight|bias)")
 _OUTPUT = re.compile(r"lm_heads\.(\d{1,4})\.weight")
-METHOD = Method(default_length=8, uses_model=True)
+METHOD = Method(default_length=8, uses_model=True, uses_head=True)
 HEAD = HeadParts({
     r"\d+\.\d+\.linear\.weight": Part(Role.BETWEEN),
     r"\d+\.\d+\.linear\.bias": Part(Role.STATE),

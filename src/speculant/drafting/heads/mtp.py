@@ -42,7 +42,7 @@ from speculant.models.heads import HeadConfig, StateEntry
 from speculant.models.weights.source import WeightSource, read_plain
 
 KIND = "mtp"
-METHOD = Method(default_length=3, uses_model=True)
+METHOD = Method(default_length=3, uses_model=True, uses_head=True)
 MATRIX, LAYER, QWEN = "fc.weight", "layers.0.self_attn.o_proj.weight", "mtp."
 COUNTS = ("mtp_num_hidden_layers", "num_nextn_predict_layers")  # keys of config.json
 PARTS = {

@@ -29,7 +29,7 @@ from speculant.drafting.topology import StaticTree, tree_option
 from speculant.models.base import CausalLM
 
 KIND = "peagle"
-METHOD = Method(default_length=USUAL_LENGTH, uses_model=True)
+METHOD = Method(default_length=USUAL_LENGTH, uses_model=True, uses_head=True)
 TOKENS = ("mask_token_id", MASK_TOKEN)  # keys of config.json
 
 

@@ -134,7 +134,8 @@ class CascadeDrafter(ModelDrafter):
         super().__init__(runner, context.vocab_size, context.sampler)
         self._inner = InnerDrafter(inner, context.vocab_size, self._count)
         self.guess = self._inner.guess
-        self.needs = replace(self.needs, hidden_layers=inner.drafter.needs.hidden_layers)
+        own = inner.drafter.needs
+        self.needs = replace(self.needs, hidden_layers=own.hidden_layers, target_cache=own.target_cache)
         self.listens = self._inner.drafter.listens
         self.caches = (runner.cache, *inner.drafter.caches)
 

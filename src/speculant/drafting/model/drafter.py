@@ -42,11 +42,12 @@ class ModelDrafter(StatelessDrafter):
             emits_tree=topology is not None,
             usual_nodes=nodes,
             tree_depth=topology.depth if topology else None,
-            own_cache=True,
+            own_cache=runner.owns_cache,
+            target_cache=not runner.owns_cache,
             max_positions=runner.model.max_positions,
             nodes_per_beam=NODES_PER_BEAM,
         )
-        self._runner, self.caches = runner, (runner.cache,)
+        self._runner, self.caches = runner, (runner.cache,) if runner.owns_cache else ()
         self._vocab_size, self._sampler, self._topology = vocab_size, sampler, topology
 
     def begin(self, request: Request) -> None:

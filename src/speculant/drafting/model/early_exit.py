@@ -3,8 +3,10 @@
 Nothing is trained and no weights are added. How much is accepted depends on the target: models that were trained to
 exit early draft well, others poorly.
 
-Memory: a KV cache of the first layers. Cost: `layers` of the target's layers and its output head for each drafted
-token; a chain is one native call.
+It reads the target's own keys and values (drafting/model/target_cache.py), so there is no text to catch up with.
+
+Memory: none. Cost: `layers` of the target's layers and its output head for each drafted token; a chain is one native
+call.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from typing import Any
 
 from speculant.drafting.base import DrafterContext, Method, read_options
 from speculant.drafting.heads.folder import require_target
-from speculant.drafting.model.drafter import ModelDrafter, make_drafter
+from speculant.drafting.model.target_cache import TargetCacheDrafter, make_target_drafter
 from speculant.drafting.topology import tree_option
 from speculant.errors import ConfigError
 from speculant.models.base import CausalLM
@@ -32,11 +34,19 @@ class EarlyExitOptions:
     tree: Any = None
 
 
-def build(context: DrafterContext) -> ModelDrafter:
+def build(context: DrafterContext) -> TargetCacheDrafter:
     """Take the first layers of the target; raises ConfigError for a number that it does not have."""
     options = read_options(context, EarlyExitOptions)
     topology = tree_option(context, options.tree)
-    return make_drafter(context, first_layers(require_target(context.target), options.layers), topology)
+    target = require_target(context.target)
+    return make_target_drafter(context, target, first_layers(target, options.layers), topology)
+
+
+def alternatives(target: CausalLM) -> list[dict[str, Any]]:
+    """Return the options that `speculant check-pair` compares: powers of two, a quarter and half of the layers."""
+    half = max(1, target.num_layers // 2)
+    powers = [2**place for place in range(half.bit_length()) if 2**place <= half]
+    return [{"layers": layers} for layers in sorted({*powers, max(1, target.num_layers // SHARE), half})]
 
 
 def first_layers(target: CausalLM, given: object) -> CausalLM:

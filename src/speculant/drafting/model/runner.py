@@ -17,6 +17,7 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Self
 
 import torch
@@ -193,19 +194,26 @@ class DraftModelRunner:
     the target's tokens.
     """
 
+    owns_cache = True
     vocabulary: MappedVocabulary | None = None
 
     def __init__(
         self,
         model: CausalLM,
-        cache: KVCache,
+        cache: KVCache | None,
         chances: Chances,
         max_num_batched_tokens: int,
         stop_below: float = 0.0,
     ) -> None:
-        self.model, self.cache, self._stop_below = model, cache, stop_below
+        self.model, self._cache, self._stop_below = model, cache, stop_below
         self._chances, self._budget = chances, max_num_batched_tokens
         self._cached: dict[int, _CachedTokens] = {}
+
+    @cached_property
+    def cache(self) -> KVCache:
+        """The cache of the model's keys and values."""
+        assert self._cache is not None, "a runner without a cache of its own names another one"
+        return self._cache
 
     @classmethod
     def of(cls, context: DrafterContext, model: CausalLM, **own: Any) -> Self:

@@ -1,14 +1,16 @@
 """Whether the drafts of any method pay for a target: their acceptance is measured by drafting, at several sizes.
 
 `pair.py` compares a draft model's distributions with the target's along texts. Heads, lookups and trees have no such
-distributions, so the prompts are run once with each of several numbers of draft nodes.
+distributions, so the prompts are run once with each of several numbers of draft nodes. Several variants of a method are
+compared: types of a head's weights, and values of options that the method's module names in `alternatives`.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +18,7 @@ from numpy.typing import NDArray
 from speculant import plugins
 from speculant.config import EngineConfig
 from speculant.drafting.base import Method
+from speculant.drafting.methods import method_facts
 from speculant.engine.build import build_around
 from speculant.engine.draft_loading import UNCHANGED
 from speculant.errors import ConfigError, RequestError
@@ -35,6 +38,7 @@ from speculant.lab.bench.runs import Bench, Mode
 from speculant.lab.bench.step_costs import LengthCosts, measure_steps
 from speculant.lab.bench.workloads import Workload, WorkloadConfig, make_workload, require_room
 from speculant.metrics import TimingMetrics
+from speculant.models.heads import RoundsHeads
 from speculant.models.weights.load import Checkpoint, load_model
 from speculant.params import SamplingParams
 
@@ -54,31 +58,30 @@ def check_drafts(config: EngineConfig, prompts: WorkloadConfig, params: Sampling
     require_lengths(config)
     params = replace(params, min_tokens=FEWEST_TOKENS)
     notify("Loading the models")
-    candidate = load_drafter(config)
-    workload = make_workload(prompts, candidate.runtime, NUM_PROMPTS)
-    require_room(workload, params.max_tokens or 1, candidate.runtime.limits.max_model_len)
+    target = load_target(config)
+    variants = variants_of(config, target)
+    candidates = {name: load_drafter(config, target, each) for name, each in variants.items()}
+    first = next(iter(candidates.values()))
+    workload = make_workload(prompts, first.runtime, NUM_PROMPTS)
+    require_room(workload, params.max_tokens or 1, first.runtime.limits.max_model_len)
     notify("Generating texts with the target")
-    part, seconds = _affordable(candidate, workload, params)
+    part, seconds = _affordable(first, workload, params, RUN_SECONDS / len(candidates))
     notify("Measuring acceptance")
-    sizes, tokens, alpha = measure_drafts(candidate, part, params)
+    drafts = {name: measure_drafts(each, part, params) for name, each in candidates.items()}
     notify("Measuring the cost of steps")
-    lengths = {UNCHANGED: (0, *sizes)}
-    costs = measure_steps(lengths, {UNCHANGED: candidate.runtime}, part.prompts[0], params, COST_SECONDS)[UNCHANGED]
-    prediction = predict(sizes, tokens, alpha, costs)
+    lengths = {name: (0, *sizes) for name, (sizes, _, _) in drafts.items()}
+    runtimes = {name: each.runtime for name, each in candidates.items()}
+    costs = measure_steps(lengths, runtimes, part.prompts[0], params, COST_SECONDS)
+    predictions = {name: predict(*drafts[name], costs[name]) for name in candidates}
     notify("Measuring speed")
-    best = prediction.best_draft
-    case = measure_speed(candidate.runtime, part, params, best, seconds, float(prediction.speeds[best]))
+    chosen = max(predictions, key=lambda name: float(predictions[name].speeds[1:].max()))
+    best = predictions[chosen].best_draft
+    predicted = float(predictions[chosen].speeds[best])
+    case = measure_speed(runtimes[chosen], part, params, best, seconds, predicted)
     return Findings(
-        Model.of(candidate.checkpoint),
-        _described(config, candidate.checkpoint),
-        params,
-        len(part.prompts),
-        {UNCHANGED: prediction},
-        UNCHANGED,
-        best,
-        case,
-        float(prediction.speeds[best]),
-    )
+        Model.of(target), _described(config, target), params, len(part.prompts), predictions, chosen, best, case,
+        predicted, options=variants[chosen].options,
+    )  # fmt: skip
 
 
 def require_lengths(config: EngineConfig) -> None:
@@ -94,16 +97,42 @@ def require_lengths(config: EngineConfig) -> None:
         )
 
 
-def load_drafter(config: EngineConfig) -> Candidate:
-    """Load the target and the drafter for one sequence, with drafts of a fixed length."""
-    target = load_model(
+@dataclass(frozen=True)
+class Variant:
+    """One of several variants of a method: options of the method, and the type of its head; None = the target's."""
+
+    options: Mapping[str, Any] = field(default_factory=dict)
+    quantization: str | None = None
+
+
+def variants_of(config: EngineConfig, target: Checkpoint) -> dict[str, Variant]:
+    """Return the variants to compare, by the name in the report."""
+    plugin = plugins.load("speculant.drafting", str((config.speculative_config or {})["method"]))
+    if hasattr(plugin, "alternatives"):
+        found: list[dict[str, Any]] = plugin.alternatives(target.model)
+        return {", ".join(f"{key} {value}" for key, value in each.items()): Variant(each) for each in found}
+    facts: Method = plugin.METHOD
+    host = target.model
+    types = host.head_quantizations if facts.uses_head and isinstance(host, RoundsHeads) else ()
+    return {UNCHANGED: Variant(), **{each: Variant(quantization=each) for each in types}}
+
+
+def load_target(config: EngineConfig) -> Checkpoint:
+    """Load the target."""
+    return load_model(
         config.model, config.dtype, config.device, kernels=config.kernels, quantization=config.quantization,
         weight_packing=config.weight_packing, weight_cache=config.weight_cache_folder(),
         model_backend=config.model_backend,
     )  # fmt: skip
-    speculative = {**(config.speculative_config or {}), "draft_length": "fixed"}
-    runtime = build_around(replace(config, max_num_seqs=1, speculative_config=speculative), target)
-    return Candidate(None, target, runtime)
+
+
+def load_drafter(config: EngineConfig, target: Checkpoint, variant: Variant) -> Candidate:
+    """Load the drafter for one sequence, with drafts of a fixed length."""
+    speculative = {**(config.speculative_config or {}), "draft_length": "fixed", **variant.options}
+    config = replace(config, max_num_seqs=1, speculative_config=speculative)
+    if method_facts(str(speculative["method"])).uses_head:
+        config = replace(config, draft_quantization=variant.quantization)
+    return Candidate(variant.quantization, target, build_around(config, target))
 
 
 def measure_drafts(
@@ -157,14 +186,16 @@ def _total(costs: LengthCosts) -> list[float]:
     return [draft + other for draft, other in zip(costs.draft_s, costs.other_s, strict=True)]
 
 
-def _affordable(candidate: Candidate, workload: Workload, params: SamplingParams) -> tuple[Workload, list[float]]:
+def _affordable(
+    candidate: Candidate, workload: Workload, params: SamplingParams, run_seconds: float
+) -> tuple[Workload, list[float]]:
     """Return the prompts for which there is time, and the seconds that plain decoding takes for each."""
     bench, plain, seconds = Bench(candidate.runtime, "plain"), replace(params, speculation=False), list[float]()
     for prompt in workload.prompts:
         started = time.perf_counter()
         bench.run(replace(workload, prompts=[prompt], arrivals=[0.0]), Mode(plain, sequential=True))
         seconds.append(time.perf_counter() - started)
-        if len(seconds) >= FEWEST_PROMPTS and sum(seconds) * len(SIZES) > RUN_SECONDS:
+        if len(seconds) >= FEWEST_PROMPTS and sum(seconds) * len(SIZES) > run_seconds:
             break
     count = len(seconds)
     return replace(workload, prompts=workload.prompts[:count], arrivals=workload.arrivals[:count]), seconds

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -117,8 +118,9 @@ class SpeedPrediction:
 class Findings:
     """The result of all measurements.
 
-    `predictions` are by the type of the draft model's weights. The speed was measured with the type `chosen`, at
-    `length`; predicted: the prediction of that speed on the same texts. lacks: how many of the target's tokens the
+    `predictions` are by the type of the draft's weights, or by another setting, the usual one first. The speed was
+    measured with the setting `chosen`, at `length`; predicted: the prediction of that speed on the same texts. options:
+    the method's options in that setting. lacks: how many of the target's tokens the
     draft model lacks. shared: what the two share if the draft has another tokenizer; None = it has the target's.
     """
 
@@ -133,6 +135,12 @@ class Findings:
     predicted: float
     lacks: int = 0
     shared: SharedTokens | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def usual(self) -> SpeedPrediction:
+        """The prediction for the usual setting."""
+        return next(iter(self.predictions.values()))
 
     @property
     def speed(self) -> Spread:

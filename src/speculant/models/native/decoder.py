@@ -23,6 +23,7 @@ from speculant.kernels.native import (
     MOST_DIM,
     MOST_GROUP,
     NO_TOKEN,
+    QUANTIZED,
     TYPES,
     Draft,
     Kernels,
@@ -53,7 +54,7 @@ from speculant.models.native.scratch import scratch_bytes
 from speculant.models.reference.decoder import spread
 from speculant.models.sizes import cache_shape, relative_reads, tensor_shapes
 from speculant.models.weights.cache import WeightStore
-from speculant.models.weights.reader import WeightReader, WeightTypes
+from speculant.models.weights.reader import WeightReader, WeightTypes, require_finite
 from speculant.models.weights.source import WeightSource
 from speculant.params import SamplingParams
 from speculant.sampling.chance import KeyedNoise, MostLikely, Stream
@@ -225,7 +226,12 @@ class NativeDecoder:
     matrices are rounded to; None = they are not.
     coded: bfloat16 matrices are stored in 12 bits a weight, which changes no bit of a result. store: of packed ones.
     The kernels may round the activations of a linear layer before they multiply: see csrc/speculant.h.
+
+    head_type: the type that matrices of heads on this model are rounded to; None = they have the type of the cache.
     """
+
+    head_quantizations: Sequence[str] = tuple(QUANTIZED)
+    head_type: Type | None = None
 
     def __init__(
         self,
@@ -312,9 +318,19 @@ class NativeDecoder:
 
         return attach_head(config, weights, self)
 
+    def rounding_heads(self, quantization: str) -> NativeDecoder:
+        """See `RoundsHeads.rounding_heads`."""
+        model = NativeDecoder.__new__(NativeDecoder)
+        model._begin(self.packed, self.cache_shape.dtype, self.kernels)
+        model.head_type = QUANTIZED[quantization]
+        return model
+
     def linears(self, matrices: Sequence[Tensor], biases: Tensor | None) -> NativeLinears:
-        """See `LinearHost.linears`."""
-        return NativeLinears(self.kernels, TYPES[self.cache_shape.dtype], matrices, biases)
+        """See `LinearHost.linears`. Raises ModelError for matrices that are not finite and are to be rounded."""
+        if self.head_type is not None:
+            for matrix in matrices:
+                require_finite(matrix, "a head's matrix", self.cache_shape.dtype, self.head_type)
+        return NativeLinears(self.kernels, self.head_type or TYPES[self.cache_shape.dtype], matrices, biases)
 
     def truncated(self, num_layers: int) -> NativeDecoder:
         """See `Truncatable.truncated`."""

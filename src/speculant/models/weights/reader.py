@@ -131,12 +131,7 @@ class WeightReader:
         if self.rounded is None:
             return self._as_stored(self.source.read(self.prefix + name), type_)
         matrix = self._read_plain(name)
-        if not _is_finite(matrix, self.types.dtype):
-            raise ModelError(
-                f"{self.prefix + name} has weights that are NaN or infinite in"
-                f" {str(self.types.dtype).removeprefix('torch.')} and can't be rounded to {_named(type_)}",
-                "download the checkpoint again, or load it without quantization to look at it.",
-            )
+        require_finite(matrix, self.prefix + name, self.types.dtype, type_)
         return matrix
 
     def _as_stored(self, matrix: Tensor | QuantizedBlocks, type_: Type) -> Tensor:
@@ -146,6 +141,16 @@ class WeightReader:
 
     def _read_plain(self, name: str) -> Tensor:
         return read_plain(self.source, self.prefix + name)
+
+
+def require_finite(matrix: Tensor, name: str, dtype: torch.dtype, type_: Type) -> None:
+    """Raise ModelError for a matrix that can't be rounded to integers because it is not finite in `dtype`."""
+    if not _is_finite(matrix, dtype):
+        raise ModelError(
+            f"{name} has weights that are NaN or infinite in"
+            f" {str(dtype).removeprefix('torch.')} and can't be rounded to {_named(type_)}",
+            "download the checkpoint again, or load it without quantization to look at it.",
+        )
 
 
 def _named(type_: Type) -> str:

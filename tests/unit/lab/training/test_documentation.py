@@ -54,6 +54,9 @@ def test_flags_of_the_training_page_exist() -> None:
         "--model",
         "--resume",
         "--size",
+        "--draft",
+        "--method",
+        "--draft-quantization",
     }  # of other commands
     assert named
     assert named <= flags

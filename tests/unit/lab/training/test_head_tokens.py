@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from speculant import LLM, SamplingParams
 from speculant.cli.main import app
+from speculant.config import EngineConfig
 from speculant.drafting.model.head_tokens import read_head_tokens, save_head_tokens
 from speculant.errors import ConfigError
 from speculant.kernels.native import usable_sets
-from tests.models import END, VOCAB_SIZE, Checkpoints, checkpoints
+from speculant.lab.bench import head_sizes
+from speculant.lab.bench.head_sizes import HeadSize, best_size, overlaps, sizes_of
+from tests.heads import write_eagle
+from tests.models import END, HIDDEN_SIZE, VOCAB_SIZE, Checkpoints, checkpoints
 
 __all__ = ["checkpoints"]
 PARAMS = [
@@ -71,6 +77,109 @@ def test_most_frequent_tokens_and_ends_are_kept(checkpoints: Checkpoints, tmp_pa
     found = train(tmp_path / "a.jsonl", "--tokenizer", checkpoints.target, "--out", file, "--size", 3)
     assert (found["size"], found["tokens"], found["coverage"]) == (3, 8, 7 / 8)
     assert read_head_tokens(file) == (4, 9, END)
+
+
+def head_size(size: int, speed: float) -> HeadSize:
+    return HeadSize(size, 1.0, 0.5, 0.001, 0.001, speed)
+
+
+def test_fastest_size_is_best_and_must_gain_something() -> None:
+    whole = head_size(64, 100.0)
+    assert best_size([whole, head_size(32, 110.0), head_size(16, 120.0), head_size(8, 90.0)]).size == 16
+    assert best_size([whole, head_size(32, 101.0)]).size == 64, "the gain may be chance"
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "least", "expected"),
+    [(264, 1, [264, 132, 66, 33]), (8192, 300, [8192, 4096, 2048, 1024, 512]), (16, 1, [16])],
+)
+def test_sizes_are_halves_of_the_vocabulary(vocab_size: int, least: int, expected: list[int]) -> None:
+    assert sizes_of(vocab_size, least) == expected
+
+
+def test_overlap_is_that_of_the_renormalised_draft() -> None:
+    p, q, order = torch.tensor([0.1, 0.2, 0.3, 0.4]), torch.tensor([0.4, 0.0, 0.1, 0.5]), torch.tensor([1, 3, 0, 2])
+    expected = [0.0, 0.4, 0.1 + 0.4, 0.1 + 0.1 + 0.4]  # q_2 = [0, 0, 0, 1], q_3 = [4/9, 0, 0, 5/9]
+    assert overlaps(p, q, order, [1, 2, 3, 4]) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("method", [None, "eagle"])
+def test_acceptance_is_that_of_drafts_with_a_short_head(
+    checkpoints: Checkpoints, tmp_path: Path, method: str | None
+) -> None:
+    """Acceptance by size, computed from drafts of the whole head, is measured again with a head of each size."""
+    draft = checkpoints.near if method is None else write_eagle(tmp_path / "head", HIDDEN_SIZE, VOCAB_SIZE)
+    spec = {} if method is None else {"method": method}
+    config = EngineConfig(
+        checkpoints.target, draft, speculative_config=spec, dtype="float64", draft_quantization="none"
+    )
+    target, order = head_sizes.load_target(config), torch.randperm(VOCAB_SIZE).tolist()
+    text = torch.randint(0, 256, (24,)).tolist()
+    found, sample = head_sizes._acceptance(config, target, [text], order, [VOCAB_SIZE, 40])
+    for tokens, own in zip(((), order[:40]), found, strict=True):
+        drafter = head_sizes._drafter(config, target, tokens, len(text))
+        with torch.inference_mode():
+            assert sample.measure(None, drafter).acceptance == pytest.approx(own, abs=1e-9)
+    assert found[0] > found[1] > 0
+
+
+def test_head_that_is_limited_already_is_not_measured(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    head = write_eagle(tmp_path / "head", HIDDEN_SIZE, VOCAB_SIZE)
+    save_head_tokens(tmp_path / "head" / "head_tokens.json", [1, 2, 3])
+    command = ["--target", checkpoints.target, "--draft", head, "--method", "eagle", "--out", tmp_path / "head.json"]
+    with pytest.raises(ConfigError, match="limits the head"):
+        train(texts_in(tmp_path), *command)
+
+
+def texts_in(folder: Path) -> Path:
+    file = folder / "outputs.jsonl"
+    sequence = [65 + place % 30 for place in range(40)]
+    file.write_text(f"{sequence}\n{sequence[5:]}\n")
+    return file
+
+
+def test_size_for_a_draft_is_the_fastest(
+    checkpoints: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(head_sizes, "LEAST_GAIN", -1.0)  # the fastest of all, however little it gains
+    file = tmp_path / "head.json"
+    found = train(texts_in(tmp_path), "--target", checkpoints.target, "--draft", checkpoints.near, "--out", file)
+    assert [each["size"] for each in found["sizes"]] == [264, 132, 66, 33]
+    assert found["size"] == max(found["sizes"], key=lambda each: each["speed"])["size"]
+    for wider, shorter in itertools.pairwise(found["sizes"]):
+        assert wider["coverage"] >= shorter["coverage"]
+        assert wider["token_s"] > 0
+    assert found["written"] == (found["size"] < VOCAB_SIZE) == file.exists()
+    if found["written"]:
+        assert len(read_head_tokens(file)) == found["size"]
+
+
+@pytest.mark.parametrize(("short_s", "written"), [(1.0, True), (3.0, False)])
+def test_head_that_is_not_faster_is_not_written(
+    checkpoints: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, short_s: float, written: bool
+) -> None:
+    sizes = [head_size(VOCAB_SIZE, 1 / 2.0), head_size(40, 1 / short_s)]
+    monkeypatch.setattr(head_sizes, "measure_sizes", lambda *arguments: sizes)
+    file = tmp_path / "head.json"
+    command = ["--target", checkpoints.target, "--draft", checkpoints.near, "--out", str(file)]
+    run = CliRunner().invoke(app, ["train", "head-tokens", str(texts_in(tmp_path)), *command], catch_exceptions=False)
+    assert run.exit_code == 0
+    assert file.exists() == written
+    assert ("leave head_tokens out" in run.output) != written
+    assert "best" in run.output
+    assert str(VOCAB_SIZE) in run.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [(["--method", "eagle"], "names no draft"), (["--draft", "demo", "--size", "9"], "leave out")],
+)
+def test_options_that_exclude_each_other_are_refused(
+    checkpoints: Checkpoints, tmp_path: Path, arguments: list[str], says: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        train(texts_in(tmp_path), "--target", checkpoints.target, "--out", tmp_path / "head.json", *arguments)
+    assert says in f"{caught.value.problem} {caught.value.fix}"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,102 @@
+"""A drafter that consists of the target's first layers and uses the target's own keys and values.
+
+These layers have computed the committed tokens in the target's passes. A draft computes the newest token and the
+drafted ones, and writes their keys and values after the committed positions. It gives these positions back when it
+ends, and the target's pass, which follows, writes all layers of them again:
+
+    target's cache    p p p t t                 committed
+    draft             p p p t t r x x           r = the newest token, x = drafted ones: the first layers alone
+    target's pass     p p p t t r x x           the same positions, all layers
+
+The engine has counted these positions for the target's pass before a drafter is called. So a draft never takes a block
+from another sequence, there is no backlog, and a drafter without state has nothing to begin, to observe or to end.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from functools import cached_property
+
+from speculant.cache.base import KVCache
+from speculant.cache.part import part_of
+from speculant.drafting.base import DrafterContext
+from speculant.drafting.model.drafter import ModelDrafter
+from speculant.drafting.model.runner import DraftModelRunner
+from speculant.drafting.topology import TreeTopology
+from speculant.models.base import CausalLM
+from speculant.types import DraftTree, Request
+
+
+class TargetCacheRunner(DraftModelRunner):
+    """Runs the target's first layers, `model`, on the target's cache, which holds the first positions of each sequence.
+
+    In an engine, a draft computes no committed tokens but the newest, so the runner has no token budget. Without a
+    target's cache it has one of its own, and each draft computes all of its text.
+    """
+
+    owns_cache = False
+
+    def __init__(self, model: CausalLM, target: CausalLM, context: DrafterContext) -> None:
+        super().__init__(model, None, context.chances, sys.maxsize, context.stop_below)
+        self._context, self._whole = context, target.cache_shape
+        self._held: dict[int, int] = {}  # positions that a sequence held before its draft
+
+    @cached_property
+    def _shared(self) -> KVCache | None:
+        return self._context.target_cache()
+
+    @cached_property
+    def cache(self) -> KVCache:
+        """The target's cache, as the first layers see it."""
+        cache = self._context.make_cache(self._whole) if self._shared is None else self._shared
+        return part_of(cache, self._whole, self.model.cache_shape)
+
+    def begin(self, request: Request) -> None:
+        """See the base; there is no state."""
+
+    def end(self, request: Request) -> None:
+        """See the base; the positions in the target's cache are the target's."""
+        if self._shared is None:
+            self.cache.release(request.seq_id)
+
+    def note(self, request: Request, tokens: Sequence[int]) -> None:
+        """See the base; drafted tokens are given back."""
+
+    def finish(self, request: Request) -> None:
+        """See the base; `give_back` drops the drafted tokens."""
+
+    def give_back(self) -> None:
+        """Drop the positions that drafts have added."""
+        for seq_id, length in self._held.items():
+            if self.cache.length(seq_id) > length:
+                self.cache.truncate_to(seq_id, length)
+        self._held.clear()
+
+    def _roll_back(self, request: Request) -> int:
+        """See the base: the target's positions are committed."""
+        return self._held.setdefault(request.seq_id, self.cache.length(request.seq_id))
+
+
+class TargetCacheDrafter(ModelDrafter):
+    """Drafts chains, trees and continuations of beam searches with a `TargetCacheRunner`."""
+
+    _runner: TargetCacheRunner
+
+    def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
+        """See `Drafter.propose`; the target's cache is left as it was, even by an error."""
+        try:
+            return super().propose(requests, limits)
+        finally:
+            self._runner.give_back()
+
+    def catch_up(self, requests: Sequence[Request]) -> None:
+        """See `Drafter.catch_up`; there is no backlog."""
+
+
+def make_target_drafter(
+    context: DrafterContext, target: CausalLM, first: CausalLM, topology: TreeTopology | None
+) -> TargetCacheDrafter:
+    """Return the drafter of a target's first layers; topology None = chains."""
+    runner = TargetCacheRunner(first, target, context)
+    return TargetCacheDrafter(runner, context.vocab_size, context.sampler, topology)

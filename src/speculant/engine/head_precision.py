@@ -1,0 +1,210 @@
+"""Chooses the type of a head's weights, as draft_loading.py chooses that of a draft model's.
+
+A text is drawn from the target. At each of its tokens, the drafter drafts one token from the target's states, with its
+weights in each type; the mean of sum min(p, q) along the text estimates how often drafts are accepted. The time of a
+draft is measured too. The choice is kept on disk.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from speculant.cache.factory import slotted_cache
+from speculant.drafting.base import Build, Drafter, DrafterContext, complete
+from speculant.engine.calibration import requests, timed
+from speculant.engine.draft_loading import (
+    AUTO,
+    DRAWN,
+    PROMPT,
+    SAMPLE,
+    Precision,
+    choice_path,
+    drawn,
+    fastest,
+    pass_seconds,
+    rounded,
+)
+from speculant.errors import ConfigError, ModelError, SpeculantError
+from speculant.files import write_file
+from speculant.models.base import CausalLM, Hidden, SequenceInput, build_batch
+from speculant.models.heads import RoundsHeads
+from speculant.models.weights.load import Checkpoint
+from speculant.types import CommittedRows, DraftTree, Request
+
+logger = logging.getLogger(__name__)
+
+TEXT_SECONDS = 3.0  # in which the target draws the text, unless its fewest tokens take longer
+FEWEST = 8  # tokens of the text
+DEPTH = 5  # nodes of the longer draft that is timed
+ROOM = 64  # rows of drafts in the cache of a drafter that is measured
+
+
+def hosting(target: CausalLM, quantization: str | None) -> CausalLM:
+    """Return a target for heads in a type; None = that of its cache. Raises ConfigError if it can't compute them."""
+    if quantization is None:
+        return target
+    if not isinstance(target, RoundsHeads):
+        raise ConfigError(
+            f"draft_quantization={quantization!r} rounds a head on the kernels of its target, and those of this target"
+            " compute no rounded heads",
+            'use the native kernels for the target, or draft_quantization="auto".',
+        )
+    return target.rounding_heads(quantization)
+
+
+@dataclass(frozen=True)
+class HeadRounding:
+    """The `DrafterContext.round_head` of an engine.
+
+    given: the configured type, see `EngineConfig`. facts: texts that name target, types and kernels. notes: gets the
+    choice, for the user.
+    """
+
+    target: Checkpoint
+    given: str | None
+    facts: Sequence[str]
+    notes: list[str] = field(default_factory=list)
+
+    def __call__(self, build: Build, context: DrafterContext) -> DrafterContext:
+        """Return the context with a target for heads in the configured type, or in the fastest one."""
+        host = self.target.model
+        if self.given != AUTO:
+            return replace(context, target=hosting(host, rounded(self.given)))
+        if not isinstance(host, RoundsHeads):
+            return context
+        own = [build.__module__, str(context.model), str(sorted(context.options.items()))]
+        context, chosen = choose_head_precision(build, context, self.target, [*self.facts, *own])
+        own_type = str(host.cache_shape.dtype).removeprefix("torch.")
+        self.notes.append(f", draft weights in {chosen or own_type} (fastest here)")
+        return context
+
+
+def choose_head_precision(
+    build: Build, context: DrafterContext, target: Checkpoint, identity: Sequence[str]
+) -> tuple[DrafterContext, str | None]:
+    """Return the context with a target for heads in the type that is expected to be fastest, and the type.
+
+    identity: as in `choose_precision`.
+    """
+    path = choice_path(identity)
+    with suppress(OSError, ValueError, TypeError, KeyError, RecursionError, SpeculantError):
+        kept = json.loads(path.read_text(encoding="utf-8"))["draft_quantization"]
+        return replace(context, target=hosting(target.model, kept)), kept
+    started = time.perf_counter()
+    chosen = _measure(build, context, target)
+    logger.info("chose draft_quantization=%s for a head in %.1f s", chosen, time.perf_counter() - started)
+    write_file(path, {"draft_quantization": chosen})
+    return replace(context, target=hosting(target.model, chosen)), chosen
+
+
+@torch.inference_mode()
+def _measure(build: Build, context: DrafterContext, target: Checkpoint) -> str | None:
+    model, pass_s = target.model, pass_seconds(target.model)
+    assert isinstance(model, RoundsHeads)
+    length = int(min(SAMPLE, max(FEWEST, TEXT_SECONDS / pass_s(1)), model.max_positions - PROMPT))
+    sample = DraftSample.of(target, drawn(target, model.vocab_size, max(1, length)))
+    found = list[Precision]()
+    for quantization in (None, *model.head_quantizations):
+        own = replace(
+            context,
+            target=hosting(model, quantization),
+            make_cache=lambda shape: slotted_cache(shape, 1, len(sample.tokens) + ROOM),
+            stop_below=0.0,
+        )
+        with suppress(*[ModelError] if found else []):  # weights that are not finite can't be rounded
+            found.append(sample.measure(quantization, complete(build(own))))
+            logger.info("a head in %s: acceptance %.3f, %.2g s a token, %.2g s a draft", *vars(found[-1]).values())
+    return fastest(found, pass_s)
+
+
+@dataclass(frozen=True)
+class DraftSample:
+    """A text, with the target's distributions [n, V] at temperature 1 after each token.
+
+    states: returns the hidden states of layers, [n, hidden] each, see `DrafterNeeds.hidden_layers`.
+    """
+
+    tokens: Sequence[int]
+    probs: Tensor
+    states: Callable[[Sequence[int]], tuple[Tensor, ...]]
+
+    @classmethod
+    def of(cls, target: Checkpoint, tokens: Sequence[int]) -> DraftSample:
+        """Compute a text in one pass."""
+        model = target.model
+        probs = torch.softmax(model.logits(_forward(model, tokens, ()).last).double(), -1)
+
+        def states(layers: Sequence[int]) -> tuple[Tensor, ...]:
+            taps = sorted({layer for layer in layers if layer <= model.num_layers})
+            hidden = _forward(model, tokens, taps)
+            found = dict(zip(taps, hidden.taps, strict=True))
+            return tuple(found.get(layer, hidden.last) for layer in layers)
+
+        return cls(tokens, probs, states)
+
+    def measure(self, quantization: str | None, drafter: Drafter) -> Precision:
+        """Draft along the text, and time drafts after it."""
+        overlap = [_overlap(tree, probs) for tree, probs in self.drafts(drafter)]
+        return Precision(quantization, sum(overlap) / len(overlap), *self.seconds(drafter))
+
+    def drafts(self, drafter: Drafter) -> Iterator[tuple[DraftTree, Tensor]]:
+        """Yield a draft of one node at each token after the first ones, and the target's distribution [V] there."""
+        states, last = self.states(drafter.needs.hidden_layers), len(self.tokens) - 1
+        (request,), seen = self._requests(min(PROMPT, last)), 0
+        drafter.begin(request)
+        for place in range(len(request.tokens), last + 1):
+            _observe(drafter, request, states, seen)
+            seen = place - 1
+            (tree,) = drafter.propose([request], [1])
+            yield tree, self.probs[place - 1]
+            request.tokens.append(self.tokens[place])
+        drafter.end(request)
+
+    def seconds(self, drafter: Drafter) -> tuple[float, float]:
+        """Time drafts after the text: return the seconds of each token, and further seconds of a draft."""
+        (request,), states = self._requests(len(self.tokens)), self.states(drafter.needs.hidden_layers)
+        drafter.begin(request)
+        _observe(drafter, request, states, 0)
+        depth = min(DEPTH, drafter.needs.max_nodes or DEPTH)
+        seconds = timed(lambda limit: drafter.propose([request], [limit]), sorted({1, depth}))
+        drafter.end(request)
+        token_s = max((seconds[depth] - seconds[1]) / max(1, depth - 1), 1e-9)
+        return token_s, max(0.0, seconds[1] - token_s)
+
+    def _requests(self, length: int) -> list[Request]:
+        """Return a request that has the first tokens of the text, and whose drafts have probs."""
+        made = requests(1, 1, self.probs.shape[1], DRAWN)
+        for request in made:
+            request.shared_noise = False
+            request.tokens[:] = self.tokens[:length]
+        return made
+
+
+def _observe(drafter: Drafter, request: Request, states: Sequence[Tensor], seen: int) -> None:
+    """Give a drafter the states of a request's tokens from `seen` to the last but one."""
+    known = len(request.tokens) - 1
+    rows = tuple(each[seen:known] for each in states)
+    drafter.observe(request, CommittedRows(seen, request.tokens[seen:known], request.tokens[-1:], rows))
+
+
+def _forward(model: CausalLM, tokens: Sequence[int], taps: Sequence[int]) -> Hidden:
+    cache = slotted_cache(model.cache_shape, 1, len(tokens))
+    batch = build_batch([SequenceInput(0, tokens, DraftTree.empty())], cache, model.cache_shape.device)
+    return model.forward(batch, cache.storage, taps)
+
+
+def _overlap(tree: DraftTree, probs: Tensor) -> float:
+    """Return sum min(p, q) of a draft's first node; a node without probs is q's only token."""
+    if not tree.size:
+        return 0.0
+    if tree.probs is None:
+        return float(probs[tree.token_list[0]])
+    return float(torch.minimum(probs, tree.probs[0].double()).sum())
