@@ -22,6 +22,7 @@ from torch import Tensor
 from speculant.cache.base import KVCache
 from speculant.cache.factory import slotted_cache
 from speculant.drafting.model.intersection import intersect
+from speculant.drafting.model.one_pass import mask_of
 from speculant.drafting.model.runner import fit_vocabulary, grow
 from speculant.engine.calibration import folder, requests, timed
 from speculant.errors import ModelError, PairError, SpeculantError
@@ -148,7 +149,7 @@ def _measure(target: CausalLM, drafts: dict[str | None, Checkpoint]) -> str | No
     found = list[Precision]()
     for quantization, draft in drafts.items():
         overlap = float(torch.minimum(wanted, _probs(draft.model, tokens, size)).sum(-1).mean())
-        found.append(Precision(quantization, overlap, _token_seconds(draft, size)))
+        found.append(Precision(quantization, overlap, *_draft_seconds(draft, size)))
         logger.info("a draft in %s: acceptance %.3f, %.2g s a token, %.2g s a draft", *vars(found[-1]).values())
     return fastest(found, pass_s)
 
@@ -176,23 +177,28 @@ def _probs(model: CausalLM, tokens: Sequence[int], size: int) -> Tensor:
     return torch.softmax(fit_vocabulary(model.logits(hidden), size).double(), -1)
 
 
-def _token_seconds(draft: Checkpoint, size: int) -> float:
+def _draft_seconds(draft: Checkpoint, size: int) -> tuple[float, float]:
+    """Return the seconds of each drafted token, and further seconds of a draft of any length."""
+    if mask_of(draft.model) is not None:  # a row for each token, in one pass
+        one, two = map(pass_seconds(draft.model), (1, 2))
+        return two - one, 2 * one - two
+
     def draw(length: int) -> None:
         chain, cache = _chain(draft, size, length)
         grow(draft.model, [chain], cache, size, draft.backend.sampler)
 
     seconds = timed(draw, [1, 5])
-    return max((seconds[5] - seconds[1]) / 4, 1e-9)
+    return max((seconds[5] - seconds[1]) / 4, 1e-9), 0.0
 
 
-def pass_seconds(target: CausalLM) -> Callable[[int], float]:
-    """Return a function of a number of rows: the seconds of the target's pass, linear between those measured."""
+def pass_seconds(model: CausalLM) -> Callable[[int], float]:
+    """Return a function of a number of rows: the seconds of a model's pass, linear between those measured."""
     rows = [1, 8]
 
     def run(count: int) -> None:
-        cache = slotted_cache(target.cache_shape, 1, count)
-        batch = build_batch([SequenceInput(0, [0] * count, DraftTree.empty())], cache, target.cache_shape.device)
-        target.logits(target.forward(batch, cache.storage).last)
+        cache = slotted_cache(model.cache_shape, 1, count)
+        batch = build_batch([SequenceInput(0, [0] * count, DraftTree.empty())], cache, model.cache_shape.device)
+        model.logits(model.forward(batch, cache.storage).last)
 
     seconds = timed(run, rows)
     slope = (seconds[8] - seconds[1]) / 7

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -12,7 +13,7 @@ from speculant import LLM, SamplingParams
 from speculant.engine import calibration, draft_loading
 from speculant.engine.draft_loading import Precision, choose_precision
 from speculant.errors import ModelError
-from speculant.models.weights.load import load_model
+from speculant.models.weights.load import Checkpoint, load_model
 from tests.models import Checkpoints
 
 PARAMS = [SamplingParams(temperature=0, max_tokens=24), SamplingParams(seed=5, max_tokens=24)]
@@ -103,3 +104,15 @@ def test_choice_that_is_damaged_is_made_again(checkpoints: Checkpoints, kept: Pa
 def test_kernels_without_other_types_keep_the_draft(checkpoints: Checkpoints, kept: Path) -> None:
     llm = LLM(checkpoints.target, checkpoints.near, dtype="float64", draft_quantization="auto")
     assert "draft weights" not in llm.speculation, "nothing was chosen"
+
+
+@pytest.mark.parametrize(("mask", "expected"), [(None, (0.5, 0.0)), (250, (0.1, 0.9))])
+def test_a_draft_in_one_pass_costs_a_pass(
+    mask: int | None, expected: tuple[float, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A chain of tokens costs a pass for each, at 0.5 s here; rows of one pass cost 0.1 s each."""
+    model = SimpleNamespace(mask_token=mask)
+    monkeypatch.setattr(draft_loading, "timed", lambda run, sizes: {1: 0.5, 5: 2.5})
+    monkeypatch.setattr(draft_loading, "pass_seconds", lambda own: lambda rows: 0.9 + 0.1 * rows)
+    found = draft_loading._draft_seconds(cast(Checkpoint, SimpleNamespace(model=model)), 300)
+    assert found == pytest.approx(expected)
