@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from speculant.drafting.base import DrafterContext, require_no_stop
 from speculant.errors import ConfigError
+from speculant.kernels.base import Sampler
+from speculant.kernels.reference_sampler import REFERENCE
 
 Pick = Callable[[Tensor], int]  # weights [V] -> a token
 Distributions = Sequence[Tensor | None]  # by source, the next token's distribution [V]; None = a source with a backlog
@@ -39,7 +42,9 @@ class TreeTopology(Protocol):
         """Return the topology for a tree of at most `size` nodes: the best ones, chosen before any draw."""
         ...
 
-    def children(self, node: Any, probs: Distributions, pick: Pick, distinct: bool) -> list[Child]:
+    def children(
+        self, node: Any, probs: Distributions, pick: Pick, distinct: bool, sampler: Sampler = REFERENCE
+    ) -> list[Child]:
         """Draw a node's children; `distinct` = `pick` gives the same token for the same distribution."""
         ...
 
@@ -88,15 +93,22 @@ class StaticTree:
             path[:-1] in paths and all((*path[:-1], rank) in paths for rank in range(path[-1])) for path in self.paths
         )
 
-    def children(self, node: tuple[int, ...], probs: Distributions, pick: Pick, distinct: bool) -> list[Child]:
+    @cached_property
+    def widths(self) -> tuple[int, ...]:
+        """The children of the root and of each node, in order of depth; see `Chain.widths`."""
+        counts = Counter(path[:-1] for path in self.paths)
+        return tuple(counts[path] for path in ((), *sorted(self.paths, key=lambda path: (len(path), path))))
+
+    def children(
+        self, node: tuple[int, ...], probs: Distributions, pick: Pick, distinct: bool, sampler: Sampler = REFERENCE
+    ) -> list[Child]:
         """See `TreeTopology.children`."""
         children, (token_probs, *_) = list[Child](), probs
         while (
             (place := (*node, len(children))) in self.paths and token_probs is not None and float(token_probs.sum()) > 0
         ):
-            token_probs = token_probs / token_probs.sum()
             children.append((pick(token_probs), place, token_probs))
-            token_probs = without(token_probs, children[-1][0])
+            token_probs = sampler.normalise(without(token_probs, children[-1][0]))
         return children
 
 
@@ -136,7 +148,12 @@ class ParallelChains:
         return self
 
     def children(
-        self, node: tuple[tuple[int, ...], int], probs: Distributions, pick: Pick, distinct: bool
+        self,
+        node: tuple[tuple[int, ...], int],
+        probs: Distributions,
+        pick: Pick,
+        distinct: bool,
+        sampler: Sampler = REFERENCE,
     ) -> list[Child]:
         """See `TreeTopology.children`; where draws can't differ, a source's next chain takes its next best token."""
         chains, depth = node
@@ -150,7 +167,7 @@ class ParallelChains:
             token = pick(token_probs)
             if token not in drawn:
                 rest = without(token_probs, *drawn)
-                drawn[token], own[token] = [], rest / rest.sum()
+                drawn[token], own[token] = [], sampler.normalise(rest)
             drawn[token].append(source)
         return [(token, (tuple(sources), depth + 1), own[token]) for token, sources in drawn.items()]
 

@@ -88,7 +88,7 @@ class ModelDrafter(StatelessDrafter):
     def _draw_trees(self, drafting: Drafting, topology: TreeTopology) -> Proposals:
         trees = plan_trees([self._runner], drafting)
         grow_trees([self._runner], trees, topology, self._vocab_size, self._sampler)
-        return {tree.request.seq_id: tree.draft() for tree in trees if tree.tokens}
+        return {tree.request.seq_id: draft for tree in trees if (draft := tree.draft()).size}
 
     def _draft_beams(self, drafting: Drafting) -> Proposals:
         """Draft for beam searches, at most as deep as the configured tree."""

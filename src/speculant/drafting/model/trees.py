@@ -1,23 +1,23 @@
-"""Draft trees, drawn level by level by one or several models.
+"""Draft trees, drawn level by level by one or several models, or in one call by a model that can (`CausalLM.grow`).
 
-Each pass computes the whole tree again; the additional rows cost little.
+Here each pass computes the whole tree again; the additional rows cost little.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from speculant.drafting.model.runner import DraftModelRunner, fit_vocabulary
-from speculant.drafting.topology import Distributions, Pick, TreeTopology
+from speculant.drafting.topology import Distributions, Pick, StaticTree, TreeTopology
 from speculant.kernels.base import Sampler
 from speculant.kernels.reference_sampler import REFERENCE
 from speculant.models.base import Chain, SequenceInput, build_batch, known
-from speculant.sampling.chance import KeyedNoise
+from speculant.sampling.chance import KeyedNoise, MostLikely
 from speculant.sampling.distribution import Node, distribution
 from speculant.tree import tokens_to
 from speculant.types import DraftTree, Request
@@ -34,6 +34,7 @@ class Tree:
     parents: list[int] = field(default_factory=list)
     probs: list[Tensor] = field(default_factory=list)
     newest: int = 0  # the first node of the deepest level
+    at_once: DraftTree | None = None  # the tree, if one call has drawn it
 
     @property
     def limit(self) -> int:
@@ -46,6 +47,8 @@ class Tree:
 
     def draft(self) -> DraftTree:
         """Return the tree so far, with probs where a ratio rule may need them."""
+        if self.at_once is not None:
+            return self.at_once
         probs = torch.stack(self.probs) if self.probs and not self.request.shared_noise else None
         return DraftTree.of(self.tokens, self.parents, probs)
 
@@ -77,12 +80,36 @@ def grow_trees(
 ) -> None:
     """Draw every tree's nodes as planned; afterwards the sources' caches hold only committed tokens."""
     grower = _Grower(sources, topology, vocab_size, sampler)
-    growing = grower.begin(trees)
+    growing = grower.begin(_not_at_once(sources, trees, topology, vocab_size))
     while growing:
         growing = grower.extend(growing)
     for tree in trees:
         for source in tree.drafting_sources():
             sources[source].finish(tree.request)
+
+
+def _not_at_once(
+    sources: Sequence[DraftModelRunner], trees: Sequence[Tree], topology: TreeTopology, vocab_size: int
+) -> list[Tree]:
+    """Let the only source draw trees of known shapes in one call; return those that it did not draw."""
+    if len(sources) > 1 or not isinstance(topology, StaticTree):
+        return list(trees)
+    by_chain = {_shaped(plan, topology): tree for tree in trees for plan in tree.plans if plan}
+    others = sources[0].model.grow(list(by_chain), sources[0].cache, vocab_size)
+    for chain, tree in by_chain.items():
+        if chain not in others:
+            sources[0].note(tree.request, chain.input_tokens)
+            tree.at_once = chain.draft()
+    return [by_chain[chain] for chain in others]
+
+
+def _shaped(plan: Chain, topology: StaticTree) -> Chain:
+    """Return a plan of a tree; a greedy request's siblings are the likeliest tokens."""
+    if not plan.limit:
+        return replace(plan)
+    ranked = plan.request.shared_noise and plan.request.params.greedy
+    widths = topology.within(plan.limit).widths
+    return replace(plan, widths=widths, limit=len(widths) - 1, chance=MostLikely() if ranked else plan.chance)
 
 
 _Place = tuple[Tree, int]  # a node of a tree; -1 = its root
@@ -150,7 +177,7 @@ class _Grower:
         """Draw the children of nodes; return the trees that can grow."""
         before = {tree: len(tree.tokens) for tree, _ in places}
         for tree, node in places:
-            branch(tree, node, [probs.get((tree, node)) for probs in by_source], self.topology)
+            branch(tree, node, [probs.get((tree, node)) for probs in by_source], self.topology, self.sampler)
         for tree, size in before.items():
             tree.newest = size
         return [tree for tree, size in before.items() if size < len(tree.tokens) < tree.limit]
@@ -166,11 +193,11 @@ def picker(tree: Tree, depth: int) -> Pick:
     return chance.draw
 
 
-def branch(tree: Tree, node: int, probs: Distributions, topology: TreeTopology) -> None:
+def branch(tree: Tree, node: int, probs: Distributions, topology: TreeTopology, sampler: Sampler = REFERENCE) -> None:
     """Draw the children of a node, -1 = the root, within the tree's limit."""
     state = tree.nodes[node] if node >= 0 else topology.root
     pick, bounded = picker(tree, len(tree.path(node))), topology.within(tree.limit)
-    for token, child, own in bounded.children(state, probs, pick, tree.request.shared_noise):
+    for token, child, own in bounded.children(state, probs, pick, tree.request.shared_noise, sampler):
         if len(tree.tokens) < tree.limit:
             tree.nodes.append(child)
             tree.tokens.append(token)
