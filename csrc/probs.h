@@ -247,10 +247,11 @@ static inline Reals uniforms(uint64_t key, int64_t first) {
   return ((Reals)(x >> 12 | 0x4330000000000000u) - 0x1p52 + 0.5) * 0x1p-52;
 }
 
-// The Gumbel-max draw as a race: w / E with E = -log u is greatest where log w + G is greatest, with Gumbel noise G = -log E.
+// The Gumbel-max draw as a race: w / E with E = -log u is greatest where log w + G is greatest, with Gumbel noise G = -log E. The sum is
+// that of all w / E.
 static void race(const double *weights, int64_t begin, int64_t end, uint64_t key, Share &share) {
   constexpr int64_t STRETCH = 8 * REALS;  // skipped together if all are zero, as most of a filtered distribution is
-  Reals best = {};
+  Reals best = {}, sum = {};
   Longs at = Longs{} - 1;
   for (int64_t from = begin; from < end; from += STRETCH) {
     Reals weight[8] = {};
@@ -261,11 +262,11 @@ static void race(const double *weights, int64_t begin, int64_t end, uint64_t key
     for (int v = 0; v < 8; v++) {
       const Reals value = weight[v] / -log_reals(uniforms(key, from + v * REALS));
       const Longs better = value > best;
-      best = better ? value : best;
+      best = better ? value : best, sum += value;
       at = better ? Longs{} + (from + v * REALS) : at;
     }
   }
-  share.best = 0.0, share.at = -1;
+  share.best = 0.0, share.at = -1, share.sum = sum_reals(sum);
   for (int j = 0; j < REALS; j++)
     if (best[j] > share.best || (best[j] == share.best && at[j] >= 0 && at[j] + j < share.at))
       share.best = best[j], share.at = at[j] + j;
@@ -291,6 +292,12 @@ static int64_t winner(const Share *shares, int64_t chunks) {
   for (int64_t chunk = 1; chunk < chunks; chunk++)
     if (shares[chunk].best > best->best) best = shares + chunk;
   return best->at;
+}
+
+static inline double best_of(const Share *shares, int64_t chunks) {
+  double best = 0.0;
+  for (int64_t chunk = 0; chunk < chunks; chunk++) best = shares[chunk].best > best ? shares[chunk].best : best;
+  return best;
 }
 
 // The token where the cumulative weight exceeds the share u of the total; the last one with weight if none does.

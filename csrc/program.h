@@ -91,9 +91,10 @@ static void run(const SpOp *ops, int count, const SpPass *pass, int threads) {
 // The root of a draft, or a node that has children. Those of all sequences are numbered together, each tree's in order of depth.
 struct Inner {
   int64_t node;          // its number in its tree; -1 = the root
+  int64_t parent;        // the inner node that it is a child of
   int64_t first, width;  // its children in the tree
-  int64_t next, count;   // those of them that are inner nodes
 };
+constexpr int64_t NO_NODE = -2;  // of a dynamic tree with fewer nodes
 
 // A row whose children are drawn in a step.
 struct DrawingRow {
@@ -119,6 +120,8 @@ struct Drafting {
     List<int64_t> paths;  // [rows, step] the tokens from the root's child to the row's
     List<int64_t> index;  // of each row's first draw
     List<double> sums;    // of the weights left for the next child
+    List<double> left;    // their share of all weights
+    List<double> totals;  // of all values in the first child's race
   };
   const SpOp *ops;
   int count, threads;
@@ -131,8 +134,11 @@ struct Drafting {
   List<Share> shares;
   Memory memory;
   List<Inner> inner;
-  List<int64_t> roots, parents;  // each sequence's root; as `pass.parents`, by inner node
-  List<int64_t> draws, alive;    // by sequence: draws so far; rows of the next step that were drawn
+  List<int64_t> roots, parents;  // each sequence's root, and the end; as `pass.parents`, by inner node
+  List<int64_t> row_of;          // by inner node: its row in its step
+  List<int64_t> begins, ends;    // by sequence: the inner nodes of the last step
+  List<int64_t> draws;           // by sequence: draws so far
+  List<double> confidences;      // [sequence, node] of dynamic trees
   List<int64_t> tokens, positions, angles, slots, ended;  // ended[sequence, node]: whether no token follows
   List<SpSegment> segments;
   List<WorkQueue> stages;
@@ -143,33 +149,46 @@ struct Drafting {
   int num_stages() const { return 2 * count + 12 + 4 * most_width; }
   int64_t groups() const { return first->groups ? first->groups : 1; }
   int64_t &drawn(int64_t s, int64_t node) const { return draft->drawn[s * draft->nodes + node]; }
-  bool has_ended(const DrawingRow &row) { return inner[row.inner].node >= 0 && ended[row.sequence * draft->nodes + inner[row.inner].node]; }
+  int64_t token_of(const DrawingRow &row) { return inner[row.inner].node < 0 ? -1 : drawn(row.sequence, inner[row.inner].node); }
+  int64_t topk(int64_t s) const { return draft->topk ? draft->topk[s] : 0; }
+  bool has_ended(int64_t s, const Inner &node) {
+    return node.node == NO_NODE || (node.node >= 0 && ended[s * draft->nodes + node.node]);
+  }
 
   void find_inner(int64_t s) {
-    const int64_t *widths = draft->widths ? draft->widths[s] : nullptr, limit = draft->limits[s], root = inner.size;
+    const int64_t limit = draft->limits[s], root = inner.size, k = topk(s);
     roots.push(root);
-    for (int64_t node = -1, child = 0; node < limit; node++) {
-      const int64_t width = widths ? widths[node + 1] : node + 1 < limit;
-      if (width) inner.push({node, child, width, 0, 0});
-      if (width > most_width) most_width = width;
-      child += width;
+    if (k) {
+      for (int64_t first = 0; first < limit; first += k) inner.push({first ? NO_NODE : -1, root, first, k});
+    } else {
+      const int64_t *widths = draft->widths ? draft->widths[s] : nullptr;
+      for (int64_t node = -1, child = 0, parent = root; node < limit; node++) {
+        const int64_t width = widths ? widths[node + 1] : node + 1 < limit;
+        while (node >= 0 && node >= inner[parent].first + inner[parent].width) parent++;
+        if (width) inner.push({node, parent, child, width});
+        child += width;
+      }
     }
+    for (int64_t i = root; i < inner.size; i++) most_width = inner[i].width > most_width ? inner[i].width : most_width;
     parents.resize(inner.size);
-    int64_t next = root + 1;
-    for (int64_t i = root; i < inner.size; i++) {
-      for (inner[i].next = next; next < inner.size && inner[next].node < inner[i].first + inner[i].width; next++) parents[next] = i - root - 1;
-      inner[i].count = next - inner[i].next;
-    }
-    measure(root);
+    measure(s, root);
+  }
+
+  // The end of the inner nodes at the next depth, which begin at `begin`.
+  int64_t next_end(int64_t s, int64_t begin, int64_t last) {
+    if (topk(s)) return begin + topk(s) < last ? begin + topk(s) : last;
+    int64_t end = begin;
+    while (end < last && inner[end].parent < begin) end++;
+    return end;
   }
 
   // Add a tree to the depth and the most rows of a step.
-  void measure(int64_t root) {
+  void measure(int64_t s, int64_t root) {
     int64_t levels = 0, most = 0;
     for (int64_t begin = root, end = root + 1; begin < end; levels++) {
-      const int64_t size = end - begin;
-      begin = end, end = inner[end - 1].next + inner[end - 1].count;
-      if (size > most) most = size;
+      const int64_t next = next_end(s, end, inner.size);
+      if (end - begin > most) most = end - begin;
+      begin = end, end = next;
     }
     if (levels > depth) depth = levels;
     most_rows += most;
@@ -180,12 +199,14 @@ struct Drafting {
     depth = most_rows = most_width = 0;
     inner.resize(0), roots.resize(0);
     for (int64_t s = 0; s < sequences; s++) find_inner(s);
+    roots.push(inner.size);
     rows.resize(most_rows * head.k), logits.resize(most_rows * draft->num_logits), shares.resize(most_rows * chunks_of(draft->width));
     for (int64_t s = 0; s < sequences; s++)
       if (!draft->out[s]) unread.resize(most_rows * draft->width);
-    ended.resize(all), draws.resize(sequences), alive.resize(sequences);
+    ended.resize(all), confidences.resize(draft->topk ? all : 0), row_of.resize(inner.size);
+    draws.resize(sequences), begins.resize(sequences), ends.resize(sequences);
     for (int64_t i = 0; i < all; i++) draft->drawn[i] = -1, ended[i] = 1;
-    for (int64_t s = 0; s < sequences; s++) draws[s] = 0;
+    for (int64_t s = 0; s < sequences; s++) draws[s] = 0, begins[s] = roots[s], ends[s] = roots[s] + 1;
     tokens.resize(inner.size), positions.resize(inner.size), angles.resize(inner.size), slots.resize(inner.size * groups());
     segments.resize(sequences * depth);
     memory.make_room(ops, count, first->rows > most_rows ? first->rows : most_rows), memory.make_room(&head, 1, most_rows);
@@ -205,23 +226,37 @@ struct Drafting {
   void find_rows(int64_t step, Step &now) {
     now.rows.resize(0);
     now.first_row = step ? steps[step - 1].first_row + steps[step - 1].rows.size : 0;
-    if (!step)
-      for (int64_t s = 0; s < draft->sequences; s++) {
+    for (int64_t s = 0; s < draft->sequences; s++) {
+      if (step) {
+        const int64_t begin = begins[s];
+        begins[s] = ends[s], ends[s] = next_end(s, ends[s], roots[s + 1]);
+        if (topk(s)) select_nodes(s, begin);
+      }
+      bool drawn = false;
+      for (int64_t i = begins[s]; i < ends[s]; i++) drawn = drawn || !has_ended(s, inner[i]);
+      for (int64_t i = begins[s]; drawn && i < ends[s]; i++) {
         const SpSegment &segment = first->segments[s];
-        now.rows.push({s, roots[s], 0, segment.first + segment.rows - 1});
+        row_of[i] = now.rows.size;
+        parents[i] = inner[i].parent - roots[s] - 1;
+        now.rows.push({s, i, row_of[inner[i].parent], step ? now.rows.size : segment.first + segment.rows - 1});
       }
-    for (int64_t s = 0; s < draft->sequences; s++) alive[s] = 0;
-    for (int pass = 0; step && pass < 2; pass++)
-      for (int64_t r = 0; r < steps[step - 1].rows.size; r++) {
-        const DrawingRow &parent = steps[step - 1].rows[r];
-        for (int64_t i = 0; i < inner[parent.inner].count; i++) {
-          const DrawingRow row = {parent.sequence, inner[parent.inner].next + i, r, now.rows.size};
-          if (pass == 0)
-            alive[row.sequence] += !has_ended(row);
-          else if (alive[row.sequence])
-            now.rows.push(row);
+    }
+  }
+
+  // Select the most confident nodes of the depth below the inner nodes from `begin` on: those at the next depth.
+  void select_nodes(int64_t s, int64_t begin) {
+    const int64_t offset = s * draft->nodes;
+    for (int64_t i = begins[s]; i < ends[s]; i++) {
+      inner[i].node = NO_NODE, inner[i].parent = begin;
+      double most = 0.0;
+      for (int64_t parent = begin; parent < begins[s]; parent++)
+        for (int64_t node = inner[parent].first; node < inner[parent].first + inner[parent].width; node++) {
+          if (ended[offset + node] || !(confidences[offset + node] > most)) continue;
+          bool is_new = true;
+          for (int64_t other = begins[s]; other < i; other++) is_new = is_new && inner[other].node != node;
+          if (is_new) most = confidences[offset + node], inner[i].node = node, inner[i].parent = parent;
         }
-      }
+    }
   }
 
   // The pass over the rows of a step. Earlier nodes are in the cache.
@@ -232,13 +267,13 @@ struct Drafting {
     for (int64_t r = 0; r < size; r++) {
       const DrawingRow &row = now.rows[r];
       const SpSegment &before = first->segments[row.sequence];
-      const int64_t token = drawn(row.sequence, inner[row.inner].node), place = row.inner - roots[row.sequence] - 1;
+      const int64_t token = token_of(row), place = row.inner - roots[row.sequence] - 1;
       const int64_t start = before.start + before.rows, slot = start + place;
       tokens[from + r] = 0 <= token && token < draft->num_logits ? token : 0;  // a draft may be any token, but the table has no other rows
       positions[from + r] = start + step - 1;
       if (first->angles) angles[from + r] = first->angles[before.first + before.rows - 1] + step;
       if (!r || now.rows[r - 1].sequence != row.sequence) {
-        const bool tree = draft->widths && draft->widths[row.sequence];
+        const bool tree = topk(row.sequence) || (draft->widths && draft->widths[row.sequence]);
         *segment++ = {r, 0, tree ? start : slot, !tree, tree ? roots[row.sequence] + 1 : -1, before.table, before.blocks, tree ? place : 0};
       }
       segment[-1].rows++;
@@ -262,13 +297,14 @@ struct Drafting {
     if (!size) return;
     now.pass = step ? next_pass(steps[step - 1], now, &segments[step * draft->sequences]) : *first;
     plan_pass(ops, count, now.pass, threads, now.plan, partial);
-    now.probs.resize(size), now.settings.resize(size), now.index.resize(size), now.sums.resize(size);
+    now.probs.resize(size), now.settings.resize(size), now.index.resize(size);
+    now.sums.resize(size), now.left.resize(size), now.totals.resize(size);
     now.most_width = 0;
     for (int64_t r = 0; r < size; r++) {
       const int64_t s = now.rows[r].sequence;
       const Inner &node = inner[now.rows[r].inner];
       now.probs[r] = draft->out[s] ? draft->out[s] + node.first * draft->width : unread.items + r * draft->width;
-      now.settings[r] = draft->settings[s];
+      now.settings[r] = draft->settings[s], now.left[r] = 1.0;
       if (node.width > now.most_width) now.most_width = node.width;
     }
     if (draft->edits) prepare_edits(step, now);
@@ -282,7 +318,7 @@ struct Drafting {
       int64_t *path = now.paths.items + r * step;
       if (step) {
         memcpy(path, steps[step - 1].paths.items + row.parent * (step - 1), (step - 1) * sizeof(int64_t));
-        path[step - 1] = drawn(row.sequence, inner[row.inner].node);
+        path[step - 1] = token_of(row);
       }
       now.edits_of[r] = draft->edits[row.sequence] ? now.edits.items + r : nullptr;
       if (!draft->edits[row.sequence]) continue;
@@ -294,7 +330,7 @@ struct Drafting {
   // Whether a row draws a child of this rank, as far as tokens are left.
   bool draws_child(const DrawingRow &row, int64_t rank) {
     const Inner &node = inner[row.inner];
-    return rank < node.width && (rank ? drawn(row.sequence, node.first + rank - 1) >= 0 : !has_ended(row));
+    return rank < node.width && (rank ? drawn(row.sequence, node.first + rank - 1) >= 0 : !has_ended(row.sequence, node));
   }
 
   // The distribution of a row's child. Where none is returned, siblings share the memory.
@@ -346,7 +382,7 @@ struct Drafting {
       const int64_t elder = drawn(row.sequence, inner[row.inner].first + rank - 1);
       leave_out(probs_of(now, p / chunks, rank - 1), begin(p), end(p), elder, probs_of(now, p / chunks, rank), shares[p]);
     });
-    stages[1].run(rank ? size : 0, [&](int64_t r) { now.sums[r] = sum_of(&shares[r * chunks], chunks); });
+    stages[1].run(rank ? size : 0, [&](int64_t r) { now.left[r] *= now.sums[r] = sum_of(&shares[r * chunks], chunks); });
     stages[2].run(size * chunks, [&](int64_t p) {
       const int64_t r = p / chunks, noise = draft->noise[now.rows[r].sequence];
       if (!draws_child(now.rows[r], rank)) return;
@@ -363,7 +399,21 @@ struct Drafting {
       const int64_t token = finish_draw(probs, width, noise, chance(now, step, r, rank), own);
       ended[row.sequence * draft->nodes + node] = token < 0 || probs[token] < draft->stop_below;
       drawn(row.sequence, node) = token;
+      if (token < 0 || !topk(row.sequence)) return;
+      const bool raced = noise == 1;
+      score(now, r, rank, raced ? best_of(own, chunks) : probs[token], raced ? sum_of(own, chunks) : 1.0);
     });
+  }
+
+  // Score a node of a dynamic tree. value: of its token, among the weights left; total: of all values in its draw.
+  void score(Step &now, int64_t r, int64_t rank, double value, double total) {
+    const DrawingRow &row = now.rows[r];
+    const Inner &parent = inner[row.inner];
+    const int64_t offset = row.sequence * draft->nodes, node = offset + parent.first + rank;
+    if (!rank) now.totals[r] = total;
+    draft->parents[node] = parent.node;
+    draft->scores[node] = now.left[r] * value / now.totals[r];
+    confidences[node] = draft->scores[node] * (parent.node < 0 ? 1.0 : confidences[offset + parent.node]);
   }
 
   // Every thread of the parallel region calls it.

@@ -130,12 +130,17 @@ typedef struct {
 
 /* The draws of sp_draft: a tree of tokens for each of the first `sequences` segments of a pass, whose shape is known in advance. Nodes are
  * in order of depth, and siblings follow each other in order of rank. Later siblings are drawn from the distribution without the earlier
- * ones, normalised. The input of a step is the nodes of one depth that have children. */
+ * ones, normalised. The input of a step is the nodes of one depth that have children.
+ *
+ * A dynamic tree (arXiv 2406.16858) has `topk` children of the root and of the most confident `topk` nodes of each depth. Its limit is
+ * topk + topk^2 + ... + topk^2 nodes. They are in order of depth, the children of a depth's most confident node first. A node's
+ * confidence is the product of the scores on the way to it. */
 typedef struct {
   int64_t sequences, nodes;  /* nodes = the largest limit */
   int64_t width;             /* tokens of a distribution; missing logits are -infinity, further ones are cut */
   const int64_t *limits;     /* [sequences] tokens to draw, 1 .. nodes */
   const int64_t *const *widths; /* [sequences] the most children of the root and of each node [1 + limit], NULL = a chain; NULL = all are */
+  const int64_t *topk;       /* [sequences] of a dynamic tree; 0 = its shape is known; NULL = all are 0 */
   const SpSamplingSettings *settings;         /* [sequences] */
   const SpEdits *const *edits;    /* [sequences] or NULL; NULL = none */
   const int64_t *noise;      /* [sequences] kind of draw: 0 and 1 as in sp_draw, 2 = the most probable token, the first among equals */
@@ -143,6 +148,9 @@ typedef struct {
                                 number of draws before it, in order of nodes; with shared noise (1), its depth below the root's children */
   int64_t *drawn;            /* [sequences, nodes]; -1 = the node does not exist, because no token is left or its parent has ended */
   double *const *out;        /* [sequences] each one's distributions [limit, width], or NULL: they are not returned */
+  int64_t *parents;          /* [sequences, nodes] of dynamic trees, -1 = the root; and */
+  double *scores;            /* [sequences, nodes] its probability; with shared noise (1), its share of all w e^G, where w is a token's
+                                probability and G its noise: the largest is that of the token which the same distribution draws */
   double stop_below;         /* a token of a lower probability has no children; 0 = all may have some */
   int64_t num_logits;        /* tokens of the model */
   const int64_t *head_tokens;  /* the token of each row of the head; other tokens have the logit -infinity. NULL = row i is token i */
@@ -176,7 +184,7 @@ void sp_code_panels(int set, int threads, int64_t panels, int64_t k, const void 
 void sp_touch(int set, int threads, void *memory, int64_t bytes);
 void sp_run(int set, int threads, const SpOp *ops, int count, const SpPass *pass);
 /* Run a program on a pass, then `head` (SP_LINEAR without `in` and `out`) on each sequence's last row, and draw. Repeat with the newest
- * nodes that have children until all have drawn up to their limits. The cache gets the inner nodes, in order, after the rows of the pass. */
+ * nodes that have children until all have drawn up to their limits. The cache gets these nodes, in order, after the rows of the pass. */
 void sp_draft(int set, int threads, const SpOp *ops, int count, const SpOp *head, const SpPass *pass, const SpDraft *draft);
 /* out[rows, width] = the distributions of logits[rows, given]. edits: [rows] or NULL; NULL = none. The logits of a row with edits
  * are overwritten. A row without a possible token is all zeros; one with a logit that is NaN or +infinity is all NaN. */

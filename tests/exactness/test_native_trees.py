@@ -16,7 +16,7 @@ from speculant.drafting.heads.folder import HeadFolder
 from speculant.drafting.heads.hidden_runner import HiddenStateRunner
 from speculant.drafting.model.drafter import ModelDrafter
 from speculant.drafting.model.runner import DraftModelRunner
-from speculant.drafting.topology import read_tree
+from speculant.drafting.topology import DynamicTree, read_tree
 from speculant.kernels.native import NativeSampler
 from speculant.models.native import decoder as native_decoder
 from speculant.models.native.decoder import NativeDecoder
@@ -62,7 +62,7 @@ def load_head(name: str, folder: str, target: NativeDecoder) -> NativeDecoder:
 def make_drafter(model: NativeDecoder, tree: Any, kind: str, vocab_size: int, head: bool, budget: int) -> ModelDrafter:
     cache, sampler = CACHES[kind](model.cache_shape), NativeSampler(model.kernels)
     cache.reserve(99, 3)
-    shape = read_tree(tree)
+    shape = tree if isinstance(tree, DynamicTree) else read_tree(tree)
     if head:
         runner: DraftModelRunner = HiddenStateRunner(
             model, cache, KeyedChances(sampler), budget, 0.0, lambda states: states[0]
@@ -104,7 +104,8 @@ def drafted(drafter: ModelDrafter, requests: Sequence[Request], rounds: int = 2)
         for request, tree, limit in zip(requests, made, LIMITS, strict=False):
             held = drafter.caches[0].length(request.seq_id)
             head = isinstance(drafter._runner, HiddenStateRunner)
-            assert drafter._topology is None or not limit or held <= len(request.tokens) - head, "a node was left"
+            whole = drafter._topology is None or (isinstance(drafter._topology, DynamicTree) and tree.scores is None)
+            assert whole or not limit or held <= len(request.tokens) - head, "a node was left"
             path = tree.tokens_to(tree.size - 1)[:2] if tree.size else []
             request.extend([*path, 5])
             request.rounds += 1
@@ -117,6 +118,7 @@ def assert_same(some: Sequence[DraftTree], others: Sequence[DraftTree]) -> None:
     for one, other in zip(some, others, strict=True):
         assert (one.token_list, one.parent_list) == (other.token_list, other.parent_list)
         assert (one.probs is None) == (other.probs is None)
+        assert one.scores == (other.scores if other.scores is None else pytest.approx(other.scores, rel=1e-9))
         if one.probs is not None and other.probs is not None:
             assert torch.equal(one.probs, other.probs)
 
@@ -238,3 +240,74 @@ def test_a_tree_of_one_token_each_is_the_chain() -> None:
             for shape in ([1] * 30, None)
         )
         assert_same(tree, chain)
+
+
+DYNAMIC = {
+    "usual": DynamicTree(),
+    "wide": DynamicTree(6, 3),
+    "narrow": DynamicTree(2, 6),
+    "one level": DynamicTree(5, 1),
+}
+
+
+def assert_reranked(draft: DraftTree) -> None:
+    """The best node first, and a parent before its children."""
+    assert draft.scores is not None
+    confidences = list[float]()
+    for parent, score in zip(draft.parent_list, draft.scores, strict=True):
+        assert 0 < score <= 1
+        confidences.append(score * (1 if parent < 0 else confidences[parent]))
+    assert confidences == sorted(confidences, reverse=True)
+    assert len(set(zip(draft.parent_list, draft.token_list, strict=True))) == draft.size, "siblings differ"
+
+
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("vocab_size", [96, 80, 130])
+@pytest.mark.parametrize("shared", SHARED)
+@pytest.mark.parametrize("kind", CACHES)
+@pytest.mark.parametrize("tree", DYNAMIC)
+@pytest.mark.parametrize("isa", SETS)
+def test_a_dynamic_tree_in_one_call_is_many(
+    isa: str, tree: str, kind: str, shared: str, vocab_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests without shared noise get chains, in a call of their own."""
+    model, shares = make_native(isa), SHARED[shared]
+    make = functools.partial(make_drafter, model, DYNAMIC[tree], kind, vocab_size, False, 256)
+    at_once = drafted(make(), make_requests(shares))
+    monkeypatch.setattr(native_decoder, "is_foreseeable", lambda chain: False)
+    assert_same(at_once, drafted(make(), make_requests(shares)))
+    for draft, limit, shared_noise in zip(at_once, LIMITS * 2, list(shares) * 2, strict=True):
+        assert draft.size <= min(limit, DYNAMIC[tree].most_nodes)
+        if shared_noise and draft.size:
+            assert_reranked(draft)
+        assert shared_noise or (draft.is_chain and draft.size <= DYNAMIC[tree].depth)
+    if shares[0]:
+        assert at_once[0].size == min(30, DYNAMIC[tree].most_nodes), "a greedy tree has all nodes that it may have"
+
+
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shared", SHARED)
+@pytest.mark.parametrize("tree", DYNAMIC)
+@pytest.mark.parametrize("name", HEADS)
+def test_a_heads_dynamic_tree_in_one_call_is_many(
+    tmp_path: Path, name: str, tree: str, shared: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, folder, shares = make_native(dtype=dtype), HEADS[name](tmp_path / "head"), SHARED[shared]
+    model = load_head(name, folder, target)
+    make = functools.partial(make_drafter, model, DYNAMIC[tree], "paged", 96, True, 256)
+    at_once = drafted(make(), make_requests(shares))
+    monkeypatch.setattr(native_decoder, "is_foreseeable", lambda chain: False)
+    assert_same(at_once, drafted(make(), make_requests(shares)))
+
+
+def test_a_dynamic_tree_of_two_depths_is_the_full_tree() -> None:
+    """With room for every node, all are kept; a smaller draft of the same tree has the best ones."""
+    model = make_native()
+    full, dynamic = (
+        drafted(make_drafter(model, shape, "paged", 96, False, 256), make_requests([True] * 8)[:2], 1)
+        for shape in ([4, 4], DynamicTree(4, 2))
+    )
+    nodes, kept = ({tuple(of[0].tokens_to(node)) for node in range(of[0].size)} for of in (full, dynamic))
+    assert kept == nodes
+    assert dynamic[1].size == LIMITS[1]

@@ -1,10 +1,10 @@
-"""Topologies of draft trees: a static tree, or parallel chains that share their common prefixes; the option `tree`."""
+"""Topologies of draft trees: static, dynamic, or parallel chains that share common prefixes; the option `tree`."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
 from typing import Any, Protocol
 
@@ -15,6 +15,8 @@ from speculant.errors import ConfigError
 from speculant.kernels.base import Sampler
 from speculant.kernels.reference_sampler import REFERENCE
 
+DYNAMIC = "dynamic"
+USUAL_TOPK, USUAL_DEPTH, USUAL_NODES = 4, 5, 8  # of dynamic trees
 Pick = Callable[[Tensor], int]  # weights [V] -> a token
 Distributions = Sequence[Tensor | None]  # by source, the next token's distribution [V]; None = a source with a backlog
 Child = tuple[int, Any, Tensor]  # a token, its node's state, and the distribution [V] that it was drawn from
@@ -112,6 +114,23 @@ class StaticTree:
         return children
 
 
+@dataclass(frozen=True)
+class DynamicTree:
+    """The most confident nodes (arXiv 2406.16858): the shape depends on the tokens, see drafting/model/dynamic.py.
+
+    topk: the children of the root, and of the most confident nodes of each depth, and the number of these nodes.
+    depth: the most levels below the root.
+    """
+
+    topk: int = USUAL_TOPK
+    depth: int = USUAL_DEPTH
+
+    @property
+    def most_nodes(self) -> int:
+        """The nodes that are drawn, of which a draft has the most confident ones."""
+        return self.topk + (self.depth - 1) * self.topk**2
+
+
 @lru_cache(maxsize=1024)
 def _best_nodes(paths: frozenset[tuple[int, ...]], size: int) -> StaticTree:
     """Return the `size` nodes with the highest estimated survival, parents and elder siblings of each among them.
@@ -185,6 +204,26 @@ def tree_option(context: DrafterContext, given: object) -> StaticTree | None:
     if topology is not None:
         require_no_stop(context)
     return topology
+
+
+def growing_tree_option(context: DrafterContext, given: object) -> StaticTree | DynamicTree | None:
+    """Read the option `tree` of a drafter that may draw dynamic trees too; None = chains. Raises ConfigError."""
+    if given == DYNAMIC or isinstance(given, Mapping):
+        require_no_stop(context)
+        return _read_dynamic({} if given == DYNAMIC else given)
+    return tree_option(context, given)
+
+
+def _read_dynamic(given: object) -> DynamicTree:
+    known = {field.name for field in fields(DynamicTree)}
+    if not isinstance(given, Mapping) or not all(
+        key in known and isinstance(count, int) and not isinstance(count, bool) and count > 0
+        for key, count in given.items()
+    ):
+        raise ConfigError(
+            f"tree={given!r} describes no dynamic tree", f'use "{DYNAMIC}", or numbers as {{"topk": 4, "depth": 5}}.'
+        )
+    return DynamicTree(**given)
 
 
 def read_tree(given: Any) -> StaticTree | None:

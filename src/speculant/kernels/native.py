@@ -166,8 +166,10 @@ class Draft(Structure):
 
     _fields_: ClassVar[Any] = [
         ("sequences", c_int64), ("nodes", c_int64), ("width", c_int64),
-        ("limits", c_void_p), ("widths", c_void_p), ("settings", c_void_p), ("edits", c_void_p), ("noise", c_void_p),
-        ("chances", c_void_p), ("drawn", c_void_p), ("out", c_void_p), ("stop_below", c_double),
+        ("limits", c_void_p), ("widths", c_void_p), ("topk", c_void_p),
+        ("settings", c_void_p), ("edits", c_void_p), ("noise", c_void_p),
+        ("chances", c_void_p), ("drawn", c_void_p), ("out", c_void_p),
+        ("parents", c_void_p), ("scores", c_void_p), ("stop_below", c_double),
         ("num_logits", c_int64), ("head_tokens", c_void_p),
         ("carried", c_void_p), ("states", c_void_p), ("state_size", c_int64),
     ]  # fmt: skip

@@ -138,6 +138,9 @@ class Chain:
     of depth; () = a chain. Siblings follow each other and are drawn without replacement, each from the distribution
     without the earlier ones. A node that can't be drawn is left out, with those below it. `parents` are those of the
     tokens; None = a chain.
+    topk: of a dynamic tree (drafting/model/dynamic.py), the children of the root and of the most confident nodes of
+    each depth, and the number of these nodes; 0 = another draft. limit is then the number of all children. `scores` are
+    those of the tokens, see `DraftTree.scores`.
     """
 
     request: Request
@@ -150,11 +153,25 @@ class Chain:
     hidden: Tensor | None = None
     widths: tuple[int, ...] = ()
     parents: Sequence[int] | None = None
+    topk: int = 0
+    scores: Sequence[float] | None = None
+
+    @property
+    def is_tree(self) -> bool:
+        """Whether nodes may have siblings."""
+        return bool(self.widths) or self.topk > 0
+
+    @property
+    def num_inner(self) -> int:
+        """The nodes that may have children: those of the draft that its model computes."""
+        if self.topk:
+            return (self.limit - self.topk) // self.topk
+        return sum(width > 0 for width in self.widths[1:]) if self.widths else max(0, self.limit - 1)
 
     @property
     def softened(self) -> bool:
         """Whether greedy tokens have distributions at temperature 1, to compare with `stop_below` or rank siblings."""
-        ranked = self.stop_below > 0 or (bool(self.widths) and self.request.shared_noise)
+        ranked = self.stop_below > 0 or (self.is_tree and self.request.shared_noise)
         return ranked and self.request.params.greedy
 
     @property
@@ -165,15 +182,13 @@ class Chain:
     def draft(self) -> DraftTree:
         """Return the tokens that were drawn."""
         if self.parents is not None and self.tokens:
-            return DraftTree.of(self.tokens, self.parents, self.probs)
+            return DraftTree.of(self.tokens, self.parents, self.probs, self.scores)
         return DraftTree.chain(self.tokens, self.probs) if self.tokens else DraftTree.empty()
 
     @property
     def num_positions(self) -> int:
-        """How many cache positions are needed: those of the input and of the nodes that have children."""
-        if self.widths:
-            return len(self.input_tokens) + sum(width > 0 for width in self.widths[1:])
-        return len(self.input_tokens) + (self.limit - 1 if self.limit else 0)
+        """How many cache positions the chain needs."""
+        return len(self.input_tokens) + self.num_inner
 
 
 @dataclass(frozen=True)

@@ -115,6 +115,53 @@ def _shaped(plan: Chain, topology: StaticTree) -> Chain:
 _Place = tuple[Tree, int]  # a node of a tree; -1 = its root
 
 
+def first_probs(
+    source: DraftModelRunner, plans: Sequence[tuple[Tree, Chain]], vocab_size: int, sampler: Sampler
+) -> dict[_Place, Tensor]:
+    """Compute the committed tokens; return the distribution [V] below the root of each tree that is drafted."""
+    size = source.model.vocab_size
+    inputs = [
+        SequenceInput(
+            plan.request.seq_id,
+            known(plan.input_tokens, size),
+            DraftTree.empty(),
+            hidden=plan.hidden,
+            length=plan.request.num_positions,
+        )
+        for _, plan in plans
+    ]
+    wanted = [[(tree, -1)] * (plan.limit > 0) for tree, plan in plans]
+    probs = next_probs(source, inputs, wanted, vocab_size, sampler)
+    for _, plan in plans:
+        source.note(plan.request, plan.input_tokens)
+    return probs
+
+
+def next_probs(
+    source: DraftModelRunner,
+    inputs: Sequence[SequenceInput],
+    wanted: Sequence[Sequence[_Place]],
+    vocab_size: int,
+    sampler: Sampler,
+) -> dict[_Place, Tensor]:
+    """Run a source's pass; return the distribution [V] after each wanted node: those of each input's last rows."""
+    if not inputs:
+        return {}
+    model, cache = source.model, source.cache
+    hidden = model.forward(build_batch(inputs, cache, model.cache_shape.device), cache.storage)
+    source.keep(inputs, hidden)
+    places, rows, end = list[_Place](), list[int](), 0
+    for sequence, nodes_of_sequence in zip(inputs, wanted, strict=True):
+        end += len(sequence.tokens) + sequence.tree.size
+        rows += range(end - len(nodes_of_sequence), end)
+        places += nodes_of_sequence
+    if not rows:
+        return {}
+    logits = fit_vocabulary(model.logits(hidden.last[rows]), vocab_size)
+    nodes = [Node(tree.request, tree.path(node), softened=tree.request.shared_noise) for tree, node in places]
+    return dict(zip(places, distribution(logits, nodes, sampler), strict=True))
+
+
 @dataclass(frozen=True)
 class _Grower:
     sources: Sequence[DraftModelRunner]
@@ -127,20 +174,7 @@ class _Grower:
         by_source = []
         for place, source in enumerate(self.sources):
             plans = [(tree, plan) for tree in trees if (plan := tree.plans[place])]
-            size = source.model.vocab_size
-            inputs = [
-                SequenceInput(
-                    plan.request.seq_id,
-                    known(plan.input_tokens, size),
-                    DraftTree.empty(),
-                    hidden=plan.hidden,
-                    length=plan.request.num_positions,
-                )
-                for _, plan in plans
-            ]
-            by_source.append(self._probs(source, inputs, [[(tree, -1)] * (plan.limit > 0) for tree, plan in plans]))
-            for _, plan in plans:
-                source.note(plan.request, plan.input_tokens)
+            by_source.append(first_probs(source, plans, self.vocab_size, self.sampler))
         return self._draw([(tree, -1) for tree in trees if tree.limit], by_source)
 
     def extend(self, trees: Sequence[Tree]) -> list[Tree]:
@@ -150,28 +184,9 @@ class _Grower:
         for index, source in enumerate(self.sources):
             drafted = [tree for tree in trees if index in tree.drafting_sources()]
             inputs = [source.tree_input(tree.request, tree.known(source.model.vocab_size)) for tree in drafted]
-            by_source.append(self._probs(source, inputs, [places[tree] for tree in drafted]))
+            wanted = [places[tree] for tree in drafted]
+            by_source.append(next_probs(source, inputs, wanted, self.vocab_size, self.sampler))
         return self._draw([each for tree in trees for each in places[tree]], by_source)
-
-    def _probs(
-        self, source: DraftModelRunner, inputs: Sequence[SequenceInput], wanted: Sequence[Sequence[_Place]]
-    ) -> dict[_Place, Tensor]:
-        """Run a source's pass; return the distribution [V] after each wanted node: those of each input's last rows."""
-        if not inputs:
-            return {}
-        model, cache = source.model, source.cache
-        hidden = model.forward(build_batch(inputs, cache, model.cache_shape.device), cache.storage)
-        source.keep(inputs, hidden)
-        places, rows, end = list[_Place](), list[int](), 0
-        for sequence, nodes_of_sequence in zip(inputs, wanted, strict=True):
-            end += len(sequence.tokens) + sequence.tree.size
-            rows += range(end - len(nodes_of_sequence), end)
-            places += nodes_of_sequence
-        if not rows:
-            return {}
-        logits = fit_vocabulary(model.logits(hidden.last[rows]), self.vocab_size)
-        nodes = [Node(tree.request, tree.path(node), softened=tree.request.shared_noise) for tree, node in places]
-        return dict(zip(places, distribution(logits, nodes, self.sampler), strict=True))
 
     def _draw(self, places: Sequence[_Place], by_source: Sequence[dict[_Place, Tensor]]) -> list[Tree]:
         """Draw the children of nodes; return the trees that can grow."""

@@ -74,7 +74,7 @@ def is_foreseeable(chain: Chain) -> bool:
     return isinstance(chain.chance, FORESEEABLE) and chain.request.constraint is None
 
 
-_Kind = tuple[int, int, SamplingParams, tuple[int, ...]]
+_Kind = tuple[int, int, SamplingParams, tuple[int, ...], int]
 
 
 def _kind_of(chains: Sequence[Chain]) -> list[_Kind]:
@@ -83,7 +83,8 @@ def _kind_of(chains: Sequence[Chain]) -> list[_Kind]:
     for chain in chains:
         assert isinstance(chain.chance, FORESEEABLE)
         params = chain.request.params
-        kind.append((chain.limit, chain.chance.noise, params.softened if chain.softened else params, chain.widths))
+        used = params.softened if chain.softened else params
+        kind.append((chain.limit, chain.chance.noise, used, chain.widths, chain.topk))
     return kind
 
 
@@ -112,7 +113,7 @@ class ChainRows:
             self.lengths += [chain.request.num_positions] * count
             end = max(end, start + num_positions)
             self._tables.append(table)
-        self.most_drawn = sum(chain.num_positions - len(chain.input_tokens) if chain.widths else 1 for chain in chains)
+        self.most_drawn = sum(chain.num_inner if chain.is_tree else 1 for chain in chains)
         self.count, self.end, self._num_segments, self._groups = len(tokens), end, len(chains), groups
         slots *= groups // len(slots)
         self._memory = array("q", [*known(tokens, vocab_size), *positions, *chained.from_iterable(slots), *segments])
@@ -142,12 +143,13 @@ class Drawn:
         self._kind, self._nodes, self._width = _kind_of(chains), nodes, vocab_size
         self._edited = any(chain.request.params.edits for chain in chains)
         self._tokens = array("q", bytes(8 * count * nodes))
-        limits, noise, params, shapes = zip(*self._kind, strict=True)
+        limits, noise, params, shapes, topk = zip(*self._kind, strict=True)
         widths = [array("q", shape) for shape in shapes]
-        shaped = array("Q", [address(own) if own else 0 for own in widths])
+        shaped, dynamic = array("Q", [address(own) if own else 0 for own in widths]), array("q", topk)
+        self._parents, self._scores = (array(code, bytes(8 * count * nodes) if any(topk) else b"") for code in "qd")
         self._numbers = array("Q", [*limits, *noise, *bytes(3 * count)])  # the last ones are set by `prepare`
         settings, edits = settings_array([*map(sampling_settings, params)]), NativeEdits([*map(_edits, chains)])
-        self._owners = (settings, edits, widths, shaped)
+        self._owners = (settings, edits, widths, shaped, dynamic)
         first, size = address(self._numbers), 8 * count
         self.call = Draft(
             sequences=count,
@@ -155,6 +157,9 @@ class Drawn:
             width=vocab_size,
             limits=first,
             widths=address(shaped) if any(shapes) else None,
+            topk=address(dynamic) if any(topk) else None,
+            parents=address(self._parents),
+            scores=address(self._scores),
             noise=first + size,
             out=first + 2 * size,
             chances=first + 3 * size,
@@ -186,9 +191,11 @@ class Drawn:
     def write_to(self, chains: Sequence[Chain]) -> None:
         """Write the drawn tokens to the chains, without the nodes that were not drawn."""
         for row, chain in enumerate(chains):
-            first = row * self._nodes
-            tokens = self._tokens[first : first + chain.limit].tolist()
+            first, end = row * self._nodes, row * self._nodes + chain.limit
+            tokens = self._tokens[first:end].tolist()
             chain.parents = parents_of(chain.widths) if chain.widths else None
+            if chain.topk:
+                chain.parents, chain.scores = self._parents[first:end], self._scores[first:end]
             if NO_TOKEN in tokens:
                 kept = [node for node, token in enumerate(tokens) if token != NO_TOKEN]
                 tokens = [tokens[node] for node in kept]
@@ -196,6 +203,7 @@ class Drawn:
                 if chain.parents is not None:
                     places = {node: place for place, node in enumerate((-1, *kept), -1)}
                     chain.parents = [places[chain.parents[node]] for node in kept]
+                chain.scores = None if chain.scores is None else [chain.scores[node] for node in kept]
             chain.tokens = tokens
 
 
