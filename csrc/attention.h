@@ -43,7 +43,7 @@ static inline int64_t chain_of(const SpSegment &segment) { return segment.tree <
 
 // Fill in a tree's nodes, which come parents first. Returns the position after the deepest one.
 static int64_t plan_nodes(const SpPass &pass, const SpSegment &segment, Plan &plan) {
-  const int64_t count = segment.rows - segment.chain, tree_start = segment.start + segment.chain;
+  const int64_t count = segment.done + segment.rows - segment.chain, tree_start = segment.start + segment.chain;
   const int64_t *parents = pass.parents + segment.tree;
   if (plan.nodes.size < segment.tree + count) plan.nodes.resize(segment.tree + count);
   Node *nodes = plan.nodes.items + segment.tree;
@@ -119,7 +119,7 @@ struct Keys {
   Keys(const SpOp &o, const SpPass &p, const Plan &plan, const RowBlock &block)
       : op(o), pass(p), segment(*block.segment), nodes(segment.tree < 0 ? nullptr : plan.nodes.items + segment.tree),
         parents(segment.tree < 0 ? nullptr : p.parents + segment.tree), first_row(segment.first + block.first),
-        first_node(block.first - chain_of(segment)), tree_start(segment.start + chain_of(segment)), rows(block.rows) {
+        first_node(segment.done + block.first - chain_of(segment)), tree_start(segment.start + chain_of(segment)), rows(block.rows) {
     for (int64_t r = 0; r < rows; r++) {
       const int64_t position = first_node + r < 0 ? segment.start + block.first + r : nodes[first_node + r].position;
       const int64_t after = (op.flags & SP_FIXED ? segment.start : position) + 1;  // of the row that has the window

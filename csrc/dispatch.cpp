@@ -54,7 +54,7 @@ extern "C" {
 
 int64_t sp_group_streams = fastest_streams();
 
-int sp_version(void) { return 19; }
+int sp_version(void) { return 20; }
 
 const char *sp_name(int set) { return 0 <= set && set < NUM_SETS ? SETS[set].name : nullptr; }
 
@@ -86,6 +86,8 @@ void sp_probs(int set, int threads, float *logits, int64_t rows, int64_t given, 
               const SpEdits *const *edits, double *out) {
   SETS[set].table->probs(logits, rows, given, width, settings, edits, out, threads);
 }
+
+void sp_normalise(int set, const double *weights, int64_t n, double *out) { SETS[set].table->normalise(weights, n, out); }
 
 int64_t sp_draw(int set, const double *weights, int64_t n, int shared_noise, uint64_t chance) {
   return SETS[set].table->draw(weights, n, shared_noise, chance);

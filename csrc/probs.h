@@ -13,6 +13,7 @@ constexpr int64_t CHUNK = 4096;
 constexpr double FIRST_LOOK = 8.0;  // nats below the best: the candidates of a filtered row that are examined first
 
 static inline int64_t chunks_of(int64_t n) { return (n + CHUNK - 1) / CHUNK; }
+static inline int64_t end_of(int64_t chunk, int64_t n) { return (chunk + 1) * CHUNK < n ? (chunk + 1) * CHUNK : n; }
 
 struct Share {  // partial results of one chunk of a row
   float max;     // NaN if a score is NaN or +infinity
@@ -246,10 +247,11 @@ static inline Reals uniforms(uint64_t key, int64_t first) {
   return ((Reals)(x >> 12 | 0x4330000000000000u) - 0x1p52 + 0.5) * 0x1p-52;
 }
 
-// The Gumbel-max draw as a race: w / E with E = -log u is greatest where log w + G is greatest, with Gumbel noise G = -log E.
+// The Gumbel-max draw as a race: w / E with E = -log u is greatest where log w + G is greatest, with Gumbel noise G = -log E. The sum is
+// that of all w / E.
 static void race(const double *weights, int64_t begin, int64_t end, uint64_t key, Share &share) {
   constexpr int64_t STRETCH = 8 * REALS;  // skipped together if all are zero, as most of a filtered distribution is
-  Reals best = {};
+  Reals best = {}, sum = {};
   Longs at = Longs{} - 1;
   for (int64_t from = begin; from < end; from += STRETCH) {
     Reals weight[8] = {};
@@ -260,11 +262,11 @@ static void race(const double *weights, int64_t begin, int64_t end, uint64_t key
     for (int v = 0; v < 8; v++) {
       const Reals value = weight[v] / -log_reals(uniforms(key, from + v * REALS));
       const Longs better = value > best;
-      best = better ? value : best;
+      best = better ? value : best, sum += value;
       at = better ? Longs{} + (from + v * REALS) : at;
     }
   }
-  share.best = 0.0, share.at = -1;
+  share.best = 0.0, share.at = -1, share.sum = sum_reals(sum);
   for (int j = 0; j < REALS; j++)
     if (best[j] > share.best || (best[j] == share.best && at[j] >= 0 && at[j] + j < share.at))
       share.best = best[j], share.at = at[j] + j;
@@ -290,6 +292,12 @@ static int64_t winner(const Share *shares, int64_t chunks) {
   for (int64_t chunk = 1; chunk < chunks; chunk++)
     if (shares[chunk].best > best->best) best = shares + chunk;
   return best->at;
+}
+
+static inline double best_of(const Share *shares, int64_t chunks) {
+  double best = 0.0;
+  for (int64_t chunk = 0; chunk < chunks; chunk++) best = shares[chunk].best > best ? shares[chunk].best : best;
+  return best;
 }
 
 // The token where the cumulative weight exceeds the share u of the total; the last one with weight if none does.
@@ -328,10 +336,15 @@ static inline void share_draw(const double *weights, int64_t n, int64_t noise, u
     add_up(weights, begin, end, share);
 }
 
-// Whether the sums of a row are those of a distribution. The total of a failed row is 0 or NaN.
-static inline bool is_distribution(const Share *shares, int64_t chunks) {
+static inline double sum_of(const Share *shares, int64_t chunks) {
   double all = 0.0;
   for (int64_t chunk = 0; chunk < chunks; chunk++) all += shares[chunk].sum;
+  return all;
+}
+
+// Whether the sums of a row are those of a distribution. The total of a failed row is 0 or NaN.
+static inline bool is_distribution(const Share *shares, int64_t chunks) {
+  const double all = sum_of(shares, chunks);
   return std::isfinite(all) && all > 0.0;
 }
 
@@ -346,6 +359,30 @@ static int64_t draw(const double *weights, int64_t n, int shared_noise, uint64_t
   for (int64_t chunk = 0; chunk < shares.size; chunk++) share_draw(weights, n, shared_noise, chance, chunk, shares[chunk]);
   const int64_t token = finish_draw(weights, n, shared_noise, chance, shares.items);
   return token < 0 ? 0 : token;
+}
+
+// Copy a chunk of weights, except those of one token, and add it up.
+static inline void leave_out(const double *weights, int64_t begin, int64_t end, int64_t token, double *out, Share &share) {
+  if (out != weights) memcpy(out + begin, weights + begin, (end - begin) * sizeof(double));
+  if (begin <= token && token < end) out[token] = 0.0;
+  add_up(out, begin, end, share);
+}
+
+static inline int64_t count_possible(const double *weights, int64_t begin, int64_t end) {
+  int64_t count = 0;
+  for (int64_t i = begin; i < end; i++) count += weights[i] > 0;
+  return count;
+}
+
+static inline void divide(double *weights, int64_t begin, int64_t end, double sum) {
+  for (int64_t i = begin; i < end; i++) weights[i] /= sum;
+}
+
+static void normalise_weights(const double *weights, int64_t n, double *out) {
+  static thread_local List<Share> shares;
+  shares.resize(chunks_of(n));
+  for (int64_t chunk = 0; chunk < shares.size; chunk++) leave_out(weights, chunk * CHUNK, end_of(chunk, n), -1, out, shares[chunk]);
+  divide(out, 0, n, sum_of(shares.items, shares.size));
 }
 
 static void probs(float *logits, int64_t rows, int64_t given, int64_t width, const SpSamplingSettings *by,

@@ -85,12 +85,13 @@ typedef struct {
 
 /* One sequence of a pass: rows first .. first + rows - 1, after `start` positions in its cache. The first `chain` rows are
  * committed tokens, the others nodes of a tree whose parents (-1 = the last of the chain) begin at parents[tree]; tree -1 = all
- * rows are one chain. The slot of position p is table[p / block] * block + p % block, where a table has `blocks` entries for each
- * group of layers. Entries before the window of all rows are not read. All fields are 64 bits wide. */
+ * rows are one chain. If the tree's first `done` nodes are in the cache already, after the `start` positions, then chain is 0 and the
+ * rows are the nodes after them. The slot of position p is table[p / block] * block + p % block, where a table has `blocks` entries
+ * for each group of layers. Entries before the window of all rows are not read. All fields are 64 bits wide. */
 typedef struct {
   int64_t first, rows, start, chain, tree;
   const int64_t *table;                      /* [groups, blocks] */
-  int64_t blocks;
+  int64_t blocks, done;
 } SpSegment;
 
 typedef struct {
@@ -129,18 +130,30 @@ typedef struct {
   float repetition, presence, frequency;
 } SpEdits;
 
-/* The draws of sp_draft: tokens for the first `sequences` segments of a pass. The input of a step is the token drawn before. */
+/* The draws of sp_draft: a tree of tokens for each of the first `sequences` segments of a pass, whose shape is known in advance. Nodes are
+ * in order of depth, and siblings follow each other in order of rank. Later siblings are drawn from the distribution without the earlier
+ * ones, normalised. The input of a step is the nodes of one depth that have children.
+ *
+ * A dynamic tree (arXiv 2406.16858) has `topk` children of the root and of the most confident `topk` nodes of each depth. Its limit is
+ * topk + topk^2 + ... + topk^2 nodes. They are in order of depth, the children of a depth's most confident node first. A node's
+ * confidence is the product of the scores on the way to it. */
 typedef struct {
-  int64_t sequences, steps;  /* steps = the largest limit */
+  int64_t sequences, nodes;  /* nodes = the largest limit */
   int64_t width;             /* tokens of a distribution; missing logits are -infinity, further ones are cut */
-  const int64_t *limits;     /* [sequences] tokens to draw, 1 .. steps, in descending order */
+  const int64_t *limits;     /* [sequences] tokens to draw, 1 .. nodes */
+  const int64_t *const *widths; /* [sequences] the most children of the root and of each node [1 + limit], NULL = a chain; NULL = all are */
+  const int64_t *topk;       /* [sequences] of a dynamic tree; 0 = its shape is known; NULL = all are 0 */
   const SpSamplingSettings *settings;         /* [sequences] */
   const SpEdits *const *edits;    /* [sequences] or NULL; NULL = none */
   const int64_t *noise;      /* [sequences] kind of draw: 0 and 1 as in sp_draw, 2 = the most probable token, the first among equals */
-  const uint64_t *chances;   /* [sequences, 2] a key and a count: step i's chance is the hash of the key and count + i */
-  int64_t *drawn;            /* [sequences, steps]; -1 = the sequence has ended */
+  const uint64_t *chances;   /* [sequences, 2] a key and a count: a draw's chance is the hash of the key and count + i, where i is the
+                                number of draws before it, in order of nodes; with shared noise (1), its depth below the root's children */
+  int64_t *drawn;            /* [sequences, nodes]; -1 = the node does not exist, because no token is left or its parent has ended */
   double *const *out;        /* [sequences] each one's distributions [limit, width], or NULL: they are not returned */
-  double stop_below;         /* a token of a lower probability ends its sequence; 0 = none does */
+  int64_t *parents;          /* [sequences, nodes] of dynamic trees, -1 = the root; and */
+  double *scores;            /* [sequences, nodes] its probability; with shared noise (1), its share of all w e^G, where w is a token's
+                                probability and G its noise: the largest is that of the token which the same distribution draws */
+  double stop_below;         /* a token of a lower probability has no children; 0 = all may have some */
   int64_t num_logits;        /* tokens of the model */
   const int64_t *head_tokens;  /* the token of each row of the head; other tokens have the logit -infinity. NULL = row i is token i */
   const float *carried;      /* [T, state_size] output of the row at which a token is drawn, for the row of that token; or NULL */
@@ -172,8 +185,8 @@ void sp_code_panels(int set, int threads, int64_t panels, int64_t k, const void 
 /* Get the pages of new memory from the system, with all threads. A byte of each is set to zero. */
 void sp_touch(int set, int threads, void *memory, int64_t bytes);
 void sp_run(int set, int threads, const SpOp *ops, int count, const SpPass *pass);
-/* Run a program on a pass, then `head` (SP_LINEAR without `in` and `out`) on each sequence's last row, and draw. Repeat with
- * each sequence's newest token at its next position until all have drawn up to their limits. */
+/* Run a program on a pass, then `head` (SP_LINEAR without `in` and `out`) on each sequence's last row, and draw. Repeat with the newest
+ * nodes that have children until all have drawn up to their limits. The cache gets these nodes, in order, after the rows of the pass. */
 void sp_draft(int set, int threads, const SpOp *ops, int count, const SpOp *head, const SpPass *pass, const SpDraft *draft);
 /* out[rows, width] = the distributions of logits[rows, given]. edits: [rows] or NULL; NULL = none. The logits of a row with edits
  * are overwritten. A row without a possible token is all zeros; one with a logit that is NaN or +infinity is all NaN. */
@@ -182,6 +195,8 @@ void sp_probs(int set, int threads, float *logits, int64_t rows, int64_t given, 
 /* A token drawn with probability proportional to weights[n]. `chance` is the key of the shared Gumbel noise (shared_noise), else 64
  * random bits that select a share of the sum. 0 if all weights are 0. */
 int64_t sp_draw(int set, const double *weights, int64_t n, int shared_noise, uint64_t chance);
+/* out[n] = weights[n] divided by their sum. */
+void sp_normalise(int set, const double *weights, int64_t n, double *out);
 double sp_read(int set, int threads, const void *data, int64_t bytes); /* read the memory once; returns seconds */
 uint64_t sp_checksum(int set, int threads, const void *data, int64_t bytes); /* the same on every set; another word = another sum */
 

@@ -36,6 +36,9 @@ class CountingSampler:
         self.calls["draw"] += 1
         return REFERENCE.draw(weights, shared_noise, key)
 
+    def normalise(self, weights: Tensor) -> Tensor:
+        return REFERENCE.normalise(weights)
+
 
 class ChainModel(Decoder):
     """A decoder that draws the chains of greedy requests by itself."""
@@ -43,7 +46,9 @@ class ChainModel(Decoder):
     calls: Counter[str]
 
     def grow(self, chains: Sequence[Chain], cache: KVCache, vocab_size: int) -> Sequence[Chain]:
-        own = [chain for chain in chains if chain.request.params.greedy and chain.request.shared_noise]
+        own = [
+            chain for chain in chains if chain.request.params.greedy and chain.request.shared_noise and not chain.widths
+        ]
         for chain in own:
             self._draw(chain, cache)
         self.calls["chains"] += len(own)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -184,6 +184,12 @@ def depths_of(parents: Sequence[int]) -> list[int]:
     for parent in parents:
         depths.append(1 if parent < 0 else depths[parent] + 1)
     return depths
+
+
+@lru_cache(maxsize=1024)
+def parents_of(widths: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the parents of nodes in order of depth, for the number of children of the root and of each node."""
+    return tuple(node - 1 for node, width in enumerate(widths) for _ in range(width))
 
 
 def ancestors_of(parents: Sequence[int]) -> Tensor:

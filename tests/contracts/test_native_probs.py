@@ -136,6 +136,14 @@ def test_draws_are_the_reference(isa: str, size: int, seed: int, zeros: float) -
     assert [native.draw(weights, *draw) for draw in zip(shared_noise, keys, strict=True)] == expected
 
 
+@pytest.mark.parametrize("size", [1, 5, 4096, 9001])
+def test_normalised_weights_are_the_reference(kernels: NativeSampler, size: int) -> None:
+    weights = torch.rand(size, generator=torch.Generator().manual_seed(size), dtype=torch.float64)
+    expected = weights.clone() / weights.sum()
+    torch.testing.assert_close(kernels.normalise(weights), expected, rtol=1e-13, atol=0)
+    assert not bool(kernels.normalise(torch.zeros(size, dtype=torch.float64)).sum() > 0), "no token is possible"
+
+
 @pytest.mark.parametrize("size", [1, 5, 4097])
 def test_the_last_draw_is_a_token_with_weight(kernels: NativeSampler, size: int) -> None:
     weights = torch.zeros(size + 4, dtype=torch.float64)

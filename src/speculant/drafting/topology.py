@@ -1,17 +1,22 @@
-"""Topologies of draft trees: a static tree, or parallel chains that share their common prefixes; the option `tree`."""
+"""Topologies of draft trees: static, dynamic, or parallel chains that share common prefixes; the option `tree`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property, lru_cache
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from speculant.drafting.base import DrafterContext, require_no_stop
 from speculant.errors import ConfigError
+from speculant.kernels.base import Sampler
+from speculant.kernels.reference_sampler import REFERENCE
 
+DYNAMIC = "dynamic"
+USUAL_TOPK, USUAL_DEPTH, USUAL_NODES = 4, 5, 8  # of dynamic trees
 Pick = Callable[[Tensor], int]  # weights [V] -> a token
 Distributions = Sequence[Tensor | None]  # by source, the next token's distribution [V]; None = a source with a backlog
 Child = tuple[int, Any, Tensor]  # a token, its node's state, and the distribution [V] that it was drawn from
@@ -39,7 +44,9 @@ class TreeTopology(Protocol):
         """Return the topology for a tree of at most `size` nodes: the best ones, chosen before any draw."""
         ...
 
-    def children(self, node: Any, probs: Distributions, pick: Pick, distinct: bool) -> list[Child]:
+    def children(
+        self, node: Any, probs: Distributions, pick: Pick, distinct: bool, sampler: Sampler = REFERENCE
+    ) -> list[Child]:
         """Draw a node's children; `distinct` = `pick` gives the same token for the same distribution."""
         ...
 
@@ -88,16 +95,40 @@ class StaticTree:
             path[:-1] in paths and all((*path[:-1], rank) in paths for rank in range(path[-1])) for path in self.paths
         )
 
-    def children(self, node: tuple[int, ...], probs: Distributions, pick: Pick, distinct: bool) -> list[Child]:
+    @cached_property
+    def widths(self) -> tuple[int, ...]:
+        """The children of the root and of each node, in order of depth; see `Chain.widths`."""
+        counts = Counter(path[:-1] for path in self.paths)
+        return tuple(counts[path] for path in ((), *sorted(self.paths, key=lambda path: (len(path), path))))
+
+    def children(
+        self, node: tuple[int, ...], probs: Distributions, pick: Pick, distinct: bool, sampler: Sampler = REFERENCE
+    ) -> list[Child]:
         """See `TreeTopology.children`."""
         children, (token_probs, *_) = list[Child](), probs
         while (
             (place := (*node, len(children))) in self.paths and token_probs is not None and float(token_probs.sum()) > 0
         ):
-            token_probs = token_probs / token_probs.sum()
             children.append((pick(token_probs), place, token_probs))
-            token_probs = without(token_probs, children[-1][0])
+            token_probs = sampler.normalise(without(token_probs, children[-1][0]))
         return children
+
+
+@dataclass(frozen=True)
+class DynamicTree:
+    """The most confident nodes (arXiv 2406.16858): the shape depends on the tokens, see drafting/model/dynamic.py.
+
+    topk: the children of the root, and of the most confident nodes of each depth, and the number of these nodes.
+    depth: the most levels below the root.
+    """
+
+    topk: int = USUAL_TOPK
+    depth: int = USUAL_DEPTH
+
+    @property
+    def most_nodes(self) -> int:
+        """The nodes that are drawn, of which a draft has the most confident ones."""
+        return self.topk + (self.depth - 1) * self.topk**2
 
 
 @lru_cache(maxsize=1024)
@@ -136,7 +167,12 @@ class ParallelChains:
         return self
 
     def children(
-        self, node: tuple[tuple[int, ...], int], probs: Distributions, pick: Pick, distinct: bool
+        self,
+        node: tuple[tuple[int, ...], int],
+        probs: Distributions,
+        pick: Pick,
+        distinct: bool,
+        sampler: Sampler = REFERENCE,
     ) -> list[Child]:
         """See `TreeTopology.children`; where draws can't differ, a source's next chain takes its next best token."""
         chains, depth = node
@@ -150,7 +186,7 @@ class ParallelChains:
             token = pick(token_probs)
             if token not in drawn:
                 rest = without(token_probs, *drawn)
-                drawn[token], own[token] = [], rest / rest.sum()
+                drawn[token], own[token] = [], sampler.normalise(rest)
             drawn[token].append(source)
         return [(token, (tuple(sources), depth + 1), own[token]) for token, sources in drawn.items()]
 
@@ -168,6 +204,26 @@ def tree_option(context: DrafterContext, given: object) -> StaticTree | None:
     if topology is not None:
         require_no_stop(context)
     return topology
+
+
+def growing_tree_option(context: DrafterContext, given: object) -> StaticTree | DynamicTree | None:
+    """Read the option `tree` of a drafter that may draw dynamic trees too; None = chains. Raises ConfigError."""
+    if given == DYNAMIC or isinstance(given, Mapping):
+        require_no_stop(context)
+        return _read_dynamic({} if given == DYNAMIC else given)
+    return tree_option(context, given)
+
+
+def _read_dynamic(given: object) -> DynamicTree:
+    known = {field.name for field in fields(DynamicTree)}
+    if not isinstance(given, Mapping) or not all(
+        key in known and isinstance(count, int) and not isinstance(count, bool) and count > 0
+        for key, count in given.items()
+    ):
+        raise ConfigError(
+            f"tree={given!r} describes no dynamic tree", f'use "{DYNAMIC}", or numbers as {{"topk": 4, "depth": 5}}.'
+        )
+    return DynamicTree(**given)
 
 
 def read_tree(given: Any) -> StaticTree | None:

@@ -73,3 +73,7 @@ class Sampler(Protocol):
         exceeds it.
         """
         ...
+
+    def normalise(self, weights: Tensor) -> Tensor:
+        """Return weights [V] divided by their sum."""
+        ...

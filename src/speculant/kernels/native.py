@@ -27,7 +27,7 @@ from speculant.kernels.base import Edits, SamplingSettings
 from speculant.kernels.memory import Scratch, aligned
 from speculant.kernels.reference_sampler import REFERENCE, own_scores
 
-VERSION = 19
+VERSION = 20
 MOST_DIM, MOST_GROUP = 512, 32  # of a head; query heads per key head, which bound the scratch memory of a thread
 INDEX_BYTES = 32  # a panel, in the index of a matrix in 12 bits
 _REINSTALL = "install the package again, and unset SPECULANT_LIBRARY if it is set."
@@ -167,9 +167,11 @@ class Draft(Structure):
     """The arguments of `Kernels.draft`: the `SpDraft` of csrc/speculant.h."""
 
     _fields_: ClassVar[Any] = [
-        ("sequences", c_int64), ("steps", c_int64), ("width", c_int64),
-        ("limits", c_void_p), ("settings", c_void_p), ("edits", c_void_p), ("noise", c_void_p),
-        ("chances", c_void_p), ("drawn", c_void_p), ("out", c_void_p), ("stop_below", c_double),
+        ("sequences", c_int64), ("nodes", c_int64), ("width", c_int64),
+        ("limits", c_void_p), ("widths", c_void_p), ("topk", c_void_p),
+        ("settings", c_void_p), ("edits", c_void_p), ("noise", c_void_p),
+        ("chances", c_void_p), ("drawn", c_void_p), ("out", c_void_p),
+        ("parents", c_void_p), ("scores", c_void_p), ("stop_below", c_double),
         ("num_logits", c_int64), ("head_tokens", c_void_p),
         ("carried", c_void_p), ("states", c_void_p), ("state_size", c_int64),
     ]  # fmt: skip
@@ -268,7 +270,7 @@ class Kernels:
         self.library.sp_run(self.index, self.threads, ops, len(ops), ctypes.byref(pass_))
 
     def draft(self, ops: ctypes.Array[Op], head: Op, pass_: Pass, draft: Draft) -> None:
-        """Run a program and draw a token per sequence, in steps; everything that it points to must be alive."""
+        """Run a program and draw a tree per sequence, in steps; everything that it points to must be alive."""
         byref = ctypes.byref
         self.library.sp_draft(self.index, self.threads, ops, len(ops), byref(head), byref(pass_), byref(draft))
 
@@ -289,6 +291,13 @@ class Kernels:
         """Return a token drawn with probability proportional to weights [V] in float64; see `Sampler.draw`."""
         weights = weights.contiguous()
         return int(self.library.sp_draw(self.index, weights.data_ptr(), weights.shape[0], shared_noise, key))
+
+    def normalise(self, weights: Tensor) -> Tensor:
+        """Return weights [V] in float64 divided by their sum."""
+        weights = weights.contiguous()
+        out = torch.empty_like(weights)
+        self.library.sp_normalise(self.index, weights.data_ptr(), weights.shape[0], out.data_ptr())
+        return out
 
     def read_seconds(self, memory: Tensor) -> float:
         """Return the time to read a tensor's memory once, in seconds."""
@@ -323,6 +332,10 @@ class NativeSampler:
         if weights.dtype != torch.float64:
             return REFERENCE.draw(weights, shared_noise, key)
         return self.kernels.draw(weights, shared_noise, key)
+
+    def normalise(self, weights: Tensor) -> Tensor:
+        """See `Sampler.normalise`."""
+        return REFERENCE.normalise(weights) if weights.dtype != torch.float64 else self.kernels.normalise(weights)
 
 
 class NativeEdits:
@@ -445,6 +458,7 @@ _FUNCTIONS: tuple[tuple[str, Any, list[Any]], ...] = (
     ("sp_draft", None, [c_int, c_int, c_void_p, c_int, c_void_p, c_void_p, c_void_p]),
     ("sp_probs", None, [c_int, c_int, c_void_p, c_int64, *_MATRIX, c_void_p, c_void_p, c_void_p]),
     ("sp_draw", c_int64, [c_int, c_void_p, c_int64, c_int, c_uint64]),
+    ("sp_normalise", None, [c_int, c_void_p, c_int64, c_void_p]),
     ("sp_read", c_double, [c_int, c_int, c_void_p, c_int64]),
     ("sp_checksum", c_uint64, [c_int, c_int, c_void_p, c_int64]),
 )

@@ -38,6 +38,10 @@ class ReferenceSampler:
         """See `Sampler.draw`."""
         return _draw_by_noise(weights, key) if shared_noise else _draw_by_share(weights, key)
 
+    def normalise(self, weights: Tensor) -> Tensor:
+        """See `Sampler.normalise`."""
+        return weights / weights.sum()
+
 
 REFERENCE: Sampler = ReferenceSampler()
 

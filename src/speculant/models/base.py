@@ -127,13 +127,20 @@ class Hidden(NamedTuple):
 
 @dataclass(eq=False)
 class Chain:
-    """One sequence's part of a draft: forward `input_tokens`, then draw `limit` tokens (0 = none).
+    """One sequence's part of a draft: forward `input_tokens`, then draw `limit` tokens (0 = none), a chain or a tree.
 
     `input_tokens` are the committed tokens that are not in its cache. Each drawn token but the last is forwarded in
     turn. The chain ends at a row without a distribution, because no token is possible or the model failed. It also ends
     after a token whose probability is below `stop_below`. probs [tokens, V] are the distributions that the tokens were
     drawn from; None if the verifier does not read them.
     hidden [len(input_tokens), hidden]: the states of the input tokens, for a model that reads states.
+    widths [1 + limit]: of a tree whose shape is known in advance, the children of the root and of each node, in order
+    of depth; () = a chain. Siblings follow each other and are drawn without replacement, each from the distribution
+    without the earlier ones. A node that can't be drawn is left out, with those below it. `parents` are those of the
+    tokens; None = a chain.
+    topk: of a dynamic tree (drafting/model/dynamic.py), the children of the root and of the most confident nodes of
+    each depth, and the number of these nodes; 0 = another draft. limit is then the number of all children. `scores` are
+    those of the tokens, see `DraftTree.scores`.
     """
 
     request: Request
@@ -144,11 +151,28 @@ class Chain:
     probs: Tensor | None = None
     stop_below: float = 0.0
     hidden: Tensor | None = None
+    widths: tuple[int, ...] = ()
+    parents: Sequence[int] | None = None
+    topk: int = 0
+    scores: Sequence[float] | None = None
+
+    @property
+    def is_tree(self) -> bool:
+        """Whether nodes may have siblings."""
+        return bool(self.widths) or self.topk > 0
+
+    @property
+    def num_inner(self) -> int:
+        """The nodes that may have children: those of the draft that its model computes."""
+        if self.topk:
+            return (self.limit - self.topk) // self.topk
+        return sum(width > 0 for width in self.widths[1:]) if self.widths else max(0, self.limit - 1)
 
     @property
     def softened(self) -> bool:
-        """Whether a greedy chain computes distributions at temperature 1, which `stop_below` is compared with."""
-        return self.stop_below > 0 and self.request.params.greedy
+        """Whether greedy tokens have distributions at temperature 1, to compare with `stop_below` or rank siblings."""
+        ranked = self.stop_below > 0 or (self.is_tree and self.request.shared_noise)
+        return ranked and self.request.params.greedy
 
     @property
     def emits_probs(self) -> bool:
@@ -157,12 +181,14 @@ class Chain:
 
     def draft(self) -> DraftTree:
         """Return the tokens that were drawn."""
+        if self.parents is not None and self.tokens:
+            return DraftTree.of(self.tokens, self.parents, self.probs, self.scores)
         return DraftTree.chain(self.tokens, self.probs) if self.tokens else DraftTree.empty()
 
     @property
     def num_positions(self) -> int:
         """How many cache positions the chain needs."""
-        return len(self.input_tokens) + (self.limit - 1 if self.limit else 0)
+        return len(self.input_tokens) + self.num_inner
 
 
 @dataclass(frozen=True)
@@ -239,10 +265,10 @@ class CausalLM(Protocol):
         ...
 
     def grow(self, chains: Sequence[Chain], cache: KVCache, vocab_size: int) -> Sequence[Chain]:
-        """Draw the chains that this model can draw by itself, over a vocabulary of `vocab_size`.
+        """Draw the chains, and trees of known shapes, that this model can draw by itself, over `vocab_size` tokens.
 
-        Returns the other chains unchanged. The caller makes sure that the cache has room for all. Tokens and probs are
-        the same as with one pass per token.
+        Returns the others unchanged. The caller makes sure that the cache has room for all. Tokens and probs are the
+        same as with one pass per token, or per depth of a tree.
         """
         ...
 

@@ -11,10 +11,11 @@ from enum import IntEnum
 from functools import lru_cache
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from speculant.kernels.base import Sampler
-from speculant.kernels.reference_sampler import REFERENCE
+from speculant.kernels.reference_sampler import REFERENCE, gumbel
 from speculant.types import Request
 
 _MASK = (1 << 64) - 1
@@ -113,6 +114,11 @@ class KeyedNoise:
         """See `Chance.draw`; each call advances by one position. Ties go to the lowest id."""
         self._position += 1
         return self._sampler.draw(weights, True, mix_in(self._key, self._position - 1))
+
+    def scores(self, weights: Tensor) -> Tensor:
+        """Return each token's share [V] of all w e^G, with weights w and noise G; `draw` takes the largest."""
+        tokens = torch.arange(len(weights), device=weights.device)
+        return torch.softmax(weights.log() + gumbel(mix_in(self._key, self._position), tokens), 0)
 
     def moved(self, places: int) -> KeyedNoise:
         """Return the noise that begins `places` positions later; draws from either do not affect the other."""

@@ -67,13 +67,9 @@ RULES = [
     Mutant(
         "siblings drawn without replacement, told as drawn with it",
         TOPOLOGY,
-        (
-            "            token_probs = token_probs / token_probs.sum()\n"
-            "            children.append((pick(token_probs), place, token_probs))\n"
-        ),
+        ("            children.append((pick(token_probs), place, token_probs))\n"),
         (
             "            own = probs[0] if probs[0] is not None else token_probs\n"
-            "            token_probs = token_probs / token_probs.sum()\n"
             "            children.append((pick(token_probs), place, own))\n"
         ),
         TREE.format("pair-multi_draft"),
@@ -81,7 +77,7 @@ RULES = [
     Mutant(
         "a merged draw told as a free one",
         TOPOLOGY,
-        "drawn[token], own[token] = [], rest / rest.sum()",
+        "drawn[token], own[token] = [], sampler.normalise(rest)",
         "drawn[token], own[token] = [], token_probs",
         TREE.format("three draws-multi_draft"),
     ),

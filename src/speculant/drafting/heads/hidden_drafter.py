@@ -12,7 +12,7 @@ from torch import Tensor
 from speculant.drafting.base import DrafterContext
 from speculant.drafting.heads.hidden_runner import Encode, HiddenStateRunner
 from speculant.drafting.model.drafter import ModelDrafter
-from speculant.drafting.topology import TreeTopology, tree_option
+from speculant.drafting.topology import DynamicTree, TreeTopology, growing_tree_option
 from speculant.kernels.base import Sampler
 from speculant.kernels.reference_sampler import REFERENCE
 from speculant.models.base import CausalLM
@@ -35,7 +35,7 @@ class HiddenDrafter(ModelDrafter):
         layers: Sequence[int],
         vocab_size: int,
         sampler: Sampler = REFERENCE,
-        topology: TreeTopology | None = None,
+        topology: TreeTopology | DynamicTree | None = None,
     ) -> None:
         super().__init__(runner, vocab_size, sampler, topology)
         self.needs = replace(self.needs, hidden_layers=tuple(layers), nodes_per_beam=None, max_positions=None)
@@ -72,5 +72,5 @@ def make_head_drafter(
     context: DrafterContext, model: CausalLM, layers: tuple[int, ...], encode: Encode, tree: Any
 ) -> HiddenDrafter:
     """Return the drafter of a head, with a cache of its own; see `HiddenDrafter`."""
-    runner, topology = HiddenStateRunner.of(context, model, encode=encode), tree_option(context, tree)
+    runner, topology = HiddenStateRunner.of(context, model, encode=encode), growing_tree_option(context, tree)
     return HiddenDrafter(runner, layers, context.vocab_size, context.sampler, topology)

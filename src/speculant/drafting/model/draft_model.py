@@ -14,7 +14,7 @@ from speculant.drafting.base import DrafterContext, Method, read_options
 from speculant.drafting.model.drafter import ModelDrafter, make_drafter
 from speculant.drafting.model.head_tokens import read_head_tokens
 from speculant.drafting.model.one_pass import make_one_pass
-from speculant.drafting.topology import tree_option
+from speculant.drafting.topology import growing_tree_option
 
 METHOD = Method(default_length=5, uses_model=True)  # docs/references.md, configuration
 
@@ -35,6 +35,6 @@ class DraftModelOptions:
 def build(context: DrafterContext) -> ModelDrafter:
     """Load the draft checkpoint and give it a cache of its own."""
     options = read_options(context, DraftModelOptions)
-    topology = tree_option(context, options.tree)
+    topology = growing_tree_option(context, options.tree)
     model = context.load_draft(str(context.model), read_head_tokens(options.head_tokens))
     return make_one_pass(context, model, topology) if options.parallel else make_drafter(context, model, topology)

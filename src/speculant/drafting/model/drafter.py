@@ -1,4 +1,7 @@
-"""A drafter around one model: chains, trees of a topology, and continuations of a beam search's hypotheses."""
+"""A drafter around one model: chains, trees of a topology, and continuations of a beam search's hypotheses.
+
+With a dynamic tree, requests that a ratio rule verifies get chains as long as the tree is deep.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,10 @@ from collections.abc import Sequence
 from speculant.drafting.base import DrafterContext, DrafterNeeds, StatelessDrafter
 from speculant.drafting.guard import Proposals
 from speculant.drafting.model.beams import draft_beams
+from speculant.drafting.model.dynamic import grow_dynamic
 from speculant.drafting.model.runner import DraftModelRunner, Guess, grow
 from speculant.drafting.model.trees import grow_trees, plan_trees
-from speculant.drafting.topology import TreeTopology
+from speculant.drafting.topology import USUAL_NODES, DynamicTree, TreeTopology
 from speculant.kernels.base import Sampler
 from speculant.kernels.reference_sampler import REFERENCE
 from speculant.models.base import CausalLM
@@ -33,15 +37,15 @@ class ModelDrafter(StatelessDrafter):
         runner: DraftModelRunner,
         vocab_size: int,
         sampler: Sampler = REFERENCE,
-        topology: TreeTopology | None = None,
+        topology: TreeTopology | DynamicTree | None = None,
     ) -> None:
-        nodes = topology.most_nodes if topology else None
+        nodes, dynamic = topology.most_nodes if topology else None, isinstance(topology, DynamicTree)
         self.needs = DrafterNeeds(
             max_nodes=nodes,
             emits_probs=True,
             emits_tree=topology is not None,
-            usual_nodes=nodes,
-            tree_depth=topology.depth if topology else None,
+            usual_nodes=USUAL_NODES if dynamic else nodes,
+            tree_depth=topology.depth if topology and not dynamic else None,
             own_cache=runner.owns_cache,
             target_cache=not runner.owns_cache,
             max_positions=runner.model.max_positions,
@@ -71,10 +75,20 @@ class ModelDrafter(StatelessDrafter):
         for request, limit in zip(requests, limits, strict=True):
             if limit > 0:
                 (drafting if request.search is None else searching).append((request, limit))
-        drafts = self._draw_chains(drafting) if self._topology is None else self._draw_trees(drafting, self._topology)
+        drafts = self._draft(drafting, self._topology)
         if searching:
             drafts |= self._draft_beams(searching)
         return [drafts.get(request.seq_id, DraftTree.empty()) for request in requests]
+
+    def _draft(self, drafting: Drafting, topology: TreeTopology | DynamicTree | None) -> Proposals:
+        if topology is None:
+            return self._draw_chains(drafting)
+        if not isinstance(topology, DynamicTree):
+            return self._draw_trees(drafting, topology)
+        ranked = [(request, limit) for request, limit in drafting if request.shared_noise]
+        others = [(request, min(limit, topology.depth)) for request, limit in drafting if not request.shared_noise]
+        drafts = self._draw_chains(others) if others else Proposals()
+        return drafts | grow_dynamic(self._runner, ranked, topology, self._vocab_size, self._sampler)
 
     def _draw_chains(self, drafting: Drafting) -> Proposals:
         runner, drafts = self._runner, Proposals()
@@ -89,7 +103,7 @@ class ModelDrafter(StatelessDrafter):
     def _draw_trees(self, drafting: Drafting, topology: TreeTopology) -> Proposals:
         trees = plan_trees([self._runner], drafting)
         grow_trees([self._runner], trees, topology, self._vocab_size, self._sampler)
-        return {tree.request.seq_id: tree.draft() for tree in trees if tree.tokens}
+        return {tree.request.seq_id: draft for tree in trees if (draft := tree.draft()).size}
 
     def _draft_beams(self, drafting: Drafting) -> Proposals:
         """Draft for beam searches, at most as deep as the configured tree."""
@@ -103,6 +117,6 @@ class ModelDrafter(StatelessDrafter):
         return draft_beams(self._runner, drafting, NODES_PER_BEAM, self._vocab_size, self._sampler)
 
 
-def make_drafter(context: DrafterContext, model: CausalLM, topology: TreeTopology | None) -> ModelDrafter:
+def make_drafter(context: DrafterContext, model: CausalLM, topology: TreeTopology | DynamicTree | None) -> ModelDrafter:
     """Return the drafter of a model, with a cache of its own; topology None = chains."""
     return ModelDrafter(DraftModelRunner.of(context, model), context.vocab_size, context.sampler, topology)

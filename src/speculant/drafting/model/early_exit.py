@@ -17,7 +17,7 @@ from typing import Any
 from speculant.drafting.base import DrafterContext, Method, read_options
 from speculant.drafting.heads.folder import require_target
 from speculant.drafting.model.target_cache import TargetCacheDrafter, make_target_drafter
-from speculant.drafting.topology import tree_option
+from speculant.drafting.topology import growing_tree_option
 from speculant.errors import ConfigError
 from speculant.models.base import CausalLM
 from speculant.models.heads import Truncatable
@@ -37,7 +37,7 @@ class EarlyExitOptions:
 def build(context: DrafterContext) -> TargetCacheDrafter:
     """Take the first layers of the target; raises ConfigError for a number that it does not have."""
     options = read_options(context, EarlyExitOptions)
-    topology = tree_option(context, options.tree)
+    topology = growing_tree_option(context, options.tree)
     target = require_target(context.target)
     return make_target_drafter(context, target, first_layers(target, options.layers), topology)
 

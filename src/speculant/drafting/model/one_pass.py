@@ -23,7 +23,7 @@ from speculant.drafting.draws import DepthProbs, draw_chains, draw_trees, likeli
 from speculant.drafting.guard import Proposals
 from speculant.drafting.model.drafter import Drafting, ModelDrafter, make_drafter
 from speculant.drafting.model.runner import DraftModelRunner, fit_vocabulary
-from speculant.drafting.topology import StaticTree, TreeTopology
+from speculant.drafting.topology import DynamicTree, StaticTree, TreeTopology
 from speculant.kernels.base import Sampler
 from speculant.kernels.reference_sampler import REFERENCE
 from speculant.models.base import CausalLM, Chain, SequenceInput, build_batch, known
@@ -144,9 +144,12 @@ def _ranks(chain: Chain) -> bool:
     return request.shared_noise and request.params.greedy and not chain.stop_below and not Node(request).edited
 
 
-def make_one_pass(context: DrafterContext, model: CausalLM, topology: StaticTree | None) -> ModelDrafter:
-    """Return the drafter of a model, with a cache of its own: in one pass if it has a mask token."""
+def make_one_pass(context: DrafterContext, model: CausalLM, topology: StaticTree | DynamicTree | None) -> ModelDrafter:
+    """Return the drafter of a model, with a cache of its own: in one pass if it has a mask token.
+
+    A dynamic tree is drafted depth by depth, because its shape depends on the tokens.
+    """
     mask = mask_of(model)
-    if mask is None:
+    if mask is None or isinstance(topology, DynamicTree):
         return make_drafter(context, model, topology)
     return OnePassDrafter(DraftModelRunner.of(context, model), mask, context.vocab_size, context.sampler, topology)

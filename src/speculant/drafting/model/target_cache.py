@@ -23,7 +23,7 @@ from speculant.cache.part import part_of
 from speculant.drafting.base import DrafterContext
 from speculant.drafting.model.drafter import ModelDrafter
 from speculant.drafting.model.runner import DraftModelRunner
-from speculant.drafting.topology import TreeTopology
+from speculant.drafting.topology import DynamicTree, TreeTopology
 from speculant.models.base import CausalLM
 from speculant.types import DraftTree, Request
 
@@ -95,7 +95,7 @@ class TargetCacheDrafter(ModelDrafter):
 
 
 def make_target_drafter(
-    context: DrafterContext, target: CausalLM, first: CausalLM, topology: TreeTopology | None
+    context: DrafterContext, target: CausalLM, first: CausalLM, topology: TreeTopology | DynamicTree | None
 ) -> TargetCacheDrafter:
     """Return the drafter of a target's first layers; topology None = chains."""
     runner = TargetCacheRunner(first, target, context)

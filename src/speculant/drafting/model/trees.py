@@ -1,23 +1,23 @@
-"""Draft trees, drawn level by level by one or several models.
+"""Draft trees, drawn level by level by one or several models, or in one call by a model that can (`CausalLM.grow`).
 
-Each pass computes the whole tree again; the additional rows cost little.
+Here each pass computes the whole tree again; the additional rows cost little.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from speculant.drafting.model.runner import DraftModelRunner, fit_vocabulary
-from speculant.drafting.topology import Distributions, Pick, TreeTopology
+from speculant.drafting.topology import Distributions, Pick, StaticTree, TreeTopology
 from speculant.kernels.base import Sampler
 from speculant.kernels.reference_sampler import REFERENCE
 from speculant.models.base import Chain, SequenceInput, build_batch, known
-from speculant.sampling.chance import KeyedNoise
+from speculant.sampling.chance import KeyedNoise, MostLikely
 from speculant.sampling.distribution import Node, distribution
 from speculant.tree import tokens_to
 from speculant.types import DraftTree, Request
@@ -34,6 +34,7 @@ class Tree:
     parents: list[int] = field(default_factory=list)
     probs: list[Tensor] = field(default_factory=list)
     newest: int = 0  # the first node of the deepest level
+    at_once: DraftTree | None = None  # the tree, if one call has drawn it
 
     @property
     def limit(self) -> int:
@@ -46,6 +47,8 @@ class Tree:
 
     def draft(self) -> DraftTree:
         """Return the tree so far, with probs where a ratio rule may need them."""
+        if self.at_once is not None:
+            return self.at_once
         probs = torch.stack(self.probs) if self.probs and not self.request.shared_noise else None
         return DraftTree.of(self.tokens, self.parents, probs)
 
@@ -77,7 +80,7 @@ def grow_trees(
 ) -> None:
     """Draw every tree's nodes as planned; afterwards the sources' caches hold only committed tokens."""
     grower = _Grower(sources, topology, vocab_size, sampler)
-    growing = grower.begin(trees)
+    growing = grower.begin(_not_at_once(sources, trees, topology, vocab_size))
     while growing:
         growing = grower.extend(growing)
     for tree in trees:
@@ -85,7 +88,78 @@ def grow_trees(
             sources[source].finish(tree.request)
 
 
+def _not_at_once(
+    sources: Sequence[DraftModelRunner], trees: Sequence[Tree], topology: TreeTopology, vocab_size: int
+) -> list[Tree]:
+    """Let the only source draw trees of known shapes in one call; return those that it did not draw."""
+    if len(sources) > 1 or not isinstance(topology, StaticTree):
+        return list(trees)
+    by_chain = {_shaped(plan, topology): tree for tree in trees for plan in tree.plans if plan}
+    others = sources[0].model.grow(list(by_chain), sources[0].cache, vocab_size)
+    for chain, tree in by_chain.items():
+        if chain not in others:
+            sources[0].note(tree.request, chain.input_tokens)
+            tree.at_once = chain.draft()
+    return [by_chain[chain] for chain in others]
+
+
+def _shaped(plan: Chain, topology: StaticTree) -> Chain:
+    """Return a plan of a tree; a greedy request's siblings are the likeliest tokens."""
+    if not plan.limit:
+        return replace(plan)
+    ranked = plan.request.shared_noise and plan.request.params.greedy
+    widths = topology.within(plan.limit).widths
+    return replace(plan, widths=widths, limit=len(widths) - 1, chance=MostLikely() if ranked else plan.chance)
+
+
 _Place = tuple[Tree, int]  # a node of a tree; -1 = its root
+
+
+def first_probs(
+    source: DraftModelRunner, plans: Sequence[tuple[Tree, Chain]], vocab_size: int, sampler: Sampler
+) -> dict[_Place, Tensor]:
+    """Compute the committed tokens; return the distribution [V] below the root of each tree that is drafted."""
+    size = source.model.vocab_size
+    inputs = [
+        SequenceInput(
+            plan.request.seq_id,
+            known(plan.input_tokens, size),
+            DraftTree.empty(),
+            hidden=plan.hidden,
+            length=plan.request.num_positions,
+        )
+        for _, plan in plans
+    ]
+    wanted = [[(tree, -1)] * (plan.limit > 0) for tree, plan in plans]
+    probs = next_probs(source, inputs, wanted, vocab_size, sampler)
+    for _, plan in plans:
+        source.note(plan.request, plan.input_tokens)
+    return probs
+
+
+def next_probs(
+    source: DraftModelRunner,
+    inputs: Sequence[SequenceInput],
+    wanted: Sequence[Sequence[_Place]],
+    vocab_size: int,
+    sampler: Sampler,
+) -> dict[_Place, Tensor]:
+    """Run a source's pass; return the distribution [V] after each wanted node: those of each input's last rows."""
+    if not inputs:
+        return {}
+    model, cache = source.model, source.cache
+    hidden = model.forward(build_batch(inputs, cache, model.cache_shape.device), cache.storage)
+    source.keep(inputs, hidden)
+    places, rows, end = list[_Place](), list[int](), 0
+    for sequence, nodes_of_sequence in zip(inputs, wanted, strict=True):
+        end += len(sequence.tokens) + sequence.tree.size
+        rows += range(end - len(nodes_of_sequence), end)
+        places += nodes_of_sequence
+    if not rows:
+        return {}
+    logits = fit_vocabulary(model.logits(hidden.last[rows]), vocab_size)
+    nodes = [Node(tree.request, tree.path(node), softened=tree.request.shared_noise) for tree, node in places]
+    return dict(zip(places, distribution(logits, nodes, sampler), strict=True))
 
 
 @dataclass(frozen=True)
@@ -100,20 +174,7 @@ class _Grower:
         by_source = []
         for place, source in enumerate(self.sources):
             plans = [(tree, plan) for tree in trees if (plan := tree.plans[place])]
-            size = source.model.vocab_size
-            inputs = [
-                SequenceInput(
-                    plan.request.seq_id,
-                    known(plan.input_tokens, size),
-                    DraftTree.empty(),
-                    hidden=plan.hidden,
-                    length=plan.request.num_positions,
-                )
-                for _, plan in plans
-            ]
-            by_source.append(self._probs(source, inputs, [[(tree, -1)] * (plan.limit > 0) for tree, plan in plans]))
-            for _, plan in plans:
-                source.note(plan.request, plan.input_tokens)
+            by_source.append(first_probs(source, plans, self.vocab_size, self.sampler))
         return self._draw([(tree, -1) for tree in trees if tree.limit], by_source)
 
     def extend(self, trees: Sequence[Tree]) -> list[Tree]:
@@ -123,34 +184,15 @@ class _Grower:
         for index, source in enumerate(self.sources):
             drafted = [tree for tree in trees if index in tree.drafting_sources()]
             inputs = [source.tree_input(tree.request, tree.known(source.model.vocab_size)) for tree in drafted]
-            by_source.append(self._probs(source, inputs, [places[tree] for tree in drafted]))
+            wanted = [places[tree] for tree in drafted]
+            by_source.append(next_probs(source, inputs, wanted, self.vocab_size, self.sampler))
         return self._draw([each for tree in trees for each in places[tree]], by_source)
-
-    def _probs(
-        self, source: DraftModelRunner, inputs: Sequence[SequenceInput], wanted: Sequence[Sequence[_Place]]
-    ) -> dict[_Place, Tensor]:
-        """Run a source's pass; return the distribution [V] after each wanted node: those of each input's last rows."""
-        if not inputs:
-            return {}
-        model, cache = source.model, source.cache
-        hidden = model.forward(build_batch(inputs, cache, model.cache_shape.device), cache.storage)
-        source.keep(inputs, hidden)
-        places, rows, end = list[_Place](), list[int](), 0
-        for sequence, nodes_of_sequence in zip(inputs, wanted, strict=True):
-            end += len(sequence.tokens) + sequence.tree.size
-            rows += range(end - len(nodes_of_sequence), end)
-            places += nodes_of_sequence
-        if not rows:
-            return {}
-        logits = fit_vocabulary(model.logits(hidden.last[rows]), self.vocab_size)
-        nodes = [Node(tree.request, tree.path(node), softened=tree.request.shared_noise) for tree, node in places]
-        return dict(zip(places, distribution(logits, nodes, self.sampler), strict=True))
 
     def _draw(self, places: Sequence[_Place], by_source: Sequence[dict[_Place, Tensor]]) -> list[Tree]:
         """Draw the children of nodes; return the trees that can grow."""
         before = {tree: len(tree.tokens) for tree, _ in places}
         for tree, node in places:
-            branch(tree, node, [probs.get((tree, node)) for probs in by_source], self.topology)
+            branch(tree, node, [probs.get((tree, node)) for probs in by_source], self.topology, self.sampler)
         for tree, size in before.items():
             tree.newest = size
         return [tree for tree, size in before.items() if size < len(tree.tokens) < tree.limit]
@@ -166,11 +208,11 @@ def picker(tree: Tree, depth: int) -> Pick:
     return chance.draw
 
 
-def branch(tree: Tree, node: int, probs: Distributions, topology: TreeTopology) -> None:
+def branch(tree: Tree, node: int, probs: Distributions, topology: TreeTopology, sampler: Sampler = REFERENCE) -> None:
     """Draw the children of a node, -1 = the root, within the tree's limit."""
     state = tree.nodes[node] if node >= 0 else topology.root
     pick, bounded = picker(tree, len(tree.path(node))), topology.within(tree.limit)
-    for token, child, own in bounded.children(state, probs, pick, tree.request.shared_noise):
+    for token, child, own in bounded.children(state, probs, pick, tree.request.shared_noise, sampler):
         if len(tree.tokens) < tree.limit:
             tree.nodes.append(child)
             tree.tokens.append(token)

@@ -1,6 +1,6 @@
 """A `CausalLM` on the native kernels: each row's result depends only on that row and its context, bit for bit.
 
-Chains whose noise is known in advance are drawn in one native call: passes, distributions and draws.
+Chains and trees whose noise is known in advance are drawn in one native call: passes, distributions and draws.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ from speculant.models.weights.source import WeightSource
 from speculant.params import SamplingParams
 from speculant.sampling.chance import KeyedNoise, MostLikely, Stream
 from speculant.sampling.distribution import Node, edits_of, sampling_settings
-from speculant.tree import ids
+from speculant.tree import ids, parents_of
 
 FORESEEABLE = (Stream, KeyedNoise, MostLikely)
 
@@ -75,21 +75,25 @@ def is_foreseeable(chain: Chain) -> bool:
     return isinstance(chain.chance, FORESEEABLE) and chain.request.constraint is None
 
 
-def _kind_of(chains: Sequence[Chain]) -> list[tuple[int, int, SamplingParams]]:
-    """Return for each chain its limit, its noise and the settings of its distributions."""
-    kind = list[tuple[int, int, SamplingParams]]()
+_Kind = tuple[int, int, SamplingParams, tuple[int, ...], int]
+
+
+def _kind_of(chains: Sequence[Chain]) -> list[_Kind]:
+    """Return for each chain its limit, its noise, the settings of its distributions and its shape."""
+    kind = list[_Kind]()
     for chain in chains:
         assert isinstance(chain.chance, FORESEEABLE)
         params = chain.request.params
-        kind.append((chain.limit, chain.chance.noise, params.softened if chain.softened else params))
+        used = params.softened if chain.softened else params
+        kind.append((chain.limit, chain.chance.noise, used, chain.widths, chain.topk))
     return kind
 
 
 class ChainRows:
     """The input rows of chains, concatenated, with slots that it reserves. See `known` for unknown tokens.
 
-    count: their number. end: length of the longest sequence. groups: of the model's layers. positions [count]: theirs.
-    lengths [count]: those of their texts, see `SequenceInput.length`.
+    count: their number. most_drawn: the most rows of a later pass. end: length of the longest sequence. groups: of the
+    model's layers. positions [count]: theirs. lengths [count]: those of their texts, see `SequenceInput.length`.
     """
 
     def __init__(self, chains: Sequence[Chain], vocab_size: int, cache: KVCache, groups: int) -> None:
@@ -102,7 +106,7 @@ class ChainRows:
             seq_id, own, num_positions = chain.request.seq_id, chain.input_tokens, chain.num_positions
             _, start, reserved, _, others = cache.reserve(seq_id, num_positions)
             table, count = cache.table(seq_id), len(own)
-            segments += (len(tokens), count, start, count, -1, address(table), _stride(table, cache.num_groups))
+            segments += (len(tokens), count, start, count, -1, address(table), _stride(table, cache.num_groups), 0)
             tokens += own
             positions += range(start, start + count)
             for known_slots, added in zip(slots, (reserved, *others), strict=True):
@@ -110,6 +114,7 @@ class ChainRows:
             self.lengths += [chain.request.num_positions] * count
             end = max(end, start + num_positions)
             self._tables.append(table)
+        self.most_drawn = sum(chain.num_inner if chain.is_tree else 1 for chain in chains)
         self.count, self.end, self._num_segments, self._groups = len(tokens), end, len(chains), groups
         slots *= groups // len(slots)
         self._memory = array("q", [*known(tokens, vocab_size), *positions, *chained.from_iterable(slots), *segments])
@@ -129,26 +134,33 @@ class ChainRows:
 
 
 class Drawn:
-    """Memory for the tokens and probs that chains draw, longest first; `call` points to it.
+    """Memory for the tokens and probs that chains draw, largest first; `call` points to it.
 
     It serves other chains of the same kind as well, one draft after the other.
     """
 
     def __init__(self, chains: Sequence[Chain], vocab_size: int) -> None:
-        count, steps = len(chains), chains[0].limit
-        self._kind, self._steps, self._width = _kind_of(chains), steps, vocab_size
+        count, nodes = len(chains), chains[0].limit
+        self._kind, self._nodes, self._width = _kind_of(chains), nodes, vocab_size
         self._edited = any(chain.request.params.edits for chain in chains)
-        self._tokens = array("q", bytes(8 * count * steps))
-        limits, noise, params = zip(*self._kind, strict=True)
+        self._tokens = array("q", bytes(8 * count * nodes))
+        limits, noise, params, shapes, topk = zip(*self._kind, strict=True)
+        widths = [array("q", shape) for shape in shapes]
+        shaped, dynamic = array("Q", [address(own) if own else 0 for own in widths]), array("q", topk)
+        self._parents, self._scores = (array(code, bytes(8 * count * nodes) if any(topk) else b"") for code in "qd")
         self._numbers = array("Q", [*limits, *noise, *bytes(3 * count)])  # the last ones are set by `prepare`
         settings, edits = settings_array([*map(sampling_settings, params)]), NativeEdits([*map(_edits, chains)])
-        self._owners = (settings, edits)
+        self._owners = (settings, edits, widths, shaped, dynamic)
         first, size = address(self._numbers), 8 * count
         self.call = Draft(
             sequences=count,
-            steps=steps,
+            nodes=nodes,
             width=vocab_size,
             limits=first,
+            widths=address(shaped) if any(shapes) else None,
+            topk=address(dynamic) if any(topk) else None,
+            parents=address(self._parents),
+            scores=address(self._scores),
             noise=first + size,
             out=first + 2 * size,
             chances=first + 3 * size,
@@ -178,13 +190,21 @@ class Drawn:
         self.call.stop_below = chains[0].stop_below
 
     def write_to(self, chains: Sequence[Chain]) -> None:
-        """Write the drawn tokens to the chains, and shorten their probs to match."""
+        """Write the drawn tokens to the chains, without the nodes that were not drawn."""
         for row, chain in enumerate(chains):
-            first = row * self._steps
-            tokens = self._tokens[first : first + chain.limit].tolist()
+            first, end = row * self._nodes, row * self._nodes + chain.limit
+            tokens = self._tokens[first:end].tolist()
+            chain.parents = parents_of(chain.widths) if chain.widths else None
+            if chain.topk:
+                chain.parents, chain.scores = self._parents[first:end], self._scores[first:end]
             if NO_TOKEN in tokens:
-                tokens = tokens[: tokens.index(NO_TOKEN)]
-                chain.probs = None if chain.probs is None else chain.probs[: len(tokens)]
+                kept = [node for node, token in enumerate(tokens) if token != NO_TOKEN]
+                tokens = [tokens[node] for node in kept]
+                chain.probs = None if chain.probs is None else chain.probs[kept]
+                if chain.parents is not None:
+                    places = {node: place for place, node in enumerate((-1, *kept), -1)}
+                    chain.parents = [places[chain.parents[node]] for node in kept]
+                chain.scores = None if chain.scores is None else [chain.scores[node] for node in kept]
             chain.tokens = tokens
 
 
@@ -394,10 +414,11 @@ class NativeDecoder:
         if rows and end > rows:
             raise ValueError(f"a pass has position {end - 1}, and the model has {rows} learned positions")
 
-    def _pass(self, storage: KVStorage, block_size: int, rows: int, end: int) -> Pass:
-        """Make a pass over a storage with buffers for `rows` rows and angles for positions below `end`."""
-        if rows > self._buffers.room:
-            self._buffers, self._programs = Buffers(self.packed, next_power(rows)), {}
+    def _pass(self, storage: KVStorage, block_size: int, rows: int, end: int, most: int = 0) -> Pass:
+        """Make a pass over a storage with angles for positions below `end`, and buffers for passes of `most` rows."""
+        most = max(most, rows)
+        if most > self._buffers.room:
+            self._buffers, self._programs = Buffers(self.packed, next_power(most)), {}
         on = Pass(rows=rows, block=block_size, groups=self._num_groups)
         self._angles.point(on, end)
         self._layers.point(on, storage)
@@ -415,7 +436,7 @@ class NativeDecoder:
         return out if self._head_tokens is None else spread(out, self._head_tokens, self.vocab_size)
 
     def grow(self, chains: Sequence[Chain], cache: KVCache, vocab_size: int) -> Sequence[Chain]:
-        """See `CausalLM.grow`: all foreseeable chains are drawn in one call."""
+        """See `CausalLM.grow`: all foreseeable chains and trees are drawn in one call."""
         foreseen = [chain for chain in chains if is_foreseeable(chain)]
         if foreseen:
             self._draw_at_once(foreseen, cache, vocab_size)
@@ -426,7 +447,7 @@ class NativeDecoder:
         require_groups(cache.num_groups, self._num_groups)
         rows = ChainRows(chains, self.vocab_size, cache, self._num_groups)
         self._check_learned(rows.end)
-        on = self._pass(cache.storage, cache.block_size, rows.count, rows.end)
+        on = self._pass(cache.storage, cache.block_size, rows.count, rows.end, rows.most_drawn)
         rows.point(on, self._angles.rows(ids(rows.positions), rows.long_rows(self.needs)))
         drawing = chains if chains[-1].limit else [chain for chain in chains if chain.limit]
         if drawing:
@@ -459,7 +480,7 @@ def _segments(batch: Batch) -> tuple[array[int], array[int], int]:
         if own and not segment.is_chain:
             chain, tree = segment.num_committed, len(parents)
             parents += own
-        fields += (first, rows, start, chain, tree, address(table), _stride(table, groups))
+        fields += (first, rows, start, chain, tree, address(table), _stride(table, groups), 0)
         first, end = first + rows, max(end, start + rows)
     return array("q", fields), array("q", parents), end
 
