@@ -1,4 +1,4 @@
-"""Some groups of the layers of a cache, for a model that consists of the first layers of the cache's own model."""
+"""A view of a KV cache for the first layers of its model: the groups that these layers belong to."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from speculant.cache.base import BlockManager, CacheShape, KVCache, Slots
 
 
 class PartialBlockManager:
-    """A `BlockManager` that shows some groups of another one, in order, and changes all of them alike.
+    """A `BlockManager` that shows some groups of another manager; each change applies to all groups of that manager.
 
-    groups: their numbers.
+    groups: the numbers of the groups that it shows, in order.
     """
 
     def __init__(self, manager: BlockManager, groups: Sequence[int]) -> None:
@@ -42,7 +42,7 @@ class PartialBlockManager:
 def part_of(cache: KVCache, whole: CacheShape, part: CacheShape) -> KVCache:
     """Return a view of a cache for the first layers of its model; `part` is their shape. It shares all positions.
 
-    Layers of a part have the windows that they have in the whole, and groups have one order in both: see `by_length`.
+    A layer has the same window in both, and both have their groups in the order of `by_length`.
     """
     windows = [group.window for group in whole.groups]
     groups = [windows.index(group.window) for group in part.groups]

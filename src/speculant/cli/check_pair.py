@@ -75,11 +75,11 @@ def check_pair(
 ) -> None:
     """Measure whether a draft model or a head speeds up a target, and recommend flags.
 
-    Compares tokenizers, which may differ, and sizes. On texts that the target writes, it measures how often
-    draft tokens are accepted and how long steps with drafts of several lengths take, for each type of draft
-    weights that the kernels support. From this it predicts the speed of each draft length, and measures the
-    best one against plain decoding. For a head it measures several draft lengths directly. The embedded pair
-    takes about 20 seconds.
+    The command compares sizes, and tokenizers, which may differ. On texts that the target writes, it measures
+    how often draft tokens are accepted and how long steps with drafts of several lengths take, for each type
+    of draft weights that the kernels support. From this it predicts the speed of each draft length, and
+    measures the best one against plain decoding. With --method it measures several draft lengths directly; for
+    early_exit it compares exit layers in place of types. The embedded pair takes about 20 seconds.
     """
     if tokens < FEWEST_TOKENS:
         raise ConfigError(f"tokens={tokens} is too few to measure", f"use --tokens {FEWEST_TOKENS} or more.")

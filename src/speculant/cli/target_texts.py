@@ -21,9 +21,9 @@ Write = Callable[[int, int], list[list[int]]]  # the first text's number, the nu
 
 
 def prepare_texts(plan: TextsPlan, hidden_size: int, layers: Sequence[int] = ()) -> None:
-    """Let the target write the texts and compute their hidden states, as far as they are missing.
+    """Let the target write missing texts, and compute missing hidden states.
 
-    hidden_size: the target's. layers: see `open_texts`. An interrupted run goes on with the texts that it has.
+    hidden_size: the target's. layers: see `open_texts`. An interrupted run keeps the texts that it has written.
     """
     from speculant.engine.llm import LLM
     from speculant.lab.training.heads.texts import missing_states, open_texts, wanted_texts
@@ -40,7 +40,7 @@ def prepare_texts(plan: TextsPlan, hidden_size: int, layers: Sequence[int] = ())
 
 
 def _write_texts(llm: LLM, plan: TextsPlan, count: int) -> None:
-    """Write texts in parts. The last texts are held out: their prompts are from files that are held out as well."""
+    """Write texts in parts. The last texts are held out, and so are the files or questions of their prompts."""
     from speculant.lab.training.heads.texts import PartialTexts
 
     with progress("Reading prompts"):
@@ -53,7 +53,7 @@ def _write_texts(llm: LLM, plan: TextsPlan, count: int) -> None:
 
 
 def _continuations(llm: LLM, plan: TextsPlan, count: int) -> Write:
-    """Return what continues prompts that are cut from files."""
+    """Return a function that continues prompts cut from files."""
     from speculant.lab.training.heads.texts import num_held_out
 
     held_out = num_held_out(count)
@@ -68,7 +68,7 @@ def _continuations(llm: LLM, plan: TextsPlan, count: int) -> Write:
 
 
 def _conversations(llm: LLM, plan: TextsPlan, count: int) -> Write:
-    """Return what writes conversations; without data, the target writes the first questions too."""
+    """Return a function that writes conversations; without data, the target writes the first questions too."""
     from speculant.lab.training.heads.conversations import Turns, write_conversations
 
     turns = Turns.of(llm.tokenizer)

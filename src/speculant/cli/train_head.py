@@ -73,8 +73,9 @@ def head(
 ) -> None:
     """Train a head on texts that the target itself writes.
 
-    The target continues prompts; the head learns its distributions from its hidden states, which are kept on disk. When
-    the run ends, the folder can be used: --speculative-config '{"method": KIND, "model": FOLDER}'.
+    The target continues prompts, or with --chat writes conversations. The head learns the target's distributions from
+    its hidden states, which are kept on disk. When the run ends, the folder can be used:
+    --speculative-config '{"method": KIND, "model": FOLDER}'.
     """
     config = flags.config()
     outcome = _run(config, resume)

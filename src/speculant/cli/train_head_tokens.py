@@ -47,7 +47,7 @@ def head_tokens(
     method: Annotated[
         str | None, typer.Option(help="How it drafts, such as eagle or medusa [default: as a draft model].")
     ] = None,
-    draft_quantization: Annotated[str, typer.Option(help="Weights of the draft: int8, int4 or none.")] = "none",
+    draft_quantization: Annotated[str, typer.Option(help="Round the draft's weights: int8, int4 or none.")] = "none",
     as_json: Annotated[bool, typer.Option("--json", help="Print what was counted and measured as JSON.")] = False,
 ) -> None:
     """Find the most frequent tokens in texts like those that the target will write.
@@ -55,8 +55,8 @@ def head_tokens(
     The target's own outputs work best: `speculant generate --json` prints their token ids. A draft model that is
     limited to these tokens is faster: speculative_config={"head_tokens": FILE}. End tokens are always kept.
 
-    With --draft and no --size, heads of several sizes are measured along the texts, and the one with the most
-    expected tokens per second is written. If all tokens are best, nothing is written.
+    With --draft, output heads of several sizes are measured along the texts, and the tokens of the one with the
+    most expected tokens per second are written. If no shorter head gains 2%, nothing is written.
     """
     if draft is None and method is not None:
         raise ConfigError(f"--method {method} names no draft", "add --draft.")

@@ -118,7 +118,7 @@ class StaticTree:
 class DynamicTree:
     """The most confident nodes (arXiv 2406.16858): the shape depends on the tokens, see drafting/model/dynamic.py.
 
-    topk: the children of the root, and of the most confident nodes of each depth, and the number of these nodes.
+    topk: at each depth, this many of the most confident nodes get this many children each; the root gets as many.
     depth: the most levels below the root.
     """
 
@@ -127,7 +127,7 @@ class DynamicTree:
 
     @property
     def most_nodes(self) -> int:
-        """The nodes that are drawn, of which a draft has the most confident ones."""
+        """The most nodes that are drawn; a draft keeps the most confident of them."""
         return self.topk + (self.depth - 1) * self.topk**2
 
 

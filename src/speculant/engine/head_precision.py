@@ -1,8 +1,8 @@
-"""Chooses the type of a head's weights, as draft_loading.py chooses that of a draft model's.
+"""Chooses the type of a head's weights; draft_loading.py does so for a draft model.
 
-A text is drawn from the target. At each of its tokens, the drafter drafts one token from the target's states, with its
-weights in each type; the mean of sum min(p, q) along the text estimates how often drafts are accepted. The time of a
-draft is measured too. The choice is kept on disk.
+The target draws a text. With the head's weights in each type, the drafter drafts one token after each token of the
+text, from the target's states. The mean of sum min(p, q) along the text estimates how often drafts are accepted. The
+time of a draft is measured too. The choice is kept on disk.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def hosting(target: CausalLM, quantization: str | None) -> CausalLM:
 class HeadRounding:
     """The `DrafterContext.round_head` of an engine.
 
-    given: the configured type, see `EngineConfig`. facts: texts that name target, types and kernels. notes: gets the
-    choice, for the user.
+    given: the configured type, see `EngineConfig`. facts: texts that name target, types and kernels. notes: the choice
+    is added here, for the user.
     """
 
     target: Checkpoint
@@ -90,7 +90,7 @@ class HeadRounding:
 def choose_head_precision(
     build: Build, context: DrafterContext, target: Checkpoint, identity: Sequence[str]
 ) -> tuple[DrafterContext, str | None]:
-    """Return the context with a target for heads in the type that is expected to be fastest, and the type.
+    """Choose the type that is expected to be fastest; return the context with a target for such heads, and the type.
 
     identity: as in `choose_precision`.
     """
@@ -169,7 +169,7 @@ class DraftSample:
         drafter.end(request)
 
     def seconds(self, drafter: Drafter) -> tuple[float, float]:
-        """Time drafts after the text: return the seconds of each token, and further seconds of a draft."""
+        """Time drafts after the text: return the seconds per drafted token, and the fixed seconds per draft."""
         (request,), states = self._requests(len(self.tokens)), self.states(drafter.needs.hidden_layers)
         drafter.begin(request)
         _observe(drafter, request, states, 0)

@@ -1,15 +1,15 @@
 """Modules in a chain, each of which drafts one token (arXiv 2412.19437, section 2.2).
 
-Row i of module k, counted from 1, is made of the state that module k - 1 computes in its own row i, and of token i + k.
-Module 0 is the target.
+Row i of module k, counted from 1, reads the state that module k - 1 computes in its row i, and token i + k. Module 0 is
+the target.
 
     tokens     t0 t1 t2 t3           t3 = the newest token             d1, d2 = the first two drafted tokens
     module 1   (h0, t1)  (h1, t2)  (h2, t3)      predicts d1           h = states of the target
     module 2   (g0, t2)  (g1, t3)  (g2, d1)      predicts d2           g = states of module 1
 
-Each module has a KV cache. Rows of committed tokens stay in it; rows of drafted tokens, and the states that they hand
-on, are dropped after each draft. Each token is drawn from the distribution that a module computes after the tokens
-before it, and the verifier gets this distribution, so all verification rules are exact.
+Each module has a KV cache. Rows of committed tokens stay in it. Rows of drafted tokens are dropped after each draft,
+and so are the states computed from them. Each token is drawn from the distribution that its module computes after all
+tokens before it. The verifier gets this distribution, so all verification rules are exact.
 """
 
 from __future__ import annotations

@@ -1,22 +1,21 @@
-"""DFlash: a head that drafts a block of tokens in one pass, whose rows see one another (arXiv 2602.06036).
+"""DFlash: a head that drafts a block of tokens in one pass, whose rows attend to each other (arXiv 2602.06036).
 
     cache       keys and values of the states of t0 .. t3         t4 = the newest token, whose state is not known yet
     block       t4   mask mask mask                               every row sees the cache and the whole block
     predicts         t5   t6   t7
 
-A matrix maps the states of several of the target's layers to one, which is normalised. Each layer of the head projects
-it to a key and a value. No query, and no later layer, is computed for it. Rows of a block leave the cache after the
-pass.
+A matrix and a norm map the states of several target layers to one state. Each layer of the head projects this state to
+a key and a value; nothing else is computed for it. The rows of a block leave the cache after the pass.
 
-A block is computed whole, as the head was trained, also if fewer tokens are drafted. Only where the cache has no room
-for it, it has fewer masks. A row does not know the tokens that other rows draft: see drafting/model/one_pass.py for the
-draws, and for the reason that all verification rules are exact.
+The whole block is computed even if fewer tokens are drafted, because the head was trained on whole blocks. It has fewer
+masks only if the cache has no room for all of them. A row does not know the tokens that other rows draft:
+drafting/model/one_pass.py describes the draws, and why all verification rules are exact.
 
-The head's folder has config.json and safetensors, as its authors or the `speculators` package write them. Embedding
-and output head are the target's where the file has none.
+The head's folder has config.json and safetensors, as its authors or the `speculators` package write them. If the file
+has no embedding or no output head, the head uses the target's.
 
 Memory: the head's weights, and a KV cache of its layers. Cost: two matrices of each layer for each committed token; for
-a draft, one pass of the layers with a row for each token of a block, and the output head for the rows that are drafted.
+a draft, one pass of the layers with all rows of a block, and the output head for the drafted tokens.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """EAGLE: a decoder layer that continues the target's hidden states (arXiv 2401.15077).
 
 Each row of the layer takes the state of one token and the embedding of the next. Its output approximates the state of
-that next token, from which the target's output head predicts. Drafts are chains, or trees of a configured shape.
+that next token, from which the target's output head predicts. Drafts are chains, static trees or dynamic trees.
 
 The head's folder has config.json and safetensors, as on the hub or as the `speculators` package or vLLM's conversion
 writes them. Embedding and output head are the target's.
 
 Memory: the layer's weights, and a KV cache of as many layers. Cost: a pass of the layer and of the target's output head
-for each drafted token; a chain is one native call.
+for each drafted token; a chain or tree is one native call.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ NORMS = {"layers.0.input_layernorm.weight": "skip_prenorm", "norm.weight": "skip
 class EagleOptions:
     """tree: children per node at each depth, as [3, 2, 1], or the ranks on the way to every node; None = a chain.
 
+    It may also be "dynamic", or {"topk": 4, "depth": 5} with other numbers: see drafting/model/dynamic.py.
     head_tokens: the file of a short output head, see drafting/heads/short.py; None = the folder's, or all tokens.
     """
 

@@ -9,7 +9,7 @@ The head's folder has config.json and safetensors, as on the hub or as the `spec
 and output head are the target's where the file has none.
 
 Memory: the head's weights, and a KV cache of its layers. Cost: a pass of the layer and of its output head for each
-drafted token; a chain is one native call.
+drafted token; a chain or tree is one native call.
 """
 
 from __future__ import annotations
@@ -38,7 +38,10 @@ METHOD = Method(default_length=4, uses_model=True, uses_head=True)
 
 @dataclass(frozen=True)
 class Eagle3Options:
-    """tree: children per node at each depth, as [3, 2, 1], or the ranks on the way to every node; None = a chain."""
+    """tree: children per node at each depth, as [3, 2, 1], or the ranks on the way to every node; None = a chain.
+
+    It may also be "dynamic", or {"topk": 4, "depth": 5} with other numbers: see drafting/model/dynamic.py.
+    """
 
     tree: Any = None
 

@@ -4,20 +4,20 @@ A matrix maps a token's normalized embedding and the target's normalized state b
 layer, and a final norm follows the layer. After the first drafted token the head reads its own output in place of the
 target's state, as EAGLE does.
 
-If there are several modules, each drafts one token: see drafting/heads/chained.py. A tree is drawn by the first alone.
+If there are several modules, each drafts one token: see drafting/heads/chained.py. Trees are drawn by the first module.
 
 The folder may be the target's own. Names of the tensors of module m, possibly with the prefix `model.`:
 
     mtp_layers.m.{token_layernorm, hidden_layernorm, input_proj, final_layernorm}      the `speculators` package, MiMo
-    mtp.{pre_fc_norm_embedding, pre_fc_norm_hidden, fc, norm}, mtp.layers.m            Qwen: modules differ in the layer
+    mtp.{pre_fc_norm_embedding, pre_fc_norm_hidden, fc, norm}, mtp.layers.m            Qwen: modules share the rest
     layers.L+m.{enorm, hnorm, eh_proj, shared_head.norm, shared_head.head}             DeepSeek; the target has L layers
 
 The columns of the matrix for the embedding come first; in MiMo's files they come last. Qwen's norms add one to the
-stored scales. For the next token, DeepSeek's head reads its state before the final norm, and the other heads read
-the state after it. The embedding is the target's. So is the output head, unless the file has `shared_head.head`.
+stored scales. For each further token, DeepSeek's head reads its own state before the final norm, and the other heads
+read their state after it. The embedding is the target's. So is the output head, unless the file has `shared_head.head`.
 
 Memory: the weights, and a KV cache for each module. Cost: a pass of the layer and of the output head for each drafted
-token; a chain of one module is one native call.
+token; a chain or tree of one module is one native call.
 """
 
 from __future__ import annotations
@@ -55,7 +55,10 @@ PARTS = {
 
 @dataclass(frozen=True)
 class MtpOptions:
-    """tree: children per node at each depth, as [3, 2, 1], or the ranks on the way to every node; None = a chain."""
+    """tree: children per node at each depth, as [3, 2, 1], or the ranks on the way to every node; None = a chain.
+
+    It may also be "dynamic", or {"topk": 4, "depth": 5} with other numbers: see drafting/model/dynamic.py.
+    """
 
     tree: Any = None
 

@@ -1,13 +1,14 @@
 """Trees of the most confident nodes (EAGLE-2, arXiv 2406.16858), in one native call or depth by depth.
 
     expand   the `topk` most confident nodes of each depth get `topk` children each
-    rerank   the most confident nodes of all depths are the draft, in this order
+    rerank   the most confident nodes of all depths are the draft, the most confident first
 
-A node's score is the estimated probability that it is accepted once its parent is, and its confidence the product of
-the scores on the way to it. For greedy requests a score is the draft's probability at temperature 1. With shared noise
-it takes the noise into account, which the target uses too (`KeyedNoise.scores`).
+A node's score estimates the probability that it is accepted if its parent is. Its confidence is the product of the
+scores from the root to it. The score for a greedy request is the draft's probability at temperature 1. For a seeded
+request it also depends on the noise, which draft and target share (`KeyedNoise.scores`).
 
-The shape depends on the tokens. That would bias ratio rules, so only requests with shared noise get such trees.
+The shape depends on the tokens. That would bias ratio rules, so only requests with shared noise, greedy ones included,
+get such trees.
 """
 
 from __future__ import annotations

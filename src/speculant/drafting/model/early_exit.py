@@ -3,10 +3,10 @@
 Nothing is trained and no weights are added. How much is accepted depends on the target: models that were trained to
 exit early draft well, others poorly.
 
-It reads the target's own keys and values (drafting/model/target_cache.py), so there is no text to catch up with.
+It uses the target's KV cache (drafting/model/target_cache.py), so there is no backlog.
 
-Memory: none. Cost: `layers` of the target's layers and its output head for each drafted token; a chain is one native
-call.
+Memory: none. Cost: `layers` of the target's layers and its output head for each drafted token; a chain or tree is one
+native call.
 """
 
 from __future__ import annotations
@@ -28,7 +28,11 @@ SHARE = 4  # the usual number of layers is the target's over this
 
 @dataclass(frozen=True)
 class EarlyExitOptions:
-    """layers: how many of the target's layers draft; None = a quarter of them. tree: as of a draft model."""
+    """layers: how many of the target's layers draft; None = a quarter of them.
+
+    tree: children per node at each depth, as [3, 2, 1], or the ranks on the way to every node; "dynamic", or
+    {"topk": 4, "depth": 5} with other numbers: see drafting/model/dynamic.py; None = a chain.
+    """
 
     layers: Any = None
     tree: Any = None

@@ -1,15 +1,15 @@
 """A drafter that consists of the target's first layers and uses the target's own keys and values.
 
-These layers have computed the committed tokens in the target's passes. A draft computes the newest token and the
-drafted ones, and writes their keys and values after the committed positions. It gives these positions back when it
-ends, and the target's pass, which follows, writes all layers of them again:
+The target's passes have stored keys and values of the committed tokens. A draft computes the newest token and the
+drafted tokens, and writes their keys and values after the committed positions. It drops these positions when it ends.
+The target's pass comes next and writes them again, in all layers:
 
     target's cache    p p p t t                 committed
     draft             p p p t t r x x           r = the newest token, x = drafted ones: the first layers alone
     target's pass     p p p t t r x x           the same positions, all layers
 
-The engine has counted these positions for the target's pass before a drafter is called. So a draft never takes a block
-from another sequence, there is no backlog, and a drafter without state has nothing to begin, to observe or to end.
+The engine counts these positions for the target's pass before it calls a drafter. So a draft never takes a block from
+another sequence. In an engine, this drafter has no backlog and no state.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from speculant.types import DraftTree, Request
 class TargetCacheRunner(DraftModelRunner):
     """Runs the target's first layers, `model`, on the target's cache, which holds the first positions of each sequence.
 
-    In an engine, a draft computes no committed tokens but the newest, so the runner has no token budget. Without a
-    target's cache it has one of its own, and each draft computes all of its text.
+    In an engine, the newest token is the only committed one that a draft computes, so the runner has no token budget.
+    Without a target's cache, the runner makes a cache, and each draft computes its whole text.
     """
 
     owns_cache = False

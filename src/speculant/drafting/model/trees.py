@@ -1,6 +1,6 @@
-"""Draft trees, drawn level by level by one or several models, or in one call by a model that can (`CausalLM.grow`).
+"""Draft trees of one or several models. A tree is drawn level by level, or in one call if `CausalLM.grow` can do that.
 
-Here each pass computes the whole tree again; the additional rows cost little.
+Drawn level by level, each pass computes the whole tree again; the additional rows cost little.
 """
 
 from __future__ import annotations

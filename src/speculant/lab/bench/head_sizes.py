@@ -1,7 +1,7 @@
-"""How many tokens a draft's short output head should keep (arXiv 2502.14856): measured acceptance, and measured time.
+"""Measures how many tokens a draft's short output head should keep (arXiv 2502.14856), by acceptance and time.
 
-A head of n tokens draws from the draft's own distribution, renormalised over these tokens. So one pass along texts
-shows the acceptance of all sizes. The time of a draft is measured with a head of each size.
+A head of n tokens draws from the draft's own distribution, renormalised over these tokens. So the acceptance of all
+sizes is computed from the same drafts of the whole head. The time of a draft is measured with a head of each size.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def measure_sizes(
 ) -> list[HeadSize]:
     """Measure heads of several sizes, the whole vocabulary first.
 
-    config: names target, draft and method. counts [V]: of the tokens. order: all tokens, the most useful first; `least`
+    config: names target, draft and method. counts [V]: of each token. order: all tokens, the most useful first; `least`
     of them are always kept. texts: like the target's outputs, of at least two tokens each. Raises ConfigError if there
     is none, or if the draft's folder already names the tokens of its head.
     """

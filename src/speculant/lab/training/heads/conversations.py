@@ -1,4 +1,4 @@
-"""Conversations that a target writes, its own questions included: by its chat template (arXiv 2406.08464).
+"""Conversations whose questions and answers a target writes, by its chat template (arXiv 2406.08464).
 
     begin                 question    asked                    answer    answered           question ...
     <system><user>        ...         <end><assistant>         ...       <end><user>        ...
@@ -54,8 +54,8 @@ def write_conversations(
 ) -> list[list[int]]:
     """Return conversations of `seq` tokens, one for each question.
 
-    An empty question is written by the target, and so are all later ones. ends: the target's end tokens, after which a
-    message is over.
+    The target writes a first question where none is given, and all later ones. ends: the target's end tokens, which end
+    a message.
     """
     texts = [[*turns.begin, *question, *(turns.asked if question else ())] for question in questions]
     asking, turn = [not question for question in questions], 0

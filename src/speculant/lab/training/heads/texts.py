@@ -43,7 +43,7 @@ class TextsPlan(Protocol):
 
     @property
     def data(self) -> Sequence[Path]:
-        """Folders of texts whose parts are prompts, none = the standard library; for conversations, questions."""
+        """Folders of texts to cut prompts from, none = the standard library; for conversations, files of questions."""
         ...
 
     @property
@@ -103,9 +103,9 @@ class Texts:
 
     @cached_property
     def opening(self) -> int:
-        """The first tokens that all texts share, such as a chat template's; at most half of a text.
+        """How many first tokens all texts share, such as a chat template's; at most half of a text.
 
-        They are no part of losses and figures: a drafter never has to predict them.
+        Losses and figures leave them out, because a drafter never has to predict them.
         """
         same = (self.tokens == self.tokens[0]).all(0)
         return min(int(same.long().cumprod(0).sum()), self.tokens.shape[1] // 2)
@@ -136,9 +136,9 @@ class Texts:
 
 
 def most_texts(tokens: int, seq: int, width: int, cache_gib: float) -> int:
-    """Return the number of texts: for this number of tokens, within the bound of states on disk; at least 2.
+    """Return the number of texts with this many tokens in total whose states fit on disk; at least 2.
 
-    width: numbers that are kept for each token.
+    width: how many numbers are kept for each token.
     """
     return max(2, min(tokens // seq, int(cache_gib * 2**30) // (2 * seq * width)))
 
@@ -149,13 +149,13 @@ def wanted_texts(plan: TextsPlan, width: int) -> int | None:
 
 
 def num_held_out(count: int) -> int:
-    """Return how many of so many texts are held out; they are the last ones."""
+    """Return how many of `count` texts are held out; they are the last ones."""
     return max(1, round(HELD_OUT_SHARE * count))
 
 
 @dataclass
 class PartialTexts:
-    """The texts that a run has so far, one per line of a file that it appends to. The first line is the run's plan."""
+    """The texts that a run has written so far, in a file: the run's plan in the first line, then one text per line."""
 
     plan: TextsPlan
     file: IO[str]
