@@ -116,7 +116,9 @@ class Attention:
         for place, each in enumerate(fed):
             rows, tree = each.rows, len(self._parents) if each.rows.parents else -1
             first, table = sum(self.counts[:place]), self._tables[place]
-            self._segments.extend((first, rows.count, rows.start, rows.chain, tree, table.data_ptr(), table.shape[1], 0))
+            self._segments.extend(
+                (first, rows.count, rows.start, rows.chain, tree, table.data_ptr(), table.shape[1], 0)
+            )
             self._parents.extend(rows.parents)
         self._inputs = torch.full((sum(self.counts), shape.heads + 2 * shape.kv_heads, shape.dim), torch.nan)
         self._inputs[:, : shape.heads] = torch.cat([each.queries for each in fed])

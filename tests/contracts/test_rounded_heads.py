@@ -167,6 +167,20 @@ def test_type_of_a_head_is_chosen_and_kept(
 
 
 @native
+def test_another_head_in_the_folder_is_measured(checkpoints: Checkpoints, kept: Path, tmp_path: Path) -> None:
+    """A choice is not kept for other weights, which may not be finite."""
+    head = WRITERS["eagle"](tmp_path / "head", *sizes_of(checkpoints.target))
+    spec = {"method": "eagle", "model": head}
+    LLM(checkpoints.target, dtype="bfloat16", speculative_config=spec)
+    (file,) = kept.glob("*.precision.json")
+    file.write_text('{"draft_quantization": "int8"}')
+    stored = tmp_path / "head" / "model.safetensors"
+    save_file({**load_file(stored), "fc.weight": torch.full_like(load_file(stored)["fc.weight"], torch.inf)}, stored)
+    assert "draft weights in bfloat16" in LLM(checkpoints.target, dtype="bfloat16", speculative_config=spec).speculation
+    assert len(list(kept.glob("*.precision.json"))) == 2
+
+
+@native
 def test_sub_drafters_heads_are_rounded_too(checkpoints: Checkpoints) -> None:
     head = head_of("eagle", *sizes_of(checkpoints.target))
     spec = {"method": "merge", "model": head, "members": ["suffix", "eagle"]}

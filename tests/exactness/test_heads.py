@@ -23,7 +23,8 @@ from speculant.lab.exactness.distributions import EXACT, FULL_SUPPORT, Pair
 from speculant.lab.exactness.tables import TableModel
 from speculant.models.base import Chain
 from speculant.models.native import decoder as native_decoder
-from speculant.models.native.decoder import NativeDecoder, is_foreseeable
+from speculant.models.native.decoder import NativeDecoder
+from speculant.models.native.drawn import is_foreseeable
 from speculant.params import SamplingParams
 from speculant.sampling.chance import Chances, KeyedChances
 from tests.exactness.selection import combinations

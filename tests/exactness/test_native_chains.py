@@ -13,7 +13,8 @@ from speculant.drafting.model.runner import grow
 from speculant.kernels.native import QUANTIZED, NativeSampler
 from speculant.models.base import Chain, SequenceInput, build_batch
 from speculant.models.native import decoder as native_decoder
-from speculant.models.native.decoder import NativeDecoder, is_foreseeable
+from speculant.models.native.decoder import NativeDecoder
+from speculant.models.native.drawn import is_foreseeable
 from speculant.params import SamplingParams
 from speculant.sampling.chance import KeyedChances, MostLikely
 from speculant.types import DraftTree

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from speculant import LLM, SamplingParams
 from speculant.errors import ConfigError
+from tests.models import Shape, write_checkpoint
 
 PROMPTS = ["def read(path):", "import os\n\nclass Reader:\n    def"]
 
@@ -38,7 +40,38 @@ def test_sampled_requests_get_chains() -> None:
         assert 0 < figure.num_draft_tokens <= 2 * figure.num_spec_steps
 
 
-@pytest.mark.parametrize("tree", ["deep", {"topk": 0}, {"width": 3}, {"topk": 2.5}])
+@pytest.mark.parametrize("tree", ["deep", {"topk": 0}, {"depth": 33}, {"width": 3}, {"topk": 2.5}])
 def test_other_trees_are_refused(tree: Any) -> None:
     with pytest.raises(ConfigError, match="tree="):
         LLM("demo", speculative_config={"method": "draft_model", "model": "demo", "tree": tree}, max_model_len=64)
+
+
+@pytest.mark.parametrize("kernels", ["native", "reference"])
+@pytest.mark.parametrize("method", ["draft_model", "early_exit"])
+def test_trees_reach_the_last_learned_position(method: str, kernels: str, tmp_path: Path) -> None:
+    """Nodes of one depth share a position, so a tree may have more nodes than positions are left."""
+    shape = Shape(family="gpt2", layers=3, max_positions=64, settings=(("n_positions", 64),))
+    target = write_checkpoint(tmp_path / "target", shape)
+    own: dict[str, Any] = {"model": target} if method == "draft_model" else {"layers": 2}
+    config = {"method": method, "tree": "dynamic", "draft_length": "fixed", **own}
+    params = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True)
+    common: dict[str, Any] = {"dtype": "float32", "kernels": kernels}
+    [plain] = LLM(target, use_speculative_decoding=False, **common).generate("def f(a, b):", params)
+    llm = LLM(target, speculative_config=config, **common)
+    [drafted] = llm.generate("def f(a, b):", params)
+    assert drafted.outputs[0].token_ids == plain.outputs[0].token_ids
+    assert len(plain.prompt_token_ids) + len(plain.outputs[0].token_ids) == 64
+    assert llm.engine.metrics.drafter_errors == 0
+
+
+def test_an_early_exit_keeps_to_the_room_of_its_draft(tmp_path: Path) -> None:
+    """The target's cache has room for the draft alone, above all in layers with a window."""
+    windows = (("sliding_window", 24), ("use_sliding_window", True), ("max_window_layers", 2))
+    target = write_checkpoint(tmp_path / "target", Shape(family="qwen2", layers=4, settings=windows))
+    tree = {"topk": 8, "depth": 7}
+    config = {"method": "early_exit", "layers": 3, "tree": tree, "num_speculative_tokens": 8, "draft_length": "fixed"}
+    common: dict[str, Any] = {"dtype": "float32", "max_num_seqs": 5, "max_num_batched_tokens": 32, "block_size": 4}
+    llm = LLM(target, speculative_config=config, **common)
+    out = llm.generate(["def f(a, b):", "import os", "x", "def f", "y"], SamplingParams(temperature=0, max_tokens=40))
+    assert sum(each.metrics.speculative_decoding.num_draft_tokens for each in out) > 0
+    assert llm.engine.metrics.drafter_errors == 0

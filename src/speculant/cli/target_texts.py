@@ -45,7 +45,7 @@ def _write_texts(llm: LLM, plan: TextsPlan, count: int) -> None:
 
     with progress("Reading prompts"):
         write = _conversations(llm, plan, count) if plan.chat else _continuations(llm, plan, count)
-    with shown_progress("The target writes texts") as watch, PartialTexts.open(plan) as kept:
+    with shown_progress("The target writes texts") as watch, PartialTexts.open(plan, count) as kept:
         for first in range(len(kept), count, _AT_A_TIME):
             kept.add(write(first, min(_AT_A_TIME, count - first)))
             watch(len(kept) / count)
@@ -93,6 +93,7 @@ def _questions(tokenizer: Tokenizer, plan: TextsPlan, count: int) -> list[list[i
     from speculant.lab.training.heads.texts import num_held_out
 
     if not plan.data:
+        _check_variety(plan, count, 1)
         return [[] for _ in range(count)]
     for path in plan.data:
         if not path.is_file():
@@ -105,9 +106,19 @@ def _questions(tokenizer: Tokenizer, plan: TextsPlan, count: int) -> list[list[i
             f"{len(fitting)} of {len(known)} questions have fewer than {plan.seq // 2} tokens",
             "raise --seq, or name more questions.",
         )
+    _check_variety(plan, count, len(fitting))
     last = num_held_out(len(fitting))
     parts = (fitting[:-last], count - num_held_out(count)), (fitting[-last:], num_held_out(count))
     return [own[place % len(own)] for own, number in parts for place in range(number)]
+
+
+def _check_variety(plan: TextsPlan, count: int, beginnings: int) -> None:
+    """Check that no text is written twice: at temperature 0 its beginning determines it. Raises ConfigError."""
+    if plan.temperature == 0 and count > beginnings:
+        raise ConfigError(
+            f"at temperature 0, {count} texts would be {beginnings} different ones",
+            "set a --temperature, lower --tokens, or name more questions by --data.",
+        )
 
 
 def _prompts(plan: TextsPlan, tokenizer: Tokenizer, counts: tuple[int, int]) -> list[list[int]]:

@@ -16,7 +16,8 @@ from speculant.kernels.base import Sampler
 from speculant.kernels.reference_sampler import REFERENCE
 
 DYNAMIC = "dynamic"
-USUAL_TOPK, USUAL_DEPTH, USUAL_NODES = 4, 5, 8  # of dynamic trees
+USUAL_TOPK, USUAL_DEPTH, USUAL_NODES = 3, 6, 8  # of dynamic trees
+MOST_TOPK = 32  # and the most levels
 Pick = Callable[[Tensor], int]  # weights [V] -> a token
 Distributions = Sequence[Tensor | None]  # by source, the next token's distribution [V]; None = a source with a backlog
 Child = tuple[int, Any, Tensor]  # a token, its node's state, and the distribution [V] that it was drawn from
@@ -217,11 +218,12 @@ def growing_tree_option(context: DrafterContext, given: object) -> StaticTree | 
 def _read_dynamic(given: object) -> DynamicTree:
     known = {field.name for field in fields(DynamicTree)}
     if not isinstance(given, Mapping) or not all(
-        key in known and isinstance(count, int) and not isinstance(count, bool) and count > 0
+        key in known and isinstance(count, int) and not isinstance(count, bool) and 0 < count <= MOST_TOPK
         for key, count in given.items()
     ):
         raise ConfigError(
-            f"tree={given!r} describes no dynamic tree", f'use "{DYNAMIC}", or numbers as {{"topk": 4, "depth": 5}}.'
+            f"tree={given!r} describes no dynamic tree",
+            f'use "{DYNAMIC}", or numbers up to {MOST_TOPK} as {{"topk": 3, "depth": 6}}.',
         )
     return DynamicTree(**given)
 

@@ -181,7 +181,8 @@ def _draft_seconds(draft: Checkpoint, size: int) -> tuple[float, float]:
     """Return the seconds of each drafted token, and further seconds of a draft of any length."""
     if mask_of(draft.model) is not None:  # a row for each token, in one pass
         one, two = map(pass_seconds(draft.model), (1, 2))
-        return two - one, 2 * one - two
+        row = max(two - one, 1e-9)
+        return row, max(0.0, one - row)
 
     def draw(length: int) -> None:
         chain, cache = _chain(draft, size, length)

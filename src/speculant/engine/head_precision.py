@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -80,11 +82,18 @@ class HeadRounding:
             return replace(context, target=hosting(host, rounded(self.given)))
         if not isinstance(host, RoundsHeads):
             return context
-        own = [build.__module__, str(context.model), str(sorted(context.options.items()))]
+        own = [build.__module__, str(context.model), _state_of(context.model), str(sorted(context.options.items()))]
         context, chosen = choose_head_precision(build, context, self.target, [*self.facts, *own])
         own_type = str(host.cache_shape.dtype).removeprefix("torch.")
         self.notes.append(f", draft weights in {chosen or own_type} (fastest here)")
         return context
+
+
+def _state_of(source: object) -> str:
+    """Return sizes and times of the files in a head's folder: another head there has a choice of its own."""
+    folder = Path(str(source)).expanduser()
+    files = sorted(folder.iterdir()) if folder.is_dir() else []
+    return str([(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files])
 
 
 def choose_head_precision(
@@ -142,6 +151,7 @@ class DraftSample:
         model = target.model
         probs = torch.softmax(model.logits(_forward(model, tokens, ()).last).double(), -1)
 
+        @cache
         def states(layers: Sequence[int]) -> tuple[Tensor, ...]:
             taps = sorted({layer for layer in layers if layer <= model.num_layers})
             hidden = _forward(model, tokens, taps)
@@ -157,7 +167,7 @@ class DraftSample:
 
     def drafts(self, drafter: Drafter) -> Iterator[tuple[DraftTree, Tensor]]:
         """Yield a draft of one node at each token after the first ones, and the target's distribution [V] there."""
-        states, last = self.states(drafter.needs.hidden_layers), len(self.tokens) - 1
+        states, last = self.states(tuple(drafter.needs.hidden_layers)), len(self.tokens) - 1
         (request,), seen = self._requests(min(PROMPT, last)), 0
         drafter.begin(request)
         for place in range(len(request.tokens), last + 1):
@@ -170,7 +180,7 @@ class DraftSample:
 
     def seconds(self, drafter: Drafter) -> tuple[float, float]:
         """Time drafts after the text: return the seconds per drafted token, and the fixed seconds per draft."""
-        (request,), states = self._requests(len(self.tokens)), self.states(drafter.needs.hidden_layers)
+        (request,), states = self._requests(len(self.tokens)), self.states(tuple(drafter.needs.hidden_layers))
         drafter.begin(request)
         _observe(drafter, request, states, 0)
         depth = min(DEPTH, drafter.needs.max_nodes or DEPTH)

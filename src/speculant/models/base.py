@@ -169,6 +169,18 @@ class Chain:
         return sum(width > 0 for width in self.widths[1:]) if self.widths else max(0, self.limit - 1)
 
     @property
+    def inner_depth(self) -> int:
+        """The levels of these nodes: how many positions follow the input tokens."""
+        if self.topk:
+            return self.num_inner // self.topk
+        if not self.widths:
+            return self.num_inner
+        levels, first, size = 0, 1, self.widths[0]
+        while deeper := sum(self.widths[first : first + size]):
+            levels, first, size = levels + 1, first + size, deeper
+        return levels
+
+    @property
     def softened(self) -> bool:
         """Whether greedy tokens have distributions at temperature 1, to compare with `stop_below` or rank siblings."""
         ranked = self.stop_below > 0 or (self.is_tree and self.request.shared_noise)

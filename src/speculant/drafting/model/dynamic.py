@@ -80,9 +80,14 @@ def grow_dynamic(
     sampler: Sampler,
 ) -> Proposals:
     """Draft for pairs (request, most nodes of its draft); afterwards the cache holds only committed tokens."""
-    wanted = {request.seq_id: limit for request, limit in drafting}
-    room = 1 + (topology.depth - 1) * topology.topk
-    chains = [_shaped(plan, topology, wanted) for plan in source.plan([(request, room) for request, _ in drafting])]
+    wanted, room = {request.seq_id: limit for request, limit in drafting}, 1 + (topology.depth - 1) * topology.topk
+    planned = source.plan(
+        [
+            (request, room if source.owns_cache else min(room, limit))  # another's cache has room for the draft alone
+            for request, limit in drafting
+        ]
+    )
+    chains = [_shaped(plan, topology, wanted) for plan in planned]
     others = source.model.grow(chains, source.cache, vocab_size)
     for chain in chains:
         if chain not in others:

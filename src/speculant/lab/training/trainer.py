@@ -90,9 +90,10 @@ class Trainer:
         loss = self.objective.loss(self.model, windows, progress)
         loss.backward()  # type: ignore[no-untyped-call]
         self.optimizer.step(self.schedule.factor(self.state.step, progress))
+        value = loss.item()  # waits for a GPU
         seconds = self.clock() - begun
         self.state.step += 1
         self.state.elapsed += seconds
-        self.state.losses.append(loss.item())
+        self.state.losses.append(value)
         tokens = windows[:, 1:].numel()
-        return TrainingReport(self.state.step, loss.item(), progress, tokens / max(seconds, 1e-9), self.state.elapsed)
+        return TrainingReport(self.state.step, value, progress, tokens / max(seconds, 1e-9), self.state.elapsed)

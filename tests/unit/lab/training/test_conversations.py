@@ -70,20 +70,30 @@ def test_a_conversation_has_turns_until_it_is_full() -> None:
 
 
 def test_an_interrupted_run_keeps_its_texts(tmp_path: Path) -> None:
-    """An unfinished line is dropped; other settings are refused."""
+    """An unfinished line is dropped; other settings, data and numbers of texts are refused."""
     plan = plan_of(tmp_path)
-    with PartialTexts.open(plan) as texts:
+    with PartialTexts.open(plan, 3) as texts:
         texts.add([[1] * 16, [2] * 16])
     with (tmp_path / PART).open("a") as file:
         file.write("[3, 3")
-    with pytest.raises(ConfigError, match="other settings"), PartialTexts.open(plan_of(tmp_path, seed=2)):
-        pass
-    with PartialTexts.open(plan) as texts:
-        assert len(texts) == 2
+    others = [(plan_of(tmp_path, seed=2), 3), (plan_of(tmp_path, data=(Path("other"),)), 3), (plan, 2)]
+    for other, count in others:
+        with pytest.raises(ConfigError, match="other settings"), PartialTexts.open(other, count):
+            pass
+    with PartialTexts.open(plan, 3) as texts:
+        assert texts.texts == [[1] * 16, [2] * 16]
         texts.add([[4] * 16])
+    with PartialTexts.open(plan, 3) as texts:
+        assert texts.texts == [[1] * 16, [2] * 16, [4] * 16]
         texts.finish()
     assert wanted_texts(plan, 4) is None
     assert not (tmp_path / PART).exists()
+
+
+def test_damaged_texts_are_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / PART).write_bytes(b"\xff{\n")
+    with pytest.raises(ConfigError, match=PART), PartialTexts.open(plan_of(tmp_path), 3):
+        pass
 
 
 def test_the_opening_of_all_texts_is_not_counted() -> None:
@@ -117,12 +127,18 @@ def test_a_head_learns_from_conversations(kind: str, tmp_path: Path) -> None:
 
 
 def test_questions_are_files_of_several_prompts(tmp_path: Path) -> None:
-    one = tmp_path / "one.txt"
+    one, two = tmp_path / "one.txt", tmp_path / "two.txt"
     one.write_text("def f")
-    for data, message in ((tmp_path, "is not a file"), (one, "1 of 1 questions")):
+    two.write_text("def f\ndef g")
+    for data, temperature, message in (
+        (["--data", str(tmp_path)], "1", "is not a file"),
+        (["--data", str(one)], "1", "1 of 1 questions"),
+        (["--data", str(two)], "0", "10 texts would be 2 different ones"),
+        ([], "0", "10 texts would be 1 different ones"),
+    ):
         arguments = [
-            "train", "head", "--kind", "medusa", "--target", "demo", "--chat", "--data", str(data), "--out",
-            str(tmp_path / "head"), "--tokens", "640", "--seq", "64", "--steps", "1",
+            "train", "head", "--kind", "medusa", "--target", "demo", "--chat", *data, "--out", str(tmp_path / "head"),
+            "--tokens", "640", "--seq", "64", "--steps", "1", "--temperature", temperature,
         ]  # fmt: skip
         result = CliRunner().invoke(app, arguments)
         assert result.exit_code

@@ -163,17 +163,25 @@ class PartialTexts:
 
     @classmethod
     @contextmanager
-    def open(cls, plan: TextsPlan) -> Iterator[PartialTexts]:
-        """Open a run's file. Raises ConfigError if its texts are those of another plan."""
-        path, wanted = plan.out / PART, _header(plan)
-        lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []  # an unfinished line is cut
-        if lines and json.loads(lines[0]) != wanted:
+    def open(cls, plan: TextsPlan, count: int) -> Iterator[PartialTexts]:
+        """Open the file of a run of `count` texts. An unfinished line is cut.
+
+        Raises ConfigError if the file can't be read, or if its texts are those of another plan.
+        """
+        path, wanted = plan.out / PART, _header(plan, count)
+        whole = path.read_bytes().rpartition(b"\n")[0] if path.exists() else b""
+        try:
+            known, *texts = [json.loads(line) for line in whole.splitlines()] or [wanted]
+        except ValueError as error:
+            raise ConfigError(f"the texts in {path} can't be read: {error}", "delete this file.") from None
+        if known != wanted:
             raise ConfigError(
                 f"the texts in {path} were begun with other settings", "repeat these, or choose another --out."
             )
-        with path.open("w", encoding="utf-8") as file:
-            file.write("".join(f"{line}\n" for line in lines or [json.dumps(wanted)]))
-            yield cls(plan, file, [json.loads(line) for line in lines[1:]])
+        with path.open("a", encoding="utf-8") as file:
+            file.truncate(len(whole) + 1 if whole else 0)
+            file.write("" if whole else f"{json.dumps(wanted)}\n")
+            yield cls(plan, file, texts)
 
     def __len__(self) -> int:
         return len(self.texts)
@@ -190,9 +198,10 @@ class PartialTexts:
         (self.plan.out / PART).unlink()
 
 
-def _header(plan: TextsPlan) -> dict[str, object]:
+def _header(plan: TextsPlan, count: int) -> dict[str, object]:
     names = ("target", "seq", "temperature", "chat", "seed")
-    return {name: getattr(plan, name) for name in names}
+    own = {name: getattr(plan, name) for name in names}
+    return {"count": count, "data": [plan.suffix, *map(str, plan.data)], **own}
 
 
 def save_texts(folder: Path, texts: Sequence[Sequence[int]], seq: int, seed: int) -> None:
