@@ -20,6 +20,7 @@ def generate(kernels: str, config: dict[str, Any] | None, params: SamplingParams
     return [each.outputs[0].token_ids for each in out], [each.metrics.speculative_decoding for each in out]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kernels", ["native", "reference"])
 @pytest.mark.parametrize("method", ["draft_model", "eagle", "eagle3"])
 @pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 0.8, "seed": 5}], ids=["greedy", "seeded"])
