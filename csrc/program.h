@@ -317,7 +317,7 @@ struct Drafting {
       const DrawingRow &row = now.rows[r];
       int64_t *path = now.paths.items + r * step;
       if (step) {
-        memcpy(path, steps[step - 1].paths.items + row.parent * (step - 1), (step - 1) * sizeof(int64_t));
+        if (step > 1) memcpy(path, steps[step - 1].paths.items + row.parent * (step - 1), (step - 1) * sizeof(int64_t));
         path[step - 1] = token_of(row);
       }
       now.edits_of[r] = draft->edits[row.sequence] ? now.edits.items + r : nullptr;
