@@ -1,4 +1,4 @@
-"""Chains and trees that are drawn in one native call: their input rows, and the memory for what is drawn."""
+"""The input and output memory of a native call that draws chains and trees: their input rows, and drawn tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Texts that a target writes for training: conversations, parts of a run, and what is left out of the figures."""
+"""Tests of the texts that a target writes for training: conversations, interrupted runs and shared openings."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_template_must_show_its_messages(tmp_path: Path) -> None:
 
 
 def test_a_conversation_has_turns_until_it_is_full() -> None:
-    """The target writes what is missing; its end tokens give way to the template's."""
+    """The target writes each missing message, and the template's tokens replace its end token."""
     asked = list[tuple[list[list[int]], list[int], int]]()
 
     def go_on(texts: Sequence[list[int]], most: Sequence[int], turn: int) -> list[list[int]]:
