@@ -20,6 +20,7 @@ CHECKED := src tests $(wildcard benchmarks examples tools)
 INPUTS := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*)
 
 .DEFAULT_GOAL := help
+unexport PYTHONDONTWRITEBYTECODE # each test process and command would compile the same files again
 .PHONY: help demo test test-all soak clients real-models real sanitize bf16-model check format bench clean
 
 help: ## list the targets
