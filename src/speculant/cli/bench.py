@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from speculant.cli import bench_compare, bench_history, bench_serve, bench_sweep
+from speculant.cli import bench_compare, bench_history, bench_quality, bench_serve, bench_sweep
 from speculant.cli.bench_io import (
     FEW,
     MANY,
@@ -58,11 +58,12 @@ LATENCY_EXAMPLES = examples(
     "speculant bench latency --model ./llama --speculative-config method=ngram --prompts prompts.txt --json",
     "speculant bench latency --model ./llama --draft-model ./llama-small --prompts spec_bench.jsonl --num-prompts 26",
 )
-OTHERS = {
+OTHERS: Mapping[str, tuple[Callable[..., None], str]] = {
     "compare": (bench_compare.compare, bench_compare.EXAMPLES),
     "sweep": (bench_sweep.sweep, bench_sweep.EXAMPLES),
     "serve": (bench_serve.serve, bench_serve.EXAMPLES),
     "history": (bench_history.history, bench_history.EXAMPLES),
+    "quality": (bench_quality.quality, bench_quality.EXAMPLES),
 }
 EXAMPLES = examples(*(f"speculant bench {name} --help" for name in ("throughput", "latency", *OTHERS)))
 

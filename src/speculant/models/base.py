@@ -313,6 +313,16 @@ def relative_reads_of(model: CausalLM, rows: int) -> float:
     return model.relative_reads(rows) if isinstance(model, ReadsByRows) else 1.0
 
 
+@runtime_checkable
+class HoldsWeights(Protocol):
+    """A model that knows the size of its weights."""
+
+    @property
+    def weight_bytes(self) -> int:
+        """How many bytes of memory its matrices take."""
+        ...
+
+
 def check_needs(needs: ModelNeeds) -> None:
     """Check that the engine provides what a model requires. Raises ModelError."""
     if needs.source or needs.state_bytes:

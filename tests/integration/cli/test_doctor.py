@@ -127,6 +127,7 @@ def test_doctor_reports_the_memory_that_a_model_takes(file: str, source: str) ->
         assert isinstance(loaded, NativeDecoder)
         found = report(model)["kernels"]
         assert found["read_in_each_pass_mib"] == pytest.approx(loaded.bytes_per_pass / 2**20, rel=0.02)
+        assert found["weights_mib"] == pytest.approx(loaded.weight_bytes / 2**20, rel=0.02)
         assert found["each_position_kib"] == loaded.cache_shape.bytes_per_token / 2**10
         assert found["whole_context_mib"] == 256 * found["each_position_kib"] / 2**10
 

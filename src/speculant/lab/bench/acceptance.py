@@ -84,13 +84,17 @@ class TextReader:
         read = self._split([*text.prompt, *text.output[:-1]])
         last = list(accumulate(map(len, read)))  # one more than the row of each token's last id
         tokens = known([each for ids in read for each in ids], self._model.vocab_size)
-        cache = slotted_cache(self._model.cache_shape, 1, len(tokens))
-        hidden = []
-        for start in range(0, len(tokens), CHUNK):
-            rows = SequenceInput(1, tokens[start : start + CHUNK], DraftTree.empty(), length=len(tokens))
-            batch = build_batch([rows], cache, self._model.cache_shape.device)
-            hidden.append(self._model.forward(batch, cache.storage).last)
-        return self._model.logits(torch.cat(hidden)[[row - 1 for row in last[len(text.prompt) - 1 :]]])
+        return self._model.logits(read_text(self._model, tokens)[[row - 1 for row in last[len(text.prompt) - 1 :]]])
+
+
+def read_text(model: CausalLM, tokens: Sequence[int]) -> Tensor:
+    """Return a model's hidden states of a text, [tokens, hidden]: the inputs of its `logits`."""
+    cache = slotted_cache(model.cache_shape, 1, len(tokens))
+    hidden = []
+    for start in range(0, len(tokens), CHUNK):
+        rows = SequenceInput(1, tokens[start : start + CHUNK], DraftTree.empty(), length=len(tokens))
+        hidden.append(model.forward(build_batch([rows], cache, model.cache_shape.device), cache.storage).last)
+    return torch.cat(hidden)
 
 
 def _as_they_are(tokens: Sequence[int]) -> list[list[int]]:

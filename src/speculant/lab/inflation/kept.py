@@ -14,6 +14,7 @@ from speculant.errors import ConfigError
 from speculant.files import cache_folder
 from speculant.lab.inflation.decoded import write_decoded
 from speculant.lab.inflation.model import inflate
+from speculant.lab.inflation.rescaled import write_rescaled
 from speculant.lab.inflation.shapes import Shape
 
 
@@ -37,6 +38,11 @@ def kept_model(source: Path, label: str, write: Callable[[Path], None]) -> Path:
 def decoded_model(source: Path) -> Path:
     """Return the folder of the model in a GGUF file, decoded to bfloat16."""
     return kept_model(source, "decoded", partial(write_decoded, source))
+
+
+def rescaled_model(source: Path) -> Path:
+    """Return the folder of a model's function with weights that lie on no grid, in bfloat16; see `write_rescaled`."""
+    return kept_model(source, "off-grid", partial(write_rescaled, source))
 
 
 def inflated_model(source: Path, shape: Shape, noise: float = 0.0) -> Path:

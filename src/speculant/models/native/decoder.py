@@ -145,6 +145,11 @@ class NativeDecoder:
         """How many bytes of weights a pass of one row reads."""
         return self.packed.bytes_per_pass
 
+    @property
+    def weight_bytes(self) -> int:
+        """See `HoldsWeights.weight_bytes`."""
+        return self.packed.num_bytes
+
     def relative_reads(self, rows: int) -> float:
         """See `ReadsByRows.relative_reads`."""
         return relative_reads(self.packed.config, rows)

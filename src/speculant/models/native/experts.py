@@ -90,8 +90,16 @@ class PackedExperts:
     @property
     def bytes_per_pass(self) -> int:
         """How many bytes a pass of one row reads. Several rows read those of all experts that they use."""
-        all_bytes = sum(each.num_bytes for each in (*self.inner, self.down))
-        return self.router.memory.numel() + all_bytes * self.of.used // self.of.count
+        return self.router.memory.numel() + self._expert_bytes * self.of.used // self.of.count
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of all matrices."""
+        return self.router.memory.numel() + self._expert_bytes
+
+    @property
+    def _expert_bytes(self) -> int:
+        return sum(each.num_bytes for each in (*self.inner, self.down))
 
     def computing(
         self, source: Tensor, scores: Tensor, gated: Tensor, gates: Tensor | None, results: Tensor

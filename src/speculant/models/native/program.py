@@ -77,9 +77,14 @@ class PackedMlp:
         )
 
     @property
-    def bytes_per_pass(self) -> int:
-        """How many bytes of weights a pass reads."""
+    def num_bytes(self) -> int:
+        """The bytes of all matrices."""
         return sum(weight.memory.numel() for weight in (*self.inner, self.down))
+
+    @property
+    def bytes_per_pass(self) -> int:
+        """How many bytes of weights a pass reads: all."""
+        return self.num_bytes
 
     @property
     def apart(self) -> bool:
@@ -148,8 +153,18 @@ class PackedLayer:
     @property
     def bytes_per_pass(self) -> int:
         """How many bytes of weights a pass of one row reads."""
-        inputs = self.inputs.matrices if self.inputs else ()
-        return sum(weight.memory.numel() for weight in (*self.qkv, self.out, *inputs)) + self.mlp.bytes_per_pass
+        return sum(weight.memory.numel() for weight in self._read_weights) + self.mlp.bytes_per_pass
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of all matrices, the table of the inputs included."""
+        tables = [self.inputs.table] if self.inputs else []
+        return sum(weight.memory.numel() for weight in (*self._read_weights, *tables)) + self.mlp.num_bytes
+
+    @property
+    def _read_weights(self) -> tuple[Weight, ...]:
+        """The matrices that every pass reads, without those of the MLP."""
+        return (*self.qkv, self.out, *(self.inputs.matrices if self.inputs else ()))
 
 
 def _read_scale(layer: WeightReader) -> float:
@@ -196,6 +211,12 @@ class PackedDecoder:
     def bytes_per_pass(self) -> int:
         """How many bytes of weights a pass of one row reads, padding included: a lower bound of any pass's time."""
         return sum(layer.bytes_per_pass for layer in self.layers) + self.head.memory.numel()
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of all matrices, padding included; a head that is the table counts once."""
+        ends = [self.table] if self.head is self.table else [self.table, self.head]
+        return sum(layer.num_bytes for layer in self.layers) + sum(weight.memory.numel() for weight in ends)
 
 
 class Buffers:

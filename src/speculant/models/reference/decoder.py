@@ -307,6 +307,11 @@ class Decoder(nn.Module):
         """See `ReadsByRows.relative_reads`."""
         return relative_reads(self.config, rows)
 
+    @property
+    def weight_bytes(self) -> int:
+        """See `HoldsWeights.weight_bytes`."""
+        return sum(weight.nbytes for weight in self.parameters() if weight.ndim > 1)  # a shared one counts once
+
     @cached_property
     def _head_tokens(self) -> Tensor:
         return torch.tensor(self.config.head.tokens, device=self.lm_head.weight.device)

@@ -6,14 +6,23 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
 
 from speculant import LLM, SamplingParams
+from speculant.cache.factory import slotted_cache
+from speculant.errors import ModelError
 from speculant.lab.bench.oracle_costs import oracle_seconds
 from speculant.lab.bench.step_costs import LengthCosts
-from speculant.lab.inflation.kept import decoded_model, inflated_model
+from speculant.lab.inflation.kept import decoded_model, inflated_model, rescaled_model
 from speculant.lab.inflation.model import shape_of
+from speculant.lab.inflation.rescaled import write_rescaled
+from speculant.models.base import SequenceInput, build_batch
+from speculant.models.weights.load import load_model
+from speculant.types import DraftTree
 from tests.gguf_models import convert
-from tests.models import Checkpoints
+from tests.models import Checkpoints, Shape, write_checkpoint
 
 COSTS = LengthCosts((0, 1, 4), (0.0, 1.0, 4.0), (10.0, 10.0, 10.0))
 
@@ -39,6 +48,46 @@ def test_models_are_made_once(checkpoints: Checkpoints, tmp_path: Path, monkeypa
     assert inflated_model(source, shape) == first != changed
     assert (first / "config.json").stat().st_mtime_ns == made
     assert shape_of(changed)[0] == shape
+
+
+def logits(folder: Path) -> Tensor:
+    model = load_model(str(folder), "float64").model
+    cache = slotted_cache(model.cache_shape, 1, 40)
+    batch = build_batch([SequenceInput(1, [*range(40, 80)], DraftTree.empty())], cache, torch.device("cpu"))
+    with torch.inference_mode():
+        return model.logits(model.forward(batch, cache.storage).last).clone()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_rescaled_model_computes_the_same_function(tmp_path: Path, tied: bool) -> None:
+    source, made = Path(write_checkpoint(tmp_path / "source", Shape(tied=tied))), tmp_path / "made"
+    made.mkdir()
+    write_rescaled(source, made, torch.float64)
+    torch.testing.assert_close(logits(made), logits(source), rtol=0, atol=1e-10)
+    before, after = (load_file(folder / "model.safetensors") for folder in (source, made))
+    for name, tensor in after.items():
+        if "norm" in name:
+            assert torch.equal(tensor, torch.ones_like(tensor))
+        elif name in before and "embed" not in name:
+            columns = (tensor / before[name])[0]
+            assert columns.std() > 0.05 * columns.mean(), name
+
+
+def test_a_rescaled_model_is_kept_in_bfloat16(
+    checkpoints: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    source = Path(checkpoints.target)
+    made = rescaled_model(source)
+    assert made == rescaled_model(source)
+    assert load_model(str(made)).dtype == torch.bfloat16
+    assert float((logits(made) - logits(source)).abs().max()) < 0.1 * float(logits(source).std())
+
+
+def test_only_llama_models_are_rescaled(tmp_path: Path) -> None:
+    source = Path(write_checkpoint(tmp_path / "source", Shape("gemma2")))
+    with pytest.raises(ModelError, match="no Llama model"):
+        write_rescaled(source, tmp_path)
 
 
 def test_the_oracle_drafts_runs_of_accepted_tokens() -> None:
