@@ -14,7 +14,7 @@
 //
 // Weights after the last input are 0. Results of outputs after the last one are dropped.
 #pragma once
-#include "linear.h"
+#include "fp8.h"
 
 namespace SP_NAMESPACE {
 
@@ -58,7 +58,7 @@ struct Form {
   constexpr bool is_halved() const { return scales == SUPER_SIGNED; }  // a group has two scales
 };
 
-constexpr bool is_grouped(int type) { return type >= SP_INT8; }
+constexpr bool is_grouped(int type) { return type >= SP_INT8 && type != SP_FP8; }
 
 constexpr Form form_of(int type) {
   switch (type) {
@@ -112,7 +112,10 @@ struct GroupLayout {
   }
 };
 
-static inline int64_t bytes_of_panel(int type, int64_t k) { return is_grouped(type) ? GroupLayout(type, k).bytes : panel_bytes(type, k); }
+static inline int64_t bytes_of_panel(int type, int64_t k) {
+  if (type == SP_FP8) return Fp8Layout(k).bytes;
+  return is_grouped(type) ? GroupLayout(type, k).bytes : panel_bytes(type, k);
+}
 
 // A group of one output: its integers, and the numbers that its scales are computed from.
 struct Group {

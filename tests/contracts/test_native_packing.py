@@ -11,6 +11,7 @@ from torch import Tensor
 from speculant.kernels import packing
 from speculant.kernels.native import Kernels, Type, Weight, open_kernels, usable_sets
 from speculant.kernels.packing import Lane, allocate, panel_rows
+from tests import fp8
 
 SETS = usable_sets()
 pytestmark = pytest.mark.skipif(not SETS, reason="the native kernels are not built")
@@ -98,6 +99,16 @@ def test_panel_rows_are_what_the_library_says(kernels: Kernels) -> None:
         one = kernels.packed_bytes(type_, 1, 72)
         assert kernels.packed_bytes(type_, rows, 72) == one
         assert kernels.packed_bytes(type_, rows + 1, 72) == 2 * one
+
+
+@pytest.mark.parametrize("split", SPLITS, ids=str)
+def test_rows_of_e4m3_are_packed_in_parts(kernels: Kernels, split: list[int]) -> None:
+    rows = fp8.encode(random_rows(sum(split), 300, torch.float32))
+    lane = Lane(kernels, packed := allocate(kernels, Type.FP8, sum(split), 300), torch.bfloat16)
+    for part in rows.split(split):
+        lane.write(part)
+    lane.close()
+    assert torch.equal(packed.memory, kernels.pack(Type.FP8, rows).memory)
 
 
 @pytest.mark.parametrize("k", [30, 31, 32, 34, 63, 64, 130, 2048, 2050])

@@ -27,7 +27,7 @@ from speculant.kernels.base import Edits, SamplingSettings
 from speculant.kernels.memory import Scratch, aligned
 from speculant.kernels.reference_sampler import REFERENCE, own_scores
 
-VERSION = 20
+VERSION = 21
 MOST_DIM, MOST_GROUP = 512, 32  # of a head; query heads per key head, which bound the scratch memory of a thread
 INDEX_BYTES = 32  # a panel, in the index of a matrix in 12 bits
 _REINSTALL = "install the package again, and unset SPECULANT_LIBRARY if it is set."
@@ -52,17 +52,19 @@ class Type(IntEnum):
     Q6_K = 12
     IQ4_NL = 13
     MXFP4 = 14
+    FP8 = 17  # e4m3 with a scale for each 128 inputs (csrc/fp8.h)
 
 
 TYPES = {torch.float32: Type.F32, torch.bfloat16: Type.BF16}
 SOURCES = {**TYPES, torch.float16: Type.F16}  # types of rows to pack, besides torch.uint8 for blocks
 QUANTIZED = {"int8": Type.INT8, "int4": Type.Q4_0}
-BLOCK_TYPES = {type_.name.lower(): type_ for type_ in Type if type_ >= Type.Q8_0}  # by layout
+BLOCK_TYPES = {type_.name.lower(): type_ for type_ in Type if Type.Q8_0 <= type_ <= Type.MXFP4}  # by layout
 BLOCK_SIZES = {
     Type.Q8_0: (32, 34), Type.Q4_0: (32, 18), Type.Q4_1: (32, 20), Type.Q5_0: (32, 22), Type.Q5_1: (32, 24),
     Type.Q4_K: (256, 144), Type.Q5_K: (256, 176), Type.Q6_K: (256, 210), Type.IQ4_NL: (32, 18), Type.MXFP4: (32, 17),
 }  # fmt: skip
 """Weights and bytes of a block, by type."""
+FP8_BLOCK = (128, 132)  # the same of FP8: a float32 scale, then the numbers; the last block of a row may have fewer
 
 
 class Code(IntEnum):
@@ -181,6 +183,8 @@ def depth_of(type_: Type, rows: Tensor) -> int:
     """Return the number of weights in each row of floats, or of blocks of a type."""
     if rows.dtype != torch.uint8:
         return rows.shape[1]
+    if type_ == Type.FP8:
+        return rows.shape[1] - 4 * -(-rows.shape[1] // FP8_BLOCK[1])
     weights, size = BLOCK_SIZES[type_]
     return rows.shape[1] // size * weights
 
@@ -251,7 +255,7 @@ class Kernels:
         """Pack rows into every `step`-th panel, the first at an address.
 
         Rows are [n, k] of float32 or bfloat16 for the types F32, BF16, INT8 and Q4_0; for the last two they must be
-        finite. They are float16 for F16, and uint8 [n, bytes] for rows of blocks.
+        finite. They are float16 for F16, and uint8 [n, bytes] for rows of blocks. Those of FP8 have no NaN.
         """
         rows, k = rows.detach().contiguous(), depth_of(type_, rows)
         source = type_ if rows.dtype == torch.uint8 else SOURCES[rows.dtype]
