@@ -92,7 +92,8 @@ static void narrow_row(const SpOp &op, Tiles &x, const float *row, int64_t first
     for (int64_t i = 2 * begin; i < 2 * end; i++) rounded[i] = i < op.k ? to_bf16(row[i]) : 0;
   } else {
     float *scales = x.scales.items + first * scales_of(op) + r;
-    round_to_int8(op.type, row, op.k, begin * 4 / GROUP, end * 4 / GROUP, (int8_t *)to, scales, x.offsets.items + first * offsets_of(op) + r, some);
+    int32_t *offsets = x.offsets.items + first * offsets_of(op) + r;
+    round_to_int8(op.type, row, op.order, op.k, begin * 4 / GROUP, end * 4 / GROUP, (int8_t *)to, scales, offsets, some);
   }
 }
 
