@@ -1,6 +1,7 @@
 """Blocks on every instruction set: decoded exactly, multiplied as documented, with the same bits in any batch.
 
-The truth is the decoding of tests/gguf_blocks.py and a product in float64. Rows of x are rounded to int8 by 32 numbers.
+The truth is the decoding of tests/gguf_blocks.py and a product in float64. Rows of x are rounded to int8, in
+groups of 32.
 """
 
 from __future__ import annotations
