@@ -117,12 +117,14 @@ class Scheme(Protocol):
     """A format of quantised weights.
 
     marks: the ends of the names of tensors that only a quantised matrix has. parts: the ends of all names of its
-    tensors, other than a bias. weight: the end of the matrix's own name.
+    tensors, other than a bias. weight: the end of the matrix's own name. unread: the ends of the names of tensors that
+    are left out wherever they are, such as scales of activations.
     """
 
     marks: Sequence[str]
     parts: Sequence[str]
     weight: str
+    unread: Sequence[str]
 
     def matrix(self, parts: ModuleParts) -> StoredMatrix:
         """Return a matrix. Raises ModelError for headers that do not fit each other."""
@@ -240,6 +242,7 @@ def open_modules(files: TensorFiles, scheme: Scheme, decoder: DecoderConfig) -> 
     known = {stored_name(decoder.tensors.expression(name)) for name in tensor_shapes(decoder)}
     biases = {name.removesuffix(scheme.weight) + ".bias" for name in found.matrices} & files.entries.keys() - known
     zeros = {name for name in biases if files.kind(name) in FLOATS and not bool(files.read(name).any())}
-    found = replace(found, unused=frozenset(zeros))
+    unread = {name for name in files.entries if name.endswith(tuple(scheme.unread))}
+    found = replace(found, unused=frozenset(zeros | unread))
     found.say_decoded()
     return found, decoder

@@ -287,7 +287,11 @@ def _keeps_blocks(made: Expression, kind: str, is_ordered: bool = False) -> bool
 
 def _has_whole_blocks(columns: Columns, kind: str) -> bool:
     layout = layout_of(kind)
-    return layout is not None and not any(each % layout.weights for each in (columns.first, columns.size))
+    return (
+        layout is not None
+        and layout.divides
+        and not any(each % layout.weights for each in (columns.first, columns.size))
+    )
 
 
 def _made(source: WeightSource, made: Expression, shape: tuple[int, ...]) -> Tensor | QuantizedBlocks:

@@ -75,6 +75,7 @@ class Awq:
     marks: Sequence[str] = (QWEIGHT,)
     parts: Sequence[str] = (QWEIGHT, QZEROS, SCALES)
     weight: str = ".weight"
+    unread: Sequence[str] = ()
 
     def matrix(self, parts: ModuleParts) -> AwqMatrix:
         """See `Scheme.matrix`."""

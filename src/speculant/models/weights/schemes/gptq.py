@@ -117,6 +117,7 @@ class Gptq:
     marks: Sequence[str] = (QWEIGHT,)
     parts: Sequence[str] = (QWEIGHT, QZEROS, SCALES, G_IDX)
     weight: str = ".weight"
+    unread: Sequence[str] = ()
 
     def matrix(self, parts: ModuleParts) -> GptqMatrix:
         """See `Scheme.matrix`."""

@@ -41,10 +41,15 @@ class Mxfp4Matrix:
 
     def read(self) -> QuantizedBlocks:
         """See `StoredMatrix.read`."""
-        pairs, scales = self.parts.read(BLOCKS).reshape(-1, BYTES), self.parts.read(SCALES)
-        numbers = torch.stack((pairs & 15, pairs >> 4), dim=2).view(-1, 2, BYTES)  # the first and the last 16
-        joined = torch.cat((scales.reshape(-1, 1), numbers[:, 0] | numbers[:, 1] << 4), dim=1)
-        return QuantizedBlocks("mxfp4", self.shape, joined.view(math.prod(self.shape[:-1]), -1))
+        return as_mxfp4(self.parts.read(BLOCKS), self.parts.read(SCALES), self.shape)
+
+
+def as_mxfp4(pairs: Tensor, scales: Tensor, shape: tuple[int, ...]) -> QuantizedBlocks:
+    """Return bytes with two numbers each, and the exponents of blocks of 32 numbers, as GGUF's blocks."""
+    pairs, scales = pairs.reshape(-1, BYTES), scales.view(torch.uint8).reshape(-1, 1)
+    numbers = torch.stack((pairs & 15, pairs >> 4), dim=2).view(-1, 2, BYTES)  # the first and the last 16
+    joined = torch.cat((scales, numbers[:, 0] | numbers[:, 1] << 4), dim=1)
+    return QuantizedBlocks("mxfp4", shape, joined.view(math.prod(shape[:-1]), -1))
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,7 @@ class Mxfp4:
     marks: Sequence[str] = (BLOCKS,)
     parts: Sequence[str] = (BLOCKS, SCALES)
     weight: str = ""
+    unread: Sequence[str] = ()
 
     def matrix(self, parts: ModuleParts) -> Mxfp4Matrix:
         """See `Scheme.matrix`."""
