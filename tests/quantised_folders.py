@@ -110,6 +110,11 @@ def awq_module(own: Gptq, made: Rounded) -> Tensors:
     }
 
 
+def awq_config(size: int) -> dict[str, Any]:
+    """Return the entry of config.json for AWQ."""
+    return {"quant_method": "awq", "bits": 4, "group_size": size, "zero_point": True, "version": "gemm"}
+
+
 Write = Callable[[Gptq, Rounded], Tensors]
 
 
@@ -123,13 +128,13 @@ def quantise(
 ) -> None:
     """Write the linear layers of a checkpoint to `packed`, and the numbers that they stand for to `plain`.
 
-    lm_head is quantised if `own.modules` names it. transposed: the plain matrices are [k, n].
+    lm_head is quantised if `own.modules` names it, routers are not. transposed: the plain matrices are [k, n].
     """
     stored, found, numbers = load_file(source / "model.safetensors"), Tensors(), Tensors()
     for seed, (name, tensor) in enumerate(sorted(stored.items())):
         module = name.removesuffix(".weight")
         options = own.of(module) if is_linear(name, tensor) else None
-        if options is None or (module == "lm_head" and "lm_head" not in own.modules) or "router" in module:
+        if options is None or (module == "lm_head" and "lm_head" not in own.modules) or module.endswith("mlp.gate"):
             found[name] = numbers[name] = tensor
             continue
         matrix = (tensor.T if transposed else tensor).float().numpy()
