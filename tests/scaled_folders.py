@@ -153,17 +153,17 @@ def nf4(size: int = 64, nested: int | None = None, kind: str = "nf4") -> Write:
     def write(weight: Tensor) -> Made:
         flat = functional.pad(weight.flatten(), (0, -weight.numel() % size)).view(-1, size)
         scales, state = flat.abs().amax(1), {"blocksize": size, "shape": [*weight.shape], "quant_type": kind}
-        parts, numbers = {".weight.quant_map": table}, torch.linspace(-1, 1, 256)
+        parts, numbers = {".weight.quant_map": table.clone()}, torch.linspace(-1, 1, 256)
         if nested is None:
             parts[".weight.absmax"] = scales
         else:
             offset = float(scales.mean())
             rest = functional.pad(scales - offset, (0, -len(scales) % nested)).view(-1, nested)
             largest = rest.abs().amax(1)
-            index = (rest / largest[:, None] - 0).unsqueeze(-1).sub(numbers).abs().argmin(-1)
+            index = (rest / largest[:, None]).unsqueeze(-1).sub(numbers).abs().argmin(-1)
             scales = (numbers[index] * largest[:, None]).flatten()[: len(scales)] + offset
             parts[".weight.absmax"] = index.flatten()[: len(scales)].to(torch.uint8)
-            parts |= {".weight.nested_absmax": largest, ".weight.nested_quant_map": numbers}
+            parts |= {".weight.nested_absmax": largest, ".weight.nested_quant_map": numbers.clone()}
             state |= {"nested_blocksize": nested, "nested_offset": offset, "nested_dtype": "float32"}
         index = (flat / scales[:, None]).unsqueeze(-1).sub(table).abs().argmin(-1)
         pairs = index.view(-1, 2).to(torch.uint8)
