@@ -42,7 +42,7 @@ SHAPES = [
     (INSIDE, HIDDEN),
     (HIDDEN, INSIDE),
 ]  # q/k/v, out, gate, up, down
-BLOCKS = ("q8_0", "q4_1", "q5_0", "q5_1", "q4_k", "q5_k", "q6_k", "iq4_nl", "mxfp4")
+BLOCKS = ("q8_0", "q4_1", "q5_0", "q5_1", "q4_k", "q5_k", "q6_k", "iq4_nl", "mxfp4", "zero4", "zero8")
 TYPES = {"bfloat16": Type.BF16, "float16": Type.F16, **QUANTIZED, **{name: BLOCK_TYPES[name] for name in BLOCKS}}
 ROWS = (1, 2, 5, 8, 16)
 FINITE = 0x3B  # a mask of bytes: any two of them are a float16 from 0 to 1
