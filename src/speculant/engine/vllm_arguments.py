@@ -140,14 +140,13 @@ VALUES: Mapping[str, Mapping[Any, Any]] = MappingProxyType(
         "device": {"auto": "cpu"},
         "max_model_len": {-1: None, "auto": None},
         "model_backend": {"vllm": "auto"},
-        "quantization": {"gguf": None},
+        "quantization": dict.fromkeys(("awq", "awq_marlin", "gguf", "gptq", "gptq_marlin", "mxfp4")),  # files say it
         "scheduling_policy": {"fcfs": "first-come", "priority": "decode-first"},
     }
 )
-_QUANTISED = "quantised weights are read from GGUF files only"
+_QUANTISED = "weights in this format can't be read"
 QUANTISED = (
-    *("awq", "awq_marlin", "bitsandbytes", "compressed-tensors", "fp8", "gptq", "gptq_marlin", "hqq"),
-    *("modelopt", "mxfp4", "quark", "torchao"),
+    *("bitsandbytes", "compressed-tensors", "fp8", "hqq", "modelopt", "quark", "torchao"),
 )
 
 

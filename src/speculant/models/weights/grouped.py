@@ -1,0 +1,124 @@
+"""Matrices of small integers in groups of columns, each with a scale and a zero point, and their rows as blocks.
+
+    w[i, j] = scale[i, g] * (q[i, j] - zero[i, g])      where g is the group of column j
+
+The blocks hold the same numbers. Groups of 64, 128 or all columns repeat their scale in each block of 32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from speculant.models.weights.layouts import GROUP, layout_of
+from speculant.models.weights.source import QuantizedBlocks
+
+_SYMMETRIC = {4: "q4_0", 8: "q8_0"}  # layouts, by bits
+
+
+@dataclass(frozen=True)
+class InputGroups:
+    """The groups of a matrix's k columns. of: that of each column, int64 [k]; each of `count` groups has a column."""
+
+    of: np.ndarray
+    count: int
+
+    @classmethod
+    def of_size(cls, k: int, size: int) -> InputGroups:
+        """Return groups of neighbours. size: columns of a group; the last one may have fewer."""
+        return cls(np.arange(k) // size, -(-k // size))
+
+    @property
+    def order(self) -> np.ndarray:
+        """The columns, sorted by group."""
+        return np.argsort(self.of, kind="stable")
+
+    @property
+    def is_sorted(self) -> bool:
+        """Whether the groups are in order already."""
+        return bool((np.diff(self.of) >= 0).all())
+
+    def why_decoded(self) -> str:
+        """Return why no blocks can have these groups; "" if they can."""
+        if len(self.of) % GROUP:
+            return f"rows of {len(self.of)} weights are no whole blocks of {GROUP}"
+        sizes = np.bincount(self.of, minlength=self.count)
+        if (sizes % GROUP).any():
+            return f"groups of {int(sizes[sizes % GROUP != 0][0])} weights are no whole blocks of {GROUP}"
+        return ""
+
+
+def layout_for(bits: int, zeros: np.ndarray | None) -> str:
+    """Return the layout of integers of 4 or 8 bits. zeros: all zero points; None = they are in the middle."""
+    if bits in _SYMMETRIC and (zeros is None or bool((zeros == 2 ** (bits - 1)).all())):
+        return _SYMMETRIC[bits]
+    return "zero4" if bits <= 4 else "zero8"
+
+
+def are_halves(scales: Tensor) -> bool:
+    """Whether float16 holds scales exactly."""
+    return scales.dtype == torch.float16 or bool((scales.half().to(scales.dtype) == scales).all())
+
+
+def as_blocks(
+    layout: str, q: np.ndarray, scales: Tensor, zeros: np.ndarray | None, groups: InputGroups
+) -> QuantizedBlocks:
+    """Return integers uint8 [n, k] with scales [n, groups] and zeros uint8 [n, groups] as rows in a layout.
+
+    q may be a transposed view. zeros: None = the layout has none.
+    """
+    order = None if groups.is_sorted else groups.order
+    if order is not None:
+        q = q.T[order].T
+    (n, k), group, known = q.shape, np.sort(groups.of)[::GROUP], layout_of(layout)
+    assert known is not None
+    integers = _integers(layout, q)
+    blocks = np.empty((n, k // GROUP, known.size), np.uint8)
+    blocks[:, :, :2] = np.ascontiguousarray(scales.half().numpy()[:, group]).view(np.uint8).reshape(n, -1, 2)
+    if layout.startswith("zero"):
+        assert zeros is not None
+        blocks[:, :, 2] = zeros[:, group]
+    blocks[:, :, -integers.shape[2] :] = integers
+    stored = None if order is None else torch.from_numpy(order.astype(np.int32))
+    return QuantizedBlocks(layout, (n, k), torch.from_numpy(blocks.reshape(n, -1)), stored)
+
+
+def _integers(layout: str, q: np.ndarray) -> np.ndarray:
+    """Return the bytes [n, blocks, bytes] of integers [n, k]."""
+    n, is_transposed = len(q), not q.flags.c_contiguous
+    halves = q.T.reshape(-1, 2, GROUP // 2, n) if is_transposed else q.reshape(-1, 2, GROUP // 2)  # [..., n] or [...]
+    found: np.ndarray
+    if layout in ("q4_0", "zero4"):
+        found = halves[:, 0] | halves[:, 1] << np.uint8(4)
+    else:
+        found = halves if layout == "zero8" else halves ^ np.uint8(128)
+    if is_transposed:  # torch does it in tiles, numpy byte by byte
+        found = torch.from_numpy(found.reshape(-1, n)).t().contiguous().numpy()
+    return found.reshape(n, q.shape[1] // GROUP, -1)
+
+
+def as_floats(q: np.ndarray, scales: Tensor, zeros: np.ndarray | None, bits: int, groups: InputGroups) -> Tensor:
+    """Return the numbers [n, k] in float32; the arguments are those of `as_blocks`."""
+    zero: np.ndarray | int = 2 ** (bits - 1) if zeros is None else zeros[:, groups.of].astype(np.int16)
+    return torch.from_numpy(q.astype(np.int16) - zero).float() * scales.float()[:, groups.of]
+
+
+def unpacked(words: Tensor, bits: int, axis: int, places: tuple[int, ...] = ()) -> np.ndarray:
+    """Return the integers in words int32 [r, c]: uint8 [r * 32 / bits, c] for axis 0, [r, c * 32 / bits] for axis 1.
+
+    places: those of a word's integers in turn, counted in integers from the lowest bits on; () = 0, 1, 2 ...
+    """
+    shape, count = list(words.shape), 32 // bits
+    shape.insert(axis + 1, count)
+    found = np.empty(shape, np.uint8)
+    numbers = np.moveaxis(found, axis + 1, 0)
+    for byte, plane in enumerate(np.moveaxis(words.numpy().view(np.uint8).reshape(*words.shape, 4), 2, 0)):
+        own = np.ascontiguousarray(plane)
+        for shift in range(0, 8, bits):
+            place = (8 * byte + shift) // bits
+            numbers[places.index(place) if places else place] = own >> np.uint8(shift) & np.uint8(2**bits - 1)
+    shape[axis : axis + 2] = [shape[axis] * count]
+    return found.reshape(shape)
