@@ -145,9 +145,7 @@ VALUES: Mapping[str, Mapping[Any, Any]] = MappingProxyType(
     }
 )
 _QUANTISED = "weights in this format can't be read"
-QUANTISED = (
-    *("bitsandbytes", "compressed-tensors", "fp8", "hqq", "modelopt", "quark", "torchao"),
-)
+QUANTISED = (*("bitsandbytes", "compressed-tensors", "fp8", "hqq", "modelopt", "quark", "torchao"),)
 
 
 def read_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
