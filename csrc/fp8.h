@@ -35,10 +35,13 @@ struct Fp8Layout {
 
 // By the lower half of a byte: the first byte, and its change for small numbers; their second byte. By the upper half: the second byte of
 // other numbers. Index 7 of the second bytes of small numbers is 1.75 * 2^-7, and index 8 is 2^-6.
-alignas(16) constexpr uint8_t FP8_FIRST[16] = {0x00, 0x10, 0x20, 0x30, 0x40, 0x50, 0x60, 0x70, 0x80, 0x90, 0xa0, 0xb0, 0xc0, 0xd0, 0xe0, 0xf0};
+alignas(16) constexpr uint8_t FP8_FIRST[16] = {0x00, 0x10, 0x20, 0x30, 0x40, 0x50, 0x60, 0x70,
+                                               0x80, 0x90, 0xa0, 0xb0, 0xc0, 0xd0, 0xe0, 0xf0};
 alignas(16) constexpr uint8_t FP8_CHANGE[16] = {0x00, 0x10, 0xa0, 0xf0, 0x40, 0x70, 0x20, 0x10};
-alignas(16) constexpr uint8_t FP8_SMALL[16] = {0x00, 0x3b, 0x3b, 0x3b, 0x3c, 0x3c, 0x3c, 0x3c, 0x3c, 0x3c, 0x3c, 0x3c, 0x3c, 0x3c, 0x3c, 0x3c};
-alignas(16) constexpr uint8_t FP8_SECOND[16] = {0x00, 0x3d, 0x3e, 0x3f, 0x40, 0x41, 0x42, 0x43, 0x80, 0xbd, 0xbe, 0xbf, 0xc0, 0xc1, 0xc2, 0xc3};
+alignas(16) constexpr uint8_t FP8_SMALL[16] = {0x00, 0x3b, 0x3b, 0x3b, 0x3c, 0x3c, 0x3c, 0x3c,
+                                               0x3c, 0x3c, 0x3c, 0x3c, 0x3c, 0x3c, 0x3c, 0x3c};
+alignas(16) constexpr uint8_t FP8_SECOND[16] = {0x00, 0x3d, 0x3e, 0x3f, 0x40, 0x41, 0x42, 0x43,
+                                                0x80, 0xbd, 0xbe, 0xbf, 0xc0, 0xc1, 0xc2, 0xc3};
 
 static inline float read_fp8(uint8_t stored) {
   const uint32_t size = stored & 0x7f, sign = (uint32_t)(stored & 0x80) << 24;
@@ -49,32 +52,13 @@ struct Fp8Tables {
   Ints first = load_table(FP8_FIRST), change = load_table(FP8_CHANGE), small = load_table(FP8_SMALL), second = load_table(FP8_SECOND);
 };
 
-// Decode a step into two plain steps.
-static inline __attribute__((always_inline)) void decode_fp8(const char *step, const Fp8Tables &tables, Ints plain[2 * VECS]) {
-  for (int p = 0; p < VECS; p++) {
-    const Ints bytes = load_ints(step + p * VECTOR), sizes = bits_and(bytes, splat_byte(0x7f));
-    const Ints small = add_ints(sizes, splat_byte(0x70));  // from 0x80 on, a byte is not looked up: it gives 0
-    const Ints first = bits_xor(look_up(tables.first, sizes), look_up(tables.change, small));
-    const Ints second = bits_or(look_up(tables.second, high_halves(bytes)), look_up(tables.small, small));
-    plain[2 * p] = zip_low(first, second), plain[2 * p + 1] = zip_high(first, second);
-  }
-}
-
-// Call work(the plain steps, the number of the first one) for some steps of a panel from number `first` on, a multiple of the streams.
-template <typename Work>
-static inline __attribute__((always_inline)) void each_decoded(const char *panel, const Steps &steps, int64_t first, int64_t some, Work work) {
-  const Fp8Tables tables;
-  panel += steps.at(first);
-  for (int64_t begin = 0; begin < some; begin += STREAMS, panel += steps.advance) {
-    const int64_t end = begin + STREAMS < some ? begin + STREAMS : some;
-    const char *from = panel;
-    for (int64_t j = begin; j < end; j++, from += steps.stride) {
-      Ints plain[2 * VECS];
-      prefetch_step(from, steps.ahead);
-      decode_fp8(from, tables, plain);
-      work(plain, 2 * j);
-    }
-  }
+// Decode a vector of a step: number p becomes vectors 2 p and 2 p + 1 of two plain steps.
+static inline __attribute__((always_inline)) Pair decode_fp8(const char *vector, const Fp8Tables &tables) {
+  const Ints bytes = load_ints(vector), sizes = bits_and(bytes, splat_byte(0x7f));
+  const Ints small = add_ints(sizes, splat_byte(0x70));  // from 0x80 on, a byte is not looked up: it gives 0
+  const Ints first = bits_xor(look_up(tables.first, sizes), look_up(tables.change, small));
+  const Ints second = bits_or(look_up(tables.second, high_halves(bytes)), look_up(tables.small, small));
+  return {zip_low(first, second), zip_high(first, second)};
 }
 
 // Store two plain steps as float32, [4][WIDTH].
@@ -85,11 +69,18 @@ static inline __attribute__((always_inline)) void widen_steps(const Ints plain[2
   }
 }
 
-// Decode some steps to float32. room: where the plain steps are kept, or NULL.
+// Decode steps to float32, from number `first` on, a multiple of the streams. room: where the plain steps are kept, or NULL.
 static void decode_block(const char *panel, const Steps &steps, int64_t first, int64_t some, char *room, float *wide) {
-  each_decoded(panel, steps, first, some, [&](const Ints plain[2 * VECS], int64_t j) __attribute__((always_inline)) {
-    widen_steps(plain, wide + 2 * j * WIDTH);
-    for (int v = 0; room && v < 2 * VECS; v++) store_ints(room + j * STEP + v * VECTOR, plain[v]);
+  const Fp8Tables tables;
+  steps.each(panel + steps.at(first), some, [&](int64_t j, const char *step) __attribute__((always_inline)) {
+    Ints plain[2 * VECS];
+    prefetch_step(step, steps.ahead);
+    for (int p = 0; p < VECS; p++) {
+      const Pair pair = decode_fp8(step + p * VECTOR, tables);
+      plain[2 * p] = pair.first, plain[2 * p + 1] = pair.second;
+    }
+    widen_steps(plain, wide + STEP_DEPTH * j * WIDTH);
+    for (int v = 0; room && v < 2 * VECS; v++) store_ints(room + 2 * j * STEP + v * VECTOR, plain[v]);
   });
 }
 
@@ -125,21 +116,33 @@ static __attribute__((noinline)) void add_wide(const float *wide, const float *x
   add_scaled_block<ROWS>(acc, scales, totals);
 }
 
-// The same for a whole block of few rows, whose numbers stay in the registers.
+// acc[ROWS][VECS] += x[2][ROWS] w for a plain step.
 template <int ROWS>
-static __attribute__((noinline)) void add_directly(const char *panel, const Steps &steps, int64_t first, const float *x, const float *scales, float *totals) {
+static inline __attribute__((always_inline)) void add_widened(Ints a, Ints b, Ints c, const float *x, Vec acc[ROWS][VECS]) {
+  static_assert(VECS == 3, "a step has three vectors");
+  const Vec low[VECS] = {low_bf16(a), low_bf16(b), low_bf16(c)}, high[VECS] = {high_bf16(a), high_bf16(b), high_bf16(c)};
+  add_step<ROWS>(acc, x, low), add_step<ROWS>(acc, x + ROWS, high);
+}
+
+// Add the products of a whole block for few rows: its numbers stay in the registers. Steps in pairs are faster than single ones or more.
+template <int ROWS>
+static __attribute__((noinline)) void add_directly(const char *panel, const Steps &steps, int64_t first, const float *x, const float *scales,
+                                                   float *totals) {
+  const Fp8Tables tables;
   Vec acc[ROWS][VECS];
   clear<ROWS>(acc);
-  each_decoded(panel, steps, first, BLOCK_OF_STEPS, [&](const Ints plain[2 * VECS], int64_t j) __attribute__((always_inline)) {
-    for (int step = 0; step < 2; step++) {
-      const Ints *pairs = plain + step * VECS;
-      Vec w[VECS];
-      for (int v = 0; v < VECS; v++) w[v] = low_bf16(pairs[v]);
-      add_step<ROWS>(acc, x + 2 * (j + step) * ROWS, w);
-      for (int v = 0; v < VECS; v++) w[v] = high_bf16(pairs[v]);
-      add_step<ROWS>(acc, x + (2 * (j + step) + 1) * ROWS, w);
+  panel += steps.at(first);
+  for (int64_t round = 0; round < BLOCK_OF_STEPS; round += STREAMS, panel += steps.advance) {
+    const char *step = panel;
+#pragma GCC unroll 2
+    for (int s = 0; s < STREAMS; s++, step += steps.stride, x += STEP_DEPTH * ROWS) {
+      prefetch_step(step, steps.ahead);
+      const Pair one = decode_fp8(step, tables), two = decode_fp8(step + VECTOR, tables);
+      add_widened<ROWS>(one.first, one.second, two.first, x, acc);
+      const Pair three = decode_fp8(step + 2 * VECTOR, tables);
+      add_widened<ROWS>(two.second, three.first, three.second, x + 2 * ROWS, acc);
     }
-  });
+  }
   add_scaled_block<ROWS>(acc, scales, totals);
 }
 

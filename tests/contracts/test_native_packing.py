@@ -103,20 +103,20 @@ def test_panel_rows_are_what_the_library_says(kernels: Kernels) -> None:
 
 @pytest.mark.parametrize("k", [1, 31, 100, 2101])
 def test_rows_of_int8_keep_their_scales(kernels: Kernels, k: int) -> None:
-    """With a scale of 1 they are packed as the same numbers in float32 are."""
-    numbers = torch.randint(-127, 128, (50, k), dtype=torch.int8, generator=torch.Generator().manual_seed(0))
+    """With a scale of 1 they are packed as the same numbers in float32 are; 96 rows fill panels of all sets."""
+    numbers = torch.randint(-127, 128, (96, k), dtype=torch.int8, generator=torch.Generator().manual_seed(0))
     numbers[:, 0] = 127
-    ones = torch.ones(50, 1)
+    ones = torch.ones(96, 1)
     rows = torch.cat((ones.view(torch.uint8), numbers.view(torch.uint8)), dim=1)
     packed = kernels.pack(Type.INT8, rows)
-    assert (packed.n, packed.k) == (50, k)
+    assert (packed.n, packed.k) == (96, k)
     assert torch.equal(packed.memory, kernels.pack(Type.INT8, numbers.float()).memory)
-    rows[:, :4] = scales = torch.full((50, 1), 0.0371).view(torch.uint8)
+    rows[:, :4] = scales = torch.full((96, 1), 0.0371).view(torch.uint8)
     numbers[3, 0], rows[3, 4] = -128, 128
-    found, tokens = torch.empty(50, k), torch.arange(50)
+    found, tokens = torch.empty(96, k), torch.arange(96)
     packed = kernels.pack(Type.INT8, rows)
-    op = Op(code=Code.EMBED, type=Type.INT8, n=k, k=50, weight=packed.address, out=found.data_ptr())
-    kernels.run((Op * 1)(op), Pass(rows=50, tokens=tokens.data_ptr()))
+    op = Op(code=Code.EMBED, type=Type.INT8, n=k, k=96, weight=packed.address, out=found.data_ptr())
+    kernels.run((Op * 1)(op), Pass(rows=96, tokens=tokens.data_ptr()))
     assert torch.equal(found, scales.view(torch.float32) * numbers.float())
 
 

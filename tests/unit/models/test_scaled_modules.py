@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from speculant.kernels.native import Type, usable_sets
 from speculant.models.native.decoder import NativeDecoder
 from speculant.models.native.experts import PackedExperts
 from speculant.models.native.program import PackedMlp
+from speculant.models.weights import cache as weight_cache
 from speculant.models.weights.layouts import e4m3_numbers
 from speculant.models.weights.load import Checkpoint, load_model
 from tests.models import Shape, write_checkpoint
@@ -170,6 +172,21 @@ def test_inputs_may_have_an_order(source: Path, tmp_path: Path) -> None:
         loaded = load(folder, "native")
         assert packed_of(loaded).layers[0].mlp.down.order is not None
         assert error(logits(loaded), ordered) < MOST_ERROR
+
+
+@native
+def test_packed_weights_are_mapped_again(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_cache, "LEAST_BYTES", 0)
+    folder, _ = made(source, tmp_path, FORMATS["mixed"])
+    first = load(folder, "native", weight_cache=tmp_path / "cache")
+    expected = logits(first)
+    for thread in threading.enumerate():
+        if thread.name == weight_cache.THREAD:
+            thread.join()
+    again = load(folder, "native", weight_cache=tmp_path / "cache")
+    assert (first.source, again.source) == (weight_cache.KEPT, weight_cache.MAPPED)
+    assert packed_of(again).layers[0].mlp.down.type == Type.FP8
+    assert torch.equal(logits(again), expected)
 
 
 def test_scales_of_activations_are_left_out(source: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -333,6 +350,14 @@ def test_other_options_are_refused_by_name(case: str, source: Path, tmp_path: Pa
     edit_config(folder, quantization_config={**form.config, **changes})
     with pytest.raises(ModelError, match=expected):
         load(folder)
+
+
+def test_older_config_files_have_another_entry(source: Path, tmp_path: Path) -> None:
+    form = FORMATS["packed 4 bits, groups of 32"]
+    folder, numbers = made(source, tmp_path, form)
+    entry = {key: value for key, value in form.config.items() if key != "quant_method"}
+    edit_config(folder, quantization_config=None, compression_config=entry)
+    assert error(logits(folder), logits(numbers)) < 1e-6
 
 
 def test_blocks_of_fp8_have_two_sizes(source: Path, tmp_path: Path) -> None:

@@ -102,7 +102,7 @@ class Fp8Matrix:
 
     def check(self) -> Fp8Matrix:
         """Return the matrix. Raises ModelError for scales that do not fit it."""
-        assert self.tile
+        self.tile.counts(self.shape)
         return self
 
     @property
