@@ -193,7 +193,7 @@ class PackedDecoder:
     @classmethod
     def read(cls, config: DecoderConfig, weights: WeightReader) -> PackedDecoder:
         """Read and pack a decoder's weights, one tensor at a time."""
-        table, tied = weights.rounding(None).matrix(TABLE), config.head.tied
+        table, tied = weights.rounding(None).decoding_ordered(TABLE).matrix(TABLE), config.head.tied
         head = table if tied and weights.rounded is None else weights.matrix(TABLE if tied else HEAD)
         norm = PackedNorm.read(config.norm, weights, NORM.removesuffix(".weight"))
         layers = [PackedLayer.read(of, weights.inside(LAYER.format(i))) for i, of in enumerate(config.layers)]
