@@ -4,6 +4,11 @@ The models are SmolLM2-135M-Instruct with weights on no grid (`lab/inflation/res
 original) and the embedded target. The reference is each model's bfloat16 weights on the reference kernels in float32.
 `speculant bench quality` measures the same way. GGUF files are made from the bfloat16 weights by llama.cpp's
 llama-quantize, if LLAMA_CPP names the folder of its programs; else by the package `gguf`, which can't make q4_k_m.
+Where a width is no multiple of 256, as most of SmolLM2's, q4_k_m has q5_0 and q8_0 in place of q4_k and q6_k.
+
+`gptq` has 4 bits and no zero points, `awq` 4 bits and zero points; benchmarks/quantised has both methods, which see
+texts that the model writes. Both have groups of 64, because SmolLM2's widths are no multiples of 128. `fp8` has a scale
+for each block of 128 x 128. In all three, lm_head stays in bfloat16.
 
 The text is half written by the model itself, at temperature 1, and half real: pages of this repository for SmolLM2, and
 files of Python's standard library that the embedded target was not trained on.
@@ -18,6 +23,7 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -28,8 +34,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
-sys.path.append(str(Path(__file__).parents[1]))  # for `tests`, however the script is started
+sys.path.append(str(Path(__file__).parents[1]))  # for `tests` and its neighbours, however the script is started
+
+from benchmarks.quantised.awq import scale_inputs
+from benchmarks.quantised.gptq import solve, sums_of_inputs
 
 from speculant import LLM, SamplingParams
 from speculant.config import EngineConfig
@@ -47,8 +58,10 @@ from speculant.models.source import resolve_source
 from speculant.models.weights.load import Checkpoint, load_model
 from speculant.text.tokenizer import Tokenizer
 from tests.gguf_models import convert
+from tests.quantised_folders import Gptq, awq_config, awq_module, edit_config, gptq_module, is_linear, rounded
 from tests.real.llama_cpp import BaseFile, LlamaCpp
 from tests.real.texts import pages
+from tests.scaled_folders import HF_FP8, e4m3
 
 SMOLLM2 = Path(os.environ.get("SPECULANT_REAL_MODELS") or cache_folder("models")) / "SmolLM2-135M-Instruct.Q4_1.gguf"
 PROMPTS = Path(__file__).with_name("real_text.jsonl")
@@ -56,17 +69,19 @@ CONTEXT, ANSWER = 512, 320  # tokens of a chunk, and the most of a text that the
 PIECE = 1500  # characters of a piece of real text
 QUICK_TOKENS = 1024
 MIB = 2**20
+PACKED = {"gptq": Gptq(size=64, sym=True), "awq": Gptq(size=64), "fp8": Gptq()}  # folders of quantised modules
 
 
 class Form(NamedTuple):
     """How a model is loaded here, and the type of its GGUF file; None = there is no such file.
 
-    from_file: our engine reads the file too, not the folder.
+    from_file: our engine reads the file too, not the folder. packed: it reads a folder of quantised modules.
     """
 
     quantization: str | None = None
     gguf: str | None = None
     from_file: bool = False
+    packed: bool = False
 
 
 FORMS = {
@@ -74,6 +89,7 @@ FORMS = {
     "int8": Form("int8"),
     "int4": Form("int4"),
     **{name: Form(gguf=name.upper(), from_file=True) for name in ("q8_0", "q4_0", "q4_k_m")},
+    **{name: Form(packed=True) for name in PACKED},
 }
 
 
@@ -91,27 +107,44 @@ def folder_of(model: str) -> Path:
     return rescaled_model(decoded_model(SMOLLM2))
 
 
-def write_text(model: str, folder: Path, path: Path, tokens: int) -> None:
-    """Write a text of about this many tokens: the model's own texts and pieces of real ones, in random order."""
-    llm = LLM(str(folder), dtype="bfloat16", max_num_seqs=16, max_model_len=1024)
-    count = tokens // (2 * ANSWER) + 1
-    if model == "embedded":
-        prompts = prompts_of(COMPLETION, llm.tokenizer, count)
-        real = "\n\n".join(each.text for each in read_corpus([standard_library()]).held_out)
-    else:
-        prompts = _questions(llm.tokenizer, count)
-        real = "\n\n".join(pages())
-    params = [SamplingParams(temperature=1.0, seed=seed, max_tokens=ANSWER) for seed in range(count)]
-    outputs = llm.generate(prompts, params, use_tqdm=False)
-    own = [
-        llm.tokenizer.decode([*prompt, *output.outputs[0].token_ids], skip_special_tokens=False)
-        for prompt, output in zip(prompts, outputs, strict=True)
-    ]
-    generator = random.Random(0)
-    places = [generator.randrange(len(real) - PIECE) for _ in range(count)]
-    texts = [*own, *(real[place : place + PIECE] for place in places)]
+class Author:
+    """A model that writes texts at temperature 1, and real texts of the kind that it was trained on."""
+
+    def __init__(self, model: str, folder: Path) -> None:
+        self._llm = LLM(str(folder), dtype="bfloat16", max_num_seqs=16, max_model_len=1024)
+        self._is_embedded = model == "embedded"
+
+    def write(self, count: int, first_seed: int = 0) -> list[str]:
+        """Write texts after `count` prompts."""
+        llm = self._llm
+        prompts = (
+            prompts_of(COMPLETION, llm.tokenizer, count) if self._is_embedded else _questions(llm.tokenizer, count)
+        )
+        params = [SamplingParams(temperature=1.0, seed=first_seed + own, max_tokens=ANSWER) for own in range(count)]
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        return [
+            llm.tokenizer.decode([*prompt, *output.outputs[0].token_ids], skip_special_tokens=False)
+            for prompt, output in zip(prompts, outputs, strict=True)
+        ]
+
+    def real(self, count: int, generator: random.Random) -> list[str]:
+        """Return pieces of real texts."""
+        texts = [each.text for each in read_corpus([standard_library()]).held_out] if self._is_embedded else pages()
+        whole = "\n\n".join(texts)
+        places = [generator.randrange(len(whole) - PIECE) for _ in range(count)]
+        return [whole[place : place + PIECE] for place in places]
+
+
+def write_texts(model: str, folder: Path, into: Path, tokens: int, calibration: int) -> tuple[Path, Path]:
+    """Write a text of about `tokens` tokens, own and real texts in random order, and one of own texts for GPTQ."""
+    author, generator = Author(model, folder), random.Random(0)
+    count, calibrating = tokens // (2 * ANSWER) + 1, calibration // ANSWER + 1
+    texts = [*author.write(count), *author.real(count, generator)]
     generator.shuffle(texts)
-    path.write_text("\n\n".join(texts), encoding="utf-8")
+    paths = into / "text.txt", into / "calibration.txt"
+    for path, own in zip(paths, (texts, author.write(calibrating, first_seed=count)), strict=True):
+        path.write_text("\n\n".join(own), encoding="utf-8")
+    return paths
 
 
 def _questions(tokenizer: Tokenizer, count: int) -> list[list[int]]:
@@ -136,13 +169,37 @@ def make_files(folder: Path, into: Path, forms: Sequence[str], programs: LlamaCp
     return made
 
 
-def load(folder: Path, form: Form, file: Path | None) -> Checkpoint:
-    """Load a model in a form."""
-    source = file if form.from_file and file is not None else folder
-    kept = cache_folder("weights")
+def write_packed(name: str, folder: Path, out: Path, sums: Mapping[str, Tensor]) -> Path:
+    """Write a model with quantised modules to a folder."""
+    stored, found, own = load_file(folder / "model.safetensors"), dict[str, Tensor](), PACKED[name]
+    if name == "awq":
+        stored = scale_inputs({key: tensor.float() for key, tensor in stored.items()}, sums, own)
+    for key, tensor in stored.items():
+        module = key.removesuffix(".weight")
+        if not is_linear(key, tensor) or module == "lm_head":
+            found[key] = tensor.bfloat16()
+        elif name == "fp8":
+            made = e4m3(128, 128, ".weight_scale_inv")(tensor.float()).tensors
+            found |= {module + end: each.contiguous() for end, each in made.items()}
+        else:
+            parts = (
+                awq_module(own, rounded(tensor.numpy(), own)) if name == "awq"
+                else gptq_module(own, solve(tensor.float(), sums[module], own))
+            )  # fmt: skip
+            found |= {f"{module}.{part}": each.contiguous() for part, each in parts.items()}
+    shutil.copytree(folder, out)
+    save_file(found, out / "model.safetensors", metadata={"format": "pt"})
+    entries = {"gptq": own.config, "awq": awq_config(own.size), "fp8": {**HF_FP8, "weight_block_size": [128, 128]}}
+    edit_config(out, quantization_config=entries[name])
+    return out
+
+
+def load(folder: Path, form: Form, made: Path | None) -> Checkpoint:
+    """Load a model in a form; made: its file or folder."""
+    source = made if (form.from_file or form.packed) and made is not None else folder
     return load_model(
         str(source), "bfloat16", kernels="auto", quantization=form.quantization, weight_packing="plain",
-        weight_cache=kept,
+        weight_cache=cache_folder("weights"),
     )  # fmt: skip
 
 
@@ -188,26 +245,28 @@ def speeds(
 
 def compare(model: str, arguments: argparse.Namespace, into: Path) -> dict[str, dict[str, Any]]:
     """Measure all forms of a model."""
-    folder, path, programs = folder_of(model), into / "text.txt", LlamaCpp.find()
-    tokens = QUICK_TOKENS if arguments.quick else arguments.tokens
+    folder, programs = folder_of(model), LlamaCpp.find()
+    tokens, calibration = (QUICK_TOKENS,) * 2 if arguments.quick else (arguments.tokens, arguments.calibration)
     tell(f"{model}: writing texts and files")
-    write_text(model, folder, path, tokens)
+    path, calibrating = write_texts(model, folder, into, tokens, calibration)
     forms = ["bf16", *(name for name in arguments.forms if name != "bf16")]
-    files = make_files(folder, into, forms, programs)
-    text = QualityText.read(path, Tokenizer.load(folder), CONTEXT, tokens)
+    tokenizer = Tokenizer.load(folder)
+    text = QualityText.read(path, tokenizer, CONTEXT, tokens)
+    seen = QualityText.read(calibrating, tokenizer, CONTEXT, calibration)
     reference = load_model(str(folder), "float32", kernels="reference")
+    sums = sums_of_inputs(reference.model, seen.chunks) if {"gptq", "awq"} & {*forms} else {}
+    made = make_files(folder, into, forms, programs)
+    made |= {name: write_packed(name, folder, into / name, sums) for name in forms if FORMS[name].packed}
     base = write_base(reference, text, into / "base.kld") if programs else None
     found, loaded = dict[str, dict[str, Any]](), dict[str, Checkpoint]()
     for name in forms:
-        form, file = FORMS[name], files.get(name)
+        form, file = FORMS[name], made.get(name)
         if form.from_file and file is None:
             continue
         tell(f"{model}: {name}")
         loaded[name] = load(folder, form, file)
         found[name] = quality(reference, loaded[name], path, text)
-        if file is not None:
-            found[name]["file_mib"] = file.stat().st_size / MIB
-        if file is not None and base is not None and programs is not None:
+        if form.gguf and file is not None and base is not None and programs is not None:
             found[name]["llama_cpp_kl"] = programs.divergence(file, base)
     tell(f"{model}: speed")
     measured = speeds(loaded, folder, list(text.chunks[0][:64]), arguments.answer, arguments.rounds)
@@ -246,12 +305,13 @@ def _row(name: str, each: Mapping[str, Any]) -> list[str]:
 BENCHMARK = Benchmark(
     __file__, __doc__,
     predicted="int8 and q8_0 differ by less than their standard errors. int4 is no further than q4_k_m. On the same"
-    " file ours are no further than llama.cpp's by more than a standard error. int4 and q4_0 are twice as fast as bf16.",
+    " file ours are no further than llama.cpp's by more than a standard error. int4 and q4_0 are twice as fast.",
     measure=measure, rounds=9, show=show,
     options={
         "models": {"nargs": "+", "choices": ["smollm2", "embedded"], "default": ["smollm2", "embedded"]},
         "forms": {"nargs": "+", "choices": [*FORMS], "default": [*FORMS]},
         "tokens": {"type": int, "default": 16384, "help": "of the text"},
+        "calibration": {"type": int, "default": 16384, "help": "tokens that GPTQ and AWQ see"},
         "answer": {"type": int, "default": 64, "help": "tokens that are generated to measure the speed"},
     },
 )  # fmt: skip
