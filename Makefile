@@ -14,7 +14,8 @@ NATIVE_TESTS := tests/contracts/test_native_kernels.py tests/contracts/test_nati
 	tests/exactness/test_native_decoder.py tests/exactness/test_native_chains.py tests/exactness/test_native_trees.py
 INSTALL := $(BIN)/python -m pip install --quiet -c constraints.txt
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --maxprocesses 8 --dist worksteal
-ORACLE := speculators hs-connectors # tests compare heads with them; their own dependencies exclude pinned versions
+# tests compare with these; their own dependencies exclude pinned versions
+ORACLE := speculators hs-connectors compressed-tensors loguru psutil
 FAST_TESTS := tests/architecture tests/unit tests/contracts
 CHECKED := src tests $(wildcard benchmarks examples tools)
 INPUTS := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*)

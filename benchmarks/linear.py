@@ -44,7 +44,7 @@ SHAPES = [
     (INSIDE, HIDDEN),
     (HIDDEN, INSIDE),
 ]  # q/k/v, out, gate, up, down
-BLOCKS = ("q8_0", "q4_1", "q5_0", "q5_1", "q4_k", "q5_k", "q6_k", "iq4_nl", "mxfp4")
+BLOCKS = ("q8_0", "q4_1", "q5_0", "q5_1", "q4_k", "q5_k", "q6_k", "iq4_nl", "mxfp4", "zero4", "zero8")
 PLAIN = {"bfloat16": Type.BF16, "float16": Type.F16, **QUANTIZED}
 TYPES = {**PLAIN, **{name: BLOCK_TYPES[name] for name in (*BLOCKS, "fp8")}}
 ROWS = (1, 2, 5, 8, 16)

@@ -140,15 +140,14 @@ VALUES: Mapping[str, Mapping[Any, Any]] = MappingProxyType(
         "device": {"auto": "cpu"},
         "max_model_len": {-1: None, "auto": None},
         "model_backend": {"vllm": "auto"},
-        "quantization": {"gguf": None},
+        "quantization": dict.fromkeys(  # files say it
+            ("awq", "awq_marlin", "compressed-tensors", "gguf", "gptq", "gptq_marlin", "mxfp4")
+        ),
         "scheduling_policy": {"fcfs": "first-come", "priority": "decode-first"},
     }
 )
-_QUANTISED = "quantised weights are read from GGUF files only"
-QUANTISED = (
-    *("awq", "awq_marlin", "bitsandbytes", "compressed-tensors", "fp8", "gptq", "gptq_marlin", "hqq"),
-    *("modelopt", "mxfp4", "quark", "torchao"),
-)
+QUANTISED = ("hqq", "modelopt", "quark", "torchao")
+ROUNDED = ("bitsandbytes", "fp8")  # vLLM rounds an unquantised checkpoint, too
 
 
 def read_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -196,8 +195,14 @@ def _read_value(name: str, value: Any) -> Any:
         return _without_foreign(SPECULATIVE_RULES, value, "speculative_config.")
     if name == "quantization" and value in QUANTISED:
         raise ConfigError(
-            f"quantization={value!r} is not supported: {_QUANTISED}",
+            f"quantization={value!r} is not supported: weights in this format can't be read",
             'use the checkpoint that it was made from, with quantization="int8" or "int4".',
+        )
+    if name == "quantization" and value in ROUNDED:
+        raise ConfigError(
+            f"quantization={value!r} is not supported: no weights are rounded to this type while they are loaded",
+            "leave it out for a checkpoint in this format, which config.json names; for another one, use"
+            ' quantization="int8" or "int4".',
         )
     known = VALUES.get(name, {})
     return known[value] if isinstance(value, str | int) and value in known else value

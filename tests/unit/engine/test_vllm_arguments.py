@@ -13,6 +13,7 @@ from speculant.config import EngineConfig
 from speculant.engine.vllm_arguments import (
     QUANTISED,
     RENAMED,
+    ROUNDED,
     RULES,
     SPECULATIVE_RULES,
     VALUES,
@@ -107,7 +108,7 @@ def test_none_is_a_default_where_no_other_meaning_is_known() -> None:
     assert values == {name: None for name, default in FIELDS.items() if default is None}
 
 
-@pytest.mark.parametrize("name", QUANTISED)
+@pytest.mark.parametrize("name", [*QUANTISED, *ROUNDED])
 def test_formats_of_quantised_checkpoints_are_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=rf"quantization='{name}' is not supported(?s:.*)int8"):
         read_arguments({"quantization": name})

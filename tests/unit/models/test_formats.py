@@ -49,10 +49,8 @@ def test_a_null_quantization_config_is_none(folder: Path, key: str, original: Pa
     ("changes", "name"),
     [
         ({"quantization_config": {"quant_method": "hqq", "bits": 4, "group_size": 128}}, "(hqq, 4 bits)"),
-        ({"quantization_config": {"quant_method": "compressed-tensors"}}, "(compressed-tensors)"),
-        ({"compression_config": {"format": "pack-quantized"}}, "(compressed-tensors)"),
-        ({"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}}, "(fp8)"),
-        ({"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}, "(bitsandbytes, 4 bits)"),
+        ({"compression_config": {"quant_method": "sparseml", "bits": 8}}, "(sparseml, 8 bits)"),
+        ({"quantization_config": {"quant_method": "fbgemm_fp8", "activation_scheme": "dynamic"}}, "(fbgemm_fp8)"),
         ({"quantization_config": {"load_in_8bit": True, "load_in_4bit": False}}, "(bitsandbytes, 8 bits)"),
         ({"quantization_config": {"quant_algo": "NVFP4"}}, "(NVFP4)"),
         ({"quantization_config": {}}, "(quantization_config does not name the format)"),

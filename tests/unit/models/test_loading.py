@@ -203,7 +203,7 @@ def test_code_beside_a_known_family_is_left_alone(folder: Path) -> None:
 
 
 def test_refuses_quantised_weights(folder: Path) -> None:
-    edit(folder / "config.json", quantization_config={"quant_method": "gptq"})
+    edit(folder / "config.json", quantization_config={"quant_method": "hqq"})
     refused(folder, "quantised")
 
 

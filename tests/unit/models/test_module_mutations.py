@@ -66,7 +66,8 @@ def mutate(header: dict[str, Any], config: dict[str, Any], generator: random.Ran
         case 0:
             entry["dtype"] = generator.choice(KINDS)
         case 1 | 2 | 3:
-            entry["shape"][generator.randrange(len(entry["shape"]))] = generator.choice(NUMBERS)
+            if entry["shape"]:
+                entry["shape"][generator.randrange(len(entry["shape"]))] = generator.choice(NUMBERS)
         case 4:
             entry["shape"] = generator.choice([[], entry["shape"][::-1], [*entry["shape"], 1], entry["shape"][:1]])
         case 5:

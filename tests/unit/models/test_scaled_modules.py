@@ -335,6 +335,14 @@ def test_other_options_are_refused_by_name(case: str, source: Path, tmp_path: Pa
         load(folder)
 
 
+def test_older_config_files_have_another_entry(source: Path, tmp_path: Path) -> None:
+    form = FORMATS["packed 4 bits, groups of 32"]
+    folder, numbers = made(source, tmp_path, form)
+    entry = {key: value for key, value in form.config.items() if key != "quant_method"}
+    edit_config(folder, quantization_config=None, compression_config=entry)
+    assert error(logits(folder), logits(numbers)) < 1e-6
+
+
 def test_blocks_of_fp8_have_two_sizes(source: Path, tmp_path: Path) -> None:
     form = FORMATS["fp8 blocks"]
     folder, _ = made(source, tmp_path, form)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from speculant.models.weights.layouts import GROUP
+from speculant.models.weights.layouts import GROUP, layout_of
 from speculant.models.weights.source import QuantizedBlocks
 
 _SYMMETRIC = {4: "q4_0", 8: "q8_0"}  # layouts, by bits
@@ -66,38 +66,38 @@ def are_halves(scales: Tensor) -> bool:
 def as_blocks(
     layout: str, q: np.ndarray, scales: Tensor, zeros: np.ndarray | None, groups: InputGroups
 ) -> QuantizedBlocks:
-    """Return integers uint8 [n, k] with scales [n, groups] and zeros uint8 [n, groups] in a layout.
+    """Return integers uint8 [n, k] with scales [n, groups] and zeros uint8 [n, groups] as rows in a layout.
 
-    q may be a view of a transposed array. zeros: None = the layout has none.
+    q may be a transposed view. zeros: None = the layout has none.
     """
     order = None if groups.is_sorted else groups.order
     if order is not None:
         q = q.T[order].T
-    n, k = q.shape
-    group = np.sort(groups.of)[::GROUP]
-    parts = [np.ascontiguousarray(scales.half().numpy()[:, group]).view(np.uint8).reshape(n, -1, 2)]
+    (n, k), group, known = q.shape, np.sort(groups.of)[::GROUP], layout_of(layout)
+    assert known is not None
+    integers = _integers(layout, q)
+    blocks = np.empty((n, k // GROUP, known.size), np.uint8)
+    blocks[:, :, :2] = np.ascontiguousarray(scales.half().numpy()[:, group]).view(np.uint8).reshape(n, -1, 2)
     if layout.startswith("zero"):
         assert zeros is not None
-        parts.append(zeros[:, group, None])
-    parts.append(_integers(layout, q.reshape(n, k // GROUP, 2, GROUP // 2) if q.flags.c_contiguous else _blocked(q)))
-    blocks = np.concatenate(parts, axis=2).reshape(n, -1)
-    return QuantizedBlocks(
-        layout, (n, k), torch.from_numpy(blocks), None if order is None else torch.from_numpy(order.astype(np.int32))
-    )
-
-
-def _blocked(q: np.ndarray) -> np.ndarray:
-    """Return a view [n, blocks, 2, 16] of integers [n, k], whose memory may be that of [k, n]."""
-    return np.moveaxis(q.T.reshape(-1, 2, GROUP // 2, len(q)), 3, 0)
+        blocks[:, :, 2] = zeros[:, group]
+    blocks[:, :, -integers.shape[2] :] = integers
+    stored = None if order is None else torch.from_numpy(order.astype(np.int32))
+    return QuantizedBlocks(layout, (n, k), torch.from_numpy(blocks.reshape(n, -1)), stored)
 
 
 def _integers(layout: str, q: np.ndarray) -> np.ndarray:
-    """Return the bytes [n, blocks, bytes] of integers [n, blocks, 2, 16]."""
+    """Return the bytes [n, blocks, bytes] of integers [n, k]."""
+    n, is_transposed = len(q), not q.flags.c_contiguous
+    halves = q.T.reshape(-1, 2, GROUP // 2, n) if is_transposed else q.reshape(-1, 2, GROUP // 2)  # [..., n] or [...]
+    found: np.ndarray
     if layout in ("q4_0", "zero4"):
-        halves: np.ndarray = q[:, :, 0] | q[:, :, 1] << np.uint8(4)
-        return halves
-    whole: np.ndarray = q.reshape(*q.shape[:2], GROUP)
-    return whole if layout == "zero8" else whole ^ np.uint8(128)
+        found = halves[:, 0] | halves[:, 1] << np.uint8(4)
+    else:
+        found = halves if layout == "zero8" else halves ^ np.uint8(128)
+    if is_transposed:  # torch does it in tiles, numpy byte by byte
+        found = torch.from_numpy(found.reshape(-1, n)).t().contiguous().numpy()
+    return found.reshape(n, q.shape[1] // GROUP, -1)
 
 
 def as_floats(q: np.ndarray, scales: Tensor, zeros: np.ndarray | None, bits: int, groups: InputGroups) -> Tensor:
@@ -111,12 +111,14 @@ def unpacked(words: Tensor, bits: int, axis: int, places: tuple[int, ...] = ()) 
 
     places: those of a word's integers in turn, counted in integers from the lowest bits on; () = 0, 1, 2 ...
     """
-    whole = words.numpy().view(np.uint32)
-    shape, count = list(whole.shape), 32 // bits
+    shape, count = list(words.shape), 32 // bits
     shape.insert(axis + 1, count)
     found = np.empty(shape, np.uint8)
-    for number, place in enumerate(places or range(count)):
-        np.moveaxis(found, axis + 1, 0)[number] = (whole >> np.uint32(place * bits)).astype(np.uint8)
-    found &= np.uint8(2**bits - 1)
+    numbers = np.moveaxis(found, axis + 1, 0)
+    for byte, plane in enumerate(np.moveaxis(words.numpy().view(np.uint8).reshape(*words.shape, 4), 2, 0)):
+        own = np.ascontiguousarray(plane)
+        for shift in range(0, 8, bits):
+            place = (8 * byte + shift) // bits
+            numbers[places.index(place) if places else place] = own >> np.uint8(shift) & np.uint8(2**bits - 1)
     shape[axis : axis + 2] = [shape[axis] * count]
     return found.reshape(shape)
