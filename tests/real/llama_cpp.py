@@ -17,6 +17,7 @@ PROGRAMS = ("llama-perplexity", "llama-completion")
 ENDED = " [end of text]"  # printed after a text that the model ended
 END = "\0"
 LEAST = 16.0  # the file's log-probabilities end this far below the largest; natural logarithms
+TRIES = 5  # a thread writes the log, and the program sometimes ends before the thread has written the last lines
 HEAD = 4  # of a row, in uint16: its scale and its smallest log-probability, each a float32
 
 
@@ -39,10 +40,12 @@ class LlamaCpp:
         """Return the mean divergence of a model in llama.cpp from the log-probabilities of a file."""
         arguments = ["--kl-divergence", "--kl-divergence-base", str(base.path)]
         size = str(base.context)
-        output = self._run("llama-perplexity", model, *arguments, "-c", size, "-b", size, "-ub", size)
-        found = re.search(r"Mean\s+KLD:\s+(\S+)", output)
-        assert found, output[-2000:]
-        return float(found[1])
+        arguments += ["--override-kv", "tokenizer.ggml.add_bos_token=bool:false"]  # chunks are read as they are
+        for _ in range(TRIES):
+            output = self._run("llama-perplexity", model, *arguments, "-c", size, "-b", size, "-ub", size)
+            if found := re.search(r"Mean\s+KLD:\s+(\S+)", output):
+                return float(found[1])
+        raise AssertionError(output[-2000:])
 
     def complete(self, model: Path, prompt: str, tokens: int) -> str:
         """Return the greedy continuation of a prompt, with END after it if the model ended it."""
