@@ -95,8 +95,9 @@ def test_native_matrices_keep_their_grid(case: str, source: Path, tmp_path: Path
 
 @pytest.mark.parametrize("kernels", ["reference", pytest.param("native", marks=native)])
 def test_awq_is_read_on_both_backends(kernels: str, source: Path, tmp_path: Path) -> None:
-    packed, numbers = made(source, tmp_path, Gptq(size=64), write=awq_module)
-    edit_config(packed, quantization_config=awq_config(64))
+    own = Gptq(size=64, modules={"v_proj": None})
+    packed, numbers = made(source, tmp_path, own, write=awq_module)
+    edit_config(packed, quantization_config={**awq_config(64), "modules_to_not_convert": ["v_proj"]})
     loaded = load(packed, kernels)
     difference = error(logits(loaded), logits(numbers))
     assert difference < MOST_ERROR if kernels == "native" else difference == 0
@@ -265,8 +266,10 @@ def test_unknown_options_are_named(source: Path, tmp_path: Path, caplog: pytest.
         ({"is_marlin_format": True}, "is_marlin_format = True, which changes the numbers"),
         ({"rotation": "hadamard"}, "rotation = 'hadamard'"),
         ({"adapter": {"rank": 4}}, "adapter = {'rank': 4}"),
+        ({"activation": {"bits": 8}}, "activation = {'bits': 8}, which changes the numbers"),
         ({"desc_act": 3}, "desc_act = 3"),
         ({"quant_method": "awq", "version": "gemv"}, "(awq) has version = 'gemv'"),
+        ({"quant_method": "awq", "format": "llm-awq"}, "(awq) has format = 'llm-awq'"),
         ({"quant_method": "awq", "zero_point": False}, "zero_point = False"),
         ({"quant_method": "awq", "bits": 8}, "(awq) has bits = 8"),
     ],

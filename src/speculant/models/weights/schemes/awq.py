@@ -19,14 +19,19 @@ from torch import Tensor
 
 from speculant.models.weights.grouped import InputGroups, are_halves, as_blocks, as_floats, layout_for, unpacked
 from speculant.models.weights.modules import ModuleParts
-from speculant.models.weights.options import Options
+from speculant.models.weights.options import HARMLESS, Options
 from speculant.models.weights.source import QuantizedBlocks
 
 QWEIGHT, QZEROS, SCALES = ".qweight", ".qzeros", ".scales"
 SCALE_KINDS = ("BF16", "F16", "F32")
 BITS, PER_WORD = 4, 8
 PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of a word's integers in turn, from the lowest bits on
-HARMLESS = ("backend", "do_fuse", "exllama_config", "fuse_max_seq_len", "modules_to_fuse", "modules_to_not_convert")
+OWN = (
+    "do_fuse",
+    "fuse_max_seq_len",
+    "modules_to_fuse",
+    "modules_to_not_convert",
+)  # entries without an effect on numbers
 
 
 @dataclass(frozen=True)
@@ -95,7 +100,10 @@ def read_scheme(options: Mapping[str, Any]) -> Awq:
     read = Options("awq", options)
     read.one_of("bits", (BITS,), read.get("w_bit"))
     read.one_of("version", ("GEMM", "gemm"), "gemm")
+    read.one_of("format", ("gemm",), "gemm")
+    read.one_of("pack_dtype", ("int32",), "int32")
     read.one_of("zero_point", (True,), True)
+    read.refuse("rotation", "adapter", "activation")
     size = read.group_size("group_size" if read.get("group_size") is not None else "q_group_size")
-    read.warn_of_others((*HARMLESS, "w_bit", "q_group_size"))
+    read.warn_of_others((*HARMLESS, *OWN, "w_bit", "q_group_size"))
     return Awq(size)

@@ -21,20 +21,13 @@ from torch import Tensor
 
 from speculant.models.weights.grouped import InputGroups, are_halves, as_blocks, as_floats, layout_for, unpacked
 from speculant.models.weights.modules import ModuleParts
-from speculant.models.weights.options import Options
+from speculant.models.weights.options import HARMLESS, Options
 from speculant.models.weights.source import QuantizedBlocks
 
 QWEIGHT, QZEROS, SCALES, G_IDX = ".qweight", ".qzeros", ".scales", ".g_idx"
 BITS = (2, 4, 8)
 SCALE_KINDS = ("BF16", "F16", "F32")
 WORD = 32  # bits
-HARMLESS = (
-    "act_group_aware", "backend", "batch_size", "block_name_to_quantize", "cache_block_outputs", "damp_auto_increment",
-    "damp_percent", "dataset", "desc_act", "dynamic", "exllama_config", "gptaq", "hessian", "hyb_act",
-    "lm_head", "max_input_length", "meta", "method", "model_file_base_name", "model_name_or_path", "model_seqlen",
-    "module_name_preceding_first_block", "modules_in_block_to_quantize", "mse", "offload_to_disk", "pad_token_id",
-    "quantizer", "static_groups", "sym", "tokenizer", "true_sequential", "use_cuda_fp16", "use_exllama",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -159,7 +152,7 @@ def read_scheme(options: Mapping[str, Any]) -> Gptq:
     form = read.one_of("checkpoint_format", ("gptq", "gptq_v2"), read.get("format", "gptq"))
     read.one_of("format", (form,), form)
     read.one_of("pack_dtype", ("int32",), "int32")
-    read.refuse("rotation", "adapter", "is_marlin_format")
+    read.refuse("rotation", "adapter", "activation", "is_marlin_format")
     scheme = Gptq(
         read.one_of("bits", BITS), read.group_size(), form == "gptq", read.is_set("desc_act"), bool(read.get("dynamic"))
     )
