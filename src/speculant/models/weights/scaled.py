@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from speculant.models.weights.grouped import InputGroups, are_halves, as_blocks, as_floats, layout_for, unpacked
-from speculant.models.weights.layouts import FP8_BLOCK, e4m3_numbers
+from speculant.models.weights.layouts import FP8_BLOCK, SCALE, e4m3_numbers
 from speculant.models.weights.modules import AGAIN, ModuleParts
 from speculant.models.weights.source import QuantizedBlocks
 
@@ -121,7 +121,7 @@ class Fp8Matrix:
     def read(self) -> Tensor | QuantizedBlocks:
         """See `StoredMatrix.read`. Raises ModelError for numbers or scales that are NaN or too large."""
         numbers, scales = self.parts.read(self.weight).view(torch.uint8), read_scales(self.parts, self.scale)
-        if bool(((numbers & 127) == 127).any()):
+        if int((numbers & 127).max()) == 127:
             raise self.parts.error(f"{self.parts.module}{self.weight} has numbers that are NaN", AGAIN)
         if not bool((scales * LARGEST).isfinite().all()):
             raise self.parts.error(f"{self.parts.module}{self.scale} has scales that make weights infinite", AGAIN)
@@ -136,15 +136,28 @@ class Fp8Matrix:
 def fp8_rows(numbers: Tensor, scales: Tensor) -> QuantizedBlocks:
     """Return numbers in e4m3, uint8 [n, k], with scales [n, blocks of 128] in float32, in the layout fp8."""
     (n, k), blocks = numbers.shape, scales.shape[1]
-    whole = torch.nn.functional.pad(numbers, (0, blocks * FP8_BLOCK - k)).view(n, blocks, FP8_BLOCK)
-    rows = torch.cat((scales.contiguous().view(torch.uint8).view(n, blocks, -1), whole), dim=2).view(n, -1)
-    return QuantizedBlocks("fp8", (n, k), rows[:, : rows.shape[1] - (blocks * FP8_BLOCK - k)].contiguous())
+    rows, whole = torch.empty(n, blocks, SCALE + FP8_BLOCK, dtype=torch.uint8), k // FP8_BLOCK
+    rows[:, :, :SCALE] = scales.contiguous().view(torch.uint8).view(n, blocks, SCALE)
+    rows[:, :whole, SCALE:] = numbers[:, : whole * FP8_BLOCK].reshape(n, whole, FP8_BLOCK)
+    if rest := k - whole * FP8_BLOCK:
+        rows[:, whole, SCALE : SCALE + rest] = numbers[:, -rest:]
+    return QuantizedBlocks("fp8", (n, k), rows.view(n, -1)[:, : k + SCALE * blocks].contiguous())
 
 
 def int8_rows(numbers: Tensor, scales: Tensor) -> QuantizedBlocks:
-    """Return numbers int8 [n, k] with a scale for each row, [n, 1] in float32, in the layout int8."""
+    """Return numbers in int8 or its bytes, [n, k], with a scale for each row, [n, 1] in float32, in the layout int8."""
     rows = torch.cat((scales.contiguous().view(torch.uint8), numbers.view(torch.uint8)), dim=1)
     return QuantizedBlocks("int8", tuple(numbers.shape), rows)
+
+
+def _row_integers(words: Tensor, bits: int) -> np.ndarray:
+    """Return the integers of 4 or 8 bits in rows of words int32 [n, c]; see `unpacked`."""
+    whole: np.ndarray = words.numpy().view(np.uint8)
+    if bits == 8:
+        return whole
+    found = np.empty((*whole.shape, 2), np.uint8)
+    found[..., 0], found[..., 1] = whole & np.uint8(15), whole >> np.uint8(4)
+    return found.reshape(len(whole), -1)
 
 
 @dataclass(frozen=True)
@@ -220,7 +233,7 @@ class IntegerMatrix:
         """Read the integers, uint8 [n, k]."""
         stored = self.parts.read(self.ends.weight)
         if self.packed:
-            return np.ascontiguousarray(unpacked(stored, self.bits, axis=1)[:, : self.shape[1]])
+            return np.ascontiguousarray(_row_integers(stored, self.bits)[:, : self.shape[1]])
         integers: np.ndarray = stored.view(torch.uint8).numpy() ^ np.uint8(MIDDLE)
         return integers
 
@@ -254,9 +267,12 @@ class IntegerMatrix:
 
     def read(self) -> Tensor | QuantizedBlocks:
         """See `StoredMatrix.read`. Raises ModelError for scales that are not finite."""
-        q, scales = self._integers(), self._scales()
+        scales = self._scales()
+        if self._layout == "int8" and not self.packed:
+            return int8_rows(self.parts.read(self.ends.weight), scales)
+        q = self._integers()
         if self._layout == "int8":
-            return int8_rows(torch.from_numpy(q ^ np.uint8(MIDDLE)).view(torch.int8), scales)
+            return int8_rows(torch.from_numpy(q ^ np.uint8(MIDDLE)), scales)
         if self.why_decoded:
             return as_floats(q, scales, self._zeros(), self.bits, self._groups)
         return as_blocks(self._layout, q, scales, self._zeros(), self._groups)
