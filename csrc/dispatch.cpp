@@ -54,7 +54,7 @@ extern "C" {
 
 int64_t sp_group_streams = fastest_streams();
 
-int sp_version(void) { return 20; }
+int sp_version(void) { return 21; }
 
 const char *sp_name(int set) { return 0 <= set && set < NUM_SETS ? SETS[set].name : nullptr; }
 
@@ -64,6 +64,10 @@ int64_t sp_packed_bytes(int set, int type, int64_t n, int64_t k) { return SETS[s
 
 void sp_pack(int set, int threads, int type, int source, const void *weight, int64_t n, int64_t k, int64_t step, void *packed) {
   SETS[set].table->pack(type, source, weight, n, k, step, packed, threads);
+}
+
+void sp_round(int set, int threads, int type, int source, const void *weights, int64_t n, int64_t k, void *blocks) {
+  SETS[set].table->round(type, source, weights, n, k, (uint8_t *)blocks, threads);
 }
 
 int64_t sp_index_panels(int set, int threads, int64_t panels, int64_t k, const void *plain, void *index, int64_t data) {

@@ -11,7 +11,7 @@ from gguf import GGUFReader
 from torch import Tensor
 
 from tests.gguf_blocks import decode
-from tests.gguf_layouts import LAYOUTS
+from speculant.lab.quantize.layouts import LAYOUTS
 
 
 def load_llama(path: Path) -> Any:

@@ -27,7 +27,7 @@ from speculant.kernels.base import Edits, SamplingSettings
 from speculant.kernels.memory import Scratch, aligned
 from speculant.kernels.reference_sampler import REFERENCE, own_scores
 
-VERSION = 20
+VERSION = 21
 MOST_DIM, MOST_GROUP = 512, 32  # of a head; query heads per key head, which bound the scratch memory of a thread
 INDEX_BYTES = 32  # a panel, in the index of a matrix in 12 bits
 _REINSTALL = "install the package again, and unset SPECULANT_LIBRARY if it is set."
@@ -56,7 +56,6 @@ class Type(IntEnum):
 
 TYPES = {torch.float32: Type.F32, torch.bfloat16: Type.BF16}
 SOURCES = {**TYPES, torch.float16: Type.F16}  # types of rows to pack, besides torch.uint8 for blocks
-QUANTIZED = {"int8": Type.INT8, "int4": Type.Q4_0}
 BLOCK_TYPES = {type_.name.lower(): type_ for type_ in Type if type_ >= Type.Q8_0}  # by layout
 BLOCK_SIZES = {
     Type.Q8_0: (32, 34), Type.Q4_0: (32, 18), Type.Q4_1: (32, 20), Type.Q5_0: (32, 22), Type.Q5_1: (32, 24),
@@ -250,12 +249,26 @@ class Kernels:
     def pack_panels(self, type_: Type, rows: Tensor, address: int, step: int) -> None:
         """Pack rows into every `step`-th panel, the first at an address.
 
-        Rows are [n, k] of float32 or bfloat16 for the types F32, BF16, INT8 and Q4_0; for the last two they must be
-        finite. They are float16 for F16, and uint8 [n, bytes] for rows of blocks.
+        Rows are [n, k] of float32 or bfloat16 for the types F32, BF16 and INT8, float16 for F16, and uint8 [n, bytes]
+        for rows of blocks. Floats for a type of blocks are rounded first; see `round`. What is rounded must be finite.
         """
         rows, k = rows.detach().contiguous(), depth_of(type_, rows)
+        if type_ in BLOCK_SIZES and rows.dtype != torch.uint8:
+            rows = self.round(type_, rows)
         source = type_ if rows.dtype == torch.uint8 else SOURCES[rows.dtype]
         self.library.sp_pack(self.index, self.threads, type_, source, rows.data_ptr(), len(rows), k, step, address)
+
+    def round(self, type_: Type, rows: Tensor) -> Tensor:
+        """Return rows [n, k] of finite floats as rows of blocks, uint8 [n, bytes], the same on every instruction set.
+
+        type_: one of ROUNDED (models/weights/rounding.py). If a row ends within a block, the rest of the block is 0.
+        """
+        rows, (weights, size) = rows.detach().contiguous(), BLOCK_SIZES[type_]
+        n, k = rows.shape
+        blocks = torch.empty(n, -(-k // weights) * size, dtype=torch.uint8)
+        source = SOURCES[rows.dtype]
+        self.library.sp_round(self.index, self.threads, type_, source, rows.data_ptr(), n, k, blocks.data_ptr())
+        return blocks
 
     def touch(self, memory: Tensor) -> None:
         """Get the pages of new bytes from the system, with all threads; a byte of each page is set to zero."""
@@ -451,6 +464,7 @@ _FUNCTIONS: tuple[tuple[str, Any, list[Any]], ...] = (
     ("sp_usable", c_int, [c_int]),
     ("sp_packed_bytes", c_int64, [c_int, c_int, *_MATRIX]),
     ("sp_pack", None, [c_int, c_int, c_int, c_int, c_void_p, *_MATRIX, c_int64, c_void_p]),
+    ("sp_round", None, [c_int, c_int, c_int, c_int, c_void_p, *_MATRIX, c_void_p]),
     ("sp_index_panels", c_int64, [c_int, c_int, *_MATRIX, c_void_p, c_void_p, c_int64]),
     ("sp_code_panels", None, [c_int, c_int, *_MATRIX, c_void_p, c_void_p]),
     ("sp_touch", None, [c_int, c_int, c_void_p, c_int64]),

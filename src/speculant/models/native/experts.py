@@ -69,7 +69,7 @@ class PackedExperts:
     def read(cls, of: Experts, mlp: WeightReader) -> PackedExperts:
         """Read and pack the weights, one expert after the other."""
         inner, down, biases = list[tuple[Weight, ...]](), list[Weight](), list[tuple[Tensor, Tensor]]()
-        router = mlp.rounding(None).matrix("router.weight")
+        router = mlp.unrounded().matrix("router.weight")
         for index in range(of.count):
             one = mlp.inside(f"experts.{index}.")
             inner.append(one.interleaved("gate_proj.weight", "up_proj.weight"))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,13 +73,13 @@ class Layout:
             return tensor + 1
         order = self._order(name, len(tensor), config)
         tensor = tensor if order is None else tensor[order]
-        return tensor.T.contiguous() if self._is_turned(name) else tensor
+        return tensor.T.contiguous() if self.is_turned(name) else tensor
 
     def loaded(self, name: str, tensor: Tensor, config: Config) -> Tensor:
         """Return a file's tensor as the checkpoint has it; the inverse of `stored`."""
         if self.shifted and name.endswith("norm.weight"):
             return tensor - 1
-        tensor = tensor.T if self._is_turned(name) else tensor
+        tensor = tensor.T if self.is_turned(name) else tensor
         order = self._order(name, len(tensor), config)
         if order is None:
             return tensor
@@ -87,7 +87,8 @@ class Layout:
         out[order] = tensor
         return out
 
-    def _is_turned(self, name: str) -> bool:
+    def is_turned(self, name: str) -> bool:
+        """Whether the file has a tensor transposed."""
         return self.turned and any(f".{part}.weight" in name for part in ("c_attn", "c_proj", "c_fc"))
 
     def _order(self, name: str, rows: int, config: Config) -> Tensor | None:
@@ -368,3 +369,16 @@ def rope_tensors(config: Config) -> dict[str, np.ndarray]:
     between = 1 / ((1 - smooth) / rope["factor"] + smooth)
     factors = np.where(lengths < high, 1.0, np.where(lengths > low, rope["factor"], between))
     return {"rope_freqs.weight": factors.astype(np.float32)}
+
+
+def stored_tensors(names: Iterable[str], layout: Layout) -> dict[str, list[str]]:
+    """Return a checkpoint's tensors by their names in the file; several of one name are the matrices of experts."""
+    found: dict[str, list[str]] = {}
+    for name in sorted(names, key=numbered):
+        found.setdefault(layout.stored_name(name), []).append(name)
+    return found
+
+
+def numbered(name: str) -> list[tuple[int, str]]:
+    """Return a key that sorts names by the values of their numbers."""
+    return [(int(part), "") if part.isdigit() else (0, part) for part in name.split(".")]
