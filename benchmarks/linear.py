@@ -2,7 +2,7 @@
 
 16 Llama layers of Llama 3.2 1B's sizes, every one with weights of its own (973M parameters), in one run and in turn.
 `of_probe` is the weights' bytes over the time, as a share of the speed of a plain read of the same bytes. GGUF's types
-have random blocks; int4 is Q4_0. --types: the types to measure beside bfloat16; each takes memory.
+and fp8 have random blocks; int4 is Q4_0. --types: the types to measure beside bfloat16; each takes memory.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from speculant.kernels.memory import aligned
 from speculant.kernels.native import (
     BLOCK_SIZES,
     BLOCK_TYPES,
+    FP8_BLOCK,
     QUANTIZED,
+    SCALE_BYTES,
     Activation,
     Flag,
     Kernels,
@@ -43,9 +45,10 @@ SHAPES = [
     (HIDDEN, INSIDE),
 ]  # q/k/v, out, gate, up, down
 BLOCKS = ("q8_0", "q4_1", "q5_0", "q5_1", "q4_k", "q5_k", "q6_k", "iq4_nl", "mxfp4")
-TYPES = {"bfloat16": Type.BF16, "float16": Type.F16, **QUANTIZED, **{name: BLOCK_TYPES[name] for name in BLOCKS}}
+PLAIN = {"bfloat16": Type.BF16, "float16": Type.F16, **QUANTIZED}
+TYPES = {**PLAIN, **{name: BLOCK_TYPES[name] for name in (*BLOCKS, "fp8")}}
 ROWS = (1, 2, 5, 8, 16)
-FINITE = 0x3B  # a mask of bytes: any two of them are a float16 from 0 to 1
+FINITE = 0x3B  # a mask of bytes: any two of them are a float16 from 0 to 1, any four a positive float32 below 1
 
 
 @dataclass(frozen=True)
@@ -97,9 +100,9 @@ def rows_of(name: str, matrices: list[Tensor]) -> list[Tensor]:
     """Return matrices in the form that a type is packed from; blocks are random."""
     if name == "float16":
         return [matrix.half() for matrix in matrices]
-    if name not in BLOCKS:
+    if name not in (*BLOCKS, "fp8"):
         return matrices
-    weights, size = BLOCK_SIZES[TYPES[name]]
+    weights, size = (FP8_BLOCK, FP8_BLOCK + SCALE_BYTES) if name == "fp8" else BLOCK_SIZES[TYPES[name]]
     shapes = [(len(matrix), matrix.shape[1] // weights * size) for matrix in matrices]
     return [torch.randint(256, shape, dtype=torch.uint8).bitwise_and_(FINITE) for shape in shapes]
 

@@ -1,5 +1,6 @@
-// Reads GGUF's blocks and packs them as groups (groups.h). A block holds its scales, the upper bits of its integers, and their low bits,
-// in this order unless a comment says otherwise.
+// Reads blocks and packs them as groups (groups.h). A block holds its scales, the upper bits of its integers, and their low bits, in this
+// order unless a comment says otherwise. All but those of SP_ZERO4 and SP_ZERO8 are GGUF's; these two have a float16 scale, a zero of 8 bits,
+// and integers as in Q4_0, or one in each byte.
 #pragma once
 #include "groups.h"
 
@@ -18,6 +19,8 @@ constexpr int64_t block_bytes(int type) {
     case SP_Q5_K: return 176;
     case SP_Q6_K: return 210;
     case SP_MXFP4: return 17;
+    case SP_ZERO4: return 19;
+    case SP_ZERO8: return 35;
   }
   return 0;
 }
@@ -89,6 +92,23 @@ static inline __attribute__((always_inline)) void read_block(int type, const uin
       return;
     case SP_Q6_K: return read_six_bits(block, g, group);
     case SP_MXFP4: group.scale = block[0]; return read_halves(block + 1, group.q);
+    case SP_ZERO4: group.zero = block[2]; return read_halves(block + 3, group.q);
+    case SP_ZERO8: group.zero = block[2], memcpy(group.q, block + 3, GROUP); return;
+  }
+}
+
+// Rows of int8 after a float32 scale of the row.
+static void pack_int8_rows(const void *rows, int64_t n, int64_t k, int64_t panel, char *packed) {
+  const GroupLayout at(SP_INT8, k);
+  memset(packed, 0, at.bytes);
+  for (int64_t i = 0; i < WIDTH && panel * WIDTH + i < n; i++) {
+    const uint8_t *row = (const uint8_t *)rows + (panel * WIDTH + i) * (k + 4);
+    memcpy((float *)(packed + at.scales) + i, row, 4);
+    for (int64_t g = 0; g < at.groups; g++) {
+      Group group;
+      for (int64_t j = 0; j < GROUP; j++) group.q[j] = g * GROUP + j < k ? row[4 + g * GROUP + j] ^ 128 : 128;  // int8 + 128
+      put_group(at, packed, g, i, group);
+    }
   }
 }
 
@@ -119,6 +139,8 @@ static void pack_any_blocks(int type, const void *blocks, int64_t n, int64_t k, 
     case SP_Q6_K: return pack_blocks<SP_Q6_K>(blocks, n, k, panel, packed);
     case SP_IQ4_NL: return pack_blocks<SP_IQ4_NL>(blocks, n, k, panel, packed);
     case SP_MXFP4: return pack_blocks<SP_MXFP4>(blocks, n, k, panel, packed);
+    case SP_ZERO4: return pack_blocks<SP_ZERO4>(blocks, n, k, panel, packed);
+    case SP_ZERO8: return pack_blocks<SP_ZERO8>(blocks, n, k, panel, packed);
   }
 }
 

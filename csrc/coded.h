@@ -132,12 +132,12 @@ static void sum_coded(const char *panel, const Tile &tile, int64_t k, float *sum
   put_acc<ROWS>(acc, sums);
 }
 
-// The same for a panel that sum_coded has decoded, with all steps in one piece.
+// The same for a panel that sum_coded has decoded into the tile's room, with all steps in one piece.
 template <int ROWS>
-static void sum_decoded(const char *panel, const Tile &tile, int64_t k, float *sums) {
+static void sum_decoded(const char *, const Tile &tile, int64_t k, float *sums) {
   Vec acc[ROWS][VECS];
   clear<ROWS>(acc);
-  add_bf16<ROWS>(panel, steps_of(SP_BF16, k).in_order(), tile.dwords, k, acc);
+  add_bf16<ROWS>(tile.room, steps_of(SP_BF16, k).in_order(), tile.dwords, k, acc);
   put_acc<ROWS>(acc, sums);
 }
 

@@ -1,6 +1,7 @@
 // How weights in groups of 32 small integers, such as GGUF's blocks, are packed into panels (linear.h). Packing changes no number.
 //
-//   weight     scale * (q - OFFSET), scale * q + minimum, or scale * table[q]; q is an unsigned integer of 4, 5, 6 or 8 bits
+//   weight     scale * (q - OFFSET), scale * (q - zero), scale * q + minimum, or scale * table[q]; q is an unsigned integer of 4, 5, 6 or
+//              8 bits
 //   panel      [integers: the low 4 bits of each, or all 8][the upper 1 or 2 bits of 5 or 6][scales]; each part begins at a cache line
 //
 // A group has dwords for each output, as a step has. Below, k counts the weights of a group from 0, and b the bytes of a dword:
@@ -14,7 +15,7 @@
 //
 // Weights after the last input are 0. Results of outputs after the last one are dropped.
 #pragma once
-#include "linear.h"
+#include "fp8.h"
 
 namespace SP_NAMESPACE {
 
@@ -25,6 +26,7 @@ enum ScaleKind {
   ROW_SCALE,      // once in a panel: [WIDTH] float32
   HALF_SCALE,     // a group: [WIDTH] float16
   HALF_MINIMUM,   // a group: [WIDTH] float16, then [WIDTH] float16 minima
+  HALF_ZERO,      // a group: [WIDTH] float16, then [WIDTH] uint8 zeros
   POWER_SCALE,    // a group: [WIDTH] exponents; scale = 2^(exponent - 128)
   SUPER_MINIMUM,  // SUPER weights: [3][WIDTH] dwords, then [2][WIDTH] float16, the factors of scales and of minima. A scale or minimum has
                   // 6 bits. Groups 2 p and 2 p + 1 have 24, from the lowest on: scale, minimum, scale, minimum. They are bytes 0 to 2 of
@@ -54,11 +56,13 @@ struct Form {
   constexpr int steps() const { return in_bytes() ? 8 : 4; }
   constexpr int high_steps() const { return in_bytes() ? 0 : stored_bits - 4; }
   constexpr bool has_minimum() const { return scales == HALF_MINIMUM || scales == SUPER_MINIMUM; }
+  constexpr bool has_zero() const { return scales == HALF_ZERO; }
+  constexpr bool has_sums() const { return has_minimum() || has_zero(); }  // whether the sums of x are multiplied by scales of the weights
   constexpr bool has_table() const { return table; }
   constexpr bool is_halved() const { return scales == SUPER_SIGNED; }  // a group has two scales
 };
 
-constexpr bool is_grouped(int type) { return type >= SP_INT8; }
+constexpr bool is_grouped(int type) { return type >= SP_INT8 && type != SP_FP8; }
 
 constexpr Form form_of(int type) {
   switch (type) {
@@ -73,6 +77,8 @@ constexpr Form form_of(int type) {
     case SP_Q6_K: return {6, 6, 32, SUPER_SIGNED, nullptr};
     case SP_IQ4_NL: return {8, 4, 128, HALF_SCALE, &NORMAL_VALUES};
     case SP_MXFP4: return {5, 4, 12, POWER_SCALE, &FLOAT_VALUES};
+    case SP_ZERO4: return {4, 4, 0, HALF_ZERO, nullptr};
+    case SP_ZERO8: return {8, 8, 0, HALF_ZERO, nullptr};
   }
   return {0, 0, 0, ROW_SCALE, nullptr};
 }
@@ -86,6 +92,7 @@ static inline int64_t scale_bytes(ScaleKind kind, int64_t groups) {
     case ROW_SCALE: return WIDTH * 4;
     case HALF_SCALE: return groups * WIDTH * 2;
     case HALF_MINIMUM: return groups * WIDTH * 4;
+    case HALF_ZERO: return groups * WIDTH * 3;
     case POWER_SCALE: return groups * WIDTH;
     case SUPER_MINIMUM: return supers * WIDTH * 16;
     case SUPER_SIGNED: return supers * WIDTH * 18;
@@ -112,17 +119,24 @@ struct GroupLayout {
   }
 };
 
-static inline int64_t bytes_of_panel(int type, int64_t k) { return is_grouped(type) ? GroupLayout(type, k).bytes : panel_bytes(type, k); }
+static inline int64_t bytes_of_panel(int type, int64_t k) {
+  if (type == SP_FP8) return Fp8Layout(k).bytes;
+  return is_grouped(type) ? GroupLayout(type, k).bytes : panel_bytes(type, k);
+}
 
 // A group of one output: its integers, and the numbers that its scales are computed from.
 struct Group {
   uint8_t q[GROUP];         // as they are stored
   uint16_t scale, minimum;  // float16; POWER_SCALE: an exponent; SUPER_...: the factors of `parts`
+  uint8_t zero;             // HALF_ZERO
   int8_t parts[2];          // SUPER_MINIMUM: scale and minimum; SUPER_SIGNED: the scales of both halves
 };
 
-// Places in the packed scales: float16 number g of output i; and the scales of the SUPER weights that hold group g.
+// Places in the packed scales of output i: float16 number g; of HALF_ZERO, the scale and the zero of group g; and the scales of the SUPER
+// weights that hold group g.
 static inline char *halves_at(char *scales, int64_t g, int64_t i) { return scales + (g * WIDTH + i) * 2; }
+static inline char *scale_before_zeros(char *scales, int64_t g, int64_t i) { return scales + g * 3 * WIDTH + i * 2; }
+static inline char *zero_at(char *scales, int64_t g, int64_t i) { return scales + (g * 3 + 2) * WIDTH + i; }
 static inline char *super_at(char *scales, int64_t g, int64_t size) { return scales + g / GROUPS_OF_SUPER * WIDTH * size; }
 
 static inline void put_minimum_parts(uint32_t *words, int64_t g, int64_t i, uint32_t scale, uint32_t minimum) {
@@ -148,6 +162,7 @@ static inline void put_scales(ScaleKind kind, char *scales, int64_t g, int64_t i
     case HALF_MINIMUM:
       memcpy(halves_at(scales, 2 * g, i), &group.scale, 2), memcpy(halves_at(scales, 2 * g + 1, i), &group.minimum, 2);
       return;
+    case HALF_ZERO: memcpy(scale_before_zeros(scales, g, i), &group.scale, 2), *zero_at(scales, g, i) = (char)group.zero; return;
     case POWER_SCALE: scales[g * WIDTH + i] = (char)group.scale; return;
     case SUPER_MINIMUM: {
       char *own = super_at(scales, g, 16);
@@ -171,6 +186,7 @@ static inline void get_scales(ScaleKind kind, const char *packed, int64_t g, int
     case HALF_MINIMUM:
       memcpy(&group.scale, halves_at(scales, 2 * g, i), 2), memcpy(&group.minimum, halves_at(scales, 2 * g + 1, i), 2);
       return;
+    case HALF_ZERO: memcpy(&group.scale, scale_before_zeros(scales, g, i), 2), group.zero = (uint8_t)*zero_at(scales, g, i); return;
     case POWER_SCALE: group.scale = (uint8_t)scales[g * WIDTH + i]; return;
     case SUPER_MINIMUM: {
       char *own = super_at(scales, g, 16);
@@ -237,6 +253,7 @@ static void decode_group(const Form &form, const Group &group, float row_scale, 
       case ROW_SCALE: out[j] = row_scale * value; break;
       case HALF_SCALE: out[j] = factor * value; break;
       case HALF_MINIMUM: out[j] = factor * value + read_f16(group.minimum); break;
+      case HALF_ZERO: out[j] = factor * (value - (float)group.zero); break;
       case POWER_SCALE: out[j] = power_scale(group.scale) * value; break;
       case SUPER_MINIMUM:
         out[j] = factor * (float)group.parts[0] * value - read_f16(group.minimum) * (float)group.parts[1];

@@ -3,12 +3,14 @@
 //
 //   x = scale_x * v, |v| < 128      y = sum over groups of scale_x * (scale_w * (sum of q v - OFFSET * sum of v) + minimum_w * sum of v)
 //
-// Products of integers are summed exactly in int32. Groups are added in order, in float32.
+// Products of integers are summed exactly in int32. Groups are added in order, in float32. A zero takes the place of OFFSET. Its product with
+// the sum of v is subtracted in float32, exactly too: all are whole numbers below 2^24. So a zero that equals a type's OFFSET gives the bits
+// of that type.
 //
 //   tile     [k / 4][rows] dwords of int8
 //   scales   [groups][rows] float32: scale_x
-//   offsets  [groups][1 or 2 halves][rows], for weights without minima: int32, -OFFSET * sum of v, to which the products are added
-//                                           for weights with minima: float32, sum of v
+//   offsets  [groups][1 or 2 halves][rows], for weights with minima or zeros: float32, sum of v
+//                                           for others: int32, -OFFSET * sum of v, to which the products are added
 #pragma once
 #include "groups.h"
 
@@ -41,20 +43,26 @@ static inline float round_group(const float *x, int8_t *values, float sums[2]) {
   return finite ? is_zero ? 0.0f : most / 127.0f : NAN;
 }
 
-// Round groups begin .. end - 1 of a row. Its scales and offsets are `stride` apart, because a tile's rows are interleaved.
-static void round_to_int8(int type, const float *x, int64_t k, int64_t begin, int64_t end, int8_t *values, float *scales, int32_t *offsets,
-                          int64_t stride) {
+// Group g of a row, from `x` where it is one there, else copied to `part`: its inputs are in another order, or its last ones are missing.
+static inline const float *group_of(const float *x, const int32_t *order, int64_t k, int64_t g, float part[GROUP]) {
+  const int64_t first = g * GROUP, some = k - first < GROUP ? k - first : GROUP;
+  if (!order && some == GROUP) return x + first;
+  for (int64_t j = 0; j < GROUP; j++) part[j] = j < some ? x[order ? order[first + j] : first + j] : 0.0f;
+  return part;
+}
+
+// Round groups begin .. end - 1 of a row. Its scales and offsets are `stride` apart, because a tile's rows are interleaved. order: see SpOp.
+static void round_to_int8(int type, const float *x, const int32_t *order, int64_t k, int64_t begin, int64_t end, int8_t *values, float *scales,
+                          int32_t *offsets, int64_t stride) {
   const Form form = form_of(type);
   const int64_t halves = form.is_halved() ? 2 : 1;
   for (int64_t g = begin; g < end; g++) {
-    const int64_t first = g * GROUP;
-    float part[GROUP] = {0}, sums[2];
-    if (k - first < GROUP) memcpy(part, x + first, (k - first) * sizeof(float));
-    scales[g * stride] = round_group(k - first < GROUP ? part : x + first, values + first, sums);
+    float part[GROUP], sums[2];
+    scales[g * stride] = round_group(group_of(x, order, k, g, part), values + g * GROUP, sums);
     if (!form.is_halved()) sums[0] += sums[1];
     for (int64_t half = 0; half < halves; half++) {
       int32_t *offset = offsets + (g * halves + half) * stride;
-      if (form.has_minimum())
+      if (form.has_sums())
         memcpy(offset, &sums[half], 4);
       else
         *offset = -form.offset * (int32_t)sums[half];
@@ -156,7 +164,7 @@ struct Scales {
 
   explicit Scales(const char *first) : at(first) {}
 
-  // The scales of the next group; and its minima, or the scales of its second half.
+  // The scales of the next group; and its minima, its negative zeros, or the scales of its second half.
   inline __attribute__((always_inline)) void next(Vec scale[VECS], Vec second[VECS]) {
     if (KIND == SUPER_MINIMUM || KIND == SUPER_SIGNED) {
       if (group % GROUPS_OF_SUPER == 0) begin_super();
@@ -165,6 +173,7 @@ struct Scales {
     group++;
     if (KIND == HALF_SCALE) at += WIDTH * 2;
     if (KIND == HALF_MINIMUM) at += WIDTH * 4;
+    if (KIND == HALF_ZERO) at += WIDTH * 3;
     if (KIND == POWER_SCALE) at += WIDTH;
     if (KIND == SUPER_MINIMUM && group % GROUPS_OF_SUPER == 0) at += WIDTH * 16;
     if (KIND == SUPER_SIGNED && group % GROUPS_OF_SUPER == 0) at += WIDTH * 18;
@@ -181,11 +190,12 @@ struct Scales {
   }
 
   inline __attribute__((always_inline)) void next_of(int v, Vec &scale, Vec &second) {
-    if (KIND == HALF_SCALE || KIND == HALF_MINIMUM) {
+    if (KIND == HALF_SCALE || KIND == HALF_MINIMUM || KIND == HALF_ZERO) {
       const uint16_t *own = (const uint16_t *)at + v * LANES;
       prefetch(at + AHEAD / 8 + v * LANES * 2);
       scale = load_f16(own);
       if (KIND == HALF_MINIMUM) second = load_f16(own + WIDTH);
+      if (KIND == HALF_ZERO) second = sub(zero(), to_floats(load_unsigned((const uint8_t *)at + 2 * WIDTH + v * LANES)));
     } else if (KIND == POWER_SCALE) {
       const Ints exponent = load_unsigned((const uint8_t *)at + v * LANES), half = shift_right<1>(exponent), bias = splat_ints(63);
       const Vec first = as_floats(shift_left<23>(add_ints(half, bias)));
@@ -210,27 +220,28 @@ struct Scales {
   }
 };
 
-// total += scale_x * (scale * sum + minimum * sum of x), for each row and output; scale NULL = 1, minimum NULL = 0
+// total += scale_x * (scale * (sum + shift * sum of x) + minimum * sum of x), for each row and output; scale NULL = 1, others NULL = 0
 template <int ROWS>
 static inline __attribute__((always_inline)) void add_scaled(const Ints sums[ROWS][VECS], const float *x_scales, const Vec *scale,
-                                                             const int32_t *x_sums, const Vec *minimum, Vec total[ROWS][VECS]) {
+                                                             const int32_t *x_sums, const Vec *shift, const Vec *minimum, Vec total[ROWS][VECS]) {
   for (int r = 0; r < ROWS; r++)
     for (int v = 0; v < VECS; v++) {
       Vec sum = to_floats(sums[r][v]);
+      if (shift) sum = fma(as_floats(splat_ints(x_sums[r])), shift[v], sum);
       if (scale) sum = mul(sum, scale[v]);
       if (minimum) sum = fma(as_floats(splat_ints(x_sums[r])), minimum[v], sum);
       total[r][v] = fma(sum, splat(x_scales[r]), total[r][v]);
     }
 }
 
-// Add a group's products to the totals. second: its minima, or the scales of its second half.
+// Add a group's products to the totals. second: its minima, its negative zeros, or the scales of its second half.
 template <int TYPE, int ROWS>
 static inline __attribute__((always_inline)) void add_group(const GroupAt &group, const Tile &tile, const Vec scale[VECS], const Vec second[VECS],
                                                             Vec total[ROWS][VECS]) {
   constexpr Form FORM = form_of(TYPE);
   const auto each = [&](Ints sums[ROWS][VECS], const int32_t *first, auto work) __attribute__((always_inline)) {
     for (int r = 0; r < ROWS; r++)
-      for (int v = 0; v < VECS; v++) sums[r][v] = work(sums[r][v], splat_ints(FORM.has_minimum() ? 0 : first[r]));
+      for (int v = 0; v < VECS; v++) sums[r][v] = work(sums[r][v], splat_ints(FORM.has_sums() ? 0 : first[r]));
   };
   const auto begin = [](Ints, Ints first) __attribute__((always_inline)) { return begin_sum<FORM.bits>(first); };
   const auto end = [](Ints sum, Ints first) __attribute__((always_inline)) { return end_sum<FORM.bits>(sum, first); };
@@ -239,15 +250,16 @@ static inline __attribute__((always_inline)) void add_group(const GroupAt &group
   if (FORM.is_halved()) {  // one half after the other: the sums of both would not fit in the registers
     add_halves<TYPE, ROWS, 0, 0>(group, sums);
     each(sums, tile.offsets, end);
-    add_scaled<ROWS>(sums, tile.scales, scale, nullptr, nullptr, total);
+    add_scaled<ROWS>(sums, tile.scales, scale, nullptr, nullptr, nullptr, total);
     each(sums, tile.offsets + ROWS, begin);
     add_halves<TYPE, ROWS, 1, 1>(group, sums);
     each(sums, tile.offsets + ROWS, end);
-    return add_scaled<ROWS>(sums, tile.scales, second, nullptr, nullptr, total);
+    return add_scaled<ROWS>(sums, tile.scales, second, nullptr, nullptr, nullptr, total);
   }
   add_halves<TYPE, ROWS, 0, 1>(group, sums);
   each(sums, tile.offsets, end);
-  add_scaled<ROWS>(sums, tile.scales, FORM.scales == ROW_SCALE ? nullptr : scale, tile.offsets, FORM.has_minimum() ? second : nullptr, total);
+  add_scaled<ROWS>(sums, tile.scales, FORM.scales == ROW_SCALE ? nullptr : scale, tile.offsets, FORM.has_zero() ? second : nullptr,
+                   FORM.has_minimum() ? second : nullptr, total);
 }
 
 // sums[ROWS][WIDTH] of one panel and a tile, over k inputs.

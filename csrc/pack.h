@@ -31,7 +31,11 @@ static void round_to_rows(int source, const void *weight, int64_t n, int64_t k, 
 static int64_t packed_bytes(int type, int64_t n, int64_t k) { return panels_of(n) * bytes_of_panel(type, k); }
 
 static void pack_any(int type, int source, const void *weight, int64_t n, int64_t k, int64_t panel, char *packed) {
-  if (is_grouped(source))
+  if (type == SP_FP8)
+    pack_fp8(weight, n, k, panel, packed);
+  else if (source == SP_INT8)
+    pack_int8_rows(weight, n, k, panel, packed);
+  else if (is_grouped(source))
     pack_any_blocks(type, weight, n, k, panel, packed);
   else if (type == SP_INT8)
     round_to_rows(source, weight, n, k, panel, packed);

@@ -3,6 +3,7 @@
 //
 //   scale * q               q from -2^(bits - 1) to 2^(bits - 1) - 1, of 8 bits from -127    Q4_0, Q5_0, Q6_K, Q8_0
 //   scale * q - minimum     q from 0 to 2^bits - 1                                           Q4_K, Q5_K, Q5_1
+//   scale * (q - zero)      q and zero from 0 to 15, and a scale that is a bfloat16 too      ZERO4
 //
 // The sum of (weight - rounded weight)^2 over a group is minimised. For given integers, scale and minimum are a linear least squares problem;
 // for given scale and minimum, the nearest integers are best. So several grids are tried, each is solved, and the best one is improved by
@@ -185,6 +186,40 @@ static void round_small(const float *weights, int64_t some, uint8_t *blocks) {
   }
 }
 
+// The nearest numbers that float16 and bfloat16 both hold, in float16.
+static inline Eight to_short_halves(Eight x, uint16_t *stored) {
+  for (int i = 0; i < EIGHT; i++) {
+    uint32_t bits;
+    const float wide = x[i];
+    memcpy(&bits, &wide, 4);
+    x[i] = from_bits((bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000);
+  }
+  return to_halves(x, stored);
+}
+
+// Round eight groups to blocks of ZERO4, and store the first `some` of them.
+static void round_with_zeros(const float *weights, int64_t some, uint8_t *blocks) {
+  const Columns<GROUP> of = read_columns<GROUP>(weights);
+  const Grid fitted = best_grid(of, 15.0f);
+  const Eight nearest = whole(ratio(fitted.minimum, fitted.scale), 0.0f, 15.0f);
+  Grid best = {Eight{}, Eight{}, all_of(INFINITY)};  // minimum: the zero point
+  for (int step = -1; step <= 1; step++) {
+    const Eight zero = whole(nearest + (float)step, 0.0f, 15.0f);
+    const Sums sums = add_up(of, zero * fitted.scale, ratio(all_of(1.0f), fitted.scale), 0.0f, 15.0f);
+    const Eight product = sums.qx - zero * sums.x, scale = ratio(product, sums.qq - zero * (2.0f * sums.q - (float)GROUP * zero));
+    take_better(best, {scale, zero, -scale * product});
+  }
+  uint16_t scales[EIGHT];
+  uint8_t q[SUPER];
+  const Eight zeros = best.minimum;
+  best.scale = to_short_halves(best.scale, scales), best.minimum = best.scale * zeros;
+  choose(of, best, 0.0f, 15.0f, 0, q);
+  for (int64_t i = 0; i < some; i++, blocks += block_bytes(SP_ZERO4)) {
+    memcpy(blocks, scales + i, 2), blocks[2] = (uint8_t)zeros[i];
+    write_halves(q + i * GROUP, q + i * GROUP + 16, 16, blocks + 3);
+  }
+}
+
 // Round scales and minima to integers of 6 bits. Both are stored in the block, as factors and integers; see read_minimum_scales.
 static Grid store_minimum_scales(const Columns<GROUP> &of, const Grid &fitted, float highest, uint8_t *block) {
   const uint16_t stored[2] = {to_f16(extreme_of(fitted.scale) / 63.0f), to_f16(extreme_of(fitted.minimum) / 63.0f)};
@@ -259,6 +294,7 @@ static void round_super(int type, const float *weights, int64_t groups, uint8_t 
     case SP_Q4_K: return round_with_minima<SP_Q4_K>(weights, blocks);
     case SP_Q5_K: return round_with_minima<SP_Q5_K>(weights, blocks);
     case SP_Q6_K: return round_six_bits(weights, blocks);
+    case SP_ZERO4: return round_with_zeros(weights, groups, blocks);
   }
 }
 

@@ -147,6 +147,7 @@ static void read_packed_row(const SpOp &op, int64_t token, float *out) {
   } else {
     panel = (const char *)op.weight + token / WIDTH * bytes_of_panel(type, width);
   }
+  if (type == SP_FP8) return read_fp8_row(panel, i, width, out);
   if (is_grouped(type)) return decode_row(type, panel, i, width, out);
   const Steps steps = steps_of(type, width);
   for (int64_t j = 0; j < width; j++) {

@@ -69,6 +69,7 @@ static inline Ints high_halves(Ints a) { return low_halves(_mm512_srli_epi16(a, 
 static inline void store_ints(void *p, Ints a) { _mm512_storeu_si512(p, a); }
 static inline Ints bits_and(Ints a, Ints b) { return _mm512_and_si512(a, b); }
 static inline Ints bits_or(Ints a, Ints b) { return _mm512_or_si512(a, b); }
+static inline Ints bits_xor(Ints a, Ints b) { return _mm512_xor_si512(a, b); }
 static inline Ints add_ints(Ints a, Ints b) { return _mm512_add_epi32(a, b); }
 static inline Ints sub_ints(Ints a, Ints b) { return _mm512_sub_epi32(a, b); }
 template <int N> static inline Ints shift_left(Ints a) { return _mm512_slli_epi32(a, N); }
@@ -80,7 +81,8 @@ static inline Vec load_f16(const uint16_t *p) { return _mm512_cvtph_ps(_mm256_lo
 static inline void store_bytes(int8_t *p, Vec a) {  // a: whole numbers from -128 to 127
   _mm_storeu_si128((__m128i *)p, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(a)));
 }
-// For decoding bytes: a table repeated in each 16 bytes; its bytes at the places `index` < 16; and the bytes of a and b in turn, from the
+// For decoding bytes: a table repeated in each 16 bytes; its bytes at the places of `index`'s lower
+// halves, 0 from index 128 on; and the bytes of a and b in turn, from the
 // first or the second half of each 16 bytes.
 static inline Ints load_table(const uint8_t *p) { return _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)p)); }
 static inline Ints look_up(Ints table, Ints index) { return _mm512_shuffle_epi8(table, index); }
@@ -204,6 +206,7 @@ static inline Ints high_halves(Ints a) { return low_halves(_mm256_srli_epi16(a, 
 static inline void store_ints(void *p, Ints a) { _mm256_storeu_si256((__m256i *)p, a); }
 static inline Ints bits_and(Ints a, Ints b) { return _mm256_and_si256(a, b); }
 static inline Ints bits_or(Ints a, Ints b) { return _mm256_or_si256(a, b); }
+static inline Ints bits_xor(Ints a, Ints b) { return _mm256_xor_si256(a, b); }
 static inline Ints add_ints(Ints a, Ints b) { return _mm256_add_epi32(a, b); }
 static inline Ints sub_ints(Ints a, Ints b) { return _mm256_sub_epi32(a, b); }
 template <int N> static inline Ints shift_left(Ints a) { return _mm256_slli_epi32(a, N); }
@@ -305,6 +308,7 @@ static inline Ints high_halves(Ints a) { return {a.at >> 4 & 0x0f0f0f0fu}; }
 static inline void store_ints(void *p, Ints a) { memcpy(p, &a, sizeof a); }
 static inline Ints bits_and(Ints a, Ints b) { return {a.at & b.at}; }
 static inline Ints bits_or(Ints a, Ints b) { return {a.at | b.at}; }
+static inline Ints bits_xor(Ints a, Ints b) { return {a.at ^ b.at}; }
 static inline Ints add_ints(Ints a, Ints b) { return {a.at + b.at}; }
 static inline Ints sub_ints(Ints a, Ints b) { return {a.at - b.at}; }
 template <int N> static inline Ints shift_left(Ints a) { return {a.at << N}; }
@@ -325,7 +329,7 @@ static inline Ints load_table(const uint8_t *p) {
 static inline Ints look_up(Ints table, Ints index) {
   Bytes from, places, found;
   memcpy(from, &table, sizeof from), memcpy(places, &index, sizeof places);
-  for (int i = 0; i < LANES * 4; i++) found[i] = from[places[i]];
+  for (int i = 0; i < LANES * 4; i++) found[i] = places[i] & 0x80 ? (uint8_t)0 : from[places[i] & 15];
   return load_ints(found);
 }
 static inline Ints zip(Ints a, Ints b, int half) {

@@ -20,10 +20,11 @@ extern "C" {
 #endif
 #pragma GCC visibility push(default)
 
-/* From SP_INT8 on, weights are groups of integers (groups.h). From SP_Q8_0 on, the names are GGUF's; its blocks can be packed. */
+/* From SP_INT8 on, weights are groups of integers (groups.h), except for SP_FP8 (fp8.h). From SP_Q8_0 to SP_ZERO8, blocks can be packed
+ * (blocks.h); up to SP_MXFP4, the names are GGUF's. */
 enum SpType {
   SP_F32 = 0, SP_BF16 = 1, SP_F16 = 2, SP_BF12 = 3, SP_INT8 = 4, SP_Q8_0 = 5, SP_Q4_0 = 6, SP_Q4_1 = 7, SP_Q5_0 = 8, SP_Q5_1 = 9,
-  SP_Q4_K = 10, SP_Q5_K = 11, SP_Q6_K = 12, SP_IQ4_NL = 13, SP_MXFP4 = 14,
+  SP_Q4_K = 10, SP_Q5_K = 11, SP_Q6_K = 12, SP_IQ4_NL = 13, SP_MXFP4 = 14, SP_ZERO4 = 15, SP_ZERO8 = 16, SP_FP8 = 17,
 };
 
 enum SpCode {
@@ -81,6 +82,7 @@ typedef struct {
   int64_t stride;            /* from a row to the next, in numbers: SP_LINEAR: of `out`, 0 = n; SP_ROTATE and SP_ATTEND: of `in`,
                                 0 = (heads + 2 kv_heads) dim */
   int64_t used;              /* SP_ROUTE, SP_EXPERTS, SP_COMBINE: experts of each row */
+  const int32_t *order;      /* SP_LINEAR with weights in groups: the number of `in` that each of the k columns multiplies; or NULL: i for column i */
 } SpOp;
 
 /* One sequence of a pass: rows first .. first + rows - 1, after `start` positions in its cache. The first `chain` rows are
@@ -172,10 +174,13 @@ int sp_usable(int set);                      /* whether this processor has it */
 
 int64_t sp_packed_bytes(int set, int type, int64_t n, int64_t k);
 /* Pack weights [n, k] as `type`. `source`: SP_F32 or SP_BF16 for SP_F32, SP_BF16 and SP_INT8; SP_F16 for SP_F16; or the type
- * itself for rows of GGUF's blocks, the last of which may have weights after k. Every `step`-th panel from `packed` on is written: 2 for gate and
- * up, which are interleaved, else 1. Each panel has the same number of rows; the last is padded with zeros. Memory is 64-byte aligned. */
+ * itself for rows of blocks, the last of which may have weights after k; for rows of SP_INT8, a float32 scale and k bytes; and for rows of
+ * SP_FP8, a float32 scale and 128 bytes for each 128 inputs, fewer bytes for the last ones. Every `step`-th panel from `packed` on is
+ * written: 2 for gate and up, which are interleaved, else 1. Each panel has the same number of rows; the last is padded with zeros. Memory
+ * is 64-byte aligned. */
 void sp_pack(int set, int threads, int type, int source, const void *weight, int64_t n, int64_t k, int64_t step, void *packed);
-/* Round weights [n, k] to rows of GGUF's blocks of a type (rounding.h): SP_Q8_0, SP_Q4_0, SP_Q5_0, SP_Q5_1, SP_Q4_K, SP_Q5_K or SP_Q6_K.
+/* Round weights [n, k] to rows of blocks (rounding.h): SP_Q8_0, SP_Q4_0, SP_Q5_0, SP_Q5_1, SP_Q4_K,
+ * SP_Q5_K or SP_Q6_K, or of SP_ZERO4.
  * `source`: SP_F32, SP_BF16 or SP_F16. Weights are finite. If a row ends within a block, the rest of the block is 0. */
 void sp_round(int set, int threads, int type, int source, const void *weights, int64_t n, int64_t k, void *blocks);
 /* SP_BF12 is a form of packed SP_BF16 weights: the same numbers in 12 bits each, or plain if that does not fit (coded.h). It begins with

@@ -7,7 +7,7 @@ struct SpTile {
   const void *dwords;   // [dwords of a row][rows]
   const float *scales;  // for weights in groups: see integers.h
   const int32_t *offsets;
-  char *room;           // coded weights (coded.h): memory for the decoded panel if more tiles follow, else NULL
+  char *room;           // of coded and e4m3 weights (coded.h, fp8.h): memory of a panel that several tiles decode once, else NULL
 };
 
 // sums[rows][WIDTH] of one panel and a tile, over k inputs.

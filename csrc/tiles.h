@@ -1,7 +1,8 @@
 // Packs the rows of a linear layer into tiles, and runs the layer over them. A stage before the layer converts each row to the type
 // that its weights are multiplied by:
 //
-//   float32, float16, bfloat16   float32; a single row is read in place
+//   float32, float16, bfloat16,
+//   e4m3                         float32; a single row is read in place
 //   bfloat16 in pairs            bfloat16, if the processor multiplies pairs of them (linear.h)
 //   groups of integers           int8, with a scale for each 32 numbers (integers.h)
 #pragma once
@@ -25,7 +26,9 @@ static inline const SumTile *sums_of(int type) {
 }
 
 static inline bool is_bf16(const SpOp &op) { return op.type == SP_BF16 || op.type == SP_BF12; }
-static inline bool is_float(const SpOp &op) { return op.type == SP_F32 || op.type == SP_F16 || (is_bf16(op) && !ROUNDS); }
+static inline bool is_float(const SpOp &op) {
+  return op.type == SP_F32 || op.type == SP_F16 || op.type == SP_FP8 || (is_bf16(op) && !ROUNDS);
+}
 static inline bool is_packed(const SpOp &op, int64_t rows) { return !is_float(op) || rows > 1; }
 
 // The size of a packed row.
@@ -89,7 +92,8 @@ static void narrow_row(const SpOp &op, Tiles &x, const float *row, int64_t first
     for (int64_t i = 2 * begin; i < 2 * end; i++) rounded[i] = i < op.k ? to_bf16(row[i]) : 0;
   } else {
     float *scales = x.scales.items + first * scales_of(op) + r;
-    round_to_int8(op.type, row, op.k, begin * 4 / GROUP, end * 4 / GROUP, (int8_t *)to, scales, x.offsets.items + first * offsets_of(op) + r, some);
+    int32_t *offsets = x.offsets.items + first * offsets_of(op) + r;
+    round_to_int8(op.type, row, op.order, op.k, begin * 4 / GROUP, end * 4 / GROUP, (int8_t *)to, scales, offsets, some);
   }
 }
 
@@ -126,23 +130,31 @@ static inline int64_t linear_pieces(const SpOp &op, int64_t rows) { return panel
 struct Panel {
   const char *at;
   const SumTile *sums;
-  char *room;  // for its decoded steps, or NULL
+  char *room;            // for its decoded steps, or NULL
+  const SumTile *later;  // with a room: sums of the tiles after the first, which read it
 
-  // Sum a tile of rows. Of several tiles, the first decodes a coded panel for all.
+  // Sum a tile of rows. Of several tiles, the first decodes a panel for all.
   void sum(Tile tile, int64_t rows, int64_t k, float *out) {
     tile.room = room;
     sums[rows](at, tile, k, out);
-    if (room) *this = {room, SUM_DECODED, nullptr};
+    if (room) sums = later;
   }
 };
 
 // Panel `index` of a layer's weights, for a work item of some rows.
 static Panel panel_at(const SpOp &op, int64_t index, int64_t rows, List<char> &room) {
-  if (op.type != SP_BF12) return {(const char *)op.weight + index * bytes_of_panel(op.type, op.k), sums_of(op.type), nullptr};
-  const CodedPanel &coded = ((const CodedPanel *)op.weight)[index];
-  if (!coded.escapes) return {coded.at(coded.data), SUM_REALS<SP_BF16>, nullptr};
-  if (rows > MOST_ROWS) room.resize(decoded_bytes(op.k));
-  return {(const char *)&coded, SUM_CODED, rows > MOST_ROWS ? room.items : nullptr};
+  const auto room_of = [&](int64_t bytes) {
+    if (rows > MOST_ROWS) room.resize(bytes);
+    return rows > MOST_ROWS ? room.items : nullptr;
+  };
+  if (op.type == SP_BF12) {
+    const CodedPanel &coded = ((const CodedPanel *)op.weight)[index];
+    if (!coded.escapes) return {coded.at(coded.data), SUM_REALS<SP_BF16>, nullptr, nullptr};
+    return {(const char *)&coded, SUM_CODED, room_of(decoded_bytes(op.k)), SUM_DECODED};
+  }
+  const char *at = (const char *)op.weight + index * bytes_of_panel(op.type, op.k);
+  if (op.type == SP_FP8) return {at, SUM_FP8<false>, room_of(fp8_room(op.k)), SUM_FP8<true>};
+  return {at, sums_of(op.type), nullptr, nullptr};
 }
 
 // Multiply a panel (gate and up for a gated layer) by rows begin .. end - 1. tile_of(row, count): the tile of some of these rows.

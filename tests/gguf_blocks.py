@@ -1,11 +1,13 @@
-"""Matrices in the types of GGUF: random blocks, encoded weights, and their decoding by the `gguf` package.
+"""Matrices in blocks: random blocks, encoded weights, and their decoding by the `gguf` package.
 
-That package decodes every type here, and encodes all of them but Q4_K, Q5_K, Q6_K and IQ4_NL, whose encoders are below.
+That package decodes every type of GGUF here, and encodes all of them but Q4_K, Q5_K, Q6_K and IQ4_NL. Their encoders
+are below, and all of ZERO4 and ZERO8, which GGUF lacks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
@@ -22,7 +24,10 @@ SCALES = {  # the places of a block's float16 numbers; all other bytes may have 
     "Q5_K": [0, 2],
     "Q6_K": [208],
     "IQ4_NL": [0],
+    "ZERO4": [0],
+    "ZERO8": [0],
 }
+ZEROS = {"ZERO4": 4, "ZERO8": 8}  # bits of an integer; a block of 32 weights has a scale, a zero and the integers
 KINDS = (*FLOATS, *SCALES, "MXFP4")
 EXTREMES = np.array([0.0, -0.0, 6e-8, -6e-8, 3e-5, -5e-5, 65504.0, -65504.0])  # of float16, subnormal ones too
 MXFP4_EXPONENTS = 220  # larger ones make sums of products infinite, those from 253 on even weights
@@ -31,12 +36,12 @@ IQ4_LEVELS = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 
 
 def block_weights(kind: str) -> int:
     """Return the number of weights in a block."""
-    return GGML_QUANT_SIZES[GGMLQuantizationType[kind]][0]
+    return 32 if kind in ZEROS else GGML_QUANT_SIZES[GGMLQuantizationType[kind]][0]
 
 
 def block_bytes(kind: str) -> int:
     """Return the number of bytes of a block."""
-    return GGML_QUANT_SIZES[GGMLQuantizationType[kind]][1]
+    return 3 + 4 * ZEROS[kind] if kind in ZEROS else GGML_QUANT_SIZES[GGMLQuantizationType[kind]][1]
 
 
 def row_bytes(kind: str, k: int) -> int:
@@ -76,7 +81,16 @@ def _random_numbers(count: int, generator: np.random.Generator, extreme: float, 
 
 def decode(kind: str, blocks: np.ndarray) -> np.ndarray:
     """Return the weights [n, k] in float32 that blocks stand for."""
+    if kind in ZEROS:
+        return _decode_with_zeros(blocks.reshape(-1, block_bytes(kind))).reshape(len(blocks), -1)
     return gguf_quants.dequantize(np.ascontiguousarray(blocks), GGMLQuantizationType[kind])
+
+
+def _decode_with_zeros(blocks: np.ndarray) -> np.ndarray:
+    """Return the weights scale (q - zero) of blocks in a type of ZEROS."""
+    scales = np.ascontiguousarray(blocks[:, :2]).view(np.float16).astype(np.float32)
+    q = blocks[:, 3:] if blocks.shape[1] == 35 else np.concatenate([blocks[:, 3:] & 15, blocks[:, 3:] >> 4], axis=1)
+    return scales * (q.astype(np.float32) - blocks[:, 2:3].astype(np.float32))
 
 
 def encode(kind: str, weights: np.ndarray) -> np.ndarray:
@@ -162,9 +176,20 @@ def _encode_iq4_nl(weights: np.ndarray) -> np.ndarray:
     return np.concatenate([d, q[:, :16] | q[:, 16:] << 4], axis=1)
 
 
+def _encode_with_zeros(weights: np.ndarray, bits: int) -> np.ndarray:
+    most = 2**bits - 1
+    lows, highs = np.minimum(weights.min(axis=1), 0), np.maximum(weights.max(axis=1), 0)
+    d, d_value = _halves((highs - lows) / most)
+    zeros = np.rint(_ratio(-lows[:, None], d_value)).clip(0, most)
+    q = (np.rint(_ratio(weights, d_value)) + zeros).clip(0, most).astype(np.uint8)
+    return np.concatenate([d, zeros.astype(np.uint8), q if bits == 8 else q[:, :16] | q[:, 16:] << 4], axis=1)
+
+
 _ENCODERS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "Q4_K": _encode_q4_k,
     "Q5_K": _encode_q5_k,
     "Q6_K": _encode_q6_k,
     "IQ4_NL": _encode_iq4_nl,
+    "ZERO4": partial(_encode_with_zeros, bits=4),
+    "ZERO8": partial(_encode_with_zeros, bits=8),
 }

@@ -30,6 +30,7 @@ ATTRIBUTES = {
     "speculant.lengths": "build",
     "speculant.serving.tools": "Parser",
     "speculant.models.backends": "open_backend",
+    "speculant.models.weights.schemes": "read_scheme",
     "speculant.verification": "build",
 }
 

@@ -1,6 +1,7 @@
 """Blocks on every instruction set: decoded exactly, multiplied as documented, with the same bits in any batch.
 
-The truth is the `gguf` package's decoding and a product in float64. Rows of x are rounded to int8 per 32 numbers.
+The truth is the decoding of tests/gguf_blocks.py and a product in float64. Rows of x are rounded to int8, in
+groups of 32.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -34,7 +36,11 @@ from tests.gguf_blocks import SCALES, block_bytes, block_weights, decode, encode
 
 SETS = usable_sets()
 pytestmark = pytest.mark.skipif(not SETS, reason="the native kernels are not built")
-KINDS = [layout.upper() for layout in BLOCK_TYPES]
+OTHERS = {
+    "INT8",
+    "FP8",
+}  # rows that are no blocks of 32 integers: see test_native_packing.py and test_native_kernels.py
+KINDS = [layout.upper() for layout in BLOCK_TYPES if layout.upper() not in OTHERS]
 # Outputs, and groups of 32 inputs: one block, an odd number of groups, several superblocks, and enough for streams.
 SHAPES = [(1, 1), (47, 1), (50, 3), (97, 9), (200, 33), (70, 131)]
 ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 17, 25, 64, 127, 128, 129, 300)
@@ -134,13 +140,13 @@ def error(found: Tensor, expected: Tensor) -> float:
 def test_every_kind_has_a_type() -> None:
     expected = {*SCALES, "MXFP4"}
     assert {*KINDS} == expected
-    assert {type_.name for type_ in BLOCK_TYPES.values()} == expected
+    assert {type_.name for type_ in BLOCK_TYPES.values()} == expected | OTHERS
 
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("extreme", [0.0, 0.3])
 @pytest.mark.parametrize("kind", KINDS)
-def test_looked_up_rows_are_the_gguf_packages(
+def test_looked_up_rows_are_the_stored_numbers(
     kernels: Kernels, kind: str, shape: tuple[int, int], extreme: float
 ) -> None:
     blocks = blocks_of(kind, shape, extreme=extreme)
@@ -318,6 +324,53 @@ def test_streams_change_no_bit(kernels: Kernels, kind: str, monkeypatch: pytest.
     assert same(found[0][0], found[1][0])
     assert same(found[0][1], found[1][1])
     assert len(layouts[0]) != len(layouts[1]) or not torch.equal(*layouts)
+
+
+@pytest.mark.parametrize(("kind", "same_as", "zero"), [("ZERO4", "Q4_0", 8), ("ZERO8", "Q8_0", 128)])
+def test_a_zero_in_the_middle_changes_no_bit(
+    kernels: Kernels, kind: str, same_as: str, zero: int, shape: tuple[int, int]
+) -> None:
+    """Integers of Q8_0 are signed; those of ZERO8 are not."""
+    signed = blocks_of(same_as, shape, extreme=0.1)
+    own = signed.reshape(-1, block_bytes(same_as))
+    integers = own[:, 2:] ^ (128 if zero == 128 else 0)
+    blocks = np.concatenate([own[:, :2], np.full((len(own), 1), zero, np.uint8), integers], axis=1)
+    first, second = pack(kernels, same_as, signed), pack(kernels, kind, blocks.reshape(shape[0], -1))
+    x = random(21, inputs_of(kind, shape[1]))
+    x[3:5] = 0
+    assert same(run(kernels, first, x), run(kernels, second, x))
+
+
+@pytest.mark.parametrize("zero", [0, 255])
+@pytest.mark.parametrize("kind", ["ZERO4", "ZERO8"])
+def test_extreme_zeros_and_integers_are_summed_exactly(kernels: Kernels, kind: str, zero: int) -> None:
+    """All products have the largest size, so that a sum that saturates shows."""
+    blocks = np.full((50, 9, block_bytes(kind)), 255, np.uint8)
+    blocks[:, :, :2], blocks[:, :, 2] = np.array([1.0], np.float16).view(np.uint8), zero
+    blocks[::3, :, 3:] = 0
+    x = torch.ones(5, 9 * GROUP)
+    x[1], x[2, ::2], x[3, 1::3] = -1, -1, 0.5
+    weight = torch.from_numpy(decode(kind, blocks.reshape(50, -1))).double()
+    assert error(run(kernels, pack(kernels, kind, blocks.reshape(50, -1)), x), rounded(x) @ weight.T) < 1e-6
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("kind", [*KINDS, "INT8"])
+def test_columns_multiply_the_inputs_that_their_order_names(kernels: Kernels, kind: str, gated: bool) -> None:
+    """The results have the bits of rows whose numbers are sorted before; rows depend on themselves alone."""
+    if kind == "INT8":
+        weight = kernels.pack(Type.INT8, random(70, 1000, seed=1), random(70, 1000, seed=2) if gated else None)
+    else:
+        blocks = [blocks_of(kind, (70, 131), seed) for seed in ((1, 2) if gated else (1,))]
+        weight = pack(kernels, kind, *blocks)
+    order = torch.randperm(weight.k, generator=torch.Generator().manual_seed(0)).to(torch.int32)
+    flags, x = {"flags": Flag.GATED} if gated else {}, random(300, weight.k)
+    ordered, expected = replace(weight, order=order), run(kernels, weight, x[:, order.long()], **flags)
+    assert torch.equal(run(kernels, ordered, x, **flags), expected)
+    for first, rows in ((0, 1), (7, 2), (31, 5), (100, 9)):
+        part = slice(first, first + rows)
+        assert torch.equal(run(kernels, ordered, x[part], **flags), expected[part])
 
 
 def test_scales_whose_product_overflows_give_finite_results(kernels: Kernels) -> None:

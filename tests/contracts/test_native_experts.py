@@ -11,11 +11,11 @@ from torch import Tensor
 
 from speculant.kernels.native import Activation, Code, Flag, Kernels, Op, Pass, Type, Weight, open_kernels, usable_sets
 from speculant.models.native.ops import linear, make_op
-from tests import gguf_blocks
+from tests import fp8, gguf_blocks
 
 SETS = usable_sets()
 pytestmark = pytest.mark.skipif(not SETS, reason="the native kernels are not built")
-TYPES = [Type.F32, Type.F16, Type.BF16, Type.BF12, Type.INT8, Type.Q4_0, Type.Q6_K, Type.MXFP4]
+TYPES = [Type.F32, Type.F16, Type.BF16, Type.BF12, Type.INT8, Type.Q4_0, Type.Q6_K, Type.MXFP4, Type.FP8]
 COUNT, USED, HIDDEN, SIZE = 7, 3, 256, 100
 MOST_PAIRS = 300  # of one expert, more than a block
 BIT_BY_BIT = torch.int32
@@ -35,6 +35,8 @@ def matrices(isa: str, type_: Type, seed: int) -> tuple[Weight, ...]:
 
     def one() -> Tensor:
         plain = 0.1 * torch.randn(SIZE, HIDDEN)
+        if type_ == Type.FP8:
+            return fp8.encode(plain)
         if type_ > Type.Q4_0:
             return torch.from_numpy(gguf_blocks.encode(type_.name, plain.numpy()))
         return plain.half() if type_ == Type.F16 else plain.bfloat16() if type_ != Type.F32 else plain

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 
 import pytest
@@ -15,6 +16,7 @@ from speculant.errors import ConfigError
 from speculant.kernels import reference
 from speculant.kernels.native import Activation, Code, Flag, Kernels, Op, Pass, Type, open_kernels, usable_sets
 from speculant.models.native.ops import gating, linear
+from tests import fp8
 from tests.examples import examples
 
 SETS = usable_sets()
@@ -23,7 +25,8 @@ KERNELS = {(isa, threads): open_kernels(isa, threads) for isa in SETS for thread
 EXACT_TYPES = {
     Type.F32: torch.float32, Type.F16: torch.float16, Type.BF16: torch.bfloat16, Type.BF12: torch.bfloat16,
 }  # fmt: skip
-FLOAT_TYPES = (*EXACT_TYPES, Type.INT8, Type.Q8_0, Type.Q4_0, Type.Q5_0, Type.Q5_1)  # that floats can be packed as
+ROUNDED_TYPES = (Type.INT8, Type.Q8_0, Type.Q4_0, Type.Q5_0, Type.Q5_1)
+TYPES = (*EXACT_TYPES, Type.FP8, *ROUNDED_TYPES)
 SIZES = st.one_of(st.integers(1, 70), st.sampled_from([127, 128, 129, 513, 1030]))
 DEEP = 2101  # inputs: enough to lie in streams on every instruction set, some of them with padding
 DEPTHS = st.one_of(SIZES, st.integers(DEEP - 70, DEEP))
@@ -40,11 +43,23 @@ def random(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
     return scale * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
+def rows_of(type_: Type, weight: Tensor) -> Tensor:
+    """Return the rows that a matrix is packed from."""
+    if type_ == Type.FP8:
+        return fp8.encode(weight)
+    return weight.to(EXACT_TYPES[type_]) if type_ in EXACT_TYPES else weight
+
+
+def held(type_: Type, weight: Tensor) -> Tensor:
+    """Return the numbers of a matrix as a type holds them."""
+    return fp8.decode(rows_of(type_, weight), weight.shape[1]) if type_ == Type.FP8 else rows_of(type_, weight)
+
+
 def run_linear(
     kernels: Kernels, type_: Type, x: Tensor, weight: Tensor, bias: Tensor | None = None, added: Tensor | None = None
 ) -> Tensor:
     """Return x weight^T (+ bias) (+ added)."""
-    packed = kernels.pack(type_, weight.half() if type_ == Type.F16 else weight)
+    packed = kernels.pack(type_, rows_of(type_, weight))
     out = torch.empty(len(x), len(weight)) if added is None else added.clone()
     flags = Flag.NONE if added is None else Flag.ADD
     kernels.run((Op * 1)(linear(packed, x, out, bias, flags)), Pass(rows=len(x)))
@@ -62,24 +77,27 @@ def bound(x: Tensor, weight: Tensor) -> Tensor:
 
 
 @settings(max_examples=examples(25))
-@given(rows=st.integers(0, 40), n=SIZES, k=DEPTHS, exact=st.sampled_from(list(EXACT_TYPES)), seed=st.integers(0, 99))
+@given(
+    rows=st.integers(0, 40), n=SIZES, k=DEPTHS, exact=st.sampled_from([*EXACT_TYPES, Type.FP8]), seed=st.integers(0, 99)
+)
 @pytest.mark.parametrize("isa", SETS)
 def test_linear_is_the_reference(isa: str, rows: int, n: int, k: int, exact: Type, seed: int) -> None:
     kernels = KERNELS[isa, 2]
     assert kernels is not None
-    x, weight = random(rows, k, seed=seed), random(n, k, seed=seed + 1).to(EXACT_TYPES[exact])
+    x, given = random(rows, k, seed=seed), random(n, k, seed=seed + 1)
+    weight = held(exact, given)
     bias, added = random(n, seed=seed + 2), random(rows, n, seed=seed + 3)
     seen = multiplied(isa, exact, x)
     expected = torch.nn.functional.linear(seen.double(), weight.double())
     slack = bound(seen, weight)
-    assert bool(((run_linear(kernels, exact, x, weight) - expected).abs() <= slack).all())
-    both = run_linear(kernels, exact, x, weight, bias, added) - expected - bias - added
+    assert bool(((run_linear(kernels, exact, x, given) - expected).abs() <= slack).all())
+    both = run_linear(kernels, exact, x, given, bias, added) - expected - bias - added
     assert bool((both.abs() <= slack + 1e-5).all())
 
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("depth", [100, DEEP])
-@pytest.mark.parametrize("type_", FLOAT_TYPES)
+@pytest.mark.parametrize("type_", TYPES)
 def test_a_row_of_a_linear_layer_never_sees_its_neighbours(kernels: Kernels, type_: Type, depth: int) -> None:
     x, weight = random(300, depth), random(67, depth, seed=1)
     together = run_linear(kernels, type_, x, weight)
@@ -90,10 +108,10 @@ def test_a_row_of_a_linear_layer_never_sees_its_neighbours(kernels: Kernels, typ
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("type_", FLOAT_TYPES)
+@pytest.mark.parametrize("type_", TYPES)
 def test_a_gated_layer_is_its_two_halves(kernels: Kernels, type_: Type, biased: bool) -> None:
     x, gate, up = random(21, 40), random(50, 40, seed=1), random(50, 40, seed=2)
-    packed = kernels.pack(type_, *(half.half() if type_ == Type.F16 else half for half in (gate, up)))
+    packed = kernels.pack(type_, *(rows_of(type_, half) for half in (gate, up)))
     biases = random(2, 50, seed=3) if biased else None
     out = torch.empty(21, 50)
     kernels.run((Op * 1)(linear(packed, x, out, biases, Flag.GATED, activation=Activation.SILU)), Pass(rows=21))
@@ -135,7 +153,7 @@ def test_a_gate_writes_the_rows_of_its_pass_alone(kernels: Kernels) -> None:
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 3e38, 1e-40, 0.0])
-@pytest.mark.parametrize("type_", FLOAT_TYPES)
+@pytest.mark.parametrize("type_", TYPES)
 def test_a_nan_stays_in_its_row(kernels: Kernels, type_: Type, value: float) -> None:
     x, weight = random(9, 33), random(20, 33, seed=1)
     clean = run_linear(kernels, type_, x, weight)
@@ -171,6 +189,33 @@ def test_a_quantised_layer_is_exact_on_its_levels(
     assert bool((difference.abs() <= 2e-7 * (x.abs() @ weight.abs().T)).all())
 
 
+def test_streams_of_e4m3_change_no_bit(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Deep panels lie in one stream or in several; see sp_group_streams."""
+    x, weight, found, sizes = random(9, DEEP), random(67, DEEP, seed=1), [], []
+    streams = ctypes.c_int64.in_dll(kernels.library, "sp_group_streams")
+    for number in (1, 8):
+        monkeypatch.setattr(streams, "value", number)
+        found.append(run_linear(kernels, Type.FP8, x, weight))
+        sizes.append(kernels.packed_bytes(Type.FP8, 67, DEEP))
+    assert torch.equal(*found)
+    assert sizes[0] < sizes[1]
+
+
+def test_every_e4m3_number_is_multiplied_exactly(kernels: Kernels) -> None:
+    """Each number alone in a row, subnormal ones and both zeros too; the two NaN are never packed."""
+    numbers = torch.arange(256, dtype=torch.uint8)
+    numbers = numbers[(numbers & 0x7F) != 0x7F].view(torch.float8_e4m3fn)
+    k, scale = 131, 0.375
+    for place in (0, 1, 2, 3, 127, 128, 130):
+        matrix = torch.zeros(len(numbers), k, dtype=torch.float8_e4m3fn)
+        matrix[:, place] = numbers
+        packed = kernels.pack(Type.FP8, fp8.join(matrix, torch.full((len(numbers), 2), scale)))
+        for rows in (1, 2, 5):
+            x, out = torch.full((rows, k), 0.5), torch.empty(rows, len(numbers))
+            kernels.run((Op * 1)(linear(packed, x, out)), Pass(rows=rows))
+            assert torch.equal(out, (0.5 * scale * numbers.float()).expand(rows, -1)), (place, rows)
+
+
 @settings(max_examples=examples(20))
 @given(rows=st.integers(0, 30), n=SIZES, scale=st.sampled_from([1e-20, 1.0, 1e15]))
 @pytest.mark.parametrize("isa", SETS)
@@ -186,14 +231,14 @@ def test_norm_is_the_reference(isa: str, rows: int, n: int, scale: float) -> Non
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("width", [37, DEEP])
-@pytest.mark.parametrize("type_", list(EXACT_TYPES))
+@pytest.mark.parametrize("type_", [*EXACT_TYPES, Type.FP8])
 def test_tokens_are_looked_up(kernels: Kernels, type_: Type, width: int) -> None:
-    table = random(101, width).to(EXACT_TYPES[type_])
+    table = random(101, width)
     tokens = torch.tensor([0, 100, 31, 32, 33, 64, 0])
-    packed, out = kernels.pack(type_, table), torch.empty(7, width)
+    packed, out = kernels.pack(type_, rows_of(type_, table)), torch.empty(7, width)
     op = Op(code=Code.EMBED, type=type_, n=width, k=101, weight=packed.address, out=out.data_ptr())
     kernels.run((Op * 1)(op), Pass(rows=7, tokens=tokens.data_ptr()))
-    assert torch.equal(out, table[tokens].float())
+    assert torch.equal(out, held(type_, table)[tokens].float())
 
 
 def test_a_read_stays_in_its_memory(kernels: Kernels) -> None:

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from speculant.kernels import packing
-from speculant.kernels.native import Kernels, Type, Weight, open_kernels, usable_sets
+from speculant.kernels.native import Code, Kernels, Op, Pass, Type, Weight, open_kernels, usable_sets
 from speculant.kernels.packing import Lane, allocate, panel_rows
+from tests import fp8
 
 SETS = usable_sets()
 pytestmark = pytest.mark.skipif(not SETS, reason="the native kernels are not built")
@@ -98,6 +99,35 @@ def test_panel_rows_are_what_the_library_says(kernels: Kernels) -> None:
         one = kernels.packed_bytes(type_, 1, 72)
         assert kernels.packed_bytes(type_, rows, 72) == one
         assert kernels.packed_bytes(type_, rows + 1, 72) == 2 * one
+
+
+@pytest.mark.parametrize("k", [1, 31, 100, 2101])
+def test_rows_of_int8_keep_their_scales(kernels: Kernels, k: int) -> None:
+    """With a scale of 1 they are packed as the same numbers in float32 are."""
+    numbers = torch.randint(-127, 128, (50, k), dtype=torch.int8, generator=torch.Generator().manual_seed(0))
+    numbers[:, 0] = 127
+    ones = torch.ones(50, 1)
+    rows = torch.cat((ones.view(torch.uint8), numbers.view(torch.uint8)), dim=1)
+    packed = kernels.pack(Type.INT8, rows)
+    assert (packed.n, packed.k) == (50, k)
+    assert torch.equal(packed.memory, kernels.pack(Type.INT8, numbers.float()).memory)
+    rows[:, :4] = scales = torch.full((50, 1), 0.0371).view(torch.uint8)
+    numbers[3, 0], rows[3, 4] = -128, 128
+    found, tokens = torch.empty(50, k), torch.arange(50)
+    packed = kernels.pack(Type.INT8, rows)
+    op = Op(code=Code.EMBED, type=Type.INT8, n=k, k=50, weight=packed.address, out=found.data_ptr())
+    kernels.run((Op * 1)(op), Pass(rows=50, tokens=tokens.data_ptr()))
+    assert torch.equal(found, scales.view(torch.float32) * numbers.float())
+
+
+@pytest.mark.parametrize("split", SPLITS, ids=str)
+def test_rows_of_e4m3_are_packed_in_parts(kernels: Kernels, split: list[int]) -> None:
+    rows = fp8.encode(random_rows(sum(split), 300, torch.float32))
+    lane = Lane(kernels, packed := allocate(kernels, Type.FP8, sum(split), 300), torch.bfloat16)
+    for part in rows.split(split):
+        lane.write(part)
+    lane.close()
+    assert torch.equal(packed.memory, kernels.pack(Type.FP8, rows).memory)
 
 
 @pytest.mark.parametrize("k", [30, 31, 32, 34, 63, 64, 130, 2048, 2050])

@@ -11,6 +11,7 @@ from tests.gguf_blocks import EXTREMES, FLOATS, KINDS, SCALES, block_bytes, deco
 ERRORS = {
     "F32": 0.0, "F16": 3e-4, "BF16": 2e-3, "Q8_0": 0.006, "Q4_0": 0.1, "Q4_1": 0.09, "Q5_0": 0.05, "Q5_1": 0.045,
     "Q4_K": 0.09, "Q5_K": 0.045, "Q6_K": 0.02, "IQ4_NL": 0.09, "MXFP4": 0.14,
+    "ZERO4": 0.1, "ZERO8": 0.006,
 }  # fmt: skip
 
 

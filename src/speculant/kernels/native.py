@@ -42,7 +42,7 @@ class Type(IntEnum):
     F16 = 2
     BF12 = 3  # packed BF16, the same numbers in 12 bits each (csrc/coded.h)
     INT8 = 4
-    Q8_0 = 5  # from here on, GGUF's blocks
+    Q8_0 = 5  # from here to MXFP4, GGUF's blocks
     Q4_0 = 6
     Q4_1 = 7
     Q5_0 = 8
@@ -52,16 +52,21 @@ class Type(IntEnum):
     Q6_K = 12
     IQ4_NL = 13
     MXFP4 = 14
+    ZERO4 = 15  # blocks of 32: float16 scale, zero of 8 bits, integers of 4 bits as in Q4_0
+    ZERO8 = 16  # the same with integers of 8 bits
+    FP8 = 17  # e4m3 with a scale for each 128 inputs (csrc/fp8.h)
 
 
 TYPES = {torch.float32: Type.F32, torch.bfloat16: Type.BF16}
 SOURCES = {**TYPES, torch.float16: Type.F16}  # types of rows to pack, besides torch.uint8 for blocks
-BLOCK_TYPES = {type_.name.lower(): type_ for type_ in Type if type_ >= Type.Q8_0}  # by layout
+BLOCK_TYPES = {type_.name.lower(): type_ for type_ in Type if type_ >= Type.INT8}  # by layout of the rows
 BLOCK_SIZES = {
     Type.Q8_0: (32, 34), Type.Q4_0: (32, 18), Type.Q4_1: (32, 20), Type.Q5_0: (32, 22), Type.Q5_1: (32, 24),
     Type.Q4_K: (256, 144), Type.Q5_K: (256, 176), Type.Q6_K: (256, 210), Type.IQ4_NL: (32, 18), Type.MXFP4: (32, 17),
+    Type.ZERO4: (32, 19), Type.ZERO8: (32, 35),
 }  # fmt: skip
 """Weights and bytes of a block, by type."""
+SCALE_BYTES, FP8_BLOCK = 4, 128  # rows of INT8 have one scale, those of FP8 have one before each 128 numbers
 
 
 class Code(IntEnum):
@@ -116,6 +121,7 @@ class Op(Structure):
         ("heads", c_int32), ("kv_heads", c_int32), ("dim", c_int32), ("window", c_int32),
         ("rope", c_int32), ("rotated", c_int32),
         ("eps", c_float), ("factor", c_float), ("softcap", c_float), ("stride", c_int64), ("used", c_int64),
+        ("order", c_void_p),
     ]  # fmt: skip
 
 
@@ -180,18 +186,26 @@ def depth_of(type_: Type, rows: Tensor) -> int:
     """Return the number of weights in each row of floats, or of blocks of a type."""
     if rows.dtype != torch.uint8:
         return rows.shape[1]
+    if type_ in (Type.INT8, Type.FP8):
+        scales = 1 if type_ == Type.INT8 else -(-rows.shape[1] // (FP8_BLOCK + SCALE_BYTES))
+        return rows.shape[1] - SCALE_BYTES * scales
     weights, size = BLOCK_SIZES[type_]
     return rows.shape[1] // size * weights
 
 
 @dataclass(frozen=True)
 class Weight:
-    """A matrix [n, k], or two of them interleaved panel by panel, packed for one instruction set."""
+    """A matrix [n, k], or two of them interleaved panel by panel, packed for one instruction set.
+
+    order: int32 [k], the number of the input that each column multiplies; None = column i multiplies input i. Only
+    layers with weights in groups of integers can have an order.
+    """
 
     memory: Tensor
     type: Type
     n: int
     k: int
+    order: Tensor | None = None
 
     @property
     def address(self) -> int:
@@ -250,7 +264,8 @@ class Kernels:
         """Pack rows into every `step`-th panel, the first at an address.
 
         Rows are [n, k] of float32 or bfloat16 for the types F32, BF16 and INT8, float16 for F16, and uint8 [n, bytes]
-        for rows of blocks. Floats for a type of blocks are rounded first; see `round`. What is rounded must be finite.
+        for rows of a layout (models/weights/layouts.py). Floats for a type of blocks are rounded first; see `round`. Only
+        finite floats can be rounded.
         """
         rows, k = rows.detach().contiguous(), depth_of(type_, rows)
         if type_ in BLOCK_SIZES and rows.dtype != torch.uint8:

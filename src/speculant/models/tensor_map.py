@@ -6,7 +6,7 @@ An `Expression` is the name of a stored tensor, or an operation on an expression
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
@@ -140,17 +140,26 @@ def _numbered(made: Expression, numbers: Sequence[str]) -> Expression:
     return replace(inner, index=int(numbers[-1])) if isinstance(inner, Stacked) else inner
 
 
+def _upright(made: Expression) -> Expression:
+    """Return an expression without transpositions."""
+    if isinstance(made, str):
+        return made
+    return _upright(made.of) if isinstance(made, Transposed) else replace(made, of=_upright(made.of))
+
+
 @dataclass(frozen=True)
 class TensorMap:
     """Where the files hold a model's tensors.
 
     names: pairs of a tensor of the model (see `models/sizes.py`) and the expression for it, for those that are not
     stored under the model's own names; {} stands for a number, such as that of a layer. An entry for one layer takes
-    precedence over one for all. unused: tensors that the files may have and the model lacks.
+    precedence over one for all. unused: tensors that the files may have and the model lacks. upright_names: stored
+    matrices that are not transposed, whatever expressions say.
     """
 
     names: tuple[tuple[str, Expression], ...] = ()
     unused: frozenset[str] = frozenset()
+    upright_names: tuple[str, ...] = ()
 
     @cached_property
     def _made(self) -> dict[str, Expression]:
@@ -160,7 +169,16 @@ class TensorMap:
         """Return how a tensor is made."""
         numbers = _NUMBER.findall(name)
         made = self._made.get(name) or self._made.get(_NUMBER.sub("{}", name), name)
-        return _numbered(with_name(made, lambda stored: stored.format(*numbers)), numbers)
+        made = _numbered(with_name(made, lambda stored: stored.format(*numbers)), numbers)
+        return _upright(made) if stored_name(made) in self.upright_names else made
+
+    def upright(self, stored: Collection[str]) -> TensorMap:
+        """Return the map for files in which these stored matrices are not transposed."""
+        return replace(self, upright_names=tuple(sorted(stored)) if self._has_transposed else ())
+
+    @property
+    def _has_transposed(self) -> bool:
+        return any(_upright(made) != made for _, made in self.names)
 
     def stored(self, name: str) -> str:
         """Return the files' name of a tensor."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from speculant.errors import ConfigError
 from speculant.models.description import DecoderConfig
 from speculant.models.sizes import HEAD, TABLE
-from speculant.models.weights.source import QuantizedBlocks, ShortHead, WeightSource, take_rows
+from speculant.models.weights.source import QuantizedBlocks, ShortHead, WeightSource, order_of, take_rows
 
 Fitted = tuple[DecoderConfig, WeightSource]
 
@@ -196,6 +196,10 @@ class TableRows:
     def kind(self, name: str) -> str:
         """See `WeightSource.kind`."""
         return self.source.kind(name)
+
+    def order(self, name: str) -> Tensor | None:
+        """See `HasOrders.order`."""
+        return order_of(self.source, name)
 
     def read(self, name: str) -> Tensor | QuantizedBlocks:
         """See `WeightSource.read`."""

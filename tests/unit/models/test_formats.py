@@ -48,8 +48,7 @@ def test_a_null_quantization_config_is_none(folder: Path, key: str, original: Pa
 @pytest.mark.parametrize(
     ("changes", "name"),
     [
-        ({"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 128}}, "(gptq, 4 bits)"),
-        ({"quantization_config": {"quant_method": "awq", "bits": 4}}, "(awq, 4 bits)"),
+        ({"quantization_config": {"quant_method": "hqq", "bits": 4, "group_size": 128}}, "(hqq, 4 bits)"),
         ({"quantization_config": {"quant_method": "compressed-tensors"}}, "(compressed-tensors)"),
         ({"compression_config": {"format": "pack-quantized"}}, "(compressed-tensors)"),
         ({"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}}, "(fp8)"),

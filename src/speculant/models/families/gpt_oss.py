@@ -23,12 +23,12 @@ from speculant.models.tensor_map import Expression, Rows, Stacked, TensorMap, Tr
 DEFAULTS = {"num_key_value_heads": 8, "head_dim": 64, "sliding_window": 128, "rms_norm_eps": 1e-5}
 
 
-def tensors(experts: int, turned: bool) -> TensorMap:
-    """Return the names in the files. turned: whether matrices are stored transposed; blocks are not."""
+def tensors(experts: int) -> TensorMap:
+    """Return the names in the files."""
 
     def stored(name: str, kind: str) -> Expression:
         stack = Stacked(f"{LAYER}{EXPERT}{name}{'_bias' if kind == 'bias' else ''}", experts)
-        return Transposed(stack) if turned and kind == "weight" else stack
+        return Transposed(stack) if kind == "weight" else stack
 
     return TensorMap(tuple(
         (f"{LAYER}{EXPERT}{{}}.{own}.{kind}", made)
@@ -56,4 +56,4 @@ def read_config(hf: Mapping[str, Any]) -> DecoderConfig:
         return Layer(attention, experts, norm, norm)
 
     layers = layers_of(read_layer_types(hf, lambda index: index % 2 == 1), layer)
-    return read_decoder(hf, layers, tensors(experts.count, turned=not hf.get("quantization_config")))
+    return read_decoder(hf, layers, tensors(experts.count))

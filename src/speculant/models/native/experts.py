@@ -22,10 +22,12 @@ from speculant.models.description import Experts
 from speculant.models.native.ops import gating, linear, make_op
 from speculant.models.weights.reader import WeightReader
 
+MATRICES = ("gate_proj", "up_proj", "down_proj")  # of an expert
+
 
 @dataclass(frozen=True)
 class ExpertMatrices:
-    """A matrix of each expert, all of the same type and shape."""
+    """A matrix of each expert, all of the same type and shape, and without an order of inputs."""
 
     weights: Sequence[Weight]
 
@@ -70,8 +72,9 @@ class PackedExperts:
         """Read and pack the weights, one expert after the other."""
         inner, down, biases = list[tuple[Weight, ...]](), list[Weight](), list[tuple[Tensor, Tensor]]()
         router = mlp.unrounded().matrix("router.weight")
+        experts = mlp.decoding_ordered(*(f"experts.{i}.{name}.weight" for i in range(of.count) for name in MATRICES))
         for index in range(of.count):
-            one = mlp.inside(f"experts.{index}.")
+            one = experts.inside(f"experts.{index}.")
             inner.append(one.interleaved("gate_proj.weight", "up_proj.weight"))
             down.append(one.matrix("down_proj.weight"))
             if of.bias:

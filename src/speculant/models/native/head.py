@@ -19,7 +19,7 @@ from speculant.models.native.norms import PackedNorm, normalising
 from speculant.models.native.ops import copying, embedding, linear, linears
 from speculant.models.native.program import Buffers, PackedDecoder, PackedLayer, Program
 from speculant.models.weights.reader import WeightReader, WeightTypes
-from speculant.models.weights.source import QuantizedBlocks, WeightSource, read_plain
+from speculant.models.weights.source import QuantizedBlocks, WeightSource, order_of, read_plain
 
 _QUERIES = ("q_proj.weight", "k_proj.weight", "v_proj.weight")
 
@@ -47,6 +47,10 @@ class Half:
     def kind(self, name: str) -> str:
         """See `WeightSource.kind`."""
         return self.source.kind(name)
+
+    def order(self, name: str) -> Tensor | None:
+        """See `HasOrders.order`."""
+        return None if name in self.double else order_of(self.source, name)
 
     def read(self, name: str) -> Tensor | QuantizedBlocks:
         """See `WeightSource.read`."""

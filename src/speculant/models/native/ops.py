@@ -43,7 +43,7 @@ def linear(
     """
     return make_op(
         Code.LINEAR, weight.type, n=weight.n, k=weight.k, weight=weight, source=source, out=out, bias=bias,
-        flags=flags, activation=activation, factor=factor, softcap=softcap,
+        flags=flags, activation=activation, factor=factor, softcap=softcap, order=weight.order,
     )  # fmt: skip
 
 

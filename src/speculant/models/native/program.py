@@ -178,7 +178,7 @@ class PackedDecoder:
     @classmethod
     def read(cls, config: DecoderConfig, weights: WeightReader) -> PackedDecoder:
         """Read and pack a decoder's weights, one tensor at a time."""
-        table = weights.matrix(TABLE)
+        table = weights.decoding_ordered(TABLE).matrix(TABLE)
         head = table if config.head.tied else weights.matrix(HEAD)
         norm = PackedNorm.read(config.norm, weights, NORM.removesuffix(".weight"))
         layers = [PackedLayer.read(of, weights.inside(LAYER.format(i))) for i, of in enumerate(config.layers)]

@@ -1,4 +1,4 @@
-"""Checkpoints in formats that can't be read. Each is refused with the name of its format and a remedy.
+"""The format of a checkpoint's weights. One that can't be read is refused with its name and a remedy.
 
 Pickles run code when they are opened. They are refused with the command that converts them.
 """
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from speculant.errors import ModelError
+from speculant.files import read_optional_json
 from speculant.models.entries import show
 
 _ROUNDS = '--quantization int4 (in Python quantization="int4") rounds it to 4 bits while it is loaded.'
@@ -27,6 +28,8 @@ _NO_WEIGHTS = (
 _SNAPSHOT = re.compile(r"models--(.+)/snapshots/([^/]+)")  # the end of a folder in the hub's cache
 _DESCRIBES = re.compile(r"(?!.*\.bin\.)([\w.-]+\.(json|jinja)|tokenizer[\w.-]*)")  # files next to weights
 _SHOWN = 5  # files
+_ENTRIES = {"quantization_config": None, "compression_config": "compressed-tensors"}  # and the format without a name
+_BESIDE = {"quantize_config.json": "gptq", "quant_config.json": "awq"}  # files of options, and their formats
 _BY_TRANSFORMERS = ' Or set model_backend="transformers" (extra transformers), which runs others too, slower.'
 _CONVERT = (
     "import sys, torch, safetensors.torch as s; w = {}; "
@@ -40,12 +43,37 @@ def quantised_format(config: Mapping[str, Any]) -> str | None:
 
     A null entry counts as absent.
     """
-    for key, usual in (("quantization_config", None), ("compression_config", "compressed-tensors")):
+    for key, usual in _ENTRIES.items():
         entry = config.get(key)
         if entry is not None:
             named = _name_of(entry) if isinstance(entry, dict) else None
             return named or usual or f"{key} does not name the format"
     return None
+
+
+def quantization_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the options of the quantised format; an empty mapping if there are none."""
+    entry = next((config[key] for key in _ENTRIES if config.get(key) is not None), None)
+    return entry if isinstance(entry, dict) else {}
+
+
+def method_of(config: Mapping[str, Any]) -> str | None:
+    """Return the `quant_method` of the quantised format; None = config.json names none, or not in this way."""
+    usual = next((usual for key, usual in _ENTRIES.items() if config.get(key) is not None), None)
+    method = quantization_of(config).get("quant_method") or usual
+    return method if isinstance(method, str) else None
+
+
+def with_options_beside(config: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Return a config.json with the options that older programs wrote to another file of the folder.
+
+    Raises ModelError for a file that can't be read.
+    """
+    if quantised_format(config) is None:
+        for file, method in _BESIDE.items():
+            if options := read_optional_json(folder / file):
+                return {**config, "quantization_config": {"quant_method": method, **options}}
+    return config
 
 
 def _name_of(entry: Mapping[str, Any]) -> str | None:
@@ -62,10 +90,11 @@ def _name_of(entry: Mapping[str, Any]) -> str | None:
 def check_readable(config: Mapping[str, Any], known: Sequence[str]) -> None:
     """Raise ModelError for a checkpoint whose config.json says that its weights are in a format that is not known."""
     name = quantised_format(config)
-    if name is not None and name not in known:
+    if name is not None and (method_of(config) or "").replace("-", "_") not in known:
+        listed = ", ".join(each.replace("_", "-") for each in known)
         raise ModelError(
-            f"this checkpoint is quantised ({name}), and such weights are read from GGUF files only",
-            f"name a GGUF file of it, or the unquantised checkpoint that it was made from; {_ROUNDS}",
+            f"this checkpoint is quantised ({name}), which is no format that can be read ({listed}, and GGUF files)",
+            f"name a checkpoint in one of them, or the unquantised one that it was made from; {_ROUNDS}",
         )
 
 

@@ -36,9 +36,10 @@ from speculant.models.sizes import HEAD, TABLE, tensor_shapes
 from speculant.models.source import resolve_source
 from speculant.models.transformers.load import LoadedByTransformers, check_options, load_by_transformers
 from speculant.models.vocabulary import TargetVocabulary
-from speculant.models.weights.formats import check_readable, quantised_format, unknown_family
+from speculant.models.weights.formats import check_readable, unknown_family, with_options_beside
 from speculant.models.weights.gguf import GgufWeights
-from speculant.models.weights.mxfp4 import METHOD, BlockFiles
+from speculant.models.weights.layouts import DECODED_BITS
+from speculant.models.weights.modules import SCHEMES, open_modules, read_scheme
 from speculant.models.weights.source import CheckedWeights, Mapped, ShortHead, StoredWeights, WeightSource, listed_kinds
 from speculant.models.weights.tensors import TensorFiles, check_layers, check_tensors
 from speculant.params import SamplingParams
@@ -182,12 +183,14 @@ class CheckpointFiles:
         return Mapped(self.tensors, tensor_shapes(self.decoder), self.decoder.tensors)
 
     def dtype(self, wanted: str) -> torch.dtype:
-        """Return the model's type; "auto" = that of the files, but bfloat16 for blocks and float32 for float16."""
+        """Return the model's type; "auto" = that of the files, but for float16 float32, or bfloat16 with blocks."""
         if wanted != "auto":
             return _DTYPES[wanted]
         named = str(self.config.get("dtype") or self.config.get("torch_dtype") or "").removeprefix("torch.")
         stored = _STORED.get(named, self.tensors.common_dtype())
-        return torch.float32 if stored == torch.float16 else stored
+        if stored != torch.float16:
+            return stored
+        return torch.bfloat16 if self.tensors.quantised_kinds() else torch.float32
 
 
 def read_description(config: Mapping[str, Any]) -> DecoderConfig:
@@ -199,12 +202,13 @@ def read_description(config: Mapping[str, Any]) -> DecoderConfig:
 
 def _open_folder(folder: Path) -> tuple[dict[str, Any], StoredWeights, DecoderConfig]:
     """Read config.json and the headers of the weights in a folder."""
-    config = text_config(read_json(folder / "config.json"))
+    config = with_options_beside(text_config(read_json(folder / "config.json")), folder)
     _check_family(config)  # before the files are opened
-    tensors, decoder = TensorFiles.open(folder), read_description(config)
+    scheme, decoder = read_scheme(config), read_description(config)
+    tensors = TensorFiles.open(folder)
     tensors = tensors.renamed(decoder.tensors.stored(TABLE))
     check_layers(tensors, decoder.num_layers)
-    return config, BlockFiles(tensors) if quantised_format(config) == METHOD else tensors, decoder
+    return (config, tensors, decoder) if scheme is None else (config, *open_modules(tensors, scheme, decoder))
 
 
 def _open_gguf(path: Path) -> tuple[dict[str, Any], StoredWeights, DecoderConfig]:
@@ -307,7 +311,7 @@ def _read_device(device: str) -> torch.device:
 def _check_family(config: Mapping[str, Any]) -> None:
     if config.get("model_type") not in (known := plugins.names(_FAMILIES)):
         raise unknown_family(config, known)
-    check_readable(config, [METHOD])
+    check_readable(config, plugins.names(SCHEMES))
 
 
 def _warn_of_dynamic_rope(config: DecoderConfig) -> None:
@@ -322,8 +326,9 @@ def _warn_of_dynamic_rope(config: DecoderConfig) -> None:
 
 
 def _warn_of_decoding(place: Path, backend: Backend, weights: WeightSource) -> None:
-    """Warn of blocks that the kernels can't multiply by."""
-    decoded = decoded_kinds(backend, weights)
+    """Warn of blocks that the kernels can't multiply by; the source has warned of matrices that it decodes itself."""
+    kinds = decoded_kinds(backend, weights).items()
+    decoded = {kind: count for kind, count in kinds if kind.upper() not in DECODED_BITS}
     if decoded:
         logger.warning(
             "%s: the %s kernels decode some blocks, because they can't multiply by them: %s. Decoded weights take more"

@@ -14,9 +14,9 @@ from speculant.errors import ModelError
 from speculant.kernels.memory import Arena
 from speculant.kernels.native import BLOCK_TYPES, TYPES, Kernels, Type, Weight
 from speculant.kernels.packing import Packer
-from speculant.models.weights.cache import WeightStore
+from speculant.models.weights.cache import WeightStore, say_once
 from speculant.models.weights.rounding import ROUNDINGS, Rounding
-from speculant.models.weights.source import QuantizedBlocks, WeightSource, decode, has_blocks, read_plain
+from speculant.models.weights.source import QuantizedBlocks, WeightSource, decode, has_blocks, order_of, read_plain
 
 KINDS = {
     "F64": Type.F32, "F32": Type.F32, "F16": Type.F16, "BF16": Type.BF16,
@@ -50,6 +50,11 @@ class WeightTypes:
         """The type that norms and biases are rounded to."""
         return torch.float32 if self.as_stored else self.dtype
 
+    @property
+    def decoded(self) -> Type:
+        """The type of matrices whose blocks are decoded."""
+        return Type.BF12 if self.coded else Type.BF16
+
     def of(self, name: str) -> Type:
         """Return the type of a matrix."""
         kind = self.source.kind(name)
@@ -57,7 +62,7 @@ class WeightTypes:
             type_ = KINDS.get(kind, Type.BF16)
         else:
             type_ = Type.F16 if kind == "F16" and self.dtype == torch.float32 else TYPES[self.dtype]
-        return Type.BF12 if self.coded and type_ == Type.BF16 else type_
+        return self.decoded if type_ == Type.BF16 else type_
 
 
 @dataclass(frozen=True)
@@ -65,7 +70,7 @@ class WeightReader:
     """A source whose tensors are packed; names follow `prefix`.
 
     types: of its matrices. rounded: the types that they are rounded to instead; None = they are not rounded.
-    store: where packed matrices are looked up and kept.
+    store: where packed matrices are looked up and kept. decodes: whether all blocks are decoded.
     """
 
     types: WeightTypes
@@ -74,6 +79,7 @@ class WeightReader:
     prefix: str = ""
     rounded: Rounding | None = None
     store: WeightStore | None = None
+    decodes: bool = False
 
     @property
     def source(self) -> WeightSource:
@@ -88,24 +94,39 @@ class WeightReader:
         """Return a reader that does not round matrices."""
         return replace(self, rounded=None)
 
+    def decoding_ordered(self, *names: str) -> WeightReader:
+        """Return a reader for uses that know no order of inputs: it decodes blocks if one of these matrices has one."""
+        decodes = any(self._order_of(name) is not None for name in names)
+        if decodes:
+            say_once(
+                "blocks of experts or of the embedding are decoded to bfloat16, because their inputs have an order"
+            )
+        return replace(self, decodes=decodes)
+
     def matrix(self, *names: str) -> Weight:
-        """Pack matrices of the same type and depth k, concatenated along their rows.
+        """Pack matrices of the same type, order and depth k, concatenated along their rows.
 
         Raises ModelError; see `_read_matrix`.
         """
         shapes = [self.source.shape(self.prefix + name) for name in names]
-        return self._pack(self._type_of(names[0]), sum(n for n, _ in shapes), shapes[0][1], [names])
+        return self._pack(sum(n for n, _ in shapes), shapes[0][1], [names])
 
     def matrices(self, *names: str) -> tuple[Weight, ...]:
-        """Pack matrices of the same depth k in order; neighbours of the same type become one. See `matrix`."""
-        return tuple(self.matrix(*group) for _, group in groupby(names, self._type_of))
+        """Pack matrices of the same depth k in order; neighbours of the same type and order become one.
+
+        See `matrix`.
+        """
+        return tuple(self.matrix(*group) for _, group in groupby(names, self._form_of))
 
     def interleaved(self, *names: str) -> tuple[Weight, ...]:
-        """Pack matrices of one shape, interleaved panel by panel, or one by one if their types differ. See `matrix`."""
-        if len(types := set(map(self._type_of, names))) > 1:
+        """Pack matrices of one shape, interleaved panel by panel, or one by one if types or orders differ.
+
+        See `matrix`.
+        """
+        if len(set(map(self._form_of, names))) > 1:
             return tuple(map(self.matrix, names))
         ((n, k),) = {self.source.shape(self.prefix + name) for name in names}
-        return (self._pack(types.pop(), n, k, [(name,) for name in names]),)
+        return (self._pack(n, k, [(name,) for name in names]),)
 
     def vector(self, *names: str) -> Tensor:
         """Return vectors in float32, concatenated."""
@@ -113,17 +134,33 @@ class WeightReader:
 
     def _type_of(self, name: str) -> Type:
         whole = self.prefix + name
-        return self.types.of(whole) if self.rounded is None else self.rounded.type_of(whole, self.source.shape(whole)[-1])
+        if self.rounded is not None:
+            return self.rounded.type_of(whole, self.source.shape(whole)[-1])
+        stored = self.types.of(whole)
+        return self.types.decoded if self.decodes and stored in BLOCK_TYPES.values() else stored
 
-    def _pack(self, stored: Type, n: int, k: int, lanes: Sequence[Sequence[str]]) -> Weight:
+    def _order_of(self, name: str) -> Tensor | None:
+        """Return the order of the inputs of a matrix whose blocks are packed."""
+        if self.rounded is not None or self.decodes or self._type_of(name) not in BLOCK_TYPES.values():
+            return None
+        return order_of(self.source, self.prefix + name)
+
+    def _form_of(self, name: str) -> tuple[Type, bytes]:
+        """Return the type and the order of a matrix; matrices with the same ones can be packed together."""
+        order = self._order_of(name)
+        return self._type_of(name), b"" if order is None else order.numpy().tobytes()
+
+    def _pack(self, n: int, k: int, lanes: Sequence[Sequence[str]]) -> Weight:
+        stored, order = self._type_of(lanes[0][0]), self._order_of(lanes[0][0])
         name = f"{self.prefix}{'|'.join(map('+'.join, lanes))} {stored.name}"
         found = self.store.get(name, stored, n, k) if self.store else None
         if found is not None:
-            return found
+            return replace(found, order=order)
         reads = [[partial(self._read_matrix, stored, name) for name in lane] for lane in lanes]
         dtype = self.types.dtype if self.rounded is not None else _ROUNDED_TO.get(stored, torch.float32)
         packed = Packer(self.kernels, dtype, self.arena).pack(stored, n, k, reads)
-        return self.store.add(name, packed) if self.store else packed
+        packed = self.store.add(name, packed) if self.store else packed
+        return replace(packed, order=order)
 
     def _read_matrix(self, type_: Type, name: str) -> Tensor:
         """Read a matrix: its blocks if they are packed as `type_`, else floating-point numbers.
@@ -131,15 +168,18 @@ class WeightReader:
         Raises ModelError for a matrix that is to be rounded to integers and is not finite.
         """
         if self.rounded is None:
-            return self._as_stored(self.source.read(self.prefix + name), type_)
+            return self._as_stored(name, self.source.read(self.prefix + name), type_)
         matrix = self._read_plain(name)
         require_finite(matrix, self.prefix + name, self.types.dtype, self.rounded)
         return matrix
 
-    def _as_stored(self, matrix: Tensor | QuantizedBlocks, type_: Type) -> Tensor:
+    def _as_stored(self, name: str, matrix: Tensor | QuantizedBlocks, type_: Type) -> Tensor:
         if not isinstance(matrix, QuantizedBlocks):
             return matrix
-        return matrix.blocks if BLOCK_TYPES.get(matrix.layout) == type_ else decode(matrix, torch.bfloat16)
+        if BLOCK_TYPES.get(matrix.layout) != type_:
+            return decode(matrix, torch.bfloat16)
+        assert (matrix.order is None) == (self._order_of(name) is None), "a source hides the order of its columns"
+        return matrix.blocks
 
     def _read_plain(self, name: str) -> Tensor:
         return read_plain(self.source, self.prefix + name)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from speculant.kernels.native import BLOCK_SIZES, Type
 
-ROUNDED = (Type.Q8_0, Type.Q4_0, Type.Q5_0, Type.Q5_1, Type.Q4_K, Type.Q5_K, Type.Q6_K)  # types with a rounding
+ROUNDED = (Type.Q8_0, Type.Q4_0, Type.Q5_0, Type.Q5_1, Type.Q4_K, Type.Q5_K, Type.Q6_K, Type.ZERO4)  # by csrc/rounding.h
 _UNDIVIDED = {Type.Q4_K: Type.Q5_0, Type.Q5_K: Type.Q5_1, Type.Q6_K: Type.Q8_0}
 
 

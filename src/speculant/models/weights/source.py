@@ -17,6 +17,7 @@ from speculant.errors import ModelError
 from speculant.files import Stamp
 from speculant.models.sizes import HEAD
 from speculant.models.tensor_map import Columns, Expression, Plus, Rows, Stacked, TensorMap, Unpaired, stored_name
+from speculant.models.weights.layouts import layout_of, stored_bits
 
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # by kind
 DECODED_AT_ONCE = 2**22  # weights
@@ -28,12 +29,14 @@ class QuantizedBlocks:
     """A matrix that is stored as blocks of small integers with scales, as GGUF and GPTQ files have them.
 
     shape is the matrix's, [n, k], or that of stacked matrices [m, n, k]. `blocks` holds the bytes of each row,
-    [n, bytes] or [m n, bytes], in the order that `layout` names, such as "q4_0". They may be mapped from a file.
+    [n, bytes] or [m n, bytes], in the order that `layout` names, such as "q4_0": see layouts.py. They may be mapped
+    from a file. order: see `HasOrders.order`.
     """
 
     layout: str
     shape: tuple[int, ...]
     blocks: Tensor
+    order: Tensor | None = None
 
 
 class WeightSource(Protocol):
@@ -67,6 +70,20 @@ class ReadsStacks(Protocol):
     def read_stacked(self, name: str, index: int) -> Tensor | QuantizedBlocks:
         """Read one of the tensors that a tensor consists of, by the index of its first dimension."""
         ...
+
+
+@runtime_checkable
+class HasOrders(Protocol):
+    """A source whose matrices may be stored with their columns in another order."""
+
+    def order(self, name: str) -> Tensor | None:
+        """Return the number of the matrix's column that each stored column of blocks is, int32 [k]; None = its own."""
+        ...
+
+
+def order_of(source: WeightSource, name: str) -> Tensor | None:
+    """Return the order of the columns of a matrix in blocks; None = they are in order, or it is not in blocks."""
+    return source.order(name) if isinstance(source, HasOrders) else None
 
 
 class StoredWeights(WeightSource, Protocol):
@@ -120,31 +137,22 @@ def _plain(tensor: Tensor | QuantizedBlocks, name: str) -> Tensor:
 
 def decodable(layout: str) -> bool:
     """Whether blocks of a layout can be decoded."""
-    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
-    from gguf.quants import dequantize
-
-    kind = GGMLQuantizationType.__members__.get(layout.upper())
-    if kind is None:
-        return False
-    try:
-        dequantize(np.zeros((1, GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
-    except NotImplementedError:
-        return False
-    return True
+    known = layout_of(layout)
+    return known is not None and known.decode is not None
 
 
 def decode(stored: QuantizedBlocks, dtype: torch.dtype) -> Tensor:
     """Return the numbers [n, k] of blocks, rounded to a type. Only a few rows at a time take memory in float32."""
-    from gguf.constants import GGMLQuantizationType
-    from gguf.quants import dequantize
-
-    kind = GGMLQuantizationType[stored.layout.upper()]
+    layout = layout_of(stored.layout)
+    assert layout is not None
+    assert layout.decode is not None
     decoded = torch.empty(stored.shape, dtype=dtype, device="cpu")
     step = max(1, DECODED_AT_ONCE // stored.shape[1])
+    columns = slice(None) if stored.order is None else stored.order.long()
     with np.errstate(all="ignore"):  # of scales that are not finite
         for first in range(0, stored.shape[0], step):
-            rows = dequantize(stored.blocks[first : first + step].numpy(), kind)
-            decoded[first : first + step] = torch.from_numpy(rows)
+            rows = torch.from_numpy(layout.decode(stored.blocks[first : first + step].numpy()))
+            decoded[first : first + step, columns] = rows.to(dtype)
     return decoded
 
 
@@ -166,11 +174,11 @@ def _take(tensor: Tensor, rows: Sequence[int] | Tensor) -> Tensor:
 def _take_columns(stored: Tensor | QuantizedBlocks, columns: Columns) -> Tensor | QuantizedBlocks:
     """Return columns of a matrix; blocks stay blocks if no block is divided."""
     if isinstance(stored, QuantizedBlocks):
-        kind = stored.layout.upper()
-        if not _keeps_blocks(columns, kind):
+        layout = layout_of(stored.layout)
+        if layout is None or stored.order is not None or not _has_whole_blocks(columns, stored.layout):
             stored = _plain(stored, stored_name(columns))
         else:
-            weights, size = _block(kind)
+            weights, size = layout.weights, layout.size
             blocks = stored.blocks.narrow(1, columns.first // weights * size, columns.size // weights * size)
             return QuantizedBlocks(stored.layout, (*stored.shape[:1], columns.size), blocks.contiguous())
     return stored.narrow(-1, columns.first, columns.size).contiguous()
@@ -191,10 +199,7 @@ def kind_of(tensor: Tensor) -> str:
 
 def stored_bytes(kind: str, shape: Sequence[int]) -> int:
     """Return the bytes of a tensor in a file; see `WeightSource.kind`."""
-    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
-
-    weights, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
-    return math.prod(shape) // weights * size
+    return int(math.prod(shape) * stored_bits(kind)) // 8
 
 
 def counted_kinds(weights: WeightSource) -> Counter[str]:
@@ -256,27 +261,37 @@ class Mapped:
     def kind(self, name: str) -> str:
         """See `WeightSource.kind`."""
         made = self.tensors.expression(name)
-        kind = self.source.kind(stored_name(made))
-        return kind if kind in FLOATS or _keeps_blocks(made, kind) else "F32"
+        kind, is_ordered = self.source.kind(stored_name(made)), order_of(self.source, stored_name(made)) is not None
+        return kind if kind in FLOATS or _keeps_blocks(made, kind, is_ordered) else "F32"
+
+    def order(self, name: str) -> Tensor | None:
+        """See `HasOrders.order`."""
+        return None if self.kind(name) in FLOATS else order_of(self.source, self.tensors.stored(name))
 
     def read(self, name: str) -> Tensor | QuantizedBlocks:
         """See `WeightSource.read`."""
         return _made(self.source, self.tensors.expression(name), self.shapes[name])
 
 
-def _keeps_blocks(made: Expression, kind: str) -> bool:
-    """Whether an expression only selects rows, matrices and whole blocks of a kind."""
+def _keeps_blocks(made: Expression, kind: str, is_ordered: bool = False) -> bool:
+    """Whether an expression only selects rows, matrices and whole blocks of a kind.
+
+    is_ordered: the blocks' columns have an order; then no columns are selected.
+    """
     if isinstance(made, str):
         return True
-    divides = isinstance(made, Columns) and any(each % _block(kind)[0] for each in (made.first, made.size))
-    return isinstance(made, Rows | Unpaired | Stacked | Columns) and not divides and _keeps_blocks(made.of, kind)
+    divides = isinstance(made, Columns) and (is_ordered or not _has_whole_blocks(made, kind))
+    selects = isinstance(made, Rows | Unpaired | Stacked | Columns) and not divides
+    return selects and _keeps_blocks(made.of, kind, is_ordered)
 
 
-def _block(kind: str) -> tuple[int, int]:
-    """Return the weights and the bytes of a block; see `WeightSource.kind`."""
-    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
-
-    return GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
+def _has_whole_blocks(columns: Columns, kind: str) -> bool:
+    layout = layout_of(kind)
+    return (
+        layout is not None
+        and layout.divides
+        and not any(each % layout.weights for each in (columns.first, columns.size))
+    )
 
 
 def _made(source: WeightSource, made: Expression, shape: tuple[int, ...]) -> Tensor | QuantizedBlocks:
@@ -319,6 +334,10 @@ class ShortHead:
         """See `WeightSource.kind`."""
         return self.source.kind(self.whole if name == HEAD else name)
 
+    def order(self, name: str) -> Tensor | None:
+        """See `HasOrders.order`."""
+        return order_of(self.source, self.whole if name == HEAD else name)
+
     def read(self, name: str) -> Tensor | QuantizedBlocks:
         """See `WeightSource.read`."""
         return take_rows(self.source.read(self.whole), self.tokens) if name == HEAD else self.source.read(name)
@@ -346,6 +365,10 @@ class CheckedWeights:
     def kind(self, name: str) -> str:
         """See `WeightSource.kind`."""
         return self._source.kind(name)
+
+    def order(self, name: str) -> Tensor | None:
+        """See `HasOrders.order`."""
+        return order_of(self._source, name)
 
     def read(self, name: str) -> Tensor | QuantizedBlocks:
         """See `WeightSource.read`."""

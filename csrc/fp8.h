@@ -1,0 +1,196 @@
+// Weights in 8 bits, e4m3 (arXiv 2209.05433), with a float32 scale for each SCALED inputs of an output: scale * number.
+//
+//   panel    steps of four k, in streams like those of other types (linear.h); then the scales, [blocks][WIDTH]
+//   step     the bytes of two steps of bfloat16 weights, each in the place of the low byte that it is decoded to (coded.h)
+//   block    SCALED of k; the last one may have fewer
+//
+// Numbers are decoded to steps of bfloat16 and then to float32, exactly. Products of a block are summed in order, multiplied by its scale,
+// and added to those of the blocks before. Few rows are multiplied by the decoded numbers at once; else a block is decoded into the
+// first-level cache. In a work item of several tiles, the first tile keeps the steps of bfloat16 for the others.
+//
+// A byte has a sign, 4 bits of exponent and 3 bits of mantissa. From 2^-5 on (the upper half is not 0), the lower half is that of a
+// bfloat16's first byte, and the upper half determines the second one. Both bytes of the sixteen smallest numbers, among them the
+// subnormal ones, are looked up.
+#pragma once
+#include "coded.h"
+
+namespace SP_NAMESPACE {
+
+constexpr int64_t SCALED = 128, STEP_DEPTH = 4, BLOCK_OF_STEPS = SCALED / STEP_DEPTH;
+
+struct Fp8Layout {
+  int64_t blocks;
+  Steps steps;
+  int64_t scales, bytes;  // offset of the scales; size of the panel
+
+  explicit Fp8Layout(int64_t k)
+      : blocks((k + SCALED - 1) / SCALED), steps((k + STEP_DEPTH - 1) / STEP_DEPTH, STEP, STREAMS, sp_group_streams),
+        scales(whole_lines(steps.size())), bytes(scales + whole_lines(blocks * WIDTH * 4)) {}
+
+  char *byte_at(char *panel, int64_t i, int64_t k) const {
+    return panel + steps.at(k / STEP_DEPTH) + low_place(k % STEP_DEPTH / 2 * STEP_WEIGHTS + 2 * i + k % 2);
+  }
+  float *scale_at(char *panel, int64_t i, int64_t block) const { return (float *)(panel + scales) + block * WIDTH + i; }
+};
+
+// By the lower half of a byte: the first byte, and its change for small numbers; their second byte. By the upper half: the second byte of
+// other numbers. Index 7 of the second bytes of small numbers is 1.75 * 2^-7, and index 8 is 2^-6.
+alignas(16) constexpr uint8_t FP8_FIRST[16] = {0x00, 0x10, 0x20, 0x30, 0x40, 0x50, 0x60, 0x70, 0x80, 0x90, 0xa0, 0xb0, 0xc0, 0xd0, 0xe0, 0xf0};
+alignas(16) constexpr uint8_t FP8_CHANGE[16] = {0x00, 0x10, 0xa0, 0xf0, 0x40, 0x70, 0x20, 0x10};
+alignas(16) constexpr uint8_t FP8_SMALL[16] = {0x00, 0x3b, 0x3b, 0x3b, 0x3c, 0x3c, 0x3c, 0x3c, 0x3c, 0x3c, 0x3c, 0x3c, 0x3c, 0x3c, 0x3c, 0x3c};
+alignas(16) constexpr uint8_t FP8_SECOND[16] = {0x00, 0x3d, 0x3e, 0x3f, 0x40, 0x41, 0x42, 0x43, 0x80, 0xbd, 0xbe, 0xbf, 0xc0, 0xc1, 0xc2, 0xc3};
+
+static inline float read_fp8(uint8_t stored) {
+  const uint32_t size = stored & 0x7f, sign = (uint32_t)(stored & 0x80) << 24;
+  return size < 8 ? from_bits(sign | 0x3b000000) * (float)size : from_bits((sign | size << 20) + 0x3c000000);  // 2^-9 times size
+}
+
+struct Fp8Tables {
+  Ints first = load_table(FP8_FIRST), change = load_table(FP8_CHANGE), small = load_table(FP8_SMALL), second = load_table(FP8_SECOND);
+};
+
+// Decode a step into two plain steps.
+static inline __attribute__((always_inline)) void decode_fp8(const char *step, const Fp8Tables &tables, Ints plain[2 * VECS]) {
+  for (int p = 0; p < VECS; p++) {
+    const Ints bytes = load_ints(step + p * VECTOR), sizes = bits_and(bytes, splat_byte(0x7f));
+    const Ints small = add_ints(sizes, splat_byte(0x70));  // from 0x80 on, a byte is not looked up: it gives 0
+    const Ints first = bits_xor(look_up(tables.first, sizes), look_up(tables.change, small));
+    const Ints second = bits_or(look_up(tables.second, high_halves(bytes)), look_up(tables.small, small));
+    plain[2 * p] = zip_low(first, second), plain[2 * p + 1] = zip_high(first, second);
+  }
+}
+
+// Call work(the plain steps, the number of the first one) for some steps of a panel from number `first` on, a multiple of the streams.
+template <typename Work>
+static inline __attribute__((always_inline)) void each_decoded(const char *panel, const Steps &steps, int64_t first, int64_t some, Work work) {
+  const Fp8Tables tables;
+  panel += steps.at(first);
+  for (int64_t begin = 0; begin < some; begin += STREAMS, panel += steps.advance) {
+    const int64_t end = begin + STREAMS < some ? begin + STREAMS : some;
+    const char *from = panel;
+    for (int64_t j = begin; j < end; j++, from += steps.stride) {
+      Ints plain[2 * VECS];
+      prefetch_step(from, steps.ahead);
+      decode_fp8(from, tables, plain);
+      work(plain, 2 * j);
+    }
+  }
+}
+
+// Store two plain steps as float32, [4][WIDTH].
+static inline __attribute__((always_inline)) void widen_steps(const Ints plain[2 * VECS], float *wide) {
+  for (int v = 0; v < 2 * VECS; v++) {
+    float *to = wide + v / VECS * 2 * WIDTH + v % VECS * LANES;
+    store(to, low_bf16(plain[v])), store(to + WIDTH, high_bf16(plain[v]));
+  }
+}
+
+// Decode some steps to float32. room: where the plain steps are kept, or NULL.
+static void decode_block(const char *panel, const Steps &steps, int64_t first, int64_t some, char *room, float *wide) {
+  each_decoded(panel, steps, first, some, [&](const Ints plain[2 * VECS], int64_t j) __attribute__((always_inline)) {
+    widen_steps(plain, wide + 2 * j * WIDTH);
+    for (int v = 0; room && v < 2 * VECS; v++) store_ints(room + j * STEP + v * VECTOR, plain[v]);
+  });
+}
+
+// Read the same from plain steps that were kept.
+static void widen_block(const char *room, int64_t some, float *wide) {
+  for (int64_t j = 0; j < some; j++, room += 2 * STEP, wide += 4 * WIDTH) {
+    Ints plain[2 * VECS];
+    for (int v = 0; v < 2 * VECS; v++) plain[v] = load_ints(room + v * VECTOR);
+    widen_steps(plain, wide);
+  }
+}
+
+// totals[ROWS][WIDTH] += scales[WIDTH] * acc
+template <int ROWS>
+static inline __attribute__((always_inline)) void add_scaled_block(const Vec acc[ROWS][VECS], const float *scales, float *totals) {
+  for (int r = 0; r < ROWS; r++)
+    for (int v = 0; v < VECS; v++) {
+      float *total = totals + r * WIDTH + v * LANES;
+      store(total, fma(acc[r][v], load(scales + v * LANES), load(total)));
+    }
+}
+
+// Add the products of a block in float32. Inlined, its accumulators would not stay in the registers.
+template <int ROWS>
+static __attribute__((noinline)) void add_wide(const float *wide, const float *x, int64_t depth, const float *scales, float *totals) {
+  Vec acc[ROWS][VECS];
+  clear<ROWS>(acc);
+  for (int64_t j = 0; j < depth; j++, wide += WIDTH) {
+    Vec w[VECS];
+    for (int v = 0; v < VECS; v++) w[v] = load(wide + v * LANES);
+    add_step<ROWS>(acc, x + j * ROWS, w);
+  }
+  add_scaled_block<ROWS>(acc, scales, totals);
+}
+
+// The same for a whole block of few rows, whose numbers stay in the registers.
+template <int ROWS>
+static __attribute__((noinline)) void add_directly(const char *panel, const Steps &steps, int64_t first, const float *x, const float *scales, float *totals) {
+  Vec acc[ROWS][VECS];
+  clear<ROWS>(acc);
+  each_decoded(panel, steps, first, BLOCK_OF_STEPS, [&](const Ints plain[2 * VECS], int64_t j) __attribute__((always_inline)) {
+    for (int step = 0; step < 2; step++) {
+      const Ints *pairs = plain + step * VECS;
+      Vec w[VECS];
+      for (int v = 0; v < VECS; v++) w[v] = low_bf16(pairs[v]);
+      add_step<ROWS>(acc, x + 2 * (j + step) * ROWS, w);
+      for (int v = 0; v < VECS; v++) w[v] = high_bf16(pairs[v]);
+      add_step<ROWS>(acc, x + (2 * (j + step) + 1) * ROWS, w);
+    }
+  });
+  add_scaled_block<ROWS>(acc, scales, totals);
+}
+
+// sums[ROWS][WIDTH] of one panel and a tile, over k inputs. KEPT: tile.room has the plain steps, else a room is filled.
+template <int ROWS, bool KEPT>
+static void sum_fp8(const char *panel, const Tile &tile, int64_t k, float *sums) {
+  alignas(64) float wide[SCALED * WIDTH];
+  const Fp8Layout at(k);
+  const float *x = (const float *)tile.dwords, *scales = (const float *)(panel + at.scales);
+  memset(sums, 0, ROWS * WIDTH * sizeof(float));
+  for (int64_t first = 0; first < k; first += SCALED, x += SCALED * ROWS, scales += WIDTH) {
+    const int64_t depth = k - first < SCALED ? k - first : SCALED, step = first / STEP_DEPTH, some = (depth + STEP_DEPTH - 1) / STEP_DEPTH;
+    char *room = tile.room ? tile.room + step * 2 * STEP : nullptr;
+    if (!KEPT && !room && fits(ROWS) && depth == SCALED) {
+      add_directly<ROWS>(panel, at.steps, step, x, scales, sums);
+    } else {
+      KEPT ? widen_block(room, some, wide) : decode_block(panel, at.steps, step, some, room, wide);
+      add_wide<ROWS>(wide, x, depth, scales, sums);
+    }
+  }
+}
+
+template <bool KEPT>
+static constexpr SumTile SUM_FP8[] = {nullptr, sum_fp8<1, KEPT>, sum_fp8<2, KEPT>, sum_fp8<3, KEPT>, sum_fp8<4, KEPT>,
+#if defined(SP_AVX512)
+                                      sum_fp8<5, KEPT>, sum_fp8<6, KEPT>, sum_fp8<7, KEPT>, sum_fp8<8, KEPT>,
+#endif
+};
+
+// Bytes of a decoded panel.
+static inline int64_t fp8_room(int64_t k) { return Fp8Layout(k).steps.count * 2 * STEP; }
+
+// A row of the source is blocks: a float32 scale, then a byte for each weight.
+static void pack_fp8(const void *rows, int64_t n, int64_t k, int64_t panel, char *packed) {
+  const Fp8Layout at(k);
+  const int64_t row_bytes = at.blocks * 4 + k, first = panel * WIDTH, some = n - first < WIDTH ? n - first : WIDTH;
+  memset(packed, 0, at.bytes);
+  for (int64_t block = 0; block < at.blocks; block++)  // so that the panel's lines stay in the first-level cache
+    for (int64_t i = 0; i < some; i++) {
+      const char *from = (const char *)rows + (first + i) * row_bytes + block * (SCALED + 4);
+      const int64_t begin = block * SCALED, depth = k - begin < SCALED ? k - begin : SCALED;
+      memcpy(at.scale_at(packed, i, block), from, 4);
+      for (int64_t j = 0; j < depth; j++) *at.byte_at(packed, i, begin + j) = from[4 + j];
+    }
+}
+
+// Row i of a panel in float32.
+static void read_fp8_row(const char *packed, int64_t i, int64_t k, float *out) {
+  char *panel = (char *)packed;
+  const Fp8Layout at(k);
+  for (int64_t j = 0; j < k; j++) out[j] = *at.scale_at(panel, i, j / SCALED) * read_fp8((uint8_t)*at.byte_at(panel, i, j));
+}
+
+}  // namespace SP_NAMESPACE

@@ -1,0 +1,70 @@
+"""The options of a quantised checkpoint in its config.json."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from speculant.errors import ModelError
+from speculant.models.entries import is_whole, show
+
+logger = logging.getLogger(__name__)
+
+OTHER = "use another checkpoint of the model, such as a GGUF file."
+MOST_SIZE = 2**24  # of a group
+
+
+@dataclass(frozen=True)
+class Options:
+    """The entries of a quantization_config. Entries that are null count as absent."""
+
+    method: str
+    entries: Mapping[str, Any]
+    _seen: set[str] = field(default_factory=lambda: {"quant_method"})
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return an entry."""
+        self._seen.add(key)
+        found = self.entries.get(key)
+        return default if found is None else found
+
+    def one_of(self, key: str, known: Collection[Any], default: Any = None) -> Any:
+        """Return an entry that must have one of these values. Raises ModelError for others."""
+        found = self.get(key, default)
+        if not any(type(found) is type(each) and found == each for each in known):
+            listed = " or ".join(map(str, sorted(known)))
+            raise self.error(key, found, f"can't be read: only {listed} can")
+        return found
+
+    def is_set(self, key: str) -> bool:
+        """Return an entry that is true or false; an absent one is false. Raises ModelError for others."""
+        return bool(self.one_of(key, (False, True), False))
+
+    def group_size(self, key: str = "group_size") -> int:
+        """Return the size of groups; -1 = one group. Raises ModelError."""
+        found = self.get(key, -1)
+        if not is_whole(found) or not (found == -1 or 0 < found <= MOST_SIZE):
+            raise self.error(key, found, "is no size of a group")
+        return int(found)
+
+    def refuse(self, *keys: str) -> None:
+        """Raise ModelError for an entry that changes numbers in a way that is not implemented."""
+        for key in keys:
+            if self.get(key):
+                raise self.error(key, self.get(key), "changes the numbers in a way that is not implemented")
+
+    def warn_of_others(self, harmless: Collection[str]) -> None:
+        """Warn of entries that are not known, and not known to be harmless either."""
+        others = {key: value for key, value in self.entries.items() if key not in self._seen and value}
+        unknown = [f"{key} = {show(value)}" for key, value in sorted(others.items()) if key not in harmless]
+        if unknown:
+            logger.warning(
+                "the quantization_config (%s) has options that are unknown and have no effect: %s",
+                self.method, ", ".join(unknown),
+            )  # fmt: skip
+
+    def error(self, key: str, value: Any, problem: str) -> ModelError:
+        """Return the error of an entry."""
+        return ModelError(f"the quantization_config ({self.method}) has {key} = {show(value)}, which {problem}", OTHER)

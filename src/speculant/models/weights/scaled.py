@@ -1,0 +1,262 @@
+"""Matrices of numbers in 8 bits, and integers in 4, with scales for parts of them, as several formats store them.
+
+    w[i, j] = scale[i // rows, j // columns] * number[i, j]
+
+Rows of int8 with one scale, and e4m3 with scales for whole blocks of 128 inputs, keep these numbers. Other integers
+become blocks of 32 if float16 holds their scales.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from speculant.models.weights.grouped import InputGroups, are_halves, as_blocks, as_floats, layout_for, unpacked
+from speculant.models.weights.layouts import FP8_BLOCK, e4m3_numbers
+from speculant.models.weights.modules import AGAIN, ModuleParts
+from speculant.models.weights.source import QuantizedBlocks
+
+SCALE_KINDS = ("BF16", "F16", "F32", "F8_E8M0")
+WORD = 32  # bits
+LARGEST = 448.0  # number of e4m3
+MIDDLE = 128  # the zero of int8 as uint8
+
+
+@dataclass(frozen=True)
+class Tile:
+    """The rows and columns of a matrix that have a scale together."""
+
+    rows: int
+    columns: int
+
+    def counts(self, shape: tuple[int, ...]) -> tuple[int, int]:
+        """Return the numbers of tiles along the rows and the columns of a matrix."""
+        return -(-shape[0] // self.rows), -(-shape[1] // self.columns)
+
+    def by_row(self, scales: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """Return the scales of each row, [n, tiles]."""
+        return scales.reshape(self.counts(shape)).repeat_interleave(self.rows, 0)[: shape[0]]
+
+
+def tile_of(parts: ModuleParts, end: str, shape: tuple[int, ...], named: Tile | None = None) -> Tile:
+    """Return the tiles that the scales of a matrix have: the whole matrix, a row, or those that config.json names.
+
+    Raises ModelError if the scales' shape fits none of them.
+    """
+    found, (n, k) = parts.shape(end), shape
+    if parts.kind(end) not in SCALE_KINDS:
+        raise parts.error(f"{parts.module}{end} is {parts.kind(end)} instead of {' or '.join(SCALE_KINDS)}")
+    if math.prod(found) == 1 and len(found) <= 2:
+        return Tile(n, k)
+    if found in ((n,), (n, 1)):
+        return Tile(1, k)
+    if named is not None and found == named.counts(shape):
+        return named
+    parted = f" in parts of {named.rows} x {named.columns}" if named else ""
+    raise parts.error(
+        f"{parts.module}{end} is {list(found)}, which does not fit a matrix {list(shape)}{parted}",
+        "use the config.json that belongs to these weights, or download the checkpoint again.",
+    )
+
+
+def matrix_shape(parts: ModuleParts, end: str, kind: str) -> tuple[int, ...]:
+    """Return the shape of a matrix of numbers of a kind. Raises ModelError for another kind, or no matrix."""
+    shape = parts.shape(end)
+    if parts.kind(end) != kind or len(shape) != 2 or 0 in shape:
+        raise parts.error(f"{parts.module}{end} is {parts.kind(end)} {list(shape)} instead of a matrix of {kind}")
+    return shape
+
+
+def read_scales(parts: ModuleParts, end: str) -> Tensor:
+    """Read scales in float32. Raises ModelError for scales that are not finite."""
+    scales = parts.read(end).float()
+    if not bool(scales.isfinite().all()):
+        raise parts.error(f"{parts.module}{end} has scales that are NaN or infinite", AGAIN)
+    return scales
+
+
+@dataclass(frozen=True)
+class Fp8Matrix:
+    """See `StoredMatrix`: numbers in e4m3. weight, scale: the ends of the names of numbers and scales."""
+
+    parts: ModuleParts
+    weight: str
+    scale: str
+    named: Tile | None = None
+    order: Tensor | None = None
+
+    @cached_property
+    def shape(self) -> tuple[int, ...]:
+        """See `StoredMatrix.shape`."""
+        return matrix_shape(self.parts, self.weight, "F8_E4M3")
+
+    @cached_property
+    def tile(self) -> Tile:
+        """The parts that have a scale. Raises ModelError."""
+        return tile_of(self.parts, self.scale, self.shape, self.named)
+
+    def check(self) -> Fp8Matrix:
+        """Return the matrix. Raises ModelError for scales that do not fit it."""
+        assert self.tile
+        return self
+
+    @property
+    def why_decoded(self) -> str:
+        """See `StoredMatrix.why_decoded`."""
+        columns = self.tile.columns
+        if columns >= self.shape[1] or columns % FP8_BLOCK == 0:
+            return ""
+        return f"scales of {columns} inputs are no whole blocks of {FP8_BLOCK}"
+
+    @property
+    def kind(self) -> str:
+        """See `StoredMatrix.kind`."""
+        return "E4M3" if self.why_decoded else "FP8"
+
+    def read(self) -> Tensor | QuantizedBlocks:
+        """See `StoredMatrix.read`. Raises ModelError for numbers or scales that are NaN or too large."""
+        numbers, scales = self.parts.read(self.weight).view(torch.uint8), read_scales(self.parts, self.scale)
+        if bool(((numbers & 127) == 127).any()):
+            raise self.parts.error(f"{self.parts.module}{self.weight} has numbers that are NaN", AGAIN)
+        if not bool((scales * LARGEST).isfinite().all()):
+            raise self.parts.error(f"{self.parts.module}{self.scale} has scales that make weights infinite", AGAIN)
+        by_row, k = self.tile.by_row(scales, self.shape), self.shape[1]
+        if self.why_decoded:
+            decoded = torch.from_numpy(e4m3_numbers()[numbers.numpy()])
+            return decoded * by_row.repeat_interleave(self.tile.columns, 1)[:, :k]
+        blocks = torch.arange(0, k, FP8_BLOCK) // self.tile.columns
+        return fp8_rows(numbers, by_row[:, blocks])
+
+
+def fp8_rows(numbers: Tensor, scales: Tensor) -> QuantizedBlocks:
+    """Return numbers in e4m3, uint8 [n, k], with scales [n, blocks of 128] in float32, in the layout fp8."""
+    (n, k), blocks = numbers.shape, scales.shape[1]
+    whole = torch.nn.functional.pad(numbers, (0, blocks * FP8_BLOCK - k)).view(n, blocks, FP8_BLOCK)
+    rows = torch.cat((scales.contiguous().view(torch.uint8).view(n, blocks, -1), whole), dim=2).view(n, -1)
+    return QuantizedBlocks("fp8", (n, k), rows[:, : rows.shape[1] - (blocks * FP8_BLOCK - k)].contiguous())
+
+
+def int8_rows(numbers: Tensor, scales: Tensor) -> QuantizedBlocks:
+    """Return numbers int8 [n, k] with a scale for each row, [n, 1] in float32, in the layout int8."""
+    rows = torch.cat((scales.contiguous().view(torch.uint8), numbers.view(torch.uint8)), dim=1)
+    return QuantizedBlocks("int8", tuple(numbers.shape), rows)
+
+
+@dataclass(frozen=True)
+class IntegerEnds:
+    """The ends of the names of the tensors of integers: themselves, scales, zero points and groups of inputs."""
+
+    weight: str
+    scale: str
+    zeros: str = ""
+    groups: str = ""
+
+
+@dataclass(frozen=True)
+class IntegerMatrix:
+    """See `StoredMatrix`: integers of 4 or 8 bits.
+
+    packed: whether words of 32 bits have several unsigned ones: along k, and zeros along n; else they are int8.
+    """
+
+    parts: ModuleParts
+    shape: tuple[int, ...]
+    ends: IntegerEnds
+    bits: int
+    packed: bool
+    named: Tile | None = None
+
+    @cached_property
+    def tile(self) -> Tile:
+        """The parts that have a scale. Raises ModelError."""
+        return tile_of(self.parts, self.ends.scale, self.shape, self.named)
+
+    @property
+    def _has_zeros(self) -> bool:
+        return bool(self.ends.zeros) and self.parts.has(self.ends.zeros)
+
+    def check(self) -> IntegerMatrix:
+        """Return the matrix. Raises ModelError for tensors that do not fit each other."""
+        rows, columns = self.tile.counts(self.shape)
+        if self._has_zeros and self.packed:
+            self.parts.check(self.ends.zeros, ["I32"], (-(-rows * self.bits // WORD), columns))
+        elif self._has_zeros and math.prod(self.parts.shape(self.ends.zeros)) != rows * columns:
+            raise self.parts.error(f"{self.parts.module}{self.ends.zeros} does not fit the scales")
+        if self.ends.groups and self.parts.has(self.ends.groups):
+            self.parts.check(self.ends.groups, ["I32", "I64"], self.shape[1:])
+        return self
+
+    @cached_property
+    def _groups(self) -> InputGroups:
+        """The groups of the inputs. Raises ModelError if the tensor of groups does not divide them so."""
+        expected = InputGroups.of_size(self.shape[1], self.tile.columns)
+        if not self.ends.groups or not self.parts.has(self.ends.groups):
+            return expected
+        found = self.parts.read(self.ends.groups).numpy().astype(np.int64)
+        if (found == -1).all():  # it was never filled: groups are neighbours
+            return expected
+        if not np.array_equal(np.sort(found), expected.of):
+            name = f"{self.parts.module}{self.ends.groups}"
+            raise self.parts.error(f"{name} does not divide the inputs into groups of {self.tile.columns}")
+        return InputGroups(found, expected.count)
+
+    def _zeros(self) -> np.ndarray | None:
+        """Read the zero points, uint8 [n, groups]; None = they are in the middle."""
+        if not self._has_zeros:
+            return None
+        stored, (rows, columns) = self.parts.read(self.ends.zeros), self.tile.counts(self.shape)
+        if self.packed:
+            zeros = unpacked(stored, self.bits, axis=0)[:rows]
+        else:
+            zeros = stored.to(torch.int8).view(torch.uint8).numpy().reshape(rows, columns) ^ np.uint8(MIDDLE)
+        return np.repeat(zeros, self.tile.rows, axis=0)[: self.shape[0]]
+
+    def _integers(self) -> np.ndarray:
+        """Read the integers, uint8 [n, k]."""
+        stored = self.parts.read(self.ends.weight)
+        if self.packed:
+            return np.ascontiguousarray(unpacked(stored, self.bits, axis=1)[:, : self.shape[1]])
+        integers: np.ndarray = stored.view(torch.uint8).numpy() ^ np.uint8(MIDDLE)
+        return integers
+
+    def _scales(self) -> Tensor:
+        return self.tile.by_row(read_scales(self.parts, self.ends.scale), self.shape)
+
+    @cached_property
+    def _layout(self) -> str:
+        """The layout of the rows, unless they are decoded."""
+        found = layout_for(self.bits, self._zeros())
+        return "int8" if found == "q8_0" and self._groups.count == 1 else found
+
+    @cached_property
+    def why_decoded(self) -> str:
+        """See `StoredMatrix.why_decoded`."""
+        if self._layout == "int8":
+            return ""
+        return self._groups.why_decoded() or ("" if are_halves(self._scales()) else "scales are no numbers of float16")
+
+    @property
+    def kind(self) -> str:
+        """See `StoredMatrix.kind`."""
+        return f"PACKED{self.bits}" if self.why_decoded else self._layout.upper()
+
+    @property
+    def order(self) -> Tensor | None:
+        """See `HasOrders.order`."""
+        if self.why_decoded or self._groups.is_sorted:
+            return None
+        return torch.from_numpy(self._groups.order.astype(np.int32))
+
+    def read(self) -> Tensor | QuantizedBlocks:
+        """See `StoredMatrix.read`. Raises ModelError for scales that are not finite."""
+        q, scales = self._integers(), self._scales()
+        if self._layout == "int8":
+            return int8_rows(torch.from_numpy(q ^ np.uint8(MIDDLE)).view(torch.int8), scales)
+        if self.why_decoded:
+            return as_floats(q, scales, self._zeros(), self.bits, self._groups)
+        return as_blocks(self._layout, q, scales, self._zeros(), self._groups)

@@ -1,0 +1,101 @@
+"""AWQ (arXiv 2306.00978) in AutoAWQ's layout "gemm": weights scale * (q - zero) of n outputs and k inputs.
+
+qweight   int32 [k, n / 8]        integers q of 4 bits; a word has 8 neighbours of one row, in the order of PLACES
+qzeros    int32 [groups, n / 8]   zero points, in the same order
+scales    floats [groups, n]
+
+The inputs of a group are neighbours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from speculant.models.weights.grouped import InputGroups, are_halves, as_blocks, as_floats, layout_for, unpacked
+from speculant.models.weights.modules import ModuleParts
+from speculant.models.weights.options import Options
+from speculant.models.weights.source import QuantizedBlocks
+
+QWEIGHT, QZEROS, SCALES = ".qweight", ".qzeros", ".scales"
+SCALE_KINDS = ("BF16", "F16", "F32")
+BITS, PER_WORD = 4, 8
+PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of a word's integers in turn, from the lowest bits on
+HARMLESS = ("backend", "do_fuse", "exllama_config", "fuse_max_seq_len", "modules_to_fuse", "modules_to_not_convert")
+
+
+@dataclass(frozen=True)
+class AwqMatrix:
+    """See `StoredMatrix`."""
+
+    parts: ModuleParts
+    groups: InputGroups
+    order: Tensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """See `StoredMatrix.shape`."""
+        k, words = self.parts.shape(QWEIGHT)
+        return (words * PER_WORD, k)
+
+    @cached_property
+    def why_decoded(self) -> str:
+        """See `StoredMatrix.why_decoded`."""
+        why = self.groups.why_decoded()
+        return why or ("" if are_halves(self.parts.read(SCALES)) else "scales are no numbers of float16")
+
+    def _zeros(self) -> np.ndarray:
+        """Read the zero points, uint8 [groups, n]."""
+        return unpacked(self.parts.read(QZEROS), BITS, 1, PLACES)
+
+    @cached_property
+    def kind(self) -> str:
+        """See `StoredMatrix.kind`."""
+        return "AWQ" if self.why_decoded else layout_for(BITS, self._zeros()).upper()
+
+    def read(self) -> Tensor | QuantizedBlocks:
+        """See `StoredMatrix.read`."""
+        q = unpacked(self.parts.read(QWEIGHT), BITS, 1, PLACES).T
+        scales, zeros = self.parts.read(SCALES).T, self._zeros().T
+        if self.why_decoded:
+            return as_floats(q, scales, zeros, BITS, self.groups)
+        return as_blocks(self.kind.lower(), q, scales, zeros, self.groups)
+
+
+@dataclass(frozen=True)
+class Awq:
+    """See `Scheme`. size: inputs of a group; -1 = one group."""
+
+    size: int
+    marks: Sequence[str] = (QWEIGHT,)
+    parts: Sequence[str] = (QWEIGHT, QZEROS, SCALES)
+    weight: str = ".weight"
+    unread: Sequence[str] = ()
+
+    def matrix(self, parts: ModuleParts) -> AwqMatrix:
+        """See `Scheme.matrix`."""
+        shape = parts.shape(QWEIGHT)
+        if len(shape) != 2 or 0 in shape:
+            raise parts.error(f"{parts.module}{QWEIGHT} is {list(shape)}, which is no matrix")
+        k, words = shape
+        groups = InputGroups.of_size(k, k if self.size == -1 else self.size)
+        parts.check(QWEIGHT, ["I32"], shape)
+        parts.check(QZEROS, ["I32"], (groups.count, words))
+        parts.check(SCALES, SCALE_KINDS, (groups.count, words * PER_WORD))
+        return AwqMatrix(parts, groups)
+
+
+def read_scheme(options: Mapping[str, Any]) -> Awq:
+    """Return the scheme with the options of config.json's quantization_config. Raises ModelError."""
+    read = Options("awq", options)
+    read.one_of("bits", (BITS,), read.get("w_bit"))
+    read.one_of("version", ("GEMM", "gemm"), "gemm")
+    read.one_of("zero_point", (True,), True)
+    size = read.group_size("group_size" if read.get("group_size") is not None else "q_group_size")
+    read.warn_of_others((*HARMLESS, "w_bit", "q_group_size"))
+    return Awq(size)

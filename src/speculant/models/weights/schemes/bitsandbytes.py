@@ -1,0 +1,180 @@
+"""bitsandbytes: numbers of 4 bits from a table (arXiv 2305.14314), or rows of int8 (arXiv 2208.07339).
+
+4 bits   weight uint8 [n k / 2, 1]    indices of numbers in the order of the rows, the first of a pair in the upper half
+         weight.quant_map             float32 [16], the numbers
+         weight.absmax                float32 [blocks], the scale of `blocksize` successive numbers; or uint8 [blocks],
+         weight.nested_absmax, weight.nested_quant_map and `nested_offset`, which the scales are computed from
+         weight.quant_state.bitsandbytes__nf4 (or fp4): uint8, JSON with these sizes and the shape
+8 bits   weight int8 [n, k]; SCB float32 [n], 127 times the scale of each row
+
+Numbers of 4 bits are decoded. Rows of int8 keep their numbers; outlying activations are not treated apart.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from speculant.models.entries import is_whole, show
+from speculant.models.weights.modules import ModuleParts, StoredMatrix
+from speculant.models.weights.options import Options
+from speculant.models.weights.scaled import int8_rows, matrix_shape, read_scales
+from speculant.models.weights.source import QuantizedBlocks
+
+WEIGHT, SCB = ".weight", ".SCB"
+STATE = {kind: f".weight.quant_state.bitsandbytes__{kind}" for kind in ("nf4", "fp4")}
+MAP, ABSMAX, NESTED_MAP, NESTED = (
+    ".weight.quant_map", ".weight.absmax", ".weight.nested_quant_map", ".weight.nested_absmax",
+)  # fmt: skip
+MOST_STATE, MOST_SIZE = 2**16, 2**24  # bytes of JSON; weights of a block, and inputs or outputs
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The sizes in a quant_state. nested: numbers of a block of scales, None = scales are not quantised."""
+
+    shape: tuple[int, int]
+    size: int
+    nested: int | None
+    offset: float
+
+
+@dataclass(frozen=True)
+class FourBitMatrix:
+    """See `StoredMatrix`."""
+
+    parts: ModuleParts
+    type: str
+    order: Tensor | None = None
+
+    @property
+    def kind(self) -> str:
+        """See `StoredMatrix.kind`."""
+        return self.type.upper()
+
+    @property
+    def why_decoded(self) -> str:
+        """See `StoredMatrix.why_decoded`."""
+        return f"the kernels can't multiply by {self.kind}"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """See `StoredMatrix.shape`."""
+        return self.blocks.shape
+
+    @cached_property
+    def blocks(self) -> Blocks:
+        """The sizes that the quant_state names. Raises ModelError."""
+        end = STATE[self.type]
+        stored = self.parts.shape(end)
+        if self.parts.kind(end) != "U8" or len(stored) != 1 or stored[0] > MOST_STATE:
+            raise self.parts.error(f"{self.parts.module}{end} is {self.parts.kind(end)} {list(stored)} instead of JSON")
+        try:
+            state = json.loads(bytes(self.parts.read(end).tolist()))
+        except (ValueError, RecursionError):
+            state = None
+        found = _read_blocks(state) if isinstance(state, dict) else None
+        if found is None:
+            raise self.parts.error(f"{self.parts.module}{end} has no sizes: {show(state)}")
+        return found
+
+    def check(self) -> FourBitMatrix:
+        """Return the matrix. Raises ModelError for tensors that do not fit each other."""
+        blocks = self.blocks
+        count = math.prod(blocks.shape)
+        scales = -(-count // blocks.size)
+        self.parts.check(MAP, ["F32"], (16,))
+        self.parts.check(ABSMAX, ["F32"] if blocks.nested is None else ["U8"], (scales,))
+        if blocks.nested is not None:
+            self.parts.check(NESTED, ["F32"], (-(-scales // blocks.nested),))
+            self.parts.check(NESTED_MAP, ["F32"], (256,))
+        if self.parts.kind(WEIGHT) != "U8" or math.prod(self.parts.shape(WEIGHT)) != -(-count // 2):
+            raise self.parts.error(f"{self.parts.module}{WEIGHT} does not have {count} numbers of 4 bits")
+        return self
+
+    def _scales(self) -> Tensor:
+        """Read the scales of all blocks in float32."""
+        if self.blocks.nested is None:
+            return read_scales(self.parts, ABSMAX)
+        outer = read_scales(self.parts, NESTED).repeat_interleave(self.blocks.nested)
+        inner = read_scales(self.parts, NESTED_MAP)[self.parts.read(ABSMAX).long()]
+        return inner * outer[: len(inner)] + self.blocks.offset
+
+    def read(self) -> Tensor:
+        """See `StoredMatrix.read`. Raises ModelError for numbers that are not finite."""
+        pairs, numbers = self.parts.read(WEIGHT).flatten(), read_scales(self.parts, MAP)
+        count = math.prod(self.shape)
+        decoded = numbers[torch.stack((pairs >> 4, pairs & 15), dim=1).flatten()[:count].int()]
+        return (decoded * self._scales().repeat_interleave(self.blocks.size)[:count]).view(self.shape)
+
+
+def _read_blocks(state: Mapping[str, Any]) -> Blocks | None:
+    """Return the sizes in a quant_state; None if it has none that can be used."""
+    shape, nested, offset = state.get("shape"), state.get("nested_blocksize"), state.get("nested_offset", 0.0)
+    if (
+        not isinstance(shape, list)
+        or len(shape) != 2
+        or not isinstance(offset, float | int)
+        or isinstance(offset, bool)
+    ):
+        return None
+    sizes = [*shape, state.get("blocksize"), 1 if nested is None else nested]
+    if not all(is_whole(size) and 0 < size <= MOST_SIZE for size in sizes) or not math.isfinite(offset):
+        return None
+    return Blocks((sizes[0], sizes[1]), sizes[2], nested, float(offset))
+
+
+@dataclass(frozen=True)
+class Int8Rows:
+    """See `StoredMatrix`."""
+
+    parts: ModuleParts
+    kind: str = "INT8"
+    order: Tensor | None = None
+    why_decoded: str = ""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """See `StoredMatrix.shape`."""
+        return matrix_shape(self.parts, WEIGHT, "I8")
+
+    def check(self) -> Int8Rows:
+        """Return the matrix. Raises ModelError for tensors that do not fit each other."""
+        self.parts.check(SCB, ["F16", "F32"], self.shape[:1])
+        return self
+
+    def read(self) -> QuantizedBlocks:
+        """See `StoredMatrix.read`. Raises ModelError for scales that are not finite."""
+        return int8_rows(self.parts.read(WEIGHT), read_scales(self.parts, SCB)[:, None] / 127)
+
+
+@dataclass(frozen=True)
+class BitsAndBytes:
+    """See `Scheme`."""
+
+    marks: Sequence[str] = (*STATE.values(), SCB)
+    parts: Sequence[str] = (
+        WEIGHT, SCB, ".weight_format", ".weight.weight_format", MAP, ABSMAX, NESTED_MAP, NESTED, *STATE.values(),
+    )  # fmt: skip
+    weight: str = WEIGHT
+    unread: Sequence[str] = ()
+
+    def matrix(self, parts: ModuleParts) -> StoredMatrix:
+        """See `Scheme.matrix`."""
+        if parts.has(SCB):
+            return Int8Rows(parts).check()
+        return FourBitMatrix(parts, next(kind for kind, end in STATE.items() if parts.has(end))).check()
+
+
+def read_scheme(options: Mapping[str, Any]) -> BitsAndBytes:
+    """Return the scheme. options: of config.json; the files have all that matters. Raises ModelError."""
+    read = Options("bitsandbytes", options)
+    read.one_of("bnb_4bit_quant_storage", ("uint8",), "uint8")
+    return BitsAndBytes()

@@ -1,0 +1,198 @@
+"""compressed-tensors, as llm-compressor writes it: n outputs, k inputs, and groups of modules with the same options.
+
+pack-quantized        weight_packed int32 [n, k bits / 32], integers of 4 or 8 bits; neighbours, the lowest bits first
+                      weight_zero_point int32 [n bits / 32, groups], packed along the outputs
+                      weight_shape [2], and perhaps weight_g_idx [k], the group of each input
+int-quantized         weight int8 [n, k]; weight_zero_point int8
+float-quantized       weight e4m3 [n, k]
+mxfp4-pack-quantized  weight_packed uint8 [n, k / 2], weight_scale uint8 [n, k / 32]
+
+weight_scale has a number for the matrix, each output, each group of inputs, or each block of both. The tensors of a
+module show the group of options that it belongs to: names and classes under `targets` and `ignore` are not needed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from speculant.errors import ModelError
+from speculant.models.entries import is_whole, show
+from speculant.models.weights.modules import ModuleParts, StoredMatrix
+from speculant.models.weights.options import OTHER, Options
+from speculant.models.weights.scaled import WORD, Fp8Matrix, IntegerEnds, IntegerMatrix, Tile, matrix_shape
+from speculant.models.weights.schemes.mxfp4 import BLOCK, as_mxfp4
+from speculant.models.weights.source import QuantizedBlocks
+
+logger = logging.getLogger(__name__)
+
+METHOD = "compressed-tensors"
+WEIGHT, PACKED, SCALE, ZEROS, G_IDX, SHAPE, GLOBAL = (
+    ".weight", ".weight_packed", ".weight_scale", ".weight_zero_point", ".weight_g_idx", ".weight_shape",
+    ".weight_global_scale",
+)  # fmt: skip
+OF_ACTIVATIONS = (".input_scale", ".input_zero_point", ".input_global_scale", ".output_scale", ".output_zero_point")
+FORMATS = ("dense", "float-quantized", "int-quantized", "mixed-precision", "mxfp4-pack-quantized", "naive-quantized",
+           "pack-quantized")  # fmt: skip
+STRATEGIES = ("block", "channel", "group", "tensor")
+MOST_SIZE = 2**24  # of a block
+HARMLESS = ("config_groups", "global_compression_ratio", "ignore", "quantization_status", "version")
+
+
+@dataclass(frozen=True)
+class WeightOptions:
+    """How the weights of some modules are stored. tile: the part that has a scale; None = the matrix or a row."""
+
+    bits: int
+    is_float: bool
+    symmetric: bool
+    tile: Tile | None
+
+    def matrix(self, parts: ModuleParts) -> StoredMatrix:
+        """Return the matrix of a module. Raises ModelError if it is not stored in this way."""
+        if parts.has(GLOBAL):
+            raise parts.error(f"{parts.module} is stored in NVFP4, which can't be read", OTHER)
+        if self.is_float and self.bits == 4:
+            return CompressedMxfp4(parts).check()
+        if self.is_float:
+            return Fp8Matrix(parts, WEIGHT, SCALE, self.tile).check()
+        if not self.symmetric:
+            parts.shape(ZEROS)
+        ends = IntegerEnds(PACKED, SCALE, "" if self.symmetric else ZEROS, G_IDX)
+        if parts.has(PACKED):
+            return IntegerMatrix(parts, self._packed_shape(parts), ends, self.bits, True, self.tile).check()
+        ends = IntegerEnds(WEIGHT, SCALE, ends.zeros)
+        return IntegerMatrix(parts, matrix_shape(parts, WEIGHT, "I8"), ends, 8, False, self.tile).check()
+
+    def _packed_shape(self, parts: ModuleParts) -> tuple[int, int]:
+        """Return the shape of a matrix of packed integers. Raises ModelError if it does not fit their words."""
+        rows, words = matrix_shape(parts, PACKED, "I32")
+        parts.check(SHAPE, ["I32", "I64"], (2,))
+        n, k = parts.read(SHAPE).tolist()
+        if n != rows or k < 1 or -(-k * self.bits // WORD) != words:
+            raise parts.error(
+                f"{parts.module}{SHAPE} says [{n}, {k}], and {PACKED[1:]} is {[rows, words]}, which is no such matrix"
+                f" of {self.bits} bits",
+                "use the config.json that belongs to these weights, or download the checkpoint again.",
+            )
+        return n, k
+
+
+@dataclass(frozen=True)
+class CompressedMxfp4:
+    """See `StoredMatrix`: numbers of 4 bits, two in a byte, in blocks of 32 with an exponent."""
+
+    parts: ModuleParts
+    kind: str = "MXFP4"
+    order: Tensor | None = None
+    why_decoded: str = ""
+
+    def check(self) -> CompressedMxfp4:
+        """Return the matrix. Raises ModelError for tensors that do not fit each other."""
+        n, size = matrix_shape(self.parts, PACKED, "U8")
+        self.parts.check(SCALE, ["U8", "F8_E8M0"], (n, 2 * size // BLOCK))
+        self.parts.check(PACKED, ["U8"], (n, self.shape[1] // 2))
+        return self
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """See `StoredMatrix.shape`."""
+        n, blocks = self.parts.shape(SCALE)
+        return (n, blocks * BLOCK)
+
+    def read(self) -> QuantizedBlocks:
+        """See `StoredMatrix.read`."""
+        return as_mxfp4(self.parts.read(PACKED), self.parts.read(SCALE), self.shape)
+
+
+@dataclass(frozen=True)
+class CompressedTensors:
+    """See `Scheme`."""
+
+    groups: tuple[WeightOptions, ...]
+    marks: Sequence[str] = (PACKED, SCALE)
+    parts: Sequence[str] = (WEIGHT, PACKED, SCALE, ZEROS, G_IDX, SHAPE, GLOBAL, *OF_ACTIVATIONS)
+    weight: str = WEIGHT
+    unread: Sequence[str] = field(default=(".q_scale", ".k_scale", ".v_scale", *OF_ACTIVATIONS))
+
+    def matrix(self, parts: ModuleParts) -> StoredMatrix:
+        """See `Scheme.matrix`. The first options that the tensors fit are the module's."""
+        problem: ModelError | None = None
+        for group in sorted(self.groups, key=lambda each: each.symmetric == parts.has(ZEROS)):
+            try:
+                return group.matrix(parts)
+            except ModelError as error:
+                problem = problem or error
+        assert problem is not None
+        raise problem
+
+
+def read_scheme(options: Mapping[str, Any]) -> CompressedTensors:
+    """Return the scheme with the options of config.json's quantization_config. Raises ModelError."""
+    read = Options(METHOD, options)
+    read.one_of("format", FORMATS, "dense")
+    sparsity = read.get("sparsity_config", {})
+    if not isinstance(sparsity, dict) or sparsity.get("format", "dense") != "dense":
+        raise read.error("sparsity_config", sparsity, "stores sparse matrices, which can't be read")
+    read.refuse("transform_config", "moe_sparsity_config")
+    groups = read.get("config_groups")
+    if not isinstance(groups, dict) or not all(isinstance(group, dict) for group in groups.values()):
+        raise read.error("config_groups", groups, "is no group of options for modules")
+    found = tuple(_read_weights(group) for group in groups.values() if group.get("weights") is not None)
+    if not found:
+        raise read.error("config_groups", groups, "has no options for weights")
+    _warn_of_activations(options, groups)
+    read.warn_of_others((*HARMLESS, "kv_cache_scheme"))
+    return CompressedTensors(found)
+
+
+def _read_weights(group: Mapping[str, Any]) -> WeightOptions:
+    """Read the options of a group for weights. Raises ModelError."""
+    given = group["weights"]
+    Options(METHOD, group).one_of("format", FORMATS, "dense")
+    if not isinstance(given, dict):
+        raise Options(METHOD, group).error("weights", given, "is no group of options")
+    read = Options(METHOD, given)
+    is_float = read.one_of("type", ("float", "int"), "int") == "float"
+    bits = read.one_of("num_bits", (4, 8), 8)
+    read.refuse("dynamic")
+    size, structure = read.get("group_size"), read.get("block_structure")
+    usual = "tensor" if size is None else "channel" if size == -1 else "group"
+    strategy = read.one_of("strategy", STRATEGIES, usual)
+    if strategy == "group" and (size := read.group_size()) != -1:
+        return WeightOptions(bits, is_float, _is_symmetric(read), Tile(1, size))
+    tile = _read_block(read, structure) if strategy == "block" else None
+    return WeightOptions(bits, is_float, _is_symmetric(read), tile)
+
+
+def _is_symmetric(read: Options) -> bool:
+    return bool(read.one_of("symmetric", (False, True), True))
+
+
+def _read_block(read: Options, given: Any) -> Tile:
+    """Return the rows and columns of a block: a list of two, or text such as 128x128."""
+    sizes = [int(part) if part.isdecimal() else part for part in given.split("x")] if isinstance(given, str) else given
+    if (
+        not isinstance(sizes, list)
+        or len(sizes) != 2
+        or not all(is_whole(size) and 0 < size <= MOST_SIZE for size in sizes)
+    ):
+        raise read.error("block_structure", given, "is no size of a block")
+    return Tile(*sizes)
+
+
+def _warn_of_activations(options: Mapping[str, Any], groups: Mapping[str, Mapping[str, Any]]) -> None:
+    """Warn of options for other numbers than weights that have no effect, though they change results."""
+    unused = [key for key in ("output_activations",) if any(group.get(key) for group in groups.values())]
+    if options.get("kv_cache_scheme"):
+        unused.append(f"kv_cache_scheme ({show(options['kv_cache_scheme'])})")
+    if unused:
+        logger.warning(
+            "the quantization_config (%s) rounds more than weights, which has no effect here: %s. Keys, values and"
+            " outputs are as precise as those of other checkpoints.",
+            METHOD, ", ".join(unused),
+        )  # fmt: skip

@@ -1,0 +1,59 @@
+"""FP8 in Hugging Face's form: weights scale * number of n outputs and k inputs, whose numbers are e4m3.
+
+weight            e4m3 [n, k]
+weight_scale_inv  floats [n / rows, k / columns], for blocks of `weight_block_size`; the last ones may be smaller
+weight_scale      floats, instead: a number for the matrix, or for each output
+
+Activations, which some programs round to e4m3 too, are not rounded: their scales are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from speculant.models.entries import is_whole
+from speculant.models.weights.modules import ModuleParts
+from speculant.models.weights.options import Options
+from speculant.models.weights.scaled import Fp8Matrix, Tile
+
+WEIGHT, INVERSE, SCALE = ".weight", ".weight_scale_inv", ".weight_scale"
+OF_ACTIVATIONS = (".input_scale", ".activation_scale")
+HARMLESS = (
+    "activation_scheme",
+    "dequantize",
+    "ignored_layers",
+    "kv_cache_scheme",
+    "modules_to_not_convert",
+    "scale_fmt",
+)
+MOST_SIZE = 2**24  # of a block
+
+
+@dataclass(frozen=True)
+class Fp8:
+    """See `Scheme`. tile: the part of a matrix that has a scale; None = a row or the matrix."""
+
+    tile: Tile | None
+    marks: Sequence[str] = (INVERSE, SCALE)
+    parts: Sequence[str] = (WEIGHT, INVERSE, SCALE, *OF_ACTIVATIONS)
+    weight: str = WEIGHT
+    unread: Sequence[str] = (".q_scale", ".k_scale", ".v_scale", *OF_ACTIVATIONS)
+
+    def matrix(self, parts: ModuleParts) -> Fp8Matrix:
+        """See `Scheme.matrix`."""
+        return Fp8Matrix(parts, WEIGHT, INVERSE if parts.has(INVERSE) else SCALE, self.tile).check()
+
+
+def read_scheme(options: Mapping[str, Any]) -> Fp8:
+    """Return the scheme with the options of config.json's quantization_config. Raises ModelError."""
+    read = Options("fp8", options)
+    read.one_of("fmt", ("e4m3", "float8_e4m3fn"), "e4m3")
+    sizes = read.get("weight_block_size")
+    if sizes is not None and not (
+        isinstance(sizes, list) and len(sizes) == 2 and all(is_whole(size) and 0 < size <= MOST_SIZE for size in sizes)
+    ):
+        raise read.error("weight_block_size", sizes, "is no size of a block")
+    read.warn_of_others(HARMLESS)
+    return Fp8(Tile(*sizes) if sizes else None)

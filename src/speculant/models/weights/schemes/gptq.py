@@ -1,0 +1,167 @@
+"""GPTQ (arXiv 2210.17323), as AutoGPTQ and GPTQModel store it: weights scale * (q - zero) of n outputs and k inputs.
+
+qweight   int32 [k bits / 32, n]       integers q; a word has neighbours of one column, the lowest bits first
+qzeros    int32 [groups, n bits / 32]  zero points, neighbours of one row; the format "gptq" stores them minus 1
+scales    floats [groups, n]
+g_idx     int32 [k]                    the group of each input; it may be missing if groups are neighbours
+
+The quantizer may sort the inputs before it forms groups (`desc_act`). Then g_idx names groups that are no neighbours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from speculant.models.weights.grouped import InputGroups, are_halves, as_blocks, as_floats, layout_for, unpacked
+from speculant.models.weights.modules import ModuleParts
+from speculant.models.weights.options import Options
+from speculant.models.weights.source import QuantizedBlocks
+
+QWEIGHT, QZEROS, SCALES, G_IDX = ".qweight", ".qzeros", ".scales", ".g_idx"
+BITS = (2, 4, 8)
+SCALE_KINDS = ("BF16", "F16", "F32")
+WORD = 32  # bits
+HARMLESS = (
+    "act_group_aware", "backend", "batch_size", "block_name_to_quantize", "cache_block_outputs", "damp_auto_increment",
+    "damp_percent", "dataset", "desc_act", "dynamic", "exllama_config", "gptaq", "hessian", "hyb_act",
+    "lm_head", "max_input_length", "meta", "method", "model_file_base_name", "model_name_or_path", "model_seqlen",
+    "module_name_preceding_first_block", "modules_in_block_to_quantize", "mse", "offload_to_disk", "pad_token_id",
+    "quantizer", "static_groups", "sym", "tokenizer", "true_sequential", "use_cuda_fp16", "use_exllama",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class GptqMatrix:
+    """See `StoredMatrix`. size: inputs of a group. add_one: whether the stored zeros are one too low."""
+
+    parts: ModuleParts
+    bits: int
+    size: int
+    add_one: bool
+
+    @cached_property
+    def shape(self) -> tuple[int, ...]:
+        """See `StoredMatrix.shape`."""
+        words, n = self.parts.shape(QWEIGHT)
+        return (n, words * WORD // self.bits)
+
+    @cached_property
+    def _groups(self) -> InputGroups:
+        """The groups of the inputs. Raises ModelError if g_idx is no division into groups of `size`."""
+        expected = InputGroups.of_size(self.shape[1], self.size)
+        if not self.parts.has(G_IDX):
+            return expected
+        found = self.parts.read(G_IDX).numpy().astype(np.int64)
+        if not np.array_equal(np.sort(found), expected.of):
+            raise self.parts.error(f"{self.parts.module}{G_IDX} does not divide the inputs into groups of {self.size}")
+        return InputGroups(found, expected.count)
+
+    @cached_property
+    def _layout(self) -> tuple[str, str]:
+        """The layout of the blocks, and "" or the reason why there are none."""
+        why = self._groups.why_decoded()
+        if not why and not are_halves(self.parts.read(SCALES)):
+            why = "scales are no numbers of float16"
+        return layout_for(self.bits, self._zeros()), why
+
+    def _zeros(self) -> np.ndarray:
+        """Read the zero points, uint8 [groups, n]."""
+        words = self.parts.read(QZEROS)
+        if self.add_one:  # to each integer of a word, with carries: the difference had them too
+            one = sum(1 << shift for shift in range(0, WORD, self.bits))
+            words = torch.from_numpy((words.numpy().view(np.uint32) + np.uint32(one)).view(np.int32))
+        return unpacked(words, self.bits, axis=1)
+
+    @property
+    def kind(self) -> str:
+        """See `StoredMatrix.kind`."""
+        return "GPTQ" if self.why_decoded else self._layout[0].upper()
+
+    @property
+    def why_decoded(self) -> str:
+        """See `StoredMatrix.why_decoded`."""
+        return self._layout[1]
+
+    @cached_property
+    def order(self) -> Tensor | None:
+        """See `HasOrders.order`."""
+        if self.why_decoded or self._groups.is_sorted:
+            return None
+        return torch.from_numpy(self._groups.order.astype(np.int32))
+
+    def read(self) -> Tensor | QuantizedBlocks:
+        """See `StoredMatrix.read`."""
+        q = unpacked(self.parts.read(QWEIGHT), self.bits, axis=0).T
+        scales, zeros = self.parts.read(SCALES).T, self._zeros().T
+        if self.why_decoded:
+            return as_floats(q, scales, zeros, self.bits, self._groups)
+        return as_blocks(self._layout[0], q, scales, zeros, self._groups)
+
+
+@dataclass(frozen=True)
+class Gptq:
+    """See `Scheme`. bits, size: of modules that `dynamic` does not change; size -1 = one group."""
+
+    bits: int
+    size: int
+    add_one: bool
+    needs_g_idx: bool
+    dynamic: bool
+    marks: Sequence[str] = (QWEIGHT,)
+    parts: Sequence[str] = (QWEIGHT, QZEROS, SCALES, G_IDX)
+    weight: str = ".weight"
+    unread: Sequence[str] = ()
+
+    def matrix(self, parts: ModuleParts) -> GptqMatrix:
+        """See `Scheme.matrix`."""
+        name, shape, zeros = parts.module, parts.shape(QWEIGHT), parts.shape(QZEROS)
+        if len(shape) != 2 or len(zeros) != 2 or 0 in shape + zeros:
+            raise parts.error(f"{name} has qweight {list(shape)} and qzeros {list(zeros)}, which are no matrices")
+        (words, n), (groups, packed) = shape, zeros
+        bits = packed * WORD // n if self.dynamic else self.bits
+        if bits not in BITS or packed * WORD != n * bits:
+            raise parts.error(
+                f"{name} has qweight {list(shape)} and qzeros {list(zeros)}, which is not the shape of integers of"
+                f" {self.bits} bits",
+                "use a checkpoint with 2, 4 or 8 bits, or download it again.",
+            )
+        k = words * WORD // bits
+        parts.check(QWEIGHT, ["I32"], shape)
+        parts.check(QZEROS, ["I32"], zeros)
+        parts.check(SCALES, SCALE_KINDS, (groups, n))
+        if self.needs_g_idx or parts.has(G_IDX):
+            parts.check(G_IDX, ["I32", "I64"], (k,))
+        return GptqMatrix(parts, bits, self._size(parts, k, groups), self.add_one)
+
+    def _size(self, parts: ModuleParts, k: int, groups: int) -> int:
+        """Return the inputs of a group. Raises ModelError for another number of groups than config.json says."""
+        size = k if self.size == -1 else self.size
+        if -(-k // size) == groups:
+            return size
+        if self.dynamic and k % groups == 0:
+            return k // groups
+        raise parts.error(
+            f"{parts.module} has {groups} groups, and {k} inputs in groups of {size} are {-(-k // size)}",
+            "use the config.json that belongs to these weights, or download the checkpoint again.",
+        )
+
+
+def read_scheme(options: Mapping[str, Any]) -> Gptq:
+    """Return the scheme with the options of config.json's quantization_config. Raises ModelError."""
+    read = Options("gptq", options)
+    form = read.one_of("checkpoint_format", ("gptq", "gptq_v2"), read.get("format", "gptq"))
+    read.one_of("format", (form,), form)
+    read.one_of("pack_dtype", ("int32",), "int32")
+    read.refuse("rotation", "adapter", "is_marlin_format")
+    scheme = Gptq(
+        read.one_of("bits", BITS), read.group_size(), form == "gptq", read.is_set("desc_act"), bool(read.get("dynamic"))
+    )
+    read.warn_of_others(HARMLESS)
+    return scheme

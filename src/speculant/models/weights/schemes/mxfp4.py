@@ -1,0 +1,75 @@
+"""MXFP4: a matrix, or a stack of them, is two tensors.
+
+name_blocks   uint8 [..., n, k / 32, 16]   each byte has two numbers of 4 bits, the first one in the lower half
+name_scales   uint8 [..., n, k / 32]       the exponents of the blocks
+
+They are read as GGUF's blocks of 17 bytes: the exponent, then 16 bytes with the first 16 numbers in the lower halves
+and the last 16 in the upper ones. The numbers stay the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from speculant.models.weights.modules import AGAIN, ModuleParts
+from speculant.models.weights.source import QuantizedBlocks
+
+BLOCKS, SCALES = "_blocks", "_scales"
+BLOCK, BYTES = 32, 16  # numbers of a block, and their bytes
+
+
+@dataclass(frozen=True)
+class Mxfp4Matrix:
+    """See `StoredMatrix`."""
+
+    parts: ModuleParts
+    kind: str = "MXFP4"
+    order: Tensor | None = None
+    why_decoded: str = ""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """See `StoredMatrix.shape`."""
+        *rows, blocks, _ = self.parts.shape(BLOCKS)
+        return (*rows, blocks * BLOCK)
+
+    def read(self) -> QuantizedBlocks:
+        """See `StoredMatrix.read`."""
+        return as_mxfp4(self.parts.read(BLOCKS), self.parts.read(SCALES), self.shape)
+
+
+def as_mxfp4(pairs: Tensor, scales: Tensor, shape: tuple[int, ...]) -> QuantizedBlocks:
+    """Return bytes with two numbers each, and the exponents of blocks of 32 numbers, as GGUF's blocks."""
+    pairs, scales = pairs.reshape(-1, BYTES), scales.view(torch.uint8).reshape(-1, 1)
+    numbers = torch.stack((pairs & 15, pairs >> 4), dim=2).view(-1, 2, BYTES)  # the first and the last 16
+    joined = torch.cat((scales, numbers[:, 0] | numbers[:, 1] << 4), dim=1)
+    return QuantizedBlocks("mxfp4", shape, joined.view(math.prod(shape[:-1]), -1))
+
+
+@dataclass(frozen=True)
+class Mxfp4:
+    """See `Scheme`."""
+
+    marks: Sequence[str] = (BLOCKS,)
+    parts: Sequence[str] = (BLOCKS, SCALES)
+    weight: str = ""
+    unread: Sequence[str] = ()
+
+    def matrix(self, parts: ModuleParts) -> Mxfp4Matrix:
+        """See `Scheme.matrix`."""
+        blocks, kind = parts.shape(BLOCKS), parts.kind(BLOCKS)
+        scales = parts.shape(SCALES) if parts.has(SCALES) else ()
+        if len(blocks) < 3 or (*scales, BYTES) != blocks or {kind, parts.kind(SCALES)} != {"U8"}:
+            raise parts.error(f"{parts.module}{BLOCKS} is {kind} {list(blocks)}, and its scales do not fit it", AGAIN)
+        return Mxfp4Matrix(parts)
+
+
+def read_scheme(options: Mapping[str, Any]) -> Mxfp4:
+    """Return the scheme. options: of config.json; none changes a number."""
+    return Mxfp4()

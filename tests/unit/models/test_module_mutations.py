@@ -1,0 +1,121 @@
+"""A quantised checkpoint with any damage to a header gives a model that runs, or a ModelError, within a second."""
+
+from __future__ import annotations
+
+import functools
+import json
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from speculant import plugins
+from speculant.errors import ModelError
+from speculant.models.weights.load import load_model
+from tests.models import Shape, write_checkpoint
+from tests.quantised_folders import Gptq, awq_config, awq_module, edit_config, quantise
+from tests.unit.models.families import Session
+
+SECONDS = 1.0
+KINDS = ["U8", "I8", "I16", "I32", "I64", "F16", "BF16", "F32", "F64", "BOOL", "F8_E4M3", "X"]
+NUMBERS = [-1, 0, 1, 2, 3, 4, 7, 8, 9, 16, 31, 32, 33, 64, 127, 128, 256, 2**15, 2**31, 2**32, 2**63, 2**64, 1.5, None]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _families_are_looked_up_once() -> Iterator[None]:
+    """Looking through the package for families takes longer than loading such a small model."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plugins, "names", functools.cache(plugins.names))
+        patch.setattr(plugins, "load", functools.cache(plugins.load))
+        yield
+
+
+@pytest.fixture(scope="module")
+def quantised(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Checkpoints of one layer."""
+    root = tmp_path_factory.mktemp("quantised")
+    source = Path(write_checkpoint(root / "plain", Shape(hidden_size=32, layers=1)))
+    (source / "tokenizer.json").unlink()
+    found = []
+    for name, own in {"gptq": Gptq(), "order": Gptq(act_order=True, sym=True), "awq": Gptq()}.items():
+        write = {"write": awq_module} if name == "awq" else {}
+        quantise(source, root / name, root / f"{name}-numbers", own, **write)
+        found.append(root / name)
+    edit_config(root / "awq", quantization_config=awq_config(32))
+    return found
+
+
+def parts_of(folder: Path) -> tuple[dict[str, Any], bytes, dict[str, Any]]:
+    """Return the header of the weights, their bytes, and config.json."""
+    content = (folder / "model.safetensors").read_bytes()
+    size = int.from_bytes(content[:8], "little")
+    return json.loads(content[8 : 8 + size]), content[8 + size :], json.loads((folder / "config.json").read_text())
+
+
+def mutate(header: dict[str, Any], config: dict[str, Any], generator: random.Random) -> None:
+    """Change a header or the options in one place; most changed tensors are parts of quantised matrices."""
+    names = [name for name in header if name != "__metadata__"]
+    parts = [name for name in names if name.split(".")[-1] in ("qweight", "qzeros", "scales", "g_idx")]
+    name = generator.choice(parts if generator.random() < 0.9 else names)
+    entry, options = header[name], config["quantization_config"]
+    match generator.randrange(10):
+        case 0:
+            entry["dtype"] = generator.choice(KINDS)
+        case 1 | 2 | 3:
+            entry["shape"][generator.randrange(len(entry["shape"]))] = generator.choice(NUMBERS)
+        case 4:
+            entry["shape"] = generator.choice([[], entry["shape"][::-1], [*entry["shape"], 1], entry["shape"][:1]])
+        case 5:
+            entry["data_offsets"] = [generator.choice([*entry["data_offsets"], *NUMBERS]) for _ in range(2)]
+        case 6:
+            header[generator.choice(names)] = entry
+        case 7:
+            del header[name]
+        case 8:
+            header[name.rpartition(".")[0] + generator.choice((".weight", ".g_idx", ".bias", ".qweight"))] = entry
+        case 9:
+            options[generator.choice(list(options))] = generator.choice([*NUMBERS, "gptq", "awq", True, [], {}])
+
+
+def changed_bytes(content: bytes, generator: random.Random) -> bytes:
+    """Return the bytes of all tensors, at times with a random part, such as groups out of range."""
+    if generator.random() < 0.7:
+        return content
+    place = generator.randrange(len(content))
+    return content[:place] + generator.randbytes(64) + content[place + 64 :] if place + 64 < len(content) else content
+
+
+def check(folder: Path, header: dict[str, Any], content: bytes, config: dict[str, Any]) -> bool:
+    """Write a checkpoint, and load and run its model. Returns whether there is one."""
+    text = json.dumps(header).encode()
+    (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + content)
+    (folder / "config.json").write_text(json.dumps(config))
+    started = time.process_time()
+    try:
+        model = load_model(str(folder)).model
+    except ModelError:
+        return False
+    finally:
+        assert time.process_time() - started < SECONDS
+    tokens = [token % model.vocab_size for token in (1, 5, 2)]
+    assert Session(model, max_len=4).extend(tokens).dtype.is_floating_point
+    return True
+
+
+@pytest.mark.parametrize("count", [1000, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_damaged_headers_give_a_model_or_an_error(count: int, quantised: list[Path], tmp_path: Path) -> None:
+    generator, models = random.Random(count), 0
+    for case in range(count):
+        header, content, config = parts_of(quantised[case % len(quantised)])
+        for _ in range(generator.choice((1, 1, 2))):
+            mutate(header, config, generator)
+        try:
+            with torch.inference_mode():
+                models += check(tmp_path, header, changed_bytes(content, generator), config)
+        except Exception as error:
+            raise AssertionError(f"case {case} of {count}: {error!r}") from error
+    assert count / 50 < models < count / 2
