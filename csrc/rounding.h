@@ -3,7 +3,7 @@
 //
 //   scale * q               q from -2^(bits - 1) to 2^(bits - 1) - 1, of 8 bits from -127    Q4_0, Q5_0, Q6_K, Q8_0
 //   scale * q - minimum     q from 0 to 2^bits - 1                                           Q4_K, Q5_K, Q5_1
-//   scale * (q - zero)      q and zero from 0 to 15, and a scale that is a bfloat16 too      ZERO4
+//   scale * (q - zero)      q and zero from 0 to 2^bits - 1; the scale is a bfloat16 too     ZERO4, ZERO8
 //
 // The sum of (weight - rounded weight)^2 over a group is minimised. For given integers, scale and minimum are a linear least squares problem;
 // for given scale and minimum, the nearest integers are best. So several grids are tried, each is solved, and the best one is improved by
@@ -11,8 +11,6 @@
 // of the weights are chosen for the numbers that are stored.
 #pragma once
 #include "blocks.h"
-
-#pragma GCC diagnostic ignored "-Wpsabi"  // how vectors are passed matters between translation units alone, and GCC warns at the end
 
 namespace SP_NAMESPACE {
 
@@ -197,15 +195,18 @@ static inline Eight to_short_halves(Eight x, uint16_t *stored) {
   return to_halves(x, stored);
 }
 
-// Round eight groups to blocks of ZERO4, and store the first `some` of them.
+// Round eight groups to blocks with zero points, and store the first `some` of them.
+template <int TYPE>
 static void round_with_zeros(const float *weights, int64_t some, uint8_t *blocks) {
+  constexpr bool is_long = TYPE == SP_ZERO8;
+  constexpr float highest = is_long ? 255.0f : 15.0f;
   const Columns<GROUP> of = read_columns<GROUP>(weights);
-  const Grid fitted = best_grid(of, 15.0f);
-  const Eight nearest = whole(ratio(fitted.minimum, fitted.scale), 0.0f, 15.0f);
+  const Grid fitted = best_grid(of, highest);
+  const Eight nearest = whole(ratio(fitted.minimum, fitted.scale), 0.0f, highest);
   Grid best = {Eight{}, Eight{}, all_of(INFINITY)};  // minimum: the zero point
   for (int step = -1; step <= 1; step++) {
-    const Eight zero = whole(nearest + (float)step, 0.0f, 15.0f);
-    const Sums sums = add_up(of, zero * fitted.scale, ratio(all_of(1.0f), fitted.scale), 0.0f, 15.0f);
+    const Eight zero = whole(nearest + (float)step, 0.0f, highest);
+    const Sums sums = add_up(of, zero * fitted.scale, ratio(all_of(1.0f), fitted.scale), 0.0f, highest);
     const Eight product = sums.qx - zero * sums.x, scale = ratio(product, sums.qq - zero * (2.0f * sums.q - (float)GROUP * zero));
     take_better(best, {scale, zero, -scale * product});
   }
@@ -213,10 +214,14 @@ static void round_with_zeros(const float *weights, int64_t some, uint8_t *blocks
   uint8_t q[SUPER];
   const Eight zeros = best.minimum;
   best.scale = to_short_halves(best.scale, scales), best.minimum = best.scale * zeros;
-  choose(of, best, 0.0f, 15.0f, 0, q);
-  for (int64_t i = 0; i < some; i++, blocks += block_bytes(SP_ZERO4)) {
+  choose(of, best, 0.0f, highest, 0, q);
+  for (int64_t i = 0; i < some; i++, blocks += block_bytes(TYPE)) {
     memcpy(blocks, scales + i, 2), blocks[2] = (uint8_t)zeros[i];
-    write_halves(q + i * GROUP, q + i * GROUP + 16, 16, blocks + 3);
+    const uint8_t *own = q + i * GROUP;
+    if (is_long)
+      memcpy(blocks + 3, own, GROUP);
+    else
+      write_halves(own, own + 16, 16, blocks + 3);
   }
 }
 
@@ -294,7 +299,8 @@ static void round_super(int type, const float *weights, int64_t groups, uint8_t 
     case SP_Q4_K: return round_with_minima<SP_Q4_K>(weights, blocks);
     case SP_Q5_K: return round_with_minima<SP_Q5_K>(weights, blocks);
     case SP_Q6_K: return round_six_bits(weights, blocks);
-    case SP_ZERO4: return round_with_zeros(weights, groups, blocks);
+    case SP_ZERO4: return round_with_zeros<SP_ZERO4>(weights, groups, blocks);
+    case SP_ZERO8: return round_with_zeros<SP_ZERO8>(weights, groups, blocks);
   }
 }
 

@@ -180,7 +180,7 @@ int64_t sp_packed_bytes(int set, int type, int64_t n, int64_t k);
  * is 64-byte aligned. */
 void sp_pack(int set, int threads, int type, int source, const void *weight, int64_t n, int64_t k, int64_t step, void *packed);
 /* Round weights [n, k] to rows of blocks (rounding.h): SP_Q8_0, SP_Q4_0, SP_Q5_0, SP_Q5_1, SP_Q4_K,
- * SP_Q5_K or SP_Q6_K, or of SP_ZERO4.
+ * SP_Q5_K or SP_Q6_K, or of SP_ZERO4 or SP_ZERO8.
  * `source`: SP_F32, SP_BF16 or SP_F16. Weights are finite. If a row ends within a block, the rest of the block is 0. */
 void sp_round(int set, int threads, int type, int source, const void *weights, int64_t n, int64_t k, void *blocks);
 /* SP_BF12 is a form of packed SP_BF16 weights: the same numbers in 12 bits each, or plain if that does not fit (coded.h). It begins with

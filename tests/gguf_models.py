@@ -17,8 +17,8 @@ from gguf.quants import dequantize, quantize
 from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 
-from tests import gguf_blocks
 from speculant.lab.quantize.layouts import LAYOUTS, Layout, described, rope_tensors, stored_tensors
+from tests import gguf_blocks
 
 FLOATS = ("F32", "F16", "BF16")
 SMALL_BLOCKS = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL", "MXFP4")  # of 32 weights

@@ -11,7 +11,7 @@ from torch import Tensor
 from speculant.cache.base import CacheShape, KVCache
 from speculant.cache.factory import paged_cache, slotted_cache
 from speculant.errors import ModelError
-from speculant.kernels.native import Kernels, Type, open_kernels, usable_sets
+from speculant.kernels.native import Kernels, open_kernels, usable_sets
 from speculant.models.base import SequenceInput, build_batch
 from speculant.models.description import Clamped, Experts
 from speculant.models.native.decoder import NativeDecoder
@@ -59,7 +59,9 @@ def make_native(isa: str = SETS[0] if SETS else "", quantization: Rounding | Non
     return packed(make_decoder(dtype, **changes), kernels, quantization)
 
 
-def packed(decoder: Decoder, kernels: Kernels, quantization: Rounding | None = None, coded: bool = False) -> NativeDecoder:
+def packed(
+    decoder: Decoder, kernels: Kernels, quantization: Rounding | None = None, coded: bool = False
+) -> NativeDecoder:
     """Pack a decoder's own parameters; coded = in 12 bits a weight."""
     dtype = decoder.cache_shape.dtype
     return NativeDecoder(decoder.config, ModuleWeights(decoder), dtype, kernels, quantization, coded)
@@ -134,7 +136,9 @@ def test_logits_of_coded_weights_are_plain_ones(isa: str, variant: str) -> None:
 @pytest.mark.parametrize("quantization", [None, *ROUNDINGS.values()])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_chunks_caches_and_threads_change_no_bit(variant: str, dtype: torch.dtype, quantization: Rounding | None) -> None:
+def test_chunks_caches_and_threads_change_no_bit(
+    variant: str, dtype: torch.dtype, quantization: Rounding | None
+) -> None:
     native = make_native(quantization=quantization, dtype=dtype, **VARIANTS[variant])
     alone = make_native(quantization=quantization, dtype=dtype, threads=1, **VARIANTS[variant])
     tokens, shape = tokens_of(2, native.vocab_size), native.cache_shape

@@ -264,8 +264,8 @@ class Kernels:
         """Pack rows into every `step`-th panel, the first at an address.
 
         Rows are [n, k] of float32 or bfloat16 for the types F32, BF16 and INT8, float16 for F16, and uint8 [n, bytes]
-        for rows of a layout (models/weights/layouts.py). Floats for a type of blocks are rounded first; see `round`. Only
-        finite floats can be rounded.
+        for rows of a layout (models/weights/layouts.py). Floats for a type of blocks are rounded first; see `round`.
+        Floats that are rounded must be finite.
         """
         rows, k = rows.detach().contiguous(), depth_of(type_, rows)
         if type_ in BLOCK_SIZES and rows.dtype != torch.uint8:

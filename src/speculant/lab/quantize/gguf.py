@@ -30,11 +30,24 @@ from speculant.models.weights.gguf import GgufWeights
 from speculant.models.weights.source import read_plain
 from speculant.models.weights.tensors import TensorFiles
 
-_ROLES = {"token_embd": "embed_tokens", "output": "lm_head", "attn_v": "v_proj", "attn_qkv": "down_proj"}
-_ROLES |= {"ffn_down": "down_proj", "ffn_down_exps": "down_proj"}  # names whose types differ from those of the most
+_ROLES = {  # in the model, of names in the file. Fused queries, keys and values have the bits of the latter, nearly
+    "token_embd": "embed_tokens",
+    "output": "lm_head",
+    "attn_v": "v_proj",
+    "attn_qkv": "o_proj",
+    "attn_output": "o_proj",
+    "ffn_down": "down_proj",
+    "ffn_down_exps": "down_proj",
+}
 _PLAIN = ("ffn_gate_inp", "position_embd", "per_layer_token_embd")  # matrices that are not rounded
 _ARCHITECTURE = "general.architecture"
-_OWN = ("GGUF.", _ARCHITECTURE, "general.file_type", "general.quantization_version", "split.")  # begin what is written anew
+_OWN = (
+    "GGUF.",
+    _ARCHITECTURE,
+    "general.file_type",
+    "general.quantization_version",
+    "split.",
+)  # begin what is written anew
 _TABLES = ("model.embed_tokens", "transformer.wte", "gpt_neox.embed_in")
 _FILE_TYPES = {"int4": 15, "int8": 7, "q8_0": 7, "q4_0": 2}  # llama.cpp's numbers for the type of most tensors
 
@@ -88,7 +101,10 @@ def read_folder(folder: Path) -> GgufModel:
         for name, own in stored_tensors(names, layout).items()
     }
     entries = {**described(config), **tokenizer_entries(folder, files.shape(_table(names))[0])}
-    rope = {name: StoredTensor(values.shape, partial(torch.from_numpy, values)) for name, values in rope_tensors(config).items()}
+    rope = {
+        name: StoredTensor(values.shape, partial(torch.from_numpy, values))
+        for name, values in rope_tensors(config).items()
+    }
     return GgufModel({key: _typed(value) for key, value in entries.items()}, tensors | rope)
 
 

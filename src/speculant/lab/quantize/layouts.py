@@ -105,8 +105,9 @@ class Layout:
 
 def _rope(config: Config) -> Mapping[str, Any]:
     """Return the rotary settings of layers with full attention."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    return rope.get("full_attention", rope)
+    rope: Mapping[str, Any] = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    own: Mapping[str, Any] = rope.get("full_attention", rope)
+    return own
 
 
 def _theta(config: Config) -> float:

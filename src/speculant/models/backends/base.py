@@ -19,7 +19,14 @@ from speculant.errors import ConfigError, suggest
 from speculant.kernels.base import Sampler
 from speculant.models.base import CausalLM
 from speculant.models.description import DecoderConfig
-from speculant.models.weights.source import FLOATS, QuantizedBlocks, WeightSource, counted_kinds, has_blocks, listed_kinds
+from speculant.models.weights.source import (
+    FLOATS,
+    QuantizedBlocks,
+    WeightSource,
+    counted_kinds,
+    has_blocks,
+    listed_kinds,
+)
 
 KIND = "speculant.models.backends"
 AUTO = "auto"

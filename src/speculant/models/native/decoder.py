@@ -24,7 +24,6 @@ from speculant.kernels.native import (
     Kernels,
     Op,
     Pass,
-    Type,
     address,
 )
 from speculant.kernels.packing import likely_bytes
@@ -47,8 +46,8 @@ from speculant.models.native.scratch import scratch_bytes
 from speculant.models.reference.decoder import spread
 from speculant.models.sizes import cache_shape, relative_reads, tensor_shapes
 from speculant.models.weights.cache import WeightStore
-from speculant.models.weights.rounding import ROUNDINGS, Rounding
 from speculant.models.weights.reader import WeightReader, WeightTypes, require_finite
+from speculant.models.weights.rounding import ROUNDINGS, Rounding
 from speculant.models.weights.source import WeightSource
 from speculant.tree import ids
 
@@ -109,7 +108,9 @@ class NativeDecoder:
     ) -> None:
         types, shapes = WeightTypes(weights, dtype, coded), tensor_shapes(config)
         expected = sum(
-            likely_bytes(kernels, types.of(name) if quantization is None else quantization.type_of(name, shape[1]), *shape)
+            likely_bytes(
+                kernels, types.of(name) if quantization is None else quantization.type_of(name, shape[1]), *shape
+            )
             for name, shape in shapes.items()
             if len(shape) == 2
         )

@@ -1,8 +1,8 @@
 """The types that weights are rounded to, by the role of a matrix.
 
-Least squares choose the scales (csrc/rounding.h). int4 keeps more bits where errors cost most: the table and the head
-touch every token, and values and the second matrix of a feed-forward block are added to the residual stream. Rows that
-blocks of 256 weights don't divide have types with blocks of 32, which have at least as many bits.
+Least squares choose the scales (csrc/rounding.h). int4 keeps more bits where errors cost most: in the table, the head
+and the values, and in matrices whose results are added to the residual stream. Rows that blocks of 256 weights can't hold
+without a rest have types with blocks of 32, which have more bits.
 """
 
 from __future__ import annotations
@@ -12,7 +12,10 @@ from dataclasses import dataclass, field
 
 from speculant.kernels.native import BLOCK_SIZES, Type
 
-ROUNDED = (Type.Q8_0, Type.Q4_0, Type.Q5_0, Type.Q5_1, Type.Q4_K, Type.Q5_K, Type.Q6_K, Type.ZERO4)  # by csrc/rounding.h
+ROUNDED = (
+    Type.Q8_0, Type.Q4_0, Type.Q5_0, Type.Q5_1, Type.Q4_K, Type.Q5_K, Type.Q6_K, Type.ZERO4, Type.ZERO8,
+)  # fmt: skip
+"""The types that csrc/rounding.h rounds to."""
 _UNDIVIDED = {Type.Q4_K: Type.Q5_0, Type.Q5_K: Type.Q5_1, Type.Q6_K: Type.Q8_0}
 
 
@@ -33,6 +36,9 @@ ROUNDINGS: Mapping[str, Rounding] = {
     "int8": Rounding(Type.Q8_0),
     "int4": Rounding(
         Type.Q4_K,
-        {"embed_tokens": Type.Q6_K, "lm_head": Type.Q6_K, "v_proj": Type.Q6_K, "down_proj": Type.Q5_K},
+        {
+            **dict.fromkeys(("embed_tokens", "lm_head", "v_proj"), Type.Q6_K),
+            **dict.fromkeys(("o_proj", "down_proj"), Type.Q5_K),
+        },
     ),
 }
