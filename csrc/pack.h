@@ -5,29 +5,6 @@
 
 namespace SP_NAMESPACE {
 
-static inline float weight_at(int source, const void *weight, int64_t n, int64_t k, int64_t row, int64_t j) {
-  return row < n && j < k ? read_weight(source, weight, row * k + j) : 0.0f;
-}
-
-// Round a panel to int8 with a scale for each output.
-static void round_to_rows(int source, const void *weight, int64_t n, int64_t k, int64_t panel, char *packed) {
-  const GroupLayout at(SP_INT8, k);
-  memset(packed, 0, at.bytes);
-  for (int64_t i = 0; i < WIDTH; i++) {
-    const int64_t row = panel * WIDTH + i;
-    float largest = 0.0f;
-    for (int64_t j = 0; j < k; j++) largest = fmaxf(largest, fabsf(weight_at(source, weight, n, k, row, j)));
-    const float factor = largest > 0.0f ? 127.0f / largest : 0.0f;
-    Group group;
-    for (int64_t g = 0; g < at.groups; g++) {
-      for (int64_t j = 0; j < GROUP; j++)
-        group.q[j] = (uint8_t)(128 + lrintf(weight_at(source, weight, n, k, row, g * GROUP + j) * factor));
-      put_group(at, packed, g, i, group);
-    }
-    ((float *)(packed + at.scales))[i] = largest / 127.0f;
-  }
-}
-
 static int64_t packed_bytes(int type, int64_t n, int64_t k) { return panels_of(n) * bytes_of_panel(type, k); }
 
 static void pack_any(int type, int source, const void *weight, int64_t n, int64_t k, int64_t panel, char *packed) {
@@ -37,8 +14,6 @@ static void pack_any(int type, int source, const void *weight, int64_t n, int64_
     pack_int8_rows(weight, n, k, panel, packed);
   else if (is_grouped(source))
     pack_any_blocks(type, weight, n, k, panel, packed);
-  else if (type == SP_INT8)
-    round_to_rows(source, weight, n, k, panel, packed);
   else
     pack_panel(type, source, weight, n, k, panel, packed);
 }

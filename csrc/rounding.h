@@ -304,10 +304,20 @@ static void round_super(int type, const float *weights, int64_t groups, uint8_t 
   }
 }
 
-// Round rows [n, k] of floats to rows of blocks. Weights after the last one of a row are 0.
+// Round a row to int8, with the scale that its largest weight has as 127.
+static void round_to_int8_row(int source, const void *weights, int64_t first, int64_t k, uint8_t *row) {
+  float largest = 0.0f;
+  for (int64_t j = 0; j < k; j++) largest = fmaxf(largest, fabsf(read_weight(source, weights, first + j)));
+  const float scale = largest / 127.0f, factor = largest > 0.0f ? 127.0f / largest : 0.0f;
+  memcpy(row, &scale, 4);
+  for (int64_t j = 0; j < k; j++) row[4 + j] = (uint8_t)(int8_t)lrintf(read_weight(source, weights, first + j) * factor);
+}
+
+// Round rows [n, k] of floats to rows of blocks, or of SP_INT8. Weights after the last one of a row are 0.
 static void round_rows(int type, int source, const void *weights, int64_t n, int64_t k, uint8_t *blocks, int threads) {
-  const int64_t row_bytes = blocks_of(type, k) * block_bytes(type);
+  const int64_t row_bytes = type == SP_INT8 ? k + 4 : blocks_of(type, k) * block_bytes(type);
   share_out(n, threads, [&](int64_t row) {
+    if (type == SP_INT8) return round_to_int8_row(source, weights, row * k, k, blocks + row * row_bytes);
     for (int64_t begin = 0; begin < k; begin += SUPER) {
       const int64_t some = k - begin < SUPER ? k - begin : SUPER;
       float own[SUPER] = {0};

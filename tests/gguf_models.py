@@ -17,7 +17,7 @@ from gguf.quants import dequantize, quantize
 from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 
-from speculant.lab.quantize.layouts import LAYOUTS, Layout, described, rope_tensors, stored_tensors
+from speculant.lab.quantize.layouts import LAYOUTS, GgufLayout, described, rope_tensors, stored_tensors
 from tests import gguf_blocks
 
 FLOATS = ("F32", "F16", "BF16")
@@ -67,7 +67,7 @@ def convert(
     return path if parts == 1 else next(iter(sorted(path.parent.glob(f"{path.stem}-00001-of-*.gguf"))))
 
 
-def _stacked(tensors: Mapping[str, torch.Tensor], layout: Layout) -> dict[str, torch.Tensor]:
+def _stacked(tensors: Mapping[str, torch.Tensor], layout: GgufLayout) -> dict[str, torch.Tensor]:
     """Return tensors by their names in the file; those of one name are the matrices of experts, which become one."""
     return {
         name: torch.stack([tensors[each] for each in own]) if len(own) > 1 else tensors[own[0]]

@@ -263,25 +263,23 @@ class Kernels:
     def pack_panels(self, type_: Type, rows: Tensor, address: int, step: int) -> None:
         """Pack rows into every `step`-th panel, the first at an address.
 
-        Rows are [n, k] of float32 or bfloat16 for the types F32, BF16 and INT8, float16 for F16, and uint8 [n, bytes]
-        for rows of a layout (models/weights/layouts.py). Floats for a type of blocks are rounded first; see `round`.
-        Floats that are rounded must be finite.
+        Rows are [n, k] of float32 or bfloat16 for the types F32 and BF16, float16 for F16, and uint8 [n, bytes] for rows
+        of a layout (models/weights/layouts.py). Floats for the other types are rounded first; see `round`.
         """
         rows, k = rows.detach().contiguous(), depth_of(type_, rows)
-        if type_ in BLOCK_SIZES and rows.dtype != torch.uint8:
+        if type_ >= Type.INT8 and rows.dtype != torch.uint8:
             rows = self.round(type_, rows)
         source = type_ if rows.dtype == torch.uint8 else SOURCES[rows.dtype]
         self.library.sp_pack(self.index, self.threads, type_, source, rows.data_ptr(), len(rows), k, step, address)
 
     def round(self, type_: Type, rows: Tensor) -> Tensor:
-        """Return rows [n, k] of finite floats as rows of blocks, uint8 [n, bytes], the same on every instruction set.
+        """Return rows [n, k] of finite floats in a layout, uint8 [n, bytes], the same on every instruction set.
 
-        type_: one of ROUNDED (models/weights/rounding.py). If a row ends within a block, the rest of the block is 0.
+        type_: one of ROUNDED (models/weights/rounding.py), or INT8. If a row ends within a block, the rest of it is 0.
         """
-        rows, (weights, size) = rows.detach().contiguous(), BLOCK_SIZES[type_]
-        n, k = rows.shape
+        (n, k), source, rows = rows.shape, SOURCES[rows.dtype], rows.detach().contiguous()
+        weights, size = BLOCK_SIZES.get(type_, (k, k + SCALE_BYTES))
         blocks = torch.empty(n, -(-k // weights) * size, dtype=torch.uint8)
-        source = SOURCES[rows.dtype]
         self.library.sp_round(self.index, self.threads, type_, source, rows.data_ptr(), n, k, blocks.data_ptr())
         return blocks
 

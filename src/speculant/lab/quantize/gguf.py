@@ -23,7 +23,7 @@ from torch import Tensor
 from speculant.errors import ModelError
 from speculant.files import read_json
 from speculant.gguf_file import GgufFile
-from speculant.lab.quantize.layouts import LAYOUTS, Layout, described, rope_tensors, stored_tensors
+from speculant.lab.quantize.layouts import LAYOUTS, GgufLayout, described, rope_tensors, stored_tensors
 from speculant.lab.quantize.vocabulary import tokenizer_entries
 from speculant.models.backends.base import RoundsWeights
 from speculant.models.weights.gguf import GgufWeights
@@ -163,7 +163,7 @@ def _bytes(tensor: Tensor, kind: GGMLQuantizationType, backend: RoundsWeights, n
     return backend.round(kind.name, tensor.reshape(-1, tensor.shape[-1])).blocks.numpy()
 
 
-def _shape(own: Sequence[str], files: TensorFiles, layout: Layout) -> tuple[int, ...]:
+def _shape(own: Sequence[str], files: TensorFiles, layout: GgufLayout) -> tuple[int, ...]:
     shape = files.shape(own[0])
     shape = shape[::-1] if layout.is_turned(own[0]) else shape
     return (len(own), *shape) if len(own) > 1 else shape

@@ -41,7 +41,7 @@ _AFTER = {"post_attention_layernorm": "post_attention_norm", "post_feedforward_l
 
 
 @dataclass(frozen=True)
-class Layout:
+class GgufLayout:
     """The layout of a family.
 
     whole: names outside of layers. parts: names within a layer, whose numbers follow `layers`. entries: returns the
@@ -276,34 +276,34 @@ _MIXTRAL = {
     **{f"block_sparse_moe.experts.w{i}": f"ffn_{name}_exps" for i, name in ((1, "gate"), (2, "down"), (3, "up"))},
 }
 _GEMMA_PARTS = {**_PARTS, **_AFTER, "pre_feedforward_layernorm": "ffn_norm"}
-_OLMO = Layout("olmo2", parts={**_PARTS, **_AFTER}, entries=_olmo)
+_OLMO = GgufLayout("olmo2", parts={**_PARTS, **_AFTER}, entries=_olmo)
 LAYOUTS = {
-    "llama": Layout("llama", paired=True, entries=_llama),
-    "mistral": Layout("mistral3", paired=True, entries=_llama),  # as in Mistral 3; earlier ones are stored as Llama
-    "qwen2": Layout("qwen2", entries=_common),
-    "qwen3": Layout("qwen3", entries=_common),
-    "qwen3_moe": Layout("qwen3moe", parts=_ROUTED, entries=lambda config: {**_common(config), **_experts(config)}),
-    "olmoe": Layout("olmoe", parts=_ROUTED, entries=lambda config: {**_common(config), **_experts(config)}),
-    "mixtral": Layout(
+    "llama": GgufLayout("llama", paired=True, entries=_llama),
+    "mistral": GgufLayout("mistral3", paired=True, entries=_llama),  # as in Mistral 3; earlier ones are stored as Llama
+    "qwen2": GgufLayout("qwen2", entries=_common),
+    "qwen3": GgufLayout("qwen3", entries=_common),
+    "qwen3_moe": GgufLayout("qwen3moe", parts=_ROUTED, entries=lambda config: {**_common(config), **_experts(config)}),
+    "olmoe": GgufLayout("olmoe", parts=_ROUTED, entries=lambda config: {**_common(config), **_experts(config)}),
+    "mixtral": GgufLayout(
         "llama", parts=_MIXTRAL, paired=True, entries=lambda config: {**_llama(config), **_experts(config)}
     ),
-    "gemma2": Layout("gemma2", parts=_GEMMA_PARTS, shifted=True, entries=_gemma2),
-    "gemma3_text": Layout("gemma3", parts=_GEMMA_PARTS, shifted=True, entries=_gemma3),
-    "phi3": Layout(
+    "gemma2": GgufLayout("gemma2", parts=_GEMMA_PARTS, shifted=True, entries=_gemma2),
+    "gemma3_text": GgufLayout("gemma3", parts=_GEMMA_PARTS, shifted=True, entries=_gemma3),
+    "phi3": GgufLayout(
         "phi3",
         parts={**_PARTS, "self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"},
         entries=_phi3,
     ),
-    "smollm3": Layout("smollm3", paired=True, entries=_llama),
-    "granite": Layout("granite", paired=True, entries=_granite),
-    "cohere": Layout("command-r", entries=_cohere),  # its checkpoints' rows are interleaved too
+    "smollm3": GgufLayout("smollm3", paired=True, entries=_llama),
+    "granite": GgufLayout("granite", paired=True, entries=_granite),
+    "cohere": GgufLayout("command-r", entries=_cohere),  # its checkpoints' rows are interleaved too
     "olmo2": _OLMO,
     "olmo3": _OLMO,
-    "ministral3": Layout("mistral3", paired=True, entries=_mistral3),
-    "starcoder2": Layout(
+    "ministral3": GgufLayout("mistral3", paired=True, entries=_mistral3),
+    "starcoder2": GgufLayout(
         "starcoder2", parts={**_PARTS, "mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down"}, entries=_common
     ),
-    "gpt2": Layout(
+    "gpt2": GgufLayout(
         "gpt2",
         whole={
             "transformer.wte": "token_embd",
@@ -323,7 +323,7 @@ LAYOUTS = {
         turned=True,
         entries=_gpt2,
     ),
-    "gpt_neox": Layout(
+    "gpt_neox": GgufLayout(
         "gptneox",
         whole={
             "gpt_neox.embed_in": "token_embd",
@@ -372,7 +372,7 @@ def rope_tensors(config: Config) -> dict[str, np.ndarray]:
     return {"rope_freqs.weight": factors.astype(np.float32)}
 
 
-def stored_tensors(names: Iterable[str], layout: Layout) -> dict[str, list[str]]:
+def stored_tensors(names: Iterable[str], layout: GgufLayout) -> dict[str, list[str]]:
     """Return a checkpoint's tensors by their names in the file; several of one name are the matrices of experts."""
     found: dict[str, list[str]] = {}
     for name in sorted(names, key=numbered):
