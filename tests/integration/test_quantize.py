@@ -19,13 +19,14 @@ from speculant.cli.main import app
 from speculant.errors import ConfigError, ModelError, SpeculantError
 from speculant.kernels.native import usable_sets
 from speculant.lab.quantize.job import TYPES, quantize
+from speculant.lab.quantize.layouts import LAYOUTS
 from speculant.models.sizes import tensor_shapes
 from speculant.models.source import resolve_source
-from speculant.models.weights.load import CheckpointFiles, load_model
+from speculant.models.weights.load import CheckpointFiles
 from speculant.models.weights.source import QuantizedBlocks, read_plain
 from speculant.text.tokenizer import Tokenizer
 from tests.gguf_models import convert
-from tests.models import Checkpoints
+from tests.unit.models.families import VARIANTS, make_pair
 
 pytestmark = pytest.mark.skipif(not usable_sets(), reason="the native kernels are not built")
 TEXTS = ["def read(path):", "Once upon a time"]
@@ -149,7 +150,9 @@ def test_an_error_leaves_nothing(tmp_path: Path) -> None:
 
 CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "family": ({"model_type": "glm4"}, {}, "'glm4' are not written as GGUF"),
+    "settings": ({"model_type": "gemma2"}, {}, "no 'sliding_window'"),
     "normalizer": ({}, {"normalizer": {"type": "NFC"}}, "not a byte-level BPE"),
+    "merges": ({}, {"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}}, "not a byte-level BPE"),
     "split": ({}, {"pre_tokenizer": {"type": "Metaspace"}}, "the step 'Metaspace'"),
 }
 
@@ -181,9 +184,16 @@ def test_command(tmp_path: Path) -> None:
     assert isinstance(run("demo", str(out), "--type", "int5").exception, ConfigError)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("type_", TYPES)
-def test_checkpoints_of_other_shapes(checkpoints: Checkpoints, tmp_path: Path, type_: str) -> None:
-    """Rows that no block divides stay floats in a file, and experts are stacked."""
-    file = written(Path(checkpoints.target), tmp_path / "target.gguf", type_)
-    assert load_model(str(file), kernels="native").model.vocab_size == load_model(checkpoints.target).model.vocab_size
+@pytest.mark.parametrize("family", LAYOUTS)
+def test_files_of_families(tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts are stacked, matrices transposed, and rows in another order. These checkpoints have no tokenizer."""
+    monkeypatch.setattr("speculant.lab.quantize.gguf.tokenizer_entries", lambda _, size: {"tokens": size})
+    (source := tmp_path / "source").mkdir()
+    make_pair(source, family, next(iter(VARIANTS.get(family, {"": {}}))))
+    file = written(source, tmp_path / "model.gguf", "int8")
+    before, after = CheckpointFiles.open(source).weights, CheckpointFiles.open(file).weights
+    assert set(after.names()) == set(before.names())
+    for name in before.names():
+        old, new = read_plain(before, name).float(), read_plain(after, name).float()
+        assert float((new - old).norm() / old.norm()) < 0.01, name
+    assert {after.kind(name) for name in after.names()} == {"F32", "Q8_0"}

@@ -263,8 +263,8 @@ class Kernels:
     def pack_panels(self, type_: Type, rows: Tensor, address: int, step: int) -> None:
         """Pack rows into every `step`-th panel, the first at an address.
 
-        Rows are [n, k] of float32 or bfloat16 for the types F32 and BF16, float16 for F16, and uint8 [n, bytes] for rows
-        of a layout (models/weights/layouts.py). Floats for the other types are rounded first; see `round`.
+        Rows are [n, k] of float32 or bfloat16 for the types F32 and BF16, float16 for F16, and uint8 [n, bytes] for
+        rows of a layout (models/weights/layouts.py). Floats for the other types are rounded first; see `round`.
         """
         rows, k = rows.detach().contiguous(), depth_of(type_, rows)
         if type_ >= Type.INT8 and rows.dtype != torch.uint8:

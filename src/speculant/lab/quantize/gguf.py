@@ -100,12 +100,23 @@ def read_folder(folder: Path) -> GgufModel:
         name: StoredTensor(_shape(own, files, layout), reading(own))
         for name, own in stored_tensors(names, layout).items()
     }
-    entries = {**described(config), **tokenizer_entries(folder, files.shape(_table(names))[0])}
+    entries = {**_described(config), **tokenizer_entries(folder, files.shape(_table(names))[0])}
     rope = {
         name: StoredTensor(values.shape, partial(torch.from_numpy, values))
         for name, values in rope_tensors(config).items()
     }
     return GgufModel({key: _typed(value) for key, value in entries.items()}, tensors | rope)
+
+
+def _described(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the metadata of a config.json. Raises ModelError if it leaves a setting to its family's default."""
+    try:
+        return described(config)
+    except KeyError as error:
+        raise ModelError(
+            f"config.json has no {error}, and a GGUF file must state it",
+            "add it to config.json, or name a folder as OUT.",
+        ) from error
 
 
 def read_file(path: Path) -> GgufModel:

@@ -253,7 +253,7 @@ def _gpt2(config: Config) -> Entries:
         "block_count": config["n_layer"],
         "context_length": config["n_positions"],
         "embedding_length": config["n_embd"],
-        "feed_forward_length": 4 * config["n_embd"],
+        "feed_forward_length": config.get("n_inner") or 4 * config["n_embd"],
         "attention.head_count": config["n_head"],
         "attention.layer_norm_epsilon": config["layer_norm_epsilon"],
     }

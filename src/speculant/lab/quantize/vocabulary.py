@@ -26,7 +26,8 @@ def tokenizer_entries(folder: Path, vocab_size: int) -> dict[str, Any]:
         raise ModelError(f"{folder} has no tokenizer.json, which a GGUF file needs", _FOLDER)
     content, settings = read_json(folder / "tokenizer.json"), read_optional_json(folder / "tokenizer_config.json")
     model = content.get("model") or {}
-    if model.get("type", "BPE") != "BPE" or model.get("byte_fallback") or content.get("normalizer"):
+    others = model.get("byte_fallback") or content.get("normalizer") or not model.get("merges")
+    if model.get("type", "BPE") != "BPE" or others:
         raise ModelError("this tokenizer is not a byte-level BPE, and only those are written to GGUF files", _FOLDER)
     texts, types = _tokens(content, vocab_size)
     ids = {text: index for index, text in enumerate(texts)}
