@@ -11,7 +11,7 @@ import gguf
 import pytest
 import torch
 from gguf.quants import dequantize
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from speculant import LLM, SamplingParams
@@ -120,6 +120,15 @@ def test_a_file_is_made_from_a_file(tmp_path: Path) -> None:
     }
 
 
+def test_tensors_that_no_layer_uses_are_left_out(tmp_path: Path) -> None:
+    source = shutil.copytree(DEMO, tmp_path / "source")
+    tensors = load_file(source / "model.safetensors") | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(32)}
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    assert written(source, tmp_path / "a.gguf", "q4_0").read_bytes() == (
+        written(DEMO, tmp_path / "b.gguf", "q4_0").read_bytes()
+    )
+
+
 def test_places_are_safe(tmp_path: Path) -> None:
     file = written(DEMO, tmp_path / "demo.gguf", "q4_0")
     content = file.read_bytes()
@@ -150,7 +159,7 @@ def test_an_error_leaves_nothing(tmp_path: Path) -> None:
 
 CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "family": ({"model_type": "glm4"}, {}, "'glm4' are not written as GGUF"),
-    "settings": ({"model_type": "gemma2"}, {}, "no 'sliding_window'"),
+    "settings": ({"model_type": "granite"}, {}, "no 'attention_multiplier'"),
     "normalizer": ({}, {"normalizer": {"type": "NFC"}}, "not a byte-level BPE"),
     "merges": ({}, {"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}}, "not a byte-level BPE"),
     "split": ({}, {"pre_tokenizer": {"type": "Metaspace"}}, "the step 'Metaspace'"),

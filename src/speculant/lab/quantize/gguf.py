@@ -26,9 +26,11 @@ from speculant.gguf_file import GgufFile
 from speculant.lab.quantize.layouts import LAYOUTS, GgufLayout, described, rope_tensors, stored_tensors
 from speculant.lab.quantize.vocabulary import tokenizer_entries
 from speculant.models.backends.base import RoundsWeights
+from speculant.models.sizes import tensor_shapes
+from speculant.models.tensor_map import stored_name
 from speculant.models.weights.gguf import GgufWeights
-from speculant.models.weights.source import read_plain
-from speculant.models.weights.tensors import TensorFiles
+from speculant.models.weights.load import CheckpointFiles
+from speculant.models.weights.source import WeightSource, read_plain
 
 _ROLES = {  # in the model, of names in the file. Fused queries, keys and values have the bits of the latter, nearly
     "token_embd": "embed_tokens",
@@ -48,7 +50,6 @@ _OWN = (
     "general.quantization_version",
     "split.",
 )  # begin what is written anew
-_TABLES = ("model.embed_tokens", "transformer.wte", "gpt_neox.embed_in")
 _FILE_TYPES = {"int4": 15, "int8": 7, "q8_0": 7, "q4_0": 2}  # llama.cpp's numbers for the type of most tensors
 
 
@@ -84,8 +85,9 @@ def read_folder(folder: Path) -> GgufModel:
             f"models of the type {config.get('model_type')!r} are not written as GGUF files",
             f"name a folder as OUT, or use one of: {', '.join(sorted(LAYOUTS))}.",
         )
-    files = TensorFiles.open(folder)
-    names = [name for name in files.names() if not (config.get("tie_word_embeddings") and name == "lm_head.weight")]
+    checked = CheckpointFiles.open(folder)
+    files, decoder = checked.tensors, checked.decoder
+    names = {stored_name(decoder.tensors.expression(name)) for name in tensor_shapes(decoder)}  # without what is unused
     if files.quantised_kinds() or any(len(files.shape(name)) > 2 for name in names):
         raise ModelError(f"{folder} has weights that are quantised or stacked", "use the checkpoint it was made from.")
 
@@ -100,7 +102,7 @@ def read_folder(folder: Path) -> GgufModel:
         name: StoredTensor(_shape(own, files, layout), reading(own))
         for name, own in stored_tensors(names, layout).items()
     }
-    entries = {**_described(config), **tokenizer_entries(folder, files.shape(_table(names))[0])}
+    entries = {**_described(config), **tokenizer_entries(folder, decoder.vocab_size)}
     rope = {
         name: StoredTensor(values.shape, partial(torch.from_numpy, values))
         for name, values in rope_tensors(config).items()
@@ -174,14 +176,10 @@ def _bytes(tensor: Tensor, kind: GGMLQuantizationType, backend: RoundsWeights, n
     return backend.round(kind.name, tensor.reshape(-1, tensor.shape[-1])).blocks.numpy()
 
 
-def _shape(own: Sequence[str], files: TensorFiles, layout: GgufLayout) -> tuple[int, ...]:
+def _shape(own: Sequence[str], files: WeightSource, layout: GgufLayout) -> tuple[int, ...]:
     shape = files.shape(own[0])
     shape = shape[::-1] if layout.is_turned(own[0]) else shape
     return (len(own), *shape) if len(own) > 1 else shape
-
-
-def _table(names: Sequence[str]) -> str:
-    return next(name for name in names if name.rpartition(".")[0] in _TABLES)
 
 
 def _typed(value: Any) -> Entry:
