@@ -8,7 +8,7 @@ from typing import Any
 from speculant.models.config import count_layers, read_attention, read_decoder, read_mlp, read_norm
 from speculant.models.description import Attention, DecoderConfig, Layer
 from speculant.models.entries import check_unset, count, filled, flag
-from speculant.models.gguf_family import GgufFamily
+from speculant.models.gguf_family import Count, GgufFamily
 from speculant.models.sizes import LAYER
 from speculant.models.tensor_map import Rows, TensorMap, Transposed, map_modules
 
@@ -17,7 +17,7 @@ OTHER_NAMES = {
     "max_position_embeddings": "n_positions",
 }  # fmt: skip
 
-GGUF = GgufFamily("gpt2", norm_eps="layer_norm_epsilon")
+GGUF = GgufFamily("gpt2", norm_eps="layer_norm_epsilon", config={"n_inner": Count("feed_forward_length")})
 
 
 def read_config(hf: Mapping[str, Any]) -> DecoderConfig:
