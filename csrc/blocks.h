@@ -25,6 +25,9 @@ constexpr int64_t block_bytes(int type) {
   return 0;
 }
 
+// The blocks of a row; weights after the last one are 0.
+constexpr int64_t blocks_of(int type, int64_t k) { return (k + block_weights(type) - 1) / block_weights(type); }
+
 // q[j] gets the low half of byte j, and q[16 + j] its high half.
 static inline void read_halves(const uint8_t *bytes, uint8_t *q) {
   for (int64_t j = 0; j < 16; j++) q[j] = bytes[j] & 15, q[16 + j] = bytes[j] >> 4;
@@ -112,7 +115,7 @@ static void pack_int8_rows(const void *rows, int64_t n, int64_t k, int64_t panel
 template <int TYPE>
 static void pack_blocks(const void *blocks, int64_t n, int64_t k, int64_t panel, char *packed) {
   const GroupLayout at(TYPE, k);
-  const int64_t row_bytes = k / block_weights(TYPE) * block_bytes(TYPE), first = panel * WIDTH, some = n - first < WIDTH ? n - first : WIDTH;
+  const int64_t row_bytes = blocks_of(TYPE, k) * block_bytes(TYPE), first = panel * WIDTH, some = n - first < WIDTH ? n - first : WIDTH;
   const uint8_t *rows = (const uint8_t *)blocks + first * row_bytes;
   memset(packed, 0, at.bytes);
   for (int64_t begin = 0; begin < at.groups; begin += GROUPS_OF_SUPER)  // so that the panel's lines stay in the first-level cache

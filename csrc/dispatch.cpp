@@ -66,6 +66,10 @@ void sp_pack(int set, int threads, int type, int source, const void *weight, int
   SETS[set].table->pack(type, source, weight, n, k, step, packed, threads);
 }
 
+void sp_round(int set, int threads, int type, int source, const void *weights, int64_t n, int64_t k, void *blocks) {
+  SETS[set].table->round(type, source, weights, n, k, (uint8_t *)blocks, threads);
+}
+
 int64_t sp_index_panels(int set, int threads, int64_t panels, int64_t k, const void *plain, void *index, int64_t data) {
   return SETS[set].table->index_panels(panels, k, plain, index, data, threads);
 }

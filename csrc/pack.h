@@ -14,10 +14,6 @@ static void pack_any(int type, int source, const void *weight, int64_t n, int64_
     pack_int8_rows(weight, n, k, panel, packed);
   else if (is_grouped(source))
     pack_any_blocks(type, weight, n, k, panel, packed);
-  else if (type == SP_INT8)
-    round_to_rows(source, weight, n, k, panel, packed);
-  else if (type == SP_Q4_0)
-    round_to_groups(source, weight, n, k, panel, packed);
   else
     pack_panel(type, source, weight, n, k, panel, packed);
 }

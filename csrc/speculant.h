@@ -173,12 +173,16 @@ const char *sp_name(int set);
 int sp_usable(int set);                      /* whether this processor has it */
 
 int64_t sp_packed_bytes(int set, int type, int64_t n, int64_t k);
-/* Pack weights [n, k] as `type`. `source`: SP_F32 or SP_BF16 for SP_F32, SP_BF16, SP_INT8 and SP_Q4_0; SP_F16 for SP_F16; or the type
- * itself for rows of blocks, whose k is a multiple of a block's weights; for rows of SP_INT8, a float32 scale and k bytes; and for rows of
+/* Pack weights [n, k] as `type`. `source`: SP_F32 or SP_BF16 for SP_F32 and SP_BF16; SP_F16 for SP_F16; or the type
+ * itself for rows of blocks, the last of which may have weights after k; for rows of SP_INT8, a float32 scale and k bytes; and for rows of
  * SP_FP8, a float32 scale and 128 bytes for each 128 inputs, fewer bytes for the last ones. Every `step`-th panel from `packed` on is
  * written: 2 for gate and up, which are interleaved, else 1. Each panel has the same number of rows; the last is padded with zeros. Memory
  * is 64-byte aligned. */
 void sp_pack(int set, int threads, int type, int source, const void *weight, int64_t n, int64_t k, int64_t step, void *packed);
+/* Round weights [n, k] to rows that sp_pack takes (rounding.h): SP_INT8, SP_Q8_0, SP_Q4_0, SP_Q5_0, SP_Q5_1, SP_Q4_K,
+ * SP_Q5_K or SP_Q6_K, or of SP_ZERO4 or SP_ZERO8.
+ * `source`: SP_F32, SP_BF16 or SP_F16. Weights are finite. If a row ends within a block, the rest of the block is 0. */
+void sp_round(int set, int threads, int type, int source, const void *weights, int64_t n, int64_t k, void *blocks);
 /* SP_BF12 is a form of packed SP_BF16 weights: the same numbers in 12 bits each, or plain if that does not fit (coded.h). It begins with
  * an index, SP_INDEX_BYTES a panel, and may be made in parts, some panels after others. The first function fills the entries of a part
  * from its packed panels and k. data: bytes from the part's first entry to the place of its first panel, a multiple of 64 after the whole

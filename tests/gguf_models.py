@@ -17,8 +17,8 @@ from gguf.quants import dequantize, quantize
 from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 
+from speculant.lab.quantize.layouts import LAYOUTS, GgufLayout, described, rope_tensors, stored_tensors
 from tests import gguf_blocks
-from tests.gguf_layouts import LAYOUTS, Layout, described, rope_tensors
 
 FLOATS = ("F32", "F16", "BF16")
 SMALL_BLOCKS = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL", "MXFP4")  # of 32 weights
@@ -67,17 +67,12 @@ def convert(
     return path if parts == 1 else next(iter(sorted(path.parent.glob(f"{path.stem}-00001-of-*.gguf"))))
 
 
-def _stacked(tensors: Mapping[str, torch.Tensor], layout: Layout) -> dict[str, torch.Tensor]:
+def _stacked(tensors: Mapping[str, torch.Tensor], layout: GgufLayout) -> dict[str, torch.Tensor]:
     """Return tensors by their names in the file; those of one name are the matrices of experts, which become one."""
-    found: dict[str, list[torch.Tensor]] = {}
-    for name in sorted(tensors, key=_numbered):
-        found.setdefault(layout.stored_name(name), []).append(tensors[name])
-    return {name: torch.stack(each) if len(each) > 1 else each[0] for name, each in found.items()}
-
-
-def _numbered(name: str) -> list[tuple[int, str]]:
-    """Return a key that sorts names by the values of their numbers."""
-    return [(int(part), "") if part.isdigit() else (0, part) for part in name.split(".")]
+    return {
+        name: torch.stack([tensors[each] for each in own]) if len(own) > 1 else tensors[own[0]]
+        for name, own in stored_tensors(tensors, layout).items()
+    }
 
 
 def _fused(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -93,9 +88,7 @@ def decoded(path: Path, folder: Path | str, out: Path) -> Path:
     shutil.copytree(folder, out)
     config = json.loads((out / "config.json").read_text())
     layout = LAYOUTS[config["model_type"]]
-    names: dict[str, list[str]] = {}
-    for name in sorted(load_file(out / "model.safetensors"), key=_numbered):
-        names.setdefault(layout.stored_name(name), []).append(name)
+    names = stored_tensors(load_file(out / "model.safetensors"), layout)
     tensors: dict[str, torch.Tensor] = {}
     first, _, rest = path.name.partition("-00001-of-")
     for part in sorted(path.parent.glob(f"{first}-*-of-{rest}")) if rest else [path]:

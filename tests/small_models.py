@@ -7,16 +7,17 @@ import functools
 import pytest
 import torch
 
-from speculant.kernels.native import QUANTIZED, open_kernels, usable_sets
+from speculant.kernels.native import open_kernels, usable_sets
 from speculant.models.backends.base import CODED
 from speculant.models.base import CausalLM
+from speculant.models.weights.rounding import ROUNDINGS
 from tests.exactness.test_native_decoder import make_decoder, packed
 
 NATIVE = pytest.mark.skipif(not usable_sets(), reason="the native kernels are not built")
 DTYPES = {"float64": torch.float64, "float32": torch.float32}
 MODELS = [
     "reference-float64",
-    *(f"{isa}-{kind}" for isa in usable_sets() for kind in ("float32", "bfloat16", CODED, *QUANTIZED)),
+    *(f"{isa}-{kind}" for isa in usable_sets() for kind in ("float32", "bfloat16", CODED, *ROUNDINGS)),
 ]
 
 
@@ -29,4 +30,4 @@ def make_model(name: str, threads: int = 1) -> CausalLM:
         return decoder
     kernels = open_kernels(backend, threads)
     assert kernels is not None
-    return packed(decoder, kernels, QUANTIZED.get(kind), coded=kind == CODED)
+    return packed(decoder, kernels, ROUNDINGS.get(kind), coded=kind == CODED)

@@ -51,6 +51,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "lab": frozenset(),
     "lab.theory": frozenset({"metrics"}),
     "lab.checkpoints": frozenset({"models"}),
+    "lab.quantize": EVERYWHERE | MODELS_AND_BELOW | {"text"},
     "lab.training": EVERYWHERE | MODELS_AND_BELOW | {"text", "lab.checkpoints"},
     "lab.exactness": EVERYWHERE | ENGINE_AND_BELOW,
     "lab.inflation": EVERYWHERE | ENGINE_AND_BELOW | {"lab.checkpoints"},
@@ -62,6 +63,7 @@ NATIVE = frozenset(
         *("kernels.native", "kernels.native_suffix_index"),
         *("kernels.packing", "models.native", "models.backends.native"),
         *("models.weights.reader", "models.weights.cache", "models.weights.file", "models.weights.packings"),
+        "models.weights.rounding",
     }
 )
 CHOOSERS = frozenset({"kernels.suffix_indexes"})  # takes what is native where it was built, else the reference

@@ -19,7 +19,6 @@ from torch.nn import functional
 
 from speculant.kernels.native import (
     BLOCK_TYPES,
-    QUANTIZED,
     Activation,
     Code,
     Flag,
@@ -32,6 +31,7 @@ from speculant.kernels.native import (
     usable_sets,
 )
 from speculant.models.native.ops import gating, linear, linears
+from speculant.models.weights.rounding import ROUNDINGS
 from tests.gguf_blocks import SCALES, block_bytes, block_weights, decode, encode, random_blocks
 
 SETS = usable_sets()
@@ -223,9 +223,9 @@ def test_a_loud_number_spoils_its_group_alone(kernels: Kernels, kind: str) -> No
     assert 0.02 < loud_error(kernels, pack(kernels, kind, encode(kind, weights))) < 0.035
 
 
-@pytest.mark.parametrize("quantization", QUANTIZED)
+@pytest.mark.parametrize("quantization", ROUNDINGS)
 def test_a_loud_number_spoils_its_group_of_rounded_weights(kernels: Kernels, quantization: str) -> None:
-    type_ = QUANTIZED[quantization]
+    type_ = ROUNDINGS[quantization].most
     assert 0.02 < loud_error(kernels, kernels.pack(type_, random(96, 2048, seed=1))) < 0.035
 
 

@@ -25,7 +25,7 @@ KERNELS = {(isa, threads): open_kernels(isa, threads) for isa in SETS for thread
 EXACT_TYPES = {
     Type.F32: torch.float32, Type.F16: torch.float16, Type.BF16: torch.bfloat16, Type.BF12: torch.bfloat16,
 }  # fmt: skip
-ROUNDED_TYPES = (Type.INT8, Type.Q4_0)
+ROUNDED_TYPES = (Type.INT8, Type.Q8_0, Type.Q4_0, Type.Q5_0, Type.Q5_1)
 TYPES = (*EXACT_TYPES, Type.FP8, *ROUNDED_TYPES)
 SIZES = st.one_of(st.integers(1, 70), st.sampled_from([127, 128, 129, 513, 1030]))
 DEEP = 2101  # inputs: enough to lie in streams on every instruction set, some of them with padding
@@ -166,7 +166,9 @@ def test_a_nan_stays_in_its_row(kernels: Kernels, type_: Type, value: float) -> 
         assert not bool(dirty[4].isfinite().any()), "an overflow must not vanish"
 
 
-@pytest.mark.parametrize(("type_", "error"), [(Type.INT8, 0.012), (Type.Q4_0, 0.12)])
+@pytest.mark.parametrize(
+    ("type_", "error"), [(Type.INT8, 0.012), (Type.Q8_0, 0.009), (Type.Q4_0, 0.09), (Type.Q4_K, 0.08)]
+)
 def test_quantised_weights_are_close(kernels: Kernels, type_: Type, error: float) -> None:
     x, weight = random(16, 256), random(64, 256, seed=1)
     exact = x @ weight.T
@@ -175,14 +177,14 @@ def test_quantised_weights_are_close(kernels: Kernels, type_: Type, error: float
 
 
 @pytest.mark.parametrize("depth", [64, DEEP])
-@pytest.mark.parametrize(("type_", "levels", "group"), [(Type.INT8, 127, 0), (Type.Q4_0, 7, 32)])
+@pytest.mark.parametrize(("type_", "levels", "group"), [(Type.INT8, 127, 0), (Type.Q8_0, 127, 32), (Type.Q4_0, 7, 32)])
 def test_a_quantised_layer_is_exact_on_its_levels(
     kernels: Kernels, type_: Type, levels: int, group: int, depth: int
 ) -> None:
     """Whole weights with their largest level present, and a 127 among each 32 inputs: nothing has to be rounded."""
     generator = torch.Generator().manual_seed(3)
     weight = torch.randint(-levels, levels + 1, (40, depth), generator=generator).float()
-    weight[:, :: group or depth] = float(levels) if type_ == Type.INT8 else -8.0
+    weight[:, :: group or depth] = float(levels) if levels == 127 else -8.0
     x = torch.randint(-127, 128, (11, depth), generator=generator).float()
     x[:, ::32] = 127.0
     difference = run_linear(kernels, type_, x, weight) - x.double() @ weight.double().T

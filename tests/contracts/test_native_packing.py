@@ -16,7 +16,13 @@ from tests import fp8
 SETS = usable_sets()
 pytestmark = pytest.mark.skipif(not SETS, reason="the native kernels are not built")
 SPLITS = [[1], [1, 2, 3], [5, 200, 7], [63, 1, 64], [31, 33, 100, 28]]
-PACKED = [Type.F32, Type.BF16, Type.INT8, Type.Q4_0]  # that floats are packed as; coded panels are made of packed ones
+PACKED = [
+    Type.F32,
+    Type.BF16,
+    Type.INT8,
+    Type.Q4_0,
+    Type.Q4_K,
+]  # that floats are packed as; coded panels are made of packed ones
 
 
 @pytest.fixture(params=SETS)

@@ -10,11 +10,12 @@ import torch
 from speculant.cache.base import CacheShape, KVCache
 from speculant.cache.factory import paged_cache, slotted_cache
 from speculant.drafting.model.runner import grow
-from speculant.kernels.native import QUANTIZED, NativeSampler
+from speculant.kernels.native import NativeSampler
 from speculant.models.base import Chain, SequenceInput, build_batch
 from speculant.models.native import decoder as native_decoder
 from speculant.models.native.decoder import NativeDecoder
 from speculant.models.native.drawn import is_foreseeable
+from speculant.models.weights.rounding import ROUNDINGS
 from speculant.params import SamplingParams
 from speculant.sampling.chance import KeyedChances, MostLikely
 from speculant.types import DraftTree
@@ -97,7 +98,7 @@ def assert_same(some: list[Chain], others: list[Chain]) -> None:
 @pytest.mark.parametrize("vocab_size", [96, 80, 130])
 @pytest.mark.parametrize("shared_noise", COUPLED)
 @pytest.mark.parametrize("kind", CACHES)
-@pytest.mark.parametrize("quantization", [None, *QUANTIZED])
+@pytest.mark.parametrize("quantization", [None, *ROUNDINGS])
 @pytest.mark.parametrize("isa", SETS)
 def test_one_call_is_many(
     isa: str,
@@ -107,7 +108,7 @@ def test_one_call_is_many(
     vocab_size: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model = make_native(isa, QUANTIZED[quantization] if quantization else None)
+    model = make_native(isa, ROUNDINGS[quantization] if quantization else None)
     at_once = grown(model, kind, shared_noise, vocab_size)
     alone = grown(model, kind, shared_noise, vocab_size, together=False)
     monkeypatch.setattr(native_decoder, "is_foreseeable", lambda chain: False)

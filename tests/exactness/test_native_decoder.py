@@ -11,11 +11,12 @@ from torch import Tensor
 from speculant.cache.base import CacheShape, KVCache
 from speculant.cache.factory import paged_cache, slotted_cache
 from speculant.errors import ModelError
-from speculant.kernels.native import QUANTIZED, Kernels, Type, open_kernels, usable_sets
+from speculant.kernels.native import Kernels, open_kernels, usable_sets
 from speculant.models.base import SequenceInput, build_batch
 from speculant.models.description import Clamped, Experts
 from speculant.models.native.decoder import NativeDecoder
 from speculant.models.reference.decoder import Decoder
+from speculant.models.weights.rounding import ROUNDINGS, Rounding
 from speculant.models.weights.source import ModuleWeights
 from speculant.types import DraftTree
 from tests.descriptions import describe
@@ -51,14 +52,16 @@ def make_decoder(dtype: torch.dtype = torch.float32, **changes: object) -> Decod
     return decoder.to(dtype)
 
 
-def make_native(isa: str = SETS[0] if SETS else "", quantization: Type | None = None, threads: int = 2,
+def make_native(isa: str = SETS[0] if SETS else "", quantization: Rounding | None = None, threads: int = 2,
                 dtype: torch.dtype = torch.float32, **changes: object) -> NativeDecoder:  # fmt: skip
     kernels = open_kernels(isa, threads)
     assert isinstance(kernels, Kernels)
     return packed(make_decoder(dtype, **changes), kernels, quantization)
 
 
-def packed(decoder: Decoder, kernels: Kernels, quantization: Type | None = None, coded: bool = False) -> NativeDecoder:
+def packed(
+    decoder: Decoder, kernels: Kernels, quantization: Rounding | None = None, coded: bool = False
+) -> NativeDecoder:
     """Pack a decoder's own parameters; coded = in 12 bits a weight."""
     dtype = decoder.cache_shape.dtype
     return NativeDecoder(decoder.config, ModuleWeights(decoder), dtype, kernels, quantization, coded)
@@ -130,10 +133,12 @@ def test_logits_of_coded_weights_are_plain_ones(isa: str, variant: str) -> None:
 
 
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("quantization", [None, *QUANTIZED.values()])
+@pytest.mark.parametrize("quantization", [None, *ROUNDINGS.values()])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_chunks_caches_and_threads_change_no_bit(variant: str, dtype: torch.dtype, quantization: Type | None) -> None:
+def test_chunks_caches_and_threads_change_no_bit(
+    variant: str, dtype: torch.dtype, quantization: Rounding | None
+) -> None:
     native = make_native(quantization=quantization, dtype=dtype, **VARIANTS[variant])
     alone = make_native(quantization=quantization, dtype=dtype, threads=1, **VARIANTS[variant])
     tokens, shape = tokens_of(2, native.vocab_size), native.cache_shape
@@ -143,10 +148,10 @@ def test_chunks_caches_and_threads_change_no_bit(variant: str, dtype: torch.dtyp
     assert torch.equal(feed(alone, CACHES["paged"](shape), 1, tokens, [320, 319, 1]), whole)
 
 
-@pytest.mark.parametrize("quantization", [None, *QUANTIZED.values()])
+@pytest.mark.parametrize("quantization", [None, *ROUNDINGS.values()])
 @pytest.mark.parametrize("num_others", [1, 4, 16, 63])
 @torch.inference_mode()
-def test_a_sequence_never_sees_its_neighbours(num_others: int, quantization: Type | None) -> None:
+def test_a_sequence_never_sees_its_neighbours(num_others: int, quantization: Rounding | None) -> None:
     native = make_native(quantization=quantization, dtype=torch.bfloat16)
     shape, tokens = native.cache_shape, tokens_of(3)
     expected = feed(native, CACHES["slotted"](shape), 1, tokens[:40], [39, 1])[39:]
@@ -212,7 +217,7 @@ def test_a_tree_has_no_bound_of_depth() -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 3.4e38])
-@pytest.mark.parametrize("quantization", QUANTIZED)
+@pytest.mark.parametrize("quantization", ROUNDINGS)
 @pytest.mark.parametrize("name", ["model.layers.1.mlp.up_proj.weight", "lm_head.weight"])
 def test_refuses_to_quantise_what_is_not_finite(name: str, quantization: str, value: float) -> None:
     """A weight must be finite in the type it is first rounded to: 3.4e38 is infinite in bfloat16."""
@@ -221,7 +226,7 @@ def test_refuses_to_quantise_what_is_not_finite(name: str, quantization: str, va
     kernels = open_kernels(SETS[0], 2)
     assert kernels is not None
     with pytest.raises(ModelError, match=f"{name} .*{quantization}"):
-        NativeDecoder(decoder.config, ModuleWeights(decoder), torch.bfloat16, kernels, QUANTIZED[quantization])
+        NativeDecoder(decoder.config, ModuleWeights(decoder), torch.bfloat16, kernels, ROUNDINGS[quantization])
     packed(decoder, kernels)
 
 

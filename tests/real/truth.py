@@ -10,8 +10,8 @@ import torch
 from gguf import GGUFReader
 from torch import Tensor
 
+from speculant.lab.quantize.layouts import LAYOUTS
 from tests.gguf_blocks import decode
-from tests.gguf_layouts import LAYOUTS
 
 
 def load_llama(path: Path) -> Any:

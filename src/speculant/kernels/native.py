@@ -59,7 +59,6 @@ class Type(IntEnum):
 
 TYPES = {torch.float32: Type.F32, torch.bfloat16: Type.BF16}
 SOURCES = {**TYPES, torch.float16: Type.F16}  # types of rows to pack, besides torch.uint8 for blocks
-QUANTIZED = {"int8": Type.INT8, "int4": Type.Q4_0}
 BLOCK_TYPES = {type_.name.lower(): type_ for type_ in Type if type_ >= Type.INT8}  # by layout of the rows
 BLOCK_SIZES = {
     Type.Q8_0: (32, 34), Type.Q4_0: (32, 18), Type.Q4_1: (32, 20), Type.Q5_0: (32, 22), Type.Q5_1: (32, 24),
@@ -264,12 +263,25 @@ class Kernels:
     def pack_panels(self, type_: Type, rows: Tensor, address: int, step: int) -> None:
         """Pack rows into every `step`-th panel, the first at an address.
 
-        Rows are [n, k] of float32 or bfloat16 for the types F32, BF16, INT8 and Q4_0; for the last two they must be
-        finite. They are float16 for F16, and uint8 [n, bytes] for rows of a layout (models/weights/layouts.py).
+        Rows are [n, k] of float32 or bfloat16 for the types F32 and BF16, float16 for F16, and uint8 [n, bytes] for rows
+        of a layout (models/weights/layouts.py). Floats for the other types are rounded first; see `round`.
         """
         rows, k = rows.detach().contiguous(), depth_of(type_, rows)
+        if type_ >= Type.INT8 and rows.dtype != torch.uint8:
+            rows = self.round(type_, rows)
         source = type_ if rows.dtype == torch.uint8 else SOURCES[rows.dtype]
         self.library.sp_pack(self.index, self.threads, type_, source, rows.data_ptr(), len(rows), k, step, address)
+
+    def round(self, type_: Type, rows: Tensor) -> Tensor:
+        """Return rows [n, k] of finite floats in a layout, uint8 [n, bytes], the same on every instruction set.
+
+        type_: one of ROUNDED (models/weights/rounding.py), or INT8. If a row ends within a block, the rest of it is 0.
+        """
+        (n, k), source, rows = rows.shape, SOURCES[rows.dtype], rows.detach().contiguous()
+        weights, size = BLOCK_SIZES.get(type_, (k, k + SCALE_BYTES))
+        blocks = torch.empty(n, -(-k // weights) * size, dtype=torch.uint8)
+        self.library.sp_round(self.index, self.threads, type_, source, rows.data_ptr(), n, k, blocks.data_ptr())
+        return blocks
 
     def touch(self, memory: Tensor) -> None:
         """Get the pages of new bytes from the system, with all threads; a byte of each page is set to zero."""
@@ -465,6 +477,7 @@ _FUNCTIONS: tuple[tuple[str, Any, list[Any]], ...] = (
     ("sp_usable", c_int, [c_int]),
     ("sp_packed_bytes", c_int64, [c_int, c_int, *_MATRIX]),
     ("sp_pack", None, [c_int, c_int, c_int, c_int, c_void_p, *_MATRIX, c_int64, c_void_p]),
+    ("sp_round", None, [c_int, c_int, c_int, c_int, c_void_p, *_MATRIX, c_void_p]),
     ("sp_index_panels", c_int64, [c_int, c_int, *_MATRIX, c_void_p, c_void_p, c_int64]),
     ("sp_code_panels", None, [c_int, c_int, *_MATRIX, c_void_p, c_void_p]),
     ("sp_touch", None, [c_int, c_int, c_void_p, c_int64]),

@@ -12,13 +12,21 @@ from pathlib import Path
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
+from torch import Tensor
 
 from speculant import plugins
 from speculant.errors import ConfigError, suggest
 from speculant.kernels.base import Sampler
 from speculant.models.base import CausalLM
 from speculant.models.description import DecoderConfig
-from speculant.models.weights.source import FLOATS, WeightSource, counted_kinds, has_blocks, listed_kinds
+from speculant.models.weights.source import (
+    FLOATS,
+    QuantizedBlocks,
+    WeightSource,
+    counted_kinds,
+    has_blocks,
+    listed_kinds,
+)
 
 KIND = "speculant.models.backends"
 AUTO = "auto"
@@ -135,6 +143,19 @@ class PacksWeights(Protocol):
 
     def with_packing(self, packing: Packing) -> Backend:
         """Return this backend with this way to store the weights of models that it loads."""
+        ...
+
+
+@runtime_checkable
+class RoundsWeights(Protocol):
+    """A backend that rounds weights as files have them. type_: one of `quantizations`, or a kind such as q4_0."""
+
+    def rounded_kind(self, type_: str, name: str, k: int) -> str:
+        """Return the kind that a matrix [n, k] with this name in the model is rounded to, such as Q4_K."""
+        ...
+
+    def round(self, kind: str, matrix: Tensor) -> QuantizedBlocks:
+        """Return a matrix of finite floats in blocks of a kind."""
         ...
 
 

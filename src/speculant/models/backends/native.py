@@ -7,15 +7,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from speculant.kernels.base import Sampler
-from speculant.kernels.native import BLOCK_TYPES, QUANTIZED, TYPES, Kernels, NativeSampler, open_kernels
+from speculant.kernels.native import BLOCK_TYPES, TYPES, Kernels, NativeSampler, Type, open_kernels
 from speculant.models.backends.base import AS_THEY_ARE, CODED, PLAIN, Packing
 from speculant.models.description import DecoderConfig
 from speculant.models.native.decoder import NativeDecoder
 from speculant.models.weights.cache import WeightCache, WeightStore
 from speculant.models.weights.packings import fastest_packing
-from speculant.models.weights.source import WeightSource
+from speculant.models.weights.rounding import ROUNDINGS, Rounding
+from speculant.models.weights.source import QuantizedBlocks, WeightSource
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,7 @@ class NativeBackend:
     name: str = "native"
     devices: Sequence[str] | None = ("cpu",)
     dtypes: Sequence[torch.dtype] = tuple(TYPES)
-    quantizations: Sequence[str] = tuple(QUANTIZED)
+    quantizations: Sequence[str] = tuple(ROUNDINGS)
     layouts: Collection[str] = tuple(BLOCK_TYPES)
     priority: int = 10
     row_invariant: bool = True
@@ -76,9 +78,17 @@ class NativeBackend:
         quantization: str | None = None,
     ) -> NativeDecoder:
         """See `Backend.load`: each tensor is packed as it is read."""
-        type_ = None if quantization is None else QUANTIZED[quantization]
+        rounding = None if quantization is None else ROUNDINGS[quantization]
         coded = self.packing.name == CODED
-        return NativeDecoder(config, weights, dtype, self._built, type_, coded=coded, store=self.store)
+        return NativeDecoder(config, weights, dtype, self._built, rounding, coded=coded, store=self.store)
+
+    def rounded_kind(self, type_: str, name: str, k: int) -> str:
+        """See `RoundsWeights.rounded_kind`."""
+        return (ROUNDINGS.get(type_) or Rounding(Type[type_.upper()])).type_of(name, k).name
+
+    def round(self, kind: str, matrix: Tensor) -> QuantizedBlocks:
+        """See `RoundsWeights.round`."""
+        return QuantizedBlocks(kind.lower(), tuple(matrix.shape), self._built.round(Type[kind], matrix))
 
     @property
     def _built(self) -> Kernels:

@@ -19,13 +19,11 @@ from speculant.kernels.memory import Arena
 from speculant.kernels.native import (
     MOST_DIM,
     MOST_GROUP,
-    QUANTIZED,
     TYPES,
     Draft,
     Kernels,
     Op,
     Pass,
-    Type,
     address,
 )
 from speculant.kernels.packing import likely_bytes
@@ -49,6 +47,7 @@ from speculant.models.reference.decoder import spread
 from speculant.models.sizes import cache_shape, relative_reads, tensor_shapes
 from speculant.models.weights.cache import WeightStore
 from speculant.models.weights.reader import WeightReader, WeightTypes, require_finite
+from speculant.models.weights.rounding import ROUNDINGS, Rounding
 from speculant.models.weights.source import WeightSource
 from speculant.tree import ids
 
@@ -86,16 +85,16 @@ class Layout(NamedTuple):
 class NativeDecoder:
     """A decoder whose weights are packed as they are read. Activations are float32 for every type of weights.
 
-    dtype, float32 or bfloat16, is that of the cache; for weights, see `WeightTypes`. quantization: the type that
-    matrices are rounded to; None = they are not.
+    dtype, float32 or bfloat16, is that of the cache; for weights, see `WeightTypes`. quantization: the types
+    that matrices are rounded to; None = they are not.
     coded: bfloat16 matrices are stored in 12 bits a weight, which changes no bit of a result. store: of packed ones.
     The kernels may round the activations of a linear layer before they multiply: see csrc/speculant.h.
 
-    head_type: the type that matrices of heads on this model are rounded to; None = they have the type of the cache.
+    head_rounding: the types that matrices of heads on this model are rounded to; None = they have that of the cache.
     """
 
-    head_quantizations: Sequence[str] = tuple(QUANTIZED)
-    head_type: Type | None = None
+    head_quantizations: Sequence[str] = tuple(ROUNDINGS)
+    head_rounding: Rounding | None = None
 
     def __init__(
         self,
@@ -103,13 +102,15 @@ class NativeDecoder:
         weights: WeightSource,
         dtype: torch.dtype,
         kernels: Kernels,
-        quantization: Type | None = None,
+        quantization: Rounding | None = None,
         coded: bool = False,
         store: WeightStore | None = None,
     ) -> None:
         types, shapes = WeightTypes(weights, dtype, coded), tensor_shapes(config)
         expected = sum(
-            likely_bytes(kernels, types.of(name) if quantization is None else quantization, *shape)
+            likely_bytes(
+                kernels, types.of(name) if quantization is None else quantization.type_of(name, shape[1]), *shape
+            )
             for name, shape in shapes.items()
             if len(shape) == 2
         )
@@ -191,15 +192,17 @@ class NativeDecoder:
         """See `RoundsHeads.rounding_heads`."""
         model = NativeDecoder.__new__(NativeDecoder)
         model._begin(self.packed, self.cache_shape.dtype, self.kernels)
-        model.head_type = QUANTIZED[quantization]
+        model.head_rounding = ROUNDINGS[quantization]
         return model
 
     def linears(self, matrices: Sequence[Tensor], biases: Tensor | None) -> NativeLinears:
         """See `LinearHost.linears`. Raises ModelError for matrices that are not finite and are to be rounded."""
-        if self.head_type is not None:
-            for matrix in matrices:
-                require_finite(matrix, "a head's matrix", self.cache_shape.dtype, self.head_type)
-        return NativeLinears(self.kernels, self.head_type or TYPES[self.cache_shape.dtype], matrices, biases)
+        dtype, rounding = self.cache_shape.dtype, self.head_rounding
+        if rounding is None:
+            return NativeLinears(self.kernels, TYPES[dtype], matrices, biases)
+        for matrix in matrices:
+            require_finite(matrix, "a head's matrix", dtype, rounding)
+        return NativeLinears(self.kernels, rounding.type_of("", matrices[0].shape[1]), matrices, biases)
 
     def truncated(self, num_layers: int) -> NativeDecoder:
         """See `Truncatable.truncated`."""

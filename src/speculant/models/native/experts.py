@@ -71,7 +71,7 @@ class PackedExperts:
     def read(cls, of: Experts, mlp: WeightReader) -> PackedExperts:
         """Read and pack the weights, one expert after the other."""
         inner, down, biases = list[tuple[Weight, ...]](), list[Weight](), list[tuple[Tensor, Tensor]]()
-        router = mlp.rounding(None).matrix("router.weight")
+        router = mlp.unrounded().matrix("router.weight")
         experts = mlp.decoding_ordered(*(f"experts.{i}.{name}.weight" for i in range(of.count) for name in MATRICES))
         for index in range(of.count):
             one = experts.inside(f"experts.{index}.")

@@ -84,19 +84,19 @@ class PackedHead:
     def read(cls, config: HeadConfig, weights: WeightSource, target: NativeDecoder) -> PackedHead:
         """Read and pack a head's weights; table and output head are the target's unless it has its own.
 
-        Matrices are rounded to the target's `head_type`; a table never is, because a pass reads a row of it.
+        Matrices are rounded to the target's `head_rounding`; a table never is, because a pass reads a row of it.
         """
         host, kernels, dtype = target.packed, target.kernels, target.cache_shape.dtype
         own, arena = config.decoder, Arena(kernels.touch)
         names = {name.removesuffix(".weight") for name in weights.names()}
         halves = [Half(weights, _double(config), index) for index in (0, 1)]
         of_e, of_h = (
-            WeightReader(WeightTypes(half, dtype), kernels, arena, rounded=target.head_type) for half in halves
+            WeightReader(WeightTypes(half, dtype), kernels, arena, rounded=target.head_rounding) for half in halves
         )
         decoder = PackedDecoder(
             config=_with_parts_of(host.config, config),
             cache_type=host.cache_type,
-            table=of_e.rounding(None).matrix("embed_tokens") if config.own_table else host.table,
+            table=of_e.unrounded().matrix("embed_tokens") if config.own_table else host.table,
             head=of_e.matrix("lm_head.weight") if config.own_head else host.head,
             norm=None if config.entry is StateEntry.INPUT else PackedNorm.read(own.norm, of_e, "norm"),
             layers=[

@@ -42,7 +42,7 @@ class PackedInputs:
         assert output_norm is not None
         return cls(
             of=of,
-            table=inputs.rounding(None).matrix(TOKEN_TABLE),
+            table=inputs.unrounded().matrix(TOKEN_TABLE),
             projection=inputs.matrix("projection.weight"),
             norm=norm,
             gate=inputs.matrix("gate_proj.weight"),

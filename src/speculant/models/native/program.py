@@ -177,7 +177,7 @@ def _read_scale(layer: WeightReader) -> float:
 
 @dataclass(frozen=True)
 class PackedDecoder:
-    """All weights of a decoder. The table is never rounded; a tied head is the table unless the head is rounded.
+    """All weights of a decoder. A tied head is the table.
 
     positions: the learned ones [positions, hidden], or None.
     """
@@ -193,8 +193,8 @@ class PackedDecoder:
     @classmethod
     def read(cls, config: DecoderConfig, weights: WeightReader) -> PackedDecoder:
         """Read and pack a decoder's weights, one tensor at a time."""
-        table, tied = weights.rounding(None).decoding_ordered(TABLE).matrix(TABLE), config.head.tied
-        head = table if tied and weights.rounded is None else weights.matrix(TABLE if tied else HEAD)
+        table = weights.decoding_ordered(TABLE).matrix(TABLE)
+        head = table if config.head.tied else weights.matrix(HEAD)
         norm = PackedNorm.read(config.norm, weights, NORM.removesuffix(".weight"))
         layers = [PackedLayer.read(of, weights.inside(LAYER.format(i))) for i, of in enumerate(config.layers)]
         positions = weights.vector(POSITIONS) if config.embedding.positions else None

@@ -30,7 +30,7 @@ from speculant.models.weights.file import DamagedFileError, map_weights, write_w
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1  # of the files, and of packed matrices
+FORMAT = 2  # of the files, and of packed matrices
 SUFFIX, TEMPORARY = ".weights", ".part"
 LIMIT_BYTES = 16 * 2**30  # of all files; the newest one stays, whatever its size
 LEAST_BYTES = 64 * 2**20  # a smaller model is packed in no time

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from speculant.errors import ModelError
 from speculant.kernels.memory import Arena
-from speculant.kernels.native import BLOCK_TYPES, QUANTIZED, TYPES, Kernels, Type, Weight
+from speculant.kernels.native import BLOCK_TYPES, TYPES, Kernels, Type, Weight
 from speculant.kernels.packing import Packer
 from speculant.models.weights.cache import WeightStore, say_once
+from speculant.models.weights.rounding import ROUNDINGS, Rounding
 from speculant.models.weights.source import QuantizedBlocks, WeightSource, decode, has_blocks, order_of, read_plain
 
 KINDS = {
@@ -68,7 +69,7 @@ class WeightTypes:
 class WeightReader:
     """A source whose tensors are packed; names follow `prefix`.
 
-    types: of its matrices. rounded: the type that all matrices are rounded to instead; None = they are not rounded.
+    types: of its matrices. rounded: the types that they are rounded to instead; None = they are not rounded.
     store: where packed matrices are looked up and kept. decodes: whether all blocks are decoded.
     """
 
@@ -76,7 +77,7 @@ class WeightReader:
     kernels: Kernels
     arena: Arena
     prefix: str = ""
-    rounded: Type | None = None
+    rounded: Rounding | None = None
     store: WeightStore | None = None
     decodes: bool = False
 
@@ -89,9 +90,9 @@ class WeightReader:
         """Return a reader of a submodule."""
         return replace(self, prefix=self.prefix + part)
 
-    def rounding(self, type_: Type | None) -> WeightReader:
-        """Return a reader that rounds matrices to a type; None = it does not round them."""
-        return replace(self, rounded=type_)
+    def unrounded(self) -> WeightReader:
+        """Return a reader that does not round matrices."""
+        return replace(self, rounded=None)
 
     def decoding_ordered(self, *names: str) -> WeightReader:
         """Return a reader for uses that know no order of inputs: it decodes blocks if one of these matrices has one."""
@@ -132,9 +133,10 @@ class WeightReader:
         return torch.cat([self._read_plain(name).to(self.types.vectors, copy=True) for name in names]).float()
 
     def _type_of(self, name: str) -> Type:
+        whole = self.prefix + name
         if self.rounded is not None:
-            return self.rounded
-        stored = self.types.of(self.prefix + name)
+            return self.rounded.type_of(whole, self.source.shape(whole)[-1])
+        stored = self.types.of(whole)
         return self.types.decoded if self.decodes and stored in BLOCK_TYPES.values() else stored
 
     def _order_of(self, name: str) -> Tensor | None:
@@ -168,7 +170,7 @@ class WeightReader:
         if self.rounded is None:
             return self._as_stored(name, self.source.read(self.prefix + name), type_)
         matrix = self._read_plain(name)
-        require_finite(matrix, self.prefix + name, self.types.dtype, type_)
+        require_finite(matrix, self.prefix + name, self.types.dtype, self.rounded)
         return matrix
 
     def _as_stored(self, name: str, matrix: Tensor | QuantizedBlocks, type_: Type) -> Tensor:
@@ -183,19 +185,19 @@ class WeightReader:
         return read_plain(self.source, self.prefix + name)
 
 
-def require_finite(matrix: Tensor, name: str, dtype: torch.dtype, type_: Type) -> None:
+def require_finite(matrix: Tensor, name: str, dtype: torch.dtype, rounding: Rounding) -> None:
     """Raise ModelError for a matrix that can't be rounded to integers because it is not finite in `dtype`."""
     if not _is_finite(matrix, dtype):
         raise ModelError(
             f"{name} has weights that are NaN or infinite in"
-            f" {str(dtype).removeprefix('torch.')} and can't be rounded to {_named(type_)}",
+            f" {str(dtype).removeprefix('torch.')} and can't be rounded to {_named(rounding)}",
             "download the checkpoint again, or load it without quantization to look at it.",
         )
 
 
-def _named(type_: Type) -> str:
-    """Return the user's name of a type that weights are rounded to."""
-    return next((name for name, each in QUANTIZED.items() if each == type_), type_.name.lower())
+def _named(rounding: Rounding) -> str:
+    """Return the user's name of the types that weights are rounded to."""
+    return next(name for name, each in ROUNDINGS.items() if each == rounding)
 
 
 def _is_finite(matrix: Tensor, dtype: torch.dtype) -> bool:

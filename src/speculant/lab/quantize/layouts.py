@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,7 +41,7 @@ _AFTER = {"post_attention_layernorm": "post_attention_norm", "post_feedforward_l
 
 
 @dataclass(frozen=True)
-class Layout:
+class GgufLayout:
     """The layout of a family.
 
     whole: names outside of layers. parts: names within a layer, whose numbers follow `layers`. entries: returns the
@@ -73,13 +73,13 @@ class Layout:
             return tensor + 1
         order = self._order(name, len(tensor), config)
         tensor = tensor if order is None else tensor[order]
-        return tensor.T.contiguous() if self._is_turned(name) else tensor
+        return tensor.T.contiguous() if self.is_turned(name) else tensor
 
     def loaded(self, name: str, tensor: Tensor, config: Config) -> Tensor:
         """Return a file's tensor as the checkpoint has it; the inverse of `stored`."""
         if self.shifted and name.endswith("norm.weight"):
             return tensor - 1
-        tensor = tensor.T if self._is_turned(name) else tensor
+        tensor = tensor.T if self.is_turned(name) else tensor
         order = self._order(name, len(tensor), config)
         if order is None:
             return tensor
@@ -87,7 +87,8 @@ class Layout:
         out[order] = tensor
         return out
 
-    def _is_turned(self, name: str) -> bool:
+    def is_turned(self, name: str) -> bool:
+        """Whether the file has a tensor transposed."""
         return self.turned and any(f".{part}.weight" in name for part in ("c_attn", "c_proj", "c_fc"))
 
     def _order(self, name: str, rows: int, config: Config) -> Tensor | None:
@@ -104,8 +105,9 @@ class Layout:
 
 def _rope(config: Config) -> Mapping[str, Any]:
     """Return the rotary settings of layers with full attention."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    return rope.get("full_attention", rope)
+    rope: Mapping[str, Any] = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    own: Mapping[str, Any] = rope.get("full_attention", rope)
+    return own
 
 
 def _theta(config: Config) -> float:
@@ -274,34 +276,34 @@ _MIXTRAL = {
     **{f"block_sparse_moe.experts.w{i}": f"ffn_{name}_exps" for i, name in ((1, "gate"), (2, "down"), (3, "up"))},
 }
 _GEMMA_PARTS = {**_PARTS, **_AFTER, "pre_feedforward_layernorm": "ffn_norm"}
-_OLMO = Layout("olmo2", parts={**_PARTS, **_AFTER}, entries=_olmo)
+_OLMO = GgufLayout("olmo2", parts={**_PARTS, **_AFTER}, entries=_olmo)
 LAYOUTS = {
-    "llama": Layout("llama", paired=True, entries=_llama),
-    "mistral": Layout("mistral3", paired=True, entries=_llama),  # as in Mistral 3; earlier ones are stored as Llama
-    "qwen2": Layout("qwen2", entries=_common),
-    "qwen3": Layout("qwen3", entries=_common),
-    "qwen3_moe": Layout("qwen3moe", parts=_ROUTED, entries=lambda config: {**_common(config), **_experts(config)}),
-    "olmoe": Layout("olmoe", parts=_ROUTED, entries=lambda config: {**_common(config), **_experts(config)}),
-    "mixtral": Layout(
+    "llama": GgufLayout("llama", paired=True, entries=_llama),
+    "mistral": GgufLayout("mistral3", paired=True, entries=_llama),  # as in Mistral 3; earlier ones are stored as Llama
+    "qwen2": GgufLayout("qwen2", entries=_common),
+    "qwen3": GgufLayout("qwen3", entries=_common),
+    "qwen3_moe": GgufLayout("qwen3moe", parts=_ROUTED, entries=lambda config: {**_common(config), **_experts(config)}),
+    "olmoe": GgufLayout("olmoe", parts=_ROUTED, entries=lambda config: {**_common(config), **_experts(config)}),
+    "mixtral": GgufLayout(
         "llama", parts=_MIXTRAL, paired=True, entries=lambda config: {**_llama(config), **_experts(config)}
     ),
-    "gemma2": Layout("gemma2", parts=_GEMMA_PARTS, shifted=True, entries=_gemma2),
-    "gemma3_text": Layout("gemma3", parts=_GEMMA_PARTS, shifted=True, entries=_gemma3),
-    "phi3": Layout(
+    "gemma2": GgufLayout("gemma2", parts=_GEMMA_PARTS, shifted=True, entries=_gemma2),
+    "gemma3_text": GgufLayout("gemma3", parts=_GEMMA_PARTS, shifted=True, entries=_gemma3),
+    "phi3": GgufLayout(
         "phi3",
         parts={**_PARTS, "self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"},
         entries=_phi3,
     ),
-    "smollm3": Layout("smollm3", paired=True, entries=_llama),
-    "granite": Layout("granite", paired=True, entries=_granite),
-    "cohere": Layout("command-r", entries=_cohere),  # its checkpoints' rows are interleaved too
+    "smollm3": GgufLayout("smollm3", paired=True, entries=_llama),
+    "granite": GgufLayout("granite", paired=True, entries=_granite),
+    "cohere": GgufLayout("command-r", entries=_cohere),  # its checkpoints' rows are interleaved too
     "olmo2": _OLMO,
     "olmo3": _OLMO,
-    "ministral3": Layout("mistral3", paired=True, entries=_mistral3),
-    "starcoder2": Layout(
+    "ministral3": GgufLayout("mistral3", paired=True, entries=_mistral3),
+    "starcoder2": GgufLayout(
         "starcoder2", parts={**_PARTS, "mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down"}, entries=_common
     ),
-    "gpt2": Layout(
+    "gpt2": GgufLayout(
         "gpt2",
         whole={
             "transformer.wte": "token_embd",
@@ -321,7 +323,7 @@ LAYOUTS = {
         turned=True,
         entries=_gpt2,
     ),
-    "gpt_neox": Layout(
+    "gpt_neox": GgufLayout(
         "gptneox",
         whole={
             "gpt_neox.embed_in": "token_embd",
@@ -368,3 +370,16 @@ def rope_tensors(config: Config) -> dict[str, np.ndarray]:
     between = 1 / ((1 - smooth) / rope["factor"] + smooth)
     factors = np.where(lengths < high, 1.0, np.where(lengths > low, rope["factor"], between))
     return {"rope_freqs.weight": factors.astype(np.float32)}
+
+
+def stored_tensors(names: Iterable[str], layout: GgufLayout) -> dict[str, list[str]]:
+    """Return a checkpoint's tensors by their names in the file; several of one name are the matrices of experts."""
+    found: dict[str, list[str]] = {}
+    for name in sorted(names, key=numbered):
+        found.setdefault(layout.stored_name(name), []).append(name)
+    return found
+
+
+def numbered(name: str) -> list[tuple[int, str]]:
+    """Return a key that sorts names by the values of their numbers."""
+    return [(int(part), "") if part.isdigit() else (0, part) for part in name.split(".")]

@@ -1,0 +1,1 @@
+"""Writes quantised checkpoints that other programs read too: GGUF files and compressed-tensors folders."""

@@ -1,0 +1,107 @@
+"""Writes a quantised model as a folder in the format of compressed-tensors, which vLLM and transformers read.
+
+Matrices of layers become integers in groups of 32 with a scale and a zero point ("pack-quantized"); embeddings, the
+head, routers and vectors stay as they are. One group of tensors at a time is in memory until the file is written.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from speculant.errors import ModelError
+from speculant.files import read_json
+from speculant.models.backends.base import RoundsWeights
+from speculant.models.weights.source import read_plain
+from speculant.models.weights.tensors import TensorFiles
+
+GROUP = 32
+_BITS = {"int4": 4, "int8": 8}
+_LAYER = re.compile(r".*\blayers\.[0-9]+\..*\.weight")
+_ROUTERS = re.compile(r".*\.(gate|router)\.weight")
+_COPIED = ("generation_config.json", "tokenizer*", "*.jinja", "special_tokens_map.json", "vocab.json", "merges.txt")
+
+
+def write_folder(source: Path, type_: str, backend: RoundsWeights, out: Path, begin: Callable[[str], None]) -> None:
+    """Write a model with rounded weights to an existing folder. begin: is called with the name of each matrix.
+
+    Raises ModelError for a model or a type that the format can't hold.
+    """
+    if type_ not in _BITS:
+        raise ModelError(
+            f"a folder holds weights in {' or '.join(_BITS)}, and {type_} is a format of GGUF files",
+            "name a file OUT.gguf, or another --type.",
+        )
+    files, config = TensorFiles.open(source), read_json(source / "config.json")
+    if files.quantised_kinds():
+        raise ModelError(f"{source} has quantised weights", "use the checkpoint that they were made from.")
+    made, ignored = dict[str, Tensor](), list[str]()
+    for name in files.names():
+        tensor = read_plain(files, name)
+        module = name.removesuffix(".weight")
+        if _is_rounded(name, tensor):
+            begin(module)
+            made |= {f"{module}.{part}": each for part, each in _rounded(tensor, name, _BITS[type_], backend).items()}
+        else:
+            made[name] = tensor
+            ignored += [module] if tensor.dim() == 2 else []
+    if not ignored or len(made) == len(files.names()):
+        raise ModelError(f"{source} has no matrices that this format holds", "name a file OUT.gguf.")
+    save_file(made, out / "model.safetensors", metadata={"format": "pt"})
+    (out / "model.safetensors").chmod(0o644)
+    for pattern in _COPIED:
+        for file in source.glob(pattern):
+            shutil.copyfile(file, out / file.name)
+    config["quantization_config"] = _options(_BITS[type_], ignored)
+    text = json.dumps(config, indent=2, ensure_ascii=False)
+    (out / "config.json").write_text(text + "\n", encoding="utf-8")  # last: without it nothing loads
+
+
+def _is_rounded(name: str, tensor: Tensor) -> bool:
+    fits = tensor.dim() == 2 and tensor.shape[1] % GROUP == 0
+    return fits and _LAYER.fullmatch(name) is not None and not _ROUTERS.fullmatch(name)
+
+
+def _rounded(matrix: Tensor, name: str, bits: int, backend: RoundsWeights) -> dict[str, Tensor]:
+    """Return the tensors of a module: packed integers, scales and zero points."""
+    if not bool(matrix.isfinite().all()):
+        raise ModelError(f"{name} has weights that are NaN or infinite", "download the checkpoint again.")
+    n, k = matrix.shape
+    blocks = backend.round(f"ZERO{bits}", matrix).blocks.view(n, k // GROUP, -1)
+    scales, zeros, q = blocks[..., :2].contiguous().view(torch.float16)[..., 0], blocks[..., 2], blocks[..., 3:]
+    if bits == 4:
+        q = torch.cat((q & 15, q >> 4), -1)
+    return {
+        "weight_packed": _packed(q.reshape(n, k), bits),
+        "weight_scale": scales.bfloat16(),  # exact; see csrc/rounding.h
+        "weight_zero_point": _packed(zeros.t(), bits).t().contiguous(),
+        "weight_shape": torch.tensor([n, k]),
+    }
+
+
+def _packed(numbers: Tensor, bits: int) -> Tensor:
+    """Return unsigned integers [n, k] in words of 32 bits, the lowest bits first; the last word may have zeros."""
+    per_word = 32 // bits
+    padded = torch.nn.functional.pad(numbers.to(torch.int64), (0, -numbers.shape[1] % per_word))
+    shifts = torch.arange(per_word) * bits
+    return (padded.view(len(numbers), -1, per_word) << shifts).sum(-1).to(torch.int32)
+
+
+def _options(bits: int, ignored: list[str]) -> Mapping[str, Any]:
+    weights = {
+        "num_bits": bits, "type": "int", "symmetric": False, "strategy": "group", "group_size": GROUP,
+        "dynamic": False, "observer": "minmax",
+    }  # fmt: skip
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
+    return {
+        "quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed",
+        "config_groups": {"group_0": group}, "ignore": ignored,
+    }  # fmt: skip

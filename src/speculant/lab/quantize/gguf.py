@@ -1,0 +1,180 @@
+"""Writes a quantised model as a GGUF file. One tensor at a time is in memory.
+
+The blocks are those that the engine computes with if it rounds the weights itself, except that a tensor which holds
+several matrices, such as attn_qkv, has one type.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter
+from gguf.constants import GGML_QUANT_SIZES
+from numpy.typing import NDArray
+from torch import Tensor
+
+from speculant.errors import ModelError
+from speculant.files import read_json
+from speculant.gguf_file import GgufFile
+from speculant.lab.quantize.layouts import LAYOUTS, GgufLayout, described, rope_tensors, stored_tensors
+from speculant.lab.quantize.vocabulary import tokenizer_entries
+from speculant.models.backends.base import RoundsWeights
+from speculant.models.weights.gguf import GgufWeights
+from speculant.models.weights.source import read_plain
+from speculant.models.weights.tensors import TensorFiles
+
+_ROLES = {  # in the model, of names in the file. Fused queries, keys and values have the bits of the latter, nearly
+    "token_embd": "embed_tokens",
+    "output": "lm_head",
+    "attn_v": "v_proj",
+    "attn_qkv": "o_proj",
+    "attn_output": "o_proj",
+    "ffn_down": "down_proj",
+    "ffn_down_exps": "down_proj",
+}
+_PLAIN = ("ffn_gate_inp", "position_embd", "per_layer_token_embd")  # matrices that are not rounded
+_ARCHITECTURE = "general.architecture"
+_OWN = (
+    "GGUF.",
+    _ARCHITECTURE,
+    "general.file_type",
+    "general.quantization_version",
+    "split.",
+)  # begin what is written anew
+_TABLES = ("model.embed_tokens", "transformer.wte", "gpt_neox.embed_in")
+_FILE_TYPES = {"int4": 15, "int8": 7, "q8_0": 7, "q4_0": 2}  # llama.cpp's numbers for the type of most tensors
+
+
+class Entry(NamedTuple):
+    """A value of the metadata, its type, and that of its elements if it is an array; None = by the values."""
+
+    value: Any
+    type: GGUFValueType
+    element: GGUFValueType | None = None
+
+
+class StoredTensor(NamedTuple):
+    """A tensor that is read when it is written."""
+
+    shape: tuple[int, ...]
+    read: Callable[[], Tensor]
+
+
+@dataclass(frozen=True)
+class GgufModel:
+    """The content of a GGUF file."""
+
+    entries: Mapping[str, Entry]
+    tensors: Mapping[str, StoredTensor]
+
+
+def read_folder(folder: Path) -> GgufModel:
+    """Return what the file of a folder's model holds. Raises ModelError for a model that GGUF files can't hold here."""
+    config = read_json(folder / "config.json")
+    layout = LAYOUTS.get(str(config.get("model_type")))
+    if layout is None:
+        raise ModelError(
+            f"models of the type {config.get('model_type')!r} are not written as GGUF files",
+            f"name a folder as OUT, or use one of: {', '.join(sorted(LAYOUTS))}.",
+        )
+    files = TensorFiles.open(folder)
+    names = [name for name in files.names() if not (config.get("tie_word_embeddings") and name == "lm_head.weight")]
+    if files.quantised_kinds() or any(len(files.shape(name)) > 2 for name in names):
+        raise ModelError(f"{folder} has weights that are quantised or stacked", "use the checkpoint it was made from.")
+
+    def reading(own: list[str]) -> Callable[[], Tensor]:
+        def read() -> Tensor:
+            found = [layout.stored(name, read_plain(files, name), config) for name in own]
+            return found[0] if len(found) == 1 else torch.stack(found)
+
+        return read
+
+    tensors = {
+        name: StoredTensor(_shape(own, files, layout), reading(own))
+        for name, own in stored_tensors(names, layout).items()
+    }
+    entries = {**described(config), **tokenizer_entries(folder, files.shape(_table(names))[0])}
+    rope = {
+        name: StoredTensor(values.shape, partial(torch.from_numpy, values))
+        for name, values in rope_tensors(config).items()
+    }
+    return GgufModel({key: _typed(value) for key, value in entries.items()}, tensors | rope)
+
+
+def read_file(path: Path) -> GgufModel:
+    """Return what a GGUF file with floating-point weights holds. Raises ModelError if its weights are quantised."""
+    file = GgufFile.open(path)
+    weights = GgufWeights(file)
+    if kinds := weights.quantised_kinds():
+        raise ModelError(
+            f"{path} has quantised weights ({', '.join(kinds)}), and rounding them again loses more",
+            "use a file or a folder with floating-point weights.",
+        )
+    tensors = {name: StoredTensor(weights.shape(name), partial(read_plain, weights, name)) for name in file.tensors}
+    fields = {name: each for name, each in GGUFReader(path).fields.items() if not name.startswith(_OWN)}
+    entries = {name: Entry(each.contents(), each.types[0], each.types[-1]) for name, each in fields.items()}
+    return GgufModel({_ARCHITECTURE: _typed(file.metadata[_ARCHITECTURE]), **entries}, tensors)
+
+
+def write_gguf(model: GgufModel, type_: str, backend: RoundsWeights, out: Path, begin: Callable[[str], None]) -> None:
+    """Write a file with rounded weights. type_: see `RoundsWeights`. begin: is called with the name of each tensor."""
+    writer = GGUFWriter(out, model.entries[_ARCHITECTURE].value)
+    for key, entry in model.entries.items():
+        if key != _ARCHITECTURE:
+            writer.add_key_value(key, entry.value, entry.type, entry.element)
+    writer.add_file_type(_FILE_TYPES[type_])
+    writer.add_quantization_version(2)
+    kinds = {name: _kind(name, tensor, type_, backend) for name, tensor in model.tensors.items()}
+    for name, tensor in model.tensors.items():
+        weights, size = GGML_QUANT_SIZES[kinds[name]]
+        shape = (*tensor.shape[:-1], tensor.shape[-1] // weights * size)
+        writer.add_tensor_info(name, shape, np.dtype(np.uint8), math.prod(shape), kinds[name])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for name, tensor in model.tensors.items():
+        begin(name)
+        writer.write_tensor_data(_bytes(tensor.read(), kinds[name], backend, name))
+    writer.close()
+
+
+def _kind(name: str, tensor: StoredTensor, type_: str, backend: RoundsWeights) -> GGMLQuantizationType:
+    """Return the kind of a tensor: that of its role, or a float's for vectors and what is not rounded."""
+    part = name.split(".")[-2]
+    if len(tensor.shape) < 2 or part in _PLAIN:
+        return GGMLQuantizationType.F32
+    kind = GGMLQuantizationType[backend.rounded_kind(type_, _ROLES.get(part, part), tensor.shape[-1])]
+    divides = tensor.shape[-1] % GGML_QUANT_SIZES[kind][0] == 0
+    return kind if divides else GGMLQuantizationType.F32
+
+
+def _bytes(tensor: Tensor, kind: GGMLQuantizationType, backend: RoundsWeights, name: str) -> NDArray[np.uint8]:
+    if kind == GGMLQuantizationType.F32:
+        return tensor.float().contiguous().numpy().view(np.uint8)
+    if not bool(tensor.isfinite().all()):
+        raise ModelError(f"{name} has weights that are NaN or infinite", "download the checkpoint again.")
+    return backend.round(kind.name, tensor.reshape(-1, tensor.shape[-1])).blocks.numpy()
+
+
+def _shape(own: Sequence[str], files: TensorFiles, layout: GgufLayout) -> tuple[int, ...]:
+    shape = files.shape(own[0])
+    shape = shape[::-1] if layout.is_turned(own[0]) else shape
+    return (len(own), *shape) if len(own) > 1 else shape
+
+
+def _table(names: Sequence[str]) -> str:
+    return next(name for name in names if name.rpartition(".")[0] in _TABLES)
+
+
+def _typed(value: Any) -> Entry:
+    """Return an entry with the type that readers expect."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return Entry(value, GGUFValueType.UINT32)
+    return Entry(value, GGUFValueType.get_type(value))

@@ -1,0 +1,109 @@
+"""The metadata that describes a tokenizer in a GGUF file, from the files of a folder.
+
+Byte-level tokenizers are written, which most families have. The whole tokenizer.json is stored too, which takes
+precedence for readers that know it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from speculant.errors import ModelError
+from speculant.files import read_json, read_optional_json
+from speculant.text.gguf_splits import SPLITS
+from speculant.text.gguf_tokenizer import TokenType
+
+_FOLDER = "name a folder as OUT instead of a .gguf file."
+_PLAIN = SPLITS["gpt-2"].patterns  # of a ByteLevel step that splits by itself
+
+
+def tokenizer_entries(folder: Path, vocab_size: int) -> dict[str, Any]:
+    """Return the metadata of a folder's tokenizer. Raises ModelError for a kind that can't be written."""
+    if not (folder / "tokenizer.json").is_file():
+        raise ModelError(f"{folder} has no tokenizer.json, which a GGUF file needs", _FOLDER)
+    content, settings = read_json(folder / "tokenizer.json"), read_optional_json(folder / "tokenizer_config.json")
+    model = content.get("model") or {}
+    if model.get("type", "BPE") != "BPE" or model.get("byte_fallback") or content.get("normalizer"):
+        raise ModelError("this tokenizer is not a byte-level BPE, and only those are written to GGUF files", _FOLDER)
+    texts, types = _tokens(content, vocab_size)
+    ids = {text: index for index, text in enumerate(texts)}
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": _split_name(content.get("pre_tokenizer") or {}, bool(model.get("ignore_merges"))),
+        "tokenizer.ggml.tokens": texts,
+        "tokenizer.ggml.token_type": types,
+        "tokenizer.ggml.merges": [each if isinstance(each, str) else " ".join(each) for each in model["merges"]],
+        **_roles(folder, settings, ids),
+        "tokenizer.ggml.add_bos_token": _adds_first(content, settings),
+        **_template(folder, settings),
+        "tokenizer.huggingface.json": json.dumps(content, ensure_ascii=False),
+    }
+
+
+def _tokens(content: Mapping[str, Any], vocab_size: int) -> tuple[list[str], list[int]]:
+    """Return the texts and types of all tokens; ids that the tokenizer does not use get a text of their own."""
+    found = {index: (text, TokenType.NORMAL) for text, index in content["model"]["vocab"].items()}
+    for each in content.get("added_tokens") or ():
+        found[each["id"]] = each["content"], TokenType.CONTROL if each["special"] else TokenType.USER_DEFINED
+    if max(found) >= vocab_size:
+        raise ModelError(f"the tokenizer has the token {max(found)} and the model {vocab_size} tokens", _FOLDER)
+    ordered = [found.get(index, (f"[PAD{index}]", TokenType.UNUSED)) for index in range(vocab_size)]
+    return [text for text, _ in ordered], [int(type_) for _, type_ in ordered]
+
+
+def _split_name(step: Mapping[str, Any], ignores_merges: bool) -> str:
+    """Return the name in `tokenizer.ggml.pre` of the way that words are split."""
+    patterns = tuple(_patterns(step))
+    for name, split in SPLITS.items():
+        if split.patterns == patterns and split.ignore_merges == ignores_merges:
+            return name
+    raise ModelError("this tokenizer splits texts in a way that has no name in GGUF files", _FOLDER)
+
+
+def _patterns(step: Mapping[str, Any]) -> Sequence[str]:
+    match step.get("type"):
+        case "Sequence":
+            return [pattern for each in step["pretokenizers"] for pattern in _patterns(each)]
+        case "ByteLevel" if not step.get("add_prefix_space"):
+            return _PLAIN if step.get("use_regex", True) else ()
+        case "Split" if step.get("behavior") == "Isolated" and "Regex" in step["pattern"]:
+            return [step["pattern"]["Regex"]]
+        case "Digits" if step.get("individual_digits"):
+            return [r"\p{N}"]
+    raise ModelError(f"this tokenizer has the step {step.get('type')!r}, which has no name in GGUF files", _FOLDER)
+
+
+def _roles(folder: Path, settings: Mapping[str, Any], ids: Mapping[str, int]) -> dict[str, int]:
+    """Return the ids of tokens with a role, as config.json or tokenizer_config.json name them."""
+    config, found = read_json(folder / "config.json"), dict[str, int]()
+    for role, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"), ("unk", "unknown")):
+        named = settings.get(f"{role}_token")
+        text = named.get("content") if isinstance(named, dict) else named
+        stated = config.get(f"{role}_token_id")
+        stated = stated[0] if isinstance(stated, list) and stated else stated
+        index = ids.get(text) if isinstance(text, str) else stated
+        if isinstance(index, int):
+            found[f"tokenizer.ggml.{key}_token_id"] = index
+    return found
+
+
+def _adds_first(content: Mapping[str, Any], settings: Mapping[str, Any]) -> bool:
+    """Whether texts begin with the BOS token."""
+    if isinstance(settings.get("add_bos_token"), bool):
+        return bool(settings["add_bos_token"])
+    step = content.get("post_processor") or {}
+    steps = step.get("processors", [step])
+    singles = [each["single"][0] for each in steps if each.get("type") == "TemplateProcessing" and each.get("single")]
+    return any("SpecialToken" in first for first in singles)
+
+
+def _template(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
+    file, own = folder / "chat_template.jinja", settings.get("chat_template")
+    if file.is_file():
+        own = file.read_text(encoding="utf-8")
+    if isinstance(own, list):
+        own = next((each.get("template") for each in own if each.get("name") == "default"), None)
+    return {"tokenizer.chat_template": own} if isinstance(own, str) else {}

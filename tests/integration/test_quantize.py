@@ -1,0 +1,189 @@
+"""`speculant quantize`: its files hold the weights that an engine computes with, and others can read them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import torch
+from gguf.quants import dequantize
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+from speculant import LLM, SamplingParams
+from speculant.cli.main import app
+from speculant.errors import ConfigError, ModelError, SpeculantError
+from speculant.kernels.native import usable_sets
+from speculant.lab.quantize.job import TYPES, quantize
+from speculant.models.sizes import tensor_shapes
+from speculant.models.source import resolve_source
+from speculant.models.weights.load import CheckpointFiles, load_model
+from speculant.models.weights.source import QuantizedBlocks, read_plain
+from speculant.text.tokenizer import Tokenizer
+from tests.gguf_models import convert
+from tests.models import Checkpoints
+
+pytestmark = pytest.mark.skipif(not usable_sets(), reason="the native kernels are not built")
+TEXTS = ["def read(path):", "Once upon a time"]
+PARAMS = [SamplingParams(temperature=0, max_tokens=24), SamplingParams(temperature=0.8, seed=3, max_tokens=24)]
+DEMO = resolve_source("demo", "target")
+
+
+def written(source: Path, out: Path, type_: str, **arguments: Any) -> Path:
+    names = list[str]()
+    size = quantize(source, out, type_, names.append, **arguments)
+    files = [out] if out.is_file() else list(out.iterdir())
+    assert size == sum(file.stat().st_size for file in files)
+    assert names, "the progress names tensors"
+    assert [file.name for file in out.parent.iterdir() if file.name.startswith(".")] == [], "nothing temporary is left"
+    return out
+
+
+def texts(model: Path, **arguments: Any) -> list[list[int]]:
+    llm = LLM(str(model), **{"kernels": "native", "weight_cache": None, **arguments})
+    return [out.outputs[0].token_ids for out in llm.generate(TEXTS, PARAMS)]
+
+
+@pytest.mark.parametrize("type_", ["int4", "int8"])
+def test_a_file_gives_the_text_of_rounding_at_load(tmp_path: Path, type_: str) -> None:
+    file = written(DEMO, tmp_path / "demo.gguf", type_)
+    assert texts(file) == texts(DEMO, quantization=type_)
+    assert texts(file, draft_model="demo", draft_quantization=type_, spec_length=3) == texts(file)
+
+
+@pytest.mark.parametrize("type_", TYPES)
+def test_a_file_holds_the_model(tmp_path: Path, type_: str) -> None:
+    file = written(DEMO, tmp_path / "demo.gguf", type_)
+    before, after = CheckpointFiles.open(DEMO), CheckpointFiles.open(file)
+    assert after.decoder.layers[0].attention.heads == before.decoder.layers[0].attention.heads
+    assert tensor_shapes(after.decoder) == tensor_shapes(before.decoder)
+    for name in before.weights.names():
+        old, new = read_plain(before.weights, name).float(), read_plain(after.weights, name).float()
+        assert torch.equal(old, new) if old.dim() == 1 else 0 < float((new - old).norm() / old.norm()) < 0.1, name
+    own, other = Tokenizer.load(DEMO), Tokenizer.load(file)
+    assert all(own.encode(text) == other.encode(text) for text in (*TEXTS, "naïve 123\n\n\tx<|endoftext|>"))
+
+
+def test_readers_of_ggml_find_the_same_numbers(tmp_path: Path) -> None:
+    file = written(DEMO, tmp_path / "demo.gguf", "int4")
+    reader, ours = gguf.GGUFReader(file), CheckpointFiles.open(file).tensors
+    assert {tensor.tensor_type.name for tensor in reader.tensors} == {"F32", "Q4_K", "Q5_K", "Q5_1", "Q6_K"}
+    for tensor in reader.tensors:
+        plain = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type).copy()).view(tuple(tensor.shape[::-1]))
+        assert torch.equal(read_plain(ours, tensor.name), plain)
+
+
+@pytest.mark.parametrize(("type_", "kind", "most"), [("int4", "zero4", 0.1), ("int8", "zero8", 0.01)])
+def test_a_folder_holds_the_model(tmp_path: Path, type_: str, kind: str, most: float) -> None:
+    folder = written(DEMO, tmp_path / "demo", type_)
+    before, after = CheckpointFiles.open(DEMO), CheckpointFiles.open(folder)
+    for name in before.weights.names():
+        old, stored = read_plain(before.weights, name).float(), after.weights.read(name)
+        if name.startswith("model.layers") and old.dim() == 2:
+            assert isinstance(stored, QuantizedBlocks)
+            assert stored.layout == kind
+            assert 0 < float((read_plain(after.weights, name) - old).norm() / old.norm()) < most, name
+        else:
+            assert torch.equal(read_plain(after.weights, name).float(), old)
+    assert (folder / "tokenizer.json").read_bytes() == (DEMO / "tokenizer.json").read_bytes()
+    assert texts(folder) == texts(folder, draft_model="demo", spec_length=3)
+
+
+def test_folders_are_packed_as_compressed_tensors_defines(tmp_path: Path) -> None:
+    folder = written(DEMO, tmp_path / "demo", "int4")
+    tensors, module = load_file(folder / "model.safetensors"), "model.layers.0.mlp.down_proj"
+    packed, scale, zeros, shape = (
+        tensors[f"{module}.weight_{part}"] for part in ("packed", "scale", "zero_point", "shape")
+    )
+    n, k = shape.tolist()
+    shifts = torch.arange(0, 32, 4)
+    q = (packed[..., None] >> shifts & 15).view(n, -1)[:, :k]
+    zero = (zeros[:, None] >> shifts[:, None] & 15).reshape(-1, k // 32)[:n]
+    plain = scale.float().repeat_interleave(32, 1) * (q - zero.repeat_interleave(32, 1))
+    assert torch.equal(plain, read_plain(CheckpointFiles.open(folder).weights, f"{module}.weight"))
+    options = json.loads((folder / "config.json").read_text())["quantization_config"]
+    assert options["ignore"] == ["model.embed_tokens"]
+
+
+def test_a_file_is_made_from_a_file(tmp_path: Path) -> None:
+    plain = convert(DEMO, tmp_path / "plain.gguf", "BF16", metadata={"general.name": "a name"})
+    file = written(plain, tmp_path / "demo.gguf", "int4")
+    assert texts(file) == texts(plain, quantization="int4")
+    old, new = (gguf.GGUFReader(path).fields for path in (plain, file))
+    assert {name: field.contents() for name, field in new.items() if name in old and not name.startswith("GGUF")} == {
+        name: field.contents() for name, field in old.items() if not name.startswith("GGUF")
+    }
+
+
+def test_places_are_safe(tmp_path: Path) -> None:
+    file = written(DEMO, tmp_path / "demo.gguf", "q4_0")
+    content = file.read_bytes()
+    with pytest.raises(ConfigError, match="exists"):
+        quantize(DEMO, file, "int4", list[str]().append)
+    with pytest.raises(ModelError, match="quantised"):
+        quantize(file, tmp_path / "again.gguf", "int8", list[str]().append)
+    with pytest.raises(ConfigError, match="the model itself"):
+        quantize(DEMO, DEMO, "int4", list[str]().append, replace=True)
+    assert file.read_bytes() == content
+    written(DEMO, file, "int8", replace=True)
+    assert file.read_bytes() != content
+    folder = written(DEMO, tmp_path / "folder", "int4")
+    with pytest.raises(ConfigError, match="exists"):
+        quantize(DEMO, folder, "int4", list[str]().append)
+    written(DEMO, folder, "int8", replace=True)
+
+
+def test_an_error_leaves_nothing(tmp_path: Path) -> None:
+    source = shutil.copytree(DEMO, tmp_path / "source")
+    (source / "tokenizer.json").unlink()
+    with pytest.raises(ModelError, match="tokenizer.json"):
+        quantize(source, tmp_path / "out.gguf", "int4", list[str]().append)
+    with pytest.raises(ModelError, match="q8_0 is a format of GGUF files"):
+        quantize(source, tmp_path / "out", "q8_0", list[str]().append)
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "family": ({"model_type": "glm4"}, {}, "'glm4' are not written as GGUF"),
+    "normalizer": ({}, {"normalizer": {"type": "NFC"}}, "not a byte-level BPE"),
+    "split": ({}, {"pre_tokenizer": {"type": "Metaspace"}}, "the step 'Metaspace'"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_a_file_can_not_hold_is_refused(tmp_path: Path, change: str) -> None:
+    source = shutil.copytree(DEMO, tmp_path / "source")
+    config, tokenizer, message = CHANGES[change]
+    for name, changes in (("config.json", config), ("tokenizer.json", tokenizer)):
+        content = json.loads((source / name).read_text())
+        (source / name).write_text(json.dumps({**content, **changes}))
+    with pytest.raises(ModelError, match=message) as caught:
+        quantize(source, tmp_path / "out.gguf", "int4", list[str]().append)
+    assert "folder" in caught.value.fix
+
+
+def test_command(tmp_path: Path) -> None:
+    def run(*arguments: str) -> Any:
+        return CliRunner().invoke(app, ["quantize", *arguments], catch_exceptions=True)
+
+    out = tmp_path / "demo.gguf"
+    told = run("demo", str(out))
+    assert told.exit_code == 0, told.output
+    assert "MiB in" in told.output
+    assert f"speculant bench quality demo {out} --text FILE" in told.output.replace("\n", "")
+    assert isinstance(run("demo", str(out)).exception, SpeculantError)
+    facts = json.loads(run("demo", str(out), "--force", "--type", "int8", "--json").stdout)
+    assert facts["bytes"] == out.stat().st_size
+    assert isinstance(run("demo", str(out), "--type", "int5").exception, ConfigError)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("type_", TYPES)
+def test_checkpoints_of_other_shapes(checkpoints: Checkpoints, tmp_path: Path, type_: str) -> None:
+    """Rows that no block divides stay floats in a file, and experts are stacked."""
+    file = written(Path(checkpoints.target), tmp_path / "target.gguf", type_)
+    assert load_model(str(file), kernels="native").model.vocab_size == load_model(checkpoints.target).model.vocab_size
