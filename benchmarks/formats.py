@@ -252,7 +252,7 @@ def compare(model: str, arguments: argparse.Namespace, into: Path) -> dict[str, 
     """Measure all forms of a model."""
     folder, programs = folder_of(model), LlamaCpp.find()
     tokens, calibration = (QUICK_TOKENS,) * 2 if arguments.quick else (arguments.tokens, arguments.calibration)
-    tell(f"{model}: writing texts and files")
+    tell(f"{model}: writing texts")
     path, calibrating = write_texts(model, folder, into, tokens, calibration)
     forms = ["bf16", *(name for name in arguments.forms if name != "bf16")]
     tokenizer = Tokenizer.load(folder)
@@ -260,8 +260,11 @@ def compare(model: str, arguments: argparse.Namespace, into: Path) -> dict[str, 
     seen = QualityText.read(calibrating, tokenizer, CONTEXT, calibration)
     reference = load_model(str(folder), "float32", kernels="reference")
     sums = sums_of_inputs(reference.model, seen.chunks) if {"gptq", "awq"} & {*forms} else {}
+    tell(f"{model}: writing files")
     made = make_files(folder, into, forms, programs)
-    made |= {name: write_packed(name, folder, into / name, sums) for name in forms if FORMS[name].packed}
+    for name in (each for each in forms if FORMS[each].packed):
+        tell(f"{model}: writing {name}")
+        made[name] = write_packed(name, folder, into / name, sums)
     base = write_base(reference, text, into / "base.kld") if programs else None
     found, loaded = dict[str, dict[str, Any]](), dict[str, Checkpoint]()
     for name in forms:
