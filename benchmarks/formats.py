@@ -77,12 +77,13 @@ PACKED = {"gptq": Gptq(size=64, sym=True), "awq": Gptq(size=64), "fp8": Gptq()} 
 
 
 class Form(NamedTuple):
-    """How a model is loaded here.
+    """How a model is loaded here, and its name in the table.
 
     gguf: whether there is a GGUF file, which llama.cpp reads too. from_file: the engine reads it, not the folder.
     packed: the engine reads a folder of quantised modules.
     """
 
+    label: str
     quantization: str | None = None
     gguf: bool = True
     from_file: bool = False
@@ -90,11 +91,13 @@ class Form(NamedTuple):
 
 
 FORMS = {
-    "bf16": Form(),
-    "int8": Form("int8"),
-    "int4": Form("int4"),
-    **{name: Form(from_file=True) for name in ("q8_0", "q4_0", "q4_k_m")},
-    **{name: Form(gguf=False, packed=True) for name in PACKED},
+    "bf16": Form("bfloat16"),
+    "int8": Form("`int8`", "int8"),
+    "int4": Form("`int4`", "int4"),
+    **{name: Form(name.upper(), from_file=True) for name in ("q8_0", "q4_0", "q4_k_m")},
+    "gptq": Form("GPTQ, 4 bits", gguf=False, packed=True),
+    "awq": Form("AWQ, 4 bits", gguf=False, packed=True),
+    "fp8": Form("FP8", gguf=False, packed=True),
 }
 
 
@@ -293,7 +296,7 @@ def measure(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 def show(figures: Mapping[str, Any]) -> str:
     """Return a table for each model."""
-    header = ["weights", "MiB", "MiB per token", "mean KL", "same token", "perplexity", "speed", "KL in llama.cpp"]
+    header = ["Weights", "MiB", "MiB per token", "mean KL", "same token", "perplexity", "speed", "KL in llama.cpp"]
     tables = [
         f"{model}\n\n{markdown(header, [_row(name, each) for name, each in found['forms'].items()])}"
         for model, found in figures.items()
@@ -304,7 +307,8 @@ def show(figures: Mapping[str, Any]) -> str:
 def _row(name: str, each: Mapping[str, Any]) -> list[str]:
     kl, speed, theirs = each["kl"], each["speed"], each.get("llama_cpp_kl")
     return [
-        name, f"{each['mib']:.1f}", f"{each['mib_per_token']:.1f}", f"{kl['mean']:.5f} ± {kl['error'] or 0:.5f}",
+        FORMS[name].label, f"{each['mib']:.1f}", f"{each['mib_per_token']:.1f}",
+        f"{kl['mean']:.5f} ± {kl['error'] or 0:.5f}",
         f"{each['top_1']['mean']:.1%}", f"{each['perplexity_ratio']['mean']:.4f}",
         f"{speed['median']:.2f} ({speed['q1']:.2f}-{speed['q3']:.2f})", "" if theirs is None else f"{theirs:.5f}",
     ]  # fmt: skip
