@@ -2,9 +2,12 @@
 
 The models are SmolLM2-135M-Instruct with weights on no grid (`lab/inflation/rescaled.py`; `make real-models` gets the
 original) and the embedded target. The reference is each model's bfloat16 weights on the reference kernels in float32.
-`speculant bench quality` measures the same way. GGUF files are made from the bfloat16 weights by llama.cpp's
-llama-quantize, if LLAMA_CPP names the folder of its programs; else by the package `gguf`, which can't make q4_k_m.
-Where a width is no multiple of 256, as most of SmolLM2's, q4_k_m has q5_0 and q8_0 in place of q4_k and q6_k.
+`speculant bench quality` measures the same way.
+
+llama.cpp's llama-quantize makes q8_0, q4_0 and q4_k_m from the bfloat16 weights, if LLAMA_CPP names the folder of its
+programs; else `speculant quantize` does, without q4_k_m. It also writes int8 and int4 for llama.cpp; the engine rounds
+the weights itself, to the same numbers. Where a width is no multiple of 256, as most of SmolLM2's, q4_k_m has q5_0 and
+q8_0 in place of q4_k and q6_k.
 
 `gptq` has 4 bits and no zero points, `awq` 4 bits and zero points; benchmarks/quantised has both methods, which see
 texts that the model writes. Both have groups of 64, because SmolLM2's widths are no multiples of 128. `fp8` has a scale
@@ -53,6 +56,7 @@ from speculant.lab.bench.prompt_files import read_prompts
 from speculant.lab.bench.quality import Compared, QualityText, document
 from speculant.lab.bench.runner import Benchmark, markdown, quartiles, ratio
 from speculant.lab.inflation.kept import decoded_model, rescaled_model
+from speculant.lab.quantize.job import TYPES, quantize
 from speculant.lab.training.corpus import read_corpus, standard_library
 from speculant.models.source import resolve_source
 from speculant.models.weights.load import Checkpoint, load_model
@@ -73,23 +77,27 @@ PACKED = {"gptq": Gptq(size=64, sym=True), "awq": Gptq(size=64), "fp8": Gptq()} 
 
 
 class Form(NamedTuple):
-    """How a model is loaded here, and the type of its GGUF file; None = there is no such file.
+    """How a model is loaded here, and its name in the table.
 
-    from_file: our engine reads the file too, not the folder. packed: it reads a folder of quantised modules.
+    gguf: whether there is a GGUF file, which llama.cpp reads too. from_file: the engine reads it, not the folder.
+    packed: the engine reads a folder of quantised modules.
     """
 
+    label: str
     quantization: str | None = None
-    gguf: str | None = None
+    gguf: bool = True
     from_file: bool = False
     packed: bool = False
 
 
 FORMS = {
-    "bf16": Form(gguf="BF16"),
-    "int8": Form("int8"),
-    "int4": Form("int4"),
-    **{name: Form(gguf=name.upper(), from_file=True) for name in ("q8_0", "q4_0", "q4_k_m")},
-    **{name: Form(packed=True) for name in PACKED},
+    "bf16": Form("bfloat16"),
+    "int8": Form("`int8`", "int8"),
+    "int4": Form("`int4`", "int4"),
+    **{name: Form(name.upper(), from_file=True) for name in ("q8_0", "q4_0", "q4_k_m")},
+    "gptq": Form("GPTQ, 4 bits", gguf=False, packed=True),
+    "awq": Form("AWQ, 4 bits", gguf=False, packed=True),
+    "fp8": Form("FP8", gguf=False, packed=True),
 }
 
 
@@ -156,16 +164,16 @@ def _questions(tokenizer: Tokenizer, count: int) -> list[list[int]]:
 def make_files(folder: Path, into: Path, forms: Sequence[str], programs: LlamaCpp | None) -> dict[str, Path]:
     """Write the GGUF files that can be made, by name of the form."""
     made = {"bf16": convert(folder, into / "bf16.gguf", "BF16")}
-    for name in forms:
-        kind = FORMS[name].gguf
-        if kind is None or name in made:
-            continue
-        if programs is not None:
-            command = [programs.folder / "llama-quantize", made["bf16"], into / f"{name}.gguf", kind]
+    for name in (each for each in forms if FORMS[each].gguf and each != "bf16"):
+        file = into / f"{name}.gguf"
+        if FORMS[name].quantization or (programs is None and name in TYPES):
+            quantize(folder, file, name, lambda _: None)
+        elif programs is not None:
+            command = [programs.folder / "llama-quantize", made["bf16"], file, name.upper()]
             subprocess.run([*map(str, command), str(torch.get_num_threads())], check=True, capture_output=True)
-            made[name] = into / f"{name}.gguf"
-        elif name != "q4_k_m":
-            made[name] = convert(folder, into / f"{name}.gguf", kind)
+        else:
+            continue
+        made[name] = file
     return made
 
 
@@ -247,7 +255,7 @@ def compare(model: str, arguments: argparse.Namespace, into: Path) -> dict[str, 
     """Measure all forms of a model."""
     folder, programs = folder_of(model), LlamaCpp.find()
     tokens, calibration = (QUICK_TOKENS,) * 2 if arguments.quick else (arguments.tokens, arguments.calibration)
-    tell(f"{model}: writing texts and files")
+    tell(f"{model}: writing texts")
     path, calibrating = write_texts(model, folder, into, tokens, calibration)
     forms = ["bf16", *(name for name in arguments.forms if name != "bf16")]
     tokenizer = Tokenizer.load(folder)
@@ -255,8 +263,11 @@ def compare(model: str, arguments: argparse.Namespace, into: Path) -> dict[str, 
     seen = QualityText.read(calibrating, tokenizer, CONTEXT, calibration)
     reference = load_model(str(folder), "float32", kernels="reference")
     sums = sums_of_inputs(reference.model, seen.chunks) if {"gptq", "awq"} & {*forms} else {}
+    tell(f"{model}: writing files")
     made = make_files(folder, into, forms, programs)
-    made |= {name: write_packed(name, folder, into / name, sums) for name in forms if FORMS[name].packed}
+    for name in (each for each in forms if FORMS[each].packed):
+        tell(f"{model}: writing {name}")
+        made[name] = write_packed(name, folder, into / name, sums)
     base = write_base(reference, text, into / "base.kld") if programs else None
     found, loaded = dict[str, dict[str, Any]](), dict[str, Checkpoint]()
     for name in forms:
@@ -285,7 +296,7 @@ def measure(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 def show(figures: Mapping[str, Any]) -> str:
     """Return a table for each model."""
-    header = ["weights", "MiB", "MiB per token", "mean KL", "same token", "perplexity", "speed", "KL in llama.cpp"]
+    header = ["Weights", "MiB", "MiB per token", "mean KL", "same token", "perplexity", "speed", "KL in llama.cpp"]
     tables = [
         f"{model}\n\n{markdown(header, [_row(name, each) for name, each in found['forms'].items()])}"
         for model, found in figures.items()
@@ -296,7 +307,8 @@ def show(figures: Mapping[str, Any]) -> str:
 def _row(name: str, each: Mapping[str, Any]) -> list[str]:
     kl, speed, theirs = each["kl"], each["speed"], each.get("llama_cpp_kl")
     return [
-        name, f"{each['mib']:.1f}", f"{each['mib_per_token']:.1f}", f"{kl['mean']:.5f} ± {kl['error'] or 0:.5f}",
+        FORMS[name].label, f"{each['mib']:.1f}", f"{each['mib_per_token']:.1f}",
+        f"{kl['mean']:.5f} ± {kl['error'] or 0:.5f}",
         f"{each['top_1']['mean']:.1%}", f"{each['perplexity_ratio']['mean']:.4f}",
         f"{speed['median']:.2f} ({speed['q1']:.2f}-{speed['q3']:.2f})", "" if theirs is None else f"{theirs:.5f}",
     ]  # fmt: skip

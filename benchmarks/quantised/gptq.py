@@ -49,13 +49,16 @@ def solve(weight: Tensor, sums: Tensor, own: Gptq) -> Rounded:
     damped = sums.double() + DAMPING * sums.diagonal().mean().double() * torch.eye(k, dtype=torch.float64)
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
     upper = torch.linalg.cholesky(inverse, upper=True).float()
-    left, q, steps, step = weight.clone(), torch.empty(n, k), list[Tensor](), torch.empty(n)
-    for column in range(k):
-        if column % own.size == 0:
-            step = (2 * left[:, column : column + own.size].abs().amax(1) / most).half().float()
-            steps.append(step)
-        q[:, column] = ((left[:, column] / step).round() + middle).clamp(0, most)
-        error = (left[:, column] - step * (q[:, column] - middle)) / upper[column, column]
-        left[:, column + 1 :] -= error[:, None] * upper[column, column + 1 :]
+    left, q, steps = weight.clone(), torch.empty(n, k), list[Tensor]()
+    for first in range(0, k, own.size):
+        end = min(first + own.size, k)
+        step, errors = (2 * left[:, first:end].abs().amax(1) / most).half().float(), torch.empty(n, end - first)
+        for column in range(first, end):
+            q[:, column] = ((left[:, column] / step).round() + middle).clamp(0, most)
+            error = (left[:, column] - step * (q[:, column] - middle)) / upper[column, column]
+            left[:, column + 1 : end] -= error[:, None] * upper[column, column + 1 : end]
+            errors[:, column - first] = error
+        left[:, end:] -= errors @ upper[first:end, end:]
+        steps.append(step)
     scales = torch.stack(steps, 1).numpy()
     return Rounded(q.numpy().astype(np.int64), scales, np.full(scales.shape, middle), np.arange(k) // own.size)

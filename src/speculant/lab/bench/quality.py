@@ -58,15 +58,18 @@ class Interval:
     error: float | None = None
 
     @classmethod
-    def of(cls, chunks: Sequence[Array]) -> Interval:
-        """Return the mean over chunks of equal length, whose means are taken as independent."""
+    def of(cls, chunks: Sequence[Array], least: float = -math.inf, most: float = math.inf) -> Interval:
+        """Return the mean over chunks of equal length, whose means are taken as independent.
+
+        least, most: the values that a mean can have at all.
+        """
         means = np.array([chunk.mean() for chunk in chunks])
         mean = float(means.mean())
         if len(means) == 1:
             return cls(mean)
         error = float(means.std(ddof=1) / math.sqrt(len(means)))
         half = _student(len(means) - 1) * error
-        return cls(mean, mean - half, mean + half, error)
+        return cls(mean, max(least, mean - half), min(most, mean + half), error)
 
     def exp(self) -> Interval:
         """Return the interval of the exponential: the perplexity of a mean negative log-probability."""
@@ -197,8 +200,8 @@ def document(models: Compared, path: Path, text: QualityText, scores: Sequence[C
             "chunks_of_text": len(text.chunks),
             "scored": sum(map(len, divergence)),
         },
-        "kl": {**asdict(Interval.of(divergence)), **_tail(np.concatenate(divergence))},
-        "top_1": asdict(Interval.of(agrees)),
+        "kl": {**asdict(Interval.of(divergence, least=0)), **_tail(np.concatenate(divergence))},
+        "top_1": asdict(Interval.of(agrees, least=0, most=1)),
         "perplexity": {
             "reference": asdict(Interval.of(reference).exp()),
             "judged": asdict(Interval.of(judged).exp()),

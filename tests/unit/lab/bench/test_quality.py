@@ -117,6 +117,11 @@ def test_intervals_are_over_chunks() -> None:
     assert Interval(1.5).exp() == Interval(math.exp(1.5))
 
 
+def test_intervals_have_no_impossible_values() -> None:
+    found = Interval.of([np.array([0.9]), np.array([0.1])], least=0, most=1)
+    assert (found.mean, found.low, found.high) == (0.5, 0, 1)
+
+
 def test_intervals_hold_the_mean() -> None:
     generator, runs = np.random.default_rng(0), 400
     drawn = [Interval.of(list(generator.exponential(1, (16, 1)) * np.ones(5))) for _ in range(runs)]
