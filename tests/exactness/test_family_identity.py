@@ -112,7 +112,7 @@ def test_no_drafter_changes_a_text_of_a_family(
     check(Case.of(*names), write, HIDDEN_SIZE)
 
 
-# In `make test`, one drafter for each family; all of them: test_gguf_identity.py
+# In `make test`, one drafter for each family; all of them: test_stored_identity.py
 BLOCKS_DRAFTERS = {family: DRAFTERS[2 * place % len(DRAFTERS)] for place, family in enumerate(STORED)}
 
 

@@ -141,7 +141,7 @@ def test_text_is_identical_in_float64(drafter: str, distribution: str, spec_leng
     check_identity(drafter, distribution, spec_length, FEW, ENGINES["float64"])
 
 
-ON_NATIVE = {  # all drafters: test_family_identity.py and test_gguf_identity.py
+ON_NATIVE = {  # all drafters: test_family_identity.py and test_stored_identity.py
     ("float32", 2, "early_exit", "seeded"),
     ("bfloat16", 1, "eagle3", "greedy"),
     ("12bit", 4, "suffix", "seeded"),

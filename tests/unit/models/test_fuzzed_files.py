@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from tests.json_faults import EXTREMES, changed, changed_deep, values
 from tests.models import Shape, write_checkpoint
 from tests.unit.models.families import LLAMA3, SMALL, VARIANTS, Session
 
+pytestmark = pytest.mark.usefixtures("families_are_looked_up_once")
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3"]
 KEYS = (
     "rope_scaling", "rope_parameters", "rope_theta", "sliding_window", "use_sliding_window", "max_window_layers",
@@ -41,15 +41,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """One checkpoint for each family."""
     root = tmp_path_factory.mktemp("families")
     return {family: Path(write_checkpoint(root / family, Shape(family, layers=1))) for family in FAMILIES}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _families_are_looked_up_once() -> Iterator[None]:
-    """Looking through the package for families takes longer than loading such a small model."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plugins, "names", functools.cache(plugins.names))
-        patch.setattr(plugins, "load", functools.cache(plugins.load))
-        yield
 
 
 @pytest.fixture

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import random
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
 
-from speculant import plugins
 from speculant.errors import ModelError
 from speculant.gguf_file import GgufFile
 from speculant.models.weights.load import load_model
@@ -21,6 +18,7 @@ from tests.gguf_models import convert
 from tests.models import Shape, write_checkpoint
 from tests.unit.models.families import MULTIPLIED, PADDED, VARIANTS, Session, make_pair
 
+pytestmark = pytest.mark.usefixtures("families_are_looked_up_once")
 SECONDS = 1.0
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0, 1.5], "long_factor": [1.0, 3.0]}
 # Families with metadata or tensors of their own
@@ -33,15 +31,6 @@ OTHERS = {
 }
 EXTREMES = (0, 1, 2, 3, 7, 8, 9, 12, 13, 31, 32, 33, 255, 2**15, 2**16, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**40,
             2**62, 2**63 - 1, 2**63, 2**64 - 1)  # fmt: skip
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _families_are_looked_up_once() -> Iterator[None]:
-    """Looking through the package for families takes longer than loading such a small model."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plugins, "names", functools.cache(plugins.names))
-        patch.setattr(plugins, "load", functools.cache(plugins.load))
-        yield
 
 
 @pytest.fixture(scope="module")
