@@ -8,9 +8,10 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
     from speculant.models.backends.base import Backend
     from speculant.models.weights.load import Checkpoint, CheckpointFiles
+    from speculant.models.weights.reader import WeightTypes
 
 KIB, MIB = 2**10, 2**20
 FLOATS = ("f64", "f32", "f16", "bf16")
@@ -140,13 +142,31 @@ def _kept(files: CheckpointFiles, backend: Backend, dtype: torch.dtype) -> Kept:
     from speculant.kernels.packing import likely_bytes
     from speculant.models.backends.base import CODED, packing_of
     from speculant.models.backends.native import NativeBackend
+    from speculant.models.sizes import tensor_shapes
     from speculant.models.weights.reader import WeightTypes
 
     if isinstance(backend, NativeBackend) and (kernels := backend.kernels) is not None:
         types = WeightTypes(files.weights, dtype, packing_of(backend).name == CODED)
-        return lambda name, shape: (types.of(name).name.lower(), likely_bytes(kernels, types.of(name), *shape))
+        found = {name: types.of(name) for name, shape in tensor_shapes(files.decoder).items() if len(shape) == 2}
+        found |= dict.fromkeys(_unified(files, types), types.common)
+        return lambda name, shape: (found[name].name.lower(), likely_bytes(kernels, found[name], *shape))
     kind = str(dtype).removeprefix("torch.").replace("loat", "")
     return lambda name, shape: (kind, math.prod(shape) * dtype.itemsize)
+
+
+def _unified(files: CheckpointFiles, types: WeightTypes) -> Iterator[str]:
+    """Yield the names of matrices that do not keep their types; see `WeightReader.unified`."""
+    from speculant.models.description import Experts
+    from speculant.models.native.experts import expert_matrices
+    from speculant.models.sizes import LAYER, TABLE
+
+    if types.have_orders([TABLE]):
+        yield TABLE
+    for index, layer in enumerate(files.decoder.layers):
+        if isinstance(layer.mlp, Experts):
+            groups = [[f"{LAYER.format(index)}mlp.{name}" for name in group] for group in expert_matrices(layer.mlp)]
+            if types.have_orders(chain(*groups)) or types.mixed(groups):
+                yield from chain(*groups)
 
 
 def _matrices(files: CheckpointFiles, kept: Kept) -> list[Matrix]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from speculant.models.tensor_map import Columns, Rows, TensorMap, Transposed
-from speculant.models.weights.grouped import InputGroups, are_halves, as_blocks, as_floats, layout_for, unpacked
+from speculant.models.weights.grouped import InputGroups, as_blocks, as_floats, layout_for, unpacked, why_no_halves
 from speculant.models.weights.source import Mapped, QuantizedBlocks, decode, order_of, read_plain, stored_bytes
 
 N, K, SIZE = 5, 192, 64
@@ -58,9 +58,22 @@ def test_blocks_need_whole_groups(size: int, k: int, why: str) -> None:
     assert bool(found) == bool(why)
 
 
-def test_float16_holds_some_scales() -> None:
-    for scales, holds in (([0.5, 1e-7], False), ([0.5, 2.0**-24], True), ([70000.0], False), ([float("inf")], True)):
-        assert are_halves(torch.tensor(scales)) == holds
+@pytest.mark.parametrize(
+    ("scales", "why"),
+    [
+        ([0.5, 2.0**-24], ""),
+        ([float("inf")], ""),
+        ([0.5, 1e-7], "scales are no"),
+        ([70000.0], "scales are no"),
+        ([float("nan")], "scales are no"),
+        ([1e-7] + [0.5] * 99, "scales are no"),
+        ([1e-7] + [0.5] * 100, "a few scales are no numbers of float16, less than 1%"),
+    ],
+)
+def test_float16_holds_some_scales(scales: list[float], why: str) -> None:
+    found = why_no_halves(torch.tensor(scales))
+    assert found.startswith(why)
+    assert bool(found) == bool(why)
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,6 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from speculant.cli.model_report import inspect_model
 from speculant.errors import ModelError
 from speculant.kernels.native import Type, usable_sets
 from speculant.models.native.decoder import NativeDecoder
@@ -180,6 +182,69 @@ def test_families_are_read(family: str, act_order: bool, tmp_path: Path, monkeyp
     else:
         assert isinstance(layer.mlp, PackedMlp)
         assert layer.mlp.down.type == Type.ZERO4
+
+
+DIFFERENT = {"gate_proj": {"bits": 8}, "up_proj": {"scales": torch.float32}, "down_proj": None}  # options of one matrix
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A plain checkpoint with experts."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(VARIANTS, "qwen3_moe", {"quantised": {"hidden_size": 64, **FAMILIES["qwen3_moe"]}})
+        folder = tmp_path_factory.mktemp("experts") / "plain"
+        make_pair(folder, "qwen3_moe", "quantised")
+    return folder
+
+
+@native
+@pytest.mark.parametrize("matrix", DIFFERENT)
+def test_experts_of_a_layer_get_one_type(
+    matrix: str, experts: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One expert of the second layer differs; then all of that layer are decoded, and no others."""
+    own = Gptq(size=32, sym=True, modules={f"1.mlp.experts.1.{matrix}": DIFFERENT[matrix]})
+    packed, numbers = made(experts, tmp_path, own)
+    entry = json.loads((packed / "config.json").read_text())["quantization_config"]
+    edit_config(packed, quantization_config={**entry, "dynamic": {"-:x": {}}})
+    weight_cache.say_once.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        loaded = load(packed, "native")
+    first, second, *_ = (layer.mlp for layer in packed_of(loaded).layers)
+    assert {weight.type for each in (*first.inner, first.down) for weight in each.weights} == {Type.Q4_0}
+    assert {weight.type for each in (*second.inner, second.down) for weight in each.weights} == {Type.BF16}
+    (text,) = [record.getMessage() for record in caplog.records if "all experts" in record.getMessage()]
+    assert "experts of model.layers.1.mlp are kept in bfloat16, because some are stored in another type" in text
+    errors = (logits(loaded) - logits(numbers)).norm(dim=1) / logits(numbers).norm(dim=1)
+    assert float(errors.median()) < 0.15
+    kept = {kind: each["kept_as"] for kind, each in inspect_model(str(packed)).matrices.items()}
+    assert kept["q4_0"] == ["bf16", "q4_0"]
+
+
+@native
+def test_gates_may_have_a_type_of_their_own(experts: Path, tmp_path: Path) -> None:
+    own = Gptq(size=32, sym=True, modules={"gate_proj": {"bits": 8}})
+    packed, _ = made(experts, tmp_path, own)
+    entry = json.loads((packed / "config.json").read_text())["quantization_config"]
+    edit_config(packed, quantization_config={**entry, "dynamic": {"+:.*gate_proj": {"bits": 8}}})
+    for layer in packed_of(load(packed, "native")).layers:
+        assert [each.weights[0].type for each in (*layer.mlp.inner, layer.mlp.down)] == [
+            Type.Q8_0, Type.Q4_0, Type.Q4_0,
+        ]  # fmt: skip
+
+
+@native
+def test_plain_experts_may_have_several_types(experts: Path, tmp_path: Path) -> None:
+    """float16 and float32 among them give the logits that all in float32 give."""
+    shutil.copytree(experts, mixed := tmp_path / "mixed")
+    tensors = load_file(mixed / "model.safetensors")
+    name = "model.layers.0.mlp.experts.1.up_proj.weight"
+    tensors[name] = tensors[name].half()
+    save_file(tensors, mixed / "model.safetensors")
+    found = logits(load(mixed, "native"))
+    tensors[name] = tensors[name].float()
+    save_file(tensors, mixed / "model.safetensors")
+    assert torch.equal(found, logits(load(mixed, "native")))
 
 
 @native

@@ -22,7 +22,13 @@ from speculant.models.description import Experts
 from speculant.models.native.ops import gating, linear, make_op
 from speculant.models.weights.reader import WeightReader
 
-MATRICES = ("gate_proj", "up_proj", "down_proj")  # of an expert
+
+def expert_matrices(of: Experts) -> list[list[str]]:
+    """Return the names of all experts' gates, those of their matrices up, and down, in the module `mlp`."""
+    return [
+        [f"experts.{index}.{matrix}.weight" for index in range(of.count)]
+        for matrix in ("gate_proj", "up_proj", "down_proj")
+    ]
 
 
 @dataclass(frozen=True)
@@ -72,7 +78,7 @@ class PackedExperts:
         """Read and pack the weights, one expert after the other."""
         inner, down, biases = list[tuple[Weight, ...]](), list[Weight](), list[tuple[Tensor, Tensor]]()
         router = mlp.unrounded().matrix("router.weight")
-        experts = mlp.decoding_ordered(*(f"experts.{i}.{name}.weight" for i in range(of.count) for name in MATRICES))
+        experts = mlp.unified(*expert_matrices(of))
         for index in range(of.count):
             one = experts.inside(f"experts.{index}.")
             inner.append(one.interleaved("gate_proj.weight", "up_proj.weight"))

@@ -16,6 +16,7 @@ from torch import Tensor
 from speculant.models.weights.layouts import GROUP, layout_of
 from speculant.models.weights.source import QuantizedBlocks
 
+NO_HALVES = "scales are no numbers of float16"
 _SYMMETRIC = {4: "q4_0", 8: "q8_0"}  # layouts, by bits
 
 
@@ -58,9 +59,12 @@ def layout_for(bits: int, zeros: np.ndarray | None) -> str:
     return "zero4" if bits <= 4 else "zero8"
 
 
-def are_halves(scales: Tensor) -> bool:
-    """Whether float16 holds scales exactly."""
-    return scales.dtype == torch.float16 or bool((scales.half().to(scales.dtype) == scales).all())
+def why_no_halves(scales: Tensor) -> str:
+    """Return how many scales float16 does not hold exactly, in words; "" if it holds all."""
+    others = 0 if scales.dtype == torch.float16 else int((scales.half().to(scales.dtype) != scales).sum())
+    if not others:
+        return ""
+    return f"a few {NO_HALVES}, less than 1%" if 100 * others < scales.numel() else NO_HALVES
 
 
 def as_blocks(

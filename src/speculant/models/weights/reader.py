@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import groupby
+from itertools import chain, groupby
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from torch import Tensor
 from speculant.errors import ModelError
 from speculant.kernels.memory import Arena
 from speculant.kernels.native import BLOCK_TYPES, TYPES, Kernels, Type, Weight
-from speculant.kernels.packing import Packer
+from speculant.kernels.packing import Packer, likely_bytes
 from speculant.models.weights.cache import WeightStore, say_once
 from speculant.models.weights.rounding import ROUNDINGS, Rounding
 from speculant.models.weights.source import QuantizedBlocks, WeightSource, decode, has_blocks, order_of, read_plain
@@ -55,6 +55,19 @@ class WeightTypes:
         """The type of matrices whose blocks are decoded."""
         return Type.BF12 if self.coded else Type.BF16
 
+    @property
+    def common(self) -> Type:
+        """The type of matrices that need one type and are stored in several."""
+        return self.decoded if self.as_stored else TYPES[self.dtype]
+
+    def have_orders(self, names: Iterable[str]) -> bool:
+        """Whether the inputs of any of these matrices have an order."""
+        return any(order_of(self.source, name) is not None for name in names)
+
+    def mixed(self, groups: Iterable[Iterable[str]]) -> set[Type]:
+        """Return the types of the first group of matrices that has several; empty if each group has one."""
+        return next((types for group in groups if len(types := set(map(self.of, group))) > 1), set())
+
     def of(self, name: str) -> Type:
         """Return the type of a matrix."""
         kind = self.source.kind(name)
@@ -70,7 +83,8 @@ class WeightReader:
     """A source whose tensors are packed; names follow `prefix`.
 
     types: of its matrices. rounded: the types that they are rounded to instead; None = they are not rounded.
-    store: where packed matrices are looked up and kept. decodes: whether all blocks are decoded.
+    store: where packed matrices are looked up and kept. one_type: the type of all matrices that are not rounded; None =
+    each has its own.
     """
 
     types: WeightTypes
@@ -79,7 +93,7 @@ class WeightReader:
     prefix: str = ""
     rounded: Rounding | None = None
     store: WeightStore | None = None
-    decodes: bool = False
+    one_type: Type | None = None
 
     @property
     def source(self) -> WeightSource:
@@ -95,13 +109,35 @@ class WeightReader:
         return replace(self, rounded=None)
 
     def decoding_ordered(self, *names: str) -> WeightReader:
-        """Return a reader for uses that know no order of inputs: it decodes blocks if one of these matrices has one."""
-        decodes = any(self._order_of(name) is not None for name in names)
-        if decodes:
-            say_once(
-                "blocks of experts or of the embedding are decoded to bfloat16, because their inputs have an order"
-            )
-        return replace(self, decodes=decodes)
+        """Return a reader for uses that know no order of inputs: it decodes matrices if one of these has one."""
+        if self.rounded is not None or not self.types.have_orders(self.prefix + name for name in names):
+            return self
+        say_once("experts or the embedding are decoded to bfloat16, because their inputs have an order")
+        return replace(self, one_type=self.types.common)
+
+    def unified(self, *groups: Sequence[str]) -> WeightReader:
+        """Return a reader of matrices that are used together: those of a group have one type, and none has an order.
+
+        Where they are stored otherwise, it decodes all of them.
+        """
+        found = self.decoding_ordered(*chain(*groups))
+        whole = [[self.prefix + name for name in group] for group in groups]
+        types = self.types.mixed(whole) if found is self and self.rounded is None else ()
+        if not types:
+            return found
+        self._say_mixed(types, list(chain(*whole)))
+        return replace(self, one_type=self.types.common)
+
+    def _say_mixed(self, types: Iterable[Type], names: Sequence[str]) -> None:
+        shapes, common = {name: self.source.shape(name) for name in names}, self.types.common
+        before = sum(likely_bytes(self.kernels, self.types.of(name), *shape) for name, shape in shapes.items())
+        after = sum(likely_bytes(self.kernels, common, *shape) for shape in shapes.values())
+        say_once(
+            f"all experts of {self.prefix.removesuffix('.')} are kept in"
+            f" {str(_ROUNDED_TO.get(common, torch.float32)).removeprefix('torch.')}, because some are stored in"
+            f" another type than others ({', '.join(sorted(type_.name.lower() for type_ in types))}): they take"
+            f" {after / 2**20:.1f} MiB instead of {before / 2**20:.1f}"
+        )
 
     def matrix(self, *names: str) -> Weight:
         """Pack matrices of the same type, order and depth k, concatenated along their rows.
@@ -136,12 +172,11 @@ class WeightReader:
         whole = self.prefix + name
         if self.rounded is not None:
             return self.rounded.type_of(whole, self.source.shape(whole)[-1])
-        stored = self.types.of(whole)
-        return self.types.decoded if self.decodes and stored in BLOCK_TYPES.values() else stored
+        return self.types.of(whole) if self.one_type is None else self.one_type
 
     def _order_of(self, name: str) -> Tensor | None:
         """Return the order of the inputs of a matrix whose blocks are packed."""
-        if self.rounded is not None or self.decodes or self._type_of(name) not in BLOCK_TYPES.values():
+        if self.rounded is not None or self._type_of(name) not in BLOCK_TYPES.values():
             return None
         return order_of(self.source, self.prefix + name)
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from speculant.models.weights.grouped import InputGroups, are_halves, as_blocks, as_floats, layout_for, unpacked
+from speculant.models.weights.grouped import InputGroups, as_blocks, as_floats, layout_for, unpacked, why_no_halves
 from speculant.models.weights.layouts import FP8_BLOCK, SCALE, e4m3_numbers
 from speculant.models.weights.modules import AGAIN, ModuleParts
 from speculant.models.weights.source import QuantizedBlocks
@@ -251,7 +251,7 @@ class IntegerMatrix:
         """See `StoredMatrix.why_decoded`."""
         if self._layout == "int8":
             return ""
-        return self._groups.why_decoded() or ("" if are_halves(self._scales()) else "scales are no numbers of float16")
+        return self._groups.why_decoded() or why_no_halves(self._scales())
 
     @property
     def kind(self) -> str:
