@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from speculant.errors import ModelError
+from speculant.files import TICK
 from speculant.kernels.native import Type, usable_sets
 from speculant.models.native.decoder import NativeDecoder
 from speculant.models.native.experts import PackedExperts
@@ -178,6 +180,7 @@ def test_inputs_may_have_an_order(source: Path, tmp_path: Path) -> None:
 def test_packed_weights_are_mapped_again(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_cache, "LEAST_BYTES", 0)
     folder, _ = made(source, tmp_path, FORMATS["mixed"])
+    time.sleep(2 * TICK)
     first = load(folder, "native", weight_cache=tmp_path / "cache")
     expected = logits(first)
     for thread in threading.enumerate():
@@ -303,8 +306,10 @@ FAULTS: dict[str, tuple[str, Change, str]] = {
     "huge shape": ("nf4", edited(STATE, state(shape=[2**40, 2**40])), "has no sizes"),
     "other shape": ("nf4", edited(STATE, state(shape=[64, 64])), "instead of F32"),
     "nested offset": ("nf4, nested", edited(STATE, state(nested_offset="x")), "has no sizes"),
+    "huge offset": ("nf4, nested", edited(STATE, state(nested_offset=10**400)), "has no sizes"),
     "no nested": ("nf4, nested", edited(".weight.nested_absmax", lambda _: None), "nested_absmax is missing"),
     "few SCB": ("llm.int8", edited(".SCB", lambda t: t[1:]), "SCB is F32"),
+    "tiles": ("llm.int8", edited(".weight_format", lambda t: t + 2), "tiles for a GPU"),
     "infinite SCB": ("llm.int8", edited(".SCB", with_number(torch.inf)), "NaN or infinite"),
 }  # fmt: skip
 
@@ -337,6 +342,10 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "a size": ({"config_groups": {"g": {"weights": {"num_bits": 4, "group_size": 0}}}}, "group_size = 0"),
     "a block": (
         {"config_groups": {"g": {"weights": {"strategy": "block", "block_structure": "x8"}}}}, "no size of a block",
+    ),
+    "a long block": (
+        {"config_groups": {"g": {"weights": {"strategy": "block", "block_structure": "9" * 5000 + "x1"}}}},
+        "no size of a block",
     ),
     "a strategy": ({"config_groups": {"g": {"weights": {"strategy": "tensor_group"}}}}, "strategy"),
 }  # fmt: skip

@@ -23,6 +23,10 @@ from speculant.models.weights.source import QuantizedBlocks
 
 SCALE_KINDS = ("BF16", "F16", "F32", "F8_E8M0")
 WORD = 32  # bits
+OF_CACHE = (
+    ".kv_scale", ".q_scale", ".k_scale", ".v_scale", ".q_zero_point", ".k_zero_point", ".v_zero_point",
+)  # fmt: skip
+"""The ends of the names of scales for keys and values, which are not rounded here."""
 LARGEST = 448.0  # number of e4m3
 MIDDLE = 128  # the zero of int8 as uint8
 

@@ -24,16 +24,18 @@ from torch import Tensor
 
 from speculant.models.entries import is_whole, show
 from speculant.models.weights.modules import ModuleParts, StoredMatrix
-from speculant.models.weights.options import Options
+from speculant.models.weights.options import OTHER, Options
 from speculant.models.weights.scaled import int8_rows, matrix_shape, read_scales
 from speculant.models.weights.source import QuantizedBlocks
 
 WEIGHT, SCB = ".weight", ".SCB"
+TILES = (".weight_format", ".weight.weight_format")  # 0 = rows; others are orders that GPUs had
 STATE = {kind: f".weight.quant_state.bitsandbytes__{kind}" for kind in ("nf4", "fp4")}
 MAP, ABSMAX, NESTED_MAP, NESTED = (
     ".weight.quant_map", ".weight.absmax", ".weight.nested_quant_map", ".weight.nested_absmax",
 )  # fmt: skip
 MOST_STATE, MOST_SIZE = 2**16, 2**24  # bytes of JSON; weights of a block, and inputs or outputs
+MOST_OFFSET = 1e30  # of scales; NaN is refused too
 
 
 @dataclass(frozen=True)
@@ -126,7 +128,7 @@ def _read_blocks(state: Mapping[str, Any]) -> Blocks | None:
     ):
         return None
     sizes = [*shape, state.get("blocksize"), 1 if nested is None else nested]
-    if not all(is_whole(size) and 0 < size <= MOST_SIZE for size in sizes) or not math.isfinite(offset):
+    if not all(is_whole(size) and 0 < size <= MOST_SIZE for size in sizes) or not abs(offset) < MOST_OFFSET:
         return None
     return Blocks((sizes[0], sizes[1]), sizes[2], nested, float(offset))
 
@@ -148,6 +150,9 @@ class Int8Rows:
     def check(self) -> Int8Rows:
         """Return the matrix. Raises ModelError for tensors that do not fit each other."""
         self.parts.check(SCB, ["F16", "F32"], self.shape[:1])
+        for end in filter(self.parts.has, TILES):
+            if self.parts.kind(end) != "U8" or any(self.parts.read(end).flatten().tolist()):
+                raise self.parts.error(f"{self.parts.module}{WEIGHT} is stored in tiles for a GPU", OTHER)
         return self
 
     def read(self) -> QuantizedBlocks:
@@ -161,7 +166,7 @@ class BitsAndBytes:
 
     marks: Sequence[str] = (*STATE.values(), SCB)
     parts: Sequence[str] = (
-        WEIGHT, SCB, ".weight_format", ".weight.weight_format", MAP, ABSMAX, NESTED_MAP, NESTED, *STATE.values(),
+        WEIGHT, SCB, *TILES, MAP, ABSMAX, NESTED_MAP, NESTED, *STATE.values(),
     )  # fmt: skip
     weight: str = WEIGHT
     unread: Sequence[str] = ()

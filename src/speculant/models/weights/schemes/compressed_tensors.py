@@ -24,7 +24,7 @@ from speculant.errors import ModelError
 from speculant.models.entries import is_whole, show
 from speculant.models.weights.modules import ModuleParts, StoredMatrix
 from speculant.models.weights.options import OTHER, Options
-from speculant.models.weights.scaled import WORD, Fp8Matrix, IntegerEnds, IntegerMatrix, Tile, matrix_shape
+from speculant.models.weights.scaled import OF_CACHE, WORD, Fp8Matrix, IntegerEnds, IntegerMatrix, Tile, matrix_shape
 from speculant.models.weights.schemes.mxfp4 import BLOCK, as_mxfp4
 from speculant.models.weights.source import QuantizedBlocks
 
@@ -117,7 +117,7 @@ class CompressedTensors:
     marks: Sequence[str] = (PACKED, SCALE)
     parts: Sequence[str] = (WEIGHT, PACKED, SCALE, ZEROS, G_IDX, SHAPE, GLOBAL, *OF_ACTIVATIONS)
     weight: str = WEIGHT
-    unread: Sequence[str] = field(default=(".q_scale", ".k_scale", ".v_scale", *OF_ACTIVATIONS))
+    unread: Sequence[str] = field(default=(*OF_CACHE, *OF_ACTIVATIONS))
 
     def matrix(self, parts: ModuleParts) -> StoredMatrix:
         """See `Scheme.matrix`. The first options that the tensors fit are the module's."""
@@ -175,7 +175,11 @@ def _is_symmetric(read: Options) -> bool:
 
 def _read_block(read: Options, given: Any) -> Tile:
     """Return the rows and columns of a block: a list of two, or text such as 128x128."""
-    sizes = [int(part) if part.isdecimal() else part for part in given.split("x")] if isinstance(given, str) else given
+    sizes = (
+        [int(part) if part.isdecimal() and len(part) < 10 else part for part in given.split("x")]
+        if isinstance(given, str)
+        else given
+    )
     if (
         not isinstance(sizes, list)
         or len(sizes) != 2

@@ -16,10 +16,10 @@ from typing import Any
 from speculant.models.entries import is_whole
 from speculant.models.weights.modules import ModuleParts
 from speculant.models.weights.options import Options
-from speculant.models.weights.scaled import Fp8Matrix, Tile
+from speculant.models.weights.scaled import OF_CACHE, Fp8Matrix, Tile
 
 WEIGHT, INVERSE, SCALE = ".weight", ".weight_scale_inv", ".weight_scale"
-OF_ACTIVATIONS = (".input_scale", ".activation_scale")
+OF_ACTIVATIONS = (".input_scale", ".activation_scale", ".output_scale")
 HARMLESS = (
     "activation_scheme",
     "dequantize",
@@ -39,7 +39,7 @@ class Fp8:
     marks: Sequence[str] = (INVERSE, SCALE)
     parts: Sequence[str] = (WEIGHT, INVERSE, SCALE, *OF_ACTIVATIONS)
     weight: str = WEIGHT
-    unread: Sequence[str] = (".q_scale", ".k_scale", ".v_scale", *OF_ACTIVATIONS)
+    unread: Sequence[str] = (*OF_CACHE, *OF_ACTIVATIONS)
 
     def matrix(self, parts: ModuleParts) -> Fp8Matrix:
         """See `Scheme.matrix`."""
