@@ -50,7 +50,8 @@ def test_blocks_stand_for_the_numbers(layout: str, ordered: bool, transposed: bo
 
 
 @pytest.mark.parametrize(
-    ("size", "k", "why"), [(32, 96, ""), (64, 96, ""), (96, 96, ""), (48, 96, "groups of 48"), (64, 80, "rows of 80")]
+    ("size", "k", "why"),
+    [(32, 96, ""), (64, 96, ""), (96, 96, ""), (48, 96, "groups have 48"), (64, 80, "rows have 80")],
 )
 def test_blocks_need_whole_groups(size: int, k: int, why: str) -> None:
     found = InputGroups.of_size(k, size).why_decoded()

@@ -201,7 +201,7 @@ def test_modules_may_be_plain_or_have_other_bits(source: Path, tmp_path: Path) -
     assert [[weight.type for weight in layer.qkv] for layer in loaded.layers] == [[Type.ZERO4, Type.F32]] * 2
     assert [layer.mlp.down.type for layer in loaded.layers] == [Type.ZERO8, Type.ZERO4]
     edit_config(packed, quantization_config=entry)
-    refused(packed, "not the shape of integers of 4 bits", "2, 4 or 8 bits")
+    refused(packed, "do not fit integers of 4 bits", "2, 4 or 8 bits")
 
 
 @pytest.mark.parametrize("kernels", ["reference", pytest.param("native", marks=native)])
@@ -246,7 +246,7 @@ def test_decoding_says_why_once(source: Path, tmp_path: Path, caplog: pytest.Log
     with caplog.at_level(logging.WARNING):
         load(packed)
     (text,) = [record.getMessage() for record in caplog.records if "decode" in record.getMessage()]
-    assert "14 (model.layers.0.mlp.down_proj.weight ...), because groups of 48 weights are no whole blocks" in text
+    assert "14 (model.layers.0.mlp.down_proj.weight ...), because groups have 48 weights, which is not a" in text
 
 
 def test_unknown_options_are_named(source: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -265,7 +265,7 @@ def test_unknown_options_are_named(source: Path, tmp_path: Path, caplog: pytest.
         ({"bits": 3}, "(gptq) has bits = 3, which can't be read: only 2 or 4 or 8 can"),
         ({"bits": True}, "bits = True"),
         ({"bits": None}, "bits = None"),
-        ({"group_size": 0}, "group_size = 0, which is no size"),
+        ({"group_size": 0}, "group_size = 0, which is not the size"),
         ({"group_size": "128"}, "group_size = '128'"),
         ({"checkpoint_format": "marlin"}, "checkpoint_format = 'marlin'"),
         ({"format": "gptq_v2"}, "format = 'gptq_v2', which can't be read: only gptq can"),
@@ -324,14 +324,14 @@ DAMAGE: dict[str, tuple[Callable[[Tensors], None], str]] = {
     "no integers": (_remove("qweight"), "down_proj.weight"),
     "no groups": (_remove("g_idx"), "down_proj.g_idx is missing"),
     "few scales": (_replace("scales", lambda each: each[:-1]), "scales is F16 [3, 64] instead of"),
-    "few zeros": (_replace("qzeros", lambda each: each[:, :-1]), "is not the shape of integers of 4 bits"),
+    "few zeros": (_replace("qzeros", lambda each: each[:, :-1]), "do not fit integers of 4 bits"),
     "few groups of zeros": (_replace("qzeros", lambda each: each[:-1]), "scales is F16 [4, 64] instead of"),
     "groups that do not divide": (_three_groups, "has 3 groups, and 128 inputs in groups of 32 are 4"),
     "short g_idx": (_replace("g_idx", lambda each: each[1:]), "g_idx is I32 [127] instead of"),
     "few integers": (_replace("qweight", lambda each: each[:-1]), "g_idx is I32 [128] instead of"),
-    "few outputs": (_replace("qweight", lambda each: each[:, :-8]), "is not the shape of integers"),
-    "a vector": (_replace("qweight", lambda each: each[0]), "which are no matrices"),
-    "no outputs": (_replace("qweight", lambda each: each[:, :0]), "which are no matrices"),
+    "few outputs": (_replace("qweight", lambda each: each[:, :-8]), "do not fit integers"),
+    "a vector": (_replace("qweight", lambda each: each[0]), "which are not matrices"),
+    "no outputs": (_replace("qweight", lambda each: each[:, :0]), "which are not matrices"),
     "integers as floats": (_replace("qweight", Tensor.float), "qweight is F32"),
     "zeros as floats": (_replace("qzeros", Tensor.float), "qzeros is F32"),
     "scales as integers": (_replace("scales", lambda each: each.int()), "scales is I32"),

@@ -41,7 +41,7 @@ _LOGITS = 2**23  # that are computed at a time: 64 MiB in float64
 
 
 class ChunkScores(NamedTuple):
-    """The figures of a chunk's scored positions, [n] each; see the module. nll: negative log-probabilities in nats."""
+    """The figures of a chunk's scored positions, [n] each. nll: negative log-probabilities in nats."""
 
     divergence: Array
     agrees: Array  # 1 or 0
@@ -51,7 +51,7 @@ class ChunkScores(NamedTuple):
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean over positions with its 95% interval; error: the standard error of the mean. None = one chunk has none."""
+    """A mean over positions with its 95% interval. error: the standard error of the mean. None = there is one chunk."""
 
     mean: float
     low: float | None = None
@@ -115,7 +115,7 @@ class QualityText:
 class Compared:
     """A reference model and the one that is judged, which have the same vocabulary.
 
-    columns: rows of both heads that are compared; a head may have more, for padding.
+    columns: logits that are compared; a head may have more, for padding.
     """
 
     reference: Checkpoint

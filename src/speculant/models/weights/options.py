@@ -54,7 +54,7 @@ class Options:
         """Return the size of groups; -1 = one group. Raises ModelError."""
         found = self.get(key, -1)
         if not is_whole(found) or not (found == -1 or 0 < found <= MOST_SIZE):
-            raise self.error(key, found, "is no size of a group")
+            raise self.error(key, found, "is not the size of a group")
         return int(found)
 
     def refuse(self, *keys: str) -> None:
@@ -64,7 +64,7 @@ class Options:
                 raise self.error(key, self.get(key), "changes the numbers in a way that is not implemented")
 
     def warn_of_others(self, harmless: Collection[str]) -> None:
-        """Warn of entries that are not known, and not known to be harmless either."""
+        """Warn of unknown entries, other than harmless ones."""
         others = {key: value for key, value in self.entries.items() if key not in self._seen and value}
         unknown = [f"{key} = {show(value)}" for key, value in sorted(others.items()) if key not in harmless]
         if unknown:

@@ -95,11 +95,11 @@ class WeightReader:
         return replace(self, rounded=None)
 
     def decoding_ordered(self, *names: str) -> WeightReader:
-        """Return a reader for uses that know no order of inputs: it decodes blocks if one of these matrices has one."""
+        """Return a reader for uses without an order of inputs: it decodes blocks if one of these matrices has one."""
         decodes = any(self._order_of(name) is not None for name in names)
         if decodes:
             say_once(
-                "blocks of experts or of the embedding are decoded to bfloat16, because their inputs have an order"
+                "blocks of experts or of the embedding are decoded to bfloat16, because act-order sorts their inputs"
             )
         return replace(self, decodes=decodes)
 

@@ -7,7 +7,7 @@
          weight.quant_state.bitsandbytes__nf4 (or fp4): uint8, JSON with these sizes and the shape
 8 bits   weight int8 [n, k]; SCB float32 [n], 127 times the scale of each row
 
-Numbers of 4 bits are decoded. Rows of int8 keep their numbers; outlying activations are not treated apart.
+Numbers of 4 bits are decoded. Rows of int8 keep their numbers. Outlying activations are rounded like the others.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ MOST_OFFSET = 1e30  # of scales; NaN is refused too
 
 @dataclass(frozen=True)
 class Blocks:
-    """The sizes in a quant_state. nested: numbers of a block of scales, None = scales are not quantised."""
+    """The sizes in a quant_state. nested: scales of a block of scales; None = they are not quantised."""
 
     shape: tuple[int, int]
     size: int
@@ -84,7 +84,7 @@ class FourBitMatrix:
             state = None
         found = _read_blocks(state) if isinstance(state, dict) else None
         if found is None:
-            raise self.parts.error(f"{self.parts.module}{end} has no sizes: {show(state)}")
+            raise self.parts.error(f"{self.parts.module}{end} has no usable sizes: {show(state)}")
         return found
 
     def check(self) -> FourBitMatrix:
@@ -179,7 +179,7 @@ class BitsAndBytes:
 
 
 def read_scheme(options: Mapping[str, Any]) -> BitsAndBytes:
-    """Return the scheme. options: of config.json; the files have all that matters. Raises ModelError."""
+    """Return the scheme. options: of config.json. Raises ModelError for numbers of 4 bits in another type."""
     read = Options("bitsandbytes", options)
     read.one_of("bnb_4bit_quant_storage", ("uint8",), "uint8")
     return BitsAndBytes()

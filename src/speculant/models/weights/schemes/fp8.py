@@ -1,10 +1,10 @@
-"""FP8 in Hugging Face's form: weights scale * number of n outputs and k inputs, whose numbers are e4m3.
+"""FP8 in Hugging Face's form: weights scale * number of n outputs and k inputs, with numbers in e4m3.
 
 weight            e4m3 [n, k]
 weight_scale_inv  floats [n / rows, k / columns], for blocks of `weight_block_size`; the last ones may be smaller
-weight_scale      floats, instead: a number for the matrix, or for each output
+weight_scale      floats, in its place: one for the matrix, or one for each output
 
-Activations, which some programs round to e4m3 too, are not rounded: their scales are left out.
+Activations are not rounded, so their scales are left out.
 """
 
 from __future__ import annotations
@@ -54,6 +54,6 @@ def read_scheme(options: Mapping[str, Any]) -> Fp8:
     if sizes is not None and not (
         isinstance(sizes, list) and len(sizes) == 2 and all(is_whole(size) and 0 < size <= MOST_SIZE for size in sizes)
     ):
-        raise read.error("weight_block_size", sizes, "is no size of a block")
+        raise read.error("weight_block_size", sizes, "is not the size of a block")
     read.warn_of_others(HARMLESS)
     return Fp8(Tile(*sizes) if sizes else None)
