@@ -123,8 +123,7 @@ def load_model(
     _warn_of_decoding(folder, backend, named)
     weights = CheckedWeights(named, named.names())
     decoder, own = _fitted(decoder, weights, head_tokens, vocabulary)
-    options = json.dumps(quantization_of(files.config), sort_keys=True)  # they change what the stored bytes mean
-    facts = [str(chosen), str(quantization), str(decoder), options, *([str(vocabulary)] if vocabulary else [])]
+    facts = _facts(files, chosen, quantization, decoder, vocabulary)
     kept = KeptWeights.of(weight_cache, backend, tensors, facts)
     model = kept.backend.load(decoder, own, chosen, place, quantization)
     weights.check(backend.name)
@@ -137,6 +136,18 @@ def load_model(
         model, config, folder, chosen, ends, generation, sampling, name, description, backend, made, kept.mapped_bytes,
         () if tensors.quantised_kinds() else backend.quantizations,
     )  # fmt: skip
+
+
+def _facts(
+    files: CheckpointFiles,
+    dtype: torch.dtype,
+    quantization: str | None,
+    decoder: DecoderConfig,
+    vocabulary: TargetVocabulary | None,
+) -> list[str]:
+    """Return what packed weights depend on besides the bytes of the files; options say what those bytes stand for."""
+    options = json.dumps(quantization_of(files.config), sort_keys=True)
+    return [str(dtype), str(quantization), str(decoder), options, *([str(vocabulary)] if vocabulary else [])]
 
 
 def _checkpoint_of(loaded: LoadedByTransformers, folder: Path, role: str, name: str) -> Checkpoint:

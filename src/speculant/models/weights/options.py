@@ -17,7 +17,7 @@ MOST_SIZE = 2**24  # of a group
 HARMLESS = (  # entries of AutoGPTQ and GPTQModel without an effect on the numbers that files stand for
     "act_group_aware", "backend", "batch_size", "block_name_to_quantize", "cache_block_outputs",
     "damp_auto_increment", "damp_percent", "dataset", "desc_act", "disable_exllama", "dynamic", "exllama_config",
-    "fallback", "gptaq", "hessian", "hyb_act", "lm_head", "max_input_length", "meta", "method",
+    "gptaq", "hessian", "hyb_act", "lm_head", "max_input_length", "meta", "method",
     "model_file_base_name", "model_name_or_path", "model_seqlen", "module_name_preceding_first_block",
     "modules_in_block_to_quantize", "mse", "offload_to_disk", "pack_impl", "pad_token_id", "quantizer",
     "static_groups", "sym", "tokenizer", "true_sequential", "use_cuda_fp16", "use_exllama",
