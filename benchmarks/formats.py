@@ -1,23 +1,23 @@
-"""Formats of weights beside bfloat16: bytes, divergence, agreement and speed, with llama.cpp's divergence on the files.
+"""Formats of weights compared with bfloat16: bytes, divergence, agreement, speed, and llama.cpp's divergence.
 
 The models are SmolLM2-135M-Instruct with weights on no grid (`lab/inflation/rescaled.py`; `make real-models` gets the
 original) and the embedded target. The reference is each model's bfloat16 weights on the reference kernels in float32.
 `speculant bench quality` measures the same way.
 
 llama.cpp's llama-quantize makes q8_0, q4_0 and q4_k_m from the bfloat16 weights, if LLAMA_CPP names the folder of its
-programs; else `speculant quantize` does, without q4_k_m. It also writes int8 and int4 for llama.cpp; the engine rounds
-the weights itself, to the same numbers. Where a width is no multiple of 256, as most of SmolLM2's, q4_k_m has q5_0 and
-q8_0 in place of q4_k and q6_k.
+programs; else `speculant quantize` makes q8_0 and q4_0. llama.cpp reads int8 and int4 from files of `speculant
+quantize`; the engine rounds the weights itself, to the same numbers. Where a width is not a multiple of 256, as most of
+SmolLM2's, q4_k_m has q5_0 and q8_0 in place of q4_k and q6_k.
 
-`gptq` has 4 bits and no zero points, `awq` 4 bits and zero points; benchmarks/quantised has both methods, which see
-texts that the model writes. Both have groups of 64, because SmolLM2's widths are no multiples of 128. `fp8` has a scale
-for each block of 128 x 128. In all three, lm_head stays in bfloat16.
+`gptq` has 4 bits without zero points, `awq` 4 bits with zero points. Both methods (benchmarks/quantised) see texts that
+the model writes, and have groups of 64, because SmolLM2's hidden size is not a multiple of 128. `fp8` has a scale for
+each block of 128 x 128. In all three, the embedding and the head stay in bfloat16.
 
 The text is half written by the model itself, at temperature 1, and half real: pages of this repository for SmolLM2, and
 files of Python's standard library that the embedded target was not trained on.
 
 `llama_cpp_kl` is llama-perplexity's mean on the same file, chunks and reference. `speed` is tokens per second of plain
-decoding, one request at a time, over that of bfloat16 in the same round; figures are quartiles over the rounds.
+decoding, one request at a time, over that of bfloat16 in the same round, as quartiles over the rounds.
 `mib` is the size of all matrices in memory, `mib_per_token` the part that each pass reads.
 """
 
@@ -79,7 +79,7 @@ PACKED = {"gptq": Gptq(size=64, sym=True), "awq": Gptq(size=64), "fp8": Gptq()} 
 class Form(NamedTuple):
     """How a model is loaded here, and its name in the table.
 
-    gguf: whether there is a GGUF file, which llama.cpp reads too. from_file: the engine reads it, not the folder.
+    gguf: llama.cpp reads a GGUF file. from_file: the engine reads that file, too.
     packed: the engine reads a folder of quantised modules.
     """
 
@@ -144,7 +144,7 @@ class Author:
 
 
 def write_texts(model: str, folder: Path, into: Path, tokens: int, calibration: int) -> tuple[Path, Path]:
-    """Write a text of about `tokens` tokens, own and real texts in random order, and one of own texts for GPTQ."""
+    """Write a text of about `tokens` tokens, own and real ones in random order, and one of own texts to calibrate."""
     author, generator = Author(model, folder), random.Random(0)
     count, calibrating = tokens // (2 * ANSWER) + 1, calibration // ANSWER + 1
     texts = [*author.write(count), *author.real(count, generator)]

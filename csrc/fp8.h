@@ -8,9 +8,9 @@
 // and added to those of the blocks before. Few rows are multiplied by the decoded numbers at once; else a block is decoded into the
 // first-level cache. In a work item of several tiles, the first tile keeps the steps of bfloat16 for the others.
 //
-// A byte has a sign, 4 bits of exponent and 3 bits of mantissa. From 2^-5 on (the upper half is not 0), the lower half is that of a
-// bfloat16's first byte, and the upper half determines the second one. Both bytes of the sixteen smallest numbers, among them the
-// subnormal ones, are looked up.
+// A byte has a sign, 4 bits of exponent and 3 bits of mantissa. From 2^-5 on (exponents of 2 or more), its lower half becomes the upper
+// half of the bfloat16's first byte, and its upper half determines the second byte. For the sixteen smaller numbers, among them the
+// subnormal ones, the lower half determines both bytes.
 #pragma once
 #include "coded.h"
 
@@ -33,8 +33,8 @@ struct Fp8Layout {
   float *scale_at(char *panel, int64_t i, int64_t block) const { return (float *)(panel + scales) + block * WIDTH + i; }
 };
 
-// By the lower half of a byte: the first byte, and its change for small numbers; their second byte. By the upper half: the second byte of
-// other numbers. Index 7 of the second bytes of small numbers is 1.75 * 2^-7, and index 8 is 2^-6.
+// FIRST: the first byte, by the lower half. CHANGE: its difference for small numbers. SMALL: their second byte; index 7 is 1.75 * 2^-7,
+// and index 8 is 2^-6. SECOND: the second byte of other numbers, or the sign of small ones, by the upper half.
 alignas(16) constexpr uint8_t FP8_FIRST[16] = {0x00, 0x10, 0x20, 0x30, 0x40, 0x50, 0x60, 0x70,
                                                0x80, 0x90, 0xa0, 0xb0, 0xc0, 0xd0, 0xe0, 0xf0};
 alignas(16) constexpr uint8_t FP8_CHANGE[16] = {0x00, 0x10, 0xa0, 0xf0, 0x40, 0x70, 0x20, 0x10};
@@ -52,7 +52,7 @@ struct Fp8Tables {
   Ints first = load_table(FP8_FIRST), change = load_table(FP8_CHANGE), small = load_table(FP8_SMALL), second = load_table(FP8_SECOND);
 };
 
-// Decode a vector of a step: number p becomes vectors 2 p and 2 p + 1 of two plain steps.
+// Decode vector p of a step to vectors 2 p and 2 p + 1 of two plain steps.
 static inline __attribute__((always_inline)) Pair decode_fp8(const char *vector, const Fp8Tables &tables) {
   const Ints bytes = load_ints(vector), sizes = bits_and(bytes, splat_byte(0x7f));
   const Ints small = add_ints(sizes, splat_byte(0x70));  // from 0x80 on, a byte is not looked up: it gives 0
@@ -69,7 +69,7 @@ static inline __attribute__((always_inline)) void widen_steps(const Ints plain[2
   }
 }
 
-// Decode steps to float32, from number `first` on, a multiple of the streams. room: where the plain steps are kept, or NULL.
+// Decode `some` steps to float32, from step `first` on, a multiple of the streams. room: for the plain steps, or NULL.
 static void decode_block(const char *panel, const Steps &steps, int64_t first, int64_t some, char *room, float *wide) {
   const Fp8Tables tables;
   steps.each(panel + steps.at(first), some, [&](int64_t j, const char *step) __attribute__((always_inline)) {

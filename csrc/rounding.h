@@ -1,22 +1,22 @@
-// Rounds rows of floats to GGUF's blocks (blocks.h). Every instruction set computes the same bits: eight groups are rounded together, one in
-// each lane of a vector, so that no sum depends on the width of vectors, and no product is fused with a sum.
+// Rounds rows of floats to blocks (blocks.h), or to int8. Every instruction set computes the same bits: eight groups are rounded together,
+// one in each lane of a vector, so that no sum depends on the width of vectors, and no product is fused with a sum.
 //
-//   scale * q               q from -2^(bits - 1) to 2^(bits - 1) - 1, of 8 bits from -127    Q4_0, Q5_0, Q6_K, Q8_0
+//   scale * q               q from -2^(bits - 1) to 2^(bits - 1) - 1; 8 bits: from -127      Q4_0, Q5_0, Q6_K, Q8_0
 //   scale * q - minimum     q from 0 to 2^bits - 1                                           Q4_K, Q5_K, Q5_1
 //   scale * (q - zero)      q and zero from 0 to 2^bits - 1; the scale is a bfloat16 too     ZERO4, ZERO8
 //
 // The sum of (weight - rounded weight)^2 over a group is minimised. For given integers, scale and minimum are a linear least squares problem;
 // for given scale and minimum, the nearest integers are best. So several grids are tried, each is solved, and the best one is improved by
-// both steps in turn. The K types store small integers for their scales and minima: the neighbours of these are tried too, and the integers
-// of the weights are chosen for the numbers that are stored.
+// both steps in turn. The K types store scales and minima as small integers. Neighbours of these are tried too, and the integers of weights
+// are chosen for the stored scales and minima.
 #pragma once
 #include "blocks.h"
 
 namespace SP_NAMESPACE {
 
 constexpr int EIGHT = 8;     // groups that are rounded together
-constexpr int TRIALS = 16;   // grids, whose integers reach a bit less or more far than the weights
-constexpr int IMPROVED = 2;  // times that integers and scales are chosen in turn
+constexpr int TRIALS = 16;   // grids that are tried; their integers reach slightly less or more far than the weights
+constexpr int IMPROVED = 2;  // times that integers and scales are then chosen in turn
 constexpr float LEAST_REACH = -1.0f, REACH_STEP = 0.125f;
 typedef float Eight __attribute__((vector_size(EIGHT * 4)));
 
@@ -78,7 +78,7 @@ static inline Eight error_of(const Sums &of, Eight scale, Eight minimum) {
   return scale * (scale * of.qq - 2.0f * (of.qx + minimum * of.q)) + minimum * (2.0f * of.x + minimum * (float)SIZE);
 }
 
-// Replace the grids that another one is better than.
+// Replace grids by found ones with a smaller error.
 static inline void take_better(Grid &best, const Grid &found) {
   best.scale = pick(found.error, best.error, found.scale, best.scale);
   best.minimum = pick(found.error, best.error, found.minimum, best.minimum);
@@ -304,7 +304,7 @@ static void round_super(int type, const float *weights, int64_t groups, uint8_t 
   }
 }
 
-// Round a row to int8, with the scale that its largest weight has as 127.
+// Round a row to int8, with the scale that makes its largest weight 127.
 static void round_to_int8_row(int source, const void *weights, int64_t first, int64_t k, uint8_t *row) {
   float largest = 0.0f;
   for (int64_t j = 0; j < k; j++) largest = fmaxf(largest, fabsf(read_weight(source, weights, first + j)));

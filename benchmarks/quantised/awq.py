@@ -1,7 +1,7 @@
 """AWQ (arXiv 2306.00978): columns whose inputs are large are scaled up before rounding, and the inputs scaled down.
 
-The scales of a layer's inputs are a power of their root mean square. The power is the one with the smallest error of
-the outputs. Weights are not clipped. The names are those of Llama.
+The scales of a layer's inputs are a power of their root mean square: the power with the smallest error of the outputs.
+Weights are not clipped. Models are Llama.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from tests.quantised_folders import Gptq, rounded
 
 POWERS = np.linspace(0, 0.9, 10)
-# What makes inputs, as a norm or as rows of a matrix, and the matrices that read them.
+# The source of inputs, a norm or the rows of a matrix, and the matrices that read them.
 PAIRS: Mapping[str, Sequence[str]] = {
     "input_layernorm": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "post_attention_layernorm": ("mlp.gate_proj", "mlp.up_proj"),
@@ -38,7 +38,7 @@ def scale_inputs(tensors: Mapping[str, Tensor], sums: Mapping[str, Tensor], own:
 
 
 def best_scales(weights: Sequence[Tensor], sums: Tensor, own: Gptq) -> Tensor:
-    """Return the scales [k] of inputs with these sums [k, k] that matrices [n, k] are rounded best with."""
+    """Return the scales [k] of inputs with the smallest error of matrices [n, k]. sums: [k, k], of the inputs."""
     sizes = sums.diagonal().clamp_min(1e-12).sqrt()
     candidates = [(sizes / sizes.log().mean().exp()) ** float(power) for power in POWERS]
     errors = [sum(_error(weight, sums, scales, own) for weight in weights) for scales in candidates]

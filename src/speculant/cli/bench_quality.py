@@ -28,7 +28,7 @@ EXAMPLES = examples(
 CONTEXT, TOKENS = 512, 16384
 
 Reference = Annotated[str, typer.Argument(metavar="A", help="The reference: a folder, GGUF file, hub id or demo.")]
-Judged = Annotated[str | None, typer.Argument(metavar="[B]", help="The model that is judged [default: A's files].")]
+Judged = Annotated[str | None, typer.Argument(metavar="B", help="The model that is judged [default: A's files].")]
 Text = Annotated[Path | None, typer.Option("--text", help="A UTF-8 file with the text.")]
 Context = Annotated[int, typer.Option(help="Tokens of a chunk; its first half is not scored.")]
 Tokens = Annotated[int, typer.Option(help="The most tokens of the text to use.")]
@@ -58,9 +58,9 @@ def quality(
 ) -> None:
     """Measure how far a model's distributions are from a reference model's, along a text.
 
-    The figures are the divergence KL(A || B) in nats with its largest values, how often both models find the same
-    token likeliest, and the perplexity of both. Chunks are cut and scored as llama-perplexity does it, so figures
-    can be compared with llama.cpp's. Intervals of 95% are over chunks. Ctrl-C shows the figures so far.
+    The figures are the divergence KL(A || B) in nats with its percentiles, the share of positions at which both models
+    find the same token likeliest, and both perplexities. Chunks are cut and scored as in llama-perplexity, so figures
+    can be compared with llama.cpp's. Ctrl-C shows the figures so far.
     """
     if text is None:
         raise ConfigError("no text was given", "add --text FILE with a text to read, best of 10,000 tokens or more.")

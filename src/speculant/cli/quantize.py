@@ -24,15 +24,15 @@ def quantize(
     model: Annotated[
         str, typer.Argument(help="A model with floating-point weights: a folder, GGUF file, Hugging Face id or demo.")
     ],
-    out: Annotated[Path, typer.Argument(help="The file NAME.gguf to write, or the folder for safetensors.")],
+    out: Annotated[Path, typer.Argument(help="The file NAME.gguf or the folder to write.")],
     type_: Annotated[str, typer.Option("--type", help="int4 or int8; q8_0 or q4_0 in GGUF files only.")] = "int4",
-    force: Annotated[bool, typer.Option("--force", help="Replace files that are there.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace existing files.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print what was written as JSON.")] = False,
 ) -> None:
     """Write a model whose weights are rounded to fewer bits.
 
-    A file NAME.gguf is read by llama.cpp too, and has the weights that --quantization computes with. A folder is in
-    the format of compressed-tensors, which vLLM and transformers read.
+    llama.cpp reads a file NAME.gguf too; its weights are those that --quantization computes with. A folder is in the
+    format of compressed-tensors, which vLLM and transformers read. Its embedding and head are not rounded.
     """
     from speculant.lab.quantize.job import TYPES
     from speculant.lab.quantize.job import quantize as write

@@ -6,6 +6,7 @@ import json
 import logging
 import shutil
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from speculant.cli.model_report import inspect_model
 from speculant.errors import ModelError
+from speculant.files import TICK
 from speculant.kernels.native import Type, usable_sets
 from speculant.models.native.decoder import NativeDecoder
 from speculant.models.native.experts import PackedExperts
@@ -139,6 +141,7 @@ def regroup(tensors: Tensors, numbers: Tensors, one: str, other: str) -> None:
 def test_orders_survive_the_weight_cache(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_cache, "LEAST_BYTES", 0)
     packed, _ = made(source, tmp_path, Gptq(act_order=True))
+    time.sleep(2 * TICK)
     first = load(packed, "native", weight_cache=tmp_path / "cache")
     expected = logits(first)
     for thread in threading.enumerate():
@@ -148,6 +151,10 @@ def test_orders_survive_the_weight_cache(source: Path, tmp_path: Path, monkeypat
     assert (first.source, again.source) == (weight_cache.KEPT, weight_cache.MAPPED)
     assert packed_of(again).layers[0].out.order is not None
     assert torch.equal(logits(again), expected)
+    edit_config(packed, quantization_config={**Gptq(act_order=True).config, "checkpoint_format": "gptq_v2"})
+    corrected = load(packed, "native", weight_cache=tmp_path / "cache")
+    assert corrected.source != weight_cache.MAPPED, "zero points of another config.json"
+    assert not torch.equal(logits(corrected), expected)
 
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -259,7 +266,7 @@ def test_modules_may_be_plain_or_have_other_bits(source: Path, tmp_path: Path) -
     assert [[weight.type for weight in layer.qkv] for layer in loaded.layers] == [[Type.ZERO4, Type.F32]] * 2
     assert [layer.mlp.down.type for layer in loaded.layers] == [Type.ZERO8, Type.ZERO4]
     edit_config(packed, quantization_config=entry)
-    refused(packed, "not the shape of integers of 4 bits", "2, 4 or 8 bits")
+    refused(packed, "do not fit integers of 4 bits", "2, 4 or 8 bits")
 
 
 @pytest.mark.parametrize("kernels", ["reference", pytest.param("native", marks=native)])
@@ -304,7 +311,7 @@ def test_decoding_says_why_once(source: Path, tmp_path: Path, caplog: pytest.Log
     with caplog.at_level(logging.WARNING):
         load(packed)
     (text,) = [record.getMessage() for record in caplog.records if "decode" in record.getMessage()]
-    assert "14 (model.layers.0.mlp.down_proj.weight ...), because groups of 48 weights are no whole blocks" in text
+    assert "14 (model.layers.0.mlp.down_proj.weight ...), because groups have 48 weights, which is not a" in text
 
 
 def test_unknown_options_are_named(source: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -323,7 +330,7 @@ def test_unknown_options_are_named(source: Path, tmp_path: Path, caplog: pytest.
         ({"bits": 3}, "(gptq) has bits = 3, which can't be read: only 2 or 4 or 8 can"),
         ({"bits": True}, "bits = True"),
         ({"bits": None}, "bits = None"),
-        ({"group_size": 0}, "group_size = 0, which is no size"),
+        ({"group_size": 0}, "group_size = 0, which is not the size"),
         ({"group_size": "128"}, "group_size = '128'"),
         ({"checkpoint_format": "marlin"}, "checkpoint_format = 'marlin'"),
         ({"format": "gptq_v2"}, "format = 'gptq_v2', which can't be read: only gptq can"),
@@ -382,14 +389,14 @@ DAMAGE: dict[str, tuple[Callable[[Tensors], None], str]] = {
     "no integers": (_remove("qweight"), "down_proj.weight"),
     "no groups": (_remove("g_idx"), "down_proj.g_idx is missing"),
     "few scales": (_replace("scales", lambda each: each[:-1]), "scales is F16 [3, 64] instead of"),
-    "few zeros": (_replace("qzeros", lambda each: each[:, :-1]), "is not the shape of integers of 4 bits"),
+    "few zeros": (_replace("qzeros", lambda each: each[:, :-1]), "do not fit integers of 4 bits"),
     "few groups of zeros": (_replace("qzeros", lambda each: each[:-1]), "scales is F16 [4, 64] instead of"),
     "groups that do not divide": (_three_groups, "has 3 groups, and 128 inputs in groups of 32 are 4"),
     "short g_idx": (_replace("g_idx", lambda each: each[1:]), "g_idx is I32 [127] instead of"),
     "few integers": (_replace("qweight", lambda each: each[:-1]), "g_idx is I32 [128] instead of"),
-    "few outputs": (_replace("qweight", lambda each: each[:, :-8]), "is not the shape of integers"),
-    "a vector": (_replace("qweight", lambda each: each[0]), "which are no matrices"),
-    "no outputs": (_replace("qweight", lambda each: each[:, :0]), "which are no matrices"),
+    "few outputs": (_replace("qweight", lambda each: each[:, :-8]), "do not fit integers"),
+    "a vector": (_replace("qweight", lambda each: each[0]), "which are not matrices"),
+    "no outputs": (_replace("qweight", lambda each: each[:, :0]), "which are not matrices"),
     "integers as floats": (_replace("qweight", Tensor.float), "qweight is F32"),
     "zeros as floats": (_replace("qzeros", Tensor.float), "qzeros is F32"),
     "scales as integers": (_replace("scales", lambda each: each.int()), "scales is I32"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from speculant.errors import ModelError
+from speculant.files import TICK
 from speculant.kernels.native import Type, usable_sets
 from speculant.models.native.decoder import NativeDecoder
 from speculant.models.native.experts import PackedExperts
@@ -178,6 +180,7 @@ def test_inputs_may_have_an_order(source: Path, tmp_path: Path) -> None:
 def test_packed_weights_are_mapped_again(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_cache, "LEAST_BYTES", 0)
     folder, _ = made(source, tmp_path, FORMATS["mixed"])
+    time.sleep(2 * TICK)
     first = load(folder, "native", weight_cache=tmp_path / "cache")
     expected = logits(first)
     for thread in threading.enumerate():
@@ -276,7 +279,7 @@ WORDS, ZEROS = "packed 4 bits, groups of 32", "packed 4 bits, zero points"
 FAULTS: dict[str, tuple[str, Change, str]] = {
     "no scale": (WORDS, edited(".weight_scale", lambda _: None), "weight_scale is missing"),
     "no shape": (WORDS, edited(".weight_shape", lambda _: None), "weight_shape is missing"),
-    "wrong shape": (WORDS, edited(".weight_shape", lambda t: t + 8), "says .* no such matrix"),
+    "wrong shape": (WORDS, edited(".weight_shape", lambda t: t + 8), "says .* does not fit integers"),
     "few scales": (WORDS, edited(".weight_scale", lambda t: t[:, :-1]), "does not fit"),
     "no zeros": (ZEROS, edited(".weight_zero_point", lambda _: None), "zero_point is missing"),
     "few zeros": (ZEROS, edited(".weight_zero_point", lambda t: t[1:]), "zero_point is I32"),
@@ -294,17 +297,19 @@ FAULTS: dict[str, tuple[str, Change, str]] = {
     "no absmax": ("nf4", edited(".weight.absmax", lambda _: None), "absmax is missing"),
     "few absmax": ("nf4", edited(".weight.absmax", lambda t: t[1:]), "absmax is F32"),
     "NaN absmax": ("nf4", edited(".weight.absmax", with_number(torch.nan)), "NaN or infinite"),
-    "bad JSON": ("nf4", edited(STATE, lambda t: t[1:]), "has no sizes"),
-    "list of JSON": ("nf4", edited(STATE, lambda _: torch.tensor([91, 93]).byte()), "has no sizes"),
-    "deep JSON": ("nf4", edited(STATE, lambda _: torch.full((60_000,), 91).byte()), "has no sizes"),
+    "bad JSON": ("nf4", edited(STATE, lambda t: t[1:]), "has no usable sizes"),
+    "list of JSON": ("nf4", edited(STATE, lambda _: torch.tensor([91, 93]).byte()), "has no usable sizes"),
+    "deep JSON": ("nf4", edited(STATE, lambda _: torch.full((60_000,), 91).byte()), "has no usable sizes"),
     "long JSON": ("nf4", edited(STATE, lambda _: torch.full((70_000,), 32).byte()), "instead of JSON"),
-    "no blocksize": ("nf4", edited(STATE, state(blocksize=None)), "has no sizes"),
-    "zero blocksize": ("nf4", edited(STATE, state(blocksize=0)), "has no sizes"),
-    "huge shape": ("nf4", edited(STATE, state(shape=[2**40, 2**40])), "has no sizes"),
+    "no blocksize": ("nf4", edited(STATE, state(blocksize=None)), "has no usable sizes"),
+    "zero blocksize": ("nf4", edited(STATE, state(blocksize=0)), "has no usable sizes"),
+    "huge shape": ("nf4", edited(STATE, state(shape=[2**40, 2**40])), "has no usable sizes"),
     "other shape": ("nf4", edited(STATE, state(shape=[64, 64])), "instead of F32"),
-    "nested offset": ("nf4, nested", edited(STATE, state(nested_offset="x")), "has no sizes"),
+    "nested offset": ("nf4, nested", edited(STATE, state(nested_offset="x")), "has no usable sizes"),
+    "huge offset": ("nf4, nested", edited(STATE, state(nested_offset=10**400)), "has no usable sizes"),
     "no nested": ("nf4, nested", edited(".weight.nested_absmax", lambda _: None), "nested_absmax is missing"),
     "few SCB": ("llm.int8", edited(".SCB", lambda t: t[1:]), "SCB is F32"),
+    "tiles": ("llm.int8", edited(".weight_format", lambda t: t + 2), "tiles for a GPU"),
     "infinite SCB": ("llm.int8", edited(".SCB", with_number(torch.inf)), "NaN or infinite"),
 }  # fmt: skip
 
@@ -336,7 +341,11 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "dynamic": ({"config_groups": {"g": {"weights": {"num_bits": 8, "dynamic": True}}}}, "dynamic"),
     "a size": ({"config_groups": {"g": {"weights": {"num_bits": 4, "group_size": 0}}}}, "group_size = 0"),
     "a block": (
-        {"config_groups": {"g": {"weights": {"strategy": "block", "block_structure": "x8"}}}}, "no size of a block",
+        {"config_groups": {"g": {"weights": {"strategy": "block", "block_structure": "x8"}}}}, "the size of a block",
+    ),
+    "a long block": (
+        {"config_groups": {"g": {"weights": {"strategy": "block", "block_structure": "9" * 5000 + "x1"}}}},
+        "the size of a block",
     ),
     "a strategy": ({"config_groups": {"g": {"weights": {"strategy": "tensor_group"}}}}, "strategy"),
 }  # fmt: skip

@@ -36,11 +36,12 @@ Array = NDArray[np.float64]
 
 LEAST_CONTEXT = 8
 PERCENTILES = {"median": 50.0, "p90": 90.0, "p99": 99.0, "p99_9": 99.9, "max": 100.0}  # of the divergence
+_FEW = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646)  # Student's quantiles for 1 to 7
 _LOGITS = 2**23  # that are computed at a time: 64 MiB in float64
 
 
 class ChunkScores(NamedTuple):
-    """The figures of a chunk's scored positions, [n] each; see the module. nll: negative log-probabilities in nats."""
+    """The figures of a chunk's scored positions, [n] each. nll: negative log-probabilities in nats."""
 
     divergence: Array
     agrees: Array  # 1 or 0
@@ -50,7 +51,7 @@ class ChunkScores(NamedTuple):
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean over positions with its 95% interval; error: the standard error of the mean. None = one chunk has none."""
+    """A mean over positions with its 95% interval. error: the standard error of the mean. None = there is one chunk."""
 
     mean: float
     low: float | None = None
@@ -73,8 +74,8 @@ class Interval:
 
     def exp(self) -> Interval:
         """Return the interval of the exponential: the perplexity of a mean negative log-probability."""
-        low, high = (None if each is None else math.exp(each) for each in (self.low, self.high))
-        mean = math.exp(self.mean)
+        low, high = (None if each is None else _exp(each) for each in (self.low, self.high))
+        mean = _exp(self.mean)
         return Interval(mean, low, high, None if self.error is None else mean * self.error)
 
 
@@ -114,7 +115,7 @@ class QualityText:
 class Compared:
     """A reference model and the one that is judged, which have the same vocabulary.
 
-    columns: rows of both heads that are compared; a head may have more, for padding.
+    columns: logits that are compared; a head may have more, for padding.
     """
 
     reference: Checkpoint
@@ -210,8 +211,14 @@ def document(models: Compared, path: Path, text: QualityText, scores: Sequence[C
     }
 
 
+def _exp(value: float) -> float:
+    return math.exp(min(value, 700.0))  # larger ones are beyond what a float holds
+
+
 def _student(free: int) -> float:
-    """Return Student's quantile of a two-sided 95% interval, by the first terms of its expansion; free >= 1."""
+    """Return Student's quantile of a two-sided 95% interval; free >= 1. Large ones by an expansion's first terms."""
+    if free <= len(_FEW):
+        return _FEW[free - 1]
     z = NORMAL
     terms = (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96, (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
     return z + sum(term / float(free) ** power for power, term in enumerate(terms, start=1))

@@ -1,7 +1,8 @@
 """Writes a quantised model as a folder in the format of compressed-tensors, which vLLM and transformers read.
 
-Matrices of layers become integers in groups of 32 with a scale and a zero point ("pack-quantized"); embeddings, the
-head, routers and vectors stay as they are. One group of tensors at a time is in memory until the file is written.
+Matrices of layers become integers in groups of 32 with a scale and a zero point ("pack-quantized"). Embeddings, the
+head, routers, vectors and rows that 32 does not divide stay as they are. The whole rounded model is in memory until it
+is written.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _COPIED = ("generation_config.json", "tokenizer*", "*.jinja", "special_tokens_ma
 
 
 def write_folder(source: Path, type_: str, backend: RoundsWeights, out: Path, begin: Callable[[str], None]) -> None:
-    """Write a model with rounded weights to an existing folder. begin: is called with the name of each matrix.
+    """Write a model with rounded weights to an existing folder. begin: called with the name of each matrix.
 
     Raises ModelError for a model or a type that the format can't hold.
     """

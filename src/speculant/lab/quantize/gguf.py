@@ -1,7 +1,7 @@
 """Writes a quantised model as a GGUF file. One tensor at a time is in memory.
 
-The blocks are those that the engine computes with if it rounds the weights itself, except that a tensor which holds
-several matrices, such as attn_qkv, has one type.
+The blocks are those that the engine makes when it rounds the weights itself, except that all matrices of a fused
+tensor, such as attn_qkv, have one type.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from speculant.models.weights.gguf import GgufWeights
 from speculant.models.weights.load import CheckpointFiles
 from speculant.models.weights.source import WeightSource, read_plain
 
-_ROLES = {  # in the model, of names in the file. Fused queries, keys and values have the bits of the latter, nearly
+_ROLES = {  # names in the model by names in the file; attn_qkv has a type between those of queries and values
     "token_embd": "embed_tokens",
     "output": "lm_head",
     "attn_v": "v_proj",
@@ -49,7 +49,7 @@ _OWN = (
     "general.file_type",
     "general.quantization_version",
     "split.",
-)  # begin what is written anew
+)  # prefixes of entries that are written anew
 _FILE_TYPES = {"int4": 15, "int8": 7, "q8_0": 7, "q4_0": 2}  # llama.cpp's numbers for the type of most tensors
 
 
@@ -77,7 +77,7 @@ class GgufModel:
 
 
 def read_folder(folder: Path) -> GgufModel:
-    """Return what the file of a folder's model holds. Raises ModelError for a model that GGUF files can't hold here."""
+    """Return the content of a GGUF file with a folder's model. Raises ModelError for a model that can't be written."""
     config = read_json(folder / "config.json")
     layout = LAYOUTS.get(str(config.get("model_type")))
     if layout is None:
@@ -122,7 +122,7 @@ def _described(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_file(path: Path) -> GgufModel:
-    """Return what a GGUF file with floating-point weights holds. Raises ModelError if its weights are quantised."""
+    """Return the content of a GGUF file. Raises ModelError if its weights are quantised."""
     file = GgufFile.open(path)
     weights = GgufWeights(file)
     if kinds := weights.quantised_kinds():
@@ -137,7 +137,7 @@ def read_file(path: Path) -> GgufModel:
 
 
 def write_gguf(model: GgufModel, type_: str, backend: RoundsWeights, out: Path, begin: Callable[[str], None]) -> None:
-    """Write a file with rounded weights. type_: see `RoundsWeights`. begin: is called with the name of each tensor."""
+    """Write a file with rounded weights. type_: see `RoundsWeights`. begin: called with the name of each tensor."""
     writer = GGUFWriter(out, model.entries[_ARCHITECTURE].value)
     for key, entry in model.entries.items():
         if key != _ARCHITECTURE:
@@ -159,7 +159,7 @@ def write_gguf(model: GgufModel, type_: str, backend: RoundsWeights, out: Path, 
 
 
 def _kind(name: str, tensor: StoredTensor, type_: str, backend: RoundsWeights) -> GGMLQuantizationType:
-    """Return the kind of a tensor: that of its role, or a float's for vectors and what is not rounded."""
+    """Return the kind of a tensor: that of its role, or float32 for vectors and matrices that are not rounded."""
     part = name.split(".")[-2]
     if len(tensor.shape) < 2 or part in _PLAIN:
         return GGMLQuantizationType.F32

@@ -18,8 +18,8 @@ TYPES = ("int4", "int8", "q8_0", "q4_0")
 def quantize(source: Path, out: Path, type_: str, begin: Callable[[str], None], *, replace: bool = False) -> int:
     """Write a model to a .gguf file or else a folder, and return its bytes.
 
-    source: a folder or a GGUF file with floating-point weights. begin: is called with the name of each tensor. replace:
-    whether files that are there are replaced. Raises ConfigError or ModelError.
+    source: a folder or a GGUF file with floating-point weights. begin: called with the name of each tensor. replace:
+    whether existing files are replaced. Raises ConfigError or ModelError.
     """
     backend = next((each for each in find_backends("native") if isinstance(each, RoundsWeights)), None)
     assert backend is not None, "the native kernels round"
@@ -32,7 +32,7 @@ def quantize(source: Path, out: Path, type_: str, begin: Callable[[str], None], 
             (Path(made) / out.name).replace(out)
             return out.stat().st_size
         if not source.is_dir():
-            raise ConfigError("a GGUF file is written as a GGUF file", "name a file OUT.gguf.")
+            raise ConfigError("a GGUF file can't be written as a folder", "name a file OUT.gguf.")
         write_folder(source, type_, backend, Path(made), begin)
         return _move_all(Path(made), out)
 

@@ -1,6 +1,6 @@
 """How llama.cpp's conversion stores each family's checkpoints: names, order of rows, and metadata.
 
-Written from what the conversion does, apart from `speculant.models`, which reads the files.
+Shares nothing with `speculant.models`, which reads the files, so that tests can compare the two.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ _AFTER = {"post_attention_layernorm": "post_attention_norm", "post_feedforward_l
 class GgufLayout:
     """The layout of a family.
 
-    whole: names outside of layers. parts: names within a layer, whose numbers follow `layers`. entries: returns the
-    metadata. paired, shifted, turned, regrouped: rows of queries and keys are interleaved; norms have 1 added; matrices
-    are transposed; queries, keys and values of all heads are gathered.
+    whole: names outside of layers. parts: names within a layer. layers: the name before a layer's number. entries:
+    returns the metadata. paired: rows of queries and keys are interleaved. shifted: norms have 1 added. turned:
+    matrices are transposed. regrouped: queries of all heads come first, then keys, then values.
     """
 
     architecture: str

@@ -1,7 +1,7 @@
 """The metadata that describes a tokenizer in a GGUF file, from the files of a folder.
 
-Byte-level tokenizers are written, which most families have. The whole tokenizer.json is stored too, which takes
-precedence for readers that know it.
+Only byte-level tokenizers can be written. The whole tokenizer.json is stored too, and takes precedence in readers that
+know it.
 """
 
 from __future__ import annotations

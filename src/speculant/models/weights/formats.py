@@ -58,7 +58,7 @@ def quantization_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def method_of(config: Mapping[str, Any]) -> str | None:
-    """Return the `quant_method` of the quantised format; None = config.json names none, or not in this way."""
+    """Return the `quant_method` of the quantised format; None = config.json names none."""
     usual = next((usual for key, usual in _ENTRIES.items() if config.get(key) is not None), None)
     method = quantization_of(config).get("quant_method") or usual
     return method if isinstance(method, str) else None
@@ -93,7 +93,7 @@ def check_readable(config: Mapping[str, Any], known: Sequence[str]) -> None:
     if name is not None and (method_of(config) or "").replace("-", "_") not in known:
         listed = ", ".join(each.replace("_", "-") for each in known)
         raise ModelError(
-            f"this checkpoint is quantised ({name}), which is no format that can be read ({listed}, and GGUF files)",
+            f"this checkpoint is quantised ({name}); these formats can be read: {listed}, and GGUF files",
             f"name a checkpoint in one of them, or the unquantised one that it was made from; {_ROUNDS}",
         )
 

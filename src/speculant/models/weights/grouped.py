@@ -16,13 +16,12 @@ from torch import Tensor
 from speculant.models.weights.layouts import GROUP, layout_of
 from speculant.models.weights.source import QuantizedBlocks
 
-NO_HALVES = "scales are no numbers of float16"
 _SYMMETRIC = {4: "q4_0", 8: "q8_0"}  # layouts, by bits
 
 
 @dataclass(frozen=True)
 class InputGroups:
-    """The groups of a matrix's k columns. of: that of each column, int64 [k]; each of `count` groups has a column."""
+    """The groups of a matrix's k columns. of: the group of each column, int64 [k]. count: of groups."""
 
     of: np.ndarray
     count: int
@@ -43,28 +42,29 @@ class InputGroups:
         return bool((np.diff(self.of) >= 0).all())
 
     def why_decoded(self) -> str:
-        """Return why no blocks can have these groups; "" if they can."""
+        """Return the reason why blocks can't have these groups; "" if they can."""
         if len(self.of) % GROUP:
-            return f"rows of {len(self.of)} weights are no whole blocks of {GROUP}"
+            return f"rows have {len(self.of)} weights, which is not a multiple of {GROUP}"
         sizes = np.bincount(self.of, minlength=self.count)
         if (sizes % GROUP).any():
-            return f"groups of {int(sizes[sizes % GROUP != 0][0])} weights are no whole blocks of {GROUP}"
+            return f"groups have {int(sizes[sizes % GROUP != 0][0])} weights, which is not a multiple of {GROUP}"
         return ""
 
 
 def layout_for(bits: int, zeros: np.ndarray | None) -> str:
-    """Return the layout of integers of 4 or 8 bits. zeros: all zero points; None = they are in the middle."""
+    """Return the layout of integers of 4 or 8 bits. zeros: all zero points; None = 2^(bits - 1)."""
     if bits in _SYMMETRIC and (zeros is None or bool((zeros == 2 ** (bits - 1)).all())):
         return _SYMMETRIC[bits]
     return "zero4" if bits <= 4 else "zero8"
 
 
 def why_no_halves(scales: Tensor) -> str:
-    """Return how many scales float16 does not hold exactly, in words; "" if it holds all."""
+    """Return the reason in words if float16 does not hold all scales exactly; else ""."""
     others = 0 if scales.dtype == torch.float16 else int((scales.half().to(scales.dtype) != scales).sum())
     if not others:
         return ""
-    return f"a few {NO_HALVES}, less than 1%" if 100 * others < scales.numel() else NO_HALVES
+    few = 100 * others < scales.numel()
+    return f"float16 can't hold {'a few of the scales (less than 1%)' if few else 'the scales'}"
 
 
 def as_blocks(
@@ -113,7 +113,7 @@ def as_floats(q: np.ndarray, scales: Tensor, zeros: np.ndarray | None, bits: int
 def unpacked(words: Tensor, bits: int, axis: int, places: tuple[int, ...] = ()) -> np.ndarray:
     """Return the integers in words int32 [r, c]: uint8 [r * 32 / bits, c] for axis 0, [r, c * 32 / bits] for axis 1.
 
-    places: those of a word's integers in turn, counted in integers from the lowest bits on; () = 0, 1, 2 ...
+    places: the place of each integer of a word; place 0 has the lowest bits. () = they are in order.
     """
     shape, count = list(words.shape), 32 // bits
     shape.insert(axis + 1, count)

@@ -1,4 +1,4 @@
-"""The layouts of rows of quantised weights: GGUF's blocks, and our own for numbers that none of them holds.
+"""The layouts of rows of quantised weights: GGUF's blocks, and four of our own.
 
 zero4   32 weights in 19 bytes: scale in float16, zero point in uint8, and 16 bytes with two integers of 4 bits each,
         the first 16 in the lower halves and the last 16 in the upper ones
@@ -7,7 +7,7 @@ int8    a row in k + 4 bytes: scale in float32, and k integers in int8
 fp8     128 weights in 132 bytes: scale in float32, and 128 numbers in e4m3 (arXiv 2209.05433); the last block of a row
         may have fewer
 
-They stand for scale * (q - zero), or scale * q.
+A weight is scale * (q - zero), or scale * q in int8 and fp8.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ import numpy as np
 GROUP = 32  # weights of a block
 FP8_BLOCK, SCALE = 128, 4  # weights of a block of fp8; bytes of a scale in float32
 DECODED_BITS = {"GPTQ": 4, "AWQ": 4, "PACKED4": 4, "PACKED8": 8, "E4M3": 8, "NF4": 4, "FP4": 4}
-"""Bits of a weight, without scales, of kinds of matrices that no layout holds: a source decodes them."""
+"""Kinds of matrices that a source decodes, because no layout holds them, and the bits of a weight without scales."""
 
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """Rows of blocks. weights, size: of a block, whose size is in bytes.
+    """Rows of blocks. weights: in a block. size: of a block, in bytes.
 
-    decode: the numbers [n, k] in float32 that rows [n, bytes] stand for; None = they can't be decoded. divides: whether
-    some blocks of each row are rows of the same layout.
+    decode: returns the numbers [n, k] in float32 of rows [n, bytes]; None = they can't be decoded. divides: whether
+    some successive blocks of a row are a row of the same layout.
     """
 
     weights: int
@@ -39,7 +39,7 @@ class BlockLayout:
 
 
 def layout_of(name: str) -> BlockLayout | None:
-    """Return a layout, or one of GGUF's types of floating-point numbers, by its name in any case; None = unknown."""
+    """Return a layout, or a floating-point type of GGUF, by its name in upper or lower case; None = unknown."""
     return OWN.get(name.lower()) or _gguf_layout(name.upper())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 import time
@@ -36,7 +37,7 @@ from speculant.models.sizes import HEAD, TABLE, tensor_shapes
 from speculant.models.source import resolve_source
 from speculant.models.transformers.load import LoadedByTransformers, check_options, load_by_transformers
 from speculant.models.vocabulary import TargetVocabulary
-from speculant.models.weights.formats import check_readable, unknown_family, with_options_beside
+from speculant.models.weights.formats import check_readable, quantization_of, unknown_family, with_options_beside
 from speculant.models.weights.gguf import GgufWeights
 from speculant.models.weights.layouts import DECODED_BITS
 from speculant.models.weights.modules import SCHEMES, open_modules, read_scheme
@@ -122,7 +123,7 @@ def load_model(
     _warn_of_decoding(folder, backend, named)
     weights = CheckedWeights(named, named.names())
     decoder, own = _fitted(decoder, weights, head_tokens, vocabulary)
-    facts = [str(chosen), str(quantization), str(decoder), *([str(vocabulary)] if vocabulary else [])]
+    facts = _facts(files, chosen, quantization, decoder, vocabulary)
     kept = KeptWeights.of(weight_cache, backend, tensors, facts)
     model = kept.backend.load(decoder, own, chosen, place, quantization)
     weights.check(backend.name)
@@ -135,6 +136,18 @@ def load_model(
         model, config, folder, chosen, ends, generation, sampling, name, description, backend, made, kept.mapped_bytes,
         () if tensors.quantised_kinds() else backend.quantizations,
     )  # fmt: skip
+
+
+def _facts(
+    files: CheckpointFiles,
+    dtype: torch.dtype,
+    quantization: str | None,
+    decoder: DecoderConfig,
+    vocabulary: TargetVocabulary | None,
+) -> list[str]:
+    """Return what packed weights depend on besides the bytes of the files; options say what those bytes stand for."""
+    options = json.dumps(quantization_of(files.config), sort_keys=True)
+    return [str(dtype), str(quantization), str(decoder), options, *([str(vocabulary)] if vocabulary else [])]
 
 
 def _checkpoint_of(loaded: LoadedByTransformers, folder: Path, role: str, name: str) -> Checkpoint:

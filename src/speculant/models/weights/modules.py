@@ -1,11 +1,11 @@
 """Safetensors files in which several tensors are one matrix, as most quantised checkpoints have them.
 
-    model.layers.0.mlp.up_proj.qweight                    parts of the matrix
-    model.layers.0.mlp.up_proj.scales                     model.layers.0.mlp.up_proj.weight
-    model.layers.0.mlp.up_proj.qzeros
-    model.layers.0.mlp.down_proj.weight                   a plain matrix, as others are: not all modules are quantised
+    in the files                                      matrix of the model
+    layers.0.mlp.up_proj.qweight, .scales, .qzeros    layers.0.mlp.up_proj.weight
+    layers.0.mlp.down_proj.weight                     the same: modules may stay plain
 
-A `Scheme` knows the parts of a format. Each is a module of the package `schemes`, which config.json names.
+A `Scheme` knows the tensors of a format. It is a module of the package `schemes`, named after config.json's
+`quant_method`.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class Scheme(Protocol):
 
 
 def read_scheme(config: Mapping[str, Any]) -> Scheme | None:
-    """Return the scheme of a config.json; None = its weights are plain. Raises ModelError for options."""
+    """Return the scheme of a config.json; None = its weights are plain. Raises ModelError for options it can't read."""
     method = method_of(config)
     if method is None:
         return None
@@ -232,10 +232,10 @@ class ModuleFiles:
 
 
 def open_modules(files: TensorFiles, scheme: Scheme, decoder: DecoderConfig) -> tuple[ModuleFiles, DecoderConfig]:
-    """Return the weights of a quantised model, and its description with the places of its matrices.
+    """Return the weights of a quantised model, and its description for these files.
 
-    These are [n, k] in the files of every family, also where the family's plain matrices are transposed. A bias of
-    zeros that the model lacks is left out: some programs store one for each module. Raises ModelError.
+    Quantised matrices are [n, k], even if the family's plain matrices are transposed. Some programs store a bias of
+    zeros for each module; it is left out where the model has no bias. Raises ModelError.
     """
     found = ModuleFiles(files, scheme)
     decoder = replace(decoder, tensors=decoder.tensors.upright(found.matrices))

@@ -15,11 +15,12 @@ logger = logging.getLogger(__name__)
 OTHER = "use another checkpoint of the model, such as a GGUF file."
 MOST_SIZE = 2**24  # of a group
 HARMLESS = (  # entries of AutoGPTQ and GPTQModel without an effect on the numbers that files stand for
-    "act_group_aware", "backend", "batch_size", "block_name_to_quantize", "cache_block_outputs", "damp_auto_increment",
-    "damp_percent", "dataset", "desc_act", "dynamic", "exllama_config", "gptaq", "hessian", "hyb_act",
-    "lm_head", "max_input_length", "meta", "method", "model_file_base_name", "model_name_or_path", "model_seqlen",
-    "module_name_preceding_first_block", "modules_in_block_to_quantize", "mse", "offload_to_disk", "pad_token_id",
-    "quantizer", "static_groups", "sym", "tokenizer", "true_sequential", "use_cuda_fp16", "use_exllama",
+    "act_group_aware", "backend", "batch_size", "block_name_to_quantize", "cache_block_outputs",
+    "damp_auto_increment", "damp_percent", "dataset", "desc_act", "disable_exllama", "dynamic", "exllama_config",
+    "gptaq", "hessian", "hyb_act", "lm_head", "max_input_length", "meta", "method",
+    "model_file_base_name", "model_name_or_path", "model_seqlen", "module_name_preceding_first_block",
+    "modules_in_block_to_quantize", "mse", "offload_to_disk", "pack_impl", "pad_token_id", "quantizer",
+    "static_groups", "sym", "tokenizer", "true_sequential", "use_cuda_fp16", "use_exllama",
 )  # fmt: skip
 
 
@@ -53,7 +54,7 @@ class Options:
         """Return the size of groups; -1 = one group. Raises ModelError."""
         found = self.get(key, -1)
         if not is_whole(found) or not (found == -1 or 0 < found <= MOST_SIZE):
-            raise self.error(key, found, "is no size of a group")
+            raise self.error(key, found, "is not the size of a group")
         return int(found)
 
     def refuse(self, *keys: str) -> None:
@@ -63,7 +64,7 @@ class Options:
                 raise self.error(key, self.get(key), "changes the numbers in a way that is not implemented")
 
     def warn_of_others(self, harmless: Collection[str]) -> None:
-        """Warn of entries that are not known, and not known to be harmless either."""
+        """Warn of unknown entries, other than harmless ones."""
         others = {key: value for key, value in self.entries.items() if key not in self._seen and value}
         unknown = [f"{key} = {show(value)}" for key, value in sorted(others.items()) if key not in harmless]
         if unknown:

@@ -109,10 +109,10 @@ class WeightReader:
         return replace(self, rounded=None)
 
     def decoding_ordered(self, *names: str) -> WeightReader:
-        """Return a reader for uses that know no order of inputs: it decodes matrices if one of these has one."""
+        """Return a reader for uses without an order of inputs: it decodes all matrices if one of these has one."""
         if self.rounded is not None or not self.types.have_orders(self.prefix + name for name in names):
             return self
-        say_once("experts or the embedding are decoded to bfloat16, because their inputs have an order")
+        say_once("experts or the embedding are decoded to bfloat16, because act-order sorts their inputs")
         return replace(self, one_type=self.types.common)
 
     def unified(self, *groups: Sequence[str]) -> WeightReader:

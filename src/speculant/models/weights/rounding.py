@@ -1,8 +1,8 @@
 """The types that weights are rounded to, by the role of a matrix.
 
-Least squares choose the scales (csrc/rounding.h). int4 keeps more bits where errors cost most: in the table, the head
-and the values, and in matrices whose results are added to the residual stream. Rows whose length is not a multiple of
-256 have types with blocks of 32, which have more bits.
+Least squares choose the scales (csrc/rounding.h). int4 keeps more bits where errors cost most: in the
+embedding, the head and the values, and in matrices whose results are added to the residual stream. Rows whose length is
+not a multiple of 256 have types with blocks of 32, which have more bits.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Matrices of numbers in 8 bits, and integers in 4, with scales for parts of them, as several formats store them.
+"""Matrices of e4m3, or of integers in 4 or 8 bits, with a scale for each tile, as several formats store them.
 
-    w[i, j] = scale[i // rows, j // columns] * number[i, j]
+    w[i, j] = scale[i // rows, j // columns] * (number[i, j] - zero)      zero: 0, or one for each scale of integers
 
-Rows of int8 with one scale, and e4m3 with scales for whole blocks of 128 inputs, keep these numbers. Other integers
-become blocks of 32 if float16 holds their scales.
+Rows of int8 with one scale keep it in float32, as blocks of 128 in e4m3 do. Other integers become blocks of 32 if
+float16 holds their scales.
 """
 
 from __future__ import annotations
@@ -23,6 +23,10 @@ from speculant.models.weights.source import QuantizedBlocks
 
 SCALE_KINDS = ("BF16", "F16", "F32", "F8_E8M0")
 WORD = 32  # bits
+OF_CACHE = (
+    ".kv_scale", ".q_scale", ".k_scale", ".v_scale", ".q_zero_point", ".k_zero_point", ".v_zero_point",
+)  # fmt: skip
+"""The ends of the names of scales for keys and values, which are not rounded here."""
 LARGEST = 448.0  # number of e4m3
 MIDDLE = 128  # the zero of int8 as uint8
 
@@ -111,7 +115,7 @@ class Fp8Matrix:
         columns = self.tile.columns
         if columns >= self.shape[1] or columns % FP8_BLOCK == 0:
             return ""
-        return f"scales of {columns} inputs are no whole blocks of {FP8_BLOCK}"
+        return f"a scale belongs to {columns} inputs, which is not a multiple of {FP8_BLOCK}"
 
     @property
     def kind(self) -> str:
@@ -162,7 +166,7 @@ def _row_integers(words: Tensor, bits: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class IntegerEnds:
-    """The ends of the names of the tensors of integers: themselves, scales, zero points and groups of inputs."""
+    """The ends of the names of a matrix's tensors: integers, scales, zero points and groups of inputs; "" = none."""
 
     weight: str
     scale: str
@@ -174,7 +178,8 @@ class IntegerEnds:
 class IntegerMatrix:
     """See `StoredMatrix`: integers of 4 or 8 bits.
 
-    packed: whether words of 32 bits have several unsigned ones: along k, and zeros along n; else they are int8.
+    packed: whether words of 32 bits hold several unsigned ones, weights along k and zero points along n; else all are
+    int8.
     """
 
     parts: ModuleParts
@@ -206,7 +211,7 @@ class IntegerMatrix:
 
     @cached_property
     def _groups(self) -> InputGroups:
-        """The groups of the inputs. Raises ModelError if the tensor of groups does not divide them so."""
+        """The groups of the inputs. Raises ModelError for groups of other sizes."""
         expected = InputGroups.of_size(self.shape[1], self.tile.columns)
         if not self.ends.groups or not self.parts.has(self.ends.groups):
             return expected
@@ -219,7 +224,7 @@ class IntegerMatrix:
         return InputGroups(found, expected.count)
 
     def _zeros(self) -> np.ndarray | None:
-        """Read the zero points, uint8 [n, groups]; None = they are in the middle."""
+        """Read the zero points, uint8 [n, groups]; None = 2^(bits - 1)."""
         if not self._has_zeros:
             return None
         stored, (rows, columns) = self.parts.read(self.ends.zeros), self.tile.counts(self.shape)

@@ -115,6 +115,7 @@ def test_intervals_are_over_chunks() -> None:
     assert (exponential.mean, exponential.low) == (math.exp(3), math.exp(found.low))
     assert Interval.of([np.array([1.0, 2.0])]) == Interval(1.5)
     assert Interval(1.5).exp() == Interval(math.exp(1.5))
+    assert math.isfinite(Interval(800.0, 1.0, 1e9, 1.0).exp().high or math.inf)
 
 
 def test_intervals_have_no_impossible_values() -> None:

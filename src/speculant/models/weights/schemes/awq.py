@@ -1,10 +1,10 @@
 """AWQ (arXiv 2306.00978) in AutoAWQ's layout "gemm": weights scale * (q - zero) of n outputs and k inputs.
 
-qweight   int32 [k, n / 8]        integers q of 4 bits; a word has 8 neighbours of one row, in the order of PLACES
+qweight   int32 [k, n / 8]        integers q of 4 bits; a word has 8 adjacent ones of a row, in the order of PLACES
 qzeros    int32 [groups, n / 8]   zero points, in the same order
 scales    floats [groups, n]
 
-The inputs of a group are neighbours.
+The inputs of a group are adjacent.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from speculant.models.weights.source import QuantizedBlocks
 QWEIGHT, QZEROS, SCALES = ".qweight", ".qzeros", ".scales"
 SCALE_KINDS = ("BF16", "F16", "F32")
 BITS, PER_WORD = 4, 8
-PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of a word's integers in turn, from the lowest bits on
+PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of a word's integers; place 0 has the lowest bits
 OWN = (
     "do_fuse",
     "fuse_max_seq_len",
@@ -85,7 +85,7 @@ class Awq:
         """See `Scheme.matrix`."""
         shape = parts.shape(QWEIGHT)
         if len(shape) != 2 or 0 in shape:
-            raise parts.error(f"{parts.module}{QWEIGHT} is {list(shape)}, which is no matrix")
+            raise parts.error(f"{parts.module}{QWEIGHT} is {list(shape)}, which is not a matrix")
         k, words = shape
         groups = InputGroups.of_size(k, k if self.size == -1 else self.size)
         parts.check(QWEIGHT, ["I32"], shape)

@@ -7,7 +7,7 @@
          weight.quant_state.bitsandbytes__nf4 (or fp4): uint8, JSON with these sizes and the shape
 8 bits   weight int8 [n, k]; SCB float32 [n], 127 times the scale of each row
 
-Numbers of 4 bits are decoded. Rows of int8 keep their numbers; outlying activations are not treated apart.
+Numbers of 4 bits are decoded. Rows of int8 keep their numbers. Outlying activations are rounded like the others.
 """
 
 from __future__ import annotations
@@ -24,21 +24,23 @@ from torch import Tensor
 
 from speculant.models.entries import is_whole, show
 from speculant.models.weights.modules import ModuleParts, StoredMatrix
-from speculant.models.weights.options import Options
+from speculant.models.weights.options import OTHER, Options
 from speculant.models.weights.scaled import int8_rows, matrix_shape, read_scales
 from speculant.models.weights.source import QuantizedBlocks
 
 WEIGHT, SCB = ".weight", ".SCB"
+TILES = (".weight_format", ".weight.weight_format")  # 0 = rows; others are orders that GPUs had
 STATE = {kind: f".weight.quant_state.bitsandbytes__{kind}" for kind in ("nf4", "fp4")}
 MAP, ABSMAX, NESTED_MAP, NESTED = (
     ".weight.quant_map", ".weight.absmax", ".weight.nested_quant_map", ".weight.nested_absmax",
 )  # fmt: skip
 MOST_STATE, MOST_SIZE = 2**16, 2**24  # bytes of JSON; weights of a block, and inputs or outputs
+MOST_OFFSET = 1e30  # of scales; NaN is refused too
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """The sizes in a quant_state. nested: numbers of a block of scales, None = scales are not quantised."""
+    """The sizes in a quant_state. nested: scales of a block of scales; None = they are not quantised."""
 
     shape: tuple[int, int]
     size: int
@@ -82,7 +84,7 @@ class FourBitMatrix:
             state = None
         found = _read_blocks(state) if isinstance(state, dict) else None
         if found is None:
-            raise self.parts.error(f"{self.parts.module}{end} has no sizes: {show(state)}")
+            raise self.parts.error(f"{self.parts.module}{end} has no usable sizes: {show(state)}")
         return found
 
     def check(self) -> FourBitMatrix:
@@ -126,7 +128,7 @@ def _read_blocks(state: Mapping[str, Any]) -> Blocks | None:
     ):
         return None
     sizes = [*shape, state.get("blocksize"), 1 if nested is None else nested]
-    if not all(is_whole(size) and 0 < size <= MOST_SIZE for size in sizes) or not math.isfinite(offset):
+    if not all(is_whole(size) and 0 < size <= MOST_SIZE for size in sizes) or not abs(offset) < MOST_OFFSET:
         return None
     return Blocks((sizes[0], sizes[1]), sizes[2], nested, float(offset))
 
@@ -148,6 +150,9 @@ class Int8Rows:
     def check(self) -> Int8Rows:
         """Return the matrix. Raises ModelError for tensors that do not fit each other."""
         self.parts.check(SCB, ["F16", "F32"], self.shape[:1])
+        for end in filter(self.parts.has, TILES):
+            if self.parts.kind(end) != "U8" or any(self.parts.read(end).flatten().tolist()):
+                raise self.parts.error(f"{self.parts.module}{WEIGHT} is stored in tiles for a GPU", OTHER)
         return self
 
     def read(self) -> QuantizedBlocks:
@@ -161,7 +166,7 @@ class BitsAndBytes:
 
     marks: Sequence[str] = (*STATE.values(), SCB)
     parts: Sequence[str] = (
-        WEIGHT, SCB, ".weight_format", ".weight.weight_format", MAP, ABSMAX, NESTED_MAP, NESTED, *STATE.values(),
+        WEIGHT, SCB, *TILES, MAP, ABSMAX, NESTED_MAP, NESTED, *STATE.values(),
     )  # fmt: skip
     weight: str = WEIGHT
     unread: Sequence[str] = ()
@@ -174,7 +179,7 @@ class BitsAndBytes:
 
 
 def read_scheme(options: Mapping[str, Any]) -> BitsAndBytes:
-    """Return the scheme. options: of config.json; the files have all that matters. Raises ModelError."""
+    """Return the scheme. options: of config.json. Raises ModelError for numbers of 4 bits in another type."""
     read = Options("bitsandbytes", options)
     read.one_of("bnb_4bit_quant_storage", ("uint8",), "uint8")
     return BitsAndBytes()

@@ -1,14 +1,14 @@
 """compressed-tensors, as llm-compressor writes it: n outputs, k inputs, and groups of modules with the same options.
 
-pack-quantized        weight_packed int32 [n, k bits / 32], integers of 4 or 8 bits; neighbours, the lowest bits first
+pack-quantized        weight_packed int32 [n, k bits / 32], adjacent integers of 4 or 8 bits, the lowest bits first
                       weight_zero_point int32 [n bits / 32, groups], packed along the outputs
                       weight_shape [2], and perhaps weight_g_idx [k], the group of each input
 int-quantized         weight int8 [n, k]; weight_zero_point int8
 float-quantized       weight e4m3 [n, k]
 mxfp4-pack-quantized  weight_packed uint8 [n, k / 2], weight_scale uint8 [n, k / 32]
 
-weight_scale has a number for the matrix, each output, each group of inputs, or each block of both. The tensors of a
-module show the group of options that it belongs to: names and classes under `targets` and `ignore` are not needed.
+weight_scale has a number for the matrix, each output, each group of inputs, or each block of both. A module's tensors
+show which group of options it has, so `targets` and `ignore` are not read.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from speculant.errors import ModelError
 from speculant.models.entries import is_whole, show
 from speculant.models.weights.modules import ModuleParts, StoredMatrix
 from speculant.models.weights.options import OTHER, Options
-from speculant.models.weights.scaled import WORD, Fp8Matrix, IntegerEnds, IntegerMatrix, Tile, matrix_shape
+from speculant.models.weights.scaled import OF_CACHE, WORD, Fp8Matrix, IntegerEnds, IntegerMatrix, Tile, matrix_shape
 from speculant.models.weights.schemes.mxfp4 import BLOCK, as_mxfp4
 from speculant.models.weights.source import QuantizedBlocks
 
@@ -75,8 +75,8 @@ class WeightOptions:
         n, k = parts.read(SHAPE).tolist()
         if n != rows or k < 1 or -(-k * self.bits // WORD) != words:
             raise parts.error(
-                f"{parts.module}{SHAPE} says [{n}, {k}], and {PACKED[1:]} is {[rows, words]}, which is no such matrix"
-                f" of {self.bits} bits",
+                f"{parts.module}{SHAPE} says [{n}, {k}], and {PACKED[1:]} is {[rows, words]}, which does not fit"
+                f" integers of {self.bits} bits",
                 "use the config.json that belongs to these weights, or download the checkpoint again.",
             )
         return n, k
@@ -117,7 +117,7 @@ class CompressedTensors:
     marks: Sequence[str] = (PACKED, SCALE)
     parts: Sequence[str] = (WEIGHT, PACKED, SCALE, ZEROS, G_IDX, SHAPE, GLOBAL, *OF_ACTIVATIONS)
     weight: str = WEIGHT
-    unread: Sequence[str] = field(default=(".q_scale", ".k_scale", ".v_scale", *OF_ACTIVATIONS))
+    unread: Sequence[str] = field(default=(*OF_CACHE, *OF_ACTIVATIONS))
 
     def matrix(self, parts: ModuleParts) -> StoredMatrix:
         """See `Scheme.matrix`. The first options that the tensors fit are the module's."""
@@ -141,7 +141,7 @@ def read_scheme(options: Mapping[str, Any]) -> CompressedTensors:
     read.refuse("transform_config", "moe_sparsity_config")
     groups = read.get("config_groups")
     if not isinstance(groups, dict) or not all(isinstance(group, dict) for group in groups.values()):
-        raise read.error("config_groups", groups, "is no group of options for modules")
+        raise read.error("config_groups", groups, "does not map names to options")
     found = tuple(_read_weights(group) for group in groups.values() if group.get("weights") is not None)
     if not found:
         raise read.error("config_groups", groups, "has no options for weights")
@@ -155,7 +155,7 @@ def _read_weights(group: Mapping[str, Any]) -> WeightOptions:
     given = group["weights"]
     Options(METHOD, group).one_of("format", FORMATS, "dense")
     if not isinstance(given, dict):
-        raise Options(METHOD, group).error("weights", given, "is no group of options")
+        raise Options(METHOD, group).error("weights", given, "does not map names to options")
     read = Options(METHOD, given)
     is_float = read.one_of("type", ("float", "int"), "int") == "float"
     bits = read.one_of("num_bits", (4, 8), 8)
@@ -175,24 +175,28 @@ def _is_symmetric(read: Options) -> bool:
 
 def _read_block(read: Options, given: Any) -> Tile:
     """Return the rows and columns of a block: a list of two, or text such as 128x128."""
-    sizes = [int(part) if part.isdecimal() else part for part in given.split("x")] if isinstance(given, str) else given
+    sizes = (
+        [int(part) if part.isdecimal() and len(part) < 10 else part for part in given.split("x")]
+        if isinstance(given, str)
+        else given
+    )
     if (
         not isinstance(sizes, list)
         or len(sizes) != 2
         or not all(is_whole(size) and 0 < size <= MOST_SIZE for size in sizes)
     ):
-        raise read.error("block_structure", given, "is no size of a block")
+        raise read.error("block_structure", given, "is not the size of a block")
     return Tile(*sizes)
 
 
 def _warn_of_activations(options: Mapping[str, Any], groups: Mapping[str, Mapping[str, Any]]) -> None:
-    """Warn of options for other numbers than weights that have no effect, though they change results."""
+    """Warn of options that round other numbers than weights: they have no effect here."""
     unused = [key for key in ("output_activations",) if any(group.get(key) for group in groups.values())]
     if options.get("kv_cache_scheme"):
         unused.append(f"kv_cache_scheme ({show(options['kv_cache_scheme'])})")
     if unused:
         logger.warning(
-            "the quantization_config (%s) rounds more than weights, which has no effect here: %s. Keys, values and"
-            " outputs are as precise as those of other checkpoints.",
+            "the quantization_config (%s) also rounds other numbers than weights, which has no effect here: %s. Keys,"
+            " values and outputs stay more precise.",
             METHOD, ", ".join(unused),
         )  # fmt: skip

@@ -1,10 +1,10 @@
-"""FP8 in Hugging Face's form: weights scale * number of n outputs and k inputs, whose numbers are e4m3.
+"""FP8 in Hugging Face's form: weights scale * number of n outputs and k inputs, with numbers in e4m3.
 
 weight            e4m3 [n, k]
 weight_scale_inv  floats [n / rows, k / columns], for blocks of `weight_block_size`; the last ones may be smaller
-weight_scale      floats, instead: a number for the matrix, or for each output
+weight_scale      floats, in its place: one for the matrix, or one for each output
 
-Activations, which some programs round to e4m3 too, are not rounded: their scales are left out.
+Activations are not rounded, so their scales are left out.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Any
 from speculant.models.entries import is_whole
 from speculant.models.weights.modules import ModuleParts
 from speculant.models.weights.options import Options
-from speculant.models.weights.scaled import Fp8Matrix, Tile
+from speculant.models.weights.scaled import OF_CACHE, Fp8Matrix, Tile
 
 WEIGHT, INVERSE, SCALE = ".weight", ".weight_scale_inv", ".weight_scale"
-OF_ACTIVATIONS = (".input_scale", ".activation_scale")
+OF_ACTIVATIONS = (".input_scale", ".activation_scale", ".output_scale")
 HARMLESS = (
     "activation_scheme",
     "dequantize",
@@ -39,7 +39,7 @@ class Fp8:
     marks: Sequence[str] = (INVERSE, SCALE)
     parts: Sequence[str] = (WEIGHT, INVERSE, SCALE, *OF_ACTIVATIONS)
     weight: str = WEIGHT
-    unread: Sequence[str] = (".q_scale", ".k_scale", ".v_scale", *OF_ACTIVATIONS)
+    unread: Sequence[str] = (*OF_CACHE, *OF_ACTIVATIONS)
 
     def matrix(self, parts: ModuleParts) -> Fp8Matrix:
         """See `Scheme.matrix`."""
@@ -54,6 +54,6 @@ def read_scheme(options: Mapping[str, Any]) -> Fp8:
     if sizes is not None and not (
         isinstance(sizes, list) and len(sizes) == 2 and all(is_whole(size) and 0 < size <= MOST_SIZE for size in sizes)
     ):
-        raise read.error("weight_block_size", sizes, "is no size of a block")
+        raise read.error("weight_block_size", sizes, "is not the size of a block")
     read.warn_of_others(HARMLESS)
     return Fp8(Tile(*sizes) if sizes else None)

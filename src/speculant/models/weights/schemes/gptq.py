@@ -1,11 +1,11 @@
 """GPTQ (arXiv 2210.17323), as AutoGPTQ and GPTQModel store it: weights scale * (q - zero) of n outputs and k inputs.
 
-qweight   int32 [k bits / 32, n]       integers q; a word has neighbours of one column, the lowest bits first
-qzeros    int32 [groups, n bits / 32]  zero points, neighbours of one row; the format "gptq" stores them minus 1
+qweight   int32 [k bits / 32, n]       integers q; a word has adjacent ones of a column, the lowest bits first
+qzeros    int32 [groups, n bits / 32]  zero points, adjacent ones of a row; the format "gptq" stores them minus 1
 scales    floats [groups, n]
-g_idx     int32 [k]                    the group of each input; it may be missing if groups are neighbours
+g_idx     int32 [k]                    the group of each input; it may be missing if a group's inputs are adjacent
 
-The quantizer may sort the inputs before it forms groups (`desc_act`). Then g_idx names groups that are no neighbours.
+The quantizer may sort the inputs before it forms groups (`desc_act`). Then the inputs of a group are not adjacent.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class GptqMatrix:
 
     @cached_property
     def _groups(self) -> InputGroups:
-        """The groups of the inputs. Raises ModelError if g_idx is no division into groups of `size`."""
+        """The groups of the inputs. Raises ModelError if g_idx has groups of other sizes."""
         expected = InputGroups.of_size(self.shape[1], self.size)
         if not self.parts.has(G_IDX):
             return expected
@@ -65,7 +65,7 @@ class GptqMatrix:
     def _zeros(self) -> np.ndarray:
         """Read the zero points, uint8 [groups, n]."""
         words = self.parts.read(QZEROS)
-        if self.add_one:  # to each integer of a word, with carries: the difference had them too
+        if self.add_one:  # to each integer of a word, with carries: they undo the borrows of the subtraction
             one = sum(1 << shift for shift in range(0, WORD, self.bits))
             words = torch.from_numpy((words.numpy().view(np.uint32) + np.uint32(one)).view(np.int32))
         return unpacked(words, self.bits, axis=1)
@@ -114,12 +114,12 @@ class Gptq:
         """See `Scheme.matrix`."""
         name, shape, zeros = parts.module, parts.shape(QWEIGHT), parts.shape(QZEROS)
         if len(shape) != 2 or len(zeros) != 2 or 0 in shape + zeros:
-            raise parts.error(f"{name} has qweight {list(shape)} and qzeros {list(zeros)}, which are no matrices")
+            raise parts.error(f"{name} has qweight {list(shape)} and qzeros {list(zeros)}, which are not matrices")
         (words, n), (groups, packed) = shape, zeros
         bits = packed * WORD // n if self.dynamic else self.bits
         if bits not in BITS or packed * WORD != n * bits:
             raise parts.error(
-                f"{name} has qweight {list(shape)} and qzeros {list(zeros)}, which is not the shape of integers of"
+                f"{name} has qweight {list(shape)} and qzeros {list(zeros)}, which do not fit integers of"
                 f" {self.bits} bits",
                 "use a checkpoint with 2, 4 or 8 bits, or download it again.",
             )
