@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from speculant.errors import ModelError
+from speculant.files import TICK
 from speculant.kernels.native import Type, usable_sets
 from speculant.models.native.decoder import NativeDecoder
 from speculant.models.native.experts import PackedExperts
@@ -137,6 +139,7 @@ def regroup(tensors: Tensors, numbers: Tensors, one: str, other: str) -> None:
 def test_orders_survive_the_weight_cache(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_cache, "LEAST_BYTES", 0)
     packed, _ = made(source, tmp_path, Gptq(act_order=True))
+    time.sleep(2 * TICK)  # younger files are not kept
     first = load(packed, "native", weight_cache=tmp_path / "cache")
     expected = logits(first)
     for thread in threading.enumerate():

@@ -8,13 +8,15 @@ The blocks hold the same numbers. Groups of 64, 128 or all columns repeat their 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from speculant.models.weights.layouts import GROUP, layout_of
-from speculant.models.weights.source import QuantizedBlocks
+from speculant.models.weights.modules import ModuleParts
+from speculant.models.weights.source import DECODED_AT_ONCE, QuantizedBlocks
 
 _SYMMETRIC = {4: "q4_0", 8: "q8_0"}  # layouts, by bits
 
@@ -26,23 +28,28 @@ class InputGroups:
     of: np.ndarray
     count: int
 
-    @classmethod
-    def of_size(cls, k: int, size: int) -> InputGroups:
-        """Return groups of neighbours. size: columns of a group; the last one may have fewer."""
-        return cls(np.arange(k) // size, -(-k // size))
+    @staticmethod
+    @lru_cache(maxsize=64)
+    def of_size(k: int, size: int) -> InputGroups:
+        """Return groups of neighbours, one object for all matrices of a size.
+
+        size: columns of a group; the last one may have fewer.
+        """
+        return InputGroups(np.arange(k) // size, -(-k // size))
 
     @property
     def order(self) -> np.ndarray:
         """The columns, sorted by group."""
         return np.argsort(self.of, kind="stable")
 
-    @property
+    @cached_property
     def is_sorted(self) -> bool:
         """Whether the groups are in order already."""
         return bool((np.diff(self.of) >= 0).all())
 
+    @cached_property
     def why_decoded(self) -> str:
-        """Return why no blocks can have these groups; "" if they can."""
+        """The reason why no blocks can have these groups; "" if they can."""
         if len(self.of) % GROUP:
             return f"rows of {len(self.of)} weights are no whole blocks of {GROUP}"
         sizes = np.bincount(self.of, minlength=self.count)
@@ -61,6 +68,12 @@ def layout_for(bits: int, zeros: np.ndarray | None) -> str:
 def are_halves(scales: Tensor) -> bool:
     """Whether float16 holds scales exactly."""
     return scales.dtype == torch.float16 or bool((scales.half().to(scales.dtype) == scales).all())
+
+
+def why_no_halves(parts: ModuleParts, end: str) -> str:
+    """Return why blocks can't have a tensor's scales; "" if they can. Scales in float16 need not be read for it."""
+    fits = parts.kind(end) == "F16" or are_halves(parts.read(end).float())
+    return "" if fits else "scales are no numbers of float16"
 
 
 def as_blocks(
@@ -101,9 +114,13 @@ def _integers(layout: str, q: np.ndarray) -> np.ndarray:
 
 
 def as_floats(q: np.ndarray, scales: Tensor, zeros: np.ndarray | None, bits: int, groups: InputGroups) -> Tensor:
-    """Return the numbers [n, k] in float32; the arguments are those of `as_blocks`."""
-    zero: np.ndarray | int = 2 ** (bits - 1) if zeros is None else zeros[:, groups.of].astype(np.int16)
-    return torch.from_numpy(q.astype(np.int16) - zero).float() * scales.float()[:, groups.of]
+    """Return the numbers [n, k] in float32; the arguments are those of `as_blocks`. Few rows at a time take memory."""
+    found, step = torch.empty(q.shape, dtype=torch.float32, device="cpu"), max(1, DECODED_AT_ONCE // q.shape[1])
+    for rows in (slice(first, first + step) for first in range(0, len(q), step)):
+        zero: np.ndarray | int = 2 ** (bits - 1) if zeros is None else zeros[rows][:, groups.of].astype(np.int16)
+        numbers = torch.from_numpy(q[rows].astype(np.int16) - zero).float()
+        torch.mul(numbers, scales[rows].float()[:, groups.of], out=found[rows])
+    return found
 
 
 def unpacked(words: Tensor, bits: int, axis: int, places: tuple[int, ...] = ()) -> np.ndarray:

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from speculant.models.weights.grouped import InputGroups, are_halves, as_blocks, as_floats, layout_for, unpacked
+from speculant.models.weights.grouped import InputGroups, as_blocks, as_floats, layout_for, unpacked, why_no_halves
 from speculant.models.weights.modules import ModuleParts
 from speculant.models.weights.options import HARMLESS, Options
 from speculant.models.weights.source import QuantizedBlocks
@@ -52,6 +52,8 @@ class GptqMatrix:
         if not self.parts.has(G_IDX):
             return expected
         found = self.parts.read(G_IDX).numpy().astype(np.int64)
+        if np.array_equal(found, expected.of):
+            return expected
         if not np.array_equal(np.sort(found), expected.of):
             raise self.parts.error(f"{self.parts.module}{G_IDX} does not divide the inputs into groups of {self.size}")
         return InputGroups(found, expected.count)
@@ -59,9 +61,7 @@ class GptqMatrix:
     @cached_property
     def _layout(self) -> tuple[str, str]:
         """The layout of the blocks, and "" or the reason why there are none."""
-        why = self._groups.why_decoded()
-        if not why and not are_halves(self.parts.read(SCALES)):
-            why = "scales are no numbers of float16"
+        why = self._groups.why_decoded or why_no_halves(self.parts, SCALES)
         return layout_for(self.bits, self._zeros()), why
 
     def _zeros(self) -> np.ndarray:
