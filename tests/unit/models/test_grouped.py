@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from speculant.models.tensor_map import Columns, Rows, TensorMap, Transposed
+from speculant.models.weights import grouped
 from speculant.models.weights.grouped import InputGroups, as_blocks, as_floats, layout_for, unpacked, why_no_halves
 from speculant.models.weights.source import Mapped, QuantizedBlocks, decode, order_of, read_plain, stored_bytes
 
@@ -49,12 +50,24 @@ def test_blocks_stand_for_the_numbers(layout: str, ordered: bool, transposed: bo
     assert blocks.blocks.numel() == stored_bytes(layout.upper(), (N, K))
 
 
+@pytest.mark.parametrize("at_once", [1, 2 * K, 3 * K + 1])
+@pytest.mark.parametrize("has_zeros", [False, True])
+def test_few_rows_are_decoded_at_a_time(has_zeros: bool, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    groups = InputGroups.of_size(K, SIZE)
+    q = RANDOM.integers(0, 16, (N, K)).astype(np.uint8)
+    zeros = RANDOM.integers(0, 16, (N, groups.count)).astype(np.uint8) if has_zeros else None
+    scales = torch.from_numpy(RANDOM.standard_normal((N, groups.count))).float()
+    whole = as_floats(q, scales, zeros, 4, groups)
+    monkeypatch.setattr(grouped, "DECODED_AT_ONCE", at_once)
+    assert torch.equal(as_floats(q, scales, zeros, 4, groups), whole)
+
+
 @pytest.mark.parametrize(
     ("size", "k", "why"),
     [(32, 96, ""), (64, 96, ""), (96, 96, ""), (48, 96, "groups have 48"), (64, 80, "rows have 80")],
 )
 def test_blocks_need_whole_groups(size: int, k: int, why: str) -> None:
-    found = InputGroups.of_size(k, size).why_decoded()
+    found = InputGroups.of_size(k, size).why_decoded
     assert found.startswith(why)
     assert bool(found) == bool(why)
 

@@ -141,7 +141,7 @@ def regroup(tensors: Tensors, numbers: Tensors, one: str, other: str) -> None:
 def test_orders_survive_the_weight_cache(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_cache, "LEAST_BYTES", 0)
     packed, _ = made(source, tmp_path, Gptq(act_order=True))
-    time.sleep(2 * TICK)
+    time.sleep(2 * TICK)  # younger files are not kept
     first = load(packed, "native", weight_cache=tmp_path / "cache")
     expected = logits(first)
     for thread in threading.enumerate():

@@ -24,6 +24,7 @@ from speculant.models.native.program import PackedMlp
 from speculant.models.weights import cache as weight_cache
 from speculant.models.weights.layouts import e4m3_numbers
 from speculant.models.weights.load import Checkpoint, load_model
+from speculant.models.weights.schemes import bitsandbytes
 from tests.models import Shape, write_checkpoint
 from tests.quantised_folders import Tensors, edit_config
 from tests.scaled_folders import (
@@ -180,7 +181,7 @@ def test_inputs_may_have_an_order(source: Path, tmp_path: Path) -> None:
 def test_packed_weights_are_mapped_again(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_cache, "LEAST_BYTES", 0)
     folder, _ = made(source, tmp_path, FORMATS["mixed"])
-    time.sleep(2 * TICK)
+    time.sleep(2 * TICK)  # younger files are not kept
     first = load(folder, "native", weight_cache=tmp_path / "cache")
     expected = logits(first)
     for thread in threading.enumerate():
@@ -227,6 +228,16 @@ def test_mxfp4_is_read_from_compressed_tensors(source: Path, tmp_path: Path) -> 
     folder, numbers = made(source, tmp_path, compressed("mxfp4-pack-quantized", {LINEAR: write}, options))
     assert error(logits(folder), logits(numbers)) < 1e-6
     assert "MXFP4" in load(folder).kernels.upper() or usable_sets()
+
+
+@pytest.mark.parametrize("at_once", [1, 1000])
+def test_few_blocks_are_decoded_at_a_time(
+    at_once: int, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, _ = made(source, tmp_path, FORMATS["nf4, nested"])
+    whole = logits(folder)
+    monkeypatch.setattr(bitsandbytes, "DECODED_AT_ONCE", at_once)
+    assert torch.equal(logits(folder), whole)
 
 
 def test_decoded_matrices_are_announced(source: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -8,13 +8,15 @@ The blocks hold the same numbers. Groups of 64, 128 or all columns repeat their 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from speculant.models.weights.layouts import GROUP, layout_of
-from speculant.models.weights.source import QuantizedBlocks
+from speculant.models.weights.modules import ModuleParts
+from speculant.models.weights.source import DECODED_AT_ONCE, QuantizedBlocks
 
 _SYMMETRIC = {4: "q4_0", 8: "q8_0"}  # layouts, by bits
 
@@ -26,23 +28,28 @@ class InputGroups:
     of: np.ndarray
     count: int
 
-    @classmethod
-    def of_size(cls, k: int, size: int) -> InputGroups:
-        """Return groups of neighbours. size: columns of a group; the last one may have fewer."""
-        return cls(np.arange(k) // size, -(-k // size))
+    @staticmethod
+    @lru_cache(maxsize=64)
+    def of_size(k: int, size: int) -> InputGroups:
+        """Return groups of neighbours, one object for all matrices of a size.
+
+        size: columns of a group; the last one may have fewer.
+        """
+        return InputGroups(np.arange(k) // size, -(-k // size))
 
     @property
     def order(self) -> np.ndarray:
         """The columns, sorted by group."""
         return np.argsort(self.of, kind="stable")
 
-    @property
+    @cached_property
     def is_sorted(self) -> bool:
         """Whether the groups are in order already."""
         return bool((np.diff(self.of) >= 0).all())
 
+    @cached_property
     def why_decoded(self) -> str:
-        """Return the reason why blocks can't have these groups; "" if they can."""
+        """The reason why blocks can't have these groups; "" if they can."""
         if len(self.of) % GROUP:
             return f"rows have {len(self.of)} weights, which is not a multiple of {GROUP}"
         sizes = np.bincount(self.of, minlength=self.count)
@@ -65,6 +72,11 @@ def why_no_halves(scales: Tensor) -> str:
         return ""
     few = 100 * others < scales.numel()
     return f"float16 can't hold {'a few of the scales (less than 1%)' if few else 'the scales'}"
+
+
+def why_scales_are_decoded(parts: ModuleParts, end: str) -> str:
+    """Return `why_no_halves` of a tensor, which is not read if it is stored in float16."""
+    return "" if parts.kind(end) == "F16" else why_no_halves(parts.read(end).float())
 
 
 def as_blocks(
@@ -105,9 +117,13 @@ def _integers(layout: str, q: np.ndarray) -> np.ndarray:
 
 
 def as_floats(q: np.ndarray, scales: Tensor, zeros: np.ndarray | None, bits: int, groups: InputGroups) -> Tensor:
-    """Return the numbers [n, k] in float32; the arguments are those of `as_blocks`."""
-    zero: np.ndarray | int = 2 ** (bits - 1) if zeros is None else zeros[:, groups.of].astype(np.int16)
-    return torch.from_numpy(q.astype(np.int16) - zero).float() * scales.float()[:, groups.of]
+    """Return the numbers [n, k] in float32; the arguments are those of `as_blocks`. Few rows at a time take memory."""
+    found, step = torch.empty(q.shape, dtype=torch.float32, device="cpu"), max(1, DECODED_AT_ONCE // q.shape[1])
+    for rows in (slice(first, first + step) for first in range(0, len(q), step)):
+        zero: np.ndarray | int = 2 ** (bits - 1) if zeros is None else zeros[rows][:, groups.of].astype(np.int16)
+        numbers = torch.from_numpy(q[rows].astype(np.int16) - zero).float()
+        torch.mul(numbers, scales[rows].float()[:, groups.of], out=found[rows])
+    return found
 
 
 def unpacked(words: Tensor, bits: int, axis: int, places: tuple[int, ...] = ()) -> np.ndarray:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
@@ -144,28 +144,30 @@ def read_scheme(config: Mapping[str, Any]) -> Scheme | None:
 class ModuleFiles:
     """`StoredWeights` of files in which some matrices consist of several tensors.
 
-    unused: plain tensors that are left out.
+    matrices: these, by name. unused: plain tensors that are left out.
     """
 
     files: TensorFiles
     scheme: Scheme
+    matrices: Mapping[str, StoredMatrix]
     unused: frozenset[str] = frozenset()
+    _last: dict[str, Tensor | QuantizedBlocks] = field(default_factory=dict, repr=False, compare=False)
 
-    @cached_property
-    def matrices(self) -> dict[str, StoredMatrix]:
-        """The matrices of several tensors, by name."""
-        return {name: self.scheme.matrix(parts) for name, parts in self._found.items()}
-
-    @cached_property
-    def _found(self) -> dict[str, ModuleParts]:
-        modules = {stored.removesuffix(mark) for mark in self.scheme.marks for stored in self.files.entries
+    @classmethod
+    def of(cls, files: TensorFiles, scheme: Scheme) -> ModuleFiles:
+        """Find the matrices. Raises ModelError for headers that do not fit each other."""
+        modules = {stored.removesuffix(mark) for mark in scheme.marks for stored in files.entries
                    if stored.endswith(mark)}  # fmt: skip
-        return {module + self.scheme.weight: ModuleParts(self.files, module) for module in sorted(modules)}
+        parts = {module + scheme.weight: ModuleParts(files, module) for module in sorted(modules)}
+        return cls(files, scheme, {name: scheme.matrix(each) for name, each in parts.items()})
+
+    def _module(self, name: str) -> str:
+        return name.removesuffix(self.scheme.weight)
 
     @cached_property
     def _plain(self) -> TensorFiles:
         """The files without the tensors of these matrices."""
-        taken = {parts.module + end for parts in self._found.values() for end in self.scheme.parts} | self.unused
+        taken = {self._module(name) + end for name in self.matrices for end in self.scheme.parts} | self.unused
         return replace(self.files, entries={k: v for k, v in self.files.entries.items() if k not in taken})
 
     @property
@@ -211,14 +213,24 @@ class ModuleFiles:
         return self.matrices[name].order if name in self.matrices else None
 
     def read(self, name: str) -> Tensor | QuantizedBlocks:
-        """See `WeightSource.read`."""
-        return self.matrices[name].read() if name in self.matrices else self._plain.read(name)
+        """See `WeightSource.read`.
+
+        The last matrix is kept until the next read: parts of a fused one, such as Phi-3's qkv_proj, are read in turn.
+        """
+        found = self._last.get(name)
+        if found is None:
+            self._last.clear()  # before the next one takes memory
+            if name not in self.matrices:
+                return self._plain.read(name)
+            found = self._last[name] = self.matrices[name].read()
+        return found
 
     def read_stacked(self, name: str, index: int) -> Tensor | QuantizedBlocks:
         """See `ReadsStacks.read_stacked`."""
+        self._last.clear()
         if name not in self.matrices:
             return self._plain.read_stacked(name, index)
-        return self.scheme.matrix(replace(self._found[name], index=index)).read()
+        return self.scheme.matrix(ModuleParts(self.files, self._module(name), index)).read()
 
     def say_decoded(self) -> None:
         """Warn of matrices that are decoded, with the reasons."""
@@ -237,7 +249,7 @@ def open_modules(files: TensorFiles, scheme: Scheme, decoder: DecoderConfig) -> 
     Quantised matrices are [n, k], even if the family's plain matrices are transposed. Some programs store a bias of
     zeros for each module; it is left out where the model has no bias. Raises ModelError.
     """
-    found = ModuleFiles(files, scheme)
+    found = ModuleFiles.of(files, scheme)
     decoder = replace(decoder, tensors=decoder.tensors.upright(found.matrices))
     known = {stored_name(decoder.tensors.expression(name)) for name in tensor_shapes(decoder)}
     biases = {name.removesuffix(scheme.weight) + ".bias" for name in found.matrices} & files.entries.keys() - known

@@ -16,7 +16,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from speculant.models.weights.grouped import InputGroups, as_blocks, as_floats, layout_for, unpacked, why_no_halves
+from speculant.models.weights.grouped import (
+    InputGroups,
+    as_blocks,
+    as_floats,
+    layout_for,
+    unpacked,
+    why_scales_are_decoded,
+)
 from speculant.models.weights.layouts import FP8_BLOCK, SCALE, e4m3_numbers
 from speculant.models.weights.modules import AGAIN, ModuleParts
 from speculant.models.weights.source import QuantizedBlocks
@@ -216,7 +223,7 @@ class IntegerMatrix:
         if not self.ends.groups or not self.parts.has(self.ends.groups):
             return expected
         found = self.parts.read(self.ends.groups).numpy().astype(np.int64)
-        if (found == -1).all():  # it was never filled: groups are neighbours
+        if (found == -1).all() or np.array_equal(found, expected.of):  # it was never filled, or they are neighbours
             return expected
         if not np.array_equal(np.sort(found), expected.of):
             name = f"{self.parts.module}{self.ends.groups}"
@@ -256,7 +263,7 @@ class IntegerMatrix:
         """See `StoredMatrix.why_decoded`."""
         if self._layout == "int8":
             return ""
-        return self._groups.why_decoded() or why_no_halves(self._scales())
+        return self._groups.why_decoded or why_scales_are_decoded(self.parts, self.ends.scale)
 
     @property
     def kind(self) -> str:

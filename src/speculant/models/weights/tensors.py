@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import mmap
+import os
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +32,11 @@ _HARMLESS = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attenti
 _PREFIXES = (("language_model.", ""), ("model.language_model.", "model."))  # of language models within larger ones
 _HEADS = ("lm_head", "embed_out")
 _SHOWN = 5
+_LENGTH = 8  # bytes of the header's length, which begin a file
+_TYPES = {
+    **FLOATS, "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32,
+    "I64": torch.int64, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
+}  # fmt: skip
 _SHARD = re.compile(r"\w[\w .+-]{0,199}", re.ASCII)  # the name of a file in the folder itself
 
 
@@ -39,7 +47,15 @@ class TensorEntry:
     file: Path
     shape: tuple[int, ...]
     kind: str  # safetensors' name of the type, such as BF16
-    name: str  # in the file
+    first: int  # byte of the file
+    size: int  # bytes
+
+    def part(self, index: int) -> TensorEntry:
+        """Return the entry of one of stacked tensors. Raises ModelError if there is no such one."""
+        if not self.shape or not 0 <= index < self.shape[0]:
+            raise ModelError(f"{self.file} has no part {index} of a tensor {list(self.shape)}", "download it again.")
+        size = self.size // self.shape[0]
+        return replace(self, shape=self.shape[1:], first=self.first + index * size, size=size)
 
 
 @dataclass(frozen=True)
@@ -111,18 +127,12 @@ class TensorFiles:
         return [Stamp.of(file) for file in sorted({entry.file for entry in self.entries.values()})]
 
     def read(self, name: str) -> Tensor:
-        """See `WeightSource.read`. The file is mapped anew for each tensor: a mapping keeps read pages in memory."""
-        entry = self.entries[name]
-        with _open(entry.file) as opened:
-            tensor: Tensor = opened.get_tensor(entry.name)
-            return tensor
+        """See `WeightSource.read`. Raises ModelError if the file can't be read any longer."""
+        return _read(self.entries[name])
 
     def read_stacked(self, name: str, index: int) -> Tensor:
-        """See `ReadsStacks.read_stacked`."""
-        entry = self.entries[name]
-        with _open(entry.file) as opened:
-            tensor: Tensor = opened.get_slice(entry.name)[index]
-            return tensor
+        """See `ReadsStacks.read_stacked`. Raises ModelError as `read` does."""
+        return _read(self.entries[name].part(index))
 
     def renamed(self, table: str) -> TensorFiles:
         """Return the tensors of the language model, under the names that a file of it alone has.
@@ -209,13 +219,39 @@ def _read_weight_map(index: Path) -> dict[str, str]:
 
 def _read_header(file: Path) -> dict[str, TensorEntry]:
     with _open(file) as opened:
+        places = _read_places(file)
         slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 - not a mapping
-        return {name: TensorEntry(file, tuple(s.get_shape()), s.get_dtype(), name) for name, s in slices.items()}
+        return {name: TensorEntry(file, tuple(s.get_shape()), s.get_dtype(), *places[name])
+                for name, s in slices.items()}  # fmt: skip
+
+
+def _read_places(file: Path) -> dict[str, tuple[int, int]]:
+    """Return the first byte and the size of each tensor of a file whose header safetensors has checked."""
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(_LENGTH), "little")
+        header = json.loads(opened.read(length))
+    header.pop("__metadata__", None)
+    found = {name: entry["data_offsets"] for name, entry in header.items()}
+    return {name: (_LENGTH + length + first, end - first) for name, (first, end) in found.items()}
+
+
+def _read(entry: TensorEntry) -> Tensor:
+    """Map a tensor. Changes to it stay in memory. Each has its own mapping, because a mapping keeps read pages."""
+    if entry.kind not in _TYPES:
+        raise ModelError(f"{entry.file} has a tensor of the type {entry.kind}, which can't be read", "convert it.")
+    with Converts(ModelError, f"{entry.file} can't be read", "download it again."), entry.file.open("rb") as opened:
+        if os.fstat(opened.fileno()).st_size < entry.first + entry.size:
+            raise ModelError(f"{entry.file} has become shorter since it was opened", "download it again.")
+        if not entry.size:
+            return torch.empty(entry.shape, dtype=_TYPES[entry.kind], device="cpu")
+        ahead = entry.first % mmap.ALLOCATIONGRANULARITY
+        mapped = mmap.mmap(opened.fileno(), ahead + entry.size, access=mmap.ACCESS_COPY, offset=entry.first - ahead)
+        return torch.frombuffer(mapped, dtype=_TYPES[entry.kind], offset=ahead).view(entry.shape)
 
 
 @contextmanager
 def _open(file: Path) -> Iterator[Any]:
-    """Open a safetensors file. Raises ModelError if its header is broken, or if reading it fails in the block."""
+    """Open a safetensors file. Raises ModelError if its header is broken, or if the block fails."""
     reading = Converts(ModelError, f"{file} is not a readable safetensors file", "download it again.")
     with reading, safe_open(file, framework="pt") as opened:
         yield opened

@@ -17,7 +17,14 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from speculant.models.weights.grouped import InputGroups, as_blocks, as_floats, layout_for, unpacked, why_no_halves
+from speculant.models.weights.grouped import (
+    InputGroups,
+    as_blocks,
+    as_floats,
+    layout_for,
+    unpacked,
+    why_scales_are_decoded,
+)
 from speculant.models.weights.modules import ModuleParts
 from speculant.models.weights.options import HARMLESS, Options
 from speculant.models.weights.source import QuantizedBlocks
@@ -51,7 +58,7 @@ class AwqMatrix:
     @cached_property
     def why_decoded(self) -> str:
         """See `StoredMatrix.why_decoded`."""
-        return self.groups.why_decoded() or why_no_halves(self.parts.read(SCALES))
+        return self.groups.why_decoded or why_scales_are_decoded(self.parts, SCALES)
 
     def _zeros(self) -> np.ndarray:
         """Read the zero points, uint8 [groups, n]."""

@@ -26,7 +26,7 @@ from speculant.models.entries import is_whole, show
 from speculant.models.weights.modules import ModuleParts, StoredMatrix
 from speculant.models.weights.options import OTHER, Options
 from speculant.models.weights.scaled import int8_rows, matrix_shape, read_scales
-from speculant.models.weights.source import QuantizedBlocks
+from speculant.models.weights.source import DECODED_AT_ONCE, QuantizedBlocks
 
 WEIGHT, SCB = ".weight", ".SCB"
 TILES = (".weight_format", ".weight.weight_format")  # 0 = rows; others are orders that GPUs had
@@ -111,10 +111,15 @@ class FourBitMatrix:
 
     def read(self) -> Tensor:
         """See `StoredMatrix.read`. Raises ModelError for numbers that are not finite."""
-        pairs, numbers = self.parts.read(WEIGHT).flatten(), read_scales(self.parts, MAP)
-        count = math.prod(self.shape)
-        decoded = numbers[torch.stack((pairs >> 4, pairs & 15), dim=1).flatten()[:count].int()]
-        return (decoded * self._scales().repeat_interleave(self.blocks.size)[:count]).view(self.shape)
+        pairs, numbers, scales = self.parts.read(WEIGHT).flatten(), read_scales(self.parts, MAP), self._scales()
+        found, size = torch.empty(math.prod(self.shape), dtype=torch.float32, device="cpu"), self.blocks.size
+        step = 2 * size * max(1, DECODED_AT_ONCE // (2 * size))  # whole blocks, and whole bytes
+        for first in range(0, len(found), step):
+            part, own = pairs[first // 2 : (first + step) // 2], found[first : first + step]
+            decoded = numbers[torch.stack((part >> 4, part & 15), dim=1).flatten()[: len(own)].int()]
+            by_number = scales[first // size : (first + step) // size].repeat_interleave(size)[: len(own)]
+            torch.mul(decoded, by_number, out=own)
+        return found.view(self.shape)
 
 
 def _read_blocks(state: Mapping[str, Any]) -> Blocks | None:

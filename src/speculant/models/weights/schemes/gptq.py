@@ -19,7 +19,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from speculant.models.weights.grouped import InputGroups, as_blocks, as_floats, layout_for, unpacked, why_no_halves
+from speculant.models.weights.grouped import (
+    InputGroups,
+    as_blocks,
+    as_floats,
+    layout_for,
+    unpacked,
+    why_scales_are_decoded,
+)
 from speculant.models.weights.modules import ModuleParts
 from speculant.models.weights.options import HARMLESS, Options
 from speculant.models.weights.source import QuantizedBlocks
@@ -52,6 +59,8 @@ class GptqMatrix:
         if not self.parts.has(G_IDX):
             return expected
         found = self.parts.read(G_IDX).numpy().astype(np.int64)
+        if np.array_equal(found, expected.of):
+            return expected
         if not np.array_equal(np.sort(found), expected.of):
             raise self.parts.error(f"{self.parts.module}{G_IDX} does not divide the inputs into groups of {self.size}")
         return InputGroups(found, expected.count)
@@ -59,7 +68,7 @@ class GptqMatrix:
     @cached_property
     def _layout(self) -> tuple[str, str]:
         """The layout of the blocks, and "" or the reason why there are none."""
-        why = self._groups.why_decoded() or why_no_halves(self.parts.read(SCALES))
+        why = self._groups.why_decoded or why_scales_are_decoded(self.parts, SCALES)
         return layout_for(self.bits, self._zeros()), why
 
     def _zeros(self) -> np.ndarray:
