@@ -21,17 +21,15 @@ from speculant.cli.model_report import inspect_model
 from speculant.errors import ModelError
 from speculant.files import TICK
 from speculant.kernels.native import Type, usable_sets
-from speculant.models.native.decoder import NativeDecoder
 from speculant.models.native.experts import PackedExperts
 from speculant.models.native.program import PackedMlp
 from speculant.models.weights import cache as weight_cache
-from speculant.models.weights.load import Checkpoint, load_model
+from speculant.models.weights.load import load_model
 from tests.models import Shape, write_checkpoint
 from tests.quantised_folders import Gptq, Tensors, awq_config, awq_module, edit_config, quantise
-from tests.unit.models.families import EXPERTS, PADDED, VARIANTS, Session, make_pair, random_tokens
+from tests.unit.models.families import EXPERTS, PADDED, VARIANTS, make_pair
+from tests.unit.models.loaded import MOST_ERROR, error, load, logits, packed_of
 
-PROMPT = random_tokens(24)
-MOST_ERROR = 0.1  # of the logits' norm: native rows are rounded to int8
 native = pytest.mark.skipif(not usable_sets(), reason="the native kernels are not built")
 CASES: dict[str, tuple[Gptq, Type]] = {
     "asymmetric": (Gptq(), Type.ZERO4),
@@ -60,24 +58,6 @@ def made(source: Path, root: Path, own: Gptq, **options: Any) -> tuple[Path, Pat
     """Return the folders of a quantised checkpoint and of its numbers."""
     quantise(source, root / "packed", root / "numbers", own, **options)
     return root / "packed", root / "numbers"
-
-
-def load(folder: Path, kernels: str = "reference", **options: Any) -> Checkpoint:
-    return load_model(str(folder), "float32", kernels=kernels, **options)
-
-
-def logits(loaded: Checkpoint | Path) -> Tensor:
-    own = load(loaded) if isinstance(loaded, Path) else loaded
-    return Session(own.model).extend([token % own.model.vocab_size for token in PROMPT])
-
-
-def packed_of(loaded: Checkpoint) -> Any:
-    assert isinstance(loaded.model, NativeDecoder)
-    return loaded.model.packed
-
-
-def error(found: Tensor, expected: Tensor) -> float:
-    return float((found - expected).norm() / expected.norm())
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -18,12 +18,10 @@ from torch import Tensor
 from speculant.errors import ModelError
 from speculant.files import TICK
 from speculant.kernels.native import Type, usable_sets
-from speculant.models.native.decoder import NativeDecoder
 from speculant.models.native.experts import PackedExperts
 from speculant.models.native.program import PackedMlp
 from speculant.models.weights import cache as weight_cache
 from speculant.models.weights.layouts import e4m3_numbers
-from speculant.models.weights.load import Checkpoint, load_model
 from speculant.models.weights.schemes import bitsandbytes
 from tests.models import Shape, write_checkpoint
 from tests.quantised_folders import Tensors, edit_config
@@ -39,10 +37,9 @@ from tests.scaled_folders import (
     integers,
     quantise,
 )
-from tests.unit.models.families import EXPERTS, PADDED, VARIANTS, Session, make_pair, random_tokens
+from tests.unit.models.families import EXPERTS, PADDED, VARIANTS, make_pair
+from tests.unit.models.loaded import MOST_ERROR, error, load, logits, packed_of
 
-PROMPT = random_tokens(24)
-MOST_ERROR = 0.1  # of the logits' norm: native rows are rounded to int8, or decoded weights to bfloat16
 HIDDEN = 192  # inputs: one and a half blocks of 128
 native = pytest.mark.skipif(not usable_sets(), reason="the native kernels are not built")
 TYPES = {  # of the output projection
@@ -65,24 +62,6 @@ def made(source: Path, root: Path, form: Format) -> tuple[Path, Path]:
     """Return the folders of a quantised checkpoint and of its numbers."""
     quantise(source, root / "packed", root / "numbers", form)
     return root / "packed", root / "numbers"
-
-
-def load(folder: Path, kernels: str = "reference", **options: Any) -> Checkpoint:
-    return load_model(str(folder), "float32", kernels=kernels, **options)
-
-
-def logits(loaded: Checkpoint | Path) -> Tensor:
-    own = load(loaded) if isinstance(loaded, Path) else loaded
-    return Session(own.model).extend([token % own.model.vocab_size for token in PROMPT])
-
-
-def packed_of(loaded: Checkpoint) -> Any:
-    assert isinstance(loaded.model, NativeDecoder)
-    return loaded.model.packed
-
-
-def error(found: Tensor, expected: Tensor) -> float:
-    return float((found - expected).norm() / expected.norm())
 
 
 def test_e4m3_is_that_of_torch() -> None:
