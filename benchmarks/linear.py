@@ -22,7 +22,6 @@ from speculant.kernels.native import (
     BLOCK_SIZES,
     BLOCK_TYPES,
     FP8_BLOCK,
-    QUANTIZED,
     SCALE_BYTES,
     Activation,
     Flag,
@@ -35,6 +34,7 @@ from speculant.kernels.native import (
 )
 from speculant.lab.bench.runner import Benchmark, quartiles, ratio, timed
 from speculant.models.native.ops import linear
+from speculant.models.weights.rounding import ROUNDINGS
 
 HIDDEN, INSIDE, QKV, LAYERS = 2048, 8192, 3072, 16
 SHAPES = [
@@ -45,7 +45,8 @@ SHAPES = [
     (HIDDEN, INSIDE),
 ]  # q/k/v, out, gate, up, down
 BLOCKS = ("q8_0", "q4_1", "q5_0", "q5_1", "q4_k", "q5_k", "q6_k", "iq4_nl", "mxfp4", "zero4", "zero8")
-PLAIN = {"bfloat16": Type.BF16, "float16": Type.F16, **QUANTIZED}
+ROUNDED = {name: rounding.most for name, rounding in ROUNDINGS.items()}
+PLAIN = {"bfloat16": Type.BF16, "float16": Type.F16, **ROUNDED}
 TYPES = {**PLAIN, **{name: BLOCK_TYPES[name] for name in (*BLOCKS, "fp8")}}
 ROWS = (1, 2, 5, 8, 16)
 FINITE = 0x3B  # a mask of bytes: any two of them are a float16 from 0 to 1, any four a positive float32 below 1
@@ -96,10 +97,12 @@ class Native:
         return sum(weight.memory.numel() for weight in self.weights)
 
 
-def rows_of(name: str, matrices: list[Tensor]) -> list[Tensor]:
+def rows_of(kernels: Kernels, name: str, matrices: list[Tensor]) -> list[Tensor]:
     """Return matrices in the form that a type is packed from; blocks are random."""
     if name == "float16":
         return [matrix.half() for matrix in matrices]
+    if name in ROUNDED:
+        return [kernels.round(ROUNDED[name], matrix) for matrix in matrices]
     if name not in (*BLOCKS, "fp8"):
         return matrices
     weights, size = (FP8_BLOCK, FP8_BLOCK + SCALE_BYTES) if name == "fp8" else BLOCK_SIZES[TYPES[name]]
@@ -128,7 +131,7 @@ def measure(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     assert kernels is not None, "the native kernels are not built"
     matrices = [torch.randn(shape).mul_(0.02).bfloat16() for _ in range(LAYERS) for shape in SHAPES]
     names = dict.fromkeys(["bfloat16", *arguments.types])
-    native = {name: Native.pack(kernels, TYPES[name], rows_of(name, matrices)) for name in names}
+    native = {name: Native.pack(kernels, TYPES[name], rows_of(kernels, name, matrices)) for name in names}
     packed = [torch.ops.mkldnn._reorder_linear_weight(matrix, 1) for matrix in matrices]
     probe = aligned(native["bfloat16"].num_bytes).fill_(1)
     x, inside = torch.randn(1, HIDDEN).bfloat16(), torch.randn(1, INSIDE).bfloat16()

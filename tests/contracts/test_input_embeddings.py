@@ -20,6 +20,7 @@ PROMPTS = {1: random_tokens(9, seed=1), 2: random_tokens(21, seed=2), 3: random_
 TREE = DraftTree.of([3, 17, 9, 40, 5], [-1, -1, 1, 1, 3])
 NO_TOKEN = 10**9  # what a row with an embedding of its own may have for a token
 REFERENCE = "reference-float64"
+ROUNDED = {"int8": 0.005, "int4": 0.005}  # of the largest number: both keep the table in 8 bits here
 
 Embeddings = Mapping[int, Tensor]
 
@@ -81,7 +82,9 @@ def test_embed_is_what_enters_the_first_layer(name: str) -> None:
     assert torch.equal(model.embed(tokens[:0]), seen[:0])
     assert torch.equal(model.embed(tokens.int()), seen)
     assert torch.equal(model.embed(tokens[::2]), seen[::2])
-    assert torch.equal(seen.double(), make_model(REFERENCE).embed(tokens).to(model.cache_shape.dtype).double())
+    expected = make_model(REFERENCE).embed(tokens).to(model.cache_shape.dtype).double()
+    most = next((error for type_, error in ROUNDED.items() if name.endswith(type_)), 0.0)
+    torch.testing.assert_close(seen.double(), expected, atol=most * float(expected.abs().max()), rtol=0)
 
 
 @NATIVE

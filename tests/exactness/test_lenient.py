@@ -107,7 +107,7 @@ def lenient(**config: Any) -> LLM:
 
 @pytest.mark.parametrize("temperature", slow_but([1.0], [0.0, 1.0]))
 def test_every_output_and_metric_says_that_it_is_lenient(temperature: float) -> None:
-    llm = lenient(verification="lenient", lenience=0.01)
+    llm = lenient(verification="lenient", lenience=0.01, draft_length="fixed")
     params = SamplingParams(temperature=temperature, max_tokens=48, ignore_eos=True)
     (out,) = llm.generate([PROMPT], params)
     assert out.metrics.verification == "lenient"
@@ -115,7 +115,7 @@ def test_every_output_and_metric_says_that_it_is_lenient(temperature: float) -> 
     assert out.metrics.to_dict()["speculative_decoding"]["lossless"] is False
     assert (llm.engine.metrics.lossy, llm.engine.metrics.to_dict()["lossy"]) == (1, 1)
     assert "NOT LOSSLESS" in llm.speculation
-    strict = LLM("demo", "demo", max_model_len=128)
+    strict = LLM("demo", "demo", max_model_len=128, speculative_config={"draft_length": "fixed"})
     (exact,) = strict.generate([PROMPT], params)
     assert exact.lossless
     assert exact.metrics.to_dict()["speculative_decoding"]["lossless"] is True
