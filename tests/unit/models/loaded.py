@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from speculant.files import TICK
 from speculant.models.native.decoder import NativeDecoder
+from speculant.models.weights import cache as weight_cache
 from speculant.models.weights.load import Checkpoint, load_model
 from tests.unit.models.families import Session, random_tokens
 
@@ -18,6 +22,19 @@ MOST_ERROR = 0.1  # of the logits' norm: native rows are rounded to int8, and de
 def load(folder: Path, kernels: str = "reference", **options: Any) -> Checkpoint:
     """Load a model in float32."""
     return load_model(str(folder), "float32", kernels=kernels, **options)
+
+
+def load_twice(folder: Path, cache: Path) -> tuple[Checkpoint, Tensor]:
+    """Load a model that is packed and kept, then mapped. Returns the mapped one, and the logits of the packed one."""
+    time.sleep(2 * TICK)  # younger files are not kept
+    first = load(folder, "native", weight_cache=cache)
+    expected = logits(first)
+    for thread in threading.enumerate():
+        if thread.name == weight_cache.THREAD:
+            thread.join()
+    again = load(folder, "native", weight_cache=cache)
+    assert (first.source, again.source) == (weight_cache.KEPT, weight_cache.MAPPED)
+    return again, expected
 
 
 def logits(loaded: Checkpoint | Path) -> Tensor:
@@ -33,5 +50,5 @@ def packed_of(loaded: Checkpoint) -> Any:
 
 
 def error(found: Tensor, expected: Tensor) -> float:
-    """Return the norm of a difference over that of what was expected."""
+    """Return the norm of the difference, divided by the norm of the expected values."""
     return float((found - expected).norm() / expected.norm())

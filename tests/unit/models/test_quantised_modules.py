@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-import threading
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +17,6 @@ from torch import Tensor
 
 from speculant.cli.model_report import inspect_model
 from speculant.errors import ModelError
-from speculant.files import TICK
 from speculant.kernels.native import Type, usable_sets
 from speculant.models.native.experts import PackedExperts
 from speculant.models.native.program import PackedMlp
@@ -28,7 +25,7 @@ from speculant.models.weights.load import load_model
 from tests.models import Shape, write_checkpoint
 from tests.quantised_folders import Gptq, Tensors, awq_config, awq_module, edit_config, quantise
 from tests.unit.models.families import EXPERTS, PADDED, VARIANTS, make_pair
-from tests.unit.models.loaded import MOST_ERROR, error, load, logits, packed_of
+from tests.unit.models.loaded import MOST_ERROR, error, load, load_twice, logits, packed_of
 
 native = pytest.mark.skipif(not usable_sets(), reason="the native kernels are not built")
 CASES: dict[str, tuple[Gptq, Type]] = {
@@ -121,14 +118,7 @@ def regroup(tensors: Tensors, numbers: Tensors, one: str, other: str) -> None:
 def test_orders_survive_the_weight_cache(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_cache, "LEAST_BYTES", 0)
     packed, _ = made(source, tmp_path, Gptq(act_order=True))
-    time.sleep(2 * TICK)  # younger files are not kept
-    first = load(packed, "native", weight_cache=tmp_path / "cache")
-    expected = logits(first)
-    for thread in threading.enumerate():
-        if thread.name == weight_cache.THREAD:
-            thread.join()
-    again = load(packed, "native", weight_cache=tmp_path / "cache")
-    assert (first.source, again.source) == (weight_cache.KEPT, weight_cache.MAPPED)
+    again, expected = load_twice(packed, tmp_path / "cache")
     assert packed_of(again).layers[0].out.order is not None
     assert torch.equal(logits(again), expected)
     edit_config(packed, quantization_config={**Gptq(act_order=True).config, "checkpoint_format": "gptq_v2"})

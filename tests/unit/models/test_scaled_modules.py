@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from speculant.errors import ModelError
-from speculant.files import TICK
 from speculant.kernels.native import Type, usable_sets
 from speculant.models.native.experts import PackedExperts
 from speculant.models.native.program import PackedMlp
@@ -38,7 +35,7 @@ from tests.scaled_folders import (
     quantise,
 )
 from tests.unit.models.families import EXPERTS, PADDED, VARIANTS, make_pair
-from tests.unit.models.loaded import MOST_ERROR, error, load, logits, packed_of
+from tests.unit.models.loaded import MOST_ERROR, error, load, load_twice, logits, packed_of
 
 HIDDEN = 192  # inputs: one and a half blocks of 128
 native = pytest.mark.skipif(not usable_sets(), reason="the native kernels are not built")
@@ -160,14 +157,7 @@ def test_inputs_may_have_an_order(source: Path, tmp_path: Path) -> None:
 def test_packed_weights_are_mapped_again(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_cache, "LEAST_BYTES", 0)
     folder, _ = made(source, tmp_path, FORMATS["mixed"])
-    time.sleep(2 * TICK)  # younger files are not kept
-    first = load(folder, "native", weight_cache=tmp_path / "cache")
-    expected = logits(first)
-    for thread in threading.enumerate():
-        if thread.name == weight_cache.THREAD:
-            thread.join()
-    again = load(folder, "native", weight_cache=tmp_path / "cache")
-    assert (first.source, again.source) == (weight_cache.KEPT, weight_cache.MAPPED)
+    again, expected = load_twice(folder, tmp_path / "cache")
     assert packed_of(again).layers[0].mlp.down.type == Type.FP8
     assert torch.equal(logits(again), expected)
 

@@ -212,7 +212,7 @@ def document(models: Compared, path: Path, text: QualityText, scores: Sequence[C
 
 
 def _exp(value: float) -> float:
-    return math.exp(min(value, 700.0))  # larger ones are beyond what a float holds
+    return math.exp(min(value, 700.0))  # the exponential of a larger number overflows
 
 
 def _student(free: int) -> float:

@@ -87,7 +87,9 @@ def read_folder(folder: Path) -> GgufModel:
         )
     checked = CheckpointFiles.open(folder)
     files, decoder = checked.tensors, checked.decoder
-    names = {stored_name(decoder.tensors.expression(name)) for name in tensor_shapes(decoder)}  # without what is unused
+    names = {
+        stored_name(decoder.tensors.expression(name)) for name in tensor_shapes(decoder)
+    }  # unused tensors are left out
     if files.quantised_kinds() or any(len(files.shape(name)) > 2 for name in names):
         raise ModelError(f"{folder} has weights that are quantised or stacked", "use the checkpoint it was made from.")
 

@@ -37,15 +37,12 @@ class InputGroups:
         """
         return InputGroups(np.arange(k) // size, -(-k // size))
 
-    @property
-    def order(self) -> np.ndarray:
-        """The columns, sorted by group."""
-        return np.argsort(self.of, kind="stable")
-
     @cached_property
-    def is_sorted(self) -> bool:
-        """Whether the groups are in order already."""
-        return bool((np.diff(self.of) >= 0).all())
+    def order(self) -> Tensor | None:
+        """The columns, sorted by group, int32 [k]; None = they are sorted already."""
+        if bool((np.diff(self.of) >= 0).all()):
+            return None
+        return torch.from_numpy(np.argsort(self.of, kind="stable").astype(np.int32))
 
     @cached_property
     def why_decoded(self) -> str:
@@ -86,9 +83,8 @@ def as_blocks(
 
     q may be a transposed view. zeros: None = the layout has none.
     """
-    order = None if groups.is_sorted else groups.order
-    if order is not None:
-        q = q.T[order].T
+    if groups.order is not None:
+        q = q.T[groups.order.numpy()].T
     (n, k), group, known = q.shape, np.sort(groups.of)[::GROUP], layout_of(layout)
     assert known is not None
     integers = _integers(layout, q)
@@ -98,8 +94,7 @@ def as_blocks(
         assert zeros is not None
         blocks[:, :, 2] = zeros[:, group]
     blocks[:, :, -integers.shape[2] :] = integers
-    stored = None if order is None else torch.from_numpy(order.astype(np.int32))
-    return QuantizedBlocks(layout, (n, k), torch.from_numpy(blocks.reshape(n, -1)), stored)
+    return QuantizedBlocks(layout, (n, k), torch.from_numpy(blocks.reshape(n, -1)), groups.order)
 
 
 def _integers(layout: str, q: np.ndarray) -> np.ndarray:

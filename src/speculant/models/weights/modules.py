@@ -90,7 +90,7 @@ class StoredMatrix(Protocol):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of what `read` returns."""
+        """The shape of the matrix, or of the stacked matrices."""
         ...
 
     @property

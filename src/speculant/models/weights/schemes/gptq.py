@@ -92,9 +92,7 @@ class GptqMatrix:
     @cached_property
     def order(self) -> Tensor | None:
         """See `HasOrders.order`."""
-        if self.why_decoded or self._groups.is_sorted:
-            return None
-        return torch.from_numpy(self._groups.order.astype(np.int32))
+        return None if self.why_decoded else self._groups.order
 
     def read(self) -> Tensor | QuantizedBlocks:
         """See `StoredMatrix.read`."""
