@@ -54,7 +54,7 @@ extern "C" {
 
 int64_t sp_group_streams = fastest_streams();
 
-int sp_version(void) { return 21; }
+int sp_version(void) { return 22; }
 
 const char *sp_name(int set) { return 0 <= set && set < NUM_SETS ? SETS[set].name : nullptr; }
 
@@ -95,6 +95,10 @@ void sp_normalise(int set, const double *weights, int64_t n, double *out) { SETS
 
 int64_t sp_draw(int set, const double *weights, int64_t n, int shared_noise, uint64_t chance) {
   return SETS[set].table->draw(weights, n, shared_noise, chance);
+}
+
+void sp_draw_rows(int set, int threads, const double *weights, int64_t n, const SpRowDraw *draws, int64_t count, int64_t *tokens) {
+  SETS[set].table->draw_rows(weights, n, draws, count, tokens, threads);
 }
 
 double sp_read(int set, int threads, const void *data, int64_t bytes) { return SETS[set].table->read(data, bytes, threads); }

@@ -361,6 +361,19 @@ static int64_t draw(const double *weights, int64_t n, int shared_noise, uint64_t
   return token < 0 ? 0 : token;
 }
 
+// Draw from rows of weights [rows, n], with the bits of `draw`; -1 from a row that is not a distribution. A row is one work item.
+static void draw_rows(const double *weights, int64_t n, const SpRowDraw *draws, int64_t count, int64_t *tokens, int threads) {
+  share_out(count, count * n > CHUNK ? threads : 1, [&](int64_t i) {
+    static thread_local List<Share> shares;
+    const double *own = weights + draws[i].row * n;
+    const int64_t chunks = chunks_of(n), noise = draws[i].shared_noise;
+    shares.resize(chunks);
+    for (int64_t chunk = 0; chunk < chunks; chunk++) share_draw(own, n, noise, draws[i].chance, chunk, shares[chunk]);
+    const bool sound = noise || is_distribution(shares.items, chunks);  // a race without a winner returns -1 by itself
+    tokens[i] = sound ? finish_draw(own, n, noise, draws[i].chance, shares.items) : -1;
+  });
+}
+
 // Copy a chunk of weights, except those of one token, and add it up.
 static inline void leave_out(const double *weights, int64_t begin, int64_t end, int64_t token, double *out, Share &share) {
   if (out != weights) memcpy(out + begin, weights + begin, (end - begin) * sizeof(double));

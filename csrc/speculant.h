@@ -163,6 +163,12 @@ typedef struct {
   int64_t state_size;
 } SpDraft;
 
+/* A draw of sp_draw_rows: the row of weights, and shared_noise and chance as in sp_draw. */
+typedef struct {
+  int64_t row, shared_noise;
+  uint64_t chance;
+} SpRowDraw;
+
 int sp_version(void);
 /* Streams in which large panels of integers are packed and read: 1 on processors of AMD, else 8, whichever is faster there. It belongs to
  * the layout of packed weights, like the set. Only tests change it. */
@@ -203,6 +209,8 @@ void sp_probs(int set, int threads, float *logits, int64_t rows, int64_t given, 
 /* A token drawn with probability proportional to weights[n]. `chance` is the key of the shared Gumbel noise (shared_noise), else 64
  * random bits that select a share of the sum. 0 if all weights are 0. */
 int64_t sp_draw(int set, const double *weights, int64_t n, int shared_noise, uint64_t chance);
+/* tokens[count] = one draw for each of `draws` from rows of weights [rows, n]; -1 if all of a row is 0, or NaN. */
+void sp_draw_rows(int set, int threads, const double *weights, int64_t n, const SpRowDraw *draws, int64_t count, int64_t *tokens);
 /* out[n] = weights[n] divided by their sum. */
 void sp_normalise(int set, const double *weights, int64_t n, double *out);
 double sp_read(int set, int threads, const void *data, int64_t bytes); /* read the memory once; returns seconds */

@@ -25,6 +25,7 @@ struct SpTable {
   void (*probs)(float *logits, int64_t rows, int64_t given, int64_t width, const SpSamplingSettings *settings,
                 const SpEdits *const *edits, double *out, int threads);
   int64_t (*draw)(const double *weights, int64_t n, int shared_noise, uint64_t chance);
+  void (*draw_rows)(const double *weights, int64_t n, const SpRowDraw *draws, int64_t count, int64_t *tokens, int threads);
   void (*normalise)(const double *weights, int64_t n, double *out);
   double (*read)(const void *data, int64_t bytes, int threads);
   uint64_t (*checksum)(const void *data, int64_t bytes, int threads);

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from speculant.cache.base import KVCache
-from speculant.kernels.base import Edits, Sampler, SamplingSettings
+from speculant.kernels.base import Edits, RowDraw, Sampler, SamplingSettings
 from speculant.kernels.reference_sampler import REFERENCE
 from speculant.models.backends.reference import ReferenceBackend
 from speculant.models.base import CausalLM, Chain, SequenceInput, build_batch
@@ -35,6 +35,10 @@ class CountingSampler:
     def draw(self, weights: Tensor, shared_noise: bool, key: int) -> int:
         self.calls["draw"] += 1
         return REFERENCE.draw(weights, shared_noise, key)
+
+    def draw_rows(self, weights: Tensor, draws: Sequence[RowDraw]) -> list[int]:
+        self.calls["draw"] += len(draws)
+        return REFERENCE.draw_rows(weights, draws)
 
     def normalise(self, weights: Tensor) -> Tensor:
         return REFERENCE.normalise(weights)

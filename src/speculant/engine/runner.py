@@ -10,7 +10,7 @@ from torch import Tensor
 
 from speculant.cache.base import KVCache
 from speculant.models.base import CausalLM, Hidden, SequenceInput, build_batch
-from speculant.sampling.rows import top_tokens
+from speculant.sampling.rows import take_rows, top_tokens
 from speculant.scheduling.scheduler import Scheduled
 from speculant.types import CommittedRows, DraftTree, Request, Successors, state_rows
 
@@ -105,7 +105,7 @@ def forward_target(
     hidden = model.forward(build_batch(inputs, cache, model.cache_shape.device), cache.storage, taps)
     if len(taps) < len(layers):  # the states after the final norm are not a tap
         hidden = hidden._replace(taps=(*hidden.taps, hidden.last))
-    chosen = hidden.last if len(wanted) == hidden.last.shape[0] else hidden.last[wanted]
+    chosen = hidden.last if len(wanted) == hidden.last.shape[0] else take_rows(hidden.last, wanted)
     logits = model.logits(chosen) if wanted else chosen
     outputs = list[TargetOutput]()
     for share in shares:

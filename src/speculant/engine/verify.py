@@ -16,13 +16,14 @@ from torch import Tensor
 from speculant.beams import Beams
 from speculant.engine.runner import TargetOutput
 from speculant.errors import RequestError, SpeculantError
-from speculant.kernels.base import Sampler
-from speculant.sampling.chance import Chance, Chances
+from speculant.kernels.base import NO_TOKEN, RowDraw, Sampler
+from speculant.sampling.chance import Chance, Chances, KeyedNoise, Noise, Stream, foresee
 from speculant.sampling.distribution import Node, distribution, row_maxima
 from speculant.sampling.rows import most_likely, rank
 from speculant.types import DraftTree, Request, Verdict
-from speculant.verification.base import Verifier
+from speculant.verification.base import Verifier, follow
 
+_Chosen = tuple[TargetOutput, Verifier]  # an output with logits, and the verifier of its draft
 Decision = Verdict | Beams | SpeculantError  # `Beams` of an advanced search; an error ends that request alone
 
 
@@ -35,10 +36,11 @@ def verify(
 ) -> dict[int, Decision]:
     """Return the decision on each output that has logits, by sequence id.
 
-    logits: those of all outputs in order. Their distributions are made at once, then each draft is verified. If every
-    next token is simply the one with the largest logit, no distribution is made.
+    logits: those of all outputs in order. Their distributions are made at once, then each draft is verified. Where the
+    verdict follows from a draw after each node, all are drawn at once. If every next token is simply the one with the
+    largest logit, no distribution is made.
     """
-    chosen, takes_best = list[tuple[TargetOutput, Verifier]](), True
+    chosen, takes_best = list[_Chosen](), True
     for output in outputs:
         if output.pass_logits is not None:
             request = output.item.request
@@ -48,15 +50,20 @@ def verify(
     if not chosen:
         return {}
     if takes_best:
-        return {output.item.request.seq_id: best for (output, _), best in zip(chosen, _best(logits), strict=True)}
+        return _take_best(chosen, logits)
     nodes = list[Node]()
     for output, verifier in chosen:
         nodes += _nodes(output, verifier)
     probs = distribution(logits, nodes, sampler)
-    maxima, decisions, first = row_maxima(probs), dict[int, Decision](), 0
+    drawn, decisions = _draw_ahead(chosen, probs, chances, sampler), dict[int, Decision]()
+    maxima = row_maxima(probs) if len(drawn) < len(probs) else ()
     for output, verifier in chosen:
-        decisions[output.item.request.seq_id] = _decide(output, verifier, probs, maxima, first, chances)
-        first += len(output.nodes)
+        row = output.first_logits
+        decisions[output.item.request.seq_id] = (
+            _follow(output, drawn) or failure_of(row_maxima(probs[row : row + 1])[0])
+            if row in drawn
+            else _decide(output, verifier, probs, maxima, chances)
+        )
     return decisions
 
 
@@ -76,20 +83,46 @@ def verifier_for(verifier: Verifier, request: Request) -> Verifier:
 
 
 def _takes_best(request: Request, tree: DraftTree, verifier: Verifier) -> bool:
-    """Whether the next token is the one with the largest logit: a greedy sequence without a draft and without edits."""
+    """Whether each next token is the one with the largest logit: a greedy sequence without edits."""
     params = request.params
-    if tree.size or not params.greedy or params.edits or request.constraint is not None or request.search is not None:
+    if not params.greedy or params.edits or request.constraint is not None or request.search is not None:
         return False
-    return not verifier.needs.softened
+    return verifier.needs.compares or not (tree.size or verifier.needs.softened)
 
 
-def _best(logits: Tensor) -> list[Decision]:
-    """Return the decision of each row [V] of logits whose token with the largest logit is next."""
+def _take_best(chosen: Sequence[_Chosen], logits: Tensor) -> dict[int, Decision]:
+    """Decide by the token with the largest of each row [V] of logits."""
     tokens, largest = most_likely(logits)
-    return [
-        Verdict((), token) if math.isfinite(value) else failure_of(0.0 if value == -math.inf else math.nan)
-        for token, value in zip(tokens, largest, strict=True)
-    ]
+    drawn = [token if math.isfinite(logit) else NO_TOKEN for token, logit in zip(tokens, largest, strict=True)]
+    decisions = dict[int, Decision]()
+    for output, _ in chosen:
+        none = 0.0 if largest[output.first_logits] == -math.inf else math.nan
+        decisions[output.item.request.seq_id] = _follow(output, drawn) or failure_of(none)
+    return decisions
+
+
+def _draw_ahead(chosen: Sequence[_Chosen], probs: Tensor, chances: Chances, sampler: Sampler) -> dict[int, int]:
+    """Draw a token from each row of the sequences whose verdict follows from these; return the tokens by row."""
+    draws = list[RowDraw]()
+    for output, verifier in chosen:
+        request, tree, needs = output.item.request, output.tree, verifier.needs
+        if request.search is not None or not (needs.compares or not (tree.size or needs.softened)):
+            continue
+        chance = chances.verify(request)
+        if isinstance(chance, (Stream, KeyedNoise)):
+            keys, shared = foresee(chance, max(tree.depths, default=0) + 1), chance.noise is Noise.SHARED
+            for row, depth in enumerate((0, *tree.depths), output.first_logits):
+                draws.append(RowDraw(row, shared, keys[depth]))
+    tokens = sampler.draw_rows(probs, draws) if draws else ()
+    return {draw.row: token for draw, token in zip(draws, tokens, strict=True)}
+
+
+def _follow(output: TargetOutput, drawn: Sequence[int] | Mapping[int, int]) -> Verdict | None:
+    """Return the verdict of a draft by the tokens drawn from each row; None if its root has no distribution."""
+    tree, first = output.tree, output.first_logits + 1
+    if not tree.size:
+        return Verdict((), drawn[first - 1]) if drawn[first - 1] >= 0 else None
+    return follow(tree, lambda node: drawn[first + node])
 
 
 def _nodes(output: TargetOutput, verifier: Verifier) -> list[Node]:
@@ -101,10 +134,11 @@ def _nodes(output: TargetOutput, verifier: Verifier) -> list[Node]:
 
 
 def _decide(
-    output: TargetOutput, verifier: Verifier, probs: Tensor, maxima: Sequence[float], first: int, chances: Chances
+    output: TargetOutput, verifier: Verifier, probs: Tensor, maxima: Sequence[float], chances: Chances
 ) -> Decision:
-    """Decide by the rows of probs that begin at `first`. Without a draft every rule draws from the root's row."""
-    request, tree, end = output.item.request, output.tree, first + len(output.nodes)
+    """Decide by the output's rows of probs. Without a draft every rule draws from the root's row."""
+    request, tree, first = output.item.request, output.tree, output.first_logits
+    end = first + len(output.nodes)
     if request.search is not None:
         return advance_sound(request.search.beams, tree, output.nodes, probs[first:end], maxima[first:end])
     if not 0 < maxima[first] < math.inf:

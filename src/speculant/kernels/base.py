@@ -11,6 +11,8 @@ from torch import Tensor
 
 from speculant.counts import TokenCounts
 
+NO_TOKEN = -1  # the draw of a row without a distribution
+
 
 class SamplingSettings(NamedTuple):
     """How a row's logits become its distribution. temperature 0 is greedy: all probability on the best token."""
@@ -52,6 +54,14 @@ class Edits:
     frequency: float = 0.0
 
 
+class RowDraw(NamedTuple):
+    """A draw from one row of weights; see `Sampler.draw` for its noise and its key."""
+
+    row: int
+    shared_noise: bool
+    key: int
+
+
 class Sampler(Protocol):
     """Computes distributions from logits, and draws tokens. A row's result depends only on that row."""
 
@@ -71,6 +81,13 @@ class Sampler(Protocol):
         key has 64 random bits. With shared_noise they key Gumbel noise for every token id, and the token is the argmax
         of log weight + noise. Otherwise they select a share of the sum, and the token is the first whose cumulative sum
         exceeds it.
+        """
+        ...
+
+    def draw_rows(self, weights: Tensor, draws: Sequence[RowDraw]) -> list[int]:
+        """Return the token of each draw from rows of weights [r, V]: that of `draw`, or -1 from a row of zeros or NaN.
+
+        One call for many rows, because a call costs more than a draw.
         """
         ...
 

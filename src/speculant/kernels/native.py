@@ -15,6 +15,7 @@ from ctypes import Structure, c_char_p, c_double, c_float, c_int, c_int32, c_int
 from dataclasses import dataclass, field
 from enum import IntEnum, IntFlag
 from importlib.resources import files
+from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -23,15 +24,14 @@ from torch import Tensor
 
 from speculant.counts import TokenCounts
 from speculant.errors import ConfigError, Converts, suggest
-from speculant.kernels.base import Edits, SamplingSettings
+from speculant.kernels.base import Edits, RowDraw, SamplingSettings
 from speculant.kernels.memory import Scratch, aligned
 from speculant.kernels.reference_sampler import REFERENCE, own_scores
 
-VERSION = 21
+VERSION = 22
 MOST_DIM, MOST_GROUP = 512, 32  # of a head; query heads per key head, which bound the scratch memory of a thread
 INDEX_BYTES = 32  # a panel, in the index of a matrix in 12 bits
 _REINSTALL = "install the package again, and unset SPECULANT_LIBRARY if it is set."
-NO_TOKEN = -1  # the draw of a row without a distribution
 
 
 class Type(IntEnum):
@@ -318,6 +318,14 @@ class Kernels:
         weights = weights.contiguous()
         return int(self.library.sp_draw(self.index, weights.data_ptr(), weights.shape[0], shared_noise, key))
 
+    def draw_rows(self, weights: Tensor, draws: Sequence[RowDraw]) -> list[int]:
+        """Return a token for each draw from rows of weights [r, V] in float64; see `Sampler.draw_rows`."""
+        weights, asked = weights.contiguous(), array("Q", chain.from_iterable(draws))
+        tokens = array("q", bytes(8 * len(draws)))
+        source, width = weights.data_ptr(), weights.shape[1]
+        self.library.sp_draw_rows(self.index, self.threads, source, width, address(asked), len(draws), address(tokens))
+        return tokens.tolist()
+
     def normalise(self, weights: Tensor) -> Tensor:
         """Return weights [V] in float64 divided by their sum."""
         weights = weights.contiguous()
@@ -358,6 +366,12 @@ class NativeSampler:
         if weights.dtype != torch.float64:
             return REFERENCE.draw(weights, shared_noise, key)
         return self.kernels.draw(weights, shared_noise, key)
+
+    def draw_rows(self, weights: Tensor, draws: Sequence[RowDraw]) -> list[int]:
+        """See `Sampler.draw_rows`."""
+        if weights.dtype != torch.float64:
+            return REFERENCE.draw_rows(weights, draws)
+        return self.kernels.draw_rows(weights, draws)
 
     def normalise(self, weights: Tensor) -> Tensor:
         """See `Sampler.normalise`."""
@@ -485,6 +499,7 @@ _FUNCTIONS: tuple[tuple[str, Any, list[Any]], ...] = (
     ("sp_draft", None, [c_int, c_int, c_void_p, c_int, c_void_p, c_void_p, c_void_p]),
     ("sp_probs", None, [c_int, c_int, c_void_p, c_int64, *_MATRIX, c_void_p, c_void_p, c_void_p]),
     ("sp_draw", c_int64, [c_int, c_void_p, c_int64, c_int, c_uint64]),
+    ("sp_draw_rows", None, [c_int, c_int, c_void_p, c_int64, c_void_p, c_int64, c_void_p]),
     ("sp_normalise", None, [c_int, c_void_p, c_int64, c_void_p]),
     ("sp_read", c_double, [c_int, c_int, c_void_p, c_int64]),
     ("sp_checksum", c_uint64, [c_int, c_int, c_void_p, c_int64]),

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from speculant.constraints import unpacked
-from speculant.kernels.base import Edits, Sampler, SamplingSettings
+from speculant.kernels.base import NO_TOKEN, Edits, RowDraw, Sampler, SamplingSettings
 from speculant.tree import ids
 
 _GOLDEN = 0x9E3779B97F4A7C15  # of splitmix64, as in `sampling.chance.mix_in`
@@ -37,6 +37,11 @@ class ReferenceSampler:
     def draw(self, weights: Tensor, shared_noise: bool, key: int) -> int:
         """See `Sampler.draw`."""
         return _draw_by_noise(weights, key) if shared_noise else _draw_by_share(weights, key)
+
+    def draw_rows(self, weights: Tensor, draws: Sequence[RowDraw]) -> list[int]:
+        """See `Sampler.draw_rows`."""
+        sound = (weights.amax(-1) > 0).tolist()  # not if it is NaN
+        return [self.draw(weights[row], noise, key) if sound[row] else NO_TOKEN for row, noise, key in draws]
 
     def normalise(self, weights: Tensor) -> Tensor:
         """See `Sampler.normalise`."""

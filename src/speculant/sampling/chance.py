@@ -169,6 +169,12 @@ class KeyedChances:
         return Stream(request.seed, (Purpose.ACCEPT, Purpose.DRAW), request.rounds, self._sampler)
 
 
+def foresee(chance: Stream | KeyedNoise, count: int) -> list[int]:
+    """Return the keys of its next `count` draws (`Sampler.draw`), and skip these."""
+    key, first = chance.take_keys(count)
+    return [mix_in(key, first + draw) for draw in range(count)]
+
+
 @lru_cache(maxsize=1024)  # every step hashes a request's values again
 def mix(*values: int) -> int:
     """Hash integers to 64 bits: one splitmix64 round per value."""

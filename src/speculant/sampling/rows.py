@@ -57,6 +57,11 @@ def most_likely(logits: Tensor) -> tuple[list[int], list[float]]:
     return tokens.tolist(), rows[np.arange(len(rows)), tokens].tolist()
 
 
+def copied(matrix: Tensor) -> Tensor:
+    """Return a copy of a matrix [m, V]."""
+    return torch.from_numpy(matrix.numpy().copy()) if is_numpys(matrix) else matrix.clone()
+
+
 def take_rows(matrix: Tensor, rows: Sequence[int]) -> Tensor:
     """Return copies [len(rows), V] of rows of a matrix [m, V]."""
     return torch.from_numpy(matrix.numpy()[list(rows)]) if is_numpys(matrix) else matrix[list(rows)]

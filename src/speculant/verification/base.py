@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,18 +20,36 @@ class VerifierNeeds:
     branches: it verifies trees with siblings; else only chains.
     softened: it needs greedy requests' distributions at temperature 1, unfiltered.
     greedy: the verifier that replaces it for greedy requests; None = none does.
+    compares: its verdict is that of `follow`, with a draw by the sequence's chance after each node of the path. The
+    engine may then draw after all nodes of all sequences at once, without it.
     """
 
     shared_noise: bool
     branches: bool
     softened: bool = False
     greedy: Verifier | None = None
+    compares: bool = False
 
 
 def require_chain(tree: DraftTree, verifier: str) -> None:
     """Raise ValueError for a draft with siblings."""
     if not tree.is_chain:
         raise ValueError(f"{verifier} verifies chains; a tree with siblings needs another rule")
+
+
+def follow(tree: DraftTree, token_after: Callable[[int], int]) -> Verdict | None:
+    """Return the path of drafted tokens that equal the target's own, and the target's token that follows it.
+
+    token_after: the token drawn from the target after a node, -1 = the root; negative = there is no distribution. The
+    path ends before such a node; the result is None for such a root.
+    """
+    path, token = list[int](), token_after(-1)
+    if token < 0:
+        return None
+    while (node := tree.child(path[-1] if path else -1, token)) is not None and (following := token_after(node)) >= 0:
+        path.append(node)
+        token = following
+    return Verdict(tuple(path), token)
 
 
 class Verifier(Protocol):

@@ -11,25 +11,20 @@ from torch import Tensor
 
 from speculant.sampling.chance import Chance
 from speculant.types import DraftTree, Verdict
-from speculant.verification.base import VerifierNeeds
+from speculant.verification.base import VerifierNeeds, follow
 
 
 class Match:
     """See the module's docstring."""
 
     lossless = True
-    needs = VerifierNeeds(shared_noise=True, branches=True)
+    needs = VerifierNeeds(shared_noise=True, branches=True, compares=True)
 
     def verify(self, tree: DraftTree, p: Tensor, chance: Chance) -> Verdict:
         """See `Verifier.verify`."""
-        path: list[int] = []
-        while True:
-            node = path[-1] if path else -1
-            token = chance.draw(p[1 + node])
-            child = tree.child(node, token)
-            if child is None:
-                return Verdict(tuple(path), token)
-            path.append(child)
+        verdict = follow(tree, lambda node: chance.draw(p[1 + node]))
+        assert verdict is not None, "a draw is a token"
+        return verdict
 
 
 def build() -> Match:

@@ -49,6 +49,7 @@ from speculant.models.weights.cache import WeightStore
 from speculant.models.weights.reader import WeightReader, WeightTypes, require_finite
 from speculant.models.weights.rounding import ROUNDINGS, Rounding
 from speculant.models.weights.source import WeightSource
+from speculant.sampling.rows import copied
 from speculant.tree import ids
 
 if TYPE_CHECKING:
@@ -225,7 +226,7 @@ class NativeDecoder:
         program = self._program(tuple(taps))
         tapped = program.next_taps(rows) if taps else ()
         self.kernels.run(program.ops, layout.on)
-        return Hidden(program.hidden[:rows].clone(), tapped)
+        return Hidden(copied(program.hidden[:rows]), tapped)
 
     def layout(self, batch: Batch, storage: KVStorage) -> Layout:
         """Return the arguments of the program for a batch."""

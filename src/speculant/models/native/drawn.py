@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from speculant.cache.base import KVCache
-from speculant.kernels.base import Edits
+from speculant.kernels.base import NO_TOKEN, Edits
 from speculant.kernels.memory import Scratch
-from speculant.kernels.native import NO_TOKEN, Draft, NativeEdits, Pass, address, settings_array
+from speculant.kernels.native import Draft, NativeEdits, Pass, address, settings_array
 from speculant.models.base import Chain, ModelNeeds, known
 from speculant.params import SamplingParams
 from speculant.sampling.chance import KeyedNoise, MostLikely, Stream

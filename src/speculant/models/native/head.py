@@ -20,6 +20,7 @@ from speculant.models.native.ops import copying, embedding, linear, linears
 from speculant.models.native.program import Buffers, PackedDecoder, PackedLayer, Program
 from speculant.models.weights.reader import WeightReader, WeightTypes
 from speculant.models.weights.source import QuantizedBlocks, WeightSource, order_of, read_plain
+from speculant.sampling.rows import copied
 
 _QUERIES = ("q_proj.weight", "k_proj.weight", "v_proj.weight")
 
@@ -248,7 +249,7 @@ class NativeHead(NativeDecoder):
         program = self.program
         program.states[:rows] = batch.hidden
         self.kernels.run(program.ops, layout.on)
-        return Hidden(program.hidden[:rows].clone(), carried=program.carried[:rows].clone())
+        return Hidden(copied(program.hidden[:rows]), carried=copied(program.carried[:rows]))
 
     def _enter(self, chains: Sequence[Chain], draft: Draft | None) -> None:
         program, first = self.program, 0
