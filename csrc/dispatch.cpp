@@ -105,4 +105,6 @@ double sp_read(int set, int threads, const void *data, int64_t bytes) { return S
 
 uint64_t sp_checksum(int set, int threads, const void *data, int64_t bytes) { return SETS[set].table->checksum(data, bytes, threads); }
 
+int64_t sp_stage_items(int set, int64_t *items, int64_t most) { return SETS[set].table->stage_items(items, most); }
+
 }  // extern "C"

@@ -20,7 +20,53 @@ static void plan_pass(const SpOp *ops, int count, const SpPass &pass, int thread
   if (most) plan_attention(most, pass, threads, plan, partial);
 }
 
+static inline bool overlap(const float *a, int64_t n, const float *b, int64_t m) { return a && b && a < b + m && b < a + n; }
+
+// Whether a layer of one row can norm its input itself, which no work item of the layer may overwrite.
+static inline bool norms_input(const SpOp &norm, const SpOp &op) {
+  if (norm.code != SP_NORM || norm.flags & SP_ADD || op.code != SP_LINEAR || op.in != norm.out || op.k != norm.n) return false;
+  return !overlap(norm.in, norm.n, norm.out, norm.n) && !overlap(norm.in, norm.n, norm.copy, norm.n) &&
+         !overlap(norm.in, norm.n, op.out, op.n) && !overlap(norm.copy, norm.n, op.out, op.n);
+}
+
+// The only row of a layer, in a thread's own memory.
+struct OwnRow {
+  List<float> normed;
+  Tiles packed;
+
+  Tile prepare(const SpOp *norm, const SpOp &op) {
+    const float *row = op.in;
+    if (norm) {
+      normed.resize(norm->n);
+      norm_row(norm->in, vectors_of(*norm), norm->n, normed.items);
+      row = normed.items;
+    }
+    packed.make_room(op, 1, false);
+    for (int64_t part = 0; part < packing_pieces(op, 1); part++) pack_part(op, packed, &row, 0, 1, part);
+    return tile_at(op, 1, packed, 0, row);
+  }
+
+  // Store the normed row for later operations.
+  void put(const SpOp &norm) {
+    memcpy(norm.out, normed.items, norm.n * sizeof(float));
+    if (norm.copy) memcpy(norm.copy, norm.in, norm.n * sizeof(float));
+  }
+};
+
+// A layer of one row, and the norm before it (NULL = none). Each thread norms and packs the row for itself, which takes less time than to
+// wait for another one. It does so within its first work item, while no thread can be beyond the layer and change what it reads.
+static inline void run_one_row(const SpOp *norm, const SpOp &op, WorkQueue &stage) {
+  static thread_local OwnRow row;
+  Tile tile = {};
+  stage.run(linear_pieces(op, 1), [&](int64_t panel) {
+    if (!tile.dwords) tile = row.prepare(norm, op);
+    if (norm && !panel) row.put(*norm);
+    run_panel(op, panel, 0, 1, [&](int64_t, int64_t) { return tile; });
+  });
+}
+
 static inline void run_linear_op(const SpOp &op, int64_t rows, Tiles &x, WorkQueue *stages) {
+  if (rows == 1) return run_one_row(nullptr, op, stages[1]);
   stages[0].run(packing_pieces(op, rows), [&](int64_t p) { pack_piece(op, rows, x, p); });
   stages[1].run(linear_pieces(op, rows), [&](int64_t p) { run_linear(op, rows, x, p); });
 }
@@ -55,7 +101,10 @@ static inline void run_op(const SpOp &op, const SpPass &pass, Plan &plan, Memory
     case SP_GATE: return stages[0].run(pass.rows, [&](int64_t t) { run_gate(op, t); });
     case SP_NORM: return stages[0].run(pass.rows, [&](int64_t t) { run_norm(op, t); });
     case SP_LINEAR: return run_linear_op(op, pass.rows, memory.x, stages);
-    case SP_ROTATE: return stages[0].run(pass.rows, [&](int64_t t) { run_rotate(op, pass, t); });
+    case SP_ROTATE: {
+      const int64_t parts = rotation_parts(op, pass.rows);
+      return stages[0].run(pass.rows * parts, [&](int64_t p) { run_rotate(op, pass, p / parts, p % parts, parts); });
+    }
     case SP_ATTEND:
       stages[0].run(attend_pieces(op, plan), [&](int64_t p) { run_attend(op, pass, plan, p); });
       if (plan.split) stages[1].run(pass.rows * op.heads, [&](int64_t p) { run_merge(op, plan, p); });
@@ -66,6 +115,11 @@ static inline void run_op(const SpOp &op, const SpPass &pass, Plan &plan, Memory
 static inline void run_ops(const SpOp *ops, int count, const SpPass &pass, Plan &plan, Memory &memory, WorkQueue *stages) {
   const WorkQueue *routed = nullptr;
   for (int i = 0; i < count; i++) {
+    if (pass.rows == 1 && i + 1 < count && norms_input(ops[i], ops[i + 1])) {
+      run_one_row(ops + i, ops[i + 1], stages[2 * i + 3]);
+      i++;
+      continue;
+    }
     run_op(ops[i], pass, plan, memory, stages + 2 * i, routed);
     if (ops[i].code == SP_ROUTE) routed = stages + 2 * i + 1;
   }
@@ -79,13 +133,25 @@ struct Scratch {
   List<WorkQueue> stages;
 };
 
-static void run(const SpOp *ops, int count, const SpPass *pass, int threads) {
+static Scratch &own_scratch() {
   static thread_local Scratch own;
-  Scratch &scratch = own;  // that of the calling thread, in every thread that works
+  return own;
+}
+
+static void run(const SpOp *ops, int count, const SpPass *pass, int threads) {
+  Scratch &scratch = own_scratch();  // that of the calling thread, in every thread that works
   clear_stages(scratch.stages, 2 * count);
   plan_pass(ops, count, *pass, threads, scratch.plan, scratch.partial);
   scratch.memory.make_room(ops, count, pass->rows);
   run_together(threads, [&] { run_ops(ops, count, *pass, scratch.plan, scratch.memory, scratch.stages.items); });
+}
+
+static int64_t stage_items(int64_t *items, int64_t most) {
+  List<WorkQueue> &stages = own_scratch().stages;
+  int64_t count = 0;
+  for (int64_t i = 0; i < stages.size; i++)
+    if (stages[i].done && count++ < most) items[count - 1] = stages[i].done;
+  return count;
 }
 
 // The root of a draft, or a node that has children. Those of all sequences are numbered together, each tree's in order of depth.
@@ -423,10 +489,16 @@ struct Drafting {
     Step &now = steps[step];
     if (!now.rows.size) return;
     run_ops(ops, count, now.pass, now.plan, memory, own + 1);
-    after[0].run(now.rows.size, [&](int64_t r) {
-      memcpy(rows.items + r * head.k, ops[count - 1].out + now.rows[r].row * head.k, head.k * sizeof(float));
-    });
-    run_linear_op(head, now.rows.size, memory.x, after + 1);
+    if (now.rows.size == 1) {
+      SpOp last = head;
+      last.in = ops[count - 1].out + now.rows[0].row * head.k;
+      run_one_row(nullptr, last, after[2]);
+    } else {
+      after[0].run(now.rows.size, [&](int64_t r) {
+        memcpy(rows.items + r * head.k, ops[count - 1].out + now.rows[r].row * head.k, head.k * sizeof(float));
+      });
+      run_linear_op(head, now.rows.size, memory.x, after + 1);
+    }
     after[3].run(draft->head_tokens ? now.rows.size : 0, [&](int64_t r) {
       for (int64_t i = 0; i < head.n; i++) logits[r * draft->num_logits + draft->head_tokens[i]] = head_out[r * head.n + i];
     });
@@ -471,4 +543,5 @@ static double read_all(const void *data, int64_t bytes, int threads) {
 extern const SpTable SP_TABLE_NAME = {SP_NAMESPACE::run, SP_NAMESPACE::pack, SP_NAMESPACE::round_rows, SP_NAMESPACE::packed_bytes,
                                       SP_NAMESPACE::index_panels, SP_NAMESPACE::code_panels, SP_NAMESPACE::touch,
                                       SP_NAMESPACE::draft_tokens, SP_NAMESPACE::probs, SP_NAMESPACE::draw, SP_NAMESPACE::draw_rows,
-                                      SP_NAMESPACE::normalise_weights, SP_NAMESPACE::read_all, SP_NAMESPACE::checksum};
+                                      SP_NAMESPACE::normalise_weights, SP_NAMESPACE::read_all, SP_NAMESPACE::checksum,
+                                      SP_NAMESPACE::stage_items};

@@ -67,11 +67,13 @@ static void run_gate(const SpOp &op, int64_t t) {
   store_part(out + i, gated_of(op, load_part(gate + i, op.n - i), load_part(out + i, op.n - i)), op.n - i);
 }
 
+static inline NormVectors vectors_of(const SpOp &op) { return {op.scale, op.bias, (op.flags & SP_CENTRED) != 0, op.eps}; }
+
 static void run_norm(const SpOp &op, int64_t t) {
   static thread_local List<float> normed;
   const float *in = op.in + t * op.n;
   float *out = op.out + t * op.n;
-  const NormVectors norm = {op.scale, op.bias, (op.flags & SP_CENTRED) != 0, op.eps};
+  const NormVectors norm = vectors_of(op);
   if (op.copy) memcpy(op.copy + t * op.n, in, op.n * sizeof(float));
   if (!(op.flags & SP_ADD)) return norm_row(in, norm, op.n, out);
   normed.resize(op.n);
@@ -112,26 +114,41 @@ static inline void norm_heads(const SpOp &op, const float *scale, const float *b
   for (int64_t head = 0; head < heads; head++, x += op.dim) norm_row(x, norm, op.dim, x);
 }
 
-// Rotate the first dimensions of each head, and scale the queries, by the tables of the operation's rope.
-static inline void rotate_heads(const SpOp &op, const SpPass &pass, int64_t t, float *x) {
+// Rotate the first dimensions of each of some heads by the tables of the operation's rope.
+static inline void rotate_heads(const SpOp &op, const SpPass &pass, int64_t t, int64_t heads, float *x) {
   const int64_t half = op.rotated / 2, row = (pass.angles ? pass.angles : pass.positions)[t];
   const float *cosine = pass.cosines[op.rope] + row * half, *sine = pass.sines[op.rope] + row * half;
-  for (int64_t head = 0; head < op.heads + op.kv_heads; head++) rotate_head(x + head * op.dim, cosine, sine, half);
-  const float *factors = pass.query_factors ? pass.query_factors[op.rope] : nullptr;
-  for (int64_t i = 0; factors && i < op.heads * op.dim; i++) x[i] *= factors[row];
+  for (int64_t head = 0; head < heads; head++) rotate_head(x + head * op.dim, cosine, sine, half);
 }
 
-// Norm (if there are scales) and rotate one row's queries and keys in place; store its keys and values in the cache.
-static void run_rotate(const SpOp &op, const SpPass &pass, int64_t t) {
-  float *x = (float *)op.in + t * qkv_stride(op), *keys = x + op.heads * op.dim, *values = keys + op.kv_heads * op.dim;
-  norm_heads(op, op.scale, op.bias, op.heads, x);
-  norm_heads(op, op.key_scale, op.key_bias, op.kv_heads, keys);
-  if (op.rotated) rotate_heads(op, pass, t, x);
-  if (!op.kv_heads) return;
+static inline void scale_queries(const SpOp &op, const SpPass &pass, int64_t t, int64_t heads, float *x) {
+  const float *factors = pass.query_factors ? pass.query_factors[op.rope] : nullptr;
+  const int64_t row = (pass.angles ? pass.angles : pass.positions)[t];
+  for (int64_t i = 0; factors && i < heads * op.dim; i++) x[i] *= factors[row];
+}
+
+// A work item is a row; of a single row, a key head and the queries that share it, unless one norm is over all of them.
+static inline int64_t rotation_parts(const SpOp &op, int64_t rows) {
+  return rows > 1 || op.kv_heads < 2 || op.flags & SP_ALL_HEADS ? 1 : op.kv_heads;
+}
+
+// Norm (if there are scales) and rotate a row's queries and keys in place; store its keys and values in the cache. Of several parts, do
+// one.
+static void run_rotate(const SpOp &op, const SpPass &pass, int64_t t, int64_t part, int64_t parts) {
+  const int64_t heads = op.heads / parts, kv_heads = op.kv_heads / parts, first = part * kv_heads;
+  float *x = (float *)op.in + t * qkv_stride(op), *queries = x + part * heads * op.dim;
+  float *keys = x + (op.heads + first) * op.dim, *values = keys + op.kv_heads * op.dim;
+  norm_heads(op, op.scale, op.bias, heads, queries);
+  norm_heads(op, op.key_scale, op.key_bias, kv_heads, keys);
+  if (op.rotated) {
+    rotate_heads(op, pass, t, heads, queries), rotate_heads(op, pass, t, kv_heads, keys);
+    scale_queries(op, pass, t, heads, queries);
+  }
+  if (!kv_heads) return;
   const int64_t slot = pass.slots[op.group * pass.rows + t];
-  for (int64_t head = 0; head < op.kv_heads; head++) {
-    put_cache(op, pass.keys[op.layer], slot, head, keys + head * op.dim);
-    put_cache(op, pass.values[op.layer], slot, head, values + head * op.dim);
+  for (int64_t head = 0; head < kv_heads; head++) {
+    put_cache(op, pass.keys[op.layer], slot, first + head, keys + head * op.dim);
+    put_cache(op, pass.values[op.layer], slot, first + head, values + head * op.dim);
   }
 }
 

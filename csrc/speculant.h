@@ -215,6 +215,9 @@ void sp_draw_rows(int set, int threads, const double *weights, int64_t n, const 
 void sp_normalise(int set, const double *weights, int64_t n, double *out);
 double sp_read(int set, int threads, const void *data, int64_t bytes); /* read the memory once; returns seconds */
 uint64_t sp_checksum(int set, int threads, const void *data, int64_t bytes); /* the same on every set; another word = another sum */
+/* items[most] = the work items of each stage of this thread's last sp_run, in order; threads wait for each other after every stage.
+ * Returns the number of stages. For tests. */
+int64_t sp_stage_items(int set, int64_t *items, int64_t most);
 
 /* A suffix automaton with counts, defined by src/speculant/kernels/suffix_index.py. One thread at a time may use it.
  * Token ids are below 2^31. After a call that ran out of memory (NULL or 0) an index may only be deleted. */

@@ -29,4 +29,5 @@ struct SpTable {
   void (*normalise)(const double *weights, int64_t n, double *out);
   double (*read)(const void *data, int64_t bytes, int threads);
   uint64_t (*checksum)(const void *data, int64_t bytes, int threads);
+  int64_t (*stage_items)(int64_t *items, int64_t most);
 };

@@ -12,6 +12,7 @@ namespace {
 constexpr int64_t CLOSED = int64_t(1) << 62;
 constexpr int64_t PATIENCE = 1000000;  // ns that a helper looks for work before it sleeps: longer than the Python of a step
 constexpr int MOST_HELPERS = 255;
+constexpr int LINES = 128;  // bytes of two cache lines
 int forks = 0;  // of this process and its ancestors; a child has no threads of its parent
 
 void relax(int64_t spins) {
@@ -30,11 +31,13 @@ int64_t now() {
   return int64_t(time.tv_sec) * 1000000000 + time.tv_nsec;
 }
 
+// Idle helpers read `regions` and `ended` over and over. Nothing else is in their cache lines, of which processors fetch two at once.
 struct Team {
   // The number of helpers inside a region, plus CLOSED while none may enter.
-  alignas(64) int64_t gate = CLOSED;
-  alignas(64) int64_t regions = 0;  // opened so far
-  int64_t sleeping = 0, ended = 0;
+  alignas(LINES) int64_t gate = CLOSED;
+  alignas(LINES) int64_t regions = 0;  // opened so far
+  int64_t ended = 0;
+  alignas(LINES) int64_t sleeping = 0;
   int64_t wanted = 0;  // helpers of this region
   void (*work)(void *) = nullptr;
   void *context = nullptr;

@@ -10,9 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from speculant.kernels.base import NO_TOKEN, RowDraw
 from speculant.kernels.native import NativeSampler, open_kernels, usable_sets
+from speculant.kernels.reference_sampler import ReferenceSampler
 from speculant.params import SamplingParams
-from speculant.sampling.chance import KeyedNoise, Purpose, Stream, mix_in
+from speculant.sampling.chance import KeyedNoise, Purpose, Stream, mix, mix_in
 from speculant.sampling.distribution import Node, distribution
 from tests.examples import examples
 from tests.models import make_request
@@ -134,6 +136,18 @@ def test_draws_are_the_reference(isa: str, size: int, seed: int, zeros: float) -
     keys = [mix_in(key, count + draw) for key, count in ahead for draw in range(2)]
     shared_noise = [True, True, False, False]
     assert [native.draw(weights, *draw) for draw in zip(shared_noise, keys, strict=True)] == expected
+
+
+@pytest.mark.parametrize("size", [1, 5, 4097, 30000])
+def test_draws_from_many_rows_are_single_ones(kernels: NativeSampler, size: int) -> None:
+    """The token of each alone, in any order of rows; none from a row that is not a distribution."""
+    weights = torch.rand(9, size, generator=torch.Generator().manual_seed(size), dtype=torch.float64) ** 4
+    weights[2], weights[5] = 0.0, torch.nan
+    draws = [RowDraw(row, shared, mix(row, size)) for row in (8, 2, 0, 5, 3, 3, 7) for shared in (True, False)]
+    alone = [kernels.draw(weights[row], shared, key) for row, shared, key in draws]
+    expected = [NO_TOKEN if draw.row in (2, 5) else token for draw, token in zip(draws, alone, strict=True)]
+    assert kernels.draw_rows(weights, draws) == expected
+    assert ReferenceSampler().draw_rows(weights, draws) == expected
 
 
 @pytest.mark.parametrize("size", [1, 5, 4096, 9001])

@@ -338,6 +338,12 @@ class Kernels:
         size = memory.numel() * memory.element_size()
         return float(self.library.sp_read(self.index, self.threads, memory.data_ptr(), size))
 
+    def stage_items(self) -> list[int]:
+        """Return the work items of each stage of this thread's last `run`; threads wait for each other after each."""
+        items = array("q", bytes(8 * self.library.sp_stage_items(self.index, None, 0)))
+        self.library.sp_stage_items(self.index, address(items), len(items))
+        return items.tolist()
+
     def checksum(self, memory: Tensor) -> int:
         """Return a checksum of a tensor's memory, the same on every instruction set."""
         size = memory.numel() * memory.element_size()
@@ -502,5 +508,6 @@ _FUNCTIONS: tuple[tuple[str, Any, list[Any]], ...] = (
     ("sp_draw_rows", None, [c_int, c_int, c_void_p, c_int64, c_void_p, c_int64, c_void_p]),
     ("sp_normalise", None, [c_int, c_void_p, c_int64, c_void_p]),
     ("sp_read", c_double, [c_int, c_int, c_void_p, c_int64]),
+    ("sp_stage_items", c_int64, [c_int, c_void_p, c_int64]),
     ("sp_checksum", c_uint64, [c_int, c_int, c_void_p, c_int64]),
 )

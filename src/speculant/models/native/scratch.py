@@ -2,6 +2,7 @@
 
 buffers      the activations of each row                         models/native/program.py
 tiles        each row, packed for a linear layer                 csrc/tiles.h
+own rows     a pass's only row, normed and packed, per thread    csrc/program.h
 angles       cosines and sines of each position                  models/native/angles.py
 spans        softmaxes of each row, head and span of keys        csrc/attention.h; at most MOST_SPAN_BYTES
 items        keys and softmaxes of one work item, per thread     csrc/attention.h
@@ -27,14 +28,15 @@ MOST_SPLIT_BLOCKS = 4  # per thread, of a pass whose spans are computed in paral
 def scratch_bytes(packed: PackedDecoder, threads: int, rows: int, positions: int) -> int:
     """Return the most bytes that passes of `rows` rows keep, over sequences of up to `positions` positions."""
     config, widths = packed.config, packed.activations
-    per_row = sum(widths.values()) + GROWTH * max(widths.get(name, 0) for name in READ)
+    widest = max(widths.get(name, 0) for name in READ)
+    per_row = sum(widths.values()) + GROWTH * widest
     rotated = {layer.attention.rope: layer.attention.rotated for layer in config.layers}
     tables = 1 if config.restart_at is None else 2
     angles = tables * _power(positions) * sum(rotated.values())
     sampling = min(MOST_BYTES, GROWTH * rows * config.vocab_size * (REAL + DOUBLE))
     candidates = GROWTH * threads * config.vocab_size * CANDIDATE
     kinds = {layer.attention for layer in config.layers}
-    reals = _power(rows) * per_row + angles + threads * max(map(_item, kinds))
+    reals = _power(rows) * per_row + angles + threads * (max(map(_item, kinds)) + 2 * GROWTH * widest)
     spans = max(_span_bytes(of, threads, rows, positions) for of in kinds)
     return REAL * reals + spans + sampling + candidates
 
