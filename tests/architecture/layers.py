@@ -60,7 +60,7 @@ ALLOWED: dict[str, frozenset[str]] = {
 # What is written for the native library. Others hold a `Backend` or a `Sampler`.
 NATIVE = frozenset(
     {
-        *("kernels.native", "kernels.native_suffix_index"),
+        *("kernels.native", "kernels.native_sampler", "kernels.native_suffix_index"),
         *("kernels.packing", "models.native", "models.backends.native"),
         *("models.weights.reader", "models.weights.cache", "models.weights.file", "models.weights.packings"),
         "models.weights.rounding",

@@ -14,7 +14,8 @@ from torch import Tensor
 from speculant.cache.base import KVCache
 from speculant.cache.factory import paged_cache
 from speculant.drafting.model.runner import grow
-from speculant.kernels.native import NativeSampler, open_kernels, usable_sets
+from speculant.kernels.native import open_kernels, usable_sets
+from speculant.kernels.native_sampler import NativeSampler
 from speculant.models.base import CausalLM, Chain, SequenceInput, build_batch
 from speculant.models.description import (
     ACTIVATIONS,

@@ -18,7 +18,7 @@ from speculant.drafting.base import Drafter, DrafterContext
 from speculant.drafting.heads.folder import HeadFolder
 from speculant.drafting.model.runner import grow
 from speculant.drafting.topology import StaticTree
-from speculant.kernels.native import NativeSampler
+from speculant.kernels.native_sampler import NativeSampler
 from speculant.lab.exactness.distributions import EXACT, FULL_SUPPORT, Pair
 from speculant.lab.exactness.tables import TableModel
 from speculant.models.base import Chain

@@ -10,7 +10,7 @@ import torch
 from speculant.cache.base import CacheShape, KVCache
 from speculant.cache.factory import paged_cache, slotted_cache
 from speculant.drafting.model.runner import grow
-from speculant.kernels.native import NativeSampler
+from speculant.kernels.native_sampler import NativeSampler
 from speculant.models.base import Chain, SequenceInput, build_batch
 from speculant.models.native import decoder as native_decoder
 from speculant.models.native.decoder import NativeDecoder

@@ -66,7 +66,7 @@ def test_one_row_has_its_bits_with_any_threads(isa: str, weights: str, threads: 
 
 @pytest.mark.parametrize("weights", TYPES)
 def test_no_norm_or_packing_is_a_stage_of_one_item(weights: str) -> None:
-    """Of a layer: queries, keys and values; rotation; attention; its output; gate and up; down. In int4 values differ."""
+    """Of a layer: queries, keys and values; rotation; attention; output; gate and up; down. int4 has values apart."""
     model = model_of(SETS[0], 1, weights, "wide")
     decode(model)
     items, layers = model.kernels.stage_items(), len(model.config.layers)
@@ -74,7 +74,7 @@ def test_no_norm_or_packing_is_a_stage_of_one_item(weights: str) -> None:
     assert items.count(1) == 2, "embedding and final norm"
 
 
-def test_threads_wait_once_more_for_rows_that_are_packed_together() -> None:
+def test_rows_that_are_packed_together_have_stages() -> None:
     """A pass of several rows keeps its stages: norms and packing have an item for each row or tile."""
     model = model_of(SETS[0], 1, "int8", "wide")
     decode(model, others=4)

@@ -26,7 +26,6 @@ from speculant.counts import TokenCounts
 from speculant.errors import ConfigError, Converts, suggest
 from speculant.kernels.base import Edits, RowDraw, SamplingSettings
 from speculant.kernels.memory import Scratch, aligned
-from speculant.kernels.reference_sampler import REFERENCE, own_scores
 
 VERSION = 22
 MOST_DIM, MOST_GROUP = 512, 32  # of a head; query heads per key head, which bound the scratch memory of a thread
@@ -348,40 +347,6 @@ class Kernels:
         """Return a checksum of a tensor's memory, the same on every instruction set."""
         size = memory.numel() * memory.element_size()
         return int(self.library.sp_checksum(self.index, self.threads, memory.data_ptr(), size))
-
-
-@dataclass(frozen=True)
-class NativeSampler:
-    """See `Sampler`. The kernels take logits in float32 and weights in float64; the reference takes other types."""
-
-    kernels: Kernels
-
-    def distribution(
-        self, logits: Tensor, settings: Sequence[SamplingSettings], edits: Sequence[Edits | None]
-    ) -> Tensor:
-        """See `Sampler.distribution`."""
-        if logits.dtype == torch.float64:
-            return REFERENCE.distribution(logits, settings, edits)
-        if not any(edits):
-            return self.kernels.probs(logits.float(), settings, 0)
-        native = NativeEdits(edits)
-        return self.kernels.probs(own_scores(logits, edits), settings, native.address)
-
-    def draw(self, weights: Tensor, shared_noise: bool, key: int) -> int:
-        """See `Sampler.draw`."""
-        if weights.dtype != torch.float64:
-            return REFERENCE.draw(weights, shared_noise, key)
-        return self.kernels.draw(weights, shared_noise, key)
-
-    def draw_rows(self, weights: Tensor, draws: Sequence[RowDraw]) -> list[int]:
-        """See `Sampler.draw_rows`."""
-        if weights.dtype != torch.float64:
-            return REFERENCE.draw_rows(weights, draws)
-        return self.kernels.draw_rows(weights, draws)
-
-    def normalise(self, weights: Tensor) -> Tensor:
-        """See `Sampler.normalise`."""
-        return REFERENCE.normalise(weights) if weights.dtype != torch.float64 else self.kernels.normalise(weights)
 
 
 class NativeEdits:
