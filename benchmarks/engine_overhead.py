@@ -1,6 +1,6 @@
 """Engine overhead: the time of a step that is not spent inside a model's pass.
 
-For batches of 1 and 8, plain and speculative, greedy and sampled: milliseconds per step inside the models' passes (with
+For batches of 1, 8 and 32, plain and speculative, greedy and sampled: milliseconds per step inside the models' passes (with
 a draft's own probabilities and draws, where the kernels make them) and outside them (scheduling, batches,
 distributions, verdicts, commits, text), and the share of the step, and of its draft, that is Python: neither a pass nor
 a native call.
@@ -21,9 +21,11 @@ from speculant.lab.bench.runner import Benchmark, quartiles
 from speculant.models.reference.decoder import Decoder
 
 PASSES = [(Decoder, "forward"), (Decoder, "logits"), (Kernels, "run"), (Kernels, "draft")]
-NATIVE = [(Kernels, "probs"), (Kernels, "draw")]
+NATIVE = [(Kernels, "probs"), (Kernels, "draw"), (Kernels, "draw_rows")]
 DRAFT = (ModelDrafter, "propose")
 PROMPTS = ["def read(path):", "class Stack:", "import os\n", "for line in", "def main(", "try:\n", "if not", "return "]
+
+BATCHES = (1, 8, 32)
 
 Method = tuple[type, str]
 
@@ -53,7 +55,8 @@ def clocked(methods: list[Method]) -> Iterator[dict[Method, float]]:
 
 def measure_steps(llm: LLM, params: SamplingParams, batch: int, steps: int) -> dict[str, Any]:
     """Run `steps` decoding steps of `batch` prompts; return quartiles."""
-    for index, prompt in enumerate(PROMPTS[:batch]):
+    for index in range(batch):
+        prompt = PROMPTS[index % len(PROMPTS)] + " " * (index // len(PROMPTS))
         llm.engine.add_request(llm.tokenizer.encode(prompt), params, f"bench-{index}")
     llm.engine.step()
     rows: dict[str, list[float]] = {"passes_ms": [], "outside_ms": [], "python_share": []}
@@ -77,10 +80,10 @@ def measure(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Measure all kinds of steps."""
     figures: dict[str, Any] = {}
     for name, draft in (("plain", None), ("speculative", arguments.draft_model)):
-        llm = LLM(arguments.model, draft)
+        llm = LLM(arguments.model, draft, max_num_seqs=max(BATCHES))
         for sampling, temperature in (("greedy", 0.0), ("sampled", 0.8)):
             params = SamplingParams(temperature=temperature, top_p=0.95, max_tokens=None, ignore_eos=True)
-            for batch in (1, 8):
+            for batch in BATCHES:
                 figures[f"{name}, {sampling}, batch {batch}"] = measure_steps(llm, params, batch, arguments.steps)
     yield figures
 
