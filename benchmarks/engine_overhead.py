@@ -1,7 +1,7 @@
 """Engine overhead: the time of a step that is not spent inside a model's pass.
 
-For batches of 1, 8 and 32, plain and speculative, greedy and sampled: milliseconds per step inside the models' passes (with
-a draft's own probabilities and draws, where the kernels make them) and outside them (scheduling, batches,
+For batches of 1, 8 and 32, plain and speculative, greedy and sampled: milliseconds per step inside the models' passes
+(with a draft's own probabilities and draws, where the kernels make them) and outside them (scheduling, batches,
 distributions, verdicts, commits, text), and the share of the step, and of its draft, that is Python: neither a pass nor
 a native call.
 """
