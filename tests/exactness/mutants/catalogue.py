@@ -133,6 +133,13 @@ RANDOMNESS = [
         "",
         "test_seeds.py::test_speculation_changes_no_seeded_text[model-plain]",
     ),
+    Mutant(
+        "the root's noise after every node",
+        VERIFY,
+        "RowDraw(row, shared, keys[depth])",
+        "RowDraw(row, shared, keys[0])",
+        "test_seeds.py::test_speculation_changes_no_seeded_text[model-plain]",
+    ),
 ]
 
 DISTRIBUTIONS = [

@@ -319,8 +319,8 @@ BATCH = [
     Mutant(
         "verdicts reached on a neighbour's laws",
         VERIFY,
-        "        first += len(output.nodes)\n",
-        "        first = 0\n",
+        "output.tree, output.first_logits\n",
+        "output.tree, 0\n",
         INDEPENDENT.format("equal"),
     ),
 ]
