@@ -29,7 +29,14 @@ from speculant.drafting.methods import (
 )
 from speculant.drafting.selection import Selection, Selector
 from speculant.engine.calibration import Calibration
-from speculant.engine.draft_loading import AUTO, choose_precision, describe_vocabulary, draft_vocabulary, rounded
+from speculant.engine.draft_loading import (
+    AUTO,
+    LargeDraft,
+    choose_precision,
+    describe_vocabulary,
+    draft_vocabulary,
+    rounded,
+)
 from speculant.engine.drafters import Drafters
 from speculant.engine.engine import Engine, EngineOptions
 from speculant.engine.head_precision import HeadRounding
@@ -346,7 +353,9 @@ class _Workshop:
             return loaded.model
         if self.config.draft_quantization != AUTO:
             return load(rounded(self.config.draft_quantization)).model
-        draft, chosen = choose_precision(self.target.model, load, (*self._facts, str(folder), str(head_tokens)))
+        large = LargeDraft.open(folder, self.target, self.config.dtype, self.config.quantization)
+        identity, estimated = (*self._facts, str(folder), str(head_tokens)), large and large.fastest
+        draft, chosen = choose_precision(self.target.model, load, identity, estimated)
         if draft.quantizations:
             self.notes.append(f", draft weights in {chosen or str(draft.dtype).removeprefix('torch.')} (fastest here)")
         return draft.model

@@ -18,6 +18,7 @@ from speculant.models.weights.cache import WeightCache, WeightStore
 from speculant.models.weights.packings import fastest_packing
 from speculant.models.weights.rounding import ROUNDINGS, Rounding
 from speculant.models.weights.source import QuantizedBlocks, WeightSource
+from speculant.models.weights.speeds import row_seconds
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,17 @@ class NativeBackend:
     ) -> Packing:
         """See `PacksWeights.fastest_packing`: both ways are timed for a model that is large enough."""
         return fastest_packing(self._built, config, quantization, weights)
+
+    def row_seconds(
+        self,
+        config: DecoderConfig,
+        weights: WeightSource,
+        dtype: torch.dtype,
+        quantizations: Sequence[str | None],
+    ) -> list[float]:
+        """See `TimesWeights.row_seconds`; speeds of types are measured the first time."""
+        roundings = [None if each is None else ROUNDINGS[each] for each in quantizations]
+        return row_seconds(self._built, config, weights, dtype, roundings)
 
     def with_packing(self, packing: Packing) -> NativeBackend:
         """See `PacksWeights.with_packing`."""
