@@ -28,7 +28,7 @@ from speculant.drafting.methods import (
     takes_model,
 )
 from speculant.drafting.selection import Selection, Selector
-from speculant.engine.calibration import Calibration
+from speculant.engine.calibration import START_S, Calibration
 from speculant.engine.draft_loading import (
     AUTO,
     LargeDraft,
@@ -126,7 +126,9 @@ def build_around(config: EngineConfig, target: Checkpoint) -> Runtime:
         verifiers,
         policy,
         drafters,
+        measured.measurement,
     )
+    engine.measurement.run(START_S)
     drafter = drafters.find(name) if name else None
     says = describe(config, spec, length) + notes
     if config.model_backend != AUTO:
@@ -354,7 +356,7 @@ class _Workshop:
         if self.config.draft_quantization != AUTO:
             return load(rounded(self.config.draft_quantization)).model
         large = LargeDraft.open(folder, self.target, self.config.dtype, self.config.quantization)
-        identity, estimated = (*self._facts, str(folder), str(head_tokens)), large and large.fastest
+        identity, estimated = (*self._facts, str(folder), str(head_tokens)), large.fastest if large else None
         draft, chosen = choose_precision(self.target.model, load, identity, estimated)
         if draft.quantizations:
             self.notes.append(f", draft weights in {chosen or str(draft.dtype).removeprefix('torch.')} (fastest here)")
