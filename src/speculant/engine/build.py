@@ -6,6 +6,7 @@ import inspect
 import logging
 import secrets
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -84,17 +85,20 @@ def build_engine(config: EngineConfig) -> Runtime:
     find_backends(config.kernels, config.quantization, "quantization")
     if config.draft_quantization != AUTO:
         find_backends(config.kernels, rounded(config.draft_quantization), "draft_quantization")
-    target = load_model(
-        config.model, config.dtype, config.device, kernels=config.kernels, quantization=config.quantization,
-        weight_packing=config.weight_packing, weight_cache=config.weight_cache_folder(),
-        revision=config.revision, download_dir=config.download_dir, model_backend=config.model_backend,
-    )  # fmt: skip
-    return build_around(config, target)
+    with ThreadPoolExecutor(1) as beside:  # reading the tokenizer of a large vocabulary takes half a second
+        folder = resolve_source(config.model, "target", config.revision, config.download_dir)
+        tokenizer = beside.submit(load_tokenizer, config, folder)
+        target = load_model(
+            config.model, config.dtype, config.device, kernels=config.kernels, quantization=config.quantization,
+            weight_packing=config.weight_packing, weight_cache=config.weight_cache_folder(),
+            revision=config.revision, download_dir=config.download_dir, model_backend=config.model_backend,
+        )  # fmt: skip
+        return build_around(config, target, tokenizer.result())
 
 
-def build_around(config: EngineConfig, target: Checkpoint) -> Runtime:
-    """Build an engine around a loaded target; several engines may share one."""
-    tokenizer = load_tokenizer(config, target.folder)
+def build_around(config: EngineConfig, target: Checkpoint, tokenizer: Tokenizer | None = None) -> Runtime:
+    """Build an engine around a loaded target; several engines may share one. tokenizer: the target's, if it is read."""
+    tokenizer = tokenizer or load_tokenizer(config, target.folder)
     spec = config.speculative() if drafts(config, target) else None
     name = method_name(spec) if spec else None
     longest = target.model.max_positions

@@ -59,6 +59,8 @@ def draft_vocabulary(
     other: False = a draft whose ids mean other tokens is refused. Returns the vocabulary to load the draft model with;
     None = it has the target's tokens. Raises PairError if it can't be used.
     """
+    if tokenizer.has_file_of(folder):
+        return None
     own = Tokenizer.load(folder)
     try:
         unknown = compare_vocabularies(tokenizer, own)
