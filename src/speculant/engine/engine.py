@@ -114,6 +114,7 @@ class Engine:
         if request_id in self._by_id:
             raise RequestError(f"the request id {request_id!r} is in use", "give each request an id of its own.")
         samples = self._factory.make(checked, request_id, stop_checker)
+        self._measures_next_s = 0.0
         sequences = samples[: _num_sequences(checked.params)]
         self._scheduler.add(sequences)
         self._by_id[request_id] = list(sequences)
@@ -174,8 +175,8 @@ class Engine:
         return outputs
 
     def _measure(self) -> None:
-        """Go on with the measurement of costs for as long as the last step took, unless a prompt waits."""
-        if self._measures_next_s and not self._scheduler.waiting:
+        """Go on with the measurement of costs for as long as the last step took, unless a prompt came since."""
+        if self._measures_next_s:
             self.measurement.run(self._measures_next_s)
         self._measures_next_s = 0.0
 
