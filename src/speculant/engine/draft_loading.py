@@ -3,7 +3,7 @@
 The chosen type is the one that is expected to generate text fastest on this machine. A draft does not change the
 output's distribution, so its weights may be rounded: its passes become faster, and fewer of its tokens are accepted.
 For a small draft both are measured, on a text that the draft itself draws. A large one would have to be packed in every
-type for that. There the times are estimated from bytes (models/weights/speeds.py), and the usual loss of acceptance is
+type for that. There the times are estimated from bytes (models/native/speeds.py), and the usual loss of acceptance is
 assumed; `speculant check-pair` measures it. The choice is kept on disk next to the cost curves (engine/calibration.py).
 """
 

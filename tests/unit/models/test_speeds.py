@@ -12,8 +12,8 @@ from speculant.files import cache_folder
 from speculant.kernels.native import Kernels, Type, open_kernels, usable_sets
 from speculant.kernels.packing import likely_bytes
 from speculant.models.description import Experts
+from speculant.models.native import speeds
 from speculant.models.sizes import matrix_weights, pass_matrices
-from speculant.models.weights import speeds
 from speculant.models.weights.rounding import ROUNDINGS
 from speculant.models.weights.source import ModuleWeights
 from tests.descriptions import describe

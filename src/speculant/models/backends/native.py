@@ -14,11 +14,11 @@ from speculant.kernels.native import BLOCK_TYPES, TYPES, Kernels, NativeSampler,
 from speculant.models.backends.base import AS_THEY_ARE, CODED, PLAIN, Packing
 from speculant.models.description import DecoderConfig
 from speculant.models.native.decoder import NativeDecoder
+from speculant.models.native.speeds import row_seconds
 from speculant.models.weights.cache import WeightCache, WeightStore
 from speculant.models.weights.packings import fastest_packing
 from speculant.models.weights.rounding import ROUNDINGS, Rounding
 from speculant.models.weights.source import QuantizedBlocks, WeightSource
-from speculant.models.weights.speeds import row_seconds
 
 
 @dataclass(frozen=True)
