@@ -4,6 +4,8 @@ Each start is a process of its own, and the clock starts after its imports. A fi
 next start finds the files that the first one left. The checkpoint is in the system's page cache. Memory is the
 process's peak above its memory after the imports, in parts: anonymous memory, and mapped files.
 
+With a draft model, a first start also chooses its type, and measures the costs of drafts after the first tokens.
+
 `pages_s` is the time in which the system gave the process new memory for packed weights. On a virtual machine that
 returns unused pages to its host this may take longer than packing.
 """
@@ -114,7 +116,10 @@ def measure(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     model = arguments.model or inflated_pair("1b")[0]
     for file in model.glob("*.safetensors"):
         file.read_bytes()
-    starts = run_all(model, arguments.rounds, {"weight_packing": arguments.packing})
+    given = {name: getattr(arguments, name) for name in ("draft_model", "quantization") if getattr(arguments, name)}
+    for file in Path(given.get("draft_model", model)).glob("*.safetensors"):
+        file.read_bytes()
+    starts = run_all(model, arguments.rounds, {"weight_packing": arguments.packing, **given})
     texts = {json.dumps(each["token_ids"]) for own in starts.values() for each in own}
     yield {"same_texts": len(texts) == 1, **{name: figures(own) for name, own in starts.items()}}
 
@@ -128,6 +133,8 @@ BENCHMARK = Benchmark(
     options={
         "model": {"type": Path, "help": "a checkpoint in bfloat16 [default: the inflated target of 1b]"},
         "packing": "auto",
+        "draft_model": {"help": "a draft model [default: none]"},
+        "quantization": {"help": "the type that the target's weights are rounded to [default: none]"},
     },
 )  # fmt: skip
 

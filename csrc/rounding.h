@@ -16,9 +16,11 @@ namespace SP_NAMESPACE {
 
 constexpr int EIGHT = 8;     // groups that are rounded together
 constexpr int TRIALS = 16;   // grids that are tried; their integers reach slightly less or more far than the weights
+constexpr int AT_ONCE = 2;   // of them
 constexpr int IMPROVED = 2;  // times that integers and scales are then chosen in turn
 constexpr float LEAST_REACH = -1.0f, REACH_STEP = 0.125f;
 typedef float Eight __attribute__((vector_size(EIGHT * 4)));
+typedef int32_t EightInts __attribute__((vector_size(EIGHT * 4)));
 
 // Weights of eight groups, in the lanes.
 template <int SIZE>
@@ -41,10 +43,14 @@ static inline Eight pick(Eight a, Eight b, Eight x, Eight y) { return a < b ? x 
 static inline Eight size_of(Eight x) { return pick(x, Eight{}, -x, x); }
 static inline Eight ratio(Eight a, Eight b) { return b == 0.0f ? Eight{} : a / (b == 0.0f ? all_of(1.0f) : b); }  // 0 if b is
 
-// The nearest whole number from low to high.
+// The nearest whole number from low to high. NaN stays NaN in both branches.
 static inline Eight whole(Eight x, float low, float high) {
+#if defined(SP_AVX2) || defined(SP_AVX512)
+  x = (Eight)_mm256_min_ps(_mm256_set1_ps(high), _mm256_max_ps(_mm256_set1_ps(low), (__m256)x));
+#else
   x = x < low ? all_of(low) : x;
   x = x > high ? all_of(high) : x;
+#endif
   return (x + 0x1.8p23f) - 0x1.8p23f;  // the sum has no bits for fractions
 }
 
@@ -71,6 +77,20 @@ static inline Sums add_up(const Columns<SIZE> &of, Eight minimum, Eight inverse,
     sums.q += q, sums.qq += q * q, sums.qx += q * x, sums.x += x;
   }
   return sums;
+}
+
+// The same for several inverses at once, whose sums do not wait for one another. sums.x: added up before.
+template <int SIZE>
+static inline void add_up_each(const Columns<SIZE> &of, Eight minimum, const Eight *inverses, float low, float high, Sums *found) {
+  Sums sums[AT_ONCE] = {};
+  for (int j = 0; j < SIZE; j++) {
+    const Eight x = of.x[j], moved = x + minimum;
+    for (int i = 0; i < AT_ONCE; i++) {
+      const Eight q = whole(moved * inverses[i], low, high);
+      sums[i].q += q, sums[i].qq += q * q, sums[i].qx += q * x;
+    }
+  }
+  for (int i = 0; i < AT_ONCE; i++) found[i].q = sums[i].q, found[i].qq = sums[i].qq, found[i].qx = sums[i].qx;
 }
 
 template <int SIZE>
@@ -100,8 +120,15 @@ static Grid best_grid(const Columns<GROUP> &of, float highest) {
   for (int j = 0; j < GROUP; j++) low = pick(of.x[j], low, of.x[j], low), high = pick(high, of.x[j], of.x[j], high);
   const Eight reach = high - low;
   Grid best = {reach / highest, -low, all_of(INFINITY)};
-  for (int trial = 0; trial < TRIALS; trial++)
-    take_better(best, solve<GROUP>(add_up(of, -low, ratio(all_of(highest + LEAST_REACH + REACH_STEP * (float)trial), reach), 0.0f, highest)));
+  Eight inverses[TRIALS];
+  Sums sums[AT_ONCE] = {};
+  for (int j = 0; j < GROUP; j++) sums[0].x += of.x[j];
+  for (int i = 1; i < AT_ONCE; i++) sums[i].x = sums[0].x;
+  for (int trial = 0; trial < TRIALS; trial++) inverses[trial] = ratio(all_of(highest + LEAST_REACH + REACH_STEP * (float)trial), reach);
+  for (int trial = 0; trial < TRIALS; trial += AT_ONCE) {
+    add_up_each(of, -low, inverses + trial, 0.0f, highest, sums);
+    for (const Sums &each : sums) take_better(best, solve<GROUP>(each));
+  }
   for (int turn = 0; turn < IMPROVED; turn++)
     take_better(best, solve<GROUP>(add_up(of, best.minimum, ratio(all_of(1.0f), best.scale), 0.0f, highest)));
   return best;
@@ -113,12 +140,18 @@ static Grid best_scale(const Columns<SIZE> &of, float low, float high) {
   Eight extreme = {};
   for (int j = 0; j < SIZE; j++) extreme = pick(size_of(extreme), size_of(of.x[j]), of.x[j], extreme);
   Grid best = {extreme / low, Eight{}, all_of(INFINITY)};
-  for (int turn = 0; turn < TRIALS + IMPROVED; turn++) {
-    const Eight reach = all_of(low - LEAST_REACH - REACH_STEP * (float)turn);
-    const Sums sums = add_up(of, Eight{}, turn < TRIALS ? ratio(reach, extreme) : ratio(all_of(1.0f), best.scale), low, high);
+  const auto take = [&best](const Sums &sums) {
     const Eight scale = ratio(sums.qx, sums.qq);
     take_better(best, {scale, Eight{}, -scale * sums.qx});
+  };
+  Eight inverses[TRIALS];
+  Sums sums[AT_ONCE];
+  for (int trial = 0; trial < TRIALS; trial++) inverses[trial] = ratio(all_of(low - LEAST_REACH - REACH_STEP * (float)trial), extreme);
+  for (int trial = 0; trial < TRIALS; trial += AT_ONCE) {
+    add_up_each(of, Eight{}, inverses + trial, low, high, sums);
+    for (const Sums &each : sums) take(each);
   }
+  for (int turn = 0; turn < IMPROVED; turn++) take(add_up(of, Eight{}, ratio(all_of(1.0f), best.scale), low, high));
   return best;
 }
 
@@ -127,8 +160,8 @@ template <int SIZE>
 static void choose(const Columns<SIZE> &of, const Grid &grid, float low, float high, int lift, uint8_t *q) {
   const Eight inverse = ratio(all_of(1.0f), grid.scale);
   for (int j = 0; j < SIZE; j++) {
-    const Eight found = whole((of.x[j] + grid.minimum) * inverse, low, high);
-    for (int i = 0; i < EIGHT; i++) q[i * SIZE + j] = (uint8_t)((int)found[i] + lift);
+    const EightInts found = __builtin_convertvector(whole((of.x[j] + grid.minimum) * inverse, low, high), EightInts) + lift;
+    for (int i = 0; i < EIGHT; i++) q[i * SIZE + j] = (uint8_t)found[i];
   }
 }
 

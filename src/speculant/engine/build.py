@@ -6,6 +6,7 @@ import inspect
 import logging
 import secrets
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -28,8 +29,15 @@ from speculant.drafting.methods import (
     takes_model,
 )
 from speculant.drafting.selection import Selection, Selector
-from speculant.engine.calibration import Calibration
-from speculant.engine.draft_loading import AUTO, choose_precision, describe_vocabulary, draft_vocabulary, rounded
+from speculant.engine.calibration import START_S, Calibration
+from speculant.engine.draft_loading import (
+    AUTO,
+    LargeDraft,
+    choose_precision,
+    describe_vocabulary,
+    draft_vocabulary,
+    rounded,
+)
 from speculant.engine.drafters import Drafters
 from speculant.engine.engine import Engine, EngineOptions
 from speculant.engine.head_precision import HeadRounding
@@ -77,17 +85,20 @@ def build_engine(config: EngineConfig) -> Runtime:
     find_backends(config.kernels, config.quantization, "quantization")
     if config.draft_quantization != AUTO:
         find_backends(config.kernels, rounded(config.draft_quantization), "draft_quantization")
-    target = load_model(
-        config.model, config.dtype, config.device, kernels=config.kernels, quantization=config.quantization,
-        weight_packing=config.weight_packing, weight_cache=config.weight_cache_folder(),
-        revision=config.revision, download_dir=config.download_dir, model_backend=config.model_backend,
-    )  # fmt: skip
-    return build_around(config, target)
+    with ThreadPoolExecutor(1) as beside:  # reading the tokenizer of a large vocabulary takes half a second
+        folder = resolve_source(config.model, "target", config.revision, config.download_dir)
+        tokenizer = beside.submit(load_tokenizer, config, folder)
+        target = load_model(
+            config.model, config.dtype, config.device, kernels=config.kernels, quantization=config.quantization,
+            weight_packing=config.weight_packing, weight_cache=config.weight_cache_folder(),
+            revision=config.revision, download_dir=config.download_dir, model_backend=config.model_backend,
+        )  # fmt: skip
+        return build_around(config, target, tokenizer.result())
 
 
-def build_around(config: EngineConfig, target: Checkpoint) -> Runtime:
-    """Build an engine around a loaded target; several engines may share one."""
-    tokenizer = load_tokenizer(config, target.folder)
+def build_around(config: EngineConfig, target: Checkpoint, tokenizer: Tokenizer | None = None) -> Runtime:
+    """Build an engine around a loaded target; several engines may share one. tokenizer: the target's, if it is read."""
+    tokenizer = tokenizer or load_tokenizer(config, target.folder)
     spec = config.speculative() if drafts(config, target) else None
     name = method_name(spec) if spec else None
     longest = target.model.max_positions
@@ -119,7 +130,9 @@ def build_around(config: EngineConfig, target: Checkpoint) -> Runtime:
         verifiers,
         policy,
         drafters,
+        measured.measurement,
     )
+    engine.measurement.run(START_S)
     drafter = drafters.find(name) if name else None
     says = describe(config, spec, length) + notes
     if config.model_backend != AUTO:
@@ -346,7 +359,9 @@ class _Workshop:
             return loaded.model
         if self.config.draft_quantization != AUTO:
             return load(rounded(self.config.draft_quantization)).model
-        draft, chosen = choose_precision(self.target.model, load, (*self._facts, str(folder), str(head_tokens)))
+        large = LargeDraft.open(folder, self.target, self.config.dtype, self.config.quantization)
+        identity, estimated = (*self._facts, str(folder), str(head_tokens)), large.fastest if large else None
+        draft, chosen = choose_precision(self.target.model, load, identity, estimated)
         if draft.quantizations:
             self.notes.append(f", draft weights in {chosen or str(draft.dtype).removeprefix('torch.')} (fastest here)")
         return draft.model

@@ -1,7 +1,9 @@
 """Measures the costs of a target pass and of a draft on this machine, for draft-length policies that need them.
 
-The measured curves are kept on disk, in $XDG_CACHE_HOME/speculant/costs, under a key of models, types and machine. The
-policy follows the real steps from then on, so a curve only has to have the right shape.
+The first tokens do not wait for that: an engine measures in slices, about as long as a step, between its first steps,
+which have no drafts. A slice holds no blocks of the target's cache after its end. The curves are kept on disk, in
+$XDG_CACHE_HOME/speculant/costs, under a key of models, types and machine. The policy follows the real steps from then
+on, so a curve only has to have the right shape.
 """
 
 from __future__ import annotations
@@ -10,13 +12,14 @@ import json
 import logging
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import count, islice
 from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +27,7 @@ from torch import Tensor
 from speculant.cache.base import KVCache, Moves, Slots
 from speculant.config import Limits
 from speculant.drafting.base import Drafter
+from speculant.engine.measuring import Measurement
 from speculant.engine.runner import forward_target
 from speculant.errors import Guard
 from speculant.files import cache_folder, key_of, write_file
@@ -42,18 +46,39 @@ logger = logging.getLogger(__name__)
 ROWS = (1, 8, 16, 4, 2, 48, 24, 6, 3, 12, 5, 7, 9, 10, 32, 14, 17, 20, 64, 40, 96, 128)
 DEPTHS, SEQUENCES = (1, 4, 8, 2, 16), (1, 8)
 LEAST_LONG, LONG_CONTEXT = 192, 2048  # tokens of the texts that show the cost of attention
-DRAFTED_AFTER = 16  # tokens
+DRAFTED_AFTER = 16  # tokens of all sequences together
 MANY_ROWS = 8  # of a second pass after the longer text; the first has one row
-SHORT_TEXT, LONG_TEXT = 256, 1024  # tokens that a drafter with a cache of its own reads
+TEXTS = (16, 64, 256, 1024)  # tokens that a drafter with a cache of its own reads; longer ones if it is fast enough
+START_S = 0.3  # of the measurement before the first request
+SLICE_S = 0.05  # that every request can wait
 BUDGET_S = 0.3  # for the target, and for each method and number of sequences
 LONG_SHARE = 0.3  # of it for passes after a long text
 LEAST_SIZES, LEAST_ROUNDS, MOST_ROUNDS = 2, 2, 15
 LEAST_ROWS, LEAST_PASSES = 3, 4  # sizes of the target's passes, and passes in all: the cheapest size, one row, has two
 COPIED = 128  # keys at a time, so that the copies take little memory
 STEADY = 1.5  # curves whose typical time is more than this many times the least are not kept: the machine was busy
-PROCEDURE = "4"  # changes when the measurements change
+PROCEDURE = "5"  # changes when the measurements change
 GOLDEN = 2654435769  # the golden ratio's fraction, times 2^32
 GREEDY = SamplingParams(temperature=0, max_tokens=None)
+
+
+class Rounds(NamedTuple):
+    """How often something is timed.
+
+    least: the number of first sizes that are measured even if the budget is used up. runs: the least number of runs in
+    all. share: of the budget. is_warm: it has run before; else a first run, which takes memory and fills caches, is not
+    counted.
+    """
+
+    least: int = LEAST_SIZES
+    runs: int = LEAST_SIZES
+    share: float = 1.0
+    is_warm: bool = False
+
+
+ONCE_WARM = Rounds()
+Slices = Generator[None, None, None]
+Times = dict[int, list[float]]  # seconds of each round, by size
 
 
 @dataclass(frozen=True)
@@ -61,6 +86,7 @@ class Calibration:
     """The subjects of the measurements: the target with its cache, and the drafters by method.
 
     identity: texts that name models, types and kernels; together with the machine they are the key of the kept curves.
+    measurement: runs what has to be measured.
     """
 
     target: CausalLM
@@ -69,84 +95,106 @@ class Calibration:
     drafters: Mapping[str, Drafter]
     limits: Limits
     identity: Sequence[str]
+    measurement: Measurement = field(default_factory=Measurement)
 
     def costs(self) -> StepCosts:
-        """Return the curves, from disk if they were measured before."""
-        path = folder() / f"{self._key()}.json"
+        """Return the curves: from disk if they were measured before, else the measurement has to fill them in."""
+        path, costs = folder() / f"{self._key()}.json", StepCosts(CostCurve({1: 1.0}))
         kept = read_curves(path)
         if kept is None:
-            started = time.perf_counter()
-            kept = self._measure()
-            logger.info("measured the costs of passes and drafts in %.1f s", time.perf_counter() - started)
-            if kept.pop("steady"):
-                write_file(path, kept)
-            else:
-                logger.info("other programs were busy: the costs are measured again at the next start")
-        drafts = {
+            self.measurement.begin(self._measured(costs, path))
+        else:
+            self._fill(costs, kept)
+        return costs
+
+    def _fill(self, costs: StepCosts, kept: Mapping[str, Any]) -> None:
+        costs.passes = CostCurve(points(kept["passes"]), partial(relative_reads_of, self.target))
+        costs.keys = KeyCosts(*kept["keys"])
+        costs.readings = {method: Reading(*seconds) for method, seconds in kept["readings"].items()}
+        costs.drafts = {
             method: {int(count): CostCurve(points(curve)) for count, curve in curves.items()}
             for method, curves in kept["drafts"].items()
         }
-        readings = {method: Reading(*seconds) for method, seconds in kept["readings"].items()}
-        passes = CostCurve(points(kept["passes"]), partial(relative_reads_of, self.target))
-        return StepCosts(passes, drafts, keys=KeyCosts(*kept["keys"]), readings=readings)
 
     def _key(self) -> str:
         engine = (str(torch.get_num_threads()), *self.identity, *sorted(self.drafters), str(self.limits))
         return key_of([PROCEDURE, *engine])
 
-    @torch.inference_mode()
-    def _measure(self) -> dict[str, Any]:
-        guard, drafts = Guard(logger, "and its drafts count as free"), dict[str, dict[int, dict[int, float]]]()
-        readings = dict[str, Reading]()
-        passes, keys, steady = self._passes()
-        counts = [count for count in SEQUENCES if count <= max(1, self.limits.max_num_seqs)]
+    def _measured(self, costs: StepCosts, path: Path) -> Slices:
+        """Measure everything, and keep the curves if the machine was not busy."""
+        found = dict[str, Any]({"drafts": {}, "readings": {}})
+        steady = yield from self._passes(found)
+        one_s = found["passes"][1]
+        yield from self._keys(found)
+        guard = Guard(logger, "and its drafts count as free")
         for method, drafter in self.drafters.items():
-            curves = dict[int, dict[int, float]]()
-            measure = partial(self._measure_drafts, drafter, counts, curves)
-            if guard.succeeds(f"drafter {method!r}", measure):
-                drafts[method] = curves
-            if method in drafts and drafter.needs.own_cache and not drafter.needs.hidden_layers:
-                guard.succeeds(f"drafter {method!r}", partial(self._read, method, drafter, readings))
-        return {"passes": passes, "keys": keys, "drafts": drafts, "readings": readings, "steady": steady}
-
-    def _measure_drafts(self, drafter: Drafter, counts: Sequence[int], curves: dict[int, dict[int, float]]) -> None:
-        curves.update({count: self._drafts(drafter, count) for count in counts})
-
-    def _passes(self) -> tuple[dict[int, float], KeyCosts, bool]:
-        """Return the seconds of a pass and its distributions, by rows, those of keys, and whether they were steady."""
-        context = 1 if self.limits.max_model_len > 2 else 0
-        most = min(
-            self.limits.max_model_len - context, self.limits.max_num_batched_tokens, self.cache.free_tokens() - context
+            try:
+                yield from self._measure_drafts(method, drafter, found["drafts"])
+                if drafter.needs.own_cache and not drafter.needs.hidden_layers:
+                    yield from self._read(method, drafter, one_s, found["readings"])
+            except BaseException as error:  # noqa: BLE001 - anything but a failure is raised again
+                guard.note(f"drafter {method!r}", error)
+        self._fill(costs, found)
+        if steady:
+            write_file(path, found)
+        logger.info(
+            "measured the costs of passes and drafts%s",
+            "" if steady else ": again at the next start, as other programs were busy",
         )
-        (request,) = requests(1, context + 1, self.target.vocab_size)
-        if context:
-            self._pass(Scheduled(request, 0, context), DraftTree.empty())
-        try:
-            sizes = [rows for rows in ROWS if rows <= max(1, most)]
-            decode = partial(self._decode, request, count())
-            rounds = timed_rounds(decode, sizes, LEAST_ROWS, LEAST_PASSES, is_warm=context > 0)
-            short_s = least_seconds(rounds)
-            return short_s, self._keys(request.seq_id, context, short_s), is_steady(rounds)
-        finally:
-            self.cache.release(request.seq_id)
 
-    def _keys(self, seq_id: int, context: int, short_s: Mapping[int, float]) -> KeyCosts:
-        """Return the cost of attention after a long text: the sequence of `short_s`, and copies of its key."""
+    def _measure_drafts(self, method: str, drafter: Drafter, drafts: dict[str, dict[int, dict[int, float]]]) -> Slices:
+        curves = dict[int, dict[int, float]]()
+        for many in SEQUENCES:
+            if many <= max(1, self.limits.max_num_seqs):
+                curves[many] = yield from self._drafts(drafter, many)
+        drafts[method] = curves
+
+    def _passes(self, found: dict[str, Any]) -> Generator[None, None, bool]:
+        """Measure the seconds of a pass and its distributions, by rows; return whether they were steady."""
+        most = min(self.limits.max_model_len, self.limits.max_num_batched_tokens, self.cache.free_tokens())
+        sizes = [rows for rows in ROWS if rows <= max(1, most)]
+        rounds = yield from self._timing(0, sizes, Rounds(LEAST_ROWS, LEAST_PASSES))
+        found["passes"] = least_seconds(rounds)
+        return is_steady(rounds)
+
+    def _keys(self, found: dict[str, Any]) -> Slices:
+        """Measure the cost of attention after a long text, which consists of copies of one key."""
+        short_s, found["keys"] = found["passes"], KeyCosts()
         length = min(LONG_CONTEXT, self.limits.max_model_len - MANY_ROWS, self.cache.free_tokens() - MANY_ROWS)
-        if not context or length < LEAST_LONG or not {1, MANY_ROWS} <= short_s.keys():
-            return KeyCosts()
+        if length < LEAST_LONG or not {1, MANY_ROWS} <= short_s.keys():
+            return
+        long_s = least_seconds(
+            (yield from self._timing(length, [1, MANY_ROWS], Rounds(share=LONG_SHARE, is_warm=True)))
+        )
+        first_s, many_s = (max(0.0, long_s[rows] - short_s[rows]) / length for rows in (1, MANY_ROWS))
+        found["keys"] = KeyCosts(first_s / short_s[1], max(0.0, many_s - first_s) / (MANY_ROWS - 1) / short_s[1])
+
+    def _timing(self, length: int, sizes: Sequence[int], rounds: Rounds = ONCE_WARM) -> Generator[None, None, Times]:
+        """Time passes of some rows after a text. They wait while requests leave too few blocks."""
+        (request,) = requests(1, length + 1, self.target.vocab_size)
+        decode, text = partial(self._decode, request, count()), partial(self._text, request.seq_id, length)
+        return timing(decode, sizes, rounds, lambda rows: self.cache.free_tokens() >= length + rows, text)
+
+    @contextmanager
+    def _text(self, seq_id: int, length: int) -> Iterator[None]:
+        """Fill the target's cache with a text for the block: a key, and copies of it."""
+        try:
+            if length:
+                (request,) = requests(1, 2, self.target.vocab_size)
+                self._pass(Scheduled(request, 0, 1), DraftTree.empty())
+                self._copy_key(seq_id, length)
+            yield
+        finally:
+            self.cache.release(seq_id)
+
+    def _copy_key(self, seq_id: int, length: int) -> None:
         sources = [block * self.cache.block_size for block in self.cache.table(seq_id)]  # one per group of layers
         chunk = min(COPIED, self.limits.max_num_batched_tokens)
-        for first in range(context, length, chunk):
+        for first in range(1, length, chunk):
             copies = self.cache.reserve(seq_id, min(chunk, length - first))
             self.cache.storage.move(_repeated(sources, copies))
             sources = [slots[-1] for slots in (copies.slots, *copies.others)]
             self.cache.drop_unseen(seq_id)
-        (request,) = requests(1, length + 1, self.target.vocab_size)
-        decode = partial(self._decode, request, count())
-        long_s = least_seconds(timed_rounds(decode, [1, MANY_ROWS], share=LONG_SHARE, is_warm=True))
-        first_s, many_s = (max(0.0, long_s[rows] - short_s[rows]) / (length - context) for rows in (1, MANY_ROWS))
-        return KeyCosts(first_s / short_s[1], max(0.0, many_s - first_s) / (MANY_ROWS - 1) / short_s[1])
 
     def _decode(self, request: Request, places: Iterator[int], rows: int) -> None:
         """Compute the newest token of a request, and a chain after it.
@@ -164,39 +212,44 @@ class Calibration:
             nodes = [Node(item.request, tree.tokens_to(node), False) for node in output.nodes]
             row_maxima(distribution(logits, nodes, self.sampler))
 
-    def _drafts(self, drafter: Drafter, count: int) -> dict[int, float]:
-        """Return the seconds of a draft for `count` sequences, by depth."""
+    def _drafts(self, drafter: Drafter, count: int) -> Generator[None, None, dict[int, float]]:
+        """Measure the seconds of a draft for `count` sequences, by depth."""
         half = self._longest(drafter) // 2
-        drafting = requests(count, min(DRAFTED_AFTER, half), self.target.vocab_size)
+        drafting = requests(count, min(1 + DRAFTED_AFTER // count, half), self.target.vocab_size)
         depths = [depth for depth in DEPTHS if depth <= half]
         for request in drafting:
             drafter.begin(request)
             self._observe(drafter, request)
         try:
+            times = timing(lambda depth: drafter.propose(drafting, [depth] * count), depths)
             if drafter.needs.target_cache:
-                self._fill(drafting)
-            return timed(lambda depth: drafter.propose(drafting, [depth] * count), depths)
+                self._fill_target(drafting)
+                return least_seconds(finished(times))  # in one slice, as it takes blocks of the target's cache
+            return least_seconds((yield from times))
         finally:
             for request in drafting:
                 drafter.end(request)
                 self.cache.release(request.seq_id)
 
-    def _fill(self, drafting: Sequence[Request]) -> None:
+    def _fill_target(self, drafting: Sequence[Request]) -> None:
         """Compute the target's keys and values of all tokens but the newest."""
         items = [Scheduled(request, 0, len(request.tokens) - 1) for request in drafting if len(request.tokens) > 1]
         if items:
             forward_target(self.target, self.cache, items, [DraftTree.empty()] * len(items))
 
-    def _read(self, method: str, drafter: Drafter, readings: dict[str, Reading]) -> None:
-        """Measure how long a drafter reads texts: a longer one too, if there is time and room for it."""
-        room = self._longest(drafter) - 2
-        short, long = min(SHORT_TEXT, room), min(LONG_TEXT, room)
-        token_s = self._reading_s(drafter, 1, short) / max(1, short)
-        readings[method] = Reading(token_s, 0.0)
-        if long > short and token_s * long < BUDGET_S:
-            longer_s = self._reading_s(drafter, 2, long) / long
-            key_s = max(0.0, longer_s - token_s) / ((long - short) / 2)
-            readings[method] = Reading(max(0.0, token_s - key_s * short / 2), key_s)
+    def _read(self, method: str, drafter: Drafter, slice_s: float, readings: dict[str, tuple[float, float]]) -> Slices:
+        """Measure how long a drafter reads texts, up to the longest one that it reads within a slice."""
+        room, before = self._longest(drafter) - 2, (0, 0.0)
+        for index, length in enumerate(min(each, room) for each in TEXTS):
+            token_s, key_s = readings.get(method, (0.0, 0.0))
+            if length <= before[0] or before[1] * length > max(SLICE_S, slice_s):
+                break
+            mean_s = self._reading_s(drafter, index + 1, length) / max(1, length)
+            if index:
+                key_s = max(0.0, mean_s - before[1]) / ((length - before[0]) / 2)
+            token_s, before = max(0.0, mean_s - key_s * length / 2), (length, mean_s)
+            readings[method] = token_s, key_s
+            yield
 
     def _longest(self, drafter: Drafter) -> int:
         """Return the longest text that the engine has and a drafter can read."""
@@ -251,35 +304,51 @@ def requests(count: int, length: int, vocab_size: int, params: SamplingParams = 
 
 def timed(run: Callable[[int], object], sizes: Sequence[int]) -> dict[int, float]:
     """Return the seconds of `run` at sizes; only at the first ones if the time budget allows no more."""
-    return least_seconds(timed_rounds(run, sizes))
+    return least_seconds(finished(timing(run, sizes)))
 
 
-def timed_rounds(
-    run: Callable[[int], object], sizes: Sequence[int], least: int = LEAST_SIZES, runs: int = LEAST_SIZES,
-    share: float = 1.0, is_warm: bool = False,
-) -> dict[int, list[float]]:  # fmt: skip
+def timing(
+    run: Callable[[int], object],
+    sizes: Sequence[int],
+    rounds: Rounds = ONCE_WARM,
+    has_room: Callable[[int], bool] = lambda size: True,
+    around: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> Generator[None, None, Times]:
     """Return the seconds of each round of `run` at the first sizes that have LEAST_ROUNDS rounds within the budget.
 
-    least: the number of first sizes that are measured even if the budget is used up. runs: the least number of runs in
-    all. share: of the budget. is_warm: `run` has run before; else a first run, which takes memory and fills caches, is
-    not counted.
+    Each run is a slice. has_room: whether a size can run now. around: what is done before and after each run.
     """
-    seconds, done, budget_s = dict[int, list[float]](), 0, share * BUDGET_S
-    if not is_warm:
-        run(sizes[0])
-    started = begun = time.perf_counter()
-    chosen = [*sizes]
+    seconds, done, spent_s, budget_s, chosen = Times(), 0, 0.0, rounds.share * BUDGET_S, [*sizes]
+    if not rounds.is_warm:
+        with around():
+            run(sizes[0])
+        yield
     for place, size in enumerate(chosen * MOST_ROUNDS):
-        if place == least:
-            chosen = chosen[: max(LEAST_SIZES, int(budget_s / LEAST_ROUNDS * place / max(begun - started, 1e-9)))]
-        if begun - started > budget_s and done >= runs:
+        if place == rounds.least:
+            chosen = chosen[: max(LEAST_SIZES, int(budget_s / LEAST_ROUNDS * place / max(spent_s, 1e-9)))]
+        if spent_s > budget_s and done >= rounds.runs:
             break
         if size in chosen:
-            run(size)
-            ended = time.perf_counter()
-            seconds.setdefault(size, []).append(ended - begun)
-            begun, done = ended, done + 1
+            while not has_room(size):
+                yield
+            with around():
+                started = time.perf_counter()
+                run(size)
+                own_s = time.perf_counter() - started
+            seconds.setdefault(size, []).append(own_s)
+            spent_s, done = spent_s + own_s, done + 1
+            yield
     return seconds
+
+
+def finished(slices: Generator[None, None, Times]) -> Times:
+    """Run all slices at once, and return the times."""
+    while True:
+        try:
+            next(slices)
+        except StopIteration as end:
+            times: Times = end.value
+            return times
 
 
 def least_seconds(rounds: Mapping[int, Sequence[float]]) -> dict[int, float]:

@@ -2,8 +2,9 @@
 
 The chosen type is the one that is expected to generate text fastest on this machine. A draft does not change the
 output's distribution, so its weights may be rounded: its passes become faster, and fewer of its tokens are accepted.
-Both are measured, on a text that the draft itself draws, and the choice is kept on disk next to the cost curves
-(engine/calibration.py).
+For a small draft both are measured, on a text that the draft itself draws. A large one would have to be packed in every
+type for that. There the times are estimated from bytes (models/native/speeds.py), and the usual loss of acceptance is
+assumed; `speculant check-pair` measures it. The choice is kept on disk next to the cost curves (engine/calibration.py).
 """
 
 from __future__ import annotations
@@ -27,9 +28,11 @@ from speculant.drafting.model.runner import fit_vocabulary, grow
 from speculant.engine.calibration import folder, requests, timed
 from speculant.errors import ModelError, PairError, SpeculantError
 from speculant.files import key_of, write_file
+from speculant.models.backends.base import TimesWeights, why_not
 from speculant.models.base import CausalLM, Chain, SequenceInput, build_batch
+from speculant.models.sizes import matrix_weights
 from speculant.models.vocabulary import DraftVocabulary, MappedVocabulary, TargetVocabulary
-from speculant.models.weights.load import Checkpoint
+from speculant.models.weights.load import Checkpoint, CheckpointFiles
 from speculant.params import SamplingParams
 from speculant.sampling.chance import KeyedChances
 from speculant.text.tokenizer import Tokenizer, compare_vocabularies, substitute_token
@@ -41,6 +44,9 @@ AUTO = "auto"
 UNCHANGED = "none"
 LEAST_GAIN = 0.02  # rounded weights that gain less are not worth the risk that the estimate is wrong
 LONGEST = 16  # drafts that are compared
+LARGE_BYTES = 64 * 2**20  # of a draft in bfloat16: a smaller one is packed in no time, and may stay in caches
+USUAL_ACCEPTANCE = {None: 0.7, "int8": 0.695, "int4": 0.68}  # assumed for a large draft
+FURTHER_ROW = 0.05  # of the target's pass of one row, assumed for each further one
 PROMPT, SAMPLE = 8, 48  # tokens
 DRAWN = SamplingParams(temperature=1.0, max_tokens=None)
 
@@ -53,6 +59,8 @@ def draft_vocabulary(
     other: False = a draft whose ids mean other tokens is refused. Returns the vocabulary to load the draft model with;
     None = it has the target's tokens. Raises PairError if it can't be used.
     """
+    if tokenizer.has_file_of(folder):
+        return None
     own = Tokenizer.load(folder)
     try:
         unknown = compare_vocabularies(tokenizer, own)
@@ -106,19 +114,71 @@ class Precision:
         return best
 
 
+@dataclass(frozen=True)
+class LargeDraft:
+    """A draft that is too large to be packed in every type, and the target whose backend computes it.
+
+    quantization: the type that the target's weights are rounded to.
+    """
+
+    backend: TimesWeights
+    draft: CheckpointFiles
+    target: CheckpointFiles
+    dtype: str
+    quantization: str | None
+
+    @classmethod
+    def open(cls, folder: Path, target: Checkpoint, dtype: str, quantization: str | None) -> LargeDraft | None:
+        """Return the draft in a folder; None if it is small or can't be rounded, or if times can't be estimated."""
+        backend, device = target.backend, target.model.cache_shape.device
+        if not isinstance(backend, TimesWeights):
+            return None
+        draft = CheckpointFiles.open(folder)
+        if 2 * matrix_weights(draft.decoder) < LARGE_BYTES or draft.tensors.quantised_kinds():
+            return None
+        if why_not(backend, draft.decoder, draft.dtype(dtype), device) is not None:
+            return None
+        return cls(backend, draft, CheckpointFiles.open(target.folder), dtype, quantization)
+
+    def fastest(self) -> str | None:
+        """Return the type that is expected to be fastest; nothing is loaded for that."""
+        (target_s,), types = self._seconds(self.target, [self.quantization]), [None, *self.backend.quantizations]
+        found = list[Precision]()
+        for each, token_s in zip(types, self._seconds(self.draft, types), strict=True):
+            found.append(Precision(each, USUAL_ACCEPTANCE.get(each, 0.0), token_s))
+            logger.info(
+                "a draft in %s: acceptance %.3f is assumed, %.2g s a token", each, found[-1].acceptance, token_s
+            )
+        return fastest(found, lambda rows: target_s * (1 + FURTHER_ROW * (rows - 1)))
+
+    def _seconds(self, files: CheckpointFiles, quantizations: Sequence[str | None]) -> list[float]:
+        return self.backend.row_seconds(files.decoder, files.weights, files.dtype(self.dtype), quantizations)
+
+
 def choose_precision(
-    target: CausalLM, load: Callable[[str | None], Checkpoint], identity: Sequence[str]
+    target: CausalLM,
+    load: Callable[[str | None], Checkpoint],
+    identity: Sequence[str],
+    estimated: Callable[[], str | None] | None = None,
 ) -> tuple[Checkpoint, str | None]:
     """Return the draft in the type that is expected to be fastest, and the type; None = unchanged.
 
     load: loads the draft in a type. identity: texts that name the pair, types and kernels; with the machine they are
-    the key of the kept choice.
+    the key of the kept choice. estimated: chooses the type of a draft before it is loaded; None = each is
+    measured.
     """
     path = choice_path(identity)
     with suppress(OSError, ValueError, TypeError, KeyError, RecursionError, SpeculantError):
         kept = json.loads(path.read_text(encoding="utf-8"))["draft_quantization"]
         return load(kept), kept
     started = time.perf_counter()
+    if estimated is not None:
+        chosen = estimated()
+        logger.info("chose draft_quantization=%s in %.1f s", chosen, time.perf_counter() - started)
+        with suppress(ModelError):  # weights that are not finite can't be rounded
+            draft = load(chosen)
+            write_file(path, {"draft_quantization": chosen})
+            return draft, chosen
     drafts: dict[str | None, Checkpoint] = {None: load(None)}
     for each in drafts[None].quantizations:
         with suppress(ModelError):  # weights that are not finite can't be rounded

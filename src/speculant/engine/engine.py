@@ -13,6 +13,7 @@ from speculant.constraints import Constraint
 from speculant.engine.commit import Committed, ending_with, fail
 from speculant.engine.drafters import Drafters
 from speculant.engine.guarded_length import GuardedLength
+from speculant.engine.measuring import Measurement
 from speculant.engine.profiling import Mark, unmarked
 from speculant.engine.requests import CheckedRequest, RequestFactory, RequestRules
 from speculant.engine.runner import check_target
@@ -58,7 +59,11 @@ class Engine:
         verifiers: dict[str, Verifier],
         draft_length: DraftLength,
         drafters: Drafters | None = None,
+        measurement: Measurement | None = None,
     ) -> None:
+        """measurement: of costs that the policy compares; it goes on between steps that only decode."""
+        self.measurement = measurement or Measurement()
+        self._measures_next_s = 0.0  # seconds of the last step, if it only decoded
         self._drafters = Drafters() if drafters is None else drafters
         taps = [layer for layer in self._drafters.hidden_layers if layer != target.num_layers + 1]
         check_taps(taps, target.num_layers)
@@ -68,7 +73,7 @@ class Engine:
             target,
             cache,
             self._drafters,
-            GuardedLength(draft_length),
+            GuardedLength(draft_length, self.measurement),
             verifiers,
             chances,
             options.sampler,
@@ -109,6 +114,7 @@ class Engine:
         if request_id in self._by_id:
             raise RequestError(f"the request id {request_id!r} is in use", "give each request an id of its own.")
         samples = self._factory.make(checked, request_id, stop_checker)
+        self._measures_next_s = 0.0
         sequences = samples[: _num_sequences(checked.params)]
         self._scheduler.add(sequences)
         self._by_id[request_id] = list(sequences)
@@ -144,9 +150,11 @@ class Engine:
         self.doubtful = False
         if not self._by_id:
             return []
+        self._measure()
         started = time.perf_counter()
         with self.mark("schedule"):
             schedule = self._scheduler.schedule()
+        decodes = all(item.decodes for item in schedule.items)
         for request in schedule.preempted:
             self._drafters.end(request)
         committed, draft_s, verify_s = self._run(schedule)
@@ -162,7 +170,15 @@ class Engine:
         self.metrics.draft_s += draft_s
         self.metrics.verify_s += verify_s
         self.metrics.other_s += time.perf_counter() - started - draft_s - verify_s
+        if decodes and self.measurement.active:
+            self._measures_next_s = time.perf_counter() - started
         return outputs
+
+    def _measure(self) -> None:
+        """Go on with the measurement of costs for as long as the last step took, unless a prompt came since."""
+        if self._measures_next_s:
+            self.measurement.run(self._measures_next_s)
+        self._measures_next_s = 0.0
 
     def check_target(self) -> None:
         """Raise the target's own error if it can't compute anything at all."""

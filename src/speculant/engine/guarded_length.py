@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from operator import index
 
+from speculant.engine.measuring import Measurement
 from speculant.errors import DraftLengthError, Guard
 from speculant.lengths.base import DraftLength, DraftOutcome, ScoredDraft
 from speculant.metrics import StepTiming
@@ -17,10 +18,14 @@ _NAME = "the draft length policy"
 
 
 class GuardedLength:
-    """A policy that is checked: after an error, or for lengths that break its contract, the step has no drafts."""
+    """A policy that is checked: after an error, or for lengths that break its contract, the step has no drafts.
 
-    def __init__(self, policy: DraftLength) -> None:
+    measurement: of the costs that it compares; it is not called before that ends, and nothing is drafted.
+    """
+
+    def __init__(self, policy: DraftLength, measurement: Measurement | None = None) -> None:
         self._policy, self.keeps_up = policy, bool(getattr(policy, "keeps_up", False))
+        self._measurement = measurement or Measurement()
         self._guard = Guard(logger, "and the step goes on without drafts")
         self._pause: Callable[[], int] | None = None if self.keeps_up else getattr(policy, "pause", None)
         self._trim: Callable[[Sequence[ScoredDraft]], list[int]] | None = getattr(policy, "trim", None)
@@ -30,6 +35,9 @@ class GuardedLength:
     def choose(self, schedule: Schedule) -> list[int]:
         """Return the policy's draft length for each item."""
         count = len(schedule.items)
+        if self._measurement.active:
+            self.paused = True
+            return [0] * count
         try:
             lengths = list(map(index, self._policy.choose(schedule)))
             if len(lengths) != count or (lengths and min(lengths) < 0):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from speculant.cache.base import CacheShape, LayerShape
@@ -53,6 +54,21 @@ def parameters(config: DecoderConfig) -> int:
 def matrix_weights(config: DecoderConfig) -> int:
     """Return the number of weights of matrices that passes read; those of a short head count as if it were whole."""
     return round(_read_weights(config, None))
+
+
+def pass_matrices(config: DecoderConfig) -> Iterator[tuple[str, tuple[int, int], float]]:
+    """Yield the name and the shape of each matrix that a pass of one row multiplies by, and the share that it reads.
+
+    The share is that of the experts that a row uses, else 1. A tied head has the name of the table.
+    """
+    shapes = tensor_shapes(config)
+    if not config.head.tied:
+        del shapes[TABLE]
+    shapes.pop(POSITIONS, None)
+    for name, shape in shapes.items():
+        if len(shape) == 2 and TOKEN_INPUTS + TOKEN_TABLE not in name:
+            n, k = shape
+            yield name, (n, k), _read_share(config.layers[int(name.split(".")[2])].mlp, 1) if EXPERT in name else 1.0
 
 
 def relative_reads(config: DecoderConfig, rows: int) -> float:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import filecmp
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from speculant.text.chat import TOOL_USE, ChatTemplate, find_template, template_
 from speculant.text.gguf_tokenizer import read_gguf_tokenizer
 from speculant.text.length_bounds import check_length_bounds
 
+TOKENIZER = "tokenizer.json"
 _SOURCE = "use another text, or correct the tokenizer.json of this checkpoint."
 _ENCODING = Converts(RequestError, "the tokenizer can't encode this text", _SOURCE)
 _DECODING = Converts(RequestError, "the tokenizer can't decode these token ids", _SOURCE)
@@ -39,6 +42,7 @@ class Tokenizer:
         backend.no_truncation()
         backend.no_padding()
         self.backend = backend
+        self._file: Path | None = None
         self._settings, self._special = settings, _special_tokens(settings)
         self._template, self._tool_template = template, tool_template
 
@@ -56,8 +60,10 @@ class Tokenizer:
         }
         backend = _load_backend(folder)
         templates = find_template(folder, settings), find_template(folder, settings, TOOL_USE)
-        with Converts(ModelError, f"{folder / 'tokenizer.json'} can't be used", "download it again."):
-            return cls(backend, settings, *templates)._checked()
+        with Converts(ModelError, f"{folder / TOKENIZER} can't be used", "download it again."):
+            made = cls(backend, settings, *templates)._checked()
+        made._file = folder / TOKENIZER
+        return made
 
     @classmethod
     def from_gguf(cls, file: Path) -> Tokenizer:
@@ -76,6 +82,12 @@ class Tokenizer:
         check_length_bounds(self.backend)
         _ = self.special_ids, self.decoder_settings, self.vocab_size
         return self
+
+    def has_file_of(self, folder: Path) -> bool:
+        """Whether this tokenizer was read from a tokenizer.json with the same bytes as the one in a folder."""
+        with suppress(OSError):
+            return self._file is not None and filecmp.cmp(self._file, folder / TOKENIZER, shallow=False)
+        return False
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text, with the special tokens that the tokenizer adds, if wanted.

@@ -704,6 +704,8 @@ def test_costs_of_heads_are_those_of_real_drafts(
     cache = paged_cache(target.model.cache_shape, 64, 4)
     limits = Limits(128, 1, 128)
     identity = (str(tmp_path),)
-    Calibration(target.model, cache, target.backend.sampler, {"head": drafter}, limits, identity).costs()
+    calibration = Calibration(target.model, cache, target.backend.sampler, {"head": drafter}, limits, identity)
+    calibration.costs()
+    calibration.measurement.finish()
     assert sizes
     assert set(sizes) == {0}

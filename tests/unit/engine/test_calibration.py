@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import time
+from collections.abc import Generator
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -60,7 +61,7 @@ def test_calibration_is_kept_and_read_again(
         engine(checkpoints)
     (file,) = kept.glob("*.json")
     assert {"1", "2", "8"} <= json.loads(file.read_text())["passes"].keys()
-    monkeypatch.setattr(calibration, "timed", lambda run, sizes: pytest.fail("it was measured again"))
+    monkeypatch.setattr(calibration, "timing", lambda *given: pytest.fail("it was measured again"))
     engine(checkpoints)
 
 
@@ -93,20 +94,22 @@ def test_calibration_measures_the_time_of_attention(
 ) -> None:
     """Passes that take 1 us for each key of each row, and 1 ms beside that."""
     seen = list[tuple[int, int]]()
-    timed_rounds = calibration.timed_rounds
+    timing = calibration.timing
 
-    def rounds(run: partial[None], sizes: list[int], *rest: Any, **options: Any) -> dict[int, list[float]]:
+    def rounds(run: partial[None], sizes: list[int], *rest: Any) -> Generator[None, None, calibration.Times]:
         if isinstance(run, partial):
             keys = len(run.args[0].tokens)
             seen.extend((keys, size) for size in sizes)
-            run(sizes[0])
+            with rest[-1]():
+                run(sizes[0])
+            yield
             return {rows: [1e-3 + 1e-6 * keys * rows] for rows in sizes}
-        return timed_rounds(run, sizes, *rest, **options)
+        return (yield from timing(run, sizes, *rest))
 
-    monkeypatch.setattr(calibration, "timed_rounds", rounds)
+    monkeypatch.setattr(calibration, "timing", rounds)
     costs = engine(checkpoints).engine._context.draft_length._policy._costs  # type: ignore[attr-defined]
-    assert {keys for keys, _ in seen} == {2, 256 - calibration.MANY_ROWS + 1}
-    assert [each * (1e-3 + 2e-6) for each in costs.keys] == pytest.approx([1e-6, 1e-6], rel=0.01)
+    assert {keys for keys, _ in seen} == {1, 256 - calibration.MANY_ROWS + 1}
+    assert [each * (1e-3 + 1e-6) for each in costs.keys] == pytest.approx([1e-6, 1e-6], rel=0.01)
     before = {*kept.glob("*.json")}
     engine(checkpoints, max_model_len=64)
     (short,) = {*kept.glob("*.json")} - before
@@ -125,7 +128,7 @@ def test_calibration_measures_the_time_of_reading(
 
     monkeypatch.setattr(ModelDrafter, "propose", propose)
     monkeypatch.setattr(calibration.time, "perf_counter", lambda: clock[0])
-    monkeypatch.setattr(calibration, "SHORT_TEXT", 50)
+    monkeypatch.setattr(calibration, "TEXTS", (50, 1024))
     costs = engine(checkpoints).engine._context.draft_length._policy._costs  # type: ignore[attr-defined]
     (reading,) = costs.readings.values()
     assert tuple(reading) == pytest.approx((1e-5, 1e-6))
@@ -142,7 +145,8 @@ def test_calibration_of_a_slow_model_measures_few_sizes(kept: Path) -> None:
     assert calibration.timed(run, [1, 8, 4, 2]).keys() == {1, 8}
     assert asked == [1, 1, 8]
     asked.clear()
-    rounds = calibration.timed_rounds(run, [1, 8, 16, 4], calibration.LEAST_ROWS, calibration.LEAST_PASSES, 0.1, True)
+    wanted = calibration.Rounds(calibration.LEAST_ROWS, calibration.LEAST_PASSES, 0.1, True)
+    rounds = calibration.finished(calibration.timing(run, [1, 8, 16, 4], wanted))
     assert {size: len(own) for size, own in rounds.items()} == {1: 2, 8: 1, 16: 1}
     assert asked == [1, 8, 16, 1], "nothing runs without being counted"
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -11,9 +13,11 @@ import pytest
 
 from speculant import LLM, SamplingParams
 from speculant.engine import calibration, draft_loading
-from speculant.engine.draft_loading import Precision, choose_precision
+from speculant.engine.draft_loading import LargeDraft, Precision, choose_precision, draft_vocabulary
 from speculant.errors import ModelError
+from speculant.models.backends.base import TimesWeights
 from speculant.models.weights.load import Checkpoint, load_model
+from speculant.text.tokenizer import Tokenizer
 from tests.models import Checkpoints
 
 PARAMS = [SamplingParams(temperature=0, max_tokens=24), SamplingParams(seed=5, max_tokens=24)]
@@ -116,3 +120,70 @@ def test_a_draft_in_one_pass_costs_a_pass(
     monkeypatch.setattr(draft_loading, "pass_seconds", lambda own: lambda rows: 0.9 + 0.1 * rows)
     found = draft_loading._draft_seconds(cast(Checkpoint, SimpleNamespace(model=model)), 300)
     assert found == pytest.approx(expected)
+
+
+class OneSpeed:
+    """The native backend, where a byte of each type takes a known time."""
+
+    def __init__(self, own: Any, seconds: dict[str | None, float]) -> None:
+        self._own, self._seconds = own, seconds
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._own, name)
+
+    def row_seconds(self, config: Any, weights: Any, dtype: Any, quantizations: list[str | None]) -> list[float]:
+        return [self._seconds[each] * config.num_layers for each in quantizations]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [
+        ({None: 0.2, "int8": 0.1, "int4": 0.06}, "int4"),
+        ({None: 0.2, "int8": 0.1, "int4": 0.1}, "int8"),
+        ({None: 0.2, "int8": 0.2, "int4": 0.2}, None),
+        ({None: 0.2, "int8": 0.3, "int4": 0.3}, None),
+    ],
+)
+def test_large_draft_is_loaded_in_one_type(
+    checkpoints: Checkpoints,
+    kept: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    seconds: dict[str | None, float],
+    expected: str | None,
+) -> None:
+    """The type with the best time for its usual acceptance is chosen before weights are read, and kept."""
+    target = load_model(checkpoints.target, "float32", kernels="auto")
+    if not isinstance(target.backend, TimesWeights):
+        pytest.skip("the native kernels are not built")
+    slow = replace(target, backend=cast(Any, OneSpeed(target.backend, seconds)))
+    folder, loaded = Path(checkpoints.near), list[str | None]()
+    assert LargeDraft.open(folder, target, "float32", None) is None, "it is small"
+    monkeypatch.setattr(draft_loading, "LARGE_BYTES", 0)
+    large = LargeDraft.open(folder, slow, "float32", None)
+    assert large is not None
+
+    def load(quantization: str | None) -> Any:
+        loaded.append(quantization)
+        return load_model(checkpoints.near, "float32", role="draft", kernels="auto", quantization=quantization)
+
+    for _ in range(2):
+        draft, chosen = choose_precision(target.model, load, ["pair"], large.fastest)
+        assert chosen == expected
+        assert draft.model.vocab_size
+        monkeypatch.setattr(OneSpeed, "row_seconds", lambda *given: pytest.fail("it was chosen again"))
+    assert loaded == [expected] * 2
+
+
+def test_one_tokenizer_is_read_once(checkpoints: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draft with the bytes of the target's tokenizer.json has its vocabulary."""
+    target = load_model(checkpoints.target, "float32", kernels="auto")
+    tokenizer = Tokenizer.load(Path(checkpoints.target))
+    same, other = tmp_path / "same", tmp_path / "other"
+    shutil.copytree(checkpoints.target, same)
+    shutil.copytree(checkpoints.target, other)
+    content = json.loads((other / "tokenizer.json").read_text())
+    (other / "tokenizer.json").write_text(json.dumps(content, indent=7))
+    monkeypatch.setattr(Tokenizer, "load", lambda place: pytest.fail("it was read"))
+    assert draft_vocabulary(same, target, tokenizer) is None
+    with pytest.raises(pytest.fail.Exception, match="it was read"):
+        draft_vocabulary(other, target, tokenizer)

@@ -159,6 +159,21 @@ class RoundsWeights(Protocol):
         ...
 
 
+@runtime_checkable
+class TimesWeights(Backend, Protocol):
+    """A backend that estimates how long a pass takes before the model is loaded."""
+
+    def row_seconds(
+        self,
+        config: DecoderConfig,
+        weights: WeightSource,
+        dtype: torch.dtype,
+        quantizations: Sequence[str | None],
+    ) -> list[float]:
+        """Estimate the seconds of a pass of one row with weights in each of some types; None = as they are."""
+        ...
+
+
 class Store(Protocol):
     """The packed weights of one model: those of a cache on disk, and those that were packed."""
 

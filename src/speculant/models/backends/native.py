@@ -15,6 +15,7 @@ from speculant.kernels.native_sampler import NativeSampler
 from speculant.models.backends.base import AS_THEY_ARE, CODED, PLAIN, Packing
 from speculant.models.description import DecoderConfig
 from speculant.models.native.decoder import NativeDecoder
+from speculant.models.native.speeds import row_seconds
 from speculant.models.weights.cache import WeightCache, WeightStore
 from speculant.models.weights.packings import fastest_packing
 from speculant.models.weights.rounding import ROUNDINGS, Rounding
@@ -61,6 +62,17 @@ class NativeBackend:
     ) -> Packing:
         """See `PacksWeights.fastest_packing`: both ways are timed for a model that is large enough."""
         return fastest_packing(self._built, config, quantization, weights)
+
+    def row_seconds(
+        self,
+        config: DecoderConfig,
+        weights: WeightSource,
+        dtype: torch.dtype,
+        quantizations: Sequence[str | None],
+    ) -> list[float]:
+        """See `TimesWeights.row_seconds`; speeds of types are measured the first time."""
+        roundings = [None if each is None else ROUNDINGS[each] for each in quantizations]
+        return row_seconds(self._built, config, weights, dtype, roundings)
 
     def with_packing(self, packing: Packing) -> NativeBackend:
         """See `PacksWeights.with_packing`."""

@@ -1,0 +1,50 @@
+"""A measurement in slices between the steps of an engine, so that no request waits for all of it."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Iterator
+
+import torch
+
+from speculant.errors import Guard
+
+logger = logging.getLogger(__name__)
+
+
+class Measurement:
+    """Measures costs slice by slice. While it is `active`, nothing is drafted."""
+
+    def __init__(self) -> None:
+        self._slices: Iterator[None] | None = None
+        self._guard = Guard(logger, "and drafts have the usual costs")
+
+    @property
+    def active(self) -> bool:
+        """Whether slices are left."""
+        return self._slices is not None
+
+    def begin(self, slices: Iterator[None]) -> None:
+        """Take over the slices; each `next` runs one of them."""
+        self._slices = slices
+
+    @torch.inference_mode()
+    def run(self, seconds: float) -> None:
+        """Run the next slice, and further ones until `seconds` are over."""
+        started = time.perf_counter()
+        while self._slices is not None:
+            try:
+                next(self._slices)
+            except StopIteration:
+                self._slices = None
+            except BaseException as error:  # noqa: BLE001 - anything but a failure is raised again
+                self._slices = None
+                self._guard.note("the measurement of costs", error)
+            if time.perf_counter() - started >= seconds:
+                break
+
+    def finish(self) -> None:
+        """Run all slices that are left."""
+        self.run(math.inf)

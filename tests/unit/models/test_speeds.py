@@ -1,0 +1,68 @@
+"""The time of a pass is estimated from the bytes of its weights and from speeds that are measured once."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from speculant.files import cache_folder
+from speculant.kernels.native import Kernels, Type, open_kernels, usable_sets
+from speculant.kernels.packing import likely_bytes
+from speculant.models.description import Experts
+from speculant.models.native import speeds
+from speculant.models.sizes import matrix_weights, pass_matrices
+from speculant.models.weights.rounding import ROUNDINGS
+from speculant.models.weights.source import ModuleWeights
+from tests.descriptions import describe
+from tests.exactness.test_native_decoder import make_decoder
+
+native = pytest.mark.skipif(not usable_sets(), reason="the native kernels are not built")
+
+
+@pytest.fixture
+def kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Kernels:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(speeds, "timed_bytes", lambda: 2**22)
+    monkeypatch.setattr(speeds, "MATRIX_BYTES", 2**16)
+    found = open_kernels(threads=1)
+    assert found is not None
+    return found
+
+
+def test_a_pass_reads_its_matrices_once() -> None:
+    for config in (describe(), describe(tie_embeddings=True)):
+        assert sum(n * k for _, (n, k), _ in pass_matrices(config)) == matrix_weights(config)
+    shares = {name: share for name, _, share in pass_matrices(describe(experts=Experts(8, 2, 40)))}
+    assert {share for name, share in shares.items() if ".experts." in name} == {2 / 8}
+    assert {share for name, share in shares.items() if ".experts." not in name} == {1.0}
+
+
+@native
+def test_seconds_add_up_bytes_of_each_type(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = make_decoder(torch.bfloat16)
+    seconds = {Type.BF16: 1.0, Type.Q8_0: 10.0}
+    monkeypatch.setattr(speeds, "kept_speeds", lambda own, kinds: {kind: seconds[kind[0]] for kind in kinds})
+    weights = ModuleWeights(decoder)
+    plain, rounded = speeds.row_seconds(kernels, decoder.config, weights, torch.bfloat16, [None, ROUNDINGS["int8"]])
+    shapes = [shape for _, shape, _ in pass_matrices(decoder.config)]
+    assert plain == sum(likely_bytes(kernels, Type.BF16, *shape) for shape in shapes)
+    assert rounded == 10 * sum(likely_bytes(kernels, Type.Q8_0, *shape) for shape in shapes)
+
+
+@native
+def test_speeds_are_measured_once(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each type of weights has one, and a damaged file is measured again."""
+    kinds = [(type_, 512) for type_ in (Type.F32, Type.F16, Type.BF16, Type.Q8_0, Type.Q4_K, Type.Q6_K, Type.Q5_0)]
+    found = speeds.kept_speeds(kernels, kinds)
+    assert found.keys() == set(kinds)
+    assert all(1e-13 < each < 1e-6 for each in found.values()), "seconds per byte"
+    (file,) = cache_folder("costs").glob("*.speeds.json")
+    monkeypatch.setattr(speeds, "measure_speeds", lambda own, kinds: [7.0] * len(kinds))
+    assert speeds.kept_speeds(kernels, kinds) == found
+    assert speeds.kept_speeds(kernels, [*kinds, (Type.Q5_1, 512)])[Type.Q5_1, 512] == 7.0
+    assert len(json.loads(file.read_text())) == len(kinds) + 1
+    file.write_text("[]")
+    assert speeds.kept_speeds(kernels, kinds) == dict.fromkeys(kinds, 7.0)
