@@ -185,7 +185,7 @@ static inline void order_slots(TileSlots &slots) {
 // them sees: blocks before a window may have other contents.
 static inline void find_slots(const Keys &keys, int64_t r, int64_t from, TileSlots &slots) {
   const char *key = (const char *)keys.pass.keys[keys.op.layer], *value = (const char *)keys.pass.values[keys.op.layer];
-  const int64_t size = keys.pass.block, stride = keys.op.kv_heads * keys.op.dim * real_size(keys.op.type);
+  const int64_t size = keys.pass.block, stride = keys.op.kv_heads * cached_bytes(keys.op);
   const int64_t *table = keys.segment.table + keys.op.group * keys.segment.blocks, tree_start = keys.tree_start;
   const auto put = [&](int64_t i, int64_t slot) { slots.keys[i] = key + slot * stride, slots.values[i] = value + slot * stride; };
   slots.from = from, slots.count = keys.end[r] - from < TILE ? keys.end[r] - from : TILE;
@@ -278,6 +278,7 @@ struct KeyTile {
   const char *const *values;
   int64_t offset;      // of a head's values in a slot, in bytes
   bool pairs, narrow;  // whether keys are pairs of bfloat16; whether values are
+  alignas(64) float key_factors[TILE], value_scales[TILE];  // of scores; of SP_INT8
 
   KeyTile(List<float> &room, int64_t padded) {
     room.renew(2 * TILE * padded);
@@ -299,18 +300,31 @@ static inline void transpose_keys(const float *const *rows, int64_t words, Prefe
 
 static inline void load_row(const SpOp &op, const char *row, int64_t padded, float *to) {
   int64_t i = 0;
-  if (op.type == SP_F32)
+  if (op.type == SP_INT8)
+    for (; i + LANES <= op.dim; i += LANES) store(to + i, to_floats(load_signed((const int8_t *)row + i)));
+  else if (op.type == SP_F32)
     for (; i + LANES <= op.dim; i += LANES) store(to + i, load((const float *)row + i));
   else
     for (; i + LANES <= op.dim; i += LANES) store(to + i, load_bf16((const uint16_t *)row + i));
-  for (; i < op.dim; i++) to[i] = read_weight(op.type, row, i);
+  for (; i < op.dim; i++) to[i] = op.type == SP_INT8 ? (float)((const int8_t *)row)[i] : read_weight(op.type, row, i);
   for (; i < padded; i++) to[i] = 0.0f;
 }
 
+// The scales of a tile's keys or values times `factor`; those of positions without a slot are `factor`.
+static inline void load_scales(const SpOp &op, const char *const *slots, int64_t count, int64_t head, float factor, float *scales) {
+  const int64_t offset = head * cached_bytes(op) + op.dim;
+  for (int64_t i = 0; i < TILE; i++) {
+    float scale = 1.0f;
+    if (op.type == SP_INT8 && i < count) memcpy(&scale, slots[i] + offset, sizeof scale);
+    scales[i] = factor * scale;
+  }
+}
+
 static void load_keys(const SpOp &op, const TileSlots &from, int64_t head, int64_t padded, Prefetcher &prefetcher, KeyTile &tile) {
-  const int64_t offset = head * op.dim * real_size(op.type), words = op.type == SP_F32 ? op.dim : op.dim / 2;
-  const bool whole = (op.type == SP_F32 || op.dim % 2 == 0) && words % LANES == 0;  // else rows need padding
+  const int64_t offset = head * cached_bytes(op), words = op.type == SP_F32 ? op.dim : op.dim / 2;
+  const bool whole = op.type != SP_INT8 && (op.type == SP_F32 || op.dim % 2 == 0) && words % LANES == 0;  // else rows need padding
   tile.pairs = whole && op.type != SP_F32;
+  load_scales(op, from.keys, from.count, head, op.factor, tile.key_factors);
   for (int64_t i = 0; i < from.count; i += LANES) {
     const float *rows[LANES];
     const int64_t some = from.count - i < LANES ? from.count - i : LANES;
@@ -325,7 +339,8 @@ static void load_keys(const SpOp &op, const TileSlots &from, int64_t head, int64
 
 // Values that are whole vectors are read in place, unless they are widened first (tile.narrow).
 static void load_values(const SpOp &op, const TileSlots &from, int64_t head, int64_t padded, KeyTile &tile) {
-  const int64_t offset = head * op.dim * real_size(op.type);
+  const int64_t offset = head * cached_bytes(op);
+  if (op.type == SP_INT8) load_scales(op, from.values, from.count, head, 1.0f, tile.value_scales);
   if (tile.narrow || (op.type == SP_F32 && op.dim % LANES == 0)) {
     tile.values = from.values, tile.offset = offset;
     return;
@@ -340,8 +355,8 @@ static void load_values(const SpOp &op, const TileSlots &from, int64_t head, int
 // Scores of COUNT queries of a group: a vector of keys is loaded once for all of them. The loops over queries are unrolled by
 // pragma because GCC otherwise unrolls them too late to keep the sums in registers.
 template <int COUNT, bool PAIRS>
-static inline void score_tile(const float *queries, const float *transposed, int64_t dim, float factor, Prefetcher &shared,
-                              float *scores) {
+static inline void score_tile(const float *queries, const float *transposed, int64_t dim, const float *factors,
+                              Prefetcher &shared, float *scores) {
   Prefetcher prefetcher = shared;  // in registers
   Vec sums[COUNT][TILE_VECS];
   for (int q = 0; q < COUNT; q++)
@@ -367,7 +382,7 @@ static inline void score_tile(const float *queries, const float *transposed, int
 #pragma GCC unroll 8
   for (int q = 0; q < COUNT; q++)
 #pragma GCC unroll 8
-    for (int v = 0; v < TILE_VECS; v++) store(scores + q * TILE + v * LANES, mul(sums[q][v], splat(factor)));
+    for (int v = 0; v < TILE_VECS; v++) store(scores + q * TILE + v * LANES, mul(sums[q][v], load(factors + v * LANES)));
 }
 
 // Replace the scores of keys low .. high - 1 of a tile by softmax weights, and rescale the queries' softmaxes to the new maxima.
@@ -466,11 +481,13 @@ static void attend_tile(const SpOp &op, const float *queries, const KeyTile &til
                         Prefetcher &prefetcher, Softmax *softmaxes) {
   alignas(64) float scores[COUNT * TILE];
   if (tile.pairs)
-    score_tile<COUNT, true>(queries, tile.transposed, op.dim, op.factor, prefetcher, scores);
+    score_tile<COUNT, true>(queries, tile.transposed, op.dim, tile.key_factors, prefetcher, scores);
   else
-    score_tile<COUNT, false>(queries, tile.transposed, op.dim, op.factor, prefetcher, scores);
+    score_tile<COUNT, false>(queries, tile.transposed, op.dim, tile.key_factors, prefetcher, scores);
   if (op.softcap != 0.0f) cap_scores(scores, COUNT * TILE, op.softcap);
   weigh_tile<COUNT>(scores, low, high, padded, softmaxes);
+  for (int64_t i = 0; op.type == SP_INT8 && i < COUNT * TILE; i += LANES)
+    store(scores + i, mul(load(scores + i), load(tile.value_scales + i % TILE)));
   if (tile.narrow)
     add_all_values<COUNT, true>(scores, tile, low, high, padded, prefetcher, softmaxes);
   else
@@ -483,7 +500,7 @@ static const AttendTile ATTEND_TILES[] = {nullptr, attend_tile<1>, attend_tile<2
 
 // Whether bfloat16 values are widened each time they are used. Many queries share a float32 copy instead.
 static inline bool reads_narrow(const SpOp &op, int64_t rows) {
-  return op.type != SP_F32 && op.dim % (2 * LANES) == 0 && rows * (op.heads / op.kv_heads) <= 2 * MOST_QUERIES;
+  return op.type == SP_BF16 && op.dim % (2 * LANES) == 0 && rows * (op.heads / op.kv_heads) <= 2 * MOST_QUERIES;
 }
 
 // One tile and key head, for the rows that share its slots. softmax_of(row, head) is a query's softmax.
@@ -515,7 +532,7 @@ static void attend_span(const Keys &keys, int64_t first, int64_t count, int64_t 
   KeyTile tile(AttentionRoom::own().tile, padded);
   TileSlots slots[2];
   const SpOp &op = keys.op;
-  const int64_t group = op.heads / op.kv_heads, bytes = op.dim * real_size(op.type);
+  const int64_t group = op.heads / op.kv_heads, bytes = cached_bytes(op);
   const auto for_each_softmax = [&](auto apply) {
     for (int64_t r = 0; r < keys.rows; r++)
       for (int64_t head = first * group; head < (first + count) * group; head++) apply(softmax_of(r, head));

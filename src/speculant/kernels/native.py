@@ -27,7 +27,7 @@ from speculant.kernels.base import Edits, SamplingSettings
 from speculant.kernels.memory import Scratch, aligned
 from speculant.kernels.reference_sampler import REFERENCE, own_scores
 
-VERSION = 21
+VERSION = 22
 MOST_DIM, MOST_GROUP = 512, 32  # of a head; query heads per key head, which bound the scratch memory of a thread
 INDEX_BYTES = 32  # a panel, in the index of a matrix in 12 bits
 _REINSTALL = "install the package again, and unset SPECULANT_LIBRARY if it is set."
@@ -58,6 +58,7 @@ class Type(IntEnum):
 
 
 TYPES = {torch.float32: Type.F32, torch.bfloat16: Type.BF16}
+CACHE_TYPES = {Type.F32: torch.float32, Type.BF16: torch.bfloat16, Type.INT8: torch.int8}  # of stored keys and values
 SOURCES = {**TYPES, torch.float16: Type.F16}  # types of rows to pack, besides torch.uint8 for blocks
 BLOCK_TYPES = {type_.name.lower(): type_ for type_ in Type if type_ >= Type.INT8}  # by layout of the rows
 BLOCK_SIZES = {
