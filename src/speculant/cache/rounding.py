@@ -16,17 +16,18 @@ from torch import Tensor
 from speculant.cache.base import SCALE_BYTES
 
 ROUNDED = torch.int8
-LARGEST = 127
+LARGEST = 127.0
 LEAST = 1e-36  # the least max |x| of a row that is not zero: 127 / max |x| must not overflow
 
 
 def round_heads(x: Tensor) -> Tensor:
     """Return heads [..., dim] of floats as int8 [..., dim + SCALE_BYTES]; the last bytes are the scale's."""
     wide = x.float()
+    bound = wide.new_tensor(LARGEST)  # torch divides by or into a Python number in two steps
     largest = wide.abs().amax(-1, keepdim=True)
     finite, most = largest.isfinite(), largest.clamp_min(LEAST)
-    numbers = torch.where(finite, (wide * (LARGEST / most)).round(), 0.0).to(ROUNDED)
-    scales = torch.where(largest == 0, 0.0, most / LARGEST).masked_fill(~finite, torch.nan)
+    numbers = torch.where(finite, (wide * (bound / most)).round(), 0.0).to(ROUNDED)
+    scales = torch.where(largest == 0, 0.0, most / bound).masked_fill(~finite, torch.nan)
     return torch.cat((numbers, scales.view(ROUNDED)), dim=-1)
 
 
