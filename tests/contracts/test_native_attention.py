@@ -217,7 +217,7 @@ def expected(shape: Shape, fed: Fed) -> Tensor:
         Shape(), Shape(window=70, type=Type.BF16), Shape(dim=6, kv_heads=4, block=5), Shape(softcap=2.0),
         Shape(sinks=True, window=40), Shape(sinks=True, softcap=1.5, type=Type.BF16, heads=10, dim=24),
         Shape(type=Type.INT8, window=70, dim=64), Shape(type=Type.INT8, dim=6, kv_heads=4, block=5),
-        Shape(type=Type.INT8, sinks=True, softcap=1.5, heads=10, dim=24), Shape(type=Type.INT8, heads=64, dim=128),
+        Shape(type=Type.INT8, sinks=True, softcap=1.5, heads=10, dim=24), Shape(type=Type.INT8, heads=6, dim=128),
     ],
     ids=str,
 )  # fmt: skip
