@@ -282,7 +282,7 @@ struct Prefetcher {
       if (next == end) return;
       line = *next++ + begin, stop = line + bytes;
     }
-    prefetch(line), prefetch(line + 64);
+    prefetch_far(line), prefetch_far(line + 64);
     line += 128;
   }
 };
@@ -323,7 +323,7 @@ static inline void transpose_keys(const float *const *rows, int64_t words, Prefe
   const float *at[LANES];
   for (int64_t d = 0; d < words; d += LANES) {
     for (int j = 0; j < LANES; j++) at[j] = rows[j] + d;
-    prefetcher.prefetch_next();
+    prefetcher.prefetch_next(), prefetcher.prefetch_next();
     transpose(at, to + d * TILE, TILE);
   }
 }
@@ -380,6 +380,7 @@ struct Query {
 // Queries are computed together, so that a vector of keys or values is loaded once for all of them. Their sums fit in the registers.
 constexpr int MOST_QUERIES = 6;
 constexpr int wide_of(int queries) { return queries == 1 ? 8 : queries <= 3 ? 4 : REGISTERS < 32 ? 2 : 4; }  // vectors of each
+constexpr int64_t STRETCH = 8;  // dimensions between prefetches
 constexpr int at_most(int a, int b) { return a < b ? a : b; }
 
 // Scores of COUNT queries for some vectors of keys. The loops over queries are unrolled by pragma because GCC otherwise unrolls them
@@ -396,21 +397,23 @@ static inline void score_tile(const Query *queries, const float *transposed, int
     for (int q = 0; q < COUNT; q++)
       for (int v = 0; v < WIDE; v++) sums[q][v] = zero();
     const float *keys = transposed + from * LANES;
-    for (int64_t d = 0; d < dim; d += DIMS, keys += TILE) {
-      prefetcher.prefetch_next();
-      for (int half = 0; half < DIMS; half++) {
-        Vec key[WIDE];
-        for (int v = 0; v < WIDE; v++) {
-          const float *own = keys + v * LANES;
-          key[v] = !PAIRS ? load(own) : half ? high_bf16(load_ints(own)) : low_bf16(load_ints(own));
-        }
+    for (int64_t begin = 0; begin < dim; begin += STRETCH) {
+      prefetcher.prefetch_next(), prefetcher.prefetch_next();
+      const int64_t stop = begin + STRETCH < dim ? begin + STRETCH : dim;
+      for (int64_t d = begin; d < stop; d += DIMS, keys += TILE)
+        for (int half = 0; half < DIMS; half++) {
+          Vec key[WIDE];
+          for (int v = 0; v < WIDE; v++) {
+            const float *own = keys + v * LANES;
+            key[v] = !PAIRS ? load(own) : half ? high_bf16(load_ints(own)) : low_bf16(load_ints(own));
+          }
 #pragma GCC unroll 8
-        for (int q = 0; q < COUNT; q++) {
-          const Vec query = splat(at[q][d + half]);
+          for (int q = 0; q < COUNT; q++) {
+            const Vec query = splat(at[q][d + half]);
 #pragma GCC unroll 8
-          for (int v = 0; v < WIDE; v++) sums[q][v] = fma_into(sums[q][v], query, key[v]);
+            for (int v = 0; v < WIDE; v++) sums[q][v] = fma_into(sums[q][v], query, key[v]);
+          }
         }
-      }
     }
 #pragma GCC unroll 8
     for (int q = 0; q < COUNT; q++)
@@ -469,7 +472,7 @@ static inline void add_values(const float *weights, const Query *queries, const 
     for (int v = 0; v < WIDE; v++) acc[q][v] = load(queries[q].softmax.values + d + v * LANES);
   const int64_t offset = d * (NARROW ? 2 : 4);
   for (int64_t i = low; i < high; i++) {
-    prefetcher.prefetch_next();
+    if (COUNT <= 3) prefetcher.prefetch_next();  // more queries prefetch enough with the scores
     const char *from = tile.values[i] + offset;
     Vec value[WIDE];
     for (int v = 0; v < WIDE; v++) {
