@@ -34,29 +34,31 @@ struct Node {
 // The dimensions of a head, rounded up to whole vectors.
 static inline int64_t padded_of(const SpOp &op) { return (op.dim + LANES - 1) / LANES * LANES; }
 
+// The floats of a row's softmaxes for one key head.
+static inline int64_t reals_of_row(const SpOp &op) { return op.heads / op.kv_heads * (padded_of(op) + 2); }
+
 struct Plan {
   List<RowBlock> blocks;
   List<Node> nodes;  // of all trees, indexed like pass.parents
   float *partial;    // the softmaxes of single spans, by row, head and span: values [padded]; after all of them, states [2]
-  int64_t rows = 0, most_rows = 0, most_spans = 0, threads = 1;  // most_rows: of a block
+  int64_t rows = 0, most_spans = 0, threads = 1;
+  int64_t most_rows = 0;  // of a block
+  bool uneven = false;    // whether a block is too large a share of the work of all threads
 
   // The number of softmaxes of single spans, and the floats that they take.
   int64_t count_partial(const SpOp &op) const { return rows * op.heads * most_spans; }
   int64_t room_of(const SpOp &op) const { return count_partial(op) * (padded_of(op) + 2); }
 
-  // Whether spans are computed in parallel and merged afterwards: if there is room, and blocks are too few for the threads.
-  bool splits(const SpOp &op) const {
-    return threads > 1 && most_spans > 1 && blocks.size < BALANCE * threads && room_of(op) <= MOST_PARTIAL;
-  }
+  // Whether a block's spans are computed in parallel and merged afterwards.
+  bool splits(const SpOp &op) const { return uneven && most_spans > 1 && room_of(op) <= MOST_PARTIAL; }
 
-  // Work items are blocks (and their spans, if these are split) times parts of the key heads. A slot's heads are contiguous in memory, so
-  // a part has many of them, if threads have enough work then and the part's softmaxes fit.
+  // Work items are blocks, and their spans if these are split, times parts of the key heads. The heads of a slot are contiguous in
+  // memory, so a part has as many as fit if threads have enough work.
   int64_t shares_of(const SpOp &op) const { return blocks.size * (splits(op) ? most_spans : 1); }
   int64_t heads_of_part(const SpOp &op) const {
-    const int64_t reals = most_rows * (op.heads / op.kv_heads) * (padded_of(op) + 2);
-    int64_t most = MOST_BLOCK_REALS / reals, parts = (BALANCE * threads + shares_of(op) - 1) / shares_of(op);
-    if (threads == 1) parts = 1;
-    if (op.kv_heads / parts < most) most = op.kv_heads / parts;
+    const int64_t fitting = MOST_BLOCK_REALS / (most_rows * reals_of_row(op)), shares = shares_of(op);
+    const int64_t parts = threads > 1 ? (BALANCE * threads + shares - 1) / shares : 1, balanced = op.kv_heads / parts;
+    const int64_t most = balanced < fitting ? balanced : fitting;
     return most > 1 ? most : 1;
   }
   int64_t parts_of(const SpOp &op) const { return (op.kv_heads + heads_of_part(op) - 1) / heads_of_part(op); }
@@ -84,7 +86,7 @@ static int64_t most_block_rows(const SpOp *ops, int count, int64_t rows, int thr
   int64_t most = MOST_BLOCK_ROWS, kv_heads = 0;
   for (int i = 0; i < count; i++) {
     if (ops[i].code != SP_ATTEND) continue;
-    const int64_t fitting = MOST_BLOCK_REALS / (ops[i].heads / ops[i].kv_heads * (padded_of(ops[i]) + 2));
+    const int64_t fitting = MOST_BLOCK_REALS / reals_of_row(ops[i]);
     if (fitting < most) most = fitting;
     if (!kv_heads || ops[i].kv_heads < kv_heads) kv_heads = ops[i].kv_heads;
   }
@@ -95,19 +97,23 @@ static int64_t most_block_rows(const SpOp *ops, int count, int64_t rows, int thr
 // The plan serves all layers. partial: memory for the softmaxes of spans.
 static void plan_attention(const SpOp *ops, int count, const SpPass &pass, int threads, Plan &plan, List<float> &partial) {
   const int64_t most_rows = most_block_rows(ops, count, pass.rows, threads);
-  int64_t longest = 0, room = 0;
-  if (!most_rows) return;
   plan.blocks.size = plan.nodes.size = plan.most_rows = 0;
+  if (!most_rows) return;
+  int64_t longest = 0, room = 0, work = 0, most_work = 0;  // work: pairs of rows and keys, about
   for (int64_t s = 0; s < pass.num_segments; s++) {
     const SpSegment &segment = pass.segments[s];
     for (int64_t r = 0; r < segment.rows; r += most_rows)
       plan.blocks.push({&segment, r, segment.rows - r < most_rows ? segment.rows - r : most_rows});
-    if (segment.rows > plan.most_rows) plan.most_rows = segment.rows < most_rows ? segment.rows : most_rows;
     const int64_t end = segment.tree < 0 ? segment.start + segment.rows : plan_nodes(pass, segment, plan);
+    const int64_t rows = segment.rows < most_rows ? segment.rows : most_rows;
+    if (rows > plan.most_rows) plan.most_rows = rows;
     if (end > longest) longest = end;
+    if (rows * end > most_work) most_work = rows * end;
+    work += segment.rows * end;
   }
   plan.rows = pass.rows, plan.threads = threads;
   plan.most_spans = (longest + SPAN - 1) / SPAN;
+  plan.uneven = threads > 1 && most_work * BALANCE * threads > work;
   for (int i = 0; i < count; i++)
     if (ops[i].code == SP_ATTEND && plan.splits(ops[i]) && plan.room_of(ops[i]) > room) room = plan.room_of(ops[i]);
   partial.renew(room);
@@ -155,11 +161,11 @@ struct Keys {
   const SpPass &pass;
   const SpSegment &segment;
   const Node *nodes;
-  const int64_t *parents;                                // of the nodes
-  int64_t first_row, first_node;                         // the block's first row: in the pass; as a node, or negative in the chain
-  int64_t tree_start;                                    // nodes are at this position and after it
+  const int64_t *parents;         // of the nodes
+  int64_t first_row, first_node;  // the block's first row: in the pass; as a node, or negative in the chain
+  int64_t tree_start;             // nodes are at this position and after it
   int64_t rows, begin[MOST_BLOCK_ROWS], end[MOST_BLOCK_ROWS];  // row r sees positions begin[r] .. end[r] - 1
-  int64_t first_position = INT64_MAX, end_position = 0;  // of all rows
+  int64_t first_position = INT64_MAX, end_position = 0;        // of all rows
 
   Keys(const SpOp &o, const SpPass &p, const Plan &plan, const RowBlock &block)
       : op(o), pass(p), segment(*block.segment), nodes(segment.tree < 0 ? nullptr : plan.nodes.items + segment.tree),
@@ -251,8 +257,8 @@ struct TileWalk {
     end = (span + 1) * SPAN < k.end_position ? (span + 1) * SPAN : k.end_position;
   }
 
-  // Find the slots of the next visit. Returns false, with no slots, after the last one. Parents come before
-  // children, so the last pending row is the end of a path.
+  // Find the slots of the next visit. Returns false, with no slots, after the last one. Parents come before children, so the last
+  // pending row is the end of a path.
   bool next(TileSlots &slots) {
     slots.count = 0, slots.rows = 0;
     while (!pending && (from += TILE) < end) pending = keys.rows_at(from);
@@ -642,7 +648,9 @@ static void attend_block(const Keys &keys, int64_t first, int64_t heads, int64_t
   for (int64_t i = 0; i < count; i++) put_attended(keys.op, keys.first_row + i / of_row, first * group + i % of_row, all(i));
 }
 
-static inline int64_t attend_pieces(const SpOp &op, const Plan &plan) { return plan.shares_of(op) * plan.parts_of(op); }
+static inline int64_t attend_pieces(const SpOp &op, const Plan &plan) {
+  return plan.blocks.size ? plan.shares_of(op) * plan.parts_of(op) : 0;
+}
 
 static void run_attend(const SpOp &op, const SpPass &pass, Plan &plan, int64_t item) {
   const int64_t padded = padded_of(op), parts = plan.parts_of(op), most = plan.heads_of_part(op);
