@@ -16,7 +16,7 @@ constexpr int64_t TILE = 64, SPAN = 512, MOST_DIM = 512;
 constexpr int64_t MOST_BLOCK_ROWS = 64, FEW_BLOCK_ROWS = 8;  // a row is a bit of a word
 constexpr int64_t MOST_BLOCK_REALS = 1 << 14;  // of a block's softmaxes for a key head, 64 KiB: they stay in the second-level cache
 constexpr int64_t MOST_PARTIAL = 1 << 22;      // floats of the softmaxes of spans, 16 MiB, which a thread keeps for its next pass
-constexpr int64_t BALANCE = 4;                 // work items per thread that even out their times
+constexpr int64_t BALANCE = 2;                 // work items per thread that even out their times
 constexpr int TILE_VECS = TILE / LANES;
 
 // Successive rows of one sequence, chain rows and tree nodes alike, that are computed together.
@@ -34,20 +34,34 @@ struct Node {
 // The dimensions of a head, rounded up to whole vectors.
 static inline int64_t padded_of(const SpOp &op) { return (op.dim + LANES - 1) / LANES * LANES; }
 
+// The floats of a row's softmaxes for one key head.
+static inline int64_t reals_of_row(const SpOp &op) { return op.heads / op.kv_heads * (padded_of(op) + 2); }
+
 struct Plan {
   List<RowBlock> blocks;
   List<Node> nodes;  // of all trees, indexed like pass.parents
   float *partial;    // the softmaxes of single spans, by row, head and span: values [padded]; after all of them, states [2]
   int64_t rows = 0, most_spans = 0, threads = 1;
+  int64_t most_rows = 0;  // of a block
+  bool uneven = false;    // whether a block is too large a share of the work of all threads
 
   // The number of softmaxes of single spans, and the floats that they take.
   int64_t count_partial(const SpOp &op) const { return rows * op.heads * most_spans; }
   int64_t room_of(const SpOp &op) const { return count_partial(op) * (padded_of(op) + 2); }
 
-  // Whether spans are computed in parallel and merged afterwards: if there is room, and other work items are too few for the threads.
-  bool splits(const SpOp &op) const {
-    return threads > 1 && most_spans > 1 && blocks.size * op.kv_heads < BALANCE * threads && room_of(op) <= MOST_PARTIAL;
+  // Whether a block's spans are computed in parallel and merged afterwards.
+  bool splits(const SpOp &op) const { return uneven && most_spans > 1 && room_of(op) <= MOST_PARTIAL; }
+
+  // Work items are blocks, and their spans if these are split, times parts of the key heads. The heads of a slot are contiguous in
+  // memory, so a part has as many as fit if threads have enough work.
+  int64_t shares_of(const SpOp &op) const { return blocks.size * (splits(op) ? most_spans : 1); }
+  int64_t heads_of_part(const SpOp &op) const {
+    const int64_t fitting = MOST_BLOCK_REALS / (most_rows * reals_of_row(op)), shares = shares_of(op);
+    const int64_t parts = threads > 1 ? (BALANCE * threads + shares - 1) / shares : 1, balanced = op.kv_heads / parts;
+    const int64_t most = balanced < fitting ? balanced : fitting;
+    return most > 1 ? most : 1;
   }
+  int64_t parts_of(const SpOp &op) const { return (op.kv_heads + heads_of_part(op) - 1) / heads_of_part(op); }
 };
 
 static inline int64_t chain_of(const SpSegment &segment) { return segment.tree < 0 ? segment.rows : segment.chain; }
@@ -72,7 +86,7 @@ static int64_t most_block_rows(const SpOp *ops, int count, int64_t rows, int thr
   int64_t most = MOST_BLOCK_ROWS, kv_heads = 0;
   for (int i = 0; i < count; i++) {
     if (ops[i].code != SP_ATTEND) continue;
-    const int64_t fitting = MOST_BLOCK_REALS / (ops[i].heads / ops[i].kv_heads * (padded_of(ops[i]) + 2));
+    const int64_t fitting = MOST_BLOCK_REALS / reals_of_row(ops[i]);
     if (fitting < most) most = fitting;
     if (!kv_heads || ops[i].kv_heads < kv_heads) kv_heads = ops[i].kv_heads;
   }
@@ -83,18 +97,23 @@ static int64_t most_block_rows(const SpOp *ops, int count, int64_t rows, int thr
 // The plan serves all layers. partial: memory for the softmaxes of spans.
 static void plan_attention(const SpOp *ops, int count, const SpPass &pass, int threads, Plan &plan, List<float> &partial) {
   const int64_t most_rows = most_block_rows(ops, count, pass.rows, threads);
-  int64_t longest = 0, room = 0;
+  plan.blocks.size = plan.nodes.size = plan.most_rows = 0;
   if (!most_rows) return;
-  plan.blocks.size = plan.nodes.size = 0;
+  int64_t longest = 0, room = 0, work = 0, most_work = 0;  // work: pairs of rows and keys, about
   for (int64_t s = 0; s < pass.num_segments; s++) {
     const SpSegment &segment = pass.segments[s];
     for (int64_t r = 0; r < segment.rows; r += most_rows)
       plan.blocks.push({&segment, r, segment.rows - r < most_rows ? segment.rows - r : most_rows});
     const int64_t end = segment.tree < 0 ? segment.start + segment.rows : plan_nodes(pass, segment, plan);
+    const int64_t rows = segment.rows < most_rows ? segment.rows : most_rows;
+    if (rows > plan.most_rows) plan.most_rows = rows;
     if (end > longest) longest = end;
+    if (rows * end > most_work) most_work = rows * end;
+    work += segment.rows * end;
   }
   plan.rows = pass.rows, plan.threads = threads;
   plan.most_spans = (longest + SPAN - 1) / SPAN;
+  plan.uneven = threads > 1 && most_work * BALANCE * threads > work;
   for (int i = 0; i < count; i++)
     if (ops[i].code == SP_ATTEND && plan.splits(ops[i]) && plan.room_of(ops[i]) > room) room = plan.room_of(ops[i]);
   partial.renew(room);
@@ -142,11 +161,11 @@ struct Keys {
   const SpPass &pass;
   const SpSegment &segment;
   const Node *nodes;
-  const int64_t *parents;                                // of the nodes
-  int64_t first_row, first_node;                         // the block's first row: in the pass; as a node, or negative in the chain
-  int64_t tree_start;                                    // nodes are at this position and after it
+  const int64_t *parents;         // of the nodes
+  int64_t first_row, first_node;  // the block's first row: in the pass; as a node, or negative in the chain
+  int64_t tree_start;             // nodes are at this position and after it
   int64_t rows, begin[MOST_BLOCK_ROWS], end[MOST_BLOCK_ROWS];  // row r sees positions begin[r] .. end[r] - 1
-  int64_t first_position = INT64_MAX, end_position = 0;  // of all rows
+  int64_t first_position = INT64_MAX, end_position = 0;        // of all rows
 
   Keys(const SpOp &o, const SpPass &p, const Plan &plan, const RowBlock &block)
       : op(o), pass(p), segment(*block.segment), nodes(segment.tree < 0 ? nullptr : plan.nodes.items + segment.tree),
@@ -238,8 +257,8 @@ struct TileWalk {
     end = (span + 1) * SPAN < k.end_position ? (span + 1) * SPAN : k.end_position;
   }
 
-  // Find the slots of the next visit. Returns false, with no slots, after the last one. Parents come before
-  // children, so the last pending row is the end of a path.
+  // Find the slots of the next visit. Returns false, with no slots, after the last one. Parents come before children, so the last
+  // pending row is the end of a path.
   bool next(TileSlots &slots) {
     slots.count = 0, slots.rows = 0;
     while (!pending && (from += TILE) < end) pending = keys.rows_at(from);
@@ -269,7 +288,7 @@ struct Prefetcher {
       if (next == end) return;
       line = *next++ + begin, stop = line + bytes;
     }
-    prefetch(line), prefetch(line + 64);
+    prefetch_far(line), prefetch_far(line + 64);
     line += 128;
   }
 };
@@ -315,7 +334,7 @@ static inline void transpose_keys(const float *const *rows, int64_t words, Prefe
   const float *at[LANES];
   for (int64_t d = 0; d < words; d += LANES) {
     for (int j = 0; j < LANES; j++) at[j] = rows[j] + d;
-    prefetcher.prefetch_next();
+    prefetcher.prefetch_next(), prefetcher.prefetch_next();
     transpose(at, to + d * TILE, TILE);
   }
 }
@@ -423,6 +442,7 @@ struct Query {
 // Queries are computed together, so that a vector of keys or values is loaded once for all of them. Their sums fit in the registers.
 constexpr int MOST_QUERIES = 6;
 constexpr int wide_of(int queries) { return queries == 1 ? 8 : queries <= 3 ? 4 : REGISTERS < 32 ? 2 : 4; }  // vectors of each
+constexpr int64_t STRETCH = 8;  // dimensions between prefetches
 constexpr int at_most(int a, int b) { return a < b ? a : b; }
 
 // Scores of COUNT queries for some vectors of keys. The loops over queries are unrolled by pragma because GCC otherwise unrolls them
@@ -439,21 +459,23 @@ static inline void score_tile(const Query *queries, const float *transposed, int
     for (int q = 0; q < COUNT; q++)
       for (int v = 0; v < WIDE; v++) sums[q][v] = zero();
     const float *keys = transposed + from * LANES;
-    for (int64_t d = 0; d < dim; d += DIMS, keys += TILE) {
-      prefetcher.prefetch_next();
-      for (int half = 0; half < DIMS; half++) {
-        Vec key[WIDE];
-        for (int v = 0; v < WIDE; v++) {
-          const float *own = keys + v * LANES;
-          key[v] = !PAIRS ? load(own) : half ? high_bf16(load_ints(own)) : low_bf16(load_ints(own));
-        }
+    for (int64_t begin = 0; begin < dim; begin += STRETCH) {
+      prefetcher.prefetch_next(), prefetcher.prefetch_next();
+      const int64_t stop = begin + STRETCH < dim ? begin + STRETCH : dim;
+      for (int64_t d = begin; d < stop; d += DIMS, keys += TILE)
+        for (int half = 0; half < DIMS; half++) {
+          Vec key[WIDE];
+          for (int v = 0; v < WIDE; v++) {
+            const float *own = keys + v * LANES;
+            key[v] = !PAIRS ? load(own) : half ? high_bf16(load_ints(own)) : low_bf16(load_ints(own));
+          }
 #pragma GCC unroll 8
-        for (int q = 0; q < COUNT; q++) {
-          const Vec query = splat(at[q][d + half]);
+          for (int q = 0; q < COUNT; q++) {
+            const Vec query = splat(at[q][d + half]);
 #pragma GCC unroll 8
-          for (int v = 0; v < WIDE; v++) sums[q][v] = fma_into(sums[q][v], query, key[v]);
+            for (int v = 0; v < WIDE; v++) sums[q][v] = fma_into(sums[q][v], query, key[v]);
+          }
         }
-      }
     }
 #pragma GCC unroll 8
     for (int q = 0; q < COUNT; q++)
@@ -512,7 +534,7 @@ static inline void add_values(const float *weights, const Query *queries, const 
     for (int v = 0; v < WIDE; v++) acc[q][v] = load(queries[q].softmax.values + d + v * LANES);
   const int64_t offset = d * (STORED == Stored::FLOATS ? 4 : STORED == Stored::PAIRS ? 2 : 1);
   for (int64_t i = low; i < high; i++) {
-    prefetcher.prefetch_next();
+    if (COUNT <= 3) prefetcher.prefetch_next();  // more queries prefetch enough with the scores
     const char *from = tile.values[i] + offset;
     Vec value[WIDE];
     for (int v = 0; v < WIDE; v++) {
@@ -625,28 +647,32 @@ static void attend_rows(const Keys &keys, const TileSlots &slots, int64_t kv_hea
   }
 }
 
-// One span of a block for key heads first .. first + count - 1. Softmaxes are cleared first. `next_span` is the span that this thread
-// will probably compute next.
+// Key heads first .. first + count - 1 of a span.
+struct Part {
+  int64_t span, first, count;
+};
+
+// A part of a block, for all its rows. Softmaxes are cleared first. `next` is the part that this thread will probably compute next.
 template <typename SoftmaxOf>
-static void attend_span(const Keys &keys, int64_t first, int64_t count, int64_t span, int64_t next_span, int64_t padded,
-                        SoftmaxOf softmax_of) {
+static void attend_part(const Keys &keys, const Part &part, const Part &next, int64_t padded, SoftmaxOf softmax_of) {
   KeyTile tile(AttentionRoom::own().tile, padded, keys.op.factor);
   TileSlots slots[2];
   const SpOp &op = keys.op;
   const int64_t group = op.heads / op.kv_heads, bytes = cached_bytes(op);
   const auto for_each_softmax = [&](auto apply) {
     for (int64_t r = 0; r < keys.rows; r++)
-      for (int64_t head = first * group; head < (first + count) * group; head++) apply(softmax_of(r, head));
+      for (int64_t head = part.first * group; head < (part.first + part.count) * group; head++) apply(softmax_of(r, head));
   };
   for_each_softmax([&](Softmax softmax) { clear_softmax(softmax, padded); });
-  TileWalk walk(keys, span);
+  TileWalk walk(keys, part.span);
   bool more = walk.next(slots[0]);
   for (int current = 0; more; current ^= 1) {
-    TileSlots &next = slots[current ^ 1];
-    more = walk.next(next);
-    if (!more) TileWalk(keys, next_span).next(next);
-    Prefetcher prefetcher(next, first * bytes, (first + count) * bytes);
-    for (int64_t kv_head = first; kv_head < first + count; kv_head++)
+    TileSlots &following = slots[current ^ 1];
+    more = walk.next(following);
+    if (!more) TileWalk(keys, next.span).next(following);
+    const int64_t first = more ? part.first : next.first;
+    Prefetcher prefetcher(following, first * bytes, (first + part.count) * bytes);
+    for (int64_t kv_head = part.first; kv_head < part.first + part.count; kv_head++)
       attend_rows(keys, slots[current], kv_head, padded, prefetcher, tile, softmax_of);
   }
   if (reads_pairs(op)) for_each_softmax([&](Softmax softmax) { interleave_pairs(softmax.values, padded); });
@@ -670,37 +696,41 @@ static inline Softmax partial_at(const Plan &plan, const SpOp &op, int64_t row, 
   return softmax_at(plan.partial, plan.count_partial(op), i, padded_of(op));
 }
 
-// All spans of a block and key head, in order.
-static void attend_block(const Keys &keys, int64_t kv_head, int64_t padded) {
-  const int64_t group = keys.op.heads / keys.op.kv_heads, count = keys.rows * group, first_head = kv_head * group;
+// All spans of a block for some key heads, in order.
+static void attend_block(const Keys &keys, int64_t first, int64_t heads, int64_t padded) {
+  const int64_t group = keys.op.heads / keys.op.kv_heads, of_row = heads * group, count = keys.rows * of_row;
   float *memory = AttentionRoom::own().take_softmaxes(2 * count, padded);
   const auto all = [&](int64_t i) { return softmax_at(memory, 2 * count, i, padded); };
   const auto one = [&](int64_t i) { return softmax_at(memory, 2 * count, count + i, padded); };
   for (int64_t i = 0; i < count; i++) clear_softmax(all(i), padded);
-  const auto softmax_of = [&](int64_t row, int64_t head) { return one(row * group + head - first_head); };
+  const auto softmax_of = [&](int64_t row, int64_t head) { return one(row * of_row + head - first * group); };
   for (int64_t span = keys.first_position / SPAN; span * SPAN < keys.end_position; span++) {
-    attend_span(keys, kv_head, 1, span, span + 1, padded, softmax_of);
+    attend_part(keys, {span, first, heads}, {span + 1, first, heads}, padded, softmax_of);
     for (int64_t i = 0; i < count; i++) merge(all(i), one(i), padded);
   }
-  for (int64_t i = 0; i < count; i++) put_attended(keys.op, keys.first_row + i / group, first_head + i % group, all(i));
+  for (int64_t i = 0; i < count; i++) put_attended(keys.op, keys.first_row + i / of_row, first * group + i % of_row, all(i));
 }
 
-// Work items are blocks times key heads; and times spans, if these are split.
 static inline int64_t attend_pieces(const SpOp &op, const Plan &plan) {
-  return plan.blocks.size * op.kv_heads * (plan.splits(op) ? plan.most_spans : 1);
+  return plan.blocks.size ? plan.shares_of(op) * plan.parts_of(op) : 0;
 }
 
 static void run_attend(const SpOp &op, const SpPass &pass, Plan &plan, int64_t item) {
-  const int64_t padded = padded_of(op), kv_head = item % op.kv_heads;
+  const int64_t padded = padded_of(op), parts = plan.parts_of(op), most = plan.heads_of_part(op);
+  const auto part_of = [&](int64_t i) -> Part {
+    const int64_t first = i % parts * most;
+    return {i / parts, first, op.kv_heads - first < most ? op.kv_heads - first : most};
+  };
   if (!plan.splits(op)) {
-    // Later blocks come first: they see more keys.
-    const Keys keys(op, pass, plan, plan.blocks[plan.blocks.size - 1 - item / op.kv_heads]);
-    return attend_block(keys, kv_head, padded);
+    const Part part = part_of(item);
+    const Keys keys(op, pass, plan, plan.blocks[plan.blocks.size - 1 - part.span]);  // later blocks come first: they see more keys
+    return attend_block(keys, part.first, part.count, padded);
   }
-  const int64_t span = item / op.kv_heads % plan.most_spans;
-  const Keys keys(op, pass, plan, plan.blocks[item / op.kv_heads / plan.most_spans]);
-  attend_span(keys, kv_head, 1, span, span + 1, padded,
-              [&](int64_t row, int64_t head) { return partial_at(plan, op, keys.first_row + row, head, span); });
+  const int64_t items = plan.most_spans * parts, index = item % items;  // of a block
+  const Keys keys(op, pass, plan, plan.blocks[item / items]);
+  const Part part = part_of(index);
+  attend_part(keys, part, part_of(index + plan.threads), padded,
+              [&](int64_t row, int64_t head) { return partial_at(plan, op, keys.first_row + row, head, part.span); });
 }
 
 // If spans are split: merge the spans of a row and head in order.
