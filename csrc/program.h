@@ -11,15 +11,6 @@
 
 namespace SP_NAMESPACE {
 
-static void plan_pass(const SpOp *ops, int count, const SpPass &pass, int threads, Plan &plan, List<float> &partial) {
-  int64_t most = 0;
-  for (int i = 0; i < count; i++) {
-    const int64_t floats = ops[i].code == SP_ATTEND ? ops[i].heads * (padded_of(ops[i]) + 2) : 0;
-    if (floats > most) most = floats;
-  }
-  if (most) plan_attention(most, pass, threads, plan, partial);
-}
-
 static inline bool overlap(const float *a, int64_t n, const float *b, int64_t m) { return a && b && a < b + m && b < a + n; }
 
 // Whether a layer of one row can norm its input itself, which no work item of the layer may overwrite.
@@ -107,7 +98,7 @@ static inline void run_op(const SpOp &op, const SpPass &pass, Plan &plan, Memory
     }
     case SP_ATTEND:
       stages[0].run(attend_pieces(op, plan), [&](int64_t p) { run_attend(op, pass, plan, p); });
-      if (plan.split) stages[1].run(pass.rows * op.heads, [&](int64_t p) { run_merge(op, plan, p); });
+      if (plan.splits(op)) stages[1].run(pass.rows * op.heads, [&](int64_t p) { run_merge(op, plan, p); });
   }
 }
 
@@ -125,10 +116,15 @@ static inline void run_ops(const SpOp *ops, int count, const SpPass &pass, Plan 
   }
 }
 
+// The memory for softmaxes of spans of a calling thread: its runs and its drafts use the same.
+static List<float> &own_partial() {
+  static thread_local List<float> partial;
+  return partial;
+}
+
 // Scratch of a calling thread, reused between runs: nothing is allocated once it has grown.
 struct Scratch {
   Plan plan;
-  List<float> partial;  // see Plan
   Memory memory;
   List<WorkQueue> stages;
 };
@@ -141,7 +137,7 @@ static Scratch &own_scratch() {
 static void run(const SpOp *ops, int count, const SpPass *pass, int threads) {
   Scratch &scratch = own_scratch();  // that of the calling thread, in every thread that works
   clear_stages(scratch.stages, 2 * count);
-  plan_pass(ops, count, *pass, threads, scratch.plan, scratch.partial);
+  plan_attention(ops, count, *pass, threads, scratch.plan, own_partial());
   scratch.memory.make_room(ops, count, pass->rows);
   run_together(threads, [&] { run_ops(ops, count, *pass, scratch.plan, scratch.memory, scratch.stages.items); });
 }
@@ -195,7 +191,7 @@ struct Drafting {
   const SpPass *first;
   const SpDraft *draft;
   List<float> rows, logits, head_out;  // head_out: the logits of a head whose rows are `head_tokens`
-  List<float> partial;  // see Plan: of the running step; no thread reads an earlier step's
+  List<float> *partial;  // see Plan: of the running step; no thread reads an earlier step's
   List<double> unread;  // distributions of sequences that return none
   List<Share> shares;
   Memory memory;
@@ -362,7 +358,7 @@ struct Drafting {
     const int64_t size = now.rows.size;
     if (!size) return;
     now.pass = step ? next_pass(steps[step - 1], now, &segments[step * draft->sequences]) : *first;
-    plan_pass(ops, count, now.pass, threads, now.plan, partial);
+    plan_attention(ops, count, now.pass, threads, now.plan, *partial);
     now.probs.resize(size), now.settings.resize(size), now.index.resize(size);
     now.sums.resize(size), now.left.resize(size), now.totals.resize(size);
     now.most_width = 0;
@@ -510,7 +506,7 @@ static void draft_tokens(const SpOp *ops, int count, const SpOp *head, const SpP
   static thread_local Drafting own;
   Drafting &drafting = own;
   drafting.ops = ops, drafting.count = count, drafting.threads = threads;
-  drafting.head = *head, drafting.first = first, drafting.draft = draft;
+  drafting.head = *head, drafting.first = first, drafting.draft = draft, drafting.partial = &own_partial();
   drafting.begin();
   run_together(threads, [&] {
     for (int64_t step = 0; step < drafting.depth; step++) drafting.run_step(step);

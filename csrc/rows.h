@@ -1,7 +1,7 @@
 // Operations on single rows: norms, gates, rotary embedding, and storing keys and values in the cache.
 #pragma once
 #include "coded.h"
-#include "groups.h"
+#include "integers.h"
 
 namespace SP_NAMESPACE {
 
@@ -91,17 +91,39 @@ static inline void rotate_head(float *x, const float *cosine, const float *sine,
   }
 }
 
-static inline void put_cache(const SpOp &op, void *storage, int64_t slot, int64_t head, const float *x) {
-  const int64_t at = (slot * op.kv_heads + head) * op.dim;
-  if (op.type == SP_F32) {
-    memcpy((float *)storage + at, x, op.dim * sizeof(float));
-  } else {
-    uint16_t *to = (uint16_t *)storage + at;
-    for (int64_t i = 0; i < op.dim; i++) to[i] = to_bf16(x[i]);
-  }
+// The bytes of a head's key or value in the cache. SP_INT8: `dim` integers, then their scale, whose address is not aligned.
+static inline int64_t cached_bytes(const SpOp &op) {
+  return op.type == SP_INT8 ? op.dim + (int64_t)sizeof(float) : op.dim * (op.type == SP_F32 ? 4 : 2);
 }
 
-static inline int64_t real_size(int type) { return type == SP_F32 ? 4 : 2; }
+// Round a head to integers and a scale, as round_group rounds a group; cache/rounding.py defines it.
+static inline void round_head(const float *x, int64_t dim, char *to) {
+  const auto part = [&](int64_t i) { return dim - i < LANES ? load_part(x + i, dim - i) : load(x + i); };
+  Vec largest = zero();
+  bool finite = true;
+  for (int64_t i = 0; i < dim; i += LANES) {
+    const Vec some = part(i);
+    finite &= all_finite(some), largest = max(largest, max(some, sub(zero(), some)));
+  }
+  const bool is_zero = max_lanes(largest) == 0.0f;
+  const float most = max_lanes(max(largest, splat(LEAST_ROUNDED))), scale = finite ? is_zero ? 0.0f : most / 127.0f : NAN;
+  for (int64_t i = 0; i < dim; i += LANES) {
+    int8_t rounded[LANES];
+    store_bytes(rounded, finite ? nearest(mul(part(i), splat(127.0f / most))) : zero());
+    memcpy(to + i, rounded, dim - i < LANES ? dim - i : LANES);
+  }
+  memcpy(to + dim, &scale, sizeof scale);
+}
+
+static inline void put_cache(const SpOp &op, void *storage, int64_t slot, int64_t head, const float *x) {
+  char *to = (char *)storage + (slot * op.kv_heads + head) * cached_bytes(op);
+  if (op.type == SP_INT8)
+    round_head(x, op.dim, to);
+  else if (op.type == SP_F32)
+    memcpy(to, x, op.dim * sizeof(float));
+  else
+    for (int64_t i = 0; i < op.dim; i++) ((uint16_t *)to)[i] = to_bf16(x[i]);
+}
 
 // From a row of queries, keys and values to the next one.
 static inline int64_t qkv_stride(const SpOp &op) { return op.stride ? op.stride : (op.heads + 2 * op.kv_heads) * op.dim; }

@@ -74,6 +74,7 @@ static inline Ints add_ints(Ints a, Ints b) { return _mm512_add_epi32(a, b); }
 static inline Ints sub_ints(Ints a, Ints b) { return _mm512_sub_epi32(a, b); }
 template <int N> static inline Ints shift_left(Ints a) { return _mm512_slli_epi32(a, N); }
 template <int N> static inline Ints shift_right(Ints a) { return _mm512_srli_epi32(a, N); }
+template <int N> static inline Ints shift_right_signed(Ints a) { return _mm512_srai_epi32(a, N); }
 static inline Vec as_floats(Ints a) { return _mm512_castsi512_ps(a); }
 static inline Ints load_unsigned(const uint8_t *p) { return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p)); }
 static inline Ints load_signed(const int8_t *p) { return _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)); }
@@ -211,6 +212,7 @@ static inline Ints add_ints(Ints a, Ints b) { return _mm256_add_epi32(a, b); }
 static inline Ints sub_ints(Ints a, Ints b) { return _mm256_sub_epi32(a, b); }
 template <int N> static inline Ints shift_left(Ints a) { return _mm256_slli_epi32(a, N); }
 template <int N> static inline Ints shift_right(Ints a) { return _mm256_srli_epi32(a, N); }
+template <int N> static inline Ints shift_right_signed(Ints a) { return _mm256_srai_epi32(a, N); }
 static inline Vec as_floats(Ints a) { return _mm256_castsi256_ps(a); }
 static inline Ints load_unsigned(const uint8_t *p) { return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p)); }
 static inline Ints load_signed(const int8_t *p) { return _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p)); }
@@ -313,6 +315,7 @@ static inline Ints add_ints(Ints a, Ints b) { return {a.at + b.at}; }
 static inline Ints sub_ints(Ints a, Ints b) { return {a.at - b.at}; }
 template <int N> static inline Ints shift_left(Ints a) { return {a.at << N}; }
 template <int N> static inline Ints shift_right(Ints a) { return {a.at >> N}; }
+template <int N> static inline Ints shift_right_signed(Ints a) { return {(Dwords)((Signed)a.at >> N)}; }
 static inline Vec as_floats(Ints a) { return {(Floats)a.at}; }
 static inline Ints load_unsigned(const uint8_t *p) { SP_EACH(Ints, p[i]) }
 static inline Ints load_signed(const int8_t *p) { SP_EACH(Ints, (uint32_t)p[i]) }

@@ -63,7 +63,7 @@ enum SpActivation {
 
 /* Fields that an operation does not mention are not read by it. A factor, stride or soft cap of 0 is not used: the factor is then 1. */
 typedef struct {
-  int32_t code, type;        /* SpCode; SpType of the weight, or of the cache */
+  int32_t code, type;        /* SpCode; SpType of the weight, or of the cache: SP_F32, SP_BF16 or SP_INT8 */
   int32_t flags, activation;
   int32_t layer, group;      /* whose keys and values, and whose block tables and slots */
   int64_t n, k;
@@ -105,7 +105,8 @@ typedef struct {
   const int64_t *angles;                     /* [T] each row of the pass: its row in the tables of angles; or NULL: its position */
   const float *const *cosines, *const *sines; /* by rope: tables [angles, rotated / 2] */
   const float *const *query_factors;         /* by rope: tables [angles] of factors of rotated queries, or NULL; or NULL for all */
-  void *const *keys, *const *values;         /* by layer: its storage [slots, kv_heads, dim] */
+  void *const *keys, *const *values;         /* by layer: its storage [slots, kv_heads, dim]; of SP_INT8 each head is `dim` bytes and a
+                                                 float32 scale, which need not be aligned */
   const float *const *inputs;                /* [T] input embedding per row, NULL = look the token up; or NULL: look all tokens up */
 } SpPass;
 

@@ -24,6 +24,7 @@ DTYPE_NAMES = {
     "float": "float32",
 }  # other types, and the type that computes them
 CACHES = ("paged", "slotted")
+CACHE_TYPES = ("auto", "int8", "bfloat16", "float32")
 PACKINGS = ("auto", "plain", "12bit")
 MODEL_BACKENDS = ("auto", "transformers")
 DEFAULT_POLICY = "adaptive"  # of draft lengths
@@ -42,6 +43,9 @@ class EngineConfig:
 
     max_model_len: positions per sequence, prompt and output together. None = the model's maximum, or fewer if their
     keys and values do not fit into memory.
+    kv_cache_dtype: the type of stored keys and values, those of drafters too. "auto" = the model's. int8 needs about
+    half the memory of bfloat16: numbers are rounded, with a scale for each head and token. A target with another type
+    of cache is a different model, and speculation is exact with respect to it.
     kv_memory: the bound on all KV caches together, including the drafter's, in bytes or as text like "2GiB". None =
     enough for max_num_seqs sequences of max_model_len, or of 4096 positions if max_model_len is None and the model has
     more. It is at least one sequence of max_model_len, and at most half of the free memory.
@@ -79,6 +83,7 @@ class EngineConfig:
     max_num_seqs: int = 8
     max_num_batched_tokens: int = 512
     kv_cache_backend: str = "paged"
+    kv_cache_dtype: str = "auto"
     kv_memory: int | str | None = None
     block_size: int = 16
     enable_prefix_caching: bool = True
@@ -113,6 +118,7 @@ class EngineConfig:
         object.__setattr__(self, "dtype", _read_dtype(self.dtype))
         _check_choice("dtype", self.dtype, DTYPES)
         _check_choice("kv_cache_backend", self.kv_cache_backend, CACHES)
+        object.__setattr__(self, "kv_cache_dtype", read_cache_dtype(self.kv_cache_dtype))
         _check_choice("weight_packing", self.weight_packing, PACKINGS)
         _check_choice("model_backend", self.model_backend, MODEL_BACKENDS)
         if not isinstance(self.weight_cache, bool | os.PathLike):
@@ -279,6 +285,18 @@ def read_bytes(name: str, value: object) -> int:
     if size <= 0:
         raise ConfigError(f"{name}={value!r} is not a size in memory", 'use bytes, or text such as "512MiB" or "2GB".')
     return size
+
+
+def read_cache_dtype(given: object) -> str:
+    """Return the name of a type of keys and values. A torch type is read by its name. Raises ConfigError."""
+    name = str(given).removeprefix("torch.")
+    if name.startswith(("fp8", "float8")):
+        raise ConfigError(
+            f"kv_cache_dtype={name!r} is not supported: keys and values are not stored in 8-bit floating point",
+            'use kv_cache_dtype="int8", which has as many bytes and a scale for each head and token.',
+        )
+    _check_choice("kv_cache_dtype", name, CACHE_TYPES)
+    return name
 
 
 def _read_dtype(given: object) -> str:

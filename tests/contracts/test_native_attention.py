@@ -13,6 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from speculant.cache.base import SCALE_BYTES
+from speculant.cache.rounding import read_heads, round_heads
 from speculant.kernels import reference
 from speculant.kernels.native import Code, Flag, Kernels, Op, Pass, Type, open_kernels, usable_sets
 from speculant.models.native.decoder import address
@@ -21,7 +23,7 @@ from tests.timing import cpu_seconds
 
 SETS = usable_sets()
 pytestmark = pytest.mark.skipif(not SETS, reason="the native kernels are not built")
-TYPES = {Type.F32: torch.float32, Type.BF16: torch.bfloat16}
+TYPES = {Type.F32: torch.float32, Type.BF16: torch.bfloat16, Type.INT8: torch.int8}
 WIDE = [-1] * 5 + [node // 3 for node in range(42)]  # 47 nodes, five at the root and three below each
 COMB = [-1, *(node for step in range(30) for node in (2 * step, 2 * step))]  # a path of 31, with a sibling at each node
 
@@ -97,8 +99,10 @@ def make(shape: Shape, rows: Rows, seed: int = 0) -> Fed:
     generator = torch.Generator().manual_seed(seed)
     places, dtype = rows.start + rows.count, TYPES[shape.type]
     queries = 2 * torch.randn(rows.count, shape.heads, shape.dim, generator=generator)
-    keys, values = (torch.randn(places, shape.kv_heads, shape.dim, generator=generator).to(dtype) for _ in range(2))
-    return Fed(rows, queries, keys, values)
+    keys, values = (torch.randn(places, shape.kv_heads, shape.dim, generator=generator) for _ in range(2))
+    if shape.type == Type.INT8:
+        return Fed(rows, queries, *(read_heads(round_heads(each), torch.float32) for each in (keys, values)))
+    return Fed(rows, queries, keys.to(dtype), values.to(dtype))
 
 
 class Attention:
@@ -144,18 +148,21 @@ class Attention:
         tables = torch.split(order, blocks)
         # The other group's table has another order: reading it would change results.
         self._tables = [torch.stack([table.flip(0), table]) for table in tables]
-        size = (sum(blocks) * shape.block, shape.kv_heads, shape.dim)
-        self._keys, self._values = (torch.full(size, torch.nan, dtype=TYPES[shape.type]) for _ in range(2))
+        rounded = shape.type == Type.INT8
+        size = (sum(blocks) * shape.block, shape.kv_heads, shape.dim + (SCALE_BYTES if rounded else 0))
+        self._unwritten = -1 if rounded else torch.nan  # of all bytes: a scale that is not a number
+        self._keys, self._values = (torch.full(size, self._unwritten, dtype=TYPES[shape.type]) for _ in range(2))
         for each, table in zip(fed, tables, strict=True):
             slots = (table[:, None] * shape.block + torch.arange(shape.block)).flatten()[: len(each.keys)]
-            self._keys[slots], self._values[slots] = each.keys, each.values
+            stored = (round_heads(part) if rounded else part for part in (each.keys, each.values))
+            self._keys[slots], self._values[slots] = stored
 
     def give_back(self, before: int) -> None:
         """Let blocks of the first sequence whose positions are all below `before` have other contents: nothing."""
         table, size = self._tables[0][self.GROUP], self._pass.block
         for block in table[: before // size]:
-            self._keys[block * size : (block + 1) * size] = torch.nan
-            self._values[block * size : (block + 1) * size] = torch.nan
+            self._keys[block * size : (block + 1) * size] = self._unwritten
+            self._values[block * size : (block + 1) * size] = self._unwritten
         table[: before // size] = -(2**50)  # an entry that is read would be an address outside of all memory
 
     def run(self, kernels: Kernels) -> tuple[Tensor, ...]:
@@ -209,6 +216,8 @@ def expected(shape: Shape, fed: Fed) -> Tensor:
     [
         Shape(), Shape(window=70, type=Type.BF16), Shape(dim=6, kv_heads=4, block=5), Shape(softcap=2.0),
         Shape(sinks=True, window=40), Shape(sinks=True, softcap=1.5, type=Type.BF16, heads=10, dim=24),
+        Shape(type=Type.INT8, window=70, dim=64), Shape(type=Type.INT8, dim=6, kv_heads=4, block=5),
+        Shape(type=Type.INT8, sinks=True, softcap=1.5, heads=10, dim=24), Shape(type=Type.INT8, heads=6, dim=128),
     ],
     ids=str,
 )  # fmt: skip
@@ -271,11 +280,12 @@ def test_tree_attention_of_any_topology(isa: str, data: st.DataObject, seed: int
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("block", [3, 16, 64])
 @pytest.mark.parametrize("window", [1, 40, 100, 600])
+@pytest.mark.parametrize("type_", list(TYPES))
 @pytest.mark.parametrize("isa", SETS)
-def test_attention_reads_nothing_before_the_window(isa: str, window: int, block: int) -> None:
+def test_attention_reads_nothing_before_the_window(isa: str, type_: Type, window: int, block: int) -> None:
     """Blocks that no row sees may have been given back: neither their table entries nor their contents matter."""
     for start, rows in ((700, Rows(700, 9, COMB)), (1030, Rows(1030, 1)), (64, Rows(64, 30))):
-        shape = Shape(window=window, block=block)
+        shape = Shape(window=window, block=block, type=type_)
         attention = Attention(shape, [make(shape, rows)])
         for threads in (1, 2):
             before = attention.run(opened(isa, threads))
@@ -283,6 +293,18 @@ def test_attention_reads_nothing_before_the_window(isa: str, window: int, block:
             (after,) = attention.run(opened(isa, threads))
             assert bool(after.isfinite().all())
             assert torch.equal(after, *before)
+
+
+@pytest.mark.parametrize("part", ["keys", "values"])
+@pytest.mark.parametrize("type_", list(TYPES))
+@pytest.mark.parametrize("isa", SETS)
+def test_a_number_that_is_not_finite_reaches_all_that_see_it(isa: str, type_: Type, part: str) -> None:
+    shape = Shape(type=type_)
+    fed = make(shape, Rows(70, 5))
+    getattr(fed, part)[72, :, 3] = torch.nan
+    (seen,) = Attention(shape, [fed]).run(opened(isa))
+    assert bool(seen[:2].isfinite().all())
+    assert bool(seen[2:].isnan().flatten(1).any(1).all())
 
 
 def test_attention_of_layers_of_other_shapes() -> None:

@@ -65,13 +65,15 @@ def test_more_bits_are_nearer(path: str) -> None:
     code = str(Path(subprocess.__file__))
     small = ("demo", "--text", code, "--context", "128", "--tokens", "512")
     found = {kind: _json(*small, "--quantization-b", kind) for kind in ("int8", "int4")}
-    itself = _json(*small)
+    itself, rounded_keys = _json(*small), _json(*small, "--kv-cache-dtype-b", "int8")
     assert itself["kl"]["max"] == 0
     assert 0 < found["int8"]["kl"]["high"] < found["int4"]["kl"]["low"]
     assert found["int8"]["top_1"]["mean"] > found["int4"]["top_1"]["mean"]
     sizes = [value["judged"]["weight_bytes"] for value in (itself, found["int8"], found["int4"])]
     assert sizes[0] > sizes[1] > sizes[2]
     assert "int4 weights" in found["int4"]["judged"]["kernels"]
+    assert 0 < rounded_keys["kl"]["high"] < found["int4"]["kl"]["low"]
+    assert rounded_keys["judged"]["kernels"].endswith("keys and values in int8")
 
 
 def test_a_file_is_compared_with_its_folder(checkpoints: Checkpoints, path: str, tmp_path: Path) -> None:
@@ -97,6 +99,7 @@ def test_what_cannot_be_compared_is_an_error(checkpoints: Checkpoints, path: str
         (RequestError, "has 201 tokens, and a chunk has 512", ("--text", path)),
         (ConfigError, "dtype='float8'", ("--text", path, "--dtype-b", "float8")),
         (ConfigError, "quantization='int3'", ("--text", path, "--context", "32", "--quantization-b", "int3")),
+        (ConfigError, "kv_cache_dtype='fp8' is not supported", ("--text", path, "--kv-cache-dtype-b", "fp8")),
         (PairError, "different vocabularies", (other, "--text", path, "--context", "32")),
     ):
         with pytest.raises(error, match=problem):

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+SCALE_BYTES = 4  # of a head's key or value that is rounded to int8: a float32 after its numbers
+
 
 class LayerShape(NamedTuple):
     """The shape of a layer's keys and values. shares: the layer whose storage it reads; None = it has its own."""
@@ -42,9 +44,9 @@ class LayerShape(NamedTuple):
     shares: int | None = None
 
     @property
-    def size(self) -> int:
-        """The numbers that one position takes, keys and values."""
-        return 0 if self.shares is not None else 2 * self.num_kv_heads * self.head_dim
+    def heads(self) -> int:
+        """The heads that one position takes, keys and values."""
+        return 0 if self.shares is not None else 2 * self.num_kv_heads
 
 
 class LayerGroup(NamedTuple):
@@ -59,7 +61,8 @@ class CacheShape:
     """The shape and type of the keys and values of one position.
 
     windows: how many positions a row of each layer sees, its own included; None = all, () = all in every layer. own:
-    the shape of each layer, where they differ; () = all have the first one's.
+    the shape of each layer, where they differ; () = all have the first one's. dtype: in which a model writes and reads
+    them. stored: in which they are stored; None = the same, torch.int8 = rounded, see cache/rounding.py.
     """
 
     num_layers: int
@@ -69,6 +72,7 @@ class CacheShape:
     device: torch.device
     windows: tuple[int | None, ...] = ()
     own: tuple[LayerShape, ...] = ()
+    stored: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         for what, each in (("windows", self.windows), ("shapes", self.own)):
@@ -96,7 +100,16 @@ class CacheShape:
 
     def bytes_of(self, layers: Iterable[int]) -> int:
         """Return the bytes that one position takes in some layers, keys and values."""
-        return sum(self.layers[layer].size for layer in layers) * self.dtype.itemsize
+        return sum(own.heads * self.bytes_of_head(own.head_dim) for own in (self.layers[layer] for layer in layers))
+
+    def bytes_of_head(self, dim: int) -> int:
+        """Return the bytes of one head's key or value of `dim` numbers, as it is stored."""
+        return dim * (self.stored or self.dtype).itemsize + (SCALE_BYTES if self.is_rounded else 0)
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether keys and values are rounded to int8."""
+        return self.stored is not None and not self.stored.is_floating_point
 
 
 def by_length(windows: Iterable[int | None]) -> list[int | None]:
@@ -280,11 +293,17 @@ class KVStorage(Protocol):
         ...
 
     def read(self, layer: int, slots: Tensor | slice) -> tuple[Tensor, Tensor]:
-        """Return keys and values [n, kv_heads, head_dim] of slots [n] int64; consecutive ones are read in place."""
+        """Return keys and values [n, kv_heads, head_dim] of slots [n] int64.
+
+        Consecutive ones are read in place, if they are stored in the model's type.
+        """
         ...
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Return a layer's whole storage, keys and values [slots, kv_heads, head_dim], without copying."""
+        """Return a layer's whole storage, keys and values [slots, kv_heads, head_dim], without copying.
+
+        Rounded ones are bytes [slots, kv_heads, head_dim + SCALE_BYTES].
+        """
         ...
 
     def move(self, moves: Moves) -> None:

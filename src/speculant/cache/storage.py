@@ -1,8 +1,8 @@
 """The memory of a cache: tensors with one slot per position, for every layer.
 
 Each group of layers has a storage [layers, 2, slots, kv_heads, head_dim] for each shape of its keys; 2 = keys and
-values. A layer that reads another's keys has none. A kernel that reads block tables gets a layer's whole storage and
-computes the slots itself.
+values. Rounded heads have a scale after their numbers (cache/rounding.py). A layer that reads another's keys has none.
+A kernel that reads block tables gets a layer's whole storage and computes the slots itself.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from speculant.cache.base import NO_MOVES, CacheShape, LayerGroup, Moves
+from speculant.cache.rounding import read_heads, round_heads
 from speculant.errors import CapacityError
 from speculant.tree import ids
 
@@ -28,9 +29,13 @@ class TensorStorage:
         every = LayerGroup(None, tuple(range(shape.num_layers)))
         groups, counts = ((every,), [num_slots]) if isinstance(num_slots, int) else (shape.groups, num_slots)
         kinds = _alike(shape, groups)
-        sizes = [(len(layers), 2, counts[group], heads, dim) for (group, heads, dim), layers in kinds.items()]
+        self._shape, stored_as = shape, shape.stored or shape.dtype
+        sizes = [
+            (len(layers), 2, counts[group], heads, shape.bytes_of_head(dim) // stored_as.itemsize)
+            for (group, heads, dim), layers in kinds.items()
+        ]
         try:
-            self._data = [torch.empty(size, dtype=shape.dtype, device=shape.device) for size in sizes]
+            self._data = [torch.empty(size, dtype=stored_as, device=shape.device) for size in sizes]
         except RuntimeError as error:
             needed = sum(count * shape.bytes_of(of.layers) for count, of in zip(counts, groups, strict=True)) / 2**30
             raise CapacityError(
@@ -48,14 +53,15 @@ class TensorStorage:
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """See `KVStorage.write`."""
         for stored, new in zip(self._layers[layer], (keys, values), strict=True):
-            stored.index_copy_(0, slots, new)
+            stored.index_copy_(0, slots, round_heads(new) if self._shape.is_rounded else new.to(stored.dtype))
 
     def read(self, layer: int, slots: Tensor | slice) -> tuple[Tensor, Tensor]:
         """See `KVStorage.read`."""
-        keys, values = self._layers[layer]
-        if isinstance(slots, slice):
-            return keys[slots], values[slots]
-        return keys.index_select(0, slots), values.index_select(0, slots)
+        keys, values = (
+            stored[slots] if isinstance(slots, slice) else stored.index_select(0, slots)
+            for stored in self._layers[layer]
+        )
+        return self._read(keys), self._read(values)
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
         """See `KVStorage.layer`."""
@@ -68,6 +74,10 @@ class TensorStorage:
             own = parts[group] if group < len(parts) else NO_MOVES
             if own.sources:
                 data.index_copy_(2, self._ids(own.targets), data.index_select(2, self._ids(own.sources)))
+
+    def _read(self, stored: Tensor) -> Tensor:
+        """Return stored heads in the model's type."""
+        return read_heads(stored, self._shape.dtype) if self._shape.is_rounded else stored.to(self._shape.dtype)
 
     def _ids(self, slots: Sequence[int]) -> Tensor:
         return ids(slots).to(self._data[0].device)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 EXAMPLES = examples(
     "speculant bench quality ./llama --quantization-b int4 --text book.txt",
+    "speculant bench quality ./llama --kv-cache-dtype-b int8 --text book.txt",
     "speculant bench quality ./llama llama-Q4_K_M.gguf --text book.txt --tokens 65536",
     "speculant bench quality ./llama ./llama-gptq --dtype-a float32 --kernels-a reference --text book.txt --json",
 )
@@ -36,6 +37,10 @@ DtypeA = Annotated[str | None, typer.Option("--dtype-a", help="A's type: auto, f
 DtypeB = Annotated[str | None, typer.Option("--dtype-b", help="The same of B.")]
 QuantizationA = Annotated[str | None, typer.Option("--quantization-a", help="Round A's weights to int8 or int4.")]
 QuantizationB = Annotated[str | None, typer.Option("--quantization-b", help="The same of B.")]
+CacheA = Annotated[
+    str | None, typer.Option("--kv-cache-dtype-a", help="A's keys and values: auto, int8, bfloat16 or float32.")
+]
+CacheB = Annotated[str | None, typer.Option("--kv-cache-dtype-b", help="The same of B.")]
 KernelsA = Annotated[str | None, typer.Option("--kernels-a", help="A's kernels: auto, native or reference.")]
 KernelsB = Annotated[str | None, typer.Option("--kernels-b", help="The same of B.")]
 Device = Annotated[str | None, typer.Option(help="Where to compute both: cpu, cuda, or one such as cuda:1.")]
@@ -51,6 +56,8 @@ def quality(
     dtype_b: DtypeB = None,
     quantization_a: QuantizationA = None,
     quantization_b: QuantizationB = None,
+    kv_cache_dtype_a: CacheA = None,
+    kv_cache_dtype_b: CacheB = None,
     kernels_a: KernelsA = None,
     kernels_b: KernelsB = None,
     device: Device = None,
@@ -65,8 +72,22 @@ def quality(
     if text is None:
         raise ConfigError("no text was given", "add --text FILE with a text to read, best of 10,000 tokens or more.")
     sides = [
-        _config(reference, dtype_a, quantization_a, kernels_a, device),
-        _config(judged or reference, dtype_b, quantization_b, kernels_b, device),
+        _config(
+            reference,
+            device,
+            dtype=dtype_a,
+            quantization=quantization_a,
+            kernels=kernels_a,
+            kv_cache_dtype=kv_cache_dtype_a,
+        ),
+        _config(
+            judged or reference,
+            device,
+            dtype=dtype_b,
+            quantization=quantization_b,
+            kernels=kernels_b,
+            kv_cache_dtype=kv_cache_dtype_b,
+        ),
     ]
     for side in sides:
         fetch(side)
@@ -82,12 +103,10 @@ def quality(
         raise typer.Exit(EXIT_INTERRUPTED)
 
 
-def _config(
-    model: str, dtype: str | None, quantization: str | None, kernels: str | None, device: str | None
-) -> EngineConfig:
+def _config(model: str, device: str | None, **given: str | None) -> EngineConfig:
     """Return the configuration of one side; None = the default."""
-    given = {"dtype": dtype, "quantization": quantization, "kernels": kernels, "device": device}
-    return EngineConfig(model, **{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
+    values = {name: value for name, value in {**given, "device": device}.items() if value is not None}
+    return EngineConfig.from_arguments(model=model, **values)
 
 
 def _prepare(

@@ -162,6 +162,7 @@ class EngineFlags(FlagGroup):
     max_num_seqs: Annotated[int, "Sequences that run at a time."]
     max_num_batched_tokens: Annotated[int, "Rows per pass: prompt chunks, last tokens and drafts together."]
     kv_cache_backend: Annotated[str, "How keys and values are stored: paged (blocks) or slotted (one piece each)."]
+    kv_cache_dtype: Annotated[str, "The type of stored keys and values: auto (the model's), int8, bfloat16 or float32."]
     kv_memory: Annotated[str, "Memory for all keys and values, such as 2GiB; else at most half of what is free."]
     block_size: Annotated[int, "Positions in a block of the paged cache."]
     enable_prefix_caching: Annotated[bool, "Keep the keys and values of prompts that may come again."]

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     import torch
 
     from speculant.models.backends.base import Backend
+    from speculant.models.description import DecoderConfig
     from speculant.models.weights.load import Checkpoint, CheckpointFiles
     from speculant.models.weights.reader import WeightTypes
 
@@ -199,16 +200,29 @@ def _by_kind(matrices: Sequence[Matrix]) -> dict[str, dict[str, Any]]:
 
 def _memory(files: CheckpointFiles, matrices: Sequence[Matrix], dtype: torch.dtype) -> dict[str, Any]:
     """Return the size of a model in memory, and the part that each pass reads."""
-    from speculant.models.sizes import TABLE, values_kept, values_per_position
+    from speculant.models.sizes import TABLE
 
     unread = () if files.decoder.head.tied else (TABLE,)
     return {
         "weights_mib": sum(matrix.kept for matrix in matrices) / MIB,
         "read_in_each_pass_mib": sum(matrix.kept for matrix in matrices if matrix.name not in unread) / MIB,
         "keys_and_values": str(dtype).removeprefix("torch."),
-        "each_position_kib": values_per_position(files.decoder) * dtype.itemsize / KIB,
-        "whole_context_mib": values_kept(files.decoder, files.decoder.max_positions) * dtype.itemsize / MIB,
+        **_cache_sizes(files.decoder, dtype),
     }
+
+
+def _cache_sizes(decoder: DecoderConfig, dtype: torch.dtype) -> dict[str, float]:
+    """Return the size of keys and values in a type, and in int8, which kv_cache_dtype chooses."""
+    import torch
+
+    from speculant.models.sizes import cache_shape
+
+    found, length = dict[str, float](), decoder.max_positions
+    for name, stored in (("", None), ("_in_int8", torch.int8)):
+        shape = cache_shape(decoder, dtype, torch.device("cpu"), stored)
+        needed = sum(shape.bytes_of(group.layers) * min(length, group.window or length) for group in shape.groups)
+        found |= {f"each_position{name}_kib": shape.bytes_per_token / KIB, f"whole_context{name}_mib": needed / MIB}
+    return found
 
 
 def _tokenizer_finding(place: Path) -> Finding:

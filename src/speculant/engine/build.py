@@ -92,6 +92,7 @@ def build_engine(config: EngineConfig) -> Runtime:
             config.model, config.dtype, config.device, kernels=config.kernels, quantization=config.quantization,
             weight_packing=config.weight_packing, weight_cache=config.weight_cache_folder(),
             revision=config.revision, download_dir=config.download_dir, model_backend=config.model_backend,
+            kv_cache_dtype=config.kv_cache_dtype,
         )  # fmt: skip
         return build_around(config, target, tokenizer.result())
 
@@ -382,4 +383,5 @@ class _Workshop:
             kernels=config.kernels, quantization=quantization, head_tokens=head_tokens, vocabulary=vocabulary,
             weight_packing=config.weight_packing, weight_cache=config.weight_cache_folder(),
             download_dir=config.download_dir, model_backend=config.draft_model_backend,
+            kv_cache_dtype=config.kv_cache_dtype,
         )  # fmt: skip

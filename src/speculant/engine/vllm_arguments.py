@@ -55,7 +55,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
             ),
             _ANY,
         ),
-        "calculate_kv_scales": Rule(_OFF, "keys and values are stored in the model's own type"),
+        "calculate_kv_scales": Rule(_OFF, 'kv_cache_dtype="int8" computes scales by itself, for each head and token'),
         "code_revision": Rule((None,), "code of a repository is never run"),
         "config_format": Rule((None, "auto", "hf"), "config.json in Hugging Face's form is read"),
         "convert": Rule((None, "auto", "none"), _TEXT_ALONE),
@@ -72,7 +72,6 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "hf_config_path": Rule((None,), _CONFIG_STAYS, _EDIT_CONFIG),
         "hf_overrides": Rule(_UNSET, _CONFIG_STAYS, _EDIT_CONFIG),
         "hf_token": Rule((None, True), "the hub's own login is used", "set HF_TOKEN, or run `hf auth login`."),
-        "kv_cache_dtype": Rule((None, "auto"), "keys and values are stored in the model's own type"),
         "kv_events_config": Rule(_UNSET, _NO_TRANSFER),
         "kv_transfer_config": Rule(_UNSET, _NO_TRANSFER),
         "load_format": Rule(

@@ -57,6 +57,7 @@ class Type(IntEnum):
 
 
 TYPES = {torch.float32: Type.F32, torch.bfloat16: Type.BF16}
+CACHE_TYPES = {Type.F32: torch.float32, Type.BF16: torch.bfloat16, Type.INT8: torch.int8}  # of stored keys and values
 SOURCES = {**TYPES, torch.float16: Type.F16}  # types of rows to pack, besides torch.uint8 for blocks
 BLOCK_TYPES = {type_.name.lower(): type_ for type_ in Type if type_ >= Type.INT8}  # by layout of the rows
 BLOCK_SIZES = {

@@ -323,6 +323,15 @@ class HoldsWeights(Protocol):
         ...
 
 
+@runtime_checkable
+class ConvertsKeys(Protocol):
+    """A model that can have a cache of another type. It is then another model, because its layers read rounded keys."""
+
+    def storing_keys_as(self, dtype: torch.dtype) -> CausalLM:
+        """Return this model, with the same weights, for caches of a type; see `CacheShape.stored`."""
+        ...
+
+
 def check_needs(needs: ModelNeeds) -> None:
     """Check that the engine provides what a model requires. Raises ModelError."""
     if needs.source or needs.state_bytes:

@@ -293,5 +293,6 @@ class HeadDecoder(nn.Module):
 
 
 def head_cache_shape(config: HeadConfig, target: CausalLM) -> CacheShape:
-    """Return the shape of one position of a head's cache: of the target's type, on its device."""
-    return cache_shape(config.decoder, target.cache_shape.dtype, target.cache_shape.device)
+    """Return the shape of one position of a head's cache: of the target's types, on its device."""
+    of = target.cache_shape
+    return cache_shape(config.decoder, of.dtype, of.device, of.stored)

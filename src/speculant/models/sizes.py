@@ -100,11 +100,6 @@ def values_per_position(config: DecoderConfig) -> int:
     return sum(2 * layer.attention.key_size for layer in config.layers)
 
 
-def values_kept(config: DecoderConfig, length: int) -> int:
-    """Return how many numbers of a sequence of `length` positions a next row needs; a layer with a window, fewer."""
-    return sum(2 * layer.attention.key_size * min(length, layer.attention.window or length) for layer in config.layers)
-
-
 def activations(config: DecoderConfig) -> dict[str, int]:
     """Return the width of each array that a pass fills for a row; see models/native/program.py."""
     kinds, hidden = set(config.layers), config.hidden_size
@@ -120,12 +115,14 @@ def activations(config: DecoderConfig) -> dict[str, int]:
     }
 
 
-def cache_shape(config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> CacheShape:
-    """Return the shape of one position of a decoder's cache."""
+def cache_shape(
+    config: DecoderConfig, dtype: torch.dtype, device: torch.device, stored: torch.dtype | None = None
+) -> CacheShape:
+    """Return the shape of one position of a decoder's cache. stored: see `CacheShape`."""
     own = tuple(LayerShape(of.kv_heads, of.head_dim, of.shares) for of in (each.attention for each in config.layers))
     first = own[0]
     differing = () if len(set(own)) == 1 else own
-    return CacheShape(len(own), first.num_kv_heads, first.head_dim, dtype, device, config.windows, differing)
+    return CacheShape(len(own), first.num_kv_heads, first.head_dim, dtype, device, config.windows, differing, stored)
 
 
 def inner_width(of: Mlp | Experts) -> int:

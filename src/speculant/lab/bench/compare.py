@@ -99,7 +99,7 @@ def build_ways(
     configs = {PLAIN: _without_drafts(config), **configs}
     target = load_model(
         config.model, config.dtype, config.device, kernels=config.kernels, quantization=config.quantization,
-        model_backend=config.model_backend,
+        model_backend=config.model_backend, kv_cache_dtype=config.kv_cache_dtype,
     )  # fmt: skip
     mode = Mode(params, sequential)
     return {name: Way(Bench(build_around(each, target), name), mode) for name, each in configs.items()}

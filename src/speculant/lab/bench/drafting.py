@@ -122,7 +122,7 @@ def load_target(config: EngineConfig) -> Checkpoint:
     return load_model(
         config.model, config.dtype, config.device, kernels=config.kernels, quantization=config.quantization,
         weight_packing=config.weight_packing, weight_cache=config.weight_cache_folder(),
-        model_backend=config.model_backend,
+        model_backend=config.model_backend, kv_cache_dtype=config.kv_cache_dtype,
     )  # fmt: skip
 
 

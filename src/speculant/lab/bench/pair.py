@@ -195,7 +195,7 @@ def load_pair(config: EngineConfig) -> tuple[Checkpoint, list[Candidate]]:
     target = load_model(
         config.model, config.dtype, config.device, kernels=config.kernels, quantization=config.quantization,
         weight_packing=config.weight_packing, weight_cache=config.weight_cache_folder(),
-        model_backend=config.model_backend,
+        model_backend=config.model_backend, kv_cache_dtype=config.kv_cache_dtype,
     )  # fmt: skip
     own = _candidate(alone, target, None)
     return target, [own, *(_candidate(alone, target, each) for each in own.checkpoint.quantizations)]
@@ -209,6 +209,7 @@ def _candidate(config: EngineConfig, target: Checkpoint, quantization: str | Non
         str(config.draft_model), config.dtype, config.device,
         role="draft", kernels=config.kernels, quantization=quantization, weight_packing=config.weight_packing,
         weight_cache=config.weight_cache_folder(), vocabulary=vocabulary, model_backend=config.draft_model_backend,
+        kv_cache_dtype=config.kv_cache_dtype,
     )  # fmt: skip
     return Candidate(quantization, checkpoint, runtime, vocabulary)
 

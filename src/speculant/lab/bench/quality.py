@@ -130,7 +130,7 @@ class Compared:
         a, b = (
             load_model(
                 side.model, side.dtype, side.device, kernels=side.kernels, quantization=side.quantization,
-                weight_packing=PLAIN, weight_cache=side.weight_cache_folder(),
+                weight_packing=PLAIN, weight_cache=side.weight_cache_folder(), kv_cache_dtype=side.kv_cache_dtype,
             )
             for side in sides
         )  # fmt: skip

@@ -126,7 +126,7 @@ def predict_sweep(config: EngineConfig, plan: SweepPlan, params: SamplingParams,
     notify("Loading the models")
     target = load_model(
         config.model, config.dtype, config.device, kernels=config.kernels, quantization=config.quantization,
-        model_backend=config.model_backend,
+        model_backend=config.model_backend, kv_cache_dtype=config.kv_cache_dtype,
     )  # fmt: skip
     runtimes = [build_around(replace(config, max_num_seqs=batch), target) for batch in plan.batches]
     most = max(map(plan.num_prompts, plan.batches))
@@ -155,7 +155,7 @@ def _acceptance(
     draft = load_model(
         str(config.draft_model), config.dtype, config.device,
         role="draft", kernels=config.kernels, quantization=config.draft_quantization, vocabulary=vocabulary,
-        model_backend=config.draft_model_backend,
+        model_backend=config.draft_model_backend, kv_cache_dtype=config.kv_cache_dtype,
     )  # fmt: skip
     texts = write_texts(runtime, workload, replace(params, speculation=False))
     sampler, size = target.backend.sampler, target.model.vocab_size

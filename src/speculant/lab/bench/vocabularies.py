@@ -52,7 +52,10 @@ def measure_shared(
     config: EngineConfig, target: Checkpoint, vocabulary: MappedVocabulary, texts: Sequence[Text]
 ) -> SharedTokens:
     """Measure on texts how much the configured pair shares. Loads the draft again, with its whole head."""
-    draft = load_model(str(config.draft_model), config.dtype, config.device, role="draft", kernels=config.kernels)
+    draft = load_model(
+        str(config.draft_model), config.dtype, config.device, role="draft", kernels=config.kernels,
+        kv_cache_dtype=config.kv_cache_dtype,
+    )  # fmt: skip
 
     def split(tokens: Sequence[int]) -> list[list[int]]:
         return [vocabulary.draft_tokens(each) for each in vocabulary.split(tokens)]

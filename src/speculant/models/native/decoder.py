@@ -17,6 +17,7 @@ from torch import Tensor
 from speculant.cache.base import KVCache, KVStorage
 from speculant.kernels.memory import Arena
 from speculant.kernels.native import (
+    CACHE_TYPES,
     MOST_DIM,
     MOST_GROUP,
     TYPES,
@@ -86,8 +87,8 @@ class Layout(NamedTuple):
 class NativeDecoder:
     """A decoder whose weights are packed as they are read. Activations are float32 for every type of weights.
 
-    dtype, float32 or bfloat16, is that of the cache; for weights, see `WeightTypes`. quantization: the types
-    that matrices are rounded to; None = they are not.
+    dtype, float32 or bfloat16, is that of the cache, unless `storing_keys_as` chooses another one; for weights, see
+    `WeightTypes`. quantization: the types that matrices are rounded to; None = they are not.
     coded: bfloat16 matrices are stored in 12 bits a weight, which changes no bit of a result. store: of packed ones.
     The kernels may round the activations of a linear layer before they multiply: see csrc/speculant.h.
 
@@ -121,7 +122,8 @@ class NativeDecoder:
     def _begin(self, packed: PackedDecoder, dtype: torch.dtype, kernels: Kernels) -> None:
         """Make the model of packed weights."""
         config = packed.config
-        self.cache_shape = cache_shape(config, dtype, torch.device("cpu"))
+        stored = None if packed.cache_type == TYPES[dtype] else CACHE_TYPES[packed.cache_type]
+        self.cache_shape = cache_shape(config, dtype, torch.device("cpu"), stored)
         self._num_groups = len(self.cache_shape.groups)
         self.vocab_size, self.max_positions = config.vocab_size, config.max_positions
         self.num_layers, self.hidden_size = config.num_layers, config.hidden_size
@@ -194,6 +196,13 @@ class NativeDecoder:
         model = NativeDecoder.__new__(NativeDecoder)
         model._begin(self.packed, self.cache_shape.dtype, self.kernels)
         model.head_rounding = ROUNDINGS[quantization]
+        return model
+
+    def storing_keys_as(self, dtype: torch.dtype) -> NativeDecoder:
+        """See `ConvertsKeys.storing_keys_as`."""
+        model = NativeDecoder.__new__(NativeDecoder)
+        cache_type = next(type_ for type_, own in CACHE_TYPES.items() if own == dtype)
+        model._begin(replace(self.packed, cache_type=cache_type), self.cache_shape.dtype, self.kernels)
         return model
 
     def linears(self, matrices: Sequence[Tensor], biases: Tensor | None) -> NativeLinears:

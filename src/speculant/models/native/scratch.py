@@ -20,9 +20,8 @@ from speculant.models.native.program import PackedDecoder
 READ = ("x", "heads", "gated", "results", "inputs")
 REAL, DOUBLE, CANDIDATE = 4, 8, 16  # bytes
 GROWTH = 2  # an array that grows takes up to twice its need
-MOST_SPAN_BYTES = 2**26  # MOST_PARTIAL of csrc/attention.h
-TILE, SPAN, BLOCK_ROWS, LANES = 64, 512, 8, 16  # of csrc/attention.h; LANES: of the widest set
-MOST_SPLIT_BLOCKS = 4  # per thread, of a pass whose spans are computed in parallel
+MOST_SPAN_BYTES = 2**24  # MOST_PARTIAL of csrc/attention.h
+TILE, SPAN, MOST_BLOCK_REALS, LANES = 64, 512, 2**14, 16  # of csrc/attention.h; LANES: of the widest set
 
 
 def scratch_bytes(packed: PackedDecoder, threads: int, rows: int, positions: int) -> int:
@@ -47,15 +46,15 @@ def _padded(of: Attention) -> int:
 
 def _item(of: Attention) -> int:
     """Return the numbers that a work item of attention holds: keys and values of a tile, two softmaxes per query."""
-    padded, queries = _padded(of), BLOCK_ROWS * of.groups
-    return _power(2 * TILE * padded) + _power(2 * queries * (padded + 2))
+    padded = _padded(of)
+    return _power(2 * TILE * padded) + _power(2 * max(MOST_BLOCK_REALS, of.groups * (padded + 2)))
 
 
 def _span_bytes(of: Attention, threads: int, rows: int, positions: int) -> int:
-    spans, most_rows = -(-positions // SPAN), min(rows, MOST_SPLIT_BLOCKS * threads * BLOCK_ROWS)
-    if spans <= 1:
+    spans = -(-positions // SPAN)
+    if spans <= 1 or threads == 1:
         return 0
-    return min(MOST_SPAN_BYTES, REAL * _power(most_rows * of.heads * spans * (_padded(of) + 2)))
+    return min(MOST_SPAN_BYTES, REAL * _power(rows * of.heads * spans * (_padded(of) + 2)))
 
 
 def _power(count: int) -> int:

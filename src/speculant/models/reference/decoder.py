@@ -5,6 +5,7 @@ Parameters have the names of `models/sizes.py`, in every family.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple, cast
@@ -271,6 +272,7 @@ class Decoder(nn.Module):
         self.lm_head = nn.Linear(config.hidden_size, len(config.head.tokens) or config.vocab_size, bias=False)
         self.tie_head()
         self._rotaries = rotaries(config)
+        self._cache_type: torch.dtype | None = None
 
     @property
     def vocab_size(self) -> int:
@@ -301,7 +303,7 @@ class Decoder(nn.Module):
     def cache_shape(self) -> CacheShape:
         """The shape of one position of this model's cache."""
         weight = self.model.embed_tokens.weight
-        return cache_shape(self.config, weight.dtype, weight.device)
+        return cache_shape(self.config, weight.dtype, weight.device, self._cache_type)
 
     def relative_reads(self, rows: int) -> float:
         """See `ReadsByRows.relative_reads`."""
@@ -389,4 +391,11 @@ class Decoder(nn.Module):
         model.model.embed_tokens, model.model.norm = self.model.embed_tokens, self.model.norm
         model.model.embed_positions = self.model.embed_positions
         model.model.layers, model.lm_head = self.model.layers[:num_layers], self.lm_head
+        model._cache_type = self._cache_type
         return model.eval()
+
+    def storing_keys_as(self, dtype: torch.dtype) -> Decoder:
+        """See `ConvertsKeys.storing_keys_as`."""
+        model = copy.copy(self)
+        model._cache_type = dtype
+        return model

@@ -50,10 +50,10 @@ class LoadedByTransformers:
     backend: TransformersBackend = TransformersBackend()
 
 
-def check_options(model_backend: str, quantization: str | None, weight_packing: str) -> None:
+def check_options(model_backend: str, quantization: str | None, weight_packing: str, kv_cache_dtype: str) -> None:
     """Check the options of a model before its files are looked up. Raises ConfigError.
 
-    For transformers, the package must be installed, and the weights can't be rounded or packed.
+    For transformers, the package must be installed, and weights, keys and values can't be rounded or packed.
     """
     if model_backend not in MODEL_BACKENDS:
         raise ConfigError(f"model_backend={model_backend!r} is unknown", suggest(str(model_backend), MODEL_BACKENDS))
@@ -70,6 +70,12 @@ def check_options(model_backend: str, quantization: str | None, weight_packing: 
         raise ConfigError(
             f'weight_packing={weight_packing!r} is impossible with model_backend="{NAME}"',
             f'use "{AUTO}" or "{PLAIN}".',
+        )
+    if kv_cache_dtype != AUTO:
+        raise ConfigError(
+            f'kv_cache_dtype={kv_cache_dtype!r} is impossible with model_backend="{NAME}", which stores keys and values'
+            " in the model's type",
+            "leave out one of the two.",
         )
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from speculant import plugins
+from speculant.config import read_cache_dtype
 from speculant.errors import ConfigError, suggest
 from speculant.files import Stamp, read_json
 from speculant.gguf_file import GgufFile, model_name
@@ -28,7 +29,7 @@ from speculant.models.backends.base import (
     decoded_kinds,
     packing_of,
 )
-from speculant.models.base import CausalLM, check_needs
+from speculant.models.base import CausalLM, ConvertsKeys, check_needs
 from speculant.models.description import DecoderConfig
 from speculant.models.entries import text_config
 from speculant.models.generation import read_end_tokens, read_generation, read_sampling
@@ -91,6 +92,7 @@ def load_model(
     weight_packing: str = AUTO,
     weight_cache: Path | None = None,
     model_backend: str = AUTO,
+    kv_cache_dtype: str = AUTO,
 ) -> Checkpoint:
     """Load a checkpoint from a folder, a GGUF file, the hub or "demo"; see `resolve_source`.
 
@@ -98,37 +100,36 @@ def load_model(
     backend, such as reference or native; auto takes the best one that can compute the model. quantization is the type
     that weights are rounded to (int8 or int4 with the native kernels), or None. head_tokens: the tokens that have a
     logit, in ascending order; () = all. vocabulary: that of the target that the model drafts for, where it differs;
-    None = the model's own. weight_packing: how weights are stored, plain or 12bit; auto = the faster way on this
-    machine, which is timed for a large model. weight_cache: the folder in which packed weights are kept between starts;
-    None = none. dtype "auto" takes the checkpoint's type, or bfloat16 for blocks; float16 becomes float32, which holds
-    the same numbers. device is "cpu" or "cuda", which may have an index.
-    Code and pickles of a checkpoint are never run. Raises ModelError for a checkpoint that can't be used, ConfigError
-    for a wrong dtype or device, or a backend that can't compute the model.
+    None = the model's own. weight_packing: how weights are stored, plain or 12bit; auto = the faster way here, timed
+    for a large model. weight_cache: the folder in which packed weights are kept between starts; None = none. dtype
+    "auto" takes the checkpoint's type, or bfloat16 for blocks; float16 becomes float32, which holds the same numbers.
+    kv_cache_dtype: the type of stored keys and values, int8, bfloat16 or float32; auto = dtype. device is "cpu" or
+    "cuda", which may have an index. Code and pickles of a checkpoint are never run. Raises ModelError for a checkpoint
+    that can't be used, ConfigError for a wrong option, or a backend that can't compute the model.
     """
     started, place = time.perf_counter(), _read_device(device)
     _check_dtype(dtype)
-    check_options(model_backend, quantization, weight_packing)
+    check_options(model_backend, quantization, weight_packing, read_cache_dtype(kv_cache_dtype))
     folder = resolve_source(source, role, revision, download_dir)
     if model_backend != AUTO:
-        loaded = load_by_transformers(folder, dtype, place, head_tokens, vocabulary)
-        return _checkpoint_of(loaded, folder, role, _name(source, role, folder))
+        computed = load_by_transformers(folder, dtype, place, head_tokens, vocabulary)
+        return _checkpoint_of(computed, folder, role, _name(source, role, folder))
     files = CheckpointFiles.open(folder)
     config, tensors, decoder = files.config, files.tensors, files.decoder
     _check_rounding(tensors, quantization)
     _warn_of_dynamic_rope(decoder)
-    generation = read_generation(folder)
-    ends, sampling = read_end_tokens(generation, config, decoder.vocab_size), read_sampling(generation, folder)
+    generation, ends, sampling = _read_settings(folder, config, decoder.vocab_size)
     chosen, named = files.dtype(dtype), files.weights
-    backend, description = choose_backend(kernels, quantization, decoder, chosen, place, weight_packing, named)
+    backend, described = choose_backend(kernels, quantization, decoder, chosen, place, weight_packing, named)
     _warn_of_decoding(folder, backend, named)
     weights = CheckedWeights(named, named.names())
     decoder, own = _fitted(decoder, weights, head_tokens, vocabulary)
-    facts = _facts(files, chosen, quantization, decoder, vocabulary)
-    kept = KeptWeights.of(weight_cache, backend, tensors, facts)
-    model = kept.backend.load(decoder, own, chosen, place, quantization)
+    kept = KeptWeights.of(weight_cache, backend, tensors, _facts(files, chosen, quantization, decoder, vocabulary))
+    loaded = kept.backend.load(decoder, own, chosen, place, quantization)
     weights.check(backend.name)
-    check_needs(model.needs)
-    name, seconds = _name(source, role, folder), time.perf_counter() - started
+    check_needs(loaded.needs)
+    model, stored_as = _with_cache_type(loaded, chosen, kv_cache_dtype, backend)
+    name, seconds, description = _name(source, role, folder), time.perf_counter() - started, described + stored_as
     logger.info("%s %s: %s, loaded in %.2f s, kernels: %s", role, name, chosen, seconds, description)
     made = kept.keep()
     logger.info("%s %s: weights are stored %s%s", role, name, packing_of(backend), made and f", {made}")
@@ -136,6 +137,29 @@ def load_model(
         model, config, folder, chosen, ends, generation, sampling, name, description, backend, made, kept.mapped_bytes,
         () if tensors.quantised_kinds() else backend.quantizations,
     )  # fmt: skip
+
+
+def _read_settings(
+    folder: Path, config: Mapping[str, Any], vocab_size: int
+) -> tuple[dict[str, Any], frozenset[int], SamplingParams]:
+    """Return the settings of generation in a folder, with the end tokens and the sampling that they recommend."""
+    generation = read_generation(folder)
+    return generation, read_end_tokens(generation, config, vocab_size), read_sampling(generation, folder)
+
+
+def _with_cache_type(
+    model: CausalLM, dtype: torch.dtype, kv_cache_dtype: str, backend: Backend
+) -> tuple[CausalLM, str]:
+    """Return a model with a cache of a type, and words for its description; none if the type is the model's."""
+    stored = dtype if kv_cache_dtype == AUTO else getattr(torch, read_cache_dtype(kv_cache_dtype))
+    if stored == dtype:
+        return model, ""
+    if not isinstance(model, ConvertsKeys):
+        raise ConfigError(
+            f"kv_cache_dtype={kv_cache_dtype!r} is impossible on the {backend.name} kernels",
+            'leave it out, or set kernels="auto".',
+        )
+    return model.storing_keys_as(stored), f", keys and values in {kv_cache_dtype}"
 
 
 def _facts(
@@ -152,14 +176,14 @@ def _facts(
 
 def _checkpoint_of(loaded: LoadedByTransformers, folder: Path, role: str, name: str) -> Checkpoint:
     """Return the checkpoint of a model that transformers computes, and say that it is slower."""
-    config, generation = read_json(folder / "config.json"), read_generation(folder)
-    ends = read_end_tokens(generation, {**config, **_text_config(config)}, loaded.model.vocab_size)
+    config = read_json(folder / "config.json")
+    whole = {**config, **_text_config(config)}
+    generation, ends, sampling = _read_settings(folder, whole, loaded.model.vocab_size)
     logger.warning(
         "%s %s is computed by %s, as model_backend asks: slower than Speculant's own kernels, and a row's last bits"
         " depend on the batch, so speculation can change which of two nearly equal tokens is chosen",
         role, name, loaded.description,
     )  # fmt: skip
-    sampling = read_sampling(generation, folder)
     return Checkpoint(
         loaded.model, config, folder, loaded.dtype, ends, generation, sampling, name, loaded.description, loaded.backend
     )

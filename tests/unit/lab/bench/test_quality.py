@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -89,6 +90,17 @@ def test_a_model_is_no_distance_from_itself(checkpoints: Checkpoints, path: Path
     assert value["perplexity"]["ratio"] == {"mean": 1, "low": 1, "high": 1, "error": 0}
     assert value["perplexity"]["reference"] == value["perplexity"]["judged"]
     assert value["text"]["scored"] == 12 * (CONTEXT // 2 - 1)
+
+
+@pytest.mark.parametrize("kernels", ["reference", "native"])
+def test_rounded_keys_are_a_small_distance_away(checkpoints: Checkpoints, path: Path, kernels: str) -> None:
+    if kernels == "native" and not usable_sets():
+        pytest.skip("the native kernels are not built")
+    config = EngineConfig(checkpoints.target, dtype="float32", kernels=kernels)
+    models = Compared.load(config, replace(config, kv_cache_dtype="int8"))
+    value = document(models, path, (text := cut(path, checkpoints.target)), list(models.scores(text)))
+    assert 0 < value["kl"]["mean"] < 1e-3
+    assert value["judged"]["kernels"] == f"{value['reference']['kernels']}, keys and values in int8"
 
 
 def test_another_model_is_further_than_a_near_one(checkpoints: Checkpoints, path: Path) -> None:

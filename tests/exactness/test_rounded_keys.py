@@ -1,0 +1,176 @@
+"""Within a model whose keys and values are int8, nothing changes a text: no drafter, batch, chunk or kind of cache."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from speculant import LLM, SamplingParams, plugins
+from speculant.kernels.native import usable_sets
+from speculant.models.base import CausalLM
+from speculant.models.weights.load import load_model
+from tests.drafters import BLIND, model_of, options_of, predicting
+from tests.exactness.selection import combinations
+from tests.exactness.test_native_decoder import CACHES, NUM_TOKENS, VARIANTS, feed, make_decoder, make_native, tokens_of
+from tests.models import HIDDEN_SIZE, VOCAB_SIZE, Checkpoints, checkpoints
+from tests.unit.models.families import FEW, Session, random_tokens, thinned_cases, write_variant
+
+__all__ = ["checkpoints"]
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+NATIVE = pytest.mark.skipif(not usable_sets(), reason="the native kernels are not built")
+ENGINES: dict[str, dict[str, str]] = {
+    "reference": {"dtype": "float64", "kernels": "reference"},
+    "float32": {"dtype": "float32", "kernels": "native"},
+    "bfloat16": {"dtype": "bfloat16", "kernels": "native"},
+}
+COMPUTED = [name for name, engine in ENGINES.items() if engine["kernels"] == "reference" or usable_sets()]
+DRAFTERS = plugins.names("speculant.drafting")
+PROMPTS = [[70 + place, 71, 72 + place, 80, 71, 72] for place in range(6)]
+SHARED = [[*range(60, 85), 40 + place] for place in range(6)]  # with a common prefix
+PARAMS = {
+    "greedy": [SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)] * 6,
+    "seeded": [SamplingParams(temperature=0.7, seed=place, max_tokens=16, ignore_eos=True) for place in range(6)],
+    "beams": [SamplingParams(temperature=0.0, beam_width=3, max_tokens=12)] * 6,
+}
+ROUNDED = {"kv_cache_dtype": "int8", "max_model_len": 64}
+WAYS: dict[str, dict[str, Any]] = {
+    "together": {"max_num_seqs": 6},
+    "slotted": {"max_num_seqs": 3, "kv_cache_backend": "slotted"},
+    "small chunks": {"max_num_seqs": 4, "max_num_batched_tokens": 5},
+    "blocks of 3": {"max_num_seqs": 6, "block_size": 3},
+    "preempted": {"max_num_seqs": 6, "kv_memory": 14 * 16 * 2 * 2 * 2 * (8 + 4), "block_size": 4},  # 224 positions
+    "without prefixes": {"max_num_seqs": 2, "enable_prefix_caching": False},
+}
+
+
+def generate(
+    model: str, params: list[SamplingParams], prompts: list[list[int]] = PROMPTS, runs: int = 1, **arguments: Any
+) -> tuple[list[list[int]], int, int]:
+    """Return the texts of the last run, and how many tokens were drafted and accepted."""
+    llm = LLM(model, **{**ROUNDED, **arguments})
+    assert "keys and values in int8" in llm.kernels
+    outputs = [llm.generate(prompts, params) for _ in range(runs)][-1]
+    counted = [out.metrics.speculative_decoding for out in outputs]
+    drafted, accepted = (
+        sum(getattr(each, name) for each in counted) for name in ("num_draft_tokens", "num_accepted_draft_tokens")
+    )
+    return [list(out.outputs[0].token_ids) for out in outputs], drafted, accepted
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("distribution", ["greedy", "seeded"])
+@pytest.mark.parametrize("engine", COMPUTED)
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_no_drafter_changes_a_text_of_rounded_keys(
+    drafter: str, engine: str, distribution: str, checkpoints: Checkpoints
+) -> None:
+    own = PARAMS[distribution]
+    plain, *_ = generate(checkpoints.target, own, use_speculative_decoding=False, max_num_seqs=1, **ENGINES[engine])
+    assert len({tuple(text) for text in plain}) > 3
+    params = [predicting(drafter, each, text) for each, text in zip(own, plain, strict=True)]
+    config = {"method": drafter, "num_speculative_tokens": 3, **options_of(drafter, VOCAB_SIZE, plain)}
+    model = model_of(drafter, checkpoints.near, HIDDEN_SIZE, VOCAB_SIZE)
+    runs = 2 if plugins.load("speculant.drafting", drafter).METHOD.learns else 1
+    texts, drafted, accepted = generate(
+        checkpoints.target, params, runs=runs, draft_model=model, speculative_config=config, **ENGINES[engine]
+    )
+    assert texts == plain
+    assert drafted > 0
+    assert accepted > 0 or model != checkpoints.near or drafter in BLIND, "no draft was accepted: a weak test"
+
+
+@pytest.mark.parametrize(
+    ("engine", "distribution", "way"),
+    combinations(
+        lambda engine, distribution, way: engine == "float32" and (distribution == "greedy") == (way != "together"),
+        COMPUTED, PARAMS, WAYS,
+    ),
+)  # fmt: skip
+def test_no_way_to_keep_them_changes_a_text(engine: str, distribution: str, way: str, checkpoints: Checkpoints) -> None:
+    """Batches, both kinds of caches, chunks, preemption, prefixes and beams, with trees of a draft model."""
+    params, own = PARAMS[distribution], ENGINES[engine]
+    plain, *_ = generate(
+        checkpoints.target, params, SHARED, use_speculative_decoding=False, max_num_seqs=1,
+        enable_prefix_caching=False, **own,
+    )  # fmt: skip
+    drafting = {"method": "specinfer", "num_speculative_tokens": 6}
+    settings = {**own, **WAYS[way]}
+    texts, *_ = generate(
+        checkpoints.target, params, SHARED, 2, draft_model=checkpoints.near, speculative_config=drafting, **settings
+    )
+    assert texts == plain
+
+
+def test_texts_of_rounded_keys_are_another_model_s(checkpoints: Checkpoints) -> None:
+    """Else the tests above would show nothing."""
+    params = [SamplingParams(temperature=0.7, seed=place, max_tokens=40, ignore_eos=True) for place in range(6)]
+    engine = {"dtype": "float64", "kernels": "reference", "use_speculative_decoding": False}
+    rounded, *_ = generate(checkpoints.target, params, **engine)
+    own = LLM(checkpoints.target, max_model_len=64, **engine).generate(PROMPTS, params)
+    assert rounded != [list(out.outputs[0].token_ids) for out in own]
+
+
+def rounded_session(folder: Path, dtype: str, kernels: str) -> Session:
+    return Session(load_model(str(folder), dtype, kernels=kernels, kv_cache_dtype="int8").model)
+
+
+@NATIVE
+@pytest.mark.parametrize("case", thinned_cases(families=FEW))
+def test_every_family_reads_the_numbers_of_the_reference(case: tuple[str, str], tmp_path: Path) -> None:
+    """Windows, sinks, soft caps, norms of keys, shared layers and odd dimensions; and they are near the model's own.
+
+    A number between two integers may be rounded to either one, so a few rows differ by a step of one number.
+    """
+    folder, tokens = write_variant(tmp_path, *case), random_tokens(24)
+    wide = rounded_session(folder, "float64", "reference").extend(tokens)
+    seen = rounded_session(folder, "float32", "native").extend(tokens)
+    own = Session(load_model(str(folder), "float64").model).extend(tokens)
+    steps = (seen - wide).abs().amax(-1)
+    assert float(steps.median()) < 1e-4
+    assert float(steps.max()) < 0.05
+    difference = float((wide - own).norm() / own.norm())
+    assert 0 < difference < 0.2
+
+
+@NATIVE
+@pytest.mark.parametrize("case", thinned_cases(families=FEW))
+def test_families_read_their_own_prompt_as_they_decode(case: tuple[str, str], tmp_path: Path) -> None:
+    folder, tokens = write_variant(tmp_path, *case), random_tokens(24)
+    whole = rounded_session(folder, "bfloat16", "native").extend(tokens)
+    session = rounded_session(folder, "bfloat16", "native")
+    assert torch.equal(torch.cat([session.extend([token]) for token in tokens]), whole)
+
+
+@NATIVE
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("isa", usable_sets())
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_chunks_and_caches_change_no_bit_of_rounded_keys(variant: str, isa: str) -> None:
+    native, alone = (
+        make_native(isa, threads=threads, **VARIANTS[variant]).storing_keys_as(torch.int8) for threads in (2, 1)
+    )
+    tokens, shape = tokens_of(2, native.vocab_size), native.cache_shape
+    whole = feed(native, CACHES["slotted"](shape), 1, tokens, [NUM_TOKENS])
+    for name, chunks in (("paged", [1] * 40 + [600]), ("paged by 5", [7, 13, 80, 540]), ("slotted", [600] + [1] * 40)):
+        assert torch.equal(feed(native, CACHES[name](shape), 1, tokens, chunks), whole), (name, chunks[:3])
+    assert torch.equal(feed(alone, CACHES["paged"](shape), 1, tokens, [320, 319, 1]), whole)
+    decoder = make_decoder(**VARIANTS[variant]).storing_keys_as(torch.int8)
+    expected = feed(decoder, CACHES["slotted"](decoder.cache_shape), 1, tokens, [NUM_TOKENS])
+    assert float((whole - expected).norm() / expected.norm()) < 1e-3
+
+
+@pytest.mark.parametrize("kernels", ["reference", pytest.param("native", marks=NATIVE)])
+def test_a_model_keeps_its_cache_in_all_its_forms(kernels: str, checkpoints: Checkpoints) -> None:
+    """Its first layers, and its heads, have a cache of the same type; so has the model that rounds heads."""
+    model: Any = load_model(checkpoints.target, "float32", kernels=kernels, kv_cache_dtype="int8").model
+    forms: list[CausalLM] = [
+        model,
+        model.truncated(1),
+        *([model.rounding_heads("int8")] if kernels == "native" else []),
+    ]
+    assert {form.cache_shape.stored for form in forms} == {torch.int8}
+    assert model.cache_shape.bytes_per_token == 2 * 2 * 2 * (8 + 4)
