@@ -136,19 +136,22 @@ static constexpr SumCodedTile *SUM_CODED_TILE[] = {nullptr, sum_coded_tile<1>, s
 #endif
 };
 
-// Several tiles: a round of blocks is decoded for all.
+// Several tiles: a part of the panel is decoded for all.
 static void sum_coded_tiles(const CodedPanel &coded, const Rows &rows, int64_t k, float *sums) {
-  alignas(64) char plain[BLOCK_STREAMS * 2 * LOW_BYTES];
+  constexpr int64_t PART_BLOCKS = PART_STEPS / BLOCK_STEPS;
+  alignas(64) char plain[PART_STEPS * STEP];
   const Ints table = load_table(coded.table);
   const uint32_t *next = coded.first_escape();
   const int64_t whole = whole_steps(k);
   const Steps blocks = blocks_of(k), steps = steps_of(SP_BF16, k).in_order();
-  for (int64_t round = 0; round < blocks.count; round += BLOCK_STREAMS) {
-    each_of_round(coded, blocks, round, [&](int64_t b, const char *block) __attribute__((always_inline)) {
-      decode_block(block, b, table, next, plain + (b - round) * 2 * LOW_BYTES);
-    });
-    const int64_t first = round * BLOCK_STEPS, most = BLOCK_STREAMS * BLOCK_STEPS, some = whole - first < most ? whole - first : most;
-    const Part part = {plain - first * STEP, steps, first, some, k, round + BLOCK_STREAMS >= blocks.count};
+  for (int64_t begin = 0; begin < blocks.count; begin += PART_BLOCKS) {
+    for (int64_t round = begin; round < begin + PART_BLOCKS && round < blocks.count; round += BLOCK_STREAMS)
+      each_of_round(coded, blocks, round, [&](int64_t b, const char *block) __attribute__((always_inline)) {
+        decode_block(block, b, table, next, plain + (b - begin) * 2 * LOW_BYTES);
+      });
+    const int64_t first = begin * BLOCK_STEPS, some = whole - first < PART_STEPS ? whole - first : PART_STEPS;
+    const bool has_rest = whole < steps.count && whole < first + PART_STEPS;
+    const Part part = {plain, has_rest ? plain + some * STEP : nullptr, steps, first, some, k};
     each_tile(rows, ROUNDS ? (k + 1) / 2 : k, [&](int64_t count, const void *x, int64_t row) {
       ADD_PART<SP_BF16>[count](part, x, sums + row * WIDTH);
     });

@@ -7,7 +7,7 @@
 // the sum of v is subtracted in float32, exactly too: all are whole numbers below 2^24. So a zero that equals a type's OFFSET gives the bits
 // of that type.
 //
-//   tile     [groups][rows][GROUP] int8
+//   rows     [groups][rows][GROUP] int8
 //   scales   [groups][rows] float32: scale_x
 //   offsets  [groups][1 or 2 halves][rows], for weights with minima or zeros: float32, sum of v
 //                                           for others: int32, -OFFSET * sum of v, to which the products are added
@@ -51,7 +51,7 @@ static inline const float *group_of(const float *x, const int32_t *order, int64_
   return part;
 }
 
-// Round groups begin .. end - 1 of a row of a tile of `rows` rows. values, scales, offsets: the row's first ones. order: see SpOp.
+// Round groups begin .. end - 1 of one of `rows` rows. values, scales, offsets: the row's first ones. order: see SpOp.
 static void round_to_int8(int type, const float *x, const int32_t *order, int64_t k, int64_t begin, int64_t end, int8_t *values, float *scales,
                           int32_t *offsets, int64_t rows) {
   const Form form = form_of(type);
@@ -91,13 +91,13 @@ static inline __attribute__((always_inline)) Ints load_integers(const char *weig
 }
 
 // Bytes are multiplied by int8, four products in each dword. With VNNI they are summed in 32 bits at once. Without it, sums of pairs have 16
-// bits: those of FITTING steps are exact. Integers of 8 bits are then multiplied in two parts of 4 bits.
+// bits: those of fitting(BITS) steps are exact. Integers of 8 bits are then multiplied in two parts of 4 bits.
 #if defined(SP_VNNI) || defined(SP_PORTABLE)
 constexpr bool SHORTS = false;
 #else
 constexpr bool SHORTS = true;
 #endif
-constexpr int planes_of(int bits) { return SHORTS && bits == 8 ? 2 : 1; }
+constexpr int parts_of_bits(int bits) { return SHORTS && bits == 8 ? 2 : 1; }
 constexpr int fitting(int bits) { return SHORTS && bits == 5 ? 4 : SHORTS && bits == 6 ? 2 : 8; }
 constexpr int STEPS = GROUP / 4;  // of a group whose integers are bytes
 
@@ -162,7 +162,7 @@ static inline __attribute__((always_inline)) void add_two_steps(Weights weights,
 template <int BITS, int ROWS, int FIRST, int END, typename Weights>
 static inline __attribute__((always_inline)) void add_products(Weights weights, const char *x, Ints sums[ROWS][VECS]) {
   constexpr int FIT = fitting(BITS) < END - FIRST ? fitting(BITS) : END - FIRST;
-  unrolled<0, planes_of(BITS)>([&](auto part) __attribute__((always_inline)) {
+  unrolled<0, parts_of_bits(BITS)>([&](auto part) __attribute__((always_inline)) {
     constexpr int PART = decltype(part)::value;
     unrolled<FIRST, END, FIT>([&](auto begin) __attribute__((always_inline)) {
       if (PART) asm volatile("" ::: "memory");  // else gcc keeps what it has loaded for the first part, in more registers than there are
@@ -188,7 +188,7 @@ static inline __attribute__((always_inline)) Ints load_step(const GroupAt &group
   constexpr Form FORM = form_of(TYPE);
   const int at = v * LANES * 4;
   const Ints w = load_integers<TYPE, S % 4, S / 4>(group.weight + at, group.high_bits + at, group.steps.stride, group.table);
-  if constexpr (planes_of(FORM.bits) == 1) return w;
+  if constexpr (parts_of_bits(FORM.bits) == 1) return w;
   return PART ? high_halves(w) : low_halves(w);
 }
 
@@ -258,7 +258,7 @@ struct Scales {
   }
 };
 
-// How the sum of a group is scaled.
+// How the sum of a group is scaled; see Form.
 struct Scaling {
   bool offset, scale, zero, minimum, halved;
 
@@ -333,8 +333,8 @@ static inline __attribute__((always_inline)) void add_first(const GroupAt &group
 #if defined(SP_PORTABLE)
 constexpr int ROWS_AT_ONCE = 1, FEW_ROWS = 1;
 #else
-constexpr int ROWS_AT_ONCE = 3;  // their sums and a step of weights fit in the registers
-constexpr int FEW_ROWS = 5;      // are multiplied without a copy of the decoded group, though not all of their sums fit
+constexpr int ROWS_AT_ONCE = REGISTERS == 32 ? 4 : 3;  // their sums and a step of weights fit in the registers
+constexpr int FEW_ROWS = 5;                            // are multiplied without a copy of the decoded group, though not all sums fit
 #endif
 
 // The same for rows `row` .. rows - 1 and a group that is decoded. Not inlined, so that the sums stay in the registers.
@@ -353,8 +353,10 @@ static __attribute__((noinline)) void add_decoded(const char *bytes, const Group
     row += ROWS;
   };
   while (row + ROWS_AT_ONCE <= x.rows) add(Number<ROWS_AT_ONCE>());
-  if (row + 2 == x.rows) add(Number<2>());
-  if (row + 1 == x.rows) add(Number<1>());
+  const int64_t left = x.rows - row;
+  unrolled<1, ROWS_AT_ONCE>([&](auto count) __attribute__((always_inline)) {
+    if (left == count.value) add(count);
+  });
 }
 
 // Call group(GroupAt, scale, second) for each group of a panel, in order.
@@ -376,6 +378,7 @@ static inline __attribute__((always_inline)) void each_group_of(const char *pane
   });
 }
 
+// sums[ROWS][WIDTH]: each group is decoded in the registers.
 template <int TYPE, int ROWS>
 static void sum_few(const char *panel, const Rows &given, int64_t k, float *sums) {
   Vec total[ROWS][VECS];
@@ -393,7 +396,7 @@ template <int TYPE>
 static void sum_many(const char *panel, const Rows &given, int64_t k, float *sums) {
   constexpr Form FORM = form_of(TYPE);
   constexpr int SCALING = Scaling(FORM).number();
-  alignas(64) char bytes[planes_of(FORM.bits) * STEPS * STEP];
+  alignas(64) char bytes[parts_of_bits(FORM.bits) * STEPS * STEP];
   const int64_t rows = given.rows;
   GroupRows x = {(const char *)given.dwords, given.scales, given.offsets, rows};
   memset(sums, 0, rows * WIDTH * sizeof(float));
@@ -407,7 +410,7 @@ static void sum_many(const char *panel, const Rows &given, int64_t k, float *sum
   });
 }
 
-// sums[rows][WIDTH] of one panel and a tile, over k inputs.
+// sums[rows][WIDTH] of one panel and some rows, over k inputs.
 template <int TYPE>
 static void sum_groups(const char *panel, const Rows &given, int64_t k, float *sums) {
 #if defined(SP_PORTABLE)

@@ -8,7 +8,8 @@
 //                                                                              [k / 2][rows][2]  pairs of bfloat16
 //
 // A step of a panel is multiplied by the same step of a tile. An output has one accumulator that runs over k in order, for any number
-// of rows in the tile. With tiles a weight is loaded once for several rows.
+// of rows in the tile. With tiles a weight is loaded once for several rows. Several tiles are multiplied in turn by a part of a panel, so
+// that a panel is read from memory, and decoded, once.
 //
 // The steps of a large panel are stored in several streams, successive steps in successive streams. Memory is then read at several
 // addresses in turn, and the hardware prefetchers follow each of them, which gives a quarter more bytes per second than one stream.
@@ -206,12 +207,11 @@ static inline __attribute__((always_inline)) void put_acc(const Vec acc[ROWS][VE
     for (int v = 0; v < VECS; v++) store(sums + r * WIDTH + v * LANES, acc[r][v]);
 }
 
-// Some whole steps of a panel, beginning at step `first`. The rest of an odd depth is added with the last ones.
+// Some whole steps of a panel, from step `first` at `from` on. rest: the place of the step after them, if it is the rest of an odd depth.
 struct Part {
-  const char *panel;
+  const char *from, *rest;
   const Steps &steps;
   int64_t first, some, depth;
-  bool is_last;
 };
 
 // Multiply a part by a tile. sums[ROWS][WIDTH] is set by a panel's first part, and others add to it.
@@ -219,15 +219,12 @@ template <int TYPE, int ROWS>
 static void add_part(const Part &part, const void *x, float *sums) {
   Vec acc[ROWS][VECS];
   part.first ? get_acc<ROWS>(sums, acc) : clear<ROWS>(acc);
-  part.steps.each(part.panel + part.steps.at(part.first), part.some, [&](int64_t j, const char *weight) __attribute__((always_inline)) {
+  part.steps.each(part.from, part.some, [&](int64_t j, const char *weight) __attribute__((always_inline)) {
     prefetch_step(weight, part.steps.ahead);
     add_real_step<TYPE, ROWS>(weight, x, part.first + j, acc);
   });
-  if (part.is_last && part.depth % 2) {
-    const char *rest = part.panel + part.steps.at(part.depth / 2);
-    if (TYPE == SP_BF16) add_half_step<ROWS>(rest, x, part.depth, acc);
-    if (TYPE == SP_F16) add_f16<ROWS>(rest, (const float *)x, part.depth - 1, acc);
-  }
+  if (TYPE == SP_BF16 && part.rest) add_half_step<ROWS>(part.rest, x, part.depth, acc);
+  if (TYPE == SP_F16 && part.rest) add_f16<ROWS>(part.rest, (const float *)x, part.depth - 1, acc);
   put_acc<ROWS>(acc, sums);
 }
 
@@ -239,21 +236,23 @@ static constexpr AddPart *ADD_PART[] = {nullptr, add_part<TYPE, 1>, add_part<TYP
 #endif
 };
 
-constexpr int64_t PART_STEPS = 32;  // stay in the first-level cache while several tiles are multiplied by them
+constexpr int64_t PART_STEPS = 1024 / LANES;  // 12 KB: they stay in the first-level cache while several tiles are multiplied by them
 
 // sums[rows][WIDTH] of one panel and some rows, over k inputs.
 template <int TYPE>
 static void sum_reals(const char *panel, const Rows &rows, int64_t k, float *sums) {
   const Steps steps = steps_of(TYPE, k);
-  const int64_t whole = TYPE == SP_F32 ? k : TYPE == SP_BF16 ? whole_steps(k) : k / 2, most = rows.rows > MOST_ROWS ? PART_STEPS : whole;
+  const int64_t whole = TYPE == SP_F32 ? k : TYPE == SP_BF16 ? whole_steps(k) : k / 2;
+  const int64_t most = rows.rows > MOST_ROWS && whole > PART_STEPS ? PART_STEPS : whole;
+  const char *rest = whole < steps.count ? panel + steps.at(whole) : nullptr;
   int64_t first = 0;
   do {
     const int64_t some = whole - first < most ? whole - first : most;
-    const Part part = {panel, steps, first, some, k, first + some == whole};
+    const Part part = {panel, first + some == whole ? rest : nullptr, steps, first, some, k};
     each_tile(rows, TYPE == SP_BF16 && ROUNDS ? (k + 1) / 2 : k, [&](int64_t count, const void *x, int64_t row) {
       ADD_PART<TYPE>[count](part, x, sums + row * WIDTH);
     });
-    first += some;
+    first += some, panel += PART_STEPS / steps.round * steps.advance;
   } while (first < whole);
 }
 

@@ -4,7 +4,7 @@
 //   float32, float16, bfloat16,
 //   e4m3                         float32; a single row is read in place
 //   bfloat16 in pairs            bfloat16, if the processor multiplies pairs of them (linear.h)
-//   groups of integers           int8, with a scale for each 32 numbers (integers.h)
+//   groups of integers           int8, with a scale for each 32 numbers (integers.h); in one piece for all rows of a block
 #pragma once
 #include "coded.h"
 #include "integers.h"
@@ -43,7 +43,7 @@ struct Tiles {
     if (is_float(op) && !several) return;
     dwords.resize(rows * dwords_of(op));
     scales.resize(rows * scales_of(op)), offsets.resize(rows * offsets_of(op));
-    if (is_bf16(op)) narrowed.resize(rows * dwords_of(op));
+    if (!is_float(op) && is_bf16(op)) narrowed.resize(rows * dwords_of(op));
   }
 };
 
@@ -139,8 +139,8 @@ static void sum_panel(const SpOp &op, int64_t index, const Rows &rows, float *su
   if (op.type == SP_BF12) return sum_coded(((const CodedPanel *)op.weight)[index], rows, op.k, sums);
   const char *panel = (const char *)op.weight + index * bytes_of_panel(op.type, op.k);
   if (is_grouped(op.type)) return SP_GROUP_SUMS[op.type - SP_INT8](panel, rows, op.k, sums);
-  const SpSum sum = op.type == SP_FP8 ? sum_fp8 : op.type == SP_F32 ? sum_reals<SP_F32> : op.type == SP_F16 ? sum_reals<SP_F16> : sum_reals<SP_BF16>;
-  sum(panel, rows, op.k, sums);
+  if (op.type == SP_FP8) return sum_fp8(panel, rows, op.k, sums);
+  (op.type == SP_F32 ? sum_reals<SP_F32> : op.type == SP_F16 ? sum_reals<SP_F16> : sum_reals<SP_BF16>)(panel, rows, op.k, sums);
 }
 
 // Multiply a panel (gate and up for a gated layer) by the rows of a block.
