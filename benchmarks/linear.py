@@ -133,13 +133,15 @@ def measure(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     matrices = [torch.randn(shape).mul_(0.02).bfloat16() for _ in range(LAYERS) for shape in SHAPES]
     names, rows = dict.fromkeys(["bfloat16", *arguments.types]), list(arguments.rows)
     native = {name: Native.pack(kernels, TYPES[name], rows_of(kernels, name, matrices), rows) for name in names}
-    packed = [torch.ops.mkldnn._reorder_linear_weight(matrix, 1) for matrix in matrices]
+    onednn_takes_it = torch.ops.mkldnn._is_mkldnn_bf16_supported()  # not on processors with AVX2 alone
+    packed = [torch.ops.mkldnn._reorder_linear_weight(matrix, 1) for matrix in matrices if onednn_takes_it]
     probe = aligned(native["bfloat16"].num_bytes).fill_(1)
     x, inside = torch.randn(1, HIDDEN).bfloat16(), torch.randn(1, INSIDE).bfloat16()
     subjects: dict[str, Callable[[], Any]] = {
         "torch, 1 row": partial(run_plain, x, inside, matrices, functional.linear),
-        "oneDNN prepacked, 1 row": partial(run_plain, x, inside, packed, onednn),
     }
+    if packed:
+        subjects["oneDNN prepacked, 1 row"] = partial(run_plain, x, inside, packed, onednn)
     for name, layers in native.items():
         subjects[f"{name}, read"] = partial(layers.read, probe)
         subjects |= {f"{name}, rows {count}": partial(layers.run, count) for count in rows}
@@ -155,8 +157,9 @@ def figures(
         "instruction_set": kernels.isa,
         "seconds": {name: quartiles(values) for name, values in times.items()},
         "torch_over_native": ratio(times, "torch, 1 row", one),
-        "onednn_over_native": ratio(times, "oneDNN prepacked, 1 row", one),
     }
+    if "oneDNN prepacked, 1 row" in times:
+        seen["onednn_over_native"] = ratio(times, "oneDNN prepacked, 1 row", one)
     for name, layers in native.items():
         seen[name] = {
             "probe_gb_per_s": layers.num_bytes / quartiles(times[f"{name}, read"])["median"] / 1e9,
