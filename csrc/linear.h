@@ -8,8 +8,8 @@
 //                                                                              [k / 2][rows][2]  pairs of bfloat16
 //
 // A step of a panel is multiplied by the same step of a tile. An output has one accumulator that runs over k in order, for any number
-// of rows in the tile. With tiles a weight is loaded once for several rows. Several tiles are multiplied in turn by a part of a panel, so
-// that a panel is read from memory, and decoded, once.
+// of rows in the tile. With tiles a weight is loaded once for several rows. A panel that has to be decoded is decoded in parts, each of
+// which is multiplied by several tiles in turn.
 //
 // The steps of a large panel are stored in several streams, successive steps in successive streams. Memory is then read at several
 // addresses in turn, and the hardware prefetchers follow each of them, which gives a quarter more bytes per second than one stream.
@@ -236,24 +236,15 @@ static constexpr AddPart *ADD_PART[] = {nullptr, add_part<TYPE, 1>, add_part<TYP
 #endif
 };
 
-constexpr int64_t PART_STEPS = 1024 / LANES;  // 12 KB: they stay in the first-level cache while several tiles are multiplied by them
-
-// sums[rows][WIDTH] of one panel and some rows, over k inputs.
+// sums[rows][WIDTH] of one panel and some rows, over k inputs. Smaller parts for all tiles in turn take 3% to 9% more time.
 template <int TYPE>
 static void sum_reals(const char *panel, const Rows &rows, int64_t k, float *sums) {
   const Steps steps = steps_of(TYPE, k);
   const int64_t whole = TYPE == SP_F32 ? k : TYPE == SP_BF16 ? whole_steps(k) : k / 2;
-  const int64_t most = rows.rows > MOST_ROWS && whole > PART_STEPS ? PART_STEPS : whole;
-  const char *rest = whole < steps.count ? panel + steps.at(whole) : nullptr;
-  int64_t first = 0;
-  do {
-    const int64_t some = whole - first < most ? whole - first : most;
-    const Part part = {panel, first + some == whole ? rest : nullptr, steps, first, some, k};
-    each_tile(rows, TYPE == SP_BF16 && ROUNDS ? (k + 1) / 2 : k, [&](int64_t count, const void *x, int64_t row) {
-      ADD_PART<TYPE>[count](part, x, sums + row * WIDTH);
-    });
-    first += some, panel += PART_STEPS / steps.round * steps.advance;
-  } while (first < whole);
+  const Part part = {panel, whole < steps.count ? panel + steps.at(whole) : nullptr, steps, 0, whole, k};
+  each_tile(rows, TYPE == SP_BF16 && ROUNDS ? (k + 1) / 2 : k, [&](int64_t count, const void *x, int64_t row) {
+    ADD_PART<TYPE>[count](part, x, sums + row * WIDTH);
+  });
 }
 
 static inline int64_t stride_of(const SpOp &op) { return op.stride ? op.stride : op.n; }
