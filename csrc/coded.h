@@ -11,8 +11,8 @@
 //   escapes   a dword each: the weight's place in a plain panel without streams, and the high byte in the last 8 bits; then END
 //
 // A block is decoded into plain steps, which are multiplied like plain weights, with the same bits. The steps stay in registers if the
-// rows are few and the block has no escape; else they go to the first-level cache, where escapes are filled in. In a work item of
-// several tiles the first tile keeps the decoded steps for the others.
+// rows are few and the block has no escape; else they go to the first-level cache, where escapes are filled in, and all tiles of a work
+// item are multiplied by them.
 #pragma once
 #include "linear.h"
 
@@ -73,18 +73,14 @@ static inline __attribute__((always_inline)) void decode_block(const char *block
   for (; has_escape(next, b); next++) steps[2 * ((*next >> 8) - b * LOW_BYTES) + 1] = (char)*next;
 }
 
-// Call work(b, block b) for all blocks, in order.
+// Call work(b, block b) for blocks first .. end - 1 of a round of the streams, of which `first` is the first one.
 template <typename Work>
-static inline __attribute__((always_inline)) void each_block(const CodedPanel &coded, int64_t k, Work work) {
-  const Steps blocks = blocks_of(k);
-  const char *round = coded.at(coded.data);
-  for (int64_t first = 0; first < blocks.count; first += BLOCK_STREAMS, round += blocks.advance) {
-    const int64_t end = first + BLOCK_STREAMS < blocks.count ? first + BLOCK_STREAMS : blocks.count;
-    const char *block = round;
-    for (int64_t b = first; b < end; b++, block += blocks.stride) {
-      for (int64_t i = 0; i < BLOCK; i += 64) prefetch_far(block + BLOCKS_AHEAD * BLOCK + i);
-      work(b, block);
-    }
+static inline __attribute__((always_inline)) void each_of_round(const CodedPanel &coded, const Steps &blocks, int64_t first, Work work) {
+  const int64_t end = first + BLOCK_STREAMS < blocks.count ? first + BLOCK_STREAMS : blocks.count;
+  const char *block = coded.at(coded.data) + blocks.at(first);
+  for (int64_t b = first; b < end; b++, block += blocks.stride) {
+    for (int64_t i = 0; i < BLOCK; i += 64) prefetch_far(block + BLOCKS_AHEAD * BLOCK + i);
+    work(b, block);
   }
 }
 
@@ -106,54 +102,70 @@ static inline __attribute__((always_inline)) void add_block(const char *block, i
   }
 }
 
+// A single tile of few rows.
 template <int ROWS>
-static void sum_coded(const char *panel, const Tile &tile, int64_t k, float *sums) {
-  alignas(64) char own[2 * LOW_BYTES];
+static void sum_coded_tile(const CodedPanel &coded, const void *x, int64_t k, float *sums) {
+  alignas(64) char steps[2 * LOW_BYTES];
   Vec acc[ROWS][VECS];
   clear<ROWS>(acc);
-  const CodedPanel &coded = *(const CodedPanel *)panel;
   const Ints table = load_table(coded.table);
   const uint32_t *next = coded.first_escape();
   const int64_t whole = whole_steps(k);
-  each_block(coded, k, [&](int64_t b, const char *block) __attribute__((always_inline)) {
-    const int64_t first = b * BLOCK_STEPS;
-    const bool complete = first + BLOCK_STEPS <= whole;
-    if (fits(ROWS) && complete && !tile.room && !has_escape(next, b)) return add_block<ROWS>(block, first, table, tile.dwords, acc);
-    char *steps = tile.room ? tile.room + b * 2 * LOW_BYTES : own;
-    decode_block(block, b, table, next, steps);
-    if (complete) {
+  const Steps blocks = blocks_of(k);
+  for (int64_t round = 0; round < blocks.count; round += BLOCK_STREAMS)
+    each_of_round(coded, blocks, round, [&](int64_t b, const char *block) __attribute__((always_inline)) {
+      const int64_t first = b * BLOCK_STEPS;
+      const bool complete = first + BLOCK_STEPS <= whole;
+      if (fits(ROWS) && complete && !has_escape(next, b)) return add_block<ROWS>(block, first, table, x, acc);
+      decode_block(block, b, table, next, steps);
+      if (complete) {
 #pragma GCC unroll 8
-      for (int64_t s = 0; s < BLOCK_STEPS; s++) add_bf16_step<ROWS>(steps + s * STEP, tile.dwords, first + s, acc);
-    } else {
-      for (int64_t j = first; j < whole; j++) add_bf16_step<ROWS>(steps + (j - first) * STEP, tile.dwords, j, acc);
-      add_half_step<ROWS>(steps + (whole - first) * STEP, tile.dwords, k, acc);
-    }
-  });
+        for (int64_t s = 0; s < BLOCK_STEPS; s++) add_bf16_step<ROWS>(steps + s * STEP, x, first + s, acc);
+      } else {
+        for (int64_t j = first; j < whole; j++) add_bf16_step<ROWS>(steps + (j - first) * STEP, x, j, acc);
+        add_half_step<ROWS>(steps + (whole - first) * STEP, x, k, acc);
+      }
+    });
   put_acc<ROWS>(acc, sums);
 }
 
-// The same for a panel that sum_coded has decoded into the tile's room, with all steps in one piece.
-template <int ROWS>
-static void sum_decoded(const char *, const Tile &tile, int64_t k, float *sums) {
-  Vec acc[ROWS][VECS];
-  clear<ROWS>(acc);
-  add_bf16<ROWS>(tile.room, steps_of(SP_BF16, k).in_order(), tile.dwords, k, acc);
-  put_acc<ROWS>(acc, sums);
+typedef void SumCodedTile(const CodedPanel &coded, const void *x, int64_t k, float *sums);
+static constexpr SumCodedTile *SUM_CODED_TILE[] = {nullptr, sum_coded_tile<1>, sum_coded_tile<2>, sum_coded_tile<3>, sum_coded_tile<4>,
+#if defined(SP_AVX512)
+                                                   sum_coded_tile<5>, sum_coded_tile<6>, sum_coded_tile<7>, sum_coded_tile<8>,
+#endif
+};
+
+constexpr int64_t PART_STEPS = 1024 / LANES;  // 12 KB: they stay in the first-level cache while several tiles are multiplied by them
+
+// Several tiles: a part of the panel is decoded for all.
+static void sum_coded_tiles(const CodedPanel &coded, const Rows &rows, int64_t k, float *sums) {
+  constexpr int64_t PART_BLOCKS = PART_STEPS / BLOCK_STEPS;
+  alignas(64) char plain[PART_STEPS * STEP];
+  const Ints table = load_table(coded.table);
+  const uint32_t *next = coded.first_escape();
+  const int64_t whole = whole_steps(k);
+  const Steps blocks = blocks_of(k), steps = steps_of(SP_BF16, k).in_order();
+  for (int64_t begin = 0; begin < blocks.count; begin += PART_BLOCKS) {
+    for (int64_t round = begin; round < begin + PART_BLOCKS && round < blocks.count; round += BLOCK_STREAMS)
+      each_of_round(coded, blocks, round, [&](int64_t b, const char *block) __attribute__((always_inline)) {
+        decode_block(block, b, table, next, plain + (b - begin) * 2 * LOW_BYTES);
+      });
+    const int64_t first = begin * BLOCK_STEPS, some = whole - first < PART_STEPS ? whole - first : PART_STEPS;
+    const bool has_rest = whole < steps.count && whole < first + PART_STEPS;
+    const Part part = {plain, has_rest ? plain + some * STEP : nullptr, steps, first, some, k};
+    each_tile(rows, ROUNDS ? (k + 1) / 2 : k, [&](int64_t count, const void *x, int64_t row) {
+      ADD_PART<SP_BF16>[count](part, x, sums + row * WIDTH);
+    });
+  }
 }
 
-static const SumTile SUM_CODED[] = {nullptr, sum_coded<1>, sum_coded<2>, sum_coded<3>, sum_coded<4>,
-#if defined(SP_AVX512)
-                                    sum_coded<5>, sum_coded<6>, sum_coded<7>, sum_coded<8>,
-#endif
-};
-static const SumTile SUM_DECODED[] = {nullptr, sum_decoded<1>, sum_decoded<2>, sum_decoded<3>, sum_decoded<4>,
-#if defined(SP_AVX512)
-                                      sum_decoded<5>, sum_decoded<6>, sum_decoded<7>, sum_decoded<8>,
-#endif
-};
-
-// Bytes of a decoded panel.
-static inline int64_t decoded_bytes(int64_t k) { return blocks_of(k).count * 2 * LOW_BYTES; }
+// sums[rows][WIDTH] of one panel and some rows, over k inputs.
+static void sum_coded(const CodedPanel &coded, const Rows &rows, int64_t k, float *sums) {
+  if (!coded.escapes) return sum_reals<SP_BF16>(coded.at(coded.data), rows, k, sums);
+  if (rows.rows > MOST_ROWS) return sum_coded_tiles(coded, rows, k, sums);
+  SUM_CODED_TILE[rows.rows](coded, rows.dwords, k, sums);
+}
 
 // Read output i of a panel: its first `width` weights along k.
 static void read_coded_row(const CodedPanel &coded, int64_t i, int64_t width, float *out) {

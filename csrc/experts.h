@@ -23,7 +23,7 @@ struct Routing {
   List<int32_t> experts, places;  // [T, used], a row's most probable expert first
   List<float> weights;            // [T, used]
   List<int32_t> rows;             // by place
-  List<int64_t> starts;           // by expert: the place of its first pair, while pairs are sorted
+  List<int64_t> starts;           // by expert: the place of its first pair, while pairs are sorted; then the place after its last one
   List<Pairs> tiles, blocks;
 
   void make_room(const SpOp &op, int64_t rows_of_pass) {
@@ -92,21 +92,21 @@ static inline const float *row_of(const SpOp &op, const Routing &routing, int64_
 // Pack a part of a tile.
 static void pack_pairs(const SpOp &op, Routing &routing, Tiles &x, int64_t item) {
   const Pairs &tile = routing.tiles[item / parts_of(op)];
-  if (!is_packed(op, tile.count)) return;
+  const Block block = block_of(tile.first, tile.expert ? routing.starts[tile.expert - 1] : 0, routing.starts[tile.expert]);
+  if (!is_packed(op, block.rows)) return;
   const float *rows[MOST_ROWS];
   for (int64_t r = 0; r < tile.count; r++) rows[r] = row_of(op, routing, tile.first + r);
-  pack_part(op, x, rows, tile.first, tile.count, item % parts_of(op));
+  pack_part(op, x, rows, tile.first, tile.count, block, item % parts_of(op));
 }
 
 // Multiply a block by a panel of its expert.
 static void run_experts(const SpOp &op, Routing &routing, Tiles &x, int64_t item) {
-  const Pairs &block = routing.blocks[item / panels_of(op.n)];
+  const Pairs &pairs = routing.blocks[item / panels_of(op.n)];
   SpOp own = op;
-  own.weight = ((const void *const *)op.weight)[block.expert];
-  if (op.bias) own.bias = op.bias + block.expert * (op.flags & SP_GATED ? 2 : 1) * op.n;
-  run_panel(own, item % panels_of(op.n), block.first, block.first + block.count, [&](int64_t place, int64_t count) {
-    return tile_at(op, count, x, place, row_of(op, routing, place));
-  });
+  own.weight = ((const void *const *)op.weight)[pairs.expert];
+  if (op.bias) own.bias = op.bias + pairs.expert * (op.flags & SP_GATED ? 2 : 1) * op.n;
+  const Block block = {pairs.first, pairs.count};
+  run_panel(own, item % panels_of(op.n), block, rows_of(op, is_packed(op, pairs.count), x, block, row_of(op, routing, block.first)));
 }
 
 static inline int64_t combined_parts(const SpOp &op) { return (op.n + COMBINED - 1) / COMBINED; }

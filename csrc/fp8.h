@@ -6,7 +6,7 @@
 //
 // Numbers are decoded to steps of bfloat16 and then to float32, exactly. Products of a block are summed in order, multiplied by its scale,
 // and added to those of the blocks before. Few rows are multiplied by the decoded numbers at once; else a block is decoded into the
-// first-level cache. In a work item of several tiles, the first tile keeps the steps of bfloat16 for the others.
+// first-level cache, for all tiles of a work item.
 //
 // A byte has a sign, 4 bits of exponent and 3 bits of mantissa. From 2^-5 on (exponents of 2 or more), its lower half becomes the upper
 // half of the bfloat16's first byte, and its upper half determines the second byte. For the sixteen smaller numbers, among them the
@@ -69,8 +69,8 @@ static inline __attribute__((always_inline)) void widen_steps(const Ints plain[2
   }
 }
 
-// Decode `some` steps to float32, from step `first` on, a multiple of the streams. room: for the plain steps, or NULL.
-static void decode_block(const char *panel, const Steps &steps, int64_t first, int64_t some, char *room, float *wide) {
+// Decode `some` steps to float32, from step `first` on, a multiple of the streams.
+static void decode_block(const char *panel, const Steps &steps, int64_t first, int64_t some, float *wide) {
   const Fp8Tables tables;
   steps.each(panel + steps.at(first), some, [&](int64_t j, const char *step) __attribute__((always_inline)) {
     Ints plain[2 * VECS];
@@ -80,17 +80,7 @@ static void decode_block(const char *panel, const Steps &steps, int64_t first, i
       plain[2 * p] = pair.first, plain[2 * p + 1] = pair.second;
     }
     widen_steps(plain, wide + STEP_DEPTH * j * WIDTH);
-    for (int v = 0; room && v < 2 * VECS; v++) store_ints(room + 2 * j * STEP + v * VECTOR, plain[v]);
   });
-}
-
-// Read the same from plain steps that were kept.
-static void widen_block(const char *room, int64_t some, float *wide) {
-  for (int64_t j = 0; j < some; j++, room += 2 * STEP, wide += 4 * WIDTH) {
-    Ints plain[2 * VECS];
-    for (int v = 0; v < 2 * VECS; v++) plain[v] = load_ints(room + v * VECTOR);
-    widen_steps(plain, wide);
-  }
 }
 
 // totals[ROWS][WIDTH] += scales[WIDTH] * acc
@@ -146,34 +136,37 @@ static __attribute__((noinline)) void add_directly(const char *panel, const Step
   add_scaled_block<ROWS>(acc, scales, totals);
 }
 
-// sums[ROWS][WIDTH] of one panel and a tile, over k inputs. KEPT: tile.room has the plain steps, else a room is filled.
-template <int ROWS, bool KEPT>
-static void sum_fp8(const char *panel, const Tile &tile, int64_t k, float *sums) {
-  alignas(64) float wide[SCALED * WIDTH];
-  const Fp8Layout at(k);
-  const float *x = (const float *)tile.dwords, *scales = (const float *)(panel + at.scales);
-  memset(sums, 0, ROWS * WIDTH * sizeof(float));
-  for (int64_t first = 0; first < k; first += SCALED, x += SCALED * ROWS, scales += WIDTH) {
-    const int64_t depth = k - first < SCALED ? k - first : SCALED, step = first / STEP_DEPTH, some = (depth + STEP_DEPTH - 1) / STEP_DEPTH;
-    char *room = tile.room ? tile.room + step * 2 * STEP : nullptr;
-    if (!KEPT && !room && fits(ROWS) && depth == SCALED) {
-      add_directly<ROWS>(panel, at.steps, step, x, scales, sums);
-    } else {
-      KEPT ? widen_block(room, some, wide) : decode_block(panel, at.steps, step, some, room, wide);
-      add_wide<ROWS>(wide, x, depth, scales, sums);
-    }
-  }
-}
-
-template <bool KEPT>
-static constexpr SumTile SUM_FP8[] = {nullptr, sum_fp8<1, KEPT>, sum_fp8<2, KEPT>, sum_fp8<3, KEPT>, sum_fp8<4, KEPT>,
+typedef void AddWide(const float *wide, const float *x, int64_t depth, const float *scales, float *totals);
+static constexpr AddWide *ADD_WIDE[] = {nullptr, add_wide<1>, add_wide<2>, add_wide<3>, add_wide<4>,
 #if defined(SP_AVX512)
-                                      sum_fp8<5, KEPT>, sum_fp8<6, KEPT>, sum_fp8<7, KEPT>, sum_fp8<8, KEPT>,
+                                        add_wide<5>, add_wide<6>, add_wide<7>, add_wide<8>,
+#endif
+};
+typedef void AddDirectly(const char *panel, const Steps &steps, int64_t first, const float *x, const float *scales, float *totals);
+static constexpr AddDirectly *ADD_DIRECTLY[] = {nullptr, add_directly<1>, add_directly<2>, add_directly<3>, add_directly<4>,
+#if defined(SP_AVX512)
+                                                add_directly<5>, add_directly<6>, add_directly<7>, add_directly<8>,
 #endif
 };
 
-// Bytes of a decoded panel.
-static inline int64_t fp8_room(int64_t k) { return Fp8Layout(k).steps.count * 2 * STEP; }
+// sums[rows][WIDTH] of one panel and some rows, over k inputs.
+static void sum_fp8(const char *panel, const Rows &rows, int64_t k, float *sums) {
+  alignas(64) float wide[SCALED * WIDTH];
+  const Fp8Layout at(k);
+  const float *scales = (const float *)(panel + at.scales);
+  memset(sums, 0, rows.rows * WIDTH * sizeof(float));
+  for (int64_t first = 0; first < k; first += SCALED, scales += WIDTH) {
+    const int64_t depth = k - first < SCALED ? k - first : SCALED, step = first / STEP_DEPTH;
+    if (rows.rows <= MOST_ROWS && fits((int)rows.rows) && depth == SCALED) {
+      ADD_DIRECTLY[rows.rows](panel, at.steps, step, (const float *)rows.dwords + first * rows.rows, scales, sums);
+      continue;
+    }
+    decode_block(panel, at.steps, step, (depth + STEP_DEPTH - 1) / STEP_DEPTH, wide);
+    each_tile(rows, k, [&](int64_t count, const void *x, int64_t row) {
+      ADD_WIDE[count](wide, (const float *)x + first * count, depth, scales, sums + row * WIDTH);
+    });
+  }
+}
 
 // A row of the source is blocks: a float32 scale, then a byte for each weight.
 static void pack_fp8(const void *rows, int64_t n, int64_t k, int64_t panel, char *packed) {

@@ -7,7 +7,7 @@
 // the sum of v is subtracted in float32, exactly too: all are whole numbers below 2^24. So a zero that equals a type's OFFSET gives the bits
 // of that type.
 //
-//   tile     [k / 4][rows] dwords of int8
+//   rows     [groups][rows][GROUP] int8
 //   scales   [groups][rows] float32: scale_x
 //   offsets  [groups][1 or 2 halves][rows], for weights with minima or zeros: float32, sum of v
 //                                           for others: int32, -OFFSET * sum of v, to which the products are added
@@ -51,52 +51,23 @@ static inline const float *group_of(const float *x, const int32_t *order, int64_
   return part;
 }
 
-// Round groups begin .. end - 1 of a row. Its scales and offsets are `stride` apart, because a tile's rows are interleaved. order: see SpOp.
+// Round groups begin .. end - 1 of one of `rows` rows. values, scales, offsets: the row's first ones. order: see SpOp.
 static void round_to_int8(int type, const float *x, const int32_t *order, int64_t k, int64_t begin, int64_t end, int8_t *values, float *scales,
-                          int32_t *offsets, int64_t stride) {
+                          int32_t *offsets, int64_t rows) {
   const Form form = form_of(type);
   const int64_t halves = form.is_halved() ? 2 : 1;
   for (int64_t g = begin; g < end; g++) {
     float part[GROUP], sums[2];
-    scales[g * stride] = round_group(group_of(x, order, k, g, part), values + g * GROUP, sums);
+    scales[g * rows] = round_group(group_of(x, order, k, g, part), values + g * rows * GROUP, sums);
     if (!form.is_halved()) sums[0] += sums[1];
     for (int64_t half = 0; half < halves; half++) {
-      int32_t *offset = offsets + (g * halves + half) * stride;
+      int32_t *offset = offsets + (g * halves + half) * rows;
       if (form.has_sums())
         memcpy(offset, &sums[half], 4);
       else
         *offset = -form.offset * (int32_t)sums[half];
     }
   }
-}
-
-// The sum of a group: `first` plus products of unsigned integers of BITS bits with int8, four in each dword. Either begin_sum or end_sum
-// adds `first`. Without VNNI, sums of products with 4 bits have 16 bits until end_sum.
-template <int BITS>
-static inline Ints begin_sum(Ints first) {
-#if defined(SP_VNNI) || defined(SP_PORTABLE)
-  return first;
-#else
-  return BITS <= 4 ? splat_ints(0) : first;
-#endif
-}
-
-template <int BITS>
-static inline Ints add_products(Ints sum, Ints w, Ints x) {
-#if !defined(SP_VNNI) && !defined(SP_PORTABLE)
-  if (BITS <= 4) return add_shorts(sum, pair_products(w, x));
-  if (BITS <= 6) return add_short_pairs(sum, pair_products(w, x));
-#endif
-  return add_four(sum, w, x);
-}
-
-template <int BITS>
-static inline Ints end_sum(Ints sum, Ints first) {
-#if !defined(SP_VNNI) && !defined(SP_PORTABLE)
-  if (BITS <= 4) return add_short_pairs(first, sum);
-#endif
-  (void)first;
-  return sum;
 }
 
 // The integers k = 4 S .. 4 S + 3 of a group, or those 16 later for HALF 1.
@@ -119,39 +90,106 @@ static inline __attribute__((always_inline)) Ints load_integers(const char *weig
   return integers;
 }
 
-// A group of a panel, and of a tile.
+// Bytes are multiplied by int8, four products in each dword. With VNNI they are summed in 32 bits at once. Without it, sums of pairs have 16
+// bits: those of fitting(BITS) steps are exact. Integers of 8 bits are then multiplied in two parts of 4 bits.
+#if defined(SP_VNNI) || defined(SP_PORTABLE)
+constexpr bool SHORTS = false;
+#else
+constexpr bool SHORTS = true;
+#endif
+constexpr int parts_of_bits(int bits) { return SHORTS && bits == 8 ? 2 : 1; }
+constexpr int fitting(int bits) { return SHORTS && bits == 5 ? 4 : SHORTS && bits == 6 ? 2 : 8; }
+constexpr int STEPS = GROUP / 4;  // of a group whose integers are bytes
+
+// A constant in the type of an argument.
+template <int N>
+struct Number {
+  static constexpr int value = N;
+};
+
+// Call work(Number<i>()) for i = FIRST .. END - 1, in steps of BY.
+template <int FIRST, int END, int BY = 1, typename Work>
+static inline __attribute__((always_inline)) void unrolled(Work work) {
+  if constexpr (FIRST < END) work(Number<FIRST>()), unrolled<FIRST + BY, END, BY>(work);
+}
+
+// sums[ROWS][VECS] += products of steps FIRST .. END - 1. weights(step, part, v): vector v of a part of the weights. x: [ROWS][GROUP].
+#if defined(SP_VNNI) || defined(SP_PORTABLE)
+template <int BITS, int ROWS, int FIRST, int END, typename Weights>
+static inline __attribute__((always_inline)) void add_products(Weights weights, const char *x, Ints sums[ROWS][VECS]) {
+  unrolled<FIRST, END>([&](auto step) __attribute__((always_inline)) {
+    Ints w[VECS];
+    for (int v = 0; v < VECS; v++) w[v] = weights(step, Number<0>(), v);
+    for (int r = 0; r < ROWS; r++) {
+      const Ints four = splat_dword(x + r * GROUP + 4 * step.value);
+      for (int v = 0; v < VECS; v++) sums[r][v] = add_four(sums[r][v], w[v], four);
+    }
+  });
+}
+#else
+// The same for FIT steps of a part, whose products fit in 16 bits.
+template <int FIRST, int FIT, int PART, int ROWS, typename Weights>
+static inline __attribute__((always_inline)) void add_fitting(Weights weights, const char *x, Ints sums[ROWS][VECS]) {
+  Ints shorts[ROWS][VECS];
+  unrolled<0, FIT>([&](auto i) __attribute__((always_inline)) {
+    Ints w[VECS];
+    for (int v = 0; v < VECS; v++) w[v] = weights(Number<FIRST + decltype(i)::value>(), Number<PART>(), v);
+    for (int r = 0; r < ROWS; r++) {
+      const Ints four = splat_dword(x + r * GROUP + 4 * (FIRST + i.value));
+      for (int v = 0; v < VECS; v++) {
+        const Ints products = pair_products(w[v], four);
+        shorts[r][v] = i.value ? add_shorts(shorts[r][v], products) : products;
+      }
+    }
+  });
+  for (int r = 0; r < ROWS; r++)
+    for (int v = 0; v < VECS; v++) sums[r][v] = add_short_pairs<PART ? 16 : 1>(sums[r][v], shorts[r][v]);
+}
+
+// Two steps: fewer sums at a time than above.
+template <int FIRST, int ROWS, typename Weights>
+static inline __attribute__((always_inline)) void add_two_steps(Weights weights, const char *x, Ints sums[ROWS][VECS]) {
+  for (int r = 0; r < ROWS; r++) {
+    const Ints one = splat_dword(x + r * GROUP + 4 * FIRST), two = splat_dword(x + r * GROUP + 4 * FIRST + 4);
+    for (int v = 0; v < VECS; v++) {
+      const Ints first = pair_products(weights(Number<FIRST>(), Number<0>(), v), one);
+      const Ints both = add_shorts(first, pair_products(weights(Number<FIRST + 1>(), Number<0>(), v), two));
+      sums[r][v] = add_short_pairs<1>(sums[r][v], both);
+    }
+  }
+}
+
+template <int BITS, int ROWS, int FIRST, int END, typename Weights>
+static inline __attribute__((always_inline)) void add_products(Weights weights, const char *x, Ints sums[ROWS][VECS]) {
+  constexpr int FIT = fitting(BITS) < END - FIRST ? fitting(BITS) : END - FIRST;
+  unrolled<0, parts_of_bits(BITS)>([&](auto part) __attribute__((always_inline)) {
+    constexpr int PART = decltype(part)::value;
+    unrolled<FIRST, END, FIT>([&](auto begin) __attribute__((always_inline)) {
+      if (PART) asm volatile("" ::: "memory");  // else gcc keeps what it has loaded for the first part, in more registers than there are
+      if constexpr (FIT == 2)
+        add_two_steps<decltype(begin)::value, ROWS>(weights, x, sums);
+      else
+        add_fitting<decltype(begin)::value, FIT, PART, ROWS>(weights, x, sums);
+    });
+  });
+}
+#endif
+
+// A group of a panel.
 struct GroupAt {
-  const char *weight, *high_bits, *x;
+  const char *weight, *high_bits;
   const Steps &steps;
   Ints table;
 };
 
-// Add the products of the integers that `load_integers` returns for S, in the halves FIRST .. LAST.
-template <int TYPE, int ROWS, int S, int FIRST, int LAST>
-static inline __attribute__((always_inline)) void add_integers(const GroupAt &group, Ints sums[ROWS][VECS]) {
+// Vector v of a part of the integers of step S: see add_products.
+template <int TYPE, int S, int PART>
+static inline __attribute__((always_inline)) Ints load_step(const GroupAt &group, int v) {
   constexpr Form FORM = form_of(TYPE);
-  constexpr int STEPS = FORM.in_bytes() ? 2 : 1;  // of the panel
-  for (int step = STEPS * S; FIRST == 0 && step < STEPS * (S + 1); step++)
-    prefetch_step(group.weight + step * group.steps.stride, group.steps.ahead);
-  Ints w[2][VECS];
-  for (int v = 0; v < VECS; v++) {
-    const char *weight = group.weight + v * LANES * 4, *high = group.high_bits + v * LANES * 4;
-    if (FIRST == 0) w[0][v] = load_integers<TYPE, S, 0>(weight, high, group.steps.stride, group.table);
-    if (LAST == 1) w[1][v] = load_integers<TYPE, S, 1>(weight, high, group.steps.stride, group.table);
-  }
-  for (int r = 0; r < ROWS; r++)
-    for (int half = FIRST; half <= LAST; half++) {
-      const Ints four = splat_dword(group.x + 4 * ((4 * half + S) * ROWS + r));
-      for (int v = 0; v < VECS; v++) sums[r][v] = add_products<FORM.bits>(sums[r][v], w[half][v], four);
-    }
-}
-
-template <int TYPE, int ROWS, int FIRST, int LAST>
-static inline __attribute__((always_inline)) void add_halves(const GroupAt &group, Ints sums[ROWS][VECS]) {
-  add_integers<TYPE, ROWS, 0, FIRST, LAST>(group, sums);
-  add_integers<TYPE, ROWS, 1, FIRST, LAST>(group, sums);
-  add_integers<TYPE, ROWS, 2, FIRST, LAST>(group, sums);
-  add_integers<TYPE, ROWS, 3, FIRST, LAST>(group, sums);
+  const int at = v * LANES * 4;
+  const Ints w = load_integers<TYPE, S % 4, S / 4>(group.weight + at, group.high_bits + at, group.steps.stride, group.table);
+  if constexpr (parts_of_bits(FORM.bits) == 1) return w;
+  return PART ? high_halves(w) : low_halves(w);
 }
 
 // Reads the scales of one group after another.
@@ -220,80 +258,170 @@ struct Scales {
   }
 };
 
-// total += scale_x * (scale * (sum + shift * sum of x) + minimum * sum of x), for each row and output; scale NULL = 1, others NULL = 0
-template <int ROWS>
-static inline __attribute__((always_inline)) void add_scaled(const Ints sums[ROWS][VECS], const float *x_scales, const Vec *scale,
-                                                             const int32_t *x_sums, const Vec *shift, const Vec *minimum, Vec total[ROWS][VECS]) {
+// How the sum of a group is scaled; see Form.
+struct Scaling {
+  bool offset, scale, zero, minimum, halved;
+
+  constexpr explicit Scaling(const Form &form)
+      : offset(!form.has_sums()), scale(form.scales != ROW_SCALE), zero(form.has_zero()), minimum(form.has_minimum()), halved(form.is_halved()) {}
+  constexpr int number() const { return offset + 2 * scale + 4 * zero + 8 * minimum + 16 * halved; }
+  constexpr explicit Scaling(int number)
+      : offset(number & 1), scale(number & 2), zero(number & 4), minimum(number & 8), halved(number & 16) {}
+};
+
+// total += scale_x * (scale * (sum + shift * sum of x) + minimum * sum of x), for each row and output
+template <int SCALING, int ROWS>
+static inline __attribute__((always_inline)) void add_scaled(const Ints sums[ROWS][VECS], const float *x_scales, const int32_t *x_sums,
+                                                             const Vec *scale, const Vec *second, Vec total[ROWS][VECS]) {
+  constexpr Scaling HOW(SCALING);
   for (int r = 0; r < ROWS; r++)
     for (int v = 0; v < VECS; v++) {
       Vec sum = to_floats(sums[r][v]);
-      if (shift) sum = fma(as_floats(splat_ints(x_sums[r])), shift[v], sum);
-      if (scale) sum = mul(sum, scale[v]);
-      if (minimum) sum = fma(as_floats(splat_ints(x_sums[r])), minimum[v], sum);
+      if (HOW.zero) sum = fma(as_floats(splat_ints(x_sums[r])), second[v], sum);
+      if (HOW.scale) sum = mul(sum, scale[v]);
+      if (HOW.minimum) sum = fma(as_floats(splat_ints(x_sums[r])), second[v], sum);
       total[r][v] = fma(sum, splat(x_scales[r]), total[r][v]);
     }
 }
 
-// Add a group's products to the totals. second: its minima, its negative zeros, or the scales of its second half.
-template <int TYPE, int ROWS>
-static inline __attribute__((always_inline)) void add_group(const GroupAt &group, const Tile &tile, const Vec scale[VECS], const Vec second[VECS],
+// Rows of x in a group: their integers, scales and offsets; `rows`: from the offsets of a half to those of the next one.
+struct GroupRows {
+  const char *x;
+  const float *scales;
+  const int32_t *offsets;
+  int64_t rows;
+};
+
+// Add the products of a group to the totals of ROWS rows. second: its minima, its negative zeros, or the scales of its second half.
+template <int BITS, int SCALING, int ROWS, typename Weights>
+static inline __attribute__((always_inline)) void add_group(Weights weights, const GroupRows &x, const Vec *scale, const Vec *second,
                                                             Vec total[ROWS][VECS]) {
-  constexpr Form FORM = form_of(TYPE);
-  const auto each = [&](Ints sums[ROWS][VECS], const int32_t *first, auto work) __attribute__((always_inline)) {
-    for (int r = 0; r < ROWS; r++)
-      for (int v = 0; v < VECS; v++) sums[r][v] = work(sums[r][v], splat_ints(FORM.has_sums() ? 0 : first[r]));
-  };
-  const auto begin = [](Ints, Ints first) __attribute__((always_inline)) { return begin_sum<FORM.bits>(first); };
-  const auto end = [](Ints sum, Ints first) __attribute__((always_inline)) { return end_sum<FORM.bits>(sum, first); };
+  constexpr Scaling HOW(SCALING);
   Ints sums[ROWS][VECS];
-  each(sums, tile.offsets, begin);
-  if (FORM.is_halved()) {  // one half after the other: the sums of both would not fit in the registers
-    add_halves<TYPE, ROWS, 0, 0>(group, sums);
-    each(sums, tile.offsets, end);
-    add_scaled<ROWS>(sums, tile.scales, scale, nullptr, nullptr, nullptr, total);
-    each(sums, tile.offsets + ROWS, begin);
-    add_halves<TYPE, ROWS, 1, 1>(group, sums);
-    each(sums, tile.offsets + ROWS, end);
-    return add_scaled<ROWS>(sums, tile.scales, second, nullptr, nullptr, nullptr, total);
+  const auto begin = [&](const int32_t *first) __attribute__((always_inline)) {
+    for (int r = 0; r < ROWS; r++)
+      for (int v = 0; v < VECS; v++) sums[r][v] = splat_ints(HOW.offset ? first[r] : 0);
+  };
+  begin(x.offsets);
+  if constexpr (HOW.halved) {
+    add_products<BITS, ROWS, 0, STEPS / 2>(weights, x.x, sums);
+    add_scaled<SCALING, ROWS>(sums, x.scales, nullptr, scale, nullptr, total);
+    begin(x.offsets + x.rows);
+    add_products<BITS, ROWS, STEPS / 2, STEPS>(weights, x.x, sums);
+    return add_scaled<SCALING, ROWS>(sums, x.scales, nullptr, second, nullptr, total);
   }
-  add_halves<TYPE, ROWS, 0, 1>(group, sums);
-  each(sums, tile.offsets, end);
-  add_scaled<ROWS>(sums, tile.scales, FORM.scales == ROW_SCALE ? nullptr : scale, tile.offsets, FORM.has_zero() ? second : nullptr,
-                   FORM.has_minimum() ? second : nullptr, total);
+  add_products<BITS, ROWS, 0, STEPS>(weights, x.x, sums);
+  add_scaled<SCALING, ROWS>(sums, x.scales, x.offsets, scale, second, total);
 }
 
-// sums[ROWS][WIDTH] of one panel and a tile, over k inputs.
-template <int TYPE, int ROWS>
-static void sum_groups(const char *panel, const Tile &whole, int64_t k, float *sums) {
+// The place of a part of a step in a decoded group, [part][step][WIDTH] dwords.
+static inline constexpr int decoded_at(int step, int part, int v) { return (part * STEPS + step) * STEP + v * LANES * 4; }
+
+// The same for a group that is decoded at the same time; KEEP: to `bytes` too.
+template <int TYPE, int ROWS, bool KEEP>
+static inline __attribute__((always_inline)) void add_first(const GroupAt &group, char *bytes, const GroupRows &x, const Vec *scale, const Vec *second,
+                                                            Vec total[ROWS][VECS]) {
   constexpr Form FORM = form_of(TYPE);
-  const GroupLayout at(TYPE, k);
+  add_group<FORM.bits, Scaling(FORM).number(), ROWS>([&](auto step, auto part, int v) __attribute__((always_inline)) {
+    constexpr int S = decltype(step)::value, PART = decltype(part)::value;
+    const Ints w = load_step<TYPE, S, PART>(group, v);
+    if (KEEP) store_ints(bytes + decoded_at(S, PART, v), w);
+    return w;
+  }, x, scale, second, total);
+}
+
+#if defined(SP_PORTABLE)
+constexpr int ROWS_AT_ONCE = 1, FEW_ROWS = 1;
+#else
+constexpr int ROWS_AT_ONCE = REGISTERS == 32 ? 4 : 3;  // their sums and a step of weights fit in the registers
+constexpr int FEW_ROWS = 5;                            // are multiplied without a copy of the decoded group, though not all sums fit
+#endif
+
+// The same for rows `row` .. rows - 1 and a group that is decoded. Not inlined, so that the sums stay in the registers.
+template <int BITS, int SCALING>
+static __attribute__((noinline)) void add_decoded(const char *bytes, const GroupRows &x, int64_t row, const Vec *scale, const Vec *second,
+                                                  float *totals) {
+  const auto add = [&](auto count) __attribute__((always_inline)) {
+    constexpr int ROWS = decltype(count)::value;
+    const GroupRows own = {x.x + row * GROUP, x.scales + row, x.offsets + row, x.rows};
+    Vec total[ROWS][VECS];
+    get_acc<ROWS>(totals + row * WIDTH, total);
+    add_group<BITS, SCALING, ROWS>([&](auto step, auto part, int v) __attribute__((always_inline)) {
+      return load_ints(bytes + decoded_at(step.value, part.value, v));
+    }, own, scale, second, total);
+    put_acc<ROWS>(total, totals + row * WIDTH);
+    row += ROWS;
+  };
+  while (row + ROWS_AT_ONCE <= x.rows) add(Number<ROWS_AT_ONCE>());
+  const int64_t left = x.rows - row;
+  unrolled<1, ROWS_AT_ONCE>([&](auto count) __attribute__((always_inline)) {
+    if (left == count.value) add(count);
+  });
+}
+
+// Call group(GroupAt, scale, second) for each group of a panel, in order.
+template <int TYPE, typename Work>
+static inline __attribute__((always_inline)) void each_group_of(const char *panel, const GroupLayout &at, Work work) {
+  constexpr Form FORM = form_of(TYPE);
   const Ints table = FORM.has_table() ? load_table(FORM.table->lifted) : splat_ints(0);
-  Vec total[ROWS][VECS];
-  clear<ROWS>(total);
   at.prefetch_begin(panel);
   Scales<FORM.scales> scales(panel + at.scales);
-  Tile tile = whole;
-  const char *high = panel + at.high, *x = (const char *)tile.dwords;
+  const char *high = panel + at.high;
   at.steps.template each_group<FORM.steps()>(panel, [&](const char *weight) __attribute__((always_inline)) {
-    const GroupAt group = {weight, high, x, at.steps, table};
     Vec scale[VECS], second[VECS];
+    for (int step = 0; step < FORM.steps(); step++) prefetch_step(weight + step * at.steps.stride, at.steps.ahead);
     for (int part = 0; part < FORM.high_steps(); part++) prefetch_step(high + part * STEP, AHEAD / 4 * FORM.high_steps());
     scales.next(scale, second);
-    add_group<TYPE, ROWS>(group, tile, scale, second, total);
-    x += GROUP * ROWS, high += FORM.high_steps() * STEP;
-    tile.scales += ROWS, tile.offsets += ROWS * (FORM.is_halved() ? 2 : 1);
+    const GroupAt group = {weight, high, at.steps, table};
+    work(group, scale, second);
+    high += FORM.high_steps() * STEP;
   });
-  const float *row_scales = (const float *)(panel + at.scales);
-  for (int r = 0; r < ROWS; r++)
-    for (int v = 0; v < VECS && FORM.scales == ROW_SCALE; v++) total[r][v] = mul(total[r][v], load(row_scales + v * LANES));
+}
+
+// sums[ROWS][WIDTH]: each group is decoded in the registers.
+template <int TYPE, int ROWS>
+static void sum_few(const char *panel, const Rows &given, int64_t k, float *sums) {
+  Vec total[ROWS][VECS];
+  clear<ROWS>(total);
+  GroupRows x = {(const char *)given.dwords, given.scales, given.offsets, ROWS};
+  each_group_of<TYPE>(panel, GroupLayout(TYPE, k), [&](const GroupAt &group, const Vec *scale, const Vec *second) __attribute__((always_inline)) {
+    add_first<TYPE, ROWS, false>(group, nullptr, x, scale, second, total);
+    x.x += GROUP * ROWS, x.scales += ROWS, x.offsets += form_of(TYPE).is_halved() ? 2 * ROWS : ROWS;
+  });
   put_acc<ROWS>(total, sums);
 }
 
+// More rows: each group is decoded once, with the first ROWS_AT_ONCE rows.
 template <int TYPE>
-static constexpr SumTile SUM_GROUPS[] = {nullptr, sum_groups<TYPE, 1>, sum_groups<TYPE, 2>, sum_groups<TYPE, 3>, sum_groups<TYPE, 4>,
-#if defined(SP_AVX512)
-                                         sum_groups<TYPE, 5>, sum_groups<TYPE, 6>, sum_groups<TYPE, 7>, sum_groups<TYPE, 8>,
+static void sum_many(const char *panel, const Rows &given, int64_t k, float *sums) {
+  constexpr Form FORM = form_of(TYPE);
+  constexpr int SCALING = Scaling(FORM).number();
+  alignas(64) char bytes[parts_of_bits(FORM.bits) * STEPS * STEP];
+  const int64_t rows = given.rows;
+  GroupRows x = {(const char *)given.dwords, given.scales, given.offsets, rows};
+  memset(sums, 0, rows * WIDTH * sizeof(float));
+  each_group_of<TYPE>(panel, GroupLayout(TYPE, k), [&](const GroupAt &group, const Vec *scale, const Vec *second) __attribute__((always_inline)) {
+    Vec total[ROWS_AT_ONCE][VECS];
+    get_acc<ROWS_AT_ONCE>(sums, total);
+    add_first<TYPE, ROWS_AT_ONCE, true>(group, bytes, x, scale, second, total);
+    put_acc<ROWS_AT_ONCE>(total, sums);
+    add_decoded<FORM.bits, SCALING>(bytes, x, ROWS_AT_ONCE, scale, second, sums);
+    x.x += rows * GROUP, x.scales += rows, x.offsets += FORM.is_halved() ? 2 * rows : rows;
+  });
+}
+
+// sums[rows][WIDTH] of one panel and some rows, over k inputs.
+template <int TYPE>
+static void sum_groups(const char *panel, const Rows &given, int64_t k, float *sums) {
+#if defined(SP_PORTABLE)
+  static constexpr SpSum FEW[] = {nullptr, sum_few<TYPE, 1>};
+#else
+  static constexpr SpSum FEW[] = {nullptr, sum_few<TYPE, 1>, sum_few<TYPE, 2>, sum_few<TYPE, 3>, sum_few<TYPE, 4>, sum_few<TYPE, 5>};
 #endif
-};
+  (given.rows <= FEW_ROWS ? FEW[given.rows] : sum_many<TYPE>)(panel, given, k, sums);
+  if (form_of(TYPE).scales != ROW_SCALE) return;
+  const float *scales = (const float *)(panel + GroupLayout(TYPE, k).scales);
+  for (int64_t i = 0; i < given.rows * WIDTH; i += LANES) store(sums + i, mul(load(sums + i), load(scales + i % WIDTH)));
+}
 
 }  // namespace SP_NAMESPACE

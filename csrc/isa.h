@@ -6,8 +6,7 @@
 
 #if !defined(SP_BF16_PAIRS)
 using namespace SP_NAMESPACE;
-extern const SpSum *const SP_GROUP_SUMS[] = {SUM_GROUPS<SP_INT8>, SUM_GROUPS<SP_Q8_0>, SUM_GROUPS<SP_Q4_0>,   SUM_GROUPS<SP_Q4_1>,
-                                             SUM_GROUPS<SP_Q5_0>, SUM_GROUPS<SP_Q5_1>, SUM_GROUPS<SP_Q4_K>,   SUM_GROUPS<SP_Q5_K>,
-                                             SUM_GROUPS<SP_Q6_K>, SUM_GROUPS<SP_IQ4_NL>, SUM_GROUPS<SP_MXFP4>, SUM_GROUPS<SP_ZERO4>,
-                                             SUM_GROUPS<SP_ZERO8>};
+extern const SpSum SP_GROUP_SUMS[] = {sum_groups<SP_INT8>, sum_groups<SP_Q8_0>, sum_groups<SP_Q4_0>, sum_groups<SP_Q4_1>, sum_groups<SP_Q5_0>,
+                                      sum_groups<SP_Q5_1>, sum_groups<SP_Q4_K>, sum_groups<SP_Q5_K>, sum_groups<SP_Q6_K>, sum_groups<SP_IQ4_NL>,
+                                      sum_groups<SP_MXFP4>, sum_groups<SP_ZERO4>, sum_groups<SP_ZERO8>};
 #endif

@@ -116,8 +116,12 @@ static inline Ints add_four(Ints sum, Ints w, Ints x) {
 }
 #if !defined(SP_VNNI)
 static inline Ints pair_products(Ints w, Ints x) { return _mm512_maddubs_epi16(w, x); }
-static inline Ints add_shorts(Ints a, Ints b) { return _mm512_add_epi16(a, b); }
-static inline Ints add_short_pairs(Ints sum, Ints a) { return _mm512_add_epi32(sum, _mm512_madd_epi16(a, _mm512_set1_epi16(1))); }
+static inline Ints add_shorts(Ints a, Ints b) {
+  Ints sum = _mm512_add_epi16(a, b);
+  asm("" : "+v"(sum));  // else gcc adds in the order of a tree, whose terms do not fit in the registers
+  return sum;
+}
+template <int FACTOR> static inline Ints add_short_pairs(Ints sum, Ints a) { return _mm512_add_epi32(sum, _mm512_madd_epi16(a, _mm512_set1_epi16(FACTOR))); }
 #endif
 static inline Vec low_bf16(Ints v) { return _mm512_castsi512_ps(_mm512_slli_epi32(v, 16)); }
 static inline Vec high_bf16(Ints v) { return _mm512_castsi512_ps(_mm512_and_si512(v, _mm512_set1_epi32(0xffff0000))); }
@@ -242,8 +246,12 @@ static inline Ints add_four(Ints sum, Ints w, Ints x) {
   return _mm256_add_epi32(sum, _mm256_add_epi32(_mm256_madd_epi16(even, x_even), _mm256_madd_epi16(odd, x_odd)));
 }
 static inline Ints pair_products(Ints w, Ints x) { return _mm256_maddubs_epi16(w, x); }
-static inline Ints add_shorts(Ints a, Ints b) { return _mm256_add_epi16(a, b); }
-static inline Ints add_short_pairs(Ints sum, Ints a) { return _mm256_add_epi32(sum, _mm256_madd_epi16(a, _mm256_set1_epi16(1))); }
+static inline Ints add_shorts(Ints a, Ints b) {
+  Ints sum = _mm256_add_epi16(a, b);
+  asm("" : "+x"(sum));  // else gcc adds in the order of a tree, whose terms do not fit in the registers
+  return sum;
+}
+template <int FACTOR> static inline Ints add_short_pairs(Ints sum, Ints a) { return _mm256_add_epi32(sum, _mm256_madd_epi16(a, _mm256_set1_epi16(FACTOR))); }
 static inline Vec low_bf16(Ints v) { return _mm256_castsi256_ps(_mm256_slli_epi32(v, 16)); }
 static inline Vec high_bf16(Ints v) { return _mm256_castsi256_ps(_mm256_and_si256(v, _mm256_set1_epi32(0xffff0000))); }
 static inline Vec load_bf16(const uint16_t *p) {

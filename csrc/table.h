@@ -2,16 +2,16 @@
 #pragma once
 #include "speculant.h"
 
-// Packed rows, converted to the type that the weights are multiplied by (tiles.h).
-struct SpTile {
-  const void *dwords;   // [dwords of a row][rows]
-  const float *scales;  // for weights in groups: see integers.h
+// Packed rows of x, converted to the type that the weights are multiplied by (tiles.h).
+struct SpRows {
+  int64_t rows;
+  const void *dwords;      // in tiles, see linear.h; for weights in groups: [groups][rows][32] int8
+  const float *scales;     // for weights in groups: see integers.h
   const int32_t *offsets;
-  char *room;           // of coded and e4m3 weights (coded.h, fp8.h): memory of a panel that several tiles decode once, else NULL
 };
 
-// sums[rows][WIDTH] of one panel and a tile, over k inputs.
-typedef void (*SpSum)(const char *panel, const SpTile &tile, int64_t k, float *sums);
+// sums[rows][WIDTH] of one panel and some rows, over k inputs.
+typedef void (*SpSum)(const char *panel, const SpRows &rows, int64_t k, float *sums);
 
 struct SpTable {
   void (*run)(const SpOp *ops, int count, const SpPass *pass, int threads);
