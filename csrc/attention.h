@@ -648,13 +648,13 @@ static void attend_rows(const Keys &keys, const TileSlots &slots, int64_t kv_hea
 }
 
 // Key heads first .. first + count - 1 of a span.
-struct Part {
+struct HeadPart {
   int64_t span, first, count;
 };
 
 // A part of a block, for all its rows. Softmaxes are cleared first. `next` is the part that this thread will probably compute next.
 template <typename SoftmaxOf>
-static void attend_part(const Keys &keys, const Part &part, const Part &next, int64_t padded, SoftmaxOf softmax_of) {
+static void attend_part(const Keys &keys, const HeadPart &part, const HeadPart &next, int64_t padded, SoftmaxOf softmax_of) {
   KeyTile tile(AttentionRoom::own().tile, padded, keys.op.factor);
   TileSlots slots[2];
   const SpOp &op = keys.op;
@@ -717,18 +717,18 @@ static inline int64_t attend_pieces(const SpOp &op, const Plan &plan) {
 
 static void run_attend(const SpOp &op, const SpPass &pass, Plan &plan, int64_t item) {
   const int64_t padded = padded_of(op), parts = plan.parts_of(op), most = plan.heads_of_part(op);
-  const auto part_of = [&](int64_t i) -> Part {
+  const auto part_of = [&](int64_t i) -> HeadPart {
     const int64_t first = i % parts * most;
     return {i / parts, first, op.kv_heads - first < most ? op.kv_heads - first : most};
   };
   if (!plan.splits(op)) {
-    const Part part = part_of(item);
+    const HeadPart part = part_of(item);
     const Keys keys(op, pass, plan, plan.blocks[plan.blocks.size - 1 - part.span]);  // later blocks come first: they see more keys
     return attend_block(keys, part.first, part.count, padded);
   }
   const int64_t items = plan.most_spans * parts, index = item % items;  // of a block
   const Keys keys(op, pass, plan, plan.blocks[item / items]);
-  const Part part = part_of(index);
+  const HeadPart part = part_of(index);
   attend_part(keys, part, part_of(index + plan.threads), padded,
               [&](int64_t row, int64_t head) { return partial_at(plan, op, keys.first_row + row, head, part.span); });
 }

@@ -20,12 +20,14 @@ static inline bool norms_input(const SpOp &norm, const SpOp &op) {
          !overlap(norm.in, norm.n, op.out, op.n) && !overlap(norm.copy, norm.n, op.out, op.n);
 }
 
+constexpr Block ONE = {0, 1};
+
 // The only row of a layer, in a thread's own memory.
 struct OwnRow {
   List<float> normed;
   Tiles packed;
 
-  Tile prepare(const SpOp *norm, const SpOp &op) {
+  Rows prepare(const SpOp *norm, const SpOp &op) {
     const float *row = op.in;
     if (norm) {
       normed.resize(norm->n);
@@ -33,8 +35,8 @@ struct OwnRow {
       row = normed.items;
     }
     packed.make_room(op, 1, false);
-    for (int64_t part = 0; part < packing_pieces(op, 1); part++) pack_part(op, packed, &row, 0, 1, part);
-    return tile_at(op, 1, packed, 0, row);
+    for (int64_t part = 0; part < packing_pieces(op, 1); part++) pack_part(op, packed, &row, 0, 1, ONE, part);
+    return rows_of(op, is_packed(op, 1), packed, ONE, row);
   }
 
   // Store the normed row for later operations.
@@ -48,11 +50,11 @@ struct OwnRow {
 // wait for another one. It does so within its first work item, while no thread can be beyond the layer and change what it reads.
 static inline void run_one_row(const SpOp *norm, const SpOp &op, WorkQueue &stage) {
   static thread_local OwnRow row;
-  Tile tile = {};
+  Rows own = {};
   stage.run(linear_pieces(op, 1), [&](int64_t panel) {
-    if (!tile.dwords) tile = row.prepare(norm, op);
+    if (!own.dwords) own = row.prepare(norm, op);
     if (norm && !panel) row.put(*norm);
-    run_panel(op, panel, 0, 1, [&](int64_t, int64_t) { return tile; });
+    run_panel(op, panel, ONE, own);
   });
 }
 
