@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import math
 import os
 import tempfile
 from collections.abc import Iterator
@@ -61,7 +60,6 @@ def same_engines_each_time() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "secrets", SimpleNamespace(randbits=lambda bits: 0))
         patch.setattr(calibration, "BUDGET_S", 0.02)  # for each curve: no test depends on the costs of a step
-        patch.setattr(build, "START_S", math.inf)  # all costs are known before the first request
         yield
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
 import secrets
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -32,6 +33,7 @@ from speculant.drafting.selection import Selection, Selector
 from speculant.engine.calibration import START_S, Calibration
 from speculant.engine.draft_loading import (
     AUTO,
+    LARGE_BYTES,
     LargeDraft,
     choose_precision,
     describe_vocabulary,
@@ -133,7 +135,7 @@ def build_around(config: EngineConfig, target: Checkpoint, tokenizer: Tokenizer 
         drafters,
         measured.measurement,
     )
-    engine.measurement.run(START_S)
+    engine.measurement.run(START_S if 2 * target.weights >= LARGE_BYTES else math.inf)  # a small model takes a second
     drafter = drafters.find(name) if name else None
     says = describe(config, spec, length) + notes
     if config.model_backend != AUTO:

@@ -22,6 +22,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
 def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(build, "START_S", 0.0)
+    monkeypatch.setattr(build, "LARGE_BYTES", 0)
     monkeypatch.setattr(calibration, "BUDGET_S", 0.02)
     monkeypatch.setattr(calibration, "STEADY", 1e9)
     return tmp_path / "speculant" / "costs"

@@ -34,7 +34,7 @@ from speculant.models.description import DecoderConfig
 from speculant.models.entries import text_config
 from speculant.models.generation import read_end_tokens, read_generation, read_sampling
 from speculant.models.gguf import read_gguf_config, read_gguf_decoder
-from speculant.models.sizes import HEAD, TABLE, tensor_shapes
+from speculant.models.sizes import HEAD, TABLE, matrix_weights, tensor_shapes
 from speculant.models.source import resolve_source
 from speculant.models.transformers.load import LoadedByTransformers, check_options, load_by_transformers
 from speculant.models.vocabulary import TargetVocabulary
@@ -70,6 +70,7 @@ class Checkpoint:
     source: str = ""  # where packed weights are from, if that can differ
     mapped_bytes: int = 0  # of the model, which the system counts as free memory
     quantizations: Sequence[str] = ()  # types that its weights can be rounded to; none for quantised weights
+    weights: int = 0  # that a pass of one row multiplies by; 0 = unknown
 
     @property
     def packing(self) -> Packing:
@@ -135,7 +136,7 @@ def load_model(
     logger.info("%s %s: weights are stored %s%s", role, name, packing_of(backend), made and f", {made}")
     return Checkpoint(
         model, config, folder, chosen, ends, generation, sampling, name, description, backend, made, kept.mapped_bytes,
-        () if tensors.quantised_kinds() else backend.quantizations,
+        () if tensors.quantised_kinds() else backend.quantizations, matrix_weights(files.decoder),
     )  # fmt: skip
 
 
