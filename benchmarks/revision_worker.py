@@ -2,6 +2,9 @@
 
 It reads a line with a workload's name and writes a line with the seconds it took. It uses only names that all revisions
 have. The argument: the folders of a target and a draft model of a real size, as JSON.
+
+"pass, WEIGHTS, BEFORE, ROWS" is one pass of the target over some rows after a text, and the logits of the last row, or
+of all rows if they are at most 64. WEIGHTS: bfloat16, a type to round to, or a GGUF file.
 """
 
 from __future__ import annotations
@@ -11,7 +14,13 @@ import sys
 import time
 from typing import Any
 
+import torch
+
 from speculant import LLM, SamplingParams
+from speculant.cache.factory import slotted_cache
+from speculant.models.base import SequenceInput, build_batch
+from speculant.models.weights.load import load_model
+from speculant.types import DraftTree
 
 CODE = [
     "def read(path):\n",
@@ -21,7 +30,8 @@ CODE = [
     "def main(argv=None):\n",
     "try:\n",
 ]
-Engines = dict[tuple[str, str, str], LLM]
+ROOM, CHUNK = 16, 512  # positions beside those of a pass; rows of the passes over the text before it
+Engines = dict[Any, Any]
 
 
 def run(workload: str, folders: list[str], engines: Engines) -> float:
@@ -44,7 +54,39 @@ def run(workload: str, folders: list[str], engines: Engines) -> float:
     return time.perf_counter() - started
 
 
+@torch.inference_mode()
+def run_pass(workload: str, folders: list[str], models: Engines) -> float:
+    """Run "pass, WEIGHTS, BEFORE, ROWS" and return the seconds; the text is computed when it is first used."""
+    _, weights, *sizes = workload.split(", ")
+    before, rows = map(int, sizes)
+    if weights not in models:
+        rounded = None if weights == "bfloat16" or weights.endswith(".gguf") else weights
+        source = weights if weights.endswith(".gguf") else folders[0]
+        models[weights] = load_model(source, "bfloat16", kernels="native", quantization=rounded).model
+    model = models[weights]
+    if (weights, before, rows) not in models:
+        cache = models[weights, before, rows] = slotted_cache(model.cache_shape, 1, before + rows + ROOM)
+        for first in range(0, before, CHUNK):
+            forward(model, cache, min(CHUNK, before - first), 0)
+    cache = models[weights, before, rows]
+    started = time.perf_counter()
+    forward(model, cache, rows, rows if rows <= 64 else 1)
+    seconds = time.perf_counter() - started
+    cache.truncate_to(0, before)
+    return seconds
+
+
+def forward(model: Any, cache: Any, rows: int, logits: int) -> None:
+    """Compute some rows, and the logits of the last ones."""
+    tokens = [7 * place % 900 for place in range(rows)]
+    batch = build_batch([SequenceInput(0, tokens, DraftTree.empty())], cache, model.cache_shape.device)
+    hidden = model.forward(batch, cache.storage, ()).last
+    if logits:
+        model.logits(hidden[-logits:])
+
+
 if __name__ == "__main__":
     made: Engines = {}
     for line in sys.stdin:
-        print(run(line.strip(), json.loads(sys.argv[1]), made), flush=True)
+        measured = run_pass if line.startswith("pass, ") else run
+        print(measured(line.strip(), json.loads(sys.argv[1]), made), flush=True)
