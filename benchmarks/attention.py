@@ -1,9 +1,9 @@
 """Attention alone: the native kernels over keys and values in the cache, for prompts and for decoding after a text.
 
-A prompt is its last 256 rows after the tokens before them; two key heads, one thread. Figures are GFLOP/s, of 4 dim
-operations for each query and key that it sees. Decoding is all layers of a model's shape for one row, for 5 drafted
-rows and for 8 sequences; each layer has keys of its own, scattered in blocks. Figures are milliseconds of the thread's
-processor time, beside the time to read the same bytes from contiguous memory.
+For a prompt, its last 256 rows are measured, with two key heads and one thread. Figures are GFLOP/s: each query has 4
+times head_dim operations for each key that it sees. For decoding, all layers of a model's shape are measured, for one
+row, for 5 drafted rows and for 8 sequences; each layer has keys of its own, scattered in blocks. Figures are
+milliseconds of the thread's processor time, beside the time to read the same bytes from contiguous memory.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@ Each start is a process of its own, and the clock starts after its imports. A fi
 next start finds the files that the first one left. The checkpoint is in the system's page cache. Memory is the
 process's peak above its memory after the imports, in parts: anonymous memory, and mapped files.
 
-With a draft model, a first start also chooses its type, and measures the costs of drafts after the first tokens.
+With a draft model, a first start also includes the choice of the draft's type. The costs of a large model's drafts are
+measured after the first tokens.
 
 `pages_s` is the time in which the system gave the process new memory for packed weights. On a virtual machine that
 returns unused pages to its host this may take longer than packing.

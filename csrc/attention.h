@@ -14,9 +14,9 @@ namespace SP_NAMESPACE {
 
 constexpr int64_t TILE = 64, SPAN = 512, MOST_DIM = 512;
 constexpr int64_t MOST_BLOCK_ROWS = 64, FEW_BLOCK_ROWS = 8;  // a row is a bit of a word
-constexpr int64_t MOST_BLOCK_REALS = 1 << 14;  // of a block's softmaxes for a key head, 64 KiB: they stay in the second-level cache
+constexpr int64_t MOST_BLOCK_REALS = 1 << 14;  // of a work item's softmaxes, 64 KiB: in the second-level cache
 constexpr int64_t MOST_PARTIAL = 1 << 22;      // floats of the softmaxes of spans, 16 MiB, which a thread keeps for its next pass
-constexpr int64_t BALANCE = 2;                 // work items per thread that even out their times
+constexpr int64_t BALANCE = 2;                 // work items per thread, so that threads end at about the same time
 constexpr int TILE_VECS = TILE / LANES;
 
 // Successive rows of one sequence, chain rows and tree nodes alike, that are computed together.
@@ -52,8 +52,8 @@ struct Plan {
   // Whether a block's spans are computed in parallel and merged afterwards.
   bool splits(const SpOp &op) const { return uneven && most_spans > 1 && room_of(op) <= MOST_PARTIAL; }
 
-  // Work items are blocks, and their spans if these are split, times parts of the key heads. The heads of a slot are contiguous in
-  // memory, so a part has as many as fit if threads have enough work.
+  // A work item is a part of the key heads, of a block or, if blocks are split, of a block's span. The heads of a slot
+  // are contiguous in memory, so a part has as many of them as fit, or fewer if threads would have too few items.
   int64_t shares_of(const SpOp &op) const { return blocks.size * (splits(op) ? most_spans : 1); }
   int64_t heads_of_part(const SpOp &op) const {
     const int64_t fitting = MOST_BLOCK_REALS / (most_rows * reals_of_row(op)), shares = shares_of(op);
@@ -81,7 +81,8 @@ static int64_t plan_nodes(const SpPass &pass, const SpSegment &segment, Plan &pl
   return end;
 }
 
-// The most rows of a block, for all layers of a pass: fewer if threads would have no work otherwise. 0 = no layer has attention.
+// The most rows of a block, for all layers of a pass: fewer if threads would have too few items. 0 = no layer has
+// attention.
 static int64_t most_block_rows(const SpOp *ops, int count, int64_t rows, int threads) {
   int64_t most = MOST_BLOCK_ROWS, kv_heads = 0;
   for (int i = 0; i < count; i++) {
@@ -99,7 +100,7 @@ static void plan_attention(const SpOp *ops, int count, const SpPass &pass, int t
   const int64_t most_rows = most_block_rows(ops, count, pass.rows, threads);
   plan.blocks.size = plan.nodes.size = plan.most_rows = 0;
   if (!most_rows) return;
-  int64_t longest = 0, room = 0, work = 0, most_work = 0;  // work: pairs of rows and keys, about
+  int64_t longest = 0, room = 0, work = 0, most_work = 0;  // work: about the number of pairs of rows and keys
   for (int64_t s = 0; s < pass.num_segments; s++) {
     const SpSegment &segment = pass.segments[s];
     for (int64_t r = 0; r < segment.rows; r += most_rows)
@@ -128,7 +129,7 @@ struct Softmax {
   float &sum() const { return state[1]; }
 };
 
-// Softmax i of `count` ones, whose values come before their states in memory.
+// Softmax i of `count`. In memory, the values of all come before the states of all.
 static inline Softmax softmax_at(float *memory, int64_t count, int64_t i, int64_t padded) {
   return {memory + i * padded, memory + count * padded + 2 * i};
 }
@@ -144,7 +145,7 @@ static inline void scale_values(float *values, float factor, int64_t padded) {
   for (int64_t i = 0; i < padded; i += LANES) store(values + i, mul(load(values + i), splat(factor)));
 }
 
-// Merge the softmax of a span into that of the keys before it. A span without keys of the query changes nothing.
+// Merge the softmax of a span into that of the keys before it. A span in which the query sees no key changes nothing.
 static inline void merge(Softmax all, Softmax span, int64_t padded) {
   if (span.sum() == 0.0f) return;
   const float maximum = all.maximum() > span.maximum() ? all.maximum() : span.maximum();
@@ -309,7 +310,7 @@ struct AttentionRoom {
   }
 };
 
-enum class Stored { FLOATS, PAIRS, BYTES };  // float32; bfloat16, whose vectors become two; int8
+enum class Stored { FLOATS, PAIRS, BYTES };  // float32; bfloat16, of which a vector becomes two of float32; int8
 
 // The keys of a tile, transposed so that a vector holds the same dimension of several positions, and its values.
 struct KeyTile {
@@ -317,8 +318,8 @@ struct KeyTile {
   float *copied;      // [TILE][padded] keys, then values, if they are not read in place
   const char *values[TILE];
   bool pairs;                                                   // whether keys are pairs of bfloat16
-  Stored stored;                                                // how values are
-  alignas(64) float score_factors[TILE], value_scales[TILE];  // by position: of scores; of values, for SP_INT8
+  Stored stored;                                                // how values are stored
+  alignas(64) float score_factors[TILE], value_scales[TILE];  // by position; scales for SP_INT8
 
   KeyTile(List<float> &room, int64_t padded, float factor) {
     room.renew(2 * TILE * padded);
@@ -351,7 +352,7 @@ static inline void load_row(const SpOp &op, const char *row, int64_t padded, flo
   for (; i < padded; i++) to[i] = 0.0f;
 }
 
-// Store dimensions 4 W + BYTE of LANES keys, whose dwords W are in a vector, for LANES successive W.
+// Each vector of `words` has dword W of LANES keys, for successive W. Store their dimensions 4 W + BYTE as float32.
 template <int BYTE>
 static inline void widen_keys(const float *words, int64_t dims, float *to) {
   for (int64_t d = BYTE; d < dims; d += 4, words += LANES) {
@@ -417,7 +418,8 @@ static void load_keys(const SpOp &op, const TileSlots &from, int64_t head, int64
 // Whether bfloat16 values are widened each time they are used.
 static inline bool reads_pairs(const SpOp &op) { return op.type == SP_BF16 && op.dim % (2 * LANES) == 0; }
 
-// Values that are whole vectors are read in place; if many queries read them, from a copy that has no gaps. That of int8 is float32.
+// Values that fill whole vectors are read in place. If many queries read them, they are first copied without gaps, int8
+// as float32.
 static void load_values(const SpOp &op, const TileSlots &from, int64_t head, int64_t padded, bool copies, KeyTile &tile) {
   const int64_t bytes = cached_bytes(op);
   const bool rounded = op.type == SP_INT8;
@@ -568,8 +570,9 @@ static inline void add_some_values(const float *weights, const Query *queries, c
   for (; d < padded; d += REST * LANES) add_values<COUNT, REST, STORED>(weights, queries, tile, low, high, d, prefetcher);
 }
 
-// Add the weighted values of the keys that each query sees: those that all see together, the others one query at a time. Each query adds
-// its own in order, and no others: a product of 0 and an infinite value would not be 0.
+// Add the weighted values of the keys that each query sees. Keys that all queries see are added for all at once, other
+// keys for one query at a time. Each query adds its own keys in order, and no others: 0 times an infinite value would
+// not be 0.
 template <int COUNT, Stored STORED>
 static inline void add_all_values(const float *weights, const Query *queries, const KeyTile &tile, int64_t padded, Prefetcher &prefetcher) {
   int64_t low = 0, high = TILE;

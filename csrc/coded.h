@@ -73,7 +73,7 @@ static inline __attribute__((always_inline)) void decode_block(const char *block
   for (; has_escape(next, b); next++) steps[2 * ((*next >> 8) - b * LOW_BYTES) + 1] = (char)*next;
 }
 
-// Call work(b, block b) for blocks first .. end - 1 of a round of the streams, of which `first` is the first one.
+// Call work(b, block b) for the blocks of one round of the streams, which begins with block `first`.
 template <typename Work>
 static inline __attribute__((always_inline)) void each_of_round(const CodedPanel &coded, const Steps &blocks, int64_t first, Work work) {
   const int64_t end = first + BLOCK_STREAMS < blocks.count ? first + BLOCK_STREAMS : blocks.count;
@@ -138,7 +138,7 @@ static constexpr SumCodedTile *SUM_CODED_TILE[] = {nullptr, sum_coded_tile<1>, s
 
 constexpr int64_t PART_STEPS = 1024 / LANES;  // 12 KB: they stay in the first-level cache while several tiles are multiplied by them
 
-// Several tiles: a part of the panel is decoded for all.
+// Several tiles: each part of the panel is decoded once for all.
 static void sum_coded_tiles(const CodedPanel &coded, const Rows &rows, int64_t k, float *sums) {
   constexpr int64_t PART_BLOCKS = PART_STEPS / BLOCK_STEPS;
   alignas(64) char plain[PART_STEPS * STEP];

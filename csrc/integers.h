@@ -146,7 +146,7 @@ static inline __attribute__((always_inline)) void add_fitting(Weights weights, c
     for (int v = 0; v < VECS; v++) sums[r][v] = add_short_pairs<PART ? 16 : 1>(sums[r][v], shorts[r][v]);
 }
 
-// Two steps: fewer sums at a time than above.
+// The same for two steps, with fewer sums at a time.
 template <int FIRST, int ROWS, typename Weights>
 static inline __attribute__((always_inline)) void add_two_steps(Weights weights, const char *x, Ints sums[ROWS][VECS]) {
   for (int r = 0; r < ROWS; r++) {
@@ -165,7 +165,7 @@ static inline __attribute__((always_inline)) void add_products(Weights weights, 
   unrolled<0, parts_of_bits(BITS)>([&](auto part) __attribute__((always_inline)) {
     constexpr int PART = decltype(part)::value;
     unrolled<FIRST, END, FIT>([&](auto begin) __attribute__((always_inline)) {
-      if (PART) asm volatile("" ::: "memory");  // else gcc keeps what it has loaded for the first part, in more registers than there are
+      if (PART) asm volatile("" ::: "memory");  // else gcc keeps the weights of the first part, in too many registers
       if constexpr (FIT == 2)
         add_two_steps<decltype(begin)::value, ROWS>(weights, x, sums);
       else
@@ -284,7 +284,7 @@ static inline __attribute__((always_inline)) void add_scaled(const Ints sums[ROW
     }
 }
 
-// Rows of x in a group: their integers, scales and offsets; `rows`: from the offsets of a half to those of the next one.
+// Rows of x in a group: their integers, scales and offsets. The offsets of the halves are `rows` apart.
 struct GroupRows {
   const char *x;
   const float *scales;
@@ -317,7 +317,7 @@ static inline __attribute__((always_inline)) void add_group(Weights weights, con
 // The place of a part of a step in a decoded group, [part][step][WIDTH] dwords.
 static inline constexpr int decoded_at(int step, int part, int v) { return (part * STEPS + step) * STEP + v * LANES * 4; }
 
-// The same for a group that is decoded at the same time; KEEP: to `bytes` too.
+// The same for a group that is decoded at the same time. KEEP: its integers are stored in `bytes` too.
 template <int TYPE, int ROWS, bool KEEP>
 static inline __attribute__((always_inline)) void add_first(const GroupAt &group, char *bytes, const GroupRows &x, const Vec *scale, const Vec *second,
                                                             Vec total[ROWS][VECS]) {
@@ -334,7 +334,7 @@ static inline __attribute__((always_inline)) void add_first(const GroupAt &group
 constexpr int ROWS_AT_ONCE = 1, FEW_ROWS = 1;
 #else
 constexpr int ROWS_AT_ONCE = REGISTERS == 32 ? 4 : 3;  // their sums and a step of weights fit in the registers
-constexpr int FEW_ROWS = 5;                            // are multiplied without a copy of the decoded group, though not all sums fit
+constexpr int FEW_ROWS = 5;                            // these or fewer need no decoded copy, though not all sums fit
 #endif
 
 // The same for rows `row` .. rows - 1 and a group that is decoded. Not inlined, so that the sums stay in the registers.

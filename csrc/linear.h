@@ -9,7 +9,7 @@
 //
 // A step of a panel is multiplied by the same step of a tile. An output has one accumulator that runs over k in order, for any number
 // of rows in the tile. With tiles a weight is loaded once for several rows. A panel that has to be decoded is decoded in parts, each of
-// which is multiplied by several tiles in turn.
+// which is multiplied by all tiles in turn.
 //
 // The steps of a large panel are stored in several streams, successive steps in successive streams. Memory is then read at several
 // addresses in turn, and the hardware prefetchers follow each of them, which gives a quarter more bytes per second than one stream.
@@ -207,7 +207,8 @@ static inline __attribute__((always_inline)) void put_acc(const Vec acc[ROWS][VE
     for (int v = 0; v < VECS; v++) store(sums + r * WIDTH + v * LANES, acc[r][v]);
 }
 
-// Some whole steps of a panel, from step `first` at `from` on. rest: the place of the step after them, if it is the rest of an odd depth.
+// Some whole steps of a panel, from step `first` at `from` on. rest: the step after them, if it is half a step because
+// the depth is odd, else NULL.
 struct Part {
   const char *from, *rest;
   const Steps &steps;

@@ -46,8 +46,9 @@ struct OwnRow {
   }
 };
 
-// A layer of one row, and the norm before it (NULL = none). Each thread norms and packs the row for itself, which takes less time than to
-// wait for another one. It does so within its first work item, while no thread can be beyond the layer and change what it reads.
+// A layer of one row, and the norm before it (NULL = none). Each thread does both for itself, which takes less time
+// than to wait for another thread. It does so within its first work item: until that is done, no thread can leave the
+// layer and overwrite the row.
 static inline void run_one_row(const SpOp *norm, const SpOp &op, WorkQueue &stage) {
   static thread_local OwnRow row;
   Rows own = {};
@@ -118,7 +119,7 @@ static inline void run_ops(const SpOp *ops, int count, const SpPass &pass, Plan 
   }
 }
 
-// The memory for softmaxes of spans of a calling thread: its runs and its drafts use the same.
+// A calling thread's memory for softmaxes of spans, which its runs and its drafts share.
 static List<float> &own_partial() {
   static thread_local List<float> partial;
   return partial;

@@ -16,7 +16,7 @@ namespace SP_NAMESPACE {
 
 constexpr int EIGHT = 8;     // groups that are rounded together
 constexpr int TRIALS = 16;   // grids that are tried; their integers reach slightly less or more far than the weights
-constexpr int AT_ONCE = 2;   // of them
+constexpr int AT_ONCE = 2;   // grids that are tried together
 constexpr int IMPROVED = 2;  // times that integers and scales are then chosen in turn
 constexpr float LEAST_REACH = -1.0f, REACH_STEP = 0.125f;
 typedef float Eight __attribute__((vector_size(EIGHT * 4)));
@@ -79,7 +79,7 @@ static inline Sums add_up(const Columns<SIZE> &of, Eight minimum, Eight inverse,
   return sums;
 }
 
-// The same for several inverses at once, whose sums do not wait for one another. sums.x: added up before.
+// The same for several inverses at once, whose sums do not wait for one another. found[i].x is known.
 template <int SIZE>
 static inline void add_up_each(const Columns<SIZE> &of, Eight minimum, const Eight *inverses, float low, float high, Sums *found) {
   Sums sums[AT_ONCE] = {};

@@ -149,13 +149,14 @@ static inline void scale_queries(const SpOp &op, const SpPass &pass, int64_t t, 
   for (int64_t i = 0; factors && i < heads * op.dim; i++) x[i] *= factors[row];
 }
 
-// A work item is a row; of a single row, a key head and the queries that share it, unless one norm is over all of them.
+// A work item is a row. Of a single row, it is a key head and the queries that share it, unless one norm covers all
+// heads.
 static inline int64_t rotation_parts(const SpOp &op, int64_t rows) {
   return rows > 1 || op.kv_heads < 2 || op.flags & SP_ALL_HEADS ? 1 : op.kv_heads;
 }
 
-// Norm (if there are scales) and rotate a row's queries and keys in place; store its keys and values in the cache. Of several parts, do
-// one.
+// Norm (if there are scales) and rotate a row's queries and keys in place; store its keys and values in the cache. If
+// there are several parts of the heads, do this for one of them.
 static void run_rotate(const SpOp &op, const SpPass &pass, int64_t t, int64_t part, int64_t parts) {
   const int64_t heads = op.heads / parts, kv_heads = op.kv_heads / parts, first = part * kv_heads;
   float *x = (float *)op.in + t * qkv_stride(op), *queries = x + part * heads * op.dim;

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-SCALE_BYTES = 4  # of a head's key or value that is rounded to int8: a float32 after its numbers
+SCALE_BYTES = 4  # of a head's key or value that is rounded to int8: a float32 scale after its numbers
 
 
 class LayerShape(NamedTuple):
@@ -45,7 +45,7 @@ class LayerShape(NamedTuple):
 
     @property
     def heads(self) -> int:
-        """The heads that one position takes, keys and values."""
+        """The number of heads that one position takes: those of its keys and those of its values."""
         return 0 if self.shares is not None else 2 * self.num_kv_heads
 
 
@@ -61,8 +61,9 @@ class CacheShape:
     """The shape and type of the keys and values of one position.
 
     windows: how many positions a row of each layer sees, its own included; None = all, () = all in every layer. own:
-    the shape of each layer, where they differ; () = all have the first one's. dtype: in which a model writes and reads
-    them. stored: in which they are stored; None = the same, torch.int8 = rounded, see cache/rounding.py.
+    the shape of each layer, where they differ; () = all have the first one's. dtype: the type in which a model
+    writes and reads them. stored: the type in which they are stored; None = dtype, torch.int8 = rounded, see
+    cache/rounding.py.
     """
 
     num_layers: int
@@ -302,7 +303,7 @@ class KVStorage(Protocol):
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
         """Return a layer's whole storage, keys and values [slots, kv_heads, head_dim], without copying.
 
-        Rounded ones are bytes [slots, kv_heads, head_dim + SCALE_BYTES].
+        Rounded ones are int8 [slots, kv_heads, head_dim + SCALE_BYTES].
         """
         ...
 

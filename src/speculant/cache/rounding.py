@@ -2,8 +2,8 @@
 
     a head of a position    [ dim int8 | float32 scale ]        number i = scale * int8 i
 
-The scale is max |x| / 127, and x / scale is rounded to the nearest integer, ties to even. A row of zeros has the scale
-0. A row with an infinity or NaN has the scale NaN, so that whatever reads it becomes NaN too.
+The scale is max |x| / 127, and x / scale is rounded to the nearest integer, ties to even. A head of zeros has the
+scale 0. A head with an infinity or NaN has the scale NaN, so that each result that depends on it is NaN too.
 
 csrc/rows.h rounds in the same way, with the same bits.
 """
@@ -17,13 +17,13 @@ from speculant.cache.base import SCALE_BYTES
 
 ROUNDED = torch.int8
 LARGEST = 127.0
-LEAST = 1e-36  # the least max |x| of a row that is not zero: 127 / max |x| must not overflow
+LEAST = 1e-36  # a smaller max |x|, unless it is 0, counts as this: 127 / max |x| must not overflow
 
 
 def round_heads(x: Tensor) -> Tensor:
     """Return heads [..., dim] of floats as int8 [..., dim + SCALE_BYTES]; the last bytes are the scale's."""
     wide = x.float()
-    bound = wide.new_tensor(LARGEST)  # torch divides by or into a Python number in two steps
+    bound = wide.new_tensor(LARGEST)  # torch divides in two steps if one operand is a Python number
     largest = wide.abs().amax(-1, keepdim=True)
     finite, most = largest.isfinite(), largest.clamp_min(LEAST)
     numbers = torch.where(finite, (wide * (bound / most)).round(), 0.0).to(ROUNDED)

@@ -100,7 +100,7 @@ def build_engine(config: EngineConfig) -> Runtime:
 
 
 def build_around(config: EngineConfig, target: Checkpoint, tokenizer: Tokenizer | None = None) -> Runtime:
-    """Build an engine around a loaded target; several engines may share one. tokenizer: the target's, if it is read."""
+    """Build an engine around a loaded target; several engines may share one. tokenizer: the target's, if known."""
     tokenizer = tokenizer or load_tokenizer(config, target.folder)
     spec = config.speculative() if drafts(config, target) else None
     name = method_name(spec) if spec else None
@@ -135,7 +135,7 @@ def build_around(config: EngineConfig, target: Checkpoint, tokenizer: Tokenizer 
         drafters,
         measured.measurement,
     )
-    engine.measurement.run(START_S if 2 * target.weights >= LARGE_BYTES else math.inf)  # a small model takes a second
+    engine.measurement.run(START_S if 2 * target.weights >= LARGE_BYTES else math.inf)  # small ones take a second
     drafter = drafters.find(name) if name else None
     says = describe(config, spec, length) + notes
     if config.model_backend != AUTO:

@@ -1,9 +1,10 @@
 """Measures the costs of a target pass and of a draft on this machine, for draft-length policies that need them.
 
-The first tokens do not wait for that: an engine measures in slices, about as long as a step, between its first steps,
-which have no drafts. A slice holds no blocks of the target's cache after its end. The curves are kept on disk, in
-$XDG_CACHE_HOME/speculant/costs, under a key of models, types and machine. The policy follows the real steps from then
-on, so a curve only has to have the right shape.
+The first tokens of a large model do not wait until all is measured: the measurement consists of slices, which an engine
+runs between its first steps, each time for as long as the last step took. These steps have no drafts. A slice holds no
+blocks of the target's cache after its end. The curves are kept on disk, in $XDG_CACHE_HOME/speculant/costs, under a key
+of models, types and machine. The policy follows the real steps from then on, so a curve only has to have the right
+shape.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ LEAST_LONG, LONG_CONTEXT = 192, 2048  # tokens of the texts that show the cost o
 DRAFTED_AFTER = 16  # tokens of all sequences together
 MANY_ROWS = 8  # of a second pass after the longer text; the first has one row
 TEXTS = (16, 64, 256, 1024)  # tokens that a drafter with a cache of its own reads; longer ones if it is fast enough
-START_S = 0.3  # of the measurement before the first request
-SLICE_S = 0.05  # that every request can wait
+START_S = 0.3  # of the measurement of a large model, when an engine is built
+SLICE_S = 0.05  # of a slice, which every request can wait for
 BUDGET_S = 0.3  # for the target, and for each method and number of sequences
 LONG_SHARE = 0.3  # of it for passes after a long text
 LEAST_SIZES, LEAST_ROUNDS, MOST_ROUNDS = 2, 2, 15
@@ -86,7 +87,7 @@ class Calibration:
     """The subjects of the measurements: the target with its cache, and the drafters by method.
 
     identity: texts that name models, types and kernels; together with the machine they are the key of the kept curves.
-    measurement: runs what has to be measured.
+    measurement: runs the slices.
     """
 
     target: CausalLM
@@ -98,7 +99,7 @@ class Calibration:
     measurement: Measurement = field(default_factory=Measurement)
 
     def costs(self) -> StepCosts:
-        """Return the curves: from disk if they were measured before, else the measurement has to fill them in."""
+        """Return the curves: from disk if they are kept there, else usual ones, until the measurement fills them in."""
         path, costs = folder() / f"{self._key()}.json", StepCosts(CostCurve({1: 1.0}))
         kept = read_curves(path)
         if kept is None:
@@ -177,7 +178,7 @@ class Calibration:
 
     @contextmanager
     def _text(self, seq_id: int, length: int) -> Iterator[None]:
-        """Fill the target's cache with a text for the block: a key, and copies of it."""
+        """Fill the target's cache with a text until the context ends: a key, and copies of it."""
         try:
             if length:
                 (request,) = requests(1, 2, self.target.vocab_size)
@@ -238,7 +239,7 @@ class Calibration:
             forward_target(self.target, self.cache, items, [DraftTree.empty()] * len(items))
 
     def _read(self, method: str, drafter: Drafter, slice_s: float, readings: dict[str, tuple[float, float]]) -> Slices:
-        """Measure how long a drafter reads texts, up to the longest one that it reads within a slice."""
+        """Measure how long a drafter takes to read texts, up to the longest one that it reads within a slice."""
         room, before = self._longest(drafter) - 2, (0, 0.0)
         for index, length in enumerate(min(each, room) for each in TEXTS):
             token_s, key_s = readings.get(method, (0.0, 0.0))
@@ -316,7 +317,7 @@ def timing(
 ) -> Generator[None, None, Times]:
     """Return the seconds of each round of `run` at the first sizes that have LEAST_ROUNDS rounds within the budget.
 
-    Each run is a slice. has_room: whether a size can run now. around: what is done before and after each run.
+    Each run is a slice. has_room: whether a size can run now. around: makes a context for each run.
     """
     seconds, done, spent_s, budget_s, chosen = Times(), 0, 0.0, rounds.share * BUDGET_S, [*sizes]
     if not rounds.is_warm:

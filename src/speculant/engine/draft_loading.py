@@ -3,7 +3,7 @@
 The chosen type is the one that is expected to generate text fastest on this machine. A draft does not change the
 output's distribution, so its weights may be rounded: its passes become faster, and fewer of its tokens are accepted.
 For a small draft both are measured, on a text that the draft itself draws. A large one would have to be packed in every
-type for that. There the times are estimated from bytes (models/native/speeds.py), and the usual loss of acceptance is
+type for that. So its times are estimated from bytes (models/native/speeds.py), and a usual loss of acceptance is
 assumed; `speculant check-pair` measures it. The choice is kept on disk next to the cost curves (engine/calibration.py).
 """
 
@@ -44,9 +44,9 @@ AUTO = "auto"
 UNCHANGED = "none"
 LEAST_GAIN = 0.02  # rounded weights that gain less are not worth the risk that the estimate is wrong
 LONGEST = 16  # drafts that are compared
-LARGE_BYTES = 64 * 2**20  # of a draft in bfloat16: a smaller one is packed in no time, and may stay in caches
-USUAL_ACCEPTANCE = {None: 0.7, "int8": 0.695, "int4": 0.68}  # assumed for a large draft
-FURTHER_ROW = 0.05  # of the target's pass of one row, assumed for each further one
+LARGE_BYTES = 64 * 2**20  # of a model in bfloat16: a smaller one is packed quickly, and may stay in caches
+USUAL_ACCEPTANCE = {None: 0.7, "int8": 0.695, "int4": 0.68}  # by type, assumed for a large draft
+FURTHER_ROW = 0.05  # of the time of the target's pass of one row, assumed for each further row
 PROMPT, SAMPLE = 8, 48  # tokens
 DRAWN = SamplingParams(temperature=1.0, max_tokens=None)
 
@@ -141,7 +141,7 @@ class LargeDraft:
         return cls(backend, draft, CheckpointFiles.open(target.folder), dtype, quantization)
 
     def fastest(self) -> str | None:
-        """Return the type that is expected to be fastest; nothing is loaded for that."""
+        """Return the type that is expected to be fastest, without loading weights."""
         (target_s,), types = self._seconds(self.target, [self.quantization]), [None, *self.backend.quantizations]
         found = list[Precision]()
         for each, token_s in zip(types, self._seconds(self.draft, types), strict=True):
@@ -164,8 +164,8 @@ def choose_precision(
     """Return the draft in the type that is expected to be fastest, and the type; None = unchanged.
 
     load: loads the draft in a type. identity: texts that name the pair, types and kernels; with the machine they are
-    the key of the kept choice. estimated: chooses the type of a draft before it is loaded; None = each is
-    measured.
+    the key of the kept choice. estimated: chooses the type of a draft before it is loaded; None = all types
+    are measured.
     """
     path = choice_path(identity)
     with suppress(OSError, ValueError, TypeError, KeyError, RecursionError, SpeculantError):

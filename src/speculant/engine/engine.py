@@ -61,7 +61,7 @@ class Engine:
         drafters: Drafters | None = None,
         measurement: Measurement | None = None,
     ) -> None:
-        """measurement: of costs that the policy compares; it goes on between steps that only decode."""
+        """measurement: measures the costs that the policy compares, after steps that only decode."""
         self.measurement = measurement or Measurement()
         self._measures_next_s = 0.0  # seconds of the last step, if it only decoded
         self._drafters = Drafters() if drafters is None else drafters
@@ -175,7 +175,7 @@ class Engine:
         return outputs
 
     def _measure(self) -> None:
-        """Go on with the measurement of costs for as long as the last step took, unless a prompt came since."""
+        """Continue the measurement for as long as the last step took, if it only decoded and no request came since."""
         if self._measures_next_s:
             self.measurement.run(self._measures_next_s)
         self._measures_next_s = 0.0

@@ -20,7 +20,7 @@ _NAME = "the draft length policy"
 class GuardedLength:
     """A policy that is checked: after an error, or for lengths that break its contract, the step has no drafts.
 
-    measurement: of the costs that it compares; it is not called before that ends, and nothing is drafted.
+    measurement: of the costs that the policy compares. Until it ends, the policy is not called, and nothing is drafted.
     """
 
     def __init__(self, policy: DraftLength, measurement: Measurement | None = None) -> None:

@@ -1,4 +1,4 @@
-"""A measurement in slices between the steps of an engine, so that no request waits for all of it."""
+"""A measurement in slices, which run between the steps of an engine, so that no request waits for all of them."""
 
 from __future__ import annotations
 

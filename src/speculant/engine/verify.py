@@ -36,9 +36,9 @@ def verify(
 ) -> dict[int, Decision]:
     """Return the decision on each output that has logits, by sequence id.
 
-    logits: those of all outputs in order. Their distributions are made at once, then each draft is verified. Where the
-    verdict follows from a draw after each node, all are drawn at once. If every next token is simply the one with the
-    largest logit, no distribution is made.
+    logits: those of all outputs in order. Their distributions are made at once, then each draft is verified. Where a
+    verdict follows from one token drawn after each node, all these tokens are drawn at once. If every next token is
+    simply the one with the largest logit, no distribution is made.
     """
     chosen, takes_best = list[_Chosen](), True
     for output in outputs:
@@ -91,7 +91,7 @@ def _takes_best(request: Request, tree: DraftTree, verifier: Verifier) -> bool:
 
 
 def _take_best(chosen: Sequence[_Chosen], logits: Tensor) -> dict[int, Decision]:
-    """Decide by the token with the largest of each row [V] of logits."""
+    """Decide by the token with the largest logit of each row [V]."""
     tokens, largest = most_likely(logits)
     drawn = [token if math.isfinite(logit) else NO_TOKEN for token, logit in zip(tokens, largest, strict=True)]
     decisions = dict[int, Decision]()
@@ -102,7 +102,7 @@ def _take_best(chosen: Sequence[_Chosen], logits: Tensor) -> dict[int, Decision]
 
 
 def _draw_ahead(chosen: Sequence[_Chosen], probs: Tensor, chances: Chances, sampler: Sampler) -> dict[int, int]:
-    """Draw a token from each row of the sequences whose verdict follows from these; return the tokens by row."""
+    """Draw a token from each row of the sequences whose verdict follows from these draws; return the tokens by row."""
     draws = list[RowDraw]()
     for output, verifier in chosen:
         request, tree, needs = output.item.request, output.tree, verifier.needs

@@ -339,7 +339,7 @@ class Kernels:
         return float(self.library.sp_read(self.index, self.threads, memory.data_ptr(), size))
 
     def stage_items(self) -> list[int]:
-        """Return the work items of each stage of this thread's last `run`; threads wait for each other after each."""
+        """Return the number of work items of each stage of this thread's last `run`; all threads wait after each."""
         items = array("q", bytes(8 * self.library.sp_stage_items(self.index, None, 0)))
         self.library.sp_stage_items(self.index, address(items), len(items))
         return items.tolist()

@@ -40,7 +40,7 @@ class ReferenceSampler:
 
     def draw_rows(self, weights: Tensor, draws: Sequence[RowDraw]) -> list[int]:
         """See `Sampler.draw_rows`."""
-        sound = (weights.amax(-1) > 0).tolist()  # not if it is NaN
+        sound = (weights.amax(-1) > 0).tolist()  # False for NaN
         return [self.draw(weights[row], noise, key) if sound[row] else NO_TOKEN for row, noise, key in draws]
 
     def normalise(self, weights: Tensor) -> Tensor:

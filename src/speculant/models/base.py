@@ -325,7 +325,7 @@ class HoldsWeights(Protocol):
 
 @runtime_checkable
 class ConvertsKeys(Protocol):
-    """A model that can have a cache of another type. It is then another model, because its layers read rounded keys."""
+    """A model that can have a cache of another type. This makes it another model: its layers read converted keys."""
 
     def storing_keys_as(self, dtype: torch.dtype) -> CausalLM:
         """Return this model, with the same weights, for caches of a type; see `CacheShape.stored`."""

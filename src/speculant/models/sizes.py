@@ -59,7 +59,8 @@ def matrix_weights(config: DecoderConfig) -> int:
 def pass_matrices(config: DecoderConfig) -> Iterator[tuple[str, tuple[int, int], float]]:
     """Yield the name and the shape of each matrix that a pass of one row multiplies by, and the share that it reads.
 
-    The share is that of the experts that a row uses, else 1. A tied head has the name of the table.
+    The share of an expert's matrix is the probability that a row uses it; other matrices have 1. A tied head has the
+    name of the table.
     """
     shapes = tensor_shapes(config)
     if not config.head.tied:

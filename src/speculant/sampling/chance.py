@@ -170,7 +170,7 @@ class KeyedChances:
 
 
 def foresee(chance: Stream | KeyedNoise, count: int) -> list[int]:
-    """Return the keys of its next `count` draws (`Sampler.draw`), and skip these."""
+    """Return the keys of the next `count` draws of a chance (`Sampler.draw`), and skip these draws."""
     key, first = chance.take_keys(count)
     return [mix_in(key, first + draw) for draw in range(count)]
 

@@ -21,7 +21,7 @@ class VerifierNeeds:
     softened: it needs greedy requests' distributions at temperature 1, unfiltered.
     greedy: the verifier that replaces it for greedy requests; None = none does.
     compares: its verdict is that of `follow`, with a draw by the sequence's chance after each node of the path. The
-    engine may then draw after all nodes of all sequences at once, without it.
+    engine may then draw a token after every node of all sequences at once, and does not call the verifier.
     """
 
     shared_noise: bool

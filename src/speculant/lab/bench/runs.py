@@ -94,7 +94,7 @@ class Bench:
 
     def __init__(self, runtime: Runtime, salt: str = "run") -> None:
         self.runtime, self._salt = runtime, salt
-        runtime.engine.measurement.finish()  # no run measures costs
+        runtime.engine.measurement.finish()  # so that no run measures costs
 
     def run(self, workload: Workload, mode: Mode) -> BenchRun:
         """Run every prompt to its end; the first error of a request is raised."""

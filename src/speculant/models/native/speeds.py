@@ -1,8 +1,8 @@
 """How long a pass of one row takes with weights in each type, estimated before a model is loaded.
 
 A pass of one row reads every weight once. So its time is the sum, over the matrices, of their bytes times the seconds
-per byte of their types, which are measured once on this machine: on random matrices that are read from memory. Where
-arithmetic is slower than memory, these seconds show it.
+per byte of their types. These seconds are measured once on this machine, on random matrices that are read from memory.
+They include the time of arithmetic, where this is slower than memory.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def row_seconds(
 def _bytes_by_kind(
     kernels: Kernels, config: DecoderConfig, types: WeightTypes, rounding: Rounding | None
 ) -> dict[Kind, int]:
-    """Return how many bytes a pass of one row reads, by type; the depth is that of most bytes of the type."""
+    """Return how many bytes a pass of one row reads, by type, with the depth that has the most bytes of the type."""
     found = defaultdict[Type, Counter[int]](Counter)
     for name, (n, k), share in pass_matrices(config):
         type_ = types.of(name) if rounding is None else rounding.type_of(name, k)
@@ -81,7 +81,7 @@ def kept_speeds(kernels: Kernels, kinds: Collection[Kind]) -> dict[Kind, float]:
 
 
 def measure_speeds(kernels: Kernels, kinds: Collection[Kind]) -> list[float]:
-    """Return the seconds in which a pass of one row reads a byte of matrices of each kind.
+    """Return the seconds per byte in a pass of one row, for matrices of each kind.
 
     All kinds are timed in turn, so that other programs slow down all of them. Their memory together is too large for
     the processor's caches.
@@ -99,7 +99,7 @@ def measure_speeds(kernels: Kernels, kinds: Collection[Kind]) -> list[float]:
 
 
 def _run(kernels: Kernels, kind: Kind, memory: Tensor, x: Tensor, out: Tensor) -> tuple[ctypes.Array[Op], int]:
-    """Return the products of a row and copies of a matrix, which fill memory, and the bytes of these."""
+    """Return operations that multiply a row by copies of a matrix, which fill `memory`, and the bytes of the copies."""
     panels = _random_panels(kernels, *kind)
     size = -(-len(panels.memory) // ALIGNMENT) * ALIGNMENT
     places = range(-memory.data_ptr() % ALIGNMENT, len(memory) - size + 1, size)

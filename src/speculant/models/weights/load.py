@@ -70,7 +70,7 @@ class Checkpoint:
     source: str = ""  # where packed weights are from, if that can differ
     mapped_bytes: int = 0  # of the model, which the system counts as free memory
     quantizations: Sequence[str] = ()  # types that its weights can be rounded to; none for quantised weights
-    weights: int = 0  # that a pass of one row multiplies by; 0 = unknown
+    weights: int = 0  # their number in the matrices that passes read, those of all experts included; 0 = unknown
 
     @property
     def packing(self) -> Packing:
@@ -151,7 +151,7 @@ def _read_settings(
 def _with_cache_type(
     model: CausalLM, dtype: torch.dtype, kv_cache_dtype: str, backend: Backend
 ) -> tuple[CausalLM, str]:
-    """Return a model with a cache of a type, and words for its description; none if the type is the model's."""
+    """Return a model with a cache of a type, and words to add to its description: none for the model's own type."""
     stored = dtype if kv_cache_dtype == AUTO else getattr(torch, read_cache_dtype(kv_cache_dtype))
     if stored == dtype:
         return model, ""
