@@ -288,12 +288,15 @@ def read_bytes(name: str, value: object) -> int:
 
 
 def read_cache_dtype(given: object) -> str:
-    """Return the name of a type of keys and values. A torch type is read by its name. Raises ConfigError."""
-    name = str(given).removeprefix("torch.")
+    """Return the name of a type of keys and values; None is "auto". A torch type is read by its name.
+
+    Raises ConfigError.
+    """
+    name = "auto" if given is None else str(given).removeprefix("torch.")
     if name.startswith(("fp8", "float8")):
         raise ConfigError(
             f"kv_cache_dtype={name!r} is not supported: keys and values are not stored in 8-bit floating point",
-            'use kv_cache_dtype="int8", which has as many bytes and a scale for each head and token.',
+            'use kv_cache_dtype="int8", which takes about as many bytes, and has a scale for each head and token.',
         )
     _check_choice("kv_cache_dtype", name, CACHE_TYPES)
     return name

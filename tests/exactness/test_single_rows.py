@@ -67,7 +67,7 @@ def test_one_row_has_its_bits_with_any_threads(isa: str, weights: str, threads: 
 @pytest.mark.parametrize("weights", TYPES)
 def test_no_norm_or_packing_is_a_stage_of_one_item(weights: str) -> None:
     """Of a layer: queries, keys and values; rotation; attention; output; gate and up; down. int4 has values apart."""
-    model = model_of(SETS[0], 1, weights, "wide")
+    model = model_of(SETS[0], 2, weights, "wide")
     decode(model)
     items, layers = model.kernels.stage_items(), len(model.config.layers)
     assert len(items) == (7 if weights == "int4" else 6) * layers + 2

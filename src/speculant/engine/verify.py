@@ -21,7 +21,7 @@ from speculant.sampling.chance import Chance, Chances, KeyedNoise, Noise, Stream
 from speculant.sampling.distribution import Node, distribution, row_maxima
 from speculant.sampling.rows import most_likely, rank
 from speculant.types import DraftTree, Request, Verdict
-from speculant.verification.base import Verifier, follow
+from speculant.verification.base import Verifier, follow, is_following
 
 _Chosen = tuple[TargetOutput, Verifier]  # an output with logits, and the verifier of its draft
 Decision = Verdict | Beams | SpeculantError  # `Beams` of an advanced search; an error ends that request alone
@@ -87,7 +87,12 @@ def _takes_best(request: Request, tree: DraftTree, verifier: Verifier) -> bool:
     params = request.params
     if not params.greedy or params.edits or request.constraint is not None or request.search is not None:
         return False
-    return verifier.needs.compares or not (tree.size or verifier.needs.softened)
+    return _follows(verifier, tree)
+
+
+def _follows(verifier: Verifier, tree: DraftTree) -> bool:
+    """Whether the verdict follows from a draw after each node; without a draft every rule draws after the root."""
+    return is_following(verifier) or not (tree.size or verifier.needs.softened)
 
 
 def _take_best(chosen: Sequence[_Chosen], logits: Tensor) -> dict[int, Decision]:
@@ -105,8 +110,8 @@ def _draw_ahead(chosen: Sequence[_Chosen], probs: Tensor, chances: Chances, samp
     """Draw a token from each row of the sequences whose verdict follows from these draws; return the tokens by row."""
     draws = list[RowDraw]()
     for output, verifier in chosen:
-        request, tree, needs = output.item.request, output.tree, verifier.needs
-        if request.search is not None or not (needs.compares or not (tree.size or needs.softened)):
+        request, tree = output.item.request, output.tree
+        if request.search is not None or not _follows(verifier, tree):
             continue
         chance = chances.verify(request)
         if isinstance(chance, (Stream, KeyedNoise)):

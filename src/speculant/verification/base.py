@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from torch import Tensor
 
@@ -20,15 +20,12 @@ class VerifierNeeds:
     branches: it verifies trees with siblings; else only chains.
     softened: it needs greedy requests' distributions at temperature 1, unfiltered.
     greedy: the verifier that replaces it for greedy requests; None = none does.
-    compares: its verdict is that of `follow`, with a draw by the sequence's chance after each node of the path. The
-    engine may then draw a token after every node of all sequences at once, and does not call the verifier.
     """
 
     shared_noise: bool
     branches: bool
     softened: bool = False
     greedy: Verifier | None = None
-    compares: bool = False
 
 
 def require_chain(tree: DraftTree, verifier: str) -> None:
@@ -50,6 +47,25 @@ def follow(tree: DraftTree, token_after: Callable[[int], int]) -> Verdict | None
         path.append(node)
         token = following
     return Verdict(tuple(path), token)
+
+
+_Verify = TypeVar("_Verify", bound=Callable[..., Verdict])
+_FOLLOWING = set[Callable[..., Verdict]]()
+
+
+def following(verify: _Verify) -> _Verify:
+    """Mark a `Verifier.verify` whose verdict is that of `follow`, with a draw by the chance after each node.
+
+    The engine may then draw a token after every node of all sequences at once, and does not call it. A function that
+    replaces or wraps it is called.
+    """
+    _FOLLOWING.add(verify)
+    return verify
+
+
+def is_following(verifier: Verifier) -> bool:
+    """Whether the verdicts of a verifier follow from a draw after each node."""
+    return getattr(verifier.verify, "__func__", None) in _FOLLOWING
 
 
 class Verifier(Protocol):

@@ -11,15 +11,16 @@ from torch import Tensor
 
 from speculant.sampling.chance import Chance
 from speculant.types import DraftTree, Verdict
-from speculant.verification.base import VerifierNeeds, follow
+from speculant.verification.base import VerifierNeeds, follow, following
 
 
 class Match:
     """See the module's docstring."""
 
     lossless = True
-    needs = VerifierNeeds(shared_noise=True, branches=True, compares=True)
+    needs = VerifierNeeds(shared_noise=True, branches=True)
 
+    @following
     def verify(self, tree: DraftTree, p: Tensor, chance: Chance) -> Verdict:
         """See `Verifier.verify`."""
         verdict = follow(tree, lambda node: chance.draw(p[1 + node]))

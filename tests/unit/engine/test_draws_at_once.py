@@ -18,10 +18,10 @@ from speculant.kernels.native import open_kernels
 from speculant.kernels.native_sampler import NativeSampler
 from speculant.kernels.reference_sampler import REFERENCE
 from speculant.params import SamplingParams
-from speculant.sampling.chance import KeyedChances
+from speculant.sampling.chance import Chance, KeyedChances
 from speculant.scheduling.scheduler import Scheduled
 from speculant.types import DraftTree, Verdict
-from speculant.verification.base import Verifier, VerifierNeeds
+from speculant.verification.base import Verifier
 from speculant.verification.match import Match
 from speculant.verification.rejection import build as rejection
 from tests.models import make_request
@@ -43,7 +43,8 @@ BATCHES = {
 class OneByOne(Match):
     """Draws along the path."""
 
-    needs = VerifierNeeds(shared_noise=True, branches=True)
+    def verify(self, tree: DraftTree, p: Tensor, chance: Chance) -> Verdict:
+        return super().verify(tree, p, chance)
 
 
 def samplers() -> list[Sampler]:

@@ -21,7 +21,6 @@ from speculant.models.base import Batch, Hidden
 from speculant.params import SamplingParams
 from speculant.sampling.chance import Chance
 from speculant.types import CommittedRows, DraftTree, Request, Verdict
-from speculant.verification.base import VerifierNeeds
 from speculant.verification.match import Match
 from tests.fakes import (
     MakeCache,
@@ -91,7 +90,6 @@ class Troubled(ScriptedDrafter):
 class TroubledRule(Match):
     """Raises at the third verification of the victim."""
 
-    needs = VerifierNeeds(shared_noise=True, branches=True)
     calls = 0
 
     def verify(self, tree: DraftTree, p: Tensor, chance: Chance) -> Verdict:
