@@ -17,20 +17,25 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from benchmarks.revisions import HERE, Worker, seconds
-
 from speculant.lab.bench.runner import Benchmark, quartiles
 from speculant.lab.inflation.pair import inflated_pair
 
+HERE = Path(__file__).parents[1]
 THIS, OTHER = "this", "other"
 REPEATS = 3  # of a pass of few rows, in a round; the median counts
 FEW = 64
 
+Worker = subprocess.Popen[str]
+
 
 def timed(worker: Worker, weights: str, before: int, rows: int) -> float:
     """Return the seconds of a pass in a worker."""
-    workload = f"pass, {weights}, {before}, {rows}"
-    return statistics.median(seconds(worker, workload) for _ in range(REPEATS if rows <= FEW else 1))
+    assert worker.stdin is not None
+    assert worker.stdout is not None
+    repeats = REPEATS if rows <= FEW else 1
+    worker.stdin.write(f"pass, {weights}, {before}, {rows}\n" * repeats)
+    worker.stdin.flush()
+    return statistics.median(float(worker.stdout.readline()) for _ in range(repeats))
 
 
 def compare(

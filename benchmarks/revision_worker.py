@@ -44,6 +44,8 @@ def run(workload: str, folders: list[str], engines: Engines) -> float:
         engines[model, drafting, batch] = LLM(
             target, max_num_seqs=int(batch), max_model_len=1024, dtype="bfloat16", enable_prefix_caching=False, **pair
         )
+        if measurement := getattr(engines[model, drafting, batch].engine, "measurement", None):
+            measurement.finish()
     prompts: list[Any] = [CODE[index % len(CODE)] for index in range(int(batch))]
     tokens = 64 if model == "small" else 24
     if distribution == "prompt":

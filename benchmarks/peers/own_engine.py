@@ -61,6 +61,7 @@ def measure(job: Job) -> Iterator[tuple[str, Measurement]]:
     target = load_model(job.models.target, "bfloat16", kernels="auto", quantization=quantization)
     for mode in job.modes:
         runtime = build_around(_config(job, mode), target)
+        runtime.engine.measurement.finish()  # nothing is drafted before it ends
         _run(runtime, job.workload.warm_up, job.workload.tokens)
         yield mode.name, _run(runtime, job.workload.prompts, job.workload.tokens)
 

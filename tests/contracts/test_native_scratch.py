@@ -157,7 +157,8 @@ DRAFT = (
     SETUP
     + """
 from speculant.cache.factory import slotted_cache
-from speculant.kernels.native import NativeSampler, Pass
+from speculant.kernels.native import Pass
+from speculant.kernels.native_sampler import NativeSampler
 from speculant.models.base import Chain, SequenceInput, build_batch
 from speculant.sampling.chance import KeyedChances
 from speculant.types import DraftTree

@@ -34,5 +34,5 @@ def round_heads(x: Tensor) -> Tensor:
 def read_heads(stored: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the numbers [..., dim] of rounded heads [..., dim + SCALE_BYTES] in a type of floats."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    scales = stored[..., -SCALE_BYTES:].contiguous().view(torch.float32)
+    scales = stored[..., -SCALE_BYTES:].clone(memory_format=torch.contiguous_format).view(torch.float32)
     return (stored[..., :-SCALE_BYTES].to(wide) * scales.to(wide)).to(dtype)

@@ -51,7 +51,7 @@ from speculant.models.backends.base import find_backends
 from speculant.models.base import CausalLM, scratch_of
 from speculant.models.source import read_model_config, resolve_source, resolve_tokenizer
 from speculant.models.vocabulary import MappedVocabulary, TargetVocabulary
-from speculant.models.weights.load import Checkpoint, load_model
+from speculant.models.weights.load import Checkpoint, check_loading, load_model
 from speculant.sampling.chance import KeyedChances
 from speculant.text.tokenizer import Tokenizer
 from speculant.verification.base import Verifier
@@ -87,6 +87,10 @@ def build_engine(config: EngineConfig) -> Runtime:
     find_backends(config.kernels, config.quantization, "quantization")
     if config.draft_quantization != AUTO:
         find_backends(config.kernels, rounded(config.draft_quantization), "draft_quantization")
+    check_loading(
+        config.dtype, config.device, config.quantization, config.weight_packing, config.model_backend,
+        config.kv_cache_dtype,
+    )  # fmt: skip
     with ThreadPoolExecutor(1) as beside:  # reading the tokenizer of a large vocabulary takes half a second
         folder = resolve_source(config.model, "target", config.revision, config.download_dir)
         tokenizer = beside.submit(load_tokenizer, config, folder)
@@ -135,7 +139,9 @@ def build_around(config: EngineConfig, target: Checkpoint, tokenizer: Tokenizer 
         drafters,
         measured.measurement,
     )
-    engine.measurement.run(START_S if 2 * target.weights >= LARGE_BYTES else math.inf)  # small ones take a second
+    # A small model takes a second. The slots of a slotted cache may all be taken later.
+    whole = 2 * target.weights < LARGE_BYTES or config.kv_cache_backend == "slotted"
+    engine.measurement.run(math.inf if whole else START_S)
     drafter = drafters.find(name) if name else None
     says = describe(config, spec, length) + notes
     if config.model_backend != AUTO:

@@ -28,12 +28,12 @@ from torch import Tensor
 from speculant.cache.base import KVCache, Moves, Slots
 from speculant.config import Limits
 from speculant.drafting.base import Drafter
-from speculant.engine.measuring import Measurement
+from speculant.engine.measuring import SLICE_S, Measurement
 from speculant.engine.runner import forward_target
-from speculant.errors import Guard
+from speculant.errors import CapacityError, Guard
 from speculant.files import cache_folder, key_of, write_file
 from speculant.kernels.base import Sampler
-from speculant.lengths.costs import CostCurve, KeyCosts, Reading, StepCosts
+from speculant.lengths.costs import UNKNOWN_COSTS, CostCurve, KeyCosts, Reading, StepCosts
 from speculant.metrics import RequestMetrics, TimingMetrics
 from speculant.models.base import CausalLM, relative_reads_of
 from speculant.params import SamplingParams
@@ -51,7 +51,6 @@ DRAFTED_AFTER = 16  # tokens of all sequences together
 MANY_ROWS = 8  # of a second pass after the longer text; the first has one row
 TEXTS = (16, 64, 256, 1024)  # tokens that a drafter with a cache of its own reads; longer ones if it is fast enough
 START_S = 0.3  # of the measurement of a large model, when an engine is built
-SLICE_S = 0.05  # of a slice, which every request can wait for
 BUDGET_S = 0.3  # for the target, and for each method and number of sequences
 LONG_SHARE = 0.3  # of it for passes after a long text
 LEAST_SIZES, LEAST_ROUNDS, MOST_ROUNDS = 2, 2, 15
@@ -87,7 +86,7 @@ class Calibration:
     """The subjects of the measurements: the target with its cache, and the drafters by method.
 
     identity: texts that name models, types and kernels; together with the machine they are the key of the kept curves.
-    measurement: runs the slices.
+    measurement: runs the slices. missed: sizes of the runs that were left out, because requests held too many blocks.
     """
 
     target: CausalLM
@@ -97,13 +96,14 @@ class Calibration:
     limits: Limits
     identity: Sequence[str]
     measurement: Measurement = field(default_factory=Measurement)
+    missed: list[int] = field(default_factory=list)
 
     def costs(self) -> StepCosts:
         """Return the curves: from disk if they are kept there, else usual ones, until the measurement fills them in."""
-        path, costs = folder() / f"{self._key()}.json", StepCosts(CostCurve({1: 1.0}))
+        path, costs = folder() / f"{self._key()}.json", StepCosts(CostCurve(UNKNOWN_COSTS))
         kept = read_curves(path)
         if kept is None:
-            self.measurement.begin(self._measured(costs, path))
+            self.measurement.begin(partial(self._measured, costs, path))
         else:
             self._fill(costs, kept)
         return costs
@@ -122,9 +122,13 @@ class Calibration:
         return key_of([PROCEDURE, *engine])
 
     def _measured(self, costs: StepCosts, path: Path) -> Slices:
-        """Measure everything, and keep the curves if the machine was not busy."""
+        """Measure everything, and keep the curves if they are complete and the machine was not busy."""
+        self.missed.clear()
         found = dict[str, Any]({"drafts": {}, "readings": {}})
         steady = yield from self._passes(found)
+        if 1 not in found["passes"]:
+            logger.info("requests left no room to measure the costs of passes: drafts have the usual costs")
+            return
         one_s = found["passes"][1]
         yield from self._keys(found)
         guard = Guard(logger, "and its drafts count as free")
@@ -135,20 +139,25 @@ class Calibration:
                     yield from self._read(method, drafter, one_s, found["readings"])
             except BaseException as error:  # noqa: BLE001 - anything but a failure is raised again
                 guard.note(f"drafter {method!r}", error)
+                self.missed.append(0)
         self._fill(costs, found)
-        if steady:
+        if steady and not self.missed:
             write_file(path, found)
-        logger.info(
-            "measured the costs of passes and drafts%s",
-            "" if steady else ": again at the next start, as other programs were busy",
-        )
+            logger.info("measured the costs of passes and drafts")
+        else:
+            why = "some are missing" if self.missed else "other programs were busy"
+            logger.info("measured the costs of passes and drafts; %s: they are measured again at the next start", why)
 
     def _measure_drafts(self, method: str, drafter: Drafter, drafts: dict[str, dict[int, dict[int, float]]]) -> Slices:
         curves = dict[int, dict[int, float]]()
         for many in SEQUENCES:
             if many <= max(1, self.limits.max_num_seqs):
-                curves[many] = yield from self._drafts(drafter, many)
-        drafts[method] = curves
+                try:
+                    curves[many] = yield from self._drafts(drafter, many)
+                except CapacityError:
+                    self.missed.append(many)
+        if curves:
+            drafts[method] = curves
 
     def _passes(self, found: dict[str, Any]) -> Generator[None, None, bool]:
         """Measure the seconds of a pass and its distributions, by rows; return whether they were steady."""
@@ -167,14 +176,16 @@ class Calibration:
         long_s = least_seconds(
             (yield from self._timing(length, [1, MANY_ROWS], Rounds(share=LONG_SHARE, is_warm=True)))
         )
+        if not {1, MANY_ROWS} <= long_s.keys():
+            return
         first_s, many_s = (max(0.0, long_s[rows] - short_s[rows]) / length for rows in (1, MANY_ROWS))
         found["keys"] = KeyCosts(first_s / short_s[1], max(0.0, many_s - first_s) / (MANY_ROWS - 1) / short_s[1])
 
     def _timing(self, length: int, sizes: Sequence[int], rounds: Rounds = ONCE_WARM) -> Generator[None, None, Times]:
-        """Time passes of some rows after a text. They wait while requests leave too few blocks."""
+        """Time passes of some rows after a text."""
         (request,) = requests(1, length + 1, self.target.vocab_size)
         decode, text = partial(self._decode, request, count()), partial(self._text, request.seq_id, length)
-        return timing(decode, sizes, rounds, lambda rows: self.cache.free_tokens() >= length + rows, text)
+        return timing(decode, sizes, rounds, text, self.missed)
 
     @contextmanager
     def _text(self, seq_id: int, length: int) -> Iterator[None]:
@@ -312,17 +323,30 @@ def timing(
     run: Callable[[int], object],
     sizes: Sequence[int],
     rounds: Rounds = ONCE_WARM,
-    has_room: Callable[[int], bool] = lambda size: True,
     around: Callable[[], AbstractContextManager[None]] = nullcontext,
+    missed: list[int] | None = None,
 ) -> Generator[None, None, Times]:
     """Return the seconds of each round of `run` at the first sizes that have LEAST_ROUNDS rounds within the budget.
 
-    Each run is a slice. has_room: whether a size can run now. around: makes a context for each run.
+    Each run is a slice. around: makes a context for each run. missed: gets sizes for which a cache has no room; they are
+    left out. None = all fit.
     """
     seconds, done, spent_s, budget_s, chosen = Times(), 0, 0.0, rounds.share * BUDGET_S, [*sizes]
+
+    def seconds_of(size: int) -> float | None:
+        try:
+            with around():
+                started = time.perf_counter()
+                run(size)
+                return time.perf_counter() - started
+        except CapacityError:
+            if missed is None:
+                raise
+            missed.append(size)
+            return None
+
     if not rounds.is_warm:
-        with around():
-            run(sizes[0])
+        seconds_of(sizes[0])
         yield
     for place, size in enumerate(chosen * MOST_ROUNDS):
         if place == rounds.least:
@@ -330,14 +354,12 @@ def timing(
         if spent_s > budget_s and done >= rounds.runs:
             break
         if size in chosen:
-            while not has_room(size):
-                yield
-            with around():
-                started = time.perf_counter()
-                run(size)
-                own_s = time.perf_counter() - started
-            seconds.setdefault(size, []).append(own_s)
-            spent_s, done = spent_s + own_s, done + 1
+            own_s = seconds_of(size)
+            if own_s is None:
+                chosen.remove(size)
+            else:
+                seconds.setdefault(size, []).append(own_s)
+                spent_s, done = spent_s + own_s, done + 1
             yield
     return seconds
 

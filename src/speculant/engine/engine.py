@@ -13,7 +13,7 @@ from speculant.constraints import Constraint
 from speculant.engine.commit import Committed, ending_with, fail
 from speculant.engine.drafters import Drafters
 from speculant.engine.guarded_length import GuardedLength
-from speculant.engine.measuring import Measurement
+from speculant.engine.measuring import SLICE_S, Measurement
 from speculant.engine.profiling import Mark, unmarked
 from speculant.engine.requests import CheckedRequest, RequestFactory, RequestRules
 from speculant.engine.runner import check_target
@@ -31,6 +31,8 @@ from speculant.types import Request, StepOutput, StopChecker
 from speculant.verification.base import Verifier
 
 logger = logging.getLogger(__name__)
+
+MOST_DELAYS = 8  # steps in a row that a measurement gives way to new requests
 
 
 @dataclass(frozen=True)
@@ -61,9 +63,9 @@ class Engine:
         drafters: Drafters | None = None,
         measurement: Measurement | None = None,
     ) -> None:
-        """measurement: measures the costs that the policy compares, after steps that only decode."""
+        """measurement: measures the costs that the policy compares, between steps."""
         self.measurement = measurement or Measurement()
-        self._measures_next_s = 0.0  # seconds of the last step, if it only decoded
+        self._last_s, self._is_new, self._delays = 0.0, False, 0  # of the last step; see `_measure`
         self._drafters = Drafters() if drafters is None else drafters
         taps = [layer for layer in self._drafters.hidden_layers if layer != target.num_layers + 1]
         check_taps(taps, target.num_layers)
@@ -114,7 +116,7 @@ class Engine:
         if request_id in self._by_id:
             raise RequestError(f"the request id {request_id!r} is in use", "give each request an id of its own.")
         samples = self._factory.make(checked, request_id, stop_checker)
-        self._measures_next_s = 0.0
+        self._is_new = True
         sequences = samples[: _num_sequences(checked.params)]
         self._scheduler.add(sequences)
         self._by_id[request_id] = list(sequences)
@@ -154,7 +156,6 @@ class Engine:
         started = time.perf_counter()
         with self.mark("schedule"):
             schedule = self._scheduler.schedule()
-        decodes = all(item.decodes for item in schedule.items)
         for request in schedule.preempted:
             self._drafters.end(request)
         committed, draft_s, verify_s = self._run(schedule)
@@ -170,15 +171,19 @@ class Engine:
         self.metrics.draft_s += draft_s
         self.metrics.verify_s += verify_s
         self.metrics.other_s += time.perf_counter() - started - draft_s - verify_s
-        if decodes and self.measurement.active:
-            self._measures_next_s = time.perf_counter() - started
+        self._last_s = time.perf_counter() - started
         return outputs
 
     def _measure(self) -> None:
-        """Continue the measurement for as long as the last step took, if it only decoded and no request came since."""
-        if self._measures_next_s:
-            self.measurement.run(self._measures_next_s)
-        self._measures_next_s = 0.0
+        """Continue the measurement for as long as the last step took. A new request goes first, but not always."""
+        if not self.measurement.active:
+            return
+        if self._is_new and self._delays < MOST_DELAYS:
+            self._delays += 1
+        else:
+            self.measurement.run(min(self._last_s, SLICE_S))
+            self._delays = 0
+        self._is_new = False
 
     def check_target(self) -> None:
         """Raise the target's own error if it can't compute anything at all."""

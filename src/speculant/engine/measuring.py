@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -13,11 +13,14 @@ from speculant.errors import Guard
 
 logger = logging.getLogger(__name__)
 
+SLICE_S = 0.05  # that every request can wait for
+
 
 class Measurement:
     """Measures costs slice by slice. While it is `active`, nothing is drafted."""
 
     def __init__(self) -> None:
+        self._make: Callable[[], Iterator[None]] = lambda: iter(())
         self._slices: Iterator[None] | None = None
         self._guard = Guard(logger, "and drafts have the usual costs")
 
@@ -26,9 +29,9 @@ class Measurement:
         """Whether slices are left."""
         return self._slices is not None
 
-    def begin(self, slices: Iterator[None]) -> None:
-        """Take over the slices; each `next` runs one of them."""
-        self._slices = slices
+    def begin(self, make: Callable[[], Iterator[None]]) -> None:
+        """Take over a function that makes the slices; each `next` runs one. After an interrupt they begin anew."""
+        self._make, self._slices = make, make()
 
     @torch.inference_mode()
     def run(self, seconds: float) -> None:
@@ -40,8 +43,9 @@ class Measurement:
             except StopIteration:
                 self._slices = None
             except BaseException as error:  # noqa: BLE001 - anything but a failure is raised again
-                self._slices = None
+                self._slices = self._make()
                 self._guard.note("the measurement of costs", error)
+                self._slices = None
             if time.perf_counter() - started >= seconds:
                 break
 

@@ -21,7 +21,7 @@ from speculant.errors import ConfigError, suggest
 from speculant.lengths.acceptance import MethodAcceptance
 from speculant.lengths.backlog import LEAST, Backlogs
 from speculant.lengths.base import DraftLengthContext, DraftOutcome, ScoredDraft, num_rows
-from speculant.lengths.costs import LEARNT, ROW_SHARE, CostCurve, Mean, StepCosts
+from speculant.lengths.costs import LEARNT, ROW_SHARE, UNKNOWN_COSTS, CostCurve, Mean, StepCosts
 from speculant.lengths.explore import Experiments
 from speculant.lengths.plan import (
     Array,
@@ -41,7 +41,6 @@ PROBE = 1  # nodes of a draft that is tried
 PLAIN_STEPS = 6  # of an experiment without drafts; its last half is timed, when the processor's caches are as usual
 HOLDS, RESTS = 8, 64  # steps for which a plan holds, with drafts and without
 LOOKUP_MEMORY = 0.05  # weight of the newest call
-UNKNOWN_COSTS = {1: 1.0, 64: 1.5}  # of a pass, in any unit, if nothing was measured
 
 
 @dataclass

@@ -23,6 +23,7 @@ OUTLIER = 0.1  # logarithm by which a step counts as slower or faster at most
 LEARNT = 16  # first steps, whose median is the level
 COMPARED, NEAR = 5, 8  # last steps of a kind that are compared with those of the other, and how long they count
 SMALLEST = 1e-9  # ratio of times
+UNKNOWN_COSTS = {1: 1.0, 64: 1.5}  # of a pass, in any unit, if nothing was measured
 ROW_SHARE = 0.02  # of a pass of one row: what one more row costs that reads nothing more
 LEAST_TABLE = 32  # sizes that are interpolated at once
 

@@ -50,7 +50,7 @@ def follow(tree: DraftTree, token_after: Callable[[int], int]) -> Verdict | None
 
 
 _Verify = TypeVar("_Verify", bound=Callable[..., Verdict])
-_FOLLOWING = set[Callable[..., Verdict]]()
+_FOLLOWS = "__follows__"  # an attribute of a function: the function itself
 
 
 def following(verify: _Verify) -> _Verify:
@@ -59,13 +59,14 @@ def following(verify: _Verify) -> _Verify:
     The engine may then draw a token after every node of all sequences at once, and does not call it. A function that
     replaces or wraps it is called.
     """
-    _FOLLOWING.add(verify)
+    setattr(verify, _FOLLOWS, verify)
     return verify
 
 
 def is_following(verifier: Verifier) -> bool:
     """Whether the verdicts of a verifier follow from a draw after each node."""
-    return getattr(verifier.verify, "__func__", None) in _FOLLOWING
+    verify = getattr(verifier.verify, "__func__", None)
+    return verify is not None and getattr(verify, _FOLLOWS, None) is verify
 
 
 class Verifier(Protocol):

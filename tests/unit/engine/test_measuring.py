@@ -56,9 +56,7 @@ def test_first_token_does_not_wait_for_measurements(
     assert engine.step(), "the step of the prompt has no token"
     assert slices == []
     engine.step()
-    assert slices == [], "the step that follows a prompt waits"
-    engine.step()
-    assert slices == [2]
+    assert slices == [1]
 
 
 def test_costs_are_complete_after_some_steps(
@@ -96,22 +94,59 @@ def test_a_waiting_prompt_goes_first(checkpoints: Checkpoints, kept: Path, monke
 
 
 def test_slices_hold_no_blocks_of_the_target(checkpoints: Checkpoints, kept: Path) -> None:
-    """And they wait while requests leave too few of them."""
+    """And they are left out while requests leave too few of them: the measurement ends, and is not kept."""
     engine = adaptive(checkpoints).engine
     cache, free = engine._context.cache, set[int]()
     while engine.measurement.active:
         free.add(cache.free_tokens())
         engine.measurement.run(0.0)
     assert free == {cache.num_blocks * cache.block_size}
+    (file,) = kept.glob("*.json")
     other = adaptive(checkpoints, max_model_len=128).engine
     held = other._context.cache
     held.reserve(99, held.free_tokens())
-    for _ in range(50):
-        other.measurement.run(0.0)
-    assert other.measurement.active
-    held.release(99)
     other.measurement.finish()
     assert not other.measurement.active
+    assert [*kept.glob("*.json")] == [file]
+    held.release(99)
+    assert held.free_tokens() == held.num_blocks * held.block_size
+
+
+def test_a_steady_load_does_not_end_drafts(checkpoints: Checkpoints, kept: Path) -> None:
+    """A new request goes first, but not always."""
+    engine = adaptive(checkpoints).engine
+    for number in range(2000):
+        if engine.accepts(1):
+            engine.add_request([1, 2, number % 50], SamplingParams(temperature=0, max_tokens=1), f"{number}")
+        engine.step()
+        if not engine.measurement.active:
+            break
+    assert not engine.measurement.active
+    assert number > 10
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 2])
+def test_slots_are_measured_before_requests_hold_them(checkpoints: Checkpoints, kept: Path, max_num_seqs: int) -> None:
+    engine = adaptive(checkpoints, kv_cache_backend="slotted", max_num_seqs=max_num_seqs).engine
+    assert not engine.measurement.active
+    assert [*kept.glob("*.json")]
+
+
+def test_an_interrupted_measurement_begins_anew() -> None:
+    def slices() -> Any:
+        made.append(0)
+        yield
+        if len(made) == 1:
+            raise KeyboardInterrupt
+
+    made, measurement = list[int](), Measurement()
+    measurement.begin(slices)
+    with pytest.raises(KeyboardInterrupt):
+        measurement.finish()
+    assert measurement.active
+    measurement.finish()
+    assert made == [0, 0]
+    assert not measurement.active
 
 
 def test_a_measurement_lasts_as_long_as_it_may() -> None:
@@ -122,7 +157,7 @@ def test_a_measurement_lasts_as_long_as_it_may() -> None:
             yield
 
     done, measurement = list[int](), Measurement()
-    measurement.begin(slices())
+    measurement.begin(slices)
     measurement.run(0.0)
     assert done == [0], "one slice runs in any case"
     measurement.run(0.025)
@@ -138,7 +173,7 @@ def test_a_measurement_that_fails_ends(caplog: pytest.LogCaptureFixture) -> None
         raise RuntimeError("no")
 
     measurement = Measurement()
-    measurement.begin(slices())
+    measurement.begin(slices)
     measurement.finish()
     assert not measurement.active
     assert "the measurement of costs failed" in caplog.text

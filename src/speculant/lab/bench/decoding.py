@@ -68,6 +68,7 @@ def decode(
 ) -> Decoded:
     """Generate `tokens` tokens after each prompt, greedily; speculation: as in `SamplingParams`."""
     engine = runtime.engine
+    engine.measurement.finish()  # nothing is drafted before it ends
     params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, speculation=speculation)
     before, started = engine.metrics.steps, time.perf_counter()
     requests = [engine.add_request(prompt, params, f"{before}-{index}")[0] for index, prompt in enumerate(prompts)]

@@ -32,6 +32,7 @@ def complete(
 
     Raises the first error that ended a request, as a SpeculantError.
     """
+    runtime.engine.measurement.finish()  # nothing is drafted before it ends
     requests: list[Request] = []
     for number, (prompt, each) in enumerate(zip(prompts, params, strict=True)):
         while runtime.engine.has_unfinished() and (alone or not runtime.engine.accepts(1)):

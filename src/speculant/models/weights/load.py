@@ -108,9 +108,8 @@ def load_model(
     "cuda", which may have an index. Code and pickles of a checkpoint are never run. Raises ModelError for a checkpoint
     that can't be used, ConfigError for a wrong option, or a backend that can't compute the model.
     """
-    started, place = time.perf_counter(), _read_device(device)
-    _check_dtype(dtype)
-    check_options(model_backend, quantization, weight_packing, read_cache_dtype(kv_cache_dtype))
+    started = time.perf_counter()
+    place = check_loading(dtype, device, quantization, weight_packing, model_backend, kv_cache_dtype)
     folder = resolve_source(source, role, revision, download_dir)
     if model_backend != AUTO:
         computed = load_by_transformers(folder, dtype, place, head_tokens, vocabulary)
@@ -138,6 +137,21 @@ def load_model(
         model, config, folder, chosen, ends, generation, sampling, name, description, backend, made, kept.mapped_bytes,
         () if tensors.quantised_kinds() else backend.quantizations, matrix_weights(files.decoder),
     )  # fmt: skip
+
+
+def check_loading(
+    dtype: str,
+    device: str,
+    quantization: str | None,
+    weight_packing: str,
+    model_backend: str,
+    kv_cache_dtype: str,
+) -> torch.device:
+    """Return the device, and check options of `load_model` before any file is looked up. Raises ConfigError."""
+    place = _read_device(device)
+    _check_dtype(dtype)
+    check_options(model_backend, quantization, weight_packing, read_cache_dtype(kv_cache_dtype))
+    return place
 
 
 def _read_settings(
