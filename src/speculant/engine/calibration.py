@@ -1,7 +1,7 @@
 """Measures the costs of a target pass and of a draft on this machine, for draft-length policies that need them.
 
 The first tokens of a large model do not wait until all is measured: the measurement consists of slices, which an engine
-runs between its first steps, each time for as long as the last step took. These steps have no drafts. A slice holds no
+runs between its first steps, each time for about as long as the last step took. These steps have no drafts. A slice holds no
 blocks of the target's cache after its end. The curves are kept on disk, in $XDG_CACHE_HOME/speculant/costs, under a key
 of models, types and machine. The policy follows the real steps from then on, so a curve only has to have the right
 shape.
@@ -328,8 +328,8 @@ def timing(
 ) -> Generator[None, None, Times]:
     """Return the seconds of each round of `run` at the first sizes that have LEAST_ROUNDS rounds within the budget.
 
-    Each run is a slice. around: makes a context for each run. missed: gets sizes for which a cache has no room; they are
-    left out. None = all fit.
+    Each run is a slice. around: makes a context for each run. missed: gets the sizes for which a cache has no room, and
+    which are left out. None = all fit.
     """
     seconds, done, spent_s, budget_s, chosen = Times(), 0, 0.0, rounds.share * BUDGET_S, [*sizes]
 
