@@ -34,7 +34,7 @@ def model_of(isa: str, threads: int, weights: str, variant: str) -> NativeDecode
 
 @torch.inference_mode()
 def decode(model: NativeDecoder, others: int = 0) -> Tensor:
-    """Return the hidden states after NEXT, in a pass with so many other sequences."""
+    """Compute NEXT in one pass with `others` more sequences, and return its hidden states."""
     storage = paged_cache(model.cache_shape, 64, 16)
     sequences = range(1 + others)
     for seq_id in sequences:

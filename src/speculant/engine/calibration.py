@@ -1,10 +1,10 @@
 """Measures the costs of a target pass and of a draft on this machine, for draft-length policies that need them.
 
-The first tokens of a large model do not wait until all is measured: the measurement consists of slices, which an engine
-runs between its first steps, each time for about as long as the last step took. These steps have no drafts. A slice holds no
-blocks of the target's cache after its end. The curves are kept on disk, in $XDG_CACHE_HOME/speculant/costs, under a key
-of models, types and machine. The policy follows the real steps from then on, so a curve only has to have the right
-shape.
+The first tokens of a large model do not wait until all is measured. The measurement consists of slices, which an engine
+runs between its first steps, each time for about as long as the last step took. These steps have no drafts. A slice
+holds no blocks of the target's cache after its end. The curves are kept on disk, in $XDG_CACHE_HOME/speculant/costs,
+under a key of models, types and machine. The policy follows the real steps from then on, so a curve only has to have
+the right shape.
 """
 
 from __future__ import annotations

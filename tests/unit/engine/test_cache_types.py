@@ -1,4 +1,4 @@
-"""`kv_cache_dtype`: its values, what it is refused with, and the room that it makes."""
+"""`kv_cache_dtype`: accepted and refused values, and the positions that fit into the cache."""
 
 from __future__ import annotations
 

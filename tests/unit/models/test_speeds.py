@@ -64,5 +64,6 @@ def test_speeds_are_measured_once(kernels: Kernels, monkeypatch: pytest.MonkeyPa
     assert speeds.kept_speeds(kernels, kinds) == found
     assert speeds.kept_speeds(kernels, [*kinds, (Type.Q5_1, 512)])[Type.Q5_1, 512] == 7.0
     assert len(json.loads(file.read_text())) == len(kinds) + 1
-    file.write_text("[]")
-    assert speeds.kept_speeds(kernels, kinds) == dict.fromkeys(kinds, 7.0)
+    for damaged in ("", "[]", "[" * 100_000, '{"F32 512": null}'):
+        file.write_text(damaged)
+        assert speeds.kept_speeds(kernels, kinds) == dict.fromkeys(kinds, 7.0)

@@ -71,7 +71,7 @@ def kept_speeds(kernels: Kernels, kinds: Collection[Kind]) -> dict[Kind, float]:
     path = cache_folder("costs") / f"{key_of(facts)}.speeds.json"
     names = {f"{type_.name} {k}": (type_, k) for type_, k in kinds}
     kept = dict[str, float]()
-    with suppress(OSError, ValueError, TypeError, AttributeError):
+    with suppress(OSError, ValueError, TypeError, AttributeError, RecursionError):
         read = json.loads(path.read_text(encoding="utf-8")).items()
         kept = {str(name): float(seconds) for name, seconds in read if 0 < float(seconds) < math.inf}
     if missing := {name: kind for name, kind in names.items() if name not in kept}:
