@@ -123,17 +123,20 @@ def rounded_session(folder: Path, dtype: str, kernels: str) -> Session:
 def test_every_family_reads_the_numbers_of_the_reference(case: tuple[str, str], tmp_path: Path) -> None:
     """Windows, sinks, soft caps, norms of keys, shared layers and odd dimensions; and they are near the model's own.
 
-    A number between two integers may be rounded to either one, so a few rows differ by a step of one number.
+    A number between two integers may be rounded to either one, so a few rows differ by a step of one number. Random
+    weights magnify roundings, some far more than others. A cache of bfloat16, which rounds more finely, shows how far.
     """
     folder, tokens = write_variant(tmp_path, *case), random_tokens(24)
     wide = rounded_session(folder, "float64", "reference").extend(tokens)
     seen = rounded_session(folder, "float32", "native").extend(tokens)
-    own = Session(load_model(str(folder), "float64").model).extend(tokens)
+    own, fine = (
+        Session(load_model(str(folder), "float64", kv_cache_dtype=stored).model).extend(tokens)
+        for stored in ("auto", "bfloat16")
+    )
     steps = (seen - wide).abs().amax(-1)
     assert float(steps.median()) < 1e-4
     assert float(steps.max()) < 0.05
-    difference = float((wide - own).norm() / own.norm())
-    assert 0 < difference < 0.2
+    assert 0 < (wide - own).norm() < 10 * (fine - own).norm()
 
 
 @NATIVE
