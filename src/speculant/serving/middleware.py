@@ -12,11 +12,11 @@ from contextlib import suppress
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from speculant.serving.clients import API_KEY
 from speculant.serving.errors import ApiError
 from speculant.serving.options import ServerOptions
 from speculant.serving.wire import error_response
 
-API_KEY = "speculant.api_key"  # in a scope: the key of the client
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _LINGER = 1.0  # seconds of discarding the rest of a refused body, so that the client reads the response
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
@@ -17,6 +16,7 @@ from starlette.responses import Response
 from speculant.engine.async_engine import AsyncEngine
 from speculant.params import SamplingParams
 from speculant.serving.answers import Answer, Call, Chunk
+from speculant.serving.clients import API_KEY, key_digest
 from speculant.serving.errors import ApiError, api_error, refusal
 from speculant.serving.metrics import RequestMeter, ServerMetrics
 from speculant.serving.options import ServerOptions
@@ -142,7 +142,7 @@ class Service:
     async def _work(self, engine: AsyncEngine, request: Request, job: Job) -> Work:
         prompts = await job.make_prompts()
         params = await self.prompts.of_params(engine, job.params)
-        salt = salt_of(request.scope.get("speculant.api_key"), job.body.cache_salt)
+        salt = salt_of(request.scope.get(API_KEY), job.body.cache_salt)
         return Work(uuid.uuid4().hex, prompts, params, job.body.priority or 0, salt)
 
     def _totals(self) -> Any:
@@ -166,8 +166,7 @@ def salt_of(api_key: str | None, own: str | None) -> str:
     """Return the salt of a request's prefix cache. Different keys share nothing, nor do different salts of a key."""
     if api_key is None:
         return own or ""
-    key = hashlib.sha256(api_key.encode("utf-8")).hexdigest()
-    return f"{key}:{own or ''}"
+    return f"{key_digest(api_key)}:{own or ''}"
 
 
 async def _whole(chunks: AsyncGenerator[Sequence[Chunk], None], answer: Answer) -> Response:
