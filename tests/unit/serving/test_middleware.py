@@ -11,7 +11,8 @@ import httpx
 import pytest
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from speculant.serving.middleware import API_KEY, ApiKeys, RequestIds, RequestLimits
+from speculant.serving.clients import API_KEY
+from speculant.serving.middleware import ApiKeys, RequestIds, RequestLimits
 from speculant.serving.options import ServerOptions
 
 
