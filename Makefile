@@ -22,7 +22,7 @@ INPUTS := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*)
 
 .DEFAULT_GOAL := help
 unexport PYTHONDONTWRITEBYTECODE # each test process and command would compile the same files again
-.PHONY: help demo test test-all soak clients real-models real sanitize bf16-model check format bench clean
+.PHONY: help demo test test-all soak soak-server clients real-models real sanitize bf16-model check format bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -39,6 +39,9 @@ test-all: $(VENV)/.installed-dev ## every test with every combination of paramet
 
 soak: $(VENV)/.installed-dev ## random schedules for the engine, SOAK times as many as the tests walk
 	SPECULANT_SOAK=$(SOAK) $(PYTEST) -m slow tests/exactness/test_schedules.py
+
+soak-server: $(VENV)/.installed-dev ## a server under mixed load for SECONDS, 3600 unless given: its memory must not grow
+	$(BIN)/python -m tests.soak_server --seconds $(or $(SECONDS),3600)
 
 clients: $(VENV)/.installed-dev build/clients/.installed ## live: other programs' clients, in an environment of their own
 	$(BIN)/python -m tests.clients.run build/clients/venv/bin/python build/clients
