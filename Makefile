@@ -5,6 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 JOBS ?= auto
 SOAK ?= 20
+SOAK_SECONDS ?= 3600
 NATIVE_TESTS := tests/contracts/test_native_kernels.py tests/contracts/test_native_attention.py \
 	tests/contracts/test_native_bf16.py tests/contracts/test_native_probs.py tests/contracts/test_native_threads.py \
 	tests/contracts/test_native_coding.py tests/contracts/test_native_packing.py \
@@ -40,8 +41,8 @@ test-all: $(VENV)/.installed-dev ## every test with every combination of paramet
 soak: $(VENV)/.installed-dev ## random schedules for the engine, SOAK times as many as the tests walk
 	SPECULANT_SOAK=$(SOAK) $(PYTEST) -m slow tests/exactness/test_schedules.py
 
-soak-server: $(VENV)/.installed-dev ## a server under mixed load for SECONDS, 3600 unless given: its memory must not grow
-	$(BIN)/python -m tests.soak_server --seconds $(or $(SECONDS),3600)
+soak-server: $(VENV)/.installed-dev ## a server under mixed load for SOAK_SECONDS: its memory must not grow
+	$(BIN)/python -m tests.soak_server --seconds $(SOAK_SECONDS)
 
 clients: $(VENV)/.installed-dev build/clients/.installed ## live: other programs' clients, in an environment of their own
 	$(BIN)/python -m tests.clients.run build/clients/venv/bin/python build/clients
