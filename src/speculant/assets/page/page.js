@@ -21,7 +21,9 @@ const EXAMPLES = {
   ],
 };
 
-const state = { model: null, messages: [], running: null, last: null };
+// model: the name of the model; null until the server is known. messages: of the chat. running: stops what runs now.
+// last: the last comparison. asked: a key was asked for. loading, waiting: the model is being loaded, and the timer.
+const state = { model: null, messages: [], running: null, last: null, asked: false, loading: false, waiting: null };
 
 // Requests.
 
@@ -49,8 +51,10 @@ async function connect() {
   say("problem", "");
   say("connection", state.model ? "" : "Connecting …");
   try {
-    const { data } = await (await call("v1/models")).json();
-    open(data[0]);
+    const response = await call("v1/models");
+    const models = await response.json().catch(() => null);
+    if (!models?.data?.length) throw new Error("There is no server of models at this address.");
+    open(models.data[0]);
   } catch (error) {
     fail(error);
   }
@@ -58,6 +62,7 @@ async function connect() {
 
 function fail(error) {
   const loading = error.code === "loading";
+  element("key-form").hidden = error.status !== 401;
   say("connection", loading ? "The model is being loaded. This page starts by itself." : "");
   if (loading) waitForModel();
   else if (error.status === 401) askForKey();
@@ -77,7 +82,7 @@ function askForKey() {
   const field = element("api-key");
   if (field.value) say("problem", "The server does not accept this key.");
   show(false);
-  element("key-form").hidden = false;
+  state.asked = true;
   field.focus();
   field.select();
 }
@@ -94,7 +99,6 @@ function show(works) {
 }
 
 function open({ id, max_model_len: longest, chat, speculation }) {
-  const asked = !element("key-form").hidden;
   const { on = false, detail = "" } = speculation ?? {};
   state.loading = false;
   say("connection", "");
@@ -117,7 +121,8 @@ function open({ id, max_model_len: longest, chat, speculation }) {
   }
   choose();
   show(true);
-  if (asked) element("examples").querySelector("button").focus();
+  if (state.asked) element("examples").querySelector("button").focus();
+  state.asked = false;
 }
 
 // Settings.
@@ -244,7 +249,8 @@ async function runOne(path, body, panel, signal) {
       for (const piece of run.pieces.slice(seen)) panel.add(piece);
     }
   } catch (error) {
-    throw error instanceof TypeError ? new Error("The answer broke off before its end.") : error;
+    const broken = error instanceof TypeError || error instanceof SyntaxError;
+    throw broken ? new Error("The answer broke off before its end.") : error;
   } finally {
     panel.draw();
   }
