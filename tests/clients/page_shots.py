@@ -86,7 +86,7 @@ def visit_demo(visits: Visits, server: ServerProcess) -> None:
             page.wait_for_selector(EXAMPLE)
             visits.save(page, f"{window}-{colours}-1-start")
             page.click(EXAMPLE)
-            page.wait_for_selector("#slow-text .plain")
+            page.wait_for_selector("#slow-text .plain", state="attached")
             visits.save(page, f"{window}-{colours}-2-running")
             _end(page)
             visits.save(page, f"{window}-{colours}-3-compared")
@@ -110,7 +110,7 @@ def _by_keys(visits: Visits, page: Any) -> None:
         page.keyboard.press("Tab")
     visits.save(page, "keys-1-focus")
     page.keyboard.press("Enter")
-    page.wait_for_selector("#fast-text .plain")
+    page.wait_for_selector("#fast-text .plain", state="attached")
     page.keyboard.press("Escape")
     _end(page)
     visits.save(page, "keys-2-stopped")
@@ -119,7 +119,10 @@ def _by_keys(visits: Visits, page: Any) -> None:
     page.keyboard.press("Control+Enter")
     _end(page)
     visits.save(page, "keys-3-compared")
-    page.keyboard.press("Shift+Tab")
+    page.click("#replay")
+    page.wait_for_selector("#slow-text .plain", state="attached")
+    visits.save(page, "replayed")
+    _end(page)
 
 
 def _chat_and_fail(visits: Visits, page: Any) -> None:

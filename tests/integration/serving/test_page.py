@@ -110,7 +110,7 @@ def test_models_say_whether_they_chat(
 
 def test_listed_tokens_come_with_the_answer_s_figures(serve: Callable[..., LiveServer]) -> None:
     server = serve(AsyncEngine("demo", draft_model="demo", max_num_seqs=2)).ready()
-    request = {"prompt": PROMPT, "max_tokens": 32, "temperature": 0}
+    request = {"prompt": PROMPT, "max_tokens": 32, "temperature": 0, "speculation": {"num_speculative_tokens": 4}}
     *others, last = server.chunks("/v1/completions", **request, speculant={"tokens": True})
     tokens = [token for chunk in (*others, last) for token in chunk["speculant_tokens"]]
     accepted = sum(token["drafted"] for token in tokens)
@@ -209,20 +209,23 @@ def test_page_starts_with_one_click(page: Any, demo: LiveServer) -> None:
     answer = demo.post("/v1/completions", prompt=prompt, **settings)["choices"][0]["text"]
     assert [page.text_content(f"#{side}-text") for side in ("fast", "slow")] == [prompt + answer] * 2
     assert "The two texts are identical." in said
-    assert texts(page, "fast", "accepted")
     assert texts(page, "slow", "plain") == answer
 
 
 def test_page_s_gain_is_that_of_the_two_times(page: Any) -> None:
+    page.click("summary >> nth=0")
+    page.select_option("#length", "4")
     page.fill("#prompt", PROMPT)
     page.press("#prompt", "Control+Enter")
     gain, fast, slow = re.findall(r"([\d.]+) times as fast.* took ([\d.]+) s instead of ([\d.]+) s", answered(page))[0]
     assert float(gain) == pytest.approx(float(slow) / float(fast), abs=0.06, rel=0.06)
-    counts = [page.text_content(f"#{side}-count") for side in ("fast", "slow")]
-    assert counts[1] == f"128 tokens in {slow} s"
+    assert page.text_content("#slow-count") == f"128 tokens in {slow} s"
+    assert page.text_content("#slow-guesses") == ""
+    figures = page.text_content("#fast-guesses")
     accepted = page.locator("#fast-text .accepted").count()
-    per_pass, right, drafted = re.findall(r"([\d.]+) tokens per pass · (\d+) of (\d+) guesses right", counts[0])[0]
-    assert int(right) == accepted <= int(drafted)
+    per_pass, right, drafted = re.findall(r"([\d.]+) tokens per pass, (\d+) of (\d+) guesses right", figures)[0]
+    assert 0 < int(right) == accepted <= int(drafted)
+    assert texts(page, "fast", "corrected")
     assert float(per_pass) == pytest.approx(128 / (128 - accepted), abs=0.15)
 
 
@@ -290,6 +293,8 @@ def test_page_chats_with_a_fixed_length(page: Any) -> None:
     assert sent[2]["messages"] == sent[3]["messages"]
     assert sent[2]["speculation"] == {"num_speculative_tokens": 4}
     assert page.locator("#fast-text h4").all_text_contents() == ["You", "Model"] * 2
+    hidden = page.eval_on_selector("#fast-text", "text => text.scrollHeight - text.scrollTop - text.clientHeight")
+    assert hidden < 40, "the end of the conversation is in sight"
 
 
 def test_page_stops_and_shows_the_error(page: Any) -> None:
@@ -414,6 +419,21 @@ def test_page_waits_for_the_model(visit: Callable[..., Any], serve: Callable[...
     expect(page.locator("#work")).to_be_visible(timeout=60_000)
 
 
+def test_page_asks_nothing_while_it_is_hidden(visit: Callable[..., Any], demo: LiveServer) -> None:
+    error = {"error": {"message": "The model is being loaded.", "code": "loading"}}
+    page = visit("about:blank")
+    page.add_init_script("Object.defineProperty(document, 'hidden', { value: true, writable: true });")
+    page.route("**/v1/models", lambda route: route.fulfill(status=503, json=error))
+    sent = sent_by(page)
+    page.goto(demo.url)
+    expect(page.locator("#connection")).to_contain_text("is being loaded")
+    page.wait_for_timeout(3000)
+    assert [path for _, path in sent if path not in PAGE] == ["/v1/models"]
+    page.unroute("**/v1/models")
+    page.evaluate("document.hidden = false; document.dispatchEvent(new Event('visibilitychange'))")
+    expect(page.locator("#work")).to_be_visible()
+
+
 def test_page_offers_another_try_when_the_server_is_gone(page: Any) -> None:
     page.route("**/v1/*", lambda route: route.abort())
     page.click("#run")
@@ -439,6 +459,7 @@ def test_page_of_a_plain_model_that_cannot_chat(
     assert page.is_hidden("#modes")
     expect(page.locator("#off")).to_contain_text(engine.speculation)
     assert page.is_hidden("#fast")
+    assert page.text_content("#slow-title") == "Plain"
     page.click("#examples button:nth-child(1)")
     said = answered(page)
     assert "The plain answer: " in said
@@ -465,6 +486,8 @@ def test_page_shows_hostile_texts_as_texts(page: Any) -> None:
     expect(page.locator("#problem")).to_have_text(hostile)
     assert page.locator("main img, main script, main b").count() == 0
     assert "broken" not in page.title()
+    write = "() => { try { document.body.innerHTML = '<b>x</b>'; } catch (error) { return error.name; } }"
+    assert page.evaluate(write) == "TypeError", "the policy forbids HTML from texts"
 
 
 def test_page_s_elements_have_names(page: Any) -> None:

@@ -73,14 +73,13 @@ export function comparison(fast, slow) {
   return { title: `${gainWords(gain)}.`, text: `${text} The two texts ${same ? "are identical" : "differ"}.` };
 }
 
-// The figures of one answer.
-export function summary({ tokens, milliseconds, figures }) {
-  const words = [`${tokens} tokens in ${seconds(milliseconds)}`];
-  if (figures?.tokens_per_pass) words.push(`${figures.tokens_per_pass.toFixed(1)} tokens per pass`);
-  if (figures?.num_draft_tokens) {
-    words.push(`${figures.num_accepted_draft_tokens} of ${figures.num_draft_tokens} guesses right`);
-  }
-  return words.join(" · ");
+export const timeOf = ({ tokens, milliseconds }) => `${tokens} tokens in ${seconds(milliseconds)}`;
+
+// The figures of one answer's guesses; "" = there were none.
+export function guessesOf({ figures }) {
+  if (!figures?.num_draft_tokens) return "";
+  const { tokens_per_pass: perPass, num_accepted_draft_tokens: right, num_draft_tokens: drafted } = figures;
+  return `${perPass.toFixed(1)} tokens per pass, ${right} of ${drafted} guesses right`;
 }
 
 // The tokens that a server has generated in all, from its metrics; NaN = unknown.

@@ -1,18 +1,20 @@
 // The page of a server: a prompt is answered with guesses and plain, side by side. It uses the server's public routes
 // alone, and shows texts of the server as text, never as HTML.
 
-import { Run, comparison, events, generatedTokens, seconds, summary } from "./measure.js";
+import { Run, comparison, events, generatedTokens, guessesOf, seconds, timeOf } from "./measure.js";
 
 const element = (id) => document.getElementById(id);
 const SIDES = ["fast", "slow"]; // with speculation, and plain
+const TITLES = { fast: "With guesses", slow: "Plain" };
+const ORDERED = { fast: "First: with guesses", slow: "Second: plain" };
 const NAMES = { fast: "answer with guesses", slow: "plain answer" };
 const LENGTHS = [1, 2, 3, 4, 5, 6, 8, 10, 12, 16];
 const LOADING_MS = 2000; // between questions whether the model is loaded
 const EXAMPLES = {
   completion: [
     ["Fibonacci", "def fibonacci(n):\n"],
-    ["Stack class", "class Stack:\n    def __init__(self):\n"],
-    ["File reader", "import os\n\n\ndef read_lines(path):\n"],
+    ["A stack", "class Stack:\n    def __init__(self):\n"],
+    ["Read a file", "import os\n\n\ndef read_lines(path):\n"],
   ],
   chat: [
     ["Fibonacci", "Write a Python function that returns the first n Fibonacci numbers."],
@@ -54,7 +56,7 @@ async function connect() {
     const response = await call("v1/models");
     const models = await response.json().catch(() => null);
     if (!models?.data?.length) throw new Error("There is no server of models at this address.");
-    open(models.data[0]);
+    showModel(models.data[0]);
   } catch (error) {
     fail(error);
   }
@@ -68,6 +70,7 @@ function fail(error) {
   else if (error.status === 401) askForKey();
   else {
     say("problem", error.message);
+    element("problem").scrollIntoView({ block: "nearest" });
     element("retry").hidden = Boolean(state.model) && !error.gone;
   }
 }
@@ -81,7 +84,7 @@ function waitForModel() {
 function askForKey() {
   const field = element("api-key");
   if (field.value) say("problem", "The server does not accept this key.");
-  show(false);
+  showWork(false);
   state.asked = true;
   field.focus();
   field.select();
@@ -94,11 +97,11 @@ function useKey(event) {
   else say("problem", "A key has letters, digits and signs of ASCII alone, and no spaces.");
 }
 
-function show(works) {
+function showWork(works) {
   element("work").hidden = element("skip").hidden = !works;
 }
 
-function open({ id, max_model_len: longest, chat, speculation }) {
+function showModel({ id, max_model_len: longest, chat, speculation }) {
   const { on = false, detail = "" } = speculation ?? {};
   state.loading = false;
   say("connection", "");
@@ -120,7 +123,7 @@ function open({ id, max_model_len: longest, chat, speculation }) {
     clear();
   }
   choose();
-  show(true);
+  showWork(true);
   if (state.asked) element("examples").querySelector("button").focus();
   state.asked = false;
 }
@@ -173,9 +176,14 @@ function choose() {
     return button;
   });
   element("examples").replaceChildren(...chosen);
-  for (const side of SIDES) element(side).hidden = !sides().includes(side);
+  const both = sides().length > 1;
+  for (const side of SIDES) {
+    element(side).hidden = !sides().includes(side);
+    say(`${side}-title`, (both ? ORDERED : TITLES)[side]);
+  }
+  element("chat-note").hidden = mode() !== "chat";
   document.querySelector(".legend").hidden = !sides().includes("fast");
-  element("run").textContent = sides().length > 1 ? "Compare" : "Run";
+  say("run", both ? "Compare" : "Run");
   if (!element("prompt").value && mode() === "completion") element("prompt").value = EXAMPLES.completion[0][1];
 }
 
@@ -197,7 +205,14 @@ function empty() {
     element(`${side}-text`).replaceChildren();
     element(`${side}-bar`).style.width = "0";
     say(`${side}-count`, "");
+    say(`${side}-guesses`, "");
   }
+}
+
+function finish(side, run, share) {
+  say(`${side}-count`, timeOf(run));
+  say(`${side}-guesses`, guessesOf(run));
+  element(`${side}-bar`).style.width = `${100 * share}%`;
 }
 
 function turn({ role, content }) {
@@ -217,6 +232,7 @@ class Panel {
     this.body = element(`${side}-text`);
     const all = chat ? [...turns, { role: "assistant", content: "" }] : turns;
     this.body.append(...all.flatMap(turn));
+    this.body.scrollTop = this.body.scrollHeight;
   }
 
   add(piece) {
@@ -278,14 +294,14 @@ async function answer(signal) {
   for (const [side, body] of planned.bodies) {
     say("status", `Writing the ${NAMES[side]} …`);
     runs[side] = await runOne(planned.path, body, panels[side], signal);
-    say(`${side}-count`, summary(runs[side]));
+    finish(side, runs[side], 0);
   }
   const after = compares ? await generated(signal) : NaN;
   remember(planned, Object.values(runs)[0]);
   if (compares) {
     state.last = { runs, planned };
     showComparison(runs, after - before > runs.fast.tokens + runs.slow.tokens);
-  } else for (const side in runs) say("status", `The ${NAMES[side]}: ${summary(runs[side])}.`);
+  } else for (const side in runs) say("status", `The ${NAMES[side]}: ${timeOf(runs[side])}.`);
 }
 
 function remember({ chat, turns }, run) {
@@ -299,17 +315,14 @@ function showComparison(runs, others) {
   const strong = document.createElement("strong");
   strong.textContent = title;
   const rough = others ? " Others used the server meanwhile, so the times are rough." : "";
-  element("status").replaceChildren(strong, ` ${text} The one with guesses was written first.${rough}`);
+  element("status").replaceChildren(strong, ` ${text}${rough}`);
   element("replay").hidden = false;
   showTimes(runs);
 }
 
 function showTimes(runs) {
   const longest = Math.max(runs.fast.milliseconds, runs.slow.milliseconds) || 1;
-  for (const side of SIDES) {
-    say(`${side}-count`, summary(runs[side]));
-    element(`${side}-bar`).style.width = `${(100 * runs[side].milliseconds) / longest}%`;
-  }
+  for (const side of SIDES) finish(side, runs[side], runs[side].milliseconds / longest);
 }
 
 // Both runs again, at the same time, each at the pace that was measured. Stopping it shows their ends.
