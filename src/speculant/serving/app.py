@@ -37,12 +37,14 @@ PAGE: Mapping[str, tuple[str, str]] = MappingProxyType(  # path: file and media 
         "/": ("index.html", "text/html; charset=utf-8"),
         "/page.css": ("page.css", "text/css; charset=utf-8"),
         "/page.js": ("page.js", "text/javascript; charset=utf-8"),
+        "/measure.js": ("measure.js", "text/javascript; charset=utf-8"),
     }
 )
 _HEADERS = {
     "cache-control": "no-cache",
     "content-security-policy": "default-src 'none'; connect-src 'self'; script-src 'self'; style-src 'self'; "
-    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    "require-trusted-types-for 'script'; trusted-types 'none'",  # no text becomes HTML or a script
     "referrer-policy": "no-referrer",
     "x-content-type-options": "nosniff",
 }

@@ -74,7 +74,10 @@ class StreamOptions(BaseModel):
 
 
 class Extras(BaseModel):
-    """Fields that only this server has. tokens: chunks list their tokens, in `speculant_tokens`."""
+    """Fields that only this server has.
+
+    tokens: chunks list their tokens, in `speculant_tokens`, and the last one has the figures on speculation.
+    """
 
     model_config = ConfigDict(strict=True)
 

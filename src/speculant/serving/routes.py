@@ -156,6 +156,7 @@ class Routes:
             "owned_by": "speculant",
             "root": self._service.names[0],
             "max_model_len": engine.limits.max_model_len,
+            "chat": engine.tokenizer.has_chat_template,
             "speculation": {"on": engine.speculating, "detail": engine.speculation},
         }
 

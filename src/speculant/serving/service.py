@@ -91,16 +91,17 @@ class Service:
         samples, most = num_prompts * params.n, self.options.max_samples
         if samples > most:
             raise refusal(f"The request has {samples} answers and at most {most} are allowed.", "n")
-        options = body.stream_options
+        options, lists_tokens = body.stream_options, bool(body.speculant and body.speculant.tokens)
+        level = self.options.per_request_spec_decode_metrics
         return Call(
             model=self.model(body),
             params=params,
             texts=self.texts,
-            level=self.options.per_request_spec_decode_metrics,
+            level="summary" if lists_tokens and level == "none" else level,
             predicted=predicts(engine, body, params),
             include_usage=bool(options and options.include_usage),
             continuous_usage=bool(options and options.continuous_usage_stats),
-            lists_tokens=bool(body.speculant and body.speculant.tokens),
+            lists_tokens=lists_tokens,
             returns_ids=bool(getattr(body, "return_token_ids", False)),
         )
 

@@ -1,11 +1,31 @@
-// The page of a server: a prompt, its tokens in colours, and the figures of the engine. It uses the server's public routes alone.
+// The page of a server: a prompt is answered with guesses and plain, side by side. It uses the server's public routes
+// alone, and shows texts of the server as text, never as HTML.
+
+import { Run, comparison, events, generatedTokens, guessesOf, seconds, timeOf } from "./measure.js";
 
 const element = (id) => document.getElementById(id);
+const SIDES = ["fast", "slow"]; // with speculation, and plain
+const TITLES = { fast: "With guesses", slow: "Plain" };
+const ORDERED = { fast: "First: with guesses", slow: "Second: plain" };
+const NAMES = { fast: "answer with guesses", slow: "plain answer" };
 const LENGTHS = [1, 2, 3, 4, 5, 6, 8, 10, 12, 16];
-const WINDOW_MS = 1000; // over which the speed now is taken
-const POLL_MS = 1000;
+const LOADING_MS = 2000; // between questions whether the model is loaded
+const EXAMPLES = {
+  completion: [
+    ["Fibonacci", "def fibonacci(n):\n"],
+    ["A stack", "class Stack:\n    def __init__(self):\n"],
+    ["Read a file", "import os\n\n\ndef read_lines(path):\n"],
+  ],
+  chat: [
+    ["Fibonacci", "Write a Python function that returns the first n Fibonacci numbers."],
+    ["Count to 30", "Count from one to thirty, in words."],
+    ["Months", "List the twelve months with their numbers of days, as JSON."],
+  ],
+};
 
-const state = { model: null, messages: [], running: null };
+// model: the name of the model; null until the server is known. messages: of the chat. running: stops what runs now.
+// last: the last comparison. asked: a key was asked for. loading, waiting: the model is being loaded, and the timer.
+const state = { model: null, messages: [], running: null, last: null, asked: false, loading: false, waiting: null };
 
 // Requests.
 
@@ -16,281 +36,385 @@ function headers() {
 
 async function call(path, body, signal) {
   const options = body ? { method: "POST", body: JSON.stringify(body) } : {};
-  const response = await fetch(path, { ...options, headers: headers(), signal });
+  const response = await fetch(path, { ...options, headers: headers(), signal }).catch((error) => {
+    throw error instanceof TypeError ? Object.assign(new Error("The server can't be reached."), { gone: true }) : error;
+  });
   if (response.ok) return response;
-  const answer = await response.json().catch(() => null);
-  const error = new Error(answer?.error?.message ?? `The server answered ${response.status}.`);
-  throw Object.assign(error, { status: response.status });
+  const { error } = (await response.json().catch(() => null)) ?? {};
+  const text = error?.message ?? `The server answered with status ${response.status}.`;
+  throw Object.assign(new Error(text), { status: response.status, code: error?.code });
 }
 
-async function* events(response) {
-  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
-  let waiting = "";
-  for (;;) {
-    const { value, done } = await reader.read();
-    if (done) return;
-    const lines = (waiting + value).split("\n");
-    waiting = lines.pop();
-    for (const line of lines) {
-      if (!line.startsWith("data: ")) continue;
-      if (line === "data: [DONE]") return;
-      const chunk = JSON.parse(line.slice("data: ".length));
-      if (chunk.error) throw new Error(chunk.error.message);
-      yield chunk;
-    }
+// The connection: a key first if one is needed. Only a model that is being loaded is asked for again and again.
+
+async function connect() {
+  clearTimeout(state.waiting);
+  element("retry").hidden = true;
+  say("problem", "");
+  say("connection", state.model ? "" : "Connecting …");
+  try {
+    const response = await call("v1/models");
+    const models = await response.json().catch(() => null);
+    if (!models?.data?.length) throw new Error("There is no server of models at this address.");
+    showModel(models.data[0]);
+  } catch (error) {
+    fail(error);
   }
+}
+
+function fail(error) {
+  const loading = error.code === "loading";
+  element("key-form").hidden = error.status !== 401;
+  say("connection", loading ? "The model is being loaded. This page starts by itself." : "");
+  if (loading) waitForModel();
+  else if (error.status === 401) askForKey();
+  else {
+    say("problem", error.message);
+    element("problem").scrollIntoView({ block: "nearest" });
+    element("retry").hidden = Boolean(state.model) && !error.gone;
+  }
+}
+
+function waitForModel() {
+  clearTimeout(state.waiting);
+  state.waiting = setTimeout(() => (document.hidden ? null : connect()), LOADING_MS);
+  state.loading = true;
+}
+
+function askForKey() {
+  const field = element("api-key");
+  if (field.value) say("problem", "The server does not accept this key.");
+  showWork(false);
+  state.asked = true;
+  field.focus();
+  field.select();
+}
+
+function useKey(event) {
+  event.preventDefault();
+  const key = element("api-key").value.trim();
+  if (/^[\x21-\x7e]+$/.test(key)) connect();
+  else say("problem", "A key has letters, digits and signs of ASCII alone, and no spaces.");
+}
+
+function showWork(works) {
+  element("work").hidden = element("skip").hidden = !works;
+}
+
+function showModel({ id, max_model_len: longest, chat, speculation }) {
+  const { on = false, detail = "" } = speculation ?? {};
+  state.loading = false;
+  say("connection", "");
+  const first = state.model === null;
+  state.model = id;
+  say("model", `Model: ${id}`);
+  say("method", on ? `On this server: ${detail}.` : "");
+  say("off", on ? "" : `This server makes no guesses, so there is only the plain answer. The reason: ${detail}`);
+  for (const option of element("what").options) option.disabled = !on && option.value !== "slow";
+  if (!on) element("what").value = "slow";
+  element("length").disabled = !on;
+  element("chat").disabled = !chat;
+  element("modes").hidden = !chat;
+  element("no-chat").hidden = chat;
+  element("key-form").hidden = true;
+  if (first) {
+    element("tokens").max = longest;
+    element("tokens").value = Math.min(128, Math.ceil(longest / 2));
+    clear();
+  }
+  choose();
+  showWork(true);
+  if (state.asked) element("examples").querySelector("button").focus();
+  state.asked = false;
 }
 
 // Settings.
 
 const mode = () => document.querySelector("input[name=mode]:checked").value;
 
-function speculation(on) {
-  if (!on) return { speculation: false };
+function sides() {
+  const what = element("what").value;
+  return what === "both" ? SIDES : [what];
+}
+
+function speculation(side) {
+  if (side === "slow") return { speculation: false };
   const length = element("length").value;
   return length ? { speculation: { num_speculative_tokens: Number(length) } } : {};
 }
 
-function settings(on, salt) {
-  return {
+// All of a run, from the settings now: the route, the turns before the answer, and the body for each side. The bodies
+// differ in speculation and in their salts: a request uses no text of another salt, neither its cache nor its words.
+function plan() {
+  const prompt = element("prompt").value;
+  const chat = mode() === "chat";
+  const turns = chat ? [...state.messages, { role: "user", content: prompt }] : [{ content: prompt }];
+  const common = {
     model: state.model,
     stream: true,
     max_tokens: element("tokens").valueAsNumber,
     temperature: element("temperature").valueAsNumber,
     seed: element("seed").valueAsNumber,
     speculant: { tokens: true },
-    ...(salt && { cache_salt: salt }),
-    ...speculation(on),
+    ...(chat ? { messages: turns } : { prompt }),
   };
+  const name = `page-${Date.now()}-${Math.random()}`;
+  const bodies = sides().map((side) => [side, { ...common, cache_salt: `${name}-${side}`, ...speculation(side) }]);
+  return { chat, turns, bodies, path: chat ? "v1/chat/completions" : "v1/completions" };
 }
 
-// Output.
-
-function show(parent, text, kind) {
-  const output = element("output");
-  const follows = output.scrollHeight - output.scrollTop - output.clientHeight < 40;
-  const span = document.createElement("span");
-  span.className = kind;
-  span.textContent = text;
-  parent.append(span);
-  if (follows) output.scrollTop = output.scrollHeight;
-}
-
-function heading(text) {
-  const title = document.createElement("h3");
-  title.textContent = text;
-  const body = document.createElement("div");
-  element("output").append(title, body);
-  return body;
-}
-
-function kind(token) {
-  if (token.drafted) return "accepted";
-  return token.corrected ? "corrected" : "plain";
-}
-
-const perSecond = (speed) => `${speed.toFixed(speed < 10 ? 1 : 0)} tokens/s`;
-
-// The speeds of one run, or of both ways to answer one request. A gain has no other source.
-function showSpeeds({ on, off }) {
-  const most = Math.max(on ?? 0, off ?? 0) || 1;
-  for (const [name, speed, none] of [["with", on, "–"], ["without", off, "not measured"]]) {
-    element(name).textContent = speed ? perSecond(speed) : none;
-    element(`${name}-bar`).style.width = `${(100 * (speed ?? 0)) / most}%`;
+// What depends on the chosen settings: the examples, and the panels in sight.
+function choose() {
+  const chosen = EXAMPLES[mode()].map(([name, prompt]) => {
+    const button = document.createElement("button");
+    button.type = "button";
+    button.textContent = name;
+    button.addEventListener("click", () => {
+      element("prompt").value = prompt;
+      start(answer);
+    });
+    return button;
+  });
+  element("examples").replaceChildren(...chosen);
+  const both = sides().length > 1;
+  for (const side of SIDES) {
+    element(side).hidden = !sides().includes(side);
+    say(`${side}-title`, (both ? ORDERED : TITLES)[side]);
   }
-  element("gain").textContent = on && off ? `${(on / off).toFixed(2)} times plain` : "–";
+  element("chat-note").hidden = mode() !== "chat";
+  document.querySelector(".legend").hidden = !sides().includes("fast");
+  say("run", both ? "Compare" : "Run");
+  if (!element("prompt").value && mode() === "completion") element("prompt").value = EXAMPLES.completion[0][1];
 }
 
-// One run: the text, its speed without the first token, how many tokens were of which kind, and those of a pass. Each
-// pass of the model gives a token that is no accepted draft, but for a last one that ends within its draft.
-// salt: texts of other salts are not used; null = those of this page's other runs are.
+// Output. Pieces are drawn once a frame, so that drawing disturbs the measurement little.
 
-async function run(on, signal, salt = null) {
-  const prompt = element("prompt").value;
-  const chat = mode() === "chat";
-  const question = { role: "user", content: prompt };
-  const path = chat ? "v1/chat/completions" : "v1/completions";
-  const input = chat ? { messages: [...state.messages, question] } : { prompt };
-  const response = await call(path, { ...settings(on, salt), ...input }, signal);
+function say(id, text) {
+  element(id).textContent = text;
+}
 
-  const title = on ? "with speculation" : "plain";
-  if (chat) show(heading("You"), prompt, "given");
-  const body = heading(chat ? `Model, ${title}` : `Completion, ${title}`);
-  if (!chat) show(body, prompt, "given");
+function span(text, kind) {
+  const part = document.createElement("span");
+  part.className = kind;
+  part.textContent = text;
+  return part;
+}
 
-  const counts = { accepted: 0, corrected: 0, plain: 0 };
-  const times = [];
-  let text = "";
-  let unfinished = 0; // 1 while the last token is an accepted draft
-  for await (const chunk of events(response)) {
-    const tokens = chunk.speculant_tokens ?? [];
-    const now = performance.now();
-    for (const token of tokens) {
-      counts[kind(token)] += 1;
-      unfinished = Number(token.drafted);
-      times.push(now);
+function empty() {
+  for (const side of SIDES) {
+    element(`${side}-text`).replaceChildren();
+    element(`${side}-bar`).style.width = "0";
+    say(`${side}-count`, "");
+    say(`${side}-guesses`, "");
+  }
+}
+
+function finish(side, run, share) {
+  say(`${side}-count`, timeOf(run));
+  say(`${side}-guesses`, guessesOf(run));
+  element(`${side}-bar`).style.width = `${100 * share}%`;
+}
+
+function turn({ role, content }) {
+  if (!role) return [span(content, "given")];
+  const title = document.createElement("h4");
+  title.textContent = role === "user" ? "You" : "Model";
+  return [title, span(content, "given")];
+}
+
+class Panel {
+  waiting = [];
+  frame = null;
+  tokens = 0;
+
+  constructor(side, { chat, turns }) {
+    this.side = side;
+    this.body = element(`${side}-text`);
+    const all = chat ? [...turns, { role: "assistant", content: "" }] : turns;
+    this.body.append(...all.flatMap(turn));
+    this.body.scrollTop = this.body.scrollHeight;
+  }
+
+  add(piece) {
+    this.waiting.push(piece);
+    this.frame ??= requestAnimationFrame(() => this.draw());
+  }
+
+  draw() {
+    cancelAnimationFrame(this.frame);
+    this.frame = null;
+    const follows = this.body.scrollHeight - this.body.scrollTop - this.body.clientHeight < 40;
+    this.body.append(...this.waiting.filter(({ text }) => text).map(({ text, kind }) => span(text, kind)));
+    this.tokens += this.waiting.reduce((sum, piece) => sum + piece.tokens, 0);
+    if (this.waiting.length) say(`${this.side}-count`, `${this.tokens} tokens · ${seconds(this.waiting.at(-1).time)}`);
+    this.waiting = [];
+    if (follows) this.body.scrollTop = this.body.scrollHeight;
+  }
+}
+
+// Runs.
+
+async function runOne(path, body, panel, signal) {
+  const run = new Run();
+  const began = performance.now();
+  const response = await call(path, body, signal);
+  try {
+    for await (const chunk of events(response.body)) {
+      const seen = run.pieces.length;
+      run.read(chunk, performance.now() - began);
+      for (const piece of run.pieces.slice(seen)) panel.add(piece);
     }
-    const choice = chunk.choices?.[0];
-    const piece = (chat ? choice?.delta?.reasoning_content ?? choice?.delta?.content : choice?.text) ?? "";
-    if (piece) show(body, piece, tokens.length ? kind(tokens.at(-1)) : "plain");
-    text += piece;
-    const recent = times.filter((time) => time > now - WINDOW_MS);
-    const seconds = (now - Math.max(times[0] ?? now, now - WINDOW_MS)) / 1000;
-    if (seconds > 0.05) element("now").textContent = perSecond(recent.length / seconds);
+  } catch (error) {
+    const broken = error instanceof TypeError || error instanceof SyntaxError;
+    throw broken ? new Error("The answer broke off before its end.") : error;
+  } finally {
+    panel.draw();
   }
-  const seconds = (times.at(-1) - times[0]) / 1000;
-  const speed = seconds > 0 ? (times.length - 1) / seconds : null;
-  element("now").textContent = "–";
-  const passes = counts.corrected + counts.plain + unfinished;
-  return { text, speed, tokens: times.length, passes, counts, question };
+  return run;
 }
 
-function remember(result) {
-  if (mode() !== "chat") return;
-  state.messages.push(result.question, { role: "assistant", content: result.text });
+const generated = (signal) =>
+  call("metrics", null, signal)
+    .then((response) => response.text())
+    .then(generatedTokens)
+    .catch(() => NaN);
+
+// The sides follow one another, so that they don't disturb each other. The server's count of tokens tells whether
+// others used it meanwhile.
+async function answer(signal) {
+  const planned = plan();
+  empty();
+  const panels = Object.fromEntries(planned.bodies.map(([side]) => [side, new Panel(side, planned)]));
+  const compares = planned.bodies.length > 1;
+  const runs = {};
+  state.last = null;
+  element("replay").hidden = true;
+  element("status").scrollIntoView({ block: "nearest" });
+  const before = compares ? await generated(signal) : NaN;
+  for (const [side, body] of planned.bodies) {
+    say("status", `Writing the ${NAMES[side]} …`);
+    runs[side] = await runOne(planned.path, body, panels[side], signal);
+    finish(side, runs[side], 0);
+  }
+  const after = compares ? await generated(signal) : NaN;
+  remember(planned, Object.values(runs)[0]);
+  if (compares) {
+    state.last = { runs, planned };
+    showComparison(runs, after - before > runs.fast.tokens + runs.slow.tokens);
+  } else for (const side in runs) say("status", `The ${NAMES[side]}: ${timeOf(runs[side])}.`);
+}
+
+function remember({ chat, turns }, run) {
+  if (!chat) return;
+  state.messages = [...turns, { role: "assistant", content: run.text }];
   element("prompt").value = "";
 }
 
-function summary({ tokens, passes, speed, counts }, on) {
-  const perPass = (tokens / (passes || 1)).toFixed(2);
-  const drafted = on
-    ? `; ${perPass} tokens per pass, ${counts.accepted} accepted from drafts, ${counts.corrected} corrected`
-    : "";
-  return `${tokens} tokens${speed ? ` at ${perSecond(speed)}` : ""}${drafted}.`;
+function showComparison(runs, others) {
+  const { title, text } = comparison(runs.fast, runs.slow);
+  const strong = document.createElement("strong");
+  strong.textContent = title;
+  const rough = others ? " Others used the server meanwhile, so the times are rough." : "";
+  element("status").replaceChildren(strong, ` ${text}${rough}`);
+  element("replay").hidden = false;
+  showTimes(runs);
 }
 
-async function runOnce(signal) {
-  const on = element("speculation").checked;
-  const result = await run(on, signal);
-  showSpeeds({ [on ? "on" : "off"]: result.speed });
-  remember(result);
-  return summary(result, on);
+function showTimes(runs) {
+  const longest = Math.max(runs.fast.milliseconds, runs.slow.milliseconds) || 1;
+  for (const side of SIDES) finish(side, runs[side], runs[side].milliseconds / longest);
 }
 
-// Both ways get the same request. Each has a salt of its own, so that neither drafts from the other's text, nor from the
-// text of an earlier run, and neither finds the prompt in the cache.
-async function runBoth(signal) {
-  const name = `page-${Date.now()}-${Math.random()}`;
-  const first = await run(true, signal, `${name}-on`);
-  const second = await run(false, signal, `${name}-off`);
-  showSpeeds({ on: first.speed, off: second.speed });
-  remember(second);
-  const same = first.text === second.text ? "The texts are identical." : "The texts differ.";
-  return `With speculation: ${summary(first, true)} Plain: ${summary(second, false)} ${same}`;
+// Both runs again, at the same time, each at the pace that was measured. Stopping it shows their ends.
+function replay(signal) {
+  const { runs, planned } = state.last;
+  empty();
+  const panels = SIDES.map((side) => [new Panel(side, planned), [...runs[side].pieces]]);
+  const began = performance.now();
+  return new Promise((resolve) => {
+    const frame = () => {
+      const now = signal.aborted ? Infinity : performance.now() - began;
+      for (const [panel, left] of panels) {
+        while (left.length && left[0].time <= now) panel.add(left.shift());
+        panel.draw();
+      }
+      if (panels.some(([, left]) => left.length)) return requestAnimationFrame(frame);
+      showTimes(runs);
+      resolve();
+    };
+    frame();
+  });
+}
+
+// A field that is folded away can't show its fault.
+function valid() {
+  const form = element("form");
+  if (!form.checkValidity() && element("prompt").validity.valid) element("settings").open = true;
+  return form.reportValidity();
 }
 
 async function start(task) {
-  if (state.running || !element("form").reportValidity()) return;
+  if (state.running || (task === answer && !valid())) return;
   state.running = new AbortController();
+  say("problem", "");
+  element("retry").hidden = true;
   busy(true);
-  element("problem").textContent = "";
-  showSpeeds({});
-  element("status").textContent = "Running …";
   try {
-    element("status").textContent = await task(state.running.signal);
+    await task(state.running.signal);
   } catch (error) {
-    const stopped = error.name === "AbortError";
-    element("status").textContent = stopped ? "Stopped." : "";
-    if (!stopped) element("problem").textContent = explain(error);
+    say("status", error.name === "AbortError" ? "Stopped." : "");
+    if (error.name !== "AbortError") fail(error);
   }
   state.running = null;
   busy(false);
 }
 
-function explain(error) {
-  if (error.status === 401) return "This server needs an API key: enter it under Sampling.";
-  return error instanceof TypeError ? "The server can't be reached." : error.message;
-}
-
+// Buttons keep the focus: they are not disabled, but do nothing.
 function busy(on) {
-  element("run").disabled = on;
-  element("compare").disabled = on || element("speculation").disabled;
-  element("stop").disabled = !on;
-  element("output").setAttribute("aria-busy", String(on));
+  const buttons = [element("run"), element("clear"), element("replay"), ...element("examples").children];
+  for (const button of buttons) button.setAttribute("aria-disabled", String(on));
+  element("stop").setAttribute("aria-disabled", String(!on));
+  for (const side of SIDES) element(`${side}-text`).setAttribute("aria-busy", String(on));
 }
 
-// The engine's figures.
-
-function readMetrics(page) {
-  const values = {};
-  for (const line of page.split("\n")) {
-    const match = /^[^#:]+:(\w+)\{([^}]*)\} (\S+)$/.exec(line);
-    if (!match) continue;
-    const position = /position="(\d+)"/.exec(match[2])?.[1];
-    values[position === undefined ? match[1] : `${match[1]}/${position}`] = Number(match[3]);
-  }
-  return values;
-}
-
-function showMetrics(values) {
-  element("running").textContent = values.num_requests_running ?? "–";
-  element("waiting").textContent = values.num_requests_waiting ?? "–";
-  element("cache").textContent = `${(100 * (values.kv_cache_usage_perc ?? 0)).toFixed(0)} %`;
-  const passes = values.generation_passes_total;
-  element("per-pass").textContent = passes ? (values.generation_tokens_total / passes).toFixed(2) : "–";
-  const drafts = values.spec_decode_num_drafts_total ?? 0;
-  const rows = [];
-  for (let place = 0; ; place += 1) {
-    const accepted = values[`spec_decode_num_accepted_tokens_per_pos_total/${place}`];
-    if (accepted === undefined || !drafts) break;
-    rows.push(row(place + 1, accepted / drafts));
-  }
-  element("positions").tBodies[0].replaceChildren(...rows);
-  element("positions").hidden = !rows.length;
-  element("no-drafts").hidden = rows.length > 0;
-}
-
-function row(position, share) {
-  const line = document.createElement("tr");
-  const bar = document.createElement("span");
-  bar.className = "bar accepted";
-  bar.style.width = `${100 * share}%`;
-  line.insertCell().textContent = position;
-  line.insertCell().append(`${(100 * share).toFixed(0)} %`, bar);
-  return line;
-}
-
-async function poll() {
-  if (!document.hidden) {
-    try {
-      if (!state.model) await connect();
-      showMetrics(readMetrics(await (await call("metrics")).text()));
-    } catch (error) {
-      state.model = null;
-      element("model").textContent = explain(error);
-    }
-  }
-  setTimeout(poll, POLL_MS);
-}
-
-async function connect() {
-  const { data } = await (await call("v1/models")).json();
-  const [{ id, speculation: chosen }] = data;
-  state.model = id;
-  element("model").textContent = id;
-  element("detail").textContent = chosen.on ? chosen.detail : `Off: ${chosen.detail}`;
-  for (const name of ["speculation", "length", "compare"]) element(name).disabled = !chosen.on;
-  element("speculation").checked = chosen.on;
+function clear() {
+  if (state.running) return;
+  state.messages = [];
+  state.last = null;
+  element("replay").hidden = true;
+  const both = sides().length > 1;
+  say("status", `Press one of them. ${both ? "The answer is written twice: with guesses, then plain." : ""}`);
+  empty();
 }
 
 // The page.
 
 for (const length of LENGTHS) element("length").append(new Option(String(length), String(length)));
+element("key-form").addEventListener("submit", useKey);
+element("retry").addEventListener("click", connect);
 element("form").addEventListener("submit", (event) => {
   event.preventDefault();
-  start(runOnce);
+  start(answer);
 });
-element("compare").addEventListener("click", () => start(runBoth));
+element("replay").addEventListener("click", () => start(replay));
 element("stop").addEventListener("click", () => state.running?.abort());
-element("clear").addEventListener("click", () => {
-  state.messages = [];
-  element("output").replaceChildren();
-  element("status").textContent = "";
-});
+element("clear").addEventListener("click", clear);
+element("what").addEventListener("change", choose);
+for (const id of ["completion", "chat"]) {
+  element(id).addEventListener("change", () => {
+    const examples = Object.values(EXAMPLES).flat();
+    if (examples.some(([, prompt]) => prompt === element("prompt").value)) element("prompt").value = "";
+    clear();
+    choose();
+  });
+}
 element("prompt").addEventListener("keydown", (event) => {
   if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) element("form").requestSubmit();
 });
 document.addEventListener("keydown", (event) => {
   if (event.key === "Escape") state.running?.abort();
 });
-poll();
+document.addEventListener("visibilitychange", () => {
+  if (!document.hidden && state.loading) connect();
+});
+connect();
