@@ -69,7 +69,9 @@ def response_params(engine: AsyncEngine, body: ResponseBody) -> SamplingParams:
     if body.max_output_tokens is not None:
         given["max_tokens"] = body.max_output_tokens
     form = (body.text or {}).get("format")
-    if isinstance(form, Mapping) and form.get("type", "text") != "text":
+    if form is not None and not isinstance(form, Mapping):
+        raise refusal("text.format is not an object.", "text")
+    if form is not None and form.get("type", "text") != "text":
         wrapped = {"type": form.get("type"), "json_schema": form}
         given["structured_outputs"] = _form(body.model_copy(update={"response_format": wrapped}))
     return _merge(engine, given, (body.top_logprobs or 0) if LOGPROBS in (body.include or ()) else None)

@@ -253,6 +253,9 @@ def test_tokens_are_listed_once_each(live: LiveServer) -> None:
         ({"conversation": "conv_1"}, "conversation"),
         ({"metadata": {str(n): "x" for n in range(17)}}, "metadata"),
         ({"metadata": {"x": "y" * 513}}, "metadata"),
+        ({"text": {"format": "json"}}, "text"),
+        ({"text": {"format": {"type": "text", "more": [[]] * 20_001}}}, "text"),
+        ({"tools": [{**TOOLS[0], "parameters": {"enum": [[1]] * 10_000}}], "tool_choice": "none"}, "tools"),
     ],
 )
 def test_other_fields_are_refused_by_name(live: LiveServer, fields: dict[str, Any], param: str | None) -> None:
@@ -489,7 +492,7 @@ def test_a_long_chain_is_bounded_as_a_body_is(serve: Any, checkpoint: str) -> No
 def test_clients_that_read_nothing_fill_no_memory(serve_process: Any, checkpoint: str) -> None:
     """Each of 30 clients asks for 12 stored megabytes, which are more than the system keeps, and reads none of them."""
     server: ServerProcess = serve_process(checkpoint, "--dtype", "float32", "--max-body-bytes", str(2**24)).ready()
-    tool = {"type": "function", "name": "f", "notes": "x" * 12_000_000}
+    tool = {"type": "function", "name": "f", "description": "x" * 12_000_000}
     body = {"input": "hi", "max_output_tokens": 1, "tools": [tool], "tool_choice": "none"}
     made = server.http.post("/v1/responses", json=body).json()
     path = f"/v1/responses/{made['id']}"

@@ -15,6 +15,7 @@ from speculant.serving.messages import MessagePart, MessageReader
 from speculant.serving.prompts import Prompt
 from speculant.serving.protocol import ResponseBody
 from speculant.serving.reasoning import ReasoningDelta
+from speculant.serving.responses.chat import shown_settings
 from speculant.serving.responses.items import CALL_ID, MESSAGE_ID, REASONING_ID
 from speculant.serving.token_texts import chat_logprob
 from speculant.serving.tools import TextDelta, ToolDelta
@@ -234,13 +235,11 @@ class ResponseAnswer(Answer):
             "reasoning": {"effort": (body.reasoning or {}).get("effort"), "summary": None},
             "store": self._stored,
             "temperature": params.temperature,
-            "text": {"format": (body.text or {}).get("format") or {"type": "text"}},
-            "tool_choice": "auto" if body.tool_choice is None else body.tool_choice,
-            "tools": [{"parameters": None, "strict": None, **tool} for tool in body.tools or ()],
             "top_logprobs": body.top_logprobs or 0,
             "top_p": params.top_p,
             "truncation": "disabled",
             "metadata": body.metadata or {},
+            **shown_settings(body),
         }
 
     def _event(self, kind: str, **values: Any) -> dict[str, Any]:

@@ -10,7 +10,9 @@ from speculant.serving.protocol import ChatBody, ResponseBody
 from speculant.serving.tool_use import with_allowed_tools
 
 _OF_FUNCTION = ("name", "description", "parameters", "strict")
+_OF_FORMAT = ("type", "name", "description", "schema", "strict")
 _CHOICES = ("none", "auto", "required")
+_MOST_VALUES = 20_000  # of a field that each response repeats
 
 
 def as_chat(body: ResponseBody) -> ChatBody:
@@ -18,6 +20,8 @@ def as_chat(body: ResponseBody) -> ChatBody:
     effort = (body.reasoning or {}).get("effort")
     if effort is not None and not isinstance(effort, str):
         raise refusal("reasoning.effort is not text.", "reasoning")
+    for name in ("tools", "tool_choice", "text"):
+        _check_size(name, getattr(body, name))
     chat = ChatBody.model_construct(
         messages=[],
         tools=None if body.tools is None else [_chat_tool(tool) for tool in body.tools],
@@ -28,6 +32,40 @@ def as_chat(body: ResponseBody) -> ChatBody:
         reasoning_effort=effort,
     )
     return with_allowed_tools(chat)
+
+
+def shown_settings(body: ResponseBody) -> dict[str, Any]:
+    """Return the settings of a response that its document repeats: tools, their choice and the format of the text.
+
+    Only what this server has read of them. The body must have passed `as_chat`.
+    """
+    form, choice = (body.text or {}).get("format"), body.tool_choice
+    form = {name: form[name] for name in _OF_FORMAT if name in form} if isinstance(form, Mapping) else {}
+    if isinstance(choice, Mapping):
+        is_list = choice["type"] == "allowed_tools"
+        listed = {"mode": choice["mode"], "tools": list(map(_shown_name, choice["tools"]))} if is_list else {}
+        choice = {**_shown_name(choice), **listed}
+    return {
+        "text": {"format": {"type": "text"} if form.get("type", "text") == "text" else form},
+        "tool_choice": "auto" if choice is None else choice,
+        "tools": [{"type": "function", **{name: tool.get(name) for name in _OF_FUNCTION}} for tool in body.tools or ()],
+    }
+
+
+def _shown_name(choice: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: choice[name] for name in ("type", "name") if name in choice}
+
+
+def _check_size(name: str, given: Any) -> None:
+    """Raise ApiError (400) if a field has too many values. Long texts take less time than many values."""
+    left = [given]
+    for _ in range(_MOST_VALUES):
+        if not left:
+            return
+        value = left.pop()
+        left += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    if left:
+        raise refusal(f"{name} has over {_MOST_VALUES} values: make its schemas smaller.", name)
 
 
 def _chat_tool(tool: Mapping[str, Any]) -> dict[str, Any]:

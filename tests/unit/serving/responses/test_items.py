@@ -8,7 +8,7 @@ import pytest
 
 from speculant.serving.errors import ApiError
 from speculant.serving.protocol import ResponseBody
-from speculant.serving.responses.chat import as_chat
+from speculant.serving.responses.chat import as_chat, shown_settings
 from speculant.serving.responses.items import as_messages, read_items
 
 CALL = {"type": "function_call", "call_id": "c1", "name": "cut", "arguments": '{"a":1}'}
@@ -135,6 +135,34 @@ def test_hosted_tools_are_refused_by_name(kind: str | None) -> None:
         with pytest.raises(ApiError, match=f"type {str(kind)!r} is not supported") as caught:
             as_chat(ResponseBody(input="x", **given))
         assert (caught.value.status, caught.value.param) == (400, param)
+
+
+def test_a_response_repeats_only_settings_that_were_read() -> None:
+    tool = {"type": "function", "name": "f", "notes": [1], "parameters": {"type": "object"}}
+    allowed = {
+        "type": "allowed_tools",
+        "mode": "auto",
+        "tools": [{"type": "function", "name": "f", "notes": 1}],
+        "x": 1,
+    }
+    form = {"type": "json_schema", "name": "n", "schema": {"type": "object"}, "notes": 1}
+    shown = shown_settings(ResponseBody(input="x", tools=[tool], tool_choice=allowed, text={"format": form}))
+    assert shown == {
+        "tools": [
+            {"type": "function", "name": "f", "description": None, "parameters": {"type": "object"}, "strict": None}
+        ],
+        "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "f"}]},
+        "text": {"format": {"type": "json_schema", "name": "n", "schema": {"type": "object"}}},
+    }
+    named = {"type": "function", "name": "f", "mode": "auto"}
+    shown = shown_settings(ResponseBody(input="x", tool_choice=named, text={"format": {"type": "text", "x": 1}}))
+    assert shown == {
+        "tools": [],
+        "tool_choice": {"type": "function", "name": "f"},
+        "text": {"format": {"type": "text"}},
+    }
+    plain = shown_settings(ResponseBody(input="x"))
+    assert plain == {"tools": [], "tool_choice": "auto", "text": {"format": {"type": "text"}}}
 
 
 def test_a_choice_by_an_unknown_word_is_refused() -> None:
