@@ -37,12 +37,12 @@ class Recorder(httpx.BaseTransport):
 
     def __init__(self) -> None:
         self._transport = httpx.HTTPTransport()
-        self._kept: list[tuple[str, httpx.Response, bytearray]] = []
+        self._kept: list[tuple[httpx.Request, httpx.Response, bytearray]] = []
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
         """See `httpx.BaseTransport`."""
         response, kept = self._transport.handle_request(request), bytearray()
-        self._kept.append((request.url.path, response, kept))
+        self._kept.append((request, response, kept))
         stream = _Tee(response, kept)
         return httpx.Response(
             response.status_code, headers=response.headers, stream=stream, extensions=response.extensions
@@ -54,7 +54,7 @@ class Recorder(httpx.BaseTransport):
 
     def check(self, conforms: Check) -> int:
         """Check every document that came, chunks and errors too; return how many there were."""
-        documents = [each for path, response, kept in self._kept for each in _documents(path, response, bytes(kept))]
+        documents = [each for kept in self._kept for each in _documents(*kept)]
         for name, value in documents:
             conforms(name, value)
         return len(documents)
@@ -73,16 +73,24 @@ class _Tee(httpx.SyncByteStream):
         self._response.close()
 
 
-def _documents(path: str, response: httpx.Response, data: bytes) -> Iterator[tuple[str, Any]]:
+def _documents(request: httpx.Request, response: httpx.Response, data: bytearray) -> Iterator[tuple[str, Any]]:
     """Yield the documents of a response, each with the name of its schema."""
+    path = request.url.path
     if response.status_code >= 400:
         yield "ErrorResponse", json.loads(data)
     elif response.headers["content-type"].startswith("text/event-stream"):
         for line in data.split(b"\n"):
             if line.startswith(b"data: ") and line != b"data: [DONE]":
                 yield CHUNKS[path], json.loads(line[6:])
-    else:
-        yield WHOLE.get(path, "Model"), json.loads(data)
+    elif request.method != "DELETE":  # its answer has no schema
+        yield _whole(path), json.loads(data)
+
+
+def _whole(path: str) -> str:
+    """Return the name of the schema of a response in one piece."""
+    if path.startswith("/v1/responses/"):
+        return "ResponseItemList" if path.endswith("/input_items") else "Response"
+    return WHOLE.get(path, "Model")
 
 
 @pytest.fixture(scope="session")

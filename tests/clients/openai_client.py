@@ -66,6 +66,32 @@ def check_responses() -> None:
     assert "".join(deltas) == response.output_text
 
 
+def check_tool_loop() -> None:
+    """A response calls a function, another one continues it, and both can be read and deleted."""
+    tool = {"type": "function", "name": "weather", "parameters": Weather.model_json_schema(), "strict": True}
+    asked: dict[str, Any] = {"model": MODEL, "input": "Oslo?", "tools": [tool], "tool_choice": "required"}
+    first = client.responses.create(**asked, parallel_tool_calls=False)
+    (call,) = (item for item in first.output if item.type == "function_call")
+    Weather.model_validate_json(call.arguments)
+    with client.responses.stream(**asked, parallel_tool_calls=False) as stream:
+        stream.until_done()
+        assert stream.get_final_response().output[-1].type == "function_call"
+    result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "warm"}
+    second = client.responses.create(model=MODEL, input=[result], previous_response_id=first.id, max_output_tokens=8)
+    assert second.previous_response_id == first.id
+    kinds = [item.type for item in client.responses.input_items.list(second.id, order="asc")]
+    assert (kinds[0], kinds[-2:]) == ("message", ["function_call", "function_call_output"])
+    begun = client.responses.create(model=MODEL, input="hi", background=True, max_output_tokens=200)
+    assert client.responses.cancel(begun.id).status in ("cancelled", "completed", "incomplete")
+    for response in (second, begun):
+        client.responses.delete(response.id)
+    try:
+        client.responses.retrieve(second.id)
+    except openai.NotFoundError:
+        return
+    raise AssertionError("a deleted response is still there")
+
+
 def text_of(**given: Any) -> str:
     """Return the text of a plain answer with some fields more."""
     extra = {name: given.pop(name) for name in list(given) if name not in NATIVE}
@@ -103,6 +129,6 @@ def check_fields() -> None:
     assert not dropped, f"dropped: {dropped}"
 
 
-for check in (check_calls, check_auto, check_schemas, check_responses, check_fields):
+for check in (check_calls, check_auto, check_schemas, check_responses, check_tool_loop, check_fields):
     check()
-print(f"openai {openai.__version__}: calls, schemas, responses and fields")
+print(f"openai {openai.__version__}: calls, schemas, responses, tool loops and fields")

@@ -55,6 +55,8 @@ class ServerFlags(FlagGroup):
     request_timeout: Annotated[float, "Seconds until a request's end."]
     send_timeout: Annotated[float, "Seconds that a client may leave data unread."]
     drain_timeout: Annotated[float, "Seconds that running requests get after SIGTERM."]
+    max_stored_bytes: Annotated[int, "The most bytes of stored responses; 0 = store none."]
+    response_ttl: Annotated[float, "Seconds until a stored response is deleted."]
 
     renamed = {"api_keys": "api_key", "served_model_names": "served_model_name", "allowed_origins": "allowed_origin"}  # noqa: RUF012
 

@@ -27,7 +27,7 @@ from speculant.structured.grammars import Grammars
 from speculant.structured.reasoned import ReasonedConstraint, Reasoning
 from speculant.structured.vocabulary import banned_tokens
 from speculant.text.chat import read_template
-from speculant.text.messages import check_variables, read_messages
+from speculant.text.messages import check_roles, check_variables, read_messages
 from speculant.text.reasoning import ExpectedReasoning, expect_reasoning
 from speculant.text.stop import compile_stops
 from speculant.text.user_tokenizer import UserTokenizer
@@ -183,17 +183,18 @@ class Frontend:
         continues. Raises RequestError for messages that the template can't render, ModelError for a
         checkpoint without a template.
         """
-        variables, conversation = check_variables(chat_template_kwargs), read_messages(messages)
+        variables = check_variables(chat_template_kwargs)
         given, begins = list(tools) if tools else None, add_generation_prompt and not continue_final_message
         if chat_template is not None and not isinstance(chat_template, str):
             raise RequestError(f"chat_template is a {type(chat_template).__name__}", "give the source of a template.")
-        source = chat_template or self._chat_template
+        source = chat_template or self._chat_template or self.tokenizer.template_for(given is not None)
+        conversation = read_messages(messages, source)
         text = self.tokenizer.render_template(source, conversation, begins, {"tools": given, **variables})
+        check_roles(conversation, source or "", text)
         if continue_final_message:
             text = _up_to_content(text, conversation[-1])
         wanted = begins and variables.get("enable_thinking") is not False and variables.get("thinking") is not False
         quoted = "" if continue_final_message else str(conversation[-1].get("content") or "")
-        source = source or self.tokenizer.template_for(given is not None)
         expected = expect_reasoning(source, text, quoted, wanted)
         return RenderedPrompt(text, reasoning=self._reasoning(expected), expected=expected)
 

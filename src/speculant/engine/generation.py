@@ -25,7 +25,8 @@ class StreamPiece:
     """One committed token as it is streamed. `text` may be empty while a character is incomplete.
 
     `drafted` marks an accepted draft token, `corrected` the target's own token where a draft token was rejected;
-    `logprobs` are the token's, if requested, without texts; `output` comes with a request's last piece.
+    `logprobs` are the token's, if requested, without texts; `output` comes with a request's last piece; `stop_reason`
+    is that of `CompletionOutput`, with a sample's last piece.
     """
 
     index: int
@@ -36,6 +37,7 @@ class StreamPiece:
     output: RequestOutput | None = None
     logprobs: Logprobs | None = None
     corrected: bool = False
+    stop_reason: int | str | None = None
 
 
 class Generation:
@@ -101,12 +103,14 @@ class Generation:
         request = self._requests[output.index]
         text = _stream(request).pop() if output.token is not None else ""
         logprobs = self._next_logprobs(request) if output.token is not None else None
-        reason, done = None, None
+        reason, done, stop = None, None, None
         if output.finish_reason is not None:
             text += self._close(request)
             done = self.output() if len(self._closed) == len(self._requests) else None
-            reason = self._reason(request)
-        return StreamPiece(output.index, output.token, text, output.drafted, reason, done, logprobs, output.corrected)
+            reason, stop = self._reason(request), request.stop_reason
+        return StreamPiece(
+            output.index, output.token, text, output.drafted, reason, done, logprobs, output.corrected, stop
+        )
 
     def _next_logprobs(self, request: Request) -> Logprobs | None:
         """Return the log-probabilities of the next token that is streamed, if they were requested."""

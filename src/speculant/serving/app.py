@@ -16,6 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Match, Route
 
 from speculant import __version__
 from speculant.engine.async_engine import AsyncEngine
@@ -24,6 +25,7 @@ from speculant.serving.errors import ApiError, api_error
 from speculant.serving.middleware import ApiKeys, Heads, RequestIds, RequestLimits
 from speculant.serving.options import ServerOptions
 from speculant.serving.protocol import BODIES, Body
+from speculant.serving.responses.routes import ResponseRoutes
 from speculant.serving.routes import Routes
 from speculant.serving.service import Service
 from speculant.serving.state import ServerState, Source
@@ -48,7 +50,7 @@ _HEADERS = {
     "referrer-policy": "no-referrer",
     "x-content-type-options": "nosniff",
 }
-OPEN_PATHS = frozenset({"/health", *PAGE})  # need no API key
+OPEN_PATHS = frozenset({"/health", "/ping", *PAGE})  # need no API key
 _ERROR = {
     "type": "object",
     "required": ["error"],
@@ -85,8 +87,9 @@ def make_app(engine: Source, options: ServerOptions, names: Sequence[str] = ()) 
         lifespan=_lifespan,
         redirect_slashes=False,
     )
-    app.state.server, app.state.service = state, service
-    _add_routes(app, Routes(service))
+    responses = ResponseRoutes(service)
+    app.state.server, app.state.service, app.state.stored = state, service, responses.store
+    _add_routes(app, Routes(service), responses)
     app.add_exception_handler(HTTPException, _on_http_error)
     for kind in (ApiError, SpeculantError, Exception):
         app.add_exception_handler(kind, _on_error)
@@ -103,16 +106,24 @@ def make_app(engine: Source, options: ServerOptions, names: Sequence[str] = ()) 
     return app
 
 
-def _add_routes(app: FastAPI, routes: Routes) -> None:
+def _add_routes(app: FastAPI, routes: Routes, responses: ResponseRoutes) -> None:
     app.add_api_route("/v1/chat/completions", routes.chat, methods=["POST"])
     app.add_api_route("/v1/completions", routes.completions, methods=["POST"])
-    app.add_api_route("/v1/responses", routes.responses, methods=["POST"])
+    app.add_api_route("/v1/responses", responses.create, methods=["POST"])
+    app.add_api_route("/v1/responses/{response_id}", responses.retrieve, methods=["GET"])
+    app.add_api_route("/v1/responses/{response_id}", responses.delete, methods=["DELETE"])
+    app.add_api_route("/v1/responses/{response_id}/cancel", responses.cancel, methods=["POST"])
+    app.add_api_route("/v1/responses/{response_id}/input_items", responses.input_items, methods=["GET"])
     app.add_api_route("/v1/models", routes.models, methods=["GET"])
     app.add_api_route("/v1/models/{model:path}", routes.model, methods=["GET"])
     app.add_api_route("/tokenize", routes.tokenize, methods=["POST"])
     app.add_api_route("/detokenize", routes.detokenize, methods=["POST"])
     app.add_api_route("/tokenizer_info", routes.tokenizer_info, methods=["GET"])
     app.add_api_route("/health", routes.health, methods=["GET"])
+    app.add_api_route("/ping", routes.health, methods=["GET"])
+    app.add_api_route("/ping", routes.health, methods=["POST"], include_in_schema=False)
+    app.add_api_route("/load", routes.load, methods=["GET"])
+    app.add_api_route("/props", routes.props, methods=["GET"])
     app.add_api_route("/metrics", routes.metrics, methods=["GET"])
     app.add_api_route("/version", routes.version, methods=["GET"])
     for path in PAGE:
@@ -137,11 +148,28 @@ async def _on_error(request: Request, error: Exception) -> Response:
     return error_response(api_error(error, body.sent_as) if isinstance(body, Body) else api_error(error))
 
 
-async def _on_http_error(_: Request, error: Exception) -> Response:
+async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    texts = {404: "There is no such route.", 405: "This route does not have this method."}
-    text = texts.get(error.status_code, str(error.detail))
-    return error_response(ApiError(error.status_code, text, headers=error.headers))
+    routes = [route for route in request.app.routes if isinstance(route, Route)]
+    if error.status_code == 404:
+        there = ", ".join(f"{method} {path}" for path, methods in _methods(routes).items() for method in methods)
+        text = f"There is no route {request.method} {request.url.path[:80]!r}. There are: {there}."
+        return error_response(ApiError(404, text, code="unknown_url"))
+    if error.status_code == 405:
+        matching = [route for route in routes if route.matches(request.scope)[0] is not Match.NONE]
+        allowed = sorted({method for route in matching for method in route.methods or ()})
+        allowed += ["HEAD"] if "GET" in allowed and "HEAD" not in allowed else []
+        text = f"{request.method} is not a method of this route: use {' or '.join(allowed)}."
+        return error_response(ApiError(405, text, headers={"allow": ", ".join(allowed)}))
+    return error_response(ApiError(error.status_code, str(error.detail), headers=error.headers))
+
+
+def _methods(routes: Sequence[Route]) -> dict[str, list[str]]:
+    """Return the methods of each path. HEAD, which is answered wherever GET is, is left out."""
+    found: dict[str, list[str]] = {}
+    for route in routes:
+        found.setdefault(route.path_format, []).extend(sorted((route.methods or set()) - {"HEAD"}))
+    return found
 
 
 async def _on_gone(_: Request, __: Exception) -> Response:

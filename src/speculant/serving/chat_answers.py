@@ -48,9 +48,8 @@ class ChatAnswer(Answer):
             chunks += [self._chunk([_shown(index, rest)])] if rest else []
             choice.finish_reason = self._reason(choice, piece.finish_reason)
             if choice.finish_reason is not None:
-                chunks.append(
-                    self._chunk([_shown(index, {}, None, choice.finish_reason)], **self.last_speculation(piece))
-                )
+                last = _shown(index, {}, None, choice.finish_reason) | {"stop_reason": piece.stop_reason}
+                chunks.append(self._chunk([last], **self.last_speculation(piece)))
         return [chunk for chunk in chunks if chunk is not None]
 
     def end(self) -> list[Chunk]:

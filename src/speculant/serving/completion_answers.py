@@ -76,7 +76,8 @@ class CompletionAnswer(Answer):
         if piece.token is not None and piece.logprobs is not None:
             logprobs = completion_logprobs(self.call.texts, [piece.token], [piece.logprobs], [before])
         reason = None if piece.finish_reason == "error" else piece.finish_reason
-        shown = {"index": index, "text": piece.text, "logprobs": logprobs, "finish_reason": reason, **ids}
+        stop = {} if reason is None else {"stop_reason": piece.stop_reason}
+        shown = {"index": index, "text": piece.text, "logprobs": logprobs, "finish_reason": reason, **stop, **ids}
         return [self._chunk([shown], **self.tokens_of(piece), **self.last_speculation(piece))]
 
     def end(self) -> list[Chunk]:

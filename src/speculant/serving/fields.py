@@ -31,7 +31,7 @@ class Refused:
 
 
 _SAMPLER = "use temperature, top_k, top_p or min_p"
-_STORED = "responses are not stored; send the whole conversation as input"
+_STORED = "use previous_response_id"
 _GRAMMAR = 'use structured_outputs={"grammar": ...}'
 _SCHEMA = 'use response_format={"type": "json_schema", ...}'
 _TEXT_ONLY = "this server reads and makes only text; leave it out"
@@ -74,7 +74,6 @@ REFUSED: Mapping[str, Refused] = MappingProxyType(
         "t_max_predict_ms": Refused("use max_tokens"),
         "thinking_token_budget": Refused("use max_tokens", (-1,)),
         "reasoning_control": Refused("use max_tokens"),
-        "max_tool_calls": Refused(_CHAT),
         # prompts
         "chat_template": Refused("templates come only from the model's folder; leave it out", of_prompt=True),
         "prompt_embeds": Refused("send text or token ids", of_prompt=True),
@@ -92,11 +91,9 @@ REFUSED: Mapping[str, Refused] = MappingProxyType(
         "input_extra": Refused("write the prompt in the model's own form for code"),
         "previous_input_messages": Refused(_STORED),
         "previous_response": Refused(_STORED),
-        "previous_response_id": Refused(_STORED),
-        "conversation": Refused("conversations are not stored; send the whole conversation as input"),
+        "conversation": Refused(f"conversations have no id; {_STORED}"),
         # content of the answer
         "audio": Refused(_TEXT_ONLY),
-        "background": Refused("responses are not stored; leave it out"),
         "detokenize": Refused("answers are text; set return_token_ids for their tokens", (True,)),
         "enable_response_messages": Refused("leave it out"),
         "functions": Refused("use tools"),
@@ -130,7 +127,7 @@ ACCEPTED: Mapping[str, str] = MappingProxyType(
     {
         **dict.fromkeys(
             ("user", "metadata", "store", "service_tier", "safety_identifier", "session_id", "request_id"),
-            "labels of a request: nothing is stored, and every request is served alike",
+            "labels of a request: of these only /v1/responses reads store and metadata",
         ),
         **dict.fromkeys(
             ("prompt_cache_key", "prompt_cache_retention", "cache_prompt", "id_slot", "n_cache_reuse"),

@@ -12,11 +12,12 @@ from speculant.serving.tools import TextDelta, ToolDelta, ToolParser
 
 @dataclass
 class MessagePart:
-    """The parts that some text adds to a message."""
+    """The parts that some text adds to a message. deltas: the same in the order of the text; empty for a message."""
 
     content: str = ""
     reasoning: str = ""
     calls: list[ToolDelta] = field(default_factory=list)
+    deltas: list[ReasoningDelta | TextDelta | ToolDelta] = field(default_factory=list)
 
     def as_delta(self) -> dict[str, Any]:
         """Return the part as a streamed `delta`; empty if it adds nothing."""
@@ -61,6 +62,7 @@ class MessageReader:
         part = MessagePart()
         for delta in deltas:
             if isinstance(delta, ReasoningDelta):
+                part.deltas.append(delta)
                 part.reasoning += delta.text
                 self.message.reasoning += delta.text
             else:
@@ -69,10 +71,13 @@ class MessageReader:
 
     def _add(self, part: MessagePart, deltas: Sequence[TextDelta | ToolDelta]) -> None:
         for delta in deltas:
+            if self._calls_alone and not isinstance(delta, ToolDelta):
+                continue
+            part.deltas.append(delta)
             for each in (part, self.message):
                 if isinstance(delta, ToolDelta):
                     each.calls.append(delta)
-                elif not self._calls_alone:
+                else:
                     each.content += delta.text
 
 

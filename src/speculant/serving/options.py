@@ -24,6 +24,8 @@ class ServerOptions:
     drain_timeout: for running requests to end after SIGTERM.
     per_request_spec_decode_metrics: figures on speculation in responses: "none", "summary" or "detailed".
     tool_parser: the format of tool calls; None = the format of the chat template.
+    max_stored_bytes: of stored responses, a quarter of them for one client; 0 = none is stored. response_ttl: until a
+    stored response is deleted.
     """
 
     host: str = "127.0.0.1"
@@ -47,6 +49,8 @@ class ServerOptions:
     request_timeout: float | None = 1800.0
     send_timeout: float | None = 30.0
     drain_timeout: float = 30.0
+    max_stored_bytes: int = 256 * 2**20
+    response_ttl: float = 3600.0
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -60,6 +64,10 @@ class ServerOptions:
             )
         if not all(key and key.isascii() and key.isprintable() for key in self.api_keys):
             raise ConfigError("an API key is empty or has characters other than printable ASCII", "use another key.")
+        if self.max_stored_bytes < 0:
+            raise ConfigError(
+                f"max_stored_bytes={self.max_stored_bytes} is below 0", "use 0 to store nothing, or a number of bytes."
+            )
         for name in _POSITIVE:
             value = getattr(self, name)
             if value is not None and not value > 0:
@@ -69,5 +77,5 @@ class ServerOptions:
 _POSITIVE = (
     *("max_body_bytes", "max_header_bytes", "max_messages", "max_prompts", "max_samples", "max_prompt_characters"),
     *("body_timeout", "text_timeout", "queue_timeout", "first_token_timeout", "request_timeout", "send_timeout"),
-    "drain_timeout",
+    *("drain_timeout", "response_ttl"),
 )

@@ -171,13 +171,14 @@ class ToolCall(BaseModel):
 
 
 class Message(BaseModel):
-    """One message of a conversation. content: a text, or parts of type text."""
+    """One message of a conversation. content: a text, or parts of type text; an assistant's also of type refusal."""
 
     model_config = ConfigDict(strict=True)
 
     role: str
     content: str | Parts | None = None
     name: str | None = None
+    refusal: str | None = None
     reasoning_content: str | None = None
     tool_calls: Listed[ToolCall] | None = None
     tool_call_id: str | None = None
@@ -225,14 +226,15 @@ class ChatBody(ConversationBody, GeneratingBody):
 
 
 class ResponseBody(GeneratingBody):
-    """A body of /v1/responses. input: a text, or messages whose parts are text."""
+    """A body of /v1/responses. input: a text, or items: messages whose parts are text, calls and their outputs."""
 
     aliases = MappingProxyType(
         {
             "max_tokens": ("max_output_tokens", "max_tokens"),
-            "structured_outputs": ("structured_outputs", "response_format", "text"),
+            "structured_outputs": ("structured_outputs", "response_format", "text", "tool_choice"),
             "response_format": ("response_format", "text"),
             "prompt": ("input",),
+            "messages": ("input",),
             **_SPECULATION,
         }
     )
@@ -241,12 +243,16 @@ class ResponseBody(GeneratingBody):
             "logprobs": 'use include=["message.output_text.logprobs"] and top_logprobs',
             "max_completion_tokens": "use max_output_tokens",
             "prompt": "prompts are not stored; send the conversation as input",
+            "messages": "use input",
             "reasoning_effort": 'use reasoning={"effort": ...}',
         }
     )
 
     input: str | Parts
     instructions: str | None = None
+    previous_response_id: str | None = None
+    store: bool | None = None
+    background: bool | None = None
     max_output_tokens: int | None = None
     include: Listed[str] | None = None
     top_logprobs: int | None = None
@@ -254,6 +260,8 @@ class ResponseBody(GeneratingBody):
     text: Object | None = None
     tools: Listed[Object] | None = None
     tool_choice: str | Object | None = None
+    parallel_tool_calls: bool | None = None
+    max_tool_calls: int | None = None
     truncation: str | None = None
     chat_template_kwargs: Object | None = None
     metadata: dict[str, str] | None = None

@@ -14,23 +14,13 @@ from speculant.serving.chat_answers import ChatAnswer
 from speculant.serving.completion_answers import CompletionAnswer
 from speculant.serving.errors import ApiError, refusal
 from speculant.serving.prompts import Prompt, count_prompts
-from speculant.serving.protocol import (
-    ChatBody,
-    CompletionBody,
-    DetokenizeBody,
-    Message,
-    ResponseBody,
-    TokenizeBody,
-)
+from speculant.serving.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from speculant.serving.reasoning import with_tags
-from speculant.serving.response_answers import ResponseAnswer
-from speculant.serving.sampling import chat_params, completion_params, response_params, text_of
+from speculant.serving.sampling import chat_params, completion_params
 from speculant.serving.service import Job, Service
-from speculant.serving.tool_use import finish_reason_of_calls, reader_for, with_tools
+from speculant.serving.tool_use import finish_reason_of_calls, reader_for, with_allowed_tools, with_tools
 from speculant.serving.wire import json_response
 from speculant.text.reasoning import find_tags
-
-_INPUT_PARTS = ("input_text", "output_text", "text")
 
 
 class Routes:
@@ -52,14 +42,15 @@ class Routes:
     async def chat(self, request: Request) -> Response:
         """Continue a conversation."""
         engine = self._service.state.engine
-        body = await self._service.read(ChatBody, request)
+        body = with_allowed_tools(await self._service.read(ChatBody, request))
         return await self._chat(engine, request, body, chat_params(engine, body))
 
     async def _chat(self, engine: AsyncEngine, request: Request, body: ChatBody, params: SamplingParams) -> Response:
         service, tokenizer, name = self._service, engine.tokenizer, self._service.options.tool_parser
         params = with_tools(tokenizer, params, body, name)
         params = with_tags(tokenizer, params, find_tags(tokenizer.template_for(bool(body.tools))) or ())
-        call, reader = service.call(engine, body, params), reader_for(tokenizer, body, name, _has_form(params))
+        reader = reader_for(tokenizer, body, name, params.structured_outputs is not None)
+        call = service.call(engine, body, params)
         answer = ChatAnswer(call, reader, finish_reason_of_calls(body))
 
         async def prompts() -> list[Prompt]:
@@ -67,28 +58,10 @@ class Routes:
 
         return await service.answer(engine, request, Job(body, params, 1, prompts, answer))
 
-    async def responses(self, request: Request) -> Response:
-        """Answer in the shape of OpenAI's Responses: text, after reasoning if there is any."""
-        service, engine = self._service, self._service.state.engine
-        body = await service.read(ResponseBody, request)
-        if body.tools:
-            raise refusal(
-                "This route does not support tools: use /v1/chat/completions.", "tools", "unsupported_parameter"
-            )
-        tokenizer, chat = engine.tokenizer, _as_chat(body)
-        params = with_tags(tokenizer, response_params(engine, body), find_tags(tokenizer.chat_template) or ())
-        reader = reader_for(tokenizer, chat, None, _has_form(params))
-        answer = ResponseAnswer(service.call(engine, body, params), body, reader)
-
-        async def prompts() -> list[Prompt]:
-            return [await service.prompts.of_chat(engine, chat)]
-
-        return await service.answer(engine, request, Job(body, params, 1, prompts, answer, named_events=True))
-
     async def tokenize(self, request: Request) -> Response:
         """Return the token ids of a prompt or of messages."""
         service, engine = self._service, self._service.state.engine
-        body = await service.read(TokenizeBody, request)
+        body = with_allowed_tools(await service.read(TokenizeBody, request))
         service.model(body)
         if (body.prompt is None) == (body.messages is None):
             raise refusal("Send either prompt or messages.", "prompt")
@@ -138,6 +111,38 @@ class Routes:
         self._service.state.check()
         return json_response({"status": "ok"})
 
+    async def load(self) -> Response:
+        """Return the number of sequences that run or wait, as vLLM's server does."""
+        return json_response({"server_load": self._service.state.admission.count})
+
+    async def props(self) -> Response:
+        """Return the server's properties as llama.cpp's does, with the model's name in place of its path."""
+        engine, name = self._service.state.engine, self._service.names[0]
+        settings = engine.default_params
+        params = {
+            "n_predict": -1,
+            "temperature": settings.temperature,
+            "top_k": settings.top_k,
+            "top_p": settings.top_p,
+            "min_p": settings.min_p,
+            "repeat_penalty": settings.repetition_penalty,
+            "presence_penalty": settings.presence_penalty,
+            "frequency_penalty": settings.frequency_penalty,
+        }
+        general = {"n_ctx": engine.limits.max_model_len, "speculative": engine.speculating, "params": params}
+        return json_response(
+            {
+                "default_generation_settings": general,
+                "total_slots": engine.limits.max_num_seqs,
+                "model_alias": name,
+                "model_path": name,
+                "chat_template": engine.tokenizer.chat_template or "",
+                "modalities": {"vision": False, "audio": False},
+                "build_info": f"speculant {__version__}",
+                "is_sleeping": False,
+            }
+        )
+
     async def metrics(self) -> Response:
         """Return the metrics in Prometheus' text format."""
         page, kind = self._service.metrics.page()
@@ -159,35 +164,3 @@ class Routes:
             "chat": engine.tokenizer.has_chat_template,
             "speculation": {"on": engine.speculating, "detail": engine.speculation},
         }
-
-
-def _has_form(params: SamplingParams) -> bool:
-    return params.structured_outputs is not None
-
-
-def _as_chat(body: ResponseBody) -> ChatBody:
-    """Return the conversation of a response. Raises ApiError (400) for items other than text messages."""
-    effort = (body.reasoning or {}).get("effort")
-    if effort is not None and not isinstance(effort, str):
-        raise refusal("reasoning.effort is not text.", "reasoning")
-    return ChatBody(messages=_messages(body), chat_template_kwargs=body.chat_template_kwargs, reasoning_effort=effort)
-
-
-def _messages(body: ResponseBody) -> list[Message]:
-    system = [Message(role="system", content=body.instructions)] if body.instructions else []
-    if isinstance(body.input, str):
-        return [*system, Message(role="user", content=body.input)]
-    if not body.input:
-        raise refusal("input has no messages.", "input")
-    return [*system, *map(_message, body.input)]
-
-
-def _message(item: dict[str, Any]) -> Message:
-    role, content = item.get("role"), item.get("content")
-    if item.get("type", "message") != "message" or not isinstance(role, str):
-        raise refusal("An item of input is not a message.", "input")
-    if isinstance(content, list) and all(isinstance(part, dict) for part in content):
-        content = text_of(content, _INPUT_PARTS)
-    if not isinstance(content, str):
-        raise refusal("A message of input has no text.", "input")
-    return Message(role=role, content=content)

@@ -21,6 +21,7 @@ from speculant.serving.protocol import (
 
 LOGPROBS = "message.output_text.logprobs"  # a response has log-probabilities if its `include` has this
 _WHITESPACE = frozenset({"disable_any_whitespace"})
+_MOST_METADATA = (16, 64, 512)  # entries, characters of a name and of a text: OpenAI's limits
 
 
 def completion_params(engine: AsyncEngine, body: CompletionBody) -> SamplingParams:
@@ -68,7 +69,9 @@ def response_params(engine: AsyncEngine, body: ResponseBody) -> SamplingParams:
     if body.max_output_tokens is not None:
         given["max_tokens"] = body.max_output_tokens
     form = (body.text or {}).get("format")
-    if isinstance(form, Mapping) and form.get("type", "text") != "text":
+    if form is not None and not isinstance(form, Mapping):
+        raise refusal("text.format is not an object.", "text")
+    if form is not None and form.get("type", "text") != "text":
         wrapped = {"type": form.get("type"), "json_schema": form}
         given["structured_outputs"] = _form(body.model_copy(update={"response_format": wrapped}))
     return _merge(engine, given, (body.top_logprobs or 0) if LOGPROBS in (body.include or ()) else None)
@@ -85,13 +88,16 @@ def _check_response(body: ResponseBody) -> None:
         "top_logprobs": (bool(body.top_logprobs) and LOGPROBS not in included, f"it needs {asked}"),
         "reasoning": (bool(reasoning - {"effort"}), "only effort is supported; reasoning is not summarised"),
         "text": (bool(text - {"format"}), "only format is supported"),
-        "tool_choice": (body.tool_choice not in (None, "none", "auto"), "there are no tools"),
         "truncation": (body.truncation not in (None, "disabled"), 'use "disabled"; a conversation is never cut'),
         "response_format": (body.response_format is not None and "format" in text, "text.format is given too"),
     }
     for name, (wrong, instead) in refused.items():
         if wrong:
             raise refusal(f"{name} is not supported here: {instead}.", name, "unsupported_parameter")
+    given, (entries, name_length, text_length) = body.metadata or {}, _MOST_METADATA
+    if len(given) > entries or any(len(name) > name_length or len(text) > text_length for name, text in given.items()):
+        limits = f"{entries} entries, with names of {name_length} characters and texts of {text_length}"
+        raise refusal(f"metadata may have at most {limits}.", "metadata")
 
 
 def _set_keys(value: Mapping[str, Any] | None) -> set[str]:
@@ -130,7 +136,7 @@ def _with_prediction(
     if speculation is False or engine.prediction_method is None:
         return speculation
     own = dict(speculation) if isinstance(speculation, Mapping) else {}
-    return {"method": engine.prediction_method, **own} | dict(prediction=text_of(prediction.content))
+    return {"method": engine.prediction_method, **own} | dict(prediction=_text_of(prediction.content))
 
 
 def _form(body: GeneratingBody) -> Mapping[str, Any] | None:
@@ -179,15 +185,13 @@ def predicts(engine: AsyncEngine, body: GeneratingBody, params: SamplingParams) 
     return named and body.prediction is not None and params.structured_outputs is None
 
 
-def text_of(content: str | Sequence[Mapping[str, Any]] | None, kinds: Sequence[str] = ("text",)) -> str:
-    """Return the text of a content: itself, or its parts of these kinds joined. Raises ApiError for other parts."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    return "".join(_part(part, kinds) for part in content)
+def _text_of(content: str | Sequence[Mapping[str, Any]]) -> str:
+    """Return the text of a content: itself, or its parts joined. Raises ApiError for parts that are not text."""
+    return content if isinstance(content, str) else "".join(map(_part, content))
 
 
-def _part(part: Mapping[str, Any], kinds: Sequence[str]) -> str:
+def _part(part: Mapping[str, Any]) -> str:
     text = part.get("text")
-    if part.get("type", "text") not in kinds or not isinstance(text, str):
-        raise refusal(f"A content part is not text: only parts of type {' or '.join(kinds)} are supported.")
+    if part.get("type", "text") != "text" or not isinstance(text, str):
+        raise refusal("A content part is not text: only parts of type text are supported.")
     return text

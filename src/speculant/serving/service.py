@@ -37,7 +37,8 @@ _LARGE = 65_536  # bytes of a body that is parsed in a thread
 class Job:
     """One request that generates: its body and settings, how to make its prompts, and the shape of its answer.
 
-    named_events: the stream has OpenAI's newer form, events with names.
+    named_events: the stream has OpenAI's newer form, events with names. before_end: called once the answer is complete,
+    before its end is sent.
     """
 
     body: GeneratingBody
@@ -46,6 +47,7 @@ class Job:
     make_prompts: Callable[[], Awaitable[Sequence[Prompt]]]
     answer: Answer
     named_events: bool = False
+    before_end: Callable[[], Awaitable[None]] | None = None
 
 
 class Service:
@@ -120,6 +122,12 @@ class Service:
         first = await while_connected(request.receive, anext(chunks, None))
         return EventStream(_events(first, chunks, job.named_events), self.options.send_timeout)
 
+    async def run(self, engine: AsyncEngine, request: Request, job: Job) -> AsyncGenerator[None, None]:
+        """Generate while no client waits for the answer. Yield whenever there are new pieces."""
+        async with aclosing(self._chunks(engine, request, job)) as chunks:
+            async for _ in chunks:
+                yield
+
     async def _chunks(self, engine: AsyncEngine, request: Request, job: Job) -> AsyncGenerator[Sequence[Chunk], None]:
         """Yield the chunks of an answer while it is generated; its first chunks come with the first piece."""
         samples, answer = job.num_prompts * job.params.n, job.answer
@@ -133,7 +141,10 @@ class Service:
                     async for batch in pieces:
                         yield [*waiting, *(chunk for prompt, piece in batch for chunk in answer.feed(prompt, piece))]
                         waiting = []
-                yield answer.end()
+                last = answer.end()
+                if job.before_end is not None:
+                    await job.before_end()
+                yield last
             except (GeneratorExit, asyncio.CancelledError):
                 failed = False
                 raise

@@ -3,46 +3,93 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 from speculant import plugins
 from speculant.params import SamplingParams
 from speculant.serving.errors import refusal
 from speculant.serving.messages import MessageReader
 from speculant.serving.prompts import Prompt
-from speculant.serving.protocol import ChatBody
+from speculant.serving.protocol import ChatBody, ConversationBody
 from speculant.serving.reasoning import find_reasoning, with_tags
 from speculant.serving.sampling import requires_call, wants_compact
-from speculant.serving.tools import ToolParser, call_grammar, call_schema, find_format
+from speculant.serving.tools import (
+    ToolParser,
+    call_grammar,
+    call_schema,
+    choose_tools,
+    find_format,
+    json_symbol,
+    read_tools,
+)
+from speculant.structured.spec import StructuredOutputs
 from speculant.text.tokenizer import Tokenizer
 
+C = TypeVar("C", bound=ConversationBody)
 MOST_TOOLS = 128  # OpenAI's limit
 _UNKNOWN = "json"  # the format of required calls if the model's own is unknown
+
+
+def with_allowed_tools(body: C) -> C:
+    """Return a body without the tools that a `tool_choice` of type "allowed_tools" leaves out; its mode is the choice.
+
+    Raises ApiError (400) or RequestError for a choice that names tools that are not there.
+    """
+    choice = body.tool_choice
+    if not isinstance(choice, Mapping) or choice.get("type") != "allowed_tools":
+        return body
+    allowed = choice.get("allowed_tools")
+    mode, listed = (allowed.get("mode"), allowed.get("tools")) if isinstance(allowed, Mapping) else (None, None)
+    if mode not in ("auto", "required") or not isinstance(listed, list) or not listed:
+        raise refusal('allowed_tools needs a mode, "auto" or "required", and tools.', "tool_choice")
+    _check_count(len(body.tools or ()), "tools")
+    _check_count(len(listed), "tool_choice")
+    tools = read_tools(body.tools or ())
+    names = {tool.name for each in listed for tool in choose_tools(tools, each)}
+    kept = [given for given, tool in zip(body.tools or (), tools, strict=True) if tool.name in names]
+    return body.model_copy(update={"tools": kept, "tool_choice": mode})
+
+
+def _check_count(tools: int, param: str) -> None:
+    if tools > MOST_TOOLS:
+        raise refusal(f"There are {tools} tools and at most {MOST_TOOLS} are allowed.", param)
 
 
 def with_tools(tokenizer: Tokenizer, params: SamplingParams, body: ChatBody, name: str | None) -> SamplingParams:
     """Return settings under which calls can be read, and must be made if the request requires one.
 
-    name: the format of calls; None = the template's. Raises RequestError for invalid tools or an invalid choice.
+    name: the format of calls; None = the template's. JSON of a given form may be written in place of calls that the
+    model may make. Raises RequestError for invalid tools or an invalid choice.
     """
     if not body.tools or body.tool_choice == "none":
         if body.tool_choice not in (None, "none", "auto"):
             raise refusal("tool_choice needs tools.", "tool_choice")
         return params
-    if len(body.tools) > MOST_TOOLS:
-        raise refusal(f"There are {len(body.tools)} tools and at most {MOST_TOOLS} are allowed.", "tools")
+    _check_count(len(body.tools), "tools")
     template, found = tokenizer.template_for(tools=True), _format_of(tokenizer, body, name)
     params = with_tags(tokenizer, params, found.markers())
-    if not requires_call(body):
-        call_schema(body.tools, "required", template, name)  # checks them
-        return params
-    if params.structured_outputs is not None:
+    required, form = requires_call(body), params.structured_outputs
+    if required and form is not None:
         raise refusal("tool_choice and the form of the answer are both given: keep one.", "tool_choice")
-    shapes = call_schema(body.tools, body.tool_choice or "required", template, name)
-    several = body.tool_choice == "required" and body.parallel_tool_calls is not False
+    choice = body.tool_choice if required and body.tool_choice else "required"
+    shapes = call_schema(body.tools, choice, template, name)
+    instead = None if form is None else _symbol_of(form)
+    if not required and instead is None:
+        return params
+    several = body.tool_choice in (None, "auto", "required") and body.parallel_tool_calls is not False
     separator = found.separator(template) if several else None
-    grammar = call_grammar(shapes, lambda text: _added_id(tokenizer, text), separator, wants_compact(body))
+    compact = wants_compact(body) if form is None else form.disable_any_whitespace
+    grammar = call_grammar(shapes, lambda text: _added_id(tokenizer, text), separator, compact, instead)
     return dataclasses.replace(params, structured_outputs={"grammar": grammar})  # type: ignore[arg-type]
+
+
+def _symbol_of(form: StructuredOutputs) -> str | None:
+    """Return the symbol of a form in the grammar of calls; None for forms other than JSON, which leave no calls."""
+    source = form.source
+    schema = json.loads(source.text) if source.kind == "json" else None
+    return json_symbol(schema, source.compact) if isinstance(schema, dict) else None
 
 
 def reader_for(

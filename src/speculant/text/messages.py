@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from speculant.errors import RequestError, suggest
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+_CUSTOM_ROLE = re.compile(r"[A-Za-z][\w.-]{0,63}", re.ASCII)
 _RESERVED = frozenset({"messages", "tools", "add_generation_prompt"})
 
 
-def read_messages(messages: object) -> list[dict[str, Any]]:
+def read_messages(messages: object, template: str | None = None) -> list[dict[str, Any]]:
     """Return a conversation for a chat template: contents become text, and the arguments of calls objects.
 
     A message is a mapping with a `role` and a `content`: a text, or a list of parts `{"type": "text", "text": ...}`. An
-    assistant's message with `tool_calls` needs no content. Raises RequestError with the number of the wrong message.
+    assistant's message may have a `refusal` in place of a content, or parts of this type; with `tool_calls` it needs
+    neither. template: its source; `developer` becomes `system` unless the template has this role. Other roles than
+    ROLES are passed on, see `check_roles`. Raises RequestError with the number of the wrong message.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
         raise RequestError(
@@ -24,7 +28,29 @@ def read_messages(messages: object) -> list[dict[str, Any]]:
         )
     if not messages:
         raise RequestError("the conversation has no messages", 'give at least {"role": "user", "content": "..."}.')
-    return [_read(message, f"message {number}") for number, message in enumerate(messages, start=1)]
+    has_developer = template is not None and _names("developer", template)
+    return [_read(message, f"message {number}", has_developer) for number, message in enumerate(messages, start=1)]
+
+
+def check_roles(conversation: Sequence[Mapping[str, Any]], template: str, text: str) -> None:
+    """Raise RequestError if a template leaves out the content of a message whose role it does not know.
+
+    conversation: as `read_messages` returns it. text: the prompt that the template made of it.
+    """
+    place = 0
+    for number, message in enumerate(conversation, start=1):
+        role, content = message["role"], message["content"].strip()
+        if role in ROLES or _names(role, template):
+            continue
+        place = text.find(content, place)
+        if place < 0:
+            problem = f"has the role {role!r}, whose messages the chat template leaves out"
+            _refuse(f"message {number}", problem, suggest(role, ROLES))
+
+
+def _names(role: str, template: str) -> bool:
+    """Whether a template compares something with the name of a role."""
+    return f"'{role}'" in template or f'"{role}"' in template
 
 
 def check_variables(given: object) -> Mapping[str, Any]:
@@ -38,23 +64,26 @@ def check_variables(given: object) -> Mapping[str, Any]:
     return given
 
 
-def _read(message: object, where: str) -> dict[str, Any]:
+def _read(message: object, where: str, has_developer: bool) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         _refuse(where, f"is a {type(message).__name__}", 'write it as {"role": "user", "content": "..."}.')
     role = message.get("role")
-    if not isinstance(role, str) or role not in ROLES:
-        fix = suggest(role, ROLES) if isinstance(role, str) else f"give it one of the roles {', '.join(ROLES)}."
-        _refuse(where, f"has the role {role!r}" if role is not None else "has no role", fix)
-    calls = message.get("tool_calls")
-    value = {name: each for name, each in message.items() if each is not None}
-    value["role"] = "system" if role == "developer" else role  # OpenAI's other name, unknown to templates
-    value["content"] = _text(message.get("content"), where, optional=bool(calls))
+    if not isinstance(role, str) or not _CUSTOM_ROLE.fullmatch(role):
+        fix = suggest(role[:80], ROLES) if isinstance(role, str) else f"give it one of the roles {', '.join(ROLES)}."
+        _refuse(where, f"has the role {str(role)[:80]!r}" if role is not None else "has no role", fix)
+    calls, refused = message.get("tool_calls"), message.get("refusal")
+    value = {name: each for name, each in message.items() if each is not None and name != "refusal"}
+    value["role"] = "system" if role == "developer" and not has_developer else role
+    content = message.get("content")
+    if not content and isinstance(refused, str) and role == "assistant":
+        content = refused
+    value["content"] = _text(content, where, bool(calls), ("text", "refusal") if role == "assistant" else ("text",))
     if calls:
         value["tool_calls"] = _calls(calls, where)
     return value
 
 
-def _text(content: object, where: str, optional: bool) -> str:
+def _text(content: object, where: str, optional: bool, kinds: Sequence[str]) -> str:
     if isinstance(content, str):
         return content
     if content is None and optional:
@@ -62,14 +91,16 @@ def _text(content: object, where: str, optional: bool) -> str:
     if not isinstance(content, list | tuple):
         problem = "has no content" if content is None else f"has a content that is a {type(content).__name__}"
         _refuse(where, problem, "give it a text, or a list of text parts.")
-    return "".join(_part(part, where) for part in content)
+    return "".join(_part(part, where, kinds) for part in content)
 
 
-def _part(part: object, where: str) -> str:
-    text = part.get("text") if isinstance(part, Mapping) and part.get("type", "text") == "text" else None
+def _part(part: object, where: str, kinds: Sequence[str]) -> str:
+    """Return the text of a part, which is under the name of the part's type."""
+    kind = part.get("type", "text") if isinstance(part, Mapping) else type(part).__name__
+    text = part.get(kind) if isinstance(part, Mapping) and kind in kinds else None
     if not isinstance(text, str):
-        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-        _refuse(where, f"has a part of type {kind!r} without text", 'use only {"type": "text", "text": "..."}.')
+        problem = f"has a part of type {str(kind)[:80]!r} without text"
+        _refuse(where, problem, 'use only {"type": "text", "text": "..."}.')
     return text
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from speculant.errors import RequestError
-from speculant.text.messages import read_messages
+from speculant.text.messages import check_roles, read_messages
 from speculant.text.tokenizer import Tokenizer
 
 
@@ -86,8 +86,10 @@ class UserTokenizer:
         if continue_final_message:
             raise RequestError("continue_final_message is an argument of LLM.chat only", "give it to LLM.chat.")
         given = {**variables, "tools": list(tools) if tools else None}
-        messages = read_messages(conversation)
-        text = self._tokenizer.render_template(chat_template, messages, add_generation_prompt, given)
+        source = chat_template or self._tokenizer.template_for(bool(given["tools"]))
+        messages = read_messages(conversation, source)
+        text = self._tokenizer.render_template(source, messages, add_generation_prompt, given)
+        check_roles(messages, source or "", text)
         if not tokenize:
             return text
         return self(text, add_special_tokens=False) if return_dict else self.encode(text, add_special_tokens=False)

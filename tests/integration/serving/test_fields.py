@@ -40,6 +40,7 @@ READ = {
     **dict.fromkeys(["modalities", "tokens", "parallel_tool_calls"], "test_fields.py"),
     **dict.fromkeys(["include", "reasoning", "truncation"], "test_reasoning_forms.py"),
     "metadata": "test_fields.py",
+    **dict.fromkeys(["previous_response_id", "store", "background", "max_tool_calls"], "test_responses.py"),
 }
 
 
@@ -98,6 +99,7 @@ def test_the_proof_that_a_field_is_read_names_it() -> None:
         ({"logprobs": True}, 'use include=["message.output_text.logprobs"] and top_logprobs.'),
         ({"max_completion_tokens": 4}, "use max_output_tokens."),
         ({"prompt": {"id": "stored"}}, "send the conversation as input."),
+        ({"messages": CHAT}, "use input."),
         ({"reasoning_effort": "low"}, 'use reasoning={"effort": ...}.'),
     ],
 )

@@ -183,6 +183,110 @@ def test_unknown_routes_have_openai_s_errors(demo: LiveServer) -> None:
         assert set(response.json()["error"]) == {"message", "type", "param", "code"}
 
 
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [("POST", "/v1/embeddings"), ("POST", "/v1/audio/speech"), ("GET", "/v1/chat/completions/chatcmpl-1"),
+     ("GET", "/v1/conversations"), ("GET", "/v1/responses/resp_1/things"), ("GET", "/" + "x" * 5000)],
+    ids=lambda value: value[:30],
+)  # fmt: skip
+def test_a_404_lists_the_routes_that_exist(demo: LiveServer, method: str, path: str) -> None:
+    reply = demo.http.request(method, path)
+    error = reply.json()["error"]
+    assert (reply.status_code, error["type"], error["code"]) == (404, "not_found_error", "unknown_url")
+    assert f"There is no route {method} '{path[:80]}'" in error["message"]
+    paths = demo.http.get("/openapi.json").json()["paths"]
+    for known, operations in paths.items():
+        for name in operations:
+            assert f" {name.upper()} {known}" in error["message"]
+    assert "/openapi.json" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "allowed"),
+    [("GET", "/v1/completions", "POST"), ("POST", "/health", "GET, HEAD"), ("PUT", "/ping", "GET, POST, HEAD"),
+     ("POST", "/v1/responses/resp_1", "DELETE, GET, HEAD"), ("DELETE", "/v1/responses/resp_1/cancel", "POST")],
+)  # fmt: skip
+def test_a_405_has_the_methods_of_the_route(demo: LiveServer, method: str, path: str, allowed: str) -> None:
+    reply = demo.http.request(method, path)
+    assert (reply.status_code, reply.headers["allow"]) == (405, allowed)
+    assert allowed.split(", ")[0] in reply.json()["error"]["message"]
+
+
+def test_the_load_counts_the_sequences(demo: LiveServer) -> None:
+    demo.until(lambda: demo.http.get("/load").json() == {"server_load": 0})
+    body = {"prompt": PROMPT, "n": 2, "max_tokens": 900, "stream": True, "ignore_eos": True}
+    with demo.http.stream("POST", "/v1/completions", json=body) as response:
+        lines = response.iter_lines()
+        assert "cmpl-" in next(lines)
+        assert demo.http.get("/load").json() == {"server_load": 2}
+    demo.until(lambda: demo.http.get("/load").json() == {"server_load": 0})
+
+
+def test_the_properties_are_llama_cpp_s(demo: LiveServer) -> None:
+    found = demo.http.get("/props").json()
+    assert (found["model_path"], found["total_slots"]) == ("demo", 8)
+    general = found["default_generation_settings"]
+    assert (general["n_ctx"], general["speculative"]) == (1024, True)
+    assert general["params"]["temperature"] >= 0
+    assert "messages" in found["chat_template"]
+
+
+def test_ping_is_health_and_other_routes_need_the_key(serve: Any, checkpoints: Checkpoints) -> None:
+    server: LiveServer = serve(AsyncEngine(checkpoints.target), api_keys=("secret",))
+    server.until(lambda: server.http.get("/ping").status_code == 200)
+    assert server.http.post("/ping").status_code == 200
+    for path in ("/load", "/props", "/v1/nothing", "/v1/responses/resp_1"):
+        assert server.http.get(path).status_code == 401
+
+
+def test_the_last_chunk_has_the_stop_reason(demo: LiveServer) -> None:
+    for path, asked in (("/v1/completions", {"prompt": PROMPT}), ("/v1/chat/completions", {"messages": CHAT})):
+        (choice,) = demo.post(path, **asked, **GREEDY)["choices"]
+        stop = (choice.get("text") or choice["message"]["content"])[3:6]
+        for fields, reason in (({"stop": stop}, stop), ({}, None)):
+            choices = [each for chunk in demo.chunks(path, **asked, **GREEDY, **fields) for each in chunk["choices"]]
+            assert choices[-1]["stop_reason"] == reason
+            assert not any("stop_reason" in choice for choice in choices[:-1])
+
+
+def test_each_sample_s_last_chunk_has_its_stop_reason(demo: LiveServer) -> None:
+    sampled = {"prompt": PROMPT, "n": 4, "seed": 1, "max_tokens": 60, "stop": ["(", "e"]}
+    whole = demo.post("/v1/completions", **sampled)["choices"]
+    choices = [each for chunk in demo.chunks("/v1/completions", **sampled) for each in chunk["choices"]]
+    last = {each["index"]: each["stop_reason"] for each in choices if each["finish_reason"]}
+    assert last == {each["index"]: each["stop_reason"] for each in whole}
+    assert len(last) == 4
+
+
+def test_roles_reach_the_template(demo: LiveServer) -> None:
+    def prompt(*messages: dict[str, Any]) -> str:
+        tokens = demo.post("/tokenize", messages=messages)["tokens"]
+        text: str = demo.post("/detokenize", tokens=tokens)["prompt"]
+        return text
+
+    assert "critic" in prompt(*CHAT, {"role": "critic", "content": "hm"})
+    assert prompt({"role": "developer", "content": "x"}) == prompt({"role": "system", "content": "x"})
+    refused = {"role": "assistant", "refusal": "no"}
+    part = {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}
+    assert prompt(*CHAT, refused) == prompt(*CHAT, part) == prompt(*CHAT, {"role": "assistant", "content": "no"})
+    image = [{"type": "image_url", "image_url": {"url": "data:"}}]
+    reply = demo.http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": image}]})
+    assert "image_url" in reply.json()["error"]["message"]
+
+
+def test_a_chat_s_choice_may_allow_some_tools(demo: LiveServer) -> None:
+    tools = [{"type": "function", "function": {"name": name}} for name in ("cut", "sew")]
+    allowed = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": tools[1:]}}
+    settings = {**GREEDY, "max_tokens": 80, "messages": CHAT, "tools": tools, "tool_choice": allowed}
+    (choice,) = demo.post("/v1/chat/completions", **settings)["choices"]
+    assert {call["function"]["name"] for call in choice["message"]["tool_calls"]} == {"sew"}
+    assert choice["finish_reason"] == "tool_calls"
+    custom, hosted = {"type": "custom", "custom": {"name": "f"}}, {"type": "web_search"}
+    for wrong in (custom, hosted):
+        reply = demo.http.post("/v1/chat/completions", json={**settings, "tools": [wrong], "tool_choice": "required"})
+        assert (reply.status_code, str(wrong["type"]) in reply.json()["error"]["message"]) == (400, True)
+
+
 def test_the_openapi_document_has_the_bodies(demo: LiveServer) -> None:
     document = demo.http.get("/openapi.json").json()
     body = document["paths"]["/v1/chat/completions"]["post"]["requestBody"]
@@ -205,7 +309,7 @@ def test_a_tool_choice_requires_a_call(demo: LiveServer) -> None:
 @pytest.mark.parametrize(
     "path",
     ["/health", "/v1/models", "/v1/models/demo", "/metrics", "/version", "/", "/page.js", "/openapi.json", "/nowhere",
-     "/tokenizer_info"],
+     "/tokenizer_info", "/ping", "/props", "/v1/responses/resp_1"],
 )  # fmt: skip
 def test_head_is_answered_as_get_without_the_body(demo: LiveServer, path: str) -> None:
     got, head = demo.http.get(path), demo.http.head(path)

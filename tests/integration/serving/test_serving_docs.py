@@ -10,7 +10,7 @@ from typing import Any
 from speculant.cli.serve import ServerFlags
 from speculant.serving.fields import ACCEPTED, REFUSED
 from speculant.serving.options import ServerOptions
-from speculant.serving.protocol import ChatBody, CompletionBody
+from speculant.serving.protocol import ChatBody, CompletionBody, ResponseBody
 from tests.servers import LiveServer
 
 TEXT = (Path(__file__).parents[3] / "docs" / "serving.md").read_text(encoding="utf-8")
@@ -18,9 +18,10 @@ _OWN = {"model", "messages", "prompt", "stream", "stream_options", "speculant", 
 
 
 def test_the_program_runs(demo: LiveServer) -> None:
-    (block,) = re.findall(r"^```python\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
+    program = "\n".join(re.findall(r"^```python\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL))
     scope: dict[str, Any] = {}
-    exec(compile(block.replace("http://127.0.0.1:8000", demo.url), "serving.md", "exec"), scope)
+    exec(compile(program.replace("http://127.0.0.1:8000", demo.url), "serving.md", "exec"), scope)
+    assert scope["call"].name == "weather"
 
 
 def test_every_option_is_a_flag_and_documented() -> None:
@@ -31,7 +32,7 @@ def test_every_option_is_a_flag_and_documented() -> None:
 
 
 def test_every_field_is_documented() -> None:
-    fields = {*ChatBody.model_fields, *CompletionBody.model_fields} - _OWN
+    fields = {*ChatBody.model_fields, *CompletionBody.model_fields, *ResponseBody.model_fields} - _OWN
     assert [name for name in sorted(fields) if f"`{name}`" not in TEXT] == []
     assert [name for name in (*REFUSED, *ACCEPTED) if f"`{name}`" not in TEXT] == []
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from speculant.errors import RequestError
-from speculant.text.messages import ROLES, check_variables, read_messages
+from speculant.text.messages import ROLES, check_roles, check_variables, read_messages
 
 USER = {"role": "user", "content": "Hi"}
 
@@ -20,6 +20,42 @@ def test_texts_are_unchanged() -> None:
     messages = [{"role": role, "content": "x"} for role in ROLES if role != "developer"]
     assert read_messages(messages) == messages
     assert read_messages(({"role": "developer", "content": ""},)) == [{"role": "system", "content": ""}]
+
+
+def test_a_developer_is_the_system_unless_the_template_has_one() -> None:
+    message = {"role": "developer", "content": "x"}
+    for template in (None, "{{ messages }}", "{# developer #}"):
+        assert read_messages([message], template) == [{"role": "system", "content": "x"}]
+    for template in ("{% if message.role == 'developer' %}", '{% if m["role"] in ["system", "developer"] %}'):
+        assert read_messages([message], template) == [message]
+
+
+def test_an_assistant_s_refusal_is_its_content() -> None:
+    answer = {"role": "assistant", "content": "no"}
+    part = {"type": "refusal", "refusal": "no"}
+    for given in (
+        {"content": None, "refusal": "no"},
+        {"refusal": "no"},
+        {"content": [part]},
+        answer | {"refusal": "x"},
+    ):
+        assert read_messages([{"role": "assistant", **given}]) == [answer]
+    for wrong in ({"role": "user", "refusal": "no"}, {"role": "user", "content": [part]}):
+        with pytest.raises(RequestError, match=r"has no content|part of type 'refusal'"):
+            read_messages([wrong])
+
+
+def test_a_role_that_the_template_leaves_out_is_refused() -> None:
+    given = [USER, {"role": "critic", "content": " bad "}, {"role": "critic", "content": "worse"}]
+    conversation = read_messages(given)
+    assert [message["role"] for message in conversation] == ["user", "critic", "critic"]
+    check_roles(conversation, "", "Hi bad worse")
+    check_roles(conversation, "{% if message.role == 'critic' %}", "Hi")
+    for text in ("Hi", "Hi bad", "Hi worse bad"):
+        with pytest.raises(RequestError, match=r"message [23] has the role 'critic', whose messages .* leaves out"):
+            check_roles(conversation, "", text)
+    with pytest.raises(RequestError, match="did you mean 'user'"):
+        check_roles(read_messages([{"role": "usr", "content": "Hi"}]), "", "")
 
 
 def test_text_parts_are_joined() -> None:
@@ -52,7 +88,9 @@ def test_the_caller_s_messages_are_not_changed() -> None:
         ([], "no messages"),
         (["Hi"], "message 1 is a str"),
         ([USER, {"content": "Hi"}], "message 2 has no role"),
-        ([{"role": "usr", "content": "Hi"}], "did you mean 'user'"),
+        ([{"role": "us er", "content": "Hi"}], "did you mean 'user'"),
+        ([{"role": "<|system|>", "content": "Hi"}], "has the role"),
+        ([{"role": "x" * 65, "content": "Hi"}], "has the role"),
         ([{"role": ["user"], "content": "Hi"}], "has the role"),
         ([{"role": "user"}], "has no content"),
         ([{"role": "assistant", "content": None}], "has no content"),

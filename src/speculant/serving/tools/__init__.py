@@ -10,7 +10,7 @@ from typing import Any
 
 from speculant import plugins
 from speculant.serving.tools.base import Delta, TextDelta, ToolDelta, ToolParser
-from speculant.serving.tools.schema import CallShape, call_grammar, choose_tools, object_shape, read_tools
+from speculant.serving.tools.schema import CallShape, call_grammar, choose_tools, json_symbol, object_shape, read_tools
 
 __all__ = [
     "CallShape",
@@ -20,8 +20,11 @@ __all__ = [
     "ToolParser",
     "call_grammar",
     "call_schema",
+    "choose_tools",
     "find_format",
     "find_parser",
+    "json_symbol",
+    "read_tools",
 ]
 
 

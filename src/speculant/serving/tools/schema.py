@@ -39,7 +39,13 @@ def read_tools(tools: Iterable[Mapping[str, Any]]) -> list[Tool]:
 
 
 def _read_tool(given: object) -> Tool:
-    function = given.get("function") if isinstance(given, Mapping) and given.get("type") == "function" else None
+    kind = given.get("type") if isinstance(given, Mapping) else None
+    if isinstance(kind, str) and kind != "function":
+        raise RequestError(
+            f"a tool of type {kind[:80]!r} is not a function",
+            "give only tools of type function, which the client runs; this server runs none.",
+        )
+    function = given.get("function") if isinstance(given, Mapping) and kind == "function" else None
     if not isinstance(function, Mapping):
         raise RequestError(
             f"a tool is not a function: {str(given)[:80]}", 'give {"type": "function", "function": {"name": ...}}.'
@@ -104,27 +110,35 @@ def call_grammar(
     token_id: Callable[[str], int | None],
     separator: str | None = None,
     compact: bool = False,
+    instead: str | None = None,
 ) -> str:
     """Return a grammar, in llguidance's dialect of Lark, for calls that each have one of these shapes.
 
     token_id: returns the id of a marker or tag that is one added token, and can only be written as this token;
     otherwise None. separator: the text between two calls; None = there is one call. compact: arguments have no white
-    space between their parts.
+    space between their parts. instead: a symbol that the text may have in place of calls, see `json_symbol`.
     """
     rules = [" ".join(_symbols(shape, token_id, compact)) for shape in shapes]
     more = "" if separator is None else f" ({_quoted(separator)} call)*"
+    other = "" if instead is None else " | instead"
     return (
-        f"start: call{more}\ncall: "
+        f"start: call{more}{other}\ncall: "
         + " | ".join(f"call_{i}" for i in range(len(rules)))
         + "".join(f"\ncall_{i}: {rule}" for i, rule in enumerate(rules))
+        + ("" if instead is None else f"\ninstead: {instead}")
     )
+
+
+def json_symbol(schema: Mapping[str, Any], compact: bool) -> str:
+    """Return the symbol of a grammar for JSON that fits a schema. compact: it has no white space between its parts."""
+    options = {"whitespace_flexible": not compact}  # overrides the options of the schema itself
+    return f"%json {json.dumps({**schema, 'x-guidance': options})}"
 
 
 def _symbols(shape: CallShape, token_id: Callable[[str], int | None], compact: bool) -> list[str]:
     known = {tag: token for tag in (shape.marker, *shape.tags) if tag and (token := token_id(tag)) is not None}
-    options = {"whitespace_flexible": not compact}  # overrides the options of the schema itself
-    schema = json.dumps({**shape.schema, "x-guidance": options})
-    return [*_literals(shape.marker + shape.prefix, known), f"%json {schema}", *_literals(shape.suffix, known)]
+    arguments = json_symbol(shape.schema, compact)
+    return [*_literals(shape.marker + shape.prefix, known), arguments, *_literals(shape.suffix, known)]
 
 
 def _literals(text: str, tokens: Mapping[str, int]) -> list[str]:

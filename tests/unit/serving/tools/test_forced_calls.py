@@ -18,7 +18,7 @@ from speculant.serving.errors import ApiError
 from speculant.serving.messages import joined_calls
 from speculant.serving.prompts import Prompt
 from speculant.serving.protocol import ChatBody, Message
-from speculant.serving.tool_use import finish_reason_of_calls, reader_for, with_tools
+from speculant.serving.tool_use import finish_reason_of_calls, reader_for, with_allowed_tools, with_tools
 from speculant.structured.grammars import Grammars
 from speculant.text.tokenizer import Tokenizer
 from tests.examples import examples
@@ -125,6 +125,40 @@ def test_a_tag_that_is_an_added_token_is_written_as_the_token(special: bool) -> 
     written = write(constraint, tokenizer, random.Random(0), max)  # the end token follows all possible text
     ends = [tokenizer.backend.token_to_id(tag) for tag in ("<tool_call>", "</tool_call>")]
     assert [written[0], written[-1]] == ends
+
+
+def test_a_choice_of_allowed_tools_leaves_out_the_others() -> None:
+    def allow(*names: str, mode: str = "required") -> dict[str, Any]:
+        tools = [{"type": "function", "function": {"name": name}} for name in names]
+        return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+    for mode in ("auto", "required"):
+        body = with_allowed_tools(body_of(["cut", "sew", "glue"], None, allow("glue", "cut", mode=mode)))
+        assert [tool["function"]["name"] for tool in body.tools or ()] == ["cut", "glue"]
+        assert body.tool_choice == mode
+    assert finish_reason_of_calls(body) == "tool_calls"
+    plain = body_of(["cut"], None, "auto")
+    assert with_allowed_tools(plain) is plain
+    with pytest.raises(RequestError, match="did you mean 'cut'"):
+        with_allowed_tools(body_of(["cut"], None, allow("cat")))
+    for wrong in (allow(mode="auto"), allow("cut", mode="none"), {"type": "allowed_tools"}, allow(*["cut"] * 129)):
+        with pytest.raises(ApiError) as caught:
+            with_allowed_tools(body_of(["cut"], None, wrong))
+        assert caught.value.param == "tool_choice"
+
+
+def test_a_model_may_write_calls_or_the_form() -> None:
+    tokenizer = tokenizer_with_tags(False, TEMPLATES["hermes"])
+    params = SamplingParams(structured_outputs={"json": SCHEMAS["closed"]})  # type: ignore[arg-type]
+    body = body_of(["cut"], None, "auto")
+    form = with_tools(tokenizer, params, body, None).structured_outputs
+    constraint = Grammars(tokenizer, ()).compile(form).result().constrain()  # type: ignore[arg-type]
+    (call,) = tokenizer.encode("<tool_call>")
+    for token in (call, tokenizer.encode("{")[0]):
+        assert constraint.mask(())[token // 32] >> (token % 32) & 1
+    assert not constraint.mask(())[tokenizer.encode("H")[0] // 32] >> (tokenizer.encode("H")[0] % 32) & 1
+    words = SamplingParams(structured_outputs={"choice": ["yes"]})  # type: ignore[arg-type]
+    assert with_tools(tokenizer, words, body, None) == words, "other forms leave no calls"
 
 
 def test_calls_are_compact_unless_white_space_is_allowed() -> None:

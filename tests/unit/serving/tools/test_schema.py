@@ -10,7 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from speculant.errors import RequestError
-from speculant.serving.tools import CallShape, ToolDelta, call_grammar, call_schema, find_format, find_parser
+from speculant.serving.tools import (
+    CallShape,
+    ToolDelta,
+    call_grammar,
+    call_schema,
+    find_format,
+    find_parser,
+    json_symbol,
+)
 from speculant.serving.tools.base import parse
 from tests.examples import examples
 
@@ -56,7 +64,8 @@ def test_an_unknown_format_is_a_json_object() -> None:
         (TOOLS, "sometimes", "does not name a function"),
         (TOOLS, {"type": "function"}, "does not name a function"),
         (TOOLS, {"type": "function", "function": {"name": "wether"}}, "did you mean 'weather'"),
-        ([{"type": "web_search"}], "required", "not a function"),
+        ([{"type": "web_search"}], "required", "a tool of type 'web_search' is not a function"),
+        ([{"type": "custom", "custom": {"name": "f"}}], "required", "a tool of type 'custom' is not a function"),
         (["weather"], "required", "not a function"),
         ([{"type": "function", "function": {"name": ""}}], "required", "has the name"),
         ([{"type": "function", "function": {"name": "f", "parameters": []}}], "required", "not a JSON schema"),
@@ -97,6 +106,17 @@ def test_a_grammar_accepts_only_calls(name: str, template: str | None) -> None:
     assert not accepts(grammar, [*text_of(weather, {"town": "x"}).encode()])
     assert not accepts(grammar, [*text_of(now, {}).encode()][:-1])
     assert not accepts(grammar, [*b"Hello"])
+
+
+def test_json_may_be_written_in_place_of_calls() -> None:
+    shapes = call_schema(TOOLS, "required", "<tool_call>")
+    symbol = json_symbol({"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"]}, compact=True)
+    grammar = call_grammar(shapes, lambda marker: None, "\n", compact=True, instead=symbol)
+    call = text_of(shapes[1], {})
+    for text in ('{"a":1}', call, f"{call}\n{call}"):
+        assert accepts(grammar, [*text.encode()])
+    for text in ('{"a":2}', f'{{"a":1}}\n{call}', "Hello"):
+        assert not accepts(grammar, [*text.encode()])
 
 
 def test_a_marker_that_is_a_token_is_written_as_the_token() -> None:
