@@ -25,7 +25,7 @@ from speculant.serving.metrics import RequestMeter, ServerMetrics
 from speculant.serving.options import ServerOptions
 from speculant.serving.prompts import Prompt, Prompts
 from speculant.serving.protocol import Body, GeneratingBody, read_body
-from speculant.serving.records import RECORD, REQUEST_ID, RequestRecord
+from speculant.serving.records import RECORD, REQUEST_ID, RequestRecord, note_end
 from speculant.serving.runs import Work, run
 from speculant.serving.sampling import predicts
 from speculant.serving.state import ServerState
@@ -211,6 +211,7 @@ async def _events(
         if not named:
             yield DONE
     except Exception as error:  # the client must get it
+        note_end(scope, "error")
         if not isinstance(error, ApiError | SpeculantError):
             logger.error("request %s failed", scope.get(REQUEST_ID), exc_info=error)
         yield _error_event(api_error(error), number, named)

@@ -122,7 +122,7 @@ def test_an_engine_s_error_names_the_request(
     caplog.set_level(logging.INFO, "speculant.engine.commit")
     for _ in range(2):  # the same id twice
         response = server.http.post("/v1/completions", json=BODY, headers={"X-Request-Id": "mine"})
-        assert response.status_code == 500
+        assert response.status_code == 400
     failed = [each.getMessage() for each in caplog.records if each.name == "speculant.engine.commit"]
     assert len(failed) == 2
     assert all(re.match(r"request mine:[0-9a-f]{32}-0 failed", each) for each in failed)
