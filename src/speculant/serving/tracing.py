@@ -4,7 +4,7 @@
     queue          |---|                                      until the first step
     prompt             |-----|                                from there until the first token
     draft              |---|                                  these three are sums over all steps of the request,
-    pass                   |----------------------|           and each begins where the one above it ends
+    target pass            |----------------------|           and each begins where the one above it ends
     verify                                        |--|
 
 Spans are made when the response has ended, from the request's record. Of several prompts the phases are those of the
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 Value = str | int | float | bool
 _PATH = "/v1/traces"  # of a collector, if the URL has none
-_TIMEOUT = 5  # seconds for the collector to answer
+_TIMEOUT = 3  # seconds for the collector to answer
 
 
 class Phase(NamedTuple):
@@ -120,7 +120,7 @@ def phases(record: RequestRecord) -> Iterator[Phase]:
         yield Phase("prompt", timing.started, timing.first_token, {"speculant.cached_tokens": metrics.cached_tokens})
     sums: tuple[tuple[str, float, Mapping[str, Value]], ...] = (
         ("draft", timing.draft_s, {"speculant.drafted_tokens": spec.num_draft_tokens}),
-        ("pass", timing.pass_s, {}),
+        ("target pass", timing.pass_s, {}),
         ("verify", timing.verify_s - timing.pass_s, {"speculant.accepted_tokens": spec.num_accepted_draft_tokens}),
     )
     begin = timing.started

@@ -200,7 +200,7 @@ def test_a_collector_gets_a_request_s_spans(serve: Serve, checkpoints: Checkpoin
     collector.stop()
     assert collector.paths == {"/v1/traces"}
     spans = {each.name: each for each in collector.spans}
-    assert sorted(spans) == sorted(["llm_request", "queue", "prompt", "draft", "pass", "verify"])
+    assert sorted(spans) == sorted(["llm_request", "queue", "prompt", "draft", "target pass", "verify"])
     root = spans["llm_request"]
     assert {each.trace_id.hex() for each in spans.values()} == {TRACE}
     assert root.parent_span_id.hex() == PARENT
@@ -210,7 +210,7 @@ def test_a_collector_gets_a_request_s_spans(serve: Serve, checkpoints: Checkpoin
     assert told["speculant.accepted_tokens"].int_value > 0
     seconds = {name: (each.end_time_unix_nano - each.start_time_unix_nano) / 1e9 for name, each in spans.items()}
     assert all(seconds[name] > 0 for name in spans)
-    parts = seconds["draft"] + seconds["pass"] + seconds["verify"]
+    parts = seconds["draft"] + seconds["target pass"] + seconds["verify"]
     assert parts <= told["gen_ai.latency.time_in_model_inference"].double_value < seconds["llm_request"]
 
 

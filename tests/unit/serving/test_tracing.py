@@ -68,7 +68,7 @@ def test_phases_add_up() -> None:
     assert (queue.name, queue.started, queue.ended) == ("queue", 11.0, 11.5)
     assert (prompt.name, prompt.started, prompt.ended) == ("prompt", 11.5, 12.5)
     parts = draft, target, verify
-    assert [each.name for each in parts] == ["draft", "pass", "verify"]
+    assert [each.name for each in parts] == ["draft", "target pass", "verify"]
     assert [round(each.ended - each.started, 9) for each in parts] == [0.3, 1.8, 0.9]
     assert (draft.started, target.started, verify.started) == (11.5, draft.ended, target.ended)
     assert {each.attributes["speculant.passes"] for each in parts} == {3}
@@ -91,7 +91,7 @@ def test_a_request_that_never_began_has_no_phases() -> None:
 def test_a_request_is_one_span_with_its_phases_below() -> None:
     *children, root = spans_of(record_of(result(11.0, 2)))
     assert (root.name, root.kind.name, root.parent) == ("llm_request", "SERVER", None)
-    assert [each.name for each in children] == ["queue", "prompt", "draft", "pass", "verify"]
+    assert [each.name for each in children] == ["queue", "prompt", "draft", "target pass", "verify"]
     assert {each.parent.span_id for each in children} == {root.context.span_id}
     assert (root.start_time, root.end_time) == (10**18, 10**18 + 10 * 10**9)
     assert children[0].start_time == 10**18 + 10**9
