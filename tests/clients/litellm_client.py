@@ -71,7 +71,8 @@ def check_responses() -> None:
 
 def check_response_calls() -> None:
     """A response makes a forced call."""
-    response = litellm.responses(**SERVER, input=QUESTION, tools=[FLAT_TOOL], tool_choice="required")
+    calls: dict[str, Any] = {"tools": [FLAT_TOOL], "tool_choice": "required", "parallel_tool_calls": False}
+    response = litellm.responses(**SERVER, input=QUESTION, **calls)
     (call,) = [item for item in response.output if item.type == "function_call"]
     Weather.model_validate_json(call.arguments)
 

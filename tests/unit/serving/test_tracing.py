@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -158,3 +159,14 @@ def test_a_server_without_traces_loads_no_opentelemetry() -> None:
         "assert not [name for name in sys.modules if name.startswith('opentelemetry.sdk')]"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@pytest.mark.slow
+def test_a_collector_that_is_down_delays_the_end_little() -> None:
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="the extra otel is not installed")
+    tracer = Tracer.to_collector("http://127.0.0.1:9", "m")
+    for _ in range(3000):  # more than its queue
+        tracer(scope_of(), record_of())
+    began = time.perf_counter()
+    tracer.close()
+    assert time.perf_counter() - began < 15
