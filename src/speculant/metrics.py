@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
+
+STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # bounds of a histogram, vLLM's
 
 
 @dataclass
@@ -112,6 +115,7 @@ class StepTiming(NamedTuple):
     drafted: float
     verified: float
     committed: float | None = None  # None = not committed yet
+    passed: float | None = None  # the end of the target's pass, before the verdicts; None = not measured
 
     @property
     def rest_s(self) -> float:
@@ -128,6 +132,11 @@ class StepTiming(NamedTuple):
         """Time of the target's pass and of the verdicts."""
         return self.verified - self.drafted
 
+    @property
+    def pass_s(self) -> float:
+        """The target's pass alone, a part of `verify_s`."""
+        return (self.verified if self.passed is None else self.passed) - self.drafted
+
 
 @dataclass
 class PassTotals:
@@ -136,6 +145,7 @@ class PassTotals:
     passes: int = 0
     draft_s: float = 0.0
     verify_s: float = 0.0
+    pass_s: float = 0.0
     newest: float | None = None  # when the newest step started, which identifies it
 
     def record(self, step: StepTiming) -> None:
@@ -145,19 +155,22 @@ class PassTotals:
             self.passes += 1
             self.draft_s += step.draft_s
             self.verify_s += step.verify_s
+            self.pass_s += step.pass_s
 
 
 @dataclass
 class TimingMetrics:
     """Wall-clock figures of one sample, or of all samples of a request (`pooled`).
 
-    Readings of `time.perf_counter` and durations, in seconds. target_passes: passes that it took part in.
+    Readings of `time.perf_counter` and durations, in seconds. started: when the first step that it took part in began.
+    pass_s is the part of verify_s that the target's passes took. target_passes: passes that it took part in.
     sampled_passes: those that gave it tokens; passes that only process a part of the prompt are left out. A pass that
     serves k samples of a request adds 1 to its target_passes and k to its sampled_passes. together: the totals that the
     samples of one prompt share; None = it is the only one.
     """
 
     arrival: float
+    started: float | None = None
     first_token: float | None = None
     last_token: float | None = None
     num_tokens: int = 0
@@ -165,6 +178,7 @@ class TimingMetrics:
     sampled_passes: int = 0
     draft_s: float = 0.0
     verify_s: float = 0.0
+    pass_s: float = 0.0
     gaps: list[float] = field(default_factory=list)  # between one token and the next; 0 within a step
     together: PassTotals | None = None
 
@@ -176,10 +190,12 @@ class TimingMetrics:
             return first
         totals = first.together
         assert totals is not None, "the samples of a prompt count their passes together"
+        starts = [each.started for each in samples if each.started is not None]
         firsts = [each.first_token for each in samples if each.first_token is not None]
         lasts = [each.last_token for each in samples if each.last_token is not None]
         return cls(
             first.arrival,
+            min(starts, default=None),
             min(firsts, default=None),
             max(lasts, default=None),
             num_tokens=sum(each.num_tokens for each in samples),
@@ -187,21 +203,26 @@ class TimingMetrics:
             sampled_passes=sum(each.sampled_passes for each in samples),
             draft_s=totals.draft_s,
             verify_s=totals.verify_s,
+            pass_s=totals.pass_s,
             gaps=[gap for each in samples for gap in each.gaps],
         )
 
     def record_pass(self, step: StepTiming) -> None:
         """Count the target pass of a step that the sample took part in."""
+        if self.started is None:
+            self.started = step.started
         self.target_passes += 1
         self.draft_s += step.drafted - step.started
         self.verify_s += step.verified - step.drafted
+        self.pass_s += step.pass_s
         if self.together is not None:
             self.together.record(step)
 
     def share_passes(self, other: TimingMetrics) -> None:
         """Copy the passes of another sample and their times: both samples share their passes."""
         self.target_passes, self.sampled_passes = other.target_passes, other.sampled_passes
-        self.draft_s, self.verify_s = other.draft_s, other.verify_s
+        self.draft_s, self.verify_s, self.pass_s = other.draft_s, other.verify_s, other.pass_s
+        self.started = other.started
 
     def record_tokens(self, now: float, n: int) -> None:
         """Count n > 0 tokens that were committed together."""
@@ -222,6 +243,16 @@ class TimingMetrics:
     def ttft_s(self) -> float | None:
         """Time to the first token."""
         return None if self.first_token is None else self.first_token - self.arrival
+
+    @property
+    def queue_s(self) -> float | None:
+        """Time until the first step that it took part in."""
+        return None if self.started is None else self.started - self.arrival
+
+    @property
+    def prompt_s(self) -> float | None:
+        """Time from the first step to the first token."""
+        return None if self.started is None or self.first_token is None else self.first_token - self.started
 
     @property
     def decode_s(self) -> float:
@@ -321,7 +352,9 @@ class EngineMetrics:
     many at depth d, the root's children being at 0.
     drafter_errors counts calls of a drafter that raised, and drafts that broke its contract; none of them fails a
     request. Of the prompt tokens of ended requests, prefix_hit_tokens were found in the cache. Blocks
-    are those of the target's cache.
+    are those of the target's cache, of block_size positions. computed_tokens: prompt tokens computed and tokens
+    generated; step_tokens[k] counts the steps with at most STEP_TOKENS[k] and more than STEP_TOKENS[k - 1] of them, and
+    its last entry those with more than any bound.
     """
 
     steps: int = 0
@@ -348,6 +381,16 @@ class EngineMetrics:
     running: int = 0
     blocks_used: int = 0
     blocks_total: int = 0
+    block_size: int = 0
+    computed_tokens: int = 0
+    step_tokens: tuple[int, ...] = (0,) * (len(STEP_TOKENS) + 1)
+
+    def count_step(self, tokens: int) -> None:
+        """Count a step with this many prompt tokens computed and tokens generated."""
+        place, counts = bisect_left(STEP_TOKENS, tokens), self.step_tokens
+        self.steps += 1
+        self.computed_tokens += tokens
+        self.step_tokens = (*counts[:place], counts[place] + 1, *counts[place + 1 :])
 
     def count_draft(self, drafted: int, accepted: int) -> None:
         """Count a draft of `drafted` > 0 nodes, of which a path of `accepted` nodes was accepted."""

@@ -40,6 +40,7 @@ class FlagGroup:
     sets: ClassVar[type]  # the dataclass whose fields these are
     from_environment: ClassVar[bool] = False  # each flag is also SPECULANT_<NAME>
     renamed: ClassVar[Mapping[str, str]] = {}  # fields whose flags have another name
+    aliases: ClassVar[Mapping[str, str]] = {}  # fields whose flags have a second name
     left_out: ClassVar[Collection[str]] = ()  # inherited flags that this group does not have
     defaults: ClassVar[Mapping[str, object]] = {}  # to show in place of the dataclass's
 
@@ -59,14 +60,17 @@ class FlagGroup:
         hints = get_type_hints(cls, include_extras=True)
         for name in cls.names():
             kind, description = get_args(hints[name])
+            flag = cls.renamed.get(name, name)
+            spelled = [f"--{flag.replace('_', '-')}", cls.aliases[name]] if name in cls.aliases else []
             option = typer.Option(
+                *spelled,
                 help=description + cls._default_text(name),
                 show_default=False,
                 show_envvar=False,
                 envvar=f"SPECULANT_{name.upper()}" if cls.from_environment else None,
             )
             yield inspect.Parameter(
-                cls.renamed.get(name, name),
+                flag,
                 inspect.Parameter.KEYWORD_ONLY,
                 default=None,
                 annotation=Annotated[kind | None, option],

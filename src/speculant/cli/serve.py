@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -39,9 +40,11 @@ class ServerFlags(FlagGroup):
     api_keys: Annotated[list[str], "Key that clients must send; can be repeated. [env: SPECULANT_API_KEY]"]
     served_model_names: Annotated[list[str], "Name of the model for clients; can be repeated."]
     allowed_origins: Annotated[list[str], "Another site whose pages may use the server (CORS); can be repeated."]
-    metrics_prefix: Annotated[str, "Prefix of the metrics' names; metrics with vLLM's names are always listed."]
+    metrics_prefix: Annotated[str, "Prefix of the metrics' names, beside vLLM's; vllm = that one alone."]
     per_request_spec_decode_metrics: Annotated[str, "Figures on speculation in responses: none, summary or detailed."]
     tool_parser: Annotated[str, "Format of tool calls [default: that of the chat template]."]
+    access_log: Annotated[str, "Print a line for each request: none, text or json."]
+    otlp_endpoint: Annotated[str, "OpenTelemetry collector that gets traces, such as http://localhost:4318."]
     max_body_bytes: Annotated[int, "The most bytes of a body."]
     max_header_bytes: Annotated[int, "The most bytes of the headers."]
     max_messages: Annotated[int, "The most messages of a conversation."]
@@ -58,6 +61,7 @@ class ServerFlags(FlagGroup):
     max_stored_bytes: Annotated[int, "The most bytes of stored responses; 0 = store none."]
     response_ttl: Annotated[float, "Seconds until a stored response is deleted."]
 
+    aliases = {"otlp_endpoint": "--otlp-traces-endpoint"}  # noqa: RUF012 - vLLM's name
     renamed = {"api_keys": "api_key", "served_model_names": "served_model_name", "allowed_origins": "allowed_origin"}  # noqa: RUF012
 
     def options(self) -> ServerOptions:
@@ -110,6 +114,8 @@ def run(values: dict[str, Any], options: ServerOptions, config: EngineConfig) ->
         messages().print(f"{name}: ready; {state}; context: {loaded.context}")
         return loaded
 
+    if options.access_log != "none":
+        _print_access_log()
     logging.getLogger("asyncio").setLevel(logging.ERROR)  # it warns about each write to a client that has disconnected
     short = name_of(values["model"])
     name = (*options.served_model_names, short)[0]
@@ -124,3 +130,14 @@ def run(values: dict[str, Any], options: ServerOptions, config: EngineConfig) ->
     server.run()
     if app.state.server.load_error is not None:
         raise app.state.server.load_error
+
+
+def _print_access_log() -> None:
+    """Print the access log's lines to standard output."""
+    from speculant.serving.access_log import logger
+
+    handler = logging.StreamHandler(sys.stdout)
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False

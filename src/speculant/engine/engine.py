@@ -85,7 +85,8 @@ class Engine:
         )
         self._factory = RequestFactory(rules, verifiers, self._drafters)
         self._by_id: dict[str, list[Request]] = {}
-        self.metrics = self._drafters.metrics = EngineMetrics(blocks_total=cache.num_blocks)
+        self.metrics = EngineMetrics(blocks_total=cache.num_blocks, block_size=cache.block_size)
+        self._drafters.metrics = self.metrics
         self.mark: Mark = unmarked
         self.doubtful = False  # in the last step every sequence failed, and no request caused the error
 
@@ -257,8 +258,7 @@ class Engine:
         self.metrics.prefix_hit_tokens += request.metrics.cached_tokens
 
     def _count(self, schedule: Schedule, committed: Sequence[Committed]) -> None:
-        metrics = self.metrics
-        metrics.steps += 1
+        metrics, before = self.metrics, self.metrics.tokens
         metrics.preemptions += len(schedule.preempted)
         for each in committed:
             metrics.sampled_passes += each.sampled
@@ -266,6 +266,7 @@ class Engine:
                 metrics.tokens += output.token is not None
             if each.outcome is not None:
                 metrics.count_draft(sum(each.outcome.drafted), sum(each.outcome.accepted))
+        metrics.count_step(metrics.tokens - before + sum(item.num_prompt_tokens for item in schedule.items))
         self._note_standing()
 
     def _note_standing(self) -> None:

@@ -59,7 +59,7 @@ _COUNTERS = {
     "spec_decode_num_draft_tokens": "draft_tokens",
     "spec_decode_num_accepted_tokens": "accepted_tokens",
 }
-_STATE = ("waiting", "running", "blocks_used", "blocks_total")  # our own figures that also fall
+_STATE = ("waiting", "running", "blocks_used", "blocks_total", "block_size")  # our own figures that are no totals
 _GAUGES = {"num_requests_running": "running", "num_requests_waiting": "waiting"}
 
 

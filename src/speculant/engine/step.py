@@ -61,13 +61,14 @@ def step(context: StepContext, schedule: Schedule, mark: Mark = unmarked) -> tup
             outputs, logits = forward_target(target, cache, schedule.items, trees, drafters.hidden_layers)
             if drafters.read_successors:
                 outputs = with_successors(outputs, drafters.target_top_k)
+        passed = time.perf_counter()
         with mark("verify"):
             decisions = verify(outputs, logits, context.verifiers, context.chances, context.sampler)
     except BaseException as error:
         logger.info("a step of %d sequences failed and is rolled back: %r", len(schedule.items), error)
         schedule.roll_back(cache)
         raise
-    timing = StepTiming(started, drafted, time.perf_counter())
+    timing = StepTiming(started, drafted, time.perf_counter(), passed=passed)
     committed, outcomes = list[Committed](), list[DraftOutcome]()
     with mark("commit"):
         for draft, output in zip(drafts, outputs, strict=True):

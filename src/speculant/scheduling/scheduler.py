@@ -57,6 +57,11 @@ class Scheduled:
         return self.count + self.tree.size
 
     @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompt among the input tokens."""
+        return max(0, min(self.count, len(self.request.prompt) - self.start))
+
+    @property
     def tokens(self) -> list[int]:
         """The input tokens."""
         return self.request.tokens[self.start : self.start + self.count]

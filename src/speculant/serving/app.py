@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from importlib.resources import files
@@ -21,16 +22,21 @@ from starlette.routing import Match, Route
 from speculant import __version__
 from speculant.engine.async_engine import AsyncEngine
 from speculant.errors import SpeculantError
+from speculant.serving.access_log import AccessLog
 from speculant.serving.errors import ApiError, api_error
 from speculant.serving.middleware import ApiKeys, Heads, RequestIds, RequestLimits
 from speculant.serving.options import ServerOptions
 from speculant.serving.protocol import BODIES, Body
+from speculant.serving.records import REQUEST_ID, Report, RequestRecords, note_end
 from speculant.serving.responses.routes import ResponseRoutes
 from speculant.serving.routes import Routes
 from speculant.serving.service import Service
 from speculant.serving.state import ServerState, Source
 from speculant.serving.streams import ClientGoneError
+from speculant.serving.tracing import Tracer
 from speculant.serving.wire import error_response
+
+logger = logging.getLogger(__name__)
 
 _CLIENT_CLOSED = 499  # the status that proxies log for a client that disconnected
 _FILES = files("speculant") / "assets" / "page"
@@ -79,6 +85,7 @@ def make_app(engine: Source, options: ServerOptions, names: Sequence[str] = ()) 
     given = [engine.config.model] if isinstance(engine, AsyncEngine) else []
     known = tuple(dict.fromkeys((*names, *given)))
     service = Service(state, options, options.served_model_names or known[:1] or ("model",), known)
+    tracer = None if options.otlp_endpoint is None else Tracer.to_collector(options.otlp_endpoint, service.names[0])
     app = FastAPI(
         title="Speculant",
         version=__version__,
@@ -88,7 +95,8 @@ def make_app(engine: Source, options: ServerOptions, names: Sequence[str] = ()) 
         redirect_slashes=False,
     )
     responses = ResponseRoutes(service)
-    app.state.server, app.state.service, app.state.stored = state, service, responses.store
+    app.state.server, app.state.service, app.state.tracer = state, service, tracer
+    app.state.stored = responses.store
     _add_routes(app, Routes(service), responses)
     app.add_exception_handler(HTTPException, _on_http_error)
     for kind in (ApiError, SpeculantError, Exception):
@@ -101,6 +109,11 @@ def make_app(engine: Source, options: ServerOptions, names: Sequence[str] = ()) 
             CORSMiddleware, allow_origins=list(options.allowed_origins), allow_methods=["*"], allow_headers=["*"]
         )
     app.add_middleware(Heads)
+    reports: list[Report] = [] if tracer is None else [tracer]
+    if options.access_log != "none":
+        reports.append(AccessLog(options.access_log))
+    if reports:
+        app.add_middleware(RequestRecords, reports=reports)
     app.add_middleware(RequestIds)
     app.openapi = lambda: describe(app)  # type: ignore[method-assign]
     return app
@@ -141,11 +154,17 @@ async def _lifespan(app: FastAPI) -> AsyncGenerator[None, None]:
         with suppress(asyncio.CancelledError):
             await loading  # a thread can't be stopped
         await state.close()
+        if app.state.tracer is not None:
+            await asyncio.to_thread(app.state.tracer.close)
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
-    body = getattr(request.state, "body", None)
-    return error_response(api_error(error, body.sent_as) if isinstance(body, Body) else api_error(error))
+    body, request_id = getattr(request.state, "body", None), request.scope.get(REQUEST_ID, "")
+    if not isinstance(error, ApiError | SpeculantError):
+        logger.error("request %s failed: %r", request_id, error)  # the traceback comes from the server
+    response = error_response(api_error(error, body.sent_as) if isinstance(body, Body) else api_error(error))
+    response.headers["x-request-id"] = request_id  # the middleware does not see the answer to an unknown error
+    return response
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
@@ -172,7 +191,8 @@ def _methods(routes: Sequence[Route]) -> dict[str, list[str]]:
     return found
 
 
-async def _on_gone(_: Request, __: Exception) -> Response:
+async def _on_gone(request: Request, _: Exception) -> Response:
+    note_end(request.scope, "disconnected")
     return Response(status_code=_CLIENT_CLOSED)
 
 

@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from speculant.serving.clients import API_KEY
 from speculant.serving.errors import ApiError
 from speculant.serving.options import ServerOptions
+from speculant.serving.records import REQUEST_ID
 from speculant.serving.wire import error_response
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
@@ -34,6 +35,7 @@ class RequestIds:
             return
         given = Headers(scope=scope).get("x-request-id", "")
         request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        scope[REQUEST_ID] = request_id
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -58,7 +60,12 @@ class Heads:
         async def send_head(message: Message) -> None:
             await send({**message, "body": b""} if message["type"] == "http.response.body" else message)
 
-        await self._app({**scope, "method": "GET"}, receive, send_head)
+        inner = {**scope, "method": "GET"}
+        try:
+            await self._app(inner, receive, send_head)
+        finally:
+            if API_KEY in inner:
+                scope[API_KEY] = inner[API_KEY]  # for the record of the request
 
 
 class RequestLimits:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from urllib.parse import urlsplit
 
 from speculant.errors import ConfigError, suggest
 from speculant.params import MAX_N
 
 METRIC_LEVELS = ("none", "summary", "detailed")
+ACCESS_LOGS = ("none", "text", "json")
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,8 @@ class ServerOptions:
     tool_parser: the format of tool calls; None = the format of the chat template.
     max_stored_bytes: of stored responses, a quarter of them for one client; 0 = none is stored. response_ttl: until a
     stored response is deleted.
+    access_log: the form of the lines for requests, which the logger `speculant.serving.access_log` gets: "none", "text"
+    or "json". otlp_endpoint: the URL of an OpenTelemetry collector that gets traces, by OTLP over HTTP; None = nowhere.
     """
 
     host: str = "127.0.0.1"
@@ -36,6 +40,8 @@ class ServerOptions:
     metrics_prefix: str = "speculant"
     per_request_spec_decode_metrics: str = "none"
     tool_parser: str | None = None
+    access_log: str = "none"
+    otlp_endpoint: str | None = None
     max_body_bytes: int = 4 * 2**20
     max_header_bytes: int = 32 * 2**10
     max_messages: int = 2048
@@ -58,6 +64,12 @@ class ServerOptions:
         if self.per_request_spec_decode_metrics not in METRIC_LEVELS:
             given = self.per_request_spec_decode_metrics
             raise ConfigError(f"per_request_spec_decode_metrics={given!r} is unknown", suggest(given, METRIC_LEVELS))
+        if self.access_log not in ACCESS_LOGS:
+            raise ConfigError(f"access_log={self.access_log!r} is unknown", suggest(self.access_log, ACCESS_LOGS))
+        if self.otlp_endpoint is not None and not _is_url(self.otlp_endpoint):
+            raise ConfigError(
+                f"otlp_endpoint={self.otlp_endpoint!r} is not a URL of a collector", 'use "http://localhost:4318".'
+            )
         if not (self.metrics_prefix.isidentifier() and self.metrics_prefix.isascii()):
             raise ConfigError(
                 f"metrics_prefix={self.metrics_prefix!r} is not a prefix of metrics", 'use for example "vllm".'
@@ -72,6 +84,14 @@ class ServerOptions:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ConfigError(f"{name}={value!r} is not above 0", f"raise {name}.")
+
+
+def _is_url(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+    except ValueError:
+        return False
+    return parts.scheme in ("http", "https") and bool(parts.hostname)
 
 
 _POSITIVE = (

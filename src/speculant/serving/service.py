@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
@@ -12,8 +13,10 @@ from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Scope
 
 from speculant.engine.async_engine import AsyncEngine
+from speculant.errors import SpeculantError
 from speculant.params import SamplingParams
 from speculant.serving.answers import Answer, Call, Chunk
 from speculant.serving.clients import API_KEY, key_digest
@@ -22,12 +25,15 @@ from speculant.serving.metrics import RequestMeter, ServerMetrics
 from speculant.serving.options import ServerOptions
 from speculant.serving.prompts import Prompt, Prompts
 from speculant.serving.protocol import Body, GeneratingBody, read_body
+from speculant.serving.records import RECORD, REQUEST_ID, RequestRecord, note_end
 from speculant.serving.runs import Work, run
 from speculant.serving.sampling import predicts
 from speculant.serving.state import ServerState
 from speculant.serving.streams import EventStream, while_connected
 from speculant.serving.token_texts import TokenTexts
 from speculant.serving.wire import DONE, document_response, event
+
+logger = logging.getLogger(__name__)
 
 B = TypeVar("B", bound=Body)
 _LARGE = 65_536  # bytes of a body that is parsed in a thread
@@ -59,7 +65,7 @@ class Service:
         """names: the model's names, its own first. aliases: further names that requests may use."""
         self.state, self.options, self.names = state, options, tuple(names)
         self._aliases = frozenset(aliases)
-        self.metrics = ServerMetrics(options.metrics_prefix, self.names[0], self._totals, self._cache)
+        self.metrics = ServerMetrics(options.metrics_prefix, self.names[0], self._totals, self._cache, self._longest)
         self.prompts = Prompts(state, options)
 
     async def read(self, kind: type[B], request: Request) -> B:
@@ -120,7 +126,7 @@ class Service:
         if not job.body.stream:
             return await while_connected(request.receive, _whole(chunks, job.answer))
         first = await while_connected(request.receive, anext(chunks, None))
-        return EventStream(_events(first, chunks, job.named_events), self.options.send_timeout)
+        return EventStream(_events(first, chunks, job.named_events, request.scope), self.options.send_timeout)
 
     async def run(self, engine: AsyncEngine, request: Request, job: Job) -> AsyncGenerator[None, None]:
         """Generate while no client waits for the answer. Yield whenever there are new pieces."""
@@ -131,11 +137,16 @@ class Service:
     async def _chunks(self, engine: AsyncEngine, request: Request, job: Job) -> AsyncGenerator[Sequence[Chunk], None]:
         """Yield the chunks of an answer while it is generated; its first chunks come with the first piece."""
         samples, answer = job.num_prompts * job.params.n, job.answer
+        record: RequestRecord | None = request.scope.get(RECORD)
+        if record is not None:
+            record.params = job.params
         with self.state.admission.admit(samples):
-            meter, failed = RequestMeter(self.metrics, samples), True
+            meter, failed = RequestMeter(self.metrics, samples, job.params, record), True
             try:
                 work = await self._work(engine, request, job)
                 answer.prompts = work.prompts
+                if record is not None:
+                    record.prompt_tokens = sum(len(each.tokens) for each in work.prompts)
                 waiting = answer.begin(work.prompts)
                 async with aclosing(run(engine, work, self.options, meter)) as pieces:
                     async for batch in pieces:
@@ -155,7 +166,8 @@ class Service:
         prompts = await job.make_prompts()
         params = await self.prompts.of_params(engine, job.params)
         salt = salt_of(request.scope.get(API_KEY), job.body.cache_salt)
-        return Work(uuid.uuid4().hex, prompts, params, job.body.priority or 0, salt)
+        request_id = f"{request.scope.get(REQUEST_ID, '')}:{uuid.uuid4().hex}"  # clients may repeat their ids
+        return Work(request_id, prompts, params, job.body.priority or 0, salt)
 
     def _totals(self) -> Any:
         engine = self.state.loaded
@@ -165,13 +177,20 @@ class Service:
         engine = self.state.loaded
         if engine is None:
             return None
-        config = engine.config
+        config, totals = engine.config, engine.metrics
+        tokens = totals.block_size * totals.blocks_total
         return {
-            "block_size": str(config.block_size),
-            "num_gpu_blocks": str(engine.metrics.blocks_total),
+            "block_size": str(totals.block_size),
+            "cache_dtype": config.kv_cache_dtype,
             "enable_prefix_caching": str(config.enable_prefix_caching),
-            "engine": "0",
+            "kv_cache_max_concurrency": str(tokens / engine.limits.max_model_len),
+            "kv_cache_size_tokens": str(tokens),
+            "num_gpu_blocks": str(totals.blocks_total),
         }
+
+    def _longest(self) -> int:
+        assert self.state.loaded is not None, "there is no engine yet"
+        return self.state.loaded.limits.max_model_len
 
 
 def salt_of(api_key: str | None, own: str | None) -> str:
@@ -189,7 +208,7 @@ async def _whole(chunks: AsyncGenerator[Sequence[Chunk], None], answer: Answer) 
 
 
 async def _events(
-    first: Sequence[Chunk] | None, chunks: AsyncGenerator[Sequence[Chunk], None], named: bool
+    first: Sequence[Chunk] | None, chunks: AsyncGenerator[Sequence[Chunk], None], named: bool, scope: Scope
 ) -> AsyncGenerator[bytes, None]:
     """Yield server-sent events; an error is the last one."""
     number = 0
@@ -203,7 +222,10 @@ async def _events(
                 batch = await anext(chunks, None)
         if not named:
             yield DONE
-    except Exception as error:  # noqa: BLE001 - the client must get it
+    except Exception as error:  # the client must get it
+        note_end(scope, "error")
+        if not isinstance(error, ApiError | SpeculantError):
+            logger.error("request %s failed", scope.get(REQUEST_ID), exc_info=error)
         yield _error_event(api_error(error), number, named)
 
 

@@ -11,6 +11,8 @@ from typing import TypeVar
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from speculant.serving.records import REQUEST_ID, note_end
+
 logger = logging.getLogger(__name__)
 
 ABORT = "speculant.abort"  # in a scope's extensions: closes the connection at once; unsent data is lost
@@ -39,9 +41,15 @@ class EventStream(Response):
         try:
             await while_connected(receive, self._send_all(send))
         except ClientGoneError:
-            logger.info("a client disconnected while its answer was streamed")
+            note_end(scope, "disconnected")
+            logger.info("request %s: the client disconnected while its answer was streamed", scope.get(REQUEST_ID))
         except TimeoutError:
-            logger.warning("dropped a client that read nothing of its answer for %s s", self._send_timeout)
+            note_end(scope, "unread")
+            logger.warning(
+                "request %s: dropped a client that read nothing of its answer for %s s",
+                scope.get(REQUEST_ID),
+                self._send_timeout,
+            )
             abort = scope.get("extensions", {}).get(ABORT)
             if abort is not None:
                 abort()

@@ -63,8 +63,8 @@ def test_version_and_metrics_are_served(demo: LiveServer) -> None:
         "e2e_request_latency_seconds_bucket",
     ):
         assert f"\nspeculant:{name}" in page
-    assert 'speculant:request_success_total{finished_reason="length"' in page
-    assert 'spec_decode_num_accepted_tokens_per_pos_total{model_name="demo",position="0"}' in page
+    assert 'speculant:request_success_total{engine="0",finished_reason="length"' in page
+    assert 'spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="demo",position="0"}' in page
 
 
 def test_speculation_is_switched_per_request(demo: LiveServer) -> None:

@@ -19,9 +19,11 @@ from speculant.cli.flags import (
     parse_mapping,
     parse_speculation,
 )
+from speculant.cli.serve import ServerFlags
 from speculant.config import EngineConfig
 from speculant.errors import ConfigError
 from speculant.params import SamplingParams
+from speculant.serving.options import ServerOptions
 from speculant.structured.spec import StructuredOutputs
 
 
@@ -178,3 +180,18 @@ def test_help_shows_the_default() -> None:
     assert texts["n"].endswith("[default: 1]")
     assert texts["max_tokens"].endswith(f"[default: {NEW_TOKENS}]")
     assert "[default" not in texts["seed"]
+
+
+@pytest.mark.parametrize("flag", ["--otlp-endpoint", "--otlp-traces-endpoint"])
+def test_a_flag_may_have_a_second_name(flag: str) -> None:
+    options: list[ServerOptions] = []
+
+    @accepts_flags
+    def command(*, server: ServerFlags) -> None:
+        options.append(server.options())
+
+    app = typer.Typer()
+    app.command()(command)
+    result = CliRunner().invoke(app, [flag, "http://c:4318", "--access-log", "json"], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    assert (options[0].otlp_endpoint, options[0].access_log) == ("http://c:4318", "json")

@@ -125,8 +125,19 @@ def test_one_token_has_no_rate() -> None:
 def test_passes_add_up() -> None:
     timing = TimingMetrics(arrival=0.0)
     timing.record_pass(StepTiming(1.0, 1.25, 1.75))
-    timing.record_pass(StepTiming(2.0, 2.25, 3.25))
+    timing.record_pass(StepTiming(2.0, 2.25, 3.25, passed=2.75))
     assert (timing.target_passes, timing.draft_s, timing.verify_s) == (2, 0.5, 1.5)
+    assert timing.pass_s == 1.0, "a pass without a reading takes all of it"
+
+
+def test_a_request_waits_until_its_first_step() -> None:
+    timing = TimingMetrics(arrival=1.0)
+    assert (timing.queue_s, timing.prompt_s) == (None, None)
+    timing.record_pass(StepTiming(3.0, 3.25, 3.75))
+    assert (timing.queue_s, timing.prompt_s) == (2.0, None)
+    timing.record_pass(StepTiming(4.0, 4.25, 4.75))
+    timing.record_tokens(4.75, 1)
+    assert (timing.queue_s, timing.prompt_s) == (2.0, 1.75)
 
 
 def test_tokens_per_pass_counts_passes_that_gave_tokens() -> None:
@@ -164,6 +175,7 @@ def test_pooled_speed_is_all_tokens_over_all_time() -> None:
     assert (timing.first_token, timing.last_token, timing.num_tokens) == (1, 4, 10)
     assert timing.tokens_per_s == 9 / 3
     assert (timing.target_passes, timing.draft_s, timing.verify_s) == (4, 1.0, 3.0), "steps 0 to 3, each once"
+    assert (timing.started, timing.pass_s) == (0, 3.0)
     assert (timing.sampled_passes, pooled.tokens_per_pass) == (5, 2.0)
     assert timing.gaps == [1.0, 0.0, 0.0, 0.0, 2.0, 0.0, 0.0]
     assert pooled.num_preemptions == 3

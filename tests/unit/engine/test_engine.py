@@ -287,4 +287,23 @@ def test_time_and_passes_are_counted(target: CausalLM, draft: CausalLM) -> None:
     assert timing.verify_s == pytest.approx(engine.metrics.verify_s)
     assert timing.ttft_s is not None
     assert timing.ttft_s > 0
+    assert 0 < timing.pass_s < timing.verify_s
+    assert timing.queue_s is not None
+    assert timing.prompt_s is not None
+    assert timing.queue_s + timing.prompt_s == pytest.approx(timing.ttft_s)
     assert request.metrics.speculative_decoding.num_accepted_draft_tokens > 0
+
+
+def test_computed_tokens_are_prompts_and_outputs(target: CausalLM) -> None:
+    """A prompt of 40 tokens takes two steps of 32 rows; the second request finds all but 8 of them in the cache."""
+    engine = engine_of(target)
+    engine.add_request(PROMPT * 2, GREEDY, "a")
+    run(engine)
+    assert engine.metrics.computed_tokens == 40 + 12
+    engine.add_request(PROMPT * 2, GREEDY, "b")
+    run(engine)
+    cached = engine.metrics.prefix_hit_tokens
+    assert 0 < cached < 40
+    assert engine.metrics.computed_tokens == 2 * (40 + 12) - cached
+    assert sum(engine.metrics.step_tokens) == engine.metrics.steps
+    assert engine.metrics.step_tokens[:1] == (engine.metrics.steps - 3,), "steps with one token"

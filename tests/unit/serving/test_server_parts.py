@@ -1,4 +1,4 @@
-"""Small parts of the server: options, admission, metrics, JSON, texts of tokens, readers of messages."""
+"""Small parts of the server: options, admission, figures, JSON, texts of tokens, readers of messages."""
 
 from __future__ import annotations
 
@@ -9,12 +9,10 @@ from typing import Any
 
 import pytest
 
-from speculant import StreamPiece
 from speculant.errors import ConfigError
-from speculant.metrics import EngineMetrics, SpeculationMetrics
+from speculant.metrics import SpeculationMetrics
 from speculant.serving.errors import ApiError
 from speculant.serving.messages import MessageReader, joined_calls
-from speculant.serving.metrics import RequestMeter, ServerMetrics
 from speculant.serving.options import ServerOptions
 from speculant.serving.reasoning import ReasoningParser
 from speculant.serving.service import salt_of
@@ -32,7 +30,8 @@ from tests.models import Checkpoints
 @pytest.mark.parametrize(
     "given",
     [{"port": -1}, {"port": 70_000}, {"metrics_prefix": "a b"}, {"per_request_spec_decode_metrics": "all"},
-     {"max_body_bytes": 0}, {"queue_timeout": -1.0}, {"api_keys": ("",)}, {"api_keys": ("é",)}],
+     {"max_body_bytes": 0}, {"queue_timeout": -1.0}, {"api_keys": ("",)}, {"api_keys": ("é",)},
+     {"access_log": "xml"}, {"otlp_endpoint": "localhost:4318"}, {"otlp_endpoint": "http://["}],
     ids=str,
 )  # fmt: skip
 def test_options_are_checked(given: dict[str, Any]) -> None:
@@ -69,72 +68,7 @@ def test_salts_differ_by_key_and_hide_it() -> None:
     assert not any("one" in salt or "two" in salt for salt in salts)
 
 
-# --- metrics
-
-
-def test_metrics_have_vllm_s_names_after_a_prefix() -> None:
-    totals = EngineMetrics(tokens=7, sampled_passes=4, blocks_total=4, blocks_used=1, running=2)
-    totals.count_draft(4, 3)
-    totals.count_draft(2, 0)
-    metrics = ServerMetrics("vllm", "m", lambda: totals)
-    page = metrics.page()[0].decode()
-    for line in (
-        'vllm:generation_tokens_total{model_name="m"} 7.0',
-        'vllm:generation_passes_total{model_name="m"} 4.0',
-        'vllm:spec_decode_num_drafts_total{model_name="m"} 2.0',
-        'vllm:spec_decode_num_draft_tokens_total{model_name="m"} 6.0',
-        'vllm:spec_decode_num_accepted_tokens_total{model_name="m"} 3.0',
-        'vllm:spec_decode_num_accepted_tokens_per_pos_total{model_name="m",position="2"} 1.0',
-        'vllm:kv_cache_usage_perc{model_name="m"} 0.25',
-        'vllm:num_requests_running{model_name="m"} 2.0',
-    ):
-        assert f"\n{line}\n" in page
-    assert 'position="3"' not in page
-    assert "vllm:num_requests_waiting" in ServerMetrics("vllm", "m", lambda: None).page()[0].decode()
-
-
-@pytest.mark.parametrize("prefix", ["speculant", "vllm"])
-def test_vllm_s_metric_names_are_listed_too(prefix: str) -> None:
-    totals = EngineMetrics(tokens=7, blocks_total=4, blocks_used=1, running=2)
-    totals.count_draft(4, 3)
-    cache = {"block_size": "16", "num_gpu_blocks": "4"}
-    metrics = ServerMetrics(prefix, "m", lambda: totals, lambda: cache)
-    RequestMeter(metrics, 1).record(0, StreamPiece(0, 5, "a"))
-    page = metrics.page()[0].decode()
-    for kind, name in (
-        ("gauge", "num_requests_running"),
-        ("gauge", "num_requests_waiting"),
-        ("gauge", "kv_cache_usage_perc"),
-        ("gauge", "cache_config_info"),
-        ("counter", "prompt_tokens_total"),
-        ("counter", "generation_tokens_total"),
-        ("counter", "spec_decode_num_drafts_total"),
-        ("counter", "spec_decode_num_draft_tokens_total"),
-        ("counter", "spec_decode_num_accepted_tokens_total"),
-        ("counter", "spec_decode_num_accepted_tokens_per_pos_total"),
-        ("histogram", "time_to_first_token_seconds"),
-    ):
-        assert page.count(f"# TYPE vllm:{name} {kind}\n") == 1
-    assert page.count('\nvllm:generation_tokens_total{model_name="m"} 7.0\n') == 1
-    assert page.count('\nvllm:time_to_first_token_seconds_count{model_name="m"} 1.0\n') == 1
-    assert '\nvllm:cache_config_info{block_size="16",model_name="m",num_gpu_blocks="4"} 1.0\n' in page
-    own = [line for line in page.splitlines() if line.startswith(f"{prefix}:")]
-    assert len(own) == len(set(own)) > 50
-
-
-def test_a_meter_counts_ended_and_aborted_samples() -> None:
-    metrics = ServerMetrics("speculant", "m", lambda: None)
-    meter = RequestMeter(metrics, 3)
-    meter.record(0, StreamPiece(0, 5, "a"))
-    meter.record(0, StreamPiece(0, 6, "b", finish_reason="stop"))
-    meter.record(0, StreamPiece(1, 5, "a"))
-    meter.close(failed=False)
-    meter.close(failed=False)
-    page = metrics.page()[0].decode()
-    assert 'request_success_total{finished_reason="stop",model_name="m"} 1.0' in page
-    assert 'request_success_total{finished_reason="abort",model_name="m"} 2.0' in page
-    assert 'time_to_first_token_seconds_count{model_name="m"} 2.0' in page
-    assert 'inter_token_latency_seconds_count{model_name="m"} 1.0' in page
+# --- figures of a request
 
 
 def test_a_request_keeps_its_steps() -> None:
