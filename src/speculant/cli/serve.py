@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import logging
 import os
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
@@ -55,8 +56,18 @@ class ServerFlags(FlagGroup):
     request_timeout: Annotated[float, "Seconds until a request's end."]
     send_timeout: Annotated[float, "Seconds that a client may leave data unread."]
     drain_timeout: Annotated[float, "Seconds that running requests get after SIGTERM."]
+    header_timeout: Annotated[float, "Seconds for a request's headers, from the connection's beginning or last answer."]
+    max_connections: Annotated[int, "The most open connections [default: 4096, or as many as ulimit -n leaves room]."]
+    max_connections_per_address: Annotated[int, "The most of one address [default: half of all]; 0 = no bound."]
+    max_buffered_bytes: Annotated[int, "The most bytes of the bodies of all requests at a time."]
+    trusted_proxies: Annotated[list[str], "Proxy (address or network) whose X-Forwarded-For counts; can be repeated."]
 
-    renamed = {"api_keys": "api_key", "served_model_names": "served_model_name", "allowed_origins": "allowed_origin"}  # noqa: RUF012
+    renamed: ClassVar[Mapping[str, str]] = {
+        "api_keys": "api_key",
+        "served_model_names": "served_model_name",
+        "allowed_origins": "allowed_origin",
+        "trusted_proxies": "trusted_proxy",
+    }
 
     def options(self) -> ServerOptions:
         """Return the server's options."""
