@@ -43,6 +43,9 @@ class Surroundings:
 class HttpConnection(H11Protocol, asyncio.BufferedProtocol):
     """A connection that its client can't hold open for nothing. A request can close it at once (`ABORT`)."""
 
+    transport: Any  # None before the connection is made
+    cycle: Any  # None before the first request
+
     def __init__(self, server: Surroundings, app_state: dict[str, Any], client: str) -> None:
         """client: whose turn it is when data of the connection are parsed."""
         super().__init__(server.config, server.state, app_state)

@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 import pytest
 from starlette.requests import Request
+from starlette.responses import Response
 
 from speculant import AsyncEngine
 from speculant.errors import ModelError
@@ -134,7 +135,7 @@ def test_a_refused_body_may_become_malformed(demo: LiveServer) -> None:
     request = CHUNKED.replace(b"\r\n\r\n", b"\r\nContent-Encoding: gzip\r\n\r\n") + b"1\r\na\r\n"
     with opened(demo) as connection:
         connection.sendall(request)
-        assert b" 415 " in connection.recv(4096)
+        assert b" 415 " in read_until(connection, b"}}")
         connection.sendall(b"x\r\n")
         assert b"HTTP/1.1" not in read_to_end(connection)
     assert demo.http.get("/version").status_code == 200
@@ -161,6 +162,15 @@ def drip(connection: socket.socket, data: bytes) -> None:
     for byte in data:
         connection.sendall(bytes([byte]))
         time.sleep(0.02)
+
+
+def read_until(connection: socket.socket, end: bytes) -> bytes:
+    """Return what arrives, up to these bytes."""
+    read = b""
+    while not read.endswith(end):
+        assert (piece := connection.recv(4096)), read
+        read += piece
+    return read
 
 
 def read_to_end(connection: socket.socket) -> bytes:
@@ -202,7 +212,7 @@ def test_a_slow_head_is_refused(hasty: LiveServer, before: bytes) -> None:
     with opened(hasty) as connection:
         if before:
             connection.sendall(before)
-            assert b'"version"' in connection.recv(4096)
+            read_until(connection, b"}")
         connection.settimeout(0.02)
         for byte in VERSION + b"A: " + b"x" * 10_000:
             connection.sendall(bytes([byte]))
@@ -218,7 +228,7 @@ def test_a_connection_is_kept_for_the_next_request(hasty: LiveServer) -> None:
         for _ in range(5):
             time.sleep(0.15)
             connection.sendall(VERSION + b"\r\n")
-            assert b'"version"' in connection.recv(4096)
+            assert b'"version"' in read_until(connection, b"}")
         assert read_to_end(connection) == b""
 
 
@@ -236,11 +246,11 @@ def test_a_body_after_its_answer_has_an_end(serve: Any, never_loads: Any) -> Non
 
 
 @pytest.mark.parametrize("close", [b"", b"Connection: close\r\n"], ids=["kept", "closing"])
-@pytest.mark.parametrize("before", [0, 400], ids=["over", "next"])
+@pytest.mark.parametrize("before", [0, 1], ids=["over", "next"])
 def test_an_answer_that_is_not_read_is_dropped(hasty: LiveServer, before: int, close: bytes) -> None:
     """Nothing can be sent to the client, be it that the answer is over, or that the next one can't begin."""
-    hasty.server._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2048)
-    request, connections = b"GET /openapi.json HTTP/1.1\r\n" + HOST, hasty.server.server_state.connections
+    hasty.app.add_api_route("/large", lambda: Response(bytes(2**24)))
+    request, connections = b"GET /large HTTP/1.1\r\n" + HOST, hasty.server.server_state.connections
     with opened(hasty) as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
         connection.sendall((request + b"\r\n") * before + request + close + b"\r\n")
