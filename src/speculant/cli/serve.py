@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
@@ -22,6 +23,7 @@ from speculant.serving.options import ServerOptions
 if TYPE_CHECKING:
     from speculant.engine.async_engine import AsyncEngine
 
+_SWITCH = 0.5e-3  # seconds for which busy threads make another one wait: requests without end would delay all steps
 EXAMPLES = examples(
     "speculant serve demo --draft-model demo",
     "speculant serve ./llama --draft-model ./llama-small --host 0.0.0.0 --api-key secret --served-model-name llama",
@@ -129,6 +131,7 @@ def run(values: dict[str, Any], options: ServerOptions, config: EngineConfig) ->
         lambda address: messages().print(f"{LISTENING} {address} (also with a browser); loading {name}"),
         end_at_once,
     )
+    sys.setswitchinterval(_SWITCH)
     fetch(config)
     server.run()
     if app.state.server.load_error is not None:

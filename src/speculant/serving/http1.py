@@ -45,6 +45,7 @@ class HttpConnection(H11Protocol, asyncio.BufferedProtocol):
 
     transport: Any  # None before the connection is made
     cycle: Any  # None before the first request
+    conn: _CheckedHttp
 
     def __init__(self, server: Surroundings, app_state: dict[str, Any], client: str) -> None:
         """client: whose turn it is when data of the connection are parsed."""
@@ -56,19 +57,19 @@ class HttpConnection(H11Protocol, asyncio.BufferedProtocol):
         self._deadline: float | None = None  # of the next head, in the loop's time
         self._unread: tuple[int, float] | None = None  # bytes of an answer that the client had not read, and when
         self._dropped = self._refused = False
-        inner = self.app
-
-        async def app(scope: Scope, receive: Receive, send: Send) -> None:
-            scope.setdefault("extensions", {})[ABORT] = self.transport.abort
-            await inner(cast(Any, scope), cast(Any, receive), cast(Any, send))
-
-        self.app = cast(Any, app)
 
     # --- asyncio's events
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """See `asyncio.Protocol`."""
         super().connection_made(transport)
+        inner: Any = self.app
+
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            scope.setdefault("extensions", {})[ABORT] = transport.abort
+            await inner(scope, receive, send)
+
+        self.app = cast(Any, app)
         if self._dropped:
             transport.abort()
         self._follow()
@@ -78,6 +79,7 @@ class HttpConnection(H11Protocol, asyncio.BufferedProtocol):
         super().connection_lost(exc)
         self._unset_keepalive_if_required()  # uvicorn leaves it if the client has reset the connection
         self._connections.remove(self)
+        self.conn.refuse = _ignore  # without this reference the connection's buffers are freed at once
 
     def get_buffer(self, sizehint: int) -> bytearray:
         """See `asyncio.BufferedProtocol`."""
@@ -204,17 +206,17 @@ class _CheckedHttp(h11.Connection):
 
     def __init__(self, most_head_bytes: int, refuse: Callable[[ApiError], None]) -> None:
         super().__init__(h11.SERVER, most_head_bytes)
-        self._most, self._refuse, self._chunks = most_head_bytes, refuse, ChunkCount()
+        self._most, self.refuse, self._chunks = most_head_bytes, refuse, ChunkCount()
 
     def next_event(self) -> Any:
         """See `h11.Connection.next_event`."""
         try:
             return self._checked_event()
         except ApiError as error:
-            self._refuse(error)
+            self.refuse(error)
         except h11.RemoteProtocolError as error:
             too_large = error.error_status_hint == 431
-            self._refuse(headers_too_large(self._most) if too_large else refusal(f"This is not HTTP/1.1: {error}."))
+            self.refuse(headers_too_large(self._most) if too_large else refusal(f"This is not HTTP/1.1: {error}."))
         return h11.NEED_DATA
 
     def _checked_event(self) -> Any:
@@ -227,3 +229,7 @@ class _CheckedHttp(h11.Connection):
         if isinstance(event, h11.Data):
             self._chunks.add(event)
         return event
+
+
+def _ignore(_: ApiError) -> None:
+    pass

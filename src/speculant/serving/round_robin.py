@@ -7,13 +7,13 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from speculant.serving.wire import LONGEST_TURN
+_LONGEST = 0.4e-3  # seconds of such calls at a time: a request that begins in one takes longer to be answered
 
 
 class RoundRobin:
     """Calls functions in the event loop, one of each client in turn, and those of one client in their order.
 
-    After `LONGEST_TURN` seconds it lets the loop do other work.
+    After a short time it lets the loop do other work.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -32,7 +32,7 @@ class RoundRobin:
 
     def _run(self) -> None:
         self._scheduled = False
-        end = self._clock() + LONGEST_TURN
+        end = self._clock() + _LONGEST
         try:
             while self._queues and self._clock() < end:
                 self._next()()
