@@ -187,24 +187,29 @@ def test_clients_take_turns() -> None:
     assert asyncio.run(main()) == ["a1", "b1", "c1", "a2", "b2", "a3", "a4"]
 
 
-def test_long_turns_let_the_loop_do_other_work() -> None:
-    async def main() -> list[str]:
-        order: list[str] = []
+@pytest.mark.parametrize(
+    ("clients", "seconds", "order"), [("aa", 0.0, "a.a."), ("ab", 0.0, "ab.."), ("ab", 1.0, "a.b.")]
+)
+def test_the_loop_has_its_turns_too(clients: str, seconds: float, order: str) -> None:
+    """After a call of each client, and after a long call; a dot is other work of the loop."""
+
+    async def main() -> str:
+        done: list[str] = []
         loop, now = asyncio.get_running_loop(), 0.0
 
         def call(name: str) -> None:
             nonlocal now
-            now += 1.0
-            order.append(name)
-            loop.call_soon(order.append, "other")
+            now += seconds
+            done.append(name)
+            loop.call_soon(done.append, ".")
 
         turns = RoundRobin(loop, lambda: now)
-        for name in ("first", "second"):
-            turns.add("a", lambda name=name: call(name))
+        for name in clients:
+            turns.add(name, lambda name=name: call(name))
         await asyncio.sleep(0.01)
-        return order
+        return "".join(done)
 
-    assert asyncio.run(main()) == ["first", "other", "second", "other"]
+    assert asyncio.run(main()) == order
 
 
 def test_a_turn_that_fails_ends_no_other() -> None:
