@@ -81,16 +81,6 @@ async def held_bodies(_: Reader, writer: Writer) -> None:
     await asyncio.sleep(3600)
 
 
-async def pipelined(_: Reader, writer: Writer) -> None:
-    """Send megabytes behind a request that takes long, and read nothing."""
-    body = b'{"prompt": "a", "max_tokens": 900, "ignore_eos": true, "stream": true}'
-    writer.transport.pause_reading()  # type: ignore[attr-defined]
-    writer.write(HEAD + b"Content-Length: %d\r\n\r\n%s" % (len(body), body))
-    while True:
-        writer.write(b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n" * 2000)
-        await writer.drain()
-
-
 async def unread(_: Reader, writer: Writer) -> None:
     """Ask for much and read nothing."""
     writer.transport.pause_reading()  # type: ignore[attr-defined]
@@ -115,7 +105,7 @@ ATTACKS: dict[str, Callable[[Reader, Writer], Awaitable[None]]] = {
     each.__name__: each
     for each in (
         *(silent, slow, slow_body, churn, asks, many_headers),
-        *(tiny_chunks, trailers, held_bodies, pipelined, unread, malformed),
+        *(tiny_chunks, trailers, held_bodies, unread, malformed),
     )
 }
 

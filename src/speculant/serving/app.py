@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from importlib.resources import files
@@ -97,7 +98,7 @@ def make_app(engine: Source, options: ServerOptions, names: Sequence[str] = ()) 
         )
     app.add_middleware(Heads)
     app.add_middleware(RequestIds)
-    app.openapi = lambda: describe(app)  # type: ignore[method-assign]
+    app.openapi = functools.cache(lambda: describe(app))  # type: ignore[method-assign]
     return app
 
 
