@@ -13,7 +13,7 @@ from speculant.serving.http1 import HttpConnection
 from speculant.serving.wire import raw_error
 
 _AT_ONCE = 8  # connections that are accepted before other work of the loop
-_PAUSE = 0.05  # seconds until the next try after an error
+_PAUSE = 0.01  # seconds until the next try after an error
 _FULL = raw_error(unavailable("The server has too many connections. Try again later.", "too_many_connections"))
 
 
