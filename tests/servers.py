@@ -110,8 +110,11 @@ def serve() -> Iterator[Callable[..., LiveServer]]:
 class ServerProcess:
     """`speculant serve` in a process of its own, which a test can signal and measure."""
 
-    def __init__(self, model: str, *flags: str) -> None:
+    def __init__(self, model: str, *flags: str, files: int | None = None) -> None:
+        """files: how many the process may open; None = as many as this one."""
         command = [sys.executable, "-m", "speculant.cli.main", "serve", model, "--port", "0", *flags]
+        if files is not None:
+            command = ["sh", "-c", f'ulimit -n {files}; exec "$@"', "sh", *command]
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         assert self.process.stderr is not None
         self.messages = [self.process.stderr.readline()]
@@ -162,8 +165,8 @@ def serve_process() -> Iterator[Callable[..., ServerProcess]]:
     """Start servers in processes of their own that end with the test."""
     started: list[ServerProcess] = []
 
-    def start(model: str, *flags: str) -> ServerProcess:
-        started.append(ServerProcess(model, *flags))
+    def start(model: str, *flags: str, files: int | None = None) -> ServerProcess:
+        started.append(ServerProcess(model, *flags, files=files))
         return started[-1]
 
     yield start

@@ -6,7 +6,8 @@ import gc
 import logging
 import os
 import sys
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
@@ -22,6 +23,7 @@ from speculant.serving.options import ServerOptions
 if TYPE_CHECKING:
     from speculant.engine.async_engine import AsyncEngine
 
+_SWITCH = 0.5e-3  # seconds for which busy threads make another one wait: requests without end would delay all steps
 EXAMPLES = examples(
     "speculant serve demo --draft-model demo",
     "speculant serve ./llama --draft-model ./llama-small --host 0.0.0.0 --api-key secret --served-model-name llama",
@@ -60,9 +62,19 @@ class ServerFlags(FlagGroup):
     drain_timeout: Annotated[float, "Seconds that running requests get after SIGTERM."]
     max_stored_bytes: Annotated[int, "The most bytes of stored responses; 0 = store none."]
     response_ttl: Annotated[float, "Seconds until a stored response is deleted."]
+    header_timeout: Annotated[float, "Seconds for a request's headers, from the connection's beginning or last answer."]
+    max_connections: Annotated[int, "The most open connections [default: 4096, or as many as ulimit -n leaves room]."]
+    max_connections_per_address: Annotated[int, "The most of one address [default: half of all]; 0 = no bound."]
+    max_buffered_bytes: Annotated[int, "The most bytes of the bodies of all requests at a time."]
+    trusted_proxies: Annotated[list[str], "Proxy (address or network) whose X-Forwarded-For counts; can be repeated."]
 
-    aliases = {"otlp_endpoint": "--otlp-traces-endpoint"}  # noqa: RUF012 - vLLM's name
-    renamed = {"api_keys": "api_key", "served_model_names": "served_model_name", "allowed_origins": "allowed_origin"}  # noqa: RUF012
+    aliases: ClassVar[Mapping[str, str]] = {"otlp_endpoint": "--otlp-traces-endpoint"}  # vLLM's name
+    renamed: ClassVar[Mapping[str, str]] = {
+        "api_keys": "api_key",
+        "served_model_names": "served_model_name",
+        "allowed_origins": "allowed_origin",
+        "trusted_proxies": "trusted_proxy",
+    }
 
     def options(self) -> ServerOptions:
         """Return the server's options."""
@@ -126,6 +138,7 @@ def run(values: dict[str, Any], options: ServerOptions, config: EngineConfig) ->
         lambda address: messages().print(f"{LISTENING} {address} (also with a browser); loading {name}"),
         end_at_once,
     )
+    sys.setswitchinterval(_SWITCH)
     fetch(config)
     server.run()
     if app.state.server.load_error is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import functools
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from importlib.resources import files
@@ -115,7 +116,7 @@ def make_app(engine: Source, options: ServerOptions, names: Sequence[str] = ()) 
     if reports:
         app.add_middleware(RequestRecords, reports=reports)
     app.add_middleware(RequestIds)
-    app.openapi = lambda: describe(app)  # type: ignore[method-assign]
+    app.openapi = functools.cache(lambda: describe(app))  # type: ignore[method-assign]
     return app
 
 

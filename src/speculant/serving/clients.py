@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from ipaddress import IPv6Address, ip_address
+from collections.abc import Iterable
+from ipaddress import IPv6Address, ip_address, ip_network
 
 from starlette.types import Scope
 
@@ -35,3 +36,21 @@ def network_of(host: str) -> str:
     if address.ipv4_mapped is not None:
         return str(address.ipv4_mapped)
     return str(IPv6Address(int(address) >> _NETWORK_BITS << _NETWORK_BITS))
+
+
+def is_within(host: str, networks: Iterable[str]) -> bool:
+    """Return whether an address is one of these addresses, or within one of these networks."""
+    try:
+        address = ip_address(host.partition("%")[0])
+    except ValueError:
+        return False
+    if isinstance(address, IPv6Address) and address.ipv4_mapped is not None:
+        address = address.ipv4_mapped
+    return any(address in ip_network(network) for network in networks)
+
+
+def with_mapped(networks: Iterable[str]) -> list[str]:
+    """Return these networks, and the IPv6 forms that IPv4 addresses have on a socket for both."""
+    found = list(map(ip_network, networks))
+    mapped = [f"::ffff:{each.network_address}/{96 + each.prefixlen}" for each in found if each.version == 4]
+    return [*map(str, found), *mapped]

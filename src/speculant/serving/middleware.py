@@ -6,19 +6,21 @@ import asyncio
 import hmac
 import re
 import uuid
-from collections.abc import Collection, Sequence
-from contextlib import suppress
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from speculant.serving.clients import API_KEY
-from speculant.serving.errors import ApiError
+from speculant.serving.clients import API_KEY, client_of
+from speculant.serving.errors import ApiError, unavailable
 from speculant.serving.options import ServerOptions
 from speculant.serving.records import REQUEST_ID
 from speculant.serving.wire import error_response
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+_SEPARATORS = len(": \r\n")  # of a header
 _LINGER = 1.0  # seconds of discarding the rest of a refused body, so that the client reads the response
 
 
@@ -76,32 +78,37 @@ class RequestLimits:
 
     def __init__(self, app: ASGIApp, options: ServerOptions) -> None:
         self._app, self._options = app, options
+        self._bodies = BodyBytes(options.max_buffered_bytes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one connection, see ASGI."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        try:
-            self._check_headers(scope)
-            body = await self._read(scope, receive)
-        except ApiError as error:
-            await _refuse(error, scope, receive, send)
-            return
-        if body is not None:
-            await self._app(scope, _after(body, receive), send)
+        with self._bodies.holding(client_of(scope)) as hold:
+            try:
+                self._check_headers(scope)
+                body = await self._read(scope, receive, hold)
+            except ApiError as error:
+                refused = error
+            else:
+                if body is not None:
+                    await self._app(scope, _after(body, receive), send)
+                return
+        await _refuse(refused, scope, receive, send)
 
     def _check_headers(self, scope: Scope) -> None:
         most = self._options.max_header_bytes
-        size = sum(len(name) + len(value) for name, value in scope["headers"])
-        if size + len(scope["raw_path"] or b"") + len(scope["query_string"]) > most:
+        size = sum(len(name) + len(value) + _SEPARATORS for name, value in scope["headers"])
+        size += len(scope["method"]) + len(scope["raw_path"] or b"") + len(scope["query_string"])
+        if size > most:
             raise ApiError(431, f"The headers have over {most} bytes.", code="headers_too_large")
         coding = Headers(scope=scope).get("content-encoding", "identity")
         if coding.strip().lower() not in ("identity", ""):
             text = f"The body is compressed ({coding[:40]}): send plain JSON, without Content-Encoding."
             raise ApiError(415, text, code="unsupported_encoding")
 
-    async def _read(self, scope: Scope, receive: Receive) -> bytes | None:
+    async def _read(self, scope: Scope, receive: Receive, hold: Callable[[int], None]) -> bytes | None:
         """Return the body; None if the client disconnected before its end."""
         most = self._options.max_body_bytes
         length = Headers(scope=scope).get("content-length", "0")
@@ -114,13 +121,51 @@ class RequestLimits:
                     message = await receive()
                     if message["type"] == "http.disconnect":
                         return None
-                    body += message.get("body", b"")
+                    part = message.get("body", b"")
+                    hold(len(part))
+                    body += part
                     if len(body) > most:
                         raise _too_large(most)
                     if not message.get("more_body", False):
                         return bytes(body)
         except TimeoutError:
             raise ApiError(408, "The body did not arrive in time.", code="timeout") from None
+
+
+class BodyBytes:
+    """Bounds the bytes of all bodies that are held at a time. For use in one event loop.
+
+    A client may hold as many as stay free for others. So there is room for a newcomer, and n clients that take all they
+    can get hold 1 / (n + 1) of the bytes each.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._free = most
+        self._held: Counter[str] = Counter()
+
+    @contextmanager
+    def holding(self, client: str) -> Iterator[Callable[[int], None]]:
+        """Yield a function that counts bytes until the end of the block; it raises ApiError (503) for too many."""
+        own = 0
+
+        def hold(count: int) -> None:
+            nonlocal own
+            if self._held[client] + count > self._free - count:
+                raise unavailable(
+                    "The bodies of your requests take up the memory that is left for them. Try again later.",
+                    "bodies_too_large",
+                )
+            own += count
+            self._free -= count
+            self._held[client] += count
+
+        try:
+            yield hold
+        finally:
+            self._free += own
+            self._held[client] -= own
+            if not self._held[client]:
+                del self._held[client]
 
 
 class ApiKeys:
@@ -132,11 +177,12 @@ class ApiKeys:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one connection, see ASGI."""
         if scope["type"] == "http" and self._keys and scope["path"] not in self._open_paths:
-            scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
+            sent = Headers(scope=scope).getlist("authorization")
+            scheme, _, given = (sent[0] if len(sent) == 1 else "").partition(" ")
             if scheme.lower() != "bearer" or not self._has(given.strip()):
                 error = ApiError(
                     401,
-                    "The API key is missing or wrong: send it as Authorization: Bearer KEY.",
+                    "The API key is missing or wrong: send it in one header, Authorization: Bearer KEY.",
                     code="invalid_api_key",
                     headers={"www-authenticate": "Bearer"},
                 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from ipaddress import ip_network
 from urllib.parse import urlsplit
 
 from speculant.errors import ConfigError, suggest
@@ -23,7 +24,11 @@ class ServerOptions:
     max_prompt_characters: longer prompts are refused before they are tokenised.
     queue_timeout: until a request's first step. first_token_timeout: until its first token. request_timeout: until its
     end. body_timeout: for a body to arrive. send_timeout: for a slow client to read one piece of a response.
-    drain_timeout: for running requests to end after SIGTERM.
+    drain_timeout: for running requests to end after SIGTERM. header_timeout: from the beginning of a connection, or the
+    end of an answer on it, until the headers of the next request are complete.
+    max_connections: open ones; None = up to 4096, if the process may open as many files. max_connections_per_address:
+    None = half of all; 0 = no bound. max_buffered_bytes: of the bodies of all requests at a time; a client may hold as
+    many as stay free for others. trusted_proxies: addresses or networks whose X-Forwarded-For names the client.
     per_request_spec_decode_metrics: figures on speculation in responses: "none", "summary" or "detailed".
     tool_parser: the format of tool calls; None = the format of the chat template.
     max_stored_bytes: of stored responses, a quarter of them for one client; 0 = none is stored. response_ttl: until a
@@ -57,6 +62,11 @@ class ServerOptions:
     drain_timeout: float = 30.0
     max_stored_bytes: int = 256 * 2**20
     response_ttl: float = 3600.0
+    header_timeout: float | None = 10.0
+    max_connections: int | None = None
+    max_connections_per_address: int | None = None
+    max_buffered_bytes: int = 256 * 2**20
+    trusted_proxies: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -84,6 +94,7 @@ class ServerOptions:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ConfigError(f"{name}={value!r} is not above 0", f"raise {name}.")
+        _check_connections(self)
 
 
 def _is_url(text: str) -> bool:
@@ -97,5 +108,23 @@ def _is_url(text: str) -> bool:
 _POSITIVE = (
     *("max_body_bytes", "max_header_bytes", "max_messages", "max_prompts", "max_samples", "max_prompt_characters"),
     *("body_timeout", "text_timeout", "queue_timeout", "first_token_timeout", "request_timeout", "send_timeout"),
-    *("drain_timeout", "response_ttl"),
+    *("drain_timeout", "response_ttl", "header_timeout", "max_connections", "max_buffered_bytes"),
 )
+
+
+def _check_connections(options: ServerOptions) -> None:
+    most = options.max_connections_per_address
+    if most is not None and most < 0:
+        raise ConfigError(f"max_connections_per_address={most} is below 0", "use 0 for no bound.")
+    if options.max_buffered_bytes < 2 * options.max_body_bytes:
+        raise ConfigError(
+            f"max_buffered_bytes={options.max_buffered_bytes} is less than two bodies of the largest size",
+            f"use at least {2 * options.max_body_bytes}, or lower max_body_bytes.",
+        )
+    for address in options.trusted_proxies:
+        try:
+            ip_network(address)
+        except ValueError as error:
+            raise ConfigError(
+                f"trusted_proxies has {address!r}: {error}", "use for example 10.0.0.7 or 10.0.0.0/8."
+            ) from error

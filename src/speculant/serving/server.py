@@ -12,30 +12,20 @@ from typing import Any, cast
 
 import uvicorn
 from fastapi import FastAPI
-from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from speculant.errors import ConfigError
+from speculant.serving.acceptor import Acceptor
+from speculant.serving.clients import network_of, with_mapped
+from speculant.serving.connections import bounded_connections
+from speculant.serving.http1 import HttpConnection, Surroundings
 from speculant.serving.options import ServerOptions
+from speculant.serving.round_robin import RoundRobin
 from speculant.serving.state import ServerState
-from speculant.serving.streams import ABORT
 
-_KEEP_ALIVE = 15  # seconds that a connection may idle
+_CHECK_TICKS = 5  # between two checks of all connections' deadlines; a tick is a tenth of a second
+_BACKLOG = 2048  # connections that wait to be accepted
 _LAST_EVENTS = 5  # seconds in which the last events of aborted streams are sent
-
-
-class AbortableProtocol(H11Protocol):
-    """HTTP/1.1 with connections that a request can close at once, even if the client has not read all data."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        inner = self.app
-
-        async def app(scope: Scope, receive: Receive, send: Send) -> None:
-            scope.setdefault("extensions", {})[ABORT] = self.transport.abort
-            await inner(scope, receive, send)
-
-        self.app = cast(Any, app)
 
 
 class Server(uvicorn.Server):
@@ -57,10 +47,10 @@ class Server(uvicorn.Server):
             app,
             host=options.host,
             port=options.port,
-            http=AbortableProtocol,
+            http=H11Protocol,  # and not a parser that happens to be installed: HttpConnection derives from it
             ws="none",
-            h11_max_incomplete_event_size=8 * options.max_header_bytes,
-            timeout_keep_alive=_KEEP_ALIVE,
+            proxy_headers=bool(options.trusted_proxies),
+            forwarded_allow_ips=with_mapped(options.trusted_proxies),
             timeout_graceful_shutdown=_LAST_EVENTS,
             log_config=None,
             access_log=False,
@@ -70,20 +60,31 @@ class Server(uvicorn.Server):
         self._state: ServerState = app.state.server
         self._options, self._on_listening = options, on_listening
         self._on_early_interrupt = on_early_interrupt
+        self._connections = bounded_connections(options)
         self._socket = _listen(options)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._draining: asyncio.Task[None] | None = None
 
     async def startup(self, sockets: list[Any] | None = None) -> None:
         """See `uvicorn.Server.startup`."""
-        await super().startup(sockets or [self._socket])
+        await super().startup([])
         self._loop = asyncio.get_running_loop()
         if self.started:
-            host, port = self.servers[0].sockets[0].getsockname()[:2]
+            turns = RoundRobin(self._loop)
+            shared = Surroundings(self.config, self.server_state, self._options, self._connections, turns)
+            acceptor = Acceptor(
+                self._socket,
+                self._connections,
+                lambda host: HttpConnection(shared, self.lifespan.state, network_of(host)),
+            )
+            self.servers.append(cast(Any, acceptor))
+            host, port = self._socket.getsockname()[:2]
             self._on_listening(f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
 
     async def on_tick(self, counter: int) -> bool:
         """See `uvicorn.Server.on_tick`."""
+        if self._loop is not None and counter % _CHECK_TICKS == 0:
+            self._connections.check(self._loop.time())
         return await super().on_tick(counter) or self._state.load_error is not None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -116,7 +117,7 @@ def _listen(options: ServerOptions) -> socket.socket:
             made = undone.enter_context(socket.socket(family, kind, protocol))
             made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             made.bind(address)
-            made.listen()
+            made.listen(_BACKLOG)
             undone.pop_all()
         return made
     except OSError as error:

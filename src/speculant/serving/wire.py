@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Any
 
 from starlette.responses import Response
@@ -90,3 +91,11 @@ def json_response(value: Any, status: int = 200, headers: Mapping[str, str] | No
 def error_response(error: ApiError) -> Response:
     """Return the response of an error."""
     return json_response(error.body(), error.status, error.headers)
+
+
+def raw_error(error: ApiError) -> bytes:
+    """Return the bytes of an error's response, after which the connection is closed."""
+    response = error_response(error)
+    lines = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}".encode("ascii"), b"connection: close"]
+    lines += [name + b": " + value for name, value in response.raw_headers]
+    return b"\r\n".join(lines) + b"\r\n\r\n" + bytes(response.body)

@@ -1,0 +1,86 @@
+"""Accepts connections, within bounds and whatever fails."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+
+from speculant.serving.connections import Connections, Rarely
+from speculant.serving.errors import unavailable
+from speculant.serving.http1 import HttpConnection
+from speculant.serving.wire import raw_error
+
+_AT_ONCE = 8  # connections that are accepted before other work of the loop
+_PAUSE = 0.01  # seconds until the next try after an error
+_FULL = raw_error(unavailable("The server has too many connections. Try again later.", "too_many_connections"))
+
+
+class Acceptor:
+    """Accepts the connections of a listening socket: the parts of an asyncio server that uvicorn uses.
+
+    asyncio's own server logs a traceback, hundreds of times a second, while the process has too many open files.
+    """
+
+    def __init__(
+        self, listening: socket.socket, connections: Connections, connect: Callable[[str], HttpConnection]
+    ) -> None:
+        """connect: returns the protocol of a connection from an address."""
+        self._socket, self._connections, self._connect = listening, connections, connect
+        self._loop, self._rarely = asyncio.get_running_loop(), Rarely()
+        self._beginning: set[asyncio.Task[None]] = set()
+        self._retry: asyncio.TimerHandle | None = None
+        listening.setblocking(False)
+        self._resume()
+
+    def close(self) -> None:
+        """Accept no more."""
+        if self._retry is not None:
+            self._retry.cancel()
+        self._loop.remove_reader(self._socket)
+        self._socket.close()
+
+    async def wait_closed(self) -> None:
+        """Return at once: uvicorn itself waits for the open connections."""
+
+    def _resume(self) -> None:
+        self._loop.add_reader(self._socket, self._accept_some)
+
+    def _accept_some(self) -> None:
+        for _ in range(_AT_ONCE):
+            try:
+                accepted, address = self._socket.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                self._wait_after(error)
+                return
+            self._take(accepted, address[0])
+
+    def _wait_after(self, error: OSError) -> None:
+        """Make room if there may be none, and try again later: the socket stays readable while an error lasts."""
+        self._rarely.warn("can't accept connections, %s are open: %s", len(self._connections), error.strerror)
+        for _ in range(_AT_ONCE):
+            self._connections.make_room()
+        self._loop.remove_reader(self._socket)
+        self._retry = self._loop.call_later(_PAUSE, self._resume)
+
+    def _take(self, accepted: socket.socket, host: str) -> None:
+        connection = self._connect(host)
+        if self._connections.add(connection, host):
+            task = self._loop.create_task(self._begin(accepted, connection))
+            self._beginning.add(task)
+            task.add_done_callback(self._beginning.discard)
+            return
+        self._rarely.warn("refused a connection from %s: %s are open", host, len(self._connections))
+        with accepted, suppress(OSError):
+            accepted.setblocking(False)
+            accepted.send(_FULL)
+
+    async def _begin(self, accepted: socket.socket, connection: HttpConnection) -> None:
+        try:
+            await self._loop.connect_accepted_socket(lambda: connection, accepted)
+        except OSError:  # the client has gone
+            self._connections.remove(connection)
+            accepted.close()

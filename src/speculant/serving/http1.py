@@ -1,0 +1,235 @@
+"""One connection to a client: uvicorn's HTTP/1.1, with deadlines and bounds for clients that mean harm.
+
+The client's deadlines: header_timeout for the head of each request, body_timeout for its body, send_timeout to read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import h11
+import uvicorn
+from starlette.types import Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.server import ServerState as UvicornState
+
+from speculant.serving.connections import Connections
+from speculant.serving.errors import ApiError, refusal
+from speculant.serving.options import ServerOptions
+from speculant.serving.request_heads import ChunkCount, check_head, check_request, find_head, headers_too_large
+from speculant.serving.round_robin import RoundRobin
+from speculant.serving.streams import ABORT
+from speculant.serving.wire import raw_error
+
+_PIECE = 16 * 2**10  # bytes that are received and parsed at a time
+_LEAST_READ = 64 * 2**10  # bytes of an answer that a client has to read within send_timeout
+_LINGER = 1.0  # seconds of discarding the rest of a refused request, so that the client reads the answer
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """The parts of a server that all its connections share."""
+
+    config: uvicorn.Config
+    state: UvicornState
+    options: ServerOptions
+    connections: Connections
+    turns: RoundRobin
+
+
+class HttpConnection(H11Protocol, asyncio.BufferedProtocol):
+    """A connection that its client can't hold open for nothing. A request can close it at once (`ABORT`)."""
+
+    transport: Any  # None before the connection is made
+    cycle: Any  # None before the first request
+    conn: _CheckedHttp
+
+    def __init__(self, server: Surroundings, app_state: dict[str, Any], client: str) -> None:
+        """client: whose turn it is when data of the connection are parsed."""
+        super().__init__(server.config, server.state, app_state)
+        self._options, self._connections, self._turns = server.options, server.connections, server.turns
+        self._client = client
+        self.conn = _CheckedHttp(server.options.max_header_bytes, self._refuse)
+        self._received = bytearray()  # and not parsed yet
+        self._deadline: float | None = None  # of the next head, in the loop's time
+        self._unread: tuple[int, float] | None = None  # bytes of an answer that the client had not read, and when
+        self._dropped = self._refused = False
+
+    # --- asyncio's events
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """See `asyncio.Protocol`."""
+        super().connection_made(transport)
+        inner: Any = self.app
+
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            scope.setdefault("extensions", {})[ABORT] = transport.abort
+            await inner(scope, receive, send)
+
+        self.app = cast(Any, app)
+        if self._dropped:
+            transport.abort()
+        self._follow()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """See `asyncio.Protocol`."""
+        super().connection_lost(exc)
+        self._unset_keepalive_if_required()  # uvicorn leaves it if the client has reset the connection
+        self._connections.remove(self)
+        self.conn.refuse = _ignore  # without this reference the connection's buffers are freed at once
+
+    def get_buffer(self, sizehint: int) -> bytearray:
+        """See `asyncio.BufferedProtocol`."""
+        self._space = bytearray(_PIECE)
+        return self._space
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """Keep received data until it is this connection's turn, and receive no more before."""
+        if self._refused:
+            return
+        if not self._received:
+            self._turns.add(self._client, self._parse)
+        self._received += memoryview(self._space)[:nbytes]
+        self.transport.pause_reading()
+
+    def _parse(self) -> None:
+        data, self._received = bytes(self._received), bytearray()
+        if self.transport.is_closing():
+            return
+        if not self._refused:
+            try:
+                self.data_received(data)
+            except Exception:
+                self.transport.abort()
+                raise
+        if self._refused or not self.flow.read_paused:
+            self.transport.resume_reading()
+
+    def resume_writing(self) -> None:
+        """See `asyncio.Protocol`."""
+        self._unread = None
+        super().resume_writing()
+
+    # --- uvicorn's events
+
+    def handle_events(self) -> None:
+        """Handle what was parsed."""
+        super().handle_events()
+        self._follow()
+
+    def on_response_complete(self) -> None:
+        """Begin to wait for the next request, which may have arrived."""
+        super().on_response_complete()
+        self._unset_keepalive_if_required()  # header_timeout counts instead
+        self._follow()
+
+    def shutdown(self) -> None:
+        """Close the connection once its answer is complete."""
+        if self._refused:
+            self.transport.close()
+        else:
+            super().shutdown()
+
+    def _should_upgrade(self) -> bool:
+        return False  # requests to change the protocol are answered as HTTP/1.1, without a warning for each
+
+    # --- bounds
+
+    @property
+    def _answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _follow(self) -> None:
+        """Note whether the connection waits for its client, and until when."""
+        if self._refused:
+            return
+        if self._answering:
+            self._deadline = None
+        elif self._deadline is None and self._options.header_timeout is not None:
+            self._deadline = self.loop.time() + self._options.header_timeout
+        if self._answering and self.conn.their_state is not h11.SEND_BODY:
+            self._connections.work(self)
+        else:
+            self._connections.wait(self)
+
+    def drop(self) -> None:
+        """See `OpenConnection.drop`."""
+        self._dropped = True
+        if self.transport is not None:
+            self.transport.abort()
+
+    def check(self, now: float) -> None:
+        """See `OpenConnection.check`."""
+        if self.transport is None:
+            return
+        late = self._deadline is not None and now >= self._deadline
+        if late and not self._received and not self.transport.is_closing():  # else the client waits for its turn
+            if not self._refused and self.conn.their_state is h11.IDLE and self.conn.trailing_data[0]:
+                self._refuse(ApiError(408, "The headers did not arrive in time.", code="timeout"))
+            else:
+                self.transport.close()
+        self._check_unread(now)
+
+    def _check_unread(self, now: float) -> None:
+        """Drop the connection if the client has not read enough of an answer that is over, or that can't go on."""
+        left = self.transport.get_write_buffer_size()
+        grows = self._answering and not (self.flow.write_paused or self._refused)
+        if not left or grows:
+            self._unread = None
+        elif self._unread is None or left <= self._unread[0] - _LEAST_READ:
+            self._unread = left, now
+        elif self._options.send_timeout is not None and now - self._unread[1] >= self._options.send_timeout:
+            self.drop()
+
+    def _refuse(self, error: ApiError) -> None:
+        """Answer a malformed request, discard what follows for a second, and close the connection."""
+        if self._refused:
+            return
+        self._refused = True
+        begun = self._answering and self.cycle.response_started
+        if self._answering:  # the body is malformed
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        if not begun:
+            self.transport.write(raw_error(error))
+        self.transport.write_eof()
+        self._unset_keepalive_if_required()
+        self._deadline = self.loop.time() + _LINGER
+        self._connections.wait(self)
+
+
+class _CheckedHttp(h11.Connection):
+    """h11's parser, with further checks. A malformed request is refused, instead of an error for uvicorn to log."""
+
+    def __init__(self, most_head_bytes: int, refuse: Callable[[ApiError], None]) -> None:
+        super().__init__(h11.SERVER, most_head_bytes)
+        self._most, self.refuse, self._chunks = most_head_bytes, refuse, ChunkCount()
+
+    def next_event(self) -> Any:
+        """See `h11.Connection.next_event`."""
+        try:
+            return self._checked_event()
+        except ApiError as error:
+            self.refuse(error)
+        except h11.RemoteProtocolError as error:
+            too_large = error.error_status_hint == 431
+            self.refuse(headers_too_large(self._most) if too_large else refusal(f"This is not HTTP/1.1: {error}."))
+        return h11.NEED_DATA
+
+    def _checked_event(self) -> Any:
+        if self.their_state is h11.IDLE and (head := find_head(self.trailing_data[0])) is not None:
+            check_head(head, self._most)
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            self._chunks = ChunkCount()
+            return check_request(event)
+        if isinstance(event, h11.Data):
+            self._chunks.add(event)
+        return event
+
+
+def _ignore(_: ApiError) -> None:
+    pass

@@ -1,0 +1,431 @@
+"""Strangers' connections: malformed requests, clients that send or read slowly, and more connections than places."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import resource
+import select
+import socket
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+from typing import Any
+
+import httpx
+import pytest
+from starlette.requests import Request
+from starlette.responses import Response
+
+from speculant import AsyncEngine
+from speculant.errors import ModelError
+from speculant.serving.clients import client_of
+from tests.async_engines import core
+from tests.attackers import ATTACKS, attacked
+from tests.models import Checkpoints, checkpoints
+from tests.raw_clients import encoded, exchange
+from tests.servers import LiveServer, ServerProcess, serve, serve_process
+
+__all__ = ["checkpoints", "serve", "serve_process"]
+
+HOST = b"Host: x\r\n"
+VERSION = b"GET /version HTTP/1.1\r\n" + HOST
+POST = b"POST /v1/completions HTTP/1.1\r\n" + HOST
+CHUNKED = POST + b"Transfer-Encoding: chunked\r\n\r\n"
+BODY = b'{"prompt": "a", "max_tokens": 1}'
+SMUGGLED = b"5\r\nabcde\r\n0\r\n\r\nGET /version HTTP/1.1\r\n" + HOST + b"\r\n"
+
+MALFORMED: dict[str, tuple[int, bytes]] = {
+    "length and chunks": (400, POST + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n" + SMUGGLED),
+    "chunks and length": (400, POST + b"Transfer-Encoding: chunked\r\nContent-Length: 5\r\n\r\n" + SMUGGLED),
+    "two lengths": (400, POST + b"Content-Length: 32\r\nContent-Length: 32\r\n\r\n" + BODY),
+    "different lengths": (400, POST + b"Content-Length: 32\r\nContent-Length: 2\r\n\r\n" + BODY),
+    "a list of lengths": (400, POST + b"Content-Length: 32, 32\r\n\r\n" + BODY),
+    "no number": (400, POST + b"Content-Length: +32\r\n\r\n" + BODY),
+    "gzip": (400, POST + b"Transfer-Encoding: gzip, chunked\r\n\r\n" + SMUGGLED),
+    "identity": (400, POST + b"Transfer-Encoding: identity\r\n\r\n" + SMUGGLED),
+    "twice chunked": (400, POST + b"Transfer-Encoding: chunked\r\nTransfer-Encoding: chunked\r\n\r\n" + SMUGGLED),
+    "chunks in 1.0": (400, POST.replace(b"1.1", b"1.0") + b"Transfer-Encoding: chunked\r\n\r\n" + SMUGGLED),
+    "HTTP/2": (400, b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(9)),
+    "TLS": (400, b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(300)),
+    "no host": (400, b"GET /version HTTP/1.1\r\n\r\n"),
+    "two hosts": (400, VERSION + HOST + b"\r\n"),
+    "fragment": (400, b"GET /version#a HTTP/1.1\r\n" + HOST + b"\r\n"),
+    "no path": (400, b"GET version HTTP/1.1\r\n" + HOST + b"\r\n"),
+    "tunnel": (400, b"CONNECT other:443 HTTP/1.1\r\n" + HOST + b"\r\n"),
+    "another scheme": (400, b"GET ftp://x/version HTTP/1.1\r\n" + HOST + b"\r\n"),
+    "NUL": (400, VERSION + b"A: \0\r\n\r\n"),
+    "no colon": (400, VERSION + b"A\r\n\r\n"),
+    "blank before colon": (400, VERSION + b"Content-Length : 0\r\n\r\n"),
+    "not ASCII": (400, "GET /é HTTP/1.1\r\nHost: x\r\n\r\n".encode()),
+    "blank line": (400, b"\r\n" + VERSION + b"\r\n"),
+    "many headers": (431, VERSION + b"a:\n" * 2000 + b"\r\n"),
+    "blanks": (431, VERSION + b"A:" + b" " * 40_000 + b"b\r\n\r\n"),
+    "folded blanks": (431, VERSION + b"A: b\r\n" + b" \r\n" * 12_000 + b"\r\n"),
+    "long address": (431, b"GET /" + b"x" * 200_000 + b" HTTP/1.1\r\n" + HOST + b"\r\n"),
+    "long method": (431, b"x" * 200_000),
+    "bad chunk": (400, CHUNKED + b"x\r\n"),
+    "chunk without end": (400, CHUNKED + b"1\r\nab"),
+    "long extension": (431, CHUNKED + b"1;" + b"x" * 200_000 + b"\r\na"),
+    "tiny chunks": (400, CHUNKED + b"1\r\n \r\n" * 10_000),
+    "long trailers": (431, CHUNKED + b"1\r\n \r\n0\r\n" + b"a:\n" * 50_000),
+}
+CLOSE = b"Connection: close\r\n\r\n"
+SERVED: dict[str, tuple[int, bytes]] = {
+    "plain": (200, VERSION + CLOSE),
+    "absolute": (200, b"GET http://other.example:80/version HTTP/1.1\r\n" + HOST + CLOSE),
+    "absolute with query": (200, b"GET HTTPS://other.example/version?a=b HTTP/1.1\r\n" + HOST + CLOSE),
+    "absolute root": (200, b"GET http://other.example HTTP/1.1\r\n" + HOST + CLOSE),
+    "two schemes": (404, b"GET http://a/http://b/version HTTP/1.1\r\n" + HOST + CLOSE),
+    "asterisk": (404, b"OPTIONS * HTTP/1.1\r\n" + HOST + CLOSE),
+    "WebSocket": (200, VERSION + b"Upgrade: websocket\r\nConnection: Upgrade, close\r\n\r\n"),
+    "h2c": (200, VERSION + b"Upgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQAoAAAAAIAAAAA\r\n" + CLOSE),
+    "tunnel to a path": (405, b"CONNECT /version HTTP/1.1\r\n" + HOST + CLOSE),
+    "encoded NUL": (404, b"GET /v1/models/%00 HTTP/1.1\r\n" + HOST + CLOSE),
+    "line feeds": (200, VERSION.replace(b"\r", b"") + b"Connection: close\n\n"),
+    "many headers": (200, VERSION + b"a:\r\n" * 100 + CLOSE),
+    "chunks": (200, CHUNKED.replace(b"\r\n\r\n", b"\r\n" + CLOSE) + b"8\r\n" + BODY[:8] + b"\r\n18;a=b\r\n" + BODY[8:]
+               + b"\r\n0\r\nA: b\r\n\r\n"),
+}  # fmt: skip
+
+
+@pytest.fixture
+def quiet(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """See that a test logs nothing: strangers could fill the log."""
+    caplog.set_level(logging.WARNING)
+    yield
+    assert [record.getMessage() for record in caplog.get_records("call")] == []
+
+
+@pytest.mark.usefixtures("quiet")
+@pytest.mark.parametrize("name", MALFORMED)
+def test_malformed_requests_are_refused_and_closed(demo: LiveServer, name: str) -> None:
+    """There is one answer, and then an end: what follows a malformed request is no request."""
+    status, request = MALFORMED[name]
+    reply = asyncio.run(exchange(demo.url, request))
+    assert reply.status == status, reply
+    assert b"connection: close" in reply.headers.lower()
+    assert reply.value["error"]["message"]
+    assert demo.http.get("/version").status_code == 200
+
+
+@pytest.mark.usefixtures("quiet")
+@pytest.mark.parametrize("name", SERVED)
+def test_unusual_requests_are_answered(demo: LiveServer, name: str) -> None:
+    status, request = SERVED[name]
+    reply = asyncio.run(exchange(demo.url, request))
+    assert reply.status == status, reply
+    if b"/version" in request and status == 200:
+        assert b'"version"' in reply.body
+
+
+@pytest.mark.usefixtures("quiet")
+def test_a_malformed_second_request_is_refused(demo: LiveServer) -> None:
+    reply = asyncio.run(exchange(demo.url, VERSION + b"\r\n" + VERSION + b"\r\n" + MALFORMED["bad chunk"][1]))
+    assert reply.body.count(b"HTTP/1.1 200 ") == 1
+    assert reply.body.count(b"HTTP/1.1 400 ") == 1
+    assert reply.status == 200
+
+
+@pytest.mark.usefixtures("quiet")
+def test_a_refused_body_may_become_malformed(demo: LiveServer) -> None:
+    """The answer has begun before the malformed part arrives."""
+    request = CHUNKED.replace(b"\r\n\r\n", b"\r\nContent-Encoding: gzip\r\n\r\n") + b"1\r\na\r\n"
+    with opened(demo) as connection:
+        connection.sendall(request)
+        assert b" 415 " in read_until(connection, b"}}")
+        connection.sendall(b"x\r\n")
+        assert b"HTTP/1.1" not in read_to_end(connection)
+    assert demo.http.get("/version").status_code == 200
+
+
+def test_one_key_is_sent_in_one_header(serve: Any, checkpoints: Checkpoints) -> None:
+    server = serve(AsyncEngine(checkpoints.target), api_keys=("one", "two")).ready()
+    for keys, status in ((["one"], 200), (["one", "one"], 401), (["one", "two"], 401), (["one", "x"], 401)):
+        headers = [("Authorization", f"Bearer {key}") for key in keys]
+        assert server.http.get("/v1/models", headers=headers).status_code == status
+
+
+# --- deadlines
+
+
+def opened(server: Any, source: str = "127.0.0.1") -> socket.socket:
+    """Return a connection to a server from an address of this machine."""
+    url = httpx.URL(server.url)
+    return socket.create_connection((url.host, url.port or 80), timeout=20, source_address=(source, 0))
+
+
+def drip(connection: socket.socket, data: bytes) -> None:
+    """Send a byte at a time, fifty in a second."""
+    for byte in data:
+        connection.sendall(bytes([byte]))
+        time.sleep(0.02)
+
+
+def read_until(connection: socket.socket, end: bytes) -> bytes:
+    """Return what arrives, up to these bytes."""
+    read = b""
+    while not read.endswith(end):
+        piece = connection.recv(4096)
+        assert piece, read
+        read += piece
+    return read
+
+
+def read_to_end(connection: socket.socket) -> bytes:
+    pieces = []
+    with suppress(ConnectionError):
+        while piece := connection.recv(65_536):
+            pieces.append(piece)
+    return b"".join(pieces)
+
+
+@pytest.fixture
+def never_loads() -> Iterator[Callable[[], AsyncEngine]]:
+    """Return a model that is not loaded: routes that need none are served."""
+    over = threading.Event()
+
+    def load() -> AsyncEngine:
+        over.wait()
+        raise ModelError("there is none", "name another.")
+
+    yield load
+    over.set()
+
+
+@pytest.fixture
+def hasty(serve: Any, never_loads: Callable[[], AsyncEngine]) -> LiveServer:
+    """Return a server with short deadlines."""
+    server: LiveServer = serve(never_loads, header_timeout=0.3, send_timeout=0.3)
+    return server
+
+
+def test_a_silent_connection_ends(hasty: LiveServer) -> None:
+    with opened(hasty) as connection:
+        assert read_to_end(connection) == b""
+
+
+@pytest.mark.parametrize("before", [b"", VERSION + b"\r\n"], ids=["first", "second"])
+def test_a_slow_head_is_refused(hasty: LiveServer, before: bytes) -> None:
+    """Though bytes keep coming."""
+    with opened(hasty) as connection:
+        if before:
+            connection.sendall(before)
+            read_until(connection, b"}")
+        connection.settimeout(0.02)
+        for byte in VERSION + b"A: " + b"x" * 10_000:
+            connection.sendall(bytes([byte]))
+            with suppress(TimeoutError):
+                answer = connection.recv(4096)
+                break
+        assert answer.startswith(b"HTTP/1.1 408 ")
+        assert json.loads(answer.split(b"\r\n\r\n")[1])["error"]["code"] == "timeout"
+
+
+def test_a_connection_is_kept_for_the_next_request(hasty: LiveServer) -> None:
+    with opened(hasty) as connection:
+        for _ in range(5):
+            time.sleep(0.15)
+            connection.sendall(VERSION + b"\r\n")
+            assert b'"version"' in read_until(connection, b"}")
+        assert read_to_end(connection) == b""
+
+
+def test_a_body_after_its_answer_has_an_end(serve: Any, never_loads: Any) -> None:
+    """An answer that does not wait for the body: to a page of another site that asks what it may do."""
+    server = serve(never_loads, allowed_origins=("https://a.example",), header_timeout=0.3)
+    asks = (
+        b"OPTIONS /version HTTP/1.1\r\nHost: x\r\nOrigin: https://a.example\r\nAccess-Control-Request-Method: GET\r\n"
+    )
+    with opened(server) as connection:
+        connection.sendall(asks + b"Content-Length: 1000000\r\n\r\n")
+        assert b" 200 " in connection.recv(4096)
+        with pytest.raises(ConnectionError):
+            drip(connection, b"x" * 500)
+
+
+@pytest.mark.parametrize("close", [b"", b"Connection: close\r\n"], ids=["kept", "closing"])
+@pytest.mark.parametrize("before", [0, 1], ids=["over", "next"])
+def test_an_answer_that_is_not_read_is_dropped(hasty: LiveServer, before: int, close: bytes) -> None:
+    """Nothing can be sent to the client, be it that the answer is over, or that the next one can't begin."""
+    hasty.app.add_api_route("/large", lambda: Response(bytes(2**24)))
+    request, connections = b"GET /large HTTP/1.1\r\n" + HOST, hasty.server.server_state.connections
+    with opened(hasty) as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        connection.sendall((request + b"\r\n") * before + request + close + b"\r\n")
+        hasty.until(
+            lambda: any(each.transport and each.transport.get_write_buffer_size() for each in tuple(connections))
+        )
+        hasty.until(lambda: not connections)
+
+
+# --- places
+
+
+def gets_version(server: Any, source: str = "127.0.0.1") -> bool:
+    with opened(server, source) as connection:
+        connection.sendall(VERSION + CLOSE)
+        return b'"version"' in read_to_end(connection)
+
+
+def test_a_newcomer_gets_in_when_all_places_are_taken(serve: Any, never_loads: Any) -> None:
+    server = serve(never_loads, max_connections=6, max_connections_per_address=0)
+    server.http.close()
+    with ExitStack() as stack:
+        crowd = [stack.enter_context(opened(server, "127.0.0.2")) for _ in range(12)]
+        assert gets_version(server, "127.0.0.3")
+        assert read_to_end(crowd[0]) == b""
+        crowd[-1].sendall(VERSION + CLOSE)
+        assert b'"version"' in read_to_end(crowd[-1])
+
+
+def test_an_address_has_its_share_of_places(serve: Any, never_loads: Any) -> None:
+    server = serve(never_loads, max_connections_per_address=2)
+    with opened(server, "127.0.0.2") as first, opened(server, "127.0.0.2") as second:
+        assert gets_version(server, "127.0.0.2")
+        assert read_to_end(first) == b""
+        second.sendall(VERSION + CLOSE)
+        assert b'"version"' in read_to_end(second)
+
+
+def test_a_request_in_flight_keeps_its_connection(
+    serve: Any, checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The place of a request whose body has not come yet is not kept: it may never come."""
+    engine, goes_on = AsyncEngine(checkpoints.target), threading.Event()
+    server, step = serve(engine, max_connections_per_address=1).ready(), core(engine).step
+    monkeypatch.setattr(core(engine), "step", lambda: (goes_on.wait(20), step())[1])
+    head = POST + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(BODY)
+    with opened(server, "127.0.0.2") as first, opened(server, "127.0.0.2") as second:
+        assert read_to_end(first) == b""
+        second.sendall(head)
+        assert gets_version(server, "127.0.0.2")
+        assert read_to_end(second) == b""
+    with opened(server, "127.0.0.2") as busy:
+        busy.sendall(head + BODY)
+        server.until(lambda: server.state.admission.count == 1)
+        with opened(server, "127.0.0.2") as refused:
+            assert read_to_end(refused).startswith(b"HTTP/1.1 503 ")
+        goes_on.set()
+        assert b" 200 " in read_to_end(busy)
+
+
+@pytest.mark.parametrize("trusted", [(), ("127.0.0.2",), ("127.0.0.0/8",)], ids=str)
+def test_only_a_trusted_proxy_names_the_client(serve: Any, never_loads: Any, trusted: tuple[str, ...]) -> None:
+    server: LiveServer = serve(never_loads, trusted_proxies=trusted, max_connections_per_address=3)
+
+    async def who(request: Request) -> str:
+        return client_of(request.scope)
+
+    server.app.add_api_route("/who", who)
+    request = b"GET /who HTTP/1.1\r\nHost: x\r\nX-Forwarded-For: 192.0.2.9, 192.0.2.7\r\n" + CLOSE
+    with ExitStack() as stack:
+        crowd = [stack.enter_context(opened(server, "127.0.0.2")) for _ in range(6)]
+        crowd[-1].sendall(request)
+        named = b"address:192.0.2.7" if trusted else b"address:127.0.0.2"
+        assert named in read_to_end(crowd[-1])
+        if trusted:  # it has as many connections as it needs
+            crowd[0].sendall(request)
+            assert named in read_to_end(crowd[0])
+        else:
+            assert read_to_end(crowd[0]) == b""
+
+
+# --- bodies
+
+
+def test_one_client_can_t_take_the_room_for_bodies(serve: Any, checkpoints: Checkpoints) -> None:
+    server = serve(AsyncEngine(checkpoints.target), max_body_bytes=1000, max_buffered_bytes=4000).ready()
+    with ExitStack() as stack:
+        crowd = [stack.enter_context(opened(server, "127.0.0.2")) for _ in range(4)]
+        for each in crowd:
+            each.sendall(POST + b"Content-Length: 1000\r\n\r\n" + b" " * 900)
+        server.until(lambda: bool(select.select(crowd, [], [], 0)[0]))
+        answer = select.select(crowd, [], [], 0)[0][0].recv(4096)
+        assert answer.startswith(b"HTTP/1.1 503 ")
+        assert b"retry-after: 1" in answer
+        assert server.http.post("/v1/completions", content=b" " * 900).status_code == 400
+
+
+# --- attacks
+
+
+def times_of(url: str, count: int) -> list[float]:
+    """Return the seconds of short answers, one after another, each on a connection of its own."""
+    request = encoded("/v1/completions", {"prompt": "a", "max_tokens": 8, "ignore_eos": True})
+    found = []
+    for _ in range(count):
+        reply = asyncio.run(exchange(url, request))
+        assert reply.status == 200, reply
+        found.append(reply.seconds)
+        time.sleep(0.1)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_a_neighbour_of_attackers_hardly_waits(serve_process: Any, attack: str) -> None:
+    """Attackers with 300 connections from another address, on a server that may open 256 files."""
+    server: ServerProcess = serve_process("demo", files=256).ready()
+    alone = times_of(server.url, 20)
+    memory = server.memory
+    with attacked(attack, server.url, "127.0.0.2", 300):
+        time.sleep(3)
+        beside = times_of(server.url, 50)
+    print(
+        f"{attack}: alone {max(alone):.3f} s, beside {max(beside):.3f} s (median"
+        f" {statistics.median(beside):.3f} s), memory {(server.memory - memory) >> 20} MiB more,"
+        f" {sum(map(len, server.messages))} bytes logged"
+    )
+    assert max(beside) < max(alone) + 0.25
+    assert len(server.messages) < 10, server.messages
+    assert server.memory - memory < 128 * 2**20
+
+
+@pytest.mark.slow
+def test_silent_sockets_of_the_same_address_give_way(serve_process: Any) -> None:
+    server: ServerProcess = serve_process("demo", files=256).ready()
+    alone = times_of(server.url, 20)
+    with ExitStack() as stack:
+        for _ in range(300):
+            stack.enter_context(opened(server))
+        beside = times_of(server.url, 50)
+    print(f"300 silent sockets: alone {max(alone):.3f} s, beside {max(beside):.3f} s")
+    assert max(beside) < max(alone) + 0.25
+
+
+@pytest.mark.slow
+def test_too_few_files_are_waited_out(serve_process: Any) -> None:
+    """The process may open fewer files than it could when the server counted its places."""
+    server: ServerProcess = serve_process("demo", files=1000).ready()
+    server.http.close()
+    few = len(os.listdir(f"/proc/{server.process.pid}/fd")) + 20
+    resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, (few, 1000))
+    with ExitStack() as stack:
+        for _ in range(300):
+            stack.enter_context(opened(server, "127.0.0.2"))
+        beside = times_of(server.url, 50)
+    said = [message for message in server.messages if "can't accept connections" in message]
+    print(f"at {few} files beside 300 silent sockets: {max(beside):.3f} s; {said}")
+    assert max(beside) < 5
+    assert 1 <= len(said) <= 2, server.messages
+
+
+@pytest.mark.slow
+def test_a_request_behind_a_stream_is_not_kept(serve_process: Any) -> None:
+    """A client may send as much as it likes while an answer is streamed: the server reads little of it."""
+    server: ServerProcess = serve_process("demo").ready()
+    body = b'{"prompt": "a", "max_tokens": 900, "ignore_eos": true, "stream": true}'
+    with opened(server) as connection:
+        connection.sendall(POST + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        connection.recv(1000)
+        memory = server.memory
+        connection.settimeout(2)
+        with suppress(TimeoutError, ConnectionError):
+            connection.sendall((VERSION + b"\r\n") * 10**6)
+        print(f"memory {(server.memory - memory) >> 20} MiB more")
+        assert server.memory - memory < 32 * 2**20
