@@ -19,6 +19,7 @@ class ServerOptions:
     allowed_origins: other sites whose pages may use the server (CORS).
     max_samples: sequences of one request, over all its prompts.
     max_prompt_characters: longer prompts are refused before they are tokenised.
+    max_large_texts: requests of one client with large bodies whose texts may be read or wait for it.
     queue_timeout: until a request's first step. first_token_timeout: until its first token. request_timeout: until its
     end. body_timeout: for a body to arrive. send_timeout: for a slow client to read one piece of a response.
     drain_timeout: for running requests to end after SIGTERM.
@@ -40,6 +41,7 @@ class ServerOptions:
     max_prompts: int = 256
     max_samples: int = 2 * MAX_N
     max_prompt_characters: int = 1_000_000
+    max_large_texts: int = 4
     body_timeout: float | None = 20.0
     text_timeout: float | None = 20.0
     queue_timeout: float | None = 60.0
@@ -68,6 +70,7 @@ class ServerOptions:
 
 _POSITIVE = (
     *("max_body_bytes", "max_header_bytes", "max_messages", "max_prompts", "max_samples", "max_prompt_characters"),
+    "max_large_texts",
     *("body_timeout", "text_timeout", "queue_timeout", "first_token_timeout", "request_timeout", "send_timeout"),
     "drain_timeout",
 )

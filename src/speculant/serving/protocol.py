@@ -31,11 +31,14 @@ from speculant.serving.fields import ACCEPTED, REFUSED
 T = TypeVar("T")
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for /v1/completions alone
 MOST_LISTED = 131_072  # entries of a list in a body
+MOST_ENTRIES = 2 * MOST_LISTED  # of all lists and objects of a body
+_SMALL = 65_536  # bytes of a body that can't have too many entries
 _Item = TypeVar("_Item")
 Listed = Annotated[list[_Item], Field(fail_fast=True, max_length=MOST_LISTED)]
 Tokens = Annotated[list[int], Field(fail_fast=True, min_length=1, max_length=MOST_LISTED)]
 Texts = Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MOST_LISTED)]
 TokenLists = Annotated[list[Tokens], Field(fail_fast=True, min_length=1, max_length=MOST_LISTED)]
+Biases = Annotated[dict[str, float], Field(fail_fast=True)]
 Parts = Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=MOST_LISTED)]
 Object = dict[str, Any]
 Side = Literal["left", "right"]
@@ -119,7 +122,7 @@ class GeneratingBody(_Settings):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: int | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Biases | None = None
     max_tokens: int | None = None
     skip_special_tokens: bool | None = None
     prompt_logprobs: int | None = None
@@ -253,7 +256,7 @@ class ResponseBody(GeneratingBody):
     tool_choice: str | Object | None = None
     truncation: str | None = None
     chat_template_kwargs: Object | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Annotated[dict[str, str], Field(fail_fast=True)] | None = None
 
 
 class TokenizeBody(ConversationBody):
@@ -283,15 +286,40 @@ BODIES: Mapping[str, type[Body]] = MappingProxyType(
 )
 
 
+_PATHS: Mapping[str, list[str]] = MappingProxyType(  # by field, the routes that read it
+    {
+        name: [path for path, each in BODIES.items() if name in each.model_fields]
+        for kind in BODIES.values()
+        for name in kind.model_fields
+    }
+)
+
+
 def read_body(kind: type[T], raw: bytes) -> T:
-    """Parse a body. Raises ApiError (400) for invalid JSON, deep nesting and wrong types."""
+    """Parse a body. Raises ApiError (400) for invalid JSON, deep nesting, too many entries and wrong types."""
     assert issubclass(kind, Body)
+    if len(raw) > _SMALL and count_entries(raw) > MOST_ENTRIES:
+        text = f"The body has over {MOST_ENTRIES} entries in its lists and objects."
+        raise refusal(text, code="body_too_large")
     try:
         body = kind.model_validate_json(raw)
     except ValidationError as error:
         raise _invalid(error) from None
     _check_others(body, body.model_extra or {})
     return body
+
+
+def count_entries(raw: bytes) -> int:
+    """Return at least the number of entries of all lists and objects of a JSON text, without parsing it.
+
+    It is the number of commas and opening brackets outside of strings. Above MOST_ENTRIES it need not be exact.
+    """
+    plain = raw.replace(rb"\\", b"").replace(rb"\"", b"")
+    quotes = plain.count(b'"')
+    if quotes > 4 * MOST_ENTRIES:  # an entry has at most two strings
+        return quotes // 4
+    outside = b"".join(plain.split(b'"')[::2])
+    return sum(map(outside.count, (b",", b"[", b"{")))
 
 
 def _check_others(body: Body, given: Mapping[str, Any]) -> None:
@@ -302,14 +330,9 @@ def _check_others(body: Body, given: Mapping[str, Any]) -> None:
         if entry is not None:
             if entry.is_set(value) and (generates or (entry.of_prompt and isinstance(body, ConversationBody))):
                 raise refusal(f"{name} is not supported: {entry.advice}.", name, "unsupported_parameter")
-        elif generates and value and name not in ACCEPTED and (paths := _paths_with(name)):
+        elif generates and value and name not in ACCEPTED and (paths := _PATHS.get(name)):
             advice = f": {body.instead[name]}" if name in body.instead else ""
             raise refusal(f"{name} is a field of {' and '.join(paths)} only{advice}.", name, "unsupported_parameter")
-
-
-def _paths_with(name: str) -> list[str]:
-    """Return the routes that read a field."""
-    return [path for path, kind in BODIES.items() if name in kind.model_fields]
 
 
 def _invalid(error: ValidationError) -> ApiError:

@@ -27,7 +27,7 @@ from speculant.serving.response_answers import ResponseAnswer
 from speculant.serving.sampling import chat_params, completion_params, response_params, text_of
 from speculant.serving.service import Job, Service
 from speculant.serving.tool_use import finish_reason_of_calls, reader_for, with_tools
-from speculant.serving.wire import json_response
+from speculant.serving.wire import document_response, json_response
 from speculant.text.reasoning import find_tags
 
 _INPUT_PARTS = ("input_text", "output_text", "text")
@@ -43,27 +43,29 @@ class Routes:
         """Complete one prompt or several."""
         service, engine = self._service, self._service.state.engine
         body = await service.read(CompletionBody, request)
-        params, count = completion_params(engine, body), count_prompts(body, service.options)
+        prompts, count = service.prompts(request), count_prompts(body, service.options)
+        params = await prompts.apart(lambda: completion_params(engine, body))
         call, echo = service.call(engine, body, params, count), bool(body.echo)
         answer = CompletionAnswer(call, count, echo, answers=body.max_tokens != 0)
-        job = Job(body, params, count, lambda: service.prompts.of_completion(engine, body), answer)
+        job = Job(body, params, count, lambda: prompts.of_completion(engine, body), answer)
         return await service.answer(engine, request, job)
 
     async def chat(self, request: Request) -> Response:
         """Continue a conversation."""
-        engine = self._service.state.engine
-        body = await self._service.read(ChatBody, request)
-        return await self._chat(engine, request, body, chat_params(engine, body))
+        service, engine = self._service, self._service.state.engine
+        body = await service.read(ChatBody, request)
+        tokenizer, name = engine.tokenizer, service.options.tool_parser
 
-    async def _chat(self, engine: AsyncEngine, request: Request, body: ChatBody, params: SamplingParams) -> Response:
-        service, tokenizer, name = self._service, engine.tokenizer, self._service.options.tool_parser
-        params = with_tools(tokenizer, params, body, name)
-        params = with_tags(tokenizer, params, find_tags(tokenizer.template_for(bool(body.tools))) or ())
+        def settings() -> SamplingParams:
+            params = with_tools(tokenizer, chat_params(engine, body), body, name)
+            return with_tags(tokenizer, params, find_tags(tokenizer.template_for(bool(body.tools))) or ())
+
+        params = await service.prompts(request).apart(settings)
         call, reader = service.call(engine, body, params), reader_for(tokenizer, body, name, _has_form(params))
         answer = ChatAnswer(call, reader, finish_reason_of_calls(body))
 
         async def prompts() -> list[Prompt]:
-            return [await service.prompts.of_chat(engine, body)]
+            return [await service.prompts(request).of_chat(engine, body)]
 
         return await service.answer(engine, request, Job(body, params, 1, prompts, answer))
 
@@ -75,13 +77,18 @@ class Routes:
             raise refusal(
                 "This route does not support tools: use /v1/chat/completions.", "tools", "unsupported_parameter"
             )
-        tokenizer, chat = engine.tokenizer, _as_chat(body)
-        params = with_tags(tokenizer, response_params(engine, body), find_tags(tokenizer.chat_template) or ())
+        tokenizer = engine.tokenizer
+
+        def settings() -> tuple[ChatBody, SamplingParams]:
+            params = response_params(engine, body)
+            return _as_chat(body), with_tags(tokenizer, params, find_tags(tokenizer.chat_template) or ())
+
+        chat, params = await service.prompts(request).apart(settings)
         reader = reader_for(tokenizer, chat, None, _has_form(params))
         answer = ResponseAnswer(service.call(engine, body, params), body, reader)
 
         async def prompts() -> list[Prompt]:
-            return [await service.prompts.of_chat(engine, chat)]
+            return [await service.prompts(request).of_chat(engine, chat)]
 
         return await service.answer(engine, request, Job(body, params, 1, prompts, answer, named_events=True))
 
@@ -92,30 +99,33 @@ class Routes:
         service.model(body)
         if (body.prompt is None) == (body.messages is None):
             raise refusal("Send either prompt or messages.", "prompt")
+        prompts = service.prompts(request)
         if body.prompt is not None:
-            prompt = await service.prompts.of_text(engine, body.prompt, body)
+            prompt = await prompts.of_text(engine, body.prompt, body)
         else:
-            prompt = await service.prompts.of_chat(engine, body)
+            prompt = await prompts.of_chat(engine, body)
+        tokens, text_of_token = prompt.tokens, engine.tokenizer.backend.id_to_token
         value: dict[str, Any] = {
-            "count": len(prompt.tokens),
+            "count": len(tokens),
             "max_model_len": engine.limits.max_model_len,
-            "tokens": list(prompt.tokens),
+            "tokens": list(tokens),
         }
         if body.return_token_strs:
-            value["token_strs"] = [engine.tokenizer.backend.id_to_token(token) for token in prompt.tokens]
-        return json_response(value)
+            value["token_strs"] = await prompts.apart(lambda: [text_of_token(token) for token in tokens])
+        return await document_response(value)
 
     async def detokenize(self, request: Request) -> Response:
         """Return the text of token ids."""
         service, engine = self._service, self._service.state.engine
         body = await service.read(DetokenizeBody, request)
         service.model(body)
-        if any(not 0 <= token < 2**31 for token in body.tokens):
-            raise refusal("A token id is negative or too large.", "tokens")
-        text = await service.prompts.in_thread(
-            lambda: engine.tokenizer.decode(body.tokens, bool(body.skip_special_tokens))
-        )
-        return json_response({"prompt": text})
+
+        def text() -> str:
+            if any(not 0 <= token < 2**31 for token in body.tokens):
+                raise refusal("A token id is negative or too large.", "tokens")
+            return engine.tokenizer.decode(body.tokens, bool(body.skip_special_tokens))
+
+        return await document_response({"prompt": await service.prompts(request).in_thread(text)})
 
     async def tokenizer_info(self) -> Response:
         """Return the settings in the tokenizer's folder, and the chat template."""

@@ -1,0 +1,132 @@
+"""No text has fewer tokens than the bound says, whatever its tokenizer does to it."""
+
+from __future__ import annotations
+
+import unicodedata
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+
+from speculant.text.token_bounds import characters_per_token
+from speculant.text.tokenizer import Tokenizer
+from tests.unit.text.tokenizers_for_tests import byte_level, metaspace_style, sentencepiece_style
+
+RUNS = ["a", "ab", " ", "  ", "\n", "the quick", "<tool>", "<s>", "é", "e\u0301", "世", "👍🏽", "\u1f82", "ab ab", "▁"]
+texts = st.lists(st.sampled_from(RUNS) | st.text(max_size=4), max_size=12).map("".join) | st.builds(
+    str.__mul__, st.sampled_from(RUNS), st.integers(1, 60)
+)
+
+
+def composing() -> Tokenizer:
+    """Qwen's kind: composed characters, then words, then bytes."""
+    backend = byte_level().backend
+    backend.normalizer = normalizers.NFC()
+    words = pre_tokenizers.Split(Regex(r"\w+|\s+"), "isolated")
+    backend.pre_tokenizer = pre_tokenizers.Sequence([words, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    return Tokenizer(backend, {})
+
+
+def replacing() -> Tokenizer:
+    """Texts that become shorter by a known factor."""
+    backend = sentencepiece_style().backend
+    backend.normalizer = normalizers.Sequence([normalizers.Replace("the quick", "ab"), normalizers.Lowercase()])
+    return Tokenizer(backend, {})
+
+
+BOUNDED = {
+    "byte level": byte_level,
+    "sentencepiece": sentencepiece_style,
+    "composing": composing,
+    "replacing": replacing,
+}
+
+
+@pytest.mark.parametrize("name", BOUNDED)
+def test_no_text_has_fewer_tokens_than_the_bound(name: str) -> None:
+    tokenizer = BOUNDED[name]()
+    most = characters_per_token(tokenizer.backend)
+    assert most is not None
+
+    @given(texts)
+    def check(text: str) -> None:
+        assert len(tokenizer.encode(text, add_special_tokens=False)) * most >= len(text)
+
+    check()
+
+
+def test_the_bound_is_reached() -> None:
+    """By the longest token, and by composed characters: the bound is not higher than these need."""
+    tokenizer = byte_level()
+    longest = max((tokenizer.decode_alone(token) or "" for token in tokenizer.vocab().values()), key=len)
+    assert characters_per_token(tokenizer.backend) == len(longest)
+    assert tokenizer.encode(longest * 9, add_special_tokens=False) == tokenizer.encode(longest, False) * 9
+    assert max(len(unicodedata.normalize("NFD", chr(code))) for code in range(0x110000)) == 4
+
+
+def changed(**parts: Any) -> Backend:
+    backend = parts.pop("backend", byte_level().backend)
+    for name, part in parts.items():
+        setattr(backend, name, part)
+    return backend
+
+
+def with_added(**settings: Any) -> Backend:
+    backend = byte_level().backend
+    backend.add_tokens([AddedToken("<mask>", **settings)])
+    return backend
+
+
+def without_fallback(**settings: Any) -> Backend:
+    return Backend(models.BPE({"<unk>": 0, "a": 1, "b": 2, "ab": 3}, [("a", "b")], **settings))
+
+
+UNBOUNDED = {
+    "spaces joined": lambda: metaspace_style().backend,
+    "spaces at the ends": lambda: changed(normalizer=normalizers.Strip()),
+    "accents": lambda: changed(normalizer=normalizers.Sequence([normalizers.NFD(), normalizers.StripAccents()])),
+    "a text removed": lambda: changed(normalizer=normalizers.Replace("a", "")),
+    "words": lambda: changed(pre_tokenizer=pre_tokenizers.Whitespace()),
+    "split removed": lambda: changed(pre_tokenizer=pre_tokenizers.Split(" ", "removed")),
+    "mark replaced after bytes": lambda: changed(normalizer=normalizers.ByteLevel(), pre_tokenizer=metaspace()),
+    "left spaces of a token": lambda: with_added(lstrip=True),
+    "right spaces of a token": lambda: with_added(rstrip=True),
+    "unknown characters dropped": without_fallback,
+    "unknown characters joined": lambda: without_fallback(unk_token="<unk>", fuse_unk=True),
+    "unknown words": lambda: Backend(models.WordLevel({"<unk>": 0}, unk_token="<unk>")),
+    "unigram": lambda: Backend(models.Unigram([("<unk>", 0.0), ("a", -1.0)], 0)),
+}
+
+
+def metaspace() -> Any:
+    return pre_tokenizers.Metaspace(prepend_scheme="never")
+
+
+@pytest.mark.parametrize("name", UNBOUNDED)
+def test_tokenizers_that_shorten_texts_have_no_bound(name: str) -> None:
+    assert characters_per_token(UNBOUNDED[name]()) is None
+
+
+def test_single_unknown_characters_are_tokens() -> None:
+    assert characters_per_token(without_fallback(unk_token="<unk>")) == len("<unk>")
+
+
+def test_the_embedded_model_has_a_bound() -> None:
+    folder = Path(__file__).parents[3] / "src" / "speculant" / "assets" / "demo" / "target"
+    assert Tokenizer.from_folder(folder).characters_per_token == 64
+
+
+@pytest.mark.parametrize("make", [byte_level, sentencepiece_style, metaspace_style, composing])
+def test_long_texts_have_the_tokens_of_the_short_way(make: Any) -> None:
+    """Long texts are encoded and decoded by other calls of the library, which release the interpreter's lock."""
+    tokenizer: Tokenizer = make()
+    text = "the quick größer  世界 👍🏽<s> ab\n" * 400
+    for special in (False, True):
+        ids = tokenizer.encode(text, special)
+        assert ids == tokenizer.backend.encode(text, add_special_tokens=special).ids
+        assert tokenizer.decode(ids, special) == tokenizer.backend.decode(ids, skip_special_tokens=special)
+    assert len(ids) > 4096 < len(text)
