@@ -41,7 +41,7 @@ class ServerOptions:
     max_prompts: int = 256
     max_samples: int = 2 * MAX_N
     max_prompt_characters: int = 1_000_000
-    max_large_texts: int = 4
+    max_large_texts: int = 64
     body_timeout: float | None = 20.0
     text_timeout: float | None = 20.0
     queue_timeout: float | None = 60.0

@@ -119,12 +119,9 @@ class Prompts:
         return Prompt(tokens, rendered.text, replace(rendered, tokens=tokens))
 
     async def of_params(self, engine: AsyncEngine, params: SamplingParams) -> SamplingParams:
-        """Return settings whose prediction, if there is one, is token ids."""
-        guess = params.prediction
-        if not isinstance(guess, str):
-            return params
-        tokens = await self.in_thread(lambda: engine.tokenizer.encode(guess, add_special_tokens=False))
-        return params.with_prediction(tokens)
+        """Return the settings for an engine, see `prepare` there."""
+        texts = params.prediction or params.bad_words or params.stop
+        return await self.in_thread(lambda: engine.prepare(params)) if texts else params
 
     def _of(self, engine: AsyncEngine, prompt: str | Sequence[int], body: CompletionBody | TokenizeBody) -> Prompt:
         if not isinstance(prompt, str):

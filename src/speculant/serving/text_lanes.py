@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from speculant.serving.errors import overloaded, unavailable
 
 T = TypeVar("T")
-LARGE = 65_536  # bytes of a body, and characters of a text, that count as large
+LARGE = 32_768  # bytes of a body that count as large
 _MOST_SMALL = 256  # pieces of small work of one client
 
 
