@@ -22,6 +22,7 @@ from typing import (
     get_type_hints,
 )
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from speculant.params import SamplingParams
@@ -31,8 +32,7 @@ from speculant.serving.fields import ACCEPTED, REFUSED
 T = TypeVar("T")
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for /v1/completions alone
 MOST_LISTED = 131_072  # entries of a list in a body
-MOST_ENTRIES = 2 * MOST_LISTED  # of all lists and objects of a body
-_SMALL = 65_536  # bytes of a body that can't have too many entries
+MOST_ENTRIES = MOST_LISTED + 8192  # of all lists and objects of a body
 _Item = TypeVar("_Item")
 Listed = Annotated[list[_Item], Field(fail_fast=True, max_length=MOST_LISTED)]
 Tokens = Annotated[list[int], Field(fail_fast=True, min_length=1, max_length=MOST_LISTED)]
@@ -298,7 +298,7 @@ _PATHS: Mapping[str, list[str]] = MappingProxyType(  # by field, the routes that
 def read_body(kind: type[T], raw: bytes) -> T:
     """Parse a body. Raises ApiError (400) for invalid JSON, deep nesting, too many entries and wrong types."""
     assert issubclass(kind, Body)
-    if len(raw) > _SMALL and count_entries(raw) > MOST_ENTRIES:
+    if count_entries(raw) > MOST_ENTRIES:
         text = f"The body has over {MOST_ENTRIES} entries in its lists and objects."
         raise refusal(text, code="body_too_large")
     try:
@@ -312,14 +312,15 @@ def read_body(kind: type[T], raw: bytes) -> T:
 def count_entries(raw: bytes) -> int:
     """Return at least the number of entries of all lists and objects of a JSON text, without parsing it.
 
-    It is the number of commas and opening brackets outside of strings. Above MOST_ENTRIES it need not be exact.
+    It is the number of commas and opening brackets, outside of strings if that matters. Parsing holds the
+    interpreter's lock for up to a microsecond per entry; this releases it for most of its time.
     """
-    plain = raw.replace(rb"\\", b"").replace(rb"\"", b"")
-    quotes = plain.count(b'"')
-    if quotes > 4 * MOST_ENTRIES:  # an entry has at most two strings
-        return quotes // 4
-    outside = b"".join(plain.split(b'"')[::2])
-    return sum(map(outside.count, (b",", b"[", b"{")))
+    most = sum(map(raw.count, (b",", b"[", b"{")))
+    if most <= MOST_ENTRIES:
+        return most
+    plain = np.frombuffer(raw.replace(rb"\\", b"").replace(rb"\"", b""), np.uint8)
+    outside = ~np.logical_xor.accumulate(plain == ord('"'))
+    return int(np.count_nonzero(outside & ((plain == ord(",")) | (plain == ord("[")) | (plain == ord("{")))))
 
 
 def _check_others(body: Body, given: Mapping[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from starlette.requests import Request
@@ -13,7 +14,7 @@ from speculant.params import SamplingParams
 from speculant.serving.chat_answers import ChatAnswer
 from speculant.serving.completion_answers import CompletionAnswer
 from speculant.serving.errors import ApiError, refusal
-from speculant.serving.prompts import Prompt, count_prompts
+from speculant.serving.prompts import Prompt, Prompts, count_prompts
 from speculant.serving.protocol import (
     ChatBody,
     CompletionBody,
@@ -27,7 +28,7 @@ from speculant.serving.response_answers import ResponseAnswer
 from speculant.serving.sampling import chat_params, completion_params, response_params, text_of
 from speculant.serving.service import Job, Service
 from speculant.serving.tool_use import finish_reason_of_calls, reader_for, with_tools
-from speculant.serving.wire import document_response, json_response
+from speculant.serving.wire import encode_long, json_response
 from speculant.text.reasoning import find_tags
 
 _INPUT_PARTS = ("input_text", "output_text", "text")
@@ -104,15 +105,13 @@ class Routes:
             prompt = await prompts.of_text(engine, body.prompt, body)
         else:
             prompt = await prompts.of_chat(engine, body)
-        tokens, text_of_token = prompt.tokens, engine.tokenizer.backend.id_to_token
-        value: dict[str, Any] = {
-            "count": len(tokens),
-            "max_model_len": engine.limits.max_model_len,
-            "tokens": list(tokens),
-        }
-        if body.return_token_strs:
-            value["token_strs"] = await prompts.apart(lambda: [text_of_token(token) for token in tokens])
-        return await document_response(value)
+
+        def document() -> dict[str, Any]:
+            tokens, text_of_token = list(prompt.tokens), engine.tokenizer.backend.id_to_token
+            value = {"count": len(tokens), "max_model_len": engine.limits.max_model_len, "tokens": tokens}
+            return value | ({"token_strs": list(map(text_of_token, tokens))} if body.return_token_strs else {})
+
+        return await _made_apart(prompts, document)
 
     async def detokenize(self, request: Request) -> Response:
         """Return the text of token ids."""
@@ -120,12 +119,12 @@ class Routes:
         body = await service.read(DetokenizeBody, request)
         service.model(body)
 
-        def text() -> str:
+        def document() -> dict[str, str]:
             if any(not 0 <= token < 2**31 for token in body.tokens):
                 raise refusal("A token id is negative or too large.", "tokens")
-            return engine.tokenizer.decode(body.tokens, bool(body.skip_special_tokens))
+            return {"prompt": engine.tokenizer.decode(body.tokens, bool(body.skip_special_tokens))}
 
-        return await document_response({"prompt": await service.prompts(request).in_thread(text)})
+        return await _made_apart(service.prompts(request), document)
 
     async def tokenizer_info(self) -> Response:
         """Return the settings in the tokenizer's folder, and the chat template."""
@@ -168,6 +167,12 @@ class Routes:
             "max_model_len": engine.limits.max_model_len,
             "speculation": {"on": engine.speculating, "detail": engine.speculation},
         }
+
+
+async def _made_apart(prompts: Prompts, document: Callable[[], Mapping[str, Any]]) -> Response:
+    """Return a response whose document is made and written in a text thread."""
+    content = await prompts.in_thread(lambda: encode_long(document()))
+    return Response(content, media_type="application/json")
 
 
 def _has_form(params: SamplingParams) -> bool:

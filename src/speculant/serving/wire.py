@@ -34,6 +34,11 @@ def encode(value: Any) -> bytes:
         return _dumps(value, ensure_ascii=True).encode("ascii")
 
 
+def encode_long(value: Any) -> bytes:
+    """Return the same as `encode`, written in parts: other threads run in between."""
+    return b"".join(_parts(value))
+
+
 async def encode_in_parts(value: Any) -> bytes:
     """Return the same as `encode`. A long list is written item by item, with pauses for other work."""
     written, began = list[bytes](), time.perf_counter()
