@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -21,6 +22,7 @@ from speculant.serving.options import ServerOptions
 if TYPE_CHECKING:
     from speculant.engine.async_engine import AsyncEngine
 
+_LONGEST_TURN = 5e-4  # seconds for which a thread that reads a text keeps the interpreter's lock from the engine's
 EXAMPLES = examples(
     "speculant serve demo --draft-model demo",
     "speculant serve ./llama --draft-model ./llama-small --host 0.0.0.0 --api-key secret --served-model-name llama",
@@ -120,6 +122,7 @@ def run(values: dict[str, Any], options: ServerOptions, config: EngineConfig) ->
         end_at_once,
     )
     fetch(config)
+    sys.setswitchinterval(_LONGEST_TURN)
     server.run()
     if app.state.server.load_error is not None:
         raise app.state.server.load_error

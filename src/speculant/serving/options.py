@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from speculant.errors import ConfigError, suggest
 from speculant.params import MAX_N
 
+MOST_MESSAGES = 16_384  # of max_messages; parsing a message takes longer than other entries of a body
 METRIC_LEVELS = ("none", "summary", "detailed")
 
 
@@ -62,6 +63,8 @@ class ServerOptions:
             )
         if not all(key and key.isascii() and key.isprintable() for key in self.api_keys):
             raise ConfigError("an API key is empty or has characters other than printable ASCII", "use another key.")
+        if self.max_messages > MOST_MESSAGES:
+            raise ConfigError(f"max_messages={self.max_messages} is above {MOST_MESSAGES}", "lower max_messages.")
         for name in _POSITIVE:
             value = getattr(self, name)
             if value is not None and not value > 0:

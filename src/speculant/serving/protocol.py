@@ -28,6 +28,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from speculant.params import SamplingParams
 from speculant.serving.errors import ApiError, refusal
 from speculant.serving.fields import ACCEPTED, REFUSED
+from speculant.serving.options import MOST_MESSAGES
 
 T = TypeVar("T")
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for /v1/completions alone
@@ -183,7 +184,7 @@ class Message(BaseModel):
     tool_call_id: str | None = None
 
 
-Messages = Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MOST_LISTED)]
+Messages = Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MOST_MESSAGES)]
 
 
 class ConversationBody(Body):

@@ -27,6 +27,7 @@ from speculant.serving.reasoning import with_tags
 from speculant.serving.response_answers import ResponseAnswer
 from speculant.serving.sampling import chat_params, completion_params, response_params, text_of
 from speculant.serving.service import Job, Service
+from speculant.serving.streams import while_connected
 from speculant.serving.tool_use import finish_reason_of_calls, reader_for, with_tools
 from speculant.serving.wire import encode_long, json_response
 from speculant.text.reasoning import find_tags
@@ -101,17 +102,15 @@ class Routes:
         if (body.prompt is None) == (body.messages is None):
             raise refusal("Send either prompt or messages.", "prompt")
         prompts = service.prompts(request)
-        if body.prompt is not None:
-            prompt = await prompts.of_text(engine, body.prompt, body)
-        else:
-            prompt = await prompts.of_chat(engine, body)
+        made = prompts.of_chat(engine, body) if body.prompt is None else prompts.of_text(engine, body.prompt, body)
+        prompt = await while_connected(request.receive, made)
 
         def document() -> dict[str, Any]:
             tokens, text_of_token = list(prompt.tokens), engine.tokenizer.backend.id_to_token
             value = {"count": len(tokens), "max_model_len": engine.limits.max_model_len, "tokens": tokens}
             return value | ({"token_strs": list(map(text_of_token, tokens))} if body.return_token_strs else {})
 
-        return await _made_apart(prompts, document)
+        return await _made_apart(request, prompts, document)
 
     async def detokenize(self, request: Request) -> Response:
         """Return the text of token ids."""
@@ -124,7 +123,7 @@ class Routes:
                 raise refusal("A token id is negative or too large.", "tokens")
             return {"prompt": engine.tokenizer.decode(body.tokens, bool(body.skip_special_tokens))}
 
-        return await _made_apart(service.prompts(request), document)
+        return await _made_apart(request, service.prompts(request), document)
 
     async def tokenizer_info(self) -> Response:
         """Return the settings in the tokenizer's folder, and the chat template."""
@@ -169,9 +168,9 @@ class Routes:
         }
 
 
-async def _made_apart(prompts: Prompts, document: Callable[[], Mapping[str, Any]]) -> Response:
+async def _made_apart(request: Request, prompts: Prompts, document: Callable[[], Mapping[str, Any]]) -> Response:
     """Return a response whose document is made and written in a text thread."""
-    content = await prompts.in_thread(lambda: encode_long(document()))
+    content = await while_connected(request.receive, prompts.in_thread(lambda: encode_long(document())))
     return Response(content, media_type="application/json")
 
 

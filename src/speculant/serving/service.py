@@ -26,6 +26,7 @@ from speculant.serving.runs import Work, run
 from speculant.serving.sampling import predicts
 from speculant.serving.state import ServerState
 from speculant.serving.streams import EventStream, while_connected
+from speculant.serving.text_lanes import LARGE
 from speculant.serving.token_texts import TokenTexts
 from speculant.serving.wire import DONE, document_response, event
 
@@ -62,7 +63,11 @@ class Service:
         """Return a request's body; a large one is parsed in a thread. Raises ApiError for an invalid one."""
         raw = await request.body()
         request.state.size = len(raw)
-        body = await self.prompts(request).apart(lambda: read_body(kind, raw))
+        if len(raw) <= LARGE:
+            body = read_body(kind, raw)
+        else:
+            reading = self.prompts(request).in_thread(lambda: read_body(kind, raw))
+            body = await while_connected(request.receive, reading)
         request.state.body = body  # errors name its fields
         return body
 
