@@ -20,7 +20,7 @@ LARGE = 32_768  # bytes of a body that count as large
 _MOST_SMALL = 256  # pieces of small work of one client
 
 
-class Lane:
+class TextLane:
     """One thread, in which clients take turns. For use in any thread."""
 
     def __init__(self, name: str, most: int) -> None:
@@ -95,14 +95,14 @@ class TextLanes:
 
     def __init__(self, most_large: int) -> None:
         """most_large: pieces of large work that one client may have, waiting and running."""
-        self._small = Lane("speculant-text", _MOST_SMALL)
-        self._large = Lane("speculant-large-text", most_large)
+        self._small = TextLane("speculant-text", _MOST_SMALL)
+        self._large = TextLane("speculant-large-text", most_large)
 
     def submit(self, client: str, size: int, work: Callable[[], T]) -> Future[T]:
-        """Return the future result of a client's work on a text or body of a size; see `Lane.submit`."""
+        """Return the future result of a client's work on a text or body of a size; see `TextLane.submit`."""
         return (self._large if size > LARGE else self._small).submit(client, work)
 
     def close(self) -> None:
-        """End the threads; see `Lane.close`."""
+        """End the threads; see `TextLane.close`."""
         self._small.close()
         self._large.close()

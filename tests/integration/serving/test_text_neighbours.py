@@ -21,7 +21,7 @@ from tests.servers import ServerProcess, serve_process
 pytestmark = pytest.mark.slow
 
 __all__ = ["serve_process"]
-SECONDS, ATTACKERS, MOST_MORE = 3.0, 2, 0.25
+SECONDS, ATTACKERS, MOST_MORE = 2.0, 2, 0.25
 TEMPLATE = """{%- set ns = namespace(last=0) %}{% for m in messages[::-1] %}{% if m.role == 'user' and not ns.last %}
 {%- set ns.last = loop.index %}{% endif %}{% endfor %}{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}
 {%- for document in documents or [] %}{{ document | tojson }}{% endfor %}{% for m in messages %}

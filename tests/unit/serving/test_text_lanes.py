@@ -9,7 +9,7 @@ from concurrent.futures import CancelledError, Future
 import pytest
 
 from speculant.serving.errors import ApiError
-from speculant.serving.text_lanes import LARGE, Lane, TextLanes
+from speculant.serving.text_lanes import LARGE, TextLane, TextLanes
 
 PATIENCE = 30.0
 
@@ -18,7 +18,7 @@ class Busy:
     """A lane that is busy until `go`, and the order in which other work ran in it."""
 
     def __init__(self, most: int) -> None:
-        self.lane, self.ran = Lane("test", most), list[str]()
+        self.lane, self.ran = TextLane("test", most), list[str]()
         self._go, begun = threading.Event(), threading.Event()
         self.first = self.lane.submit("first", lambda: (begun.set(), self._go.wait(PATIENCE)))
         assert begun.wait(PATIENCE)

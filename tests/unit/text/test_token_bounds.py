@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+import time
 import unicodedata
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -131,3 +136,33 @@ def test_long_texts_have_the_tokens_of_the_short_way(make: Any) -> None:
         assert ids == tokenizer.backend.encode(text, add_special_tokens=special).ids
         assert tokenizer.decode(ids, special) == tokenizer.backend.decode(ids, skip_special_tokens=special)
     assert len(ids) > 4096 < len(text)
+
+
+@pytest.mark.parametrize("way", ["encode", "decode"])
+def test_other_threads_run_while_a_long_text_is_read(way: str) -> None:
+    """No thread is made to give the interpreter's lock away here: others run only if the library releases it."""
+    tokenizer, turns, over = byte_level(), [0], threading.Event()
+    text = "the quick größer  世界 👍🏽<s> ab\n" * 3000
+    ids = tokenizer.encode(text)
+    read = partial(tokenizer.encode, text) if way == "encode" else partial(tokenizer.decode, ids)
+
+    def take_turns() -> None:
+        while not over.is_set():
+            turns[0] += 1
+            time.sleep(0)
+
+    interval, other = sys.getswitchinterval(), threading.Thread(target=take_turns)
+    sys.setswitchinterval(1000)
+    try:
+        other.start()
+        assert any(_turns_during(read, turns) for _ in range(20))
+    finally:
+        sys.setswitchinterval(interval)
+        over.set()
+        other.join()
+
+
+def _turns_during(read: Callable[[], object], turns: list[int]) -> int:
+    before = turns[0]
+    read()
+    return turns[0] - before
