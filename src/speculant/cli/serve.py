@@ -53,6 +53,7 @@ class ServerFlags(FlagGroup):
     max_prompts: Annotated[int, "The most prompts of a completion."]
     max_samples: Annotated[int, "The most answers to one request, over all its prompts."]
     max_prompt_characters: Annotated[int, "The most characters of a prompt."]
+    max_large_texts: Annotated[int, "The most requests of one client with large texts that may wait to be read."]
     body_timeout: Annotated[float, "Seconds for a body to arrive."]
     text_timeout: Annotated[float, "Seconds for rendering and tokenising a prompt."]
     queue_timeout: Annotated[float, "Seconds that a request may wait for its first step."]

@@ -198,6 +198,15 @@ class Frontend:
         expected = expect_reasoning(source, text, quoted, wanted)
         return RenderedPrompt(text, reasoning=self._reasoning(expected), expected=expected)
 
+    def prepare(self, params: SamplingParams) -> SamplingParams:
+        """Return settings whose texts, a prediction and banned words, are token ids. Stop strings are compiled.
+
+        It may be called in any thread, so that a caller's event loop does not do it when the request begins.
+        """
+        if params.stop:
+            self._compile_stops(tuple(params.stop))
+        return self._tokenised(params)
+
     def _reasoning(self, expected: ExpectedReasoning | None) -> Reasoning | None:
         """Return the tokens of the reasoning that may come before a form; None if there will be none.
 

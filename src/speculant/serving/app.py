@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import functools
+import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from importlib.resources import files
@@ -34,6 +34,7 @@ from speculant.serving.routes import Routes
 from speculant.serving.service import Service
 from speculant.serving.state import ServerState, Source
 from speculant.serving.streams import ClientGoneError
+from speculant.serving.text_lanes import TextLanes
 from speculant.serving.tracing import Tracer
 from speculant.serving.wire import error_response
 
@@ -82,7 +83,7 @@ def make_app(engine: Source, options: ServerOptions, names: Sequence[str] = ()) 
     names: names of the model; none = the one given to the engine. If the options have names, /v1/models shows only
     these. The application's `state.server` is its `ServerState`, which shuts the engine down at the end.
     """
-    state = ServerState(engine)
+    state = ServerState(engine, TextLanes(options.max_large_texts))
     given = [engine.config.model] if isinstance(engine, AsyncEngine) else []
     known = tuple(dict.fromkeys((*names, *given)))
     service = Service(state, options, options.served_model_names or known[:1] or ("model",), known)

@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 from speculant.errors import ConfigError, suggest
 from speculant.params import MAX_N
 
+MOST_MESSAGES = 16_384  # of max_messages; parsing a message takes longer than other entries of a body
 METRIC_LEVELS = ("none", "summary", "detailed")
 ACCESS_LOGS = ("none", "text", "json")
 
@@ -22,6 +23,7 @@ class ServerOptions:
     allowed_origins: other sites whose pages may use the server (CORS).
     max_samples: sequences of one request, over all its prompts.
     max_prompt_characters: longer prompts are refused before they are tokenised.
+    max_large_texts: requests of one client with large bodies whose texts may be read or wait for it.
     queue_timeout: until a request's first step. first_token_timeout: until its first token. request_timeout: until its
     end. body_timeout: for a body to arrive. send_timeout: for a slow client to read one piece of a response.
     drain_timeout: for running requests to end after SIGTERM. header_timeout: from the beginning of a connection, or the
@@ -53,6 +55,7 @@ class ServerOptions:
     max_prompts: int = 256
     max_samples: int = 2 * MAX_N
     max_prompt_characters: int = 1_000_000
+    max_large_texts: int = 64
     body_timeout: float | None = 20.0
     text_timeout: float | None = 20.0
     queue_timeout: float | None = 60.0
@@ -90,6 +93,8 @@ class ServerOptions:
             raise ConfigError(
                 f"max_stored_bytes={self.max_stored_bytes} is below 0", "use 0 to store nothing, or a number of bytes."
             )
+        if self.max_messages > MOST_MESSAGES:
+            raise ConfigError(f"max_messages={self.max_messages} is above {MOST_MESSAGES}", "lower max_messages.")
         for name in _POSITIVE:
             value = getattr(self, name)
             if value is not None and not value > 0:
@@ -107,6 +112,7 @@ def _is_url(text: str) -> bool:
 
 _POSITIVE = (
     *("max_body_bytes", "max_header_bytes", "max_messages", "max_prompts", "max_samples", "max_prompt_characters"),
+    "max_large_texts",
     *("body_timeout", "text_timeout", "queue_timeout", "first_token_timeout", "request_timeout", "send_timeout"),
     *("drain_timeout", "response_ttl", "header_timeout", "max_connections", "max_buffered_bytes"),
 )

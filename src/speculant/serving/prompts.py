@@ -17,9 +17,10 @@ from speculant.serving.protocol import (
     ChatBody,
     CompletionBody,
     ConversationBody,
+    Message,
     TokenizeBody,
 )
-from speculant.serving.state import ServerState
+from speculant.serving.text_lanes import LARGE, TextLanes
 from speculant.text.stream import IncrementalDetokenizer
 from speculant.text.tokenizer import Tokenizer
 
@@ -46,26 +47,43 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Prompts:
-    """Makes prompts in the server's text threads, within `options.text_timeout` seconds each."""
+    """Makes the prompts of one request in a text thread, within `options.text_timeout` seconds each.
 
-    state: ServerState
+    client: the sender, who takes turns with others. size: bytes of the body.
+    """
+
+    lanes: TextLanes
     options: ServerOptions
+    client: str
+    size: int
 
     async def in_thread(self, work: Callable[[], T]) -> T:
-        """Return the result of `work`, which runs in a thread. Raises ApiError (504) if it takes too long."""
-        working = asyncio.get_running_loop().run_in_executor(self.state.texts, work)
+        """Return the result of `work`, which runs in a thread.
+
+        Raises ApiError if it takes too long (504), or if the client has too much work in the lane (429).
+        """
+        working = asyncio.wrap_future(self.lanes.submit(self.client, self.size, work))
         try:
             async with asyncio.timeout(self.options.text_timeout):
                 return await working
         except TimeoutError:
             raise timed_out("Reading the prompt took too long.") from None
 
+    async def apart(self, work: Callable[[], T]) -> T:
+        """Return the result of work whose time depends on the body: a large one is read in a thread."""
+        return await self.in_thread(work) if self.size > LARGE else work()
+
     async def of_completion(self, engine: AsyncEngine, body: CompletionBody) -> list[Prompt]:
         """Return the prompts of a completion; see `count_prompts`."""
+        for prompt in _listed(body):
+            if isinstance(prompt, str):
+                self._check_text(prompt)
+                _check_fits(engine, prompt, body)
         return await self.in_thread(lambda: [self._of(engine, each, body) for each in _listed(body)])
 
     async def of_text(self, engine: AsyncEngine, text: str, body: TokenizeBody) -> Prompt:
-        """Return the prompt of a text."""
+        """Return the prompt of a text, which may be longer than the context."""
+        self._check_text(text)
         return await self.in_thread(lambda: self._of(engine, text, body))
 
     async def of_chat(self, engine: AsyncEngine, body: ConversationBody) -> Prompt:
@@ -82,6 +100,9 @@ class Prompts:
             raise refusal(
                 f"There are {len(messages)} messages and at most {self.options.max_messages} are allowed.", "messages"
             )
+        return await self.in_thread(lambda: self._rendered(engine, messages, body))
+
+    def _rendered(self, engine: AsyncEngine, messages: Sequence[Message], body: ConversationBody) -> Prompt:
         variables = dict(body.chat_template_kwargs or {})
         for name in ("reasoning_effort", "documents"):
             if (value := getattr(body, name)) is not None:
@@ -90,31 +111,26 @@ class Prompts:
             variables.setdefault("enable_thinking", body.reasoning_effort != "none")
         tools = None if body.tool_choice == "none" else body.tools
         conversation = [message.model_dump(exclude_none=True) for message in messages]
-
-        def render() -> Prompt:
-            begins, continues = body.add_generation_prompt is not False, bool(body.continue_final_message)
-            rendered = engine.render_chat(conversation, tools, begins, variables, continue_final_message=continues)
-            self._check_text(rendered.text)
-            tokens = _cut(engine, engine.tokenizer.encode(rendered.text, bool(body.add_special_tokens)), body)
-            return Prompt(tokens, rendered.text, replace(rendered, tokens=tokens))
-
-        return await self.in_thread(render)
+        begins, continues = body.add_generation_prompt is not False, bool(body.continue_final_message)
+        rendered = engine.render_chat(conversation, tools, begins, variables, continue_final_message=continues)
+        self._check_text(rendered.text)
+        _check_fits(engine, rendered.text, body)
+        tokens = _cut(engine, engine.tokenizer.encode(rendered.text, bool(body.add_special_tokens)), body)
+        return Prompt(tokens, rendered.text, replace(rendered, tokens=tokens))
 
     async def of_params(self, engine: AsyncEngine, params: SamplingParams) -> SamplingParams:
-        """Return settings whose prediction, if there is one, is token ids."""
-        guess = params.prediction
-        if not isinstance(guess, str):
-            return params
-        tokens = await self.in_thread(lambda: engine.tokenizer.encode(guess, add_special_tokens=False))
-        return params.with_prediction(tokens)
+        """Return the settings for an engine, see `prepare` there."""
+        texts = params.prediction or params.bad_words or params.stop
+        return await self.in_thread(lambda: engine.prepare(params)) if texts else params
 
     def _of(self, engine: AsyncEngine, prompt: str | Sequence[int], body: CompletionBody | TokenizeBody) -> Prompt:
         if not isinstance(prompt, str):
             made = Prompt(_cut(engine, prompt, body))
         else:
-            self._check_text(prompt)
             tokens = engine.tokenizer.encode(prompt, body.add_special_tokens is not False)
             made = Prompt(_cut(engine, tokens, body), prompt)
+        if len(made.tokens) > engine.limits.max_model_len:
+            return made  # which the engine refuses
         return _echoed(engine.tokenizer, made, body) if isinstance(body, CompletionBody) and body.echo else made
 
     def _check_text(self, text: str) -> None:
@@ -123,6 +139,22 @@ class Prompts:
             raise refusal(
                 f"The prompt has {len(text)} characters and at most {most} are allowed.", "prompt", "too_long"
             )
+
+
+def _check_fits(engine: AsyncEngine, text: str, body: CompletionBody | ConversationBody) -> None:
+    """Raise ApiError (400) for a text that has more tokens than the context in any case, before it is tokenised.
+
+    A text that is cut may be longer, and so may one of /tokenize, which generates nothing.
+    """
+    most, longest = engine.tokenizer.characters_per_token, engine.limits.max_model_len
+    if most is None or body.truncate_prompt_tokens is not None or isinstance(body, TokenizeBody):
+        return
+    if len(text) > most * longest:
+        raise refusal(
+            f"The prompt has {len(text)} characters, which are over {longest} tokens, and the context has {longest}.",
+            "prompt",
+            "too_long",
+        )
 
 
 def _echoed(tokenizer: Tokenizer, prompt: Prompt, body: CompletionBody) -> Prompt:

@@ -22,20 +22,24 @@ from typing import (
     get_type_hints,
 )
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from speculant.params import SamplingParams
 from speculant.serving.errors import ApiError, refusal
 from speculant.serving.fields import ACCEPTED, REFUSED
+from speculant.serving.options import MOST_MESSAGES
 
 T = TypeVar("T")
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for /v1/completions alone
 MOST_LISTED = 131_072  # entries of a list in a body
+MOST_ENTRIES = MOST_LISTED + 8192  # of all lists and objects of a body
 _Item = TypeVar("_Item")
 Listed = Annotated[list[_Item], Field(fail_fast=True, max_length=MOST_LISTED)]
 Tokens = Annotated[list[int], Field(fail_fast=True, min_length=1, max_length=MOST_LISTED)]
 Texts = Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MOST_LISTED)]
 TokenLists = Annotated[list[Tokens], Field(fail_fast=True, min_length=1, max_length=MOST_LISTED)]
+Biases = Annotated[dict[str, float], Field(fail_fast=True)]
 Parts = Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=MOST_LISTED)]
 Object = dict[str, Any]
 Side = Literal["left", "right"]
@@ -122,7 +126,7 @@ class GeneratingBody(_Settings):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: int | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Biases | None = None
     max_tokens: int | None = None
     skip_special_tokens: bool | None = None
     prompt_logprobs: int | None = None
@@ -184,7 +188,7 @@ class Message(BaseModel):
     tool_call_id: str | None = None
 
 
-Messages = Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MOST_LISTED)]
+Messages = Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MOST_MESSAGES)]
 
 
 class ConversationBody(Body):
@@ -264,7 +268,7 @@ class ResponseBody(GeneratingBody):
     max_tool_calls: int | None = None
     truncation: str | None = None
     chat_template_kwargs: Object | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Annotated[dict[str, str], Field(fail_fast=True)] | None = None
 
 
 class TokenizeBody(ConversationBody):
@@ -294,15 +298,41 @@ BODIES: Mapping[str, type[Body]] = MappingProxyType(
 )
 
 
+_PATHS: Mapping[str, list[str]] = MappingProxyType(  # by field, the routes that read it
+    {
+        name: [path for path, each in BODIES.items() if name in each.model_fields]
+        for kind in BODIES.values()
+        for name in kind.model_fields
+    }
+)
+
+
 def read_body(kind: type[T], raw: bytes) -> T:
-    """Parse a body. Raises ApiError (400) for invalid JSON, deep nesting and wrong types."""
+    """Parse a body. Raises ApiError (400) for invalid JSON, deep nesting, too many entries and wrong types."""
     assert issubclass(kind, Body)
+    if count_entries(raw) > MOST_ENTRIES:
+        text = f"The body has over {MOST_ENTRIES} entries in its lists and objects."
+        raise refusal(text, code="body_too_large")
     try:
         body = kind.model_validate_json(raw)
     except ValidationError as error:
         raise _invalid(error) from None
     _check_others(body, body.model_extra or {})
     return body
+
+
+def count_entries(raw: bytes) -> int:
+    """Return at least the number of entries of all lists and objects of a JSON text, without parsing it.
+
+    It is the number of commas and opening brackets, outside of strings if that matters. Parsing holds the
+    interpreter's lock for up to a microsecond per entry; this releases it for most of its time.
+    """
+    most = sum(map(raw.count, (b",", b"[", b"{")))
+    if most <= MOST_ENTRIES:
+        return most
+    plain = np.frombuffer(raw.replace(rb"\\", b"").replace(rb"\"", b""), np.uint8)
+    outside = ~np.logical_xor.accumulate(plain == ord('"'))
+    return int(np.count_nonzero(outside & ((plain == ord(",")) | (plain == ord("[")) | (plain == ord("{")))))
 
 
 def _check_others(body: Body, given: Mapping[str, Any]) -> None:
@@ -313,14 +343,9 @@ def _check_others(body: Body, given: Mapping[str, Any]) -> None:
         if entry is not None:
             if entry.is_set(value) and (generates or (entry.of_prompt and isinstance(body, ConversationBody))):
                 raise refusal(f"{name} is not supported: {entry.advice}.", name, "unsupported_parameter")
-        elif generates and value and name not in ACCEPTED and (paths := _paths_with(name)):
+        elif generates and value and name not in ACCEPTED and (paths := _PATHS.get(name)):
             advice = f": {body.instead[name]}" if name in body.instead else ""
             raise refusal(f"{name} is a field of {' and '.join(paths)} only{advice}.", name, "unsupported_parameter")
-
-
-def _paths_with(name: str) -> list[str]:
-    """Return the routes that read a field."""
-    return [path for path, kind in BODIES.items() if name in kind.model_fields]
 
 
 def _invalid(error: ValidationError) -> ApiError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from starlette.requests import Request
@@ -13,13 +14,14 @@ from speculant.params import SamplingParams
 from speculant.serving.chat_answers import ChatAnswer
 from speculant.serving.completion_answers import CompletionAnswer
 from speculant.serving.errors import ApiError, refusal
-from speculant.serving.prompts import Prompt, count_prompts
+from speculant.serving.prompts import Prompt, Prompts, count_prompts
 from speculant.serving.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from speculant.serving.reasoning import with_tags
 from speculant.serving.sampling import chat_params, completion_params
 from speculant.serving.service import Job, Service
+from speculant.serving.streams import while_connected
 from speculant.serving.tool_use import finish_reason_of_calls, reader_for, with_allowed_tools, with_tools
-from speculant.serving.wire import json_response
+from speculant.serving.wire import encode_long, json_response
 from speculant.text.reasoning import find_tags
 
 
@@ -33,28 +35,31 @@ class Routes:
         """Complete one prompt or several."""
         service, engine = self._service, self._service.state.engine
         body = await service.read(CompletionBody, request)
-        params, count = completion_params(engine, body), count_prompts(body, service.options)
+        prompts, count = service.prompts(request), count_prompts(body, service.options)
+        params = await prompts.apart(lambda: completion_params(engine, body))
         call, echo = service.call(engine, body, params, count), bool(body.echo)
         answer = CompletionAnswer(call, count, echo, answers=body.max_tokens != 0)
-        job = Job(body, params, count, lambda: service.prompts.of_completion(engine, body), answer)
+        job = Job(body, params, count, lambda: prompts.of_completion(engine, body), answer)
         return await service.answer(engine, request, job)
 
     async def chat(self, request: Request) -> Response:
         """Continue a conversation."""
-        engine = self._service.state.engine
-        body = with_allowed_tools(await self._service.read(ChatBody, request))
-        return await self._chat(engine, request, body, chat_params(engine, body))
+        service, engine = self._service, self._service.state.engine
+        body = await service.read(ChatBody, request)
+        tokenizer, name = engine.tokenizer, service.options.tool_parser
 
-    async def _chat(self, engine: AsyncEngine, request: Request, body: ChatBody, params: SamplingParams) -> Response:
-        service, tokenizer, name = self._service, engine.tokenizer, self._service.options.tool_parser
-        params = with_tools(tokenizer, params, body, name)
-        params = with_tags(tokenizer, params, find_tags(tokenizer.template_for(bool(body.tools))) or ())
+        def settings() -> tuple[ChatBody, SamplingParams]:
+            allowed = with_allowed_tools(body)
+            params = with_tools(tokenizer, chat_params(engine, allowed), allowed, name)
+            return allowed, with_tags(tokenizer, params, find_tags(tokenizer.template_for(bool(allowed.tools))) or ())
+
+        body, params = await service.prompts(request).apart(settings)
         reader = reader_for(tokenizer, body, name, params.structured_outputs is not None)
         call = service.call(engine, body, params)
         answer = ChatAnswer(call, reader, finish_reason_of_calls(body))
 
         async def prompts() -> list[Prompt]:
-            return [await service.prompts.of_chat(engine, body)]
+            return [await service.prompts(request).of_chat(engine, body)]
 
         return await service.answer(engine, request, Job(body, params, 1, prompts, answer))
 
@@ -65,30 +70,29 @@ class Routes:
         service.model(body)
         if (body.prompt is None) == (body.messages is None):
             raise refusal("Send either prompt or messages.", "prompt")
-        if body.prompt is not None:
-            prompt = await service.prompts.of_text(engine, body.prompt, body)
-        else:
-            prompt = await service.prompts.of_chat(engine, body)
-        value: dict[str, Any] = {
-            "count": len(prompt.tokens),
-            "max_model_len": engine.limits.max_model_len,
-            "tokens": list(prompt.tokens),
-        }
-        if body.return_token_strs:
-            value["token_strs"] = [engine.tokenizer.backend.id_to_token(token) for token in prompt.tokens]
-        return json_response(value)
+        prompts = service.prompts(request)
+        made = prompts.of_chat(engine, body) if body.prompt is None else prompts.of_text(engine, body.prompt, body)
+        prompt = await while_connected(request.receive, made)
+
+        def document() -> dict[str, Any]:
+            tokens, text_of_token = list(prompt.tokens), engine.tokenizer.backend.id_to_token
+            value = {"count": len(tokens), "max_model_len": engine.limits.max_model_len, "tokens": tokens}
+            return value | ({"token_strs": list(map(text_of_token, tokens))} if body.return_token_strs else {})
+
+        return await _made_apart(request, prompts, document)
 
     async def detokenize(self, request: Request) -> Response:
         """Return the text of token ids."""
         service, engine = self._service, self._service.state.engine
         body = await service.read(DetokenizeBody, request)
         service.model(body)
-        if any(not 0 <= token < 2**31 for token in body.tokens):
-            raise refusal("A token id is negative or too large.", "tokens")
-        text = await service.prompts.in_thread(
-            lambda: engine.tokenizer.decode(body.tokens, bool(body.skip_special_tokens))
-        )
-        return json_response({"prompt": text})
+
+        def document() -> dict[str, str]:
+            if any(not 0 <= token < 2**31 for token in body.tokens):
+                raise refusal("A token id is negative or too large.", "tokens")
+            return {"prompt": engine.tokenizer.decode(body.tokens, bool(body.skip_special_tokens))}
+
+        return await _made_apart(request, service.prompts(request), document)
 
     async def tokenizer_info(self) -> Response:
         """Return the settings in the tokenizer's folder, and the chat template."""
@@ -164,3 +168,9 @@ class Routes:
             "chat": engine.tokenizer.has_chat_template,
             "speculation": {"on": engine.speculating, "detail": engine.speculation},
         }
+
+
+async def _made_apart(request: Request, prompts: Prompts, document: Callable[[], Mapping[str, Any]]) -> Response:
+    """Return a response whose document is made and written in a text thread."""
+    content = await while_connected(request.receive, prompts.in_thread(lambda: encode_long(document())))
+    return Response(content, media_type="application/json")

@@ -19,7 +19,7 @@ from speculant.engine.async_engine import AsyncEngine
 from speculant.errors import SpeculantError
 from speculant.params import SamplingParams
 from speculant.serving.answers import Answer, Call, Chunk
-from speculant.serving.clients import API_KEY, key_digest
+from speculant.serving.clients import API_KEY, client_of, key_digest
 from speculant.serving.errors import ApiError, api_error, refusal
 from speculant.serving.metrics import RequestMeter, ServerMetrics
 from speculant.serving.options import ServerOptions
@@ -30,13 +30,13 @@ from speculant.serving.runs import Work, run
 from speculant.serving.sampling import predicts
 from speculant.serving.state import ServerState
 from speculant.serving.streams import EventStream, while_connected
+from speculant.serving.text_lanes import LARGE
 from speculant.serving.token_texts import TokenTexts
 from speculant.serving.wire import DONE, document_response, event
 
 logger = logging.getLogger(__name__)
 
 B = TypeVar("B", bound=Body)
-_LARGE = 65_536  # bytes of a body that is parsed in a thread
 
 
 @dataclass(frozen=True)
@@ -66,17 +66,22 @@ class Service:
         self.state, self.options, self.names = state, options, tuple(names)
         self._aliases = frozenset(aliases)
         self.metrics = ServerMetrics(options.metrics_prefix, self.names[0], self._totals, self._cache, self._longest)
-        self.prompts = Prompts(state, options)
 
     async def read(self, kind: type[B], request: Request) -> B:
         """Return a request's body; a large one is parsed in a thread. Raises ApiError for an invalid one."""
         raw = await request.body()
-        if len(raw) <= _LARGE:
+        request.state.size = len(raw)
+        if len(raw) <= LARGE:
             body = read_body(kind, raw)
         else:
-            body = await self.prompts.in_thread(lambda: read_body(kind, raw))
+            reading = self.prompts(request).in_thread(lambda: read_body(kind, raw))
+            body = await while_connected(request.receive, reading)
         request.state.body = body  # errors name its fields
         return body
+
+    def prompts(self, request: Request) -> Prompts:
+        """Return the maker of the prompts of a request, whose body was read."""
+        return Prompts(self.state.texts, self.options, client_of(request.scope), request.state.size)
 
     def has_name(self, name: str) -> bool:
         """Whether the model has this name."""
@@ -164,7 +169,7 @@ class Service:
 
     async def _work(self, engine: AsyncEngine, request: Request, job: Job) -> Work:
         prompts = await job.make_prompts()
-        params = await self.prompts.of_params(engine, job.params)
+        params = await self.prompts(request).of_params(engine, job.params)
         salt = salt_of(request.scope.get(API_KEY), job.body.cache_salt)
         request_id = f"{request.scope.get(REQUEST_ID, '')}:{uuid.uuid4().hex}"  # clients may repeat their ids
         return Work(request_id, prompts, params, job.body.priority or 0, salt)

@@ -6,17 +6,16 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 from speculant.engine.async_engine import AsyncEngine
 from speculant.errors import SpeculantError
 from speculant.serving.errors import ApiError, api_error, overloaded, refusal, unavailable
+from speculant.serving.text_lanes import TextLanes
 
 logger = logging.getLogger(__name__)
 
 Source = AsyncEngine | Callable[[], AsyncEngine]
-_TEXT_THREADS = 2
 
 
 class Admission:
@@ -49,15 +48,15 @@ class Admission:
 class ServerState:
     """The engine, its sequences, and whether requests are accepted. For use in one event loop.
 
-    source: an engine, or a function that loads one. created: the start of the server, in seconds since the epoch.
-    load_error: the reason why there is no engine.
+    source: an engine, or a function that loads one. texts: threads for templates and tokenizers. created: the start of
+    the server, in seconds since the epoch. load_error: the reason why there is no engine.
     """
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: Source, texts: TextLanes) -> None:
         self._load = source if callable(source) else None
         self._engine: AsyncEngine | None = None
         self.admission = Admission(0)
-        self.texts = ThreadPoolExecutor(_TEXT_THREADS, "speculant-text")  # for templates and tokenizers
+        self.texts = texts
         self.created = int(time.time())
         self.load_error: Exception | None = None
         self.draining = False
@@ -123,7 +122,7 @@ class ServerState:
         self.draining = True
         if self._engine is not None:
             await self._engine.shutdown(drain=False)
-        self.texts.shutdown(wait=False, cancel_futures=True)
+        self.texts.close()
 
     def _take(self, engine: AsyncEngine) -> None:
         self._engine = engine

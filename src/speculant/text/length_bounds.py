@@ -41,7 +41,7 @@ def check_length_bounds(backend: Backend) -> None:
         "decoder": (backend.decoder,),
     }
     for name, components in parts.items():
-        steps = [step for each in components if each for step in _steps(json.loads(each.__getstate__()))]
+        steps = [step for each in components if each for step in steps_of(json.loads(each.__getstate__()))]
         total = _total(steps)
         if not total.factor + total.added <= MOST_TIMES:
             raise ModelError(
@@ -51,13 +51,14 @@ def check_length_bounds(backend: Backend) -> None:
             )
 
 
-def _steps(component: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+def steps_of(component: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Yield the settings of a component's parts; of one without parts, its own."""
     inner = next((component[key] for key in _LISTS if key in component), None)
     if inner is None:
         yield component
     else:
         for each in inner:
-            yield from _steps(each)
+            yield from steps_of(each)
 
 
 def _total(steps: list[Mapping[str, Any]]) -> LengthBound:

@@ -18,8 +18,10 @@ from speculant.gguf_file import GgufFile, is_gguf
 from speculant.text.chat import TOOL_USE, ChatTemplate, find_template, template_in
 from speculant.text.gguf_tokenizer import read_gguf_tokenizer
 from speculant.text.length_bounds import check_length_bounds
+from speculant.text.token_bounds import characters_per_token
 
 TOKENIZER = "tokenizer.json"
+_SHORT = 4096  # characters or tokens; the library works on more of them without the interpreter's lock
 _SOURCE = "use another text, or correct the tokenizer.json of this checkpoint."
 _ENCODING = Converts(RequestError, "the tokenizer can't encode this text", _SOURCE)
 _DECODING = Converts(RequestError, "the tokenizer can't decode these token ids", _SOURCE)
@@ -80,7 +82,7 @@ class Tokenizer:
     def _checked(self) -> Tokenizer:
         """Read every part once. Errors are those of a damaged file."""
         check_length_bounds(self.backend)
-        _ = self.special_ids, self.decoder_settings, self.vocab_size
+        _ = self.special_ids, self.decoder_settings, self.vocab_size, self.characters_per_token
         return self
 
     def has_file_of(self, folder: Path) -> bool:
@@ -95,10 +97,14 @@ class Tokenizer:
         Raises RequestError for a text that the tokenizer can't encode.
         """
         try:
-            ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+            if len(text) <= _SHORT:
+                made = self.backend.encode(text, add_special_tokens=add_special_tokens)
+            else:
+                (made,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         except BaseException:
             with _ENCODING:
                 raise
+        ids: list[int] = made.ids
         return ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -107,7 +113,10 @@ class Tokenizer:
         Raises RequestError for ids that the tokenizer's decoder fails on.
         """
         try:
-            text: str = self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+            if len(ids) <= _SHORT:
+                text: str = self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+            else:
+                (text,) = self.backend.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)
         except BaseException:
             with _DECODING:
                 raise
@@ -119,6 +128,11 @@ class Tokenizer:
             return self.decode([token_id], skip_special_tokens=False)
         except RequestError:
             return None
+
+    @cached_property
+    def characters_per_token(self) -> int | None:
+        """The most characters of a text for each of its tokens; None = there is no bound, see `token_bounds`."""
+        return characters_per_token(self.backend)
 
     @property
     def vocab_size(self) -> int:

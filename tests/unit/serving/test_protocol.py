@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import time
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from speculant.serving.errors import ApiError
+from speculant.serving import protocol
+from speculant.serving.errors import ApiError, refusal
 from speculant.serving.fields import REFUSED
-from speculant.serving.protocol import ChatBody, CompletionBody, read_body
+from speculant.serving.protocol import (
+    MOST_ENTRIES,
+    Body,
+    ChatBody,
+    CompletionBody,
+    ResponseBody,
+    count_entries,
+    read_body,
+)
 
 
 def refused(raw: bytes) -> ApiError:
@@ -72,3 +84,55 @@ def test_schemas_of_bodies_keep_their_names() -> None:
     """Generated clients name their classes after the schemas of the OpenAPI document."""
     names = CompletionBody.model_json_schema()["$defs"].keys()
     assert names >= {"Prediction", "StreamOptions", "Extras"}
+
+
+texts = st.text(st.sampled_from('a"\\,[{}]:é'), max_size=8)
+values = st.recursive(
+    st.none() | st.integers() | texts, lambda inner: st.lists(inner, max_size=5) | st.dictionaries(texts, inner)
+)
+
+
+def entries(value: Any) -> int:
+    """Return the entries of all lists and objects of a value."""
+    inner = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []
+    return len(inner) + sum(map(entries, inner))
+
+
+@given(values, st.booleans(), st.none() | st.just(1))
+def test_entries_are_counted_without_parsing(value: Any, ascii_only: bool, indent: int | None) -> None:
+    """Empty lists and objects count as one entry, and so does the value."""
+    raw = json.dumps(value, ensure_ascii=ascii_only, indent=indent).encode()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(protocol, "MOST_ENTRIES", 0)
+        assert entries(value) <= count_entries(raw) <= 2 * entries(value) + 1
+    assert count_entries(raw) >= entries(value)
+
+
+@pytest.mark.parametrize(
+    "item", [b"1", b"{}", b'""', b'{"a":1}', b'"\\\\"', b'"\\""', b"[[]]", b'{"":"","a":""}'], ids=repr
+)
+def test_bodies_with_too_many_entries_are_refused(item: bytes) -> None:
+    """The parser's time and memory depend on them; the bytes of a body may be within their bound."""
+    most = MOST_ENTRIES // (1 + item.count(b"[") + item.count(b"{") + item.count(b","))
+    fits = b'{"prompt":"a","x":[' + b",".join([item] * (most - 3)) + b"]}"
+    assert read_body(CompletionBody, fits)
+    error = refused(b'{"prompt":"a","x":[' + b",".join([item] * (2 * most)) + b"]}")
+    assert (error.code, str(MOST_ENTRIES) in error.message) == ("body_too_large", True)
+
+
+@pytest.mark.parametrize("mark", [b'"', b",", b"{", rb"\\", rb"\"", rb"\u005b"], ids=repr)
+def test_marks_within_a_text_are_no_entries(mark: bytes) -> None:
+    if mark != b'"':
+        assert read_body(CompletionBody, b'{"prompt":"' + mark * 600_000 + b'"}').prompt
+    assert refused(b'{"prompt":"' + mark * 600_000 + b'",').code in ("invalid_json", "body_too_large")
+
+
+@pytest.mark.parametrize(("kind", "name"), [(CompletionBody, "logit_bias"), (ResponseBody, "metadata")])
+def test_only_the_first_of_many_errors_is_made(monkeypatch: pytest.MonkeyPatch, kind: type[Body], name: str) -> None:
+    """An object with 60,000 wrong values has one error, as a list has: each error takes time and memory."""
+    found = list[int]()
+    monkeypatch.setattr(protocol, "_invalid", lambda error: found.append(error.error_count()) or refusal(""))
+    wrong = b",".join(b'"%d": []' % number for number in range(60_000))
+    with pytest.raises(ApiError):
+        read_body(kind, b'{"prompt": "a", "input": "a", "%s": {%s}}' % (name.encode(), wrong))
+    assert found == [1]

@@ -13,11 +13,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from speculant.engine.async_engine import AsyncEngine
+from speculant.params import SamplingParams
 from speculant.serving.clients import client_of
 from speculant.serving.errors import ApiError, api_error, refusal
 from speculant.serving.options import ServerOptions
 from speculant.serving.prompts import Prompt
-from speculant.serving.protocol import Message, ResponseBody
+from speculant.serving.protocol import ChatBody, Message, ResponseBody
 from speculant.serving.reasoning import with_tags
 from speculant.serving.responses.answers import ResponseAnswer
 from speculant.serving.responses.chat import as_chat
@@ -39,12 +40,14 @@ _LISTED, _MOST_LISTED = "20", 100  # items of a page: by default, and at most
 class _Conversation:
     """The stored turns that a request continues, and its own input. references: stored items that the input names.
 
-    inputs: the input in the form in which it is stored, once it has been read.
+    stored_bytes: of all stored items that it repeats; one that is named twice counts twice. inputs: the input in the
+    form in which it is stored, once it has been read.
     """
 
     body: ResponseBody
     previous: Turn | None
     references: dict[str, StoredItem]
+    stored_bytes: int
     inputs: Sequence[StoredItem] = ()
 
     def read(self) -> list[Message]:
@@ -73,17 +76,23 @@ class ResponseRoutes:
         body = await service.read(ResponseBody, request)
         stores = body.store is not False and self.store.most > 0
         _check_background(body, stores)
-        tokenizer, chat, name = engine.tokenizer, as_chat(body), service.options.tool_parser
-        params = with_tools(tokenizer, response_params(engine, body), chat, name)
-        params = with_tags(tokenizer, params, find_tags(tokenizer.template_for(bool(chat.tools))) or ())
+        tokenizer, name, making = engine.tokenizer, service.options.tool_parser, service.prompts(request)
+
+        def settings() -> tuple[ChatBody, SamplingParams]:
+            chat = as_chat(body)
+            params = with_tools(tokenizer, response_params(engine, body), chat, name)
+            return chat, with_tags(tokenizer, params, find_tags(tokenizer.template_for(bool(chat.tools))) or ())
+
+        chat, params = await making.apart(settings)
         reader = reader_for(tokenizer, chat, name, params.structured_outputs is not None)
         answer = ResponseAnswer(service.call(engine, body, params), body, reader, stores)
         owner = client_of(request.scope)
         conversation = self._conversation(owner, body)
+        making = replace(making, size=making.size + conversation.stored_bytes)
 
         async def prompts() -> list[Prompt]:
-            messages = await service.prompts.in_thread(conversation.read)
-            return [await service.prompts.of_chat(engine, chat.model_copy(update={"messages": messages}))]
+            messages = await making.in_thread(conversation.read)
+            return [await making.of_chat(engine, chat.model_copy(update={"messages": messages}))]
 
         async def keep() -> None:
             self.store.add(StoredResponse(answer.id, owner, *await _finished(answer, conversation)))
@@ -169,7 +178,7 @@ class ResponseRoutes:
         references = [self._item(owner, reference_of(item)) for item in named]
         size = sum(len(item.data) for item in references) + (0 if previous is None else previous.total)
         _check_size(size, self._service.options)
-        return _Conversation(body, previous, {item.id: item for item in references})
+        return _Conversation(body, previous, {item.id: item for item in references}, size)
 
     def _previous(self, owner: str, response_id: str | None) -> Turn | None:
         if response_id is None:

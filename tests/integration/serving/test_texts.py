@@ -1,0 +1,111 @@
+"""Large texts of one client delay neither its own small requests nor others."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+
+from speculant import AsyncEngine
+from speculant.serving.text_lanes import LARGE
+from speculant.text.tokenizer import Tokenizer
+from tests.models import Checkpoints, checkpoints
+from tests.servers import LiveServer, serve
+
+__all__ = ["checkpoints", "serve"]
+TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}{{ tools or '' }}{{ documents or '' }}"
+
+
+class Blocked:
+    """A server whose thread for large texts is busy until `go`."""
+
+    def __init__(self, server: LiveServer) -> None:
+        self.server, self._go, begun = server, threading.Event(), threading.Event()
+        server.state.texts.submit("somebody", LARGE + 1, lambda: (begun.set(), self._go.wait(30)))
+        assert begun.wait(30)
+
+    def go(self) -> None:
+        self._go.set()
+
+
+@pytest.fixture
+def server(serve: Callable[..., LiveServer], checkpoints: Checkpoints) -> LiveServer:
+    engine = AsyncEngine(checkpoints.target, chat_template=TEMPLATE)
+    return serve(engine, max_large_texts=1, text_timeout=30.0).ready()
+
+
+MESSAGE = {"role": "user", "content": "a"}
+LARGE_BODIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "text": ("/v1/completions", {"prompt": "ab " * 30_000, "truncate_prompt_tokens": 4}),
+    "unknown fields": ("/v1/completions", {"prompt": "a", "x": ["ab"] * 30_000}),
+    "tokenize": ("/tokenize", {"prompt": "ab " * 30_000, "return_token_strs": True}),
+    "detokenize": ("/detokenize", {"tokens": [65] * 30_000}),
+    "messages": (
+        "/v1/chat/completions",
+        {"messages": [MESSAGE] * 2000, "x": "ab" * 30_000, "truncate_prompt_tokens": 4},
+    ),
+    "tools": ("/tokenize", {"messages": [MESSAGE], "tools": [{"a": "b" * 30}] * 2000}),
+    "documents": ("/tokenize", {"messages": [MESSAGE], "documents": [{"a": "b" * 30}] * 2000}),
+    "input": ("/v1/responses", {"input": [MESSAGE], "instructions": "a", "metadata": {"a": "b" * 70_000}}),
+}
+
+
+@pytest.mark.parametrize("name", LARGE_BODIES)
+def test_small_requests_do_not_wait_for_large_ones(server: LiveServer, name: str) -> None:
+    path, body = LARGE_BODIES[name]
+    blocked = Blocked(server)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(server.http.post, path, json={"max_tokens": 1, **body})
+        server.until(lambda: "address:127.0.0.1" in server.state.texts._large._held)
+        assert server.post("/v1/completions", prompt="a", max_tokens=1)["choices"]
+        assert server.post("/tokenize", messages=[MESSAGE])["count"]
+        refused = server.http.post(path, json={"max_tokens": 1, **body})
+        assert (refused.status_code, refused.json()["error"]["type"]) == (429, "rate_limit_error")
+        assert not waiting.done()
+        blocked.go()
+        assert waiting.result().status_code == 200, waiting.result().text
+    assert server.http.post(path, json={"max_tokens": 1, **body}).status_code == 200
+
+
+def test_a_client_that_leaves_gives_its_place_back(server: LiveServer) -> None:
+    blocked = Blocked(server)
+    path, body = LARGE_BODIES["text"]
+    for _ in range(3):
+        with pytest.raises(httpx.ReadTimeout):
+            server.http.post(path, json=body, timeout=0.5)
+        server.until(lambda: "address:127.0.0.1" not in server.state.texts._large._held)
+    blocked.go()
+    assert server.post(path, **body)["usage"]["prompt_tokens"] == 4
+
+
+@pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
+def test_a_text_beyond_the_context_is_not_tokenised(
+    serve: Callable[..., LiveServer], checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch, route: str
+) -> None:
+    engine = AsyncEngine(checkpoints.target, chat_template=TEMPLATE)
+    server = serve(engine).ready()
+    most, encoded = engine.tokenizer.characters_per_token, list[int]()
+    assert most is not None
+    encode = Tokenizer.encode
+
+    def counting(self: Tokenizer, text: str, add_special_tokens: bool = True) -> list[int]:
+        encoded.append(len(text))
+        return encode(self, text, add_special_tokens)
+
+    monkeypatch.setattr(Tokenizer, "encode", counting)
+    for extra in (0, 1):
+        text = "a" * (most * engine.limits.max_model_len + extra)
+        body = {"prompt": text} if route == "/v1/completions" else {"messages": [{"role": "user", "content": text}]}
+        body = {"input": text} if route == "/v1/responses" else body
+        response = server.http.post(route, json=body)
+        assert response.status_code == 400
+        assert str(engine.limits.max_model_len) in response.json()["error"]["message"]
+        assert (response.json()["error"]["code"] == "too_long") == (extra == 1)
+    assert encoded == [most * engine.limits.max_model_len]
+    cut = {"prompt": text, "truncate_prompt_tokens": 3, "max_tokens": 1}
+    assert server.post("/v1/completions", **cut)["usage"]["prompt_tokens"] == 3
+    assert server.post("/tokenize", prompt=text)["count"] == len(text)

@@ -1,0 +1,106 @@
+"""Work on the texts of one client does not delay that of others."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import CancelledError, Future
+
+import pytest
+
+from speculant.serving.errors import ApiError
+from speculant.serving.text_lanes import LARGE, TextLane, TextLanes
+
+PATIENCE = 30.0
+
+
+class Busy:
+    """A lane that is busy until `go`, and the order in which other work ran in it."""
+
+    def __init__(self, most: int) -> None:
+        self.lane, self.ran = TextLane("test", most), list[str]()
+        self._go, begun = threading.Event(), threading.Event()
+        self.first = self.lane.submit("first", lambda: (begun.set(), self._go.wait(PATIENCE)))
+        assert begun.wait(PATIENCE)
+
+    def add(self, client: str, name: str) -> Future[None]:
+        return self.lane.submit(client, lambda: self.ran.append(name))
+
+    def go(self) -> None:
+        self._go.set()
+        self.lane.submit("last", lambda: None).result(PATIENCE)
+
+
+@pytest.fixture
+def busy() -> Iterator[Busy]:
+    made = Busy(3)
+    yield made
+    made.go()
+    made.lane.close()
+
+
+def test_clients_take_turns(busy: Busy) -> None:
+    for client, name in [("a", "a1"), ("a", "a2"), ("a", "a3"), ("b", "b1"), ("c", "c1"), ("b", "b2")]:
+        busy.add(client, name)
+    busy.go()
+    assert busy.ran == ["a1", "b1", "c1", "a2", "b2", "a3"]
+
+
+def test_a_client_may_have_only_so_much_work(busy: Busy) -> None:
+    held = [busy.add("a", f"a{i}") for i in range(3)]
+    with pytest.raises(ApiError) as caught:
+        busy.add("a", "a3")
+    assert (caught.value.status, caught.value.headers["retry-after"]) == (429, "1")
+    busy.add("b", "b0")
+    assert held[1].cancel()
+    busy.add("a", "a4")
+    busy.go()
+    assert busy.ran == ["a0", "b0", "a2", "a4"]
+    for name in "567":
+        busy.add("a", name).result(PATIENCE)
+
+
+def test_cancelled_work_never_runs_and_is_forgotten(busy: Busy) -> None:
+    for _ in range(100):
+        assert busy.add("a", "a").cancel()
+    assert not busy.lane._waiting
+    assert not busy.first.cancel()
+    busy.go()
+    assert busy.ran == []
+    assert busy.lane._held == {}
+
+
+def test_errors_reach_the_caller(busy: Busy) -> None:
+    def fail() -> None:
+        raise LookupError("no")
+
+    failing, after = busy.lane.submit("a", fail), busy.add("a", "after")
+    busy.go()
+    assert isinstance(failing.exception(PATIENCE), LookupError)
+    assert after.result(PATIENCE) is None
+
+
+def test_a_closed_lane_cancels_what_waits() -> None:
+    busy = Busy(3)
+    waiting = busy.add("a", "a")
+    busy.lane.close()
+    with pytest.raises(CancelledError):
+        waiting.result(PATIENCE)
+    with pytest.raises(ApiError) as caught:
+        busy.add("b", "b")
+    assert caught.value.status == 503
+    busy._go.set()
+    assert busy.first.result(PATIENCE)
+
+
+def test_small_work_does_not_wait_for_large() -> None:
+    lanes, go, begun = TextLanes(most_large=2), threading.Event(), threading.Event()
+    large = lanes.submit("a", LARGE + 1, lambda: (begun.set(), go.wait(PATIENCE)))
+    assert begun.wait(PATIENCE)
+    assert lanes.submit("a", LARGE, lambda: "small").result(PATIENCE) == "small"
+    assert not large.done()
+    lanes.submit("a", LARGE + 1, lambda: None)
+    with pytest.raises(ApiError):
+        lanes.submit("a", LARGE + 1, lambda: None)
+    go.set()
+    lanes.close()
