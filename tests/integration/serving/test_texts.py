@@ -50,7 +50,7 @@ LARGE_BODIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "tools": ("/tokenize", {"messages": [MESSAGE], "tools": [{"a": "b" * 30}] * 2000}),
     "documents": ("/tokenize", {"messages": [MESSAGE], "documents": [{"a": "b" * 30}] * 2000}),
-    "input": ("/v1/responses", {"input": [MESSAGE], "instructions": "a", "metadata": {"a": "b" * 70_000}}),
+    "input": ("/v1/responses", {"input": [MESSAGE], "instructions": "a", "x": "b" * 70_000}),
 }
 
 
