@@ -6,6 +6,7 @@ only so many pieces of work there. Work that has begun can't be stopped: its siz
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,14 +19,20 @@ from speculant.serving.errors import overloaded, unavailable
 T = TypeVar("T")
 LARGE = 32_768  # bytes of a body that count as large
 _MOST_SMALL = 256  # pieces of small work of one client
+_LONGEST_REST = 0.25  # seconds between pieces of large work
 
 
 class TextLane:
     """One thread, in which clients take turns. For use in any thread."""
 
-    def __init__(self, name: str, most: int) -> None:
-        """most: pieces of work that one client may have here, waiting and running."""
+    def __init__(self, name: str, most: int, longest_rest: float = 0.0) -> None:
+        """most: pieces of work that one client may have here, waiting and running.
+
+        longest_rest: after each piece the thread rests for as long as that took, up to this many seconds. Work that
+        holds the interpreter's lock, one piece after another, would leave no time for the engine and the event loop.
+        """
         self._thread = ThreadPoolExecutor(1, name)
+        self._longest_rest = longest_rest
         self._most, self._lock, self._closed = most, Lock(), False
         self._waiting: OrderedDict[str, deque[tuple[Future[Any], Callable[[], Any]]]] = OrderedDict()
         self._held: dict[str, int] = {}  # pieces of work, by client
@@ -70,12 +77,15 @@ class TextLane:
                 self._waiting[client] = items  # its next turn comes after those of all others
         if not future.set_running_or_notify_cancel():
             return
+        began = time.monotonic()
         try:
             result = work()
         except BaseException as error:  # noqa: BLE001 - whoever waits for the result gets it
             future.set_exception(error)
         else:
             future.set_result(result)
+        if self._longest_rest:
+            time.sleep(min(time.monotonic() - began, self._longest_rest))
 
     def _release(self, client: str, future: Future[Any]) -> None:
         """Forget work that has ended or was cancelled."""
@@ -96,7 +106,7 @@ class TextLanes:
     def __init__(self, most_large: int) -> None:
         """most_large: pieces of large work that one client may have, waiting and running."""
         self._small = TextLane("speculant-text", _MOST_SMALL)
-        self._large = TextLane("speculant-large-text", most_large)
+        self._large = TextLane("speculant-large-text", most_large, _LONGEST_REST)
 
     def submit(self, client: str, size: int, work: Callable[[], T]) -> Future[T]:
         """Return the future result of a client's work on a text or body of a size; see `TextLane.submit`."""

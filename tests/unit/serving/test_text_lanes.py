@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 
+from speculant.serving import text_lanes
 from speculant.serving.errors import ApiError
 from speculant.serving.text_lanes import LARGE, TextLane, TextLanes
 
@@ -20,8 +23,15 @@ class Busy:
     def __init__(self, most: int) -> None:
         self.lane, self.ran = TextLane("test", most), list[str]()
         self._go, begun = threading.Event(), threading.Event()
-        self.first = self.lane.submit("first", lambda: (begun.set(), self._go.wait(PATIENCE)))
+        self.first = self.lane.submit("first", self._work(begun))
         assert begun.wait(PATIENCE)
+
+    def _work(self, begun: threading.Event) -> Callable[[], bool]:
+        def work() -> bool:
+            begun.set()
+            return self._go.wait(PATIENCE)
+
+        return work
 
     def add(self, client: str, name: str) -> Future[None]:
         return self.lane.submit(client, lambda: self.ran.append(name))
@@ -93,9 +103,32 @@ def test_a_closed_lane_cancels_what_waits() -> None:
     assert busy.first.result(PATIENCE)
 
 
+def test_a_lane_rests_for_as_long_as_it_worked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to a bound. Time passes here by the work alone."""
+    now, rests = [0.0], list[float]()
+    monkeypatch.setattr(text_lanes, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=rests.append))
+    lane, other = TextLane("test", 9, longest_rest=0.25), TextLane("test", 9)
+
+    def work(seconds: float) -> None:
+        now[0] += seconds
+
+    for each in (lane, other):
+        for seconds in (0.125, 0.5):
+            each.submit("a", partial(work, seconds)).result(PATIENCE)
+        each.submit("a", partial(work, 0)).result(PATIENCE)
+        each.close()
+    assert rests[:2] == [0.125, 0.25]
+    assert set(rests[2:]) <= {0.0}
+
+
 def test_small_work_does_not_wait_for_large() -> None:
     lanes, go, begun = TextLanes(most_large=2), threading.Event(), threading.Event()
-    large = lanes.submit("a", LARGE + 1, lambda: (begun.set(), go.wait(PATIENCE)))
+
+    def wait() -> None:
+        begun.set()
+        go.wait(PATIENCE)
+
+    large = lanes.submit("a", LARGE + 1, wait)
     assert begun.wait(PATIENCE)
     assert lanes.submit("a", LARGE, lambda: "small").result(PATIENCE) == "small"
     assert not large.done()
