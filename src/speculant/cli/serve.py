@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TextIO
 
 import typer
 
@@ -146,11 +146,18 @@ def run(values: dict[str, Any], options: ServerOptions, config: EngineConfig) ->
         raise app.state.server.load_error
 
 
+class LinePrinter(logging.StreamHandler[TextIO]):
+    """Prints lines as they come. If the program that reads them has ended, they are dropped."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - the name that the base class calls
+        """See `logging.Handler.handleError`, which would print a traceback for each line."""
+
+
 def _print_access_log() -> None:
     """Print the access log's lines to standard output."""
     from speculant.serving.access_log import logger
 
-    handler = logging.StreamHandler(sys.stdout)
+    handler = LinePrinter(sys.stdout)
     handler.setFormatter(logging.Formatter("%(message)s"))
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)

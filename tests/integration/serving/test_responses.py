@@ -113,6 +113,14 @@ def without_ids(items: Any) -> list[dict[str, Any]]:
 # --- tools
 
 
+def test_a_forced_call_has_a_form_of_its_own(client: Any) -> None:
+    """The format is that of a text, and clients send it with forced calls too."""
+    settings = {**PLAIN, "input": "hi", "tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False}
+    (plain,) = client.responses.create(**settings, extra_body=AT_ONCE).output
+    (call,) = client.responses.create(**settings, text={"format": {"type": "json_object"}}, extra_body=AT_ONCE).output
+    assert (call.name, call.arguments) == (plain.name, plain.arguments)
+
+
 @pytest.mark.parametrize(
     "choice",
     ["required", {"type": "function", "name": "sew"},
@@ -241,7 +249,6 @@ def test_tokens_are_listed_once_each(live: LiveServer) -> None:
         ({"tools": TOOLS, "tool_choice": {"type": "file_search"}}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": "sometimes"}, "tool_choice"),
         ({"tool_choice": "required"}, "tool_choice"),
-        ({"tools": TOOLS, "tool_choice": "required", "text": {"format": {"type": "json_object"}}}, "tool_choice"),
         ({"input": [{"type": "computer_call"}]}, "input"),
         ({"input": [{"id": "msg_unknown"}]}, "input"),
         ({"input": [{"role": "user", "content": "x"}] * 3000}, "input"),

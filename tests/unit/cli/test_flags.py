@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import logging
+import os
+from contextlib import suppress
 from typing import Annotated, Any
 
 import pytest
@@ -19,7 +22,7 @@ from speculant.cli.flags import (
     parse_mapping,
     parse_speculation,
 )
-from speculant.cli.serve import ServerFlags
+from speculant.cli.serve import LinePrinter, ServerFlags
 from speculant.config import EngineConfig
 from speculant.errors import ConfigError
 from speculant.params import SamplingParams
@@ -195,3 +198,13 @@ def test_a_flag_may_have_a_second_name(flag: str) -> None:
     result = CliRunner().invoke(app, [flag, "http://c:4318", "--access-log", "json"], catch_exceptions=False)
     assert result.exit_code == 0, result.output
     assert (options[0].otlp_endpoint, options[0].access_log) == ("http://c:4318", "json")
+
+
+def test_a_log_whose_reader_has_ended_is_dropped(capsys: pytest.CaptureFixture[str]) -> None:
+    read, written = os.pipe()
+    os.close(read)
+    with suppress(BrokenPipeError), os.fdopen(written, "w", encoding="utf-8") as stream:
+        record = logging.LogRecord("log", logging.INFO, "path", 1, "a line", None, None)
+        for kind in (LinePrinter, logging.StreamHandler):
+            kind(stream).emit(record)
+            assert ("BrokenPipeError" in capsys.readouterr().err) == (kind is logging.StreamHandler)

@@ -24,7 +24,7 @@ from speculant.serving.responses.answers import ResponseAnswer
 from speculant.serving.responses.chat import as_chat
 from speculant.serving.responses.items import REFERENCE, Item, as_messages, kind_of, read_items, reference_of
 from speculant.serving.responses.store import ResponseStore, StoredItem, StoredResponse, Turn
-from speculant.serving.sampling import response_params
+from speculant.serving.sampling import requires_call, response_params
 from speculant.serving.service import Job, Service
 from speculant.serving.streams import EventStream, while_connected
 from speculant.serving.tool_use import reader_for, with_tools
@@ -80,7 +80,10 @@ class ResponseRoutes:
 
         def settings() -> tuple[ChatBody, SamplingParams]:
             chat = as_chat(body)
-            params = with_tools(tokenizer, response_params(engine, body), chat, name)
+            params = response_params(engine, body)
+            if requires_call(chat):
+                params = replace(params, structured_outputs=None)  # the form of a text; a forced call has its own
+            params = with_tools(tokenizer, params, chat, name)
             return chat, with_tags(tokenizer, params, find_tags(tokenizer.template_for(bool(chat.tools))) or ())
 
         chat, params = await making.apart(settings)
