@@ -55,6 +55,8 @@ class ServerFlags(FlagGroup):
     request_timeout: Annotated[float, "Seconds until a request's end."]
     send_timeout: Annotated[float, "Seconds that a client may leave data unread."]
     drain_timeout: Annotated[float, "Seconds that running requests get after SIGTERM."]
+    client_weights: Annotated[str, 'File with the weights of API keys: {"KEY": 2.0, ...} [default: all have 1].']
+    priority_range: Annotated[str, "LOW:HIGH, the priorities that requests may have [default: they have no effect]."]
 
     renamed = {"api_keys": "api_key", "served_model_names": "served_model_name", "allowed_origins": "allowed_origin"}  # noqa: RUF012
 
@@ -65,7 +67,18 @@ class ServerFlags(FlagGroup):
         }
         if "api_keys" not in values and (key := os.environ.get("SPECULANT_API_KEY")):
             values["api_keys"] = (key,)
+        if "priority_range" in values:
+            values["priority_range"] = _range(values["priority_range"])
         return ServerOptions(**values)
+
+
+def _range(text: str) -> tuple[int, int]:
+    """Read LOW:HIGH."""
+    low, _, high = text.partition(":")
+    try:
+        return int(low), int(high)
+    except ValueError:
+        raise ConfigError(f"--priority-range {text!r} is not LOW:HIGH", "write for example -10:10.") from None
 
 
 @accepts_flags

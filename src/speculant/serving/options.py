@@ -24,6 +24,8 @@ class ServerOptions:
     drain_timeout: for running requests to end after SIGTERM.
     per_request_spec_decode_metrics: figures on speculation in responses: "none", "summary" or "detailed".
     tool_parser: the format of tool calls; None = the format of the chat template.
+    client_weights: a file with the weights of API keys, see `read_weights`; None = all have the weight 1.
+    priority_range: the lowest and the highest `priority` of a request; None = priorities have no effect.
     """
 
     host: str = "127.0.0.1"
@@ -47,6 +49,8 @@ class ServerOptions:
     request_timeout: float | None = 1800.0
     send_timeout: float | None = 30.0
     drain_timeout: float = 30.0
+    client_weights: str | None = None
+    priority_range: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -60,6 +64,9 @@ class ServerOptions:
             )
         if not all(key and key.isascii() and key.isprintable() for key in self.api_keys):
             raise ConfigError("an API key is empty or has characters other than printable ASCII", "use another key.")
+        if self.priority_range is not None and self.priority_range[0] > self.priority_range[1]:
+            low, high = self.priority_range
+            raise ConfigError(f"priority_range={low}:{high} has no number", f'use "{high}:{low}".')
         for name in _POSITIVE:
             value = getattr(self, name)
             if value is not None and not value > 0:
