@@ -119,7 +119,7 @@ class Scheduler:
         self._step = 0
         self._queued_at: dict[int, int] = {}
         self._unstarted: dict[int, Request] = {}  # running requests without a scheduled token
-        self._gained: dict[int, int] = {}  # of the running requests: steps that gave them tokens
+        self._gained: dict[int, int] = {}  # of running requests: steps with other clients that gave them tokens
         self._accounts = Accounts(limits.max_model_len + TURN)
         self.waiting = WaitingRequests(self._turn)
         self.running: list[Request] = []
@@ -173,13 +173,21 @@ class Scheduler:
             preempted.append(self._last())
             self._preempt(preempted[-1])
             plan = self._target.plan()
+        spare = self._limits.max_num_batched_tokens
+        for item in items:
+            spare -= item.count + item.tree.size
+            self._unstarted.pop(item.request.seq_id, None)
+        if not self._accounts.few:
+            self._charge(items)
+        return Schedule(items, plan, spare, admitted, preempted)
+
+    def _charge(self, items: Sequence[Scheduled]) -> None:
+        """Note which client used what in a step."""
         used = Counter[str]()
         for item in items:
             used[item.request.client.name] += item.num_rows
-            self._unstarted.pop(item.request.seq_id, None)
             self._gained[item.request.seq_id] = self._gained.get(item.request.seq_id, 0) + item.completes
         self._accounts.charge(used)
-        return Schedule(items, plan, self._limits.max_num_batched_tokens - used.total(), admitted, preempted)
 
     def _share(self, plan: ReservationPlan) -> list[Scheduled] | None:
         """Share the budget among the running requests, in order; None if one that is not the last finds no memory."""
@@ -190,7 +198,7 @@ class Scheduler:
             item = self._item(request, budget, plan)
             if item is not None:
                 items.append(item)
-                budgets[request.client.name] -= item.num_rows
+                budgets[request.client.name] = budget - item.count - item.tree.size
             elif self._least(request) <= budget and request is not self._last():
                 return None
         return items

@@ -100,7 +100,11 @@ class World:
             return
         num_prompt = rng.choice((1, 3, 8, 20, 60))
         samples = rng.choice((1, 1, 1, 1, 1, 2, 2 * self.places))
-        request_id, priority, most = str(len(self.driver.requests)), rng.choice(PRIORITIES), rng.choice((1, 2, 5, 12, 39))
+        request_id, priority, most = (
+            str(len(self.driver.requests)),
+            rng.choice(PRIORITIES),
+            rng.choice((1, 2, 5, 12, 39)),
+        )
         if not sender.requests:
             sender.wait, sender.silent = Wait(), 0
         if sender.wait is not None:

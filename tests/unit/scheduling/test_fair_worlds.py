@@ -32,5 +32,5 @@ def test_no_client_waits_beyond_the_bound(shard: int, count: int, monkeypatch: p
         tally["requests"] += len(world.driver.requests)
         worst = worst | world.worst
     print(f"{count} schedules: {dict(tally)}; the longest waits: {dict(worst)}")
-    assert tally["preemptions"] > count
+    assert tally["preemptions"] > count // 4
     assert tally["steps"] > STEPS * count

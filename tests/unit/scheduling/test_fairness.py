@@ -164,7 +164,7 @@ def test_a_long_prompt_leaves_rows_for_another_client() -> None:
     assert counts(driver.step()) == {0: 15, small.seq_id: 1}, "the rest is for whoever needs it"
 
 
-def test_running_texts_leave_rows_for_a_prompt_of_another_client() -> None:
+def test_running_texts_leave_rows_for_another_client_s_prompt() -> None:
     """A step of as many rows as sequences: a prompt gets half of them, not one."""
     driver = Driver(slots(8), max_num_seqs=8, budget=8)
     flood(driver, 8, num_prompt=1)
