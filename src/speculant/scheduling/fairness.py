@@ -21,8 +21,8 @@ least TURN tokens. A client that has some, and less than another, takes further 
 take a place back at once, so that sequences are not preempted in circles.
 
 So a client that had nothing in the engine gets its first token at most 3 steps after the steps that its prompt takes at
-its share of the rows, if memory holds a text of each client and there are as many places as clients. Otherwise each of
-C clients gains a token at least once in 2 C (max_model_len + TURN) steps, times the largest ratio of their weights.
+its share of the rows, if memory holds a text of each client and there are as many places as clients. Otherwise, beside
+N sequences in all, it gains a token at least once in 2 N (max_model_len + TURN) steps, times the ratio of the weights.
 """
 
 from __future__ import annotations

@@ -4,11 +4,11 @@ The bounds, for a client that has nothing in the engine and sends something:
 
     enough memory, no more clients than places     its first token comes at most EXTRA steps after the steps that its
                                                    prompts take at its share of each step's rows
-    otherwise                                      it gains a token at least once in C (2 L + 2 TURN) W steps
+    otherwise                                      it gains a token at least once in 2 N (L + TURN) W steps
 
-C clients are present, L is the longest text, and W is the largest weight divided by the smallest. A counter is at most
-L + TURN above the lowest one. While a client waits, each other client has rows computed until its counter passes the
-waiting one's, and then for at most a text and a turn more; each step computes a row at least.
+N sequences are present, L is the longest text, and W is the largest weight divided by the smallest. A counter is at
+most L + TURN above the lowest one. While a client waits, others have rows computed until their counters pass its own,
+and then for at most a text and a turn more; each step computes a row at least.
 """
 
 from __future__ import annotations
@@ -58,6 +58,7 @@ class Sender:
     requests: list[Request] = field(default_factory=list)
     wait: Wait | None = None
     silent: int = 0
+    most: float = 0.0  # steps that it may be silent
 
 
 class World:
@@ -81,7 +82,7 @@ class World:
         self.worst = Counter[str]()
 
     def run(self, steps: int) -> None:
-        """Let clients come and leave for some steps, then serve the rest."""
+        """Let clients come and leave for some steps, then serve the rest, or abort it."""
         for _ in range(steps):
             for sender in self.senders:
                 if self.rng.random() < self.rate:
@@ -89,8 +90,10 @@ class World:
                 if sender.requests and self.rng.random() < 0.01:
                     self._abort(sender, self.rng.choice(sender.requests).request_id)
             self.step()
-        while any(sender.requests for sender in self.senders):
-            self.step()
+        drains = self.rng.random() < 0.3
+        for sender in self.senders:
+            while sender.requests:
+                self.step() if drains else self._abort(sender, sender.requests[0].request_id)
         cache = self.driver.cache
         assert cache.free_tokens() == cache.num_blocks * cache.block_size, "memory was not given back"
 
@@ -106,7 +109,7 @@ class World:
             rng.choice((1, 2, 5, 12, 39)),
         )
         if not sender.requests:
-            sender.wait, sender.silent = Wait(), 0
+            sender.wait, sender.silent, sender.most = Wait(), 0, 0.0
         if sender.wait is not None:
             sender.wait.rows += num_prompt + samples - 1
         for _ in range(samples):
@@ -133,7 +136,7 @@ class World:
         self.rows.append(sum(item.num_rows for item in schedule.items))
         assert 0 < self.rows[-1] <= self.budget or not present
         weights = [sender.client.weight for sender in present] or [1.0]
-        most = len(present) * 2 * (LONGEST + scheduler_module.TURN) * max(weights) / min(weights)
+        most = 2 * len(before) * (LONGEST + scheduler_module.TURN) * max(weights) / min(weights)
         for sender in present:
             gained = any(request.num_output > before[request.seq_id] for request in sender.requests)
             sender.requests = [request for request in sender.requests if not request.finished]
@@ -149,8 +152,8 @@ class World:
             wait.earned += 1 + int((self.budget - len(present)) * sender.client.weight / total)
 
     def _check(self, sender: Sender, gained: bool, most: float) -> None:
-        sender.silent = 0 if gained else sender.silent + 1
-        assert sender.silent <= most, f"{sender.client} waits for {sender.silent} steps"
+        sender.silent, sender.most = (0, 0.0) if gained else (sender.silent + 1, max(sender.most, most))
+        assert sender.silent <= sender.most, f"{sender.client} waits for {sender.silent} steps"
         self.worst["silent"] = max(self.worst["silent"], sender.silent)
         if sender.wait is not None:
             if sender.wait.bounded:
