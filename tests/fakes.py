@@ -24,7 +24,7 @@ from speculant.lengths.base import DraftLength
 from speculant.lengths.fixed import Fixed
 from speculant.params import SamplingParams
 from speculant.sampling.chance import Chances, KeyedChances
-from speculant.types import DraftTree, Request, StepOutput, StopChecker
+from speculant.types import ANYONE, Client, DraftTree, Request, StepOutput, StopChecker
 from speculant.verification.base import Verifier
 from tests.beams import is_fed
 from tests.caches import read
@@ -146,6 +146,7 @@ class Rig:
         priority: int = 0,
         cache_salt: str = "",
         constraint: Callable[[], Constraint] | None = None,
+        client: Client = ANYONE,
     ) -> list[Request]:
         """Queue a prompt; return its sequences."""
         added = self.engine.add_request(
@@ -156,6 +157,7 @@ class Rig:
             priority=priority,
             cache_salt=cache_salt,
             constraint=constraint,
+            client=client,
         )
         self.requests += added
         return added

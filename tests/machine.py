@@ -26,7 +26,7 @@ from speculant.engine.memory import Need
 from speculant.errors import CapacityError, RequestError
 from speculant.lengths.fixed import Fixed
 from speculant.params import SamplingParams
-from speculant.types import Request, StepOutput
+from speculant.types import ANYONE, Client, Request, StepOutput
 from tests.beams import found_by, is_fed
 from tests.blocks import managers_of, table_of
 from tests.caches import seen_from
@@ -58,6 +58,7 @@ from tests.watched import (
 PATIENCE = 3000  # steps in which whoever is left at the end must end
 VERIFIERS = load_verifiers()
 USUAL = SamplingParams()
+CLIENTS = (ANYONE, ANYONE, Client("one"), Client("two", 2.0))
 
 ERRORS: tuple[Callable[[], BaseException], ...] = (
     InjectedError,
@@ -245,11 +246,14 @@ class Machine:
             digits.pick((0, 0, 1, -1)),
             str(self.num_added),
         )
-        self.story.append(("add", request_id, prompt, params, cache_salt, priority))
-        vacant = self.engine.accepts(params.n)
+        client = digits.pick(CLIENTS)
+        self.story.append(("add", request_id, prompt, params, cache_salt, priority, client))
+        vacant = self.engine.accepts(params.n, client)
         try:
             self.ledger.open(
-                self.engine.add_request(prompt, params, request_id, priority=priority, cache_salt=cache_salt)
+                self.engine.add_request(
+                    prompt, params, request_id, priority=priority, cache_salt=cache_salt, client=client
+                )
             )
         except CapacityError:
             assert not vacant, "refused although there was room"

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from speculant.params import SamplingParams
     from speculant.structured.spec import StructuredOutputs
     from speculant.structured.spec import StructuredOutputs as StructuredOutputsParams
-    from speculant.types import CompletionOutput, DraftTree, Logprob, RequestOutput, Verdict
+    from speculant.types import Client, CompletionOutput, DraftTree, Logprob, RequestOutput, Verdict
     from speculant.verification.execution import Speculated, speculate
     from speculant.verification.multi_draft import iterative_speculative_sample
 
@@ -36,6 +36,7 @@ _HOMES = {
     "StructuredOutputs": "speculant.structured.spec",
     "StructuredOutputsParams": "speculant.structured.spec",
     "Speculated": "speculant.verification.execution",
+    "Client": "speculant.types",
     "CompletionOutput": "speculant.types",
     "DraftTree": "speculant.types",
     "Logprob": "speculant.types",
@@ -51,6 +52,7 @@ __all__ = [
     "BeamSearchOutput",
     "BeamSearchParams",
     "BeamSearchSequence",
+    "Client",
     "CompletionOutput",
     "Counter",
     "DraftTree",

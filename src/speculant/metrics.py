@@ -297,7 +297,7 @@ class RequestMetrics:
     verification: the verifier's name, "beam" for a beam search; None = no speculation.
     lossless: the output has the target's distribution; False only for a lenient verifier.
     cached_tokens: prompt tokens that were found in the cache, by the first sample if they are pooled.
-    num_preemptions: how often it was preempted for lack of memory.
+    num_preemptions: how often it was preempted, for memory or for another client.
     """
 
     timing: TimingMetrics

@@ -11,6 +11,7 @@ from torch import Tensor
 from speculant.beams import BeamSearch
 from speculant.constraints import Constraint
 from speculant.counts import TokenCounts
+from speculant.errors import RequestError
 from speculant.metrics import RequestMetrics
 from speculant.params import SamplingParams
 from speculant.tree import DraftTree as DraftTree
@@ -128,6 +129,33 @@ class CommittedRows(NamedTuple):
 Logprobs = Mapping[int, Logprob]  # at one position: the chosen token and the most likely ones, by token id
 
 
+WEIGHTS = (0.001, 1000.0)  # the lowest and the highest weight of a client
+
+
+@dataclass(frozen=True)
+class Client:
+    """Who sends requests. Clients share an engine by weight (scheduling/fairness.py).
+
+    weight: twice the weight gets twice as much where clients compete. Raises RequestError for a weight outside of
+    WEIGHTS.
+    """
+
+    name: str = ""
+    weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        given: tuple[object, object] = self.name, self.weight
+        is_number = isinstance(given[1], int | float) and not isinstance(given[1], bool)
+        if not (isinstance(given[0], str) and is_number and WEIGHTS[0] <= self.weight <= WEIGHTS[1]):
+            raise RequestError(
+                f"a client has the name {self.name!r:.80} and the weight {self.weight!r:.80}",
+                f"give the name as str and the weight as a number from {WEIGHTS[0]} to {WEIGHTS[1]}.",
+            )
+
+
+ANYONE = Client()  # sends requests without a client's name
+
+
 @dataclass(eq=False)
 class Request:
     """One sequence being generated: one of the `n` samples of a prompt.
@@ -154,7 +182,8 @@ class Request:
     shared_noise: bool = True
     stop_checker: StopChecker | None = None
     stop_token_ids: frozenset[int] = frozenset()  # end tokens that the caller named, without the model's own
-    priority: int = 0  # lower is served sooner
+    priority: int = 0  # of the same client's requests, a lower one is served sooner
+    client: Client = ANYONE
     cache_salt: str = ""  # only requests of the same salt share prefixes
     prediction: tuple[int, ...] = ()  # the caller's guess of the output, for a drafter that reads it
     constraint: Constraint | None = None  # restricts the output; it has been advanced by the output so far

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ from speculant.drafting.base import Drafter, DrafterNeeds
 from speculant.lab.exactness.distributions import FULL_SUPPORT, Pair
 from speculant.lab.exactness.tables import TableModel
 from speculant.params import SamplingParams
-from speculant.types import CommittedRows, DraftTree, Request
+from speculant.scheduling import scheduler as scheduler_module
+from speculant.types import ANYONE, Client, CommittedRows, DraftTree, Request
 from tests.fakes import Rig, ScriptedDrafter, build_rig, few_blocks, model_drafter
 
 V = 4
@@ -74,6 +76,36 @@ def test_a_preempted_request_writes_the_same_text(drafter: str, policy: str) -> 
     rig.finish()
     assert [said(request) for request in requests] == all_alone()
     assert sum(request.metrics.num_preemptions for request in requests) == rig.engine.metrics.preemptions > 2
+
+
+@pytest.mark.parametrize("beams", [False, True])
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_texts_do_not_depend_on_the_clients(drafter: str, beams: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients take places from each other, at any time and by turns of two tokens; drafts differ, texts do not."""
+    monkeypatch.setattr(scheduler_module, "TURN", 2)
+    limits = Limits(28, 2, 16)
+
+    def written(places: int, clients: Sequence[Client]) -> tuple[list[Any], int]:
+        rig = build_rig(
+            TableModel(PAIR.target, V),
+            DRAFTERS[drafter]() if places == 2 else None,
+            length=5,
+            limits=replace(limits, max_num_seqs=places),
+            cache=few_blocks(21),
+        )
+        requests = []
+        for index, (prompt, distribution) in enumerate(zip(PROMPTS, DISTRIBUTIONS, strict=True)):
+            kind = {"beam_width": 2, "n": 2} if beams and index % 2 == 0 else distribution
+            params, client = SamplingParams(max_tokens=16, **kind), clients[index % len(clients)]
+            requests += rig.add(prompt, params, str(index), client=client)
+            rig.step()
+        rig.finish()
+        return [request.output for request in requests], rig.engine.metrics.preemptions
+
+    alone, _ = written(1, [ANYONE])
+    mixed, preemptions = written(2, [Client("one"), Client("two", 2.0), Client("three")])
+    assert mixed == alone
+    assert preemptions > 2
 
 
 @pytest.mark.parametrize("drafter", ["none", "model"])

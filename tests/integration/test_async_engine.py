@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from speculant import AsyncEngine, SamplingParams, StreamPiece
+from speculant import AsyncEngine, Client, SamplingParams, StreamPiece
 from speculant.engine.generation import Generation
 from speculant.engine.thread import PieceStream
 from speculant.errors import CapacityError, ConfigError, RequestError
@@ -177,6 +177,26 @@ def test_priority_and_salt_arrive(engine_of: MakeEngine) -> None:
     run(main())
 
 
+def test_a_client_is_served_beside_a_flood(engine_of: MakeEngine) -> None:
+    """Its answers come before those of another client's long requests, though these have a lower priority."""
+
+    async def main() -> None:
+        async with engine_of(max_num_seqs=2) as engine:
+            flood, ended = Client("flood"), list[str]()
+
+            async def ask(client: Client, params: SamplingParams, priority: int) -> None:
+                await engine.generate(TEXTS[0], params, priority=priority, client=client)
+                ended.append(client.name)
+
+            asked = [asyncio.create_task(ask(flood, LONG, -1_000_000)) for _ in range(6)]
+            await asyncio.sleep(0)
+            await asyncio.gather(*(ask(Client("other"), GREEDY, 7) for _ in range(3)))
+            assert ended == ["other"] * 3
+            await asyncio.gather(*asked)
+
+    run(main())
+
+
 def test_loops_in_several_threads_share_the_engine(llm_of: MakeLLM, engine_of: MakeEngine) -> None:
     expected = [output.outputs for output in llm_of().generate(TEXTS, GREEDY)]
     engine, said = engine_of("near"), dict[int, Any]()
@@ -262,6 +282,7 @@ BAD: list[Any] = [
     pytest.param({"request_id": ["x"]}, RequestError, marks=pytest.mark.slow),
     ({"priority": "high"}, RequestError),
     ({"cache_salt": ["x"]}, RequestError),
+    ({"client": "somebody"}, RequestError),
 ]
 
 

@@ -68,6 +68,8 @@ class ServerFlags(FlagGroup):
     max_connections_per_address: Annotated[int, "The most of one address [default: half of all]; 0 = no bound."]
     max_buffered_bytes: Annotated[int, "The most bytes of the bodies of all requests at a time."]
     trusted_proxies: Annotated[list[str], "Proxy (address or network) whose X-Forwarded-For counts; can be repeated."]
+    client_weights: Annotated[str, 'File with the weights of API keys: {"KEY": 2.0, ...} [default: all have 1].']
+    priority_range: Annotated[str, "LOW:HIGH, the priorities that requests may have [default: they have no effect]."]
 
     aliases: ClassVar[Mapping[str, str]] = {"otlp_endpoint": "--otlp-traces-endpoint"}  # vLLM's name
     renamed: ClassVar[Mapping[str, str]] = {
@@ -84,7 +86,18 @@ class ServerFlags(FlagGroup):
         }
         if "api_keys" not in values and (key := os.environ.get("SPECULANT_API_KEY")):
             values["api_keys"] = (key,)
+        if "priority_range" in values:
+            values["priority_range"] = _range(values["priority_range"])
         return ServerOptions(**values)
+
+
+def _range(text: str) -> tuple[int, int]:
+    """Read LOW:HIGH."""
+    low, _, high = text.partition(":")
+    try:
+        return int(low), int(high)
+    except ValueError:
+        raise ConfigError(f"--priority-range {text!r} is not LOW:HIGH", "write for example -10:10.") from None
 
 
 @accepts_flags

@@ -15,7 +15,7 @@ from speculant.engine.generation import StreamPiece
 from speculant.engine.thread import EngineThread, PieceStream
 from speculant.metrics import EngineMetrics
 from speculant.params import SamplingParams
-from speculant.types import RequestOutput
+from speculant.types import ANYONE, Client, RequestOutput
 
 
 class AsyncEngine(Frontend):
@@ -56,6 +56,7 @@ class AsyncEngine(Frontend):
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str = "",
+        client: Client = ANYONE,
     ) -> AsyncGenerator[StreamPiece, None]:
         """Yield each token of a prompt's samples as it is committed.
 
@@ -65,15 +66,17 @@ class AsyncEngine(Frontend):
 
         Text is tokenised in the caller's loop; token ids need no tokenising. A grammar is compiled in another
         thread, unless the task is cancelled before that begins.
-        A lower priority is served sooner, and prompts of different salts share no cache. Before anything
-        is queued, raises RequestError or ConfigError for a request that can't be served, CapacityError if too many
-        requests wait, and the errors of `check_health`. A request that fails raises its error after its last piece;
-        one that `shutdown` aborts raises EngineClosedError.
+        Clients have fair shares of the engine. Of one client's requests, a lower priority is served sooner. Prompts of
+        different salts share no cache. Before anything is queued, raises RequestError or ConfigError for a request that
+        can't be served, CapacityError if too many requests wait, and the errors of `check_health`. A request that fails
+        raises its error after its last piece; one that `shutdown` aborts raises EngineClosedError.
         """
         request_id = uuid.uuid4().hex if request_id is None else request_id
         if (compiling := self._compiling(sampling_params)) is not None:
             await asyncio.wrap_future(compiling)
-        stream = PieceStream(self._generation(prompt, sampling_params, request_id, priority, cache_salt, compiling))
+        stream = PieceStream(
+            self._generation(prompt, sampling_params, request_id, priority, cache_salt, compiling, client)
+        )
         self._thread.add(stream)
         try:
             while (piece := await stream.receive()) is not None:
@@ -89,10 +92,13 @@ class AsyncEngine(Frontend):
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str = "",
+        client: Client = ANYONE,
     ) -> RequestOutput:
         """Complete one prompt; arguments and errors are those of `stream`."""
         output: RequestOutput | None = None
-        pieces = self.stream(prompt, sampling_params, request_id=request_id, priority=priority, cache_salt=cache_salt)
+        pieces = self.stream(
+            prompt, sampling_params, request_id=request_id, priority=priority, cache_salt=cache_salt, client=client
+        )
         async with aclosing(pieces):
             async for piece in pieces:
                 output = piece.output

@@ -27,7 +27,7 @@ from speculant.models.base import CausalLM, check_taps
 from speculant.params import SamplingParams
 from speculant.sampling.chance import Chances
 from speculant.scheduling.scheduler import Schedule, Scheduler
-from speculant.types import Request, StepOutput, StopChecker
+from speculant.types import ANYONE, Client, Request, StepOutput, StopChecker
 from speculant.verification.base import Verifier
 
 logger = logging.getLogger(__name__)
@@ -100,14 +100,17 @@ class Engine:
         priority: int = 0,
         cache_salt: str = "",
         constraint: Callable[[], Constraint] | None = None,
+        client: Client = ANYONE,
     ) -> list[Request]:
         """Queue a tokenised prompt and return its `params.n` sequences, with a stop checker and a constraint each.
 
-        A lower priority is served sooner. Prompts of different salts share no cache. Raises RequestError or ConfigError
-        for a prompt or parameters that can't be served, or an id in use, and CapacityError if too many requests wait;
-        nothing is queued then.
+        Clients have fair shares of the engine; of one client's requests, a lower priority is served sooner. Prompts of
+        different salts share no cache. Raises RequestError or ConfigError for a prompt or parameters that can't be
+        served, or an id in use, and CapacityError if too many requests wait; nothing is queued then.
         """
-        checked = self.check_request(prompt, params, priority=priority, cache_salt=cache_salt, constraint=constraint)
+        checked = self.check_request(
+            prompt, params, priority=priority, cache_salt=cache_salt, constraint=constraint, client=client
+        )
         return self.add_checked(checked, request_id, stop_checker)
 
     def add_checked(
@@ -131,15 +134,16 @@ class Engine:
         priority: int = 0,
         cache_salt: str = "",
         constraint: Callable[[], Constraint] | None = None,
+        client: Client = ANYONE,
     ) -> CheckedRequest:
         """Return a request for `add_checked`; raise errors of `add_request` that do not depend on other requests."""
-        checked = self._factory.check(prompt, params, priority, cache_salt, constraint)
+        checked = self._factory.check(prompt, params, priority, cache_salt, constraint, client)
         self._scheduler.check_size(_num_sequences(params))
         return checked
 
-    def accepts(self, n: int) -> bool:
-        """Whether a prompt with n samples would find room in the queue."""
-        return self._scheduler.num_vacant >= n
+    def accepts(self, n: int, client: Client = ANYONE) -> bool:
+        """Whether a client's prompt with n samples would find room in the queue."""
+        return self._scheduler.num_vacant(client) >= n
 
     def has_unfinished(self) -> bool:
         """Whether any request still waits or runs."""

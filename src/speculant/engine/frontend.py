@@ -31,6 +31,7 @@ from speculant.text.messages import check_roles, check_variables, read_messages
 from speculant.text.reasoning import ExpectedReasoning, expect_reasoning
 from speculant.text.stop import compile_stops
 from speculant.text.user_tokenizer import UserTokenizer
+from speculant.types import ANYONE, Client
 
 
 class TextPrompt(TypedDict):
@@ -225,6 +226,7 @@ class Frontend:
         priority: int = 0,
         cache_salt: str = "",
         compiled: Future[Grammar] | None = None,
+        client: Client = ANYONE,
     ) -> Generation:
         """Tokenise a prompt, compile its stop strings and its output's form; raises RequestError if that fails.
 
@@ -238,7 +240,7 @@ class Frontend:
         compiling = compiled or self._compiling(params)
         constrain = None if compiling is None else _constrain(_awaited(compiling), prompt)
         tokens = self._truncated(tokens, params)
-        return Generation(request_id, text, tokens, params, priority, cache_salt or salt, stops, constrain)
+        return Generation(request_id, text, tokens, params, priority, cache_salt or salt, stops, constrain, client)
 
     def _read_prompt(self, prompt: object) -> tuple[str | None, list[int], str]:
         """Return a prompt's text, if it has one, its token ids and its salt."""

@@ -17,7 +17,7 @@ from speculant.params import SamplingParams
 from speculant.text.stop import StopStrings
 from speculant.text.stream import TextStream
 from speculant.text.tokenizer import Tokenizer
-from speculant.types import CompletionOutput, Logprobs, Request, RequestOutput, StepOutput
+from speculant.types import ANYONE, Client, CompletionOutput, Logprobs, Request, RequestOutput, StepOutput
 
 
 @dataclass(frozen=True)
@@ -58,12 +58,14 @@ class Generation:
         cache_salt: str = "",
         stops: StopStrings | None = None,
         constrain: Callable[[], Constraint] | None = None,
+        client: Client = ANYONE,
     ) -> None:
         if not isinstance(request_id, str):
             raise RequestError(f"request_id={request_id!r} is a {type(request_id).__name__}", "give it as str.")
         self.request_id, self.params = request_id, params
         self._prompt, self._tokens, self._stops = prompt, tokens, stops
         self._priority, self._cache_salt, self._constrain = priority, cache_salt, constrain
+        self._client = client
         self._checked: CheckedRequest | None = None
         self._requests: list[Request] = []
         self._closed: set[int] = set()
@@ -79,6 +81,7 @@ class Generation:
                 priority=self._priority,
                 cache_salt=self._cache_salt,
                 constraint=self._constrain,
+                client=self._client,
             )
         return self._checked
 

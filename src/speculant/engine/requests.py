@@ -17,7 +17,7 @@ from speculant.metrics import PassTotals, RequestMetrics, TimingMetrics
 from speculant.params import SamplingParams
 from speculant.sampling.chance import Purpose, mix
 from speculant.structured.vocabulary import Vocabulary, constrain_all
-from speculant.types import Request, StopChecker
+from speculant.types import ANYONE, Client, Request, StopChecker
 from speculant.verification.base import Verifier
 
 
@@ -45,6 +45,7 @@ class CheckedRequest:
     priority: int = 0
     cache_salt: str = ""
     constraint: Callable[[], Constraint] | None = None
+    client: Client = ANYONE
 
 
 class RequestFactory:
@@ -63,6 +64,7 @@ class RequestFactory:
         priority: int,
         cache_salt: str,
         constraint: Callable[[], Constraint] | None,
+        client: Client = ANYONE,
     ) -> CheckedRequest:
         """Raise RequestError or ConfigError for a request that can't be served."""
         self._check_prompt(prompt)
@@ -72,11 +74,14 @@ class RequestFactory:
             raise RequestError(
                 f"priority={priority!r}, cache_salt={cache_salt!r}", "give priority as int and cache_salt as str."
             )
+        who: object = client
+        if not isinstance(who, Client):
+            raise RequestError(f"client={client!r:.80} is a {type(client).__name__}", "give speculant.Client(name).")
         if constraint is not None and params.beam_width is not None:
             raise RequestError("a beam search takes no constraint", "leave out beam_width, or the constraint.")
         method = self._method(params)
         self._check_speculation(params, method)
-        return CheckedRequest(prompt, params, method, priority, cache_salt, constraint)
+        return CheckedRequest(prompt, params, method, priority, cache_salt, constraint, client)
 
     def make(
         self, checked: CheckedRequest, request_id: str, stop_checker: Callable[[], StopChecker] | None
@@ -116,6 +121,7 @@ class RequestFactory:
             tokens=list(checked.prompt),
             drafter=checked.method,
             priority=checked.priority,
+            client=checked.client,
             cache_salt=checked.cache_salt,
             prediction=_prediction(params),
         )

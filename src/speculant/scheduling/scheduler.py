@@ -8,35 +8,30 @@ hypotheses of a beam search are not a draft: all have to be computed, if necessa
                 ^                    |
                 +------preempt-------+      out of memory: its blocks are released, its tokens recomputed later
 
-The order in which sequences are served is a policy: a sort key, of which the smallest comes first. A request's *level*
-is its priority, and rises by one for every PATIENCE steps that passed before it was queued. So no policy starves a
-request: it is served before every request that came PATIENCE steps later with the same priority. A key depends on
-nothing that changes while a request waits, so that the queue can be a heap.
+Clients come first, with their fair shares (scheduling/fairness.py), and then the order of one client's requests, which
+is a policy (scheduling/policy.py).
 """
 
 from __future__ import annotations
 
-import heapq
-import itertools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
-from types import MappingProxyType
-from typing import NamedTuple
 
 from speculant.cache.base import KVCache, ReservationPlan
 from speculant.config import Limits
 from speculant.errors import CapacityError
-from speculant.types import DraftTree, Request
+from speculant.scheduling.fairness import TURN, Accounts, Holding, divide, yields
+from speculant.scheduling.policy import POLICIES, Key, Standing
+from speculant.scheduling.waiting import WaitingRequests
+from speculant.types import Client, DraftTree, Request
 
 logger = logging.getLogger(__name__)
 
 NO_DRAFT = DraftTree.empty()
 MOST_LOGPROB_ROWS = 64  # of a pass over a prompt with log-probabilities, so that new requests do not wait long
-PATIENCE = 64  # steps
-
-Key = tuple[int, ...]
 
 
 @dataclass(slots=True)
@@ -108,49 +103,6 @@ class Schedule:
                 cache.truncate_to(item.request.seq_id, item.start)
 
 
-class Standing(NamedTuple):
-    """The facts about a request that a policy may use.
-
-    arrival: number of earlier requests. queued_at: number of steps before it was queued. held: positions in the cache.
-    backlog: tokens that are not in the cache.
-    """
-
-    arrival: int
-    priority: int
-    queued_at: int
-    held: int
-    backlog: int
-
-    @property
-    def level(self) -> int:
-        """Lower is served sooner."""
-        return self.priority + self.queued_at // PATIENCE
-
-
-def first_come(standing: Standing) -> Key:
-    """Serve in order of arrival, prompts and decodes alike."""
-    return standing.level, standing.arrival
-
-
-def decode_first(standing: Standing) -> Key:
-    """Serve sequences that lack only their newest token first, so that no prompt delays them; then by arrival.
-
-    A prompt of one token counts as a prompt: otherwise a stream of such prompts would delay all others without bound.
-    """
-    return int(standing.backlog > 1 or not standing.held), standing.level, standing.arrival
-
-
-def shortest_prompt(standing: Standing) -> Key:
-    """Serve the shortest backlog first."""
-    return standing.level, standing.backlog, standing.arrival
-
-
-Policy = Callable[[Standing], Key]
-POLICIES: Mapping[str, Policy] = MappingProxyType(
-    {"first-come": first_come, "decode-first": decode_first, "shortest-prompt": shortest_prompt}
-)
-
-
 class Scheduler:
     """Owns the waiting and the running requests. Admission depends on `target`, the target's cache, alone.
 
@@ -172,13 +124,14 @@ class Scheduler:
         self._step = 0
         self._queued_at: dict[int, int] = {}
         self._unstarted: dict[int, Request] = {}  # running requests without a scheduled token
-        self.waiting = WaitingQueue(self._turn)
+        self._gained: dict[int, int] = {}  # of running requests: steps with other clients that gave them tokens
+        self._accounts = Accounts(limits.max_model_len + TURN)
+        self.waiting = WaitingRequests(self._turn)
         self.running: list[Request] = []
 
-    @property
-    def num_vacant(self) -> int:
-        """How many more requests can be accepted: max_num_seqs of them may run and max_waiting may wait."""
-        return max(0, self._num_places - len(self.running) - len(self.waiting))
+    def num_vacant(self, client: Client) -> int:
+        """Return how many more requests of a client are accepted: its part of max_num_seqs + max_waiting places."""
+        return max(0, self._accounts.vacant_places(client, self._num_places))
 
     @property
     def _num_places(self) -> int:
@@ -193,14 +146,15 @@ class Scheduler:
             )
 
     def add(self, requests: Sequence[Request]) -> None:
-        """Queue requests together; raises CapacityError if the queue has no places for them."""
-        if len(requests) > self.num_vacant:
+        """Queue requests of one client together; raises CapacityError if the queue has no places for them."""
+        if len(requests) > self.num_vacant(requests[0].client):
             raise CapacityError(
                 f"{len(self.running)} sequences run and {len(self.waiting)} wait, {len(requests)} more came and "
-                f"max_num_seqs + max_waiting is {self._num_places}",
+                f"max_num_seqs + max_waiting is {self._num_places}, shared by the clients",
                 "try again later, or raise max_waiting.",
             )
         for request in requests:
+            self._accounts.enter(request.client)
             self._queued_at[request.seq_id] = self._step
             self.waiting.add(request)
 
@@ -208,9 +162,8 @@ class Scheduler:
         """Forget a waiting or running request and release its blocks of the target's cache."""
         (self.running if request in self.running else self.waiting).remove(request)
         del self._queued_at[request.seq_id]
-        self._unstarted.pop(request.seq_id, None)
-        self._salts.pop(request.seq_id, None)
-        self._target.release(request.seq_id)
+        self._accounts.leave(request.client)
+        self._stop(request)
 
     def schedule(self) -> Schedule:
         """Admit requests that fit, then share the token budget; preempt the last request while memory is short."""
@@ -219,7 +172,8 @@ class Scheduler:
             if request.seq_id in self._unstarted or self._held_salt(request) != self._salt(request):
                 self._target.release(request.seq_id)
                 self._start(request)
-        admitted, preempted, plan = self._admit(), list[Request](), self._target.plan()
+        admitted, preempted = self._admit()
+        plan = self._target.plan()
         while (items := self._share(plan)) is None:
             preempted.append(self._last())
             self._preempt(preempted[-1])
@@ -228,19 +182,59 @@ class Scheduler:
         for item in items:
             spare -= item.count + item.tree.size
             self._unstarted.pop(item.request.seq_id, None)
+        if not self._accounts.few:
+            self._charge(items)
         return Schedule(items, plan, spare, admitted, preempted)
+
+    def _charge(self, items: Sequence[Scheduled]) -> None:
+        """Note which client used what in a step."""
+        used = Counter[str]()
+        for item in items:
+            used[item.request.client.name] += item.num_rows
+            self._gained[item.request.seq_id] = self._gained.get(item.request.seq_id, 0) + item.completes
+        self._accounts.charge(used)
 
     def _share(self, plan: ReservationPlan) -> list[Scheduled] | None:
         """Share the budget among the running requests, in order; None if one that is not the last finds no memory."""
-        budget, items = self._limits.max_num_batched_tokens, list[Scheduled]()
-        for request in self.running if len(self.running) == 1 else sorted(self.running, key=self._turn):
+        budgets, items = self._budgets(), list[Scheduled]()
+        place = self._turn if self._accounts.few else self._place
+        for request in self.running if len(self.running) == 1 else sorted(self.running, key=place):
+            budget = budgets[request.client.name]
             item = self._item(request, budget, plan)
             if item is not None:
                 items.append(item)
-                budget -= item.count + item.tree.size
+                budgets[request.client.name] = budget - item.count - item.tree.size
             elif self._least(request) <= budget and request is not self._last():
                 return None
         return items
+
+    def _budgets(self) -> dict[str, int]:
+        """Return the rows of this step that each client with running requests may use.
+
+        The client with the lowest counter gets as many as a beam search of it needs at least. So none waits forever.
+        """
+        budget = self._limits.max_num_batched_tokens
+        if self._accounts.few:
+            return dict.fromkeys((request.client.name for request in self.running), budget)
+        needs, least, weights = Counter[str](), Counter[str](), dict[str, float]()
+        for request in sorted(self.running, key=self._place, reverse=True):
+            name, fewest = request.client.name, self._least(request)
+            needs[name] += max(fewest, self._wanted(request))
+            least[name] = max(least[name], fewest)
+            weights[name] = self._accounts.of(request.client).weight
+        first = next(reversed(needs), "")
+        parts = divide(budget, needs, weights)
+        if parts.get(first, 0) < least[first]:
+            del needs[first]
+            parts = {first: least[first], **divide(budget - least[first], needs, weights)}
+        return parts
+
+    def _wanted(self, request: Request) -> int:
+        """Return how many rows a request would use."""
+        backlog = self._backlog(request)
+        if request.params.prompt_logprobs is not None and request.wants_prompt_logits:
+            return min(backlog, MOST_LOGPROB_ROWS)
+        return backlog if request.search is None else backlog + request.search.beams.live_tree.size
 
     def _item(self, request: Request, budget: int, plan: ReservationPlan) -> Scheduled | None:
         """Take a request's work within budget and room from the plan, and return it if there is any.
@@ -266,26 +260,82 @@ class Scheduler:
         """Return the fewest rows that a request can use: its newest token needs one hypothesis after it."""
         return 1 if self._backlog(request) > 1 else 1 + request.num_positions - len(request.tokens)
 
-    def _admit(self) -> list[Request]:
-        """Move waiting requests to running while their missing tokens fit; return them."""
-        admitted: list[Request] = []
+    def _admit(self) -> tuple[list[Request], list[Request]]:
+        """Move waiting requests to running while their missing tokens fit; return them, and those that gave way."""
+        admitted, preempted = list[Request](), list[Request]()
         if not self.waiting:
-            return admitted
+            return admitted, preempted
         self.waiting.readmit(lambda request: not self._waits_for_sibling(request))
-        while len(self.running) < self._limits.max_num_seqs and (request := self.waiting.first()) is not None:
+        while (request := self._first_waiting()) is not None:
             if self._waits_for_sibling(request):
                 self.waiting.hold_back(request)
-                continue
-            self._start(request)
-            if self.running and not self._fits(request):
-                self._target.release(request.seq_id)
-                del self._salts[request.seq_id]
+            elif self._run(request):
+                admitted.append(request)
+            elif (yielding := self._yielding_to(request)) is not None:
+                self._preempt(yielding)
+                preempted.append(yielding)
+            else:
                 break
-            self.waiting.remove(request)
-            self.running.append(request)
-            self._unstarted[request.seq_id] = request
-            admitted.append(request)
-        return admitted
+        return admitted, preempted
+
+    def _first_waiting(self) -> Request | None:
+        """Return the request that is admitted next, if one can be."""
+        if self._accounts.few and len(self.running) >= self._limits.max_num_seqs:
+            return None
+        firsts = self.waiting.first_of_each()
+        if len(firsts) < 2:
+            return firsts[0] if firsts else None
+        holdings = self._holdings()
+
+        def claim(request: Request) -> tuple[float, float, int]:
+            holding = holdings.get(request.client.name) or Holding(self._accounts.of(request.client))
+            return holding.per_weight(), holding.account.counter, request.seq_id
+
+        return min(firsts, key=claim)
+
+    def _run(self, request: Request) -> bool:
+        """Start a waiting request if a place and room for its missing tokens are free; return whether they are."""
+        if len(self.running) >= self._limits.max_num_seqs:
+            return False
+        self._start(request)
+        if self.running and not self._fits(request):
+            self._target.release(request.seq_id)
+            del self._salts[request.seq_id]
+            return False
+        self.waiting.remove(request)
+        self.running.append(request)
+        self._unstarted[request.seq_id] = request
+        return True
+
+    def _yielding_to(self, claimant: Request) -> Request | None:
+        """Return the running request of another client that gives way to a waiting one, if one does."""
+        if self._accounts.few:
+            return None
+        holdings, lasts = self._holdings(), dict[str, Request]()
+        own = holdings.pop(claimant.client.name, None) or Holding(self._accounts.of(claimant.client))
+        for request in sorted(self.running, key=self._rank):
+            lasts[request.client.name] = request
+        giving = [
+            name
+            for name, each in holdings.items()
+            if yields(each, _width(lasts[name]), self._had_turn(lasts[name]), own, _width(claimant))
+        ]
+        if not giving:
+            return None
+        return lasts[max(giving, key=lambda name: holdings[name].excess)]
+
+    def _had_turn(self, request: Request) -> bool:
+        return self._gained.get(request.seq_id, 0) >= TURN
+
+    def _holdings(self) -> dict[str, Holding]:
+        """Return what each client with running requests has."""
+        holdings: dict[str, Holding] = {}
+        for request in self.running:
+            held = holdings.get(request.client.name) or Holding(self._accounts.of(request.client))
+            holdings[request.client.name] = Holding(
+                held.account, held.num_requests + 1, held.num_sequences + _width(request)
+            )
+        return holdings
 
     def _start(self, request: Request) -> None:
         """Take over cached positions: a sibling's prompt, else a matching prefix."""
@@ -333,24 +383,34 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         """Release a request's blocks and queue it again; its tokens are recomputed once it is admitted."""
         self.running.remove(request)
-        self._unstarted.pop(request.seq_id, None)
-        self._salts.pop(request.seq_id, None)
-        self._target.release(request.seq_id)
+        self._stop(request)
         self.waiting.add(request)
         request.metrics.num_preemptions += 1
         logger.debug("request %s is preempted after %d tokens", request.request_id, len(request.tokens))
 
+    def _stop(self, request: Request) -> None:
+        """Release the blocks of a request, and forget what is noted of running ones."""
+        for noted in (self._unstarted, self._salts, self._gained):
+            noted.pop(request.seq_id, None)
+        self._target.release(request.seq_id)
+
     def _turn(self, request: Request) -> Key:
         return self._policy(self._standing(request))
 
+    def _place(self, request: Request) -> tuple[float, ...]:
+        """Return the place of a running request in a step: after clients with a lower counter."""
+        return self._accounts.of(request.client).counter, *self._turn(request)
+
+    def _rank(self, request: Request) -> tuple[int, int]:
+        standing = self._standing(request)
+        return standing.level, standing.arrival
+
     def _last(self) -> Request:
-        """Return the running request that is preempted first: the last by level, then by arrival."""
-
-        def rank(request: Request) -> tuple[int, int]:
-            standing = self._standing(request)
-            return standing.level, standing.arrival
-
-        return max(self.running, key=rank)
+        """Return the running request that is preempted first: of the client with the most, the last by its rank."""
+        if self._accounts.few:
+            return max(self.running, key=self._rank)
+        holdings = self._holdings()
+        return max(self.running, key=lambda request: (holdings[request.client.name].per_weight(), *self._rank(request)))
 
     def _standing(self, request: Request) -> Standing:
         held = self._target.length(request.seq_id)
@@ -361,79 +421,6 @@ class Scheduler:
         return len(request.tokens) - self._target.length(request.seq_id)
 
 
-class WaitingQueue:
-    """A heap of requests; adding, removing and taking the first are O(log n) on average.
-
-    key: orders the requests; it must not change while a request waits. A request that is held back stays in the queue
-    and can't be the first until `readmit`.
-
-    The entry of a request that leaves stays in the heap. Each entry has a number of its own, and only the one in
-    `_entries` is valid: a request that was removed and added again may have another key. The heap is rebuilt when most
-    of its entries are not valid, so its size is proportional to the number of waiting requests.
-    """
-
-    def __init__(self, key: Callable[[Request], Key]) -> None:
-        self._key = key
-        self._numbers = itertools.count()
-        self._heap: list[tuple[Key, int, int]] = []  # key, number of the entry, sequence id
-        self._entries: dict[int, int] = {}  # by sequence id: the number of the valid entry
-        self._requests: dict[int, Request] = {}
-        self._held_back: dict[int, Request] = {}
-
-    def __len__(self) -> int:
-        return len(self._requests)
-
-    def __iter__(self) -> Iterator[Request]:
-        return iter(sorted(self._requests.values(), key=self._key))
-
-    def __contains__(self, request: Request) -> bool:
-        return request.seq_id in self._requests
-
-    def add(self, request: Request) -> None:
-        """Queue a request."""
-        self._requests[request.seq_id] = request
-        self._enter(request)
-
-    def remove(self, request: Request) -> None:
-        """Take a request out; raises KeyError if it does not wait."""
-        del self._requests[request.seq_id]
-        if self._held_back.pop(request.seq_id, None) is None:
-            self._leave(request)
-
-    def first(self) -> Request | None:
-        """Return the first request that is not held back; None if there is none."""
-        while self._heap and not self._is_valid(self._heap[0]):
-            heapq.heappop(self._heap)
-        return self._requests[self._heap[0][2]] if self._heap else None
-
-    def hold_back(self, request: Request) -> None:
-        """Skip a request until it is readmitted."""
-        self._held_back[request.seq_id] = request
-        self._leave(request)
-
-    def readmit(self, is_ready: Callable[[Request], bool]) -> None:
-        """Return the held-back requests that are ready to their places in the queue."""
-        for request in [each for each in self._held_back.values() if is_ready(each)]:
-            del self._held_back[request.seq_id]
-            self._enter(request)
-
-    def check(self) -> None:
-        """Assert that each request that can be the first has one valid entry, and that few entries are not valid."""
-        valid = [entry[2] for entry in self._heap if self._is_valid(entry)]
-        assert sorted([*valid, *self._held_back]) == sorted(self._requests), "a waiting request has no entry, or two"
-        assert len(self._heap) <= 2 * len(self._entries), "the heap keeps entries of requests that left it"
-
-    def _enter(self, request: Request) -> None:
-        number = self._entries[request.seq_id] = next(self._numbers)
-        heapq.heappush(self._heap, (self._key(request), number, request.seq_id))
-
-    def _leave(self, request: Request) -> None:
-        """Make a request's entry invalid."""
-        del self._entries[request.seq_id]
-        if len(self._heap) > 2 * len(self._entries):
-            self._heap = [entry for entry in self._heap if self._is_valid(entry)]
-            heapq.heapify(self._heap)
-
-    def _is_valid(self, entry: tuple[Key, int, int]) -> bool:
-        _, number, seq_id = entry
-        return self._entries.get(seq_id) == number
+def _width(request: Request) -> int:
+    """Return the number of sequences that a request counts as: a beam search has one for each beam."""
+    return request.params.beam_width or 1

@@ -3,13 +3,61 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+import json
+import logging
+from collections.abc import Iterable, Sequence
 from ipaddress import IPv6Address, ip_address, ip_network
+from pathlib import Path
 
 from starlette.types import Scope
 
+from speculant.errors import ConfigError
+from speculant.types import WEIGHTS
+
+logger = logging.getLogger(__name__)
+
 API_KEY = "speculant.api_key"  # in a scope: the key of the client
 _NETWORK_BITS = 64  # of an IPv6 address: one client often has all addresses of such a network
+
+
+_FORM = 'write a JSON object, {"KEY": 2.0, ...}, with the weights of API keys.'
+
+
+def read_weights(path: str | None, api_keys: Sequence[str]) -> dict[str, float]:
+    """Return the weights of clients by name, from a file that has them by API key; a key that it leaves out has 1.
+
+    Raises ConfigError for a file that can't be read or has anything else. No message has a key of the file.
+    """
+    if path is None:
+        return {}
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        if Path(path).stat().st_mode & 0o077:
+            logger.warning("%s has API keys and other users may read or write it", path)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise ConfigError(f"the weights in {path} can't be read: {reason}", "name a file that you may read.") from None
+    try:
+        pairs = json.loads(text, object_pairs_hook=tuple)
+    except (ValueError, RecursionError):
+        raise ConfigError(f"{path} is not valid JSON", _FORM) from None
+    if not isinstance(pairs, tuple):
+        raise ConfigError(f"{path} holds no JSON object", _FORM)
+    for place, (key, weight) in enumerate(pairs, 1):
+        _check_weight(f"key {place} of {path}", key in api_keys, weight)
+    weights = {f"key:{key_digest(key)}": float(weight) for key, weight in pairs}
+    if len(weights) < len(pairs):
+        raise ConfigError(f"{path} has a key twice", "leave one of them out.")
+    return weights
+
+
+def _check_weight(name: str, known: bool, weight: object) -> None:
+    """Raise ConfigError for an unknown key, or a weight that is none."""
+    if not known:
+        raise ConfigError(f"{name} is not a key of this server", "name it with --api-key too, or leave it out.")
+    low, high = WEIGHTS
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not low <= weight <= high:
+        raise ConfigError(f"the weight of {name} is not a number from {low} to {high}", _FORM)
 
 
 def client_of(scope: Scope) -> str:

@@ -45,7 +45,7 @@ _COUNTERS = (
         "Target passes that gave a sequence tokens, per sequence; generation_tokens over these is the tokens per pass.",
         "sampled_passes",
     ),
-    ("num_preemptions", "Sequences preempted for lack of memory.", "preemptions"),
+    ("num_preemptions", "Sequences preempted, for memory or for another client.", "preemptions"),
     ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", "prompt_tokens"),
     ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", "prefix_hit_tokens"),
     ("gpu_prefix_cache_queries", "prefix_cache_queries under its older name.", "prompt_tokens"),

@@ -37,6 +37,8 @@ class ServerOptions:
     stored response is deleted.
     access_log: the form of the lines for requests, which the logger `speculant.serving.access_log` gets: "none", "text"
     or "json". otlp_endpoint: the URL of an OpenTelemetry collector that gets traces, by OTLP over HTTP; None = nowhere.
+    client_weights: a file with the weights of API keys, see `read_weights`; None = all have the weight 1.
+    priority_range: the lowest and the highest `priority` of a request; None = priorities have no effect.
     """
 
     host: str = "127.0.0.1"
@@ -70,6 +72,8 @@ class ServerOptions:
     max_connections_per_address: int | None = None
     max_buffered_bytes: int = 256 * 2**20
     trusted_proxies: tuple[str, ...] = ()
+    client_weights: str | None = None
+    priority_range: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -95,6 +99,9 @@ class ServerOptions:
             )
         if self.max_messages > MOST_MESSAGES:
             raise ConfigError(f"max_messages={self.max_messages} is above {MOST_MESSAGES}", "lower max_messages.")
+        if self.priority_range is not None and self.priority_range[0] > self.priority_range[1]:
+            low, high = self.priority_range
+            raise ConfigError(f"priority_range={low}:{high} has no number", f'use "{high}:{low}".')
         for name in _POSITIVE:
             value = getattr(self, name)
             if value is not None and not value > 0:

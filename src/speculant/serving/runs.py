@@ -15,6 +15,7 @@ from speculant.serving.errors import timed_out, unavailable
 from speculant.serving.metrics import RequestMeter
 from speculant.serving.options import ServerOptions
 from speculant.serving.prompts import Prompt
+from speculant.types import ANYONE, Client
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class Work:
     params: SamplingParams
     priority: int = 0
     cache_salt: str = ""
+    client: Client = ANYONE
 
 
 Numbered = tuple[int, StreamPiece]  # the number of a prompt, and a piece of one of its samples
@@ -77,6 +79,7 @@ async def _read(
         request_id=request_id,
         priority=work.priority,
         cache_salt=work.cache_salt,
+        client=work.client,
     )
     try:
         async with asyncio.timeout(options.request_timeout), aclosing(pieces):

@@ -19,7 +19,7 @@ from speculant.engine.async_engine import AsyncEngine
 from speculant.errors import SpeculantError
 from speculant.params import SamplingParams
 from speculant.serving.answers import Answer, Call, Chunk
-from speculant.serving.clients import API_KEY, client_of, key_digest
+from speculant.serving.clients import API_KEY, client_of, key_digest, read_weights
 from speculant.serving.errors import ApiError, api_error, refusal
 from speculant.serving.metrics import RequestMeter, ServerMetrics
 from speculant.serving.options import ServerOptions
@@ -33,6 +33,7 @@ from speculant.serving.streams import EventStream, while_connected
 from speculant.serving.text_lanes import LARGE
 from speculant.serving.token_texts import TokenTexts
 from speculant.serving.wire import DONE, document_response, event
+from speculant.types import Client
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +66,7 @@ class Service:
         """names: the model's names, its own first. aliases: further names that requests may use."""
         self.state, self.options, self.names = state, options, tuple(names)
         self._aliases = frozenset(aliases)
+        self._weights = read_weights(options.client_weights, options.api_keys)
         self.metrics = ServerMetrics(options.metrics_prefix, self.names[0], self._totals, self._cache, self._longest)
 
     async def read(self, kind: type[B], request: Request) -> B:
@@ -145,7 +147,7 @@ class Service:
         record: RequestRecord | None = request.scope.get(RECORD)
         if record is not None:
             record.params = job.params
-        with self.state.admission.admit(samples):
+        with self.state.admission.admit(samples, self.client(request)):
             meter, failed = RequestMeter(self.metrics, samples, job.params, record), True
             try:
                 work = await self._work(engine, request, job)
@@ -172,7 +174,25 @@ class Service:
         params = await self.prompts(request).of_params(engine, job.params)
         salt = salt_of(request.scope.get(API_KEY), job.body.cache_salt)
         request_id = f"{request.scope.get(REQUEST_ID, '')}:{uuid.uuid4().hex}"  # clients may repeat their ids
-        return Work(request_id, prompts, params, job.body.priority or 0, salt)
+        priority = self._priority(job.body)
+        return Work(request_id, prompts, params, priority, salt, self.client(request))
+
+    def client(self, request: Request) -> Client:
+        """Return who sent a request, with the weight that the operator gave."""
+        name = client_of(request.scope)
+        return Client(name, self._weights.get(name, 1.0))
+
+    def _priority(self, body: GeneratingBody) -> int:
+        """Return a request's priority, which is 0 unless the operator has set a range.
+
+        Raises ApiError (400) for a priority outside of the range.
+        """
+        allowed = self.options.priority_range
+        if body.priority is None or allowed is None:
+            return 0
+        if not allowed[0] <= body.priority <= allowed[1]:
+            raise refusal(f"priority={body.priority} is not a number from {allowed[0]} to {allowed[1]}.", "priority")
+        return body.priority
 
     def _totals(self) -> Any:
         engine = self.state.loaded

@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from speculant.engine.async_engine import AsyncEngine
 from speculant.errors import SpeculantError
+from speculant.scheduling.fairness import places_of
 from speculant.serving.errors import ApiError, api_error, overloaded, refusal, unavailable
 from speculant.serving.text_lanes import TextLanes
+from speculant.types import ANYONE, Client
 
 logger = logging.getLogger(__name__)
 
@@ -19,30 +22,44 @@ Source = AsyncEngine | Callable[[], AsyncEngine]
 
 
 class Admission:
-    """Counts the sequences of all requests from arrival to end, and bounds them. For use in one event loop."""
+    """Counts the sequences of all requests from arrival to end, and bounds them. For use in one event loop.
+
+    A client may have as many sequences as are its part of all places, which the clients that have some share by weight,
+    and one at least. So a client alone may take every place, and one that comes later finds its part free all the same.
+    """
 
     def __init__(self, most: int) -> None:
-        """most: sequences that may run or wait at a time."""
-        self.most, self.count = most, 0
+        """most: sequences of a client alone that may run or wait at a time."""
+        self.most, self._counts, self._weights = most, Counter[str](), dict[str, float]()
+
+    @property
+    def count(self) -> int:
+        """The sequences that run or wait."""
+        return self._counts.total()
 
     @contextmanager
-    def admit(self, sequences: int) -> Iterator[None]:
-        """Count sequences while the block runs.
+    def admit(self, sequences: int, client: Client = ANYONE) -> Iterator[None]:
+        """Count sequences of a client while the block runs.
 
         Raises ApiError if there is no room for them now (429), or never (400).
         """
         if sequences > self.most:
             raise refusal(f"The request has {sequences} answers and at most {self.most} may run and wait.", "n")
-        if self.count + sequences > self.most:
+        name, own = client.name, self._counts[client.name]
+        others = sum(weight for other, weight in self._weights.items() if other != name)
+        most = places_of(client.weight, others, self.most)
+        if own + sequences > most:
             raise overloaded(
-                f"The server's queue is full: {self.count} sequences run or wait, the request has {sequences} and the"
-                f" most is {self.most}. Try again later."
+                f"The server's queue is full: {own} of this client's sequences run or wait, the request has {sequences}"
+                f" and the client's share of {self.most} places is {most}. Try again later."
             )
-        self.count += sequences
+        self._counts[name], self._weights[name] = own + sequences, client.weight
         try:
             yield
         finally:
-            self.count -= sequences
+            self._counts[name] -= sequences
+            if not self._counts[name]:
+                del self._counts[name], self._weights[name]
 
 
 class ServerState:

@@ -267,7 +267,7 @@ PREEMPTION = [
     Mutant(
         "a preempted request keeps its memory",
         SCHEDULER,
-        "        self._target.release(request.seq_id)\n        self.waiting.add(request)\n",
+        "        self._stop(request)\n        self.waiting.add(request)\n",
         "        self.waiting.add(request)\n",
         ASIDE.format("none-decode-first"),
     ),

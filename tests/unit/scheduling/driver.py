@@ -11,7 +11,7 @@ from speculant.cache.factory import paged_cache, slotted_cache
 from speculant.config import Limits
 from speculant.params import SamplingParams
 from speculant.scheduling.scheduler import Schedule, Scheduler
-from speculant.types import Request
+from speculant.types import ANYONE, Client, Request
 from tests.models import make_request
 
 SHAPE = CacheShape(1, 1, 1, torch.float32, torch.device("cpu"))
@@ -51,6 +51,7 @@ class Driver:
         token: int | None = None,
         priority: int = 0,
         params: SamplingParams | None = None,
+        client: Client = ANYONE,
     ) -> Request:
         """Queue a request; its prompt repeats one token, by default one that no other has."""
         seq_id = len(self.requests)
@@ -60,6 +61,7 @@ class Driver:
             seq_id=seq_id,
             request_id=request_id or f"request-{seq_id}",
             priority=priority,
+            client=client,
         )
         self.scheduler.add([request])
         self.requests.append(request)

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from speculant.config import POLICIES
 from speculant.errors import CapacityError
 from speculant.params import SamplingParams
-from speculant.scheduling.scheduler import MOST_LOGPROB_ROWS, Key, Scheduled
-from speculant.types import Request
+from speculant.scheduling.policy import Key
+from speculant.scheduling.scheduler import MOST_LOGPROB_ROWS, Scheduled
+from speculant.types import ANYONE, Request
 from tests.models import make_request
 from tests.unit.scheduling.driver import BLOCK, Driver, blocks, counts, slots
 
@@ -141,9 +142,9 @@ def test_a_full_queue_refuses_requests_with_its_sizes() -> None:
             driver.add(2)
         assert caught.value.fix == "try again later, or raise max_waiting."
         assert driver.waiting == queued[running:]
-        assert driver.scheduler.num_vacant == 0
+        assert driver.scheduler.num_vacant(ANYONE) == 0
         driver.step()
-    driver.steps_until(lambda: driver.scheduler.num_vacant == 1)
+    driver.steps_until(lambda: driver.scheduler.num_vacant(ANYONE) == 1)
 
 
 def test_samples_are_queued_together_or_not_at_all() -> None:
@@ -164,7 +165,7 @@ def test_a_preempted_request_finds_room_in_a_full_queue() -> None:
     driver.add(7)
     driver.add(7)
     driver.steps_until(lambda: len(driver.scheduler.waiting) == 3)
-    assert driver.scheduler.num_vacant == 0
+    assert driver.scheduler.num_vacant(ANYONE) == 0
 
 
 def test_scheduler_lets_others_pass_samples_that_wait() -> None:
@@ -203,7 +204,7 @@ def test_scheduler_compares_few_of_many_that_wait() -> None:
         return turn(request)
 
     driver.scheduler._turn = counting  # type: ignore[method-assign]
-    driver.scheduler.waiting._key = counting
+    driver.scheduler.waiting._queues[ANYONE.name]._key = counting
     for _ in range(10):
         driver.scheduler.schedule()
     assert looked_at < 100

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hypothesis.strategies as st
 from hypothesis import given
 
-from speculant.scheduling.scheduler import WaitingQueue
+from speculant.scheduling.waiting import WaitingQueue
 from speculant.types import Request
 from tests.models import make_request
 

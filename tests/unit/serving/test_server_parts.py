@@ -21,7 +21,7 @@ from speculant.serving.token_texts import LOWEST, TokenTexts, chat_logprob, comp
 from speculant.serving.tools import find_parser
 from speculant.serving.wire import encode, event
 from speculant.text.tokenizer import Tokenizer
-from speculant.types import Logprob
+from speculant.types import Client, Logprob
 from tests.models import Checkpoints
 
 # --- options, admission, JSON
@@ -55,6 +55,35 @@ def test_admission_counts_and_refuses() -> None:
             raise LookupError
         assert admission.count == 2
     assert admission.count == 0
+
+
+def test_admission_leaves_each_client_its_share() -> None:
+    """One client has every place, and later ones get their parts all the same: a half, a third, and one at least."""
+    admission, one = Admission(6), Client("one")
+
+    def is_full(client: Client, sequences: int) -> bool:
+        try:
+            with admission.admit(sequences, client):
+                return False
+        except ApiError as error:
+            return error.status == 429
+
+    with admission.admit(6, one):
+        assert is_full(one, 1)
+        with admission.admit(3, Client("two")):
+            assert is_full(Client("two"), 1)
+            assert (is_full(Client("three"), 2), is_full(Client("three"), 3)) == (False, True)
+            assert (is_full(Client("heavy", 4.0), 4), is_full(Client("light", 0.001), 1)) == (False, False)
+            assert admission.count == 9
+    assert not is_full(one, 6)
+    with pytest.raises(ApiError) as caught, admission.admit(7, one):
+        pass
+    assert (caught.value.status, caught.value.param) == (400, "n")
+
+
+def test_a_range_of_priorities_has_numbers() -> None:
+    with pytest.raises(ConfigError, match="priority_range=3:-3"):
+        ServerOptions(priority_range=(3, -3))
 
 
 @pytest.mark.parametrize("text", ["plain", "ä€😀", "\ud800", '"\\\n\x00'])

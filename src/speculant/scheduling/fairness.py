@@ -1,0 +1,156 @@
+"""Fair shares: clients are served in turn, each in proportion to its weight, whatever its requests ask for.
+
+    what is shared            who gets it
+    a place to run            the client with the fewest running sequences; of equals, the one with the lowest counter
+    the rows of a step        every client what it needs, or an equal part of the rest (max-min fairness)
+    a place to wait           every client an equal part of all places
+
+All of it is by weight: a client of weight 2 counts as half of what it has.
+
+A client's *counter* is the number of rows computed for it, divided by its weight: the virtual token counter of Sheng et
+al. 2023 (arXiv 2401.00588). Prompt tokens, output tokens, hypotheses of a beam search and tokens that are computed
+again after preemption count, because each takes a row that another client might use. Tokens found in the prefix cache
+and drafts are free: the former are not computed, and the latter get only rows that no client needs.
+
+A client that comes back starts at the lowest counter of the clients that are present, so that absence earns nothing.
+No counter is more than a fixed lead above the lowest one, so that use of an idle engine costs no later wait.
+
+A client with nothing running takes the place of the last sequence of the client that runs the most, if that has more
+than one. If all clients have one, because there are more clients than places or little memory, they take turns of at
+least TURN tokens. A client that has some, and less than another, takes further places by turns as well. No client can
+take a place back at once, so that sequences are not preempted in circles.
+
+So a client that had nothing in the engine gets its first token at most 3 steps after the steps that its prompt takes at
+its share of the rows, if memory holds a text of each client and there are as many places as clients. Otherwise, beside
+N sequences in all, it gains a token at least once in 2 N (max_model_len + TURN) steps, times the ratio of the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from speculant.types import Client
+
+TURN = 64  # tokens; computing a text of some hundred tokens again takes the time of a few of them
+
+
+@dataclass(slots=True)
+class Account:
+    """One client's weight, its counter, and the number of its sequences that wait or run."""
+
+    weight: float = 1.0
+    counter: float = 0.0
+    num_sequences: int = 0
+
+
+class Accounts:
+    """The accounts of the clients that have sequences, and of those whose counter is still above the lowest."""
+
+    def __init__(self, most_lead: int) -> None:
+        """most_lead: a counter is at most this far above the lowest one."""
+        self._most_lead = most_lead
+        self._accounts: dict[str, Account] = {}
+
+    @property
+    def few(self) -> bool:
+        """Whether there are fewer than two clients, so that nothing has to be shared."""
+        return len(self._accounts) < 2
+
+    def of(self, client: Client) -> Account:
+        """Return the account of a client that has sequences."""
+        return self._accounts[client.name]
+
+    def enter(self, client: Client) -> None:
+        """Count a new sequence of a client."""
+        account, lowest = self._accounts.setdefault(client.name, Account()), self._lowest()
+        if not account.num_sequences:
+            account.counter = max(account.counter, lowest)
+        account.weight = client.weight
+        account.num_sequences += 1
+
+    def leave(self, client: Client) -> None:
+        """Count a sequence less; the client is forgotten once its counter does not matter."""
+        self._accounts[client.name].num_sequences -= 1
+        self._forget()
+
+    def charge(self, rows: Mapping[str, int]) -> None:
+        """Add the rows of a step to the counters, by client."""
+        if self.few:
+            return
+        for name, count in rows.items():
+            account = self._accounts[name]
+            account.counter += count / account.weight
+        most = self._lowest() + self._most_lead
+        for account in self._accounts.values():
+            account.counter = min(account.counter, most)
+        self._forget()
+
+    def vacant_places(self, client: Client, most: int) -> int:
+        """Return how many sequences more a client may have.
+
+        All clients that have some, and this one, have equal parts of `most` places by weight, at least one each.
+        """
+        present = {name: each for name, each in self._accounts.items() if each.num_sequences}
+        own = present.pop(client.name, Account())
+        others = sum(account.weight for account in present.values())
+        return places_of(client.weight, others, most) - own.num_sequences
+
+    def _lowest(self) -> float:
+        return min((each.counter for each in self._accounts.values() if each.num_sequences), default=0.0)
+
+    def _forget(self) -> None:
+        """Forget absent clients whose counter would be raised if they came back."""
+        lowest, present = self._lowest(), any(each.num_sequences for each in self._accounts.values())
+        for name, account in list(self._accounts.items()):
+            if not account.num_sequences and (account.counter <= lowest or not present):
+                del self._accounts[name]
+
+
+def places_of(weight: float, others: float, most: int) -> int:
+    """Return a client's part of `most` places, at least one. others: the sum of the other clients' weights."""
+    return max(1, int(most * weight / (weight + others)))
+
+
+def divide(rows: int, needs: Mapping[str, int], weights: Mapping[str, float]) -> dict[str, int]:
+    """Divide rows among clients: a row for each, and of the rest what it needs, or an equal part by weight.
+
+    There are at least as many rows as clients, and each needs one at least. The last of equals gets what is left over.
+    """
+    parts: dict[str, int] = {}
+    left, total = max(0, rows - len(needs)), sum(weights[name] for name in needs)
+    for name in sorted(needs, key=lambda name: (needs[name] - 1) / weights[name]):
+        is_last = len(parts) == len(needs) - 1
+        more = min(needs[name] - 1, left if is_last else int(left * weights[name] / total))
+        parts[name] = 1 + more
+        left, total = left - more, total - weights[name]
+    return parts
+
+
+class Holding(NamedTuple):
+    """What a client has running: the number of requests, and of sequences, in which each beam of a search counts."""
+
+    account: Account
+    num_requests: int = 0
+    num_sequences: int = 0
+
+    def per_weight(self, change: int = 0) -> float:
+        """Return the number of sequences by weight, after a change."""
+        return (self.num_sequences + change) / self.account.weight
+
+    @property
+    def excess(self) -> tuple[bool, float, float]:
+        """Orders clients by how much they have; the largest gives way first."""
+        return self.num_requests > 1, self.per_weight(), self.account.counter
+
+
+def yields(holder: Holding, last: int, had_turn: bool, claimant: Holding, wanted: int) -> bool:
+    """Whether a client gives up its last running request for a waiting one of another client.
+
+    last, wanted: the sequences of these requests. had_turn: the last one got at least TURN tokens since it began to run
+    """
+    if not claimant.num_requests:
+        return holder.num_requests > 1 or (had_turn and holder.account.counter > claimant.account.counter)
+    behind = claimant.account.counter <= holder.account.counter
+    return had_turn and behind and holder.num_requests > 1 and holder.per_weight(-last) >= claimant.per_weight(wanted)
