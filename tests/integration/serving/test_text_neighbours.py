@@ -75,7 +75,6 @@ ATTACKS: dict[str, tuple[str, dict[str, Any] | str]] = {
     "items": (RESPONSES, {"input": messages(60_000)}),
     "prediction": (COMPLETIONS, {"prompt": "a", "prediction": {"type": "content", "content": "a\n" * 65_000}}),
     "banned words": (COMPLETIONS, {"prompt": "a", "max_tokens": 1, "bad_words": ["abcdefghijklmno"] * 1024}),
-    "echo": (COMPLETIONS, {"prompt": [[5] * 900] * 16, "echo": True, "logprobs": 0, "max_tokens": 1}),
 }
 
 
