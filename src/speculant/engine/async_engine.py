@@ -56,6 +56,7 @@ class AsyncEngine(Frontend):
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str = "",
+        client: str = "",
     ) -> AsyncGenerator[StreamPiece, None]:
         """Yield each token of a prompt's samples as it is committed.
 
@@ -65,15 +66,18 @@ class AsyncEngine(Frontend):
 
         Text is tokenised in the caller's loop; token ids need no tokenising. A grammar is compiled in another
         thread, unless the task is cancelled before that begins.
-        A lower priority is served sooner, and prompts of different salts share no cache. Before anything
+        A lower priority is served sooner, and prompts of different salts share no cache. client: who sent the request;
+        clients take turns. Before anything
         is queued, raises RequestError or ConfigError for a request that can't be served, CapacityError if too many
         requests wait, and the errors of `check_health`. A request that fails raises its error after its last piece;
         one that `shutdown` aborts raises EngineClosedError.
         """
         request_id = uuid.uuid4().hex if request_id is None else request_id
-        if (compiling := self._compiling(sampling_params)) is not None:
+        if (compiling := self._compiling(sampling_params, client)) is not None:
             await asyncio.wrap_future(compiling)
-        stream = PieceStream(self._generation(prompt, sampling_params, request_id, priority, cache_salt, compiling))
+        stream = PieceStream(
+            self._generation(prompt, sampling_params, request_id, priority, cache_salt, compiling, client)
+        )
         self._thread.add(stream)
         try:
             while (piece := await stream.receive()) is not None:

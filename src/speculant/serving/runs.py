@@ -26,6 +26,7 @@ class Work:
     params: SamplingParams
     priority: int = 0
     cache_salt: str = ""
+    client: str = ""
 
 
 Numbered = tuple[int, StreamPiece]  # the number of a prompt, and a piece of one of its samples
@@ -77,6 +78,7 @@ async def _read(
         request_id=request_id,
         priority=work.priority,
         cache_salt=work.cache_salt,
+        client=work.client,
     )
     try:
         async with asyncio.timeout(options.request_timeout), aclosing(pieces):

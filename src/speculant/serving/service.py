@@ -16,7 +16,7 @@ from starlette.responses import Response
 from speculant.engine.async_engine import AsyncEngine
 from speculant.params import SamplingParams
 from speculant.serving.answers import Answer, Call, Chunk
-from speculant.serving.clients import API_KEY, key_digest
+from speculant.serving.clients import API_KEY, client_of, key_digest
 from speculant.serving.errors import ApiError, api_error, refusal
 from speculant.serving.metrics import RequestMeter, ServerMetrics
 from speculant.serving.options import ServerOptions
@@ -143,7 +143,7 @@ class Service:
         prompts = await job.make_prompts()
         params = await self.prompts.of_params(engine, job.params)
         salt = salt_of(request.scope.get(API_KEY), job.body.cache_salt)
-        return Work(uuid.uuid4().hex, prompts, params, job.body.priority or 0, salt)
+        return Work(uuid.uuid4().hex, prompts, params, job.body.priority or 0, salt, client_of(request.scope))
 
     def _totals(self) -> Any:
         engine = self.state.loaded
