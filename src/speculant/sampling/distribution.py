@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from speculant.constraints import Constraint, checked_mask
+from speculant.constraints import checked_mask
 from speculant.counts import TokenCounts
 from speculant.errors import RequestError
 from speculant.kernels.base import Edits, Sampler, SamplingSettings
@@ -89,7 +89,7 @@ def edits_of(node: Node) -> Edits:
     params, request = node.params, node.request
     return Edits(
         drafted=node.drafted,
-        mask=None if request.constraint is None else _mask_of(request.constraint, node.drafted),
+        mask=_mask_of(node),
         biased=params.biased if params.logit_bias else None,
         biases=params.biases if params.logit_bias else None,
         banned=request.end_token_ids,
@@ -101,10 +101,13 @@ def edits_of(node: Node) -> Edits:
     )
 
 
-def _mask_of(constraint: Constraint, drafted: Sequence[int]) -> Tensor | None:
+def _mask_of(node: Node) -> Tensor | None:
     """Return a constraint's mask. One that fails allows no token, so that rows of other requests are not affected."""
+    request = node.request
+    if request.constraint is None:
+        return None
     try:
-        return checked_mask(constraint, drafted)
+        return checked_mask(request.constraint, node.drafted)
     except RequestError:
         return torch.zeros(1, dtype=torch.int32)
 

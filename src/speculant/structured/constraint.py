@@ -65,6 +65,7 @@ class GrammarConstraint:
         self._work: Future[None] | None = None
         self.mask_s = 0.0  # mean time of the last masks
         self._failure = ""  # the error of the matcher that was replaced last
+        self._failed = False  # whether the mask after the advanced tokens exceeds the limits
 
     def mask(self, tokens: Sequence[int]) -> Tensor:
         """See `Constraint.mask`. Raises RequestError if the grammar exceeds its limits after the advanced tokens."""
@@ -74,7 +75,7 @@ class GrammarConstraint:
     def advance(self, tokens: Sequence[int]) -> None:
         """See `Constraint.advance`; raises RequestError for tokens that the grammar forbids."""
         self._await_work()
-        self._failure = ""
+        self._failure, self._failed = "", False
         with _MATCHING:
             if not self._timed(lambda: self._move_to(tokens)):
                 raise self._over_limits() if self._failure else _forbidden(tokens)
@@ -86,6 +87,7 @@ class GrammarConstraint:
     def rollback(self, n: int) -> None:
         """See `Constraint.rollback`."""
         self._await_work()
+        self._failed = False
         self._masks.clear()
         with _MATCHING:
             fed = max(0, n - self._has_ended(())) + len(self._path)
@@ -102,7 +104,7 @@ class GrammarConstraint:
             return True
         self._await_work()
         with _MATCHING:
-            if not (self._move_to(()) and self._matcher.is_accepting()):
+            if not self._timed(lambda: self._move_to(()) and self._matcher.is_accepting()):
                 return False
         return not without_tokens(self._mask(()), self._grammar.end_token_ids).any()
 
@@ -149,6 +151,8 @@ class GrammarConstraint:
 
     def _compute(self, path: tuple[int, ...]) -> Tensor:
         nothing = self._nothing()
+        if self._failed and not path:
+            raise self._over_limits()
         with _MATCHING:
             if not self._move_to(path) or self._has_ended(path):
                 return nothing
@@ -158,6 +162,7 @@ class GrammarConstraint:
                 return torch.from_numpy(words)
             self._restart()
         if not path:
+            self._failed = True
             raise self._over_limits()
         return nothing
 

@@ -13,10 +13,10 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from speculant.errors import CapacityError, ConfigError, Converts, RequestError
-from speculant.structured.allowance import REFUSED_S, Allowance, ClientTime
+from speculant.structured.allowance import CLIENT_SHARE, REFUSED_S, SLOW_S, Allowance, ClientTime
 from speculant.structured.constraint import SIMPLIFY, Grammar, shortened
 from speculant.structured.lanes import Lane
-from speculant.structured.library import make_matcher
+from speculant.structured.library import STRANGERS, StepLimits, make_matcher
 from speculant.structured.probe import Probed, ProbeLimits
 from speculant.structured.prober import Prober
 from speculant.structured.spec import GrammarSource, StructuredOutputs
@@ -89,7 +89,7 @@ class Grammars:
         self._lock = threading.Lock()  # never held while a form is compiled
 
     def guard(self) -> None:
-        """Expect hostile forms from now on: probe each in another process, and bound the time of its masks."""
+        """Expect hostile forms from now on: probe each in another process, and bound its masks more tightly."""
         self._guarded = True
 
     def compile(self, form: StructuredOutputs, client: str = "") -> Future[Grammar]:
@@ -98,7 +98,7 @@ class Grammars:
         client: who waits; the forms of different clients are compiled in turn. A compilation that has not begun is
         dropped when all of its callers have cancelled. Raises CapacityError if too many callers wait, and ConfigError
         without llguidance. The future of a form that is invalid or exceeds a limit raises RequestError; the next call
-        raises it at once.
+        raises it at once. A client whose forms took too much time has to wait: CapacityError.
         """
         _require_library()
         source = form.source
@@ -136,9 +136,15 @@ class Grammars:
         refused = self._refused.get(source)
         if refused is not None and time.monotonic() < refused.at + REFUSED_S:
             raise RequestError(refused.problem, refused.fix)  # a new one: an error grows each time it is raised
-        allowance = self._allowances.get((client, source))
+        allowance, time_spent = self._allowances.get((client, source)), self._times.get(client)
         if allowance is not None and (error := allowance.refusal) is not None:
             raise error
+        if time_spent is not None and time_spent.is_over:
+            raise CapacityError(
+                f"the forms of this client's requests took more than {100 * CLIENT_SHARE:.0f}% of the time lately, each"
+                f" token more than {1000 * SLOW_S:.0f} ms",
+                "try again later, or simplify the forms.",
+            )
 
     def _check_room(self, client: str) -> None:
         num_waiting, own = self._waiting.total(), self._waiting[client]
@@ -239,7 +245,7 @@ class Grammars:
 
         tokens, ends = self._tokens
         with Converts(RequestError, f"the {source.kind} of structured_outputs can't be used", CORRECT):
-            matcher = make_matcher(tokens, source)
+            matcher = make_matcher(tokens, source, STRANGERS if self._guarded else StepLimits())
         if matcher.is_error():
             raise _invalid(source, matcher.get_error())
         grammar = Grammar(matcher.deep_copy, tokens.vocab_size, ends, self._workers)
@@ -286,6 +292,9 @@ def _noted(notes: OrderedDict[K, V], key: K, make: Callable[[], V]) -> V:
 
 def _check_probe(probed: Probed, limits: ProbeLimits, source: GrammarSource) -> None:
     """Raise RequestError for a form that exceeds its limits, or that the library refuses."""
+    if probed.exceeded == "step":
+        reason = shortened(probed.error)
+        raise RequestError(f"the {source.kind} of structured_outputs exceeds its limits: {reason}", SIMPLIFY)
     time_limit = f"{limits.seconds:g} s of processor time"
     memory_limit = f"{limits.num_bytes // 2**20} MiB of memory"
     if probed.exceeded:

@@ -12,6 +12,7 @@ It imports neither torch nor the engine: its memory is that of the grammar libra
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import resource
@@ -21,10 +22,10 @@ import sys
 import threading
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
-from speculant.structured.library import compute_beginning, make_matcher
+from speculant.structured.library import STRANGERS, compute_beginning, make_matcher
 from speculant.structured.spec import GrammarSource
 from speculant.structured.spelling import read_definition
 
@@ -49,8 +50,9 @@ class ProbeLimits(NamedTuple):
 class Probed:
     """The outcome of a probe.
 
-    exceeded: the limit that the form exceeds, "time" or "memory", or "limits" if it is unknown which one; empty = none.
-    error: the library's reason to refuse the form, if it did. num_bytes: the memory that compiling it took.
+    exceeded: the limit that the form exceeds, "time" or "memory", "step" for one of the library's, or "limits" if it is
+    unknown which one; empty = none. error: the library's reason to refuse the form, if it did. num_bytes: the memory
+    that compiling it took.
     """
 
     exceeded: str = ""
@@ -65,6 +67,7 @@ def serve(requests: socket.socket) -> None:
         score.write("1000")  # without memory, the system ends this process and its children first
     given = json.loads(receive(requests))
     tokens = read_definition(given["tokenizer"], given["size"], given["ends"])
+    gc.disable()  # a collection would touch, and so copy, the memory that children share
     requests.sendall(b"+")
     while True:
         message, descriptors, _, _ = socket.recv_fds(requests, 1, 1)
@@ -95,9 +98,9 @@ def examine(source: GrammarSource, limits: ProbeLimits, tokens: LLTokenizer) -> 
     with suppress(OSError, ValueError):
         address_space = _address_space() + STACK_BYTES + _MARGIN * limits.num_bytes
         resource.setrlimit(resource.RLIMIT_AS, (address_space, most))
-    errors = list[str]()
+    results = list[Probed]()
     threading.stack_size(STACK_BYTES)
-    thread = threading.Thread(target=lambda: errors.append(_compile(tokens, source)), daemon=True)
+    thread = threading.Thread(target=lambda: results.append(_compile(tokens, source)), daemon=True)
     thread.start()
     while thread.is_alive():
         thread.join(_TICK_S)
@@ -105,19 +108,19 @@ def examine(source: GrammarSource, limits: ProbeLimits, tokens: LLTokenizer) -> 
             return Probed("time")
         if _peak_bytes() - before > limits.num_bytes:
             return Probed("memory")
-    return Probed(error=errors[0] if errors else "", num_bytes=_peak_bytes() - before)
+    return replace(results[0], num_bytes=_peak_bytes() - before)
 
 
-def _compile(tokens: LLTokenizer, source: GrammarSource) -> str:
-    """Return the library's error; a form for which it raises one is left to the caller, who gets the same."""
+def _compile(tokens: LLTokenizer, source: GrammarSource) -> Probed:
+    """Compile a form. One for which the library raises an error is left to the caller, who gets the same error."""
     try:
-        matcher = make_matcher(tokens, source)
-        if not matcher.is_error():
-            compute_beginning(matcher)
-            return ""
-        return matcher.get_error()
+        matcher = make_matcher(tokens, source, STRANGERS)
+        if matcher.is_error():
+            return Probed(error=matcher.get_error())
+        compute_beginning(matcher)
+        return Probed("step", matcher.get_error()) if matcher.is_error() else Probed()
     except BaseException:  # noqa: BLE001 - panics of the library are no Exceptions
-        return ""
+        return Probed()
 
 
 def _peak_bytes() -> int:
