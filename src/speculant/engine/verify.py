@@ -16,7 +16,7 @@ from torch import Tensor
 from speculant.beams import Beams
 from speculant.constraints import checked_mask
 from speculant.engine.runner import TargetOutput
-from speculant.errors import RequestError, SpeculantError
+from speculant.errors import ConstraintError, RequestError, SpeculantError
 from speculant.kernels.base import NO_TOKEN, RowDraw, Sampler
 from speculant.sampling.chance import Chance, Chances, KeyedNoise, Noise, Stream, foresee
 from speculant.sampling.distribution import Node, distribution, row_maxima
@@ -159,7 +159,7 @@ def _failure(request: Request, largest: float) -> SpeculantError:
     if largest == 0 and request.constraint is not None:
         try:
             checked_mask(request.constraint, ())
-        except RequestError as error:
+        except ConstraintError as error:
             return error
     return failure_of(largest)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from speculant.constraints import checked_mask
 from speculant.counts import TokenCounts
-from speculant.errors import RequestError
+from speculant.errors import ConstraintError
 from speculant.kernels.base import Edits, Sampler, SamplingSettings
 from speculant.kernels.reference_sampler import REFERENCE
 from speculant.params import SamplingParams
@@ -108,7 +108,7 @@ def _mask_of(node: Node) -> Tensor | None:
         return None
     try:
         return checked_mask(request.constraint, node.drafted)
-    except RequestError:
+    except ConstraintError:
         return torch.zeros(1, dtype=torch.int32)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from speculant.errors import RequestError
+from speculant.errors import ConstraintError
 
 FREE_S = 5e-4  # of each call; masks over 120,000 tokens usually take 0.1 ms
 SPARE_S = 0.05  # that all calls for one form may take beyond that
@@ -61,14 +61,14 @@ class Allowance:
             self._until = self._clock() + REFUSED_S
 
     @property
-    def refusal(self) -> RequestError | None:
+    def refusal(self) -> ConstraintError | None:
         """The error of the form's requests if it took too long; None = it may be used."""
         if self._until is None:
             return None
         if self._clock() > self._until:
             self._over_s, self._until = 0.0, None
             return None
-        return RequestError(
+        return ConstraintError(
             f"the form of this request is slow: finding the tokens that may come next took {1000 * SPARE_S:.0f} ms of "
             f"processor time in excess of {1000 * FREE_S:.1f} ms each",
             "simplify it: fewer alternatives that begin alike, shorter repetitions, smaller bounds.",

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from speculant.errors import Converts, RequestError
+from speculant.errors import ConstraintError, Converts, RequestError
 from speculant.structured.allowance import Allowance
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class GrammarConstraint:
         self._failed = False  # whether the mask after the advanced tokens exceeds the limits
 
     def mask(self, tokens: Sequence[int]) -> Tensor:
-        """See `Constraint.mask`. Raises RequestError if the grammar exceeds its limits after the advanced tokens."""
+        """See `Constraint.mask`. Raises ConstraintError if the grammar exceeds its limits after the advanced tokens."""
         self._await_work()
         return self._mask(tuple(tokens))
 
@@ -170,7 +170,7 @@ class GrammarConstraint:
         return torch.zeros(-(-self._grammar.vocab_size // WORD), dtype=torch.int32)
 
     @property
-    def _refusal(self) -> RequestError | None:
+    def _refusal(self) -> ConstraintError | None:
         """The error of a grammar that took too long."""
         return None if self._grammar.allowance is None else self._grammar.allowance.refusal
 
@@ -221,8 +221,8 @@ class GrammarConstraint:
         if self._matcher.try_consume_tokens(fed) != len(fed):
             raise self._over_limits()
 
-    def _over_limits(self) -> RequestError:
-        return RequestError(f"the grammar of this request exceeds its limits: {shortened(self._failure)}", SIMPLIFY)
+    def _over_limits(self) -> ConstraintError:
+        return ConstraintError(f"the grammar of this request exceeds its limits: {shortened(self._failure)}", SIMPLIFY)
 
 
 def _forbidden(tokens: Sequence[int]) -> RequestError:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 from speculant.errors import CapacityError, ConfigError, Converts, RequestError
 from speculant.structured.allowance import CLIENT_SHARE, REFUSED_S, SLOW_S, Allowance, ClientTime
 from speculant.structured.constraint import SIMPLIFY, Grammar, shortened
-from speculant.structured.lanes import Lane
+from speculant.structured.lanes import ClientLane
 from speculant.structured.library import STRANGERS, StepLimits, make_matcher
 from speculant.structured.probe import Probed, ProbeLimits
 from speculant.structured.prober import Prober
@@ -84,7 +84,7 @@ class Grammars:
         self._times: OrderedDict[str, ClientTime] = OrderedDict()
         self._allowances: OrderedDict[tuple[str, GrammarSource], Allowance] = OrderedDict()
         self._waiting: Counter[str] = Counter()
-        self._lanes = tuple(Lane("speculant-grammars", COMPILERS, most) for most in (COMPILERS, 1))
+        self._lanes = tuple(ClientLane("speculant-grammars", COMPILERS, most) for most in (COMPILERS, 1))
         self._guarded = False
         self._lock = threading.Lock()  # never held while a form is compiled
 

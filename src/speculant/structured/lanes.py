@@ -13,7 +13,7 @@ STACK_BYTES = 256 * 2**20  # the grammar compiler recurses once per rule of a ch
 Call = Callable[[], None]
 
 
-class Lane:
+class ClientLane:
     """Runs calls in threads with large stacks. A client's calls wait for each other, not for those of other clients.
 
     num_threads: calls that run at a time. per_client: calls of one client that run at a time. A call must not raise.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from speculant.config import Limits
-from speculant.errors import RequestError
+from speculant.errors import ConstraintError, RequestError
 from speculant.lab.exactness.distributions import FULL_SUPPORT, Pair
 from speculant.lab.exactness.tables import TableModel
 from speculant.lengths.base import DraftOutcome
@@ -129,7 +129,7 @@ class Slow(Breaking):
         try:
             return super().mask(tokens)
         except TroubleError as error:
-            raise RequestError("the form of this request is slow", "simplify it.") from error
+            raise ConstraintError("the form of this request is slow", "simplify it.") from error
 
 
 @pytest.mark.parametrize("draft", [(), (0, 2, 0)])

@@ -5,14 +5,14 @@ from __future__ import annotations
 import threading
 from functools import partial
 
-from speculant.structured.lanes import Lane
+from speculant.structured.lanes import ClientLane
 
 
 class Held:
     """A lane whose first call waits for `go`; `order` has the calls that have begun since."""
 
     def __init__(self, num_threads: int = 1, per_client: int = 1) -> None:
-        self.lane = Lane("test-lane", num_threads, per_client)
+        self.lane = ClientLane("test-lane", num_threads, per_client)
         self.go, self.order, self._done = threading.Event(), list[str](), threading.Semaphore(0)
         self.submitted = 0
 
@@ -66,7 +66,7 @@ def test_a_client_has_its_most_calls_at_a_time() -> None:
 
 
 def test_an_error_of_a_call_stops_no_lane() -> None:
-    lane, done = Lane("test-lane", 1, 1), threading.Event()
+    lane, done = ClientLane("test-lane", 1, 1), threading.Event()
     lane.submit("one", lambda: 1 // 0)  # type: ignore[arg-type, return-value]
     lane.submit("one", done.set)
     assert done.wait(20)
