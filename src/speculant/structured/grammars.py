@@ -84,9 +84,10 @@ class Grammars:
         self._times: OrderedDict[str, ClientTime] = OrderedDict()
         self._allowances: OrderedDict[tuple[str, GrammarSource], Allowance] = OrderedDict()
         self._waiting: Counter[str] = Counter()
-        self._lanes = tuple(ClientLane("speculant-grammars", COMPILERS, most) for most in (COMPILERS, 1))
+        self._lanes = tuple(ClientLane("speculant-grammars", COMPILERS) for _ in LIMITS)
         self._guarded = False
         self._lock = threading.Lock()  # never held while a form is compiled
+        self._making = threading.Lock()  # held while the prober is made
 
     def guard(self) -> None:
         """Expect hostile forms from now on: probe each in another process, and bound its masks more tightly."""
@@ -178,7 +179,9 @@ class Grammars:
         source = compilation.source
         if self._guarded:
             limits = LIMITS[stage]
-            probed = self._prober.probe(source, limits)
+            with self._making:
+                prober = self._prober
+            probed = prober.probe(source, limits)
             if probed.exceeded == "time" and stage + 1 < len(LIMITS):
                 return None
             _check_probe(probed, limits, source)

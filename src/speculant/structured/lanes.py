@@ -16,12 +16,12 @@ Call = Callable[[], None]
 class ClientLane:
     """Runs calls in threads with large stacks. A client's calls wait for each other, not for those of other clients.
 
-    num_threads: calls that run at a time. per_client: calls of one client that run at a time. A call must not raise.
-    Any thread may use it.
+    num_threads: calls that run at a time. One of each client runs at a time; without a name it is no single client, and
+    may have all threads. Any thread may use it.
     """
 
-    def __init__(self, name: str, num_threads: int, per_client: int) -> None:
-        self._name, self._num_threads, self._per_client = name, num_threads, per_client
+    def __init__(self, name: str, num_threads: int) -> None:
+        self._name, self._num_threads = name, num_threads
         self._queues: OrderedDict[str, deque[Call]] = OrderedDict()  # the client at the front has the next turn
         self._running: Counter[str] = Counter()
         self._lock = threading.Lock()
@@ -46,7 +46,7 @@ class ClientLane:
     def _take(self) -> tuple[str, Call] | None:
         with self._lock:
             for client, calls in self._queues.items():
-                if self._running[client] < self._per_client:
+                if self._running[client] < (1 if client else self._num_threads):
                     self._running[client] += 1
                     call = calls.popleft()
                     self._queues.move_to_end(client)

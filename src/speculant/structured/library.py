@@ -22,7 +22,7 @@ class StepLimits(NamedTuple):
     lexer_states: int = 250_000
 
 
-STRANGERS = StepLimits(50_000, 10_000, 25_000)  # a mask at these limits takes some 10 ms, and forced text 50 ms
+STRANGERS = StepLimits(50_000, 5_000, 25_000)  # a mask at these limits takes some 10 ms, and forced text 50 ms
 
 
 def make_matcher(tokens: LLTokenizer, source: GrammarSource, steps: StepLimits) -> LLMatcher:

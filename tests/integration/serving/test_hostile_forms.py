@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import threading
+import multiprocessing
+import os
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import count
 from typing import Any
@@ -35,26 +36,36 @@ def complete(http: httpx.Client, form: Form | None = None) -> httpx.Response:
     return http.post("/v1/completions", json=body)
 
 
-@contextmanager
-def attack(url: str, form: Callable[[int], Form], num_threads: int = 6) -> Iterator[Counter[int]]:
-    """Send hostile forms from one address while the block runs, each of them new. Yields the answers by status."""
-    done, statuses = threading.Event(), Counter[int]()
+def send_hostile(url: str, name: str, ready: Any, done: Any, num_threads: int = 6) -> None:
+    """Send hostile forms from one address, each of them new, until `done` is set. Runs in a process of its own."""
+    os.nice(10)  # its time is that of another machine
 
-    def run() -> None:
+    def run(first: int) -> None:
         with client_at(ATTACKER, url) as http:
-            while not done.is_set():
-                statuses[complete(http, form(next(_numbers))).status_code] += 1
+            for number in count(first, num_threads):
+                if done.is_set():
+                    return
+                assert complete(http, HOSTILE[name](number)).status_code in (200, 400, 429)
+                ready.set()
 
-    threads = [threading.Thread(target=run) for _ in range(num_threads)]
-    for thread in threads:
-        thread.start()
+    with ThreadPoolExecutor(num_threads) as pool:
+        list(pool.map(run, range(num_threads)))
+
+
+@contextmanager
+def attack(url: str, name: str) -> Iterator[None]:
+    """Send hostile forms while the block runs."""
+    context = multiprocessing.get_context("spawn")
+    ready, done = context.Event(), context.Event()
+    process = context.Process(target=send_hostile, args=(url, name, ready, done))
+    process.start()
     try:
-        time.sleep(0.3)
-        yield statuses
+        assert ready.wait(60)
+        yield
     finally:
         done.set()
-        for thread in threads:
-            thread.join()
+        process.join(120)
+    assert process.exitcode == 0, "an answer was an error of the server"
 
 
 def worst(http: httpx.Client, seconds: float, form: Callable[[int], Form] | None = None) -> float:
@@ -80,11 +91,10 @@ def test_hostile_forms_delay_no_neighbour(serve_process: Any, name: str) -> None
         for _ in range(2):
             for kind, form in (("plain", None), ("form", ordinary)):
                 alone = worst(http, 1.5, form)
-                with attack(server.url, HOSTILE[name]) as statuses:
+                with attack(server.url, name):
                     beside = worst(http, 3.0, form)
-                assert statuses.keys() <= {200, 400, 429}, statuses
                 delays[kind] = min(delays.get(kind, 99.0), beside - alone)
-                print(f"{name}, {kind}: {alone:.3f} s alone, {beside:.3f} s beside; {dict(statuses)}")
+                print(f"{name}, {kind}: {alone:.3f} s alone, {beside:.3f} s beside")
     assert max(delays.values()) < MOST_DELAY_S
 
 

@@ -11,8 +11,8 @@ from speculant.structured.lanes import ClientLane
 class Held:
     """A lane whose first call waits for `go`; `order` has the calls that have begun since."""
 
-    def __init__(self, num_threads: int = 1, per_client: int = 1) -> None:
-        self.lane = ClientLane("test-lane", num_threads, per_client)
+    def __init__(self, num_threads: int = 1) -> None:
+        self.lane = ClientLane("test-lane", num_threads)
         self.go, self.order, self._done = threading.Event(), list[str](), threading.Semaphore(0)
         self.submitted = 0
 
@@ -53,7 +53,7 @@ def test_clients_take_turns() -> None:
     assert order[6:] == [f"g{number}" for number in range(3, 100)]
 
 
-def test_a_client_has_its_most_calls_at_a_time() -> None:
+def test_a_client_has_one_thread() -> None:
     held = Held(num_threads=2)
     assert held.hold("slow").wait(20)
     second = held.hold("slow")
@@ -65,8 +65,15 @@ def test_a_client_has_its_most_calls_at_a_time() -> None:
     assert second.wait(20)
 
 
+def test_calls_of_nobody_have_all_threads() -> None:
+    held = Held(num_threads=2)
+    assert held.hold("").wait(20)
+    assert held.hold("").wait(20)
+    held.go.set()
+
+
 def test_an_error_of_a_call_stops_no_lane() -> None:
-    lane, done = ClientLane("test-lane", 1, 1), threading.Event()
+    lane, done = ClientLane("test-lane", 1), threading.Event()
     lane.submit("one", lambda: 1 // 0)  # type: ignore[arg-type, return-value]
     lane.submit("one", done.set)
     assert done.wait(20)
