@@ -55,6 +55,10 @@ class _Compilation:
     num_bytes: int = 0
 
 
+class _KilledError(RequestError):
+    """The probe of a form was killed: by a limit, or because other forms had used up the memory."""
+
+
 class _Refusal(NamedTuple):
     """The error of a form that can't be used, and the time when that was found out."""
 
@@ -207,7 +211,7 @@ class Grammars:
             else:
                 compilation.work.set_exception(result)
                 del self._known[compilation.source]
-                if isinstance(result, RequestError):
+                if isinstance(result, RequestError) and not isinstance(result, _KilledError):
                     refusal = _Refusal(time.monotonic(), result.problem, result.fix)
                     _noted(self._refused, compilation.source, lambda: refusal)
             waiters = list(compilation.waiters)
@@ -302,7 +306,8 @@ def _check_probe(probed: Probed, limits: ProbeLimits, source: GrammarSource) -> 
     memory_limit = f"{limits.num_bytes // 2**20} MiB of memory"
     if probed.exceeded:
         limit = {"time": time_limit, "memory": memory_limit}.get(probed.exceeded, f"{time_limit} or {memory_limit}")
-        raise RequestError(f"the {source.kind} of structured_outputs takes more than {limit} to compile", SIMPLIFY)
+        kind = _KilledError if probed.exceeded == "limits" else RequestError
+        raise kind(f"the {source.kind} of structured_outputs takes more than {limit} to compile", SIMPLIFY)
     if probed.error:
         raise _invalid(source, probed.error)
 

@@ -5,7 +5,7 @@
     the child              reads form and limits from the socket, compiles, answers, ends
 
 A child that exceeds its limits answers so. If it can't, because the library does not return to Python or memory is used
-up, the system ends it, and the socket closes without an answer.
+up, the system ends it, and the socket closes after the "+" that the child sent before.
 
 It imports neither torch nor the engine: its memory is that of the grammar library and of the vocabulary.
 """
@@ -80,9 +80,10 @@ def serve(requests: socket.socket) -> None:
 
 
 def answer(channel: socket.socket, tokens: LLTokenizer) -> NoReturn:
-    """Compile the form that a socket brings, send a `Probed` as JSON, and end this process at once."""
+    """Compile the form that a socket brings, and end this process at once. Sends "+", then a `Probed` as JSON."""
     try:
         form, limits = json.loads(receive(channel))
+        channel.sendall(b"+")
         probed = examine(GrammarSource(*form), ProbeLimits(*limits), tokens)
         channel.sendall(json.dumps(vars(probed)).encode())
     finally:

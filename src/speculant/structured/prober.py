@@ -32,7 +32,7 @@ class Prober:
         self._requests: socket.socket | None = None
 
     def probe(self, source: GrammarSource, limits: ProbeLimits) -> Probed:
-        """Compile a form in a child of the process, which limits bound. Raises CapacityError if there is no process."""
+        """Compile a form in a child of the process, within limits. Raises CapacityError if there is no process."""
         here, there = socket.socketpair()
         with here:
             with there:
@@ -45,7 +45,9 @@ class Prober:
                 return Probed("time")
             except ConnectionError:
                 answer = b""
-        return Probed(**json.loads(answer)) if answer else Probed("limits")
+        if not answer:
+            raise CapacityError("the process that checks forms has ended", "try again.")
+        return Probed(**json.loads(answer[1:])) if answer[1:] else Probed("limits")
 
     def _pass_on(self, channel: socket.socket) -> None:
         """Give a socket to the process. If it has died, start another one."""
