@@ -23,7 +23,8 @@ class Constraint(Protocol):
 
         A mask is int32 [ceil(V / 32)]: bit v % 32 of word v // 32 allows token v, and tokens beyond its words are
         forbidden. Drafted tokens may be forbidden ones or come after the end; the mask then allows no token. The call
-        must not change the constraint.
+        must not change the constraint. It raises ConstraintError if the request has to end; another error ends it too,
+        but the step is repeated for each sequence alone.
         """
         ...
 

@@ -49,6 +49,10 @@ class RequestError(SpeculantError, ValueError):
     """A prompt or request that can't be served."""
 
 
+class ConstraintError(RequestError):
+    """A constraint that can't find the next tokens. Its request ends alone, without repeating the step."""
+
+
 class CapacityError(SpeculantError, RuntimeError):
     """A limit that is exceeded: cache memory, sequence slots, context length."""
 

@@ -230,15 +230,18 @@ class Frontend:
     ) -> Generation:
         """Tokenise a prompt, compile its stop strings and its output's form; raises RequestError if that fails.
 
-        compiled: the form, if the caller has it already; otherwise this call waits for it.
+        compiled: the form, if the caller has it already; otherwise this call waits for it. client: who sent the
+        request.
         """
         text, tokens, salt = self._read_prompt(prompt)
         if salt and cache_salt not in ("", salt):
             raise RequestError("the prompt and the call have different cache salts", "give one of them.")
         params = self._tokenised(params or self.default_params)
         stops = self._compile_stops(tuple(params.stop)) if params.stop else None
-        compiling = compiled or self._compiling(params)
-        constrain = None if compiling is None else _constrain(_awaited(compiling), prompt)
+        compiling, form = compiled or self._compiling(params, client.name), params.structured_outputs
+        constrain = None
+        if compiling is not None and form is not None:
+            constrain = _constrain(self._grammars.metered(_awaited(compiling), form, client.name), prompt)
         tokens = self._truncated(tokens, params)
         return Generation(request_id, text, tokens, params, priority, cache_salt or salt, stops, constrain, client)
 
@@ -252,10 +255,14 @@ class Frontend:
         tokens = self.tokenizer.encode(plain.text or "", special) if plain.tokens is None else plain.tokens
         return plain.text, tokens, plain.cache_salt
 
-    def _compiling(self, params: SamplingParams | None) -> Future[Grammar] | None:
+    def guard_forms(self) -> None:
+        """Expect hostile forms: limit the time and memory that each may take. Servers of strangers call it."""
+        self._grammars.guard()
+
+    def _compiling(self, params: SamplingParams | None, client: str = "") -> Future[Grammar] | None:
         """Start to compile the form of these settings; None if they have none."""
         form = (params or self.default_params).structured_outputs
-        return None if form is None else self._grammars.compile(form)
+        return None if form is None else self._grammars.compile(form, client)
 
     def _tokenised(self, params: SamplingParams) -> SamplingParams:
         """Return settings whose texts, a prediction and banned words, are token ids."""

@@ -14,8 +14,9 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from speculant.beams import Beams
+from speculant.constraints import checked_mask
 from speculant.engine.runner import TargetOutput
-from speculant.errors import RequestError, SpeculantError
+from speculant.errors import ConstraintError, RequestError, SpeculantError
 from speculant.kernels.base import NO_TOKEN, RowDraw, Sampler
 from speculant.sampling.chance import Chance, Chances, KeyedNoise, Noise, Stream, foresee
 from speculant.sampling.distribution import Node, distribution, row_maxima
@@ -60,7 +61,7 @@ def verify(
     for output, verifier in chosen:
         row = output.first_logits
         decisions[output.item.request.seq_id] = (
-            _follow(output, drawn) or failure_of(row_maxima(probs[row : row + 1])[0])
+            _follow(output, drawn) or _failure(output.item.request, row_maxima(probs[row : row + 1])[0])
             if row in drawn
             else _decide(output, verifier, probs, maxima, chances)
         )
@@ -147,10 +148,20 @@ def _decide(
     if request.search is not None:
         return advance_sound(request.search.beams, tree, output.nodes, probs[first:end], maxima[first:end])
     if not 0 < maxima[first] < math.inf:
-        return failure_of(maxima[first])
+        return _failure(request, maxima[first])
     if not tree.size and not verifier.needs.softened:
         return Verdict((), chances.verify(request).draw(probs[first]))
     return verify_sound(verifier, tree, probs[first:end], maxima[first:end], chances.verify(request))
+
+
+def _failure(request: Request, largest: float) -> SpeculantError:
+    """Return the error of a request's row that is not a distribution: its constraint's own one if it has failed."""
+    if largest == 0 and request.constraint is not None:
+        try:
+            checked_mask(request.constraint, ())
+        except ConstraintError as error:
+            return error
+    return failure_of(largest)
 
 
 def failure_of(largest: float) -> SpeculantError:

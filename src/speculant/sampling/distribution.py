@@ -13,6 +13,7 @@ from torch import Tensor
 
 from speculant.constraints import checked_mask
 from speculant.counts import TokenCounts
+from speculant.errors import ConstraintError
 from speculant.kernels.base import Edits, Sampler, SamplingSettings
 from speculant.kernels.reference_sampler import REFERENCE
 from speculant.params import SamplingParams
@@ -54,7 +55,7 @@ def distribution(logits: Tensor, nodes: Sequence[Node], sampler: Sampler = REFER
     """Return distributions [r, V] in float64 for logits [r, V], one node per row (arXiv 2211.17192, section 2.2).
 
     Order: constraint, bias, end tokens below min_tokens, penalties, temperature, top-k, top-p, min-p. A row without a
-    possible token is all zeros; one whose logits have NaN or +infinity is all NaN.
+    possible token, as after an error of a constraint, is all zeros; one whose logits have NaN or +infinity is all NaN.
     """
     settings, edits, node, params = list[SamplingSettings](), list[Edits | None](), None, None
     for each in nodes:
@@ -88,7 +89,7 @@ def edits_of(node: Node) -> Edits:
     params, request = node.params, node.request
     return Edits(
         drafted=node.drafted,
-        mask=None if request.constraint is None else checked_mask(request.constraint, node.drafted),
+        mask=_mask_of(node),
         biased=params.biased if params.logit_bias else None,
         biases=params.biases if params.logit_bias else None,
         banned=request.end_token_ids,
@@ -98,6 +99,17 @@ def edits_of(node: Node) -> Edits:
         presence=params.presence_penalty,
         frequency=params.frequency_penalty,
     )
+
+
+def _mask_of(node: Node) -> Tensor | None:
+    """Return a constraint's mask. One that fails allows no token, so that rows of other requests are not affected."""
+    request = node.request
+    if request.constraint is None:
+        return None
+    try:
+        return checked_mask(request.constraint, node.drafted)
+    except ConstraintError:
+        return torch.zeros(1, dtype=torch.int32)
 
 
 def _counts(request: Request) -> TokenCounts:

@@ -143,5 +143,6 @@ class ServerState:
 
     def _take(self, engine: AsyncEngine) -> None:
         self._engine = engine
+        engine.guard_forms()
         limits = engine.limits
         self.admission = Admission(limits.max_num_seqs + limits.max_waiting)

@@ -6,13 +6,14 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from speculant.errors import Converts, RequestError
+from speculant.errors import ConstraintError, Converts, RequestError
+from speculant.structured.allowance import Allowance
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -22,6 +23,7 @@ _MATCHING = Converts(RequestError, "the grammar of this request failed", SIMPLIF
 WORD = 32  # bits
 HANDOVER_S = 3e-4  # seconds to hand masks over to another thread; shorter work is done when it is needed
 _NEWEST = 0.2  # weight of the newest mask in the mean time per mask
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -29,13 +31,15 @@ class Grammar:
     """A grammar over a vocabulary of `vocab_size` tokens, ready for any number of sequences.
 
     begin: returns a matcher at the beginning. workers: threads that compute masks ahead; None = none. Ids from
-    `vocab_size` on, such as the padded rows of a model's head, are forbidden.
+    `vocab_size` on, such as the padded rows of a model's head, are forbidden. allowance: bounds the time of its
+    matchers; None = it has no bound.
     """
 
     begin: Callable[[], LLMatcher]
     vocab_size: int
     end_token_ids: frozenset[int]
     workers: Executor | None = None
+    allowance: Allowance | None = None
 
     def constrain(self) -> GrammarConstraint:
         """Return the constraint of one sequence."""
@@ -49,7 +53,8 @@ class GrammarConstraint:
     once for draft and target.
 
     A matcher that exceeds its limits can't be used any more. It is replaced by a new one that consumes the advanced
-    tokens again. So a draft can't fail a request: after a draft that exceeds the limits, all tokens are forbidden.
+    tokens again. So a draft can't fail a request: after a draft that exceeds the limits, all tokens are forbidden. The
+    same holds for masks that a grammar's allowance does not cover.
     """
 
     def __init__(self, grammar: Grammar) -> None:
@@ -60,18 +65,19 @@ class GrammarConstraint:
         self._work: Future[None] | None = None
         self.mask_s = 0.0  # mean time of the last masks
         self._failure = ""  # the error of the matcher that was replaced last
+        self._failed = False  # whether the mask after the advanced tokens exceeds the limits
 
     def mask(self, tokens: Sequence[int]) -> Tensor:
-        """See `Constraint.mask`. Raises RequestError if the grammar exceeds its limits after the advanced tokens."""
+        """See `Constraint.mask`. Raises ConstraintError if the grammar exceeds its limits after the advanced tokens."""
         self._await_work()
         return self._mask(tuple(tokens))
 
     def advance(self, tokens: Sequence[int]) -> None:
         """See `Constraint.advance`; raises RequestError for tokens that the grammar forbids."""
         self._await_work()
-        self._failure = ""
+        self._failure, self._failed = "", False
         with _MATCHING:
-            if not self._move_to(tokens):
+            if not self._timed(lambda: self._move_to(tokens)):
                 raise self._over_limits() if self._failure else _forbidden(tokens)
         self._advanced += tokens
         self._path = []
@@ -81,6 +87,7 @@ class GrammarConstraint:
     def rollback(self, n: int) -> None:
         """See `Constraint.rollback`."""
         self._await_work()
+        self._failed = False
         self._masks.clear()
         with _MATCHING:
             fed = max(0, n - self._has_ended(())) + len(self._path)
@@ -97,15 +104,17 @@ class GrammarConstraint:
             return True
         self._await_work()
         with _MATCHING:
-            if not (self._move_to(()) and self._matcher.is_accepting()):
+            if not self._timed(lambda: self._move_to(()) and self._matcher.is_accepting()):
                 return False
         return not without_tokens(self._mask(()), self._grammar.end_token_ids).any()
 
     def forced(self) -> list[int]:
         """See `forced_tokens`: the tokenizer's tokens for the only bytes that may follow."""
         self._await_work()
+        if self._refusal is not None:
+            return []
         with _MATCHING:
-            tokens = self._matcher.compute_ff_tokens() if self._move_to(()) else []
+            tokens = self._timed(lambda: self._matcher.compute_ff_tokens() if self._move_to(()) else [])
             if self._matcher.is_error():
                 self._restart()
                 return []
@@ -131,13 +140,19 @@ class GrammarConstraint:
 
     def _mask(self, path: tuple[int, ...]) -> Tensor:
         if path not in self._masks:
+            if (refusal := self._refusal) is not None:
+                if not path:
+                    raise refusal
+                return self._nothing()
             started = time.perf_counter()
-            self._masks[path] = self._compute(path)
+            self._masks[path] = self._timed(lambda: self._compute(path))
             self.mask_s += _NEWEST * (time.perf_counter() - started - self.mask_s)
         return self._masks[path]
 
     def _compute(self, path: tuple[int, ...]) -> Tensor:
-        nothing = torch.zeros(-(-self._grammar.vocab_size // WORD), dtype=torch.int32)
+        nothing = self._nothing()
+        if self._failed and not path:
+            raise self._over_limits()
         with _MATCHING:
             if not self._move_to(path) or self._has_ended(path):
                 return nothing
@@ -147,8 +162,27 @@ class GrammarConstraint:
                 return torch.from_numpy(words)
             self._restart()
         if not path:
+            self._failed = True
             raise self._over_limits()
         return nothing
+
+    def _nothing(self) -> Tensor:
+        return torch.zeros(-(-self._grammar.vocab_size // WORD), dtype=torch.int32)
+
+    @property
+    def _refusal(self) -> ConstraintError | None:
+        """The error of a grammar that took too long."""
+        return None if self._grammar.allowance is None else self._grammar.allowance.refusal
+
+    def _timed(self, call: Callable[[], T]) -> T:
+        """Return the result of a call, and count its processor time."""
+        if self._grammar.allowance is None:
+            return call()
+        started = time.thread_time()
+        try:
+            return call()
+        finally:
+            self._grammar.allowance.spend(time.thread_time() - started)
 
     def _move_to(self, path: Sequence[int]) -> bool:
         """Move the matcher to the end of a path. Return False if the grammar forbids it, and stop before that token."""
@@ -187,8 +221,8 @@ class GrammarConstraint:
         if self._matcher.try_consume_tokens(fed) != len(fed):
             raise self._over_limits()
 
-    def _over_limits(self) -> RequestError:
-        return RequestError(f"the grammar of this request exceeds its limits: {shortened(self._failure)}", SIMPLIFY)
+    def _over_limits(self) -> ConstraintError:
+        return ConstraintError(f"the grammar of this request exceeds its limits: {shortened(self._failure)}", SIMPLIFY)
 
 
 def _forbidden(tokens: Sequence[int]) -> RequestError:

@@ -5,14 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
-from speculant.text.tokenizer import Tokenizer
-
 if TYPE_CHECKING:
     from llguidance import LLTokenizer, TokenizerWrapper
 
+    from speculant.text.tokenizer import Tokenizer
+
 
 def read_vocabulary(tokenizer: Tokenizer, size: int, end_token_ids: Sequence[int]) -> LLTokenizer:
-    """Return the library's tokenizer of `size` tokens. Raises the library's error for one that it can't read.
+    """Return the library's tokenizer of `size` tokens; see `read_definition`."""
+    return read_definition(tokenizer.backend.to_str(), size, end_token_ids)
+
+
+def read_definition(definition: str, size: int, end_token_ids: Sequence[int]) -> LLTokenizer:
+    """Return the library's tokenizer of `size` tokens, from the content of a tokenizer.json.
+
+    Raises the library's error for one that it can't read.
 
     If a grammar forces the next bytes, the library encodes them and allows only the first of their tokens. It marks
     special tokens, and added tokens that look like `<tag>`: a grammar's text never matches them, only `<[id]>` does.
@@ -21,7 +28,7 @@ def read_vocabulary(tokenizer: Tokenizer, size: int, end_token_ids: Sequence[int
     """
     from llguidance import LLTokenizer
 
-    own = LLTokenizer(tokenizer.backend.to_str(), n_vocab=size, eos_token=list(end_token_ids))
+    own = LLTokenizer(definition, n_vocab=size, eos_token=list(end_token_ids))
     spelling = cast("TokenizerWrapper", SpellingTokenizer(own, size, end_token_ids[0]))
     return LLTokenizer(spelling, n_vocab=size, eos_token=list(end_token_ids))
 

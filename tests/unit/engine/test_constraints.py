@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from speculant.config import Limits
-from speculant.errors import RequestError
+from speculant.errors import ConstraintError, RequestError
 from speculant.lab.exactness.distributions import FULL_SUPPORT, Pair
 from speculant.lab.exactness.tables import TableModel
 from speculant.lengths.base import DraftOutcome
@@ -119,6 +119,38 @@ class Breaking(AutomatonConstraint):
         if self._place == "advance" and len(self.taken) == 5:
             raise TroubleError
         super().advance(tokens)
+
+
+class Slow(Breaking):
+    """Fails as a grammar does that exceeds its limits."""
+
+    def mask(self, tokens: Sequence[int]) -> Tensor | None:
+        """See `Constraint.mask`."""
+        try:
+            return super().mask(tokens)
+        except TroubleError as error:
+            raise ConstraintError("the form of this request is slow", "simplify it.") from error
+
+
+@pytest.mark.parametrize("draft", [(), (0, 2, 0)])
+def test_a_constraint_over_its_limits_fails_alone(draft: Sequence[int]) -> None:
+    """With the constraint's own error; the step is not repeated, and the neighbours' texts do not change."""
+    texts = []
+    for constrained in (False, True):
+        rig = rig_with(draft)
+        rig.expected = RequestError
+        if constrained:
+            (request,) = rig.add((0,), SamplingParams(seed=2), "slow", constraint=lambda: Slow(LOOP, "mask"))
+        (free,) = rig.add((0,), SamplingParams(seed=1, max_tokens=12), "free")
+        (other,) = rig.add((1,), SamplingParams(seed=3, max_tokens=12), "other", constraint=LOOP.constrain)
+        rig.finish()
+        texts.append((free.output, other.output))
+        assert rig.engine.metrics.repeated_steps == 0
+    assert texts[0] == texts[1]
+    assert "the form of this request is slow" in str(request.error)
+    assert request.finish_reason == "error"
+    assert taken(request) == request.output
+    assert request.num_output == 5
 
 
 class BreakingWatch:

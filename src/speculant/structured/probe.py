@@ -1,0 +1,160 @@
+"""A process that compiles forms to see whether they keep within limits: a hostile form harms this process alone.
+
+    the server             a socket for each form  --->  this process, which has one thread
+    this process           forks a child for each form, which inherits the vocabulary
+    the child              reads form and limits from the socket, compiles, answers, ends
+
+A child that exceeds its limits answers so. If it can't, because the library does not return to Python or memory is used
+up, the system ends it, and the socket closes after the "+" that the child sent before.
+
+It imports neither torch nor the engine: its memory is that of the grammar library and of the vocabulary.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import resource
+import signal
+import socket
+import sys
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+from speculant.structured.library import STRANGERS, compute_beginning, make_matcher
+from speculant.structured.spec import GrammarSource
+from speculant.structured.spelling import read_definition
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
+
+STACK_BYTES = 256 * 2**20  # as in the thread that compiles the form afterwards
+_TICK_S = 0.005  # between two looks at the limits
+_MARGIN = 2  # the system ends a child at this multiple of its limits
+_UNIT = 1 if sys.platform == "darwin" else 1024  # bytes in a unit of ru_maxrss
+
+
+class ProbeLimits(NamedTuple):
+    """Processor time and memory that compiling a form may take. niceness: added to the child's, so it has less time."""
+
+    seconds: float
+    num_bytes: int
+    niceness: int = 0
+
+
+@dataclass(frozen=True)
+class Probed:
+    """The outcome of a probe.
+
+    exceeded: the limit that the form exceeds, "time" or "memory", "step" for one of the library's, or "limits" if it is
+    unknown which one; empty = none. error: the library's reason to refuse the form, if it did. num_bytes: the memory
+    that compiling it took.
+    """
+
+    exceeded: str = ""
+    error: str = ""
+    num_bytes: int = 0
+
+
+def serve(requests: socket.socket) -> None:
+    """Read the vocabulary, then fork a child for each socket that arrives, until the other end is closed."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system removes children that have ended
+    with suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:
+        score.write("1000")  # without memory, the system ends this process and its children first
+    given = json.loads(receive(requests))
+    tokens = read_definition(given["tokenizer"], given["size"], given["ends"])
+    gc.disable()  # a collection would touch, and so copy, the memory that children share
+    requests.sendall(b"+")
+    while True:
+        message, descriptors, _, _ = socket.recv_fds(requests, 1, 1)
+        if not message:
+            return
+        if os.fork() == 0:
+            requests.close()
+            answer(socket.socket(fileno=descriptors[0]), tokens)
+        os.close(descriptors[0])
+
+
+def answer(channel: socket.socket, tokens: LLTokenizer) -> NoReturn:
+    """Compile the form that a socket brings, and end this process at once. Sends "+", then a `Probed` as JSON."""
+    try:
+        form, limits = json.loads(receive(channel))
+        channel.sendall(b"+")
+        probed = examine(GrammarSource(*form), ProbeLimits(*limits), tokens)
+        channel.sendall(json.dumps(vars(probed)).encode())
+    finally:
+        os._exit(0)
+
+
+def examine(source: GrammarSource, limits: ProbeLimits, tokens: LLTokenizer) -> Probed:
+    """Compile a form in a thread of this process, and return when it is done or exceeds a limit."""
+    os.nice(limits.niceness)
+    signal.setitimer(signal.ITIMER_PROF, _MARGIN * limits.seconds)  # whose signal ends this process
+    before = _peak_bytes()
+    _, most = resource.getrlimit(resource.RLIMIT_AS)
+    with suppress(OSError, ValueError):
+        address_space = _address_space() + STACK_BYTES + _MARGIN * limits.num_bytes
+        resource.setrlimit(resource.RLIMIT_AS, (address_space, most))
+    results = list[Probed]()
+    threading.stack_size(STACK_BYTES)
+    thread = threading.Thread(target=lambda: results.append(_compile(tokens, source)), daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(_TICK_S)
+        if time.process_time() > limits.seconds:
+            return Probed("time")
+        if _peak_bytes() - before > limits.num_bytes:
+            return Probed("memory")
+    return replace(results[0], num_bytes=_peak_bytes() - before)
+
+
+def _compile(tokens: LLTokenizer, source: GrammarSource) -> Probed:
+    """Compile a form. One for which the library raises an error is left to the caller, who gets the same error."""
+    try:
+        matcher = make_matcher(tokens, source, STRANGERS)
+        if matcher.is_error():
+            return Probed(error=matcher.get_error())
+        compute_beginning(matcher)
+        return Probed("step", matcher.get_error()) if matcher.is_error() else Probed()
+    except BaseException:  # noqa: BLE001 - panics of the library are no Exceptions
+        return Probed()
+
+
+def _peak_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _UNIT
+
+
+def _address_space() -> int:
+    """Return the bytes of address space in use. Raises OSError where the system does not tell."""
+    with open("/proc/self/statm") as facts:
+        return int(facts.read().split()[0]) * resource.getpagesize()
+
+
+def send(channel: socket.socket, value: Any) -> None:
+    """Send a value as JSON with its length before it."""
+    content = json.dumps(value).encode()
+    channel.sendall(len(content).to_bytes(8, "big") + content)
+
+
+def receive(channel: socket.socket) -> bytes:
+    """Return what `send` sent. Raises EOFError if the other end is closed before."""
+    return _exactly(channel, int.from_bytes(_exactly(channel, 8), "big"))
+
+
+def _exactly(channel: socket.socket, count: int) -> bytes:
+    content = bytearray()
+    while len(content) < count:
+        part = channel.recv(min(count - len(content), 2**20))
+        if not part:
+            raise EOFError("the other end of a socket is closed")
+        content += part
+    return bytes(content)
+
+
+if __name__ == "__main__":
+    with suppress(EOFError):
+        serve(socket.socket(fileno=int(sys.argv[1])))

@@ -1,0 +1,79 @@
+"""A lane's threads serve clients in turn."""
+
+from __future__ import annotations
+
+import threading
+from functools import partial
+
+from speculant.structured.lanes import ClientLane
+
+
+class Held:
+    """A lane whose first call waits for `go`; `order` has the calls that have begun since."""
+
+    def __init__(self, num_threads: int = 1) -> None:
+        self.lane = ClientLane("test-lane", num_threads)
+        self.go, self.order, self._done = threading.Event(), list[str](), threading.Semaphore(0)
+        self.submitted = 0
+
+    def submit(self, client: str, name: str) -> None:
+        """Submit a call that notes its name."""
+        self.submitted += 1
+        self.lane.submit(client, partial(self._call, name))
+
+    def hold(self, client: str) -> threading.Event:
+        """Submit a call that waits for `go`, and return the event of its beginning."""
+        begun = threading.Event()
+        self.lane.submit(client, lambda: (begun.set(), self.go.wait(20)))  # type: ignore[arg-type, return-value]
+        return begun
+
+    def finish(self) -> list[str]:
+        """Let calls begin, wait for all of them, and return their names in order."""
+        self.go.set()
+        for _ in range(self.submitted):
+            assert self._done.acquire(timeout=20)
+        return self.order
+
+    def _call(self, name: str) -> None:
+        self.order.append(name)
+        self._done.release()
+
+
+def test_clients_take_turns() -> None:
+    """A client with a hundred calls does not delay the only call of another one by more than one."""
+    held = Held()
+    assert held.hold("greedy").wait(20)
+    for number in range(100):
+        held.submit("greedy", f"g{number}")
+    held.submit("modest", "m0")
+    held.submit("modest", "m1")
+    held.submit("third", "t0")
+    order = held.finish()
+    assert order[:6] == ["g0", "m0", "t0", "g1", "m1", "g2"]
+    assert order[6:] == [f"g{number}" for number in range(3, 100)]
+
+
+def test_a_client_has_one_thread() -> None:
+    held = Held(num_threads=2)
+    assert held.hold("slow").wait(20)
+    second = held.hold("slow")
+    held.submit("other", "o0")
+    assert held._done.acquire(timeout=20), "the second thread serves the other client"
+    held._done.release()
+    assert not second.is_set()
+    assert held.finish() == ["o0"]
+    assert second.wait(20)
+
+
+def test_calls_of_nobody_have_all_threads() -> None:
+    held = Held(num_threads=2)
+    assert held.hold("").wait(20)
+    assert held.hold("").wait(20)
+    held.go.set()
+
+
+def test_an_error_of_a_call_stops_no_lane() -> None:
+    lane, done = ClientLane("test-lane", 1), threading.Event()
+    lane.submit("one", lambda: 1 // 0)  # type: ignore[arg-type, return-value]
+    lane.submit("one", done.set)
+    assert done.wait(20)
