@@ -189,11 +189,10 @@ class HttpConnection(H11Protocol, asyncio.BufferedProtocol):
         if self._refused:
             return
         self._refused = True
-        begun = self._answering and self.cycle.response_started
         if self._answering:  # the body is malformed
-            self.cycle.disconnected = True
+            self.cycle.disconnected, self.cycle.waiting_for_100_continue = True, False
             self.cycle.message_event.set()
-        if not begun:
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):  # else the request's answer has begun
             self.transport.write(raw_error(error))
         self.transport.write_eof()
         self._unset_keepalive_if_required()

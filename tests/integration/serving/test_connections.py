@@ -69,6 +69,7 @@ MALFORMED: dict[str, tuple[int, bytes]] = {
     "long address": (431, b"GET /" + b"x" * 200_000 + b" HTTP/1.1\r\n" + HOST + b"\r\n"),
     "long method": (431, b"x" * 200_000),
     "bad chunk": (400, CHUNKED + b"x\r\n"),
+    "bad chunk, not asked for": (400, CHUNKED[:-2] + b"Expect: 100-continue\r\n\r\nx\r\n"),
     "chunk without end": (400, CHUNKED + b"1\r\nab"),
     "long extension": (431, CHUNKED + b"1;" + b"x" * 200_000 + b"\r\na"),
     "tiny chunks": (400, CHUNKED + b"1\r\n \r\n" * 10_000),
@@ -141,6 +142,18 @@ def test_a_refused_body_may_become_malformed(demo: LiveServer) -> None:
         connection.sendall(b"x\r\n")
         assert b"HTTP/1.1" not in read_to_end(connection)
     assert demo.http.get("/version").status_code == 200
+
+
+@pytest.mark.usefixtures("quiet")
+def test_a_malformed_body_after_its_answer_ends_it(serve: Any, never_loads: Any) -> None:
+    """A second answer would be that of the next request."""
+    server = serve(never_loads, allowed_origins=("https://a.example",))
+    asks = CHUNKED.replace(b"POST", b"OPTIONS")[:-2] + b"Origin: https://a.example\r\n"
+    with opened(server) as connection:
+        connection.sendall(asks + b"Access-Control-Request-Method: GET\r\n\r\n")
+        assert b" 200 " in read_until(connection, b"OK")
+        connection.sendall(b"x\r\n")
+        assert read_to_end(connection) == b""
 
 
 def test_one_key_is_sent_in_one_header(serve: Any, checkpoints: Checkpoints) -> None:
