@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
+
+logger = logging.getLogger(__name__)
 
 STACK_BYTES = 256 * 2**20  # the grammar compiler recurses once per rule of a chain of rules
 
@@ -39,9 +42,10 @@ class ClientLane:
             client, call = taken
             try:
                 call()
-            finally:
-                with self._lock:
-                    self._running -= Counter((client,))
+            except Exception:  # no other thread waits for the client's next call
+                logger.exception("a call in the lane %s failed", self._name)
+            with self._lock:
+                self._running -= Counter((client,))
 
     def _take(self) -> tuple[str, Call] | None:
         with self._lock:

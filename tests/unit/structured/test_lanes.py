@@ -77,3 +77,22 @@ def test_an_error_of_a_call_stops_no_lane() -> None:
     lane.submit("one", lambda: 1 // 0)  # type: ignore[arg-type, return-value]
     lane.submit("one", done.set)
     assert done.wait(20)
+
+
+def test_the_call_after_a_failed_one_is_not_forgotten() -> None:
+    """The other thread has looked at it before, and left it to the thread of the client's first call."""
+    held, looked, done = Held(num_threads=2), threading.Event(), threading.Event()
+    begun = threading.Event()
+
+    def fail() -> None:
+        begun.set()
+        assert held.go.wait(20)
+        raise LookupError("no")
+
+    held.lane.submit("one", fail)
+    assert begun.wait(20)
+    held.lane.submit("one", done.set)
+    held.lane.submit("other", looked.set)
+    assert looked.wait(20)
+    held.go.set()
+    assert done.wait(5)
