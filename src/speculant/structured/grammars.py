@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 CAPACITY = 64  # grammars to keep
 MOST_BYTES = 512 * 2**20  # of memory that compiling the kept grammars took
 MOST_WAITING = 1024  # callers; as many requests wait in an engine by default
-CLIENT_PART = 4  # a named client may be one of so many that fill the queue
 MOST_NOTES = 4096  # refused forms, and forms and clients whose time is counted
 COMPILERS = 2  # threads, so that one slow form does not delay all others
 # A form that is not compiled within the first limits is compiled again within the next ones, by other threads.
@@ -84,9 +83,9 @@ class Grammars:
         self._tokenizer, self._ends = tokenizer, end_token_ids
         self._capacity, self._most_waiting = capacity, most_waiting
         self._known: OrderedDict[GrammarSource, _Compilation] = OrderedDict()
-        self._refused: OrderedDict[GrammarSource, _Refusal] = OrderedDict()
+        self._refused: OrderedDict[bytes, _Refusal] = OrderedDict()  # by digest
         self._times: OrderedDict[str, ClientTime] = OrderedDict()
-        self._allowances: OrderedDict[tuple[str, GrammarSource], Allowance] = OrderedDict()
+        self._allowances: OrderedDict[tuple[str, bytes], Allowance] = OrderedDict()
         self._waiting: Counter[str] = Counter()
         self._lanes = tuple(ClientLane("speculant-grammars", COMPILERS) for _ in LIMITS)
         self._guarded = False
@@ -133,15 +132,15 @@ class Grammars:
             return grammar
         with self._lock:
             own = _noted(self._times, client, ClientTime)
-            allowance = _noted(self._allowances, (client, form.source), lambda: Allowance(own))
+            allowance = _noted(self._allowances, (client, form.source.digest), lambda: Allowance(own))
         return replace(grammar, allowance=allowance)
 
     def _check_refused(self, source: GrammarSource, client: str) -> None:
         """Raise the error of a form that was refused before, for everybody or because of this client's masks."""
-        refused = self._refused.get(source)
+        refused = self._refused.get(source.digest)
         if refused is not None and time.monotonic() < refused.at + REFUSED_S:
             raise RequestError(refused.problem, refused.fix)  # a new one: an error grows each time it is raised
-        allowance, time_spent = self._allowances.get((client, source)), self._times.get(client)
+        allowance, time_spent = self._allowances.get((client, source.digest)), self._times.get(client)
         if allowance is not None and (error := allowance.refusal) is not None:
             raise error
         if time_spent is not None and time_spent.is_over:
@@ -153,11 +152,11 @@ class Grammars:
 
     def _check_room(self, client: str) -> None:
         num_waiting, own = self._waiting.total(), self._waiting[client]
-        full = num_waiting >= self._most_waiting
-        if full or (client and own >= max(1, self._most_waiting // CLIENT_PART)):
+        free = self._most_waiting - num_waiting
+        if free < 1 or (client and own >= max(1, free)):
             raise CapacityError(
                 f"{num_waiting} requests wait for the forms of their outputs to be compiled, {own} of them this"
-                f" client's, and max_waiting is {self._most_waiting}; one client may fill a quarter",
+                f" client's, and max_waiting is {self._most_waiting}; one client may have as many as stay free",
                 "try again later, or raise max_waiting.",
             )
 
@@ -213,7 +212,7 @@ class Grammars:
                 del self._known[compilation.source]
                 if isinstance(result, RequestError) and not isinstance(result, _KilledError):
                     refusal = _Refusal(time.monotonic(), result.problem, result.fix)
-                    _noted(self._refused, compilation.source, lambda: refusal)
+                    _noted(self._refused, compilation.source.digest, lambda: refusal)
             waiters = list(compilation.waiters)
             self._drop()
         for waiter in waiters:
@@ -284,6 +283,7 @@ class Grammars:
 
     @cached_property
     def _prober(self) -> Prober:
+        _ = self._tokens  # a vocabulary that the library can't read has its own error; the process would only fail
         return Prober(self._tokenizer.backend.to_str(), *self._facts)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -29,6 +30,12 @@ class GrammarSource(NamedTuple):
     kind: str
     text: str
     compact: bool
+
+    @property
+    def digest(self) -> bytes:
+        """A short name of the grammar, for notes that are kept about many of them."""
+        content = f"{self.kind} {self.compact} {self.text}".encode()
+        return hashlib.blake2b(content, digest_size=16).digest()
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import threading
+import tracemalloc
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -168,12 +171,47 @@ def test_one_client_can_not_fill_the_queue(tokenizer: Tokenizer) -> None:
     grammars.__dict__["_prober"] = prober
     grammars.guard()
     prober.go.clear()
-    waiting = [grammars.compile(regex(f"wait{number}"), "greedy") for number in range(2)]
-    with pytest.raises(CapacityError, match=r"2 of them this client's"):
+    waiting = [grammars.compile(regex(f"wait{number}"), "greedy") for number in range(4)]
+    with pytest.raises(CapacityError, match=r"4 of them this client's"):
         grammars.compile(regex("wait more"), "greedy")
     waiting.append(grammars.compile(regex("wait too"), "modest"))
     prober.go.set()
     assert all(future.result(20) for future in waiting)
+
+
+def test_a_burst_of_one_client_with_one_form_is_served(scripted: Scripted) -> None:
+    """Many requests of a client alone may wait while the process that probes forms begins."""
+    grammars, prober = scripted
+    prober.go.clear()
+    waiting = [grammars.compile(regex("wait"), "alone") for _ in range(500)]
+    prober.go.set()
+    assert all(future.result(20) for future in waiting)
+
+
+def test_notes_of_many_large_forms_are_small(scripted: Scripted) -> None:
+    """Otherwise a client could fill the memory with forms that are refused."""
+    grammars, prober = scripted
+    tracemalloc.start()
+    try:
+        for number in range(40):
+            form = regex(f"hostile{number}" + "x" * 60_000)
+            grammars.metered(Grammar(MagicMock(), 1, frozenset()), form, "greedy")
+            with pytest.raises(RequestError, match="to compile"):
+                grammars.compile(form, "greedy").result(20)
+            prober.probed.clear()
+        assert tracemalloc.get_traced_memory()[0] < 10 * 60_000
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_tokenizer_that_is_unreadable_starts_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error says so, in place of one that asks the client to try again."""
+    monkeypatch.setattr(module, "Prober", lambda *_: pytest.fail("it starts a process"))
+    backend = SimpleNamespace(to_str=lambda: "no tokenizer")
+    grammars = Grammars(SimpleNamespace(vocab=lambda: {"a": 0, "b": 1}, eos_id=1, backend=backend), {1})  # type: ignore[arg-type]
+    grammars.guard()
+    with pytest.raises(RequestError, match="don't work with this tokenizer"):
+        grammars.compile(regex("a")).result(20)
 
 
 def test_a_client_drops_its_own_forms_first(tokenizer: Tokenizer) -> None:
@@ -201,7 +239,7 @@ def test_slow_masks_end_a_client_s_form(scripted: Scripted, tokenizer: Tokenizer
         grammars.metered(grammar, form, client).constrain() for client in ("slow", "slow", "other client")
     )
     assert slow.mask(()).any()
-    allowance = grammars._allowances["slow", form.source]
+    allowance = grammars._allowances["slow", form.source.digest]
     allowance.spend(1.0)
     (letter,) = tokenizer.encode("a")
     assert not slow.mask((letter,)).any(), "a draft is only cut short"
@@ -223,7 +261,7 @@ def test_masks_are_counted(scripted: Scripted, tokenizer: Tokenizer, monkeypatch
     form = regex("[ab]+")
     constraint = grammars.metered(grammars.compile(form, "c").result(20), form, "c").constrain()
     counted: list[float] = []
-    monkeypatch.setattr(grammars._allowances["c", form.source], "spend", counted.append)
+    monkeypatch.setattr(grammars._allowances["c", form.source.digest], "spend", counted.append)
     constraint.mask(())
     constraint.forced()
     constraint.advance(tokenizer.encode("a"))
