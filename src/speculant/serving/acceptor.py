@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import socket
 from collections.abc import Callable
 from contextlib import suppress
@@ -14,6 +15,7 @@ from speculant.serving.wire import raw_error
 
 _AT_ONCE = 8  # connections that are accepted before other work of the loop
 _PAUSE = 0.01  # seconds until the next try after an error
+_LACKS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 _FULL = raw_error(unavailable("The server has too many connections. Try again later.", "too_many_connections"))
 
 
@@ -59,9 +61,12 @@ class Acceptor:
             self._take(accepted, address[0])
 
     def _wait_after(self, error: OSError) -> None:
-        """Make room if there may be none, and try again later: the socket stays readable while an error lasts."""
+        """Make room if there is none, and try again later: the socket stays readable while an error lasts.
+
+        Other errors are those of one connection or of the network, which open connections have no part in.
+        """
         self._rarely.warn("can't accept connections, %s are open: %s", len(self._connections), error.strerror)
-        for _ in range(_AT_ONCE):
+        for _ in range(_AT_ONCE if error.errno in _LACKS else 0):
             self._connections.make_room()
         self._loop.remove_reader(self._socket)
         self._retry = self._loop.call_later(_PAUSE, self._resume)

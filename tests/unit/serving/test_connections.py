@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import os
 import resource
 import socket
 from contextlib import ExitStack
@@ -256,18 +257,19 @@ def test_bodies_of_a_client_leave_room_for_others() -> None:
 
 
 class Failing(socket.socket):
-    """A listening socket that has no files left for a while."""
+    """A listening socket that has no files left for a while, or has another error."""
 
-    fails, tries = True, 0
+    fails, tries, number = True, 0, errno.EMFILE
 
     def accept(self) -> Any:
         self.tries += 1
         if self.fails:
-            raise OSError(errno.EMFILE, "Too many open files")
+            raise OSError(self.number, os.strerror(self.number))
         return super().accept()
 
 
-def test_errors_of_accepting_are_waited_out(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.EPERM])
+def test_errors_of_accepting_are_waited_out(caplog: pytest.LogCaptureFixture, number: int) -> None:
     caplog.set_level(logging.INFO)
     taken: list[str] = []
 
@@ -277,6 +279,7 @@ def test_errors_of_accepting_are_waited_out(caplog: pytest.LogCaptureFixture) ->
 
     async def main() -> tuple[int, bool]:
         listening = Failing()
+        listening.number = number
         listening.bind(("127.0.0.1", 0))
         listening.listen()
         connections = Connections(10, 0)
@@ -293,10 +296,10 @@ def test_errors_of_accepting_are_waited_out(caplog: pytest.LogCaptureFixture) ->
 
     tries, dropped = asyncio.run(main())
     assert 1 <= tries < 30
-    assert dropped, "it may have been in the way"
+    assert dropped == (number == errno.EMFILE), "it is dropped if it may have been in the way"
     assert taken == ["127.0.0.1"]
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == [
-        "can't accept connections, 1 are open: Too many open files"
+        f"can't accept connections, 1 are open: {os.strerror(number)}"
     ]
 
 
