@@ -100,7 +100,7 @@ class RequestLimits:
     def _check_headers(self, scope: Scope) -> None:
         most = self._options.max_header_bytes
         size = sum(len(name) + len(value) + _SEPARATORS for name, value in scope["headers"])
-        size += len(scope["method"]) + len(scope["raw_path"] or b"") + len(scope["query_string"])
+        size += len(scope["method"]) + len(scope.get("raw_path") or b"") + len(scope["query_string"])
         if size > most:
             raise ApiError(431, f"The headers have over {most} bytes.", code="headers_too_large")
         coding = Headers(scope=scope).get("content-encoding", "identity")

@@ -55,6 +55,15 @@ def test_a_refused_body_closes_the_connection() -> None:
     assert response.json()["error"]["type"] == "invalid_request_error"
 
 
+def test_a_server_may_leave_out_the_raw_path() -> None:
+    """ASGI does not require it."""
+
+    async def bare(scope: Scope, receive: Receive, send: Send) -> None:
+        await limited()({name: value for name, value in scope.items() if name != "raw_path"}, receive, send)
+
+    assert ask(bare, content=b"x").json()["size"] == 1
+
+
 def test_a_slow_body_is_refused() -> None:
     assert ask(limited(body_timeout=0.05), content=parts(5, 1, 0.05)).status_code == 408
     assert ask(limited(body_timeout=None), content=parts(5, 1, 0.01)).json()["size"] == 5
