@@ -7,18 +7,18 @@ only so many pieces of work there. Work that has begun can't be stopped: its siz
 from __future__ import annotations
 
 import time
-from collections import OrderedDict, deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import partial
 from threading import Lock
 from typing import Any, TypeVar
 
 from speculant.serving.errors import overloaded, unavailable
+from speculant.structured.lanes import ClientLane
 
 T = TypeVar("T")
 LARGE = 32_768  # bytes of a body that count as large
-_MOST_SMALL = 256  # pieces of small work of one client
+_MOST_SMALL = 1024  # pieces of small work of one client; as many requests wait in an engine by default
 _LONGEST_REST = 0.25  # seconds between pieces of large work
 
 
@@ -31,11 +31,9 @@ class TextLane:
         longest_rest: after each piece the thread rests for as long as that took, up to this many seconds. Work that
         holds the interpreter's lock, one piece after another, would leave no time for the engine and the event loop.
         """
-        self._thread = ThreadPoolExecutor(1, name)
-        self._longest_rest = longest_rest
+        self._lane, self._longest_rest = ClientLane(name), longest_rest
         self._most, self._lock, self._closed = most, Lock(), False
-        self._waiting: OrderedDict[str, deque[tuple[Future[Any], Callable[[], Any]]]] = OrderedDict()
-        self._held: dict[str, int] = {}  # pieces of work, by client
+        self._held: dict[str, set[Future[Any]]] = {}  # work that has not ended, by client
 
     def submit(self, client: str, work: Callable[[], T]) -> Future[T]:
         """Return the future result of `work`. Work that is cancelled before it begins never runs.
@@ -43,38 +41,30 @@ class TextLane:
         Raises ApiError if the client has too much work here (429), or after `close` (503).
         """
         future: Future[T] = Future()
+        call = partial(self._run, future, work)
         with self._lock:
             if self._closed:
                 raise unavailable("The server is shutting down.", "shutting_down")
-            if self._held.get(client, 0) >= self._most:
+            if len(self._held.get(client, ())) >= self._most:
                 raise overloaded(
                     f"At most {self._most} requests of one client may wait here for their texts to be read. "
                     "Try again later."
                 )
-            self._held[client] = self._held.get(client, 0) + 1
-            self._waiting.setdefault(client, deque()).append((future, work))
-            self._thread.submit(self._run_next)
-        future.add_done_callback(partial(self._release, client))
+            self._lane.submit(client, call)
+            self._held.setdefault(client, set()).add(future)
+        future.add_done_callback(partial(self._release, client, call))
         return future
 
     def close(self) -> None:
         """Cancel the waiting work, and end the thread after the work that runs."""
         with self._lock:
             self._closed = True
-            waiting = [future for each in self._waiting.values() for future, _ in each]
-        for future in waiting:
+            held = [future for each in self._held.values() for future in each]
+        for future in held:
             future.cancel()
-        self._thread.shutdown(wait=False)
+        self._lane.close()
 
-    def _run_next(self) -> None:
-        """Run the first piece of work of the client whose turn it is."""
-        with self._lock:
-            if not self._waiting:  # it was cancelled
-                return
-            client, items = self._waiting.popitem(last=False)
-            future, work = items.popleft()
-            if items:
-                self._waiting[client] = items  # its next turn comes after those of all others
+    def _run(self, future: Future[T], work: Callable[[], T]) -> None:
         if not future.set_running_or_notify_cancel():
             return
         began = time.monotonic()
@@ -87,17 +77,14 @@ class TextLane:
         if self._longest_rest:
             time.sleep(min(time.monotonic() - began, self._longest_rest))
 
-    def _release(self, client: str, future: Future[Any]) -> None:
+    def _release(self, client: str, call: Callable[[], None], future: Future[Any]) -> None:
         """Forget work that has ended or was cancelled."""
+        if future.cancelled():
+            self._lane.withdraw(client, call)
         with self._lock:
-            self._held[client] -= 1
+            self._held[client].discard(future)
             if not self._held[client]:
                 del self._held[client]
-            left = deque(item for item in self._waiting.get(client, ()) if item[0] is not future)
-            if left:
-                self._waiting[client] = left
-            else:
-                self._waiting.pop(client, None)
 
 
 class TextLanes:

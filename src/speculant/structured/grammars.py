@@ -17,7 +17,7 @@ from speculant.structured.allowance import CLIENT_SHARE, REFUSED_S, SLOW_S, Allo
 from speculant.structured.constraint import SIMPLIFY, Grammar, shortened
 from speculant.structured.lanes import ClientLane
 from speculant.structured.library import STRANGERS, StepLimits, make_matcher
-from speculant.structured.probe import Probed, ProbeLimits
+from speculant.structured.probe import STACK_BYTES, Probed, ProbeLimits
 from speculant.structured.prober import Prober
 from speculant.structured.spec import GrammarSource, StructuredOutputs
 from speculant.structured.spelling import read_vocabulary
@@ -87,7 +87,7 @@ class Grammars:
         self._times: OrderedDict[str, ClientTime] = OrderedDict()
         self._allowances: OrderedDict[tuple[str, bytes], Allowance] = OrderedDict()
         self._waiting: Counter[str] = Counter()
-        self._lanes = tuple(ClientLane("speculant-grammars", COMPILERS) for _ in LIMITS)
+        self._lanes = tuple(ClientLane("speculant-grammars", COMPILERS, STACK_BYTES) for _ in LIMITS)
         self._guarded = False
         self._lock = threading.Lock()  # never held while a form is compiled
         self._making = threading.Lock()  # held while the prober is made

@@ -32,7 +32,7 @@ from speculant.structured.spelling import read_definition
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
-STACK_BYTES = 256 * 2**20  # as in the thread that compiles the form afterwards
+STACK_BYTES = 256 * 2**20  # of a thread that compiles: the compiler recurses once per rule of a chain of rules
 _TICK_S = 0.005  # between two looks at the limits
 _MARGIN = 2  # the system ends a child at this multiple of its limits
 _UNIT = 1 if sys.platform == "darwin" else 1024  # bytes in a unit of ru_maxrss

@@ -70,10 +70,21 @@ def test_a_client_may_have_only_so_much_work(busy: Busy) -> None:
         busy.add("a", name).result(PATIENCE)
 
 
+def test_a_client_may_have_as_many_small_texts_as_requests() -> None:
+    """As many as wait in an engine by default: a burst of one client is served."""
+    lanes, go = TextLanes(most_large=1), threading.Event()
+    held = [lanes.submit("a", 1, lambda: go.wait(PATIENCE)) for _ in range(1024)]
+    with pytest.raises(ApiError):
+        lanes.submit("a", 1, lambda: None)
+    go.set()
+    assert all(each.result(PATIENCE) for each in held)
+    lanes.close()
+
+
 def test_cancelled_work_never_runs_and_is_forgotten(busy: Busy) -> None:
     for _ in range(100):
         assert busy.add("a", "a").cancel()
-    assert not busy.lane._waiting
+    assert not busy.lane._lane._queues
     assert not busy.first.cancel()
     busy.go()
     assert busy.ran == []

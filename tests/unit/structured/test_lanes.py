@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from functools import partial
 
+import pytest
+
 from speculant.structured.lanes import ClientLane
 
 
@@ -96,3 +98,27 @@ def test_the_call_after_a_failed_one_is_not_forgotten() -> None:
     assert looked.wait(20)
     held.go.set()
     assert done.wait(5)
+
+
+def test_a_withdrawn_call_never_runs() -> None:
+    held = Held()
+    assert held.hold("one").wait(20)
+    call = partial(held.order.append, "withdrawn")
+    held.lane.submit("one", call)
+    held.submit("one", "kept")
+    held.lane.withdraw("one", call)
+    held.lane.withdraw("two", call)
+    assert held.finish() == ["kept"]
+
+
+def test_a_closed_lane_takes_no_more() -> None:
+    """Its threads end after the calls that it has, even if it never had any."""
+    for count in (0, 3):
+        held = Held()
+        for number in range(count):
+            held.submit("one", str(number))
+        held.lane.close()
+        with pytest.raises(RuntimeError):
+            held.submit("one", "late")
+        held.submitted = count
+        assert held.finish() == [str(number) for number in range(count)]
