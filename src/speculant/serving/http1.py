@@ -6,6 +6,8 @@ The client's deadlines: header_timeout for the head of each request, body_timeou
 from __future__ import annotations
 
 import asyncio
+import select
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
@@ -26,6 +28,7 @@ from speculant.serving.wire import raw_error
 
 _PIECE = 16 * 2**10  # bytes that are received and parsed at a time
 _LEAST_READ = 64 * 2**10  # bytes of an answer that a client has to read within send_timeout
+_END = getattr(select, "POLLRDHUP", 0)  # where it is missing, only a connection that is closed both ways is noticed
 _LINGER = 1.0  # seconds of discarding the rest of a refused request, so that the client reads the answer
 
 
@@ -172,6 +175,8 @@ class HttpConnection(H11Protocol, asyncio.BufferedProtocol):
             else:
                 self.transport.close()
         self._check_unread(now)
+        if self._answering and self.flow.read_paused and _has_left(self.transport.get_extra_info("socket")):
+            self.drop()
 
     def _check_unread(self, now: float) -> None:
         """Drop the connection if the client has not read enough of an answer that is over, or that can't go on."""
@@ -228,6 +233,13 @@ class _CheckedHttp(h11.Connection):
         if isinstance(event, h11.Data):
             self._chunks.add(event)
         return event
+
+
+def _has_left(client: socket.socket) -> bool:
+    """Whether a client has closed its end, although data from it have not been read: its next requests."""
+    looking = select.poll()
+    looking.register(client, _END)
+    return bool(looking.poll(0))
 
 
 def _ignore(_: ApiError) -> None:

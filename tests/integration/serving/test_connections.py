@@ -24,6 +24,7 @@ from starlette.responses import Response
 from speculant import AsyncEngine
 from speculant.errors import ModelError
 from speculant.serving.clients import client_of
+from speculant.serving.streams import while_connected
 from tests.async_engines import core
 from tests.attackers import ATTACKS, attacked
 from tests.models import Checkpoints, checkpoints
@@ -274,6 +275,31 @@ def test_an_answer_that_is_not_read_is_dropped(hasty: LiveServer, before: int, c
             lambda: any(each.transport and each.transport.get_write_buffer_size() for each in tuple(connections))
         )
         hasty.until(lambda: not connections)
+
+
+def test_who_leaves_before_its_next_request_is_noticed(hasty: LiveServer) -> None:
+    """The next request stays unread while the first one is answered, and so does the connection's end."""
+    begun, left = threading.Event(), threading.Event()
+
+    async def forever() -> None:
+        begun.set()
+        try:
+            await asyncio.sleep(60)
+        finally:
+            left.set()
+
+    async def wait(request: Request) -> Response:
+        await request.body()
+        return await while_connected(request.receive, forever())
+
+    hasty.app.add_api_route("/wait", wait)
+    with opened(hasty) as connection:
+        connection.sendall(b"GET /wait HTTP/1.1\r\n" + HOST + b"\r\n")
+        assert begun.wait(20)
+        connection.sendall(VERSION + b"\r\n")
+        hasty.until(lambda: any(each.flow.read_paused for each in tuple(hasty.server.server_state.connections)))
+        assert not left.wait(1.2), "it is still there"
+    assert left.wait(5)
 
 
 # --- places
