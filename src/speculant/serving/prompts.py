@@ -20,7 +20,7 @@ from speculant.serving.protocol import (
     Message,
     TokenizeBody,
 )
-from speculant.serving.text_lanes import LARGE, TextLanes
+from speculant.serving.text_lanes import TextLanes
 from speculant.text.stream import IncrementalDetokenizer
 from speculant.text.tokenizer import Tokenizer
 
@@ -68,10 +68,6 @@ class Prompts:
                 return await working
         except TimeoutError:
             raise timed_out("Reading the prompt took too long.") from None
-
-    async def apart(self, work: Callable[[], T]) -> T:
-        """Return the result of work whose time depends on the body: a large one is read in a thread."""
-        return await self.in_thread(work) if self.size > LARGE else work()
 
     async def of_completion(self, engine: AsyncEngine, body: CompletionBody) -> list[Prompt]:
         """Return the prompts of a completion; see `count_prompts`."""

@@ -36,7 +36,7 @@ class Routes:
         service, engine = self._service, self._service.state.engine
         body = await service.read(CompletionBody, request)
         prompts, count = service.prompts(request), count_prompts(body, service.options)
-        params = await prompts.apart(lambda: completion_params(engine, body))
+        params = await service.apart(request, lambda: completion_params(engine, body))
         call, echo = service.call(engine, body, params, count), bool(body.echo)
         answer = CompletionAnswer(call, count, echo, answers=body.max_tokens != 0)
         job = Job(body, params, count, lambda: prompts.of_completion(engine, body), answer)
@@ -53,7 +53,7 @@ class Routes:
             params = with_tools(tokenizer, chat_params(engine, allowed), allowed, name)
             return allowed, with_tags(tokenizer, params, find_tags(tokenizer.template_for(bool(allowed.tools))) or ())
 
-        body, params = await service.prompts(request).apart(settings)
+        body, params = await service.apart(request, settings)
         reader = reader_for(tokenizer, body, name, params.structured_outputs is not None)
         call = service.call(engine, body, params)
         answer = ChatAnswer(call, reader, finish_reason_of_calls(body))

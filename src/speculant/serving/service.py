@@ -38,6 +38,7 @@ from speculant.types import Client
 logger = logging.getLogger(__name__)
 
 B = TypeVar("B", bound=Body)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -73,13 +74,18 @@ class Service:
         """Return a request's body; a large one is parsed in a thread. Raises ApiError for an invalid one."""
         raw = await request.body()
         request.state.size = len(raw)
-        if len(raw) <= LARGE:
-            body = read_body(kind, raw)
-        else:
-            reading = self.prompts(request).in_thread(lambda: read_body(kind, raw))
-            body = await while_connected(request.receive, reading)
+        body = await self.apart(request, lambda: read_body(kind, raw))
         request.state.body = body  # errors name its fields
         return body
+
+    async def apart(self, request: Request, work: Callable[[], T]) -> T:
+        """Return the result of work whose time depends on the body: a large one is worked on in a thread.
+
+        Raises ClientGoneError if the client leaves meanwhile.
+        """
+        if request.state.size <= LARGE:
+            return work()
+        return await while_connected(request.receive, self.prompts(request).in_thread(work))
 
     def prompts(self, request: Request) -> Prompts:
         """Return the maker of the prompts of a request, whose body was read."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -80,6 +80,24 @@ def test_a_client_that_leaves_gives_its_place_back(server: LiveServer) -> None:
         server.until(lambda: "address:127.0.0.1" not in server.state.texts._large._held)
     blocked.go()
     assert server.post(path, **body)["usage"]["prompt_tokens"] == 4
+
+
+@pytest.mark.parametrize("name", ["text", "messages", "input"])
+def test_who_leaves_after_its_body_was_read_is_noticed(
+    server: LiveServer, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Its settings wait for the thread, too."""
+    submit, pieces = server.state.texts.submit, list[Future[Any]]()
+
+    def second_waits(*piece: Any) -> Future[Any]:
+        pieces.append(Future() if pieces else submit(*piece))
+        return pieces[-1]
+
+    monkeypatch.setattr(server.state.texts, "submit", second_waits)
+    path, body = LARGE_BODIES[name]
+    with pytest.raises(httpx.ReadTimeout):
+        server.http.post(path, json=body, timeout=1.0)
+    server.until(lambda: len(pieces) == 2 and pieces[1].cancelled(), patience=5.0)
 
 
 @pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])

@@ -86,7 +86,7 @@ class ResponseRoutes:
             params = with_tools(tokenizer, params, chat, name)
             return chat, with_tags(tokenizer, params, find_tags(tokenizer.template_for(bool(chat.tools))) or ())
 
-        chat, params = await making.apart(settings)
+        chat, params = await service.apart(request, settings)
         reader = reader_for(tokenizer, chat, name, params.structured_outputs is not None)
         answer = ResponseAnswer(service.call(engine, body, params), body, reader, stores)
         owner = client_of(request.scope)
