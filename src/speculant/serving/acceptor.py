@@ -1,4 +1,4 @@
-"""Accepts connections, within bounds and whatever fails."""
+"""Accepts connections within bounds, and goes on after errors of the system."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FULL = raw_error(unavailable("The server has too many connections. Try again la
 class Acceptor:
     """Accepts the connections of a listening socket: the parts of an asyncio server that uvicorn uses.
 
-    asyncio's own server logs a traceback, hundreds of times a second, while the process has too many open files.
+    Reason: while the process has too many open files, asyncio's own server logs hundreds of tracebacks a second.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Acceptor:
             self._take(accepted, address[0])
 
     def _wait_after(self, error: OSError) -> None:
-        """Make room if there may be none, and try again later: the socket stays readable while an error lasts."""
+        """Drop waiting connections, and try again later: the socket stays readable while an error lasts."""
         self._rarely.warn("can't accept connections, %s are open: %s", len(self._connections), error.strerror)
         for _ in range(_AT_ONCE):
             self._connections.make_room()
