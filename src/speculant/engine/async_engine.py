@@ -72,7 +72,7 @@ class AsyncEngine(Frontend):
         raises its error after its last piece; one that `shutdown` aborts raises EngineClosedError.
         """
         request_id = uuid.uuid4().hex if request_id is None else request_id
-        if (compiling := self._compiling(sampling_params, client.name)) is not None:
+        if (compiling := self._compiling(sampling_params, client)) is not None:
             await asyncio.wrap_future(compiling)
         stream = PieceStream(
             self._generation(prompt, sampling_params, request_id, priority, cache_salt, compiling, client)

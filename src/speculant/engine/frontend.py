@@ -18,6 +18,7 @@ from speculant.config import EngineConfig, Limits
 from speculant.constraints import Constraint
 from speculant.engine.build import build_engine
 from speculant.engine.generation import Generation, StreamPiece, with_token_texts
+from speculant.engine.requests import check_client
 from speculant.engine.vllm_arguments import read_arguments
 from speculant.errors import RequestError, suggest
 from speculant.models.weights.load import Checkpoint
@@ -238,7 +239,7 @@ class Frontend:
             raise RequestError("the prompt and the call have different cache salts", "give one of them.")
         params = self._tokenised(params or self.default_params)
         stops = self._compile_stops(tuple(params.stop)) if params.stop else None
-        compiling, form = compiled or self._compiling(params, client.name), params.structured_outputs
+        compiling, form = compiled or self._compiling(params, client), params.structured_outputs
         constrain = None
         if compiling is not None and form is not None:
             constrain = _constrain(self._grammars.metered(_awaited(compiling), form, client.name), prompt)
@@ -259,10 +260,11 @@ class Frontend:
         """Expect hostile forms: limit the time and memory that each may take. Servers of strangers call it."""
         self._grammars.guard()
 
-    def _compiling(self, params: SamplingParams | None, client: str = "") -> Future[Grammar] | None:
+    def _compiling(self, params: SamplingParams | None, client: Client) -> Future[Grammar] | None:
         """Start to compile the form of these settings; None if they have none."""
+        check_client(client)
         form = (params or self.default_params).structured_outputs
-        return None if form is None else self._grammars.compile(form, client)
+        return None if form is None else self._grammars.compile(form, client.name)
 
     def _tokenised(self, params: SamplingParams) -> SamplingParams:
         """Return settings whose texts, a prediction and banned words, are token ids."""

@@ -74,9 +74,7 @@ class RequestFactory:
             raise RequestError(
                 f"priority={priority!r}, cache_salt={cache_salt!r}", "give priority as int and cache_salt as str."
             )
-        who: object = client
-        if not isinstance(who, Client):
-            raise RequestError(f"client={client!r:.80} is a {type(client).__name__}", "give speculant.Client(name).")
+        check_client(client)
         if constraint is not None and params.beam_width is not None:
             raise RequestError("a beam search takes no constraint", "leave out beam_width, or the constraint.")
         method = self._method(params)
@@ -272,3 +270,9 @@ def _check_tokens(name: str, tokens: Iterable[object], vocab_size: int) -> None:
             raise RequestError(
                 f"{name} has {token!r}, which is not a token id from 0 to {vocab_size - 1}", "check the ids."
             )
+
+
+def check_client(client: object) -> None:
+    """Raise RequestError for anything but a `Client`."""
+    if not isinstance(client, Client):
+        raise RequestError(f"client={client!r:.80} is a {type(client).__name__}", "give speculant.Client(name).")

@@ -1,28 +1,29 @@
 """Fair shares: clients are served in turn, each in proportion to its weight, whatever its requests ask for.
 
-    what is shared            who gets it
+    shared                    who gets it
     a place to run            the client with the fewest running sequences; of equals, the one with the lowest counter
-    the rows of a step        every client what it needs, or an equal part of the rest (max-min fairness)
+    the rows of a step        every client as many as it needs, or an equal part of the rest (max-min fairness)
     a place to wait           every client an equal part of all places
 
-All of it is by weight: a client of weight 2 counts as half of what it has.
+Numbers are divided by weights: four sequences of a client of weight 2 count as two.
 
 A client's *counter* is the number of rows computed for it, divided by its weight: the virtual token counter of Sheng et
 al. 2023 (arXiv 2401.00588). Prompt tokens, output tokens, hypotheses of a beam search and tokens that are computed
 again after preemption count, because each takes a row that another client might use. Tokens found in the prefix cache
-and drafts are free: the former are not computed, and the latter get only rows that no client needs.
+and drafts do not count: the former are not computed, and the latter get only rows that no client needs.
 
-A client that comes back starts at the lowest counter of the clients that are present, so that absence earns nothing.
-No counter is more than a fixed lead above the lowest one, so that use of an idle engine costs no later wait.
+A client that comes back starts at the lowest counter of the present clients, so an absent client gains no advantage. No
+counter is more than a fixed lead above the lowest one, so a client that used an idle engine does not wait long later.
 
-A client with nothing running takes the place of the last sequence of the client that runs the most, if that has more
-than one. If all clients have one, because there are more clients than places or little memory, they take turns of at
-least TURN tokens. A client that has some, and less than another, takes further places by turns as well. No client can
-take a place back at once, so that sequences are not preempted in circles.
+A client without running sequences takes the place of the last sequence of the client that runs the most, if that client
+has more than one. If all clients have one, because there are more clients than places or little memory, they take turns
+of at least TURN tokens. A client with fewer running sequences than another one takes further places by turns as well.
+No client can take a place back at once, so sequences are not preempted in circles.
 
-So a client that had nothing in the engine gets its first token at most 3 steps after the steps that its prompt takes at
-its share of the rows, if memory holds a text of each client and there are as many places as clients. Otherwise, beside
-N sequences in all, it gains a token at least once in 2 N (max_model_len + TURN) steps, times the ratio of the weights.
+The first token of a client that had nothing in the engine comes at most 3 steps after the steps that its prompt takes
+at its share of the rows. This needs memory for a text of each client, and as many places as clients. Otherwise, beside
+N sequences in all, the client gains a token at least once in 2 N (max_model_len + TURN) steps, times the ratio of the
+weights.
 """
 
 from __future__ import annotations
@@ -88,9 +89,9 @@ class Accounts:
         self._forget()
 
     def vacant_places(self, client: Client, most: int) -> int:
-        """Return how many sequences more a client may have.
+        """Return how many more sequences a client may have.
 
-        All clients that have some, and this one, have equal parts of `most` places by weight, at least one each.
+        This client and all clients that have sequences share `most` places by weight, and have at least one each.
         """
         present = {name: each for name, each in self._accounts.items() if each.num_sequences}
         own = present.pop(client.name, Account())
@@ -114,9 +115,9 @@ def places_of(weight: float, others: float, most: int) -> int:
 
 
 def divide(rows: int, needs: Mapping[str, int], weights: Mapping[str, float]) -> dict[str, int]:
-    """Divide rows among clients: a row for each, and of the rest what it needs, or an equal part by weight.
+    """Divide rows among clients: one row for each, and of the rest as many as it needs, or an equal part by weight.
 
-    There are at least as many rows as clients, and each needs one at least. The last of equals gets what is left over.
+    There are at least as many rows as clients, and each needs one at least. The last of equals gets the remainder.
     """
     parts: dict[str, int] = {}
     left, total = max(0, rows - len(needs)), sum(weights[name] for name in needs)
@@ -129,7 +130,7 @@ def divide(rows: int, needs: Mapping[str, int], weights: Mapping[str, float]) ->
 
 
 class Holding(NamedTuple):
-    """What a client has running: the number of requests, and of sequences, in which each beam of a search counts."""
+    """The running requests of a client, and its running sequences: each beam of a search counts as a sequence."""
 
     account: Account
     num_requests: int = 0

@@ -1,8 +1,8 @@
 """The order in which one client's sequences are served: a sort key, of which the smallest comes first.
 
-A request's *level* is its priority, and rises by one for every PATIENCE steps that passed before it was queued. So no
-policy starves a request: it is served before every request that came PATIENCE steps later with the same priority. A key
-depends on nothing that changes while a request waits, so that the queue can be a heap.
+A request's *level* is its priority plus one for every PATIENCE steps that passed before it was queued. So no policy
+starves a request: it is served before every request that came PATIENCE steps later with the same priority. Nothing that
+a key depends on changes while a request waits, so the queue can be a heap.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def first_come(standing: Standing) -> Key:
 def decode_first(standing: Standing) -> Key:
     """Serve sequences that lack only their newest token first, so that no prompt delays them; then by arrival.
 
-    A prompt of one token counts as a prompt: otherwise a stream of such prompts would delay all others without bound.
+    A prompt of one token counts as a prompt. Otherwise an endless series of such prompts would delay all others.
     """
     return int(standing.backlog > 1 or not standing.held), standing.level, standing.arrival
 

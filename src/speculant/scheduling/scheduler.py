@@ -6,10 +6,11 @@ hypotheses of a beam search are not a draft: all have to be computed, if necessa
 
     add ---> waiting ---admit---> running ---remove--->
                 ^                    |
-                +------preempt-------+      out of memory: its blocks are released, its tokens recomputed later
+                +------preempt-------+      for memory, or for a client without a place: its blocks are released, and
+                                            its tokens recomputed later
 
-Clients come first, with their fair shares (scheduling/fairness.py), and then the order of one client's requests, which
-is a policy (scheduling/policy.py).
+Places and rows are divided among clients first (scheduling/fairness.py). A policy orders the requests of one client
+(scheduling/policy.py).
 """
 
 from __future__ import annotations
@@ -187,7 +188,7 @@ class Scheduler:
         return Schedule(items, plan, spare, admitted, preempted)
 
     def _charge(self, items: Sequence[Scheduled]) -> None:
-        """Note which client used what in a step."""
+        """Charge each client for its rows of a step, and count the steps that gave requests a token."""
         used = Counter[str]()
         for item in items:
             used[item.request.client.name] += item.num_rows
@@ -211,7 +212,8 @@ class Scheduler:
     def _budgets(self) -> dict[str, int]:
         """Return the rows of this step that each client with running requests may use.
 
-        The client with the lowest counter gets as many as a beam search of it needs at least. So none waits forever.
+        The client with the lowest counter gets at least the rows that its widest beam search needs, so that each client
+        gets them in its turn.
         """
         budget = self._limits.max_num_batched_tokens
         if self._accounts.few:
@@ -261,7 +263,7 @@ class Scheduler:
         return 1 if self._backlog(request) > 1 else 1 + request.num_positions - len(request.tokens)
 
     def _admit(self) -> tuple[list[Request], list[Request]]:
-        """Move waiting requests to running while their missing tokens fit; return them, and those that gave way."""
+        """Start waiting requests while their missing tokens fit; return them, and the requests preempted for them."""
         admitted, preempted = list[Request](), list[Request]()
         if not self.waiting:
             return admitted, preempted
@@ -308,7 +310,7 @@ class Scheduler:
         return True
 
     def _yielding_to(self, claimant: Request) -> Request | None:
-        """Return the running request of another client that gives way to a waiting one, if one does."""
+        """Return the running request of another client that is preempted for a waiting one, if there is one."""
         if self._accounts.few:
             return None
         holdings, lasts = self._holdings(), dict[str, Request]()
@@ -328,7 +330,7 @@ class Scheduler:
         return self._gained.get(request.seq_id, 0) >= TURN
 
     def _holdings(self) -> dict[str, Holding]:
-        """Return what each client with running requests has."""
+        """Return the holdings of the clients with running requests."""
         holdings: dict[str, Holding] = {}
         for request in self.running:
             held = holdings.get(request.client.name) or Holding(self._accounts.of(request.client))

@@ -16,9 +16,9 @@ class WaitingQueue:
     key: orders the requests; it must not change while a request waits. A request that is held back stays in the queue
     and can't be the first until `readmit`.
 
-    The entry of a request that leaves stays in the heap. Each entry has a number of its own, and only the one in
-    `_entries` is valid: a request that was removed and added again may have another key. The heap is rebuilt when most
-    of its entries are not valid, so its size is proportional to the number of waiting requests.
+    The entry of a request that leaves stays in the heap. Each entry has a number of its own. Only an entry whose number
+    is in `_entries` is valid, because a request that was removed and added again may have another key. The heap is
+    rebuilt when most of its entries are invalid, so its size is proportional to the number of waiting requests.
     """
 
     def __init__(self, key: Callable[[Request], Key]) -> None:

@@ -1,4 +1,4 @@
-"""Accepts connections, within bounds and whatever fails."""
+"""Accepts connections within bounds, and goes on after errors of the system."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _FULL = raw_error(unavailable("The server has too many connections. Try again la
 class Acceptor:
     """Accepts the connections of a listening socket: the parts of an asyncio server that uvicorn uses.
 
-    asyncio's own server logs a traceback, hundreds of times a second, while the process has too many open files.
+    Reason: while the process has too many open files, asyncio's own server logs hundreds of tracebacks a second.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Acceptor:
             self._take(accepted, address[0])
 
     def _wait_after(self, error: OSError) -> None:
-        """Make room if there is none, and try again later: the socket stays readable while an error lasts.
+        """Drop waiting connections if there is no room, and try again later: the socket stays readable.
 
         Other errors are those of one connection or of the network, which open connections have no part in.
         """

@@ -1,7 +1,7 @@
 """The access log: a line for each request, when its response has ended.
 
-A line has no key, no text of a prompt or an answer, and no query. Fields that a client chooses are bounded and have no
-blanks, quotes or control characters in a line of text, so that nobody can forge a line or a field.
+A line has no key, no text of a prompt or an answer, and no query. Fields that a client chooses are bounded. In the form
+"text" they have no blanks, quotes or control characters, so that nobody can forge a line or a field.
 """
 
 from __future__ import annotations

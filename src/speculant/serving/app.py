@@ -36,7 +36,7 @@ from speculant.serving.state import ServerState, Source
 from speculant.serving.streams import ClientGoneError
 from speculant.serving.text_lanes import TextLanes
 from speculant.serving.tracing import Tracer
-from speculant.serving.wire import error_response
+from speculant.serving.wire import encode, error_response
 
 logger = logging.getLogger(__name__)
 
@@ -91,6 +91,7 @@ def make_app(engine: Source, options: ServerOptions, names: Sequence[str] = ()) 
     app = FastAPI(
         title="Speculant",
         version=__version__,
+        openapi_url=None,  # see `_description_route`
         docs_url=None,
         redoc_url=None,
         lifespan=_lifespan,
@@ -118,6 +119,7 @@ def make_app(engine: Source, options: ServerOptions, names: Sequence[str] = ()) 
         app.add_middleware(RequestRecords, reports=reports)
     app.add_middleware(RequestIds)
     app.openapi = functools.cache(lambda: describe(app))  # type: ignore[method-assign]
+    app.add_api_route("/openapi.json", _description_route(app), methods=["GET"], include_in_schema=False)
     return app
 
 
@@ -205,6 +207,16 @@ def page_route(path: str) -> Callable[[], Awaitable[Response]]:
 
     async def answer() -> Response:
         return Response(content, headers={**_HEADERS, "content-type": kind})
+
+    return answer
+
+
+def _description_route(app: FastAPI) -> Callable[[], Awaitable[Response]]:
+    """Return the handler of the OpenAPI document, which is made and encoded once."""
+    content = functools.cache(lambda: encode(app.openapi()))
+
+    async def answer() -> Response:
+        return Response(content(), media_type="application/json")
 
     return answer
 

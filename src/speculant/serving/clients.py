@@ -1,4 +1,4 @@
-"""Who sent a request: the owner of its share, limits and stored answers."""
+"""The client that sent a request. Shares, limits and stored responses belong to clients."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _FORM = 'write a JSON object, {"KEY": 2.0, ...}, with the weights of API keys.'
 def read_weights(path: str | None, api_keys: Sequence[str]) -> dict[str, float]:
     """Return the weights of clients by name, from a file that has them by API key; a key that it leaves out has 1.
 
-    Raises ConfigError for a file that can't be read or has anything else. No message has a key of the file.
+    Raises ConfigError for a file that can't be read, or that is not such an object. No message has a key of the file.
     """
     if path is None:
         return {}
@@ -52,7 +52,7 @@ def read_weights(path: str | None, api_keys: Sequence[str]) -> dict[str, float]:
 
 
 def _check_weight(name: str, known: bool, weight: object) -> None:
-    """Raise ConfigError for an unknown key, or a weight that is none."""
+    """Raise ConfigError for an unknown key, or a value that is not a weight."""
     if not known:
         raise ConfigError(f"{name} is not a key of this server", "name it with --api-key too, or leave it out.")
     low, high = WEIGHTS

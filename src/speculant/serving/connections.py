@@ -34,8 +34,8 @@ class OpenConnection(Protocol):
 class Connections:
     """All open connections. A newcomer may take the place of one that waits for its client's request.
 
-    A connection waits from its beginning, and from the end of an answer, until its next request is complete. For use in
-    one event loop.
+    A connection waits from its beginning, and from the end of each answer, until its next request is complete. For use
+    in one event loop.
     """
 
     def __init__(self, most: int, most_per_address: int, unbounded: tuple[str, ...] = ()) -> None:
@@ -135,7 +135,7 @@ def bounded_connections(options: ServerOptions) -> Connections:
 
 
 class Rarely:
-    """Logs warnings that strangers can cause: one a minute, with the number of those before it."""
+    """Logs warnings that strangers can cause: at most one a minute, with the number of those that were left out."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._next, self._left_out = clock, float("-inf"), 0

@@ -7,7 +7,15 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from speculant.errors import CapacityError, EngineClosedError, EngineDeadError, SpeculantError
+from speculant.errors import (
+    CapacityError,
+    ConfigError,
+    EngineClosedError,
+    EngineDeadError,
+    ModelError,
+    RequestError,
+    SpeculantError,
+)
 
 MAX_MESSAGE = 1000  # characters; a message may quote data of the client
 RETRY_AFTER = MappingProxyType({"retry-after": "1"})
@@ -16,6 +24,7 @@ _PATH = re.compile(r"(?<![\w.:/])(?:/[\w.@+-]+){2,}/?|\b[A-Za-z]:\\\S+")
 _WORD = re.compile(r"(?<![\w.-])[a-z]\w*(?![\w-])")
 _NAME = re.compile(r"\w+[=\[]|[a-z]*_")  # a message begins with a field's name
 _NOUNS = frozenset({"prompt", "method", "verification"})  # messages use these field names as nouns
+_OF_REQUESTS = RequestError, ConfigError, ModelError  # errors of what a client asked for
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
@@ -90,7 +99,8 @@ def api_error(error: Exception, sent_as: Sent = _nothing) -> ApiError:
     if isinstance(error, CapacityError):
         return overloaded(_sentence(error, sent_as))
     if isinstance(error, SpeculantError):
-        return _as_sent(ApiError(400 if isinstance(error, ValueError) else 500, _sentence(error, sent_as)), sent_as)
+        status = 400 if isinstance(error, _OF_REQUESTS) else 500
+        return _as_sent(ApiError(status, _sentence(error, sent_as)), sent_as)
     return ApiError(500, "The server failed to process this request.", code="internal_error")
 
 

@@ -1,4 +1,4 @@
-"""One connection to a client: uvicorn's HTTP/1.1, with deadlines and bounds for clients that mean harm.
+"""One connection to a client: uvicorn's HTTP/1.1, with deadlines and bounds against attacks.
 
 The client's deadlines: header_timeout for the head of each request, body_timeout for its body, send_timeout to read.
 """
@@ -44,14 +44,14 @@ class Surroundings:
 
 
 class HttpConnection(H11Protocol, asyncio.BufferedProtocol):
-    """A connection that its client can't hold open for nothing. A request can close it at once (`ABORT`)."""
+    """A connection with deadlines: its client can't keep it open without use. A request can close it (`ABORT`)."""
 
     transport: Any  # None before the connection is made
     cycle: Any  # None before the first request
     conn: _CheckedHttp
 
     def __init__(self, server: Surroundings, app_state: dict[str, Any], client: str) -> None:
-        """client: whose turn it is when data of the connection are parsed."""
+        """client: the address that takes turns with others when data are parsed, as `network_of` returns it."""
         super().__init__(server.config, server.state, app_state)
         self._options, self._connections, self._turns = server.options, server.connections, server.turns
         self._client = client
@@ -169,7 +169,7 @@ class HttpConnection(H11Protocol, asyncio.BufferedProtocol):
         if self.transport is None:
             return
         late = self._deadline is not None and now >= self._deadline
-        if late and not self._received and not self.transport.is_closing():  # else the client waits for its turn
+        if late and not self._received and not self.transport.is_closing():  # received data only wait to be parsed
             if not self._refused and self.conn.their_state is h11.IDLE and self.conn.trailing_data[0]:
                 self._refuse(ApiError(408, "The headers did not arrive in time.", code="timeout"))
             else:

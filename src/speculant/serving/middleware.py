@@ -135,8 +135,8 @@ class RequestLimits:
 class BodyBytes:
     """Bounds the bytes of all bodies that are held at a time. For use in one event loop.
 
-    A client may hold as many as stay free for others. So there is room for a newcomer, and n clients that take all they
-    can get hold 1 / (n + 1) of the bytes each.
+    A client may hold as many as stay free for others. If n clients each take as many as they can get, each holds
+    1 / (n + 1) of the bytes, and as many are left for a new client.
     """
 
     def __init__(self, most: int) -> None:

@@ -18,17 +18,19 @@ ACCESS_LOGS = ("none", "text", "json")
 class ServerOptions:
     """Addresses, keys, names, limits and deadlines. Deadlines are in seconds, None = none; sizes in bytes.
 
-    api_keys: keys for every route but /health and the page; none = open to all. Each key has its own prefix cache.
+    api_keys: keys for every route but /health, /ping and the page; none = open to all. Each key has its own prefix
+    cache.
     served_model_names: names of the model for clients, its own name first; none = the engine's.
     allowed_origins: other sites whose pages may use the server (CORS).
     max_samples: sequences of one request, over all its prompts.
     max_prompt_characters: longer prompts are refused before they are tokenised.
-    max_large_texts: requests of one client with large bodies whose texts may be read or wait for it.
-    queue_timeout: until a request's first step. first_token_timeout: until its first token. request_timeout: until its
-    end. body_timeout: for a body to arrive. send_timeout: for a slow client to read one piece of a response.
-    drain_timeout: for running requests to end after SIGTERM. header_timeout: from the beginning of a connection, or the
-    end of an answer on it, until the headers of the next request are complete.
-    max_connections: open ones; None = up to 4096, if the process may open as many files. max_connections_per_address:
+    max_large_texts: requests of one client with large bodies whose texts are being read, or wait to be read.
+    header_timeout: from the beginning of a connection, or the end of an answer on it, until the headers of the next
+    request are complete. body_timeout: for a body to arrive. text_timeout: for each piece of work on the texts of a
+    request, including the wait for a thread. queue_timeout, first_token_timeout, request_timeout: after that, until a
+    request's first step, its first token and its end. send_timeout: for a slow client to read one piece of a response.
+    drain_timeout: for running requests to end after SIGTERM.
+    max_connections: open ones; None = 4096, or as many as the process may open files for. max_connections_per_address:
     None = half of all; 0 = no bound. max_buffered_bytes: of the bodies of all requests at a time; a client may hold as
     many as stay free for others. trusted_proxies: addresses or networks whose X-Forwarded-For names the client.
     per_request_spec_decode_metrics: figures on speculation in responses: "none", "summary" or "detailed".

@@ -47,7 +47,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Prompts:
-    """Makes the prompts of one request in a text thread, within `options.text_timeout` seconds each.
+    """Makes the prompts of one request in a text thread. Each piece of work has `options.text_timeout` seconds.
 
     client: the sender, who takes turns with others. size: bytes of the body.
     """
@@ -138,7 +138,7 @@ class Prompts:
 
 
 def _check_fits(engine: AsyncEngine, text: str, body: CompletionBody | ConversationBody) -> None:
-    """Raise ApiError (400) for a text that has more tokens than the context in any case, before it is tokenised.
+    """Raise ApiError (400) for a text that is certain to have more tokens than the context, before it is tokenised.
 
     A text that is cut may be longer, and so may one of /tokenize, which generates nothing.
     """

@@ -324,8 +324,9 @@ def read_body(kind: type[T], raw: bytes) -> T:
 def count_entries(raw: bytes) -> int:
     """Return at least the number of entries of all lists and objects of a JSON text, without parsing it.
 
-    It is the number of commas and opening brackets, outside of strings if that matters. Parsing holds the
-    interpreter's lock for up to a microsecond per entry; this releases it for most of its time.
+    It is the number of commas and opening brackets. Those within strings are left out only if the number with them is
+    too large. Parsing holds the interpreter's lock for up to a microsecond per entry. Counting releases it for most of
+    its time.
     """
     most = sum(map(raw.count, (b",", b"[", b"{")))
     if most <= MOST_ENTRIES:

@@ -23,7 +23,8 @@ class RequestRecord:
 
     time_ns: the time of `started`, since the epoch. params: set for a request that generates. outputs: the results of
     the prompts that came to their end. sent: bytes of the response's body. end: why the response ended: complete,
-    disconnected (by the client), unread (by a slow client), aborted (by the server) or error; empty = it has not ended.
+    disconnected (by the client), unread (by a slow client), aborted (cancelled by the server) or error; empty = it goes
+    on.
     """
 
     started: float = field(default_factory=time.perf_counter)

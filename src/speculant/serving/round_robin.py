@@ -1,4 +1,4 @@
-"""Takes work of many clients in turn, so that no client waits for all the work of another one."""
+"""Calls functions of many clients in turn, so that no client waits for all the work of another one."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _LONGEST = 2e-3  # seconds of such calls at a time
 
 
 class RoundRobin:
-    """Calls functions in the event loop, one of each client in turn, and those of one client in their order.
+    """Calls functions in the event loop: one of each client in turn, and those of one client in their order.
 
-    After a call of each, or after a short time, it lets the loop do other work, such as the work that calls have begun.
+    After one call for each client, or after a short time, the loop does other work, such as work that calls have begun.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, clock: Callable[[], float] = time.perf_counter) -> None:

@@ -184,12 +184,12 @@ class Service:
         return Work(request_id, prompts, params, priority, salt, self.client(request))
 
     def client(self, request: Request) -> Client:
-        """Return who sent a request, with the weight that the operator gave."""
+        """Return the client that sent a request, with the weight that the operator gave it."""
         name = client_of(request.scope)
         return Client(name, self._weights.get(name, 1.0))
 
     def _priority(self, body: GeneratingBody) -> int:
-        """Return a request's priority, which is 0 unless the operator has set a range.
+        """Return a request's priority. Without a range of the operator it is 0, whatever the request has.
 
         Raises ApiError (400) for a priority outside of the range.
         """

@@ -24,12 +24,13 @@ Source = AsyncEngine | Callable[[], AsyncEngine]
 class Admission:
     """Counts the sequences of all requests from arrival to end, and bounds them. For use in one event loop.
 
-    A client may have as many sequences as are its part of all places, which the clients that have some share by weight,
-    and one at least. So a client alone may take every place, and one that comes later finds its part free all the same.
+    All clients that have sequences share the places by weight, and a client may fill its share, which is at least one
+    place. So a client alone may fill every place. A client that comes later may fill its own share all the same. Then
+    there are more sequences than places.
     """
 
     def __init__(self, most: int) -> None:
-        """most: sequences of a client alone that may run or wait at a time."""
+        """most: places, which is as many sequences as a client alone may have, running and waiting."""
         self.most, self._counts, self._weights = most, Counter[str](), dict[str, float]()
 
     @property

@@ -1,7 +1,7 @@
-"""Threads for work on texts: parsing bodies, rendering conversations, tokenising.
+"""Threads for work on texts: parsing large bodies, rendering conversations, tokenising.
 
-Small work has a thread of its own, so it never waits for large work. In each lane clients take turns, and each may have
-only so many pieces of work there. Work that has begun can't be stopped: its size is bounded instead.
+Small work has a thread of its own, so it never waits for large work. In each lane clients take turns, and the pieces of
+work of each client are bounded. Work that has begun can't be stopped: its size is bounded instead.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class TextLane:
     def __init__(self, name: str, most: int, longest_rest: float = 0.0) -> None:
         """most: pieces of work that one client may have here, waiting and running.
 
-        longest_rest: after each piece the thread rests for as long as that took, up to this many seconds. Work that
-        holds the interpreter's lock, one piece after another, would leave no time for the engine and the event loop.
+        longest_rest: after each piece the thread pauses for as long as the piece took, up to this many seconds. Without
+        pauses, work that holds the interpreter's lock would leave no time for the engine and the event loop.
         """
         self._lane, self._longest_rest = ClientLane(name), longest_rest
         self._most, self._lock, self._closed = most, Lock(), False

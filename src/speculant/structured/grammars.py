@@ -178,14 +178,14 @@ class Grammars:
             self._pass_on(compilation)
 
     def _within_limits(self, compilation: _Compilation, stage: int) -> Grammar | None:
-        """Compile a form; return None if that takes too long for this stage, but maybe not for the next one."""
+        """Compile a form; return None if that takes too much for this stage, but maybe not for the next one."""
         source = compilation.source
         if self._guarded:
             limits = LIMITS[stage]
             with self._making:
                 prober = self._prober
             probed = prober.probe(source, limits)
-            if probed.exceeded == "time" and stage + 1 < len(LIMITS):
+            if probed.exceeded in ("time", "memory") and stage + 1 < len(LIMITS):
                 return None
             _check_probe(probed, limits, source)
             compilation.num_bytes = probed.num_bytes

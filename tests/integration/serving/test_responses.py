@@ -20,7 +20,7 @@ from openai.types.responses.response_item_list import ResponseItemList
 from pydantic import TypeAdapter
 from tokenizers import Tokenizer
 
-from speculant import AsyncEngine
+from speculant import AsyncEngine, Client
 from speculant.serving.responses.store import ResponseStore
 from tests.models import Shape, write_checkpoint
 from tests.openai_schema import Check, Recorder
@@ -410,11 +410,8 @@ def test_errors_of_the_request_are_its_own_answer(live: LiveServer) -> None:
     for wrong in ({"input": [{"role": "nobody at all", "content": "x"}]}, {"input": [{"type": "reasoning"}]}):
         reply = live.http.post("/v1/responses", json={**LONG, **wrong})
         assert reply.status_code == 400
-    live.state.admission.count += live.state.admission.most
-    try:
+    with live.state.admission.admit(live.state.admission.most, Client("address:127.0.0.1")):
         assert live.http.post("/v1/responses", json=LONG).status_code == 429
-    finally:
-        live.state.admission.count -= live.state.admission.most
     assert len(store_of(live)) == before
 
 

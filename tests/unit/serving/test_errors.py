@@ -9,8 +9,10 @@ import pytest
 from speculant.errors import (
     CapacityError,
     ConfigError,
+    DistributionError,
     EngineClosedError,
     EngineDeadError,
+    ModelError,
     RequestError,
     SpeculantError,
 )
@@ -26,6 +28,8 @@ from speculant.serving.protocol import ChatBody
         (CapacityError("a", "b."), 429, "rate_limit_error"),
         (EngineClosedError("a", "b."), 503, "server_error"),
         (EngineDeadError("a", "b."), 503, "server_error"),
+        (ModelError("no template", "b."), 400, "invalid_request_error"),
+        (DistributionError("NaN", "b."), 500, "server_error"),
         (SpeculantError("a", "b."), 500, "server_error"),
         (ZeroDivisionError("secret"), 500, "server_error"),
         (ApiError(404, "x"), 404, "not_found_error"),

@@ -129,7 +129,7 @@ def test_a_slow_form_gets_a_second_attempt(scripted: Scripted) -> None:
     ("text", "limit"),
     [
         ("hostile", "1 s of processor time"),
-        ("large", "128 MiB of memory"),
+        ("large", "256 MiB of memory"),
     ],
 )
 def test_a_form_over_the_limits_is_refused_once(scripted: Scripted, text: str, limit: str) -> None:
