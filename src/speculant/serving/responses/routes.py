@@ -204,14 +204,17 @@ class ResponseRoutes:
         """Generate in the background. Return once the prompt is made; until then errors are the request's."""
         answer = job.answer
         assert isinstance(answer, ResponseAnswer)
-        stored = StoredResponse(answer.id, client_of(request.scope), "queued", b"", Turn(()))
+        needed = 2 * request.state.size  # bytes of the body, and of what was read from it
+        stored = StoredResponse(answer.id, client_of(request.scope), "queued", b"", Turn(()), needed=needed)
         begun = asyncio.Event()
 
         async def prompts() -> Sequence[Prompt]:
             made = await job.make_prompts()
             stored.document = await encode_in_parts(answer.unfinished("queued"))
             stored.turn = conversation.turn()
-            self.store.add(stored)
+            if not self.store.add(stored):
+                text = "The request is too large for a response in the background: the server can't store so much."
+                raise refusal(text, "background", "too_long")
             begun.set()
             return made
 
@@ -245,7 +248,7 @@ class ResponseRoutes:
                 async for _ in pieces:
                     if stored.status == "queued":
                         begins = await encode_in_parts(answer.unfinished("in_progress"))
-                        self.store.update(stored, "in_progress", begins)
+                        self.store.update(stored, "in_progress", begins, needed=stored.needed)
         except Exception as error:
             if not begun.is_set():
                 raise

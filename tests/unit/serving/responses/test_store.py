@@ -125,9 +125,26 @@ def test_many_clients_share_the_bytes() -> None:
 
 def test_a_response_beyond_the_bounds_is_not_kept() -> None:
     store, _ = a_store(most=40_000)
-    add(store, "r1")
+    before = add(store, "r1")
     add(store, "r2", size=20_000)
     assert store.find("a", "r2") is None
+    assert store.find("a", "r1") is before, "it has not made room in vain"
+    long = Turn(items("i1", "i2", size=5_000), (), before.turn)
+    assert not store.add(StoredResponse("r3", "a", "completed", b"", long)), "its conversation counts"
+
+
+def test_a_response_holds_the_bytes_that_its_task_needs() -> None:
+    store, _ = a_store(most=40_000)
+    running = [StoredResponse(f"r{n}", "a", "queued", b"", Turn(()), needed=5000) for n in range(3)]
+    for response in running:
+        store.add(response)
+        store.check()
+    assert [store.find("a", each.id) for each in running] == [None, None, running[2]]
+    store.update(running[2], "in_progress", b"", needed=5000)
+    assert store.total == 5000 + PER_RESPONSE
+    store.update(running[2], "completed", b"")
+    store.check()
+    assert store.total == PER_RESPONSE
 
 
 def test_a_turn_counts_once_however_many_continue_it() -> None:
