@@ -103,9 +103,9 @@ class Service:
 
     def call(self, engine: AsyncEngine, body: GeneratingBody, params: SamplingParams, num_prompts: int = 1) -> Call:
         """Return the facts about a request for its answer. Raises ApiError (400) for too many samples."""
-        samples, most = num_prompts * params.n, self.options.max_samples
-        if samples > most:
-            raise refusal(f"The request has {samples} answers and at most {most} are allowed.", "n")
+        count, most = num_prompts * _num_sequences(params), self.options.max_samples
+        if count > most:
+            raise refusal(f"The request has {count} answers or beams and at most {most} are allowed.", "n")
         options, lists_tokens = body.stream_options, bool(body.speculant and body.speculant.tokens)
         level = self.options.per_request_spec_decode_metrics
         return Call(
@@ -144,10 +144,11 @@ class Service:
     async def _chunks(self, engine: AsyncEngine, request: Request, job: Job) -> AsyncGenerator[Sequence[Chunk], None]:
         """Yield the chunks of an answer while it is generated; its first chunks come with the first piece."""
         samples, answer = job.num_prompts * job.params.n, job.answer
+        sequences = job.num_prompts * _num_sequences(job.params)
         record: RequestRecord | None = request.scope.get(RECORD)
         if record is not None:
             record.params = job.params
-        with self.state.admission.admit(samples, self.client(request)):
+        with self.state.admission.admit(sequences, self.client(request)):
             meter, failed = RequestMeter(self.metrics, samples, job.params, record), True
             try:
                 work = await self._work(engine, request, job)
@@ -223,6 +224,11 @@ def salt_of(api_key: str | None, own: str | None) -> str:
     if api_key is None:
         return own or ""
     return f"{key_digest(api_key)}:{own or ''}"
+
+
+def _num_sequences(params: SamplingParams) -> int:
+    """Return how many sequences a prompt counts as: its answers, or all beams of a search."""
+    return params.beam_width or params.n
 
 
 async def _whole(chunks: AsyncGenerator[Sequence[Chunk], None], answer: Answer) -> Response:
