@@ -139,7 +139,7 @@ class ServerMetrics:
             )
         )
         self.request = self._histogram(
-            "e2e_request_latency_seconds", "Time from a prompt's arrival to its end.", REQUEST_BUCKETS
+            "e2e_request_latency_seconds", "Time from a sample's arrival to its end.", REQUEST_BUCKETS
         )
         self._n = self._histogram("request_params_n", "Samples of a prompt, n.", N_BUCKETS)
         self._times = {name: self._histogram(name, text, buckets) for name, (text, buckets, _) in _TIMES.items()}
@@ -205,7 +205,7 @@ class RequestMeter:
     ) -> None:
         self._metrics, self._open, self._params, self._record = metrics, samples, params, record
         self._started = time.perf_counter()
-        self._last: dict[tuple[int, int], float] = {}  # by prompt and sample
+        self._last: dict[tuple[int, int], float] = {}  # by prompt and sample, when its newest token arrived
 
     def record(self, prompt: int, piece: StreamPiece) -> None:
         """Count a piece."""
@@ -213,12 +213,13 @@ class RequestMeter:
         if self._record is not None:
             self._record.count(piece, now)
         sample = prompt, piece.index
-        if (last := self._last.get(sample)) is None:
-            self._metrics.first_token.observe(now - self._started)
-        elif piece.token is not None:
-            self._metrics.next_token.observe(now - last)
-            self._metrics.next_token_by_old_name.observe(now - last)
-        self._last[sample] = now
+        if piece.token is not None:
+            if (last := self._last.get(sample)) is None:
+                self._metrics.first_token.observe(now - self._started)
+            else:
+                self._metrics.next_token.observe(now - last)
+                self._metrics.next_token_by_old_name.observe(now - last)
+            self._last[sample] = now
         if piece.finish_reason is not None:
             self._open -= 1
             self._metrics.count_end(piece.finish_reason)

@@ -147,6 +147,14 @@ def test_a_meter_counts_ended_and_aborted_samples() -> None:
     assert value(page, "speculant:inter_token_latency_seconds_count") == 1
 
 
+def test_a_sample_that_fails_at_once_has_no_first_token() -> None:
+    metrics = ServerMetrics("speculant", "m", lambda: None)
+    RequestMeter(metrics, 1, PARAMS).record(0, StreamPiece(0, None, "", finish_reason="error"))
+    page = shown(metrics)
+    assert value(page, "speculant:request_success_total", finished_reason="error") == 1
+    assert value(page, "speculant:time_to_first_token_seconds_count") == 0
+
+
 def test_an_ended_sample_is_measured() -> None:
     metrics = ServerMetrics("vllm", "m", EngineMetrics, longest=lambda: 1024)
     output = ended(tokens=4)
