@@ -152,12 +152,12 @@ class ResponseRoutes:
             first = next((place for place, item in enumerate(items, start=1) if item.id == after), 0)
             if first == 0:
                 raise refusal(f"after={after[:80]!r} is not the id of an item.", "after")
-        return self._shown(_page(items[first:], int(limit)))
+        return self._shown(*page_of(items[first:], int(limit)))
 
-    def _shown(self, data: bytes) -> Response:
-        """Return a response with a JSON text. A large one fills no buffer of a client that does not read it."""
-        headers = {"content-type": "application/json", "content-length": str(len(data))}
-        return EventStream(_pieces(data), self._service.options.send_timeout, headers)
+    def _shown(self, *parts: bytes) -> Response:
+        """Return a response with a JSON text. A large one is not copied for a client that does not read it."""
+        headers = {"content-type": "application/json", "content-length": str(sum(map(len, parts)))}
+        return EventStream(_pieces(parts), self._service.options.send_timeout, headers)
 
     def _find(self, request: Request, response_id: str) -> StoredResponse:
         """Return a client's response. Raises ApiError (404) for others, whether they exist or not."""
@@ -289,18 +289,25 @@ def _without_logprobs(item: Item) -> Item:
     return {**item, "content": [{**part, "logprobs": []} for part in item["content"]]}
 
 
-def _page(items: Sequence[StoredItem], limit: int) -> bytes:
-    """Return a page of a list, in OpenAI's form."""
+def page_of(items: Sequence[StoredItem], limit: int) -> list[bytes]:
+    """Return a page of a list, in OpenAI's form, as parts: the items' texts are those that are stored."""
     shown = items[:limit]
     ends: dict[str, Any] = {
         "first_id": shown[0].id if shown else None,
         "last_id": shown[-1].id if shown else None,
         "has_more": len(items) > limit,
     }
-    data = b",".join(item.data for item in shown)
-    return b'{"object":"list","data":[' + data + b"]," + encode(ends)[1:]
+    data = [part for item in shown for part in (b",", item.data)][1:]
+    return [b'{"object":"list","data":[', *data, b"],", encode(ends)[1:]]
 
 
-async def _pieces(data: bytes) -> AsyncGenerator[bytes, None]:
-    for start in range(0, len(data), _PIECE):
-        yield data[start : start + _PIECE]
+async def _pieces(parts: Iterable[bytes]) -> AsyncGenerator[bytes, None]:
+    piece = b""
+    for part in parts:
+        for start in range(0, len(part), _PIECE):
+            piece += part[start : start + _PIECE]
+            if len(piece) >= _PIECE:
+                yield piece
+                piece = b""
+    if piece:
+        yield piece

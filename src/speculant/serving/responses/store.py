@@ -109,7 +109,7 @@ class ResponseStore:
         self._clock, self._later = clock, later
         self._responses: dict[str, StoredResponse] = {}  # the oldest first
         self._owned: dict[str, dict[str, StoredResponse]] = {}  # by owner, the oldest first
-        self._items: dict[tuple[str, str], StoredItem] = {}  # by owner and id
+        self._items: dict[tuple[str, str], dict[int, StoredItem]] = {}  # by owner and id, then by identity
         self._used: dict[str, int] = {}  # bytes by owner
         self.total = 0  # bytes of all owners
         self._timer: Timer | None = None
@@ -158,9 +158,9 @@ class ResponseStore:
         return found if found is not None and found.owner == owner else None
 
     def find_item(self, owner: str, item_id: str) -> StoredItem | None:
-        """Return an item of an owner's conversations."""
+        """Return an item of an owner's conversations: of several that were sent with one id, the oldest."""
         self.expire()
-        return self._items.get((owner, item_id))
+        return next(iter(self._items.get((owner, item_id), {}).values()), None)
 
     def remove(self, response: StoredResponse) -> None:
         """Delete a response, and its items unless a stored response continues it. A task that generates it ends."""
@@ -194,8 +194,8 @@ class ResponseStore:
                     left += [] if turn.previous is None else [turn.previous]
             size = sum(each.size for each in owned) + sum(turn.size for turn in turns)
             assert self.used(owner) == size, (owner, self.used(owner), size)
-            known = {item.id for turn in turns for item in turn.own()}
-            assert {item for name, item in self._items if name == owner} <= known, owner
+            known = {(item.id, id(item)) for turn in turns for item in turn.own()}
+            assert {(name, key) for (who, name), same in self._items.items() if who == owner for key in same} == known
         assert self.total == sum(self._used.values())
 
     def _charge(self, owner: str, size: int) -> None:
@@ -212,7 +212,7 @@ class ResponseStore:
                 return
             self._charge(owner, turn.size)
             for item in turn.own():
-                self._items.setdefault((owner, item.id), item)
+                self._items.setdefault((owner, item.id), {})[id(item)] = item
             turn = turn.previous
 
     def _release(self, owner: str, turn: Turn | None) -> None:
@@ -222,7 +222,9 @@ class ResponseStore:
                 return
             self._charge(owner, -turn.size)
             for item in turn.own():
-                if self._items.get((owner, item.id)) is item:
+                same = self._items[owner, item.id]
+                del same[id(item)]
+                if not same:
                     del self._items[owner, item.id]
             turn = turn.previous
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable
 
 import pytest
 
+from speculant.serving.responses.routes import page_of
 from speculant.serving.responses.store import (
     PER_ITEM,
     PER_RESPONSE,
@@ -179,6 +181,28 @@ def test_an_update_replaces_document_and_turn() -> None:
     store.update(response, "completed", b"z")
     store.check()
     assert (len(store), store.total, response.document) == (0, 0, b"z")
+
+
+def test_an_item_that_was_sent_again_outlives_the_first() -> None:
+    store, _ = a_store()
+    first = add(store, "r1")
+    store.add(StoredResponse("r2", "a", "completed", b"", Turn((StoredItem("r1-out", b"again"),))))
+    assert store.find_item("a", "r1-out") == StoredItem("r1-out", b"x" * 10)
+    store.remove(first)
+    store.check()
+    assert store.find_item("a", "r1-out") == StoredItem("r1-out", b"again")
+
+
+def test_a_page_of_items_copies_no_item() -> None:
+    """Clients that read nothing of it would hold a copy each."""
+    listed = items("one", "two", "three", size=0)
+    listed = tuple(item._replace(data=json.dumps({"id": item.id}).encode()) for item in listed)
+    parts = page_of(listed, 2)
+    assert all(any(part is item.data for part in parts) for item in listed[:2])
+    assert json.loads(b"".join(parts)) == {
+        "object": "list", "data": [{"id": "one"}, {"id": "two"}], "first_id": "one", "last_id": "two", "has_more": True,
+    }  # fmt: skip
+    assert json.loads(b"".join(page_of((), 5)))["data"] == []
 
 
 def test_a_long_chain_is_released_without_recursion() -> None:
