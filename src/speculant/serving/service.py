@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
@@ -148,27 +147,21 @@ class Service:
         record: RequestRecord | None = request.scope.get(RECORD)
         if record is not None:
             record.params = job.params
-        with self.state.admission.admit(sequences, self.client(request)):
-            meter, failed = RequestMeter(self.metrics, samples, job.params, record), True
-            try:
-                work = await self._work(engine, request, job)
-                answer.prompts = work.prompts
-                if record is not None:
-                    record.prompt_tokens = sum(len(each.tokens) for each in work.prompts)
-                waiting = answer.begin(work.prompts)
-                async with aclosing(run(engine, work, self.options, meter)) as pieces:
-                    async for batch in pieces:
-                        yield [*waiting, *(chunk for prompt, piece in batch for chunk in answer.feed(prompt, piece))]
-                        waiting = []
-                last = answer.end()
-                if job.before_end is not None:
-                    await job.before_end()
-                yield last
-            except (GeneratorExit, asyncio.CancelledError):
-                failed = False
-                raise
-            finally:
-                meter.close(failed)
+        places = self.state.admission.admit(sequences, self.client(request))
+        with places, RequestMeter(self.metrics, samples, job.params, record) as meter:
+            work = await self._work(engine, request, job)
+            answer.prompts = work.prompts
+            if record is not None:
+                record.prompt_tokens = sum(len(each.tokens) for each in work.prompts)
+            waiting = answer.begin(work.prompts)
+            async with aclosing(run(engine, work, self.options, meter)) as pieces:
+                async for batch in pieces:
+                    yield [*waiting, *(chunk for prompt, piece in batch for chunk in answer.feed(prompt, piece))]
+                    waiting = []
+            last = answer.end()
+            if job.before_end is not None:
+                await job.before_end()
+            yield last
 
     async def _work(self, engine: AsyncEngine, request: Request, job: Job) -> Work:
         prompts = await job.make_prompts()
