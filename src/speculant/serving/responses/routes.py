@@ -20,6 +20,7 @@ from speculant.serving.options import ServerOptions
 from speculant.serving.prompts import Prompt
 from speculant.serving.protocol import ChatBody, Message, ResponseBody
 from speculant.serving.reasoning import with_tags
+from speculant.serving.records import note_background
 from speculant.serving.responses.answers import ResponseAnswer
 from speculant.serving.responses.chat import as_chat
 from speculant.serving.responses.items import REFERENCE, Item, as_messages, kind_of, read_items, reference_of
@@ -223,6 +224,7 @@ class ResponseRoutes:
 
         detached = replace(job, make_prompts=prompts, before_end=keep)
         stored.task = asyncio.create_task(self._generate(engine, request, detached, stored, begun))
+        note_background(request.scope, stored.task)
         waiting = asyncio.create_task(begun.wait())
         try:
             first = asyncio.wait({stored.task, waiting}, return_when=asyncio.FIRST_COMPLETED)
