@@ -408,11 +408,20 @@ class Scheduler:
         return standing.level, standing.arrival
 
     def _last(self) -> Request:
-        """Return the running request that is preempted first: of the client with the most, the last by its rank."""
+        """Return the running request that is preempted first: of the client with the most, the last by its rank.
+
+        A client's only request comes after those of clients with more. Otherwise one of little weight would take memory
+        from such a client (`yields`), and lose it again as soon as texts grow.
+        """
         if self._accounts.few:
             return max(self.running, key=self._rank)
         holdings = self._holdings()
-        return max(self.running, key=lambda request: (holdings[request.client.name].per_weight(), *self._rank(request)))
+
+        def excess(request: Request) -> tuple[float, ...]:
+            held = holdings[request.client.name]
+            return held.num_requests > 1, held.per_weight(), *self._rank(request)
+
+        return max(self.running, key=excess)
 
     def _standing(self, request: Request) -> Standing:
         held = self._target.length(request.seq_id)

@@ -6,6 +6,7 @@ value that a client chose.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
@@ -19,6 +20,7 @@ from prometheus_client.registry import Collector
 from speculant.engine.generation import StreamPiece
 from speculant.metrics import STEP_TOKENS, EngineMetrics, TimingMetrics
 from speculant.params import SamplingParams
+from speculant.serving.errors import api_error
 from speculant.serving.records import RequestRecord
 from speculant.types import RequestOutput
 
@@ -139,7 +141,7 @@ class ServerMetrics:
             )
         )
         self.request = self._histogram(
-            "e2e_request_latency_seconds", "Time from a prompt's arrival to its end.", REQUEST_BUCKETS
+            "e2e_request_latency_seconds", "Time from a sample's arrival to its end.", REQUEST_BUCKETS
         )
         self._n = self._histogram("request_params_n", "Samples of a prompt, n.", N_BUCKETS)
         self._times = {name: self._histogram(name, text, buckets) for name, (text, buckets, _) in _TIMES.items()}
@@ -195,7 +197,7 @@ class ServerMetrics:
 
 
 class RequestMeter:
-    """Measures one request at the arrival of its pieces. Samples that have not ended at `close` count as aborted.
+    """Measures one request at the arrival of its pieces. It is a context manager around the generation.
 
     record: the record of the request for logs and traces, if there is one.
     """
@@ -205,7 +207,7 @@ class RequestMeter:
     ) -> None:
         self._metrics, self._open, self._params, self._record = metrics, samples, params, record
         self._started = time.perf_counter()
-        self._last: dict[tuple[int, int], float] = {}  # by prompt and sample
+        self._last: dict[tuple[int, int], float] = {}  # by prompt and sample, when its newest token arrived
 
     def record(self, prompt: int, piece: StreamPiece) -> None:
         """Count a piece."""
@@ -213,12 +215,13 @@ class RequestMeter:
         if self._record is not None:
             self._record.count(piece, now)
         sample = prompt, piece.index
-        if (last := self._last.get(sample)) is None:
-            self._metrics.first_token.observe(now - self._started)
-        elif piece.token is not None:
-            self._metrics.next_token.observe(now - last)
-            self._metrics.next_token_by_old_name.observe(now - last)
-        self._last[sample] = now
+        if piece.token is not None:
+            if (last := self._last.get(sample)) is None:
+                self._metrics.first_token.observe(now - self._started)
+            else:
+                self._metrics.next_token.observe(now - last)
+                self._metrics.next_token_by_old_name.observe(now - last)
+            self._last[sample] = now
         if piece.finish_reason is not None:
             self._open -= 1
             self._metrics.count_end(piece.finish_reason)
@@ -226,13 +229,22 @@ class RequestMeter:
         if piece.output is not None:
             self._metrics.observe(piece.output, self._params)
 
-    def close(self, failed: bool) -> None:
-        """Count the samples that have not ended: as errors if the request failed, else as aborted."""
-        if self._open and self._record is not None:
-            self._record.end = "error" if failed else "aborted"
+    def __enter__(self) -> RequestMeter:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Count the samples that have not ended: as aborted if nobody waits for them any more, else as errors.
+
+        Samples of a request that was refused before it began are no samples.
+        """
+        refused = not self._last and isinstance(error, Exception) and api_error(error).status < 500
+        if not self._open or refused:
+            return
+        reason = "abort" if isinstance(error, GeneratorExit | asyncio.CancelledError) else "error"
+        if self._record is not None:
+            self._record.end = "aborted" if reason == "abort" else reason
         for _ in range(self._open):
-            self._metrics.count_end("error" if failed else "abort")
-        self._open = 0
+            self._metrics.count_end(reason)
 
 
 class _EngineTotals(Collector):

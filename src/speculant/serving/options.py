@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from ipaddress import ip_network
+from typing import Any
 from urllib.parse import urlsplit
 
 from speculant.errors import ConfigError, suggest
@@ -78,37 +80,24 @@ class ServerOptions:
     priority_range: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
-        if not 0 <= self.port <= 65535:
-            raise ConfigError(f"port={self.port} is not a port", "use a number from 1 to 65535, or 0 for any free one.")
-        if self.per_request_spec_decode_metrics not in METRIC_LEVELS:
-            given = self.per_request_spec_decode_metrics
-            raise ConfigError(f"per_request_spec_decode_metrics={given!r} is unknown", suggest(given, METRIC_LEVELS))
-        if self.access_log not in ACCESS_LOGS:
-            raise ConfigError(f"access_log={self.access_log!r} is unknown", suggest(self.access_log, ACCESS_LOGS))
-        if self.otlp_endpoint is not None and not _is_url(self.otlp_endpoint):
-            raise ConfigError(
-                f"otlp_endpoint={self.otlp_endpoint!r} is not a URL of a collector", 'use "http://localhost:4318".'
-            )
-        if not (self.metrics_prefix.isidentifier() and self.metrics_prefix.isascii()):
-            raise ConfigError(
-                f"metrics_prefix={self.metrics_prefix!r} is not a prefix of metrics", 'use for example "vllm".'
-            )
+        for name, (holds, problem, fix) in _RULES.items():
+            value = getattr(self, name)
+            if value is not None and not holds(value):
+                raise ConfigError(f"{name}={value!r} {problem}", fix)
+        for name, known in _CHOICES.items():
+            if getattr(self, name) not in known:
+                raise ConfigError(f"{name}={getattr(self, name)!r} is unknown", suggest(getattr(self, name), known))
         if not all(key and key.isascii() and key.isprintable() for key in self.api_keys):
             raise ConfigError("an API key is empty or has characters other than printable ASCII", "use another key.")
-        if self.max_stored_bytes < 0:
-            raise ConfigError(
-                f"max_stored_bytes={self.max_stored_bytes} is below 0", "use 0 to store nothing, or a number of bytes."
-            )
-        if self.max_messages > MOST_MESSAGES:
-            raise ConfigError(f"max_messages={self.max_messages} is above {MOST_MESSAGES}", "lower max_messages.")
         if self.priority_range is not None and self.priority_range[0] > self.priority_range[1]:
             low, high = self.priority_range
             raise ConfigError(f"priority_range={low}:{high} has no number", f'use "{high}:{low}".')
-        for name in _POSITIVE:
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ConfigError(f"{name}={value!r} is not above 0", f"raise {name}.")
-        _check_connections(self)
+        if self.max_buffered_bytes < 2 * self.max_body_bytes:
+            raise ConfigError(
+                f"max_buffered_bytes={self.max_buffered_bytes} is less than two bodies of the largest size",
+                f"use at least {2 * self.max_body_bytes}, or lower max_body_bytes.",
+            )
+        _check_proxies(self.trusted_proxies)
 
 
 def _is_url(text: str) -> bool:
@@ -119,27 +108,37 @@ def _is_url(text: str) -> bool:
     return parts.scheme in ("http", "https") and bool(parts.hostname)
 
 
-_POSITIVE = (
-    *("max_body_bytes", "max_header_bytes", "max_messages", "max_prompts", "max_samples", "max_prompt_characters"),
-    "max_large_texts",
-    *("body_timeout", "text_timeout", "queue_timeout", "first_token_timeout", "request_timeout", "send_timeout"),
-    *("drain_timeout", "response_ttl", "header_timeout", "max_connections", "max_buffered_bytes"),
-)
-
-
-def _check_connections(options: ServerOptions) -> None:
-    most = options.max_connections_per_address
-    if most is not None and most < 0:
-        raise ConfigError(f"max_connections_per_address={most} is below 0", "use 0 for no bound.")
-    if options.max_buffered_bytes < 2 * options.max_body_bytes:
-        raise ConfigError(
-            f"max_buffered_bytes={options.max_buffered_bytes} is less than two bodies of the largest size",
-            f"use at least {2 * options.max_body_bytes}, or lower max_body_bytes.",
-        )
-    for address in options.trusted_proxies:
+def _check_proxies(addresses: Sequence[str]) -> None:
+    for address in addresses:
         try:
             ip_network(address)
         except ValueError as error:
             raise ConfigError(
                 f"trusted_proxies has {address!r}: {error}", "use for example 10.0.0.7 or 10.0.0.0/8."
             ) from error
+
+
+_CHOICES = {"per_request_spec_decode_metrics": METRIC_LEVELS, "access_log": ACCESS_LOGS}
+_POSITIVE = (
+    *("max_body_bytes", "max_header_bytes", "max_prompts", "max_samples", "max_prompt_characters", "max_large_texts"),
+    *("body_timeout", "text_timeout", "queue_timeout", "first_token_timeout", "request_timeout", "send_timeout"),
+    *("drain_timeout", "response_ttl", "header_timeout", "max_connections", "max_buffered_bytes"),
+)
+_Rule = tuple[Callable[[Any], bool], str, str]  # whether a value is valid, the problem if it is not, and the fix
+_RULES: Mapping[str, _Rule] = {  # by option; None is always valid
+    **{name: (lambda value: value > 0, "is not above 0", f"raise {name}.") for name in _POSITIVE},
+    "port": (lambda port: 0 <= port <= 65535, "is not a port", "use a number from 1 to 65535, or 0 for any free one."),
+    "otlp_endpoint": (_is_url, "is not a URL of a collector", 'use "http://localhost:4318".'),
+    "metrics_prefix": (
+        lambda prefix: prefix.isidentifier() and prefix.isascii(),
+        "is not a prefix of metrics",
+        'use for example "vllm".',
+    ),
+    "max_messages": (
+        lambda most: 0 < most <= MOST_MESSAGES,
+        f"is not a number from 1 to {MOST_MESSAGES}",
+        "raise or lower max_messages.",
+    ),
+    "max_stored_bytes": (lambda most: most >= 0, "is below 0", "use 0 to store nothing, or a number of bytes."),
+    "max_connections_per_address": (lambda most: most >= 0, "is below 0", "use 0 for no bound."),
+}

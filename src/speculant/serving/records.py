@@ -23,8 +23,9 @@ class RequestRecord:
 
     time_ns: the time of `started`, since the epoch. params: set for a request that generates. outputs: the results of
     the prompts that came to their end. sent: bytes of the response's body. end: why the response ended: complete,
-    disconnected (by the client), unread (by a slow client), aborted (cancelled by the server) or error; empty = it goes
-    on.
+    disconnected (by the client), unread (by a slow client), aborted (cancelled by the server) or error; empty = it has
+    not ended. parts: how many have to end, see `part_ended`: the response, and a generation that goes on in the
+    background.
     """
 
     started: float = field(default_factory=time.perf_counter)
@@ -40,6 +41,15 @@ class RequestRecord:
     finished: float = 0.0
     end: str = ""
     is_whole: bool = False
+    parts: int = 1
+    report: Callable[[], None] = lambda: None
+
+    def part_ended(self) -> None:
+        """Count a part that has ended; after the last one the record is complete, and reported."""
+        self.parts -= 1
+        if not self.parts:
+            self.finish()
+            self.report()
 
     def count(self, piece: StreamPiece, now: float) -> None:
         """Count a piece that arrived at `now`."""
@@ -81,7 +91,7 @@ Report = Callable[[Scope, RequestRecord], None]
 
 
 class RequestRecords:
-    """Keeps a record of each request, and reports it when the response has ended."""
+    """Keeps a record of each request, and reports it when the response and its generation have ended."""
 
     def __init__(self, app: ASGIApp, reports: Sequence[Report]) -> None:
         self._app, self._reports = app, reports
@@ -91,7 +101,7 @@ class RequestRecords:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        record = scope[RECORD] = RequestRecord()
+        record = scope[RECORD] = RequestRecord(report=lambda: self._report(scope, record))
 
         async def send_noted(message: Message) -> None:
             record.note(message)
@@ -106,9 +116,11 @@ class RequestRecords:
             record.status, record.end = record.status or 500, "error"  # an outer layer answers
             raise
         finally:
-            record.finish()
-            for report in self._reports:
-                report(scope, record)
+            record.part_ended()
+
+    def _report(self, scope: Scope, record: RequestRecord) -> None:
+        for report in self._reports:
+            report(scope, record)
 
 
 def note_end(scope: Scope, end: str) -> None:
@@ -116,3 +128,11 @@ def note_end(scope: Scope, end: str) -> None:
     record = scope.get(RECORD)
     if record is not None:
         record.end = end
+
+
+def note_background(scope: Scope, task: asyncio.Task[None]) -> None:
+    """Report the request, if it has a record, no sooner than this task has ended."""
+    record: RequestRecord | None = scope.get(RECORD)
+    if record is not None:
+        record.parts += 1
+        task.add_done_callback(lambda _: record.part_ended())

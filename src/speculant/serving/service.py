@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
@@ -109,9 +108,9 @@ class Service:
 
     def call(self, engine: AsyncEngine, body: GeneratingBody, params: SamplingParams, num_prompts: int = 1) -> Call:
         """Return the facts about a request for its answer. Raises ApiError (400) for too many samples."""
-        samples, most = num_prompts * params.n, self.options.max_samples
-        if samples > most:
-            raise refusal(f"The request has {samples} answers and at most {most} are allowed.", "n")
+        count, most = num_prompts * _num_sequences(params), self.options.max_samples
+        if count > most:
+            raise refusal(f"The request has {count} answers or beams and at most {most} are allowed.", "n")
         options, lists_tokens = body.stream_options, bool(body.speculant and body.speculant.tokens)
         level = self.options.per_request_spec_decode_metrics
         return Call(
@@ -150,30 +149,25 @@ class Service:
     async def _chunks(self, engine: AsyncEngine, request: Request, job: Job) -> AsyncGenerator[Sequence[Chunk], None]:
         """Yield the chunks of an answer while it is generated; its first chunks come with the first piece."""
         samples, answer = job.num_prompts * job.params.n, job.answer
+        sequences = job.num_prompts * _num_sequences(job.params)
         record: RequestRecord | None = request.scope.get(RECORD)
         if record is not None:
             record.params = job.params
-        with self.state.admission.admit(samples, self.client(request)):
-            meter, failed = RequestMeter(self.metrics, samples, job.params, record), True
-            try:
-                work = await self._work(engine, request, job)
-                answer.prompts = work.prompts
-                if record is not None:
-                    record.prompt_tokens = sum(len(each.tokens) for each in work.prompts)
-                waiting = answer.begin(work.prompts)
-                async with aclosing(run(engine, work, self.options, meter)) as pieces:
-                    async for batch in pieces:
-                        yield [*waiting, *(chunk for prompt, piece in batch for chunk in answer.feed(prompt, piece))]
-                        waiting = []
-                last = answer.end()
-                if job.before_end is not None:
-                    await job.before_end()
-                yield last
-            except (GeneratorExit, asyncio.CancelledError):
-                failed = False
-                raise
-            finally:
-                meter.close(failed)
+        places = self.state.admission.admit(sequences, self.client(request))
+        with places, RequestMeter(self.metrics, samples, job.params, record) as meter:
+            work = await self._work(engine, request, job)
+            answer.prompts = work.prompts
+            if record is not None:
+                record.prompt_tokens = sum(len(each.tokens) for each in work.prompts)
+            waiting = answer.begin(work.prompts)
+            async with aclosing(run(engine, work, self.options, meter)) as pieces:
+                async for batch in pieces:
+                    yield [*waiting, *(chunk for prompt, piece in batch for chunk in answer.feed(prompt, piece))]
+                    waiting = []
+            last = answer.end()
+            if job.before_end is not None:
+                await job.before_end()
+            yield last
 
     async def _work(self, engine: AsyncEngine, request: Request, job: Job) -> Work:
         prompts = await job.make_prompts()
@@ -229,6 +223,11 @@ def salt_of(api_key: str | None, own: str | None) -> str:
     if api_key is None:
         return own or ""
     return f"{key_digest(api_key)}:{own or ''}"
+
+
+def _num_sequences(params: SamplingParams) -> int:
+    """Return how many sequences a prompt counts as: its answers, or all beams of a search."""
+    return params.beam_width or params.n
 
 
 async def _whole(chunks: AsyncGenerator[Sequence[Chunk], None], answer: Answer) -> Response:

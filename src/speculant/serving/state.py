@@ -45,7 +45,9 @@ class Admission:
         Raises ApiError if there is no room for them now (429), or never (400).
         """
         if sequences > self.most:
-            raise refusal(f"The request has {sequences} answers and at most {self.most} may run and wait.", "n")
+            raise refusal(
+                f"The request has {sequences} answers or beams and at most {self.most} may run and wait.", "n"
+            )
         name, own = client.name, self._counts[client.name]
         others = sum(weight for other, weight in self._weights.items() if other != name)
         most = places_of(client.weight, others, self.most)

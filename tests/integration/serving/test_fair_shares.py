@@ -73,6 +73,7 @@ def test_a_key_finds_room_beside_a_key_that_fills_it(
         assert ask(server, "two", **SHORT).status_code == 200
         assert done == []
         assert ask(server, "two", **SHORT, n=3).status_code == 429
+        assert ask(server, "two", **SHORT, beam_width=3).status_code == 429, "beams count, too"
     assert engine.metrics.preemptions > 0
     assert server.state.admission.count == 0
 

@@ -18,6 +18,7 @@ from speculant import AsyncEngine
 from speculant.errors import ModelError
 from speculant.serving.access_log import logger as access_logger
 from tests.async_engines import core
+from tests.integration.serving.test_ends import SlowEngine
 from tests.models import Checkpoints, checkpoints
 from tests.servers import LiveServer, serve
 
@@ -68,6 +69,26 @@ def test_a_request_has_one_line(serve: Serve, checkpoints: Checkpoints, lines: l
     assert 0 < line["first_token_seconds"] <= line["seconds"]
     assert line["client"].startswith("key:")
     assert "secret" not in "".join(lines)
+
+
+def test_a_response_in_the_background_is_logged_at_its_end(
+    serve: Serve, checkpoints: Checkpoints, lines: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The connection has ended long before; a response that is cancelled has what was generated until then."""
+    engine = AsyncEngine(checkpoints.target, chat_template="{% for each in messages %}{{ each.content }}{% endfor %}")
+    SlowEngine(engine, monkeypatch)
+    server = serve(engine, access_log="json").ready()
+    body = {"input": "def f", "max_output_tokens": 12, "temperature": 0, "ignore_eos": True, "background": True}
+    server.post("/v1/responses", **body)
+    line = logged(server, lines, '/v1/responses"')
+    assert (line["status"], line["end"], line["generated_tokens"]) == (200, "complete", 12)
+    assert 0 < line["first_token_seconds"] <= line["seconds"]
+    lines.clear()
+    made = server.post("/v1/responses", **{**body, "max_output_tokens": 60})
+    server.post(f"/v1/responses/{made['id']}/cancel")
+    line = logged(server, lines, '/v1/responses"')
+    assert (line["status"], line["end"]) == (200, "aborted")
+    assert line["generated_tokens"] < 60
 
 
 def test_a_client_that_leaves_is_logged(

@@ -410,6 +410,7 @@ def test_errors_of_the_request_are_its_own_answer(live: LiveServer) -> None:
     for wrong in ({"input": [{"role": "nobody at all", "content": "x"}]}, {"input": [{"type": "reasoning"}]}):
         reply = live.http.post("/v1/responses", json={**LONG, **wrong})
         assert reply.status_code == 400
+    live.until(lambda: live.state.admission.count == 0)
     with live.state.admission.admit(live.state.admission.most, Client("address:127.0.0.1")):
         assert live.http.post("/v1/responses", json=LONG).status_code == 429
     assert len(store_of(live)) == before
@@ -462,6 +463,20 @@ def test_stored_bytes_stay_within_their_bound(serve: Any, checkpoint: str) -> No
     assert server.http.get(f"/v1/responses/{made[-1]}").status_code == 200
     server.until(lambda: len(store) == 0)
     assert store.total == 0
+
+
+def test_requests_in_the_background_count_as_stored(serve: Any, checkpoint: str) -> None:
+    """The connection is closed, and the body stays in memory until the answer is complete."""
+    engine = AsyncEngine(checkpoint, dtype="float32", max_num_seqs=1)
+    server = serve(engine, max_stored_bytes=4 * 2**20).ready()
+    body = {**LONG, "model": None, "user": "x" * 200_000, "ignore_eos": True}
+    made = [server.post("/v1/responses", **body)["id"] for _ in range(12)]
+    assert store_of(server).total <= 2**20
+    server.until(lambda: server.state.admission.count <= 2)
+    assert server.http.get(f"/v1/responses/{made[-1]}").status_code == 200
+    too_large = server.http.post("/v1/responses", json={**body, "user": "x" * 600_000})
+    assert (too_large.status_code, too_large.json()["error"]["param"]) == (400, "background")
+    assert server.http.get(f"/v1/responses/{made[-1]}").status_code == 200
 
 
 def test_a_stream_that_is_cut_leaves_nothing(live: LiveServer) -> None:

@@ -221,6 +221,18 @@ def test_growing_texts_take_memory_from_the_client_with_most() -> None:
     assert driver.cache.free_tokens() == 8 * BLOCK
 
 
+def test_a_light_client_keeps_the_memory_that_it_took() -> None:
+    """Its only text isn't preempted by the many of a heavy client, from which it took the memory for its prompt."""
+    driver, light = Driver(blocks(40), max_num_seqs=12, budget=12), Client("light", 0.05)
+    flood(driver, 12, max_tokens=30)
+    driver.step()
+    newcomer = driver.add(85, max_tokens=9, client=light)
+    while not newcomer.finished:
+        flood(driver, 12 - sum(not each.finished for each in driver.requests if each.client is GREEDY), max_tokens=30)
+        driver.step()
+    assert newcomer.metrics.num_preemptions == 0
+
+
 # --- counters
 
 

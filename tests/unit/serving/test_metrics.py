@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -12,7 +13,9 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from speculant import SamplingParams, StreamPiece
+from speculant.errors import RequestError, SpeculantError
 from speculant.metrics import EngineMetrics, RequestMetrics, StepTiming, TimingMetrics
+from speculant.serving.errors import refusal
 from speculant.serving.metrics import RequestMeter, ServerMetrics, token_buckets
 from speculant.types import CompletionOutput, RequestOutput
 
@@ -134,17 +137,41 @@ def test_buckets_of_tokens_end_at_the_context() -> None:
 
 def test_a_meter_counts_ended_and_aborted_samples() -> None:
     metrics = ServerMetrics("speculant", "m", lambda: None)
-    meter = RequestMeter(metrics, 3, PARAMS)
-    meter.record(0, StreamPiece(0, 5, "a"))
-    meter.record(0, StreamPiece(0, 6, "b", finish_reason="stop"))
-    meter.record(0, StreamPiece(1, 5, "a"))
-    meter.close(failed=False)
-    meter.close(failed=False)
+    with suppress(GeneratorExit), RequestMeter(metrics, 3, PARAMS) as meter:
+        meter.record(0, StreamPiece(0, 5, "a"))
+        meter.record(0, StreamPiece(0, 6, "b", finish_reason="stop"))
+        meter.record(0, StreamPiece(1, 5, "a"))
+        raise GeneratorExit
     page = shown(metrics)
     assert value(page, "speculant:request_success_total", finished_reason="stop") == 1
     assert value(page, "speculant:request_success_total", finished_reason="abort") == 2
     assert value(page, "speculant:time_to_first_token_seconds_count") == 2
     assert value(page, "speculant:inter_token_latency_seconds_count") == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "begun", "errors"),
+    [(refusal("no"), False, 0), (RequestError("no", "fix"), False, 0), (refusal("no"), True, 2),
+     (SpeculantError("no", "fix"), False, 2), (ValueError(), False, 2)],
+    ids=["refused", "refused by the engine", "refused too late", "failed", "unknown"],
+)  # fmt: skip
+def test_a_refused_request_has_no_samples(error: Exception, begun: bool, errors: int) -> None:
+    metrics = ServerMetrics("speculant", "m", lambda: None)
+    with suppress(type(error)), RequestMeter(metrics, 2, PARAMS) as meter:
+        if begun:
+            meter.record(0, StreamPiece(0, 5, "a"))
+        raise error
+    page = shown(metrics)
+    assert value(page, "speculant:request_success_total", finished_reason="error") == errors
+    assert value(page, "speculant:request_success_total", finished_reason="abort") == 0
+
+
+def test_a_sample_that_fails_at_once_has_no_first_token() -> None:
+    metrics = ServerMetrics("speculant", "m", lambda: None)
+    RequestMeter(metrics, 1, PARAMS).record(0, StreamPiece(0, None, "", finish_reason="error"))
+    page = shown(metrics)
+    assert value(page, "speculant:request_success_total", finished_reason="error") == 1
+    assert value(page, "speculant:time_to_first_token_seconds_count") == 0
 
 
 def test_an_ended_sample_is_measured() -> None:

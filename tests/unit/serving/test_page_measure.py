@@ -63,11 +63,17 @@ def test_page_reads_a_completion() -> None:
 
 
 def test_page_reads_a_chat_with_reasoning() -> None:
-    deltas = [{"role": "assistant", "content": ""}, {"reasoning_content": "hm"}, {"content": "yes"}, {}]
+    """The next turn gets the text without reasoning; a delta may have both."""
+    deltas = [
+        {"content": ""},
+        {"reasoning_content": "h"},
+        {"reasoning_content": "m", "content": "y"},
+        {"content": "es"},
+    ]
     chunks = [{"choices": [{"delta": delta, "finish_reason": None}]} for delta in deltas]
     chunks[-1]["choices"][0]["finish_reason"] = "stop"
     made = evaluate("await read(given.text)", text=stream(*chunks))
-    assert (made["text"], made["end"]) == ("hmyes", "stop")
+    assert (made["text"], made["content"], made["end"]) == ("hmyes", "yes", "stop")
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,8 @@ from tests.models import Checkpoints
     "given",
     [{"port": -1}, {"port": 70_000}, {"metrics_prefix": "a b"}, {"per_request_spec_decode_metrics": "all"},
      {"max_body_bytes": 0}, {"queue_timeout": -1.0}, {"api_keys": ("",)}, {"api_keys": ("é",)},
-     {"max_messages": 16_385}, {"max_large_texts": 0},
+     {"max_messages": 16_385}, {"max_messages": 0}, {"max_large_texts": 0}, {"max_stored_bytes": -1},
+     {"max_connections_per_address": -1}, {"max_buffered_bytes": 2**20}, {"trusted_proxies": ("10.0.0.0.0",)},
      {"access_log": "xml"}, {"otlp_endpoint": "localhost:4318"}, {"otlp_endpoint": "http://["}],
     ids=str,
 )  # fmt: skip

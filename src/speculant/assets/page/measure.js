@@ -28,6 +28,7 @@ function kindOf(token) {
 export class Run {
   pieces = [];
   text = "";
+  content = ""; // the text without reasoning
   tokens = 0;
   milliseconds = 0; // from the request to the last token
   end = null; // "stop" = the model's own end, "length" = the limit of tokens
@@ -36,8 +37,10 @@ export class Run {
   read(chunk, time) {
     const tokens = chunk.speculant_tokens ?? [];
     const choice = chunk.choices?.[0];
-    const text = choice?.text ?? choice?.delta?.reasoning_content ?? choice?.delta?.content ?? "";
+    const content = choice?.text ?? choice?.delta?.content ?? "";
+    const text = (choice?.delta?.reasoning_content ?? "") + content;
     this.text += text;
+    this.content += content;
     this.tokens += tokens.length;
     if (tokens.length) this.milliseconds = time;
     if (text || tokens.length) this.pieces.push({ text, kind: kindOf(tokens.at(-1)), tokens: tokens.length, time });

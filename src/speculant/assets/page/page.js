@@ -51,7 +51,7 @@ async function connect() {
   clearTimeout(state.waiting);
   element("retry").hidden = true;
   say("problem", "");
-  say("connection", state.model ? "" : "Connecting …");
+  if (!state.loading) say("connection", state.model ? "" : "Connecting …");
   try {
     const response = await call("v1/models");
     const models = await response.json().catch(() => null);
@@ -63,7 +63,7 @@ async function connect() {
 }
 
 function fail(error) {
-  const loading = error.code === "loading";
+  const loading = (state.loading = error.code === "loading");
   element("key-form").hidden = error.status !== 401;
   say("connection", loading ? "The model is being loaded. This page starts by itself." : "");
   if (loading) waitForModel();
@@ -78,7 +78,6 @@ function fail(error) {
 function waitForModel() {
   clearTimeout(state.waiting);
   state.waiting = setTimeout(() => (document.hidden ? null : connect()), LOADING_MS);
-  state.loading = true;
 }
 
 function askForKey() {
@@ -189,8 +188,9 @@ function choose() {
 
 // Output. Pieces are drawn once a frame, so that drawing disturbs the measurement little.
 
+// A text that stays is not written again: screen readers would read it out each time.
 function say(id, text) {
-  element(id).textContent = text;
+  if (element(id).textContent !== text) element(id).textContent = text;
 }
 
 function span(text, kind) {
@@ -306,7 +306,7 @@ async function answer(signal) {
 
 function remember({ chat, turns }, run) {
   if (!chat) return;
-  state.messages = [...turns, { role: "assistant", content: run.text }];
+  state.messages = [...turns, { role: "assistant", content: run.content }];
   element("prompt").value = "";
 }
 

@@ -20,6 +20,7 @@ from speculant.serving.options import ServerOptions
 from speculant.serving.prompts import Prompt
 from speculant.serving.protocol import ChatBody, Message, ResponseBody
 from speculant.serving.reasoning import with_tags
+from speculant.serving.records import note_background
 from speculant.serving.responses.answers import ResponseAnswer
 from speculant.serving.responses.chat import as_chat
 from speculant.serving.responses.items import REFERENCE, Item, as_messages, kind_of, read_items, reference_of
@@ -152,12 +153,12 @@ class ResponseRoutes:
             first = next((place for place, item in enumerate(items, start=1) if item.id == after), 0)
             if first == 0:
                 raise refusal(f"after={after[:80]!r} is not the id of an item.", "after")
-        return self._shown(_page(items[first:], int(limit)))
+        return self._shown(*page_of(items[first:], int(limit)))
 
-    def _shown(self, data: bytes) -> Response:
-        """Return a response with a JSON text. A large one fills no buffer of a client that does not read it."""
-        headers = {"content-type": "application/json", "content-length": str(len(data))}
-        return EventStream(_pieces(data), self._service.options.send_timeout, headers)
+    def _shown(self, *parts: bytes) -> Response:
+        """Return a response with a JSON text. A large one is not copied for a client that does not read it."""
+        headers = {"content-type": "application/json", "content-length": str(sum(map(len, parts)))}
+        return EventStream(_pieces(parts), self._service.options.send_timeout, headers)
 
     def _find(self, request: Request, response_id: str) -> StoredResponse:
         """Return a client's response. Raises ApiError (404) for others, whether they exist or not."""
@@ -204,14 +205,17 @@ class ResponseRoutes:
         """Generate in the background. Return once the prompt is made; until then errors are the request's."""
         answer = job.answer
         assert isinstance(answer, ResponseAnswer)
-        stored = StoredResponse(answer.id, client_of(request.scope), "queued", b"", Turn(()))
+        needed = 2 * request.state.size  # bytes of the body, and of what was read from it
+        stored = StoredResponse(answer.id, client_of(request.scope), "queued", b"", Turn(()), needed=needed)
         begun = asyncio.Event()
 
         async def prompts() -> Sequence[Prompt]:
             made = await job.make_prompts()
             stored.document = await encode_in_parts(answer.unfinished("queued"))
             stored.turn = conversation.turn()
-            self.store.add(stored)
+            if not self.store.add(stored):
+                text = "The request is too large for a response in the background: the server can't store so much."
+                raise refusal(text, "background", "too_long")
             begun.set()
             return made
 
@@ -220,6 +224,7 @@ class ResponseRoutes:
 
         detached = replace(job, make_prompts=prompts, before_end=keep)
         stored.task = asyncio.create_task(self._generate(engine, request, detached, stored, begun))
+        note_background(request.scope, stored.task)
         waiting = asyncio.create_task(begun.wait())
         try:
             first = asyncio.wait({stored.task, waiting}, return_when=asyncio.FIRST_COMPLETED)
@@ -245,7 +250,7 @@ class ResponseRoutes:
                 async for _ in pieces:
                     if stored.status == "queued":
                         begins = await encode_in_parts(answer.unfinished("in_progress"))
-                        self.store.update(stored, "in_progress", begins)
+                        self.store.update(stored, "in_progress", begins, needed=stored.needed)
         except Exception as error:
             if not begun.is_set():
                 raise
@@ -286,18 +291,25 @@ def _without_logprobs(item: Item) -> Item:
     return {**item, "content": [{**part, "logprobs": []} for part in item["content"]]}
 
 
-def _page(items: Sequence[StoredItem], limit: int) -> bytes:
-    """Return a page of a list, in OpenAI's form."""
+def page_of(items: Sequence[StoredItem], limit: int) -> list[bytes]:
+    """Return a page of a list, in OpenAI's form, as parts: the items' texts are those that are stored."""
     shown = items[:limit]
     ends: dict[str, Any] = {
         "first_id": shown[0].id if shown else None,
         "last_id": shown[-1].id if shown else None,
         "has_more": len(items) > limit,
     }
-    data = b",".join(item.data for item in shown)
-    return b'{"object":"list","data":[' + data + b"]," + encode(ends)[1:]
+    data = [part for item in shown for part in (b",", item.data)][1:]
+    return [b'{"object":"list","data":[', *data, b"],", encode(ends)[1:]]
 
 
-async def _pieces(data: bytes) -> AsyncGenerator[bytes, None]:
-    for start in range(0, len(data), _PIECE):
-        yield data[start : start + _PIECE]
+async def _pieces(parts: Iterable[bytes]) -> AsyncGenerator[bytes, None]:
+    piece = b""
+    for part in parts:
+        for start in range(0, len(part), _PIECE):
+            piece += part[start : start + _PIECE]
+            if len(piece) >= _PIECE:
+                yield piece
+                piece = b""
+    if piece:
+        yield piece

@@ -22,8 +22,8 @@ class StoredItem(NamedTuple):
 class Turn:
     """The items that one response adds to a conversation. Responses that continue it share it.
 
-    previous: the turn before; None = the conversation begins here. size: bytes of this turn in memory. length, total:
-    items of the whole conversation, and bytes of their JSON.
+    previous: the turn before; None = the conversation begins here. size: bytes of this turn in memory. whole: those of
+    the conversation. length, total: items of the conversation, and bytes of their JSON.
     """
 
     def __init__(
@@ -32,8 +32,9 @@ class Turn:
         self.inputs, self.outputs, self.previous = tuple(inputs), tuple(outputs), previous
         own = list(self.own())
         self.length, self.total = len(own), sum(len(item.data) for item in own)
-        self.size = self.total + sum(len(item.id) + PER_ITEM for item in own)
+        self.size = self.whole = self.total + sum(len(item.id) + PER_ITEM for item in own)
         if previous is not None:
+            self.whole += previous.whole
             self.length += previous.length
             self.total += previous.total
         self.holders = 0  # stored responses, and turns that have holders, that need this one
@@ -58,7 +59,10 @@ class Turn:
 
 @dataclass(eq=False)
 class StoredResponse:
-    """A response. document: its JSON. expires: on the store's clock. task: generates it, if it is in the background."""
+    """A response. document: its JSON. expires: on the store's clock.
+
+    task: generates it, if it is in the background. needed: bytes that the task holds, such as the request's body.
+    """
 
     id: str
     owner: str
@@ -67,11 +71,12 @@ class StoredResponse:
     turn: Turn
     expires: float = 0.0
     task: asyncio.Task[None] | None = None
+    needed: int = 0
 
     @property
     def size(self) -> int:
         """Bytes without those of its turn."""
-        return len(self.document) + PER_RESPONSE
+        return len(self.document) + self.needed + PER_RESPONSE
 
 
 class Timer(Protocol):
@@ -104,7 +109,7 @@ class ResponseStore:
         self._clock, self._later = clock, later
         self._responses: dict[str, StoredResponse] = {}  # the oldest first
         self._owned: dict[str, dict[str, StoredResponse]] = {}  # by owner, the oldest first
-        self._items: dict[tuple[str, str], StoredItem] = {}  # by owner and id
+        self._items: dict[tuple[str, str], dict[int, StoredItem]] = {}  # by owner and id, then by identity
         self._used: dict[str, int] = {}  # bytes by owner
         self.total = 0  # bytes of all owners
         self._timer: Timer | None = None
@@ -116,9 +121,11 @@ class ResponseStore:
         """Return the bytes of one client."""
         return self._used.get(owner, 0)
 
-    def add(self, response: StoredResponse) -> None:
-        """Store a response whose id is new. If it alone exceeds the bounds, it is deleted at once."""
+    def add(self, response: StoredResponse) -> bool:
+        """Store a response whose id is new, and return True; False if it alone, with its conversation, is too large."""
         self.expire()
+        if response.size + response.turn.whole > self.most // SHARE:
+            return False
         response.expires = self._clock() + self.ttl
         self._responses[response.id] = response
         self._owned.setdefault(response.owner, {})[response.id] = response
@@ -126,11 +133,17 @@ class ResponseStore:
         self._hold(response.owner, response.turn)
         self._keep_bounds()
         self._plan()
+        return True
 
-    def update(self, response: StoredResponse, status: str, document: bytes, turn: Turn | None = None) -> None:
-        """Replace a response's document, and its turn if one is given. It stays deleted if it was deleted meanwhile."""
+    def update(
+        self, response: StoredResponse, status: str, document: bytes, turn: Turn | None = None, needed: int = 0
+    ) -> None:
+        """Replace a response's document, and its turn if one is given. It stays deleted if it was deleted meanwhile.
+
+        needed: see `StoredResponse`; 0 = its task is at its end.
+        """
         size, before = response.size, response.turn
-        response.status, response.document, response.turn = status, document, turn or before
+        response.status, response.document, response.turn, response.needed = status, document, turn or before, needed
         if self._responses.get(response.id) is not response:
             return
         self._charge(response.owner, response.size - size)
@@ -145,9 +158,9 @@ class ResponseStore:
         return found if found is not None and found.owner == owner else None
 
     def find_item(self, owner: str, item_id: str) -> StoredItem | None:
-        """Return an item of an owner's conversations."""
+        """Return an item of an owner's conversations: of several that were sent with one id, the oldest."""
         self.expire()
-        return self._items.get((owner, item_id))
+        return next(iter(self._items.get((owner, item_id), {}).values()), None)
 
     def remove(self, response: StoredResponse) -> None:
         """Delete a response, and its items unless a stored response continues it. A task that generates it ends."""
@@ -181,8 +194,8 @@ class ResponseStore:
                     left += [] if turn.previous is None else [turn.previous]
             size = sum(each.size for each in owned) + sum(turn.size for turn in turns)
             assert self.used(owner) == size, (owner, self.used(owner), size)
-            known = {item.id for turn in turns for item in turn.own()}
-            assert {item for name, item in self._items if name == owner} <= known, owner
+            known = {(item.id, id(item)) for turn in turns for item in turn.own()}
+            assert {(name, key) for (who, name), same in self._items.items() if who == owner for key in same} == known
         assert self.total == sum(self._used.values())
 
     def _charge(self, owner: str, size: int) -> None:
@@ -199,7 +212,7 @@ class ResponseStore:
                 return
             self._charge(owner, turn.size)
             for item in turn.own():
-                self._items.setdefault((owner, item.id), item)
+                self._items.setdefault((owner, item.id), {})[id(item)] = item
             turn = turn.previous
 
     def _release(self, owner: str, turn: Turn | None) -> None:
@@ -209,7 +222,9 @@ class ResponseStore:
                 return
             self._charge(owner, -turn.size)
             for item in turn.own():
-                if self._items.get((owner, item.id)) is item:
+                same = self._items[owner, item.id]
+                del same[id(item)]
+                if not same:
                     del self._items[owner, item.id]
             turn = turn.previous
 

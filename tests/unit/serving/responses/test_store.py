@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable
 
 import pytest
 
+from speculant.serving.responses.routes import page_of
 from speculant.serving.responses.store import (
     PER_ITEM,
     PER_RESPONSE,
@@ -125,9 +127,26 @@ def test_many_clients_share_the_bytes() -> None:
 
 def test_a_response_beyond_the_bounds_is_not_kept() -> None:
     store, _ = a_store(most=40_000)
-    add(store, "r1")
+    before = add(store, "r1")
     add(store, "r2", size=20_000)
     assert store.find("a", "r2") is None
+    assert store.find("a", "r1") is before, "it has not made room in vain"
+    long = Turn(items("i1", "i2", size=5_000), (), before.turn)
+    assert not store.add(StoredResponse("r3", "a", "completed", b"", long)), "its conversation counts"
+
+
+def test_a_response_holds_the_bytes_that_its_task_needs() -> None:
+    store, _ = a_store(most=40_000)
+    running = [StoredResponse(f"r{n}", "a", "queued", b"", Turn(()), needed=5000) for n in range(3)]
+    for response in running:
+        store.add(response)
+        store.check()
+    assert [store.find("a", each.id) for each in running] == [None, None, running[2]]
+    store.update(running[2], "in_progress", b"", needed=5000)
+    assert store.total == 5000 + PER_RESPONSE
+    store.update(running[2], "completed", b"")
+    store.check()
+    assert store.total == PER_RESPONSE
 
 
 def test_a_turn_counts_once_however_many_continue_it() -> None:
@@ -162,6 +181,28 @@ def test_an_update_replaces_document_and_turn() -> None:
     store.update(response, "completed", b"z")
     store.check()
     assert (len(store), store.total, response.document) == (0, 0, b"z")
+
+
+def test_an_item_that_was_sent_again_outlives_the_first() -> None:
+    store, _ = a_store()
+    first = add(store, "r1")
+    store.add(StoredResponse("r2", "a", "completed", b"", Turn((StoredItem("r1-out", b"again"),))))
+    assert store.find_item("a", "r1-out") == StoredItem("r1-out", b"x" * 10)
+    store.remove(first)
+    store.check()
+    assert store.find_item("a", "r1-out") == StoredItem("r1-out", b"again")
+
+
+def test_a_page_of_items_copies_no_item() -> None:
+    """Clients that read nothing of it would hold a copy each."""
+    listed = items("one", "two", "three", size=0)
+    listed = tuple(item._replace(data=json.dumps({"id": item.id}).encode()) for item in listed)
+    parts = page_of(listed, 2)
+    assert all(any(part is item.data for part in parts) for item in listed[:2])
+    assert json.loads(b"".join(parts)) == {
+        "object": "list", "data": [{"id": "one"}, {"id": "two"}], "first_id": "one", "last_id": "two", "has_more": True,
+    }  # fmt: skip
+    assert json.loads(b"".join(page_of((), 5)))["data"] == []
 
 
 def test_a_long_chain_is_released_without_recursion() -> None:
