@@ -152,7 +152,7 @@ def check_background() -> None:
 
 
 def check_errors() -> None:
-    """Errors have their types, and say what is wrong."""
+    """An error has the type of its status, and names the wrong field."""
     wrong: tuple[tuple[type[openai.APIStatusError], dict[str, Any]], ...] = (
         (openai.BadRequestError, {"temperature": -1}),
         (openai.BadRequestError, {"messages": []}),

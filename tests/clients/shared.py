@@ -39,7 +39,7 @@ NAMED: dict[str, Any] = {"type": "function", "function": {"name": "weather"}}
 
 
 def closing_token() -> str:
-    """Return the id of "}". A model may go on with an object for ever: with a bias it closes it as soon as it can."""
+    """Return the id of "}". A bias for this token makes a random model end an object that it would never end."""
     (token,) = httpx.post(f"{ROOT}/tokenize", json={"prompt": "}", "add_special_tokens": False}).json()["tokens"]
     return str(token)
 

@@ -391,7 +391,7 @@ class Scheduler:
         logger.debug("request %s is preempted after %d tokens", request.request_id, len(request.tokens))
 
     def _stop(self, request: Request) -> None:
-        """Release the blocks of a request, and forget what is noted of running ones."""
+        """Release the blocks of a request, and delete the records that only running requests have."""
         for noted in (self._unstarted, self._salts, self._gained):
             noted.pop(request.seq_id, None)
         self._target.release(request.seq_id)

@@ -119,7 +119,7 @@ class HttpConnection(H11Protocol, asyncio.BufferedProtocol):
     # --- uvicorn's events
 
     def handle_events(self) -> None:
-        """Handle what was parsed."""
+        """Pass the parsed events on to uvicorn."""
         super().handle_events()
         self._follow()
 

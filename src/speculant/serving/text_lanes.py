@@ -70,7 +70,7 @@ class TextLane:
         began = time.monotonic()
         try:
             result = work()
-        except BaseException as error:  # noqa: BLE001 - whoever waits for the result gets it
+        except BaseException as error:  # noqa: BLE001 - raised where the result is awaited
             future.set_exception(error)
         else:
             future.set_result(result)

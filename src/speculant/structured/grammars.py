@@ -233,7 +233,7 @@ class Grammars:
             del self._known[victim.source]
 
     def _leave(self, compilation: _Compilation, client: str, waiter: Future[Grammar]) -> None:
-        """Remove a caller that has the result or has cancelled. Without callers, drop what has not begun."""
+        """Remove a caller that has the result or has cancelled. After the last one, drop a compilation not begun."""
         with self._lock:
             self._waiting -= Counter((client,))
             compilation.waiters.discard(waiter)

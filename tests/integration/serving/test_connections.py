@@ -106,7 +106,7 @@ def quiet(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 @pytest.mark.usefixtures("quiet")
 @pytest.mark.parametrize("name", MALFORMED)
 def test_malformed_requests_are_refused_and_closed(demo: LiveServer, name: str) -> None:
-    """There is one answer, and then an end: what follows a malformed request is no request."""
+    """There is one answer, then the connection ends. Data after a malformed request are not read as a request."""
     status, request = MALFORMED[name]
     reply = asyncio.run(exchange(demo.url, request))
     assert reply.status == status, reply
@@ -250,7 +250,7 @@ def test_a_connection_is_kept_for_the_next_request(hasty: LiveServer) -> None:
 
 
 def test_a_body_after_its_answer_has_an_end(serve: Any, never_loads: Any) -> None:
-    """An answer that does not wait for the body: to a page of another site that asks what it may do."""
+    """A CORS preflight is answered before its body arrives."""
     server = serve(never_loads, allowed_origins=("https://a.example",), header_timeout=0.3)
     asks = (
         b"OPTIONS /version HTTP/1.1\r\nHost: x\r\nOrigin: https://a.example\r\nAccess-Control-Request-Method: GET\r\n"

@@ -55,7 +55,7 @@ def in_background(calls: Sequence[Callable[[], object]]) -> Iterator[None]:
 def test_a_key_finds_room_beside_a_key_that_fills_it(
     serve: Any, checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One key has every place. A second one has its half all the same, and gets its answer first."""
+    """One key fills every place. A second key still gets its half, and its answer comes first."""
     engine = AsyncEngine(checkpoints.target, max_num_seqs=2, max_waiting=2, dtype="float32")
     SlowEngine(engine, monkeypatch)
     server: LiveServer = serve(engine, api_keys=("one", "two")).ready()

@@ -205,7 +205,7 @@ class ResponseRoutes:
         """Generate in the background. Return once the prompt is made; until then errors are the request's."""
         answer = job.answer
         assert isinstance(answer, ResponseAnswer)
-        needed = 2 * request.state.size  # bytes of the body, and of what was read from it
+        needed = 2 * request.state.size  # bytes: the body, and about as many for the values parsed from it
         stored = StoredResponse(answer.id, client_of(request.scope), "queued", b"", Turn(()), needed=needed)
         begun = asyncio.Event()
 

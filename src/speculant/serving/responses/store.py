@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-SHARE = 4  # one client's responses have at most one in so many of the bytes
+SHARE = 4  # one client's responses have at most a quarter of all bytes
 PER_RESPONSE, PER_ITEM = 1000, 300  # bytes in memory besides those of the JSON texts, about
 
 
