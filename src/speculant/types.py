@@ -185,6 +185,7 @@ class Request:
     priority: int = 0  # of the same client's requests, a lower one is served sooner
     client: Client = ANYONE
     cache_salt: str = ""  # only requests of the same salt share prefixes
+    source: tuple[int, ...] = ()  # the text that the encoder of an encoder-decoder model reads
     prediction: tuple[int, ...] = ()  # the caller's guess of the output, for a drafter that reads it
     constraint: Constraint | None = None  # restricts the output; it has been advanced by the output so far
     tokens: list[int] = field(default_factory=list)  # prompt and output

@@ -18,6 +18,7 @@ from speculant.tree import ids
 from speculant.types import DraftTree, Request
 
 _NO_ROWS = ids([])
+_NO_TABLE: array[int] = array("q")
 _NO_EMBEDDINGS: Mapping[int, Tensor] = MappingProxyType({})
 _EMBEDDINGS_FIX = "give each row a vector of the model's hidden_size, such as those that `embed` returns."
 
@@ -27,7 +28,8 @@ class Segment(NamedTuple):
 
     The last `len(parents)` rows are draft nodes, the others a chain of committed tokens that ends with the root.
     `table` is the sequence's block table, for every group of layers (`BlockManager.table`). `seq_id` appears in error
-    messages. `length`: see `SequenceInput`.
+    messages. `length`: see `SequenceInput`. `source_table` and `source_length` are the block table and the positions of
+    its encoded source, which is a sequence of the same cache.
     """
 
     seq_id: int
@@ -36,6 +38,8 @@ class Segment(NamedTuple):
     table: array[int]
     parents: Sequence[int] = ()  # one per draft node, an earlier node; -1 = the root
     length: int | None = None
+    source_table: array[int] = _NO_TABLE
+    source_length: int = 0
 
     @property
     def end(self) -> int:
@@ -102,7 +106,7 @@ class SequenceInput(NamedTuple):
     token of such a row is not looked up and may be any number.
     `hidden` has a state [rows, hidden] for each row, for models that read states.
     `length` is the number of tokens of the whole text, those of later passes included; None = up to those of this pass.
-    See `ModelNeeds.restart_at`.
+    See `ModelNeeds.restart_at`. `source` is the sequence id of its encoded source in the cache; None = it has none.
     """
 
     seq_id: int
@@ -111,6 +115,7 @@ class SequenceInput(NamedTuple):
     embeddings: Mapping[int, Tensor] = _NO_EMBEDDINGS
     hidden: Tensor | None = None
     length: int | None = None
+    source: int | None = None
 
 
 class Hidden(NamedTuple):
@@ -207,8 +212,8 @@ class Chain:
 class ModelNeeds:
     """What a model requires beyond a cache of keys and values per position.
 
-    source: a second text per request that is encoded before decoding starts (encoder-decoder models).
-    state_bytes: size of a fixed-length state per sequence, such as the encoded source or a recurrent state.
+    source: a second text per request that is encoded before decoding starts; the model is an `EncodesSources`.
+    state_bytes: size of a fixed-length state per sequence, such as that of recurrent layers.
     restart_at: a text of more tokens is computed in another way, its earlier tokens included, so that their keys and
     values must be computed again when the text grows longer; None = no text is.
     """
@@ -222,10 +227,14 @@ class ModelNeeds:
         return self.restart_at is not None and length > self.restart_at
 
     def salt(self, request: Request) -> str:
-        """Return the salt of a request's keys and values: texts that are computed in other ways share none."""
+        """Return the salt of a request's keys and values: texts that are computed in other ways share none.
+
+        Those of an encoder-decoder model depend on the source.
+        """
+        salt = f"{request.cache_salt}\0{request.source}" if self.source else request.cache_salt
         if self.restart_at is None or request.num_positions <= self.restart_at:
-            return request.cache_salt
-        return f"{request.cache_salt}\0long"
+            return salt
+        return f"{salt}\0long"
 
 
 class CausalLM(Protocol):
@@ -281,6 +290,23 @@ class CausalLM(Protocol):
 
         Returns the others unchanged. The caller makes sure that the cache has room for all. Tokens and probs are the
         same as with one pass per token, or per depth of a tree.
+        """
+        ...
+
+
+@runtime_checkable
+class EncodesSources(Protocol):
+    """An encoder-decoder model. A source is a sequence of the same cache as the texts that are decoded from it.
+
+    In layer i of the cache, a text has the keys and values of the decoder's self-attention, and a source those of its
+    attention over the source.
+    """
+
+    def encode(self, batch: Batch, storage: KVStorage) -> Tensor:
+        """Encode whole sources, and write each decoder layer's keys and values of them to the batch's slots.
+
+        The batch has one segment for each source, from position 0 to its end. Returns the encoder's result
+        [T, hidden], after its norm.
         """
         ...
 
@@ -348,14 +374,17 @@ def build_batch(inputs: Sequence[SequenceInput], cache: KVCache, device: torch.d
     embeddings, hidden = dict[int, Tensor](), list[Tensor]()
     others = [list[int]() for _ in range(cache.num_groups - 1)]
     for sequence in inputs:
-        seq_id, own_tokens, tree, own_embeddings, own_hidden, length = sequence
+        seq_id, own_tokens, tree, own_embeddings, own_hidden, length, source = sequence
         if own_hidden is not None:
             hidden.append(own_hidden)
         if own_embeddings:
             embeddings.update(_embedded_rows(sequence, len(tokens)))
         count = len(own_tokens)
         _, start, slots, _, own = cache.reserve(seq_id, count + tree.size)
-        segments.append(Segment(seq_id, start, count + tree.size, cache.table(seq_id), tree.parent_list, length))
+        segment = Segment(seq_id, start, count + tree.size, cache.table(seq_id), tree.parent_list, length)
+        if source is not None:
+            segment = segment._replace(source_table=cache.table(source), source_length=cache.length(source))
+        segments.append(segment)
         tokens += own_tokens
         positions += range(start, start + count)
         if tree.size:

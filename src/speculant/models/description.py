@@ -79,8 +79,23 @@ class Norm:
 
 
 @dataclass(frozen=True)
+class DistanceBias:
+    """A learned number for each head and distance from a row to a key, added to scores (T5, arXiv 1910.10683, 2.1).
+
+    Distances are in `buckets`: half of them hold one distance each, from 0 on, the others are wider the farther away.
+    The last one holds all distances from about `max_distance` on. both_ways: keys after the row have the second half of
+    the buckets; otherwise a row sees none. shares: the layer whose table it uses; None = it has its own.
+    """
+
+    buckets: int
+    max_distance: int
+    both_ways: bool = False
+    shares: int | None = None
+
+
+@dataclass(frozen=True)
 class Attention:
-    """Self-attention, causal unless `ahead`. `heads` share `kv_heads` keys and values.
+    """Self-attention, causal unless `ahead`, or attention over a source. `heads` share `kv_heads` keys and values.
 
     rope: None = no rotation. window: the positions that a row sees, its own included; None = all. qk_norm: the norm of
     queries and keys before the rotation, of each head alone or, with `norm_all_heads`, of all heads together. bias:
@@ -88,7 +103,9 @@ class Attention:
     to c * tanh(s / c). sinks: a learned score per head takes part in the softmax and has no value. value_norm: the norm
     of each head's values. shares: the earlier layer whose keys and values it reads; None = it has its own. ahead: a row
     also sees the later rows of its sequence in a pass. fixed_window: the windows of these rows all begin where that of
-    the first one begins. A pass of a model with one of the two has chains alone, and no draft trees.
+    the first one begins. A pass of a model with one of the two has chains alone, and no draft trees. distances: numbers
+    that are added to scores. source: keys and values are those of the sequence's encoded source, all of which every row
+    sees.
     """
 
     heads: int
@@ -107,6 +124,8 @@ class Attention:
     shares: int | None = None
     ahead: bool = False
     fixed_window: bool = False
+    distances: DistanceBias | None = None
+    source: bool = False
 
     def __post_init__(self) -> None:
         if self.heads % self.kv_heads:
@@ -250,12 +269,13 @@ class Experts:
 
 @dataclass(frozen=True)
 class Layer:
-    """Attention, then the feed-forward block, each added to the residual stream.
+    """Attention, perhaps attention over the source, then the feed-forward block, each added to the residual stream.
 
     before_*: the norm of a block's input; None = the block reads the residual stream itself. after_*: the norm of its
     result. parallel: both blocks read the same residual stream, and the same norm of it if before_mlp is None.
     residual_scale: the factor of both results. token_inputs: the inputs by token that are added after both. scaled: a
-    stored number multiplies the residual stream at the end.
+    stored number multiplies the residual stream at the end. cross: attention over the source; before_cross: the norm of
+    its input.
     """
 
     attention: Attention
@@ -268,6 +288,8 @@ class Layer:
     residual_scale: float = 1.0
     token_inputs: TokenInputs | None = None
     scaled: bool = False
+    cross: Attention | None = None
+    before_cross: Norm | None = None
 
 
 @dataclass(frozen=True)
@@ -299,10 +321,22 @@ class Head:
 
 
 @dataclass(frozen=True)
+class Encoder:
+    """The layers that read a source, all of whose rows see one another, and the norm of their result.
+
+    It reads the decoder's table of tokens. Each layer of the decoder computes keys and values from the result, see
+    `Layer.cross`.
+    """
+
+    layers: tuple[Layer, ...]
+    norm: Norm
+
+
+@dataclass(frozen=True)
 class DecoderConfig:
     """All that determines a decoder's arithmetic, and the names of its tensors in the files.
 
-    norm: the one before the head.
+    norm: the one before the head. encoder: of an encoder-decoder model.
     """
 
     embedding: Embedding
@@ -311,6 +345,7 @@ class DecoderConfig:
     head: Head
     max_positions: int
     tensors: TensorMap = SAME_NAMES
+    encoder: Encoder | None = None
 
     def __post_init__(self) -> None:
         for index, layer in enumerate(self.layers):
