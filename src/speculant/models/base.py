@@ -145,7 +145,7 @@ class Chain:
     tokens; None = a chain.
     topk: of a dynamic tree (drafting/model/dynamic.py), the children of the root and of the most confident nodes of
     each depth, and the number of these nodes; 0 = another draft. limit is then the number of all children. `scores` are
-    those of the tokens, see `DraftTree.scores`.
+    those of the tokens, see `DraftTree.scores`. source: see `SequenceInput`.
     """
 
     request: Request
@@ -160,6 +160,7 @@ class Chain:
     parents: Sequence[int] | None = None
     topk: int = 0
     scores: Sequence[float] | None = None
+    source: int | None = None
 
     @property
     def is_tree(self) -> bool:

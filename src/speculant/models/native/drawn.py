@@ -20,6 +20,7 @@ from speculant.sampling.chance import KeyedNoise, MostLikely, Stream
 from speculant.sampling.distribution import Node, edits_of, sampling_settings
 from speculant.tree import parents_of
 
+NO_SOURCE = (0, 0)  # the source's block table and length, in a segment
 FORESEEABLE = (Stream, KeyedNoise, MostLikely)
 
 
@@ -65,8 +66,14 @@ class ChainRows:
         for chain in chains:
             seq_id, own, num_positions = chain.request.seq_id, chain.input_tokens, chain.num_positions
             _, start, reserved, _, others = cache.reserve(seq_id, num_positions)
-            table, count = cache.table(seq_id), len(own)
+            table, count, source = cache.table(seq_id), len(own), chain.source
             segments += (len(tokens), count, start, count, -1, address(table), stride(table, cache.num_groups), 0)
+            self._tables.append(table)
+            if source is None:
+                segments += NO_SOURCE
+            else:
+                self._tables.append(cache.table(source))
+                segments += (address(self._tables[-1]), cache.length(source))
             tokens += own
             positions += range(start, start + count)
             for known_slots, added in zip(slots, (reserved, *others), strict=True):
@@ -74,7 +81,6 @@ class ChainRows:
             self.lengths += [chain.request.num_positions] * count
             end = max(end, start + num_positions)
             self.end_position = max(self.end_position, start + count + chain.inner_depth)
-            self._tables.append(table)
         self.most_drawn = sum(chain.num_inner if chain.is_tree else 1 for chain in chains)
         self.count, self.end, self._num_segments, self._groups = len(tokens), end, len(chains), groups
         slots *= groups // len(slots)
