@@ -195,8 +195,8 @@ class Attention:
         self._values_of.append(layer._values.data_ptr())
         self._pass.keys, self._pass.values = address(self._keys_of), address(self._values_of)
         if Flag.SOURCE in Flag(op.flags):
-            for place in range(0, len(self._segments), FIELDS):
-                self._segments[place + FIELDS - 2 : place + FIELDS] = layer._segments[place + FIELDS - 2 : place + FIELDS]
+            for last in range(FIELDS, len(self._segments) + 1, FIELDS):
+                self._segments[last - 2 : last] = layer._segments[last - 2 : last]
 
 
 def opened(isa: str, threads: int = 1) -> Kernels:

@@ -89,8 +89,9 @@ def test_rows_and_threads_change_no_bit(mix: str) -> None:
 
 def test_each_matrix_has_the_type_of_its_file() -> None:
     model = make("Q4_K_M")[0].packed
-    assert [[weight.type for weight in layer.attention.qkv] for layer in model.layers] == [[Type.Q4_K, Type.Q6_K], [Type.Q4_K]]
-    assert [[weight.n for weight in layer.attention.qkv] for layer in model.layers] == [[384, 128], [512]]
+    qkv = [layer.attention.qkv for layer in model.layers]
+    assert [[weight.type for weight in weights] for weights in qkv] == [[Type.Q4_K, Type.Q6_K], [Type.Q4_K]]
+    assert [[weight.n for weight in weights] for weights in qkv] == [[384, 128], [512]]
     assert [layer.mlp.down.type for layer in model.layers] == [Type.Q6_K, Type.Q4_K]
     assert [[weight.type for weight in layer.mlp.inner] for layer in model.layers] == [[Type.Q4_K]] * 2
     assert model.table.type == Type.Q4_K
@@ -190,7 +191,8 @@ def test_only_bfloat16_is_stored_in_12_bits(coded: bool) -> None:
     decoder = small()
     weights = StoredAs(ModuleWeights(decoder), MIXES["halves"])
     model = NativeDecoder(decoder.config, weights, torch.bfloat16, opened(), coded=coded).packed
-    assert [layer.mlp.down.type for layer in model.layers] == [Type.BF12 if coded else Type.BF16] * 2
-    assert [weight.type for weight in model.layers[0].mlp.inner] == [Type.Q8_0, Type.BF12 if coded else Type.BF16]
-    assert {weight.type for weight in model.layers[0].attention.qkv} == {Type.F16, Type.F32, Type.BF12 if coded else Type.BF16}
+    bfloat16 = Type.BF12 if coded else Type.BF16
+    assert [layer.mlp.down.type for layer in model.layers] == [bfloat16] * 2
+    assert [weight.type for weight in model.layers[0].mlp.inner] == [Type.Q8_0, bfloat16]
+    assert {weight.type for weight in model.layers[0].attention.qkv} == {Type.F16, Type.F32, bfloat16}
     assert (model.table.type, model.head.type) == (Type.F16, Type.Q8_0)

@@ -35,6 +35,7 @@ from speculant.models.base import (
     Hidden,
     ModelNeeds,
     check_embeddings,
+    check_sources,
     check_taps,
     check_tokens,
 )
@@ -183,9 +184,7 @@ class NativeDecoder:
     @staticmethod
     def why_not(config: DecoderConfig) -> str | None:
         """Return why the kernels can't compute layers of these sizes, a model's or a head's; None if they can."""
-        if config.encoder is not None:
-            return "they compute decoders without an encoder"
-        for of in dict.fromkeys(layer.attention for layer in config.layers):
+        for of in config.attentions:
             if of.head_dim > MOST_DIM or of.groups > MOST_GROUP:
                 return f"heads of {of.head_dim} in groups of {of.groups} are too large for them"
         return None
@@ -236,6 +235,7 @@ class NativeDecoder:
 
     def forward(self, batch: Batch, storage: KVStorage, taps: Sequence[int] = ()) -> Hidden:
         """See `CausalLM.forward`; hidden states are float32."""
+        check_sources(batch, self.needs)
         layout, rows = self.layout(batch, storage), batch.tokens.shape[0]
         program = self._program(tuple(taps))
         tapped = program.next_taps(rows) if taps else ()
@@ -320,6 +320,7 @@ class NativeDecoder:
     def _draw_at_once(self, chains: Sequence[Chain], cache: KVCache, vocab_size: int) -> None:
         chains = sorted(chains, key=_by_limit)
         require_groups(cache.num_groups, self._num_groups)
+        assert not self.needs.source or all(chain.source is not None for chain in chains), "a chain has no source"
         rows = ChainRows(chains, self.vocab_size, cache, self._num_groups)
         self._check_learned(rows.end_position)
         on = self._pass(cache.storage, cache.block_size, rows.count, rows.end, rows.most_drawn)

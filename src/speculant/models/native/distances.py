@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from speculant.models.description import DistanceBias
-from speculant.models.reference.distances import buckets_of
+from speculant.models.distances import buckets_of
 from speculant.models.sizes import DISTANCES
 from speculant.models.weights.reader import WeightReader
 
@@ -28,8 +28,7 @@ class DistanceTable(NamedTuple):
         """Read a layer's table; None = it has none, or shares another layer's."""
         if of is None or of.shares is not None:
             return None
-        before = of.max_distance
-        after = before if of.both_ways else 0
-        buckets = buckets_of(of, torch.arange(-before, after + 1))
+        before, after = of.max_distance, of.max_distance if of.both_ways else 0
+        buckets = buckets_of(of, torch.arange(before, -after - 1, -1))
         by_bucket = attention.vector(DISTANCES)  # [buckets, heads]
         return cls(by_bucket[buckets].T.contiguous(), before, after)

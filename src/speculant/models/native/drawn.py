@@ -14,13 +14,12 @@ from speculant.cache.base import KVCache
 from speculant.kernels.base import NO_TOKEN, Edits
 from speculant.kernels.memory import Scratch
 from speculant.kernels.native import Draft, NativeEdits, Pass, address, settings_array
-from speculant.models.base import Chain, ModelNeeds, known
+from speculant.models.base import NO_TABLE, Chain, ModelNeeds, known
 from speculant.params import SamplingParams
 from speculant.sampling.chance import KeyedNoise, MostLikely, Stream
 from speculant.sampling.distribution import Node, edits_of, sampling_settings
 from speculant.tree import parents_of
 
-NO_SOURCE = (0, 0)  # the source's block table and length, in a segment
 FORESEEABLE = (Stream, KeyedNoise, MostLikely)
 
 
@@ -66,14 +65,11 @@ class ChainRows:
         for chain in chains:
             seq_id, own, num_positions = chain.request.seq_id, chain.input_tokens, chain.num_positions
             _, start, reserved, _, others = cache.reserve(seq_id, num_positions)
-            table, count, source = cache.table(seq_id), len(own), chain.source
+            table, count = cache.table(seq_id), len(own)
             segments += (len(tokens), count, start, count, -1, address(table), stride(table, cache.num_groups), 0)
-            self._tables.append(table)
-            if source is None:
-                segments += NO_SOURCE
-            else:
-                self._tables.append(cache.table(source))
-                segments += (address(self._tables[-1]), cache.length(source))
+            source = NO_TABLE if chain.source is None else cache.table(chain.source)
+            segments += (address(source), 0 if chain.source is None else cache.length(chain.source))
+            self._tables += (table, source)
             tokens += own
             positions += range(start, start + count)
             for known_slots, added in zip(slots, (reserved, *others), strict=True):

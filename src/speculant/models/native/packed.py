@@ -110,9 +110,7 @@ class PackedAttention:
         key_norm, value_norm = (of.qk_norm, of.value_norm) if of.own_kv_heads else (None, None)
         return cls(
             of=of,
-            qkv=tuple(
-                matrix for names in groups for matrix in weights.matrices(*(f"{name}.weight" for name in names))
-            ),
+            qkv=tuple(matrix for names in groups for matrix in weights.matrices(*(f"{name}.weight" for name in names))),
             qkv_bias=weights.vector(*(f"{name}.bias" for name in projections)) if of.bias else None,
             query_norm=PackedNorm.read(of.qk_norm, weights, "q_norm"),
             key_norm=PackedNorm.read(key_norm, weights, "k_norm"),
@@ -183,7 +181,7 @@ class PackedLayer:
 
     @classmethod
     def read_all(cls, layers: Sequence[Layer], weights: WeightReader, name: str) -> list[PackedLayer]:
-        """Read and pack layers, whose tensors' names begin with `name`. Layers that share a table of distances have it."""
+        """Read and pack layers, whose tensors' names begin with `name`, with the tables of distances that they share."""
         found = list[PackedLayer]()
         for index, of in enumerate(layers):
             layer, distances = cls.read(of, weights.inside(name.format(index))), of.attention.distances

@@ -34,7 +34,7 @@ def scratch_bytes(packed: PackedDecoder, threads: int, rows: int, positions: int
     angles = tables * _power(positions) * sum(rotated.values())
     sampling = min(MOST_BYTES, GROWTH * rows * config.vocab_size * (REAL + DOUBLE))
     candidates = GROWTH * threads * config.vocab_size * CANDIDATE
-    kinds = {of for layer in packed.every_layer for of in (layer.of.attention, layer.of.cross) if of}
+    kinds = config.attentions
     reals = _power(rows) * per_row + angles + threads * (max(map(_item, kinds)) + 2 * GROWTH * widest)
     spans = max(_span_bytes(of, threads, rows, positions) for of in kinds)
     return REAL * reals + spans + sampling + candidates
