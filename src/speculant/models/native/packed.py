@@ -181,7 +181,7 @@ class PackedLayer:
 
     @classmethod
     def read_all(cls, layers: Sequence[Layer], weights: WeightReader, name: str) -> list[PackedLayer]:
-        """Read and pack layers, whose tensors' names begin with `name`, with the tables of distances that they share."""
+        """Read and pack layers, whose tensors' names begin with `name`, with tables of distances that they share."""
         found = list[PackedLayer]()
         for index, of in enumerate(layers):
             layer, distances = cls.read(of, weights.inside(name.format(index))), of.attention.distances
