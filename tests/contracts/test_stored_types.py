@@ -182,7 +182,7 @@ def matrices_of(model: PackedDecoder) -> set[int]:
     weights = [model.table, model.head]
     for layer in model.layers:
         assert isinstance(layer.mlp, PackedMlp)
-        weights += [*layer.attention.qkv, layer.attention.out, *layer.mlp.inner, layer.mlp.down]
+        weights += [*layer.attention.matrices, *layer.mlp.inner, layer.mlp.down]
     return {weight.address for weight in weights}
 
 

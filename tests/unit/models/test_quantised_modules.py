@@ -71,7 +71,8 @@ def test_native_matrices_keep_their_grid(case: str, source: Path, tmp_path: Path
     packed, numbers = made(source, tmp_path, CASES[case][0])
     loaded = load(packed, "native")
     assert error(logits(loaded), logits(numbers)) < MOST_ERROR
-    assert {weight.type for layer in packed_of(loaded).layers for weight in (*layer.attention.qkv, layer.attention.out)} == {CASES[case][1]}
+    types = {weight.type for layer in packed_of(loaded).layers for weight in layer.attention.matrices}
+    assert types == {CASES[case][1]}
 
 
 @pytest.mark.parametrize("kernels", ["reference", pytest.param("native", marks=native)])
@@ -93,7 +94,7 @@ def test_only_matrices_of_one_order_are_one(source: Path, tmp_path: Path) -> Non
     tensors = load_file(packed / "model.safetensors")
     layers = packed_of(load(packed, "native")).layers
     assert [[weight.n for weight in layer.attention.qkv] for layer in layers] == [[64, 32, 32]] * 2
-    assert all(weight.order is not None for layer in layers for weight in (*layer.attention.qkv, layer.attention.out, layer.mlp.down))
+    assert all(weight.order is not None for layer in layers for weight in (*layer.attention.matrices, layer.mlp.down))
     assert [len(layer.mlp.inner) for layer in layers] == [2, 2]
     shared = {
         ("model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.k_proj"),
