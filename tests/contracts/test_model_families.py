@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection
+from typing import Any
 
 import pytest
 import torch
@@ -51,7 +52,9 @@ def on_backends(*backends: str, families: Collection[str] | None = None) -> list
     """Return the parameters of every variant on every one of these backends; only `families` are quick, if given."""
     marks = {"native": [NATIVE]}
     return [
-        each for backend in backends for each in thinned_cases(backend, marks=marks.get(backend, ()), families=families)
+        each
+        for backend in backends
+        for each in thinned_cases(backend, marks=marks.get(backend, ()), families=families, with_encoders=True)
     ]
 
 
@@ -134,19 +137,24 @@ def test_after_keep_path_the_next_step_equals_a_fresh_prompt(steady: Pair, leaf:
 def greedy_texts(model: PreTrainedModel) -> list[list[int]]:
     """Return transformers' own continuations of several prompts, worked out once for all backends.
 
-    Without its cache, which keeps all keys for a sliding window of 1.
+    The sources of an encoder-decoder model are the prompts reversed. Without its cache, which keeps all keys for a
+    sliding window of 1.
     """
-    prompts = torch.tensor(BEGINNINGS)
+    prompts, own = torch.tensor(BEGINNINGS), dict[str, Any]()
+    if model.config.is_encoder_decoder:
+        own = {"decoder_input_ids": prompts, "decoder_start_token_id": prompts[:, 0].tolist()}
     tokens = model.generate(
-        prompts, attention_mask=torch.ones_like(prompts), do_sample=False, max_new_tokens=12, use_cache=False
-    )
+        prompts.flip(1) if own else prompts, attention_mask=torch.ones_like(prompts), do_sample=False,
+        max_new_tokens=12, use_cache=False, **own,
+    )  # fmt: skip
     return list(tokens[:, prompts.shape[1] :].tolist())
 
 
 @pytest.mark.parametrize("steady", on_backends("float64", "native", families=FEW), indirect=True)
 def test_greedy_texts(steady: Pair) -> None:
     theirs = greedy_texts(steady.theirs)
-    assert [Session(steady.ours).greedy(prompt, 12) for prompt in BEGINNINGS] == theirs
+    ours = [Session(steady.ours, sources={0: prompt[::-1]}).greedy(prompt, 12) for prompt in BEGINNINGS]
+    assert ours == theirs
     assert len({token for text in theirs for token in text}) > 5, "loops of few tokens prove little"
 
 

@@ -84,7 +84,7 @@ def read_output_rules(generation: Mapping[str, Any], config: Mapping[str, Any], 
     first = _read_ids("forced_bos_token_id", generation, config, vocab_size)
     last = _read_ids("forced_eos_token_id", generation, config, vocab_size)
     ends = read_end_tokens(generation, config, vocab_size)
-    words = next((file[_WORDS] for file in (generation, config) if file.get(_WORDS) is not None), [])
+    words: Any = next((file[_WORDS] for file in (generation, config) if file.get(_WORDS) is not None), [])
     if not isinstance(words, list) or not all(isinstance(word, list) and word for word in words):
         raise ModelError(f"{_WORDS} = {show(words)} is not a list of lists of token ids", f"correct {_GENERATION}.")
     checked = [tuple(_checked(_GENERATION, _WORDS, word, vocab_size)) for word in words]

@@ -35,8 +35,8 @@ from speculant.models.description import DecoderConfig, Layer
 from speculant.models.reference.attention import Attend, StoredKeys, groups_of
 from speculant.models.reference.decoder import (
     DecoderLayer,
+    LayerAttention,
     NormLayer,
-    SelfAttention,
     angles_of,
     rotaries,
     spread,
@@ -225,7 +225,7 @@ class HeadDecoder(nn.Module):
             return self._block(batch, storage) if batch.hidden is None else self._store(batch, batch.hidden, storage)
         assert batch.hidden is not None, "a head reads a hidden state for each row"
         embedded = self.embed(batch.tokens).to(self.cache_shape.dtype)  # a target may have activations of another type
-        attend = StoredKeys.build(batch, storage, self.config.decoder, embedded.dtype)
+        attend = StoredKeys.build(batch, storage, self.config.layers, embedded.dtype)
         long = batch.long_rows(self.needs)
         return self.states(embedded, batch.hidden.to(embedded.dtype), batch.positions, attend, long)
 
@@ -255,17 +255,17 @@ class HeadDecoder(nn.Module):
 
     def _store(self, batch: Batch, states: Tensor, storage: KVStorage) -> Hidden:
         """Write the keys and values of states [T, hidden] in each layer."""
-        states, groups = states.to(self.cache_shape.dtype), groups_of(self.config.decoder, batch)
+        states, groups = states.to(self.cache_shape.dtype), groups_of(self.config.layers, batch)
         angles = angles_of(self._rotaries, batch.positions, states.dtype, batch.long_rows(self.needs))
         for index, (layer, of) in enumerate(zip(self.layers, self.config.layers, strict=True)):
-            keys, values = cast(SelfAttention, layer.self_attn).keys(states, angles)
+            keys, values = cast(LayerAttention, layer.self_attn).keys(states, angles)
             storage.write(index, batch.slots_of(groups[of.attention.window]), keys, values)
         return Hidden(states[:0])
 
     def _block(self, batch: Batch, storage: KVStorage) -> Hidden:
         """Run the layers over tokens."""
         x = (self.embed(batch.tokens) * self._rescaling).to(self.cache_shape.dtype)
-        attend = StoredKeys.build(batch, storage, self.config.decoder, x.dtype)
+        attend = StoredKeys.build(batch, storage, self.config.layers, x.dtype)
         angles = angles_of(self._rotaries, batch.positions, x.dtype, batch.long_rows(self.needs))
         for layer in self.layers:
             x = layer(x, angles, attend)

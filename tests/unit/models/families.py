@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
 import torch
 from _pytest.mark import ParameterSet
 from torch import Tensor
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
 
 from speculant import plugins
 from speculant.cache.factory import slotted_cache
 from speculant.lab.checkpoints import save_tensors
-from speculant.models.base import CausalLM, SequenceInput, build_batch
+from speculant.models.base import CausalLM, EncodesSources, SequenceInput, build_batch
 from speculant.models.reference.decoder import Decoder
 from speculant.models.weights.load import load_model
 from speculant.types import DraftTree
@@ -70,6 +72,11 @@ LONGROPE = {  # texts of up to 64 tokens; tests/exactness/test_restarts.py has l
     "original_max_position_embeddings": 64,
     "partial_rotary_factor": 0.75,
 }
+
+T5 = {**PADDED, "d_ff": 48, "d_kv": 8, "decoder_start_token_id": 0}
+
+SOURCE = (7, 30, 2, 2, 51, 19, 44, 3, 60, 11, 7, 8, 9)  # what encoder-decoder models read if a test names nothing else
+ENCODER_DECODERS = tuple(MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES)
 
 # A family without an entry is tested in its default shape. transformers knows most model types, and is the oracle.
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
@@ -242,32 +249,43 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "plain": {**PADDED, "ffn_dim": 40},
         "untied": {**PADDED, "ffn_dim": 40, "enable_bias": False, "tie_word_embeddings": False},
     },
+    "t5": {
+        "flan": {**T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
+        "v1.0": {**T5, "num_decoder_layers": 2, "relative_attention_max_distance": 20},
+        "narrow": {**T5, "d_kv": 5, "feed_forward_proj": "gated-silu", "relative_attention_num_buckets": 9},
+    },
+    "mt5": {"plain": T5, "ungated": {**T5, "num_decoder_layers": 1, "feed_forward_proj": "gelu"}},
+    "umt5": {"plain": T5, "near": {**T5, "relative_attention_num_buckets": 6, "relative_attention_max_distance": 8}},
 }
 
 
-def cases() -> list[tuple[str, str]]:
-    """Return (family, variant) for every family there is a plugin for."""
+def cases(*, with_encoders: bool = False) -> list[tuple[str, str]]:
+    """Return (family, variant) for every family there is a plugin for, encoder-decoders only if asked for."""
     return [
         (family, variant)
         for family in plugins.names("speculant.models")
         for variant in VARIANTS.get(family, {"default": {}})
+        if with_encoders or family not in ENCODER_DECODERS
     ]
 
 
 # Families unlike each other, for tests that need no more of them in `make test`: rotary positions and learned ones,
 # layers of different sizes, windows and experts.
-FEW = ("llama", "gemma4_text", "gpt_oss", "gpt2")
+FEW = ("llama", "gemma4_text", "gpt_oss", "gpt2", "t5")
 
 
 def thinned_cases(
-    *before: str, marks: Sequence[pytest.MarkDecorator] = (), families: Collection[str] | None = None
+    *before: str,
+    marks: Sequence[pytest.MarkDecorator] = (),
+    families: Collection[str] | None = None,
+    with_encoders: bool = False,
 ) -> list[ParameterSet]:
     """Return all cases as parameters (*before, family, variant).
 
     Not slow: the first of each family, or of each of `families`.
     """
     made, seen = [], set[str]()
-    for family, variant in cases():
+    for family, variant in cases(with_encoders=with_encoders):
         quick = family not in seen and (families is None or family in families)
         own = marks if quick else [*marks, pytest.mark.slow]
         made.append(pytest.param((*before, family, variant), id="-".join([*before, family, variant]), marks=own))
@@ -315,7 +333,7 @@ class Pair:
     def in_float64(self) -> Pair:
         """Return both in float64, so that differences are of the program and not of the numbers."""
         wide = {"dtype": torch.float64, "experts_implementation": "eager"}  # other ones have no float64
-        oracle = self.oracle and AutoModelForCausalLM.from_pretrained(self.folder, **wide).eval()
+        oracle = self.oracle and type(self.oracle).from_pretrained(self.folder, **wide).eval()
         ours = load_model(str(self.folder), dtype="float64").model
         return Pair(oracle, ours, self.folder)
 
@@ -329,9 +347,11 @@ class Pair:
         return load_model(str(self.folder), dtype="bfloat16", kernels=self.kernels).model
 
     @torch.inference_mode()
-    def reference(self, tokens: list[int]) -> Tensor:
-        """Return transformers' logits [len(tokens), V] of one sequence."""
-        logits: Tensor = self.theirs(torch.tensor([tokens])).logits[0]
+    def reference(self, tokens: list[int], source: Sequence[int] = SOURCE) -> Tensor:
+        """Return transformers' logits [len(tokens), V] of one sequence; source: that of an encoder-decoder model."""
+        rows = torch.tensor([tokens])
+        encoded = {"input_ids": torch.tensor([source]), "decoder_input_ids": rows}
+        logits: Tensor = self.theirs(**(encoded if self.ours.needs.source else {"input_ids": rows})).logits[0]
         return logits
 
 
@@ -341,7 +361,8 @@ def make_pair(folder: Path, family: str, variant: str) -> Pair:
     if family not in CONFIG_MAPPING:
         write_own(folder, family, settings)
         return Pair(None, load_model(str(folder)).model, folder)
-    theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **settings)).eval()
+    made_by = AutoModelForSeq2SeqLM if family in ENCODER_DECODERS else AutoModelForCausalLM
+    theirs = made_by.from_config(AutoConfig.for_model(family, **settings)).eval()
     spread_weights(theirs)
     theirs.save_pretrained(folder)
     return Pair(theirs, load_model(str(folder)).model, folder)
@@ -365,10 +386,14 @@ def write_own(folder: Path, family: str, settings: dict[str, Any]) -> None:
 
 @torch.no_grad()
 def spread_weights(model: torch.nn.Module) -> None:
-    """Draw every parameter, norms and biases too, so that none is at a value that hides it."""
+    """Draw every parameter, norms and biases too, so that none is at a value that hides it.
+
+    Queries are smaller where scores are not scaled (T5): otherwise the largest score alone counts, and rounding grows.
+    """
     generator = torch.Generator().manual_seed(1)
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator) * 0.3
+        noise = noise * 0.15 if name.endswith("Attention.q.weight") else noise
         is_scale = parameter.ndim == 1 and name.endswith("weight")  # of a norm
         parameter.copy_(1 + noise if is_scale else noise)
     for name, buffer in model.named_buffers():
@@ -383,19 +408,49 @@ def random_tokens(count: int, seed: int = 0) -> list[int]:
 
 
 class Session:
-    """A model with a cache, fed step by step."""
+    """A model with a cache, fed step by step. sources: of sequences, for an encoder-decoder model; others have SOURCE.
 
-    def __init__(self, model: CausalLM, num_slots: int = 4, max_len: int = 128) -> None:
-        self.model = model
-        self.cache = slotted_cache(model.cache_shape, num_slots, max_len)
+    A sequence's source is encoded before its first pass.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        num_slots: int = 4,
+        max_len: int = 128,
+        sources: Mapping[int, Sequence[int]] = MappingProxyType({}),
+    ) -> None:
+        self.model, self._sources = model, sources
+        self.cache = slotted_cache(model.cache_shape, num_slots * (2 if model.needs.source else 1), max_len)
 
     @torch.inference_mode()
     def feed(self, *feeds: SequenceInput) -> Tensor:
         """Run one pass and return the logits [T, V] of all its rows."""
+        if self.model.needs.source:
+            self.encode(*(feed.seq_id for feed in feeds))
+            feeds = tuple(feed._replace(source=self._source_id(feed.seq_id)) for feed in feeds)
         batch = build_batch(feeds, self.cache, torch.device("cpu"))
         logits = self.model.logits(self.model.forward(batch, self.cache.storage).last)
         self.cache.check()
         return logits
+
+    @torch.inference_mode()
+    def encode(self, *seq_ids: int) -> Tensor | None:
+        """Encode the sources of sequences that are not encoded, in one pass: [T, hidden]; None = all are encoded."""
+        missing = {self._source_id(seq_id): self._sources.get(seq_id, SOURCE) for seq_id in seq_ids}
+        inputs = [
+            SequenceInput(source, list(tokens), DraftTree.empty())
+            for source, tokens in missing.items()
+            if not self.cache.length(source)
+        ]
+        assert isinstance(self.model, EncodesSources)
+        if not inputs:
+            return None
+        return self.model.encode(build_batch(inputs, self.cache, torch.device("cpu")), self.cache.storage)
+
+    @staticmethod
+    def _source_id(seq_id: int) -> int:
+        return -1 - seq_id
 
     def extend(self, tokens: list[int], seq_id: int = 0) -> Tensor:
         """Feed committed tokens of one sequence."""

@@ -10,7 +10,7 @@ from speculant.models.entries import filled
 from speculant.models.families.t5 import describe, renamed
 
 DEFAULTS = {
-    "vocab_size": 250_112, "hidden_size": 512, "head_dim": 64, "intermediate_size": 1024, "num_hidden_layers": 8,
+    "vocab_size": 250_112, "hidden_size": 512, "head_dim": 64, "d_ff": 1024, "num_hidden_layers": 8,
     "num_attention_heads": 6, "feed_forward_proj": "gated-gelu",
 }  # fmt: skip
 

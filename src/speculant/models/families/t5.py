@@ -13,11 +13,10 @@ from speculant.models.sizes import ENCODER_LAYER, LAYER
 from speculant.models.tensor_map import Expression, TensorMap, map_modules
 
 OTHER_NAMES = {
-    "hidden_size": "d_model", "head_dim": "d_kv", "intermediate_size": "d_ff", "num_hidden_layers": "num_layers",
-    "num_attention_heads": "num_heads", "rms_norm_eps": "layer_norm_epsilon",
+    "hidden_size": "d_model", "head_dim": "d_kv", "num_hidden_layers": "num_layers", "num_attention_heads": "num_heads",
 }  # fmt: skip
 DEFAULTS = {
-    "vocab_size": 32_128, "hidden_size": 512, "head_dim": 64, "intermediate_size": 2048, "num_hidden_layers": 6,
+    "vocab_size": 32_128, "hidden_size": 512, "head_dim": 64, "d_ff": 2048, "num_hidden_layers": 6,
     "num_attention_heads": 8, "feed_forward_proj": "relu",
 }  # fmt: skip
 MOST_BUCKETS = 2**16
@@ -33,7 +32,7 @@ def read_config(hf: Mapping[str, Any]) -> DecoderConfig:
 
 def renamed(hf: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entries whose names are T5's own, under the names that families share, and defaults for others."""
-    return {**defaults, **{key: hf[own] for key, own in OTHER_NAMES.items() if hf.get(own) is not None}}
+    return {**defaults, **{key: count(hf, own) for key, own in OTHER_NAMES.items() if hf.get(own) is not None}}
 
 
 def scales(hf: Mapping[str, Any]) -> bool:
@@ -51,8 +50,8 @@ def describe(hf: Mapping[str, Any], *, scaled: bool, own_distances: bool = False
     the first layers of the encoder and of the decoder have one for all.
     """
     hf = {**hf, "num_key_value_heads": None, "max_position_embeddings": MOST_POSITIONS, "tie_word_embeddings": True}
-    norm, (activation, gated) = read_norm(hf), _feed_forward(hf)
-    mlp = read_mlp({**hf, "hidden_act": activation}, gated=gated)
+    norm, (activation, gated) = read_norm(hf, "layer_norm_epsilon"), _feed_forward(hf)
+    mlp = read_mlp({"intermediate_size": count(hf, "d_ff"), "hidden_act": activation}, gated=gated)
     cross, encoder = _attention(hf, source=True), list[Layer]()
     decoder = list[Layer]()
     for index in range(count(hf, "num_decoder_layers", count_layers(hf), MOST_LAYERS)):

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -20,8 +20,16 @@ from torch import Tensor
 from speculant.cache.base import KVStorage, by_length, first_seen
 from speculant.kernels.reference import attend
 from speculant.models.base import Batch, Segment
-from speculant.models.description import Attention, DecoderConfig, Layer
+from speculant.models.description import Attention, DistanceBias, Layer
+from speculant.models.distances import buckets_of
 from speculant.tree import ancestors_of, ids
+
+
+class Learned(NamedTuple):
+    """The parameters of a layer's scores besides queries and keys; None = it has none."""
+
+    sinks: Tensor | None = None  # [heads]
+    distances: Tensor | None = None  # [buckets, heads], see `DistanceBias`
 
 
 class Attend(Protocol):
@@ -31,36 +39,57 @@ class Attend(Protocol):
     """
 
     def __call__(
-        self, layer: int, of: Attention, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
+        self, layer: int, of: Attention, query: Tensor, key: Tensor, value: Tensor, learned: Learned
     ) -> Tensor:
         """Attend with a layer's queries [..., heads, head_dim]; return a result of the same shape.
 
         The keys and values [..., kv_heads, head_dim] are those of the same rows. A layer that reads another layer's
-        keys and values gives those; see `Sharing`. sinks [heads]; None = it has none.
+        keys and values gives those, and a layer that shares a table of distances gives that; see `Sharing`. Attention
+        over a source gives none.
         """
         ...
 
 
 class Sharing:
-    """Calls `attend`; layers without keys and values of their own get those of the layer that they read."""
+    """Calls `attend`; layers without keys, values or distances of their own get those of the layer that they read."""
 
     def __init__(self, attend: Attend, layers: Sequence[Layer]) -> None:
         self._attend = attend
         self._read = {layer.attention.shares for layer in layers}
         self._kept = dict[int, tuple[Tensor, Tensor]]()
+        self._distances = dict[int, Tensor]()  # tables by layer
 
     def __call__(
-        self, layer: int, of: Attention, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
+        self, layer: int, of: Attention, query: Tensor, key: Tensor, value: Tensor, learned: Learned
     ) -> Tensor:
         """See `Attend`. A layer that reads another layer's keys passes empty ones [..., 0, head_dim]."""
         if of.shares is not None:
             key, value = self._kept[of.shares]
         elif layer in self._read:
             self._kept[layer] = key, value
-        return self._attend(layer, of, query, key, value, sinks)
+        if learned.distances is not None:
+            self._distances[layer] = learned.distances
+        elif of.distances and of.distances.shares is not None:
+            learned = learned._replace(distances=self._distances[of.distances.shares])
+        return self._attend(layer, of, query, key, value, learned)
 
 
-Kind = tuple[int | None, int, bool, bool]  # window, heads per key head, ahead, fixed window: layers with equal masks
+def distance_scores(learned: Learned, buckets: Tensor) -> Tensor:
+    """Return what is added to scores [heads, rows, keys], by the buckets [rows, keys] of distances."""
+    assert learned.distances is not None
+    return learned.distances[buckets].permute(2, 0, 1)
+
+
+# Window, heads per key head, ahead, fixed window, distances, source: layers of one kind see the same keys.
+Kind = tuple[int | None, int, bool, bool, DistanceBias | None, bool]
+
+
+class Seen(NamedTuple):
+    """The keys that one segment's rows see in layers of one kind."""
+
+    slots: Tensor | slice  # see `context_slots`
+    mask: Tensor | None = None  # [groups * rows, keys]; None = all visible
+    buckets: Tensor | None = None  # [rows, keys], of the distances; None = they add nothing
 
 
 @dataclass(frozen=True)
@@ -74,61 +103,88 @@ class StoredKeys:
     batch: Batch
     storage: KVStorage
     groups: dict[int | None, int]  # window -> the group of layers whose slots are used
-    slots: dict[int | None, list[Tensor | slice]]  # window -> per segment, the slots of its keys; see `context_slots`
-    masks: dict[Kind, list[Tensor | None]]  # -> per segment [groups * rows, keys], or None = all visible
+    seen: dict[Kind, list[Seen]]  # for each segment
 
     @classmethod
-    def build(cls, batch: Batch, storage: KVStorage, config: DecoderConfig, dtype: torch.dtype) -> StoredKeys:
+    def build(cls, batch: Batch, storage: KVStorage, layers: Sequence[Layer], dtype: torch.dtype) -> StoredKeys:
         """Build the masks for every sliding window of the layers (None = no window).
 
         A mask is added to the scores, so it holds 0 and -inf in the model's dtype. It is repeated for
         the query heads that share a key head.
         """
-        groups = groups_of(config, batch)
+        groups = groups_of(layers, batch)
         slots = {window: context_slots(batch, group, window) for window, group in groups.items()}
-        kinds = {_kind(layer.attention): layer.attention for layer in config.layers}
-        masks = {kind: _segment_masks(batch, of, dtype) for kind, of in kinds.items()}
-        return cls(batch, storage, groups, slots, masks)
+        kinds = {_kind(of): of for layer in layers for of in (layer.attention, layer.cross) if of}
+        seen = {
+            kind: _of_sources(batch) if of.source else _of_segments(batch, of, slots[of.window], dtype)
+            for kind, of in kinds.items()
+        }
+        return cls(batch, storage, groups, seen)
 
     def __call__(
-        self, layer: int, of: Attention, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
+        self, layer: int, of: Attention, query: Tensor, key: Tensor, value: Tensor, learned: Learned
     ) -> Tensor:
         """See `Attend`. Heads that share a key head are folded into rows, so keys and values are not repeated."""
-        storage, segments, masks = self.storage, self.batch.segments, self.masks[_kind(of)]
-        if of.shares is None:
+        storage, segments, seen = self.storage, self.batch.segments, self.seen[_kind(of)]
+        if of.shares is None and not of.source:
             storage.write(layer, self.batch.slots_of(self.groups[of.window]), key, value)
-        context = self.slots[of.window]
-        if len(segments) == 1:
-            return _attend_one(of, query, *storage.read(layer, context[0]), masks[0], sinks)
-        parts = query.split_with_sizes([segment.num_rows for segment in segments])
-        return torch.cat(
-            [
-                _attend_one(of, rows, *storage.read(layer, slots), mask, sinks)
-                for slots, rows, mask in zip(context, parts, masks, strict=True)
-            ]
-        )
+        parts = [query] if len(segments) == 1 else query.split_with_sizes([each.num_rows for each in segments])
+        out = [
+            _attend_one(of, rows, *storage.read(layer, each.slots), each, learned)
+            for each, rows in zip(seen, parts, strict=True)
+        ]
+        return out[0] if len(out) == 1 else torch.cat(out)
 
 
-def groups_of(config: DecoderConfig, batch: Batch) -> dict[int | None, int]:
-    """Return the group of layers whose slots in a batch are used, for each sliding window of a decoder's layers."""
-    windows = by_length(layer.attention.window for layer in config.layers)
+def groups_of(layers: Sequence[Layer], batch: Batch) -> dict[int | None, int]:
+    """Return the group of layers whose slots in a batch are used, for each sliding window of layers."""
+    windows = by_length(layer.attention.window for layer in layers)
     return {window: index if batch.num_groups > 1 else 0 for index, window in enumerate(windows)}
 
 
 def _kind(of: Attention) -> Kind:
-    return of.window, of.groups, of.ahead, of.fixed_window
+    distances = of.distances and replace(of.distances, shares=None)
+    return of.window, of.groups, of.ahead, of.fixed_window, distances, of.source
 
 
-def _attend_one(
-    of: Attention, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, sinks: Tensor | None
-) -> Tensor:
+def _attend_one(of: Attention, query: Tensor, keys: Tensor, values: Tensor, seen: Seen, learned: Learned) -> Tensor:
     n, heads, dim = query.shape
     folded = query.view(n, of.kv_heads, of.groups, dim).permute(1, 2, 0, 3).reshape(of.kv_heads, of.groups * n, dim)
+    sinks, mask = learned.sinks, seen.mask
     if sinks is not None:
         sinks = sinks.view(of.kv_heads, of.groups, 1).expand(-1, -1, n).reshape(of.kv_heads, -1, 1)
+    if seen.buckets is not None:
+        added = distance_scores(learned, seen.buckets).reshape(of.kv_heads, of.groups * n, -1)
+        mask = added if mask is None else added + mask
     keys, values = keys.transpose(0, 1), values.transpose(0, 1)
     out = attend(folded, keys, values, mask, of.score_scale, of.softcap, sinks)
     return out.view(of.kv_heads, of.groups, n, dim).permute(2, 0, 1, 3).reshape(n, heads, dim)
+
+
+def _of_sources(batch: Batch) -> list[Seen]:
+    """Return the keys of attention over sources: all of each segment's source."""
+    sources = [Segment(each.seq_id, 0, each.source_length, each.source_table) for each in batch.segments]
+    return [Seen(slots) for slots in context_slots(replace(batch, segments=tuple(sources)))]
+
+
+def _of_segments(batch: Batch, of: Attention, slots: Sequence[Tensor | slice], dtype: torch.dtype) -> list[Seen]:
+    """Return the keys that each segment's rows see in self-attention."""
+    seen, parts = list[Seen](), batch.positions.split_with_sizes([segment.num_rows for segment in batch.segments])
+    for segment, positions, own in zip(batch.segments, parts, slots, strict=True):
+        buckets = _buckets(segment, positions, of.distances, of.window) if of.distances else None
+        seen.append(Seen(own, _segment_mask(segment, positions, of, dtype), buckets))
+    return seen
+
+
+def _buckets(segment: Segment, positions: Tensor, of: DistanceBias, window: int | None) -> Tensor:
+    """Return the buckets [rows, keys] of the distances from one sequence's rows to the keys that they read."""
+    keys = key_positions(segment, positions)[first_seen(window, segment.start) :]
+    return buckets_of(of, positions[:, None] - keys)
+
+
+def key_positions(segment: Segment, positions: Tensor) -> Tensor:
+    """Return the positions of one sequence's keys, from those of its rows [rows]."""
+    return torch.cat([torch.arange(segment.start, device=positions.device), positions])
 
 
 def context_slots(batch: Batch, group: int = 0, window: int | None = None) -> list[Tensor | slice]:
@@ -162,15 +218,6 @@ def _table_of(segment: Segment, group: int, num_groups: int) -> array[int]:
     return segment.table[group * count : (group + 1) * count]
 
 
-def _segment_masks(batch: Batch, of: Attention, dtype: torch.dtype) -> list[Tensor | None]:
-    masks, first = [], 0
-    for segment in batch.segments:
-        positions = batch.positions[first : first + segment.num_rows]
-        masks.append(_segment_mask(segment, positions, of, dtype))
-        first += segment.num_rows
-    return masks
-
-
 def _segment_mask(segment: Segment, positions: Tensor, of: Attention, dtype: torch.dtype) -> Tensor | None:
     if segment.num_rows == 1:  # it sees all the keys that are read
         return None
@@ -194,6 +241,5 @@ def visible_keys(segment: Segment, positions: Tensor, window: int | None) -> Ten
         chain = segment.num_committed
         mask[chain:, start + chain :] = ancestors_of(segment.parents).to(device)
     if window is not None:
-        key_positions = torch.cat([torch.arange(start, device=device), positions])
-        mask &= key_positions[None, :] > positions[:, None] - window
+        mask &= key_positions(segment, positions)[None, :] > positions[:, None] - window
     return mask

@@ -15,10 +15,20 @@ from torch import Tensor, nn
 
 from speculant.cache.base import CacheShape, KVCache, KVStorage
 from speculant.kernels import reference
-from speculant.models.base import Batch, Chain, Hidden, ModelNeeds, check_embeddings, check_taps, check_tokens
+from speculant.models.base import (
+    Batch,
+    Chain,
+    Hidden,
+    ModelNeeds,
+    check_embeddings,
+    check_sources,
+    check_taps,
+    check_tokens,
+)
 from speculant.models.description import (
     Attention,
     DecoderConfig,
+    Encoder,
     Experts,
     Layer,
     Mlp,
@@ -27,13 +37,14 @@ from speculant.models.description import (
     TokenInputs,
     restart_of,
 )
-from speculant.models.reference.attention import Attend, Sharing, StoredKeys
+from speculant.models.reference.attention import Attend, Learned, Sharing, StoredKeys
 from speculant.models.reference.experts import RoutedMlp
 from speculant.models.reference.rotary import Rotary
 from speculant.models.sizes import (
     AFTER_ATTENTION,
     AFTER_MLP,
     BEFORE_ATTENTION,
+    BEFORE_CROSS,
     BEFORE_MLP,
     cache_shape,
     layer_norms,
@@ -107,8 +118,8 @@ class NormLayer(nn.Module):
         return x if self.bias is None else x + self.bias
 
 
-class SelfAttention(nn.Module):
-    """A layer's attention, which reads inputs [..., inputs]."""
+class LayerAttention(nn.Module):
+    """A layer's attention, which reads inputs [..., inputs]; over a source, keys and values are computed apart."""
 
     def __init__(self, of: Attention, layer: int, inputs: int, hidden: int) -> None:
         super().__init__()
@@ -123,19 +134,22 @@ class SelfAttention(nn.Module):
             self.k_norm = NormLayer(of.normed_sizes[1], of.qk_norm) if of.own_kv_heads else None
         self.v_norm = NormLayer(of.head_dim, of.value_norm) if of.value_norm and of.own_kv_heads else None
         self.sinks = nn.Parameter(torch.zeros(of.heads)) if of.sinks else None
+        owns = of.distances is not None and of.distances.shares is None
+        self.distances = _table(of.distances.buckets, of.heads) if of.distances and owns else None
 
     def forward(self, x: Tensor, angles: Angles, attend: Attend) -> Tensor:
         """Map x [..., inputs] to [..., hidden]."""
         of, query = self._of, self._heads(self.q_proj(x), self._of.heads, "q_norm")
-        key = value = query[..., :0, :]  # of a layer that reads another's
-        if of.own_kv_heads:
+        key = value = query[..., :0, :]  # of a layer that reads another's, or a source's
+        if of.own_kv_heads and not of.source:
             key, value = self._keys(x)
         if of.rope:
             cos, sin, factors = angles[of.rope]
             rotated = reference.rotate(torch.cat((query, key), dim=-2), cos, sin)
             query, key = rotated.split_with_sizes((of.heads, of.own_kv_heads), dim=-2)
             query = query if factors is None else query * factors
-        attended = attend(self._layer, of, query, key, value, self.sinks)
+        learned = Learned(self.sinks, None if self.distances is None else self.distances.weight)
+        attended = attend(self._layer, of, query, key, value, learned)
         projected: Tensor = self.o_proj(attended.flatten(-2))
         return projected
 
@@ -204,12 +218,16 @@ class LayerTokens(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Attention and feed-forward blocks, each added to the residual stream. inputs: the width that attention reads."""
+    """Attention and feed-forward blocks, each added to the residual stream. inputs: the width that attention reads.
+
+    Attention over a source follows self-attention.
+    """
 
     def __init__(self, layer: Layer, index: int, hidden: int, inputs: int) -> None:
         super().__init__()
         self._of = layer
-        self.self_attn = SelfAttention(layer.attention, index, inputs, hidden)
+        self.self_attn = LayerAttention(layer.attention, index, inputs, hidden)
+        self.cross_attn = LayerAttention(layer.cross, index, hidden, hidden) if layer.cross else None
         mlp = layer.mlp
         self.mlp = RoutedMlp(mlp, hidden) if isinstance(mlp, Experts) else FeedForward(mlp, hidden)
         for name, norm in layer_norms(layer).items():
@@ -222,8 +240,10 @@ class DecoderLayer(nn.Module):
         return self.add(x, self._after(BEFORE_ATTENTION, x), angles, attend)
 
     def add(self, x: Tensor, entering: Tensor, angles: Angles, attend: Attend) -> Tensor:
-        """Add both blocks to the residual stream x [..., hidden]; attention reads `entering` [..., inputs]."""
+        """Add all blocks to the residual stream x [..., hidden]; attention reads `entering` [..., inputs]."""
         attended = x + self._scaled(self._after(AFTER_ATTENTION, self.self_attn(entering, angles, attend)))
+        if self.cross_attn is not None:
+            attended = attended + self._scaled(self.cross_attn(self._after(BEFORE_CROSS, attended), angles, attend))
         if self._of.parallel:
             inner = self.mlp(self._after(BEFORE_MLP, x) if self._of.before_mlp else entering)
         else:
@@ -243,6 +263,24 @@ class DecoderLayer(nn.Module):
 
     def _scaled(self, x: Tensor) -> Tensor:
         return x if self._of.residual_scale == 1 else x * self._of.residual_scale
+
+
+class EncoderLayers(nn.Module):
+    """The layers that read a source, and their norm."""
+
+    def __init__(self, of: Encoder, hidden: int) -> None:
+        super().__init__()
+        self.of = of
+        self.layers = nn.ModuleList(DecoderLayer(each, i, hidden, hidden) for i, each in enumerate(of.layers))
+        self.norm = NormLayer(hidden, of.norm)
+
+    def forward(self, x: Tensor, attend: Attend) -> Tensor:
+        """Encode sources with input embeddings x [..., n, hidden]."""
+        attend = Sharing(attend, self.of.layers)
+        for layer in self.layers:
+            x = layer(x, {}, attend)
+        out: Tensor = self.norm(x)
+        return out
 
 
 class _Backbone(nn.Module):
@@ -267,8 +305,10 @@ class Decoder(nn.Module):
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
-        self.config, self.needs = config, ModelNeeds(restart_at=config.restart_at)
+        self.config = config
+        self.needs = ModelNeeds(source=config.encoder is not None, restart_at=config.restart_at)
         self.model = _Backbone(config)
+        self.encoder = EncoderLayers(config.encoder, config.hidden_size) if config.encoder else None
         self.lm_head = nn.Linear(config.hidden_size, len(config.head.tokens) or config.vocab_size, bias=False)
         self.tie_head()
         self._rotaries = rotaries(config)
@@ -331,14 +371,31 @@ class Decoder(nn.Module):
     def forward(self, batch: Batch, storage: KVStorage, taps: Sequence[int] = ()) -> Hidden:
         """See `CausalLM.forward`."""
         check_taps(taps, self.num_layers)
+        check_sources(batch, self.needs)
         tokens, inputs = self._inputs(batch)
-        attend = StoredKeys.build(batch, storage, self.config, inputs.dtype)
+        attend = StoredKeys.build(batch, storage, self.config.layers, inputs.dtype)
         entering = {}  # hidden states by the layer that takes them as input
         long = batch.long_rows(self.needs)
         for index, x in enumerate(self.states(inputs, batch.positions, attend, long, tokens)):
             if index in taps:
                 entering[index] = x
         return Hidden(self.model.norm(x), tuple(entering[tap] for tap in taps))
+
+    def encode(self, batch: Batch, storage: KVStorage) -> Tensor:
+        """See `EncodesSources.encode`. The encoder's own keys and values are in the first layer of the cache."""
+        assert self.encoder is not None, "the model has no encoder"
+        _, x = self._inputs(batch)
+        attend = StoredKeys.build(batch, storage, self.encoder.of.layers, x.dtype)
+        encoded: Tensor = self.encoder(x, lambda _, *inputs: attend(0, *inputs))
+        for index, (key, value) in enumerate(self.source_keys(encoded)):
+            storage.write(index, batch.slots_of(0), key, value)
+        return encoded
+
+    def source_keys(self, encoded: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield each layer's keys and values [..., kv_heads, head_dim] of a source, from the encoder's result."""
+        for layer in cast(list[DecoderLayer], self.model.layers):
+            assert layer.cross_attn is not None
+            yield layer.cross_attn.keys(encoded, {})
 
     def states(
         self, x: Tensor, positions: Tensor, attend: Attend, long: Tensor | None = None, tokens: Tensor | None = None
@@ -391,6 +448,7 @@ class Decoder(nn.Module):
         model.model.embed_tokens, model.model.norm = self.model.embed_tokens, self.model.norm
         model.model.embed_positions = self.model.embed_positions
         model.model.layers, model.lm_head = self.model.layers[:num_layers], self.lm_head
+        model.encoder = self.encoder
         model._cache_type = self._cache_type
         return model.eval()
 

@@ -19,6 +19,7 @@ from speculant.lab.training.objective import distribution_distance
 from speculant.lab.training.output import OutputHead, chunks
 from speculant.lab.training.passes import attend_masked, within_window
 from speculant.models.description import Attention
+from speculant.models.reference.attention import Learned
 from speculant.models.reference.decoder import Decoder
 
 STRIDE = 4  # tokens from one chain of masks to the next, on average
@@ -61,8 +62,8 @@ def masked_states(model: Decoder, tokens: Tensor, places: Tensor, count: int) ->
         layer.attention.window: _seen(length, places, count, layer.attention.window) for layer in model.config.layers
     }
 
-    def attend(layer: int, of: Attention, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
-        return attend_masked(of, query, key, value, seen[of.window], sinks)
+    def attend(layer: int, of: Attention, query: Tensor, key: Tensor, value: Tensor, learned: Learned) -> Tensor:
+        return attend_masked(of, query, key, value, seen[of.window], learned)
 
     *_, last = model.states(model.look_up(extended), positions, attend, tokens=extended)
     states: Tensor = model.model.norm(last)

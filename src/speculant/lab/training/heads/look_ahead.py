@@ -18,6 +18,7 @@ from speculant.lab.training.heads.texts import Texts
 from speculant.lab.training.output import OutputHead
 from speculant.lab.training.passes import attend_causally, attend_masked, within_window
 from speculant.models.description import Attention
+from speculant.models.reference.attention import Learned
 from speculant.models.reference.decoder import Decoder
 
 STRIDE = 8  # tokens of a text from one place to the next
@@ -103,15 +104,13 @@ def look_ahead_states(model: Decoder, tokens: Tensor, places: Tensor, inputs: Te
     masks = {window: look_ahead_mask(length, places, count, window) for window in windows}
     stored = list[tuple[Tensor, Tensor]]()  # the tokens' keys and values, by layer
 
-    def attend(layer: int, of: Attention, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
+    def attend(layer: int, of: Attention, query: Tensor, key: Tensor, value: Tensor, learned: Learned) -> Tensor:
         stored.append((key, value))
-        return attend_causally(layer, of, query, key, value, sinks)
+        return attend_causally(layer, of, query, key, value, learned)
 
-    def attend_ahead(
-        layer: int, of: Attention, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
-    ) -> Tensor:
+    def attend_ahead(layer: int, of: Attention, query: Tensor, key: Tensor, value: Tensor, learned: Learned) -> Tensor:
         keys, values = (torch.cat(each, dim=1) for each in zip(stored[layer], (key, value), strict=True))
-        return attend_masked(of, query, keys, values, masks[of.window], sinks)
+        return attend_masked(of, query, keys, values, masks[of.window], learned)
 
     with torch.no_grad():
         x = model.look_up(tokens)

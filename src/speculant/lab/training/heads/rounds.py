@@ -21,6 +21,7 @@ from speculant.lab.training.heads.texts import Texts
 from speculant.lab.training.output import OutputHead
 from speculant.models.description import Attention, DecoderConfig, Embedding, Head, Layer, Mlp, Norm, Rope
 from speculant.models.heads import HeadDecoder
+from speculant.models.reference.attention import Learned
 from speculant.models.reference.decoder import Decoder
 from speculant.models.rope_config import rope_entries
 from speculant.models.sizes import inner_width
@@ -148,7 +149,7 @@ class RoundsOfRows:
         self._versions = list[tuple[Tensor, Tensor]]()  # keys and values [b, heads, n, dim] of each round
 
     def __call__(
-        self, layer: int, of: Attention, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
+        self, layer: int, of: Attention, query: Tensor, key: Tensor, value: Tensor, learned: Learned
     ) -> Tensor:
         """See `Attend`; of a head's only layer, which has no sinks, for rows [b, n, heads, dim]."""
         key, value = (each.transpose(1, 2).repeat_interleave(of.groups, 1) for each in (key, value))
