@@ -326,10 +326,10 @@ class Head:
     """
 
     tied: bool = False
-    by_files: bool = False
     tokens: tuple[int, ...] = ()
     scale: float = 1.0
     softcap: float | None = None
+    by_files: bool = False
 
 
 @dataclass(frozen=True)
