@@ -121,11 +121,12 @@ def test_logits_of_sources_are_the_reference_s(isa: str, variant: str, length: i
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("isa", SETS)
 def test_bfloat16_logits_of_sources_are_near(isa: str, variant: str) -> None:
-    """The weights are the same numbers; the cache is rounded to bfloat16, and so may be what a set multiplies."""
+    """The weights are the same numbers, and both caches are rounded to bfloat16; one set also rounds activations."""
     decoder = make_reference(torch.bfloat16, **VARIANTS[variant])
-    found, expected = logits(packed(decoder, opened(isa)), 65), logits(decoder.float(), 65)
+    found = logits(packed(decoder, opened(isa)), 65)
+    expected = logits(decoder.float().storing_keys_as(torch.bfloat16), 65)
     for seen, known in zip(found, expected, strict=True):
-        assert float((seen - known).norm() / known.norm()) < 0.03
+        assert float((seen - known).norm() / known.norm()) < (0.05 if isa == "avx512bf16" else 0.003)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
