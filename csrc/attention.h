@@ -6,7 +6,8 @@
 //          |       span 0        | span 1   SPAN positions: a softmax of their own, merged in order
 //
 // A tree node sees the chain before the tree, its ancestors and itself. The node at a position is the ancestor at that depth.
-// With SP_AHEAD, rows of a chain see one another.
+// With SP_AHEAD, rows of a chain see one another. With SP_SOURCE, every row sees all positions of another sequence: the source of
+// its own one.
 #pragma once
 #include "rows.h"
 
@@ -95,17 +96,21 @@ static int64_t most_block_rows(const SpOp *ops, int count, int64_t rows, int thr
   return !kv_heads ? 0 : most > 1 ? most : 1;
 }
 
-// The plan serves all layers. partial: memory for the softmaxes of spans.
+// The plan serves all layers: work and spans are those of the layer that sees the most positions. partial: memory for the softmaxes of
+// spans.
 static void plan_attention(const SpOp *ops, int count, const SpPass &pass, int threads, Plan &plan, List<float> &partial) {
   const int64_t most_rows = most_block_rows(ops, count, pass.rows, threads);
   plan.blocks.size = plan.nodes.size = plan.most_rows = 0;
   if (!most_rows) return;
+  bool sources = false;
+  for (int i = 0; i < count; i++) sources |= ops[i].code == SP_ATTEND && ops[i].flags & SP_SOURCE;
   int64_t longest = 0, room = 0, work = 0, most_work = 0;  // work: about the number of pairs of rows and keys
   for (int64_t s = 0; s < pass.num_segments; s++) {
     const SpSegment &segment = pass.segments[s];
     for (int64_t r = 0; r < segment.rows; r += most_rows)
       plan.blocks.push({&segment, r, segment.rows - r < most_rows ? segment.rows - r : most_rows});
-    const int64_t end = segment.tree < 0 ? segment.start + segment.rows : plan_nodes(pass, segment, plan);
+    const int64_t own = segment.tree < 0 ? segment.start + segment.rows : plan_nodes(pass, segment, plan);
+    const int64_t end = sources && segment.source_length > own ? segment.source_length : own;
     const int64_t rows = segment.rows < most_rows ? segment.rows : most_rows;
     if (rows > plan.most_rows) plan.most_rows = rows;
     if (end > longest) longest = end;
@@ -163,7 +168,9 @@ struct Keys {
   const SpSegment &segment;
   const Node *nodes;
   const int64_t *parents;         // of the nodes
+  const int64_t *table;           // the block table of the positions before tree_start
   int64_t first_row, first_node;  // the block's first row: in the pass; as a node, or negative in the chain
+  int64_t first_place;            // its position, if it is in the chain
   int64_t tree_start;             // nodes are at this position and after it
   int64_t rows, begin[MOST_BLOCK_ROWS], end[MOST_BLOCK_ROWS];  // row r sees positions begin[r] .. end[r] - 1
   int64_t first_position = INT64_MAX, end_position = 0;        // of all rows
@@ -171,16 +178,22 @@ struct Keys {
   Keys(const SpOp &o, const SpPass &p, const Plan &plan, const RowBlock &block)
       : op(o), pass(p), segment(*block.segment), nodes(segment.tree < 0 ? nullptr : plan.nodes.items + segment.tree),
         parents(segment.tree < 0 ? nullptr : p.parents + segment.tree), first_row(segment.first + block.first),
-        first_node(segment.done + block.first - chain_of(segment)), tree_start(segment.start + chain_of(segment)), rows(block.rows) {
+        first_node(segment.done + block.first - chain_of(segment)), first_place(segment.start + block.first),
+        tree_start(segment.start + chain_of(segment)), rows(block.rows) {
+    const bool source = op.flags & SP_SOURCE;
+    table = source ? segment.source : segment.table + op.group * segment.blocks;
+    if (source) tree_start = segment.source_length;
     for (int64_t r = 0; r < rows; r++) {
-      const int64_t position = first_node + r < 0 ? segment.start + block.first + r : nodes[first_node + r].position;
+      const int64_t position = position_of(r);
       const int64_t after = (op.flags & SP_FIXED ? segment.start : position) + 1;  // of the row that has the window
-      end[r] = op.flags & SP_AHEAD ? segment.start + segment.rows : position + 1;
+      end[r] = source ? segment.source_length : op.flags & SP_AHEAD ? segment.start + segment.rows : position + 1;
       begin[r] = op.window && after > op.window ? after - op.window : 0;
       if (begin[r] < first_position) first_position = begin[r];
       if (end[r] > end_position) end_position = end[r];
     }
   }
+
+  int64_t position_of(int64_t r) const { return first_node + r < 0 ? first_place + r : nodes[first_node + r].position; }
 
   // The node at `position` >= tree_start on the path to row r.
   int64_t node_at(int64_t r, int64_t position) const {
@@ -228,7 +241,7 @@ struct TileSlots {
 static inline void find_slots(const Keys &keys, int64_t r, int64_t from, TileSlots &slots) {
   const char *key = (const char *)keys.pass.keys[keys.op.layer], *value = (const char *)keys.pass.values[keys.op.layer];
   const int64_t size = keys.pass.block, stride = keys.op.kv_heads * cached_bytes(keys.op);
-  const int64_t *table = keys.segment.table + keys.op.group * keys.segment.blocks, tree_start = keys.tree_start;
+  const int64_t *table = keys.table, tree_start = keys.tree_start;
   const auto put = [&](int64_t i, int64_t slot) { slots.at[i] = {key + slot * stride, value + slot * stride}; };
   slots.from = from, slots.count = keys.end[r] - from < TILE ? keys.end[r] - from : TILE;
   const int64_t first = keys.first_seen(slots.rows, from);
@@ -439,6 +452,8 @@ struct Query {
   const float *at;
   int64_t low, high;  // it sees positions low .. high - 1 of the tile
   Softmax softmax;
+  const float *distances;  // of its head; NULL = none
+  int64_t first;           // the index in it that the tile's first position has, before it is clamped
 };
 
 // Queries are computed together, so that a vector of keys or values is loaded once for all of them. Their sums fit in the registers.
@@ -597,6 +612,26 @@ static inline void interleave_pairs(float *values, int64_t padded) {
   }
 }
 
+// Numbers i .. i + LANES - 1 of a table, whose ends stand for all indices outside of it.
+static inline Vec clamped_part(const float *table, int64_t size, int64_t i) {
+  if (i >= 0 && i + LANES <= size) return load(table + i);
+  if (i + LANES <= 1 || i >= size - 1) return splat(table[i < 0 ? 0 : size - 1]);
+  alignas(64) float some[LANES];
+  for (int64_t j = 0; j < LANES; j++) some[j] = table[i + j < 0 ? 0 : i + j < size ? i + j : size - 1];
+  return load(some);
+}
+
+// Add the number of each key's distance to its score.
+template <int COUNT>
+static inline void add_distances(const SpOp &op, const Query *queries, int first, int end, float *scores) {
+  const int64_t size = op.before + 1 + op.after;
+  for (int q = 0; q < COUNT; q++)
+    for (int v = first; v < end; v++) {
+      float *at = scores + q * TILE + v * LANES;
+      store(at, add(load(at), clamped_part(queries[q].distances, size, queries[q].first + v * LANES)));
+    }
+}
+
 template <int COUNT>
 static void attend_tile(const SpOp &op, const Query *queries, const KeyTile &tile, int64_t padded, Prefetcher &prefetcher) {
   alignas(64) float scores[COUNT * TILE];
@@ -612,6 +647,7 @@ static void attend_tile(const SpOp &op, const Query *queries, const KeyTile &til
     score_tile<COUNT, false>(queries, tile.transposed, op.dim, tile.score_factors, first, end, prefetcher, scores);
   for (int q = 0; op.softcap != 0.0f && q < COUNT; q++)
     for (int v = first; v < end; v++) store(scores + q * TILE + v * LANES, soft_cap(op.softcap, load(scores + q * TILE + v * LANES)));
+  if (op.distances) add_distances<COUNT>(op, queries, first, end, scores);
   weigh_tile<COUNT>(scores, queries, first, end, padded);
   for (int q = 0; op.type == SP_INT8 && q < COUNT; q++)
     for (int v = first; v < end; v++)
@@ -640,9 +676,11 @@ static void attend_rows(const Keys &keys, const TileSlots &slots, int64_t kv_hea
   Query queries[MOST_QUERIES];
   for (uint64_t rows = slots.rows; rows; rows &= rows - 1) {
     const int64_t r = __builtin_ctzll(rows), begin = keys.begin[r] - slots.from, end = keys.end[r] - slots.from;
+    const int64_t first = op.distances ? slots.from - keys.position_of(r) + op.before : 0;
     const float *row = op.in + (keys.first_row + r) * width;
     for (int64_t head = kv_head * group; head < (kv_head + 1) * group; head++) {
-      queries[some++] = {row + head * op.dim, begin > 0 ? begin : 0, end < TILE ? end : TILE, softmax_of(r, head)};
+      const float *distances = op.distances ? op.distances + head * (op.before + 1 + op.after) : nullptr;
+      queries[some++] = {row + head * op.dim, begin > 0 ? begin : 0, end < TILE ? end : TILE, softmax_of(r, head), distances, first};
       if (some * calls < left) continue;  // calls have equal numbers of queries, or nearly
       ATTEND_TILES[some](op, queries, tile, padded, prefetcher);
       left -= some, calls--, some = 0;

@@ -54,7 +54,7 @@ extern "C" {
 
 int64_t sp_group_streams = fastest_streams();
 
-int sp_version(void) { return 22; }
+int sp_version(void) { return 23; }
 
 const char *sp_name(int set) { return 0 <= set && set < NUM_SETS ? SETS[set].name : nullptr; }
 

@@ -339,7 +339,8 @@ struct Drafting {
       if (first->angles) angles[from + r] = first->angles[before.first + before.rows - 1] + step;
       if (!r || now.rows[r - 1].sequence != row.sequence) {
         const bool tree = topk(row.sequence) || (draft->widths && draft->widths[row.sequence]);
-        *segment++ = {r, 0, tree ? start : slot, !tree, tree ? roots[row.sequence] + 1 : -1, before.table, before.blocks, tree ? place : 0};
+        *segment++ = {r, 0, tree ? start : slot, !tree, tree ? roots[row.sequence] + 1 : -1, before.table, before.blocks, tree ? place : 0,
+                      before.source, before.source_length};
       }
       segment[-1].rows++;
       for (int64_t g = 0; g < groups(); g++)

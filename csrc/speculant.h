@@ -33,7 +33,8 @@ enum SpCode {
   SP_NORM = 1,     /* out[T, n] = in[T, n] / rms(in) * scale[n] + bias[n] */
   SP_LINEAR = 2,   /* out[T, n] (+)= cap(activation(factor * (in[T, k] weight[n, k]^T + bias[n]))) */
   SP_ROTATE = 3,   /* qkv[T, (heads + 2 kv_heads) dim]: norm and rotate queries and keys; store keys and values */
-  SP_ATTEND = 4,   /* out[T, heads dim] = attention of the queries in `in` (= qkv) over each row's own keys */
+  SP_ATTEND = 4,   /* out[T, heads dim] = attention of the queries in `in` (= qkv) over each row's own keys, or over its source. A score is
+                      cap(factor * query key) + the number of the distance from the row to the key */
   SP_COPY = 5,     /* out[T, n] = factor * in[T, n] */
   SP_GATE = 6,     /* out[T, n] = activation(in[T, n]) * out[T, n], with the bits of SP_GATED */
   SP_ROUTE = 7,    /* in[T, n] = scores of n experts; select the `used` largest of each row. The operations below use the selection: */
@@ -51,6 +52,7 @@ enum SpFlag {
   SP_TOKENS = 64,  /* SP_EMBED: look all tokens up, also those of rows that have inputs */
   SP_AHEAD = 128,  /* SP_ATTEND: a row also sees the later rows of its sequence in the pass, which are one chain */
   SP_FIXED = 256,  /* SP_ATTEND: the window of each row begins where that of its sequence's first row in the pass begins */
+  SP_SOURCE = 512, /* SP_ATTEND: a row sees all positions of its sequence's source and nothing else; without a window */
 };
 
 enum SpActivation {
@@ -83,17 +85,24 @@ typedef struct {
                                 0 = (heads + 2 kv_heads) dim */
   int64_t used;              /* SP_ROUTE, SP_EXPERTS, SP_COMBINE: experts of each row */
   const int32_t *order;      /* SP_LINEAR with weights in groups: the number of `in` that each of the k columns multiplies; or NULL: i for column i */
+  const float *distances;    /* SP_ATTEND: a number for each distance (the key's position minus the row's) from -before to after, whose ends
+                                stand for all distances beyond, [heads, before + 1 + after]; or NULL. The positions of tree nodes are those
+                                along their path. */
+  int64_t before, after;
 } SpOp;
 
 /* One sequence of a pass: rows first .. first + rows - 1, after `start` positions in its cache. The first `chain` rows are
  * committed tokens, the others nodes of a tree whose parents (-1 = the last of the chain) begin at parents[tree]; tree -1 = all
  * rows are one chain. If the tree's first `done` nodes are in the cache already, after the `start` positions, then chain is 0 and the
  * rows are the nodes after them. The slot of position p is table[p / block] * block + p % block, where a table has `blocks` entries
- * for each group of layers. Entries before the window of all rows are not read. All fields are 64 bits wide. */
+ * for each group of layers. Entries before the window of all rows are not read. `source` is the block table of the sequence's source,
+ * and source_length the number of its positions, at least 1 if an operation has SP_SOURCE. All fields are 64 bits wide. */
 typedef struct {
   int64_t first, rows, start, chain, tree;
   const int64_t *table;                      /* [groups, blocks] */
   int64_t blocks, done;
+  const int64_t *source;
+  int64_t source_length;
 } SpSegment;
 
 typedef struct {

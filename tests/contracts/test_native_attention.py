@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import pytest
@@ -24,6 +24,7 @@ from tests.timing import cpu_seconds
 SETS = usable_sets()
 pytestmark = pytest.mark.skipif(not SETS, reason="the native kernels are not built")
 TYPES = {Type.F32: torch.float32, Type.BF16: torch.bfloat16, Type.INT8: torch.int8}
+FIELDS = 10  # of a segment
 WIDE = [-1] * 5 + [node // 3 for node in range(42)]  # 47 nodes, five at the root and three below each
 COMB = [-1, *(node for step in range(30) for node in (2 * step, 2 * step))]  # a path of 31, with a sibling at each node
 
@@ -46,6 +47,14 @@ class Shape:
     softcap: float = 0.0
     sinks: bool = False
     flags: Flag = Flag.NONE
+    before: int = 0  # distances
+    after: int = 0
+
+    @property
+    def distances(self) -> Tensor | None:
+        """The number of each head and distance [heads, before + 1 + after]; None = there are none."""
+        generator = torch.Generator().manual_seed(5)
+        return 3 * torch.randn(self.heads, self.before + 1 + self.after, generator=generator) if self.before else None
 
     @property
     def sink_scores(self) -> Tensor:
@@ -55,11 +64,15 @@ class Shape:
 
 @dataclass(frozen=True)
 class Rows:
-    """One sequence's rows: `chain` tokens behind a cache of `start` positions, then a tree of `parents`."""
+    """One sequence's rows: `chain` tokens behind a cache of `start` positions, then a tree of `parents`.
+
+    source: the positions of its source, which rows see instead of their sequence; 0 = it has none.
+    """
 
     start: int
     chain: int
     parents: Sequence[int] = ()
+    source: int = 0
 
     @property
     def count(self) -> int:
@@ -85,19 +98,20 @@ class Fed:
 
     rows: Rows
     queries: Tensor  # [count, heads, dim]
-    keys: Tensor  # [start + count, kv_heads, dim]
+    keys: Tensor  # [start + count, kv_heads, dim], or those of the source
     values: Tensor
 
     def along(self, node: int) -> Fed:
         """Return the path to a node as a chain."""
-        path = self.rows.path(node)
-        places = [*range(self.rows.start), *(self.rows.start + row for row in path)]
-        return Fed(Rows(self.rows.start, len(path)), self.queries[path], self.keys[places], self.values[places])
+        path, start, source = self.rows.path(node), self.rows.start, self.rows.source
+        places = [*range(source)] if source else [*range(start), *(start + row for row in path)]
+        rows = Rows(start, len(path), source=source)
+        return Fed(rows, self.queries[path], self.keys[places], self.values[places])
 
 
 def make(shape: Shape, rows: Rows, seed: int = 0) -> Fed:
     generator = torch.Generator().manual_seed(seed)
-    places, dtype = rows.start + rows.count, TYPES[shape.type]
+    places, dtype = rows.source or rows.start + rows.count, TYPES[shape.type]
     queries = 2 * torch.randn(rows.count, shape.heads, shape.dim, generator=generator)
     keys, values = (torch.randn(places, shape.kv_heads, shape.dim, generator=generator) for _ in range(2))
     if shape.type == Type.INT8:
@@ -120,19 +134,21 @@ class Attention:
         for place, each in enumerate(fed):
             rows, tree = each.rows, len(self._parents) if each.rows.parents else -1
             first, table = sum(self.counts[:place]), self._tables[place]
-            self._segments.extend(
-                (first, rows.count, rows.start, rows.chain, tree, table.data_ptr(), table.shape[1], 0)
-            )
+            source = table[self.GROUP].data_ptr() if rows.source else 0
+            own = (0, 0) if rows.source else (table.data_ptr(), table.shape[1])
+            self._segments.extend((first, rows.count, rows.start, rows.chain, tree, *own, 0, source, rows.source))
             self._parents.extend(rows.parents)
         self._inputs = torch.full((sum(self.counts), shape.heads + 2 * shape.kv_heads, shape.dim), torch.nan)
         self._inputs[:, : shape.heads] = torch.cat([each.queries for each in fed])
         self.out = torch.full((sum(self.counts), shape.heads, shape.dim), torch.nan)
-        self._sinks = shape.sink_scores
+        self._sinks, self._distances = shape.sink_scores, shape.distances
+        flags = shape.flags | (Flag.SOURCE if fed[0].rows.source else Flag.NONE)
         op = Op(
             code=Code.ATTEND, type=shape.type, heads=shape.heads, kv_heads=shape.kv_heads, dim=shape.dim,
-            window=shape.window, factor=shape.dim**-0.5, softcap=shape.softcap, group=self.GROUP, flags=shape.flags,
+            window=shape.window, factor=shape.dim**-0.5, softcap=shape.softcap, group=self.GROUP, flags=flags,
             sinks=self._sinks.data_ptr() if shape.sinks else None, source=self._inputs.data_ptr(),
-            out=self.out.data_ptr(),
+            distances=None if self._distances is None else self._distances.data_ptr(), before=shape.before,
+            after=shape.after, out=self.out.data_ptr(),
         )  # fmt: skip
         self._ops = [op]
         self._keys_of, self._values_of = array("Q", [self._keys.data_ptr()]), array("Q", [self._values.data_ptr()])
@@ -178,6 +194,9 @@ class Attention:
         self._keys_of.append(layer._keys.data_ptr())
         self._values_of.append(layer._values.data_ptr())
         self._pass.keys, self._pass.values = address(self._keys_of), address(self._values_of)
+        if Flag.SOURCE in Flag(op.flags):
+            for last in range(FIELDS, len(self._segments) + 1, FIELDS):
+                self._segments[last - 2 : last] = layer._segments[last - 2 : last]
 
 
 def opened(isa: str, threads: int = 1) -> Kernels:
@@ -202,7 +221,9 @@ def expected(shape: Shape, fed: Fed) -> Tensor:
     scores = torch.einsum("qhd,khd->hqk", fed.queries.double(), keys) * shape.dim**-0.5
     scores = reference.soft_cap(scores, shape.softcap or None)
     places, rows = torch.arange(len(keys)), torch.arange(start, start + fed.rows.count)[:, None]
-    hidden = places > rows if Flag.AHEAD not in shape.flags else places < -rows
+    if shape.distances is not None:
+        scores += shape.distances[:, (places - rows).clamp(-shape.before, shape.after) + shape.before]
+    hidden = places < -rows if Flag.AHEAD in shape.flags or fed.rows.source else places > rows
     if shape.window:
         hidden = hidden | (places <= (rows if Flag.FIXED not in shape.flags else start) - shape.window)
     scores, sinks = scores.masked_fill(hidden, -torch.inf), shape.sink_scores.double()[:, None, None]
@@ -218,6 +239,8 @@ def expected(shape: Shape, fed: Fed) -> Tensor:
         Shape(sinks=True, window=40), Shape(sinks=True, softcap=1.5, type=Type.BF16, heads=10, dim=24),
         Shape(type=Type.INT8, window=70, dim=64), Shape(type=Type.INT8, dim=6, kv_heads=4, block=5),
         Shape(type=Type.INT8, sinks=True, softcap=1.5, heads=10, dim=24), Shape(type=Type.INT8, heads=6, dim=128),
+        Shape(before=128), Shape(before=3, window=70, type=Type.BF16), Shape(before=900, dim=6, block=5),
+        Shape(before=17, softcap=2.0, sinks=True, type=Type.INT8, heads=10, dim=24),
     ],
     ids=str,
 )  # fmt: skip
@@ -234,11 +257,12 @@ def test_attention_matches_its_definition(isa: str, shape: Shape) -> None:
 @pytest.mark.parametrize("start", [0, 3, 60, 505, 1300])
 @pytest.mark.parametrize("flags", [Flag.AHEAD, Flag.AHEAD | Flag.FIXED, Flag.FIXED])
 @pytest.mark.parametrize("window", [0, 5, 70, 600])
+@pytest.mark.parametrize("reach", [0, 2, 100])
 @pytest.mark.parametrize("type_", list(TYPES))
 @pytest.mark.parametrize("isa", SETS)
-def test_rows_that_see_one_another(isa: str, type_: Type, window: int, flags: Flag, start: int) -> None:
+def test_rows_that_see_one_another(isa: str, type_: Type, reach: int, window: int, flags: Flag, start: int) -> None:
     """Blocks of 16 rows match the definition, and have the same bits beside other sequences and on more threads."""
-    shape = Shape(type=type_, window=window, flags=flags)
+    shape = Shape(type=type_, window=window, flags=flags, before=reach, after=reach)
     fed = [make(shape, Rows(start, 16)), make(shape, Rows(777, 3), 1)]
     (alone,) = Attention(shape, fed[:1]).run(opened(isa))
     assert torch.allclose(alone.double(), expected(shape, fed[0]), rtol=1e-4, atol=1e-5)
@@ -252,8 +276,8 @@ def test_rows_that_see_one_another(isa: str, type_: Type, window: int, flags: Fl
 def test_tree_attention_has_the_bits_of_a_chain(isa: str, parents: list[int], type_: Type) -> None:
     """Trees that begin in a tile, at its edges and at those of a span, with and without a window."""
     for threads, start in ((1, 0), (1, 60), (1, 63), (2, 511), (2, 1021), (1, 4096)):
-        for window in (0, 40, 600):
-            shape = Shape(type=type_, window=window)
+        for window, before in ((0, 0), (40, 0), (600, 0), (0, 70)):
+            shape = Shape(type=type_, window=window, before=before)
             check_paths(isa, threads, shape, [make(shape, Rows(start, 1, parents))], leaves=3)
 
 
@@ -261,20 +285,44 @@ def test_tree_attention_has_the_bits_of_a_chain(isa: str, parents: list[int], ty
 @given(data=st.data(), seed=st.integers(0, 99), threads=st.sampled_from([1, 2]))
 @pytest.mark.parametrize("isa", SETS)
 def test_tree_attention_of_any_topology(isa: str, data: st.DataObject, seed: int, threads: int) -> None:
-    """Several sequences in a pass, prompt chunks before trees, any heads, dimensions, windows and block sizes."""
+    """Several sequences in a pass, prompt chunks before trees, any heads, dimensions, windows and block sizes.
+
+    Rows see their own sequence or a source.
+    """
+    source = data.draw(st.booleans())
     kv_heads, group = data.draw(st.sampled_from([(1, 1), (1, 5), (2, 4), (3, 2), (1, 32)]))
     shape = Shape(
         heads=kv_heads * group,
         kv_heads=kv_heads,
         dim=data.draw(st.sampled_from([1, 6, 8, 16, 24, 32, 40, 64, 128])),
-        window=data.draw(st.sampled_from([0, 1, 7, 64, 100])),
+        window=0 if source else data.draw(st.sampled_from([0, 1, 7, 64, 100])),
+        before=0 if source else data.draw(st.sampled_from([0, 1, 15, 128])),
         block=data.draw(st.sampled_from([1, 3, 5, 16, 64])),
         type=data.draw(st.sampled_from(list(TYPES))),
         softcap=data.draw(st.sampled_from([0.0, 0.0, 3.0])),
         sinks=data.draw(st.booleans()),
     )
-    drawn = data.draw(st.lists(st.tuples(st.integers(0, 640), st.integers(1, 80), TREES), min_size=1, max_size=3))
+    of_rows = (st.integers(0, 640), st.integers(1, 80), TREES, st.integers(1, 700) if source else st.just(0))
+    drawn = data.draw(st.lists(st.tuples(*of_rows), min_size=1, max_size=3))
     check_paths(isa, threads, shape, [make(shape, Rows(*rows), seed) for rows in drawn], leaves=3)
+
+
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("length", [1, 63, 64, 65, 512, 513, 700])
+@pytest.mark.parametrize("parents", [(), WIDE, COMB], ids=["chain", "wide", "comb"])
+@pytest.mark.parametrize("block", [3, 16, 64])
+@pytest.mark.parametrize("type_", list(TYPES))
+@pytest.mark.parametrize("isa", SETS)
+def test_attention_over_a_source(isa: str, type_: Type, block: int, parents: Sequence[int], length: int) -> None:
+    """Rows match the definition, and have the same bits beside other sequences, as chains and on more threads."""
+    shape = Shape(type=type_, block=block)
+    fed = [make(shape, Rows(70, 9, parents, length)), make(shape, Rows(0, 131, source=640), 1)]
+    seen, _ = Attention(shape, fed).run(opened(isa, 2))
+    for leaf in fed[0].rows.leaves():
+        along = fed[0].along(leaf)
+        assert torch.allclose(seen[fed[0].rows.path(leaf)].double(), expected(shape, along), rtol=1e-4, atol=1e-5)
+    for threads in (1, 2, 5):
+        check_paths(isa, threads, shape, fed, leaves=3)
 
 
 @pytest.mark.covering(1)
@@ -309,9 +357,11 @@ def test_a_number_that_is_not_finite_reaches_all_that_see_it(isa: str, type_: Ty
 
 def test_attention_of_layers_of_other_shapes() -> None:
     """One pass plans for all its layers: each has the bits that it has alone."""
-    shapes = [Shape(dim=32), Shape(heads=8, kv_heads=1, dim=72), Shape(dim=16, window=100)]
-    fed = [Rows(2000, 2), Rows(900, 1, COMB[:5])]
-    layers = [Attention(shape, [make(shape, rows) for rows in fed]) for shape in shapes]
+    shapes = [Shape(dim=32), Shape(heads=8, kv_heads=1, dim=72), Shape(dim=16, window=100), Shape(dim=32)]
+    fed, sources = [Rows(2000, 2), Rows(900, 1, COMB[:5])], (3000, 5)
+    layers = [Attention(shape, [make(shape, rows) for rows in fed]) for shape in shapes[:3]]
+    over = [make(shapes[3], replace(rows, source=length)) for rows, length in zip(fed, sources, strict=True)]
+    layers.append(Attention(shapes[3], over))
     alone = [torch.cat(layer.run(opened(SETS[0], 4))) for layer in layers]
     for layer in layers[1:]:
         layers[0].append(layer)

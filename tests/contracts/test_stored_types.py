@@ -9,7 +9,7 @@ import torch
 
 from speculant.kernels.native import Code, Kernels, Type, open_kernels, usable_sets
 from speculant.models.native.decoder import NativeDecoder
-from speculant.models.native.program import PackedDecoder, PackedMlp
+from speculant.models.native.packed import PackedDecoder, PackedMlp
 from speculant.models.reference.decoder import Decoder
 from speculant.models.weights import cache as weight_cache
 from speculant.models.weights.cache import WeightCache, WeightStore
@@ -89,14 +89,15 @@ def test_rows_and_threads_change_no_bit(mix: str) -> None:
 
 def test_each_matrix_has_the_type_of_its_file() -> None:
     model = make("Q4_K_M")[0].packed
-    assert [[weight.type for weight in layer.qkv] for layer in model.layers] == [[Type.Q4_K, Type.Q6_K], [Type.Q4_K]]
-    assert [[weight.n for weight in layer.qkv] for layer in model.layers] == [[384, 128], [512]]
+    qkv = [layer.attention.qkv for layer in model.layers]
+    assert [[weight.type for weight in weights] for weights in qkv] == [[Type.Q4_K, Type.Q6_K], [Type.Q4_K]]
+    assert [[weight.n for weight in weights] for weights in qkv] == [[384, 128], [512]]
     assert [layer.mlp.down.type for layer in model.layers] == [Type.Q6_K, Type.Q4_K]
     assert [[weight.type for weight in layer.mlp.inner] for layer in model.layers] == [[Type.Q4_K]] * 2
     assert model.table.type == Type.Q4_K
     assert model.head.type == Type.Q6_K
     halves = make("halves", dtype=torch.bfloat16)[0].packed
-    assert [weight.type for weight in halves.layers[0].qkv] == [Type.F16, Type.BF16, Type.F32]
+    assert [weight.type for weight in halves.layers[0].attention.qkv] == [Type.F16, Type.BF16, Type.F32]
     assert halves.cache_type == Type.BF16
 
 
@@ -123,7 +124,7 @@ def test_vectors_of_blocks_are_not_rounded(mix: str) -> None:
 
 
 def test_types_that_the_kernels_lack_are_decoded() -> None:
-    assert {layer.out.type for layer in make("gate and up differ")[0].packed.layers} == {Type.BF16}
+    assert {layer.attention.out.type for layer in make("gate and up differ")[0].packed.layers} == {Type.BF16}
 
 
 def test_only_a_gate_of_a_type_of_its_own_is_multiplied_alone() -> None:
@@ -181,7 +182,7 @@ def matrices_of(model: PackedDecoder) -> set[int]:
     weights = [model.table, model.head]
     for layer in model.layers:
         assert isinstance(layer.mlp, PackedMlp)
-        weights += [*layer.qkv, layer.out, *layer.mlp.inner, layer.mlp.down]
+        weights += [*layer.attention.matrices, *layer.mlp.inner, layer.mlp.down]
     return {weight.address for weight in weights}
 
 
@@ -190,7 +191,8 @@ def test_only_bfloat16_is_stored_in_12_bits(coded: bool) -> None:
     decoder = small()
     weights = StoredAs(ModuleWeights(decoder), MIXES["halves"])
     model = NativeDecoder(decoder.config, weights, torch.bfloat16, opened(), coded=coded).packed
-    assert [layer.mlp.down.type for layer in model.layers] == [Type.BF12 if coded else Type.BF16] * 2
-    assert [weight.type for weight in model.layers[0].mlp.inner] == [Type.Q8_0, Type.BF12 if coded else Type.BF16]
-    assert {weight.type for weight in model.layers[0].qkv} == {Type.F16, Type.F32, Type.BF12 if coded else Type.BF16}
+    bfloat16 = Type.BF12 if coded else Type.BF16
+    assert [layer.mlp.down.type for layer in model.layers] == [bfloat16] * 2
+    assert [weight.type for weight in model.layers[0].mlp.inner] == [Type.Q8_0, bfloat16]
+    assert {weight.type for weight in model.layers[0].attention.qkv} == {Type.F16, Type.F32, bfloat16}
     assert (model.table.type, model.head.type) == (Type.F16, Type.Q8_0)

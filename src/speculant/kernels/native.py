@@ -27,7 +27,7 @@ from speculant.errors import ConfigError, Converts, suggest
 from speculant.kernels.base import Edits, RowDraw, SamplingSettings
 from speculant.kernels.memory import Scratch, aligned
 
-VERSION = 22
+VERSION = 23
 MOST_DIM, MOST_GROUP = 512, 32  # of a head; query heads per key head, which bound the scratch memory of a thread
 INDEX_BYTES = 32  # a panel, in the index of a matrix in 12 bits
 _REINSTALL = "install the package again, and unset SPECULANT_LIBRARY if it is set."
@@ -97,6 +97,7 @@ class Flag(IntFlag):
     TOKENS = 64  # EMBED: look up the tokens of all rows, whatever inputs they have
     AHEAD = 128  # ATTEND: rows see later rows too
     FIXED = 256  # ATTEND: the windows of all rows of a sequence begin at one position
+    SOURCE = 512  # ATTEND: rows see the positions of their sequence's source
 
 
 class Activation(IntEnum):
@@ -121,7 +122,7 @@ class Op(Structure):
         ("heads", c_int32), ("kv_heads", c_int32), ("dim", c_int32), ("window", c_int32),
         ("rope", c_int32), ("rotated", c_int32),
         ("eps", c_float), ("factor", c_float), ("softcap", c_float), ("stride", c_int64), ("used", c_int64),
-        ("order", c_void_p),
+        ("order", c_void_p), ("distances", c_void_p), ("before", c_int64), ("after", c_int64),
     ]  # fmt: skip
 
 

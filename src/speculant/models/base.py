@@ -18,7 +18,7 @@ from speculant.tree import ids
 from speculant.types import DraftTree, Request
 
 _NO_ROWS = ids([])
-_NO_TABLE: array[int] = array("q")
+NO_TABLE: array[int] = array("q")
 _NO_EMBEDDINGS: Mapping[int, Tensor] = MappingProxyType({})
 _EMBEDDINGS_FIX = "give each row a vector of the model's hidden_size, such as those that `embed` returns."
 
@@ -38,7 +38,7 @@ class Segment(NamedTuple):
     table: array[int]
     parents: Sequence[int] = ()  # one per draft node, an earlier node; -1 = the root
     length: int | None = None
-    source_table: array[int] = _NO_TABLE
+    source_table: array[int] = NO_TABLE
     source_length: int = 0
 
     @property
@@ -145,7 +145,7 @@ class Chain:
     tokens; None = a chain.
     topk: of a dynamic tree (drafting/model/dynamic.py), the children of the root and of the most confident nodes of
     each depth, and the number of these nodes; 0 = another draft. limit is then the number of all children. `scores` are
-    those of the tokens, see `DraftTree.scores`.
+    those of the tokens, see `DraftTree.scores`. source: see `SequenceInput`.
     """
 
     request: Request
@@ -160,6 +160,7 @@ class Chain:
     parents: Sequence[int] | None = None
     topk: int = 0
     scores: Sequence[float] | None = None
+    source: int | None = None
 
     @property
     def is_tree(self) -> bool:

@@ -326,10 +326,10 @@ class Head:
     """
 
     tied: bool = False
-    by_files: bool = False
     tokens: tuple[int, ...] = ()
     scale: float = 1.0
     softcap: float | None = None
+    by_files: bool = False
 
 
 @dataclass(frozen=True)
@@ -406,9 +406,7 @@ class DecoderConfig:
 
     def _check_sizes(self) -> None:
         """Refuse matrices whose sizes could overflow, before their files are opened."""
-        layers = (*self.layers, *(self.encoder.layers if self.encoder else ()))
-        attentions = [of for layer in layers for of in (layer.attention, layer.cross) if of]
-        inner = max(*(layer.mlp.size for layer in layers), *(of.fused_size for of in attentions))
+        inner = max(*(layer.mlp.size for layer in self.every_layer), *(of.fused_size for of in self.attentions))
         tables = sum(layer.token_inputs.size for layer in self.layers if layer.token_inputs)
         largest = max(inner, self.vocab_size)
         if tables * self.vocab_size > MOST_WEIGHTS:
@@ -436,6 +434,16 @@ class DecoderConfig:
     def num_layers(self) -> int:
         """The number of layers."""
         return len(self.layers)
+
+    @property
+    def every_layer(self) -> tuple[Layer, ...]:
+        """The decoder's layers, then the encoder's."""
+        return (*self.layers, *(self.encoder.layers if self.encoder else ()))
+
+    @property
+    def attentions(self) -> tuple[Attention, ...]:
+        """The distinct kinds of attention of these layers, in order of first use."""
+        return tuple(dict.fromkeys(of for layer in self.every_layer for of in (layer.attention, layer.cross) if of))
 
     @property
     def attention(self) -> Attention:

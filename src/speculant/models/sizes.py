@@ -127,14 +127,13 @@ def values_per_position(config: DecoderConfig) -> int:
 
 def activations(config: DecoderConfig) -> dict[str, int]:
     """Return the width of each array that a pass fills for a row; see models/native/program.py."""
-    kinds, hidden = {*config.layers, *(config.encoder.layers if config.encoder else ())}, config.hidden_size
-    attentions = [of for layer in kinds for of in (layer.attention, layer.cross) if of]
+    kinds, hidden = set(config.every_layer), config.hidden_size
     inputs = max((layer.token_inputs.size for layer in kinds if layer.token_inputs), default=0)
     return {
         "x": hidden,
         "y": hidden,
-        "qkv": max(of.fused_size for of in attentions),
-        "heads": max(of.query_size for of in attentions),
+        "qkv": max(of.fused_size for of in config.attentions),
+        "heads": max(of.query_size for of in config.attentions),
         "gated": max(inner_width(layer.mlp) for layer in kinds),
         **_routed_widths(config),
         **({"embedded": hidden, "inputs": inputs, "projected": inputs} if inputs else {}),

@@ -19,7 +19,7 @@ from speculant.cli.model_report import inspect_model
 from speculant.errors import ModelError
 from speculant.kernels.native import Type, usable_sets
 from speculant.models.native.experts import PackedExperts
-from speculant.models.native.program import PackedMlp
+from speculant.models.native.packed import PackedMlp
 from speculant.models.weights import cache as weight_cache
 from speculant.models.weights.load import load_model
 from tests.models import Shape, write_checkpoint
@@ -71,7 +71,8 @@ def test_native_matrices_keep_their_grid(case: str, source: Path, tmp_path: Path
     packed, numbers = made(source, tmp_path, CASES[case][0])
     loaded = load(packed, "native")
     assert error(logits(loaded), logits(numbers)) < MOST_ERROR
-    assert {weight.type for layer in packed_of(loaded).layers for weight in (*layer.qkv, layer.out)} == {CASES[case][1]}
+    types = {weight.type for layer in packed_of(loaded).layers for weight in layer.attention.matrices}
+    assert types == {CASES[case][1]}
 
 
 @pytest.mark.parametrize("kernels", ["reference", pytest.param("native", marks=native)])
@@ -92,8 +93,8 @@ def test_only_matrices_of_one_order_are_one(source: Path, tmp_path: Path) -> Non
     packed, numbers = made(source, tmp_path, Gptq(sym=True, act_order=True))
     tensors = load_file(packed / "model.safetensors")
     layers = packed_of(load(packed, "native")).layers
-    assert [[weight.n for weight in layer.qkv] for layer in layers] == [[64, 32, 32]] * 2
-    assert all(weight.order is not None for layer in layers for weight in (*layer.qkv, layer.out, layer.mlp.down))
+    assert [[weight.n for weight in layer.attention.qkv] for layer in layers] == [[64, 32, 32]] * 2
+    assert all(weight.order is not None for layer in layers for weight in (*layer.attention.matrices, layer.mlp.down))
     assert [len(layer.mlp.inner) for layer in layers] == [2, 2]
     shared = {
         ("model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.k_proj"),
@@ -103,7 +104,7 @@ def test_only_matrices_of_one_order_are_one(source: Path, tmp_path: Path) -> Non
         regroup(tensors, load_file(numbers / "model.safetensors"), one, other)
     save_file(tensors, packed / "model.safetensors")
     layers = packed_of(load(packed, "native")).layers
-    assert [[weight.n for weight in layer.qkv] for layer in layers] == [[96, 32], [64, 32, 32]]
+    assert [[weight.n for weight in layer.attention.qkv] for layer in layers] == [[96, 32], [64, 32, 32]]
     assert [len(layer.mlp.inner) for layer in layers] == [1, 1]
     assert error(logits(load(packed, "native")), logits(packed)) < MOST_ERROR
 
@@ -153,7 +154,7 @@ def test_families_are_read(family: str, act_order: bool, tmp_path: Path, monkeyp
     errors = (logits(loaded) - expected).norm(dim=1) / expected.norm(dim=1)
     assert float(errors.median()) < 0.15
     layer = packed_of(loaded).layers[0]
-    assert (layer.out.type, layer.out.order is not None) == (Type.ZERO4, act_order)
+    assert (layer.attention.out.type, layer.attention.out.order is not None) == (Type.ZERO4, act_order)
     if isinstance(layer.mlp, PackedExperts):
         assert layer.mlp.down.weights[0].type == (Type.BF16 if act_order else Type.ZERO4)
     else:
@@ -233,7 +234,7 @@ def test_modules_may_be_plain_or_have_other_bits(source: Path, tmp_path: Path) -
     assert torch.equal(logits(packed), logits(numbers))
     loaded = packed_of(load(packed, "native"))
     assert loaded.head.type == Type.ZERO4
-    assert [[weight.type for weight in layer.qkv] for layer in loaded.layers] == [[Type.ZERO4, Type.F32]] * 2
+    assert [[weight.type for weight in layer.attention.qkv] for layer in loaded.layers] == [[Type.ZERO4, Type.F32]] * 2
     assert [layer.mlp.down.type for layer in loaded.layers] == [Type.ZERO8, Type.ZERO4]
     edit_config(packed, quantization_config=entry)
     refused(packed, "do not fit integers of 4 bits", "2, 4 or 8 bits")

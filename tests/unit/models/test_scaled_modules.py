@@ -16,7 +16,7 @@ from torch import Tensor
 from speculant.errors import ModelError
 from speculant.kernels.native import Type, usable_sets
 from speculant.models.native.experts import PackedExperts
-from speculant.models.native.program import PackedMlp
+from speculant.models.native.packed import PackedMlp
 from speculant.models.weights import cache as weight_cache
 from speculant.models.weights.layouts import e4m3_numbers
 from speculant.models.weights.schemes import bitsandbytes

@@ -94,6 +94,7 @@ class _Stepwise:
                     _known_tree(tree, size),
                     hidden=states,
                     length=chain.request.num_positions,
+                    source=chain.source,
                 )
             )
             root, end = end + len(tokens) - 1, end + len(tokens) + tree.size

@@ -127,6 +127,7 @@ def first_probs(
             DraftTree.empty(),
             hidden=plan.hidden,
             length=plan.request.num_positions,
+            source=plan.source,
         )
         for _, plan in plans
     ]

@@ -35,6 +35,7 @@ from speculant.models.base import (
     Hidden,
     ModelNeeds,
     check_embeddings,
+    check_sources,
     check_taps,
     check_tokens,
 )
@@ -42,7 +43,8 @@ from speculant.models.description import DecoderConfig
 from speculant.models.native.angles import AngleTables, next_power
 from speculant.models.native.drawn import ChainRows, Drawn, is_foreseeable, stride
 from speculant.models.native.ops import embedding, linear
-from speculant.models.native.program import Buffers, NativeLinears, PackedDecoder, Program
+from speculant.models.native.packed import PackedDecoder
+from speculant.models.native.program import Buffers, EncoderProgram, NativeLinears, Program
 from speculant.models.native.scratch import scratch_bytes
 from speculant.models.reference.decoder import spread
 from speculant.models.sizes import cache_shape, relative_reads, tensor_shapes
@@ -127,8 +129,10 @@ class NativeDecoder:
         self._num_groups = len(self.cache_shape.groups)
         self.vocab_size, self.max_positions = config.vocab_size, config.max_positions
         self.num_layers, self.hidden_size = config.num_layers, config.hidden_size
-        self.kernels, self.packed, self.needs = kernels, packed, ModelNeeds(restart_at=config.restart_at)
+        self.kernels, self.packed = kernels, packed
+        self.needs = ModelNeeds(source=config.encoder is not None, restart_at=config.restart_at)
         self._buffers, self._programs = Buffers(packed, FEWEST_ROWS), dict[tuple[int, ...], Program]()
+        self._encoder: EncoderProgram | None = None  # over the same buffers
         self._angles, self._layers = AngleTables(config), LayerPointers(config.num_layers)
         self._head = linear(packed.head, None, None, factor=config.head.scale, softcap=config.head.softcap)
         self._head_tokens = torch.tensor(config.head.tokens, dtype=torch.int64) if config.head.tokens else None
@@ -180,9 +184,7 @@ class NativeDecoder:
     @staticmethod
     def why_not(config: DecoderConfig) -> str | None:
         """Return why the kernels can't compute layers of these sizes, a model's or a head's; None if they can."""
-        if config.encoder is not None:
-            return "they compute decoders without an encoder"
-        for of in dict.fromkeys(layer.attention for layer in config.layers):
+        for of in config.attentions:
             if of.head_dim > MOST_DIM or of.groups > MOST_GROUP:
                 return f"heads of {of.head_dim} in groups of {of.groups} are too large for them"
         return None
@@ -233,11 +235,20 @@ class NativeDecoder:
 
     def forward(self, batch: Batch, storage: KVStorage, taps: Sequence[int] = ()) -> Hidden:
         """See `CausalLM.forward`; hidden states are float32."""
+        check_sources(batch, self.needs)
         layout, rows = self.layout(batch, storage), batch.tokens.shape[0]
         program = self._program(tuple(taps))
         tapped = program.next_taps(rows) if taps else ()
         self.kernels.run(program.ops, layout.on)
         return Hidden(copied(program.hidden[:rows]), tapped)
+
+    def encode(self, batch: Batch, storage: KVStorage) -> Tensor:
+        """See `EncodesSources.encode`; float32."""
+        layout, rows = self.layout(batch, storage), batch.tokens.shape[0]
+        if self._encoder is None:
+            self._encoder = EncoderProgram(self.packed, self._buffers)
+        self.kernels.run(self._encoder.ops, layout.on)
+        return copied(self._encoder.hidden[:rows])
 
     def layout(self, batch: Batch, storage: KVStorage) -> Layout:
         """Return the arguments of the program for a batch."""
@@ -282,7 +293,7 @@ class NativeDecoder:
         """Make a pass over a storage with angles for positions below `end`, and buffers for passes of `most` rows."""
         most = max(most, rows)
         if most > self._buffers.room:
-            self._buffers, self._programs = Buffers(self.packed, next_power(most)), {}
+            self._buffers, self._programs, self._encoder = Buffers(self.packed, next_power(most)), {}, None
         on = Pass(rows=rows, block=block_size, groups=self._num_groups)
         self._angles.point(on, end)
         self._layers.point(on, storage)
@@ -309,6 +320,7 @@ class NativeDecoder:
     def _draw_at_once(self, chains: Sequence[Chain], cache: KVCache, vocab_size: int) -> None:
         chains = sorted(chains, key=_by_limit)
         require_groups(cache.num_groups, self._num_groups)
+        assert not self.needs.source or all(chain.source is not None for chain in chains), "a chain has no source"
         rows = ChainRows(chains, self.vocab_size, cache, self._num_groups)
         self._check_learned(rows.end_position)
         on = self._pass(cache.storage, cache.block_size, rows.count, rows.end, rows.most_drawn)
@@ -339,12 +351,13 @@ def _segments(batch: Batch) -> tuple[array[int], array[int], int]:
     """
     fields, parents, first, end, groups = list[int](), list[int](), 0, 0, batch.num_groups
     for segment in batch.segments:
-        _, start, chain, table, own, _ = segment
+        _, start, chain, table, own, _, source, source_length = segment
         rows, tree = chain, -1
         if own and not segment.is_chain:
             chain, tree = segment.num_committed, len(parents)
             parents += own
         fields += (first, rows, start, chain, tree, address(table), stride(table, groups), 0)
+        fields += (address(source), source_length)
         first, end = first + rows, max(end, start + rows)
     return array("q", fields), array("q", parents), end
 

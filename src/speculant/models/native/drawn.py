@@ -14,7 +14,7 @@ from speculant.cache.base import KVCache
 from speculant.kernels.base import NO_TOKEN, Edits
 from speculant.kernels.memory import Scratch
 from speculant.kernels.native import Draft, NativeEdits, Pass, address, settings_array
-from speculant.models.base import Chain, ModelNeeds, known
+from speculant.models.base import NO_TABLE, Chain, ModelNeeds, known
 from speculant.params import SamplingParams
 from speculant.sampling.chance import KeyedNoise, MostLikely, Stream
 from speculant.sampling.distribution import Node, edits_of, sampling_settings
@@ -67,6 +67,9 @@ class ChainRows:
             _, start, reserved, _, others = cache.reserve(seq_id, num_positions)
             table, count = cache.table(seq_id), len(own)
             segments += (len(tokens), count, start, count, -1, address(table), stride(table, cache.num_groups), 0)
+            source = NO_TABLE if chain.source is None else cache.table(chain.source)
+            segments += (address(source), 0 if chain.source is None else cache.length(chain.source))
+            self._tables += (table, source)
             tokens += own
             positions += range(start, start + count)
             for known_slots, added in zip(slots, (reserved, *others), strict=True):
@@ -74,7 +77,6 @@ class ChainRows:
             self.lengths += [chain.request.num_positions] * count
             end = max(end, start + num_positions)
             self.end_position = max(self.end_position, start + count + chain.inner_depth)
-            self._tables.append(table)
         self.most_drawn = sum(chain.num_inner if chain.is_tree else 1 for chain in chains)
         self.count, self.end, self._num_segments, self._groups = len(tokens), end, len(chains), groups
         slots *= groups // len(slots)

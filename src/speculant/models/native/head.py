@@ -17,7 +17,8 @@ from speculant.models.heads import HeadConfig, StateEntry, head_cache_shape
 from speculant.models.native.decoder import NativeDecoder
 from speculant.models.native.norms import PackedNorm, normalising
 from speculant.models.native.ops import copying, embedding, linear, linears
-from speculant.models.native.program import Buffers, PackedDecoder, PackedLayer, Program
+from speculant.models.native.packed import PackedDecoder, PackedLayer
+from speculant.models.native.program import Buffers, Program
 from speculant.models.weights.reader import WeightReader, WeightTypes
 from speculant.models.weights.source import QuantizedBlocks, WeightSource, order_of, read_plain
 from speculant.sampling.rows import copied
@@ -175,7 +176,7 @@ class HeadProgram(Program):
         assert head.hidden_norm is not None
         yield embedding(head.decoder.table, buffers.x, head.decoder.config.embedding.scale)
         yield normalising(first.before_attention, buffers.x, buffers.y)
-        yield from linears(first.qkv, buffers.y, buffers.qkv, first.qkv_bias)
+        yield from linears(first.attention.qkv, buffers.y, buffers.qkv, first.attention.qkv_bias)
         normed = head.config.norm_before_residual
         yield normalising(head.hidden_norm, self.states, buffers.y, copy=None if normed else buffers.x)
         yield from linears(head.hidden, buffers.y, buffers.qkv, flags=Flag.ADD)
@@ -192,12 +193,7 @@ class ContextProgram(Program):
 
     def _record(self) -> Iterator[Op]:
         for index, layer in enumerate(self._weights.layers):
-            queries = layer.of.attention.query_size
-            bias = None if layer.qkv_bias is None else layer.qkv_bias[queries:]
-            for op in linears(layer.qkv[1:], self.buffers.x, self.buffers.qkv[:, queries:], bias):
-                op.stride = self.buffers.qkv.shape[1]
-                yield op
-            yield from self._rotation(index, layer, 0)
+            yield from self._keys(index, layer.attention, self.buffers.x)
 
 
 class NativeBlockHead(NativeDecoder):

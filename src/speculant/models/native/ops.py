@@ -54,7 +54,7 @@ def linears(
     first = 0
     for weight in weights:
         op = linear(weight, source, out[:, first:], None if bias is None else bias[first:], flags)
-        op.stride = out.shape[1]
+        op.stride = out.stride(0)
         yield op
         first += weight.n
 

@@ -14,209 +14,27 @@ Layers with inputs by token have three more: see native/inputs.py.
 from __future__ import annotations
 
 import ctypes
+import functools
+import operator
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from speculant.cache.base import by_length
-from speculant.errors import ModelError
-from speculant.kernels.native import TYPES, Activation, Code, Flag, Kernels, Op, Pass, Type, Weight
-from speculant.models.description import Attention, DecoderConfig, Experts, Layer, Mlp
+from speculant.kernels.native import Code, Flag, Kernels, Op, Pass, Type, Weight
+from speculant.models.description import Attention
 from speculant.models.native.experts import PackedExperts
-from speculant.models.native.inputs import PackedInputs, adding_inputs
+from speculant.models.native.inputs import adding_inputs
 from speculant.models.native.norms import PackedNorm, normalising
 from speculant.models.native.ops import copying, embedding, gating, linear, linears, make_op
-from speculant.models.sizes import (
-    AFTER_ATTENTION,
-    AFTER_MLP,
-    BEFORE_ATTENTION,
-    BEFORE_MLP,
-    HEAD,
-    LAYER,
-    NORM,
-    POSITIONS,
-    SCALE,
-    TABLE,
-    TOKEN_INPUTS,
-    activations,
-)
-from speculant.models.weights.reader import WeightReader
+from speculant.models.native.packed import PackedAttention, PackedDecoder, PackedEncoder, PackedLayer, PackedMlp
 from speculant.types import LayerStates
 
 FLOAT_BYTES = 4
 FEWEST_LINEAR_ROWS = 8  # that `NativeLinears` has room for at first
 INPUT_BUFFERS = ("embedded", "inputs", "projected")  # of layers with inputs by token
 TAPPED_ROWS = 32  # of one allocation, unless a pass has more
-
-
-@dataclass(frozen=True)
-class PackedMlp:
-    """The weights of a feed-forward block. Vectors are float32; None = it does not have this one.
-
-    inner: gate and up interleaved, or one after the other if their types differ; without gates, up alone.
-    """
-
-    of: Mlp
-    inner: tuple[Weight, ...]
-    inner_bias: Tensor | None
-    down: Weight
-    down_bias: Tensor | None
-
-    @classmethod
-    def read(cls, of: Mlp, mlp: WeightReader) -> PackedMlp:
-        """Read and pack a block's weights."""
-        names = ("gate_proj", "up_proj") if of.gated else ("up_proj",)
-        return cls(
-            of=of,
-            inner=mlp.interleaved(*(f"{name}.weight" for name in names)),
-            inner_bias=mlp.vector(*(f"{name}.bias" for name in names)) if of.bias else None,
-            down=mlp.matrix("down_proj.weight"),
-            down_bias=mlp.vector("down_proj.bias") if of.bias else None,
-        )
-
-    @property
-    def num_bytes(self) -> int:
-        """The bytes of all matrices."""
-        return sum(weight.memory.numel() for weight in (*self.inner, self.down))
-
-    @property
-    def bytes_per_pass(self) -> int:
-        """How many bytes of weights a pass reads: all."""
-        return self.num_bytes
-
-    @property
-    def apart(self) -> bool:
-        """Whether the gate is computed separately, because its type differs."""
-        return len(self.inner) > 1
-
-    @property
-    def activation(self) -> Activation:
-        """The kernels' number of the activation."""
-        return Activation[self.of.activation.upper()]
-
-
-@dataclass(frozen=True)
-class PackedLayer:
-    """The weights of one layer that `of` describes. Vectors are float32; None = it does not have this one.
-
-    qkv: the matrices of queries, keys and values in this order, or that of queries alone; neighbours of the same type
-    are one matrix, unless queries are apart. scale: the factor of the residual stream at the end.
-    """
-
-    of: Layer
-    before_attention: PackedNorm | None
-    qkv: tuple[Weight, ...]
-    qkv_bias: Tensor | None
-    query_norm: PackedNorm | None
-    key_norm: PackedNorm | None
-    sinks: Tensor | None
-    out: Weight
-    out_bias: Tensor | None
-    after_attention: PackedNorm | None
-    before_mlp: PackedNorm | None
-    mlp: PackedMlp | PackedExperts
-    after_mlp: PackedNorm | None
-    value_norm: PackedNorm | None = None
-    inputs: PackedInputs | None = None
-    scale: float = 1.0
-
-    @classmethod
-    def read(cls, of: Layer, layer: WeightReader, *, queries_apart: bool = False) -> PackedLayer:
-        """Read and pack a layer's weights."""
-        own, attention, mlp = of.attention, layer.inside("self_attn."), layer.inside("mlp.")
-        projections = ("q_proj", "k_proj", "v_proj") if own.own_kv_heads else ("q_proj",)
-        groups = (projections[:1], projections[1:]) if queries_apart else (projections,)
-        key_norm, value_norm = (own.qk_norm, own.value_norm) if own.own_kv_heads else (None, None)
-        return cls(
-            of=of,
-            before_attention=PackedNorm.read(of.before_attention, layer, BEFORE_ATTENTION),
-            qkv=tuple(
-                matrix for names in groups for matrix in attention.matrices(*(f"{name}.weight" for name in names))
-            ),
-            qkv_bias=attention.vector(*(f"{name}.bias" for name in projections)) if own.bias else None,
-            query_norm=PackedNorm.read(own.qk_norm, attention, "q_norm"),
-            key_norm=PackedNorm.read(key_norm, attention, "k_norm"),
-            sinks=attention.vector("sinks") if own.sinks else None,
-            out=attention.matrix("o_proj.weight"),
-            out_bias=attention.vector("o_proj.bias") if own.output_bias else None,
-            after_attention=PackedNorm.read(of.after_attention, layer, AFTER_ATTENTION),
-            before_mlp=PackedNorm.read(of.before_mlp, layer, BEFORE_MLP),
-            mlp=PackedExperts.read(of.mlp, mlp) if isinstance(of.mlp, Experts) else PackedMlp.read(of.mlp, mlp),
-            after_mlp=PackedNorm.read(of.after_mlp, layer, AFTER_MLP),
-            value_norm=PackedNorm.read(value_norm, attention, "v_norm", own.head_dim),
-            inputs=PackedInputs.read(of.token_inputs, layer.inside(TOKEN_INPUTS)),
-            scale=_read_scale(layer) if of.scaled else 1.0,
-        )
-
-    @property
-    def bytes_per_pass(self) -> int:
-        """How many bytes of weights a pass of one row reads."""
-        return sum(weight.memory.numel() for weight in self._read_weights) + self.mlp.bytes_per_pass
-
-    @property
-    def num_bytes(self) -> int:
-        """The bytes of all matrices, the table of the inputs included."""
-        tables = [self.inputs.table] if self.inputs else []
-        return sum(weight.memory.numel() for weight in (*self._read_weights, *tables)) + self.mlp.num_bytes
-
-    @property
-    def _read_weights(self) -> tuple[Weight, ...]:
-        """The matrices that every pass reads, without those of the MLP."""
-        return (*self.qkv, self.out, *(self.inputs.matrices if self.inputs else ()))
-
-
-def _read_scale(layer: WeightReader) -> float:
-    """Read the factor of the residual stream. Raises ModelError for 0, which would delete it."""
-    scale = float(layer.vector(SCALE))
-    if scale == 0:
-        raise ModelError("a layer multiplies the residual stream by 0", "download the checkpoint again.")
-    return scale
-
-
-@dataclass(frozen=True)
-class PackedDecoder:
-    """All weights of a decoder. A tied head is the table.
-
-    positions: the learned ones [positions, hidden], or None.
-    """
-
-    config: DecoderConfig
-    cache_type: Type
-    table: Weight
-    head: Weight
-    norm: PackedNorm | None
-    layers: list[PackedLayer]
-    positions: Tensor | None = None
-
-    @classmethod
-    def read(cls, config: DecoderConfig, weights: WeightReader) -> PackedDecoder:
-        """Read and pack a decoder's weights, one tensor at a time."""
-        table = weights.decoding_ordered(TABLE).matrix(TABLE)
-        head = table if config.head.tied else weights.matrix(HEAD)
-        norm = PackedNorm.read(config.norm, weights, NORM.removesuffix(".weight"))
-        layers = [PackedLayer.read(of, weights.inside(LAYER.format(i))) for i, of in enumerate(config.layers)]
-        positions = weights.vector(POSITIONS) if config.embedding.positions else None
-        return cls(config, TYPES[weights.types.dtype], table, head, norm, layers, positions)
-
-    @property
-    def activations(self) -> dict[str, int]:
-        """The width of each array that a pass fills for a row."""
-        widths = activations(self.config)
-        apart = any(layer.mlp.apart for layer in self.layers)
-        return widths | ({"gates": widths["gated"]} if apart else {})
-
-    @property
-    def bytes_per_pass(self) -> int:
-        """How many bytes of weights a pass of one row reads, padding included: a lower bound of any pass's time."""
-        return sum(layer.bytes_per_pass for layer in self.layers) + self.head.memory.numel()
-
-    @property
-    def num_bytes(self) -> int:
-        """The bytes of all matrices, padding included; a head that is the table counts once."""
-        ends = [self.table] if self.head is self.table else [self.table, self.head]
-        return sum(layer.num_bytes for layer in self.layers) + sum(weight.memory.numel() for weight in ends)
 
 
 class Buffers:
@@ -302,18 +120,20 @@ class Program:
 
     def _layer(self, index: int, layer: PackedLayer) -> Iterator[Op]:
         yield from self._enter(index, layer.before_attention)
-        yield from linears(layer.qkv, self._normed(layer.before_attention), self._buffers.qkv, layer.qkv_bias)
+        own = layer.attention
+        yield from linears(own.qkv, self._normed(layer.before_attention), self._buffers.qkv, own.qkv_bias)
         yield from self._after_queries(index, layer)
 
     def _after_queries(self, index: int, layer: PackedLayer) -> Iterator[Op]:
         """Yield the rest of a layer, after queries, keys and values are computed.
 
-        Both results are added to x; with `parallel`, only after x was read for both.
+        All results are added to x; with `parallel`, only after x was read for both blocks.
         """
-        buffers, scale = self._buffers, layer.of.residual_scale
-        yield from self._rotation(index, layer, layer.of.attention.heads)
-        yield self._attention(index, layer)
-        attended = self._add(layer.out, buffers.heads, layer.out_bias, layer.after_attention, scale)
+        buffers, own, scale = self._buffers, layer.attention, layer.of.residual_scale
+        yield from self._rotation(index, own, own.of.heads)
+        yield self._attention(index, own)
+        attended = [*self._add(own.out, buffers.heads, own.out_bias, layer.after_attention, scale)]
+        attended += self._cross(index, layer)
         inner = self._inner(layer)
         yield from (*inner, *attended) if layer.of.parallel else (*attended, *inner)
         if isinstance(layer.mlp, PackedMlp):
@@ -328,6 +148,17 @@ class Program:
             yield from adding_inputs(layer.inputs, buffers.x, buffers.y, *own)
         if layer.scale != 1:
             yield copying(buffers.x, buffers.x, layer.scale)
+
+    def _cross(self, index: int, layer: PackedLayer) -> Iterator[Op]:
+        """Add attention over the source to x, if the layer has it."""
+        if layer.cross is None:
+            return
+        buffers, own = self._buffers, layer.cross
+        if layer.before_cross:
+            yield normalising(layer.before_cross, buffers.x, buffers.y)
+        yield from linears(own.qkv[:1], self._normed(layer.before_cross), buffers.qkv, own.query_bias)
+        yield self._attention(index, own)
+        yield from self._add(own.out, buffers.heads, own.out_bias, None, layer.of.residual_scale)
 
     def _add(
         self, weight: Weight, source: Tensor, bias: Tensor | None, norm: PackedNorm | None, scale: float
@@ -384,17 +215,17 @@ class Program:
         """Return where x is after a norm."""
         return self._buffers.y if norm else self._buffers.x
 
-    def _rotation(self, index: int, layer: PackedLayer, heads: int) -> Iterator[Op]:
+    def _rotation(self, index: int, own: PackedAttention, heads: int) -> Iterator[Op]:
         """Normalise values; normalise and rotate the last `heads` queries, and keys; store keys and values."""
-        of, qkv, fields = layer.of.attention, self._buffers.qkv, dict[str, Tensor | float | None]()
-        if layer.value_norm:  # to the kernels, these are queries
-            norm, values = layer.value_norm, qkv[:, of.query_size + of.key_size :]
+        of, qkv, fields = own.of, self._buffers.qkv, dict[str, Tensor | float | None]()
+        if own.value_norm:  # to the kernels, these are queries
+            norm, values = own.value_norm, qkv[:, of.query_size + of.key_size :]
             yield self._of_heads(
                 Code.ROTATE, index, of, source=values, heads=of.kv_heads, kv_heads=0, scale=norm.scale, bias=norm.bias,
                 eps=norm.of.eps, flags=norm.flag,
             )  # fmt: skip
-        if layer.query_norm:
-            query, key = layer.query_norm, layer.key_norm
+        if own.query_norm:
+            query, key = own.query_norm, own.key_norm
             flags = query.flag | (Flag.ALL_HEADS if of.norm_all_heads else Flag.NONE)
             fields = {"scale": query.scale, "bias": query.bias, "eps": query.of.eps, "flags": flags}
             fields |= {"key_scale": key.scale, "key_bias": key.bias} if key else {}
@@ -403,12 +234,20 @@ class Program:
         source = qkv[:, (of.heads - heads) * of.head_dim :]
         yield self._of_heads(Code.ROTATE, index, of, source=source, heads=heads, kv_heads=of.own_kv_heads, **fields)
 
-    def _attention(self, index: int, layer: PackedLayer) -> Op:
-        of = layer.of.attention
-        flags = (Flag.AHEAD if of.ahead else Flag.NONE) | (Flag.FIXED if of.fixed_window else Flag.NONE)
+    def _keys(self, index: int, own: PackedAttention, source: Tensor) -> Iterator[Op]:
+        """Compute and store keys and values of `source`, whose queries are apart."""
+        yield from linears(own.qkv[1:], source, self._buffers.qkv[:, own.of.query_size :], own.key_bias)
+        yield from self._rotation(index, own, 0)
+
+    def _attention(self, index: int, own: PackedAttention) -> Op:
+        of, distances = own.of, dict[str, Tensor | float | None]()
+        if own.distances:
+            numbers, before, after = own.distances
+            distances = {"distances": numbers, "before": before, "after": after}
         return self._of_heads(
-            Code.ATTEND, index, of, source=self._buffers.qkv, heads=of.heads, kv_heads=of.kv_heads, flags=flags,
-            out=self._buffers.heads, window=of.window, factor=of.score_scale, softcap=of.softcap, sinks=layer.sinks,
+            Code.ATTEND, index, of, source=self._buffers.qkv, heads=of.heads, kv_heads=of.kv_heads, flags=_flags(of),
+            out=self._buffers.heads, window=of.window, factor=of.score_scale, softcap=of.softcap, sinks=own.sinks,
+            **distances,
         )  # fmt: skip
 
     def _of_heads(self, code: Code, layer: int, of: Attention, **fields: Tensor | float | None) -> Op:
@@ -416,6 +255,35 @@ class Program:
             code, self._weights.cache_type, layer=layer, group=self._windows.index(of.window), dim=of.head_dim,
             stride=self._buffers.qkv.shape[1], **fields,
         )  # fmt: skip
+
+
+def _flags(of: Attention) -> Flag:
+    """Return the positions that rows see."""
+    found = {Flag.AHEAD: of.ahead, Flag.FIXED: of.fixed_window, Flag.SOURCE: of.source}
+    return functools.reduce(operator.or_, (flag for flag, has in found.items() if has), Flag.NONE)
+
+
+class EncoderProgram(Program):
+    """A recorded pass over whole sources. The result is in `hidden`, and its keys and values are stored for each layer.
+
+    The encoder's layers use the storage of the decoder's first layer for their own keys and values, which nobody reads
+    after the pass.
+    """
+
+    def __init__(self, weights: PackedDecoder, buffers: Buffers) -> None:
+        assert weights.encoder is not None
+        self._encoder: PackedEncoder = weights.encoder
+        super().__init__(weights, buffers)
+
+    def _record(self) -> Iterator[Op]:
+        weights, buffers, encoder = self._weights, self._buffers, self._encoder
+        yield embedding(weights.table, buffers.x, weights.config.embedding.scale)
+        for layer in encoder.layers:
+            yield from self._layer(0, layer)
+        yield normalising(encoder.norm, buffers.x, buffers.y)
+        for index, layer in enumerate(weights.layers):
+            if layer.cross:
+                yield from self._keys(index, layer.cross, buffers.y)
 
 
 def _tap_field(op: Op, y: Tensor) -> str:

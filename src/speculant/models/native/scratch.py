@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from speculant.kernels.memory import MOST_BYTES
 from speculant.models.description import Attention
-from speculant.models.native.program import PackedDecoder
+from speculant.models.native.packed import PackedDecoder
 
 # Arrays whose rows are packed; `results` is as wide as what experts gather.
 READ = ("x", "heads", "gated", "results", "inputs")
@@ -34,7 +34,7 @@ def scratch_bytes(packed: PackedDecoder, threads: int, rows: int, positions: int
     angles = tables * _power(positions) * sum(rotated.values())
     sampling = min(MOST_BYTES, GROWTH * rows * config.vocab_size * (REAL + DOUBLE))
     candidates = GROWTH * threads * config.vocab_size * CANDIDATE
-    kinds = {layer.attention for layer in config.layers}
+    kinds = config.attentions
     reals = _power(rows) * per_row + angles + threads * (max(map(_item, kinds)) + 2 * GROWTH * widest)
     spans = max(_span_bytes(of, threads, rows, positions) for of in kinds)
     return REAL * reals + spans + sampling + candidates
