@@ -38,7 +38,7 @@ from speculant.metrics import RequestMetrics, TimingMetrics
 from speculant.models.base import CausalLM, relative_reads_of
 from speculant.params import SamplingParams
 from speculant.sampling.distribution import Node, distribution, row_maxima
-from speculant.scheduling.scheduler import Scheduled
+from speculant.scheduling.schedule import Scheduled
 from speculant.types import CommittedRows, DraftTree, Request
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,8 @@ from speculant.cache.base import CacheShape, KVCache
 from speculant.cache.factory import paged_cache, slotted_cache
 from speculant.config import Limits
 from speculant.params import SamplingParams
-from speculant.scheduling.scheduler import Schedule, Scheduler
+from speculant.scheduling.schedule import Schedule
+from speculant.scheduling.scheduler import Scheduler
 from speculant.types import ANYONE, Client, Request
 from tests.models import make_request
 
