@@ -360,12 +360,23 @@ class ConvertsKeys(Protocol):
 
 def check_needs(needs: ModelNeeds) -> None:
     """Check that the engine provides what a model requires. Raises ModelError."""
-    if needs.source or needs.state_bytes:
-        names = [*(["a source text"] if needs.source else []), *(["a state per sequence"] if needs.state_bytes else [])]
+    if needs.state_bytes:
         raise ModelError(
-            f"this model needs {' and '.join(names)}, which is not supported yet",
-            "use a decoder-only model with attention in every layer.",
+            "this model needs a state per sequence, which is not supported yet",
+            "use a model with attention in every layer.",
         )
+
+
+def check_sources(batch: Batch, needs: ModelNeeds) -> None:
+    """Check that each text of a batch has an encoded source, or that none has one. Raises RequestError."""
+    for segment in batch.segments:
+        if bool(segment.source_length) != needs.source:
+            raise RequestError(
+                f"sequence {segment.seq_id} has no encoded source, and this model is an encoder-decoder"
+                if needs.source
+                else f"sequence {segment.seq_id} has an encoded source, and this model has no encoder",
+                "give each request to an encoder-decoder model a source, and others none.",
+            )
 
 
 def build_batch(inputs: Sequence[SequenceInput], cache: KVCache, device: torch.device) -> Batch:

@@ -15,6 +15,7 @@ from speculant.models.description import (
     Attention,
     DecoderConfig,
     Embedding,
+    Encoder,
     Experts,
     Head,
     Layer,
@@ -55,6 +56,7 @@ def read_decoder(
     norm: Norm | None = None,
     embedding: Mapping[str, Any] = MappingProxyType({}),
     head: Mapping[str, Any] = MappingProxyType({}),
+    encoder: Encoder | None = None,
 ) -> DecoderConfig:
     """Read the embedding, the last norm and the head of a decoder with these layers.
 
@@ -68,6 +70,7 @@ def read_decoder(
         head=Head(tied=flag(hf, "tie_word_embeddings"), **head),
         max_positions=count(hf, "max_position_embeddings"),
         tensors=tensors,
+        encoder=encoder,
     )
 
 

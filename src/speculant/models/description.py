@@ -2,6 +2,7 @@
 
     x = scale * embedding[token] (+ positions[p])
     each layer    x = x + scale * norm(attention(norm(x)))
+                  x = x + scale * attention(norm(x), source)
                   x = x + scale * norm(mlp(norm(x)))
                   x = number * (x + norm(a vector of the token and the layer))
     logits        softcap(scale * head(norm(x)))
@@ -14,7 +15,7 @@ in all three.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from speculant.errors import ModelError
@@ -91,6 +92,15 @@ class DistanceBias:
     max_distance: int
     both_ways: bool = False
     shares: int | None = None
+
+    def __post_init__(self) -> None:
+        single = self.buckets // (4 if self.both_ways else 2)
+        if not 0 < single < self.max_distance:
+            raise ModelError(
+                f"config.json has {self.buckets} buckets of distances up to {self.max_distance}, of which {single} hold"
+                " one distance each",
+                "check relative_attention_num_buckets and relative_attention_max_distance in config.json.",
+            )
 
 
 @dataclass(frozen=True)
@@ -273,7 +283,7 @@ class Layer:
 
     before_*: the norm of a block's input; None = the block reads the residual stream itself. after_*: the norm of its
     result. parallel: both blocks read the same residual stream, and the same norm of it if before_mlp is None.
-    residual_scale: the factor of both results. token_inputs: the inputs by token that are added after both. scaled: a
+    residual_scale: the factor of all results. token_inputs: the inputs by token that are added after both. scaled: a
     stored number multiplies the residual stream at the end. cross: attention over the source; before_cross: the norm of
     its input.
     """
@@ -310,11 +320,13 @@ class Embedding:
 class Head:
     """The output matrix. tied: it is the embedding table.
 
-    tokens: the ids of its rows, ascending; () = all. Other tokens have the logit -inf. scale: the factor of logits.
-    softcap: c limits logits l, after `scale`, to c * tanh(l / c).
+    by_files: a tied head has a matrix of its own if the files hold one that differs from the table. tokens: the ids of
+    its rows, ascending; () = all. Other tokens have the logit -inf. scale: the factor of logits. softcap: c limits
+    logits l, after `scale`, to c * tanh(l / c).
     """
 
     tied: bool = False
+    by_files: bool = False
     tokens: tuple[int, ...] = ()
     scale: float = 1.0
     softcap: float | None = None
@@ -350,6 +362,9 @@ class DecoderConfig:
     def __post_init__(self) -> None:
         for index, layer in enumerate(self.layers):
             self._check_layer(index, layer)
+        for layers in (self.layers, self.encoder.layers if self.encoder else ()):
+            _check_distances(layers)
+        self._check_encoder()
         self._check_sizes()
         restart_of(self.ropes)  # checks them
 
@@ -370,9 +385,30 @@ class DecoderConfig:
                 "use a checkpoint whose table has all tokens.",
             )
 
+    def _check_encoder(self) -> None:
+        """Check that a source can be a sequence of the cache: all layers have keys of one shape for each position."""
+        encoder = self.encoder.layers if self.encoder else ()
+        if any(bool(layer.cross) != bool(encoder) for layer in self.layers) or any(layer.cross for layer in encoder):
+            raise ModelError(
+                "config.json describes an encoder whose result not all layers of the decoder read, or none",
+                "use a checkpoint of one of the supported families.",
+            )
+        stored = [layer.attention for layer in (*self.layers, *encoder)] if encoder else []
+        read = [(layer.attention, layer.cross) for layer in self.layers if layer.cross]
+        read += [(self.layers[0].attention, layer.attention) for layer in encoder]
+        if any(of.window or of.shares is not None for of in stored) or any(
+            (own.kv_heads, own.head_dim) != (other.kv_heads, other.head_dim) for own, other in read
+        ):
+            raise ModelError(
+                "config.json describes an encoder and a decoder with windows, or with heads of different sizes",
+                "use a checkpoint whose attention has one size and no windows.",
+            )
+
     def _check_sizes(self) -> None:
         """Refuse matrices whose sizes could overflow, before their files are opened."""
-        inner = max(max(layer.mlp.size, layer.attention.fused_size) for layer in self.layers)
+        layers = (*self.layers, *(self.encoder.layers if self.encoder else ()))
+        attentions = [of for layer in layers for of in (layer.attention, layer.cross) if of]
+        inner = max(*(layer.mlp.size for layer in layers), *(of.fused_size for of in attentions))
         tables = sum(layer.token_inputs.size for layer in self.layers if layer.token_inputs)
         largest = max(inner, self.vocab_size)
         if tables * self.vocab_size > MOST_WEIGHTS:
@@ -423,9 +459,23 @@ class DecoderConfig:
         return restart_of(self.ropes)
 
     def truncated(self, num_layers: int) -> DecoderConfig:
-        """Return the decoder of the first layers, with the same norm and head."""
+        """Return the decoder of the first layers, with the same encoder, norm and head."""
         return replace(self, layers=self.layers[:num_layers])
 
     def with_head(self, tokens: tuple[int, ...]) -> DecoderConfig:
-        """Return the decoder whose head has only the rows of these tokens, and is not the embedding table."""
-        return replace(self, head=replace(self.head, tied=False, tokens=tokens))
+        """Return the decoder whose head has only the rows of these tokens, () = all, and is not the embedding table."""
+        return replace(self, head=replace(self.head, tied=False, by_files=False, tokens=tokens))
+
+
+def _check_distances(layers: Sequence[Layer]) -> None:
+    """Check that each table of distances that a layer shares is that of an earlier layer, and fits."""
+    for index, layer in enumerate(layers):
+        own, of = layer.attention, layer.attention.distances
+        if of is None or of.shares is None:
+            continue
+        owner = layers[of.shares].attention if of.shares < index else None
+        if owner is None or (owner.heads, owner.distances) != (own.heads, replace(of, shares=None)):
+            raise ModelError(
+                f"config.json describes layer {index} with the distances of layer {of.shares}, which has other ones",
+                "use a checkpoint of one of the supported families.",
+            )

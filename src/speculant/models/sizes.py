@@ -20,10 +20,16 @@ if TYPE_CHECKING:
 TABLE, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 POSITIONS = "model.embed_positions.weight"
 LAYER = "model.layers.{}."  # begins the names of a layer's tensors
+ENCODER = "encoder."  # begins the names of the encoder's
+ENCODER_LAYER, ENCODER_NORM = "encoder.layers.{}.", "encoder.norm.weight"
+SELF, CROSS = "self_attn.", "cross_attn."  # begin the names of a layer's attention, and of that over the source
+DISTANCES = "distances.weight"  # of attention
 BEFORE_ATTENTION, BEFORE_MLP = "input_layernorm", "post_attention_layernorm"  # norms of a layer
+BEFORE_CROSS = "cross_attention_layernorm"
 AFTER_ATTENTION, AFTER_MLP = "attention_output_norm", "mlp_output_norm"
 TOKEN_INPUTS, SCALE = "token_inputs.", "scale"  # of a layer; the names of the former begin so
 TOKEN_TABLE = "embed_tokens.weight"  # of the inputs
+SOURCE_KEYS = (CROSS + "k_proj.weight", CROSS + "v_proj.weight")  # end the names of matrices that sources multiply by
 EXPERT = "mlp.experts."  # is in the names of the experts' tensors
 
 Shapes = dict[str, tuple[int, ...]]
@@ -41,6 +47,10 @@ def tensor_shapes(config: DecoderConfig) -> Shapes:
             table = (layer.token_inputs.rows, layer.token_inputs.size)
             found[LAYER.format(index) + TOKEN_INPUTS + TOKEN_TABLE] = table
     found |= _norm(NORM.removesuffix(".weight"), config.norm, hidden)
+    if config.encoder:
+        for index, layer in enumerate(config.encoder.layers):
+            found |= {ENCODER_LAYER.format(index) + name: shape for name, shape in _layer(layer, hidden).items()}
+        found |= _norm(ENCODER_NORM.removesuffix(".weight"), config.encoder.norm, hidden)
     if not config.head.tied:
         found[HEAD] = (len(config.head.tokens) or config.vocab_size, hidden)
     return found
@@ -52,7 +62,10 @@ def parameters(config: DecoderConfig) -> int:
 
 
 def matrix_weights(config: DecoderConfig) -> int:
-    """Return the number of weights of matrices that passes read; those of a short head count as if it were whole."""
+    """Return the number of weights of matrices that passes of the decoder read.
+
+    Those of a short head count as if it were whole.
+    """
     return round(_read_weights(config, None))
 
 
@@ -60,16 +73,26 @@ def pass_matrices(config: DecoderConfig) -> Iterator[tuple[str, tuple[int, int],
     """Yield the name and the shape of each matrix that a pass of one row multiplies by, and the share that it reads.
 
     The share of an expert's matrix is the probability that a row uses it; other matrices have 1. A tied head has the
-    name of the table.
+    name of the table. An encoder's pass reads other matrices, see `source_matrices`.
     """
-    shapes = tensor_shapes(config)
-    if not config.head.tied:
-        del shapes[TABLE]
-    shapes.pop(POSITIONS, None)
-    for name, shape in shapes.items():
-        if len(shape) == 2 and TOKEN_INPUTS + TOKEN_TABLE not in name:
-            n, k = shape
+    unread = {name for name, _ in source_matrices(config)} | ({TABLE} if not config.head.tied else set())
+    for name, (n, k) in _matrices(tensor_shapes(config)):
+        if name not in unread:
             yield name, (n, k), _read_share(config.layers[int(name.split(".")[2])].mlp, 1) if EXPERT in name else 1.0
+
+
+def source_matrices(config: DecoderConfig) -> Iterator[tuple[str, tuple[int, int]]]:
+    """Yield the name and the shape of each matrix that the encoding of a source multiplies by."""
+    for name, shape in _matrices(tensor_shapes(config)):
+        if name.startswith(ENCODER) or name.endswith(SOURCE_KEYS):
+            yield name, shape
+
+
+def _matrices(shapes: Shapes) -> Iterator[tuple[str, tuple[int, int]]]:
+    """Yield the tensors that rows are multiplied by: all of two dimensions but tables."""
+    for name, shape in shapes.items():
+        if len(shape) == 2 and name != POSITIONS and not name.endswith((TOKEN_INPUTS + TOKEN_TABLE, DISTANCES)):
+            yield name, (shape[0], shape[1])
 
 
 def relative_reads(config: DecoderConfig, rows: int) -> float:
@@ -85,7 +108,8 @@ def _read_weights(config: DecoderConfig, rows: int | None) -> float:
     """Return how many weights of matrices a pass of some rows reads, None = of very many."""
     found = float(config.hidden_size * config.vocab_size)
     for layer, count in Counter(config.layers).items():
-        sizes = {name: math.prod(shape) for name, shape in _layer(layer, config.hidden_size).items() if len(shape) == 2}
+        own = _matrices(_layer(layer, config.hidden_size))
+        sizes = {name: math.prod(shape) for name, shape in own if not name.endswith(SOURCE_KEYS)}
         experts = sum(size for name, size in sizes.items() if EXPERT in name)
         found += count * (sum(sizes.values()) - experts * (1 - _read_share(layer.mlp, rows)))
     return found
@@ -103,13 +127,14 @@ def values_per_position(config: DecoderConfig) -> int:
 
 def activations(config: DecoderConfig) -> dict[str, int]:
     """Return the width of each array that a pass fills for a row; see models/native/program.py."""
-    kinds, hidden = set(config.layers), config.hidden_size
+    kinds, hidden = {*config.layers, *(config.encoder.layers if config.encoder else ())}, config.hidden_size
+    attentions = [of for layer in kinds for of in (layer.attention, layer.cross) if of]
     inputs = max((layer.token_inputs.size for layer in kinds if layer.token_inputs), default=0)
     return {
         "x": hidden,
         "y": hidden,
-        "qkv": max(layer.attention.fused_size for layer in kinds),
-        "heads": max(layer.attention.query_size for layer in kinds),
+        "qkv": max(of.fused_size for of in attentions),
+        "heads": max(of.query_size for of in attentions),
         "gated": max(inner_width(layer.mlp) for layer in kinds),
         **_routed_widths(config),
         **({"embedded": hidden, "inputs": inputs, "projected": inputs} if inputs else {}),
@@ -146,6 +171,7 @@ def layer_norms(layer: Layer) -> dict[str, Norm]:
     found = {
         BEFORE_ATTENTION: layer.before_attention,
         AFTER_ATTENTION: layer.after_attention,
+        BEFORE_CROSS: layer.before_cross,
         BEFORE_MLP: layer.before_mlp,
         AFTER_MLP: layer.after_mlp,
     }
@@ -154,7 +180,10 @@ def layer_norms(layer: Layer) -> dict[str, Norm]:
 
 def _layer(layer: Layer, hidden: int) -> Shapes:
     """Return a layer's tensors."""
-    found = _attention(layer.attention, hidden) | _mlp(layer.mlp, hidden)
+    found = {SELF + name: shape for name, shape in _attention(layer.attention, hidden).items()}
+    if layer.cross:
+        found |= {CROSS + name: shape for name, shape in _attention(layer.cross, hidden).items()}
+    found |= _mlp(layer.mlp, hidden)
     for name, norm in layer_norms(layer).items():
         found |= _norm(name, norm, hidden)
     if layer.token_inputs:
@@ -180,21 +209,23 @@ def _token_inputs(of: TokenInputs, hidden: int) -> Shapes:
 
 
 def _attention(of: Attention, hidden: int) -> Shapes:
-    found: Shapes = {"self_attn.o_proj.weight": (hidden, of.query_size)}
+    found: Shapes = {"o_proj.weight": (hidden, of.query_size)}
     own = [("q", of.query_size), ("k", of.key_size), ("v", of.key_size)][: 3 if of.own_kv_heads else 1]
     for name, size in own:
-        found[f"self_attn.{name}_proj.weight"] = (size, hidden)
+        found[f"{name}_proj.weight"] = (size, hidden)
         if of.bias:
-            found[f"self_attn.{name}_proj.bias"] = (size,)
+            found[f"{name}_proj.bias"] = (size,)
     if of.output_bias:
-        found["self_attn.o_proj.bias"] = (hidden,)
+        found["o_proj.bias"] = (hidden,)
+    if of.distances and of.distances.shares is None:
+        found[DISTANCES] = (of.distances.buckets, of.heads)
     if of.sinks:
-        found["self_attn.sinks"] = (of.heads,)
+        found["sinks"] = (of.heads,)
     if of.qk_norm:
         for name, size in zip("qk"[: 2 if of.own_kv_heads else 1], of.normed_sizes, strict=False):
-            found |= _norm(f"self_attn.{name}_norm", of.qk_norm, size)
+            found |= _norm(f"{name}_norm", of.qk_norm, size)
     if of.value_norm and of.own_kv_heads:
-        found |= _norm("self_attn.v_norm", of.value_norm, of.head_dim)
+        found |= _norm("v_norm", of.value_norm, of.head_dim)
     return found
 
 

@@ -153,12 +153,14 @@ class TensorMap:
 
     names: pairs of a tensor of the model (see `models/sizes.py`) and the expression for it, for those that are not
     stored under the model's own names; {} stands for a number, such as that of a layer. An entry for one layer takes
-    precedence over one for all. unused: tensors that the files may have and the model lacks. upright_names: stored
-    matrices that are not transposed, whatever expressions say.
+    precedence over one for all. unused: tensors that the files may have and the model lacks. copies: pairs of a stored
+    tensor and of one with the same numbers, which files may have too, or instead. upright_names: stored matrices that
+    are not transposed, whatever expressions say.
     """
 
     names: tuple[tuple[str, Expression], ...] = ()
     unused: frozenset[str] = frozenset()
+    copies: tuple[tuple[str, str], ...] = ()
     upright_names: tuple[str, ...] = ()
 
     @cached_property

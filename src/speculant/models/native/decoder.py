@@ -180,6 +180,8 @@ class NativeDecoder:
     @staticmethod
     def why_not(config: DecoderConfig) -> str | None:
         """Return why the kernels can't compute layers of these sizes, a model's or a head's; None if they can."""
+        if config.encoder is not None:
+            return "they compute decoders without an encoder"
         for of in dict.fromkeys(layer.attention for layer in config.layers):
             if of.head_dim > MOST_DIM or of.groups > MOST_GROUP:
                 return f"heads of {of.head_dim} in groups of {of.groups} are too large for them"

@@ -32,7 +32,15 @@ from speculant.models.backends.base import (
 from speculant.models.base import CausalLM, ConvertsKeys, check_needs
 from speculant.models.description import DecoderConfig
 from speculant.models.entries import text_config
-from speculant.models.generation import read_end_tokens, read_generation, read_sampling
+from speculant.models.generation import (
+    NO_RULES,
+    OutputRules,
+    read_end_tokens,
+    read_generation,
+    read_output_rules,
+    read_sampling,
+    read_start_tokens,
+)
 from speculant.models.gguf import read_gguf_config, read_gguf_decoder
 from speculant.models.sizes import HEAD, TABLE, matrix_weights, tensor_shapes
 from speculant.models.source import resolve_source
@@ -43,7 +51,7 @@ from speculant.models.weights.gguf import GgufWeights
 from speculant.models.weights.layouts import DECODED_BITS
 from speculant.models.weights.modules import SCHEMES, open_modules, read_scheme
 from speculant.models.weights.source import CheckedWeights, Mapped, ShortHead, StoredWeights, WeightSource, listed_kinds
-from speculant.models.weights.tensors import TensorFiles, check_layers, check_tensors
+from speculant.models.weights.tensors import TensorFiles, check_layers, check_tensors, with_stored_head
 from speculant.params import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -71,6 +79,8 @@ class Checkpoint:
     mapped_bytes: int = 0  # of the model, which the system counts as free memory
     quantizations: Sequence[str] = ()  # types that its weights can be rounded to; none for quantised weights
     weights: int = 0  # their number in the matrices that passes read, those of all experts included; 0 = unknown
+    start_tokens: tuple[int, ...] = ()  # begin each prompt of an encoder-decoder model's decoder
+    output_rules: OutputRules = NO_RULES  # of an encoder-decoder model
 
     @property
     def packing(self) -> Packing:
@@ -136,6 +146,7 @@ def load_model(
     return Checkpoint(
         model, config, folder, chosen, ends, generation, sampling, name, description, backend, made, kept.mapped_bytes,
         () if tensors.quantised_kinds() else backend.quantizations, matrix_weights(files.decoder),
+        *_read_decoding(files.decoder, generation, config),
     )  # fmt: skip
 
 
@@ -160,6 +171,16 @@ def _read_settings(
     """Return the settings of generation in a folder, with the end tokens and the sampling that they recommend."""
     generation = read_generation(folder)
     return generation, read_end_tokens(generation, config, vocab_size), read_sampling(generation, folder)
+
+
+def _read_decoding(
+    decoder: DecoderConfig, generation: Mapping[str, Any], config: Mapping[str, Any]
+) -> tuple[tuple[int, ...], OutputRules]:
+    """Return the tokens that an encoder-decoder model's decoder begins with, and the rules of its outputs."""
+    if decoder.encoder is None:
+        return (), NO_RULES
+    size = decoder.vocab_size
+    return read_start_tokens(generation, config, size), read_output_rules(generation, config, size)
 
 
 def _with_cache_type(
@@ -225,7 +246,8 @@ class CheckpointFiles:
     @classmethod
     def open(cls, place: Path) -> CheckpointFiles:
         """Open a folder or a GGUF file. Raises ModelError."""
-        files = cls(*(_open_folder(place) if place.is_dir() else _open_gguf(place)))
+        config, tensors, described = _open_folder(place) if place.is_dir() else _open_gguf(place)
+        files = cls(config, tensors, with_stored_head(described, tensors))
         check_tensors(files.tensors, files.decoder)
         return files
 
@@ -258,8 +280,8 @@ def _open_folder(folder: Path) -> tuple[dict[str, Any], StoredWeights, DecoderCo
     _check_family(config)  # before the files are opened
     scheme, decoder = read_scheme(config), read_description(config)
     tensors = TensorFiles.open(folder)
-    tensors = tensors.renamed(decoder.tensors.stored(TABLE))
-    check_layers(tensors, decoder.num_layers)
+    tensors = tensors.renamed(decoder.tensors.stored(TABLE)).without_copies(decoder.tensors.copies)
+    check_layers(tensors, max(decoder.num_layers, len(decoder.encoder.layers) if decoder.encoder else 0))
     return (config, tensors, decoder) if scheme is None else (config, *open_modules(tensors, scheme, decoder))
 
 

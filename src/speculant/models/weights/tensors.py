@@ -148,6 +148,25 @@ class TensorFiles:
                 return TensorFiles({name: entry for name, entry in named.items() if name}, self.folder)
         return self
 
+    def without_copies(self, copies: Iterable[tuple[str, str]]) -> TensorFiles:
+        """Return the tensors without copies of others; see `TensorMap.copies`. An absent one is its first copy.
+
+        Raises ModelError if a copy differs.
+        """
+        entries = dict(self.entries)
+        for name, copy in copies:
+            own = entries.pop(copy, None)
+            if own is not None and not _is_equal(entries.setdefault(name, own), own):
+                raise ModelError(
+                    f"{copy} differs from {name}, and the model has one tensor for both",
+                    "use a checkpoint in which they are equal.",
+                )
+        return TensorFiles(entries, self.folder)
+
+
+def _is_equal(one: TensorEntry, other: TensorEntry) -> bool:
+    return one is other or (one.shape == other.shape and torch.equal(_read(one), _read(other)))
+
 
 def _plain(name: str, stored: str, plain: str) -> str:
     """Return a tensor's name with another beginning; "" if it does not begin so. A head keeps its name."""
@@ -166,6 +185,14 @@ def check_layers(found: TensorFiles, layers: int) -> None:
             f"config.json says num_hidden_layers = {layers}, but the weights hold {len(numbers)} layers{spanned}",
             "use the config.json that belongs to these weights, or download the checkpoint again.",
         )
+
+
+def with_stored_head(config: DecoderConfig, found: StoredWeights) -> DecoderConfig:
+    """Return the model with a head of its own if the files decide that and hold one that is not the table."""
+    head, table = config.tensors.stored(HEAD), config.tensors.stored(TABLE)
+    if not config.head.by_files or head not in found.names():
+        return config
+    return config if _is_table(found, head, table) else config.with_head(())
 
 
 def check_tensors(found: StoredWeights, config: DecoderConfig) -> None:
@@ -262,8 +289,13 @@ def _is_harmless(name: str) -> bool:
     return name.endswith(_HARMLESS)
 
 
+def _is_table(found: StoredWeights, head: str, table: str) -> bool:
+    """Whether a stored head equals the table of tokens, if there is one."""
+    return table not in found.names() or torch.equal(read_plain(found, head), read_plain(found, table))
+
+
 def _check_tied_head(found: StoredWeights, head: str, table: str) -> None:
-    if table in found.names() and not torch.equal(read_plain(found, head), read_plain(found, table)):
+    if not _is_table(found, head, table):
         raise ModelError(
             f"config.json says tie_word_embeddings = true, but {head} differs from {table}",
             "set tie_word_embeddings to false in config.json if the head was trained on its own.",
