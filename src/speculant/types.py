@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple, Protocol, overload
 
 from torch import Tensor
@@ -216,6 +217,11 @@ class Request:
         if self.counts is not None:
             self.counts.remove(self.tokens[length:])
         del self.tokens[length:]
+
+    @cached_property
+    def full_salt(self) -> str:
+        """The salt of its keys and values: those of a decoder depend on the source too."""
+        return f"{self.cache_salt}\0{self.source}" if self.source else self.cache_salt
 
     @property
     def output(self) -> list[int]:

@@ -24,6 +24,7 @@ from speculant.kernels.reference_sampler import REFERENCE
 from speculant.lengths.base import DraftLength
 from speculant.metrics import EngineMetrics, StepTiming
 from speculant.models.base import CausalLM, check_taps
+from speculant.models.generation import NO_RULES, OutputRules
 from speculant.params import SamplingParams
 from speculant.sampling.chance import Chances
 from speculant.scheduling.schedule import Schedule
@@ -40,7 +41,7 @@ MOST_DELAYS = 8  # steps in a row that a measurement gives way to new requests
 class EngineOptions:
     """The configuration of an engine: sizes, seed, end tokens and the verifier's name ("auto" or a name).
 
-    sampler makes the distributions.
+    sampler makes the distributions. start_tokens, output_rules: of an encoder-decoder model, see `RequestRules`.
     """
 
     limits: Limits
@@ -48,6 +49,8 @@ class EngineOptions:
     end_token_ids: frozenset[int]
     verification: str = "auto"
     sampler: Sampler = REFERENCE
+    start_tokens: tuple[int, ...] = ()
+    output_rules: OutputRules = NO_RULES
 
 
 class Engine:
@@ -82,8 +85,9 @@ class Engine:
             options.sampler,
         )
         rules = RequestRules(
-            options.limits, target.vocab_size, options.seed, options.end_token_ids, options.verification
-        )
+            options.limits, target.vocab_size, options.seed, options.end_token_ids, options.verification,
+            target.needs.source, options.start_tokens, options.output_rules,
+        )  # fmt: skip
         self._factory = RequestFactory(rules, verifiers, self._drafters)
         self._by_id: dict[str, list[Request]] = {}
         self.metrics = EngineMetrics(blocks_total=cache.num_blocks, block_size=cache.block_size)
