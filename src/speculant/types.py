@@ -304,7 +304,10 @@ class CompletionOutput:
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """A prompt's result: `n` samples, and the figures of all of them together (`RequestMetrics.pooled`)."""
+    """A prompt's result: `n` samples, and the figures of all of them together (`RequestMetrics.pooled`).
+
+    encoder_prompt, encoder_prompt_token_ids: the source of an encoder-decoder model, whose `prompt` is the decoder's.
+    """
 
     request_id: str
     prompt: str | None
@@ -314,6 +317,8 @@ class RequestOutput:
     metrics: RequestMetrics
     prompt_logprobs: list[Logprobs | None] | None = None
     error: str | None = None  # the reason of a finish_reason "error"
+    encoder_prompt: str | None = None
+    encoder_prompt_token_ids: list[int] | None = None
 
     @property
     def num_cached_tokens(self) -> int:

@@ -296,7 +296,9 @@ def keep_all(sources: Sources, seq_id: int, original: Callable[..., None]) -> No
     pass
 
 
-@pytest.mark.parametrize(("name", "fault"), [("of", take_another), ("hold", share_by_first_token), ("release", keep_all)])
+@pytest.mark.parametrize(
+    ("name", "fault"), [("of", take_another), ("hold", share_by_first_token), ("release", keep_all)]
+)
 def test_a_fault_is_found(monkeypatch: pytest.MonkeyPatch, name: str, fault: Callable[..., Any]) -> None:
     expected = alone()  # before the fault
     original = getattr(Sources, name)

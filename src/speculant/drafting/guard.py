@@ -52,9 +52,9 @@ class GuardedDrafter:
 
     def observe_source(self, request: Request, source: Source) -> None:
         """Pass on the source of a sequence that has begun, if the drafter announces that it reads it."""
-        if self.drafter.needs.reads_encoder and request.seq_id in self.begun:
-            if not self._succeeds(partial(self.drafter.observe_source, request, source)):
-                self.end(request)
+        reads = self.drafter.needs.reads_encoder and request.seq_id in self.begun
+        if reads and not self._succeeds(partial(self.drafter.observe_source, request, source)):
+            self.end(request)
 
     def propose(self, pairs: Sequence[tuple[Request, int]], vocab_size: int) -> Proposals:
         """Return checked drafts for pairs (request, limit); a sequence without one has not begun or failed.

@@ -138,7 +138,7 @@ def build_around(config: EngineConfig, target: Checkpoint, tokenizer: Tokenizer 
             sampler,
             target.start_tokens,
             target.output_rules,
-        ),  # fmt: skip
+        ),
         target.model,
         cache,
         KeyedChances(sampler),

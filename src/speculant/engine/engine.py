@@ -112,8 +112,10 @@ class Engine:
 
         Clients have fair shares of the engine; of one client's requests, a lower priority is served sooner. Prompts of
         different salts share no cache. source: what the encoder of an encoder-decoder model reads; the prompt is then
-        the decoder's, which begins with the model's start tokens. Raises RequestError or ConfigError for a prompt or parameters that can't be
-        served, or an id in use, and CapacityError if too many requests wait; nothing is queued then.
+        the decoder's, which begins with the model's start tokens.
+
+        Raises RequestError or ConfigError for a prompt or parameters that can't be served, or an id in use, and
+        CapacityError if too many requests wait; nothing is queued then.
         """
         checked = self.check_request(
             prompt,
