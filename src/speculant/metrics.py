@@ -360,10 +360,10 @@ class EngineMetrics:
 
     Requests are counted per sample. sampled_passes: target passes after which a sequence was given tokens, counted for
     each sequence; a beam search counts as its samples. encode_s, draft_s, verify_s and other_s divide the steps' time,
-    in seconds. lossy samples were verified by a verifier that is not lossless. repeated_steps counts steps that failed and
-    were repeated for each sequence alone; transient_errors counts those of them that then succeeded for every sequence.
-    drafts were verified, with draft_tokens nodes, of which accepted_tokens were kept; accepted_per_position[d] is how
-    many at depth d, the root's children being at 0.
+    in seconds. lossy samples were verified by a verifier that is not lossless. repeated_steps counts steps that failed
+    and were repeated for each source and sequence alone; transient_errors counts those of them that then succeeded for
+    every one. drafts were verified, with draft_tokens nodes, of which accepted_tokens were kept;
+    accepted_per_position[d] is how many at depth d, the root's children being at 0.
     drafter_errors counts calls of a drafter that raised, and drafts that broke its contract; none of them fails a
     request. Of the prompt tokens of ended requests, prefix_hit_tokens were found in the cache. The tokens of a source
     are prompt tokens too. Blocks are those of the target's cache, of block_size positions. computed_tokens: prompt

@@ -305,6 +305,10 @@ def test_a_fault_is_found(monkeypatch: pytest.MonkeyPatch, name: str, fault: Cal
     monkeypatch.setattr(Sources, name, lambda *args: fault(*args, original=original))
     rig = build_rig(encoder_decoder(), limits=LIMITS, cache=few_blocks(40))
     with pytest.raises(AssertionError):
-        requests = add_all(rig)
-        rig.finish()
-        assert results(requests) == expected
+        _expect(expected, rig)
+
+
+def _expect(expected: Sequence[Any], rig: Rig) -> None:
+    requests = add_all(rig)
+    rig.finish()
+    assert results(requests) == expected

@@ -270,7 +270,7 @@ class Frontend:
         return params
 
     def _truncated(self, given: TokenisedPrompt, params: SamplingParams) -> TokenisedPrompt:
-        """Return a prompt of which `truncate_prompt_tokens` keeps the end; of an encoder-decoder's, that of the source."""
+        """Return a prompt of which `truncate_prompt_tokens` keeps the end: of its source, if the model reads one."""
         most = params.truncate_prompt_tokens
         if most is None:
             return given
@@ -287,7 +287,7 @@ class Frontend:
 
 def _no_chat() -> RequestError:
     return RequestError(
-        "the model is an encoder-decoder, which completes no conversations",
+        "the model is an encoder-decoder, which has no conversations",
         "give the text to `generate` as the prompt.",
     )
 

@@ -171,8 +171,8 @@ class CacheMemory:
         shorter = f", or set max_model_len to {fits} or less" if fits else ""
         sources = " with sources" if self._has_source else ""
         return CapacityError(
-            f"the {whose}'s cache: {num_seqs} x {longest} positions of keys and values{sources} need {needed / mib:.1f} MiB "
-            f"and its share of the memory is {share / mib:.1f} MiB",
+            f"the {whose}'s cache: {num_seqs} x {longest} positions of keys and values{sources} need "
+            f"{needed / mib:.1f} MiB and its share of the memory is {share / mib:.1f} MiB",
             f"raise kv_memory{fewer}{shorter}.",
         )
 

@@ -130,9 +130,7 @@ def _read_pair(given: Any) -> PromptPair:
     _check_text("cache_salt", salt)
     own = _read_plain(encoder)
     if salt and own.cache_salt not in ("", salt):
-        raise RequestError(
-            "the encoder_prompt and the prompt around it have different cache salts", "give one of them."
-        )
+        raise RequestError("an encoder_prompt and the prompt around it have different cache salts", "give one of them.")
     return PromptPair(own, None if decoder is None else _read_plain(decoder), salt or own.cache_salt)
 
 

@@ -224,9 +224,9 @@ class RequestFactory:
                 f"the prompt has {len(prompt)} tokens and max_model_len is {longest}, which leaves none to generate",
                 "shorten the prompt or raise max_model_len.",
             )
-        if tuple(prompt[: len(start)]) != start:
+        if (begin := tuple(prompt[: len(start)])) != start:
             raise RequestError(
-                f"the decoder's prompt begins with {list(prompt[: len(start)])}, and the model's start with {list(start)}",
+                f"the decoder's prompt begins with {list(begin)}, and the model's outputs with {list(start)}",
                 f"put {list(start)} before it.",
             )
         _check_tokens("prompt", prompt, self._rules.vocab_size)

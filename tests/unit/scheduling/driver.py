@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -53,6 +53,7 @@ class Driver:
         priority: int = 0,
         params: SamplingParams | None = None,
         client: Client = ANYONE,
+        source: Sequence[int] = (),
     ) -> Request:
         """Queue a request; its prompt repeats one token, by default one that no other has."""
         seq_id = len(self.requests)
@@ -63,6 +64,7 @@ class Driver:
             request_id=request_id or f"request-{seq_id}",
             priority=priority,
             client=client,
+            source=tuple(source),
         )
         self.scheduler.add([request])
         self.requests.append(request)
@@ -83,9 +85,12 @@ class Driver:
         """Schedule, compute all items, and commit a token wherever no token is missing."""
         schedule = self.scheduler.schedule()
         self.started += schedule.admitted
+        for source, _ in schedule.sources:
+            assert self.cache.reserve(source.seq_id, len(source.tokens)).start == 0, "a source is encoded twice"
         for item in schedule.items:
             slots = self.cache.reserve(item.request.seq_id, item.count)
             assert slots.start == item.start, "something is skipped or fed twice"
+            assert item.source is None or self.scheduler.sources.is_encoded(item.source), "a source is not encoded"
         for item in schedule.items:
             if item.completes:
                 item.request.tokens.append(7)
@@ -99,6 +104,7 @@ class Driver:
     def check(self) -> None:
         """Assert that waiting requests own no blocks."""
         self.cache.check()
+        self.scheduler.sources.check()
         assert all(self.cache.length(request.seq_id) == 0 for request in self.scheduler.waiting)
 
     def steps_until(self, done: Callable[[], bool], most: int = 1000) -> int:

@@ -28,8 +28,8 @@ class Case:
 
     length: draft nodes. steps: verifications with a draft. idle: the most verifications without one; None = the number
     that a long prompt may need. width: branches followed in one batch. budget: the most rows of a step. The caches must
-    not keep prefixes, or one branch would change the steps of the next. source: the prompt is the decoder's prompt of an
-    encoder-decoder model, which has read this source; () = a decoder alone.
+    not keep prefixes, or one branch would change the steps of the next. source: what an encoder-decoder model reads,
+    whose decoder has the prompt; () = the model is a decoder alone.
     """
 
     pair: Pair
