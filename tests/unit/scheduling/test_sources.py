@@ -134,6 +134,14 @@ def test_the_order_of_waiting_requests_does_not_depend_on_sources() -> None:
     assert driver.waiting == [shorter, longer]
 
 
+def test_the_shortest_prompt_is_the_one_with_the_shortest_source() -> None:
+    driver = Driver(blocks(40), max_num_seqs=1, policy="shortest-prompt")
+    driver.add(1, max_tokens=9)
+    driver.step()
+    long, short = driver.add(1, source=source(9)), driver.add(4, source=source(5))
+    assert driver.waiting == [short, long]
+
+
 def test_rows_of_sources_are_charged_to_the_client() -> None:
     driver = Driver(blocks(99), budget=24)
     one, two = Client("one"), Client("two")
@@ -152,6 +160,18 @@ def test_each_client_gets_the_rows_for_its_longest_source() -> None:
     longest = driver.add(1, max_tokens=2, source=source(Limits(100, 4, 16).max_source_len), client=Client("other"))
     assert driver.steps_until(lambda: longest.num_output > 0) <= 4
     driver.finish()
+
+
+def test_a_source_finds_its_rows_beside_the_client_s_own_texts() -> None:
+    """The client gets a row for each of its texts too, as they come before the source."""
+    driver, own = Driver(blocks(200), max_num_seqs=6, budget=20), Client("own")
+    for _ in range(3):
+        driver.add(1, max_tokens=60, client=own)
+    for token in range(2):
+        driver.add(90, max_tokens=2, token=token, client=Client("busy"))
+    driver.step()
+    longest = driver.add(1, max_tokens=2, source=source(Limits(100, 6, 20).max_source_len), client=own)
+    assert driver.steps_until(lambda: longest.num_output > 0) <= 4
 
 
 def test_a_failed_step_drops_its_sources() -> None:
