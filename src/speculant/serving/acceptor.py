@@ -31,7 +31,6 @@ class Acceptor:
         """connect: returns the protocol of a connection from an address."""
         self._socket, self._connections, self._connect = listening, connections, connect
         self._loop, self._rarely = asyncio.get_running_loop(), Rarely()
-        self._beginning: set[asyncio.Task[None]] = set()
         self._retry: asyncio.TimerHandle | None = None
         listening.setblocking(False)
         self._resume()
@@ -74,18 +73,9 @@ class Acceptor:
     def _take(self, accepted: socket.socket, host: str) -> None:
         connection = self._connect(host)
         if self._connections.add(connection, host):
-            task = self._loop.create_task(self._begin(accepted, connection))
-            self._beginning.add(task)
-            task.add_done_callback(self._beginning.discard)
+            connection.begin(accepted)
             return
         self._rarely.warn("refused a connection from %s: %s are open", host, len(self._connections))
         with accepted, suppress(OSError):
             accepted.setblocking(False)
             accepted.send(_FULL)
-
-    async def _begin(self, accepted: socket.socket, connection: HttpConnection) -> None:
-        try:
-            await self._loop.connect_accepted_socket(lambda: connection, accepted)
-        except OSError:  # the client has gone
-            self._connections.remove(connection)
-            accepted.close()
