@@ -31,6 +31,7 @@ from tests.servers import ServerProcess
 
 KEYS = ("first", "second", "third", "fourth")
 OVERLOADED = (429, 503)
+PATIENCE = 600.0  # seconds for an answer on a machine that does much else
 LEAK = 1.05
 STORED = 2**18  # bytes of stored responses
 MEMORY = {"resident": "VmRSS", "anonymous": "RssAnon"}  # the kernel's name of each kind
@@ -39,24 +40,33 @@ FORMAT = {"type": "json_schema", "json_schema": {"name": "f", "schema": FORM}}
 
 
 class Client:
-    """Sends random requests with one key until it is told to stop."""
+    """Sends random requests with one key until it is told to stop. texts: those of seeds, which all clients share."""
 
-    def __init__(self, url: str, key: str, seed: int, counts: Counter[str], stop: threading.Event) -> None:
-        self._chance, self._counts, self._stop = random.Random(seed), counts, stop
+    def __init__(
+        self, url: str, key: str, seed: int, counts: Counter[str], stop: threading.Event, texts: dict[int, str]
+    ) -> None:
+        self._chance, self._counts, self._stop, self._texts = random.Random(seed), counts, stop, texts
         headers = {"authorization": f"Bearer {key}"}
-        self._http = httpx.Client(base_url=url, headers=headers, timeout=120, trust_env=False)
-        self._known: dict[int, str] = {}  # the texts of seeds
+        self._http = httpx.Client(base_url=url, headers=headers, timeout=PATIENCE, trust_env=False)
         self.problem: str | None = None
+
+    @property
+    def kinds(self) -> list[Callable[[], None]]:
+        """What it may send."""
+        kinds: list[Callable[[], None]] = [self._text, self._text, self._stream, self._leave, self._form, self._beams]
+        return [*kinds, self._respond, self._refused, self._many, self._read]
 
     def run(self) -> None:
         """Send requests; the first problem ends it."""
-        kinds: list[Callable[[], None]] = [self._text, self._text, self._stream, self._leave, self._form, self._beams]
-        kinds += [self._respond, self._refused, self._many, self._read]
         try:
             while not self._stop.is_set():
-                self._chance.choice(kinds)()
+                self._chance.choice(self.kinds)()
         except Exception as error:  # noqa: BLE001 - it is reported by the main thread
             self.problem = f"{type(error).__name__}: {error}"
+
+    def close(self) -> None:
+        """Close its connections."""
+        self._http.close()
 
     def _post(self, path: str, **body: Any) -> httpx.Response:
         response = self._http.post(path, json=body)
@@ -71,7 +81,7 @@ class Client:
         answer = self._post("/v1/completions", prompt=prompt, seed=seed, temperature=0.8, max_tokens=tokens)
         if answer.status_code == 200:
             text = answer.json()["choices"][0]["text"]
-            assert self._known.setdefault(seed, text) == text, f"the text of seed {seed} changed"
+            assert self._texts.setdefault(seed, text) == text, f"the text of seed {seed} changed"
 
     def _stream(self, most: int = 10**6) -> None:
         body = {"prompt": self._prompt(), "max_tokens": self._chance.randrange(1, 128), "stream": True}
@@ -134,8 +144,8 @@ def soak(seconds: float, every: float) -> bool:
         "demo", "--draft-model", "demo", "--max-waiting", "64", "--max-stored-bytes", str(STORED), *keys
     )
     server.ready()
-    counts, stop, seen = Counter[str](), threading.Event(), list[dict[str, int]]()
-    clients = [Client(server.url, key, seed, counts, stop) for seed, key in enumerate(KEYS * 3)]
+    counts, stop, texts, seen = Counter[str](), threading.Event(), dict[int, str](), list[dict[str, int]]()
+    clients = [Client(server.url, key, seed, counts, stop, texts) for seed, key in enumerate(KEYS * 3)]
     threads = [threading.Thread(target=each.run, daemon=True) for each in clients]
     for thread in threads:
         thread.start()
@@ -146,7 +156,7 @@ def soak(seconds: float, every: float) -> bool:
         print(f"{time.monotonic() - started:6.0f} s  {seen[-1]}  {dict(counts)}", flush=True)
     stop.set()
     for thread in threads:
-        thread.join(130)
+        thread.join(PATIENCE + 10)
     problems = [each.problem for each in clients if each.problem is not None]
     if problems:
         print(f"problems: {problems}")
