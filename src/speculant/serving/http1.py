@@ -18,6 +18,7 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState as UvicornState
 
+from speculant.serving.clients import network_of
 from speculant.serving.connections import Connections
 from speculant.serving.errors import ApiError, refusal
 from speculant.serving.options import ServerOptions
@@ -30,6 +31,9 @@ _PIECE = 16 * 2**10  # bytes that are received and parsed at a time
 _LEAST_READ = 64 * 2**10  # bytes of an answer that a client has to read within send_timeout
 _END = getattr(select, "POLLRDHUP", 0)  # where it is missing, only a connection that is closed both ways is noticed
 _LINGER = 1.0  # seconds of discarding the rest of a refused request, so that the client reads the answer
+
+
+Address = tuple[str, int]  # host and port
 
 
 @dataclass(frozen=True)
@@ -50,11 +54,11 @@ class HttpConnection(H11Protocol, asyncio.BufferedProtocol):
     cycle: Any  # None before the first request
     conn: _CheckedHttp
 
-    def __init__(self, server: Surroundings, app_state: dict[str, Any], client: str) -> None:
-        """client: the address that takes turns with others when data are parsed, as `network_of` returns it."""
+    def __init__(self, server: Surroundings, app_state: dict[str, Any], address: Address) -> None:
+        """address: the client's. The system does not tell it any more once the client has reset the connection."""
         super().__init__(server.config, server.state, app_state)
         self._options, self._connections, self._turns = server.options, server.connections, server.turns
-        self._client = client
+        self._address, self._turn = address, network_of(address[0])  # networks take turns when data are parsed
         self.conn = _CheckedHttp(server.options.max_header_bytes, self._refuse)
         self._received = bytearray()  # and not parsed yet
         self._deadline: float | None = None  # of the next head, in the loop's time
@@ -66,6 +70,7 @@ class HttpConnection(H11Protocol, asyncio.BufferedProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """See `asyncio.Protocol`."""
         super().connection_made(transport)
+        self.client = self._address
         inner: Any = self.app
 
         async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -94,7 +99,7 @@ class HttpConnection(H11Protocol, asyncio.BufferedProtocol):
         if self._refused:
             return
         if not self._received:
-            self._turns.add(self._client, self._parse)
+            self._turns.add(self._turn, self._parse)
         self._received += memoryview(self._space)[:nbytes]
         self.transport.pause_reading()
 
