@@ -18,6 +18,7 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState as UvicornState
 
+from speculant.serving.clients import network_of
 from speculant.serving.connections import Connections
 from speculant.serving.errors import ApiError, refusal
 from speculant.serving.options import ServerOptions
@@ -31,6 +32,9 @@ _MOST_EVENTS = 32  # that are parsed at a time: heads, and parts of bodies
 _LEAST_READ = 64 * 2**10  # bytes of an answer that a client has to read within send_timeout
 _END = getattr(select, "POLLRDHUP", 0)  # where it is missing, only a connection that is closed both ways is noticed
 _LINGER = 1.0  # seconds of discarding the rest of a refused request, so that the client reads the answer
+
+
+Address = tuple[str, int]  # host and port
 
 
 @dataclass(frozen=True)
@@ -51,11 +55,11 @@ class HttpConnection(H11Protocol, asyncio.BufferedProtocol):
     cycle: Any  # None before the first request
     conn: _CheckedHttp
 
-    def __init__(self, server: Surroundings, app_state: dict[str, Any], client: str) -> None:
-        """client: the address that takes turns with others, as `network_of` returns it."""
+    def __init__(self, server: Surroundings, app_state: dict[str, Any], address: Address) -> None:
+        """address: the client's. The system does not tell it any more once the client has reset the connection."""
         super().__init__(server.config, server.state, app_state)
         self._options, self._connections, self._turns = server.options, server.connections, server.turns
-        self._client = client
+        self._address, self._network = address, network_of(address[0])  # networks take turns
         self._accepted: socket.socket | None = None  # while it waits for its turn to begin
         self.conn = _CheckedHttp(server.options.max_header_bytes, self._refuse)
         self._received = bytearray()  # and not parsed yet
@@ -66,7 +70,7 @@ class HttpConnection(H11Protocol, asyncio.BufferedProtocol):
     def begin(self, accepted: socket.socket) -> None:
         """Begin, in the client's turn, with an accepted socket."""
         self._accepted = accepted
-        self._turns.add(self._client, self, self._begin)
+        self._turns.add(self._network, self, self._begin)
 
     def _begin(self) -> None:
         assert self._accepted is not None
@@ -85,6 +89,7 @@ class HttpConnection(H11Protocol, asyncio.BufferedProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """See `asyncio.Protocol`."""
         super().connection_made(transport)
+        self.client = self._address
         inner: Any = self.app
 
         async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -101,7 +106,7 @@ class HttpConnection(H11Protocol, asyncio.BufferedProtocol):
         super().connection_lost(exc)
         self._unset_keepalive_if_required()  # uvicorn leaves it if the client has reset the connection
         self._connections.remove(self)
-        self._turns.withdraw(self._client, self)
+        self._turns.withdraw(self._network, self)
         self.conn.refuse = _ignore  # without this reference the connection's buffers are freed at once
 
     def get_buffer(self, sizehint: int) -> bytearray:
@@ -116,11 +121,11 @@ class HttpConnection(H11Protocol, asyncio.BufferedProtocol):
 
     def _take_turn(self) -> None:
         self.transport.pause_reading()
-        self._turns.add(self._client, self, self._parse)
+        self._turns.add(self._network, self, self._parse)
 
     @property
     def _has_turn(self) -> bool:
-        return self._turns.has(self._client, self)
+        return self._turns.has(self._network, self)
 
     def _parse(self) -> None:
         data, self._received = bytes(self._received), bytearray()
@@ -198,7 +203,7 @@ class HttpConnection(H11Protocol, asyncio.BufferedProtocol):
         if self.transport is not None:
             self.transport.abort()
         elif self._accepted is not None:
-            self._turns.withdraw(self._client, self)
+            self._turns.withdraw(self._network, self)
             self._accepted.close()
 
     def check(self, now: float) -> None:
