@@ -7,14 +7,14 @@ last quarter of the run is over 5% above that in the second quarter: all residen
 has no pages of files.
 
 A server fills some memory and keeps it: the pages of the KV cache, the prefixes that it knows, the words that the
-tokenizer has met, and stored responses. The last would grow for an hour, until the first of them expire, so the server
-may store only 256 KiB of them. All of this is full after 2,000 requests, which have to be answered in the first
-quarter.
+tokenizer has met, the texts that drafts continue, and stored responses. The last two would grow for most of an hour, so
+their bounds are small here. All of this is full after 2,000 requests, which have to be answered in the first quarter.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import statistics
 import sys
@@ -33,7 +33,9 @@ KEYS = ("first", "second", "third", "fourth")
 OVERLOADED = (429, 503)
 PATIENCE = 600.0  # seconds for an answer on a machine that does much else
 LEAK = 1.05
-STORED = 2**18  # bytes of stored responses
+SUFFIX = {"method": "suffix", "suffix_decoding_corpus_tokens": 2**14}
+DRAFTERS = {"method": "fallback", "members": [SUFFIX, "prompt_lookup", "draft_model"]}
+BOUNDS = ["--max-waiting", "64", "--max-stored-bytes", str(2**18), "--speculative-config", json.dumps(DRAFTERS)]
 MEMORY = {"resident": "VmRSS", "anonymous": "RssAnon"}  # the kernel's name of each kind
 FORM = {"type": "object", "properties": {"a": {"enum": ["x", "y"]}}, "required": ["a"], "additionalProperties": False}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "f", "schema": FORM}}
@@ -140,9 +142,7 @@ def is_flat(kind: str, seen: Sequence[int]) -> bool:
 def soak(seconds: float, every: float) -> bool:
     """Run the load; return whether nothing was wrong."""
     keys = [part for key in KEYS for part in ("--api-key", key)]
-    server = ServerProcess(
-        "demo", "--draft-model", "demo", "--max-waiting", "64", "--max-stored-bytes", str(STORED), *keys
-    )
+    server = ServerProcess("demo", "--draft-model", "demo", *BOUNDS, *keys)
     server.ready()
     counts, stop, texts, seen = Counter[str](), threading.Event(), dict[int, str](), list[dict[str, int]]()
     clients = [Client(server.url, key, seed, counts, stop, texts) for seed, key in enumerate(KEYS * 3)]
