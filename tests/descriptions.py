@@ -47,6 +47,7 @@ PAIR: dict[str, Any] = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "num_kv_heads": 4, "head_dim": 8,
     "layers": 2, "encoder_layers": 3, "buckets": 32, "max_distance": 128, "own_distances": False, "gated": False,
     "activation": "relu", "bias": False, "norm": Norm(1e-6), "scale": 1.0, "tied": True, "head_scale": 32**-0.5,
+    "max_positions": 2048,
 }  # fmt: skip
 
 
@@ -71,6 +72,6 @@ def describe_pair(**changes: Any) -> DecoderConfig:
         layers=layers(given["layers"], both_ways=False, **cross),
         norm=given["norm"],
         head=Head(given["tied"], scale=given["head_scale"]),
-        max_positions=2048,
+        max_positions=given["max_positions"],
         encoder=Encoder(layers(given["encoder_layers"], both_ways=True), given["norm"]),
     )

@@ -33,7 +33,7 @@ from speculant.models.weights.load import load_model
 from speculant.models.weights.source import CheckedWeights, ModuleWeights, QuantizedBlocks, WeightSource, kind_of
 from speculant.sampling.chance import mix
 from tests.backends import FakeBackend
-from tests.descriptions import describe
+from tests.descriptions import describe, describe_pair
 from tests.models import Checkpoints
 from tests.unit.models.families import Session
 
@@ -47,6 +47,7 @@ VARIANTS = {
     "plain": CONFIG,
     "biased": describe(**SIZES, qkv_bias=True, output_bias=True),
     "tied": describe(**SIZES, tie_embeddings=True, qk_norm=True),
+    "encoder": describe_pair(vocab_size=300, hidden_size=64, head_dim=16, max_positions=128),
 }
 SETTINGS = [
     SamplingSettings(0.0),

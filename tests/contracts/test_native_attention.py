@@ -325,6 +325,16 @@ def test_attention_over_a_source(isa: str, type_: Type, block: int, parents: Seq
         check_paths(isa, threads, shape, fed, leaves=3)
 
 
+@pytest.mark.parametrize("start", [0, 600, 1100])
+@pytest.mark.parametrize("threads", [1, 4])
+@pytest.mark.parametrize("isa", SETS)
+def test_all_of_a_source_that_is_longer_than_the_text(isa: str, threads: int, start: int) -> None:
+    """Threads share the spans of a source, which are more than those of the text."""
+    fed = make(Shape(), Rows(start, 2, source=1700))
+    (seen,) = Attention(Shape(), [fed]).run(opened(isa, threads))
+    assert torch.allclose(seen.double(), expected(Shape(), fed), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("block", [3, 16, 64])
 @pytest.mark.parametrize("window", [1, 40, 100, 600])

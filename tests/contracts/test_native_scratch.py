@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,11 +13,14 @@ import torch
 from torch import Tensor
 
 from speculant.cache.factory import slotted_cache
-from speculant.kernels.native import MOST_DIM, MOST_GROUP, usable_sets
+from speculant.kernels.native import MOST_DIM, MOST_GROUP, open_kernels, usable_sets
 from speculant.models.base import SequenceInput, build_batch
+from speculant.models.description import Mlp
 from speculant.models.native.decoder import NativeDecoder
+from speculant.models.reference.decoder import Decoder
 from speculant.types import DraftTree
-from tests.exactness.test_native_decoder import make_native
+from tests.descriptions import describe_pair
+from tests.exactness.test_native_decoder import make_native, packed
 
 pytestmark = pytest.mark.skipif(not usable_sets(), reason="the native kernels are not built")
 ROOT = Path(__file__).parents[2]
@@ -219,3 +223,20 @@ def test_buffers_and_angles_are_counted(rows: int) -> None:
     buffers = [value for value in vars(model._buffers).values() if isinstance(value, Tensor)]
     kept = sum(each.numel() * each.element_size() for each in [*buffers, *model._angles.tensors])
     assert kept < model.scratch_bytes(rows, rows)
+
+
+@pytest.mark.parametrize("rows", [1, 300])
+def test_buffers_of_an_encoder_are_counted(rows: int) -> None:
+    """Its rows are wider than those of the decoder."""
+    config, kernels = describe_pair(vocab_size=40), open_kernels(threads=2)
+    assert config.encoder is not None
+    assert kernels is not None
+    wide = tuple(replace(layer, mlp=Mlp(5000)) for layer in config.encoder.layers)
+    decoder = Decoder(replace(config, encoder=replace(config.encoder, layers=wide)))
+    model = packed(decoder.requires_grad_(False), kernels)
+    cache = slotted_cache(model.cache_shape, 1, 1000)
+    batch = build_batch([SequenceInput(1, [1] * rows, DraftTree.empty())], cache, torch.device("cpu"))
+    with torch.inference_mode():
+        model.encode(batch, cache.storage)
+    kept = sum(4 * value.numel() for value in vars(model._buffers).values() if isinstance(value, Tensor))
+    assert 4 * 5000 * rows < kept < model.scratch_bytes(rows, rows)

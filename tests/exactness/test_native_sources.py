@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from torch import Tensor
 
 from speculant.cache.base import CacheShape, KVCache
 from speculant.cache.factory import paged_cache, slotted_cache
+from speculant.drafting.heads import eagle
+from speculant.drafting.heads.folder import HeadFolder
 from speculant.errors import RequestError
 from speculant.kernels.native import Kernels, Type, open_kernels, usable_sets
 from speculant.kernels.native_sampler import NativeSampler
@@ -26,6 +29,7 @@ from speculant.sampling.chance import KeyedChances
 from speculant.sampling.distribution import sampling_settings
 from speculant.types import DraftTree
 from tests.descriptions import describe_pair
+from tests.heads import write_eagle
 from tests.models import make_request
 
 SETS = usable_sets()
@@ -292,6 +296,22 @@ def test_taps_of_a_model_with_a_source_enter_its_layers() -> None:
         found.append(model.forward(batch, cache.storage, (2, 0, 1, 2)).taps)
     for seen, known in zip(*found, strict=True):
         torch.testing.assert_close(seen, known, atol=1e-4, rtol=1e-4)
+
+
+@torch.inference_mode()
+def test_a_head_reads_states_and_no_source(tmp_path: Path) -> None:
+    """It has layers of its own, whose rows see their own sequence; table and output head are the target's."""
+    decoder, folder = make_reference(), HeadFolder.open(write_eagle(tmp_path, 32, 96), "eagle")
+    tokens, states = tokens_of(1, 9), torch.randn(9, 32, generator=torch.Generator().manual_seed(1))
+    found = list[Tensor]()
+    for target in (packed(decoder, opened()), decoder):
+        head = eagle.load(folder, target)
+        assert isinstance(head, NativeDecoder) == isinstance(target, NativeDecoder)
+        assert not head.needs.source
+        cache = CACHES["paged"](head.cache_shape)
+        batch = build_batch([SequenceInput(1, tokens, DraftTree.empty(), hidden=states)], cache, CPU)
+        found.append(head.logits(head.forward(batch, cache.storage).last))
+    torch.testing.assert_close(*found, atol=1e-4, rtol=1e-4)
 
 
 @torch.inference_mode()

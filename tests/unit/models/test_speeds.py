@@ -16,7 +16,7 @@ from speculant.models.native import speeds
 from speculant.models.sizes import matrix_weights, pass_matrices
 from speculant.models.weights.rounding import ROUNDINGS
 from speculant.models.weights.source import ModuleWeights
-from tests.descriptions import describe
+from tests.descriptions import describe, describe_pair
 from tests.exactness.test_native_decoder import make_decoder
 
 native = pytest.mark.skipif(not usable_sets(), reason="the native kernels are not built")
@@ -33,7 +33,7 @@ def kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Kernels:
 
 
 def test_a_pass_reads_its_matrices_once() -> None:
-    for config in (describe(), describe(tie_embeddings=True)):
+    for config in (describe(), describe(tie_embeddings=True), describe_pair()):
         assert sum(n * k for _, (n, k), _ in pass_matrices(config)) == matrix_weights(config)
     shares = {name: share for name, _, share in pass_matrices(describe(experts=Experts(8, 2, 40)))}
     assert {share for name, share in shares.items() if ".experts." in name} == {2 / 8}

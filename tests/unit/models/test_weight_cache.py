@@ -37,6 +37,8 @@ from tests.contracts.test_input_embeddings import Session
 from tests.examples import examples
 from tests.gguf_models import convert
 from tests.models import Checkpoints, Shape, write_checkpoint
+from tests.unit.models.families import Session as SourceSession
+from tests.unit.models.families import write_variant
 
 pytestmark = pytest.mark.skipif(not usable_sets(), reason="the native kernels are not built")
 WAYS = [("plain", None), ("12bit", None), ("plain", "int8"), ("plain", "int4")]
@@ -100,6 +102,21 @@ def test_bits_are_the_same_with_the_cache(source: str, folder: Path, packing: st
     assert [each.mapped_bytes > 0 for each in found] == [False, False, True]
     assert torch.equal(logits(found[0]), logits(found[1]))
     assert torch.equal(logits(found[0]), logits(found[2]))
+
+
+@pytest.mark.parametrize(("packing", "quantization"), WAYS)
+def test_bits_of_an_encoder_are_the_same_with_the_cache(
+    folder: Path, tmp_path: Path, packing: str, quantization: str | None
+) -> None:
+    source = tmp_path / "model"
+    source.mkdir()
+    write_variant(source, "t5", "flan")
+    time.sleep(2 * TICK)
+    found = [load(str(source), each, packing, quantization) for each in (None, folder, folder)]
+    assert [each.source for each in found] == ["", KEPT, MAPPED]
+    seen = [SourceSession(each.model).extend([*range(50)]).view(torch.int32) for each in found]
+    assert torch.equal(seen[0], seen[1])
+    assert torch.equal(seen[0], seen[2])
 
 
 def test_blocks_have_the_same_bits_with_the_cache(source: str, folder: Path, tmp_path: Path) -> None:
