@@ -173,21 +173,23 @@ class Scheduler:
     def _budgets(self) -> dict[str, int]:
         """Return the rows of this step that each client with running requests may use.
 
-        The client with the lowest counter gets at least the rows that its widest beam search or its longest source
-        needs, and one for each other of its requests, so that each client gets them in its turn.
+        The client with the lowest counter gets at least the rows that its widest beam search needs, or its longest
+        source beside its other requests, so that each client gets them in its turn.
         """
         budget = self._limits.max_num_batched_tokens
         if self._accounts.few:
             return dict.fromkeys((request.client.name for request in self.running), budget)
-        needs, least, weights, counts = Counter[str](), Counter[str](), dict[str, float](), Counter[str]()
+        needs, least, weights = Counter[str](), Counter[str](), dict[str, float]()
+        longest, counts = Counter[str](), Counter[str]()  # the longest source, and the requests
         for request in sorted(self.running, key=self._place, reverse=True):
             name, fewest, unencoded = request.client.name, self._least(request), self._unencoded(request)
             needs[name] += max(fewest, self._wanted(request)) + unencoded
-            least[name] = max(least[name], fewest, unencoded)
-            counts[name] += 1
+            least[name] = max(least[name], fewest)
+            longest[name], counts[name] = max(longest[name], unencoded), counts[name] + 1
             weights[name] = self._accounts.of(request.client).weight
         first = next(reversed(needs), "")
-        least[first] += max(0, counts[first] - 1)
+        if longest[first]:
+            least[first] = max(least[first], longest[first] + counts[first] - 1)
         parts = divide(budget, needs, weights)
         if parts.get(first, 0) < least[first]:
             del needs[first]
