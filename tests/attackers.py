@@ -56,6 +56,12 @@ async def asks(reader: Reader, writer: Writer) -> None:
         await reader.readuntil(b"}")
 
 
+async def leaves(_: Reader, writer: Writer) -> None:
+    """Ask and leave at once."""
+    writer.write(b"GET /openapi.json HTTP/1.1\r\nHost: x\r\n\r\n")
+    await writer.drain()
+
+
 async def many_headers(reader: Reader, writer: Writer) -> None:
     """Send heads of many tiny headers."""
     writer.write(b"GET /version HTTP/1.1\r\nHost:x\r\n" + b"a:\n" * 10_000 + b"\r\n")
@@ -104,7 +110,7 @@ async def malformed(reader: Reader, writer: Writer) -> None:
 ATTACKS: dict[str, Callable[[Reader, Writer], Awaitable[None]]] = {
     each.__name__: each
     for each in (
-        *(silent, slow, slow_body, churn, asks, many_headers),
+        *(silent, slow, slow_body, churn, asks, leaves, many_headers),
         *(tiny_chunks, trailers, held_bodies, unread, malformed),
     )
 }

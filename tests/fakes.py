@@ -147,6 +147,7 @@ class Rig:
         cache_salt: str = "",
         constraint: Callable[[], Constraint] | None = None,
         client: Client = ANYONE,
+        source: Sequence[int] = (),
     ) -> list[Request]:
         """Queue a prompt; return its sequences."""
         added = self.engine.add_request(
@@ -158,6 +159,7 @@ class Rig:
             cache_salt=cache_salt,
             constraint=constraint,
             client=client,
+            source=source,
         )
         self.requests += added
         return added

@@ -41,9 +41,10 @@ from tests.oracle import (
     assert_own_tokens,
     assert_prompt_logprobs,
     logits_after,
+    origin,
     prefix_hashes,
 )
-from tests.schedules import MAX_LEN, Digits, Kind, Setup, drawn_params, drawn_prompt, read_schedule
+from tests.schedules import MAX_LEN, Digits, Kind, Setup, drawn_params, drawn_prompt, drawn_source, read_schedule
 from tests.watched import (
     CountedBlocks,
     CountedGroups,
@@ -118,7 +119,9 @@ class Ledger:
         elif reason == "error":
             blame = [seq_ids for error, seq_ids in self.raised if error is request.error]
             culprit = request.seq_id if is_fed(request) else request.seq_id - request.index
-            assert blame == [[culprit]], f"ended by another's error, or by one of its own: {request.error!r}"
+            assert blame in ([[culprit]], [[request.source]]), (
+                f"ended by another's error, or by one of its own: {request.error!r}"
+            )
         self.tally[f"ended by {reason}"] += 1
         self.tally["preemptions"] += request.metrics.num_preemptions
 
@@ -129,7 +132,9 @@ def assert_own_beam(request: Request) -> None:
         params, longest = request.params, MAX_LEN - len(request.prompt)
         longest = min(longest, params.max_tokens or longest)
         assert params.beam_width is not None
-        found = found_beams(request.prompt, params.beam_width, longest, request.end_token_ids, params.length_penalty)
+        found = found_beams(
+            request.source, request.prompt, params.beam_width, longest, request.end_token_ids, params.length_penalty
+        )
         told = (tuple(request.output), *found_by(request))
         assert told == found[request.index], "not the beams of this prompt alone"
     elif request.finish_reason == "error":
@@ -138,10 +143,10 @@ def assert_own_beam(request: Request) -> None:
 
 @functools.lru_cache(maxsize=2**12)
 def found_beams(
-    prompt: tuple[int, ...], width: int, longest: int, ends: frozenset[int], penalty: float
+    source: tuple[int, ...], prompt: tuple[int, ...], width: int, longest: int, ends: frozenset[int], penalty: float
 ) -> Sequence[Found]:
     """Return the results of a search of this prompt."""
-    distribution = exact_distribution(lambda history: logits_after(prefix_hashes(history)[-1]))
+    distribution = exact_distribution(lambda history: logits_after(prefix_hashes(history, origin(source))[-1]))
     return plain_beams(distribution, prompt, width, longest, ends, penalty)
 
 
@@ -152,12 +157,16 @@ class Machine:
         self.setup, self.tally = setup, tally
         self.story: list[tuple[object, ...]] = [(setup,)]
         self.ledger = Ledger(tally)
-        self.target = FragileModel(MAX_LEN, self.ledger.raised, windows=setup.windows)
+        self.target = FragileModel(MAX_LEN, self.ledger.raised, windows=setup.windows, has_source=setup.kind.sources)
         self.draft = FragileModel(MAX_LEN, self.ledger.raised, setup.astray, setup.windows)
         self.num_added = self.num_actions = 0
+        self._origins: dict[int, int] = {}  # of the texts, by sequence
         drafter = self._make_drafter()
         most = setup.limits.max_num_batched_tokens
-        self.caches = (self._make_cache(setup.spare_blocks[0], most), *(drafter.caches if drafter else ()))
+        self.caches = (
+            self._make_cache(setup.spare_blocks[0], most, self._max_source),
+            *(drafter.caches if drafter else ()),
+        )
         self.engine = Engine(
             EngineOptions(setup.limits, 0, frozenset({END}), setup.verification),
             self.target,
@@ -168,17 +177,22 @@ class Machine:
             Drafters.of(drafter),
         )
 
-    def _make_cache(self, spare_blocks: int, rows: int) -> KVCache:
-        """Make a cache in which one sequence finds room for certain.
+    @property
+    def _max_source(self) -> int:
+        """The most tokens of a source; 0 = there are none."""
+        return self.setup.limits.max_source_len if self.setup.kind.sources else 0
+
+    def _make_cache(self, spare_blocks: int, rows: int, source: int = 0) -> KVCache:
+        """Make a cache in which one sequence, and a source of so many tokens, find room for certain.
 
         Layers with a window have no more blocks than can be in use at once, with so many rows that are not committed.
         """
         setup, shape = self.setup, self.target.cache_shape
         if setup.kind.cache == "slotted":
-            return slotted_cache(shape, setup.limits.max_num_seqs, MAX_LEN)
+            return slotted_cache(shape, setup.limits.max_num_seqs * (2 if source else 1), MAX_LEN)
         size, limits = setup.block_size, setup.limits
         need = Need(shape, size, limits.max_num_seqs, rows, rows)
-        counts = need.counts(need.blocks_for(MAX_LEN) + spare_blocks)
+        counts = need.counts(need.blocks_for(MAX_LEN) + -(-source // size) + spare_blocks)
         windows = [group.window for group in shape.groups]
         manager: CountedBlocks | CountedGroups
         if len(counts) == 1:
@@ -209,6 +223,7 @@ class Machine:
         """Let the engine go on; if it is interrupted, no text has changed."""
         before = {seq_id: list(request.tokens) for seq_id, request in self.live.items()}
         num_passes, num_raised = self.target.num_passes, len(self.ledger.raised)
+        self._origins = {seq_id: origin(request.source) for seq_id, request in self.live.items()}
         self.target.fed.clear()
         try:
             outputs = self.engine.step()
@@ -230,7 +245,8 @@ class Machine:
     def _check_texts(self, before: Mapping[int, list[int]]) -> None:
         """Assert that each request was fed its own text, and holds all but its newest token."""
         for seq_id, (count, prefix) in self.target.fed.items():
-            assert prefix_hashes(before[seq_id][:count])[-1:] == [prefix], "a request was fed another text than its own"
+            fed = prefix_hashes(before[seq_id][:count], self._origins[seq_id])
+            assert fed[-1:] == [prefix], "a request was fed another text than its own"
         for seq_id in before.keys() & self.live.keys():
             tokens = self.live[seq_id].tokens
             grown = len(tokens) > len(before[seq_id]) and self.live[seq_id].search is None
@@ -247,12 +263,19 @@ class Machine:
             str(self.num_added),
         )
         client = digits.pick(CLIENTS)
-        self.story.append(("add", request_id, prompt, params, cache_salt, priority, client))
+        source = drawn_source(digits, self._max_source) if self._max_source else []
+        self.story.append(("add", request_id, prompt, params, cache_salt, priority, client, source))
         vacant = self.engine.accepts(params.n, client)
         try:
             self.ledger.open(
                 self.engine.add_request(
-                    prompt, params, request_id, priority=priority, cache_salt=cache_salt, client=client
+                    prompt,
+                    params,
+                    request_id,
+                    priority=priority,
+                    cache_salt=cache_salt,
+                    client=client,
+                    source=source,
                 )
             )
         except CapacityError:
@@ -276,18 +299,22 @@ class Machine:
         """Let the target or the draft model fail: once for any sequence, or in every pass that feeds a certain one."""
         model, error = digits.pick((self.target, self.target, self.draft)), digits.pick(ERRORS)
         victim, early = digits.pick([None, *self.live]), digits.below(2) == 0
+        source = self.live[victim].source if victim is not None and digits.below(2) else ()
         self.target.fault = self.draft.fault = None  # one at a time: an interrupt within a retry loses outputs
-        model.fault = Fault(error, 1 if victim is None or error is KeyboardInterrupt else 1000, early, victim)
+        times = 1 if victim is None or error is KeyboardInterrupt else 1000
+        model.fault = Fault(error, times, early, source or victim)
         self.story.append(("break", "target" if model is self.target else "draft", model.fault))
 
     def misuse(self, digits: Digits) -> None:
         """Send impossible and unknown requests: nothing changes."""
         used = next((request.request_id for request in self.live.values()), "none")
+        source = [1] if self._max_source else []
         prompt, request_id = digits.pick((([], "new"), ([1] * MAX_LEN, "new"), ([V], "new"), ([1], used)))
+        if request_id == "none":
+            prompt, request_id, source = [1], "new", [V] if digits.below(2) else [1] * (self._max_source + 1)
         self.engine.abort("nobody")
-        if request_id != "none":
-            with pytest.raises(RequestError):
-                self.engine.add_request(prompt, USUAL, request_id)
+        with pytest.raises(RequestError):
+            self.engine.add_request(prompt, USUAL, request_id, source=source)
 
     def close(self) -> None:
         """Let all requests end, or end them: then nothing is held."""
@@ -324,12 +351,16 @@ class Machine:
         """Assert that just the running requests hold blocks, and one of them its own slots; a leak stays till seen."""
         for cache in self.caches:
             for group, manager in enumerate(managers_of(cache)):
-                tables = [self._held_blocks(cache, request.seq_id, group) for request in running]
+                held_ids = [request.seq_id for request in running]
+                if cache is self.caches[0]:
+                    held_ids += [source.seq_id for source in self.engine._scheduler.sources._by_key.values()]
+                tables = [self._held_blocks(cache, seq_id, group) for seq_id in held_ids]
                 held = {block for table in tables for block in table}
                 assert manager.free_tokens() == (manager.num_blocks - len(held)) * cache.block_size, "a block is lost"
         if running:
             request = running[self.num_actions // 4 % len(running)]
-            assert_holds(self.caches[0], request.seq_id, request.tokens[: self.caches[0].length(request.seq_id)])
+            tokens = request.tokens[: self.caches[0].length(request.seq_id)]
+            assert_holds(self.caches[0], request.seq_id, tokens, request.source)
 
     def _held_blocks(self, cache: KVCache, seq_id: int, group: int) -> list[int]:
         """Return the blocks that a sequence holds of a group: in the target's cache, those that its next row sees.

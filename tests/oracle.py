@@ -5,6 +5,8 @@ that it sees, so a stale, foreign, doubled or misplaced slot is a mismatch. The 
 function of the prefix hash alone, so what a request says can be worked out without a cache.
 
 A layer with a window has slots for the last positions only, and those must hold the same prefix.
+
+The slots of a source have negative positions. The prefixes of a text begin with the hash of its source.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from tests.caches import read, seen_from
 V = 8
 END = 0
 NOTHING = 1  # the hash of no tokens
+NO_SOURCE = 2  # the hash of the first tokens of a source, before any
 _PRIME = 2**53 - 111  # so that a float64 holds every hash exactly
 
 
@@ -56,6 +59,16 @@ def prefix_hashes(tokens: Iterable[int], prefix: int = NOTHING) -> list[int]:
         prefix = extended(prefix, token)
         hashes.append(prefix)
     return hashes
+
+
+def origin(source: Sequence[int]) -> int:
+    """Return the hash that the prefixes of a text with this source begin with; () = it has none."""
+    return prefix_hashes(source, NO_SOURCE)[-1] if source else NOTHING
+
+
+def hashes_of(request: Request, tokens: Sequence[int] | None = None) -> list[int]:
+    """Return the hash after each token of a request; tokens: others than its own."""
+    return prefix_hashes(request.tokens if tokens is None else tokens, origin(request.source))
 
 
 def scrambled(number: int) -> int:
@@ -85,14 +98,21 @@ class OracleModel:
 
     Its distribution is the target's, but for every `astray`-th prefix if that is not 0: a draft model that errs.
     `fed` says, by sequence, how many committed positions it had last, and their hash. windows: of the layers; the first
-    one is the longest, at least 2 positions: a row finds the hash of its prefix there.
+    one is the longest, at least 2 positions: a row finds the hash of its prefix there. has_source: it is an
+    encoder-decoder model.
     """
 
     vocab_size = V
     hidden_size = 1
-    needs = ModelNeeds()
 
-    def __init__(self, max_positions: int, astray: int = 0, windows: tuple[int | None, ...] = (None,)) -> None:
+    def __init__(
+        self,
+        max_positions: int,
+        astray: int = 0,
+        windows: tuple[int | None, ...] = (None,),
+        has_source: bool = False,
+    ) -> None:
+        self.needs = ModelNeeds(source=has_source)
         self.max_positions = max_positions
         self.astray = astray
         self.num_layers, self._windows = len(windows), windows
@@ -111,7 +131,9 @@ class OracleModel:
             for prefix in before:
                 count = len(prefix.tokens)
                 require(before[0].end_with(count) == prefix, f"sequence {segment.seq_id} has other tokens in a layer")
-            hashes += self._hashes(segment, tokens[rows], positions[rows], before[0])
+            begin = self._origin(segment, batch.block_size, storage)
+            require(not segment.start or before[0].begins(begin), f"sequence {segment.seq_id} has another source")
+            hashes += self._hashes(segment, tokens[rows], positions[rows], before[0], begin)
         keys = torch.tensor([tokens, positions, hashes], dtype=torch.float64).T[:, None]
         for layer in range(self.num_layers):
             slots = batch.slots_of(min(layer, batch.num_groups - 1))
@@ -119,6 +141,32 @@ class OracleModel:
             storage.write(layer, slots, keys, -keys)
         last = torch.tensor(hashes, dtype=torch.float64)[:, None]
         return Hidden(last, tuple(last for _ in taps))
+
+    def encode(self, batch: Batch, storage: KVStorage) -> Tensor:
+        """See `EncodesSources.encode`: [T, 1]."""
+        require(self.needs.source, "the model has no encoder")
+        tokens, hashes = batch.tokens.tolist(), list[int]()
+        for segment in batch.segments:
+            require(segment.start == 0 and not segment.parents, "not a whole source")
+            hashes += prefix_hashes(tokens[len(hashes) : len(hashes) + segment.num_rows], NO_SOURCE)
+        require(len(set(batch.slot_mapping.tolist())) == len(tokens), "two rows of a pass share a slot")
+        keys = torch.tensor([tokens, (-1 - batch.positions).tolist(), hashes], dtype=torch.float64).T[:, None]
+        storage.write(0, batch.slot_mapping, keys, -keys)
+        return torch.tensor(hashes, dtype=torch.float64)[:, None]
+
+    def _origin(self, segment: Segment, size: int, storage: KVStorage) -> int:
+        """Return the hash that a sequence's prefixes begin with, from its source in the storage."""
+        length, table = segment.source_length, segment.source_table
+        require(bool(length) == self.needs.source, f"sequence {segment.seq_id} lacks its source")
+        if not length:
+            return NOTHING
+        slots = torch.tensor([table[place // size] * size + place % size for place in range(length)])
+        keys, values = (part[:, 0].T for part in storage.read(0, slots))
+        require(bool((keys == -values).all()), "keys and values of a source were parted")
+        tokens, positions, hashes = keys.tolist()
+        require(positions == [-1 - place for place in range(length)], "not a whole source in order")
+        require(hashes == prefix_hashes(map(int, tokens), NO_SOURCE), "slots of several sources")
+        return int(hashes[-1])
 
     def _contexts(self, batch: Batch, storage: KVStorage, layer: int) -> list[Prefix]:
         """Return what a layer holds of each segment's context, as far as rows see it."""
@@ -129,8 +177,10 @@ class OracleModel:
             for each, own in zip(batch.segments, slots, strict=True)
         ]
 
-    def _hashes(self, segment: Segment, tokens: list[int], positions: list[int], before: Prefix) -> list[int]:
-        hashes = _row_hashes(segment, tokens, positions, int(before.hashes[-1]) if segment.start else NOTHING)
+    def _hashes(
+        self, segment: Segment, tokens: list[int], positions: list[int], before: Prefix, begin: int
+    ) -> list[int]:
+        hashes = _row_hashes(segment, tokens, positions, int(before.hashes[-1]) if segment.start else begin)
         self.fed[segment.seq_id] = segment.start + segment.num_committed, hashes[segment.num_committed - 1]
         return hashes
 
@@ -177,6 +227,10 @@ class Prefix(NamedTuple):
         """Return the last `count` positions."""
         return Prefix(*(part[len(part) - count :] for part in self))
 
+    def begins(self, begin: int) -> bool:
+        """Whether its hashes begin with a hash, as far as the first position is held."""
+        return self.positions[0] > 0 or self.hashes[0] == extended(begin, int(self.tokens[0]))
+
 
 def stored_prefix(keys: Tensor, values: Tensor, seq_id: int, end: int, first: int = 0) -> Prefix:
     """Return the content of a sequence's positions first .. end - 1: one prefix, in order."""
@@ -186,14 +240,17 @@ def stored_prefix(keys: Tensor, values: Tensor, seq_id: int, end: int, first: in
     held = Prefix(*keys.tolist())
     require(bool((keys == -values).all()), "keys and values were parted")
     require(held.positions == list(range(first, end)), f"sequence {seq_id} holds the positions {held.positions}")
-    known = held.hashes[:1] if first else []  # what came before it is not held
-    hashes = [*known, *prefix_hashes(map(int, held.tokens[len(known) :]), int(known[0]) if known else NOTHING)]
+    known = held.hashes[:1]  # what came before it is not held, or is a source
+    hashes = [*known, *prefix_hashes(map(int, held.tokens[1:]), int(known[0]))]
     require(held.hashes == hashes, f"sequence {seq_id} holds slots of several prefixes")
     return held
 
 
-def assert_holds(cache: KVCache, seq_id: int, tokens: Sequence[int]) -> None:
-    """Assert that a sequence holds exactly the slots of these tokens, in each layer as far as a next row sees them."""
+def assert_holds(cache: KVCache, seq_id: int, tokens: Sequence[int], source: Sequence[int] = ()) -> None:
+    """Assert that a sequence holds exactly the slots of these tokens, in each layer as far as a next row sees them.
+
+    source: the text was computed after it.
+    """
     length = cache.length(seq_id)
     managers: list[Any] = managers_of(cache)
     assert length == len(tokens)
@@ -201,6 +258,7 @@ def assert_holds(cache: KVCache, seq_id: int, tokens: Sequence[int]) -> None:
         first = seen_from(getattr(manager, "window", None), length)
         held = stored_prefix(*read(cache, layer, seq_id, first), seq_id, length, first)
         assert held.tokens == list(tokens[first:]), f"sequence {seq_id} holds {held.tokens} and not {tokens[first:]}"
+        assert not held.tokens or held.begins(origin(source)), f"sequence {seq_id} was computed after another source"
 
 
 class PlainChance:
@@ -255,7 +313,7 @@ def assert_own_tokens(request: Request) -> None:
     By induction that is the whole text that the request would get alone, without speculation. Where a
     ratio rule decides, chance chooses otherwise than plain decoding, and only the distribution's support is known.
     """
-    prefixes = prefix_hashes(request.tokens)[len(request.prompt) - 1 : -1]
+    prefixes = hashes_of(request)[len(request.prompt) - 1 : -1]
     if request.params.greedy and not request.params.penalised:
         assert request.output == [likeliest(prefix) for prefix in prefixes], f"not the text of {request.prompt} alone"
     elif prefixes:
@@ -280,7 +338,7 @@ def assert_prompt_logprobs(request: Request) -> None:
     if request.params.prompt_logprobs is None or request.index:
         return
     noted = [entry[token].logprob for entry, token in zip(request.prompt_logprobs, request.prompt[1:], strict=True)]
-    distributions = [logits_after(prefix) for prefix in prefix_hashes(request.prompt[:-1])]
+    distributions = [logits_after(prefix) for prefix in hashes_of(request, request.prompt[:-1])]
     expected = [
         distribution[token] - math.log(sum(map(math.exp, distribution)))
         for distribution, token in zip(distributions, request.prompt[1:], strict=True)

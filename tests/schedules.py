@@ -42,10 +42,17 @@ class Digits:
 
 @dataclass(frozen=True)
 class Kind:
-    """What schedules of one test have in common: the cache's class and the drafter, by name."""
+    """What schedules of one test have in common: the cache's class and the drafter, by name.
+
+    sources: the target is an encoder-decoder model.
+    """
 
     cache: str  # paged, slotted
     drafter: str  # none, model, chain, tree
+    sources: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.cache}-{self.drafter}{'-sources' * self.sources}"
 
 
 @dataclass(frozen=True)
@@ -84,7 +91,7 @@ class Setup:
             verification=digits.pick(("auto", "auto", "match", "rejection")) if kind.drafter != "tree" else "auto",
             astray=digits.pick((0, 3)),
             drains=digits.below(2) == 0,
-            windows=digits.pick(WINDOWS),
+            windows=digits.pick(WINDOWS[:1] if kind.sources else WINDOWS),
         )
 
 
@@ -110,6 +117,12 @@ def drawn_prompt(digits: Digits) -> list[int]:
     stem = [1 + (place * place * (1 + family // 2) + (family if place > 5 else 0)) % (V - 1) for place in range(length)]
     own = digits.below(4) % length
     return stem[: length - own] + [1 + digits.below(V - 1) for _ in range(own)]
+
+
+def drawn_source(digits: Digits, most: int) -> list[int]:
+    """Draw a source of at most `most` tokens; many are equal."""
+    length, token = min(most, digits.pick((2, 1, 3, 5, 9, most))), digits.pick((1, 1, 2, 0))
+    return [(token + place * place) % V for place in range(length)]
 
 
 def drawn_params(digits: Digits) -> SamplingParams:

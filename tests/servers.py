@@ -132,6 +132,13 @@ class ServerProcess:
             time.sleep(0.01)
         return self
 
+    def until_loaded(self) -> None:
+        """Wait until the model is loaded or the process has ended, in whatever state the server is."""
+        deadline = time.monotonic() + 6 * _PATIENCE
+        while self.process.poll() is None and not any(": ready; " in message for message in self.messages):
+            assert time.monotonic() < deadline, self.messages
+            time.sleep(0.01)
+
     @property
     def memory(self) -> int:
         """The resident memory of the process, in bytes."""

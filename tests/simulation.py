@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from speculant.lengths.base import DraftLength, DraftOutcome, ScoredDraft
 from speculant.metrics import StepTiming
 from speculant.params import SamplingParams
-from speculant.scheduling.scheduler import Schedule, Scheduled
+from speculant.scheduling.schedule import Schedule, Scheduled
 from speculant.types import Request
 from tests.models import make_request
 

@@ -6,9 +6,10 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
+from torch import Tensor
 
 from speculant.cache.base import KVStorage, Moves, Slots
 from speculant.cache.grouped import GroupedBlockManager
@@ -18,7 +19,7 @@ from speculant.drafting.model.drafter import ModelDrafter
 from speculant.models.base import Batch, Hidden
 from speculant.types import DraftTree, Request
 from tests.blocks import managers_of
-from tests.oracle import OracleModel, V, extended, likeliest, prefix_hashes, require, scrambled
+from tests.oracle import OracleModel, V, extended, hashes_of, likeliest, prefix_hashes, require, scrambled
 
 
 class InjectedError(Exception):
@@ -27,24 +28,29 @@ class InjectedError(Exception):
 
 @dataclass
 class Fault:
-    """A number of passes that raise, over `victim` or over any sequence, before they write (early) or after it."""
+    """A number of passes that raise, over `victim` or over anything, before they write (early) or after it."""
 
     error: Callable[[], BaseException]
     times: int
     early: bool
-    victim: int | None
+    victim: int | tuple[int, ...] | None  # a sequence, or a source's tokens
 
 
-Raised = tuple[BaseException, list[int]]  # and the sequences of the pass that raised it
+Raised = tuple[BaseException, list[Any]]  # and the sequences of the pass that raised it, or the tokens of its sources
 
 
 class FragileModel(OracleModel):
     """An oracle model that fails on demand, and notes the failing sequences in `raised`."""
 
     def __init__(
-        self, max_positions: int, raised: list[Raised], astray: int = 0, windows: tuple[int | None, ...] = (None,)
+        self,
+        max_positions: int,
+        raised: list[Raised],
+        astray: int = 0,
+        windows: tuple[int | None, ...] = (None,),
+        has_source: bool = False,
     ) -> None:
-        super().__init__(max_positions, astray, windows)
+        super().__init__(max_positions, astray, windows, has_source)
         self.fault: Fault | None = None
         self.num_passes = self.num_struck = 0
         self._raised = raised
@@ -52,16 +58,27 @@ class FragileModel(OracleModel):
     def forward(self, batch: Batch, storage: KVStorage, taps: Sequence[int] = ()) -> Hidden:
         """See `CausalLM.forward`."""
         self.num_passes += 1
-        self._strike(batch, early=True)
+        requests = [segment.seq_id for segment in batch.segments]
+        self._strike(requests, early=True)
         hidden = super().forward(batch, storage, taps)
-        self._strike(batch, early=False)
+        self._strike(requests, early=False)
         return hidden
 
-    def _strike(self, batch: Batch, *, early: bool) -> None:
+    def encode(self, batch: Batch, storage: KVStorage) -> Tensor:
+        """See `EncodesSources.encode`."""
+        left, sources = batch.tokens.tolist(), list[tuple[int, ...]]()
+        for segment in batch.segments:
+            sources.append(tuple(left[: segment.num_rows]))
+            del left[: segment.num_rows]
+        self._strike(sources, early=True)
+        states = super().encode(batch, storage)
+        self._strike(sources, early=False)
+        return states
+
+    def _strike(self, requests: list[Any], *, early: bool) -> None:
         fault = self.fault
         if fault is None or fault.early != early:
             return
-        requests = [segment.seq_id for segment in batch.segments]
         if fault.victim is None or fault.victim in requests:
             fault.times -= 1
             self.num_struck += 1
@@ -125,7 +142,7 @@ class _Counting(_Manager):
         """See `BlockManager.match_prefix`."""
         adopted = super().match_prefix(seq_id, tokens, cache_salt, limit)
         self._tally["prefix hits"] += adopted > 0
-        blocks = (self._live[seq_id].cache_salt, tuple(tokens[: -(-adopted // self.block_size) * self.block_size]))
+        blocks = (self._live[seq_id].full_salt, tuple(tokens[: -(-adopted // self.block_size) * self.block_size]))
         require(not adopted or blocks in self._committed, "a prefix that nobody of this salt committed")
         return adopted
 
@@ -135,7 +152,7 @@ class _Counting(_Manager):
         request = self._live[seq_id]
         for end in range(self.block_size, min(self.length(seq_id), len(tokens)) + 1, self.block_size):
             require(tokens[:end] == request.tokens[:end], "tokens are indexed that were not committed")
-            self._committed.add((request.cache_salt, tuple(tokens[:end])))
+            self._committed.add((request.full_salt, tuple(tokens[:end])))
 
 
 class CountedBlocks(_Counting, PagedBlockManager):
@@ -177,10 +194,7 @@ class Guesser(StatelessDrafter):
 
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
         """See `Drafter.propose`."""
-        return [
-            self._guess(prefix_hashes(request.tokens)[-1], limit)
-            for request, limit in zip(requests, limits, strict=True)
-        ]
+        return [self._guess(hashes_of(request)[-1], limit) for request, limit in zip(requests, limits, strict=True)]
 
     def _guess(self, prefix: int, limit: int) -> DraftTree:
         tokens, parents, parent = list[int](), list[int](), -1

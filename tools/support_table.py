@@ -68,7 +68,9 @@ def parts_of(config: DecoderConfig) -> Iterator[str]:
     if config.head.softcap:
         yield "softcaps"
     yield "tied head" if config.head.tied else "untied head"
-    for layer in dict.fromkeys(config.layers):
+    if config.encoder:
+        yield "encoder"
+    for layer in dict.fromkeys((*config.layers, *(config.encoder.layers if config.encoder else ()))):
         yield from parts_of_layer(layer)
 
 
@@ -81,6 +83,7 @@ def parts_of_layer(layer: Layer) -> Iterator[str]:
         "biases": of.bias or of.output_bias or layer.mlp.bias,
         "softcaps": of.softcap,
         "attention sinks": of.sinks,
+        "distances": of.distances,
         "norms after blocks": layer.after_attention or layer.after_mlp,
         "parallel blocks": layer.parallel,
         "multipliers": layer.residual_scale != 1,

@@ -9,9 +9,9 @@ if TYPE_CHECKING:
     from speculant.config import EngineConfig
     from speculant.engine.async_engine import AsyncEngine
     from speculant.engine.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
-    from speculant.engine.frontend import TextPrompt, TokensPrompt
     from speculant.engine.generation import StreamPiece
     from speculant.engine.llm import LLM
+    from speculant.engine.prompts import ExplicitEncoderDecoderPrompt, TextPrompt, TokensPrompt
     from speculant.engine.readings import Counter, Gauge, Histogram, Metric, Vector
     from speculant.errors import SpeculantError
     from speculant.params import SamplingParams
@@ -27,7 +27,7 @@ _HOMES = {
     "AsyncEngine": "speculant.engine.async_engine",
     **dict.fromkeys(("BeamSearchOutput", "BeamSearchParams", "BeamSearchSequence"), "speculant.engine.beam_search"),
     **dict.fromkeys(("Counter", "Gauge", "Histogram", "Metric", "Vector"), "speculant.engine.readings"),
-    **dict.fromkeys(("TextPrompt", "TokensPrompt"), "speculant.engine.frontend"),
+    **dict.fromkeys(("ExplicitEncoderDecoderPrompt", "TextPrompt", "TokensPrompt"), "speculant.engine.prompts"),
     "LLM": "speculant.engine.llm",
     "StreamPiece": "speculant.engine.generation",
     "EngineConfig": "speculant.config",
@@ -57,6 +57,7 @@ __all__ = [
     "Counter",
     "DraftTree",
     "EngineConfig",
+    "ExplicitEncoderDecoderPrompt",
     "Gauge",
     "Histogram",
     "Logprob",

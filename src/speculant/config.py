@@ -28,6 +28,8 @@ CACHE_TYPES = ("auto", "int8", "bfloat16", "float32")
 PACKINGS = ("auto", "plain", "12bit")
 MODEL_BACKENDS = ("auto", "transformers")
 DEFAULT_POLICY = "adaptive"  # of draft lengths
+USUAL_ROWS = 512  # of a pass
+USUAL_CONTEXT = 4096  # positions per sequence that memory and rows are set aside for, unless they are configured
 POLICIES = ("first-come", "decode-first", "shortest-prompt")
 
 
@@ -41,8 +43,10 @@ class EngineConfig:
     seed: for requests without their own seed. They are then verified by `match`, so that their texts are reproducible.
     None = sampled texts differ from run to run.
 
-    max_model_len: positions per sequence, prompt and output together. None = the model's maximum, or fewer if their
-    keys and values do not fit into memory.
+    max_model_len: positions per sequence, prompt and output together, and of a source. None = the model's maximum, or
+    fewer if their keys and values do not fit into memory.
+    max_num_batched_tokens: rows per pass, also of the encoder. None = 512, or for an encoder-decoder model enough for
+    sources of max_model_len, but of at most 4096 tokens: a source is encoded in one pass.
     kv_cache_dtype: the type of stored keys and values, those of drafters too. "auto" = the model's. int8 needs about
     half the memory of bfloat16: numbers are rounded, with a scale for each head and token. A target with another type
     of cache is a different model, and speculation is exact with respect to it.
@@ -81,7 +85,7 @@ class EngineConfig:
     device: str = "cpu"
     max_model_len: int | None = None
     max_num_seqs: int = 8
-    max_num_batched_tokens: int = 512
+    max_num_batched_tokens: int | None = None
     kv_cache_backend: str = "paged"
     kv_cache_dtype: str = "auto"
     kv_memory: int | str | None = None
@@ -128,13 +132,14 @@ class EngineConfig:
         _check_flag("enable_prefix_caching", self.enable_prefix_caching)
         if self.use_speculative_decoding is not None:
             _check_flag("use_speculative_decoding", self.use_speculative_decoding)
-        for name in ("max_num_seqs", "max_num_batched_tokens", "block_size", "max_waiting"):
+        for name in ("max_num_seqs", "block_size", "max_waiting"):
             _check_positive(name, getattr(self, name))
-        _check_optional("max_model_len", self.max_model_len)
+        for name in ("max_model_len", "max_num_batched_tokens"):
+            _check_optional(name, getattr(self, name))
         _check_length("spec_length", self.spec_length)
-        if self.max_num_batched_tokens < self.max_num_seqs:
+        if (rows := self.max_num_batched_tokens or USUAL_ROWS) < self.max_num_seqs:
             raise ConfigError(
-                f"max_num_batched_tokens={self.max_num_batched_tokens} is below max_num_seqs={self.max_num_seqs}",
+                f"max_num_batched_tokens={rows} is below max_num_seqs={self.max_num_seqs}",
                 "every running sequence needs a token per step; raise max_num_batched_tokens.",
             )
         self.speculative()
@@ -251,21 +256,29 @@ class Limits:
     scheduling_policy: str = "decode-first"
     max_logprobs: int = MAX_LOGPROBS
 
+    @property
+    def max_source_len(self) -> int:
+        """The most tokens of a source: a pass encodes all of them, and leaves a row for each other sequence."""
+        return max(0, min(self.max_model_len, self.max_num_batched_tokens - self.max_num_seqs + 1))
 
-def resolve(config: EngineConfig, max_positions: int) -> Limits:
+
+def resolve(config: EngineConfig, max_positions: int, has_source: bool = False) -> Limits:
     """Turn missing sizes into values for a model of at most `max_positions` positions.
 
-    Without a configured context the model's maximum is used, which the available memory may lower (engine/memory.py).
+    has_source: it is an encoder-decoder model. Without a configured context the model's maximum is used, which the
+    available memory may lower (engine/memory.py).
     """
     if config.max_model_len is not None and config.max_model_len > max_positions:
         raise ConfigError(
             f"max_model_len={config.max_model_len} is more than the {max_positions} positions of the model",
             f"use at most {max_positions}.",
         )
+    longest = config.max_model_len or max_positions
+    usual = max(USUAL_ROWS, min(longest, USUAL_CONTEXT) + config.max_num_seqs - 1) if has_source else USUAL_ROWS
     return Limits(
-        max_model_len=config.max_model_len or max_positions,
+        max_model_len=longest,
         max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_batched_tokens=config.max_num_batched_tokens or usual,
         max_waiting=config.max_waiting,
         scheduling_policy=config.scheduling_policy,
         max_logprobs=config.max_logprobs,

@@ -116,6 +116,12 @@ class StepTiming(NamedTuple):
     verified: float
     committed: float | None = None  # None = not committed yet
     passed: float | None = None  # the end of the target's pass, before the verdicts; None = not measured
+    encoded: float | None = None  # the end of the encoder's pass; None = there was none
+
+    @property
+    def encode_s(self) -> float:
+        """Time of the encoder's pass over new sources."""
+        return 0.0 if self.encoded is None else self.encoded - self.started
 
     @property
     def rest_s(self) -> float:
@@ -125,7 +131,7 @@ class StepTiming(NamedTuple):
     @property
     def draft_s(self) -> float:
         """Time to propose drafts."""
-        return self.drafted - self.started
+        return self.drafted - (self.started if self.encoded is None else self.encoded)
 
     @property
     def verify_s(self) -> float:
@@ -143,6 +149,7 @@ class PassTotals:
     """The target passes that any sample of a prompt took part in, each counted once, and their steps' times."""
 
     passes: int = 0
+    encode_s: float = 0.0
     draft_s: float = 0.0
     verify_s: float = 0.0
     pass_s: float = 0.0
@@ -153,6 +160,7 @@ class PassTotals:
         if step.started != self.newest:
             self.newest = step.started
             self.passes += 1
+            self.encode_s += step.encode_s
             self.draft_s += step.draft_s
             self.verify_s += step.verify_s
             self.pass_s += step.pass_s
@@ -163,7 +171,8 @@ class TimingMetrics:
     """Wall-clock figures of one sample, or of all samples of a request (`pooled`).
 
     Readings of `time.perf_counter` and durations, in seconds. started: when the first step that it took part in began.
-    pass_s is the part of verify_s that the target's passes took. target_passes: passes that it took part in.
+    pass_s is the part of verify_s that the target's passes took. encode_s: the encoder's passes over any request's
+    source, in the same steps. target_passes: passes that it took part in.
     sampled_passes: those that gave it tokens; passes that only process a part of the prompt are left out. A pass that
     serves k samples of a request adds 1 to its target_passes and k to its sampled_passes. together: the totals that the
     samples of one prompt share; None = it is the only one.
@@ -176,6 +185,7 @@ class TimingMetrics:
     num_tokens: int = 0
     target_passes: int = 0
     sampled_passes: int = 0
+    encode_s: float = 0.0
     draft_s: float = 0.0
     verify_s: float = 0.0
     pass_s: float = 0.0
@@ -201,6 +211,7 @@ class TimingMetrics:
             num_tokens=sum(each.num_tokens for each in samples),
             target_passes=totals.passes,
             sampled_passes=sum(each.sampled_passes for each in samples),
+            encode_s=totals.encode_s,
             draft_s=totals.draft_s,
             verify_s=totals.verify_s,
             pass_s=totals.pass_s,
@@ -212,7 +223,8 @@ class TimingMetrics:
         if self.started is None:
             self.started = step.started
         self.target_passes += 1
-        self.draft_s += step.drafted - step.started
+        self.encode_s += step.encode_s
+        self.draft_s += step.draft_s
         self.verify_s += step.verified - step.drafted
         self.pass_s += step.pass_s
         if self.together is not None:
@@ -221,7 +233,8 @@ class TimingMetrics:
     def share_passes(self, other: TimingMetrics) -> None:
         """Copy the passes of another sample and their times: both samples share their passes."""
         self.target_passes, self.sampled_passes = other.target_passes, other.sampled_passes
-        self.draft_s, self.verify_s, self.pass_s = other.draft_s, other.verify_s, other.pass_s
+        self.encode_s, self.draft_s = other.encode_s, other.draft_s
+        self.verify_s, self.pass_s = other.verify_s, other.pass_s
         self.started = other.started
 
     def record_tokens(self, now: float, n: int) -> None:
@@ -283,6 +296,7 @@ class TimingMetrics:
             "target_passes": self.target_passes,
             "sampled_passes": self.sampled_passes,
             "tokens_per_pass": self.tokens_per_pass,
+            "encode_s": self.encode_s,
             "draft_s": self.draft_s,
             "verify_s": self.verify_s,
             "itl_s": {f"p{q}": percentile(self.gaps, q) for q in (50, 90, 99)},
@@ -345,21 +359,22 @@ class EngineMetrics:
     """An engine's totals since it was made, and its state after the last step.
 
     Requests are counted per sample. sampled_passes: target passes after which a sequence was given tokens, counted for
-    each sequence; a beam search counts as its samples. draft_s, verify_s and other_s divide the steps' time, in
-    seconds. lossy samples were verified by a verifier that is not lossless. repeated_steps counts steps that failed and
-    were repeated for each sequence alone; transient_errors counts those of them that then succeeded for every sequence.
-    drafts were verified, with draft_tokens nodes, of which accepted_tokens were kept; accepted_per_position[d] is how
-    many at depth d, the root's children being at 0.
+    each sequence; a beam search counts as its samples. encode_s, draft_s, verify_s and other_s divide the steps' time,
+    in seconds. lossy samples were verified by a verifier that is not lossless. repeated_steps counts steps that failed
+    and were repeated for each source and sequence alone; transient_errors counts those of them that then succeeded for
+    every one. drafts were verified, with draft_tokens nodes, of which accepted_tokens were kept;
+    accepted_per_position[d] is how many at depth d, the root's children being at 0.
     drafter_errors counts calls of a drafter that raised, and drafts that broke its contract; none of them fails a
-    request. Of the prompt tokens of ended requests, prefix_hit_tokens were found in the cache. Blocks
-    are those of the target's cache, of block_size positions. computed_tokens: prompt tokens computed and tokens
-    generated; step_tokens[k] counts the steps with at most STEP_TOKENS[k] and more than STEP_TOKENS[k - 1] of them, and
-    its last entry those with more than any bound.
+    request. Of the prompt tokens of ended requests, prefix_hit_tokens were found in the cache. The tokens of a source
+    are prompt tokens too. Blocks are those of the target's cache, of block_size positions. computed_tokens: prompt
+    tokens computed and tokens generated; step_tokens[k] counts the steps with at most STEP_TOKENS[k] and more than
+    STEP_TOKENS[k - 1] of them, and its last entry those with more than any bound.
     """
 
     steps: int = 0
     tokens: int = 0
     sampled_passes: int = 0
+    encode_s: float = 0.0
     draft_s: float = 0.0
     verify_s: float = 0.0
     other_s: float = 0.0
@@ -391,6 +406,15 @@ class EngineMetrics:
         self.steps += 1
         self.computed_tokens += tokens
         self.step_tokens = (*counts[:place], counts[place] + 1, *counts[place + 1 :])
+
+    def count_times(self, seconds: float, timings: Iterable[StepTiming]) -> None:
+        """Count the seconds of a step; timings: those of its passes."""
+        self.other_s += seconds
+        for timing in timings:
+            self.encode_s += timing.encode_s
+            self.draft_s += timing.draft_s
+            self.verify_s += timing.verify_s
+            self.other_s -= timing.encode_s + timing.draft_s + timing.verify_s
 
     def count_draft(self, drafted: int, accepted: int) -> None:
         """Count a draft of `drafted` > 0 nodes, of which a path of `accepted` nodes was accepted."""

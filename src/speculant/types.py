@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple, Protocol, overload
 
 from torch import Tensor
@@ -217,6 +218,11 @@ class Request:
             self.counts.remove(self.tokens[length:])
         del self.tokens[length:]
 
+    @cached_property
+    def full_salt(self) -> str:
+        """The salt of its keys and values: those of a decoder depend on the source too."""
+        return f"{self.cache_salt}\0{self.source}" if self.source else self.cache_salt
+
     @property
     def output(self) -> list[int]:
         """The generated tokens."""
@@ -298,7 +304,10 @@ class CompletionOutput:
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """A prompt's result: `n` samples, and the figures of all of them together (`RequestMetrics.pooled`)."""
+    """A prompt's result: `n` samples, and the figures of all of them together (`RequestMetrics.pooled`).
+
+    encoder_prompt, encoder_prompt_token_ids: the source of an encoder-decoder model, whose `prompt` is the decoder's.
+    """
 
     request_id: str
     prompt: str | None
@@ -308,6 +317,8 @@ class RequestOutput:
     metrics: RequestMetrics
     prompt_logprobs: list[Logprobs | None] | None = None
     error: str | None = None  # the reason of a finish_reason "error"
+    encoder_prompt: str | None = None
+    encoder_prompt_token_ids: list[int] | None = None
 
     @property
     def num_cached_tokens(self) -> int:

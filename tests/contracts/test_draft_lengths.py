@@ -15,7 +15,7 @@ from speculant.lab.exactness.tables import TableModel
 from speculant.lengths.base import DraftLength, DraftLengthContext, DraftOutcome
 from speculant.metrics import StepTiming
 from speculant.params import SamplingParams
-from speculant.scheduling.scheduler import Schedule
+from speculant.scheduling.schedule import Schedule
 from tests.fakes import Rig, build_rig, model_drafter
 from tests.unit.scheduling.driver import Driver, slots
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import pytest
@@ -12,12 +12,12 @@ import torch
 
 from speculant.lab.training.heads.look_ahead import look_ahead_states
 from speculant.lab.training.objective import DistillObjective, TextObjective
-from speculant.lab.training.passes import hidden_states, states_of_layers
+from speculant.lab.training.passes import decoded_states, encoded_sources, hidden_states, states_of_layers
 from speculant.models.reference.decoder import Decoder
 from speculant.models.rope_config import read_rope, rope_entries
 from speculant.models.weights.load import load_model
 from tests.heads import fresh_ahead, fresh_states
-from tests.unit.models.families import FEW, Session, random_tokens, thinned_cases, write_variant
+from tests.unit.models.families import ENCODER_DECODERS, FEW, Session, random_tokens, thinned_cases, write_variant
 
 CLOSE = {"atol": 1e-8, "rtol": 1e-8}
 LENGTH = 24  # more than the variants' windows
@@ -49,6 +49,44 @@ def test_training_computes_each_layer_s_states(model: Decoder) -> None:
     for row, text in enumerate(texts):
         for layer, expected in zip(layers, fresh_states(model, text, layers), strict=True):
             torch.testing.assert_close(found[layer][row], expected, **CLOSE)
+
+
+@pytest.fixture(params=[case for case in thinned_cases(with_encoders=True) if case.values[0][0] in ENCODER_DECODERS])
+def pair(request: pytest.FixtureRequest, decoders: MakeDecoder) -> Decoder:
+    """Return an encoder-decoder model."""
+    return decoders(request.param)
+
+
+SOURCES = [random_tokens(count, count) for count in (30, 1, 17)]
+
+
+def padded(texts: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return texts of one length [B, m], by tokens that must not count, and their own lengths [B]."""
+    longest = max(map(len, texts))
+    rows = torch.tensor([[*text, *random_tokens(longest - len(text))] for text in texts])
+    return rows, torch.tensor([len(text) for text in texts])
+
+
+@torch.inference_mode()
+def test_training_decodes_padded_texts_from_padded_sources(pair: Decoder) -> None:
+    texts = [random_tokens(count, count) for count in (5, LENGTH, 1)]
+    sources, lengths = padded(SOURCES)
+    encoded = encoded_sources(pair, sources, lengths)
+    states = decoded_states(pair, padded(texts)[0], encoded, lengths)
+    session = Session(pair, sources=dict(enumerate(SOURCES)))
+    for index, text in enumerate(texts):
+        expected = session.encode(index)
+        torch.testing.assert_close(encoded[index, : len(SOURCES[index])], expected, **CLOSE)
+        torch.testing.assert_close(pair.logits(states[index, : len(text)]), session.extend(text, index), **CLOSE)
+
+
+def test_gradients_reach_every_parameter_through_sources(pair: Decoder) -> None:
+    pair.requires_grad_()
+    sources, lengths = padded(SOURCES)
+    states = decoded_states(pair, sources, encoded_sources(pair, sources, lengths), lengths)
+    own = dict(pair.named_parameters())
+    gradients = torch.autograd.grad(pair.logits(states[:, :4]).square().sum(), list(own.values()))
+    assert [name for name, each in zip(own, gradients, strict=True) if not each.abs().sum() > 0] == []
 
 
 @torch.inference_mode()

@@ -45,7 +45,7 @@ def enumerate_case(case: Case) -> Enumerated:
 
 def _rig(case: Case, chances: EnumeratingChances) -> Rig:
     return build_rig(
-        TableModel(case.pair.target, case.pair.vocab_size),
+        TableModel(case.pair.target, case.pair.vocab_size, has_source=bool(case.source)),
         case.make_drafter(case.pair, chances, case.limits),
         length=case.length,
         verification=case.verification,

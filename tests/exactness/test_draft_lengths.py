@@ -26,7 +26,7 @@ from speculant.lengths.costs import CostCurve, StepCosts
 from speculant.metrics import StepTiming
 from speculant.params import SamplingParams
 from speculant.sampling.chance import Chances
-from speculant.scheduling.scheduler import Schedule
+from speculant.scheduling.schedule import Schedule
 from speculant.types import Request
 from tests.exactness.speculation import Case, draft_model, enumerate_case
 from tests.examples import examples, sizes

@@ -11,6 +11,7 @@ import os
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,12 +19,14 @@ import torch
 from hypothesis import Phase, given, seed, settings
 from hypothesis import strategies as st
 
-from speculant.cache.base import NO_MOVES, Moves
+from speculant.cache.base import NO_MOVES, KVCache, Moves
 from speculant.cache.factory import paged_cache
 from speculant.cache.paged import PagedBlockManager
 from speculant.cache.pool import BlockPool
+from speculant.cache.sources import Source, Sources
 from speculant.drafting.model.drafter import ModelDrafter
 from speculant.models.base import SequenceInput, build_batch
+from speculant.scheduling.schedule import Schedule
 from speculant.types import DraftTree, Request
 from tests.exactness.selection import slow_but
 from tests.machine import run_schedule
@@ -41,10 +44,12 @@ SHARDS = (
     Kind("paged", "none"),
     Kind("slotted", "model"),
     Kind("slotted", "tree"),
+    Kind("paged", "tree", sources=True),
+    Kind("slotted", "chain", sources=True),
 )
 KINDS = tuple(dict.fromkeys(SHARDS))
 EVERYWHERE = ("steps", "interrupts", "refused", *(f"ended by {end}" for end in ("stop", "length", "abort", "error")))
-PAGED = ("preemptions", "evictions", "prefix hits", "forks", "copies on write", "blocks given back")
+PAGED = ("preemptions", "evictions", "prefix hits", "forks", "copies on write")
 
 
 def test_the_shards_make_a_thousand_schedules_of_200_actions() -> None:
@@ -54,9 +59,9 @@ def test_the_shards_make_a_thousand_schedules_of_200_actions() -> None:
 
 def walks() -> list[object]:
     """Return shards with the number of schedules; whole shards are slow."""
-    few = [pytest.param(SHARDS.index(kind), FEWER, id=f"few-{kind.cache}-{kind.drafter}") for kind in KINDS]
+    few = [pytest.param(SHARDS.index(kind), FEWER, id=f"few-{kind}") for kind in KINDS]
     whole = [
-        pytest.param(shard, SCHEDULES, id=f"{shard}-{kind.cache}-{kind.drafter}", marks=pytest.mark.slow)
+        pytest.param(shard, SCHEDULES, id=f"{shard}-{kind}", marks=pytest.mark.slow)
         for shard, kind in enumerate(SHARDS)
     ]
     return [*few, *whole]
@@ -74,9 +79,10 @@ def test_nothing_is_lost_leaked_or_mixed_up(shard: int, schedules: int) -> None:
     (walk if SOAK else seed(shard)(walk))()
     assert tally["schedules"] >= schedules
     assert tally["actions"] >= schedules * ACTIONS
-    for happening in (*EVERYWHERE, *(PAGED if kind.cache == "paged" else ())):
+    expected = (*EVERYWHERE, *(PAGED if kind.cache == "paged" else ()))
+    for happening in expected if kind.sources or kind.cache != "paged" else (*expected, "blocks given back"):
         assert tally[happening] >= schedules // 4, f"hardly any {happening}: a weak test"
-    if kind == Kind("paged", "tree"):
+    if kind.cache == "paged" and kind.drafter == "tree":
         assert tally["compactions"] >= schedules
 
 
@@ -155,6 +161,38 @@ def test_a_fault_is_found(
     monkeypatch.setattr(owner, name, lambda *args: fault(*args, original=original))
     with pytest.raises((AssertionError, ValueError)):
         run_some_schedules(Kind("paged", drafter))
+
+
+def keep_released_sources(sources: Sources, seq_id: int, original: Callable[..., None]) -> None:
+    pass
+
+
+def share_sources_by_first_token(
+    sources: Sources, seq_id: int, tokens: Sequence[int], cache_salt: str, original: Callable[..., Source]
+) -> Source:
+    known = next((known for _, known in sources._by_key if known[0] == tokens[0]), tokens)
+    return original(sources, seq_id, known, cache_salt)
+
+
+def keep_sources_of_a_failed_step(schedule: Schedule, cache: KVCache, original: Callable[..., None]) -> None:
+    original(replace(schedule, sources=()), cache)
+
+
+SOURCE_FAULTS: list[tuple[type, str, Callable[..., object]]] = [
+    (Sources, "release", keep_released_sources),
+    (Sources, "hold", share_sources_by_first_token),
+    (Schedule, "roll_back", keep_sources_of_a_failed_step),
+]
+
+
+@pytest.mark.parametrize(("owner", "name", "fault"), SOURCE_FAULTS, ids=[fault.__name__ for *_, fault in SOURCE_FAULTS])
+def test_a_fault_of_sources_is_found(
+    monkeypatch: pytest.MonkeyPatch, owner: type, name: str, fault: Callable[..., object]
+) -> None:
+    original = getattr(owner, name)
+    monkeypatch.setattr(owner, name, lambda *args: fault(*args, original=original))
+    with pytest.raises((AssertionError, ValueError)):
+        run_some_schedules(Kind("paged", "none", sources=True))
 
 
 def run_some_schedules(kind: Kind) -> None:

@@ -17,8 +17,8 @@ from speculant.errors import RequestError
 from speculant.models.source import resolve_source
 
 if TYPE_CHECKING:
-    from speculant.engine.frontend import Prompt
     from speculant.engine.llm import LLM
+    from speculant.engine.prompts import Prompt
     from speculant.params import SamplingParams
     from speculant.types import RequestOutput
 

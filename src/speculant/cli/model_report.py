@@ -200,12 +200,12 @@ def _by_kind(matrices: Sequence[Matrix]) -> dict[str, dict[str, Any]]:
 
 def _memory(files: CheckpointFiles, matrices: Sequence[Matrix], dtype: torch.dtype) -> dict[str, Any]:
     """Return the size of a model in memory, and the part that each pass reads."""
-    from speculant.models.sizes import TABLE
+    from speculant.models.sizes import pass_matrices
 
-    unread = () if files.decoder.head.tied else (TABLE,)
+    read = {name for name, _, _ in pass_matrices(files.decoder)}
     return {
         "weights_mib": sum(matrix.kept for matrix in matrices) / MIB,
-        "read_in_each_pass_mib": sum(matrix.kept for matrix in matrices if matrix.name not in unread) / MIB,
+        "read_in_each_pass_mib": sum(matrix.kept for matrix in matrices if matrix.name in read) / MIB,
         "keys_and_values": str(dtype).removeprefix("torch."),
         **_cache_sizes(files.decoder, dtype),
     }

@@ -16,6 +16,7 @@ from typing import Any, Protocol, TypeVar, cast
 import torch
 
 from speculant.cache.base import CacheShape, KVCache
+from speculant.cache.sources import Source
 from speculant.drafting.selection import Selection
 from speculant.errors import ConfigError, suggest
 from speculant.kernels.base import Sampler
@@ -75,6 +76,7 @@ class DrafterNeeds:
     max_positions: the longest sequence it can draft for; None = any.
     target_top_k: how many of the target's most likely next tokens `observe` receives for each row that has logits
     (`CommittedRows.successors`); 0 = none are computed.
+    reads_encoder: it drafts from the encoder's results; `observe_source` receives them.
     reads_prediction: it drafts from `Request.prediction`; a request with a prediction and another drafter is refused.
     nodes_per_beam: nodes that it drafts per beam and round of a beam search. Such a draft begins with the nodes of
     `search.beams.live_tree` and extends them. None = beam searches get no drafts.
@@ -92,6 +94,7 @@ class DrafterNeeds:
     target_inputs: int = 0
     max_positions: int | None = None
     target_top_k: int = 0
+    reads_encoder: bool = False
     reads_prediction: bool = False
     nodes_per_beam: int | None = None
     selects: bool = False
@@ -118,6 +121,14 @@ class Drafter(Protocol):
 
     def begin(self, request: Request) -> None:
         """Start a new sequence."""
+        ...
+
+    def observe_source(self, request: Request, source: Source) -> None:
+        """Record a sequence's source after `begin`: the encoder's result is `source.states` [tokens, hidden].
+
+        Only drafters that announce `reads_encoder` are called. Until the sequence ends, the target's cache holds the
+        source as the sequence `source.seq_id`.
+        """
         ...
 
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
@@ -168,6 +179,9 @@ class StatelessDrafter:
     def begin(self, request: Request) -> None:
         """See `Drafter.begin`."""
 
+    def observe_source(self, request: Request, source: Source) -> None:
+        """See `Drafter.observe_source`."""
+
     def catch_up(self, requests: Sequence[Request]) -> None:
         """See `Drafter.catch_up`."""
 
@@ -200,7 +214,9 @@ def is_built_in(drafter: Drafter) -> bool:
     return all(module.startswith("speculant.drafting.") for module in modules)
 
 
-_CALLS = ("caches", "errors", "begin", "propose", "catch_up", "observe", "roll_back", "match_prefix", "end")
+_CALLS = (
+    "caches", "errors", "begin", "observe_source", "propose", "catch_up", "observe", "roll_back", "match_prefix", "end",
+)  # fmt: skip
 
 
 def complete(drafter: Any, num_layers: int | None = None) -> Drafter:

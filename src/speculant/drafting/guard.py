@@ -12,6 +12,7 @@ from operator import index
 
 from torch import Tensor
 
+from speculant.cache.sources import Source
 from speculant.drafting.base import Drafter, complete, is_built_in, listens
 from speculant.errors import DraftError, Guard
 from speculant.types import CommittedRows, DraftTree, Request
@@ -42,10 +43,18 @@ class GuardedDrafter:
         self._described = f"drafter {name!r}"
         self._guard, self._count = guard, count
 
-    def begin(self, request: Request) -> None:
-        """Begin a sequence that has not begun."""
+    def begin(self, request: Request, source: Source | None = None) -> None:
+        """Begin a sequence that has not begun; source: its own, which is encoded."""
         if request.seq_id not in self.begun and self._succeeds(partial(self.drafter.begin, request)):
             self.begun.add(request.seq_id)
+            if source is not None:
+                self.observe_source(request, source)
+
+    def observe_source(self, request: Request, source: Source) -> None:
+        """Pass on the source of a sequence that has begun, if the drafter announces that it reads it."""
+        reads = self.drafter.needs.reads_encoder and request.seq_id in self.begun
+        if reads and not self._succeeds(partial(self.drafter.observe_source, request, source)):
+            self.end(request)
 
     def propose(self, pairs: Sequence[tuple[Request, int]], vocab_size: int) -> Proposals:
         """Return checked drafts for pairs (request, limit); a sequence without one has not begun or failed.

@@ -10,8 +10,9 @@ from contextlib import aclosing
 from types import TracebackType
 from typing import Any, Self
 
-from speculant.engine.frontend import Frontend, Message, Prompt
+from speculant.engine.frontend import Frontend, Message
 from speculant.engine.generation import StreamPiece
+from speculant.engine.prompts import Prompt
 from speculant.engine.thread import EngineThread, PieceStream
 from speculant.metrics import EngineMetrics
 from speculant.params import SamplingParams

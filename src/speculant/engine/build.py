@@ -108,10 +108,10 @@ def build_around(config: EngineConfig, target: Checkpoint, tokenizer: Tokenizer 
     tokenizer = tokenizer or load_tokenizer(config, target.folder)
     spec = config.speculative() if drafts(config, target) else None
     name = method_name(spec) if spec else None
-    longest = target.model.max_positions
-    limits = resolve(config, longest)
+    longest, limits = target.model.max_positions, resolve_for(config, target)
     scratch = scratch_of(target.model, limits.max_num_batched_tokens, limits.max_model_len)
-    memory = CacheMemory.of(config, limits, target.model.cache_shape, target.mapped_bytes, scratch)
+    shape, has_source = target.model.cache_shape, target.model.needs.source
+    memory = CacheMemory.of(config, limits, shape, target.mapped_bytes, scratch, has_source)
     verifiers, _ = build_verifiers(spec)
     selection = Selection()
     made = list[KVCache]()  # the target's cache takes the memory that drafters leave
@@ -130,7 +130,15 @@ def build_around(config: EngineConfig, target: Checkpoint, tokenizer: Tokenizer 
     policy = _draft_length(spec, length, drafters, measured)
     selection.selector = policy if isinstance(policy, Selector) else None
     engine = Engine(
-        EngineOptions(limits, _seed(config), target.eos_token_ids, _verification(config, spec), sampler),
+        EngineOptions(
+            limits,
+            _seed(config),
+            target.eos_token_ids,
+            _verification(config, spec),
+            sampler,
+            target.start_tokens,
+            target.output_rules,
+        ),
         target.model,
         cache,
         KeyedChances(sampler),
@@ -152,6 +160,11 @@ def build_around(config: EngineConfig, target: Checkpoint, tokenizer: Tokenizer 
     beams = drafter is not None and drafter.needs.nodes_per_beam is not None
     predicts = installed(PREDICTION)[:1] if config.use_speculative_decoding is not False else []
     return Runtime(engine, tokenizer, target, limits, drafter is not None, beams, says, context, *predicts)
+
+
+def resolve_for(config: EngineConfig, target: Checkpoint) -> Limits:
+    """Return the limits of an engine for a target, before memory lowers them."""
+    return resolve(config, target.model.max_positions, target.model.needs.source)
 
 
 def _seed(config: EngineConfig) -> int:
@@ -325,7 +338,7 @@ class _Workshop:
             device=self.target.model.cache_shape.device,
             chances=KeyedChances(self.target.backend.sampler),
             sampler=self.target.backend.sampler,
-            max_num_batched_tokens=self.config.max_num_batched_tokens,
+            max_num_batched_tokens=resolve_for(self.config, self.target).max_num_batched_tokens,
             load_draft=self._load_draft,
             make_cache=self.make_cache,
             stop_below=policy.stop_below(policy_options) if hasattr(policy, "stop_below") else 0.0,

@@ -5,6 +5,9 @@ runs between its first steps, each time for about as long as the last step took.
 holds no blocks of the target's cache after its end. The curves are kept on disk, in $XDG_CACHE_HOME/speculant/costs,
 under a key of models, types and machine. The policy follows the real steps from then on, so a curve only has to have
 the right shape.
+
+The passes of an encoder-decoder model read a source of SOURCE_LENGTH tokens, or of the longest that is possible if that
+is shorter. It is encoded as one token, whose keys and values are copied. The encoder's own time is no part of a curve.
 """
 
 from __future__ import annotations
@@ -15,8 +18,8 @@ import statistics
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from itertools import count, islice
 from math import inf
 from pathlib import Path
@@ -26,10 +29,11 @@ import torch
 from torch import Tensor
 
 from speculant.cache.base import KVCache, Moves, Slots
+from speculant.cache.sources import MEASURED, Source
 from speculant.config import Limits
 from speculant.drafting.base import Drafter
 from speculant.engine.measuring import SLICE_S, Measurement
-from speculant.engine.runner import forward_target
+from speculant.engine.runner import encode_sources, forward_target
 from speculant.errors import CapacityError, Guard
 from speculant.files import cache_folder, key_of, write_file
 from speculant.kernels.base import Sampler
@@ -38,7 +42,7 @@ from speculant.metrics import RequestMetrics, TimingMetrics
 from speculant.models.base import CausalLM, relative_reads_of
 from speculant.params import SamplingParams
 from speculant.sampling.distribution import Node, distribution, row_maxima
-from speculant.scheduling.scheduler import Scheduled
+from speculant.scheduling.schedule import Scheduled
 from speculant.types import CommittedRows, DraftTree, Request
 
 logger = logging.getLogger(__name__)
@@ -47,6 +51,7 @@ logger = logging.getLogger(__name__)
 ROWS = (1, 8, 16, 4, 2, 48, 24, 6, 3, 12, 5, 7, 9, 10, 32, 14, 17, 20, 64, 40, 96, 128)
 DEPTHS, SEQUENCES = (1, 4, 8, 2, 16), (1, 8)
 LEAST_LONG, LONG_CONTEXT = 192, 2048  # tokens of the texts that show the cost of attention
+SOURCE_LENGTH = 128  # tokens
 DRAFTED_AFTER = 16  # tokens of all sequences together
 MANY_ROWS = 8  # of a second pass after the longer text; the first has one row
 TEXTS = (16, 64, 256, 1024)  # tokens that a drafter with a cache of its own reads; longer ones if it is fast enough
@@ -161,7 +166,7 @@ class Calibration:
 
     def _passes(self, found: dict[str, Any]) -> Generator[None, None, bool]:
         """Measure the seconds of a pass and its distributions, by rows; return whether they were steady."""
-        most = min(self.limits.max_model_len, self.limits.max_num_batched_tokens, self.cache.free_tokens())
+        most = min(self.limits.max_model_len, self.limits.max_num_batched_tokens, self._free_tokens())
         sizes = [rows for rows in ROWS if rows <= max(1, most)]
         rounds = yield from self._timing(0, sizes, Rounds(LEAST_ROWS, LEAST_PASSES))
         found["passes"] = least_seconds(rounds)
@@ -170,7 +175,7 @@ class Calibration:
     def _keys(self, found: dict[str, Any]) -> Slices:
         """Measure the cost of attention after a long text, which consists of copies of one key."""
         short_s, found["keys"] = found["passes"], KeyCosts()
-        length = min(LONG_CONTEXT, self.limits.max_model_len - MANY_ROWS, self.cache.free_tokens() - MANY_ROWS)
+        length = min(LONG_CONTEXT, self.limits.max_model_len - MANY_ROWS, self._free_tokens() - MANY_ROWS)
         if length < LEAST_LONG or not {1, MANY_ROWS} <= short_s.keys():
             return
         long_s = least_seconds(
@@ -187,17 +192,41 @@ class Calibration:
         decode, text = partial(self._decode, request, count()), partial(self._text, request.seq_id, length)
         return timing(decode, sizes, rounds, text, self.missed)
 
+    @cached_property
+    def _source(self) -> Source | None:
+        """The source of all measured texts; None = they have none."""
+        if not self.target.needs.source:
+            return None
+        length = max(1, min(SOURCE_LENGTH, self.limits.max_source_len))
+        return Source(MEASURED, tuple(spread_token(place, self.target.vocab_size) for place in range(length)))
+
+    def _free_tokens(self) -> int:
+        """Return how many positions a measured text finds in the target's cache beside its source."""
+        return self.cache.free_tokens() - (0 if self._source is None else len(self._source.tokens))
+
     @contextmanager
-    def _text(self, seq_id: int, length: int) -> Iterator[None]:
-        """Fill the target's cache with a text until the context ends: a key, and copies of it."""
+    def _encoded(self) -> Iterator[None]:
+        """Fill the target's cache with the source until the context ends: the keys of a token, and copies of them."""
         try:
-            if length:
-                (request,) = requests(1, 2, self.target.vocab_size)
-                self._pass(Scheduled(request, 0, 1), DraftTree.empty())
-                self._copy_key(seq_id, length)
+            if self._source is not None:
+                encode_sources(self.target, self.cache, [replace(self._source, tokens=self._source.tokens[:1])])
+                self._copy_key(MEASURED, len(self._source.tokens))
             yield
         finally:
-            self.cache.release(seq_id)
+            self.cache.release(MEASURED)
+
+    @contextmanager
+    def _text(self, seq_id: int, length: int) -> Iterator[None]:
+        """Fill the target's cache with a text until the context ends: a key, and copies of it. It has the source."""
+        with self._encoded():
+            try:
+                if length:
+                    (request,) = requests(1, 2, self.target.vocab_size)
+                    self._pass(Scheduled(request, 0, 1, source=self._source), DraftTree.empty())
+                    self._copy_key(seq_id, length)
+                yield
+            finally:
+                self.cache.release(seq_id)
 
     def _copy_key(self, seq_id: int, length: int) -> None:
         sources = [block * self.cache.block_size for block in self.cache.table(seq_id)]  # one per group of layers
@@ -215,7 +244,7 @@ class Calibration:
         """
         length, vocab_size = len(request.tokens) - 1, self.target.vocab_size
         request.tokens[-1], *chain = (spread_token(place, vocab_size) for place in islice(places, rows))
-        self._pass(Scheduled(request, length, 1), DraftTree.chain(chain))
+        self._pass(Scheduled(request, length, 1, source=self._source), DraftTree.chain(chain))
         self.cache.truncate_to(request.seq_id, length)
 
     def _pass(self, item: Scheduled, tree: DraftTree) -> None:
@@ -227,16 +256,17 @@ class Calibration:
     def _drafts(self, drafter: Drafter, count: int) -> Generator[None, None, dict[int, float]]:
         """Measure the seconds of a draft for `count` sequences, by depth."""
         half = self._longest(drafter) // 2
-        drafting = requests(count, min(1 + DRAFTED_AFTER // count, half), self.target.vocab_size)
+        drafting = self._requests(count, min(1 + DRAFTED_AFTER // count, half))
         depths = [depth for depth in DEPTHS if depth <= half]
         for request in drafting:
-            drafter.begin(request)
+            self._begin(drafter, request)
             self._observe(drafter, request)
         try:
             times = timing(lambda depth: drafter.propose(drafting, [depth] * count), depths)
             if drafter.needs.target_cache:
-                self._fill_target(drafting)
-                return least_seconds(finished(times))  # in one slice, as it takes blocks of the target's cache
+                with self._encoded():
+                    self._fill_target(drafting)
+                    return least_seconds(finished(times))  # in one slice, as it takes blocks of the target's cache
             return least_seconds((yield from times))
         finally:
             for request in drafting:
@@ -245,7 +275,8 @@ class Calibration:
 
     def _fill_target(self, drafting: Sequence[Request]) -> None:
         """Compute the target's keys and values of all tokens but the newest."""
-        items = [Scheduled(request, 0, len(request.tokens) - 1) for request in drafting if len(request.tokens) > 1]
+        texts, source = [request for request in drafting if len(request.tokens) > 1], self._source
+        items = [Scheduled(request, 0, len(request.tokens) - 1, source=source) for request in texts]
         if items:
             forward_target(self.target, self.cache, items, [DraftTree.empty()] * len(items))
 
@@ -269,8 +300,8 @@ class Calibration:
 
     def _reading_s(self, drafter: Drafter, index: int, length: int) -> float:
         """Return the seconds in which a drafter reads an unknown text and drafts a token."""
-        request = requests(index + 1, length, self.target.vocab_size)[index]
-        drafter.begin(request)
+        request = self._requests(index + 1, length)[index]
+        self._begin(drafter, request)
         started = time.perf_counter()
         try:
             for _ in range(1 + length // max(1, self.limits.max_num_batched_tokens)):
@@ -279,6 +310,19 @@ class Calibration:
             return time.perf_counter() - started
         finally:
             drafter.end(request)
+
+    def _requests(self, count: int, length: int) -> list[Request]:
+        """Make requests to draft for; see `requests`."""
+        made = requests(count, length, self.target.vocab_size)
+        for request in made:
+            request.source = () if self._source is None else self._source.tokens
+        return made
+
+    def _begin(self, drafter: Drafter, request: Request) -> None:
+        """Begin a sequence; the values of its source's states do not matter here."""
+        drafter.begin(request)
+        if self._source is not None and drafter.needs.reads_encoder:
+            drafter.observe_source(request, replace(self._source, states=self._zeros(len(self._source.tokens))))
 
     def _observe(self, drafter: Drafter, request: Request) -> None:
         """Give a drafter hidden states for a request's prompt; their values do not matter here."""

@@ -9,6 +9,7 @@ from functools import cached_property
 
 from speculant import plugins
 from speculant.cache.base import KVCache
+from speculant.cache.sources import Source
 from speculant.drafting.base import Drafter, DrafterNeeds
 from speculant.drafting.guard import GuardedDrafter, Proposals
 from speculant.drafting.heads.parts import HeadParts
@@ -64,6 +65,11 @@ class Drafters:
         """Whether a drafter needs the target's most likely next tokens."""
         return any(drafter.needs.target_top_k for drafter in self.known.values())
 
+    @cached_property
+    def read_encoder(self) -> bool:
+        """Whether a drafter reads the encoder's results."""
+        return any(drafter.needs.reads_encoder for drafter in self.known.values())
+
     @property
     def known(self) -> Mapping[str, Drafter]:
         """The drafters that were made so far, by method."""
@@ -104,7 +110,7 @@ class Drafters:
             assert self._make is not None, f"nothing makes the drafter {method!r}"
             made = self._drafters[method] = self._guarded(method, self._make(method))
             self._listening += [made] if made.listens else []
-            for cached in ("hidden_layers", "read_successors"):
+            for cached in ("hidden_layers", "read_successors", "read_encoder"):
                 vars(self).pop(cached, None)
         return self._drafters[method].drafter
 
@@ -117,11 +123,11 @@ class Drafters:
         needs = self.needs(request)
         return 0 if needs is None else needs.target_top_k
 
-    def begin(self, requests: Sequence[Request]) -> None:
-        """Begin the sequences that have not begun."""
-        for request in requests:
+    def begin(self, requests: Sequence[Request], sources: Sequence[Source | None]) -> None:
+        """Begin the sequences that have not begun; sources: theirs, which are encoded."""
+        for request, source in zip(requests, sources, strict=True):
             if request.drafter is not None and request.seq_id not in self._drafters[request.drafter].begun:
-                self._drafters[request.drafter].begin(request)
+                self._drafters[request.drafter].begin(request, source)
 
     def propose(self, requests: Sequence[Request], limits: Sequence[int], vocab_size: int) -> list[DraftTree]:
         """Return a checked draft for each sequence; an empty one where there is no drafter or it fails."""

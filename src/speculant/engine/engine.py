@@ -22,11 +22,13 @@ from speculant.errors import RequestError, SpeculantError
 from speculant.kernels.base import Sampler
 from speculant.kernels.reference_sampler import REFERENCE
 from speculant.lengths.base import DraftLength
-from speculant.metrics import EngineMetrics
+from speculant.metrics import EngineMetrics, StepTiming
 from speculant.models.base import CausalLM, check_taps
+from speculant.models.generation import NO_RULES, OutputRules
 from speculant.params import SamplingParams
 from speculant.sampling.chance import Chances
-from speculant.scheduling.scheduler import Schedule, Scheduler
+from speculant.scheduling.schedule import Schedule
+from speculant.scheduling.scheduler import Scheduler
 from speculant.types import ANYONE, Client, Request, StepOutput, StopChecker
 from speculant.verification.base import Verifier
 
@@ -39,7 +41,7 @@ MOST_DELAYS = 8  # steps in a row that a measurement gives way to new requests
 class EngineOptions:
     """The configuration of an engine: sizes, seed, end tokens and the verifier's name ("auto" or a name).
 
-    sampler makes the distributions.
+    sampler makes the distributions. start_tokens, output_rules: of an encoder-decoder model, see `RequestRules`.
     """
 
     limits: Limits
@@ -47,6 +49,8 @@ class EngineOptions:
     end_token_ids: frozenset[int]
     verification: str = "auto"
     sampler: Sampler = REFERENCE
+    start_tokens: tuple[int, ...] = ()
+    output_rules: OutputRules = NO_RULES
 
 
 class Engine:
@@ -81,8 +85,9 @@ class Engine:
             options.sampler,
         )
         rules = RequestRules(
-            options.limits, target.vocab_size, options.seed, options.end_token_ids, options.verification
-        )
+            options.limits, target.vocab_size, options.seed, options.end_token_ids, options.verification,
+            target.needs.source, options.start_tokens, options.output_rules,
+        )  # fmt: skip
         self._factory = RequestFactory(rules, verifiers, self._drafters)
         self._by_id: dict[str, list[Request]] = {}
         self.metrics = EngineMetrics(blocks_total=cache.num_blocks, block_size=cache.block_size)
@@ -101,15 +106,25 @@ class Engine:
         cache_salt: str = "",
         constraint: Callable[[], Constraint] | None = None,
         client: Client = ANYONE,
+        source: Sequence[int] = (),
     ) -> list[Request]:
         """Queue a tokenised prompt and return its `params.n` sequences, with a stop checker and a constraint each.
 
         Clients have fair shares of the engine; of one client's requests, a lower priority is served sooner. Prompts of
-        different salts share no cache. Raises RequestError or ConfigError for a prompt or parameters that can't be
-        served, or an id in use, and CapacityError if too many requests wait; nothing is queued then.
+        different salts share no cache. source: what the encoder of an encoder-decoder model reads; the prompt is then
+        the decoder's, which begins with the model's start tokens.
+
+        Raises RequestError or ConfigError for a prompt or parameters that can't be served, or an id in use, and
+        CapacityError if too many requests wait; nothing is queued then.
         """
         checked = self.check_request(
-            prompt, params, priority=priority, cache_salt=cache_salt, constraint=constraint, client=client
+            prompt,
+            params,
+            priority=priority,
+            cache_salt=cache_salt,
+            constraint=constraint,
+            client=client,
+            source=source,
         )
         return self.add_checked(checked, request_id, stop_checker)
 
@@ -135,9 +150,10 @@ class Engine:
         cache_salt: str = "",
         constraint: Callable[[], Constraint] | None = None,
         client: Client = ANYONE,
+        source: Sequence[int] = (),
     ) -> CheckedRequest:
         """Return a request for `add_checked`; raise errors of `add_request` that do not depend on other requests."""
-        checked = self._factory.check(prompt, params, priority, cache_salt, constraint, client)
+        checked = self._factory.check(prompt, params, priority, cache_salt, constraint, client, source)
         self._scheduler.check_size(_num_sequences(params))
         return checked
 
@@ -163,7 +179,7 @@ class Engine:
             schedule = self._scheduler.schedule()
         for request in schedule.preempted:
             self._drafters.end(request)
-        committed, draft_s, verify_s = self._run(schedule)
+        committed, timings = self._run(schedule)
         outputs, explained = list[StepOutput](), not committed
         for each in committed:
             outputs += each.outputs
@@ -173,10 +189,8 @@ class Engine:
                 self._end(each.request)
         self.doubtful = not explained
         self._count(schedule, committed)
-        self.metrics.draft_s += draft_s
-        self.metrics.verify_s += verify_s
-        self.metrics.other_s += time.perf_counter() - started - draft_s - verify_s
         self._last_s = time.perf_counter() - started
+        self.metrics.count_times(self._last_s, timings)
         return outputs
 
     def _measure(self) -> None:
@@ -207,10 +221,15 @@ class Engine:
         cache = self._context.cache
         cache.check()
         self._drafters.check()
+        sources = self._scheduler.sources
+        sources.check()
         for request in self._scheduler.waiting:
             held = (each.length(request.seq_id) for each in (cache, *self._drafters.caches))
             assert not any(held), "a waiting request owns blocks"
+            assert sources.of(request.seq_id) is None, "a waiting request holds a source"
         for request in self._scheduler.running:
+            source = sources.of(request.seq_id)
+            assert (() if source is None else source.tokens) == request.source, "a running request lacks its source"
             assert cache.length(request.seq_id) < len(request.tokens), "the newest token is in the cache already"
             assert len(request.tokens) <= self._context.limits.max_model_len, "a context overflowed"
 
@@ -224,16 +243,19 @@ class Engine:
         """Return how many positions new sequences could take in the fullest cache (docs/references.md, capacity)."""
         return min(cache.free_tokens() for cache in (self._context.cache, *self._drafters.caches))
 
-    def _run(self, schedule: Schedule) -> tuple[list[Committed], float, float]:
-        """Step; if that fails, step for each sequence alone, so that only sequences that can't be served end."""
-        if not schedule.items:
-            return [], 0.0, 0.0
+    def _run(self, schedule: Schedule) -> tuple[list[Committed], list[StepTiming]]:
+        """Step; if that fails, step for each source and sequence alone, so that only requests that can't be served end.
+
+        A request whose source can't be encoded is one of them.
+        """
+        if not (schedule.items or schedule.sources):
+            return [], []
         try:
             committed, timing = step(self._context, schedule, self.mark)
-            return committed, timing.draft_s, timing.verify_s
+            return committed, [timing]
         except Exception as error:  # noqa: BLE001 - no error may affect the other requests
-            if len(schedule.items) == 1:
-                return [fail(schedule.items[0].request, error)], 0.0, 0.0
+            if culprits := schedule.culprits():
+                return [fail(request, error) for request in culprits], []
             cause = error
         self.metrics.repeated_steps += 1
         runs = [self._run(alone) for alone in schedule.one_by_one(self._context.cache)]
@@ -242,7 +264,7 @@ class Engine:
             self.metrics.transient_errors += 1
             if self.metrics.transient_errors == 1:
                 logger.warning("a step failed for all sequences together and for none alone: %r", cause)
-        return committed, sum(run[1] for run in runs), sum(run[2] for run in runs)
+        return committed, [timing for run in runs for timing in run[1]]
 
     def _end(self, request: Request) -> None:
         self._release(request)
@@ -258,7 +280,7 @@ class Engine:
     def _release(self, request: Request) -> None:
         self._drafters.end(request)
         self._scheduler.remove(request)
-        self.metrics.prompt_tokens += len(request.prompt)
+        self.metrics.prompt_tokens += len(request.source) + len(request.prompt)
         self.metrics.prefix_hit_tokens += request.metrics.cached_tokens
 
     def _count(self, schedule: Schedule, committed: Sequence[Committed]) -> None:
@@ -270,7 +292,9 @@ class Engine:
                 metrics.tokens += output.token is not None
             if each.outcome is not None:
                 metrics.count_draft(sum(each.outcome.drafted), sum(each.outcome.accepted))
-        metrics.count_step(metrics.tokens - before + sum(item.num_prompt_tokens for item in schedule.items))
+        prompts = sum(item.num_prompt_tokens for item in schedule.items)
+        prompts += sum(encoding.num_rows for encoding in schedule.sources)
+        metrics.count_step(metrics.tokens - before + prompts)
         self._note_standing()
 
     def _note_standing(self) -> None:

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache, partial
-from operator import index
-from typing import Any, NamedTuple, NotRequired, TypedDict
-
-import numpy as np
-import torch
-from torch import Tensor
+from typing import Any
 
 from speculant.config import EngineConfig, Limits
 from speculant.constraints import Constraint
 from speculant.engine.build import build_engine
 from speculant.engine.generation import Generation, StreamPiece, with_token_texts
+from speculant.engine.prompts import (
+    PlainPrompt,
+    Prompt,
+    PromptPair,
+    RenderedPrompt,
+    TokenisedPrompt,
+    read_prompt,
+)
 from speculant.engine.requests import check_client
 from speculant.engine.vllm_arguments import read_arguments
-from speculant.errors import RequestError, suggest
+from speculant.errors import RequestError
 from speculant.models.weights.load import Checkpoint
 from speculant.params import SamplingParams
 from speculant.structured.constraint import Grammar
@@ -34,45 +37,6 @@ from speculant.text.stop import compile_stops
 from speculant.text.user_tokenizer import UserTokenizer
 from speculant.types import ANYONE, Client
 
-
-class TextPrompt(TypedDict):
-    """A text to complete. cache_salt: only prompts of the same salt share a cache."""
-
-    prompt: str
-    cache_salt: NotRequired[str]
-
-
-class TokensPrompt(TypedDict):
-    """Token ids to complete. prompt: their text, which results repeat. cache_salt: see `TextPrompt`."""
-
-    prompt_token_ids: Sequence[int]
-    prompt: NotRequired[str]
-    cache_salt: NotRequired[str]
-
-
-class PlainPrompt(NamedTuple):
-    """The content of a prompt: its text, its token ids or both, and a salt."""
-
-    text: str | None = None
-    tokens: list[int] | None = None
-    cache_salt: str = ""
-
-
-@dataclass(frozen=True)
-class RenderedPrompt:
-    """The text of a conversation in the model's format. It already has its special tokens, so none are added.
-
-    tokens: its token ids, if they are known already. reasoning: the tokens around the reasoning that may come before
-    an answer of a given form; None = the form begins at once. expected: the reasoning that other answers may have.
-    """
-
-    text: str
-    tokens: Sequence[int] | None = None
-    reasoning: Reasoning | None = None
-    expected: ExpectedReasoning | None = None
-
-
-Prompt = str | RenderedPrompt | Sequence[int] | TextPrompt | TokensPrompt  # or an array of whole numbers
 Message = Mapping[str, Any]
 
 
@@ -185,6 +149,8 @@ class Frontend:
         continues. Raises RequestError for messages that the template can't render, ModelError for a
         checkpoint without a template.
         """
+        if self.has_source:
+            raise _no_chat()
         variables = check_variables(chat_template_kwargs)
         given, begins = list(tools) if tools else None, add_generation_prompt and not continue_final_message
         if chat_template is not None and not isinstance(chat_template, str):
@@ -234,8 +200,8 @@ class Frontend:
         compiled: the form, if the caller has it already; otherwise this call waits for it. client: who sent the
         request.
         """
-        text, tokens, salt = self._read_prompt(prompt)
-        if salt and cache_salt not in ("", salt):
+        given = self._read_prompt(prompt)
+        if given.cache_salt and cache_salt not in ("", given.cache_salt):
             raise RequestError("the prompt and the call have different cache salts", "give one of them.")
         params = self._tokenised(params or self.default_params)
         stops = self._compile_stops(tuple(params.stop)) if params.stop else None
@@ -243,18 +209,47 @@ class Frontend:
         constrain = None
         if compiling is not None and form is not None:
             constrain = _constrain(self._grammars.metered(_awaited(compiling), form, client.name), prompt)
-        tokens = self._truncated(tokens, params)
-        return Generation(request_id, text, tokens, params, priority, cache_salt or salt, stops, constrain, client)
+        given = replace(self._truncated(given, params), cache_salt=cache_salt or given.cache_salt)
+        return Generation(request_id, given, params, priority, stops, constrain, client)
 
-    def _read_prompt(self, prompt: object) -> tuple[str | None, list[int], str]:
-        """Return a prompt's text, if it has one, its token ids and its salt."""
+    @property
+    def has_source(self) -> bool:
+        """Whether the model is an encoder-decoder: a plain prompt is then the source that its encoder reads."""
+        return self.checkpoint.model.needs.source
+
+    def _read_prompt(self, prompt: object) -> TokenisedPrompt:
+        """Return a prompt in any form as token ids."""
         if isinstance(prompt, RenderedPrompt):
+            if self.has_source:
+                raise _no_chat()
             known = None if prompt.tokens is None else list(prompt.tokens)
-            plain, special = PlainPrompt(prompt.text, known), False
-        else:
-            plain, special = read_prompt(prompt), True
-        tokens = self.tokenizer.encode(plain.text or "", special) if plain.tokens is None else plain.tokens
-        return plain.text, tokens, plain.cache_salt
+            return TokenisedPrompt(prompt.text, self._tokens_of(PlainPrompt(prompt.text, known), special=False))
+        read = read_prompt(prompt)
+        if self.has_source:
+            return self._read_pair(read if isinstance(read, PromptPair) else PromptPair(read, None, read.cache_salt))
+        if isinstance(read, PromptPair):
+            raise RequestError(
+                "a prompt has an encoder_prompt, and the model has no encoder", "give one text, or its token ids."
+            )
+        return TokenisedPrompt(read.text, self._tokens_of(read), read.cache_salt)
+
+    def _read_pair(self, pair: PromptPair) -> TokenisedPrompt:
+        """Return a source and the decoder's prompt; start tokens that the latter lacks are put before it."""
+        start, source, text = self.checkpoint.start_tokens, self._tokens_of(pair.encoder), None
+        tokens = list(start)
+        if pair.decoder is not None:
+            text, own = pair.decoder.text, self._tokens_of(pair.decoder, special=False)
+            tokens = own if tuple(own[: len(start)]) == start else [*start, *own]
+        elif not start:
+            raise RequestError(
+                "the checkpoint names no decoder_start_token_id, with which the decoder begins",
+                'give {"encoder_prompt": ..., "decoder_prompt": ...}.',
+            )
+        return TokenisedPrompt(text, tokens, pair.cache_salt, pair.encoder.text, source)
+
+    def _tokens_of(self, plain: PlainPrompt, special: bool = True) -> list[int]:
+        """Return a prompt's token ids; special: the tokenizer adds its special tokens to a text."""
+        return self.tokenizer.encode(plain.text or "", special) if plain.tokens is None else plain.tokens
 
     def guard_forms(self) -> None:
         """Expect hostile forms: limit the time and memory that each may take. Servers of strangers call it."""
@@ -274,16 +269,27 @@ class Frontend:
             params = replace(params, bad_words=self._banned_tokens(tuple(params.bad_words), self.tokenizer.encode))
         return params
 
-    def _truncated(self, tokens: list[int], params: SamplingParams) -> list[int]:
-        """Return the end of a prompt that `truncate_prompt_tokens` keeps."""
+    def _truncated(self, given: TokenisedPrompt, params: SamplingParams) -> TokenisedPrompt:
+        """Return a prompt of which `truncate_prompt_tokens` keeps the end: of its source, if the model reads one."""
         most = params.truncate_prompt_tokens
+        if most is None:
+            return given
+        if self.has_source:
+            return replace(given, source=given.source[-(self.limits.max_source_len if most == -1 else most) :])
         if most == -1:
             most = max(1, self.limits.max_model_len - (params.max_tokens or 1))
-        return tokens if most is None else tokens[-most:]
+        return replace(given, tokens=given.tokens[-most:])
 
     def _readable(self, piece: StreamPiece) -> StreamPiece:
         """Return a piece for the caller: tokens of log-probabilities get their texts."""
         return piece if piece.output is None else replace(piece, output=with_token_texts(piece.output, self.tokenizer))
+
+
+def _no_chat() -> RequestError:
+    return RequestError(
+        "the model is an encoder-decoder, which has no conversations",
+        "give the text to `generate` as the prompt.",
+    )
 
 
 def _awaited(compiling: Future[Grammar]) -> Grammar:
@@ -311,96 +317,3 @@ def _up_to_content(text: str, message: Message) -> str:
             "leave out continue_final_message.",
         )
     return text[: place + len(content)]
-
-
-_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
-_MEDIA = "images, audio and video are not supported; the models here read text"
-_ENCODER = "encoder-decoder models are not supported"
-REFUSED: Mapping[str, str] = {
-    "multi_modal_data": _MEDIA,
-    "multi_modal_uuids": _MEDIA,
-    "mm_processor_kwargs": _MEDIA,
-    "prompt_embeds": "a prompt can't be given as embeddings",
-    "encoder_prompt": _ENCODER,
-    "decoder_prompt": _ENCODER,
-    "token_type_ids": "the models here have no types of tokens",
-}
-_FORMS = 'give a text, token ids, {"prompt": text} or {"prompt_token_ids": ids}; or a list of those.'
-
-
-def split_prompts(given: Any) -> list[Any]:
-    """Return the prompts that were given: one, or several in a list, a tuple, an iterator or a two-dimensional array.
-
-    A sequence that begins with a whole number is one prompt of token ids. Raises RequestError for anything else.
-    """
-    if isinstance(given, np.ndarray | Tensor):
-        return list(given) if given.ndim == 2 else [given]
-    if isinstance(given, Iterator):
-        return list(given)
-    if not _is_list(given):
-        return [given]
-    return [given] if len(given) > 0 and _is_number(given[0]) else list(given)
-
-
-def read_prompt(given: object) -> PlainPrompt:
-    """Return the content of one prompt. Raises RequestError for one that can't be read."""
-    if isinstance(given, str):
-        return PlainPrompt(given)
-    if isinstance(given, Mapping):
-        return _read_mapping(given)
-    return PlainPrompt(tokens=_token_ids(given, "a prompt"))
-
-
-def _read_mapping(given: Mapping[Any, Any]) -> PlainPrompt:
-    for key, value in given.items():
-        if key in REFUSED and value is not None:
-            raise RequestError(f"a prompt has {key}: {REFUSED[key]}", f"leave out {key}.")
-        if key not in _KEYS and key not in REFUSED:
-            raise RequestError(f"a prompt has the unknown key {key!r}", suggest(str(key), _KEYS))
-    text, tokens, salt = (given.get(key) for key in _KEYS)
-    if text is None and tokens is None:
-        raise RequestError("a prompt has neither prompt nor prompt_token_ids", _FORMS)
-    for key, value in {"prompt": text, "cache_salt": salt}.items():
-        if value is not None and not isinstance(value, str):
-            raise RequestError(f"{key} of a prompt is a {type(value).__name__}", f"give {key} as text.")
-    return PlainPrompt(text, None if tokens is None else _token_ids(tokens, "prompt_token_ids"), salt or "")
-
-
-def _token_ids(given: Any, name: str) -> list[int]:
-    if isinstance(given, np.ndarray | Tensor):
-        return _ids_of_array(given, name)
-    if not _is_list(given):
-        raise RequestError(f"{name} is a {type(given).__name__}", _FORMS)
-    if set(map(type, given)) <= {int}:  # nearly always, and a prompt may be long
-        return list(given)
-    for token in given:
-        if not _is_number(token):
-            raise RequestError(f"{name} has {token!r:.80}, which is not a token id", "give token ids as whole numbers.")
-    return list(map(index, given))
-
-
-def _ids_of_array(given: Any, name: str) -> list[int]:
-    if given.ndim != 1 or not _has_whole_numbers(given):
-        raise RequestError(
-            f"{name} is an array of {given.dtype} with {given.ndim} dimensions",
-            "give whole numbers in one dimension; in two dimensions each row is a prompt.",
-        )
-    ids: list[int] = given.tolist()
-    return ids
-
-
-def _has_whole_numbers(given: Any) -> bool:
-    if isinstance(given, Tensor):
-        return not (given.is_floating_point() or given.is_complex() or given.dtype == torch.bool)
-    return np.issubdtype(given.dtype, np.integer)
-
-
-def _is_list(given: object) -> bool:
-    return isinstance(given, Sequence) and not isinstance(given, str | bytes | bytearray | memoryview)
-
-
-def _is_number(given: Any) -> bool:
-    """Whether an element of a list is a whole number; a truth value is not one."""
-    if isinstance(given, Tensor | np.ndarray | np.generic):
-        return given.ndim == 0 and _has_whole_numbers(given)
-    return isinstance(given, int) and not isinstance(given, bool)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
 
 from speculant.constraints import Constraint
 from speculant.engine.engine import Engine
 from speculant.engine.logprobs import LogprobRow
+from speculant.engine.prompts import TokenisedPrompt
 from speculant.engine.requests import CheckedRequest
 from speculant.errors import RequestError, SpeculantError
 from speculant.metrics import RequestMetrics
@@ -43,7 +44,7 @@ class StreamPiece:
 class Generation:
     """A tokenised prompt and, once it was queued, its `n` sequences.
 
-    prompt: its text; None if it came as token ids. stops: the stop strings of `params`, compiled; None = none.
+    stops: the stop strings of `params`, compiled; None = none.
     constrain: makes the constraint of a sequence; None = there is none.
     Raises RequestError for an id of another type.
     """
@@ -51,11 +52,9 @@ class Generation:
     def __init__(
         self,
         request_id: str,
-        prompt: str | None,
-        tokens: Sequence[int],
+        prompt: TokenisedPrompt,
         params: SamplingParams,
         priority: int = 0,
-        cache_salt: str = "",
         stops: StopStrings | None = None,
         constrain: Callable[[], Constraint] | None = None,
         client: Client = ANYONE,
@@ -63,9 +62,8 @@ class Generation:
         if not isinstance(request_id, str):
             raise RequestError(f"request_id={request_id!r} is a {type(request_id).__name__}", "give it as str.")
         self.request_id, self.params = request_id, params
-        self._prompt, self._tokens, self._stops = prompt, tokens, stops
-        self._priority, self._cache_salt, self._constrain = priority, cache_salt, constrain
-        self._client = client
+        self._prompt, self._stops = prompt, stops
+        self._priority, self._constrain, self._client = priority, constrain, client
         self._checked: CheckedRequest | None = None
         self._requests: list[Request] = []
         self._closed: set[int] = set()
@@ -76,12 +74,13 @@ class Generation:
         """Raise RequestError or ConfigError if the engine can't serve the prompt; a second call checks nothing."""
         if self._checked is None:
             self._checked = engine.check_request(
-                self._tokens,
+                self._prompt.tokens,
                 self.params,
                 priority=self._priority,
-                cache_salt=self._cache_salt,
+                cache_salt=self._prompt.cache_salt,
                 constraint=self._constrain,
                 client=self._client,
+                source=self._prompt.source,
             )
         return self._checked
 
@@ -128,17 +127,19 @@ class Generation:
 
     def output(self) -> RequestOutput:
         """Return the current state; log-probabilities have no text yet, see `with_token_texts`."""
-        first = self._requests[0]
+        first, given = self._requests[0], self._prompt
         outputs = [self._completion(request) for request in self._requests]
         return RequestOutput(
             request_id=self.request_id,
-            prompt=self._prompt,
+            prompt=given.text,
             prompt_token_ids=list(first.prompt),
             outputs=outputs,
             finished=self.finished,
             metrics=RequestMetrics.pooled([request.metrics for request in self._requests]),
             prompt_logprobs=self._prompt_logprobs(first),
             error=next((str(error) for error in self._errors() if error), None),
+            encoder_prompt=given.source_text,
+            encoder_prompt_token_ids=list(first.source) if first.source else None,
         )
 
     def _completion(self, request: Request) -> CompletionOutput:

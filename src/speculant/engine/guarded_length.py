@@ -10,7 +10,7 @@ from speculant.engine.measuring import Measurement
 from speculant.errors import DraftLengthError, Guard
 from speculant.lengths.base import DraftLength, DraftOutcome, ScoredDraft
 from speculant.metrics import StepTiming
-from speculant.scheduling.scheduler import Schedule
+from speculant.scheduling.schedule import Schedule
 from speculant.types import DraftTree, Request
 
 logger = logging.getLogger(__name__)

@@ -14,8 +14,9 @@ from typing import Any
 
 from speculant.engine.beam_search import BeamSearchOutput, BeamSearchParams
 from speculant.engine.engine import Engine
-from speculant.engine.frontend import Frontend, Message, Prompt, split_prompts
+from speculant.engine.frontend import Frontend, Message
 from speculant.engine.generation import Generation, StreamPiece, with_token_texts
+from speculant.engine.prompts import Prompt, split_prompts
 from speculant.engine.readings import Metric, read_metrics
 from speculant.engine.vllm_arguments import check_call
 from speculant.errors import ConfigError, RequestError

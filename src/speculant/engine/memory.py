@@ -4,6 +4,9 @@ All caches hold about the same number of positions, so that a sequence that fits
 
     kv_memory   [ target: n blocks x target bytes | draft: n blocks x draft bytes ]
 
+A source is one more sequence in each cache. So with an encoder-decoder model, memory is planned for a source of
+`Limits.max_source_len` positions beside each text, in the draft's cache too.
+
 Layers with a sliding window have fewer blocks: as many as can be in use at once. So n is larger for such models.
 
     target      [ n blocks, layers without a window | up to n blocks, layers with one ]
@@ -26,7 +29,7 @@ import torch
 
 from speculant.cache.base import CacheShape, KVCache
 from speculant.cache.factory import paged_cache, slotted_cache
-from speculant.config import EngineConfig, Limits
+from speculant.config import USUAL_CONTEXT, EngineConfig, Limits
 from speculant.engine.calibration import DEPTHS
 from speculant.engine.cgroups import free_in_cgroups
 from speculant.errors import CapacityError
@@ -34,24 +37,32 @@ from speculant.errors import CapacityError
 logger = logging.getLogger(__name__)
 
 SHARE_OF_FREE = 0.5  # of the memory that is free once the target is loaded, unless kv_memory is set
-USUAL_CONTEXT = 4096  # positions per sequence that memory is set aside for, unless max_model_len or kv_memory is set
 FALLBACK = 2**31  # bytes, where the free memory is unknown
 
 
 class CacheMemory:
     """Makes caches within a budget of bytes: the drafter's first, then the target's from the rest.
 
-    limits: their context is lowered to the length that fits, unless the configuration has set it.
+    limits: their context is lowered to the length that fits, unless the configuration has set it. has_source: the
+    target is an encoder-decoder model.
     """
 
-    def __init__(self, config: EngineConfig, limits: Limits, target: CacheShape, budget: int) -> None:
-        self._config, self.limits, self._target = config, limits, target
+    def __init__(
+        self, config: EngineConfig, limits: Limits, target: CacheShape, budget: int, has_source: bool = False
+    ) -> None:
+        self._config, self.limits, self._target, self._has_source = config, limits, target, has_source
         self._left = self._budget = budget
         self.made: list[KVCache] = []
 
     @classmethod
     def of(
-        cls, config: EngineConfig, limits: Limits, target: CacheShape, mapped: int = 0, scratch: int = 0
+        cls,
+        config: EngineConfig,
+        limits: Limits,
+        target: CacheShape,
+        mapped: int = 0,
+        scratch: int = 0,
+        has_source: bool = False,
     ) -> CacheMemory:
         """Take the configured budget, or a share of the free memory.
 
@@ -65,7 +76,7 @@ class CacheMemory:
                 " max_model_len or max_num_batched_tokens",
                 given / 2**20, free / 2**20, scratch / 2**20,
             )  # fmt: skip
-        return cls(config, limits, target, given or int(SHARE_OF_FREE * free))
+        return cls(config, limits, target, given or int(SHARE_OF_FREE * free), has_source)
 
     def make_target(self) -> KVCache:
         """Make the target's cache of all that is left; CapacityError if not one sequence of max_model_len fits."""
@@ -99,21 +110,33 @@ class CacheMemory:
     def _make_paged(self, need: Need, left: int, whose: str, others: tuple[Need, ...]) -> tuple[KVCache, int]:
         """Make a cache that leaves room for as many blocks of the others; return it with its bytes."""
         size, num_blocks = self._config.block_size, most_blocks((need, *others), left)
-        if num_blocks < need.blocks_for(self.limits.max_model_len):
-            self._shorten(num_blocks * size)
-        per_sequence = need.blocks_for(self.limits.max_model_len)
+        if num_blocks < self._blocks(need, self.limits.max_model_len):
+            self._shorten(self._text_blocks(num_blocks) * size)
+        per_sequence = self._blocks(need, self.limits.max_model_len)
         if num_blocks < per_sequence:
             share = left * need.bytes_of(per_sequence) // sum(each.bytes_of(per_sequence) for each in (need, *others))
-            raise self._too_small(need.bytes_of(per_sequence), share, whose, 1, num_blocks * size)
+            raise self._too_small(need.bytes_of(per_sequence), share, whose, 1, self._text_blocks(num_blocks) * size)
         if self._config.kv_memory_bytes() is None:
-            usual = per_sequence if self._config.max_model_len else min(per_sequence, -(-USUAL_CONTEXT // size))
+            usual = self._blocks(need, self.limits.max_model_len if self._config.max_model_len else USUAL_CONTEXT)
             num_blocks = min(num_blocks, max(per_sequence, self.limits.max_num_seqs * usual))
         cache = paged_cache(need.shape, need.counts(num_blocks), size, self._config.enable_prefix_caching)
         return cache, need.bytes_of(num_blocks)
 
+    def _blocks(self, need: Need, length: int) -> int:
+        """Return the blocks for a text, and its source if it has one, of the greatest lengths up to `length`."""
+        source = min(length, self.limits.max_source_len) if self._has_source else 0
+        return need.blocks_for(min(length, self.limits.max_model_len)) + -(-source // need.block_size)
+
+    def _text_blocks(self, num_blocks: int) -> int:
+        """Return how many of these blocks the longest text can have: those that the longest source leaves, or half."""
+        if not self._has_source:
+            return num_blocks
+        rows = self.limits.max_num_batched_tokens - self.limits.max_num_seqs + 1  # of the longest source
+        return max(num_blocks // 2, num_blocks - -(-rows // self._config.block_size))
+
     def _slotted(self, need: Need, left: int, whose: str, others: tuple[Need, ...]) -> tuple[KVCache, int]:
         """Make a cache that leaves room for as many slots of the others; return it with its bytes."""
-        shape, num_seqs = need.shape, self.limits.max_num_seqs
+        shape, num_seqs = need.shape, self.limits.max_num_seqs * (2 if self._has_source else 1)
         every = sum(each.shape.bytes_per_token for each in (need, *others))
         share = left * shape.bytes_per_token // every
         positions = share // (num_seqs * shape.bytes_per_token)
@@ -131,12 +154,13 @@ class CacheMemory:
     def context(self, max_positions: int) -> str:
         """Return the longest length of a sequence in words, with the reason if it is shorter than the model allows."""
         longest = self.limits.max_model_len
+        tokens = f"{longest} tokens, sources {self.limits.max_source_len}" if self._has_source else f"{longest} tokens"
         if longest == max_positions:
-            return f"{longest} tokens"
+            return tokens
         if self._config.max_model_len is not None:
-            return f"{longest} tokens, by max_model_len; the model has {max_positions}"
+            return f"{tokens}, by max_model_len; the model has {max_positions}"
         return (
-            f"{longest} tokens and not the model's {max_positions}: the memory for keys and values has "
+            f"{tokens} and not the model's {max_positions}: the memory for keys and values has "
             f"{self._budget / 2**20:.1f} MiB; raise kv_memory for more"
         )
 
@@ -145,9 +169,10 @@ class CacheMemory:
         longest, mib = self.limits.max_model_len, 2**20
         fewer = "" if num_seqs == 1 else ", lower max_num_seqs"
         shorter = f", or set max_model_len to {fits} or less" if fits else ""
+        sources = " with sources" if self._has_source else ""
         return CapacityError(
-            f"the {whose}'s cache: {num_seqs} x {longest} positions of keys and values need {needed / mib:.1f} MiB "
-            f"and its share of the memory is {share / mib:.1f} MiB",
+            f"the {whose}'s cache: {num_seqs} x {longest} positions of keys and values{sources} need "
+            f"{needed / mib:.1f} MiB and its share of the memory is {share / mib:.1f} MiB",
             f"raise kv_memory{fewer}{shorter}.",
         )
 

@@ -1,6 +1,8 @@
 """A trace of an engine's steps: torch's profiler, with the phases of each step as named ranges.
 
-    step 17   | schedule | draft | target pass | verify | commit |
+    step 17   | schedule | encode | draft | target pass | verify | commit |
+
+A step without new sources has no "encode".
 
 torch's profiler does not see inside a native call; the range around the call shows how long it took.
 """
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
 
 Mark = Callable[[str], AbstractContextManager[object]]  # makes the range of a phase, by its name
 
-PHASES = ("schedule", "draft", "target pass", "verify", "commit")
+PHASES = ("schedule", "encode", "draft", "target pass", "verify", "commit")
 unmarked: Mark = dict.fromkeys(PHASES, nullcontext()).__getitem__  # marks nothing, without a call of Python
 
 

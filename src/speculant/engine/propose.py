@@ -12,7 +12,7 @@ from speculant.engine.guarded_length import GuardedLength
 from speculant.lengths.base import num_rows
 from speculant.models.base import CausalLM, ModelNeeds
 from speculant.params import MAX_SPECULATIVE_TOKENS
-from speculant.scheduling.scheduler import Schedule, Scheduled
+from speculant.scheduling.schedule import Schedule, Scheduled
 from speculant.types import DraftTree, Request
 
 MOST_PROBS_BYTES = 2**28  # of the distributions after all draft nodes of a step
@@ -44,7 +44,7 @@ def propose(
         forces = forces or len(draft.forced) > 0
     if drafters and (not draft_length.pauses(schedule) or forces):
         requests = [draft.item.request for draft in drafts]
-        drafters.begin(requests)
+        drafters.begin(requests, [draft.item.source for draft in drafts])
         lengths = draft_length.choose(schedule)
         if any(lengths) or forces or draft_length.keeps_up:
             budget = DraftBudget(schedule, MOST_PROBS_BYTES // (8 * vocab_size))

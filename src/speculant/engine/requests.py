@@ -11,32 +11,40 @@ from speculant.config import Limits
 from speculant.constraints import Constraint
 from speculant.drafting.base import DrafterNeeds
 from speculant.engine.drafters import Drafters
+from speculant.engine.output_rules import OutputVocabulary
 from speculant.engine.verify import choose_verifier, verifier_for
 from speculant.errors import ConfigError, RequestError, suggest
 from speculant.metrics import PassTotals, RequestMetrics, TimingMetrics
+from speculant.models.generation import NO_RULES, OutputRules
 from speculant.params import SamplingParams
 from speculant.sampling.chance import Purpose, mix
-from speculant.structured.vocabulary import Vocabulary, constrain_all
+from speculant.structured.vocabulary import JoinedConstraint, Vocabulary, constrain_all
 from speculant.types import ANYONE, Client, Request, StopChecker
 from speculant.verification.base import Verifier
 
 
 @dataclass(frozen=True)
 class RequestRules:
-    """The limits of requests: sizes, vocabulary and end tokens; and the engine's seed and verifier ("auto")."""
+    """The limits of requests: sizes, vocabulary and end tokens; and the engine's seed and verifier ("auto").
+
+    has_source: the model is an encoder-decoder. start_tokens: begin the prompts of its decoder; () = any tokens do.
+    """
 
     limits: Limits
     vocab_size: int
     seed: int
     end_token_ids: frozenset[int]
     verification: str = "auto"
+    has_source: bool = False
+    start_tokens: tuple[int, ...] = ()
+    output_rules: OutputRules = NO_RULES
 
 
 @dataclass(frozen=True)
 class CheckedRequest:
     """A tokenised prompt and its settings, which an engine can serve. method: its drafting method; None = none.
 
-    constraint: makes the constraint of a sequence; None = there is none.
+    constraint: makes the constraint of a sequence; None = there is none. source: what the encoder reads.
     """
 
     prompt: Sequence[int]
@@ -46,6 +54,7 @@ class CheckedRequest:
     cache_salt: str = ""
     constraint: Callable[[], Constraint] | None = None
     client: Client = ANYONE
+    source: Sequence[int] = ()
 
 
 class RequestFactory:
@@ -54,6 +63,11 @@ class RequestFactory:
     def __init__(self, rules: RequestRules, verifiers: Mapping[str, Verifier], drafters: Drafters) -> None:
         self._rules, self._verifiers, self._drafters = rules, verifiers, drafters
         self._next_seq_id = 0
+        self._output_rules = (
+            None
+            if rules.output_rules == NO_RULES
+            else OutputVocabulary(rules.output_rules, rules.vocab_size, rules.limits.max_model_len)
+        )
         default = drafters.default
         self._check_verifier(rules.verification, drafters.find(default).needs if default is not None else None)
 
@@ -65,8 +79,10 @@ class RequestFactory:
         cache_salt: str,
         constraint: Callable[[], Constraint] | None,
         client: Client = ANYONE,
+        source: Sequence[int] = (),
     ) -> CheckedRequest:
         """Raise RequestError or ConfigError for a request that can't be served."""
+        self._check_source(source)
         self._check_prompt(prompt)
         self._check_numbers(params)
         given: tuple[object, object] = priority, cache_salt
@@ -79,7 +95,7 @@ class RequestFactory:
             raise RequestError("a beam search takes no constraint", "leave out beam_width, or the constraint.")
         method = self._method(params)
         self._check_speculation(params, method)
-        return CheckedRequest(prompt, params, method, priority, cache_salt, constraint, client)
+        return CheckedRequest(prompt, params, method, priority, cache_salt, constraint, client, source)
 
     def make(
         self, checked: CheckedRequest, request_id: str, stop_checker: Callable[[], StopChecker] | None
@@ -93,6 +109,9 @@ class RequestFactory:
         for sample in samples:
             sample.stop_checker = stop_checker() if stop_checker else None
             sample.constraint = constraint() if constraint else None
+            if self._output_rules is not None:
+                own = self._output_rules.constrain(sample)
+                sample.constraint = own if sample.constraint is None else JoinedConstraint(sample.constraint, own)
         if params.n > 1:
             totals = PassTotals()
             for sample in samples:
@@ -121,6 +140,7 @@ class RequestFactory:
             priority=checked.priority,
             client=checked.client,
             cache_salt=checked.cache_salt,
+            source=tuple(checked.source),
             prediction=_prediction(params),
         )
         self._choose_verifier(request)
@@ -171,14 +191,43 @@ class RequestFactory:
         method = request.drafter
         return None if method is None or method == self._drafters.default else self._drafters.usual_length(method)
 
+    def _check_source(self, source: Sequence[int]) -> None:
+        """Check that an encoder-decoder model gets a source that it can encode, and another model none."""
+        rules, limits = self._rules, self._rules.limits
+        if not rules.has_source:
+            if source:
+                raise RequestError(
+                    "the request has a source, and the model has no encoder",
+                    "leave it out, or put its text in the prompt.",
+                )
+            return
+        if not source:
+            raise RequestError(
+                "the source has no tokens: the encoder has nothing to read",
+                "give a text as the prompt, or as encoder_prompt; a request of token ids needs at least one.",
+            )
+        if len(source) > limits.max_source_len:
+            raise RequestError(
+                f"the source has {len(source)} tokens and at most {limits.max_source_len} are encoded in one pass: "
+                f"max_model_len is {limits.max_model_len}, and max_num_batched_tokens - max_num_seqs + 1 is "
+                f"{limits.max_num_batched_tokens - limits.max_num_seqs + 1}",
+                "shorten the source, or raise the lower of the two.",
+            )
+        _check_tokens("the source", source, rules.vocab_size)
+
     def _check_prompt(self, prompt: Sequence[int]) -> None:
-        longest = self._rules.limits.max_model_len
+        longest, start = self._rules.limits.max_model_len, self._rules.start_tokens
         if not prompt:
             raise RequestError("the prompt has no tokens", "send at least one token.")
         if len(prompt) >= longest:
             raise RequestError(
                 f"the prompt has {len(prompt)} tokens and max_model_len is {longest}, which leaves none to generate",
                 "shorten the prompt or raise max_model_len.",
+            )
+        if (begin := tuple(prompt[: len(start)])) != start:
+            raise RequestError(
+                f"the decoder's prompt begins with {list(begin)}, and the model's outputs with {list(start)}",
+                f"put {list(start)} before it.",
             )
         _check_tokens("prompt", prompt, self._rules.vocab_size)
 

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from speculant.cache.base import KVCache
-from speculant.models.base import CausalLM, Hidden, SequenceInput, build_batch
+from speculant.cache.sources import MEASURED, Source
+from speculant.models.base import CausalLM, EncodesSources, Hidden, SequenceInput, build_batch
 from speculant.sampling.rows import take_rows, top_tokens
-from speculant.scheduling.scheduler import Scheduled
+from speculant.scheduling.schedule import NO_DRAFT, Scheduled
 from speculant.types import CommittedRows, DraftTree, Request, Successors, state_rows
 
 _NO_REQUEST = 0  # a sequence id; those of requests count from 1
@@ -62,12 +63,27 @@ class TargetOutput(NamedTuple):
 
 @torch.inference_mode()
 def check_target(model: CausalLM, cache: KVCache) -> None:
-    """Compute one token that belongs to no request; raises the model's own error."""
+    """Compute one token that belongs to no request, after a source of one; raises the model's own error."""
+    source = Source(MEASURED, (0,)) if model.needs.source else None
     try:
-        batch = build_batch([SequenceInput(_NO_REQUEST, [0], DraftTree.empty())], cache, model.cache_shape.device)
-        model.logits(model.forward(batch, cache.storage).last)
+        if source is not None:
+            encode_sources(model, cache, [source])
+        inputs = SequenceInput(_NO_REQUEST, [0], NO_DRAFT, source=MEASURED if source else None)
+        model.logits(model.forward(build_batch([inputs], cache, model.cache_shape.device), cache.storage).last)
     finally:
         cache.release(_NO_REQUEST)
+        cache.release(MEASURED)
+
+
+@torch.inference_mode()
+def encode_sources(model: CausalLM, cache: KVCache, sources: Sequence[Source], keeps_states: bool = False) -> None:
+    """Encode whole sources in one pass. keeps_states: their `states` are kept."""
+    assert isinstance(model, EncodesSources), "the model has no encoder"
+    inputs = [SequenceInput(source.seq_id, source.tokens, NO_DRAFT) for source in sources]
+    states, first = model.encode(build_batch(inputs, cache, model.cache_shape.device), cache.storage), 0
+    for source in sources:
+        end = first + len(source.tokens)
+        source.states, first = states[first:end] if keeps_states else None, end
 
 
 def open_nodes(request: Request, tree: DraftTree) -> Sequence[int]:
@@ -91,8 +107,10 @@ def forward_target(
     """Process every sequence's tokens and draft in one pass; logits are computed for the rows that need them.
 
     layers: those whose input hidden states are needed, ascending: see `DrafterNeeds.hidden_layers`. Returns the
-    outputs, and the logits of all of them in order.
+    outputs, and the logits of all of them in order. Sources are encoded already.
     """
+    if not scheduled:
+        return [], torch.empty(0)
     inputs, shares, wanted, first = list[SequenceInput](), list[_Share](), list[int](), 0
     for item, tree in zip(scheduled, trees, strict=True):
         inputs.append(_input(item, tree))
@@ -125,12 +143,12 @@ class _Share(NamedTuple):
 
 def _input(item: Scheduled, tree: DraftTree) -> SequenceInput:
     """Return the rows of a sequence: its tokens, its draft, and the look-ahead rows."""
-    length = item.request.num_positions
+    length, source = item.request.num_positions, None if item.source is None else item.source.seq_id
     if tree.ahead is None:
-        return SequenceInput(item.request.seq_id, item.tokens, tree, length=length)
+        return SequenceInput(item.request.seq_id, item.tokens, tree, length=length, source=source)
     first = item.count + tree.size
     own = {first + row: tree.ahead[row % len(tree.ahead)] for row in range(tree.num_look_ahead_rows)}
-    return SequenceInput(item.request.seq_id, item.tokens, tree.with_look_ahead_rows(), own, length=length)
+    return SequenceInput(item.request.seq_id, item.tokens, tree.with_look_ahead_rows(), own, None, length, source)
 
 
 def _output(share: _Share, hidden: Hidden, logits: Tensor) -> TargetOutput:

@@ -1,4 +1,7 @@
-"""One step of the engine, which is the whole algorithm: draft, verify in one target pass, commit."""
+"""One step of the engine, which is the whole algorithm: draft, verify in one target pass, commit.
+
+The encoder of an encoder-decoder model reads new sources first.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from speculant.engine.drafters import Drafters
 from speculant.engine.guarded_length import GuardedLength
 from speculant.engine.profiling import Mark, unmarked
 from speculant.engine.propose import propose
-from speculant.engine.runner import forward_target, with_successors
+from speculant.engine.runner import encode_sources, forward_target, with_successors
 from speculant.engine.verify import verify
 from speculant.kernels.base import Sampler
 from speculant.kernels.reference_sampler import REFERENCE
@@ -23,7 +26,7 @@ from speculant.lengths.base import DraftOutcome
 from speculant.metrics import StepTiming
 from speculant.models.base import CausalLM
 from speculant.sampling.chance import Chances
-from speculant.scheduling.scheduler import Schedule
+from speculant.scheduling.schedule import Schedule
 from speculant.verification.base import Verifier
 
 logger = logging.getLogger(__name__)
@@ -51,8 +54,12 @@ def step(context: StepContext, schedule: Schedule, mark: Mark = unmarked) -> tup
     to a profiler.
     """
     target, cache, drafters, length = context.target, context.cache, context.drafters, context.draft_length
-    max_model_len, started = context.limits.max_model_len, time.perf_counter()
+    max_model_len, started, encoded = context.limits.max_model_len, time.perf_counter(), None
     try:
+        if schedule.sources:
+            with mark("encode"):
+                encode_sources(target, cache, [each.source for each in schedule.sources], drafters.read_encoder)
+            encoded = time.perf_counter()
         with mark("draft"):
             drafts = propose(schedule, drafters, length, max_model_len, target)
         drafted = time.perf_counter()
@@ -68,7 +75,7 @@ def step(context: StepContext, schedule: Schedule, mark: Mark = unmarked) -> tup
         logger.info("a step of %d sequences failed and is rolled back: %r", len(schedule.items), error)
         schedule.roll_back(cache)
         raise
-    timing = StepTiming(started, drafted, time.perf_counter(), passed=passed)
+    timing = StepTiming(started, drafted, time.perf_counter(), passed=passed, encoded=encoded)
     committed, outcomes = list[Committed](), list[DraftOutcome]()
     with mark("commit"):
         for draft, output in zip(drafts, outputs, strict=True):

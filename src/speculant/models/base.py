@@ -228,11 +228,8 @@ class ModelNeeds:
         return self.restart_at is not None and length > self.restart_at
 
     def salt(self, request: Request) -> str:
-        """Return the salt of a request's keys and values: texts that are computed in other ways share none.
-
-        Those of an encoder-decoder model depend on the source.
-        """
-        salt = f"{request.cache_salt}\0{request.source}" if self.source else request.cache_salt
+        """Return the salt of a request's keys and values: texts that are computed in other ways share none."""
+        salt = request.full_salt
         if self.restart_at is None or request.num_positions <= self.restart_at:
             return salt
         return f"{salt}\0long"

@@ -4,6 +4,9 @@ There is no prefill or decode phase: a step computes tokens that are not in the 
 budget and the caches' memory. A sequence that lacks only its newest token may also get a draft. The live
 hypotheses of a beam search are not a draft: all have to be computed, if necessary over several steps.
 
+A source is encoded as a whole, in a step that has rows and memory for all of it. The sources of one client are encoded
+in the order of its requests: none waits for those of later requests.
+
     add ---> waiting ---admit---> running ---remove--->
                 ^                    |
                 +------preempt-------+      for memory, or for a client without a place: its blocks are released, and
@@ -17,91 +20,23 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from operator import attrgetter
 
 from speculant.cache.base import KVCache, ReservationPlan
+from speculant.cache.sources import Source, Sources
 from speculant.config import Limits
 from speculant.errors import CapacityError
 from speculant.scheduling.fairness import TURN, Accounts, Holding, divide, yields
 from speculant.scheduling.policy import POLICIES, Key, Standing
+from speculant.scheduling.schedule import Encoding, Schedule, Scheduled
 from speculant.scheduling.waiting import WaitingRequests
-from speculant.types import Client, DraftTree, Request
+from speculant.types import Client, Request
 
 logger = logging.getLogger(__name__)
 
-NO_DRAFT = DraftTree.empty()
 MOST_LOGPROB_ROWS = 64  # of a pass over a prompt with log-probabilities, so that new requests do not wait long
-
-
-@dataclass(slots=True)
-class Scheduled:
-    """`count` committed tokens of a request that this step computes, from position `start` on.
-
-    tree: the live hypotheses of a beam search that are computed after the newest of them.
-    """
-
-    request: Request
-    start: int
-    count: int
-    tree: DraftTree = NO_DRAFT
-
-    @property
-    def num_rows(self) -> int:
-        """Rows that the item takes of the budget and of the cache."""
-        return self.count + self.tree.size
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        """Tokens of the prompt among the input tokens."""
-        return max(0, min(self.count, len(self.request.prompt) - self.start))
-
-    @property
-    def tokens(self) -> list[int]:
-        """The input tokens."""
-        return self.request.tokens[self.start : self.start + self.count]
-
-    @property
-    def completes(self) -> bool:
-        """Whether the newest token is among them, so that a next one can be chosen."""
-        return self.start + self.count == len(self.request.tokens)
-
-    @property
-    def decodes(self) -> bool:
-        """Whether only the newest token was missing, so that a draft may follow it and all live hypotheses."""
-        if self.count != 1 or self.start + 1 != len(self.request.tokens):
-            return False
-        return self.request.search is None or self.request.search.beams.completed_by(self.tree)
-
-
-@dataclass(slots=True)
-class Schedule:
-    """One step's work, and the requests that were admitted and preempted before it.
-
-    `plan` has counted the items' rows in the target's cache, and `spare_tokens` are left of the budget.
-    Drafts may use the rest of both.
-    """
-
-    items: list[Scheduled]
-    plan: ReservationPlan
-    spare_tokens: int
-    admitted: list[Request]
-    preempted: list[Request]
-
-    def one_by_one(self, cache: KVCache) -> Iterator[Schedule]:
-        """Yield the same work one sequence at a time; each plan also counts the items that follow."""
-        for index, item in enumerate(self.items):
-            plan = cache.plan()
-            for other in self.items[index:]:
-                plan.take(other.request.seq_id, other.num_rows)
-            yield replace(self, items=[item], plan=plan)
-
-    def roll_back(self, cache: KVCache) -> None:
-        """Drop the positions that a failed step reserved, so that the next step starts where this one did."""
-        for item in self.items:
-            if cache.length(item.request.seq_id) > item.start:
-                cache.truncate_to(item.request.seq_id, item.start)
 
 
 class Scheduler:
@@ -127,6 +62,7 @@ class Scheduler:
         self._unstarted: dict[int, Request] = {}  # running requests without a scheduled token
         self._gained: dict[int, int] = {}  # of running requests: steps with other clients that gave them tokens
         self._accounts = Accounts(limits.max_model_len + TURN)
+        self.sources = Sources(target)
         self.waiting = WaitingRequests(self._turn)
         self.running: list[Request] = []
 
@@ -175,56 +111,85 @@ class Scheduler:
                 self._start(request)
         admitted, preempted = self._admit()
         plan = self._target.plan()
-        while (items := self._share(plan)) is None:
+        while (shared := self._share(plan)) is None:
             preempted.append(self._last())
             self._preempt(preempted[-1])
             plan = self._target.plan()
-        spare = self._limits.max_num_batched_tokens
+        (items, sources), spare = shared, self._limits.max_num_batched_tokens
         for item in items:
             spare -= item.count + item.tree.size
             self._unstarted.pop(item.request.seq_id, None)
+        for encoding in sources:
+            spare -= encoding.num_rows
         if not self._accounts.few:
-            self._charge(items)
-        return Schedule(items, plan, spare, admitted, preempted)
+            self._charge(items, sources)
+        return Schedule(items, plan, spare, admitted, preempted, sources)
 
-    def _charge(self, items: Sequence[Scheduled]) -> None:
+    def _charge(self, items: Sequence[Scheduled], sources: Sequence[Encoding]) -> None:
         """Charge each client for its rows of a step, and count the steps that gave requests a token."""
         used = Counter[str]()
         for item in items:
             used[item.request.client.name] += item.num_rows
             self._gained[item.request.seq_id] = self._gained.get(item.request.seq_id, 0) + item.completes
+        for encoding in sources:
+            used[encoding.requests[0].client.name] += encoding.num_rows
         self._accounts.charge(used)
 
-    def _share(self, plan: ReservationPlan) -> list[Scheduled] | None:
+    def _share(self, plan: ReservationPlan) -> tuple[list[Scheduled], list[Encoding]] | None:
         """Share the budget among the running requests, in order; None if one that is not the last finds no memory."""
-        budgets, items = self._budgets(), list[Scheduled]()
+        budgets, items, encoded, late = self._budgets(), list[Scheduled](), dict[Source, Encoding](), set[str]()
         place = self._turn if self._accounts.few else self._place
         for request in self.running if len(self.running) == 1 else sorted(self.running, key=place):
-            budget = budgets[request.client.name]
+            name, source = request.client.name, self._missing_source(request)
+            if source is not None and source not in encoded:
+                encoding = self._encoding(source, request)
+                if name in late or encoding.num_rows > budgets[name]:
+                    late.add(name)
+                    continue
+                if not plan.take(source.seq_id, encoding.num_rows):
+                    if request is self._last():
+                        continue
+                    return None
+                encoded[source] = encoding
+                budgets[name] -= encoding.num_rows
+            budget = budgets[name]
             item = self._item(request, budget, plan)
             if item is not None:
                 items.append(item)
-                budgets[request.client.name] = budget - item.count - item.tree.size
+                budgets[name] = budget - item.count - item.tree.size
             elif self._least(request) <= budget and request is not self._last():
                 return None
-        return items
+        return items, [*encoded.values()]
+
+    def _missing_source(self, request: Request) -> Source | None:
+        """Return a running request's source unless it is encoded; None if it has none."""
+        source = self.sources.of(request.seq_id)
+        return None if source is None or self.sources.is_encoded(source) else source
+
+    def _encoding(self, source: Source, first: Request) -> Encoding:
+        others = [other for other in self.running if other.seq_id in source.holders and other is not first]
+        return Encoding(source, [first, *others])
 
     def _budgets(self) -> dict[str, int]:
         """Return the rows of this step that each client with running requests may use.
 
-        The client with the lowest counter gets at least the rows that its widest beam search needs, so that each client
-        gets them in its turn.
+        The client with the lowest counter gets at least the rows that its widest beam search needs, or its longest
+        source beside its other requests, so that each client gets them in its turn.
         """
         budget = self._limits.max_num_batched_tokens
         if self._accounts.few:
             return dict.fromkeys((request.client.name for request in self.running), budget)
         needs, least, weights = Counter[str](), Counter[str](), dict[str, float]()
+        longest, counts = Counter[str](), Counter[str]()  # the longest source, and the requests
         for request in sorted(self.running, key=self._place, reverse=True):
-            name, fewest = request.client.name, self._least(request)
-            needs[name] += max(fewest, self._wanted(request))
+            name, fewest, unencoded = request.client.name, self._least(request), self._unencoded(request)
+            needs[name] += max(fewest, self._wanted(request)) + unencoded
             least[name] = max(least[name], fewest)
+            longest[name], counts[name] = max(longest[name], unencoded), counts[name] + 1
             weights[name] = self._accounts.of(request.client).weight
         first = next(reversed(needs), "")
+        if longest[first]:
+            least[first] = max(least[first], longest[first] + counts[first] - 1)
         parts = divide(budget, needs, weights)
         if parts.get(first, 0) < least[first]:
             del needs[first]
@@ -247,10 +212,11 @@ class Scheduler:
         count = len(request.tokens) - start
         if request.params.prompt_logprobs is not None and request.wants_prompt_logits:
             budget = min(budget, MOST_LOGPROB_ROWS)
+        source = self.sources.of(request.seq_id)
         if search is None and 0 < count <= budget and plan.take(request.seq_id, count):  # the usual case
-            return Scheduled(request, start, count)
+            return Scheduled(request, start, count, source=source)
         most = min(budget, plan.room(request.seq_id))
-        item = Scheduled(request, start, min(count, most))
+        item = Scheduled(request, start, min(count, most), source=source)
         if item.completes and search is not None:
             item = replace(item, tree=search.beams.waiting_tree(most - item.count))
             if not item.tree.size and request.num_positions > len(request.tokens):
@@ -301,8 +267,7 @@ class Scheduler:
             return False
         self._start(request)
         if self.running and not self._fits(request):
-            self._target.release(request.seq_id)
-            del self._salts[request.seq_id]
+            self._stop(request)
             return False
         self.waiting.remove(request)
         self.running.append(request)
@@ -340,7 +305,9 @@ class Scheduler:
         return holdings
 
     def _start(self, request: Request) -> None:
-        """Take over cached positions: a sibling's prompt, else a matching prefix."""
+        """Hold the source, and take over cached positions: a sibling's prompt, else a matching prefix."""
+        if request.source:
+            self.sources.hold(request.seq_id, request.source, request.cache_salt)
         salt = self._salts[request.seq_id] = self._salt(request)
         most = min(self._most_matched(request), len(request.tokens) - 1)
         start = min(most, len(request.prompt) - 1)
@@ -360,8 +327,10 @@ class Scheduler:
         return self._target.length(seq_id) >= len(request.prompt) and self._target.holds_window(seq_id, start)
 
     def _fits(self, request: Request) -> bool:
-        """Whether the target's cache has room for the missing tokens of the running requests and this one together."""
+        """Whether the target's cache has room for all that the running requests and this one lack, sources included."""
         plan = self._target.plan()
+        if not all(plan.take(source.seq_id, len(source.tokens)) for source in self.sources.missing()):
+            return False
         for other in self.running:
             missing = other.num_positions - self._target.length(other.seq_id)
             plan.take(other.seq_id, min(plan.room(other.seq_id), missing))
@@ -395,6 +364,7 @@ class Scheduler:
         for noted in (self._unstarted, self._salts, self._gained):
             noted.pop(request.seq_id, None)
         self._target.release(request.seq_id)
+        self.sources.release(request.seq_id)
 
     def _turn(self, request: Request) -> Key:
         return self._policy(self._standing(request))
@@ -425,8 +395,15 @@ class Scheduler:
 
     def _standing(self, request: Request) -> Standing:
         held = self._target.length(request.seq_id)
-        queued_at = self._queued_at[request.seq_id]
-        return Standing(request.seq_id, request.priority, queued_at, held, len(request.tokens) - held)
+        queued_at, backlog = self._queued_at[request.seq_id], len(request.tokens) - held + self._unencoded(request)
+        return Standing(request.seq_id, request.priority, queued_at, held, backlog)
+
+    def _unencoded(self, request: Request) -> int:
+        """Return how many tokens of a request's source are not encoded; a waiting request holds no source."""
+        if not request.source:
+            return 0
+        source = self.sources.of(request.seq_id)
+        return 0 if source is not None and self.sources.is_encoded(source) else len(request.source)
 
     def _backlog(self, request: Request) -> int:
         return len(request.tokens) - self._target.length(request.seq_id)

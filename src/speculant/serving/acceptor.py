@@ -10,7 +10,7 @@ from contextlib import suppress
 
 from speculant.serving.connections import Connections, Rarely
 from speculant.serving.errors import unavailable
-from speculant.serving.http1 import HttpConnection
+from speculant.serving.http1 import Address, HttpConnection
 from speculant.serving.wire import raw_error
 
 _AT_ONCE = 8  # connections that are accepted before other work of the loop
@@ -26,12 +26,11 @@ class Acceptor:
     """
 
     def __init__(
-        self, listening: socket.socket, connections: Connections, connect: Callable[[str], HttpConnection]
+        self, listening: socket.socket, connections: Connections, connect: Callable[[Address], HttpConnection]
     ) -> None:
         """connect: returns the protocol of a connection from an address."""
         self._socket, self._connections, self._connect = listening, connections, connect
         self._loop, self._rarely = asyncio.get_running_loop(), Rarely()
-        self._beginning: set[asyncio.Task[None]] = set()
         self._retry: asyncio.TimerHandle | None = None
         listening.setblocking(False)
         self._resume()
@@ -58,7 +57,7 @@ class Acceptor:
             except OSError as error:
                 self._wait_after(error)
                 return
-            self._take(accepted, address[0])
+            self._take(accepted, address[:2])
 
     def _wait_after(self, error: OSError) -> None:
         """Drop waiting connections if there is no room, and try again later: the socket stays readable.
@@ -71,21 +70,12 @@ class Acceptor:
         self._loop.remove_reader(self._socket)
         self._retry = self._loop.call_later(_PAUSE, self._resume)
 
-    def _take(self, accepted: socket.socket, host: str) -> None:
-        connection = self._connect(host)
+    def _take(self, accepted: socket.socket, address: Address) -> None:
+        connection, host = self._connect(address), address[0]
         if self._connections.add(connection, host):
-            task = self._loop.create_task(self._begin(accepted, connection))
-            self._beginning.add(task)
-            task.add_done_callback(self._beginning.discard)
+            connection.begin(accepted)
             return
         self._rarely.warn("refused a connection from %s: %s are open", host, len(self._connections))
         with accepted, suppress(OSError):
             accepted.setblocking(False)
             accepted.send(_FULL)
-
-    async def _begin(self, accepted: socket.socket, connection: HttpConnection) -> None:
-        try:
-            await self._loop.connect_accepted_socket(lambda: connection, accepted)
-        except OSError:  # the client has gone
-            self._connections.remove(connection)
-            accepted.close()

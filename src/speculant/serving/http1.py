@@ -18,6 +18,7 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState as UvicornState
 
+from speculant.serving.clients import network_of
 from speculant.serving.connections import Connections
 from speculant.serving.errors import ApiError, refusal
 from speculant.serving.options import ServerOptions
@@ -27,9 +28,13 @@ from speculant.serving.streams import ABORT
 from speculant.serving.wire import raw_error
 
 _PIECE = 16 * 2**10  # bytes that are received and parsed at a time
+_MOST_EVENTS = 32  # that are parsed at a time: heads, and parts of bodies
 _LEAST_READ = 64 * 2**10  # bytes of an answer that a client has to read within send_timeout
 _END = getattr(select, "POLLRDHUP", 0)  # where it is missing, only a connection that is closed both ways is noticed
 _LINGER = 1.0  # seconds of discarding the rest of a refused request, so that the client reads the answer
+
+
+Address = tuple[str, int]  # host and port
 
 
 @dataclass(frozen=True)
@@ -50,22 +55,41 @@ class HttpConnection(H11Protocol, asyncio.BufferedProtocol):
     cycle: Any  # None before the first request
     conn: _CheckedHttp
 
-    def __init__(self, server: Surroundings, app_state: dict[str, Any], client: str) -> None:
-        """client: the address that takes turns with others when data are parsed, as `network_of` returns it."""
+    def __init__(self, server: Surroundings, app_state: dict[str, Any], address: Address) -> None:
+        """address: the client's. The system does not tell it any more once the client has reset the connection."""
         super().__init__(server.config, server.state, app_state)
         self._options, self._connections, self._turns = server.options, server.connections, server.turns
-        self._client = client
+        self._address, self._network = address, network_of(address[0])  # networks take turns
+        self._accepted: socket.socket | None = None  # while it waits for its turn to begin
         self.conn = _CheckedHttp(server.options.max_header_bytes, self._refuse)
         self._received = bytearray()  # and not parsed yet
         self._deadline: float | None = None  # of the next head, in the loop's time
         self._unread: tuple[int, float] | None = None  # bytes of an answer that the client had not read, and when
         self._dropped = self._refused = False
 
+    def begin(self, accepted: socket.socket) -> None:
+        """Begin, in the client's turn, with an accepted socket."""
+        self._accepted = accepted
+        self._turns.add(self._network, self, self._begin)
+
+    def _begin(self) -> None:
+        assert self._accepted is not None
+        self._beginning = self.loop.create_task(self._connect(self._accepted))
+        self._accepted = None
+
+    async def _connect(self, accepted: socket.socket) -> None:
+        try:
+            await self.loop.connect_accepted_socket(lambda: self, accepted)
+        except OSError:  # the client has gone
+            self._connections.remove(self)
+            accepted.close()
+
     # --- asyncio's events
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """See `asyncio.Protocol`."""
         super().connection_made(transport)
+        self.client = self._address
         inner: Any = self.app
 
         async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -82,6 +106,7 @@ class HttpConnection(H11Protocol, asyncio.BufferedProtocol):
         super().connection_lost(exc)
         self._unset_keepalive_if_required()  # uvicorn leaves it if the client has reset the connection
         self._connections.remove(self)
+        self._turns.withdraw(self._network, self)
         self.conn.refuse = _ignore  # without this reference the connection's buffers are freed at once
 
     def get_buffer(self, sizehint: int) -> bytearray:
@@ -90,13 +115,17 @@ class HttpConnection(H11Protocol, asyncio.BufferedProtocol):
         return self._space
 
     def buffer_updated(self, nbytes: int) -> None:
-        """Keep received data until it is this connection's turn, and receive no more before."""
-        if self._refused:
-            return
-        if not self._received:
-            self._turns.add(self._client, self._parse)
+        """Keep received data until it is this connection's turn."""
         self._received += memoryview(self._space)[:nbytes]
+        self._take_turn()
+
+    def _take_turn(self) -> None:
         self.transport.pause_reading()
+        self._turns.add(self._network, self, self._parse)
+
+    @property
+    def _has_turn(self) -> bool:
+        return self._turns.has(self._network, self)
 
     def _parse(self) -> None:
         data, self._received = bytes(self._received), bytearray()
@@ -104,12 +133,22 @@ class HttpConnection(H11Protocol, asyncio.BufferedProtocol):
             return
         if not self._refused:
             try:
-                self.data_received(data)
+                self._handle(data)
             except Exception:
                 self.transport.abort()
                 raise
-        if self._refused or not self.flow.read_paused:
+        if self._refused or not (self._has_turn or self.flow.read_paused):
             self.transport.resume_reading()
+
+    def _handle(self, data: bytes) -> None:
+        """Parse data, and pass the events on to uvicorn. Many events take more than one turn."""
+        if data:  # to h11 no data are the connection's end
+            self.conn.receive_data(data)
+        self.conn.events_left = _MOST_EVENTS
+        super().handle_events()
+        self._follow()
+        if not (self.conn.events_left or self._refused):
+            self._take_turn()
 
     def resume_writing(self) -> None:
         """See `asyncio.Protocol`."""
@@ -119,9 +158,9 @@ class HttpConnection(H11Protocol, asyncio.BufferedProtocol):
     # --- uvicorn's events
 
     def handle_events(self) -> None:
-        """Pass the parsed events on to uvicorn."""
-        super().handle_events()
-        self._follow()
+        """Let the next request, if it has arrived, begin in its turn."""
+        if self.conn.trailing_data[0]:
+            self._take_turn()
 
     def on_response_complete(self) -> None:
         """Begin to wait for the next request, which may have arrived."""
@@ -163,13 +202,17 @@ class HttpConnection(H11Protocol, asyncio.BufferedProtocol):
         self._dropped = True
         if self.transport is not None:
             self.transport.abort()
+        elif self._accepted is not None:
+            self._turns.withdraw(self._network, self)
+            self._accepted.close()
 
     def check(self, now: float) -> None:
         """See `OpenConnection.check`."""
         if self.transport is None:
             return
         late = self._deadline is not None and now >= self._deadline
-        if late and not self._received and not self.transport.is_closing():  # received data only wait to be parsed
+        waits_for_us = self._has_turn and not self._refused
+        if late and not waits_for_us and not self.transport.is_closing():
             if not self._refused and self.conn.their_state is h11.IDLE and self.conn.trailing_data[0]:
                 self._refuse(ApiError(408, "The headers did not arrive in time.", code="timeout"))
             else:
@@ -211,9 +254,13 @@ class _CheckedHttp(h11.Connection):
     def __init__(self, most_head_bytes: int, refuse: Callable[[ApiError], None]) -> None:
         super().__init__(h11.SERVER, most_head_bytes)
         self._most, self.refuse, self._chunks = most_head_bytes, refuse, ChunkCount()
+        self.events_left = 0
 
     def next_event(self) -> Any:
-        """See `h11.Connection.next_event`."""
+        """See `h11.Connection.next_event`. If no events are left for this turn, it seems to need more data."""
+        if not self.events_left:
+            return h11.NEED_DATA
+        self.events_left -= 1
         try:
             return self._checked_event()
         except ApiError as error:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from speculant.engine.async_engine import AsyncEngine
-from speculant.engine.frontend import RenderedPrompt
+from speculant.engine.prompts import RenderedPrompt
 from speculant.params import SamplingParams
 from speculant.serving.errors import refusal, timed_out
 from speculant.serving.options import ServerOptions

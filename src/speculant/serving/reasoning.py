@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
 
-from speculant.engine.frontend import RenderedPrompt
+from speculant.engine.prompts import RenderedPrompt
 from speculant.params import SamplingParams
 from speculant.serving.tools.base import SPACE, TextDelta
 from speculant.structured.reasoned import Reasoning

@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections import deque
 from collections.abc import Callable
-
-_LONGEST = 2e-3  # seconds of such calls at a time
 
 
 class RoundRobin:
     """Calls functions in the event loop: one of each client in turn, and those of one client in their order.
 
-    After one call for each client, or after a short time, the loop does other work, such as work that calls have begun.
+    After each call the loop does other work, such as work that the call has begun.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._loop, self._clock, self._scheduled = loop, clock, False
-        self._queues: dict[str, deque[Callable[[], None]]] = {}  # the client whose turn is next comes first
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop, self._scheduled = loop, False
+        self._queues: dict[str, dict[object, Callable[[], None]]] = {}  # the client whose turn is next comes first
 
-    def add(self, client: str, call: Callable[[], None]) -> None:
-        """Call a function soon."""
-        self._queues.setdefault(client, deque()).append(call)
+    def add(self, client: str, owner: object, call: Callable[[], None]) -> None:
+        """Call a function soon, unless its owner already waits for the call of one."""
+        self._queues.setdefault(client, {}).setdefault(owner, call)
         self._schedule()
+
+    def has(self, client: str, owner: object) -> bool:
+        """Whether an owner waits for the call of its function."""
+        return owner in self._queues.get(client, ())
+
+    def withdraw(self, client: str, owner: object) -> None:
+        """Forget the function of an owner, if it has one."""
+        queue = self._queues.get(client, {})
+        if queue.pop(owner, None) is not None and not queue:
+            del self._queues[client]
 
     def _schedule(self) -> None:
         if self._queues and not self._scheduled:
@@ -32,19 +38,14 @@ class RoundRobin:
 
     def _run(self) -> None:
         self._scheduled = False
-        end = self._clock() + _LONGEST
-        try:
-            for _ in range(len(self._queues)):
-                self._next()()
-                if self._clock() >= end:
-                    break
-        finally:
-            self._schedule()
-
-    def _next(self) -> Callable[[], None]:
+        if not self._queues:
+            return
         client = next(iter(self._queues))
         queue = self._queues.pop(client)
-        call = queue.popleft()
+        call = queue.pop(next(iter(queue)))
         if queue:
             self._queues[client] = queue
-        return call
+        try:
+            call()
+        finally:
+            self._schedule()

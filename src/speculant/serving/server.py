@@ -16,7 +16,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from speculant.errors import ConfigError
 from speculant.serving.acceptor import Acceptor
-from speculant.serving.clients import network_of, with_mapped
+from speculant.serving.clients import with_mapped
 from speculant.serving.connections import bounded_connections
 from speculant.serving.http1 import HttpConnection, Surroundings
 from speculant.serving.options import ServerOptions
@@ -75,7 +75,7 @@ class Server(uvicorn.Server):
             acceptor = Acceptor(
                 self._socket,
                 self._connections,
-                lambda host: HttpConnection(shared, self.lifespan.state, network_of(host)),
+                lambda address: HttpConnection(shared, self.lifespan.state, address),
             )
             self.servers.append(cast(Any, acceptor))
             host, port = self._socket.getsockname()[:2]

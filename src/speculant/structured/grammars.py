@@ -127,10 +127,14 @@ class Grammars:
         return waiter
 
     def metered(self, grammar: Grammar, form: StructuredOutputs, client: str = "") -> Grammar:
-        """Return a grammar whose masks count among a client's; without `guard` their time is not counted."""
+        """Return a grammar whose masks count among a client's; without `guard` their time is not counted.
+
+        Raises the errors of `compile` for a form or a client that took too much time while this form was compiled.
+        """
         if not self._guarded:
             return grammar
         with self._lock:
+            self._check_refused(form.source, client)
             own = _noted(self._times, client, ClientTime)
             allowance = _noted(self._allowances, (client, form.source.digest), lambda: Allowance(own))
         return replace(grammar, allowance=allowance)

@@ -74,7 +74,7 @@ class Prober:
                 stdout=subprocess.DEVNULL,
                 pass_fds=[there.fileno()],
                 env={**os.environ, **_QUIET},
-                start_new_session=True,  # an interrupt from the keyboard is for the server
+                process_group=0,  # an interrupt is for the server; a new session would have its own share of time
             )
         weakref.finalize(requests, _end, process)
         requests.settimeout(START_S)

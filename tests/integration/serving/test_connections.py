@@ -10,6 +10,7 @@ import resource
 import select
 import socket
 import statistics
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -372,6 +373,27 @@ def test_only_a_trusted_proxy_names_the_client(serve: Any, never_loads: Any, tru
             assert named in read_to_end(crowd[0])
         else:
             assert read_to_end(crowd[0]) == b""
+
+
+def test_a_client_that_has_reset_its_connection_is_known(serve: Any, never_loads: Any) -> None:
+    """Its request counts among those of its address, although the system does not tell the address any more."""
+    server: LiveServer = serve(never_loads)
+    clients: list[str] = []
+
+    async def who(request: Request) -> str:
+        clients.append(client_of(request.scope))
+        return "known"
+
+    server.app.add_api_route("/who", who)
+    arrived = threading.Event()
+    server.in_loop(lambda: arrived.wait(20))  # connections wait to be accepted meanwhile
+    with opened(server, "127.0.0.2") as hasty:
+        hasty.sendall(b"GET /who HTTP/1.1\r\n" + HOST + CLOSE)
+        hasty.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    arrived.set()
+    assert gets_version(server, "127.0.0.3")
+    server.until(lambda: bool(clients))
+    assert clients == ["address:127.0.0.2"]
 
 
 # --- bodies

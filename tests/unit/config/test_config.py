@@ -19,7 +19,7 @@ BAD: dict[str, list[Any]] = {
     "scheduling_policy": ["fair", "", None],
     "max_waiting": [0, -1, 1.5, None],
     "max_num_seqs": [0, -1, 1.5, "8", True, None],
-    "max_num_batched_tokens": [0, -5, 2.5, 7, None],  # 7 is below the 8 sequences
+    "max_num_batched_tokens": [0, -5, 2.5, 7],  # 7 is below the 8 sequences
     "max_model_len": [0, -1, 1.5],
     "spec_length": [0, -1, 1.5, "5", True],
     "seed": ["x", 1.5, True],
@@ -230,6 +230,16 @@ def test_the_context_is_resolved(asked: int | None, positions: int, expected: in
 def test_limits_are_the_configured_ones() -> None:
     config = EngineConfig(model="m", max_waiting=7, scheduling_policy="first-come")
     assert resolve(config, 100) == Limits(100, 8, 512, 7, "first-come")
+
+
+@pytest.mark.parametrize(
+    ("rows", "positions", "expected", "source"),
+    [(None, 100, 512, 100), (None, 1000, 1007, 1000), (None, 2**15, 4103, 4096), (600, 2**15, 600, 593)],
+)
+def test_rows_suffice_for_a_usual_source(rows: int | None, positions: int, expected: int, source: int) -> None:
+    """A source is encoded in one pass, which leaves a row for each of the 7 other sequences."""
+    limits = resolve(EngineConfig(model="m", max_num_batched_tokens=rows), positions, has_source=True)
+    assert (limits.max_num_batched_tokens, limits.max_source_len) == (expected, source)
 
 
 def test_the_engine_s_defaults() -> None:

@@ -16,7 +16,7 @@ import pytest
 from speculant import LLM, SamplingParams, files
 from speculant.drafting.model.drafter import ModelDrafter
 from speculant.engine import calibration
-from speculant.scheduling.scheduler import Scheduled
+from speculant.scheduling.schedule import Scheduled
 from speculant.types import DraftTree, Request
 from tests.models import Checkpoints
 

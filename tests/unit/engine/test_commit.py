@@ -18,7 +18,7 @@ from speculant.engine.logprobs import record_prompt, token_logprobs
 from speculant.engine.runner import TargetOutput
 from speculant.lab.exactness.tables import TableModel
 from speculant.params import SamplingParams
-from speculant.scheduling.scheduler import Scheduled
+from speculant.scheduling.schedule import Scheduled
 from speculant.types import DraftTree, Request, Verdict
 from tests.caches import read
 from tests.models import make_request

@@ -18,7 +18,7 @@ from speculant.lab.exactness.tables import TableModel
 from speculant.lengths.base import ScoredDraft
 from speculant.lengths.fixed import Fixed
 from speculant.params import SamplingParams
-from speculant.scheduling.scheduler import Schedule
+from speculant.scheduling.schedule import Schedule
 from speculant.types import CommittedRows, DraftTree, Request
 from tests.fakes import Rig, ScriptedDrafter, build_rig, few_blocks
 

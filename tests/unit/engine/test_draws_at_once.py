@@ -19,7 +19,7 @@ from speculant.kernels.native_sampler import NativeSampler
 from speculant.kernels.reference_sampler import REFERENCE
 from speculant.params import SamplingParams
 from speculant.sampling.chance import Chance, KeyedChances
-from speculant.scheduling.scheduler import Scheduled
+from speculant.scheduling.schedule import Scheduled
 from speculant.types import DraftTree, Verdict
 from speculant.verification.base import Verifier
 from speculant.verification.match import Match

@@ -288,6 +288,52 @@ def test_long_context_does_not_multiply_the_memory(monkeypatch: pytest.MonkeyPat
         assert memory.limits.max_model_len == own
 
 
+# --- sources
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_memory_is_planned_for_a_source_beside_each_text(backend: str) -> None:
+    """Three texts of 48 positions, and three sources of 30, in blocks of 16 or in slots."""
+    limits = Limits(max_model_len=48, max_num_seqs=3, max_num_batched_tokens=32)
+    config = EngineConfig(model="m", max_model_len=48, kv_cache_backend=backend, block_size=16)
+    memory = CacheMemory.of(config, limits, TARGET, has_source=True)
+    caches = [memory.make(DRAFT), memory.make_target()]
+    assert [positions(cache) for cache in caches] == [3 * (48 + 32) if backend == "paged" else 6 * 48] * 2
+    assert memory.context(1000) == "48 tokens, sources 30, by max_model_len; the model has 1000"
+
+
+@given(
+    backend=st.sampled_from(BACKENDS),
+    kv_memory=st.integers(1, 500_000),
+    block_size=st.integers(1, 40),
+    context=st.integers(2, 200) | st.none(),
+    rows=st.integers(3, 100),
+)
+def test_a_text_and_its_source_of_the_greatest_lengths_fit(
+    backend: str, kv_memory: int, block_size: int, context: int | None, rows: int
+) -> None:
+    """Or the configured context is refused, with one that fits."""
+
+    def memory_for(length: int | None) -> CacheMemory:
+        config = EngineConfig(
+            model="m", kv_memory=kv_memory, block_size=block_size, kv_cache_backend=backend, max_model_len=length
+        )
+        return CacheMemory.of(config, Limits(length or 10_000, 2, rows), TARGET, has_source=True)
+
+    memory = memory_for(context)
+    try:
+        cache = memory.make_target()
+    except CapacityError as error:
+        fits = re.search(r"set max_model_len to (\d+)", error.fix)
+        assume(fits is not None)
+        memory = memory_for(int(fits[1]) if fits else None)
+        cache = memory.make_target()
+    limits, plan = memory.limits, cache.plan()
+    assert positions(cache) * TARGET.bytes_per_token <= kv_memory
+    assert plan.take(-1, limits.max_source_len)
+    assert plan.take(1, limits.max_model_len)
+
+
 # --- layers with a window
 
 SLIDING = replace(TARGET, windows=(None, *(16,) * 5))  # 5 of 6 layers see 16 positions

@@ -19,7 +19,7 @@ from speculant.lengths.base import DraftLength, DraftLengthContext
 from speculant.lengths.costs import CostCurve, KeyCosts, Reading, StepCosts
 from speculant.metrics import StepTiming
 from speculant.params import SamplingParams
-from speculant.scheduling.scheduler import Schedule, Scheduled
+from speculant.scheduling.schedule import Schedule, Scheduled
 from speculant.types import DraftTree, Request
 from tests.models import make_request
 from tests.simulation import outcome_of

@@ -15,7 +15,7 @@ from speculant.lengths.costs import CostCurve, KeyCosts, StepCosts
 from speculant.lengths.fixed import Fixed
 from speculant.metrics import StepTiming
 from speculant.params import SamplingParams
-from speculant.scheduling.scheduler import Schedule, Scheduled
+from speculant.scheduling.schedule import Schedule, Scheduled
 from speculant.types import Request
 from tests.models import make_request
 from tests.simulation import LONG, World, outcome_of

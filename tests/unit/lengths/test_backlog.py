@@ -10,7 +10,7 @@ from speculant.lengths.base import DraftOutcome, ScoredDraft
 from speculant.lengths.costs import CostCurve, Reading, StepCosts
 from speculant.metrics import StepTiming
 from speculant.params import SamplingParams
-from speculant.scheduling.scheduler import Schedule, Scheduled
+from speculant.scheduling.schedule import Schedule, Scheduled
 from speculant.types import Request
 from tests.models import make_request
 

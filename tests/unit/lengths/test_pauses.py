@@ -9,7 +9,7 @@ import pytest
 from speculant.engine.guarded_length import GuardedLength
 from speculant.lengths.base import DraftOutcome
 from speculant.metrics import StepTiming
-from speculant.scheduling.scheduler import Schedule
+from speculant.scheduling.schedule import Schedule
 from tests.unit.scheduling.driver import Driver, slots
 
 

@@ -73,7 +73,7 @@ LONGROPE = {  # texts of up to 64 tokens; tests/exactness/test_restarts.py has l
     "partial_rotary_factor": 0.75,
 }
 
-T5 = {**PADDED, "d_ff": 48, "d_kv": 8, "decoder_start_token_id": 0}
+T5 = {**PADDED, "num_layers": 3, "d_ff": 48, "d_kv": 8, "decoder_start_token_id": 0}
 
 SOURCE = (7, 30, 2, 2, 51, 19, 44, 3, 60, 11, 7, 8, 9)  # what encoder-decoder models read if a test names nothing else
 ENCODER_DECODERS = tuple(MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES)

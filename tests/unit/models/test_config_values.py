@@ -19,14 +19,15 @@ VALUES: list[Any] = [
     {"full_attention": None}, {"full_attention": {}, "sliding_attention": {"rope_type": "yarn"}}, {"rope_type": ["x"]},
     {"rope_type": "yarn", "factor": 0}, {"rope_type": "longrope", "short_factor": [1], "long_factor": "x"},
 ]  # fmt: skip
-FIRST = dict(reversed(cases()))
+CASES = cases(with_encoders=True)
+FIRST = dict(reversed(CASES))
 KNOWN = [
     pytest.param(
         *case,
         id="-".join(case),
         marks=[] if case[0] in ("llama", "gpt2") and FIRST[case[0]] == case[1] else [pytest.mark.slow],
     )
-    for case in cases()
+    for case in CASES
     if case[0] in CONFIG_MAPPING
 ]
 

@@ -2,17 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
+from transformers.models.t5.modeling_t5 import T5Attention
 
 from speculant.errors import ModelError
-from speculant.models.description import Clamped, Experts, TokenInputs
-from speculant.models.families import gemma4_text
+from speculant.models.description import (
+    MOST_WEIGHTS,
+    Attention,
+    Clamped,
+    DecoderConfig,
+    DistanceBias,
+    Encoder,
+    Experts,
+    Layer,
+    TokenInputs,
+)
+from speculant.models.distances import buckets_of
+from speculant.models.families import gemma4_text, t5, umt5
 from speculant.models.reference.decoder import Decoder
-from speculant.models.sizes import matrix_weights, parameters, relative_reads, tensor_shapes, values_per_position
+from speculant.models.sizes import (
+    activations,
+    matrix_weights,
+    parameters,
+    pass_matrices,
+    relative_reads,
+    source_matrices,
+    tensor_shapes,
+    values_per_position,
+)
 from speculant.models.tensor_map import Rows, Stacked, TensorMap, Transposed, stored_shape
 from tests.descriptions import describe
 from tests.unit.models.families import SMALL, VARIANTS
@@ -27,8 +50,11 @@ DESCRIPTIONS: dict[str, dict[str, Any]] = {
     "short": {"head_tokens": (3, 5, 90)},
 }
 CONFIGS = {name: describe(**own) for name, own in DESCRIPTIONS.items()} | {
-    name: gemma4_text.read_config({**SMALL, **own}) for name, own in VARIANTS["gemma4_text"].items()
+    f"{family.__name__} {name}": family.read_config({**SMALL, **own})
+    for family in (gemma4_text, t5, umt5)
+    for name, own in VARIANTS[family.__name__.split(".")[-1]].items()
 }
+T5 = t5.read_config({**SMALL, **VARIANTS["t5"]["flan"]})
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -110,3 +136,97 @@ def test_inputs_by_token_need_a_row_for_each_token() -> None:
         assert parameters(found) - parameters(config) == matrices + 7 * rows + 7 + 32
     with pytest.raises(ModelError, match="a table of 95 tokens for each layer, and the model has 96"):
         replace(config, layers=(replace(config.layers[0], token_inputs=TokenInputs(7, 95, config.norm)),))
+
+
+def test_a_source_and_a_text_read_different_matrices() -> None:
+    """Each matrix is read by one of the two passes, and tables by none."""
+    text = {name for name, _, _ in pass_matrices(T5)}
+    source = {name for name, _ in source_matrices(T5)}
+    tables = {name for name, shape in tensor_shapes(T5).items() if name.endswith("distances.weight")}
+    assert len(tables) == 2
+    assert text.isdisjoint(source)
+    assert text | source | tables == {name for name, shape in tensor_shapes(T5).items() if len(shape) == 2}
+    assert {name for name in source if not name.startswith("encoder.")} == {
+        f"model.layers.{index}.cross_attn.{kind}_proj.weight" for index in range(3) for kind in "kv"
+    }
+    assert matrix_weights(T5) == sum(n * k for _, (n, k), _ in pass_matrices(T5))
+
+
+def test_rows_of_a_source_have_room_too() -> None:
+    wide = with_encoder(T5, lambda layer: replace(layer, mlp=replace(layer.mlp, size=77)))
+    assert activations(wide) == {**activations(T5), "gated": 77}
+
+
+def with_encoder(config: DecoderConfig, change: Callable[[Layer], Layer]) -> DecoderConfig:
+    """Return an encoder-decoder model whose encoder's layers are changed."""
+    assert config.encoder
+    return replace(config, encoder=Encoder(tuple(map(change, config.encoder.layers)), config.encoder.norm))
+
+
+def with_attention(layer: Layer, **fields: Any) -> Layer:
+    return replace(layer, attention=replace(layer.attention, **fields))
+
+
+def test_all_layers_of_a_decoder_read_the_source_or_none() -> None:
+    first, *others = T5.layers
+    for wrong in (
+        {"layers": (replace(first, cross=None), *others)},
+        {"encoder": None},
+        {"encoder": Encoder((), T5.norm)},
+        {"encoder": Encoder((first,), T5.norm)},
+    ):
+        with pytest.raises(ModelError, match="an encoder whose result not all layers of the decoder read, or none"):
+            replace(T5, **wrong)  # type: ignore[arg-type]
+    assert T5.truncated(1).encoder == T5.encoder
+
+
+@pytest.mark.parametrize("fields", [{"kv_heads": 2}, {"head_dim": 16}])
+def test_sources_have_keys_of_the_shape_of_texts(fields: dict[str, int]) -> None:
+    first, *others = T5.layers
+    assert first.cross
+    cross: Attention = replace(first.cross, **fields)
+    with pytest.raises(ModelError, match="heads of different sizes"):
+        replace(T5, layers=(replace(first, cross=cross), *others))
+    with pytest.raises(ModelError, match="heads of different sizes"):
+        with_encoder(T5, lambda layer: with_attention(layer, **fields))
+    with pytest.raises(ModelError, match="with windows"):
+        replace(T5, layers=(with_attention(first, window=4), *others))
+
+
+def test_distances_are_shared_from_an_earlier_layer() -> None:
+    first, second, third = T5.layers
+    of = second.attention.distances
+    assert of == DistanceBias(32, 128, shares=0)
+    for change in ({"shares": 1}, {"shares": 2}, {"buckets": 16}, {"max_distance": 64}, {"both_ways": True}):
+        wrong = with_attention(second, distances=replace(of, **change))
+        with pytest.raises(ModelError, match="layer 1 with the distances of layer"):
+            replace(T5, layers=(first, wrong, third))
+    chained = with_attention(third, distances=replace(of, shares=1))
+    with pytest.raises(ModelError, match="layer 2 with the distances of layer 1"):
+        replace(T5, layers=(first, second, chained))
+    assert T5.encoder
+    ahead = T5.encoder.layers
+    late = with_attention(ahead[1], distances=DistanceBias(32, 128, both_ways=True, shares=5))
+    with pytest.raises(ModelError, match="layer 1 with the distances of layer 5"):
+        replace(T5, encoder=Encoder((ahead[0], late), T5.norm))
+
+
+@pytest.mark.parametrize(
+    ("buckets", "most", "both_ways"), [(1, 9, False), (3, 9, True), (32, 16, False), (32, 8, True)]
+)
+def test_distances_need_buckets_of_several(buckets: int, most: int, both_ways: bool) -> None:
+    with pytest.raises(ModelError, match="buckets of distances up to"):
+        DistanceBias(buckets, most, both_ways)
+
+
+def test_an_encoder_s_matrices_have_a_greatest_size_too() -> None:
+    with pytest.raises(ModelError, match="describes a matrix of"):
+        with_encoder(T5, lambda layer: replace(layer, mlp=replace(layer.mlp, size=MOST_WEIGHTS)))
+
+
+def test_buckets_are_those_of_transformers() -> None:
+    distances = torch.arange(-4000, 4001)
+    for buckets, most, both_ways in product((4, 6, 9, 32, 33), (20, 33, 128, 1000), (False, True)):
+        of = DistanceBias(buckets, most, both_ways)
+        expected = T5Attention._relative_position_bucket(-distances, both_ways, buckets, most)
+        assert torch.equal(buckets_of(of, distances), expected), of

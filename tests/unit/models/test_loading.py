@@ -18,6 +18,7 @@ from torch import Tensor
 from speculant.config import EngineConfig
 from speculant.engine.build import build_engine, load_tokenizer
 from speculant.errors import ConfigError, ModelError
+from speculant.models.generation import OutputRules
 from speculant.models.source import resolve_source
 from speculant.models.weights.load import load_model
 from speculant.params import SamplingParams
@@ -100,6 +101,65 @@ def test_refuses_end_tokens_that_are_no_tokens(folder: Path, file: str, ends: An
     edit(folder / "generation_config.json", eos_token_id=2)
     edit(folder / file, eos_token_id=ends)
     refused(folder, f"{file} has eos_token_id", "from 0 to 60", f"correct {file}.")
+
+
+@pytest.fixture
+def seq2seq(tmp_path: Path) -> Path:
+    """Return the folder of an encoder-decoder model without a start token."""
+    folder = make_pair(tmp_path / "t5", "t5", "flan").folder
+    for file in ("config.json", "generation_config.json"):
+        edit(folder / file, decoder_start_token_id=None, bos_token_id=None, eos_token_id=None)
+    return folder
+
+
+def test_the_start_token_is_read_as_transformers_reads_it(seq2seq: Path) -> None:
+    assert load_model(str(seq2seq)).start_tokens == ()
+    edit(seq2seq / "config.json", bos_token_id=5)
+    assert load_model(str(seq2seq)).start_tokens == (5,)
+    edit(seq2seq / "config.json", decoder_start_token_id=0)
+    assert load_model(str(seq2seq)).start_tokens == (0,)
+    edit(seq2seq / "generation_config.json", decoder_start_token_id=[4])
+    assert load_model(str(seq2seq)).start_tokens == (4,)
+
+
+def test_forced_tokens_and_bad_words_are_read(seq2seq: Path) -> None:
+    assert load_model(str(seq2seq)).output_rules == OutputRules()
+    edit(seq2seq / "config.json", forced_eos_token_id=1, bad_words_ids=[[9]])
+    edit(seq2seq / "generation_config.json", eos_token_id=[1, 2], forced_bos_token_id=7)
+    assert load_model(str(seq2seq)).output_rules == OutputRules(7, (1,), ((9,),))
+    edit(seq2seq / "generation_config.json", forced_eos_token_id=[3, 4], bad_words_ids=[[1], [2, 1], [60]])
+    assert load_model(str(seq2seq)).output_rules == OutputRules(7, (3, 4), ((2, 1), (60,)))
+
+
+@pytest.mark.parametrize("words", [7, "x", [7], [[]], [[61]], [[1, -1]], [["a"]], [None], {}], ids=str)
+def test_refuses_bad_words_that_are_no_tokens(seq2seq: Path, words: Any) -> None:
+    edit(seq2seq / "generation_config.json", bad_words_ids=words)
+    refused(seq2seq, "bad_words_ids", "correct generation_config.json.")
+
+
+@pytest.mark.parametrize("key", ["decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id"])
+def test_refuses_forced_tokens_that_are_no_tokens(seq2seq: Path, key: str) -> None:
+    edit(seq2seq / "config.json", **{key: 61})
+    refused(seq2seq, f"config.json has {key} = 61", "from 0 to 60", "correct config.json.")
+
+
+def test_a_decoder_has_no_start_tokens(folder: Path) -> None:
+    edit(folder / "config.json", decoder_start_token_id=3, forced_bos_token_id=3)
+    checkpoint = load_model(str(folder))
+    assert (checkpoint.start_tokens, checkpoint.output_rules) == ((), OutputRules())
+
+
+def test_a_text_may_be_longer_than_those_of_training(seq2seq: Path) -> None:
+    edit(seq2seq / "config.json", n_positions=512)
+    assert load_model(str(seq2seq)).model.max_positions == 2**15
+
+
+def test_a_stack_whose_layers_are_missing_is_refused(seq2seq: Path) -> None:
+    for layers in ({"num_layers": 4}, {"num_decoder_layers": 4}, {"num_layers": 2, "num_decoder_layers": 2}):
+        edit(seq2seq / "config.json", **{"num_layers": 3, "num_decoder_layers": 3, **layers})
+        refused(seq2seq, "layers")
+    edit(seq2seq / "config.json", num_layers=3, num_decoder_layers=2)
+    refused(seq2seq, "unexpected", "decoder.block.2.layer.0")
 
 
 @pytest.mark.parametrize(

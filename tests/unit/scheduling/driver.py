@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -10,7 +10,8 @@ from speculant.cache.base import CacheShape, KVCache
 from speculant.cache.factory import paged_cache, slotted_cache
 from speculant.config import Limits
 from speculant.params import SamplingParams
-from speculant.scheduling.scheduler import Schedule, Scheduler
+from speculant.scheduling.schedule import Schedule
+from speculant.scheduling.scheduler import Scheduler
 from speculant.types import ANYONE, Client, Request
 from tests.models import make_request
 
@@ -52,6 +53,7 @@ class Driver:
         priority: int = 0,
         params: SamplingParams | None = None,
         client: Client = ANYONE,
+        source: Sequence[int] = (),
     ) -> Request:
         """Queue a request; its prompt repeats one token, by default one that no other has."""
         seq_id = len(self.requests)
@@ -62,6 +64,7 @@ class Driver:
             request_id=request_id or f"request-{seq_id}",
             priority=priority,
             client=client,
+            source=tuple(source),
         )
         self.scheduler.add([request])
         self.requests.append(request)
@@ -82,9 +85,12 @@ class Driver:
         """Schedule, compute all items, and commit a token wherever no token is missing."""
         schedule = self.scheduler.schedule()
         self.started += schedule.admitted
+        for source, _ in schedule.sources:
+            assert self.cache.reserve(source.seq_id, len(source.tokens)).start == 0, "a source is encoded twice"
         for item in schedule.items:
             slots = self.cache.reserve(item.request.seq_id, item.count)
             assert slots.start == item.start, "something is skipped or fed twice"
+            assert item.source is None or self.scheduler.sources.is_encoded(item.source), "a source is not encoded"
         for item in schedule.items:
             if item.completes:
                 item.request.tokens.append(7)
@@ -98,6 +104,7 @@ class Driver:
     def check(self) -> None:
         """Assert that waiting requests own no blocks."""
         self.cache.check()
+        self.scheduler.sources.check()
         assert all(self.cache.length(request.seq_id) == 0 for request in self.scheduler.waiting)
 
     def steps_until(self, done: Callable[[], bool], most: int = 1000) -> int:

@@ -13,7 +13,7 @@ from speculant.beams import Beams
 from speculant.engine.propose import DraftBounds, DraftBudget, room
 from speculant.lengths.fixed import Fixed
 from speculant.params import SamplingParams
-from speculant.scheduling.scheduler import Schedule, Scheduled
+from speculant.scheduling.schedule import Schedule, Scheduled
 from speculant.types import Request
 from tests.beams import beams_of, give_search, hypotheses, scored
 from tests.models import make_request

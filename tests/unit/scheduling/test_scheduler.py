@@ -10,7 +10,8 @@ from speculant.config import POLICIES
 from speculant.errors import CapacityError
 from speculant.params import SamplingParams
 from speculant.scheduling.policy import Key
-from speculant.scheduling.scheduler import MOST_LOGPROB_ROWS, Scheduled
+from speculant.scheduling.schedule import Scheduled
+from speculant.scheduling.scheduler import MOST_LOGPROB_ROWS
 from speculant.types import ANYONE, Request
 from tests.models import make_request
 from tests.unit.scheduling.driver import BLOCK, Driver, blocks, counts, slots

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from speculant.beams import Beams
-from speculant.scheduling.scheduler import Schedule, Scheduled
+from speculant.scheduling.schedule import Schedule, Scheduled
 from speculant.types import Request
 from tests.beams import beams_of, give_search, hypotheses, scored, text_of
 from tests.unit.scheduling.driver import Driver, blocks, slots

@@ -181,36 +181,50 @@ def test_clients_take_turns() -> None:
         order: list[str] = []
         turns = RoundRobin(asyncio.get_running_loop())
         for name in ("a1", "a2", "a3", "b1", "a4", "c1", "b2"):
-            turns.add(name[0], lambda name=name: order.append(name))
+            turns.add(name[0], name, lambda name=name: order.append(name))
         await asyncio.sleep(0.01)
         return order
 
     assert asyncio.run(main()) == ["a1", "b1", "c1", "a2", "b2", "a3", "a4"]
 
 
-@pytest.mark.parametrize(
-    ("clients", "seconds", "order"), [("aa", 0.0, "a.a."), ("ab", 0.0, "ab.."), ("ab", 1.0, "a.b.")]
-)
-def test_the_loop_has_its_turns_too(clients: str, seconds: float, order: str) -> None:
-    """After a call of each client, and after a long call; a dot is other work of the loop."""
+def test_the_loop_has_its_turns_too() -> None:
+    """After each call; a dot is other work of the loop."""
 
     async def main() -> str:
         done: list[str] = []
-        loop, now = asyncio.get_running_loop(), 0.0
+        loop = asyncio.get_running_loop()
+        turns = RoundRobin(loop)
 
         def call(name: str) -> None:
-            nonlocal now
-            now += seconds
             done.append(name)
             loop.call_soon(done.append, ".")
 
-        turns = RoundRobin(loop, lambda: now)
-        for name in clients:
-            turns.add(name, lambda name=name: call(name))
+        for name in ("a1", "b1", "a2"):
+            turns.add(name[0], name, lambda name=name: call(name))
         await asyncio.sleep(0.01)
         return "".join(done)
 
-    assert asyncio.run(main()) == order
+    assert asyncio.run(main()) == "a1.b1.a2."
+
+
+def test_an_owner_waits_once_and_may_leave() -> None:
+    async def main() -> list[str]:
+        order: list[str] = []
+        turns = RoundRobin(asyncio.get_running_loop())
+        for name in ("a1", "a1", "a2", "b1"):
+            turns.add(name[0], name, lambda name=name: order.append(name))
+        for gone in ("a2", "b1", "b1", "c1"):
+            turns.withdraw(gone[0], gone)
+        assert [turns.has(name[0], name) for name in ("a1", "a2", "b1", "c1")] == [True, False, False, False]
+        await asyncio.sleep(0.01)
+        assert not turns.has("a", "a1")
+        turns.add("b", "b1", lambda: order.append("last"))
+        turns.withdraw("b", "b1")
+        await asyncio.sleep(0.01)
+        return order
+
+    assert asyncio.run(main()) == ["a1"]
 
 
 def test_a_turn_that_fails_ends_no_other() -> None:
@@ -219,8 +233,8 @@ def test_a_turn_that_fails_ends_no_other() -> None:
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(lambda _, context: seen.append(type(context["exception"])))
         turns = RoundRobin(loop)
-        turns.add("a", lambda: 1 // 0)  # type: ignore[arg-type, return-value]
-        turns.add("a", lambda: seen.append("next"))
+        turns.add("a", 1, lambda: 1 // 0)  # type: ignore[arg-type, return-value]
+        turns.add("a", 2, lambda: seen.append("next"))
         await asyncio.sleep(0.01)
         return seen
 
@@ -273,9 +287,10 @@ def test_errors_of_accepting_are_waited_out(caplog: pytest.LogCaptureFixture, nu
     caplog.set_level(logging.INFO)
     taken: list[str] = []
 
-    class Taken(asyncio.Protocol, FakeConnection):
-        def connection_made(self, transport: asyncio.BaseTransport) -> None:
-            taken.append(transport.get_extra_info("peername")[0])
+    class Taken(FakeConnection):
+        def begin(self, accepted: socket.socket) -> None:
+            taken.append(accepted.getpeername()[0])
+            accepted.close()
 
     async def main() -> tuple[int, bool]:
         listening = Failing()

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from speculant.engine.frontend import RenderedPrompt
+from speculant.engine.prompts import RenderedPrompt
 from speculant.serving.reasoning import ReasoningDelta, ReasoningParser, find_reasoning
 from speculant.serving.tools import TextDelta
 from speculant.structured.reasoned import Reasoning

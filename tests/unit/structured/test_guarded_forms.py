@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import threading
 import tracemalloc
+import weakref
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -77,6 +79,17 @@ def test_a_killed_process_is_started_again(tokenizer: Tokenizer) -> None:
     requests.shutdown(2)  # the process sees its end
     assert prober.probe(regex("b").source, WIDE).exceeded == ""
     assert prober._requests is not requests
+
+
+def test_a_low_priority_counts_beside_the_server(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linux gives sessions equal shares of the processors. An interrupt from the keyboard goes to one group alone."""
+    noted = MagicMock(wraps=weakref.finalize)
+    monkeypatch.setattr(weakref, "finalize", noted)
+    prober = Prober(tokenizer.backend.to_str(), 258, {END})
+    prober.probe(regex("a").source, WIDE)
+    pid = noted.call_args.args[2].pid
+    assert os.getsid(pid) == os.getsid(0)
+    assert os.getpgid(pid) != os.getpgid(0)
 
 
 def test_a_process_that_can_not_start_is_reported() -> None:
@@ -256,6 +269,18 @@ def test_slow_masks_end_a_client_s_form(scripted: Scripted, tokenizer: Tokenizer
     assert grammars.compile(form, "other client").result(20) is grammar
     with pytest.raises(CapacityError, match="more than 10% of the time"):
         grammars.compile(regex("[bc]+"), "slow")
+
+
+def test_a_client_that_is_over_its_time_waits(scripted: Scripted) -> None:
+    """Also with forms that were already being compiled: otherwise all of them would follow at once."""
+    grammars, _ = scripted
+    forms = [regex(text) for text in ("[ab]+", "[bc]+")]
+    first, second = (grammars.compile(form, "slow").result(20) for form in forms)
+    grammars.metered(first, forms[0], "slow")
+    grammars._times["slow"].spend(1.0)
+    with pytest.raises(CapacityError, match="more than 10% of the time"):
+        grammars.metered(second, forms[1], "slow")
+    assert grammars.metered(second, forms[1], "other client").allowance is not None
 
 
 def test_masks_are_counted(scripted: Scripted, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from speculant import plugins
+from speculant.cache.sources import Source
 from speculant.drafting.base import (
     Drafter,
     DrafterContext,
@@ -50,6 +51,7 @@ class CompositeDrafter(StatelessDrafter):
         self.listens = overridden or any(each.listens for each in self.guarded)
         self.caches = tuple(cache for each in self.guarded for cache in each.drafter.caches)
         self._vocab_size = vocab_size
+        self._sources: dict[int, Source] = {}  # by sequence id
 
     def propose_with(self, guarded: GuardedDrafter, pairs: Iterable[tuple[Request, int]]) -> Proposals:
         """Return a sub-drafter's non-empty drafts for pairs (request, limit), within its own limits too."""
@@ -58,13 +60,19 @@ class CompositeDrafter(StatelessDrafter):
         if not wanted:
             return {}
         for request, _ in wanted:
-            guarded.begin(request)  # one that failed has ended
+            guarded.begin(request, self._sources.get(request.seq_id))  # one that failed has ended
         return {seq_id: tree for seq_id, tree in guarded.propose(wanted, self._vocab_size).items() if tree.size}
 
     def begin(self, request: Request) -> None:
         """See `Drafter.begin`."""
         for each in self.guarded:
             each.begin(request)
+
+    def observe_source(self, request: Request, source: Source) -> None:
+        """See `Drafter.observe_source`."""
+        self._sources[request.seq_id] = source
+        for each in self.guarded:
+            each.observe_source(request, source)
 
     def catch_up(self, requests: Sequence[Request]) -> None:
         """See `Drafter.catch_up`."""
@@ -88,6 +96,7 @@ class CompositeDrafter(StatelessDrafter):
 
     def end(self, request: Request) -> None:
         """See `Drafter.end`."""
+        self._sources.pop(request.seq_id, None)
         for each in self.guarded:
             each.end(request)
 
@@ -108,6 +117,7 @@ def combine(sub_drafters: Sequence[SubDrafter]) -> DrafterNeeds:
         target_cache=any(each.target_cache for each in needs),
         hidden_layers=tuple(sorted({layer for each in needs for layer in each.hidden_layers})),
         target_top_k=max(each.target_top_k for each in needs),
+        reads_encoder=any(each.reads_encoder for each in needs),
         reads_prediction=any(each.reads_prediction for each in needs),
         max_positions=_largest([each.max_positions for each in needs]),
         nodes_per_beam=max(each.nodes_per_beam or 0 for each in needs) or None,

@@ -11,7 +11,7 @@ import torch
 from speculant.config import Limits
 from speculant.lab.exactness.distributions import Joint, NextProbs, Pair, completed, deviation, joint_distribution
 from speculant.lab.exactness.enumeration import Branches, EnumeratingChances, enumerate_side_by_side
-from speculant.lab.exactness.tables import History, Table
+from speculant.lab.exactness.tables import History, Table, conditioned
 from speculant.metrics import RequestMetrics, TimingMetrics
 from speculant.params import SamplingParams
 from speculant.sampling.distribution import Node, distribution
@@ -28,7 +28,8 @@ class Case:
 
     length: draft nodes. steps: verifications with a draft. idle: the most verifications without one; None = the number
     that a long prompt may need. width: branches followed in one batch. budget: the most rows of a step. The caches must
-    not keep prefixes, or one branch would change the steps of the next.
+    not keep prefixes, or one branch would change the steps of the next. source: what an encoder-decoder model reads,
+    whose decoder has the prompt; () = the model is a decoder alone.
     """
 
     pair: Pair
@@ -41,6 +42,7 @@ class Case:
     width: int = 1
     budget: int = 1024
     idle: int | None = None
+    source: History = ()
 
     @property
     def limits(self) -> Limits:
@@ -56,7 +58,7 @@ class Case:
     @property
     def distribution(self) -> NextProbs:
         """The target's own distribution, one token at a time."""
-        return self.distribution_of(self.pair.target)
+        return self.distribution_of(conditioned(self.pair.target, self.source) if self.source else self.pair.target)
 
     def distribution_of(self, table: Table) -> NextProbs:
         """Return the distribution of a table's logits under this request's settings."""
@@ -121,7 +123,9 @@ class Enumerated:
 class Stepping(Protocol):
     """Runs a case: an `Engine`, or a wrapper that also observes it."""
 
-    def add_request(self, prompt: Sequence[int], params: SamplingParams, request_id: str) -> list[Request]:
+    def add_request(
+        self, prompt: Sequence[int], params: SamplingParams, request_id: str, *, source: Sequence[int] = ()
+    ) -> list[Request]:
         """See `Engine.add_request`."""
         ...
 
@@ -148,7 +152,9 @@ def enumerate_case(case: Case, build: Callable[[EnumeratingChances], Stepping], 
 
 def _run(case: Case, engine: Stepping, chances: EnumeratingChances, ways: list[Branches]) -> list[Result]:
     chances.branches = {str(index): branches for index, branches in enumerate(ways)}
-    requests = [request for name in chances.branches for request in engine.add_request(case.prompt, case.params, name)]
+    requests = list[Request]()
+    for name in chances.branches:
+        requests += engine.add_request(case.prompt, case.params, name, source=case.source)
     running = list(requests)
     while running:
         engine.step()

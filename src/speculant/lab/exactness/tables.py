@@ -4,12 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
 
 import torch
 from torch import Tensor
 
 from speculant.cache.base import CacheShape, KVCache, KVStorage
-from speculant.models.base import Batch, Chain, Hidden, ModelNeeds, check_embeddings, check_taps, check_tokens
+from speculant.models.base import (
+    Batch,
+    Chain,
+    Hidden,
+    ModelNeeds,
+    Segment,
+    check_embeddings,
+    check_taps,
+    check_tokens,
+)
 from speculant.models.reference.attention import context_slots, visible_keys
 
 History = tuple[int, ...]
@@ -24,16 +34,25 @@ class TableModel:
     truncation or another sequence's slot causes an error here, or another history and so another distribution.
 
     masks: it has a mask token beside its vocabulary, which is part of histories as any token is.
+    has_source: it is an encoder-decoder model. Its table reads `after_source(source, history)`, of the source that the
+    storage holds.
     """
 
-    needs = ModelNeeds()
-
-    def __init__(self, table: Table, vocab_size: int, max_positions: int = 1024, masks: bool = False) -> None:
+    def __init__(
+        self,
+        table: Table,
+        vocab_size: int,
+        max_positions: int = 1024,
+        masks: bool = False,
+        has_source: bool = False,
+    ) -> None:
+        self.needs = ModelNeeds(source=has_source)
         self.vocab_size, self.mask_token = vocab_size, vocab_size if masks else None
         self.max_positions = max_positions
         self.num_layers, self.hidden_size = 1, vocab_size
         self.cache_shape = CacheShape(1, 1, 1, torch.float64, torch.device("cpu"))
         self.num_rows: list[int] = []  # of each pass
+        self.num_encoded: list[int] = []  # rows of each pass of the encoder
         self._table = table
         self._known: dict[History, Tensor] = {}
 
@@ -49,8 +68,26 @@ class TableModel:
         batch = self._looked_up(batch)
         storage.write(0, batch.slot_mapping, _column(batch.tokens), _column(batch.positions))
         self.num_rows.append(len(batch.tokens))
-        last = torch.stack([self._logits(history) for history in _histories(batch, storage)])
+        last = torch.stack([self._logits(history) for history in self._histories(batch, storage)])
         return Hidden(last, tuple(last if tap else self.embed(batch.tokens) for tap in taps))
+
+    def encode(self, batch: Batch, storage: KVStorage) -> Tensor:
+        """See `EncodesSources.encode`; the values are -1 - position, and the result is the one-hot tokens."""
+        assert self.needs.source, "the model has no encoder"
+        for segment in batch.segments:
+            assert segment.start == 0 and not segment.parents, "not a whole source"  # noqa: PT018
+        storage.write(0, batch.slot_mapping, _column(batch.tokens), _column(-1 - batch.positions))
+        self.num_encoded.append(len(batch.tokens))
+        return self.embed(batch.tokens)
+
+    def _histories(self, batch: Batch, storage: KVStorage) -> Iterator[History]:
+        """Yield what each row's distribution depends on: the visible prefix, after the source if there is one."""
+        prefixes = _prefixes(batch, storage)
+        for segment in batch.segments:
+            assert bool(segment.source_length) == self.needs.source, "a text without its source"
+            source = _stored_source(segment, batch.block_size, storage) if self.needs.source else None
+            for prefix in islice(prefixes, segment.num_rows):
+                yield prefix if source is None else after_source(source, prefix)
 
     def _looked_up(self, batch: Batch) -> Batch:
         """Return the batch with the tokens of rows that have input embeddings, which must be one-hot."""
@@ -75,11 +112,30 @@ class TableModel:
         return self._known[history]
 
 
+def after_source(source: Sequence[int], history: History) -> History:
+    """Return a source and a text after it as one history; no other source and text have the same one."""
+    return (len(source), *source, *history)
+
+
+def conditioned(table: Table, source: Sequence[int]) -> Table:
+    """Return the table of an encoder-decoder model's texts for one source."""
+    return lambda history: table(after_source(source, history))
+
+
 def _column(values: Tensor) -> Tensor:
     return values.to(torch.float64)[:, None, None]
 
 
-def _histories(batch: Batch, storage: KVStorage) -> Iterator[History]:
+def _stored_source(segment: Segment, block_size: int, storage: KVStorage) -> History:
+    """Read a sequence's encoded source back from the storage; it must be whole and in order."""
+    length = segment.source_length
+    slots = [segment.source_table[place // block_size] * block_size + place % block_size for place in range(length)]
+    tokens, places = (part.flatten().tolist() for part in storage.read(0, torch.tensor(slots)))
+    assert places == [-1 - place for place in range(length)], "not a whole source in order"
+    return tuple(int(token) for token in tokens)
+
+
+def _prefixes(batch: Batch, storage: KVStorage) -> Iterator[History]:
     first = 0
     for segment, slots in zip(batch.segments, context_slots(batch), strict=True):
         rows = slice(first, first + segment.num_rows)

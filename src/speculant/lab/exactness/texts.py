@@ -19,7 +19,7 @@ from speculant.errors import SpeculantError
 from speculant.lab.exactness.scores import Scores
 from speculant.params import SamplingParams
 from speculant.sampling.distribution import Node, distribution
-from speculant.scheduling.scheduler import Scheduled
+from speculant.scheduling.schedule import Scheduled
 from speculant.text.stop import compile_stops
 from speculant.text.stream import TextStream
 from speculant.types import CommittedRows, DraftTree, Request

@@ -24,7 +24,7 @@ from speculant.kernels.packing import panel_rows
 from speculant.models.backends.base import AS_STORED, CODED, PLAIN, Packing
 from speculant.models.description import DecoderConfig
 from speculant.models.native.ops import linear
-from speculant.models.sizes import TABLE, matrix_weights, tensor_shapes
+from speculant.models.sizes import matrix_weights, pass_matrices
 from speculant.models.weights.reader import WeightTypes
 from speculant.models.weights.source import WeightSource
 
@@ -64,11 +64,8 @@ def fastest_packing(
 
 def narrow_weights(config: DecoderConfig, weights: WeightSource) -> int:
     """Return how many weights a pass of a bfloat16 model reads in bfloat16; others may be in blocks."""
-    types, shapes = WeightTypes(weights, torch.bfloat16), tensor_shapes(config)
-    if not config.head.tied:
-        del shapes[TABLE]
-    matrices = {name: shape for name, shape in shapes.items() if len(shape) == 2}
-    return sum(math.prod(shape) for name, shape in matrices.items() if types.of(name) == Type.BF16)
+    types = WeightTypes(weights, torch.bfloat16)
+    return sum(math.prod(shape) for name, shape, _ in pass_matrices(config) if types.of(name) == Type.BF16)
 
 
 def kept_gains(kernels: Kernels, depths: Sequence[int], num_bytes: int) -> dict[int, float]:

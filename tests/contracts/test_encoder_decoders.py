@@ -1,0 +1,255 @@
+"""Encoder-decoder families agree with transformers for sources of any length, alone and in mixed batches.
+
+tests/contracts/test_model_families.py has their decoders, with sources of one length.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from _pytest.mark import ParameterSet
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from speculant.errors import ModelError, RequestError
+from speculant.kernels.native import usable_sets
+from speculant.models.base import SequenceInput, build_batch
+from speculant.models.reference.decoder import Decoder
+from speculant.models.weights.load import load_model
+from speculant.types import DraftTree
+from tests.unit.models.families import (
+    ENCODER_DECODERS,
+    SOURCE,
+    Pair,
+    Session,
+    make_pair,
+    random_tokens,
+    thinned_cases,
+    write_variant,
+)
+
+NATIVE = pytest.mark.skipif(not usable_sets(), reason="the native kernels are not built")
+CLOSE = {"atol": 1e-4, "rtol": 0, "check_dtype": False}
+EXACT = {"atol": 1e-10, "rtol": 0}
+LONGEST = 320
+TEXT = random_tokens(9, seed=3)
+LENGTHS = (1, 2, 7, 64, 65, 130, 300)
+TREE = DraftTree(torch.tensor([3, 9, 4, 3, 17]), torch.tensor([-1, -1, 0, 0, 2]))
+HEAD, TABLE = "lm_head.weight", "shared.weight"
+Write = Callable[..., Path]
+
+
+def every_case(*backends: str) -> list[ParameterSet]:
+    """Return the parameters of every variant of every encoder-decoder family on these backends."""
+    marks = {"native": [NATIVE]}
+    found = [each for own in backends for each in thinned_cases(own, marks=marks.get(own, ()), with_encoders=True)]
+    return [each for each in found if each.values[0][1] in ENCODER_DECODERS]  # type: ignore[index]
+
+
+@pytest.fixture(scope="module")
+def load(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str, str], Pair]:
+    """Return what loads a variant on a backend, once."""
+
+    @functools.cache
+    def loaded(backend: str, family: str, variant: str) -> Pair:
+        if backend == "reference":
+            return make_pair(tmp_path_factory.mktemp("checkpoint"), family, variant)
+        plain = loaded("reference", family, variant)
+        return plain.on_native() if backend == "native" else plain.in_float64()
+
+    return loaded
+
+
+@pytest.fixture(params=every_case("reference", "native"))
+def pair(request: pytest.FixtureRequest, load: Callable[[str, str, str], Pair]) -> Pair:
+    return load(*request.param)
+
+
+def session_of(pair: Pair, sources: Mapping[int, list[int]]) -> Session:
+    return Session(pair.ours, len(sources), LONGEST, sources)
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("length", LENGTHS)
+def test_a_source_of_any_length(pair: Pair, length: int) -> None:
+    """The encoder's result, and the logits of a text that is decoded token by token."""
+    source = random_tokens(length, seed=length)
+    session = session_of(pair, {0: source})
+    encoded = session.encode(0)
+    with torch.inference_mode():
+        expected = pair.theirs.get_encoder()(torch.tensor([source])).last_hidden_state[0]
+    torch.testing.assert_close(encoded, expected, **CLOSE)
+    logits = torch.cat([session.extend([token]) for token in TEXT])
+    torch.testing.assert_close(logits, pair.reference(TEXT, source), **CLOSE)
+
+
+def test_many_sources_in_mixed_batches(pair: Pair) -> None:
+    """Sources are encoded beside each other, and texts with other sources are decoded beside each other."""
+    sources = {index: random_tokens(length, seed=length) for index, length in enumerate((1, 300, 40, 65))}
+    session = session_of(pair, sources)
+    session.encode(0, 2)
+    session.extend(TEXT[:4], 2)
+    session.encode(3, 1)
+    session.extend(TEXT[:1], 1)
+    rests = {0: TEXT, 1: TEXT[1:], 2: TEXT[4:5], 3: TEXT[:2]}
+    logits = session.feed(*(SequenceInput(index, rest, DraftTree.empty()) for index, rest in rests.items()))
+    expected = [pair.reference(TEXT, source) for source in sources.values()]
+    expected = [expected[0], expected[1][1:], expected[2][4:5], expected[3][:2]]
+    torch.testing.assert_close(logits, torch.cat(expected), **CLOSE)
+
+
+def test_trees_beside_texts_and_after_rollback(pair: Pair) -> None:
+    sources = {0: random_tokens(90, seed=5), 1: random_tokens(3, seed=6)}
+    session = session_of(pair, sources)
+    session.extend([*TEXT[:3], 8, 8, 8])
+    session.cache.truncate_to(0, 3)
+    logits = session.feed(SequenceInput(0, TEXT[3:5], TREE), SequenceInput(1, TEXT, DraftTree.empty()))
+    expected = [pair.reference(TEXT[:5], sources[0])[3:]]
+    paths = {0: [3], 1: [9], 2: [3, 4], 3: [3, 3], 4: [3, 4, 17]}
+    expected += [pair.reference([*TEXT[:5], *path], sources[0])[-1:] for path in paths.values()]
+    torch.testing.assert_close(logits, torch.cat([*expected, pair.reference(TEXT, sources[1])]), **CLOSE)
+    session.cache.compact(0, 5, [0, 2])
+    after = pair.reference([*TEXT[:5], 3, 4, 1], sources[0])[-1:]
+    torch.testing.assert_close(session.extend([1]), after, **CLOSE)
+
+
+def test_texts_share_a_source(pair: Pair) -> None:
+    session = session_of(pair, {0: list(SOURCE), 1: [1]})
+    session.encode(0)
+    inputs = [SequenceInput(index, TEXT[: 4 + index], DraftTree.empty(), source=-1) for index in range(2)]
+    batch = build_batch(inputs, session.cache, torch.device("cpu"))
+    logits = pair.ours.logits(pair.ours.forward(batch, session.cache.storage).last)
+    expected = pair.reference(TEXT)
+    torch.testing.assert_close(logits, torch.cat((expected[:4], expected[:5])), **CLOSE)
+
+
+def test_a_text_without_its_source_is_refused(pair: Pair, tmp_path: Path) -> None:
+    session = session_of(pair, {0: list(SOURCE)})
+    batch = build_batch([SequenceInput(0, TEXT, DraftTree.empty())], session.cache, torch.device("cpu"))
+    with pytest.raises(RequestError, match="sequence 0 has no encoded source"):
+        pair.ours.forward(batch, session.cache.storage)
+    decoder = Session(load_model(str(write_variant(tmp_path, "llama", "llama2")), kernels=pair.kernels).model)
+    decoder.extend(TEXT, seq_id=7)
+    batch = build_batch([SequenceInput(0, TEXT, DraftTree.empty(), source=7)], decoder.cache, torch.device("cpu"))
+    with pytest.raises(RequestError, match="sequence 0 has an encoded source"):
+        decoder.model.forward(batch, decoder.cache.storage)
+
+
+def test_the_first_layers_keep_the_encoder(pair: Pair) -> None:
+    layers = pair.ours.num_layers - 1
+    if not layers:
+        pytest.skip("the decoder has one layer")
+    first = pair.ours.truncated(layers)  # type: ignore[attr-defined]
+    with torch.inference_mode():
+        encoded = pair.theirs.get_encoder()(torch.tensor([SOURCE]))
+        seen = pair.theirs.decoder(  # type: ignore[operator]
+            torch.tensor([TEXT]), encoder_hidden_states=encoded.last_hidden_state, output_hidden_states=True
+        ).hidden_states[layers][0]
+        normed = pair.theirs.decoder.final_layer_norm(seen)  # type: ignore[union-attr, operator]
+    torch.testing.assert_close(Session(first).extend(TEXT), pair.ours.logits(normed.contiguous()), **CLOSE)
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    """Return what writes a checkpoint of a family whose tensors and config.json are changed by hand."""
+
+    def written(family: str, change: Callable[[dict[str, Tensor]], None], **entries: Any) -> Path:
+        variant = {"t5": "flan"}.get(family, "plain")
+        folder = make_pair(tmp_path / f"{family} {len(list(tmp_path.iterdir()))}", family, variant).folder
+        tensors = load_file(folder / "model.safetensors")
+        change(tensors)
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        config = json.loads((folder / "config.json").read_text())
+        config.pop("scale_decoder_outputs", None)
+        (folder / "config.json").write_text(json.dumps({**config, **entries}))
+        return folder
+
+    return written
+
+
+def another_head(tensors: dict[str, Tensor]) -> None:
+    """Give a checkpoint a head of its own."""
+    tensors[HEAD] = tensors[TABLE].flip(0) * 1.5
+
+
+def logits_of(folder: Path) -> tuple[Tensor, Tensor]:
+    """Return our logits and those of transformers for a checkpoint."""
+    from transformers import AutoModelForSeq2SeqLM
+
+    theirs = AutoModelForSeq2SeqLM.from_pretrained(folder).eval()
+    ours = load_model(str(folder)).model
+    return Session(ours).extend(TEXT), Pair(theirs, ours, folder).reference(TEXT)
+
+
+@pytest.mark.parametrize("family", ["t5", "mt5", "umt5"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_head_that_differs_is_used(family: str, tied: bool, write: Write) -> None:
+    """Whatever config.json says. It decides whether logits are scaled, except for mT5."""
+    ours, theirs = logits_of(write(family, another_head, tie_word_embeddings=tied))
+    scaled = {"t5": tied, "mt5": False, "umt5": tied}[family]
+    if family == "umt5" and not tied:  # transformers scales these from 5.23 on, and not before and after it
+        theirs = theirs * 32**0.5
+    torch.testing.assert_close(ours, theirs, **CLOSE)
+    assert (ours.std() < 1) == scaled
+
+
+def test_a_head_that_is_the_table_is_tied(write: Write) -> None:
+    def repeat(tensors: dict[str, Tensor]) -> None:
+        tensors[HEAD] = tensors[TABLE].clone()
+
+    folder = write("t5", repeat, tie_word_embeddings=False)
+    model = load_model(str(folder)).model
+    assert isinstance(model, Decoder)
+    assert model.config.head.tied
+    torch.testing.assert_close(*logits_of(folder), **CLOSE)
+
+
+def test_whether_logits_are_scaled_is_an_entry_of_its_own(write: Write) -> None:
+    """transformers 5 writes tie_word_embeddings = true for all."""
+    for scaled in (True, False):
+        folder = write("t5", lambda tensors: None, tie_word_embeddings=True, scale_decoder_outputs=scaled)
+        torch.testing.assert_close(*logits_of(folder), **CLOSE)
+        assert (load_model(str(folder)).model.config.head.scale == 1) != scaled  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("part", ["encoder", "decoder"])
+def test_the_table_may_have_the_name_of_a_part(part: str, write: Write) -> None:
+    def rename(tensors: dict[str, Tensor]) -> None:
+        tensors[f"{part}.embed_tokens.weight"] = tensors.pop(TABLE)
+
+    torch.testing.assert_close(*logits_of(write("t5", rename)), **CLOSE)
+
+
+def test_copies_of_the_table_must_be_equal(write: Write) -> None:
+    def copy(tensors: dict[str, Tensor]) -> None:
+        for part in ("encoder", "decoder"):
+            tensors[f"{part}.embed_tokens.weight"] = tensors[TABLE].clone()
+        tensors["decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"] = torch.ones(32, 4)
+
+    def change(tensors: dict[str, Tensor]) -> None:
+        tensors["encoder.embed_tokens.weight"] = 2 * tensors[TABLE]
+
+    torch.testing.assert_close(*logits_of(write("t5", copy)), **CLOSE)
+    with pytest.raises(ModelError, match=r"encoder\.embed_tokens\.weight differs from shared\.weight"):
+        load_model(str(write("t5", change)))
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        {"feed_forward_proj": "gated-gelu", "dense_act_fn": "relu", "is_gated_act": True},
+        {"feed_forward_proj": "relu", "dense_act_fn": None, "is_gated_act": True},
+        {"feed_forward_proj": "gated-gelu_new", "dense_act_fn": None, "is_gated_act": None},
+    ],
+)
+def test_entries_that_override_the_activation(entries: dict[str, Any], write: Write) -> None:
+    folder = write("t5", lambda tensors: None)
+    config = {**json.loads((folder / "config.json").read_text()), **entries}
+    (folder / "config.json").write_text(json.dumps({key: each for key, each in config.items() if each is not None}))
+    torch.testing.assert_close(*logits_of(folder), **CLOSE)
