@@ -60,7 +60,7 @@ def check(form: Format, type_: Type, root: Path) -> None:
         return
     loaded = load_model(str(root / "packed"), "float32", kernels="native").model
     assert isinstance(loaded, NativeDecoder)
-    assert loaded.packed.layers[0].out.type == type_
+    assert loaded.packed.layers[0].attention.out.type == type_
     seen = Session(loaded).extend(PROMPT)
     assert float((seen - expected).norm() / expected.norm()) < 0.1
 

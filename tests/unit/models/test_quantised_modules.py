@@ -84,7 +84,7 @@ def test_awq_is_read_on_both_backends(kernels: str, source: Path, tmp_path: Path
     difference = error(logits(loaded), logits(numbers))
     assert difference < MOST_ERROR if kernels == "native" else difference == 0
     if kernels == "native":
-        assert packed_of(loaded).layers[0].out.type == Type.ZERO4
+        assert packed_of(loaded).layers[0].attention.out.type == Type.ZERO4
 
 
 @native
@@ -120,7 +120,7 @@ def test_orders_survive_the_weight_cache(source: Path, tmp_path: Path, monkeypat
     monkeypatch.setattr(weight_cache, "LEAST_BYTES", 0)
     packed, _ = made(source, tmp_path, Gptq(act_order=True))
     again, expected = load_twice(packed, tmp_path / "cache")
-    assert packed_of(again).layers[0].out.order is not None
+    assert packed_of(again).layers[0].attention.out.order is not None
     assert torch.equal(logits(again), expected)
     edit_config(packed, quantization_config={**Gptq(act_order=True).config, "checkpoint_format": "gptq_v2"})
     corrected = load(packed, "native", weight_cache=tmp_path / "cache")

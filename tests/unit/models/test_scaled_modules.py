@@ -85,7 +85,7 @@ def test_native_matrices_have_their_types(name: str, source: Path, tmp_path: Pat
     folder, numbers = made(source, tmp_path, FORMATS[name])
     loaded = load(folder, "native")
     assert error(logits(loaded), logits(numbers)) < MOST_ERROR
-    assert {layer.out.type for layer in packed_of(loaded).layers} == {TYPES[name]}
+    assert {layer.attention.out.type for layer in packed_of(loaded).layers} == {TYPES[name]}
 
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -115,7 +115,7 @@ def test_families_keep_their_numbers(family: str, type_: Type, tmp_path: Path, m
     errors = (logits(loaded) - expected).norm(dim=1) / expected.norm(dim=1)
     assert float(errors.median()) < (1e-4 if type_ == Type.FP8 else 0.15), "FP8 is multiplied by float32"
     layer = packed_of(loaded).layers[0]
-    assert layer.out.type == type_
+    assert layer.attention.out.type == type_
     if isinstance(layer.mlp, PackedExperts):
         assert layer.mlp.down.weights[0].type == type_
     else:

@@ -144,8 +144,8 @@ class Program:
             assert buffers.embedded is not None
             assert buffers.inputs is not None
             assert buffers.projected is not None
-            own = buffers.embedded, buffers.inputs, buffers.projected
-            yield from adding_inputs(layer.inputs, buffers.x, buffers.y, *own)
+            memory = buffers.embedded, buffers.inputs, buffers.projected
+            yield from adding_inputs(layer.inputs, buffers.x, buffers.y, *memory)
         if layer.scale != 1:
             yield copying(buffers.x, buffers.x, layer.scale)
 
