@@ -1,0 +1,44 @@
+"""Small random T5 checkpoints with the tests' tokenizer, written by transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+import torch
+import transformers
+from tokenizers.processors import TemplateProcessing
+
+from tests.models import BEGIN, END, VOCAB_SIZE, write_tokenizer
+
+SIZES = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "vocab_size": VOCAB_SIZE}
+
+
+def make_t5(noise: float = 0.0, **settings: Any) -> Any:
+    """Return a random model of transformers in float64; those of other `noise` are near. settings: for generation."""
+    config = transformers.T5Config(
+        **SIZES, feed_forward_proj="gated-gelu", decoder_start_token_id=BEGIN, pad_token_id=BEGIN, eos_token_id=END
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model: Any = transformers.T5ForConditionalGeneration(config).eval()
+        for name, matrix in model.named_parameters():
+            if matrix.dim() > 1:
+                scale = 0.05 if name.endswith(("q.weight",)) else 0.3
+                matrix.data = scale * (torch.randn_like(matrix) + noise * torch.randn_like(matrix))
+    for name, value in settings.items():
+        setattr(model.generation_config, name, value)
+    return model.double()
+
+
+def write_t5(folder: Path, model: Any) -> str:
+    """Write a model and the tests' tokenizer, which ends texts with the end token; return the folder as text."""
+    model.save_pretrained(folder)
+    write_tokenizer(folder)
+    path = str(folder / "tokenizer.json")
+    tokenizer = tokenizers.Tokenizer.from_file(path)
+    tokenizer.post_processor = TemplateProcessing(single="$A <end>", special_tokens=[("<end>", END)])
+    tokenizer.save(path)
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "<end>"}', encoding="utf-8")
+    return str(folder)

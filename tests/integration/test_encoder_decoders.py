@@ -1,0 +1,282 @@
+"""Encoder-decoder models through `LLM` and `AsyncEngine`: prompts, results, and the texts of transformers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from speculant import LLM, AsyncEngine, ExplicitEncoderDecoderPrompt, SamplingParams
+from speculant.errors import RequestError
+from speculant.kernels.native import usable_sets
+from speculant.structured.spec import StructuredOutputs
+from speculant.types import RequestOutput
+from tests.encoder_decoders import make_t5, write_t5
+from tests.integration.conftest import MakeLLM
+from tests.models import BEGIN, END
+
+TEXTS = [
+    "hello world",
+    "def f(x):\n    return x\n",
+    "a",
+    "the same words, the same words, the same words",
+    "hello world",
+]
+GREEDY = SamplingParams(temperature=0, max_tokens=16)
+NATIVE = pytest.mark.skipif(not usable_sets(), reason="the native kernels are not built")
+MakeT5 = Callable[..., LLM]
+
+
+@pytest.fixture(scope="module")
+def theirs() -> Any:
+    """Return the model of transformers."""
+    return make_t5()
+
+
+@pytest.fixture(scope="module")
+def folder(theirs: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return the folder with the model."""
+    return write_t5(tmp_path_factory.mktemp("t5") / "plain", theirs)
+
+
+@pytest.fixture
+def t5(folder: str, made: dict[str, LLM]) -> Iterator[MakeT5]:
+    """Make an engine over the model, in float64; every test leaves it idle."""
+    used = list[LLM]()
+
+    def make(**arguments: Any) -> LLM:
+        arguments = {"dtype": "float64", "max_model_len": 128, **arguments}
+        key = f"t5 {sorted(arguments.items())!r}"
+        if key not in made:
+            made[key] = LLM(folder, **arguments)
+        used.append(made[key])
+        return made[key]
+
+    yield make
+    for llm in used:
+        assert not llm.engine.has_unfinished(), "a test left requests behind"
+        llm.engine.check()
+        cache = llm.engine._context.cache
+        assert cache.free_tokens() == cache.num_blocks * cache.block_size, "a test left cache in use"
+
+
+def tokens_of(results: Sequence[RequestOutput]) -> list[list[list[int]]]:
+    return [[sample.token_ids for sample in result.outputs] for result in results]
+
+
+def generated(theirs: Any, source: Sequence[int], start: Sequence[int] = (BEGIN,), **settings: Any) -> list[int]:
+    """Return what transformers generates."""
+    ids, begin = torch.tensor([source]), torch.tensor([start])
+    settings = {"max_new_tokens": 16, "do_sample": False, **settings}
+    tokens: list[int] = theirs.generate(ids, decoder_input_ids=begin, **settings)[0].tolist()
+    return tokens[len(start) :]
+
+
+# --- texts
+
+
+def test_texts_are_those_of_transformers(t5: MakeT5, theirs: Any) -> None:
+    results = t5().generate(TEXTS, GREEDY)
+    for text, result in zip(TEXTS, results, strict=True):
+        assert result.encoder_prompt_token_ids == [*text.encode(), END], "the tokenizer ends a source"
+        assert tokens_of([result]) == [[generated(theirs, result.encoder_prompt_token_ids)]]
+
+
+def test_beams_are_those_of_transformers(t5: MakeT5, theirs: Any) -> None:
+    params = SamplingParams(beam_width=3, n=1, max_tokens=12, temperature=0)
+    for result in t5().generate(TEXTS[:3], params):
+        source = result.encoder_prompt_token_ids or []
+        expected = generated(theirs, source, num_beams=3, max_new_tokens=12, early_stopping=False)
+        assert result.outputs[0].token_ids == expected
+
+
+RULES: list[dict[str, Any]] = [
+    {"forced_bos_token_id": 65},
+    {"forced_eos_token_id": END},
+    {"forced_bos_token_id": 66, "forced_eos_token_id": END, "bad_words_ids": [[66], [110, 110]]},
+    {"bad_words_ids": [[110], [87], [48, 48]]},
+]
+
+
+@pytest.mark.parametrize("rules", RULES, ids=str)
+def test_forced_and_banned_tokens_are_those_of_transformers(tmp_path: Any, rules: dict[str, Any]) -> None:
+    model = make_t5(**rules)
+    llm = LLM(write_t5(tmp_path / "t5", model), dtype="float64", max_model_len=128)
+    for settings in ({}, {"beam_width": 3}):
+        params = SamplingParams(temperature=0, max_tokens=8, **settings)
+        beams = {"num_beams": 3, "early_stopping": False} if settings else {}
+        for start in ([BEGIN], [BEGIN, 72]):
+            prompts = [{"encoder_prompt": text, "decoder_prompt": start} for text in TEXTS[:3]]
+            for result in llm.generate(prompts, params):
+                source = result.encoder_prompt_token_ids or []
+                expected = generated(model, source, start, max_new_tokens=8, **beams)
+                assert result.outputs[0].token_ids == expected
+
+
+# --- prompts
+
+
+def test_a_plain_prompt_in_any_form_is_the_source(t5: MakeT5) -> None:
+    llm, ids = t5(), [*b"hello", END]
+    (expected,) = llm.generate("hello", GREEDY)
+    assert (expected.encoder_prompt, expected.encoder_prompt_token_ids) == ("hello", ids)
+    assert (expected.prompt, expected.prompt_token_ids) == (None, [BEGIN])
+    forms: list[Any] = [
+        ids, np.array(ids), {"prompt": "hello"}, {"prompt_token_ids": ids}, {"prompt": "hello", "decoder_prompt": None},
+        {"encoder_prompt": "hello"}, {"encoder_prompt": ids, "decoder_prompt": None},
+        {"encoder_prompt": {"prompt": "hello"}, "decoder_prompt": [BEGIN]},
+        {"encoder_prompt": {"prompt_token_ids": ids}, "decoder_prompt": []},
+    ]  # fmt: skip
+    for form in forms:
+        (result,) = llm.generate(form, GREEDY)
+        assert result.encoder_prompt_token_ids == ids
+        assert (result.prompt_token_ids, tokens_of([result])) == ([BEGIN], tokens_of([expected]))
+
+
+def test_a_decoder_prompt_begins_with_the_start_token(t5: MakeT5, theirs: Any) -> None:
+    """It is put before a prompt that lacks it; a text gets no end token."""
+    llm = t5()
+    pair = ExplicitEncoderDecoderPrompt(encoder_prompt="hello", decoder_prompt="ab")
+    forms: list[Any] = [pair, {**pair, "decoder_prompt": [*b"ab"]}, {**pair, "decoder_prompt": [BEGIN, *b"ab"]}]
+    expected = generated(theirs, [*b"hello", END], [BEGIN, *b"ab"])
+    for result in llm.generate(forms, GREEDY):
+        assert result.prompt_token_ids == [BEGIN, *b"ab"]
+        assert tokens_of([result]) == [[expected]]
+    assert [each.prompt for each in llm.generate(forms, GREEDY)] == ["ab", None, None]
+
+
+REFUSED: list[tuple[Any, str]] = [
+    ([[]], "the source has no tokens"),
+    ({"encoder_prompt": [], "decoder_prompt": "x"}, "the source has no tokens"),
+    ("x" * 128, "the source has 129 tokens and at most 128 are encoded in one pass"),
+    ([1, 999], "the source has 999, which is not a token id"),
+    ({"encoder_prompt": "x", "decoder_prompt": [999]}, "prompt has 999"),
+    ({"encoder_prompt": "x", "decoder_prompt": "y" * 128}, "the prompt has 129 tokens and max_model_len is 128"),
+    ({"decoder_prompt": "x"}, "a decoder_prompt and no encoder_prompt"),
+    ({"encoder_prompt": "x", "prompt": "y"}, "the unknown key 'prompt'"),
+    ({"encoder_prompt": {"prompt": "x", "multi_modal_data": {}}}, "multi_modal_data"),
+    ({"encoder_prompt": {"encoder_prompt": "x"}}, "the unknown key 'encoder_prompt'"),
+    ({"encoder_prompt": 7, "decoder_prompt": None}, "a prompt is a int"),
+    ({"encoder_prompt": {"prompt": "x", "cache_salt": "a"}, "cache_salt": "b"}, "different cache salts"),
+]
+
+
+@pytest.mark.parametrize(("prompt", "words"), REFUSED, ids=[words for _, words in REFUSED])
+def test_a_prompt_that_cannot_be_served_is_refused(t5: MakeT5, prompt: Any, words: str) -> None:
+    with pytest.raises(RequestError, match=words) as caught:
+        t5().generate(prompt, GREEDY)
+    assert caught.value.fix
+
+
+def test_a_conversation_is_refused(t5: MakeT5) -> None:
+    llm = t5()
+    for call in (llm.chat, llm.render_chat):
+        with pytest.raises(RequestError, match=r"encoder-decoder, which has no conversations(?s:.*)generate"):
+            call([{"role": "user", "content": "hello"}])
+
+
+def test_a_model_without_encoder_refuses_an_encoder_prompt(llm_of: MakeLLM) -> None:
+    with pytest.raises(RequestError, match="a prompt has an encoder_prompt, and the model has no encoder"):
+        llm_of().generate({"encoder_prompt": "x", "decoder_prompt": "y"}, GREEDY)
+    assert llm_of().generate({"prompt": "x", "encoder_prompt": None}, GREEDY)[0].encoder_prompt_token_ids is None
+
+
+def test_a_source_is_cut_to_its_end(t5: MakeT5) -> None:
+    llm, text = t5(), "abcdefgh" * 30
+    for most, kept in ((5, 5), (-1, 128)):
+        params = SamplingParams(temperature=0, max_tokens=2, truncate_prompt_tokens=most)
+        (result,) = llm.generate({"encoder_prompt": text, "decoder_prompt": "xyz"}, params)
+        assert result.encoder_prompt_token_ids == [*text.encode(), END][-kept:]
+        assert result.prompt_token_ids == [BEGIN, *b"xyz"]
+
+
+# --- results
+
+
+def test_samples_and_figures(t5: MakeT5, theirs: Any) -> None:
+    """Several samples share the source; log-probabilities are those of the decoder's prompt and of the output."""
+    params = SamplingParams(n=3, seed=5, max_tokens=6, logprobs=2, prompt_logprobs=1)
+    (result,) = t5().generate({"encoder_prompt": "hello", "decoder_prompt": "ab"}, params)
+    (again,) = t5().generate({"encoder_prompt": "hello", "decoder_prompt": "ab"}, params)
+    assert len({tuple(sample.token_ids) for sample in result.outputs}) > 1
+    assert tokens_of([result]) == tokens_of([again])
+    text = [BEGIN, *b"ab", *result.outputs[0].token_ids]
+    with torch.inference_mode():
+        logits = theirs(input_ids=torch.tensor([[*b"hello", END]]), decoder_input_ids=torch.tensor([text])).logits[0]
+    expected = torch.log_softmax(logits, -1)[range(len(text) - 1), text[1:]].tolist()
+    assert result.prompt_logprobs is not None
+    assert result.outputs[0].logprobs is not None
+    entries = [*result.prompt_logprobs[1:], *result.outputs[0].logprobs]
+    found = [entry[token].logprob for entry, token in zip(entries, text[1:], strict=True) if entry is not None]
+    assert found == pytest.approx(expected, abs=1e-9)
+    assert result.prompt_logprobs[0] is None
+
+
+def test_stop_strings_and_forms(t5: MakeT5) -> None:
+    llm = t5()
+    (plain,) = llm.generate("hello", SamplingParams(temperature=0, max_tokens=8, allowed_token_ids=[*b"abc"]))
+    text = plain.outputs[0].text
+    params = SamplingParams(temperature=0, max_tokens=8, allowed_token_ids=[*b"abc"], stop=[text[2:4]])
+    (stopped,) = llm.generate("hello", params)
+    assert (stopped.outputs[0].text, stopped.outputs[0].stop_reason) == (text[: text.index(text[2:4])], text[2:4])
+    form = SamplingParams(temperature=0, max_tokens=8, structured_outputs=StructuredOutputs(regex="(yes|no)!"))
+    (formed,) = llm.generate("hello", form)
+    assert formed.outputs[0].text in ("yes!", "no!")
+
+
+SETTINGS = [
+    GREEDY,
+    SamplingParams(seed=3, max_tokens=16),
+    SamplingParams(n=4, seed=4, temperature=0.8, max_tokens=8),
+    SamplingParams(beam_width=3, n=2, max_tokens=8, temperature=0),
+    SamplingParams(temperature=0, max_tokens=16, repetition_penalty=1.2),
+]
+ENGINES: list[dict[str, Any]] = [
+    {"dtype": "float64", "kernels": "reference"},
+    {"dtype": "float64", "kernels": "reference", "use_speculative_decoding": True},
+    {"dtype": "float64", "kernels": "reference", "kv_cache_backend": "slotted", "max_num_seqs": 3},
+    {"dtype": "float64", "kernels": "reference", "max_num_batched_tokens": 68, "max_num_seqs": 6},
+    *(
+        pytest.param({"dtype": dtype, "kernels": "native", **more}, marks=NATIVE)
+        for dtype in ("float32", "bfloat16")
+        for more in (
+            {},
+            {"spec_length": 3, "kv_memory": 2 * 128 * 512, "max_num_seqs": 4},
+            {"use_speculative_decoding": False},
+        )
+    ),
+]  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("engine", ENGINES, ids=str)
+def test_texts_together_are_those_alone(t5: MakeT5, engine: dict[str, Any]) -> None:
+    """Bit for bit on native kernels, drafted or not; also where prefixes are found again."""
+    llm = t5(**engine)
+    own = {"dtype": engine["dtype"], "kernels": engine["kernels"], "use_speculative_decoding": False}
+    plain = t5(**own, max_num_seqs=1)
+    prompts: list[Any] = [*TEXTS, {"encoder_prompt": "hello world", "decoder_prompt": "hello, hello, hello"}]
+    params = [SETTINGS[place % len(SETTINGS)] for place in range(len(prompts))]
+    alone = [plain.generate([prompt], [each])[0] for prompt, each in zip(prompts, params, strict=True)]
+    for _ in range(2):
+        assert tokens_of(llm.generate(prompts, params)) == tokens_of(alone)
+
+
+def test_the_async_engine_streams_encoder_decoder_texts(folder: str, t5: MakeT5) -> None:
+    (expected,) = t5().generate("hello", GREEDY)
+
+    async def run() -> RequestOutput:
+        async with AsyncEngine(folder, dtype="float64", max_model_len=128) as engine:
+            pieces = [piece async for piece in engine.stream({"encoder_prompt": "hello"}, GREEDY)]
+            with pytest.raises(RequestError, match="no conversations"):
+                await engine.chat([{"role": "user", "content": "hello"}])
+        assert "".join(piece.text for piece in pieces) == expected.outputs[0].text
+        assert pieces[-1].output is not None
+        return pieces[-1].output
+
+    result = asyncio.run(run())
+    assert (result.encoder_prompt, tokens_of([result])) == ("hello", tokens_of([expected]))
+    assert result.prompt_token_ids == [BEGIN]
