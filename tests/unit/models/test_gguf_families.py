@@ -38,6 +38,7 @@ WITHOUT = {  # families that GGUF files can't hold
     "opt": "llama.cpp has no architecture for it",
     "gpt_oss": "its experts are not read from GGUF files yet",
     "gemma4_text": "sizes that differ from layer to layer are not read from GGUF files yet",
+    **dict.fromkeys(("t5", "mt5", "umt5"), "encoders are not read from GGUF files yet"),
 }
 # What the files can hold of each family; other settings are lost in them.
 STORED: dict[str, dict[str, dict[str, Any]]] = {
