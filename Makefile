@@ -12,7 +12,8 @@ NATIVE_TESTS := tests/contracts/test_native_kernels.py tests/contracts/test_nati
 	tests/contracts/test_native_blocks.py tests/contracts/test_native_block_packing.py \
 	tests/contracts/test_native_memory.py tests/contracts/test_native_checksum.py tests/contracts/test_hidden_states.py \
 	tests/contracts/test_input_embeddings.py tests/contracts/test_suffix_indexes.py \
-	tests/exactness/test_native_decoder.py tests/exactness/test_native_chains.py tests/exactness/test_native_trees.py
+	tests/exactness/test_native_decoder.py tests/exactness/test_native_sources.py tests/exactness/test_native_chains.py \
+	tests/exactness/test_native_trees.py
 INSTALL := $(BIN)/python -m pip install --quiet -c constraints.txt
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --maxprocesses 8 --dist worksteal
 # tests compare with these; their own dependencies exclude pinned versions
