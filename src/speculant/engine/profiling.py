@@ -1,8 +1,8 @@
 """A trace of an engine's steps: torch's profiler, with the phases of each step as named ranges.
 
-    step 17   | schedule | encode | draft | target pass | verify | commit |
+    step 17   | schedule | draft | target pass | verify | commit |
 
-A step without new sources has no "encode".
+A step of an encoder-decoder model that has new sources also has a range "encode", before the drafts.
 
 torch's profiler does not see inside a native call; the range around the call shows how long it took.
 """
@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 
 Mark = Callable[[str], AbstractContextManager[object]]  # makes the range of a phase, by its name
 
-PHASES = ("schedule", "encode", "draft", "target pass", "verify", "commit")
-unmarked: Mark = dict.fromkeys(PHASES, nullcontext()).__getitem__  # marks nothing, without a call of Python
+PHASES = ("schedule", "draft", "target pass", "verify", "commit")
+ENCODE = "encode"
+unmarked: Mark = dict.fromkeys((*PHASES, ENCODE), nullcontext()).__getitem__  # marks nothing, without a call of Python
 
 
 def check_trace_path(path: Path | None, what: str = "trace", example: str = "trace.json") -> None:

@@ -16,7 +16,7 @@ from speculant.config import Limits
 from speculant.engine.commit import Committed, commit_output, notify
 from speculant.engine.drafters import Drafters
 from speculant.engine.guarded_length import GuardedLength
-from speculant.engine.profiling import Mark, unmarked
+from speculant.engine.profiling import ENCODE, Mark, unmarked
 from speculant.engine.propose import propose
 from speculant.engine.runner import encode_sources, forward_target, with_successors
 from speculant.engine.verify import verify
@@ -57,7 +57,7 @@ def step(context: StepContext, schedule: Schedule, mark: Mark = unmarked) -> tup
     max_model_len, started, encoded = context.limits.max_model_len, time.perf_counter(), None
     try:
         if schedule.sources:
-            with mark("encode"):
+            with mark(ENCODE):
                 encode_sources(target, cache, [each.source for each in schedule.sources], drafters.read_encoder)
             encoded = time.perf_counter()
         with mark("draft"):

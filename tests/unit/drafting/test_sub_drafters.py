@@ -253,7 +253,7 @@ def test_nested_errors_are_counted_once() -> None:
     inner = FallbackDrafter([sub_drafter(Troubled("propose", times=2))], V)
     outer = FallbackDrafter([sub_drafter(inner)], V)
     drafters, request = Drafters.of(outer), make_request([1, 2], drafter="default")
-    drafters.begin([request])
+    drafters.begin([request], [None])
     for _ in range(3):
         drafters.propose([request], [3], V)
     assert (inner.errors, outer.errors, drafters.metrics.drafter_errors) == (2, 2, 2)

@@ -79,7 +79,7 @@ def usual() -> dict[str, list[int]]:
     return {name: request.output for name, request in requests.items()}
 
 
-def test_a_failing_source_ends_the_requests_that_hold_it() -> None:
+def test_a_source_that_fails_ends_the_requests_that_hold_it() -> None:
     rig = build_rig(Fragile(lambda batch: VICTIM in batch.tokens.tolist()), limits=LIMITS, cache=BLOCKS)
     rig.expected = TroubleError
     requests, expected = add_all(rig), usual()

@@ -50,7 +50,7 @@ def test_short_sources_do_not_overtake_a_long_one() -> None:
 
 
 @pytest.mark.parametrize("policy", [policy for policy in POLICIES if policy != "shortest-prompt"])
-def test_the_longest_source_is_encoded_beside_any_texts(policy: str) -> None:
+def test_the_longest_source_is_encoded_beside_running_texts(policy: str) -> None:
     """It finds its rows at once, whatever comes later."""
     limits = Limits(100, 4, 12)
     driver = Driver(blocks(99), max_num_seqs=4, budget=12, policy=policy)
@@ -63,7 +63,7 @@ def test_the_longest_source_is_encoded_beside_any_texts(policy: str) -> None:
     assert driver.steps_until(lambda: longest.num_output > 0) <= 2
 
 
-def test_the_source_of_a_beam_search_and_its_first_token() -> None:
+def test_a_beam_search_has_its_source_in_the_first_step() -> None:
     driver = Driver(blocks(99), max_num_seqs=2, budget=8)
     driver.add(1, source=source(6), params=SamplingParams(max_tokens=4, beam_width=2))
     schedule = driver.step()
@@ -94,7 +94,7 @@ def test_a_request_is_admitted_if_its_source_fits_too() -> None:
     assert driver.step().admitted == [third]
 
 
-def test_a_source_not_encoded_yet_is_counted_in_admission() -> None:
+def test_a_source_to_be_encoded_is_counted_in_admission() -> None:
     """The first request's source waits for its rows; the memory for it is not given to others."""
     driver = Driver(blocks(7), budget=12, max_num_seqs=3)
     driver.add(1, max_tokens=9, source=source(9))
@@ -123,7 +123,7 @@ def test_slots_are_enough_for_texts_and_sources() -> None:
     driver.finish()
 
 
-def test_the_order_of_waiting_does_not_depend_on_sources() -> None:
+def test_sources_do_not_change_the_order_of_waiting_requests() -> None:
     """Keys of waiting requests stay the same while others encode an equal source."""
     driver = Driver(blocks(40), max_num_seqs=1, policy="shortest-prompt")
     driver.add(1, source=source(3), max_tokens=9)
@@ -134,7 +134,7 @@ def test_the_order_of_waiting_does_not_depend_on_sources() -> None:
     assert driver.waiting == [shorter, longer]
 
 
-def test_the_shortest_prompt_has_the_shortest_source() -> None:
+def test_the_shortest_prompt_is_the_one_with_the_shortest_source() -> None:
     driver = Driver(blocks(40), max_num_seqs=1, policy="shortest-prompt")
     driver.add(1, max_tokens=9)
     driver.step()

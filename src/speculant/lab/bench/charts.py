@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-COLOURS = dict(zip(PHASES, ("#bbbbbb", "#c25b7c", "#4c8bd6", "#7b52a8", "#d98f2b", "#5aa469"), strict=True))
+COLOURS = dict(zip(PHASES, ("#bbbbbb", "#4c8bd6", "#7b52a8", "#d98f2b", "#5aa469"), strict=True))
 SIZE = (5.4, 2.8)  # inches
 SHOWN_STEPS = 12  # of the timeline
 
@@ -121,16 +121,16 @@ def _labels(names: Iterable[str]) -> list[str]:
 
 def timeline(tracks: Mapping[str, Sequence[Span]]) -> str:
     """Draw the phases of the first steps after the prompt, a row per mode (arXiv 2211.17192, figure 5)."""
-    axes, drawn = _axes(""), [_first_steps(spans) for spans in tracks.values()]
-    colours = {phase: each for phase, each in COLOURS.items() if any(s.phase == phase for own in drawn for s in own)}
-    for row, shown in enumerate(drawn):
+    axes = _axes("")
+    for row, spans in enumerate(tracks.values()):
+        shown = _first_steps(spans)
         begin = shown[0].start if shown else 0.0
-        for phase, colour in colours.items():
+        for phase, colour in COLOURS.items():
             bars = [(1e3 * (s.start - begin), 1e3 * (s.end - s.start)) for s in shown if s.phase == phase]
             axes.broken_barh(bars, (row - 0.3, 0.6), facecolors=colour, label=None if row else phase)
     axes.set(xlabel="ms", yticks=range(len(tracks)), yticklabels=_labels(tracks))
     axes.invert_yaxis()
-    axes.legend(ncols=len(colours), fontsize=7, loc="upper center", bbox_to_anchor=(0.5, 1.18), frameon=False)
+    axes.legend(ncols=len(COLOURS), fontsize=7, loc="upper center", bbox_to_anchor=(0.5, 1.18), frameon=False)
     return _svg(axes)
 
 
