@@ -14,13 +14,18 @@ NATIVE_TESTS := tests/contracts/test_native_kernels.py tests/contracts/test_nati
 	tests/contracts/test_input_embeddings.py tests/contracts/test_suffix_indexes.py \
 	tests/exactness/test_native_decoder.py tests/exactness/test_native_sources.py tests/exactness/test_native_chains.py \
 	tests/exactness/test_native_trees.py
-INSTALL := $(BIN)/python -m pip install --quiet -c constraints.txt
+# Python compiles a module when it is first imported. pip would compile 15,000; the tests import a fifth of them.
+INSTALL := $(BIN)/python -m pip install --quiet --no-compile -c constraints.txt
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --maxprocesses 8 --dist worksteal
 # tests compare with these; their own dependencies exclude pinned versions
 ORACLE := speculators hs-connectors compressed-tensors loguru psutil
 FAST_TESTS := tests/architecture tests/unit tests/contracts
 CHECKED := src tests $(wildcard benchmarks examples tools)
-INPUTS := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*)
+INPUTS := tools/dependencies.py pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*)
+
+# The native library's build takes minutes: other packages are installed meanwhile.
+DEPENDENCIES := $(BIN)/python tools/dependencies.py
+beside_the_library = $(INSTALL) --no-deps -e . & library=$$!; $(1); others=$$?; wait $$library && exit $$others
 
 .DEFAULT_GOAL := help
 unexport PYTHONDONTWRITEBYTECODE # each test process and command would compile the same files again
@@ -96,11 +101,11 @@ $(VENV)/.created:
 
 $(VENV)/.installed: $(INPUTS) | $(VENV)/.created
 	@echo "Installing speculant and its dependencies (once, a few minutes; torch is about 200 MB)"
-	@$(INSTALL) -e .
+	@$(call beside_the_library,$(INSTALL) $$($(DEPENDENCIES)))
 	@touch $@
 
 $(VENV)/.installed-dev: $(INPUTS) | $(VENV)/.created
 	@echo "Installing speculant with its development tools (once, a few minutes)"
-	@$(INSTALL) -e '.[dev]'
-	@$(INSTALL) --no-deps --upgrade --target $(VENV)/oracle $(ORACLE)
+	@$(call beside_the_library,$(INSTALL) $$($(DEPENDENCIES) dev) \
+		&& $(INSTALL) --no-deps --upgrade --target $(VENV)/oracle $(ORACLE))
 	@touch $@ $(VENV)/.installed

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from speculant.files import cache_folder
-from tests.covering import mark_the_rest_slow
+from tests.covering import leave_combinations_out
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("SPECULANT_REAL_MODELS", str(cache_folder("models")))  # the user's: the next line hides it
@@ -24,10 +24,15 @@ settings.register_profile("quick", settings.get_profile("full"), max_examples=8)
 settings.load_profile("quick")  # `make test-all` asks for the other
 
 
+@pytest.hookimpl(trylast=True)  # when all parameters are known, those of fixtures too
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Keep a covering selection of a test's combinations of parameters."""
+    leave_combinations_out(metafunc)
+
+
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what covering selections leave out, give slow tests time, and skip what needs a device that is not there."""
-    mark_the_rest_slow(items)
+    """Give slow tests time, and skip what needs a device that is not there."""
     for item in items:
         if item.get_closest_marker("slow"):
             item.add_marker(pytest.mark.timeout(SLOW_TIMEOUT_S))

@@ -7,11 +7,13 @@ value once. Values of parametrized fixtures count, too. The selection is the sam
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
 from itertools import combinations
 
 import pytest
+
+WITHOUT_SLOW = "not slow"  # what `make test` gives to -m
 
 Tuple = tuple[tuple[str, Hashable], ...]  # some parameters and their values
 
@@ -41,20 +43,24 @@ def _tuples(case: dict[str, Hashable], strength: int) -> set[Tuple]:
     return set(combinations(sorted(case.items()), min(strength, len(case))))
 
 
-def mark_the_rest_slow(items: Iterable[pytest.Item]) -> None:
-    """Mark as slow the combinations of each test with the marker `covering` that its selection leaves out."""
-    tests: dict[str, list[pytest.Function]] = defaultdict(list)
-    for item in items:
-        if isinstance(item, pytest.Function) and hasattr(item, "callspec") and item.get_closest_marker("covering"):
-            tests[item.nodeid.partition("[")[0]].append(item)
-    for cases in tests.values():
-        marker = cases[0].get_closest_marker("covering")
-        assert marker is not None
-        chosen = set(covering([_values(case) for case in cases], *marker.args))
-        for index in set(range(len(cases))) - chosen:
-            cases[index].add_marker(pytest.mark.slow)
+def leave_combinations_out(metafunc: pytest.Metafunc) -> None:
+    """Mark as slow the combinations that the selection of a test with the marker `covering` leaves out.
+
+    A run that deselects slow tests makes no items of slow combinations: there are more of them than of others, and
+    each takes time in every process. One is left of a test whose combinations are all slow.
+    """
+    calls = metafunc._calls
+    marker = metafunc.definition.get_closest_marker("covering")
+    if marker and calls:
+        chosen = covering([_values(call.params) for call in calls], *marker.args)
+        for index in set(range(len(calls))).difference(chosen):
+            calls[index].marks.append(pytest.mark.slow.mark)
+    if metafunc.config.option.markexpr == WITHOUT_SLOW:
+        is_quick = metafunc.definition.get_closest_marker("slow") is None
+        quick = [call for call in calls if is_quick and not any(mark.name == "slow" for mark in call.marks)]
+        calls[:] = quick or calls[:1]
 
 
-def _values(case: pytest.Function) -> dict[str, Hashable]:
+def _values(params: Mapping[str, object]) -> dict[str, Hashable]:
     """Return keys of a combination's values: the identities of the objects, which all combinations share."""
-    return {name: id(value) for name, value in case.callspec.params.items()}
+    return {name: id(value) for name, value in params.items()}

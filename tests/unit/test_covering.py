@@ -40,17 +40,36 @@ def test_values_of_a_selection_take_turns() -> None:
     assert Counter(cases[index]["size"] for index in covering(cases, 1)) == {0: 4, 1: 4, 2: 4}
 
 
-def test_what_a_selection_leaves_out_is_slow(pytester: pytest.Pytester) -> None:
-    """The tests that run are a selection; with slow tests it is the whole product."""
+@pytest.fixture
+def selecting(pytester: pytest.Pytester) -> pytest.Pytester:
+    """Return a project whose tests are selected as this project's are."""
     pytester.makeini("[pytest]\nmarkers =\n    slow\n    covering\n")
     pytester.makeconftest(
-        "import pytest\nfrom tests.covering import mark_the_rest_slow\n"
-        "@pytest.hookimpl(tryfirst=True)\ndef pytest_collection_modifyitems(items):\n    mark_the_rest_slow(items)\n"
+        "import pytest\nfrom tests.covering import leave_combinations_out\n"
+        "@pytest.hookimpl(trylast=True)\ndef pytest_generate_tests(metafunc):\n    leave_combinations_out(metafunc)\n"
     )
-    pytester.makepyfile(
+    return pytester
+
+
+def test_what_a_selection_leaves_out_is_slow(selecting: pytest.Pytester) -> None:
+    """The tests that run are a selection; with slow tests it is the whole product."""
+    selecting.makepyfile(
         "import pytest\n@pytest.fixture(params='abc')\ndef letter(request): ...\n@pytest.mark.covering(1)\n"
         "@pytest.mark.parametrize('n', range(5))\n@pytest.mark.parametrize('m', range(2))\n"
         "def test_it(m, n, letter): ..."
     )
-    pytester.runpytest_inprocess("-m", "not slow").assert_outcomes(passed=5, deselected=25)
-    pytester.runpytest_inprocess().assert_outcomes(passed=30)
+    selecting.runpytest_inprocess("-m", "not slow").assert_outcomes(passed=5)
+    selecting.runpytest_inprocess("-m", "slow").assert_outcomes(passed=25, deselected=5)
+    selecting.runpytest_inprocess().assert_outcomes(passed=30)
+
+
+def test_a_run_without_slow_tests_makes_none_of_them(selecting: pytest.Pytester) -> None:
+    """One item is left of a test that is slow with all parameters, so that it is not run without any."""
+    selecting.makepyfile(
+        "import pytest\n@pytest.mark.slow\n@pytest.mark.parametrize('n', range(5))\ndef test_slow(n): ...\n"
+        "@pytest.mark.parametrize('n', [pytest.param(0, marks=pytest.mark.slow), 1, 2])\ndef test_partly(n): ...\n"
+        "SLOW = [pytest.param(each, marks=pytest.mark.slow) for each in range(3)]\n"
+        "@pytest.mark.parametrize('n', SLOW)\ndef test_each_slow(n): ...\n@pytest.mark.slow\ndef test_one(): ...\n"
+    )
+    selecting.runpytest_inprocess("-m", "not slow").assert_outcomes(passed=2, deselected=3)
+    selecting.runpytest_inprocess().assert_outcomes(passed=12)
