@@ -134,7 +134,7 @@ def test_sources_do_not_change_the_order_of_waiting_requests() -> None:
     assert driver.waiting == [shorter, longer]
 
 
-def test_the_shortest_prompt_is_the_one_with_the_shortest_source() -> None:
+def test_the_shortest_prompt_has_the_shortest_source() -> None:
     driver = Driver(blocks(40), max_num_seqs=1, policy="shortest-prompt")
     driver.add(1, max_tokens=9)
     driver.step()
