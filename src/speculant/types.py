@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import NamedTuple, Protocol, overload
 
 from torch import Tensor
@@ -201,8 +200,10 @@ class Request:
     error: Exception | None = None  # the error that ended it
     search: BeamSearch[Request] | None = None  # the beam search that it is a sample of
     counts: TokenCounts | None = field(init=False, default=None)  # of its tokens, if penalties need them
+    full_salt: str = field(init=False)  # of its keys and values: those of a decoder depend on the source too
 
     def __post_init__(self) -> None:
+        self.full_salt = f"{self.cache_salt}\0{self.source}" if self.source else self.cache_salt
         if self.params.penalised:
             self.counts = TokenCounts(self.prompt, self.output)
 
@@ -217,11 +218,6 @@ class Request:
         if self.counts is not None:
             self.counts.remove(self.tokens[length:])
         del self.tokens[length:]
-
-    @cached_property
-    def full_salt(self) -> str:
-        """The salt of its keys and values: those of a decoder depend on the source too."""
-        return f"{self.cache_salt}\0{self.source}" if self.source else self.cache_salt
 
     @property
     def output(self) -> list[int]:

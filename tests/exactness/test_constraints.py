@@ -79,8 +79,11 @@ class Constrained:
         )
         self.step, self.abort = self._rig.step, self._rig.abort
 
-    def add_request(self, prompt: Sequence[int], params: SamplingParams, request_id: str) -> list[Request]:
+    def add_request(
+        self, prompt: Sequence[int], params: SamplingParams, request_id: str, *, source: Sequence[int] = ()
+    ) -> list[Request]:
         """See `Engine.add_request`."""
+        assert not source
         return self._rig.add(prompt, params, request_id, constraint=self._case.automaton.constrain)
 
 

@@ -313,10 +313,8 @@ class Calibration:
 
     def _requests(self, count: int, length: int) -> list[Request]:
         """Make requests to draft for; see `requests`."""
-        made = requests(count, length, self.target.vocab_size)
-        for request in made:
-            request.source = () if self._source is None else self._source.tokens
-        return made
+        source = () if self._source is None else self._source.tokens
+        return [replace(request, source=source) for request in requests(count, length, self.target.vocab_size)]
 
     def _begin(self, drafter: Drafter, request: Request) -> None:
         """Begin a sequence; the values of its source's states do not matter here."""

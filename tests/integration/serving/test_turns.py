@@ -112,21 +112,21 @@ def test_who_is_dropped_before_its_turn_is_forgotten() -> None:
             pairs = [tuple(map(stack.enter_context, socket.socketpair())) for _ in range(3)]
             made = []
             for _, accepted in pairs:
-                made.append(HttpConnection(surroundings, {}, "a"))
+                made.append(HttpConnection(surroundings, {}, ("192.0.2.1", 1)))
                 assert connections.add(made[-1], "192.0.2.1")
                 made[-1].begin(accepted)
-            assert [turns.has("a", each) for each in made] == [False, True, True]
+            assert [turns.has("192.0.2.1", each) for each in made] == [False, True, True]
             pairs[0][0].settimeout(5)
             assert pairs[0][0].recv(1) == b""
             await _until(lambda: made[2].transport is not None)
             assert made[0].transport is None
             for number in range(100):
-                turns.add("a", number, lambda: None)
+                turns.add("192.0.2.1", number, lambda: None)
             pairs[2][0].sendall(GET)
-            await _until(lambda: turns.has("a", made[2]))
+            await _until(lambda: turns.has("192.0.2.1", made[2]))
             made[2].drop()
             await asyncio.sleep(0)
-            assert (turns.has("a", made[2]), turns.has("a", 99)) == (False, True)
+            assert (turns.has("192.0.2.1", made[2]), turns.has("192.0.2.1", 99)) == (False, True)
             made[1].drop()
 
     asyncio.run(main())
