@@ -42,7 +42,7 @@ def propose(
     for draft in constrained:
         draft.forced = _forced(draft.item, vocab_size)
         forces = forces or len(draft.forced) > 0
-    if drafters and (not draft_length.pauses(schedule) or forces):
+    if drafters and drafts and (not draft_length.pauses(schedule) or forces):
         requests = [draft.item.request for draft in drafts]
         drafters.begin(requests, [draft.item.source for draft in drafts])
         lengths = draft_length.choose(schedule)

@@ -86,6 +86,7 @@ def step(context: StepContext, schedule: Schedule, mark: Mark = unmarked) -> tup
                 outcomes.append(each.outcome)
         if drafters:
             notify(drafters, outputs, committed)
-    if outcomes or (drafters and not length.paused and not any(draft.forced for draft in drafts)):  # the policy chose
+    chose = drafters and drafts and not length.paused and not any(draft.forced for draft in drafts)
+    if outcomes or chose:  # the policy chose
         length.observe(outcomes, timing._replace(committed=time.perf_counter()))
     return committed, timing

@@ -29,6 +29,7 @@ from speculant.models.base import Batch, Hidden
 from speculant.models.generation import OutputRules
 from speculant.params import SamplingParams
 from speculant.sampling.chance import KeyedChances
+from speculant.scheduling.schedule import Schedule
 from speculant.types import DraftTree, Request
 from tests.fakes import BLOCK, Rig, ScriptedDrafter, build_rig, few_blocks, known_verifiers
 
@@ -145,11 +146,17 @@ def test_the_target_is_checked_with_a_source() -> None:
 
 
 class Noting(Fixed):
-    """Drafts two tokens, and notes the timings."""
+    """Drafts two tokens, and notes the timings, and how many sequences it has chosen for."""
 
     def __init__(self) -> None:
         super().__init__(2)
         self.timings: list[StepTiming] = []
+        self.counts: list[int] = []
+
+    def choose(self, schedule: Schedule) -> list[int]:
+        """See `DraftLength.choose`."""
+        self.counts.append(len(schedule.items))
+        return super().choose(schedule)
 
     def observe(self, outcomes: Sequence[DraftOutcome], timing: StepTiming) -> None:
         """See `DraftLength.observe`."""
@@ -181,6 +188,19 @@ def test_the_encoder_s_time_is_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     assert timing.draft_s + timing.verify_s < 1
     assert len([each for each in policy.timings if each.encode_s > 99]) == 2
     assert all(each.draft_s + each.verify_s + each.rest_s < 1 for each in policy.timings)
+
+
+def test_no_policy_is_asked_in_a_step_that_only_encodes() -> None:
+    """The longest source of an engine with one sequence takes all rows of a step."""
+    policy, target = Noting(), TableModel(PAIR.target, V, has_source=True)
+    drafter = ScriptedDrafter(lambda request: [1, 2])
+    rig = build_rig(target, drafter, limits=Limits(32, 1, 4), cache=BLOCKS, draft_length=policy)
+    (request,) = rig.add((0,), GREEDY, source=(1, 2, 3, 4))
+    rig.step()
+    assert (target.num_encoded, target.num_rows, policy.counts, policy.timings) == ([4], [], [], [])
+    rig.finish()
+    assert request.num_output == 8
+    assert min(policy.counts) == 1
 
 
 def test_tokens_of_sources_are_prompt_tokens() -> None:
