@@ -40,11 +40,13 @@ def test_json_has_every_section() -> None:
     assert value["findings"]
 
 
-def test_text_names_every_section_and_finding() -> None:
+def test_text_names_every_section_and_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "measure_speeds", lambda: doctor.Speeds(20.0, 8.0, None))  # slow: a cost, and a fix
     result = CliRunner().invoke(app, ["doctor"], catch_exceptions=False)
     for title in ("Speculant", "Processor", "Memory", "Torch", "Cuda", "Kernels", "Packages", "Embedded Models"):
         assert title in result.stdout
     assert "costs: " in result.stdout
+    assert "fix: " in result.stdout
 
 
 def test_doctor_names_the_cost_of_missing_native_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -122,19 +121,6 @@ def test_a_draft_in_one_pass_costs_a_pass(
     assert found == pytest.approx(expected)
 
 
-class OneSpeed:
-    """The native backend, where a byte of each type takes a known time."""
-
-    def __init__(self, own: Any, seconds: dict[str | None, float]) -> None:
-        self._own, self._seconds = own, seconds
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._own, name)
-
-    def row_seconds(self, config: Any, weights: Any, dtype: Any, quantizations: list[str | None]) -> list[float]:
-        return [self._seconds[each] * config.num_layers for each in quantizations]
-
-
 @pytest.mark.parametrize(
     ("seconds", "expected"),
     [
@@ -155,11 +141,15 @@ def test_large_draft_is_loaded_in_one_type(
     target = load_model(checkpoints.target, "float32", kernels="auto")
     if not isinstance(target.backend, TimesWeights):
         pytest.skip("the native kernels are not built")
-    slow = replace(target, backend=cast(Any, OneSpeed(target.backend, seconds)))
+
+    def row_seconds(self: Any, config: Any, weights: Any, dtype: Any, quantizations: list[str | None]) -> list[float]:
+        return [seconds[each] * config.num_layers for each in quantizations]
+
+    monkeypatch.setattr(type(target.backend), "row_seconds", row_seconds)
     folder, loaded = Path(checkpoints.near), list[str | None]()
     assert LargeDraft.open(folder, target, "float32", None) is None, "it is small"
     monkeypatch.setattr(draft_loading, "LARGE_BYTES", 0)
-    large = LargeDraft.open(folder, slow, "float32", None)
+    large = LargeDraft.open(folder, target, "float32", None)
     assert large is not None
 
     def load(quantization: str | None) -> Any:
@@ -170,7 +160,7 @@ def test_large_draft_is_loaded_in_one_type(
         draft, chosen = choose_precision(target.model, load, ["pair"], large.fastest)
         assert chosen == expected
         assert draft.model.vocab_size
-        monkeypatch.setattr(OneSpeed, "row_seconds", lambda *given: pytest.fail("it was chosen again"))
+        monkeypatch.setattr(type(target.backend), "row_seconds", lambda *given: pytest.fail("it was chosen again"))
     assert loaded == [expected] * 2
 
 
