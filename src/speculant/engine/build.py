@@ -35,6 +35,7 @@ from speculant.engine.draft_loading import (
     AUTO,
     LARGE_BYTES,
     LargeDraft,
+    check_encoder,
     choose_precision,
     describe_vocabulary,
     draft_vocabulary,
@@ -399,10 +400,12 @@ class _Workshop:
         quantization: str | None,
     ) -> Checkpoint:
         config = self.config
-        return load_model(
+        loaded = load_model(
             source, config.dtype, config.device, role="draft",
             kernels=config.kernels, quantization=quantization, head_tokens=head_tokens, vocabulary=vocabulary,
             weight_packing=config.weight_packing, weight_cache=config.weight_cache_folder(),
             download_dir=config.download_dir, model_backend=config.draft_model_backend,
             kv_cache_dtype=config.kv_cache_dtype,
         )  # fmt: skip
+        check_encoder(loaded, self.target, vocabulary)
+        return loaded

@@ -300,11 +300,13 @@ class Calibration:
         return min(self.limits.max_model_len, drafter.needs.max_positions or self.limits.max_model_len)
 
     def _reading_s(self, drafter: Drafter, index: int, length: int) -> float:
-        """Return the seconds in which a drafter reads an unknown text and drafts a token."""
+        """Return the seconds in which a drafter reads an unknown text, whose source it has, and drafts a token."""
         request = self._requests(index + 1, length)[index]
         self._begin(drafter, request)
-        started = time.perf_counter()
         try:
+            if request.source:
+                drafter.propose([replace(request, tokens=request.tokens[:1])], [1])  # it encodes the source
+            started = time.perf_counter()
             for _ in range(1 + length // max(1, self.limits.max_num_batched_tokens)):
                 if drafter.propose([request], [1])[0].size:
                     break

@@ -26,9 +26,10 @@ def encode_sources(
     keeps_states: their `states` are kept. given: the encoder's result [tokens, hidden] of each; None = it is computed.
     """
     assert isinstance(model, EncodesSources), "the model has no encoder"
+    states: Sequence[Tensor | None] = [None] * len(sources) if given is None else given
     inputs = [
-        SequenceInput(source.seq_id, known(source.tokens, model.vocab_size), DraftTree.empty(), hidden=states)
-        for source, states in zip(sources, given or [None] * len(sources), strict=True)
+        SequenceInput(source.seq_id, known(source.tokens, model.vocab_size), DraftTree.empty(), hidden=own)
+        for source, own in zip(sources, states, strict=True)
     ]
     try:
         encoded, first = model.encode(build_batch(inputs, cache, model.cache_shape.device), cache.storage), 0

@@ -68,7 +68,7 @@ class ModelDrafter(StatelessDrafter):
             raise PairError(
                 f'encoder="target" is set, and states have the width {target.hidden_size} in the target and '
                 f"{model.hidden_size} in the draft model",
-                'leave it out, so that the draft model runs its own encoder.',
+                "leave it out, so that the draft model runs its own encoder.",
             )
         self.needs, self._runner.sources.reads_target = replace(self.needs, reads_encoder=True), True
 

@@ -264,9 +264,7 @@ def _flags(of: Attention) -> Flag:
 
 
 class SourceKeys(Program):
-    """A recorded pass that stores each decoder layer's keys and values of whole sources. The encoder's result is in
-    `hidden`.
-    """
+    """A recorded pass over whole sources: their keys and values, for each decoder layer, of the result in `hidden`."""
 
     def _record(self) -> Iterator[Op]:
         for index, layer in enumerate(self._weights.layers):
@@ -275,7 +273,7 @@ class SourceKeys(Program):
 
 
 class EncoderProgram(SourceKeys):
-    """A recorded pass that computes the encoder's result first.
+    """A recorded pass over whole sources that computes the encoder's result first.
 
     The encoder's layers use the storage of the decoder's first layer for their own keys and values, which nobody reads
     after the pass.
