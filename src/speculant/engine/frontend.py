@@ -170,7 +170,7 @@ class Frontend:
         if self.has_source:
             raise RequestError(
                 "the model is an encoder-decoder, which has no conversations",
-                "give the text as the prompt of `generate`, or of /v1/completions.",
+                "give the text as the prompt of `generate`, or of a completion.",
             )
 
     def prepare(self, params: SamplingParams) -> SamplingParams:

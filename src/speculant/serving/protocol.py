@@ -146,7 +146,13 @@ class CompletionBody(GeneratingBody):
     An object has the keys of a `TextPrompt`, a `TokensPrompt` or an `ExplicitEncoderDecoderPrompt`.
     """
 
-    aliases = MappingProxyType({"structured_outputs": ("structured_outputs", "response_format"), **_SPECULATION})
+    aliases = MappingProxyType(
+        {
+            "structured_outputs": ("structured_outputs", "response_format"),
+            "source": ("prompt",),
+            **_SPECULATION,
+        }
+    )
 
     prompt: str | Texts | Tokens | TokenLists | Object | Objects
     logprobs: int | None = None
