@@ -253,13 +253,9 @@ class Frontend:
 
     def decoder_tokens(self, given: PlainPrompt | None) -> list[int]:
         """Return the decoder's prompt of an encoder-decoder model; start tokens that it lacks are put before it."""
-        start = self.checkpoint.start_tokens
-        if given is None and not start:
-            raise RequestError(
-                "the checkpoint names no decoder_start_token_id, with which the decoder begins",
-                'give {"encoder_prompt": ..., "decoder_prompt": ...}.',
-            )
-        own = [] if given is None else self._tokens_of(given, special=False)
+        if given is None:
+            return list(self._runtime.start_tokens)
+        start, own = self.checkpoint.start_tokens, self._tokens_of(given, special=False)
         return own if tuple(own[: len(start)]) == start else [*start, *own]
 
     def _tokens_of(self, plain: PlainPrompt, special: bool = True) -> list[int]:
