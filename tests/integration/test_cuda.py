@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from speculant import LLM, SamplingParams
 from speculant.models.weights.load import load_model
+from tests.encoder_decoders import make_t5, write_t5
 from tests.models import write_checkpoint
 
 pytestmark = [
@@ -51,3 +52,13 @@ def test_a_float16_checkpoint_runs_in_float32_on_the_device(tmp_path: Path) -> N
     checkpoint = load_model(folder, device="cuda:0")
     assert checkpoint.dtype == torch.float32
     assert checkpoint.model.cache_shape.device == torch.device("cuda:0")
+
+
+def test_an_encoder_decoder_writes_the_same_text_on_the_device(tmp_path: Path) -> None:
+    folder = write_t5(tmp_path / "t5", make_t5())
+    params = SamplingParams(temperature=0.7, seed=3, max_tokens=24, n=2, ignore_eos=True)
+    texts = []
+    for arguments in ({}, {"device": "cuda"}, {"device": "cuda", "speculative_config": {"method": "ngram"}}):
+        llm = LLM(folder, dtype="float64", max_model_len=128, **arguments)
+        texts.append([sample.token_ids for out in llm.generate(PROMPTS, params) for sample in out.outputs])
+    assert texts[0] == texts[1] == texts[2]
