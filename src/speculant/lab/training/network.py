@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from speculant.lab.checkpoints import written_description
 from speculant.lab.training.config import TrainingConfig
 from speculant.models.reference.decoder import Decoder
-from speculant.models.weights.load import read_description
 
 
 def hf_config(config: TrainingConfig, vocab_size: int) -> dict[str, Any]:
@@ -44,9 +44,7 @@ def new_network(hf: dict[str, Any], seed: int) -> Decoder:
     are smaller by sqrt(2 * layers), so that its size does not grow with depth.
     """
     generator = torch.Generator().manual_seed(seed)
-    described = read_description(hf)
-    separate = described.head.by_files and not hf["tie_word_embeddings"]
-    model = Decoder(described.with_head(()) if separate else described)
+    model = Decoder(written_description(hf))
     for name, parameter in model.named_parameters():
         if parameter.ndim == 2:
             nn.init.normal_(parameter, std=_deviation(name, parameter.shape[1], model), generator=generator)
