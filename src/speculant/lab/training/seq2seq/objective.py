@@ -64,7 +64,7 @@ def overlap_of_pairs(target: Decoder, draft: Decoder, pairs: Pairs) -> Overlap:
         batch = pairs.tensors(places, draft.lm_head.weight.device)
         states, heads = (
             [states_of_pairs(model, batch) for model in (target, draft)],
-            map(OutputHead.of, (target, draft)),
+            [OutputHead.of(model) for model in (target, draft)],
         )
         for rows in chunks(len(batch.tokens)):
             p, q = (head.logits(own[rows]).softmax(-1) for head, own in zip(heads, states, strict=True))
