@@ -18,9 +18,9 @@ from speculant.cli import train
 from speculant.engine.llm import LLM
 from speculant.errors import ConfigError
 from speculant.lab.training.passes import load_plain
-from speculant.lab.training.seq2seq import job
+from speculant.lab.training.seq2seq import job, objective
 from speculant.lab.training.seq2seq.config import Seq2SeqConfig
-from speculant.lab.training.seq2seq.objective import PairObjective, loss_of_pairs, states_of_pairs
+from speculant.lab.training.seq2seq.objective import PairObjective, loss_of_pairs, overlap_of_pairs, states_of_pairs
 from speculant.lab.training.seq2seq.pairs import PairBatches, Pairs, read_texts
 from speculant.lab.training.trainer import Trainer
 from speculant.params import SamplingParams
@@ -237,6 +237,19 @@ def test_the_command_trains_a_target_and_its_draft(files: tuple[Path, Path], tmp
     run = runner.invoke(train.app, again)
     assert isinstance(run.exception, ConfigError)
     assert "--resume" in str(run.exception)
+
+
+def test_overlap_is_that_of_all_tokens(config: Seq2SeqConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several parts of a pass, of 256 tokens each, count together."""
+    monkeypatch.setattr(objective, "_AT_A_TIME", 100)
+    data, trainer = prepare(config)
+    _, other = prepare(replace(config, out=config.out.parent / "other", tokenizer=config.out, seed=2))
+    found = overlap_of_pairs(trainer.model, other.model, data.training)
+    batch = data.training.tensors(range(len(data.training)))
+    p, q = (model.logits(states_of_pairs(model, batch)).softmax(-1) for model in (trainer.model, other.model))
+    assert found.positions == len(batch.tokens) > 256 * 4
+    assert found.alpha == pytest.approx(float(torch.minimum(p, q).sum(-1).mean()), rel=1e-5)
+    assert found.greedy_agreement == pytest.approx(float((p.argmax(-1) == q.argmax(-1)).double().mean()), abs=1e-3)
 
 
 def test_watched_loss_is_that_of_some_pairs(config: Seq2SeqConfig) -> None:
