@@ -59,13 +59,10 @@ def loss_of_pairs(model: Decoder, pairs: Pairs, watch: Watcher | None = None, mo
 @torch.inference_mode()
 def overlap_of_pairs(target: Decoder, draft: Decoder, pairs: Pairs) -> Overlap:
     """Compare two models' distributions at each token of the targets."""
-    common, agreed, count = 0.0, 0, 0
+    common, agreed, count, heads = 0.0, 0, 0, [OutputHead.of(model) for model in (target, draft)]
     for places in pairs.places(_AT_A_TIME):
         batch = pairs.tensors(places, draft.lm_head.weight.device)
-        states, heads = (
-            [states_of_pairs(model, batch) for model in (target, draft)],
-            [OutputHead.of(model) for model in (target, draft)],
-        )
+        states = [states_of_pairs(model, batch) for model in (target, draft)]
         for rows in chunks(len(batch.tokens)):
             p, q = (head.logits(own[rows]).softmax(-1) for head, own in zip(heads, states, strict=True))
             agreed += int((p.argmax(-1) == q.argmax(-1)).sum())
