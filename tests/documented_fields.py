@@ -43,6 +43,7 @@ VLLM: Mapping[str, str] = MappingProxyType(
         "/detokenize": "model tokens",
     }
 )
+_VLLM_PROMPTS = "encoder_prompt decoder_prompt"  # keys of vLLM's prompts for encoder-decoder models
 LLAMA_CPP = """
 prompt temperature dynatemp_range dynatemp_exponent top_k top_p min_p n_predict n_indent n_keep n_cmpl n_cache_reuse
 stream stop typical_p repeat_penalty repeat_last_n presence_penalty frequency_penalty dry_multiplier dry_base
@@ -57,7 +58,7 @@ OPENAI = """
 audio function_call functions modalities metadata prediction prompt_cache_key prompt_cache_retention
 safety_identifier service_tier store verbosity web_search_options conversation
 """
-NAMES: tuple[str, ...] = tuple(sorted({*" ".join(VLLM.values()).split(), *LLAMA_CPP.split(), *OPENAI.split()}))
+NAMES: tuple[str, ...] = tuple(sorted({*" ".join((*VLLM.values(), _VLLM_PROMPTS, LLAMA_CPP, OPENAI)).split()}))
 
 _TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 _SCHEMA = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}

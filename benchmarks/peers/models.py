@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.peers.base import Pair, Workload
+from benchmarks.t5_models import made_pair
 
 from speculant.lab.bench.workloads import code_prompt
 from speculant.lab.inflation.pair import SHAPES, inflated_pair
@@ -16,7 +17,8 @@ from speculant.models.source import resolve_source
 from speculant.text.tokenizer import Tokenizer
 
 DEMO = "demo"  # the embedded pair at its own size
-CHOICES = (DEMO, *SHAPES)
+T5 = {"t5-tiny": ("tiny", "tiny"), "t5-base": ("base", "small"), "t5-large": ("large", "small")}
+CHOICES = (DEMO, *SHAPES, *T5)
 POSITIONS = 8192  # in config.json; the pair was trained on 1,024: longer texts have the same cost and less sense
 _SPARE, _WARM_UP = 64, 512  # tokens
 _TRIES = 10  # pieces of code for each prompt
@@ -29,6 +31,8 @@ def make_pair(shape: str, folder: Path) -> Pair:
     """
     if shape == DEMO:
         sources = [resolve_source(DEMO, "target"), resolve_source(DEMO, "draft")]
+    elif shape in T5:
+        sources = list(made_pair(*T5[shape]))
     else:
         sources = list(inflated_pair(shape))
     made = [_lengthen(source, folder / role) for source, role in zip(sources, ("target", "draft"), strict=True)]

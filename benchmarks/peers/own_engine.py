@@ -13,6 +13,7 @@ from benchmarks.peers.base import (
     DEFAULT,
     DRAFT,
     FILE,
+    FLOAT,
     LOOKUP,
     PLAIN,
     Job,
@@ -27,7 +28,7 @@ from benchmarks.peers.llama_cpp import LlamaCpp
 if TYPE_CHECKING:
     from speculant.engine.build import Runtime
 
-_NO_ROUNDING = "bfloat16"
+_NO_ROUNDING, _FLOAT = "bfloat16", "float32"
 _ROUNDED = ("int8", "int4")  # while a model is loaded
 
 
@@ -40,14 +41,14 @@ class OwnEngine(PythonPeer):
 
     def __init__(self, converter: LlamaCpp | None = None) -> None:
         super().__init__()
-        own = {"bf16": (_NO_ROUNDING,), "int8": ("int8",), "int4": ("int4",), FILE: (FILE,)}
+        own = {FLOAT: (_FLOAT,), "bf16": (_NO_ROUNDING,), "int8": ("int8",), "int4": ("int4",), FILE: (FILE,)}
         files = {} if converter is None or converter.missing() else {each: converter.formats[each] for each in _ROUNDED}
         self._converter = converter
         self.formats = {name: (*formats, *files.get(name, ())) for name, formats in own.items()}
 
     def prepare(self, models: Pair, weights: str, folder: Path) -> Pair:
         """See `Peer.prepare`: its own formats are made while a model is loaded."""
-        if self._converter is None or weights in (_NO_ROUNDING, *_ROUNDED):
+        if self._converter is None or weights in (_FLOAT, _NO_ROUNDING, *_ROUNDED):
             return models
         return self._converter.prepare(models, weights, folder)
 
@@ -58,12 +59,16 @@ def measure(job: Job) -> Iterator[tuple[str, Measurement]]:
     from speculant.models.weights.load import load_model
 
     quantization = job.format if job.format in _ROUNDED else None
-    target = load_model(job.models.target, "bfloat16", kernels="auto", quantization=quantization)
+    target = load_model(job.models.target, _dtype(job), kernels="auto", quantization=quantization)
     for mode in job.modes:
         runtime = build_around(_config(job, mode), target)
         runtime.engine.measurement.finish()  # nothing is drafted before it ends
         _run(runtime, job.workload.warm_up, job.workload.tokens)
         yield mode.name, _run(runtime, job.workload.prompts, job.workload.tokens)
+
+
+def _dtype(job: Job) -> str:
+    return _FLOAT if job.format == _FLOAT else _NO_ROUNDING
 
 
 def _config(job: Job, mode: Mode) -> Any:
@@ -82,7 +87,7 @@ def _config(job: Job, mode: Mode) -> Any:
     }
     return EngineConfig.from_arguments(
         model=job.models.target,
-        dtype="bfloat16",
+        dtype=_dtype(job),
         max_num_seqs=len(job.workload.prompts),
         max_model_len=job.workload.positions,
         **speculation[mode.kind],
@@ -94,7 +99,10 @@ def _run(runtime: Runtime, prompts: list[list[int]], tokens: int) -> Measurement
 
     engine, params = runtime.engine, SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
     before, progress = engine.metrics.steps, Progress(len(prompts))
-    requests = [engine.add_request(prompt, params, f"{before}-{index}")[0] for index, prompt in enumerate(prompts)]
+    requests = []
+    for index, given in enumerate(prompts):
+        prompt, source = runtime.prompt_and_source(given)
+        requests += engine.add_request(prompt, params, f"{before}-{index}", source=source)
     while engine.has_unfinished():
         engine.step()
         progress.record([len(request.output) for request in requests])

@@ -317,6 +317,11 @@ class RequestOutput:
     encoder_prompt_token_ids: list[int] | None = None
 
     @property
+    def num_prompt_tokens(self) -> int:
+        """The number of tokens of the prompt, and of the source if there is one."""
+        return len(self.encoder_prompt_token_ids or ()) + len(self.prompt_token_ids)
+
+    @property
     def num_cached_tokens(self) -> int:
         """How many of the prompt's tokens were found in the prefix cache."""
         return self.metrics.cached_tokens

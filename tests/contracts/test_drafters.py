@@ -5,35 +5,29 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import replace
 
 import pytest
 import torch
+from _pytest.mark import ParameterSet
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from speculant import LLM, SamplingParams, plugins
 from speculant.beams import Beams, Scored
-from speculant.cache.base import CacheShape, KVCache
-from speculant.cache.factory import paged_cache
-from speculant.drafting.base import Drafter, DrafterContext, Method
+from speculant.drafting.base import Drafter, DrafterContext
+from speculant.kernels.native import usable_sets
 from speculant.models.base import CausalLM
-from speculant.models.weights.load import load_model
 from speculant.sampling.chance import KeyedChances
 from speculant.types import CommittedRows, DraftTree, Request, RequestOutput
 from tests.beams import beams_of, give_search, hypotheses
-from tests.drafters import model_of, options_of, predicting
+from tests.drafters import predicting
+from tests.encoder_decoders import make_t5, write_t5
 from tests.examples import examples
-from tests.heads import Shown
-from tests.models import END, HIDDEN_SIZE, VOCAB_SIZE, Checkpoints, make_request
+from tests.models import END, VOCAB_SIZE, Checkpoints
+from tests.workshops import CONTINUATION, GREEDY, KIND, KINDS, NUM_SEQS, Kind, Workshop
 
-KIND = "speculant.drafting"
 DOCUMENTED = "last_seen"  # the one in docs/adding-a-drafter.md
-NUM_SEQS, MAX_LEN, BLOCK = 4, 96, 4
-PROMPT = [7, 1, 2, 3, 4, 1, 2, 3, 5, 1, 2]
-CONTINUATION = [3, 4, 1, 2, 3, 5, 1, 2, 3, 4, 9, 9, 1, 2, 3, 5, 1, 2, 3, 4, 1, 2, 3, 5]
-GREEDY = SamplingParams(temperature=0, max_tokens=40)
 SEEDED = SamplingParams(temperature=0.8, top_p=0.95, repetition_penalty=1.1, seed=11, max_tokens=40)
 SEARCH = SamplingParams(beam_width=3, n=3, max_tokens=10)
 few = settings(
@@ -41,109 +35,54 @@ few = settings(
 )
 
 
-@dataclass
-class Workshop:
-    """Builds one drafter as often as a test wants, and keeps the caches that it asked for."""
-
-    name: str
-    checkpoints: Checkpoints
-    caches: list[KVCache] = field(default_factory=list)
-
-    @functools.cached_property
-    def target_cache(self) -> KVCache:
-        """The target's cache, which holds no sequence."""
-        return paged_cache(load_once(self.checkpoints.target).cache_shape, NUM_SEQS * MAX_LEN // BLOCK, BLOCK)
-
-    @property
-    def method(self) -> Method:
-        method: Method = plugins.load(KIND, self.name).METHOD
-        return method
-
-    @property
-    def model(self) -> str | None:
-        return model_of(self.name, self.checkpoints.near, HIDDEN_SIZE, VOCAB_SIZE)
-
-    @property
-    def options(self) -> dict[str, Any]:
-        return options_of(self.name, VOCAB_SIZE, [[*PROMPT, *CONTINUATION]])
-
-    def llm(self, target: str, **speculation: Any) -> LLM:
-        """Make an engine that drafts with it."""
-        return LLM(
-            target,
-            draft_model=self.model,
-            speculative_config={"method": self.name, **self.options, **speculation},
-            dtype="float64",
-        )
-
-    def build(self, budget: int = 256) -> Drafter:
-        """Make a drafter that has seen what PROMPT leads to, if it learns."""
-        context = DrafterContext(
-            options=self.options,
-            model=self.model,
-            vocab_size=VOCAB_SIZE,
-            device=torch.device("cpu"),
-            chances=KeyedChances(),
-            max_num_batched_tokens=budget,
-            load_draft=load_once,
-            make_cache=self._make_cache,
-            target=load_once(self.checkpoints.target),
-            target_cache=lambda: self.target_cache,
-        )
-        drafter: Drafter = plugins.load(KIND, self.name).build(context)
-        if drafter.needs.hidden_layers or drafter.needs.target_inputs:
-            drafter = Shown(drafter, load_once(self.checkpoints.target))
-        if self.method.learns:
-            teach(drafter, PROMPT, CONTINUATION)
-        return drafter
-
-    def _make_cache(self, shape: CacheShape) -> KVCache:
-        self.caches.append(paged_cache(shape, NUM_SEQS * MAX_LEN // BLOCK, BLOCK))
-        return self.caches[-1]
-
-    def check(self) -> None:
-        for cache in self.caches:
-            cache.check()
-        self.target_cache.check()
-        assert self.target_cache.free_tokens() == NUM_SEQS * MAX_LEN // BLOCK * BLOCK, "it is left as it was"
+NATIVE = "native encoder-decoder"
+QUICK = {  # the kinds of targets with which drafters that have to do with sources are tested without slow tests
+    "cascade": "encoder-decoder", "draft_model": NATIVE, "early_exit": "encoder-decoder", "eagle": NATIVE,
+    "prompt_lookup": "encoder-decoder", "suffix": NATIVE,
+}  # fmt: skip
 
 
-@functools.cache
-def load_once(source: str, head_tokens: tuple[int, ...] = ()) -> CausalLM:
-    """Load a model, which has no state, once for all drafters."""
-    return load_model(source, "float64", "cpu", head_tokens=head_tokens).model
+def every_workshop() -> list[ParameterSet]:
+    """Return the parameters of every drafter with a target of each kind."""
+    found = list[ParameterSet]()
+    for name in sorted({*plugins.names(KIND), DOCUMENTED}):
+        for kind in KINDS:
+            native = [] if usable_sets() or kind != NATIVE else [pytest.mark.skip("the native kernels are not built")]
+            slow = [] if kind in ("decoder", QUICK.get(name)) else [pytest.mark.slow]
+            own_id = name if kind == "decoder" else f"{name} {kind}"
+            found.append(pytest.param((name, kind), marks=[*native, *slow], id=own_id))
+    return found
 
 
-def teach(drafter: Drafter, prompt: Sequence[int], output: Sequence[int]) -> None:
-    """Let a drafter see a whole request."""
-    request = make_request(prompt, output, GREEDY, seq_id=999, finish_reason="length")
-    drafter.begin(request)
-    drafter.observe(request, CommittedRows(0, request.tokens[:-1], output))
-    drafter.end(request)
+@pytest.fixture(scope="session")
+def encoder_decoders(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
+    """Write encoder-decoder checkpoints once."""
+    folder = tmp_path_factory.mktemp("encoder-decoders")
+    target, near = (write_t5(folder / str(noise), make_t5(noise)) for noise in (0.0, 0.1))
+    return Checkpoints(target, near, near)
 
 
-@pytest.fixture(params=sorted({*plugins.names(KIND), DOCUMENTED}))
-def workshop(request: pytest.FixtureRequest, checkpoints: Checkpoints) -> Iterator[Workshop]:
-    if request.param == DOCUMENTED:
+@pytest.fixture(params=every_workshop())
+def workshop(request: pytest.FixtureRequest) -> Iterator[Workshop]:
+    name, kind = request.param
+    if name == DOCUMENTED:
         request.getfixturevalue("documented_drafter")
-    made = Workshop(request.param, checkpoints)
+    of = request.getfixturevalue("encoder_decoders" if KINDS[kind].source else "checkpoints")
+    made = Workshop(name, of, KINDS[kind])
     yield made
     made.check()
 
 
-def a_request(seq_id: int = 1, output: Sequence[int] = (), params: SamplingParams = GREEDY, **fields: Any) -> Request:
-    """Make a request with a prediction, which most drafters don't read."""
-    return make_request(PROMPT, output, params, seq_id, prediction=tuple(CONTINUATION), **fields)
-
-
-def sampled_request(seq_id: int = 1, output: Sequence[int] = (), shared_noise: bool = False) -> Request:
+def sampled_request(
+    workshop: Workshop, seq_id: int = 1, output: Sequence[int] = (), shared_noise: bool = False
+) -> Request:
     """Make a request that a ratio rule (or, on shared noise, keyed noise) will check."""
-    return a_request(seq_id, output, SamplingParams(temperature=0.7, max_tokens=64), shared_noise=shared_noise)
+    return workshop.request(seq_id, output, SamplingParams(temperature=0.7, max_tokens=64), shared_noise=shared_noise)
 
 
 VARIANTS = {
-    "greedy": a_request,
-    "seeded": functools.partial(a_request, params=SEEDED),
+    "greedy": Workshop.request,
+    "seeded": functools.partial(Workshop.request, params=SEEDED),
     "ratio": sampled_request,
 }
 every_variant = pytest.mark.parametrize("variant", VARIANTS)
@@ -207,7 +146,7 @@ def assert_distributions(tree: DraftTree) -> None:
 @every_variant
 @pytest.mark.parametrize("limit", [0, 1, 2, 5])
 def test_proposals_are_well_formed_and_within_their_limit(workshop: Workshop, variant: str, limit: int) -> None:
-    drafter, request = workshop.build(), VARIANTS[variant](output=CONTINUATION[:2])
+    drafter, request = workshop.build(), VARIANTS[variant](workshop, output=CONTINUATION[:2])
     drafter.begin(request)
     tree = propose_one(drafter, request, limit)
     assert_well_formed(drafter, tree, request, limit)
@@ -217,7 +156,7 @@ def test_proposals_are_well_formed_and_within_their_limit(workshop: Workshop, va
 @pytest.mark.covering(1)
 @every_variant
 def test_requests_are_left_alone(workshop: Workshop, variant: str) -> None:
-    drafter, request = workshop.build(), VARIANTS[variant](output=CONTINUATION[:2])
+    drafter, request = workshop.build(), VARIANTS[variant](workshop, output=CONTINUATION[:2])
     before = copy.deepcopy(vars(request))
     drafter.begin(request)
     propose_one(drafter, request, 4)
@@ -226,10 +165,15 @@ def test_requests_are_left_alone(workshop: Workshop, variant: str) -> None:
     assert vars(request) == before
 
 
+def no_draft(source: str, head_tokens: tuple[int, ...] = ()) -> CausalLM:
+    """Load no draft model."""
+    raise AssertionError
+
+
 def test_an_unknown_option_is_refused_with_a_suggestion(workshop: Workshop) -> None:
     drafter_module = plugins.load(KIND, workshop.name)
     context = DrafterContext(
-        {"wndow": 3}, None, VOCAB_SIZE, torch.device("cpu"), KeyedChances(), 8, load_once, workshop._make_cache
+        {"wndow": 3}, None, VOCAB_SIZE, torch.device("cpu"), KeyedChances(), 8, no_draft, workshop.make_cache
     )
     with pytest.raises(ValueError, match=r"(?s)'wndow'.*Fix"):
         drafter_module.build(context)
@@ -242,7 +186,7 @@ def test_no_sequences_no_proposals(workshop: Workshop) -> None:
 @pytest.mark.covering(1)
 @every_variant
 def test_a_sequence_may_end_and_begin_again(workshop: Workshop, variant: str) -> None:
-    drafter, request = workshop.build(), VARIANTS[variant](output=CONTINUATION[:2])
+    drafter, request = workshop.build(), VARIANTS[variant](workshop, output=CONTINUATION[:2])
     drafter.begin(request)
     first = propose_one(drafter, request, 4)
     drafter.end(request)
@@ -256,7 +200,7 @@ def test_a_sequence_may_end_and_begin_again(workshop: Workshop, variant: str) ->
 @given(rounds=st.lists(st.tuples(st.integers(0, 4), st.integers(0, 5)), max_size=5))
 def test_a_drafter_catches_up_with_anything(workshop: Workshop, variant: str, rounds: list[tuple[int, int]]) -> None:
     """After any growth of a sequence and any proposals, the next proposal is that of a fresh drafter."""
-    drafter, request = workshop.build(), VARIANTS[variant]()
+    drafter, request = workshop.build(), VARIANTS[variant](workshop)
     drafter.begin(request)
     for length, limit in rounds:
         propose_one(drafter, request, limit)
@@ -270,7 +214,7 @@ def test_a_drafter_catches_up_with_anything(workshop: Workshop, variant: str, ro
 @pytest.mark.covering(1)
 @every_variant
 def test_a_rejected_draft_leaves_no_trace(workshop: Workshop, variant: str) -> None:
-    drafter, request = workshop.build(), VARIANTS[variant]()
+    drafter, request = workshop.build(), VARIANTS[variant](workshop)
     drafter.begin(request)
     for kept in (0, 1, 2):
         drafted = propose_one(drafter, request, 4).token_list
@@ -283,7 +227,7 @@ def test_a_rejected_draft_leaves_no_trace(workshop: Workshop, variant: str) -> N
 @pytest.mark.covering(1)
 @every_variant
 def test_an_accepted_draft_is_continued(workshop: Workshop, variant: str) -> None:
-    drafter, request = workshop.build(), VARIANTS[variant]()
+    drafter, request = workshop.build(), VARIANTS[variant](workshop)
     drafter.begin(request)
     for bonus in (3, 4):
         grow(drafter, request, [*propose_one(drafter, request, 3).token_list, bonus])
@@ -295,10 +239,11 @@ def test_an_accepted_draft_is_continued(workshop: Workshop, variant: str) -> Non
 def test_a_proposal_does_not_depend_on_the_batch(workshop: Workshop, variant: str) -> None:
     outputs = {1: CONTINUATION[:2], 2: CONTINUATION[:9], 3: []}
     alone = [
-        fresh_proposal(workshop, VARIANTS[variant](seq_id, output), seq_id + 1) for seq_id, output in outputs.items()
+        fresh_proposal(workshop, VARIANTS[variant](workshop, seq_id, output), seq_id + 1)
+        for seq_id, output in outputs.items()
     ]
     drafter = workshop.build()
-    requests = [VARIANTS[variant](seq_id, output) for seq_id, output in outputs.items()]
+    requests = [VARIANTS[variant](workshop, seq_id, output) for seq_id, output in outputs.items()]
     for request in requests:
         drafter.begin(request)
     together = drafter.propose(requests, [2, 3, 4])
@@ -308,12 +253,12 @@ def test_a_proposal_does_not_depend_on_the_batch(workshop: Workshop, variant: st
 
 
 def test_sequences_may_come_and_go_beside_others(workshop: Workshop) -> None:
-    drafter, first, second = workshop.build(), a_request(1), a_request(2, CONTINUATION[:5])
+    drafter, first, second = workshop.build(), workshop.request(1), workshop.request(2, CONTINUATION[:5])
     for request in (first, second):
         drafter.begin(request)
     drafter.propose([first, second], [3, 3])
     drafter.end(second)
-    third = a_request(3, CONTINUATION[:7])
+    third = workshop.request(3, CONTINUATION[:7])
     drafter.begin(third)
     grow(drafter, first, CONTINUATION[:3])
     trees = drafter.propose([third, first], [3, 0])
@@ -323,7 +268,7 @@ def test_sequences_may_come_and_go_beside_others(workshop: Workshop) -> None:
 
 
 def test_a_small_budget_delays_a_draft_and_does_not_change_it(workshop: Workshop) -> None:
-    drafter, request = workshop.build(budget=4), a_request(output=CONTINUATION[:2])
+    drafter, request = workshop.build(budget=4), workshop.request(output=CONTINUATION[:2])
     drafter.begin(request)
     expected = fresh_proposal(workshop, request, 3)
     trees = [propose_one(drafter, request, 3) for _ in range(len(request.tokens))]
@@ -338,7 +283,7 @@ def test_a_cache_of_its_own_is_given_back(workshop: Workshop) -> None:
     assert bool(workshop.caches) == drafter.needs.own_cache, "what is used is announced"
     free = [cache.free_tokens() for cache in workshop.caches]
     for round_ in range(2 * NUM_SEQS):  # more sequences than there is room for at a time
-        request = sampled_request(round_)
+        request = sampled_request(workshop, round_)
         drafter.begin(request)
         propose_one(drafter, request, 3)
         drafter.end(request)
@@ -348,7 +293,7 @@ def test_a_cache_of_its_own_is_given_back(workshop: Workshop) -> None:
 
 
 def test_a_request_may_end_without_a_proposal(workshop: Workshop) -> None:
-    drafter, request = workshop.build(), a_request()
+    drafter, request = workshop.build(), workshop.request()
     drafter.begin(request)
     drafter.end(request)
     drafter.begin(request)
@@ -356,20 +301,22 @@ def test_a_request_may_end_without_a_proposal(workshop: Workshop) -> None:
     drafter.end(request)
 
 
-Plain = Callable[[SamplingParams], list[RequestOutput]]
+Plain = Callable[[Workshop, SamplingParams], list[RequestOutput]]
 
 
 @pytest.fixture(scope="module")
-def plain(checkpoints: Checkpoints) -> Plain:
+def plain() -> Plain:
     """Return what decodes TEXTS plainly, once for all drafters."""
-    llm, known = LLM(checkpoints.target, dtype="float64"), list[tuple[SamplingParams, list[RequestOutput]]]()
+    engines, known = dict[Kind, LLM](), list[tuple[Kind, SamplingParams, list[RequestOutput]]]()
 
-    def decode(params: SamplingParams) -> list[RequestOutput]:
-        for own, results in known:
-            if own is params:
+    def decode(workshop: Workshop, params: SamplingParams) -> list[RequestOutput]:
+        for kind, own, results in known:
+            if kind is workshop.kind and own is params:
                 return results
-        known.append((params, llm.generate(TEXTS, params)))
-        return known[-1][1]
+        if workshop.kind not in engines:
+            engines[workshop.kind] = workshop.plain_llm()
+        known.append((workshop.kind, params, engines[workshop.kind].generate(TEXTS, params)))
+        return known[-1][2]
 
     return decode
 
@@ -382,11 +329,9 @@ TEXTS = ["def read(path):", "class A:", "hello world " * 4]
     "params", [replace(each, max_tokens=24) for each in (GREEDY, SEEDED)], ids=["greedy", "seeded"]
 )
 @pytest.mark.parametrize("length", [1, 4])
-def test_text_is_that_of_plain_decoding(
-    workshop: Workshop, plain: Plain, checkpoints: Checkpoints, params: SamplingParams, length: int
-) -> None:
-    expected = [each.outputs[0] for each in plain(params)]
-    llm = workshop.llm(checkpoints.target, num_speculative_tokens=length)
+def test_text_is_that_of_plain_decoding(workshop: Workshop, plain: Plain, params: SamplingParams, length: int) -> None:
+    expected = [each.outputs[0] for each in plain(workshop, params)]
+    llm = workshop.llm(num_speculative_tokens=length)
     drafted, settings = 0, [predicting(workshop.name, params, each.token_ids) for each in expected]
     for _ in range(1 + workshop.method.learns):
         results = llm.generate(TEXTS, settings)
@@ -398,8 +343,8 @@ def test_text_is_that_of_plain_decoding(
     llm.engine.check()
 
 
-def test_a_sampled_request_is_served_by_a_fitting_rule(workshop: Workshop, checkpoints: Checkpoints) -> None:
-    llm = workshop.llm(checkpoints.target)
+def test_a_sampled_request_is_served_by_a_fitting_rule(workshop: Workshop) -> None:
+    llm = workshop.llm()
     (result,) = llm.generate(TEXTS[0], SamplingParams(temperature=1.0, max_tokens=12, ignore_eos=True))
     assert len(result.outputs[0].token_ids) == 12
     assert result.metrics.verification is not None
@@ -409,20 +354,20 @@ def test_a_sampled_request_is_served_by_a_fitting_rule(workshop: Workshop, check
 LIMITS = (0, 1, 2, 6, 7, 15)
 
 
-def a_search(seq_id: int = 1, trunk: Sequence[int] = CONTINUATION[:2]) -> Request:
+def a_search(workshop: Workshop, seq_id: int = 1, trunk: Sequence[int] = CONTINUATION[:2]) -> Request:
     """Make a search with a trunk and three hypotheses, one of which has been scored."""
     behind = {(3, 4): -1.0, (3, 5): -1.5, (6, 4): -2.0}
     live = hypotheses({(*trunk, *text): logprob for text, logprob in behind.items()})
     known = {live[1]: Scored(((7, -0.1), (8, -2.5)))}
     beams = Beams(3, 1.0, frozenset({END}), 60, 40, rounds=len(trunk) + 2, live=live, scored=known)
-    request = a_request(seq_id, trunk, SamplingParams(beam_width=3, max_tokens=60))
+    request = workshop.request(seq_id, trunk, SamplingParams(beam_width=3, max_tokens=60))
     give_search(request, beams)
     return request
 
 
 @pytest.mark.parametrize("limit", [pytest.param(n, marks=[] if n in (2, 15) else pytest.mark.slow) for n in LIMITS])
 def test_live_hypotheses_are_extended_by_capable_drafters(workshop: Workshop, limit: int) -> None:
-    drafter, request = workshop.build(), a_search()
+    drafter, request = workshop.build(), a_search(workshop)
     limit = limit if drafter.needs.nodes_per_beam else 0  # the others are not asked to
     drafter.begin(request)
     tree, live = propose_one(drafter, request, limit), beams_of(request).live_tree
@@ -441,7 +386,7 @@ def test_live_hypotheses_are_extended_by_capable_drafters(workshop: Workshop, li
 def test_a_search_is_drafted_for_the_same_way_beside_others(workshop: Workshop) -> None:
     drafter = workshop.build()
     limits = [7 if drafter.needs.nodes_per_beam else 0, 3, 5 if drafter.needs.nodes_per_beam else 0]
-    requests = [a_search(1), a_request(2, CONTINUATION[:5]), a_search(3, CONTINUATION[:6])]
+    requests = [a_search(workshop, 1), workshop.request(2, CONTINUATION[:5]), a_search(workshop, 3, CONTINUATION[:6])]
     alone = [fresh_proposal(workshop, request, limit) for request, limit in zip(requests, limits, strict=True)]
     for request in requests:
         drafter.begin(request)
@@ -449,9 +394,9 @@ def test_a_search_is_drafted_for_the_same_way_beside_others(workshop: Workshop) 
         assert_same(tree, expected)
 
 
-def test_beams_are_those_of_plain_decoding(workshop: Workshop, plain: Plain, checkpoints: Checkpoints) -> None:
-    expected = plain(SEARCH)
-    llm = workshop.llm(checkpoints.target)
+def test_beams_are_those_of_plain_decoding(workshop: Workshop, plain: Plain) -> None:
+    expected = plain(workshop, SEARCH)
+    llm = workshop.llm()
     results = llm.generate(TEXTS, SEARCH)
     beams, same = ([beam for each in outputs for beam in each.outputs] for outputs in (results, expected))
     assert [(beam.token_ids, beam.text) for beam in beams] == [(beam.token_ids, beam.text) for beam in same]

@@ -13,16 +13,20 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from speculant.cache.base import CacheShape, KVCache
+from speculant.cache.base import CacheShape, KVCache, KVStorage
 from speculant.cache.factory import slotted_cache
 from speculant.cache.sources import Source, Sources
 from speculant.config import POLICIES, Limits
 from speculant.drafting.base import Drafter, DrafterNeeds
 from speculant.drafting.lookup.ngram import NgramDrafter, NgramOptions
+from speculant.drafting.model.drafter import ModelDrafter
+from speculant.drafting.model.sources import DraftSources
 from speculant.drafting.topology import ParallelChains, StaticTree, TreeTopology
 from speculant.lab.exactness.distributions import EXACT, FULL_SUPPORT, Pair, deviation
 from speculant.lab.exactness.tables import TableModel, conditioned
+from speculant.models.base import Batch, Hidden
 from speculant.params import SamplingParams
 from speculant.sampling.chance import Chances
 from speculant.types import ANYONE, Client, DraftTree, Request
@@ -93,7 +97,22 @@ def ngram(pair: Pair, chances: Chances, limits: Limits) -> Drafter:
     return NgramDrafter(NgramOptions())
 
 
-@pytest.mark.parametrize("make_drafter", [draft_model, ngram])
+def with_encoder(pair: Pair, chances: Chances, limits: Limits, topology: TreeTopology | None = None) -> Drafter:
+    draft = TableModel(pair.draft, pair.vocab_size, has_source=True)
+    return model_drafter(draft, pair.vocab_size, chances, limits, two_slots, topology)
+
+
+@pytest.mark.parametrize("topology", [None, *TREES.values()], ids=["chain", *TREES])
+@pytest.mark.parametrize("verifier", VERIFIERS)
+def test_drafts_after_a_source_keep_the_distribution(verifier: str, topology: TreeTopology | None) -> None:
+    """The draft model's distributions depend on the source too."""
+    make, length = functools.partial(with_encoder, topology=topology), topology.most_nodes if topology else 2
+    for seed in range(examples(3, least=1)):
+        case = case_of(Pair(seed, 3), length, BLOCKS, verification=verifier, make_drafter=make)
+        assert enumerate_case(case).deviation() <= EXACT, case
+
+
+@pytest.mark.parametrize("make_drafter", [draft_model, with_encoder, ngram])
 @pytest.mark.parametrize("budget", [3, 4, 6])
 def test_decoder_prompts_in_chunks_keep_the_distribution(budget: int, make_drafter: MakeDrafter) -> None:
     """A source of three tokens takes a whole step of the least budget."""
@@ -120,7 +139,17 @@ V = 4
 PAIR = Pair(6, V, FULL_SUPPORT)
 LIMITS = Limits(max_model_len=20, max_num_seqs=4, max_num_batched_tokens=16)
 LONGEST = LIMITS.max_source_len
+ROOM = few_blocks(40)
 SCARCE = few_blocks(10)  # a text and a source may need five and four
+
+
+def reader(cache: MakeCache = ROOM, topology: TreeTopology | None = None, on_target: bool = False) -> ModelDrafter:
+    """Make the drafter of a model with an encoder, which may read the target's results instead."""
+    draft = TableModel(PAIR.draft, V, has_source=True)
+    drafter = model_drafter(draft, V, limits=LIMITS, cache=cache, topology=topology)
+    if on_target:
+        drafter.read_encoder(encoder_decoder())
+    return drafter
 
 
 def fan(request: Request) -> DraftTree:
@@ -131,6 +160,11 @@ DRAFTERS: dict[str, Callable[[], Drafter | None]] = {
     "none": lambda: None,
     "model": lambda: model_drafter(TableModel(PAIR.draft, V), V, limits=LIMITS),
     "starved model": lambda: model_drafter(TableModel(PAIR.draft, V), V, limits=LIMITS, cache=few_blocks(6)),
+    "encoder-decoder": reader,
+    "starved encoder-decoder": lambda: reader(few_blocks(9)),
+    "encoder-decoder's tree": lambda: reader(few_blocks(14), StaticTree.of_widths([2, 1])),
+    "on the target's encoder": lambda: reader(on_target=True),
+    "starved on the target's": lambda: reader(few_blocks(9), on_target=True),
     "tree": lambda: ScriptedDrafter(fan, DrafterNeeds(emits_tree=True)),
     "ngram": lambda: NgramDrafter(NgramOptions()),
 }
@@ -273,7 +307,87 @@ def test_nothing_is_left_behind_where_memory_is_scarce(drafter: str) -> None:
         rig.finish()
         preemptions += rig.engine.metrics.preemptions
         assert not rig.engine._scheduler.sources._by_key
+        assert_no_source_is_left(rig)
     assert preemptions > 0
+
+
+# --- sources of draft models
+
+
+def drafts_of(rig: Rig) -> DraftSources | None:
+    """Return the sources of a rig's draft model, checked; None = it has no draft model."""
+    drafter = rig.engine._drafters.known.get("default")
+    if not isinstance(drafter, ModelDrafter):
+        return None
+    drafter._runner.sources.check()
+    return drafter._runner.sources
+
+
+def assert_no_source_is_left(rig: Rig) -> None:
+    drafts = drafts_of(rig)
+    assert drafts is None or not (drafts._sources._by_key or drafts._observed)
+    assert all(cache.free_tokens() == cache.num_blocks * cache.block_size for cache in rig.caches)
+
+
+def draft_rig(draft: TableModel) -> Rig:
+    drafter = model_drafter(draft, V, limits=LIMITS, cache=ROOM)
+    return build_rig(encoder_decoder(), drafter, length=3, limits=LIMITS, cache=ROOM)
+
+
+def test_a_draft_model_encodes_equal_sources_once_and_within_the_budget() -> None:
+    draft = TableModel(PAIR.draft, V, has_source=True)
+    rig = draft_rig(draft)
+    for index, source in enumerate([SOURCE, SOURCE, (2, 2), (1,) * LONGEST]):
+        rig.add((0,), SamplingParams(seed=index, max_tokens=8), str(index), source=source)
+    rig.add((0, 1), SamplingParams(max_tokens=4), "another tenant", source=SOURCE, cache_salt="other")
+    rig.finish()
+    assert sum(draft.num_encoded) == 2 * len(SOURCE) + 2 + LONGEST
+    assert max(draft.num_encoded) + 3 <= LIMITS.max_num_batched_tokens
+    assert_no_source_is_left(rig)
+
+
+def test_a_source_that_does_not_fit_costs_the_drafts_of_its_text_alone() -> None:
+    rig = draft_rig(TableModel(PAIR.draft, V, has_source=True, max_positions=12))
+    (longer,) = rig.add((0,), SamplingParams(seed=1, max_tokens=8), "long", source=(1,) * LONGEST)
+    (other,) = rig.add((0,), SamplingParams(seed=1, max_tokens=8), "short", source=(1,) * 5)
+    rig.finish()
+    drafted = [each.metrics.speculative_decoding.num_draft_tokens for each in (longer, other)]
+    assert drafted[0] == 0
+    assert drafted[1] > 0
+    assert_no_source_is_left(rig)
+
+
+class TroubleError(Exception):
+    """An error of a draft model."""
+
+
+class Failing(TableModel):
+    """A model whose encoder fails for sources with a token, after its rows were reserved, and whose passes may fail."""
+
+    def encode(self, batch: Batch, storage: KVStorage) -> Tensor:
+        if 2 in batch.tokens.tolist():
+            raise TroubleError
+        return super().encode(batch, storage)
+
+    def forward(self, batch: Batch, storage: KVStorage, taps: Sequence[int] = ()) -> Hidden:
+        if len(self.num_rows) % 3 == 2:
+            self.num_rows.append(0)
+            raise TroubleError
+        return super().forward(batch, storage, taps)
+
+
+def test_errors_of_a_draft_s_encoder_cost_drafts_alone() -> None:
+    rig = draft_rig(Failing(PAIR.draft, V, has_source=True))
+    rig.drafter_may_fail = True
+    requests = add_all(rig)
+    while rig.requests:
+        rig.step()
+        drafts_of(rig)
+    assert results(requests) == alone()
+    drafted = {request.source: request.metrics.speculative_decoding.num_draft_tokens for request in requests}
+    assert all((drafted[source] == 0) == (2 in source) for source in SOURCES)
+    assert rig.engine.metrics.drafter_errors > 0
+    assert_no_source_is_left(rig)
 
 
 # --- wrong sources are found

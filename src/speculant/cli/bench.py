@@ -169,7 +169,7 @@ def _run(plan: Plan, sampling: SamplingFlags, engine: EngineFlags, as_json: bool
         runtime = _build(config)
     workloads = [make_workload(each, runtime, plan.usual_number) for each in plan.workloads]
     for workload in workloads:
-        require_room(workload, params.max_tokens or 1, runtime.limits.max_model_len)
+        require_room(workload, params.max_tokens or 1, runtime.limits)
     ways = _ways(plan, params, runtime)
     cases = _measure(plan, runtime, workloads, ways)
     value = _document(plan, config, runtime, cases)

@@ -105,7 +105,7 @@ def compare(
         runtime = next(iter(ways.values())).bench.runtime
         workloads = [make_workload(each, runtime, FEW) for each in configs]
     for workload in workloads:
-        require_room(workload, params.max_tokens or 1, runtime.limits.max_model_len)
+        require_room(workload, params.max_tokens or 1, runtime.limits)
     cases = _measure(ways, workloads, rounds)
     from speculant.lab.bench.compare import compared
 

@@ -16,7 +16,7 @@ def document(llm: LLM, output: RequestOutput) -> dict[str, Any]:
     `metrics` are those of all samples together.
     """
     samples = [_sample(sample) for sample in output.outputs]
-    prompt_tokens = len(output.prompt_token_ids)
+    prompt_tokens = output.num_prompt_tokens
     completion_tokens = sum(len(sample.token_ids) for sample in output.outputs)
     value = {
         **samples[0],

@@ -29,6 +29,7 @@ EXAMPLES = examples(
     "cat prompt.txt | speculant generate - --model ./llama --draft-model ./llama-small --spec-length 4",
     "speculant generate --prompt-file prompt.txt --model ./llama --speculative-config method=ngram",
     'speculant generate "def read(path):" --model demo --draft-model demo --profile trace.json',
+    'speculant generate "summarize: ..." --decoder-prompt "In short," --model ./flan-t5',
     "SPECULANT_MODEL=demo speculant generate 'import os' --seed 7 --n 3",
 )
 
@@ -41,6 +42,10 @@ def generate(
         bool, typer.Option("--chat", help="Send the prompt as a message, in the model's chat format.")
     ] = False,
     system: Annotated[str | None, typer.Option(help="The system message before the prompt; needs --chat.")] = None,
+    decoder_prompt: Annotated[
+        str | None,
+        typer.Option(help="The beginning of the output of an encoder-decoder model, which reads the prompt as source."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print text, token ids, usage and metrics as JSON.")] = False,
     profile: Profile = None,
     *,
@@ -57,13 +62,16 @@ def generate(
     """
     if system is not None and not chat:
         raise RequestError("--system needs --chat", "add --chat.")
+    if decoder_prompt is not None and chat:
+        raise RequestError("--decoder-prompt has no meaning with --chat", "leave out one of them.")
     text, values = read_prompt(prompt, prompt_file), engine.values()
     sampling.params()  # checks ranges before anything is loaded
     check_trace_path(profile)
     fetch(EngineConfig.from_arguments(**values))
     with progress("Loading the models"):
         llm = load(values)
-    params, asked = sampling.params(llm.default_params), _conversation(llm, text, system) if chat else text
+    asked = _conversation(llm, text, system) if chat else _prompt(llm, text, decoder_prompt)
+    params = sampling.params(llm.default_params)
     show = _print_document if as_json else _stream if params.n == 1 else _list
     with profiling(llm.engine, profile):
         output = show(llm, asked, params)
@@ -86,6 +94,15 @@ def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
     except UnicodeError as error:
         raise RequestError(f"the prompt is not valid text: {error}", "encode it in UTF-8.") from error
     return text
+
+
+def _prompt(llm: LLM, text: str, decoder_prompt: str | None) -> Prompt:
+    """Return a prompt, with the beginning of an encoder-decoder model's output if it is given."""
+    if decoder_prompt is None:
+        return text
+    if not llm.has_source:
+        raise RequestError("--decoder-prompt is for encoder-decoder models", "leave it out.")
+    return {"encoder_prompt": text, "decoder_prompt": decoder_prompt}
 
 
 def _conversation(llm: LLM, text: str, system: str | None) -> Prompt:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from speculant.cli import train_draft, train_head, train_head_tokens, train_static
+from speculant.cli import train_draft, train_head, train_head_tokens, train_seq2seq, train_static
 from speculant.cli.flags import FlagGroup, accepts_flags, accepts_log_level
 from speculant.cli.terminal import (
     command_group,
@@ -35,6 +35,7 @@ EXAMPLES = examples(
 app = command_group(help="Train small models: a target, a draft for a target, or a head.", epilog=EXAMPLES)
 app.command(epilog=train_static.EXAMPLES)(accepts_log_level(train_static.static))
 app.command(epilog=train_draft.EXAMPLES)(accepts_log_level(train_draft.draft))
+app.command(epilog=train_seq2seq.EXAMPLES)(accepts_log_level(train_seq2seq.seq2seq))
 app.command(epilog=train_head.EXAMPLES)(accepts_log_level(train_head.head))
 app.command(epilog=train_head_tokens.EXAMPLES)(accepts_log_level(train_head_tokens.head_tokens))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,6 +11,7 @@ import typer
 from speculant.cli.terminal import examples, messages, print_json, progress
 from speculant.errors import ConfigError
 from speculant.models.entries import count
+from speculant.models.generation import read_generation, read_start_tokens
 from speculant.models.source import read_optional_config, resolve_source
 
 if TYPE_CHECKING:
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
 EXAMPLES = examples(
     "speculant train static README.md docs/*.md --tokenizer demo --out tables.safetensors",
     "speculant train static outputs.jsonl --tokenizer demo --out tables.safetensors --continuations 64",
+    "speculant train static german.txt --tokenizer google/flan-t5-small --out tables.safetensors",
 )
 MOST_CONTINUATIONS = 1024
 
@@ -26,13 +29,16 @@ def static(
     files: Annotated[list[Path], typer.Argument(help="Text files, or .jsonl files of token ids, one sequence a line.")],
     tokenizer: Annotated[str, typer.Option(help="The target: a folder or GGUF file, a Hugging Face id or demo.")],
     out: Annotated[Path, typer.Option(help="The file to write, in safetensors format.")],
-    continuations: Annotated[int, typer.Option(min=1, max=MOST_CONTINUATIONS, help="The most to keep per token.")] = 32,
+    continuations: Annotated[
+        int, typer.Option(min=0, max=MOST_CONTINUATIONS, help="The most to keep per token; 0 = unigrams alone.")
+    ] = 32,
     as_json: Annotated[bool, typer.Option("--json", help="Print what was counted as JSON.")] = False,
 ) -> None:
     """Count which token follows which, in texts like those that the target will write.
 
-    The target's own outputs work best: `speculant generate --json` prints their token ids. Use the file by
-    speculative_config={"method": "static", "tables": FILE}.
+    The target's own outputs work best: `speculant generate --json` prints their token ids. For an encoder-decoder
+    target, each line of a file is one text of its decoder, in a .jsonl file as a JSON string or as token ids. Use the
+    file by speculative_config={"method": "static", "tables": FILE}.
     """
     outcome = _make(files, tokenizer, out, continuations)
     if as_json:
@@ -47,14 +53,13 @@ def static(
 def _make(files: list[Path], model: str, out: Path, continuations: int) -> dict[str, Any]:
     from speculant.drafting.lookup.tables import BigramTables
     from speculant.lab.training.bigrams import count_bigrams
-    from speculant.text.token_files import read_sequences
     from speculant.text.tokenizer import Tokenizer
 
     require_folder(out)
     folder = resolve_source(model, "target")
     tokenizer = Tokenizer.load(folder)
     with progress("Counting"):
-        found = count_bigrams(read_sequences(files, tokenizer), vocab_size_of(folder, tokenizer))
+        found = count_bigrams(_sequences(files, folder, tokenizer), vocab_size_of(folder, tokenizer))
         tables = BigramTables.of_counts(found.tokens, found.pairs, found.counts, continuations)
         tables.save(out)
     return {
@@ -64,6 +69,26 @@ def _make(files: list[Path], model: str, out: Path, continuations: int) -> dict[
         "vocab_size": len(found.tokens),
         "bytes": out.stat().st_size,
     }
+
+
+def _sequences(files: list[Path], folder: Path, tokenizer: Tokenizer) -> Iterator[Sequence[int]]:
+    """Yield the sequences of files; those of an encoder-decoder model begin with its start token."""
+    from speculant.text.token_files import read_sequences
+
+    config = read_optional_config(folder)
+    if not config.get("is_encoder_decoder"):
+        return read_sequences(files, tokenizer)
+    start = read_start_tokens(read_generation(folder), config, vocab_size_of(folder, tokenizer))
+    return decoder_texts(files, tokenizer, start)
+
+
+def decoder_texts(files: Sequence[Path], tokenizer: Tokenizer, start: Sequence[int]) -> Iterator[list[int]]:
+    """Yield the text of each line after the start tokens, with the end tokens that the tokenizer adds to a text."""
+    from speculant.lab.bench.prompt_files import read_prompts
+
+    for path in files:
+        for each in read_prompts(path):
+            yield [*start, *(tokenizer.encode(each.content) if isinstance(each.content, str) else each.content)]
 
 
 def require_folder(out: Path) -> None:

@@ -68,7 +68,8 @@ class DrafterNeeds:
     usual_nodes: nodes it proposes unless the user sets a number; None = its method's default_length.
     tree_depth: the depth of a tree of its usual nodes; None = it drafts chains, or trees whose nodes have scores.
     own_cache: it owns KV caches; they are its `caches`.
-    target_cache: it reads the keys and values of a sequence in the target's cache, all but those of the newest token.
+    target_cache: it reads the keys and values of a sequence in the target's cache, all but those of the newest token,
+    and those of its source; `observe_source` tells which one that is.
     hidden_layers: target layers whose input hidden states `observe` receives; with L layers, L stands for the last
     layer's output, and L + 1 for that output after the final norm.
     target_inputs: the most look-ahead rows that it adds to the target's pass below the root and each node
@@ -124,10 +125,11 @@ class Drafter(Protocol):
         ...
 
     def observe_source(self, request: Request, source: Source) -> None:
-        """Record a sequence's source after `begin`: the encoder's result is `source.states` [tokens, hidden].
+        """Record a sequence's source after `begin`.
 
-        Only drafters that announce `reads_encoder` are called. Until the sequence ends, the target's cache holds the
-        source as the sequence `source.seq_id`.
+        Only drafters that announce `reads_encoder` or `target_cache` are called. Until the sequence ends, the target's
+        cache holds the source as the sequence `source.seq_id`. The encoder's result is `source.states`
+        [tokens, hidden]; None if no drafter announces `reads_encoder`.
         """
         ...
 

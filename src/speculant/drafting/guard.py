@@ -52,7 +52,8 @@ class GuardedDrafter:
 
     def observe_source(self, request: Request, source: Source) -> None:
         """Pass on the source of a sequence that has begun, if the drafter announces that it reads it."""
-        reads = self.drafter.needs.reads_encoder and request.seq_id in self.begun
+        needs = self.drafter.needs
+        reads = (needs.reads_encoder or needs.target_cache) and request.seq_id in self.begun
         if reads and not self._succeeds(partial(self.drafter.observe_source, request, source)):
             self.end(request)
 

@@ -6,7 +6,7 @@ import inspect
 import logging
 import math
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -35,6 +35,7 @@ from speculant.engine.draft_loading import (
     AUTO,
     LARGE_BYTES,
     LargeDraft,
+    check_encoder,
     choose_precision,
     describe_vocabulary,
     draft_vocabulary,
@@ -44,7 +45,7 @@ from speculant.engine.drafters import Drafters
 from speculant.engine.engine import Engine, EngineOptions
 from speculant.engine.head_precision import HeadRounding
 from speculant.engine.memory import CacheMemory
-from speculant.errors import ConfigError
+from speculant.errors import ConfigError, RequestError
 from speculant.lengths.base import DraftLength, DraftLengthContext
 from speculant.models import background
 from speculant.models.backends.base import find_backends
@@ -79,6 +80,20 @@ class Runtime:
     speculation: str
     context: str
     prediction_method: str | None = None
+
+    @property
+    def start_tokens(self) -> tuple[int, ...]:
+        """The tokens with which an encoder-decoder model's decoder begins; raises RequestError if they are unknown."""
+        if not self.checkpoint.start_tokens:
+            raise RequestError(
+                "the checkpoint names no decoder_start_token_id, with which the decoder begins",
+                'give {"encoder_prompt": ..., "decoder_prompt": ...}, or add it to config.json.',
+            )
+        return self.checkpoint.start_tokens
+
+    def prompt_and_source(self, tokens: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
+        """Return the prompt and the source of a plain prompt, which an encoder-decoder model reads as its source."""
+        return (self.start_tokens, tokens) if self.checkpoint.model.needs.source else (tokens, ())
 
 
 @background.postponed()
@@ -399,10 +414,12 @@ class _Workshop:
         quantization: str | None,
     ) -> Checkpoint:
         config = self.config
-        return load_model(
+        loaded = load_model(
             source, config.dtype, config.device, role="draft",
             kernels=config.kernels, quantization=quantization, head_tokens=head_tokens, vocabulary=vocabulary,
             weight_packing=config.weight_packing, weight_cache=config.weight_cache_folder(),
             download_dir=config.download_dir, model_backend=config.draft_model_backend,
             kv_cache_dtype=config.kv_cache_dtype,
         )  # fmt: skip
+        check_encoder(loaded, self.target, vocabulary)
+        return loaded

@@ -33,13 +33,14 @@ from speculant.cache.sources import MEASURED, Source
 from speculant.config import Limits
 from speculant.drafting.base import Drafter
 from speculant.engine.measuring import SLICE_S, Measurement
-from speculant.engine.runner import encode_sources, forward_target
+from speculant.engine.runner import forward_target
 from speculant.errors import CapacityError, Guard
 from speculant.files import cache_folder, key_of, write_file
 from speculant.kernels.base import Sampler
 from speculant.lengths.costs import UNKNOWN_COSTS, CostCurve, KeyCosts, Reading, StepCosts
 from speculant.metrics import RequestMetrics, TimingMetrics
 from speculant.models.base import CausalLM, relative_reads_of
+from speculant.models.encoding import encode_sources
 from speculant.params import SamplingParams
 from speculant.sampling.distribution import Node, distribution, row_maxima
 from speculant.scheduling.schedule import Scheduled
@@ -299,11 +300,13 @@ class Calibration:
         return min(self.limits.max_model_len, drafter.needs.max_positions or self.limits.max_model_len)
 
     def _reading_s(self, drafter: Drafter, index: int, length: int) -> float:
-        """Return the seconds in which a drafter reads an unknown text and drafts a token."""
+        """Return the seconds in which a drafter reads an unknown text, whose source it has, and drafts a token."""
         request = self._requests(index + 1, length)[index]
         self._begin(drafter, request)
-        started = time.perf_counter()
         try:
+            if request.source:
+                drafter.propose([replace(request, tokens=request.tokens[:1])], [1])  # it encodes the source
+            started = time.perf_counter()
             for _ in range(1 + length // max(1, self.limits.max_num_batched_tokens)):
                 if drafter.propose([request], [1])[0].size:
                     break
@@ -319,7 +322,7 @@ class Calibration:
     def _begin(self, drafter: Drafter, request: Request) -> None:
         """Begin a sequence; the values of its source's states do not matter here."""
         drafter.begin(request)
-        if self._source is not None and drafter.needs.reads_encoder:
+        if self._source is not None and (drafter.needs.reads_encoder or drafter.needs.target_cache):
             drafter.observe_source(request, replace(self._source, states=self._zeros(len(self._source.tokens))))
 
     def _observe(self, drafter: Drafter, request: Request) -> None:

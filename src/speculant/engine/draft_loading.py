@@ -22,14 +22,16 @@ from torch import Tensor
 
 from speculant.cache.base import KVCache
 from speculant.cache.factory import slotted_cache
+from speculant.cache.sources import MEASURED, Source
 from speculant.drafting.model.intersection import intersect
 from speculant.drafting.model.one_pass import mask_of
 from speculant.drafting.model.runner import fit_vocabulary, grow
-from speculant.engine.calibration import folder, requests, timed
+from speculant.engine.calibration import folder, requests, spread_token, timed
 from speculant.errors import ModelError, PairError, SpeculantError
 from speculant.files import key_of, write_file
 from speculant.models.backends.base import TimesWeights, why_not
-from speculant.models.base import CausalLM, Chain, SequenceInput, build_batch
+from speculant.models.base import CausalLM, Chain, SequenceInput, build_batch, known
+from speculant.models.encoding import encode_sources
 from speculant.models.sizes import matrix_weights
 from speculant.models.vocabulary import DraftVocabulary, MappedVocabulary, TargetVocabulary
 from speculant.models.weights.load import Checkpoint, CheckpointFiles
@@ -48,6 +50,7 @@ LARGE_BYTES = 64 * 2**20  # of a model in bfloat16: a smaller one is packed quic
 USUAL_ACCEPTANCE = {None: 0.7, "int8": 0.695, "int4": 0.68}  # by type, assumed for a large draft
 FURTHER_ROW = 0.05  # of the time of the target's pass of one row, assumed for each further row
 PROMPT, SAMPLE = 8, 48  # tokens
+SOURCE = 64  # tokens of the source of such a text, for encoder-decoder models
 DRAWN = SamplingParams(temperature=1.0, max_tokens=None)
 
 
@@ -73,6 +76,31 @@ def draft_vocabulary(
         return None
     lacks = len(unknown - {*own.vocab().values()})
     return DraftVocabulary(target.model.vocab_size, unknown, substitute_token(own, unknown), lacks)
+
+
+def check_encoder(draft: Checkpoint, target: Checkpoint, vocabulary: TargetVocabulary | None) -> None:
+    """Check that a target has a source for a draft's encoder, and that both read it alike. Raises PairError.
+
+    A draft model without an encoder may draft for an encoder-decoder model: it reads the decoder's tokens alone.
+    """
+    if not draft.model.needs.source:
+        return
+    if not target.model.needs.source:
+        raise PairError(
+            f"the draft model {draft.folder} is an encoder-decoder model and the target {target.folder} is not",
+            "use a draft model without an encoder.",
+        )
+    if isinstance(vocabulary, MappedVocabulary):
+        raise PairError(
+            f"the draft model {draft.folder} has an encoder, and its vocabulary is not that of {target.folder}",
+            "use a draft model of the target's family: encoders read the target's own tokens.",
+        )
+    if draft.start_tokens != target.start_tokens:
+        raise PairError(
+            f"texts of the draft model {draft.folder} begin with {list(draft.start_tokens)}, and those of the target "
+            f"with {list(target.start_tokens)}",
+            "use a draft model with the target's decoder_start_token_id.",
+        )
 
 
 def describe_vocabulary(vocabulary: TargetVocabulary | None) -> str:
@@ -214,25 +242,38 @@ def _measure(target: CausalLM, drafts: dict[str | None, Checkpoint]) -> str | No
     return fastest(found, pass_s)
 
 
-def _chain(draft: Checkpoint, size: int, length: int) -> tuple[Chain, KVCache]:
-    """Make a chain of `length` tokens to draw, and a cache for it."""
+def text_cache(model: CausalLM, size: int, length: int) -> tuple[KVCache, int | None]:
+    """Make a cache for one text of a length; return it with the sequence id of the text's source, which is encoded.
+
+    size: of the target's vocabulary, of which the source has tokens. None = the model has no encoder.
+    """
+    if not model.needs.source:
+        return slotted_cache(model.cache_shape, 1, length), None
+    source = Source(MEASURED, tuple(spread_token(place, size) for place in range(min(SOURCE, model.max_positions))))
+    cache = slotted_cache(model.cache_shape, 2, max(length, len(source.tokens)))
+    encode_sources(model, cache, [source])
+    return cache, source.seq_id
+
+
+def _draw(draft: Checkpoint, size: int, length: int, cache: KVCache, source: int | None) -> list[int]:
+    """Return a text of PROMPT tokens and `length` more, which a model draws at temperature 1."""
     (request,) = requests(1, PROMPT, size, DRAWN)
-    chance = KeyedChances(draft.backend.sampler).draft(request)
-    return Chain(request, request.tokens, length, chance), slotted_cache(draft.model.cache_shape, 1, PROMPT + length)
+    chain = Chain(request, request.tokens, length, KeyedChances(draft.backend.sampler).draft(request), source=source)
+    grow(draft.model, [chain], cache, size, draft.backend.sampler)
+    cache.release(request.seq_id)
+    return [*chain.input_tokens, *chain.tokens]
 
 
 def drawn(draft: Checkpoint, size: int, length: int) -> list[int]:
     """Return a text of PROMPT tokens and `length` more, which a model draws at temperature 1."""
-    chain, cache = _chain(draft, size, length)
-    grow(draft.model, [chain], cache, size, draft.backend.sampler)
-    return [*chain.input_tokens, *chain.tokens]
+    return _draw(draft, size, length, *text_cache(draft.model, size, PROMPT + length))
 
 
 def _probs(model: CausalLM, tokens: Sequence[int], size: int) -> Tensor:
     """Return a model's distributions [n, size] at temperature 1 after each of the drawn tokens but the last."""
-    cache = slotted_cache(model.cache_shape, 1, len(tokens))
-    known = [token if token < model.vocab_size else 0 for token in tokens]
-    batch = build_batch([SequenceInput(0, known, DraftTree.empty())], cache, model.cache_shape.device)
+    cache, source = text_cache(model, size, len(tokens))
+    inputs = SequenceInput(0, known(tokens, model.vocab_size), DraftTree.empty(), source=source)
+    batch = build_batch([inputs], cache, model.cache_shape.device)
     hidden = model.forward(batch, cache.storage).last[PROMPT - 1 : -1]
     return torch.softmax(fit_vocabulary(model.logits(hidden), size).double(), -1)
 
@@ -244,22 +285,21 @@ def _draft_seconds(draft: Checkpoint, size: int) -> tuple[float, float]:
         row = max(two - one, 1e-9)
         return row, max(0.0, one - row)
 
-    def draw(length: int) -> None:
-        chain, cache = _chain(draft, size, length)
-        grow(draft.model, [chain], cache, size, draft.backend.sampler)
-
-    seconds = timed(draw, [1, 5])
+    cache = text_cache(draft.model, size, PROMPT + 5)
+    seconds = timed(lambda length: _draw(draft, size, length, *cache), [1, 5])
     return max((seconds[5] - seconds[1]) / 4, 1e-9), 0.0
 
 
 def pass_seconds(model: CausalLM) -> Callable[[int], float]:
     """Return a function of a number of rows: the seconds of a model's pass, linear between those measured."""
     rows = [1, 8]
+    cache, source = text_cache(model, model.vocab_size, max(rows))
 
     def run(count: int) -> None:
-        cache = slotted_cache(model.cache_shape, 1, count)
-        batch = build_batch([SequenceInput(0, [0] * count, DraftTree.empty())], cache, model.cache_shape.device)
+        inputs = SequenceInput(0, [0] * count, DraftTree.empty(), source=source)
+        batch = build_batch([inputs], cache, model.cache_shape.device)
         model.logits(model.forward(batch, cache.storage).last)
+        cache.release(inputs.seq_id)
 
     seconds = timed(run, rows)
     slope = (seconds[8] - seconds[1]) / 7

@@ -149,8 +149,7 @@ class Frontend:
         continues. Raises RequestError for messages that the template can't render, ModelError for a
         checkpoint without a template.
         """
-        if self.has_source:
-            raise _no_chat()
+        self.check_chats()
         variables = check_variables(chat_template_kwargs)
         given, begins = list(tools) if tools else None, add_generation_prompt and not continue_final_message
         if chat_template is not None and not isinstance(chat_template, str):
@@ -165,6 +164,14 @@ class Frontend:
         quoted = "" if continue_final_message else str(conversation[-1].get("content") or "")
         expected = expect_reasoning(source, text, quoted, wanted)
         return RenderedPrompt(text, reasoning=self._reasoning(expected), expected=expected)
+
+    def check_chats(self) -> None:
+        """Raise RequestError if the model has no conversations."""
+        if self.has_source:
+            raise RequestError(
+                "the model is an encoder-decoder, which has no conversations",
+                "give the text as the prompt of `generate`, or of a completion.",
+            )
 
     def prepare(self, params: SamplingParams) -> SamplingParams:
         """Return settings whose texts, a prediction and banned words, are token ids. Stop strings are compiled.
@@ -220,32 +227,36 @@ class Frontend:
     def _read_prompt(self, prompt: object) -> TokenisedPrompt:
         """Return a prompt in any form as token ids."""
         if isinstance(prompt, RenderedPrompt):
-            if self.has_source:
-                raise _no_chat()
+            self.check_chats()
             known = None if prompt.tokens is None else list(prompt.tokens)
             return TokenisedPrompt(prompt.text, self._tokens_of(PlainPrompt(prompt.text, known), special=False))
+        read = self.read_prompt(prompt)
+        if isinstance(read, PlainPrompt):
+            return TokenisedPrompt(read.text, self._tokens_of(read), read.cache_salt)
+        text = None if read.decoder is None else read.decoder.text
+        source, tokens = self._tokens_of(read.encoder), self.decoder_tokens(read.decoder)
+        return TokenisedPrompt(text, tokens, read.cache_salt, read.encoder.text, source)
+
+    def read_prompt(self, prompt: object) -> PlainPrompt | PromptPair:
+        """Return the content of a prompt: a pair for an encoder-decoder model, whatever the form of the prompt.
+
+        Raises RequestError for a prompt that can't be read, and for a pair if the model has no encoder.
+        """
         read = read_prompt(prompt)
         if self.has_source:
-            return self._read_pair(read if isinstance(read, PromptPair) else PromptPair(read, None, read.cache_salt))
+            return read if isinstance(read, PromptPair) else PromptPair(read, None, read.cache_salt)
         if isinstance(read, PromptPair):
             raise RequestError(
                 "a prompt has an encoder_prompt, and the model has no encoder", "give one text, or its token ids."
             )
-        return TokenisedPrompt(read.text, self._tokens_of(read), read.cache_salt)
+        return read
 
-    def _read_pair(self, pair: PromptPair) -> TokenisedPrompt:
-        """Return a source and the decoder's prompt; start tokens that the latter lacks are put before it."""
-        start, source, text = self.checkpoint.start_tokens, self._tokens_of(pair.encoder), None
-        tokens = list(start)
-        if pair.decoder is not None:
-            text, own = pair.decoder.text, self._tokens_of(pair.decoder, special=False)
-            tokens = own if tuple(own[: len(start)]) == start else [*start, *own]
-        elif not start:
-            raise RequestError(
-                "the checkpoint names no decoder_start_token_id, with which the decoder begins",
-                'give {"encoder_prompt": ..., "decoder_prompt": ...}.',
-            )
-        return TokenisedPrompt(text, tokens, pair.cache_salt, pair.encoder.text, source)
+    def decoder_tokens(self, given: PlainPrompt | None) -> list[int]:
+        """Return the decoder's prompt of an encoder-decoder model; start tokens that it lacks are put before it."""
+        if given is None:
+            return list(self._runtime.start_tokens)
+        start, own = self.checkpoint.start_tokens, self._tokens_of(given, special=False)
+        return own if tuple(own[: len(start)]) == start else [*start, *own]
 
     def _tokens_of(self, plain: PlainPrompt, special: bool = True) -> list[int]:
         """Return a prompt's token ids; special: the tokenizer adds its special tokens to a text."""
@@ -283,13 +294,6 @@ class Frontend:
     def _readable(self, piece: StreamPiece) -> StreamPiece:
         """Return a piece for the caller: tokens of log-probabilities get their texts."""
         return piece if piece.output is None else replace(piece, output=with_token_texts(piece.output, self.tokenizer))
-
-
-def _no_chat() -> RequestError:
-    return RequestError(
-        "the model is an encoder-decoder, which has no conversations",
-        "give the text to `generate` as the prompt.",
-    )
 
 
 def _awaited(compiling: Future[Grammar]) -> Grammar:

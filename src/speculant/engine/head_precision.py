@@ -33,6 +33,7 @@ from speculant.engine.draft_loading import (
     fastest,
     pass_seconds,
     rounded,
+    text_cache,
 )
 from speculant.errors import ConfigError, ModelError, SpeculantError
 from speculant.files import write_file
@@ -206,8 +207,9 @@ def _observe(drafter: Drafter, request: Request, states: Sequence[Tensor], seen:
 
 
 def _forward(model: CausalLM, tokens: Sequence[int], taps: Sequence[int]) -> Hidden:
-    cache = slotted_cache(model.cache_shape, 1, len(tokens))
-    batch = build_batch([SequenceInput(0, tokens, DraftTree.empty())], cache, model.cache_shape.device)
+    cache, source = text_cache(model, model.vocab_size, len(tokens))
+    inputs = SequenceInput(0, tokens, DraftTree.empty(), source=source)
+    batch = build_batch([inputs], cache, model.cache_shape.device)
     return model.forward(batch, cache.storage, taps)
 
 

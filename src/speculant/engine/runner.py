@@ -10,7 +10,8 @@ from torch import Tensor
 
 from speculant.cache.base import KVCache
 from speculant.cache.sources import MEASURED, Source
-from speculant.models.base import CausalLM, EncodesSources, Hidden, SequenceInput, build_batch
+from speculant.models.base import CausalLM, Hidden, SequenceInput, build_batch
+from speculant.models.encoding import encode_sources
 from speculant.sampling.rows import take_rows, top_tokens
 from speculant.scheduling.schedule import NO_DRAFT, Scheduled
 from speculant.types import CommittedRows, DraftTree, Request, Successors, state_rows
@@ -73,17 +74,6 @@ def check_target(model: CausalLM, cache: KVCache) -> None:
     finally:
         cache.release(_NO_REQUEST)
         cache.release(MEASURED)
-
-
-@torch.inference_mode()
-def encode_sources(model: CausalLM, cache: KVCache, sources: Sequence[Source], keeps_states: bool = False) -> None:
-    """Encode whole sources in one pass. keeps_states: their `states` are kept."""
-    assert isinstance(model, EncodesSources), "the model has no encoder"
-    inputs = [SequenceInput(source.seq_id, source.tokens, NO_DRAFT) for source in sources]
-    states, first = model.encode(build_batch(inputs, cache, model.cache_shape.device), cache.storage), 0
-    for source in sources:
-        end = first + len(source.tokens)
-        source.states, first = states[first:end] if keeps_states else None, end
 
 
 def open_nodes(request: Request, tree: DraftTree) -> Sequence[int]:

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from speculant.models.description import DecoderConfig
 from speculant.models.tensor_map import (
     Columns,
     Expression,
@@ -25,6 +27,17 @@ from speculant.models.tensor_map import (
     stored_name,
 )
 from speculant.models.tensor_map import stored_shape as shape_of_stored
+from speculant.models.weights.load import read_description
+
+
+def written_description(config: Mapping[str, Any]) -> DecoderConfig:
+    """Return the description in the config.json of a model that will be written. Raises ModelError.
+
+    In a family whose files decide about it, the head is a matrix of its own if config.json unties it.
+    """
+    described = read_description(config)
+    separate = described.head.by_files and not config.get("tie_word_embeddings", True)
+    return described.with_head(()) if separate else described
 
 
 def stored_tensors(tensors: Mapping[str, Tensor], names: TensorMap) -> dict[str, Tensor]:

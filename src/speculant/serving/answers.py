@@ -90,7 +90,7 @@ class Answer(ABC):
             return {}
         if not self.call.continuous_usage:
             return {"usage": None}
-        prompt = sum(len(each.tokens) for each in self.prompts)
+        prompt = sum(each.num_tokens for each in self.prompts)
         total = prompt + self.generated
         return {"usage": {"prompt_tokens": prompt, "completion_tokens": self.generated, "total_tokens": total}}
 
@@ -130,7 +130,7 @@ def usage(outputs: Sequence[RequestOutput], predicted: bool, reasoning_tokens: i
 
     predicted: all drafts came from the user's prediction, so their counts are those of the prediction.
     """
-    prompt = sum(len(output.prompt_token_ids) for output in outputs)
+    prompt = sum(output.num_prompt_tokens for output in outputs)
     completion = sum(len(sample.token_ids) for output in outputs for sample in output.outputs)
     specs = [output.metrics.speculative_decoding for output in outputs] if predicted else []
     accepted = sum(spec.num_accepted_draft_tokens for spec in specs)

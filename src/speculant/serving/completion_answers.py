@@ -48,7 +48,8 @@ class CompletionAnswer(Answer):
     def _first(self, index: int, choice: _CompletionChoice) -> Chunk:
         ids: dict[str, Any] = {}
         if self.call.returns_ids:
-            ids = {"prompt_token_ids": list(self.prompts[index // self.call.params.n].tokens), "token_ids": []}
+            prompt = self.prompts[index // self.call.params.n]
+            ids = {**_ids_of_prompt(prompt.tokens, prompt.source), "token_ids": []}
         text = "".join(choice.pieces)
         return self._chunk([{"index": index, "text": text, "logprobs": None, "finish_reason": None, **ids}])
 
@@ -109,7 +110,7 @@ class CompletionAnswer(Answer):
         }
         if self.call.returns_ids:
             made = self.ids_of_output(output.outputs[sample]) if self._answers else {"token_ids": []}
-            value |= {"prompt_token_ids": list(output.prompt_token_ids), **made}
+            value |= {**_ids_of_prompt(output.prompt_token_ids, output.encoder_prompt_token_ids), **made}
         if output.prompt_logprobs is not None and not self._echo:
             value["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
         return value
@@ -133,3 +134,8 @@ class CompletionAnswer(Answer):
 
     def _named(self) -> dict[str, Any]:
         return {"id": self._id, "object": "text_completion", "created": self.call.created, "model": self.call.model}
+
+
+def _ids_of_prompt(tokens: Sequence[int], source: Sequence[int] | None) -> dict[str, Any]:
+    given = {} if source is None else {"encoder_prompt_token_ids": list(source)}
+    return {**given, "prompt_token_ids": list(tokens)}

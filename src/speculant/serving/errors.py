@@ -23,7 +23,7 @@ _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{6,}")
 _PATH = re.compile(r"(?<![\w.:/])(?:/[\w.@+-]+){2,}/?|\b[A-Za-z]:\\\S+")
 _WORD = re.compile(r"(?<![\w.-])[a-z]\w*(?![\w-])")
 _NAME = re.compile(r"\w+[=\[]|[a-z]*_")  # a message begins with a field's name
-_NOUNS = frozenset({"prompt", "method", "verification"})  # messages use these field names as nouns
+_NOUNS = frozenset({"prompt", "source", "method", "verification"})  # messages use these field names as nouns
 _OF_REQUESTS = RequestError, ConfigError, ModelError  # the client has to change its request
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 

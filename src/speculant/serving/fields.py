@@ -37,6 +37,7 @@ _SCHEMA = 'use response_format={"type": "json_schema", ...}'
 _TEXT_ONLY = "this server reads and makes only text; leave it out"
 _ONE_MODEL = "this server runs one model on one machine; leave it out"
 _CHAT = "use /v1/chat/completions"
+_PAIR = 'use prompt={"encoder_prompt": ..., "decoder_prompt": ...} on /v1/completions'
 
 REFUSED: Mapping[str, Refused] = MappingProxyType(
     {
@@ -76,6 +77,8 @@ REFUSED: Mapping[str, Refused] = MappingProxyType(
         "reasoning_control": Refused("use max_tokens"),
         # prompts
         "chat_template": Refused("templates come only from the model's folder; leave it out", of_prompt=True),
+        "encoder_prompt": Refused(_PAIR, of_prompt=True),
+        "decoder_prompt": Refused(_PAIR, of_prompt=True),
         "prompt_embeds": Refused("send text or token ids", of_prompt=True),
         "mm_processor_kwargs": Refused(_TEXT_ONLY, of_prompt=True),
         "media_io_kwargs": Refused(_TEXT_ONLY, of_prompt=True),

@@ -158,7 +158,7 @@ class ServerMetrics:
 
     def observe(self, output: RequestOutput, params: SamplingParams) -> None:
         """Measure a prompt's samples, all of which have ended."""
-        sizes, prompt = self._size_histograms(), len(output.prompt_token_ids)
+        sizes, prompt = self._size_histograms(), output.num_prompt_tokens
         self._n.observe(params.n)
         sizes["request_max_num_generation_tokens"].observe(max(len(each.token_ids) for each in output.outputs))
         for sample in output.outputs:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from speculant.engine.async_engine import AsyncEngine
-from speculant.engine.prompts import RenderedPrompt
+from speculant.engine.prompts import PlainPrompt, PromptPair, RenderedPrompt
+from speculant.engine.prompts import Prompt as GivenPrompt
 from speculant.params import SamplingParams
 from speculant.serving.errors import refusal, timed_out
 from speculant.serving.options import ServerOptions
@@ -22,7 +23,6 @@ from speculant.serving.protocol import (
 )
 from speculant.serving.text_lanes import TextLanes
 from speculant.text.stream import IncrementalDetokenizer
-from speculant.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
 
@@ -31,18 +31,27 @@ T = TypeVar("T")
 class Prompt:
     """Token ids, and their text if they were made from one. rendered: set for a conversation.
 
-    offsets: where the text of each token begins, if the answer repeats the prompt with its log-probabilities.
+    source: what the encoder of an encoder-decoder model reads; the prompt is its decoder's. offsets: where the text of
+    each token begins, if the answer repeats the prompt with its log-probabilities.
     """
 
     tokens: Sequence[int]
     text: str | None = None
     rendered: RenderedPrompt | None = None
     offsets: Sequence[int] = ()
+    source: Sequence[int] | None = None
 
     @property
-    def given(self) -> Sequence[int] | RenderedPrompt:
+    def given(self) -> GivenPrompt:
         """The prompt in the form for an engine."""
+        if self.source is not None:
+            return {"encoder_prompt": self.source, "decoder_prompt": self.tokens}
         return self.tokens if self.rendered is None else self.rendered
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of tokens, those of the source included."""
+        return len(self.source or ()) + len(self.tokens)
 
 
 @dataclass(frozen=True)
@@ -71,16 +80,12 @@ class Prompts:
 
     async def of_completion(self, engine: AsyncEngine, body: CompletionBody) -> list[Prompt]:
         """Return the prompts of a completion; see `count_prompts`."""
-        for prompt in _listed(body):
-            if isinstance(prompt, str):
-                self._check_text(prompt)
-                _check_fits(engine, prompt, body)
-        return await self.in_thread(lambda: [self._of(engine, each, body) for each in _listed(body)])
+        return await self.in_thread(lambda: self._completed(engine, body))
 
     async def of_text(self, engine: AsyncEngine, text: str, body: TokenizeBody) -> Prompt:
         """Return the prompt of a text, which may be longer than the context."""
         self._check_text(text)
-        return await self.in_thread(lambda: self._of(engine, text, body))
+        return await self.in_thread(lambda: _of(engine, PlainPrompt(text), body))
 
     async def of_chat(self, engine: AsyncEngine, body: ConversationBody) -> Prompt:
         """Return the prompt of a conversation, by the template of the model's folder.
@@ -97,6 +102,22 @@ class Prompts:
                 f"There are {len(messages)} messages and at most {self.options.max_messages} are allowed.", "messages"
             )
         return await self.in_thread(lambda: self._rendered(engine, messages, body))
+
+    def _completed(self, engine: AsyncEngine, body: CompletionBody) -> list[Prompt]:
+        read = [engine.read_prompt(each) for each in _listed(body)]
+        for prompt in read:
+            self._check(engine, prompt, body)
+        return [(_pair if isinstance(each, PromptPair) else _of)(engine, each, body) for each in read]
+
+    def _check(self, engine: AsyncEngine, prompt: PlainPrompt | PromptPair, body: CompletionBody) -> None:
+        """Raise ApiError (400) for a salt beside a prompt's text, and for texts that are too long."""
+        parts = [prompt] if isinstance(prompt, PlainPrompt) else [prompt.encoder, prompt.decoder or PlainPrompt()]
+        if prompt.cache_salt or parts[-1].cache_salt:
+            raise refusal("A prompt has a cache_salt: send it beside the prompt.", "prompt")
+        texts = [text for part in parts if (text := _text(part)) is not None]
+        self._check_text("".join(texts))
+        for text in texts:
+            _check_fits(engine, text, body)
 
     def _rendered(self, engine: AsyncEngine, messages: Sequence[Message], body: ConversationBody) -> Prompt:
         variables = dict(body.chat_template_kwargs or {})
@@ -119,22 +140,34 @@ class Prompts:
         texts = params.prediction or params.bad_words or params.stop
         return await self.in_thread(lambda: engine.prepare(params)) if texts else params
 
-    def _of(self, engine: AsyncEngine, prompt: str | Sequence[int], body: CompletionBody | TokenizeBody) -> Prompt:
-        if not isinstance(prompt, str):
-            made = Prompt(_cut(engine, prompt, body))
-        else:
-            tokens = engine.tokenizer.encode(prompt, body.add_special_tokens is not False)
-            made = Prompt(_cut(engine, tokens, body), prompt)
-        if len(made.tokens) > engine.limits.max_model_len:
-            return made  # which the engine refuses
-        return _echoed(engine.tokenizer, made, body) if isinstance(body, CompletionBody) and body.echo else made
-
     def _check_text(self, text: str) -> None:
         most = self.options.max_prompt_characters
         if len(text) > most:
             raise refusal(
                 f"The prompt has {len(text)} characters and at most {most} are allowed.", "prompt", "too_long"
             )
+
+
+def _of(engine: AsyncEngine, given: PlainPrompt, body: CompletionBody | TokenizeBody) -> Prompt:
+    return _echoed(engine, Prompt(_cut(engine, _tokens(engine, given, body), body), _text(given)), body)
+
+
+def _pair(engine: AsyncEngine, given: PromptPair, body: CompletionBody) -> Prompt:
+    """Return the prompt for an encoder-decoder model: its source is cut, and its decoder's prompt is repeated."""
+    source = _cut(engine, _tokens(engine, given.encoder, body), body)
+    text = None if given.decoder is None else _text(given.decoder)
+    return _echoed(engine, Prompt(engine.decoder_tokens(given.decoder), text, source=source), body)
+
+
+def _text(given: PlainPrompt) -> str | None:
+    """Return the text of a prompt, unless it is given as token ids too, which count."""
+    return given.text if given.tokens is None else None
+
+
+def _tokens(engine: AsyncEngine, given: PlainPrompt, body: CompletionBody | TokenizeBody) -> Sequence[int]:
+    if given.tokens is not None:
+        return given.tokens
+    return engine.tokenizer.encode(given.text or "", body.add_special_tokens is not False)
 
 
 def _check_fits(engine: AsyncEngine, text: str, body: CompletionBody | ConversationBody) -> None:
@@ -153,8 +186,13 @@ def _check_fits(engine: AsyncEngine, text: str, body: CompletionBody | Conversat
         )
 
 
-def _echoed(tokenizer: Tokenizer, prompt: Prompt, body: CompletionBody) -> Prompt:
-    """Return a prompt with its text and the offsets of its tokens, which an answer needs to repeat it."""
+def _echoed(engine: AsyncEngine, prompt: Prompt, body: CompletionBody | TokenizeBody) -> Prompt:
+    """Return a prompt with its text and the offsets of its tokens, if an answer repeats it."""
+    if not (isinstance(body, CompletionBody) and body.echo):
+        return prompt
+    if len(prompt.tokens) > engine.limits.max_model_len:
+        return prompt  # which the engine refuses
+    tokenizer = engine.tokenizer
     skip = body.skip_special_tokens is not False
     whole = prompt.text is not None and body.truncate_prompt_tokens is None
     text = prompt.text if whole else tokenizer.decode(prompt.tokens, skip)
@@ -172,8 +210,9 @@ def _cut(engine: AsyncEngine, tokens: Sequence[int], body: CompletionBody | Conv
     most = body.truncate_prompt_tokens
     if most is None:
         return tokens
-    if most == -1:  # as many as fit into the context with the answer
-        most = max(1, engine.limits.max_model_len - _answer_tokens(body))
+    if most == -1:  # as many as fit into the context with the answer, or into the encoder
+        room = engine.limits.max_model_len - _answer_tokens(body)
+        most = engine.limits.max_source_len if engine.has_source else max(1, room)
     if most < 1:
         raise refusal(
             f"truncate_prompt_tokens={most} is neither a number of tokens above 0 nor -1.", "truncate_prompt_tokens"
@@ -196,8 +235,8 @@ def count_prompts(body: CompletionBody, options: ServerOptions) -> int:
     return len(prompts)
 
 
-def _listed(body: CompletionBody) -> list[str] | list[list[int]]:
+def _listed(body: CompletionBody) -> Sequence[str | Sequence[int] | Mapping[str, Any]]:
     prompt = body.prompt
-    if isinstance(prompt, str):
+    if isinstance(prompt, str | dict):
         return [prompt]
     return [prompt] if isinstance(prompt[0], int) else prompt

@@ -38,6 +38,7 @@ _Item = TypeVar("_Item")
 Listed = Annotated[list[_Item], Field(fail_fast=True, max_length=MOST_LISTED)]
 Tokens = Annotated[list[int], Field(fail_fast=True, min_length=1, max_length=MOST_LISTED)]
 Texts = Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MOST_LISTED)]
+Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True, min_length=1, max_length=MOST_LISTED)]
 TokenLists = Annotated[list[Tokens], Field(fail_fast=True, min_length=1, max_length=MOST_LISTED)]
 Biases = Annotated[dict[str, float], Field(fail_fast=True)]
 Parts = Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=MOST_LISTED)]
@@ -140,11 +141,20 @@ class GeneratingBody(_Settings):
 
 
 class CompletionBody(GeneratingBody):
-    """A body of /v1/completions. prompt: a text, texts, token ids, or lists of token ids."""
+    """A body of /v1/completions. prompt: a text, token ids, or a list of either; or an object or objects.
 
-    aliases = MappingProxyType({"structured_outputs": ("structured_outputs", "response_format"), **_SPECULATION})
+    An object has the keys of a `TextPrompt`, a `TokensPrompt` or an `ExplicitEncoderDecoderPrompt`.
+    """
 
-    prompt: str | Texts | Tokens | TokenLists
+    aliases = MappingProxyType(
+        {
+            "structured_outputs": ("structured_outputs", "response_format"),
+            "source": ("prompt",),
+            **_SPECULATION,
+        }
+    )
+
+    prompt: str | Texts | Tokens | TokenLists | Object | Objects
     logprobs: int | None = None
     echo: bool | None = None
     best_of: int | None = None

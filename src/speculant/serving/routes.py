@@ -46,6 +46,7 @@ class Routes:
         """Continue a conversation."""
         service, engine = self._service, self._service.state.engine
         body = await service.read(ChatBody, request)
+        engine.check_chats()
         tokenizer, name = engine.tokenizer, service.options.tool_parser
 
         def settings() -> tuple[ChatBody, SamplingParams]:
@@ -165,7 +166,7 @@ class Routes:
             "owned_by": "speculant",
             "root": self._service.names[0],
             "max_model_len": engine.limits.max_model_len,
-            "chat": engine.tokenizer.has_chat_template,
+            "chat": engine.tokenizer.has_chat_template and not engine.has_source,
             "speculation": {"on": engine.speculating, "detail": engine.speculation},
         }
 

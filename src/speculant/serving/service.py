@@ -158,7 +158,7 @@ class Service:
             work = await self._work(engine, request, job)
             answer.prompts = work.prompts
             if record is not None:
-                record.prompt_tokens = sum(len(each.tokens) for each in work.prompts)
+                record.prompt_tokens = sum(each.num_tokens for each in work.prompts)
             waiting = answer.begin(work.prompts)
             async with aclosing(run(engine, work, self.options, meter)) as pieces:
                 async for batch in pieces:

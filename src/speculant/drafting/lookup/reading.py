@@ -1,7 +1,9 @@
 """Drafters that read the tokens of each sequence.
 
 A reader is the state of one sequence. It reads the tokens that it has not seen before it drafts, and does nothing in
-steps without a draft.
+steps without a draft. It reads the source of an encoder-decoder model first, because summaries and edits copy from it:
+
+    read      source, decoder prompt, output
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ class SequenceReader(Protocol):
 
     @property
     def seen(self) -> int:
-        """The number of tokens that were read."""
+        """The number of tokens that were read, those of the source included."""
         ...
 
     def update(self, tokens: Sequence[int]) -> None:
@@ -57,8 +59,11 @@ class ReadingDrafter(StatelessDrafter):
             return DraftTree.empty()
         committed = len(request.tokens) - request.num_drafted
         reader = self._readers[request.seq_id]
-        if committed > reader.seen:
-            reader.update(request.tokens[reader.seen : committed])
+        if request.source and not reader.seen:
+            reader.update(request.source)
+        first = reader.seen - len(request.source)
+        if committed > first:
+            reader.update(request.tokens[first:committed])
         return reader.draft(limit, request.tokens[committed:])
 
 

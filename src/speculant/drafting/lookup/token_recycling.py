@@ -5,7 +5,7 @@ input, which may be the row of a rejected draft. A draft is a static tree: a chi
 successor of rank r of its token. A tree of n nodes has the n paths with the lowest sums of (1 + 2 rank), as if survival
 fell by one factor for each level and by its square for each rank. Its nodes come likeliest first, by the acceptance of
 earlier nodes of their depths and ranks. A prompt has logits for its last row alone, so after a token without successors
-the draft repeats the token that followed it last in the request's own text.
+the draft repeats the token that followed it last in the request's own text, or else in its source.
 
 The matrix outlives requests: most of the gain comes from earlier requests. It depends on their texts, so there is one
 for each cache_salt, of at most `matrices`; the least recently used is dropped.
@@ -21,6 +21,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,8 +61,10 @@ class Recycled:
     draft: DraftTree = field(default_factory=DraftTree.empty)
     ranks: Sequence[int] = ()
 
-    def read(self, tokens: Sequence[int]) -> None:
-        """Read a text, of which the first `seen` tokens are known."""
+    def read(self, tokens: Sequence[int], source: Sequence[int]) -> None:
+        """Read a text, of which the first `seen` tokens are known; the source comes before it."""
+        if not self.seen:
+            self.followers.update(pairwise(source))
         first = max(0, self.seen - 1)
         self.followers.update(zip(tokens[first:], tokens[first + 1 :], strict=False))
         self.seen = len(tokens)
@@ -140,7 +143,7 @@ class TokenRecycling(StatelessDrafter):
         if limit == 0:
             return DraftTree.empty()
         sequence, matrix = self._sequences[request.seq_id], self._matrix(request.cache_salt)
-        sequence.read(request.tokens)
+        sequence.read(request.tokens, request.source)
 
         def successors(token: int) -> list[int]:
             known: list[int] = matrix[token].tolist()

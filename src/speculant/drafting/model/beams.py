@@ -109,7 +109,8 @@ def _take_round(
         input_tokens = known(search.input_tokens, model.vocab_size)
         input_tree = DraftTree.of(known(tree.token_list, model.vocab_size), tree.parent_list)
         length = search.request.num_positions
-        inputs.append(SequenceInput(search.request.seq_id, input_tokens, input_tree, length=length))
+        source = runner.sources.id_of(search.request)
+        inputs.append(SequenceInput(search.request.seq_id, input_tokens, input_tree, length=length, source=source))
         root, end = end + len(input_tokens) - 1, end + len(input_tokens) + tree.size
         for tip in search.tips if search.grows else ():
             rows.append(root + 1 + tip)

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from speculant.cache.sources import Source
 from speculant.drafting.base import DrafterContext, Method, read_options
 from speculant.drafting.combine.composite import CompositeDrafter, SubDrafter, build_sub_drafter
 from speculant.drafting.model.drafter import ModelDrafter
@@ -62,6 +63,7 @@ def copy_of(request: Request) -> DraftedRequest:
         end_token_ids=request.end_token_ids,
         metrics=request.metrics,
         cache_salt=request.cache_salt,
+        source=request.source,
         prediction=request.prediction,
         tokens=list(request.tokens),
         agreed=len(request.tokens),
@@ -79,6 +81,10 @@ class InnerDrafter:
         """See `Drafter.begin`."""
         self._copies[request.seq_id] = copy = copy_of(request)
         self.drafter.begin(copy)
+
+    def observe_source(self, request: Request, source: Source) -> None:
+        """See `Drafter.observe_source`."""
+        self.drafter.observe_source(self._copies[request.seq_id], source)
 
     def end(self, request: Request) -> None:
         """See `Drafter.end`."""
@@ -135,7 +141,12 @@ class CascadeDrafter(ModelDrafter):
         self._inner = InnerDrafter(inner, context.vocab_size, self._count)
         self.guess = self._inner.guess
         own = inner.drafter.needs
-        self.needs = replace(self.needs, hidden_layers=own.hidden_layers, target_cache=own.target_cache)
+        self.needs = replace(
+            self.needs,
+            hidden_layers=own.hidden_layers,
+            target_cache=own.target_cache,
+            reads_encoder=own.reads_encoder,
+        )
         self.listens = self._inner.drafter.listens
         self.caches = (runner.cache, *inner.drafter.caches)
 
@@ -143,6 +154,10 @@ class CascadeDrafter(ModelDrafter):
         """See `Drafter.begin`."""
         super().begin(request)
         self._inner.begin(request)
+
+    def observe_source(self, request: Request, source: Source) -> None:
+        """See `Drafter.observe_source`."""
+        self._inner.observe_source(request, source)
 
     def catch_up(self, requests: Sequence[Request]) -> None:
         """See `Drafter.catch_up`."""

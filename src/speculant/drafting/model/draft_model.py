@@ -15,7 +15,9 @@ from speculant.drafting.model.drafter import ModelDrafter, make_drafter
 from speculant.drafting.model.head_tokens import read_head_tokens
 from speculant.drafting.model.one_pass import make_one_pass
 from speculant.drafting.topology import growing_tree_option
+from speculant.errors import ConfigError
 
+ENCODERS = OWN, TARGET = "own", "target"
 METHOD = Method(default_length=5, uses_model=True)  # docs/references.md, configuration
 
 
@@ -25,12 +27,18 @@ class DraftModelOptions:
 
     It may also be "dynamic", or {"topk": 3, "depth": 6} with other numbers: see drafting/model/dynamic.py.
     head_tokens: the file of a short head, see drafting/model/head_tokens.py; None = all tokens can be drawn.
-    parallel: False = a model that could draft in one pass drafts token by token.
+    parallel: False = a model that could draft in one pass drafts token by token. encoder: "own", or "target" = a draft
+    model for encoder-decoder models reads the results of the target's encoder; its own does not run.
     """
 
     tree: Any = None
     head_tokens: Any = None
     parallel: bool = True
+    encoder: str = OWN
+
+    def __post_init__(self) -> None:
+        if self.encoder not in ENCODERS:
+            raise ConfigError(f"encoder={self.encoder!r} is unknown", f"use {' or '.join(map(repr, ENCODERS))}.")
 
 
 def build(context: DrafterContext) -> ModelDrafter:
@@ -38,4 +46,8 @@ def build(context: DrafterContext) -> ModelDrafter:
     options = read_options(context, DraftModelOptions)
     topology = growing_tree_option(context, options.tree)
     model = context.load_draft(str(context.model), read_head_tokens(options.head_tokens))
-    return make_one_pass(context, model, topology) if options.parallel else make_drafter(context, model, topology)
+    make = make_one_pass if options.parallel else make_drafter
+    drafter = make(context, model, topology)
+    if options.encoder == TARGET:
+        drafter.read_encoder(context.target)
+    return drafter

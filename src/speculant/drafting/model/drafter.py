@@ -6,7 +6,9 @@ With a dynamic tree, requests that a ratio rule verifies get chains as long as t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
+from speculant.cache.sources import Source
 from speculant.drafting.base import DrafterContext, DrafterNeeds, StatelessDrafter
 from speculant.drafting.guard import Proposals
 from speculant.drafting.model.beams import draft_beams
@@ -14,6 +16,7 @@ from speculant.drafting.model.dynamic import grow_dynamic
 from speculant.drafting.model.runner import DraftModelRunner, Guess, grow
 from speculant.drafting.model.trees import grow_trees, plan_trees
 from speculant.drafting.topology import USUAL_NODES, DynamicTree, TreeTopology
+from speculant.errors import ConfigError, PairError
 from speculant.kernels.base import Sampler
 from speculant.kernels.reference_sampler import REFERENCE
 from speculant.models.base import CausalLM
@@ -54,6 +57,21 @@ class ModelDrafter(StatelessDrafter):
         self._runner, self.caches = runner, (runner.cache,) if runner.owns_cache else ()
         self._vocab_size, self._sampler, self._topology = vocab_size, sampler, topology
 
+    def read_encoder(self, target: CausalLM | None) -> None:
+        """Read the results of the target's encoder instead of running its own. Raises ConfigError or PairError."""
+        model = self._runner.model
+        if target is None or not (target.needs.source and model.needs.source):
+            raise ConfigError(
+                'encoder="target" is set, and target and draft model are not both encoder-decoder models', "remove it."
+            )
+        if model.hidden_size != target.hidden_size:
+            raise PairError(
+                f'encoder="target" is set, and states have the width {target.hidden_size} in the target and '
+                f"{model.hidden_size} in the draft model",
+                "leave it out, so that the draft model runs its own encoder.",
+            )
+        self.needs, self._runner.sources.reads_target = replace(self.needs, reads_encoder=True), True
+
     def begin(self, request: Request) -> None:
         """See `Drafter.begin`."""
         self._runner.begin(request)
@@ -61,6 +79,10 @@ class ModelDrafter(StatelessDrafter):
     def end(self, request: Request) -> None:
         """See `Drafter.end`."""
         self._runner.end(request)
+
+    def observe_source(self, request: Request, source: Source) -> None:
+        """See `Drafter.observe_source`."""
+        self._runner.sources.observe(request, source)
 
     def roll_back(self, request: Request, dropped: Sequence[int]) -> None:
         """See `Drafter.roll_back`; the runner compares the tokens in its cache with the request's anyway."""

@@ -60,8 +60,9 @@ class Mask:
         tokens, states = [*known(chain.input_tokens, vocab_size), *[self.token] * count], chain.hidden
         if states is not None and self.state is not None:
             states = torch.cat((states, self.state.to(states.dtype).expand(count, -1)))
-        request = chain.request
-        return SequenceInput(request.seq_id, tokens, DraftTree.empty(), hidden=states, length=request.num_positions)
+        request, empty = chain.request, DraftTree.empty()
+        length = request.num_positions
+        return SequenceInput(request.seq_id, tokens, empty, hidden=states, length=length, source=chain.source)
 
 
 class OnePass(ModelDrafter):

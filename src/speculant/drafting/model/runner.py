@@ -24,7 +24,9 @@ import torch
 from torch import Tensor
 
 from speculant.cache.base import KVCache, ReservationPlan
+from speculant.cache.sources import Source
 from speculant.drafting.base import DrafterContext
+from speculant.drafting.model.sources import DraftSources
 from speculant.kernels.base import Sampler
 from speculant.kernels.reference_sampler import REFERENCE
 from speculant.models.base import CausalLM, Chain, Hidden, SequenceInput, build_batch, known
@@ -216,6 +218,11 @@ class DraftModelRunner:
         assert self._cache is not None, "a runner without a cache of its own names another one"
         return self._cache
 
+    @cached_property
+    def sources(self) -> DraftSources:
+        """The encoded sources of its texts; none if the model has no encoder."""
+        return DraftSources(self.model, self.cache)
+
     @classmethod
     def of(cls, context: DrafterContext, model: CausalLM, **own: Any) -> Self:
         """Return the runner of a model, with a cache of its own; own: further arguments of a subclass."""
@@ -229,9 +236,10 @@ class DraftModelRunner:
         self._cached[request.seq_id] = _CachedTokens()
 
     def end(self, request: Request) -> None:
-        """Forget a sequence and release its blocks."""
+        """Forget a sequence, and release its blocks and its source."""
         self._cached.pop(request.seq_id, None)
         self.cache.release(request.seq_id)
+        self.sources.release(request)
 
     def text(self, request: Request) -> list[int]:
         """Return a request's tokens as the model reads them, at least as many; they only grow while it runs."""
@@ -262,7 +270,8 @@ class DraftModelRunner:
     def tree_input(self, request: Request, tree: DraftTree) -> SequenceInput:
         """Return the input of a root and the tree below it, after dropping them from the cache."""
         tokens = known(self.root(request), self.model.vocab_size)
-        return SequenceInput(request.seq_id, tokens, tree, length=request.num_positions)
+        source = self.sources.id_of(request)
+        return SequenceInput(request.seq_id, tokens, tree, length=request.num_positions, source=source)
 
     def keep(self, inputs: Sequence[SequenceInput], hidden: Hidden) -> None:
         """Keep the states that later rows of these sequences take in; most models take in tokens alone."""
@@ -270,24 +279,34 @@ class DraftModelRunner:
     def plan(self, drafting: Sequence[tuple[Request, int]]) -> list[Chain]:
         """Plan input tokens and draws for pairs (request, wanted nodes), within the token budget and the cache.
 
-        A chain without enough room gets a lower limit; limit 0 = only catch up.
+        A chain without enough room gets a lower limit; limit 0 = only catch up. The sources of all chains are encoded.
         """
-        chains, plan = self._plan_inputs(drafting), self.cache.plan()
-        for chain in chains:
-            if not plan.take(chain.request.seq_id, chain.num_positions):
-                plan = self.cache.plan()
-                chains = self._plan_inputs(drafting, plan)
-                _take_in_turn(plan, chains)
-                break
+        (chains, sources), plan = self._plan_inputs(drafting), self.cache.plan()
+        needs = [(source.seq_id, len(source.tokens)) for source in sources]
+        needs += [(chain.request.seq_id, chain.num_positions) for chain in chains]
+        if not all(plan.take(*need) for need in needs):
+            plan = self.cache.plan()
+            chains, sources = self._plan_inputs(drafting, plan)
+            _take_in_turn(plan, chains)
+        self.sources.encode(sources)
         return chains
 
-    def _plan_inputs(self, drafting: Sequence[tuple[Request, int]], plan: ReservationPlan | None = None) -> list[Chain]:
+    def _plan_inputs(
+        self, drafting: Sequence[tuple[Request, int]], plan: ReservationPlan | None = None
+    ) -> tuple[list[Chain], list[Source]]:
         """Take each request's missing tokens within budget and room; one that still has a backlog draws nothing.
 
-        plan: the room; None = unlimited.
+        Returns the chains, and the sources that have to be encoded first. A request whose source does not fit has no
+        chain. plan: the room; None = unlimited.
         """
-        budget, stop, chains = self._budget, self._stop_below, list[Chain]()
+        budget, stop, chains, sources = self._budget, self._stop_below, list[Chain](), list[Source]()
         for request, limit in drafting:
+            source = self.sources.of(request)
+            if source is not None and source not in sources and (rows := self.sources.missing_rows(source)):
+                if rows > min(budget, self.model.max_positions) or (plan and not plan.take(source.seq_id, rows)):
+                    continue
+                sources.append(source)
+                budget -= rows
             start, total = self._roll_back(request), len(self.text(request))
             left = self._positions_after(start)
             most = min(budget, left) if plan is None else min(budget, left, plan.room(request.seq_id))
@@ -298,8 +317,9 @@ class DraftModelRunner:
                 budget -= len(missing)
                 drawn = min(limit, left - len(missing) + 1) if start + len(missing) == total else 0
                 chance = MostLikely() if stop and request.params.greedy else self._chances.draft(request)
-                chains.append(Chain(request, missing, drawn, chance, [], None, stop, hidden))
-        return chains
+                source_id = None if source is None else source.seq_id
+                chains.append(Chain(request, missing, drawn, chance, [], None, stop, hidden, source=source_id))
+        return chains, sources
 
     def _salt(self, request: Request) -> str:
         return self.model.needs.salt(request)

@@ -23,6 +23,7 @@ from speculant.cache.part import part_of
 from speculant.drafting.base import DrafterContext
 from speculant.drafting.model.drafter import ModelDrafter
 from speculant.drafting.model.runner import DraftModelRunner
+from speculant.drafting.model.sources import DraftSources, TargetSources
 from speculant.drafting.topology import DynamicTree, TreeTopology
 from speculant.models.base import CausalLM
 from speculant.types import DraftTree, Request
@@ -52,6 +53,11 @@ class TargetCacheRunner(DraftModelRunner):
         cache = self._context.make_cache(self._whole) if self._shared is None else self._shared
         return part_of(cache, self._whole, self.model.cache_shape)
 
+    @cached_property
+    def sources(self) -> DraftSources:
+        """See the base: the target's, in the target's cache."""
+        return DraftSources(self.model, self.cache) if self._shared is None else TargetSources(self.model, self.cache)
+
     def begin(self, request: Request) -> None:
         """See the base; there is no state."""
 
@@ -59,6 +65,7 @@ class TargetCacheRunner(DraftModelRunner):
         """See the base; the positions in the target's cache are the target's."""
         if self._shared is None:
             self.cache.release(request.seq_id)
+        self.sources.release(request)
 
     def note(self, request: Request, tokens: Sequence[int]) -> None:
         """See the base; drafted tokens are given back."""

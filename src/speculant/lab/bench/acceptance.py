@@ -13,7 +13,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from speculant.cache.factory import slotted_cache
+from speculant.cache.sources import MEASURED, Source
 from speculant.drafting.model.runner import fit_vocabulary
+from speculant.engine.runner import encode_sources
 from speculant.kernels.base import Sampler
 from speculant.lab.theory.acceptance import acceptance
 from speculant.metrics import SpeculationMetrics
@@ -34,10 +36,11 @@ NOTHING = 1e-12  # a variance below this is rounding
 
 @dataclass(frozen=True)
 class Text:
-    """A prompt and the target's output, as token ids."""
+    """A prompt and the target's output, as token ids. source: that of an encoder-decoder model."""
 
     prompt: Sequence[int]
     output: Sequence[int]
+    source: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
@@ -83,16 +86,27 @@ class TextReader:
         """Return the model's logits of the output's tokens, [T, rows of its head]."""
         read = self._split([*text.prompt, *text.output[:-1]])
         last = list(accumulate(map(len, read)))  # one more than the row of each token's last id
-        tokens = known([each for ids in read for each in ids], self._model.vocab_size)
-        return self._model.logits(read_text(self._model, tokens)[[row - 1 for row in last[len(text.prompt) - 1 :]]])
+        states = read_text(self._model, self._known(read), self._known(self._split(text.source) if text.source else []))
+        return self._model.logits(states[[row - 1 for row in last[len(text.prompt) - 1 :]]])
+
+    def _known(self, read: Sequence[Sequence[int]]) -> Sequence[int]:
+        return known([each for ids in read for each in ids], self._model.vocab_size)
 
 
-def read_text(model: CausalLM, tokens: Sequence[int]) -> Tensor:
-    """Return a model's hidden states of a text, [tokens, hidden]: the inputs of its `logits`."""
-    cache = slotted_cache(model.cache_shape, 1, len(tokens))
-    hidden = []
+@torch.inference_mode()
+def read_text(model: CausalLM, tokens: Sequence[int], source: Sequence[int] = ()) -> Tensor:
+    """Return a model's hidden states of a text, [tokens, hidden]: the inputs of its `logits`.
+
+    source: what the encoder of an encoder-decoder model reads; other models ignore it.
+    """
+    encoded = Source(MEASURED, tuple(source)) if model.needs.source else None
+    cache = slotted_cache(model.cache_shape, 1 if encoded is None else 2, max(len(tokens), len(source)))
+    if encoded is not None:
+        encode_sources(model, cache, [encoded])
+    hidden, name = [], None if encoded is None else encoded.seq_id
     for start in range(0, len(tokens), CHUNK):
-        rows = SequenceInput(1, tokens[start : start + CHUNK], DraftTree.empty(), length=len(tokens))
+        part = tokens[start : start + CHUNK]
+        rows = SequenceInput(1, part, DraftTree.empty(), length=len(tokens), source=name)
         hidden.append(model.forward(build_batch([rows], cache, model.cache_shape.device), cache.storage).last)
     return torch.cat(hidden)
 

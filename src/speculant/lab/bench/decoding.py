@@ -20,6 +20,7 @@ from speculant.models.source import resolve_source
 from speculant.models.weights.load import Checkpoint, load_model
 from speculant.params import SamplingParams
 from speculant.text.tokenizer import Tokenizer
+from speculant.types import Request
 
 EDIT, COMPLETION, UNSEEN, HELD_OUT = "edit", "completion", "unseen", "held-out"
 TEXTS = (EDIT, COMPLETION, UNSEEN, HELD_OUT)
@@ -71,7 +72,10 @@ def decode(
     engine.measurement.finish()  # nothing is drafted before it ends
     params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, speculation=speculation)
     before, started = engine.metrics.steps, time.perf_counter()
-    requests = [engine.add_request(prompt, params, f"{before}-{index}")[0] for index, prompt in enumerate(prompts)]
+    requests = list[Request]()
+    for index, given in enumerate(prompts):
+        prompt, source = runtime.prompt_and_source(given)
+        requests += engine.add_request(prompt, params, f"{before}-{index}", source=source)
     while engine.has_unfinished():
         engine.step()
     seconds, total = time.perf_counter() - started, SpeculationMetrics()

@@ -63,7 +63,7 @@ def check_drafts(config: EngineConfig, prompts: WorkloadConfig, params: Sampling
     candidates = {name: load_drafter(config, target, each) for name, each in variants.items()}
     first = next(iter(candidates.values()))
     workload = make_workload(prompts, first.runtime, NUM_PROMPTS)
-    require_room(workload, params.max_tokens or 1, first.runtime.limits.max_model_len)
+    require_room(workload, params.max_tokens or 1, first.runtime.limits)
     notify("Generating texts with the target")
     part, seconds = _affordable(first, workload, params, RUN_SECONDS / len(candidates))
     notify("Measuring acceptance")

@@ -169,13 +169,13 @@ def check_pair(config: EngineConfig, prompts: WorkloadConfig, params: SamplingPa
     notify("Loading the models")
     target, candidates = load_pair(config)
     workload = make_workload(prompts, candidates[0].runtime, NUM_PROMPTS)
-    require_room(workload, params.max_tokens or 1, candidates[0].runtime.limits.max_model_len)
+    require_room(workload, params.max_tokens or 1, candidates[0].runtime.limits)
     notify("Generating texts with the target")
     texts = write_texts(candidates[0].runtime, workload, params)
     notify("Measuring acceptance")
     acceptance = _acceptance(target, candidates, texts, params)
     notify("Measuring the cost of steps")
-    costs = _costs(candidates, texts[0].prompt, params)
+    costs = _costs(candidates, workload.prompts[0], params)
     predictions = {each.name: predict(acceptance[each.name], costs[each.name], costs[UNCHANGED]) for each in candidates}
     chosen = max(candidates, key=lambda each: float(predictions[each.name].speeds[1:].max()))
     notify("Measuring speed")
@@ -217,7 +217,8 @@ def _candidate(config: EngineConfig, target: Checkpoint, quantization: str | Non
 def write_texts(runtime: Runtime, workload: Workload, params: SamplingParams) -> list[Text]:
     """Return texts that the target writes."""
     outputs = Bench(runtime).run(workload, Mode(params, sequential=True)).outputs
-    return [Text(prompt, output) for prompt, output in zip(workload.prompts, outputs, strict=True)]
+    given = map(runtime.prompt_and_source, workload.prompts)
+    return [Text(prompt, output, source) for (prompt, source), output in zip(given, outputs, strict=True)]
 
 
 def _acceptance(

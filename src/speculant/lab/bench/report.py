@@ -115,8 +115,9 @@ def heading(case: Mapping[str, Any]) -> str:
     token_probs = "greedy" if sampling["temperature"] == 0 else f"temperature {sampling['temperature']:g}"
     arriving = f", {rate:g} arriving per second" if rate else ""
     batch = f", {case['batch']} at a time" if "batch" in case else ""
+    given = "sources" if case.get("sources") else "prompts"
     return (
-        f"{case['num_prompts']} prompts ({case['prompts']}) of {lengths} tokens{arriving}{batch}, "
+        f"{case['num_prompts']} {given} ({case['prompts']}) of {lengths} tokens{arriving}{batch}, "
         f"{sampling['max_tokens']} more each, {token_probs}; {described_rounds(case['rounds'])}"
     )
 

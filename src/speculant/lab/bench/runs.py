@@ -36,8 +36,8 @@ class BenchRun:
 
     Timings start when a request is due, so they include its time in the queue. `peak_blocks` is the largest number of
     cache blocks in use after a step. `draft_s` and `verify_s` are the times of drafting in all steps, and of target
-    passes with the verdicts. `drafted` has for each output token whether it was drafted, `rejected` the draft tokens
-    that were rejected in its place. `speculation` is the sum of `by_request`.
+    passes with the verdicts; `encode_s` is that of the encoder's passes. `drafted` has for each output token whether it
+    was drafted, `rejected` the draft tokens that were rejected in its place. `speculation` is the sum of `by_request`.
     """
 
     outputs: Sequence[Sequence[int]]
@@ -54,6 +54,7 @@ class BenchRun:
     drafted: Sequence[Sequence[bool]] = ()
     rejected: Sequence[Sequence[tuple[int, ...]]] = ()
     by_request: Sequence[SpeculationMetrics] = ()
+    encode_s: float = 0.0
 
     def figures(self) -> dict[str, float]:
         """Return the reported figures by name; times in seconds. Figures that this run does not define are missing."""
@@ -72,6 +73,7 @@ class BenchRun:
             **{f"burst_p{q}_s": percentile(pauses, q) for q in (50, 90, 99)},
             "burst_tokens": len(gaps) / len(pauses) if pauses else None,
             "steps": self.steps,
+            "encode_s": self.encode_s or None,
             "draft_s": self.draft_s,
             "verify_s": self.verify_s,
             "tokens_per_step": tokens / self.steps,
@@ -127,6 +129,7 @@ class Bench:
             drafted=[[output.drafted for output in outputs] for outputs in committed],
             rejected=[[output.rejected for output in outputs] for outputs in committed],
             by_request=[request.metrics.speculative_decoding for request in requests],
+            encode_s=metrics.encode_s - before.encode_s,
         )
 
     def warm_up(self, workload: Workload, mode: Mode) -> None:
@@ -176,9 +179,12 @@ class _Delivery:
     def _start(self, prompt: Sequence[int], due: float) -> None:
         arrival = time.perf_counter() if self._mode.sequential else self._started + due
         params, tokenizer = self._mode.params, self._runtime.tokenizer
+        decoded, source = self._runtime.prompt_and_source(prompt)
         request_id = f"{self._salt}-{len(self.requests)}"
         checker = partial(TextStream, tokenizer, params, compile_stops(params.stop))
-        added = self._engine.add_request(prompt, params, request_id, stop_checker=checker, cache_salt=self._salt)
+        added = self._engine.add_request(
+            decoded, params, request_id, stop_checker=checker, cache_salt=self._salt, source=source
+        )
         self.requests += added
         self.timings.update({_key(request): TimingMetrics(arrival) for request in added})
         self.committed.update({_key(request): [] for request in added})

@@ -130,7 +130,10 @@ def _sample(
         min_tokens=0,
         ignore_eos=True,
     )
-    requests = [each for name in named for each in engine.add_request(prompt, wanted, name, cache_salt=SALT)]
+    decoded, source = runtime.prompt_and_source(prompt)
+    requests = [
+        each for name in named for each in engine.add_request(decoded, wanted, name, cache_salt=SALT, source=source)
+    ]
     times = list[StepTime]()
     try:
         while not any(request.finished for request in requests) and len(times) <= STEPS:

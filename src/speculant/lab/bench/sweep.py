@@ -131,7 +131,7 @@ def predict_sweep(config: EngineConfig, plan: SweepPlan, params: SamplingParams,
     runtimes = [build_around(replace(config, max_num_seqs=batch), target) for batch in plan.batches]
     most = max(map(plan.num_prompts, plan.batches))
     workload = make_workload(replace(plan.prompts, num_prompts=None), runtimes[0], most).first(most)
-    require_room(workload, params.max_tokens or 1, runtimes[0].limits.max_model_len)
+    require_room(workload, params.max_tokens or 1, runtimes[0].limits)
     notify("Generating texts with the target")
     acceptance = _acceptance(config, target, runtimes[0], workload, params)
     found = list[Predicted]()
@@ -141,7 +141,8 @@ def predict_sweep(config: EngineConfig, plan: SweepPlan, params: SamplingParams,
         lengths, own = {PLAIN: (0, *plan.lengths)}, {PLAIN: runtime}
         costs = measure_steps(lengths, own, workload.prompts[0], params, COST_SECONDS, batch)[PLAIN]
         prediction = predict([acceptance[place] for place in places], costs, costs, plan.lengths[-1])
-        part = Workload(workload.source, [workload.prompts[place] for place in places], [0.0] * len(places))
+        own_prompts = [workload.prompts[place] for place in places]
+        part = Workload(workload.source, own_prompts, [0.0] * len(places), sources=workload.sources)
         found.append(Predicted(batch, runtime, part, prediction))
     return found
 

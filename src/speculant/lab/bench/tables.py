@@ -45,6 +45,7 @@ STEPS = (
     Row("tokens_per_pass", "tokens per pass"),
     Row("mean_acceptance_length", "acceptance length"),
 )
+ENCODER = (Row("encode_s", "encoder (ms)", 1e3),)  # of encoder-decoder models
 CACHE = (
     Row("preemptions", "preemptions", whole=True),
     Row("prefix_hit_tokens", "prefix hits (tokens)", whole=True),
@@ -70,8 +71,8 @@ ENDS = (
     Row("failed", "failed", whole=True),
 )
 ROWS: Mapping[str, Sequence[Row]] = {
-    "throughput": (*SPEED, *STEPS, *CACHE),
-    "latency": (*SPEED[2:], *GAPS, *SPEED[:1], *STEPS),
+    "throughput": (*SPEED, *STEPS, *ENCODER, *CACHE),
+    "latency": (*SPEED[2:], *GAPS, *SPEED[:1], *STEPS, *ENCODER),
     "serve": (*REQUESTS, *ENDS),
 }
 
@@ -107,6 +108,8 @@ def _modes(rows: Sequence[Row], case: Mapping[str, Any], end: str, title: str) -
     ratio = case["ratios"].get(f"{SPECULATIVE}{end}/{PLAIN}{end}")
     table = _empty(title, "", *modes, *([] if ratio is None else ["ratio"]))
     for row in rows:
+        if row in ENCODER and not case.get("sources"):
+            continue
         cells = [cell(case["runs"][mode + end].get(row.figure), row) for mode in modes]
         if ratio is not None:
             cells.append(cell(ratio.get(row.figure)))

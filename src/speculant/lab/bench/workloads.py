@@ -15,6 +15,7 @@ from speculant.errors import ConfigError, RequestError
 from speculant.lab.bench.prompt_files import FilePrompt, read_prompts
 
 if TYPE_CHECKING:
+    from speculant.config import Limits
     from speculant.engine.build import Runtime
     from speculant.text.tokenizer import Tokenizer
 
@@ -101,7 +102,8 @@ class WorkloadConfig:
 class Workload:
     """Prompts as token ids, and the seconds from the start at which each arrives, in order.
 
-    categories: the kind of task of each prompt, by name; () = not known.
+    categories: the kind of task of each prompt, by name; () = not known. sources: they are the sources of an
+    encoder-decoder model.
     """
 
     source: str
@@ -109,6 +111,7 @@ class Workload:
     arrivals: Sequence[float]
     request_rate: float | None = None
     categories: Sequence[str] = ()
+    sources: bool = False
 
     def first(self, number: int) -> Workload:
         """Return the first prompts alone."""
@@ -127,6 +130,7 @@ class Workload:
             "num_prompts": len(lengths),
             "prompt_tokens": {"min": min(lengths), "median": statistics.median(lengths), "max": max(lengths)},
             "request_rate": self.request_rate,
+            "sources": self.sources,
         }
 
 
@@ -156,6 +160,7 @@ def make_workload(config: WorkloadConfig, runtime: Runtime, usual_number: int) -
         arrival_times(len(prompts), config.request_rate),
         config.request_rate,
         categories if len(categories) == len(prompts) else (),
+        runtime.checkpoint.model.needs.source,
     )
 
 
@@ -172,14 +177,21 @@ def server_prompts(source: str, number: int) -> list[str | list[int]]:
     return [each.content for each in read_prompts(Path(source))]
 
 
-def require_room(workload: Workload, max_tokens: int, max_model_len: int) -> None:
+def require_room(workload: Workload, max_tokens: int, limits: Limits) -> None:
     """Check that every prompt and its output fit: truncated outputs can't be compared. Raises RequestError."""
-    longest = max(len(prompt) for prompt in workload.prompts)
-    if longest + max_tokens > max_model_len:
+    longest, most = max(len(prompt) for prompt in workload.prompts), limits.max_model_len
+    if workload.sources:
+        if longest > limits.max_source_len:
+            raise RequestError(
+                f"a source has {longest} tokens, and at most {limits.max_source_len} are encoded in one pass",
+                f"lower prompt_length to {limits.max_source_len}, or raise max_model_len and max_num_batched_tokens.",
+            )
+        longest = 1  # the decoder's start token
+    if longest + max_tokens > most:
         raise RequestError(
-            f"a prompt of {longest} tokens and {max_tokens} to generate are more than max_model_len={max_model_len}",
-            f"lower max_tokens to {max(1, max_model_len - longest)}"
-            f" or prompt_length to {max(1, max_model_len - max_tokens)}, or raise max_model_len.",
+            f"a prompt of {longest} tokens and {max_tokens} to generate are more than max_model_len={most}",
+            f"lower max_tokens to {max(1, most - longest)}"
+            f" or prompt_length to {max(1, most - max_tokens)}, or raise max_model_len.",
         )
 
 
@@ -189,20 +201,30 @@ def code_prompt(tokenizer: Tokenizer, index: int, length: int | None = None) -> 
     opening = _opening(index, generator)
     if length is None:
         return tokenizer.encode(opening)
-    start = tokenizer.encode("")[:length]  # tokens that the tokenizer adds before every text
+    before, after = added_tokens(tokenizer)
+    start, end = before[:length], after[: max(0, length - len(before))]
     body = tokenizer.encode(opening, add_special_tokens=False)
     bodies = BODIES.replace("---\n", "\n\n---").split("---")
     while len(body) < length:
         body = tokenizer.encode(_fill(generator.choice(bodies), generator), add_special_tokens=False) + body
-    return start + body[len(body) - length + len(start) :]
+    return [*start, *body[len(body) - length + len(start) + len(end) :], *end]
 
 
 def edit_prompt(tokenizer: Tokenizer, index: int, length: int | None = None) -> list[int]:
     """Return the index-th piece of code and the first half of it again: `length` tokens together, or EDIT_LENGTH."""
     length = length or EDIT_LENGTH
     pause = tokenizer.encode("\n\n\n", add_special_tokens=False)
+    before, after = added_tokens(tokenizer)
     code = code_prompt(tokenizer, index, max(1, 2 * (length - len(pause)) // 3))
-    return [*code, *pause, *code[len(tokenizer.encode("")) :]][:length]
+    code = code[: len(code) - len(after)]
+    return [*[*code, *pause, *code[len(before) :]][: length - len(after)], *after]
+
+
+def added_tokens(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    """Return the tokens that a tokenizer adds before every text, and those after it."""
+    plain, whole = tokenizer.encode("a", add_special_tokens=False), tokenizer.encode("a")
+    first = next((at for at in range(len(whole)) if whole[at : at + len(plain)] == plain), len(whole))
+    return whole[:first], whole[first + len(plain) :]
 
 
 def _opening(index: int, generator: random.Random) -> str:

@@ -50,7 +50,8 @@ class Subject:
         return {kind: self._request(params) for kind, params in self.kinds.items()}
 
     def _request(self, params: SamplingParams) -> Request:
-        (request,) = self.runtime.engine.add_request(self.prompts[0], params, "rule")
+        prompt, source = self.runtime.prompt_and_source(self.prompts[0])
+        (request,) = self.runtime.engine.add_request(prompt, params, "rule", source=source)
         self.runtime.engine.abort("rule")
         return request
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from speculant.engine.build import Runtime
 from speculant.kernels.reference_sampler import gumbel
-from speculant.lab.exactness.texts import TargetReader, complete, reread
+from speculant.lab.exactness.texts import TargetReader, complete, longest_of, reread
 from speculant.params import SamplingParams
 from speculant.sampling.chance import KeyedNoise, mix_in
 from speculant.sampling.distribution import Node
@@ -106,7 +106,7 @@ def first_gap(runtime: Runtime, expected: Request, other: Request) -> float | No
 def _preferences(runtime: Runtime, request: Request, tokens: Tensor) -> Tensor:
     """Return the target's scores of next tokens: log p, plus the position's noise if there is a seed."""
     unfiltered = replace(request, params=replace(request.params, top_k=0, top_p=1.0, min_p=0.0))
-    reader = TargetReader(runtime, 1, len(request.tokens))
+    reader = TargetReader(runtime, 1, longest_of(request))
     logs = reader.distributions([Node(unfiltered, softened=True)])[0, tokens].log().cpu()
     if request.params.greedy:
         return logs

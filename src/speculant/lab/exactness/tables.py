@@ -72,8 +72,12 @@ class TableModel:
         return Hidden(last, tuple(last if tap else self.embed(batch.tokens) for tap in taps))
 
     def encode(self, batch: Batch, storage: KVStorage) -> Tensor:
-        """See `EncodesSources.encode`; the values are -1 - position, and the result is the one-hot tokens."""
+        """See `EncodesSources.encode`; the values are -1 - position, and the result is the one-hot tokens.
+
+        Another encoder's result must be that of the same source.
+        """
         assert self.needs.source, "the model has no encoder"
+        assert batch.hidden is None or torch.equal(batch.hidden, self.embed(batch.tokens)), "another source's result"
         for segment in batch.segments:
             assert segment.start == 0 and not segment.parents, "not a whole source"  # noqa: PT018
         storage.write(0, batch.slot_mapping, _column(batch.tokens), _column(-1 - batch.positions))

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from speculant.cache.base import CacheShape, KVCache
 from speculant.cache.factory import slotted_cache
+from speculant.cache.sources import Source, Sources
 from speculant.config import EngineConfig
 from speculant.engine.build import Runtime, build_drafters
-from speculant.engine.runner import forward_target
+from speculant.engine.runner import encode_sources, forward_target
 from speculant.errors import SpeculantError
 from speculant.lab.exactness.scores import Scores
 from speculant.params import SamplingParams
@@ -38,7 +39,8 @@ def complete(
         while runtime.engine.has_unfinished() and (alone or not runtime.engine.accepts(1)):
             runtime.engine.step()
         checker = partial(TextStream, runtime.tokenizer, each, compile_stops(each.stop))
-        requests += runtime.engine.add_request(prompt, each, f"check-{number}", checker)
+        decoded, source = runtime.prompt_and_source(prompt)
+        requests += runtime.engine.add_request(decoded, each, f"check-{number}", checker, source=source)
     while runtime.engine.has_unfinished():
         runtime.engine.step()
     for request in requests:
@@ -60,12 +62,15 @@ def _raise_error(request: Request) -> None:
 class TargetReader:
     """The target without scheduler and drafter, with a cache of its own.
 
-    layers: those whose hidden states are kept for `take_rows`: see `forward_target`.
+    longest: the most tokens of a text, and of its source if it has one (`longest_of`). layers: those whose hidden
+    states are kept for `take_rows`: see `forward_target`.
     """
 
     def __init__(self, runtime: Runtime, num_seqs: int, longest: int, layers: Sequence[int] = ()) -> None:
         self._model, self._sampler = runtime.checkpoint.model, runtime.checkpoint.backend.sampler
-        self._cache = slotted_cache(self._model.cache_shape, num_seqs, longest)
+        num_texts = num_seqs * (2 if self._model.needs.source else 1)  # a source is one more sequence
+        self._cache = slotted_cache(self._model.cache_shape, num_texts, longest)
+        self._sources = Sources(self._cache)
         self._most_rows = runtime.limits.max_num_batched_tokens
         self._layers, self._rows = layers, list[tuple[Request, CommittedRows]]()
 
@@ -77,7 +82,7 @@ class TargetReader:
         """
         for node in nodes:
             self._catch_up(node.request)
-        newest = [Scheduled(node.request, len(node.request.tokens) - 1, 1) for node in nodes]
+        newest = [self._scheduled(node.request, len(node.request.tokens) - 1, 1) for node in nodes]
         return distribution(self._forward(newest, ahead), nodes, self._sampler)
 
     def take_rows(self) -> list[tuple[Request, CommittedRows]]:
@@ -88,13 +93,27 @@ class TargetReader:
     def end(self, request: Request) -> None:
         """Forget a request."""
         self._cache.release(request.seq_id)
+        self._sources.release(request.seq_id)
         self._rows = [pair for pair in self._rows if pair[0] is not request]
 
     def _catch_up(self, request: Request) -> None:
         """Compute all tokens but the newest."""
         last = len(request.tokens) - 1
         while (start := self._cache.length(request.seq_id)) < last:
-            self._forward([Scheduled(request, start, min(self._most_rows, last - start))])
+            self._forward([self._scheduled(request, start, min(self._most_rows, last - start))])
+
+    def _scheduled(self, request: Request, start: int, count: int) -> Scheduled:
+        return Scheduled(request, start, count, source=self.source_of(request))
+
+    @torch.inference_mode()
+    def source_of(self, request: Request) -> Source | None:
+        """Return a request's source, which is encoded now if it was not yet; None if it has none."""
+        if not request.source:
+            return None
+        source = self._sources.hold(request.seq_id, request.source)
+        if not self._sources.is_encoded(source):
+            encode_sources(self._model, self._cache, [source], keeps_states=True)
+        return source
 
     def _forward(self, scheduled: Sequence[Scheduled], ahead: Tensor | None = None) -> Tensor:
         """Run a pass; return the logits [r, V] of the requests' newest tokens."""
@@ -117,8 +136,10 @@ class Second:
     """
 
     def __init__(self, config: EngineConfig, runtime: Runtime, num_seqs: int, longest: int) -> None:
+        num_texts = num_seqs * (2 if runtime.checkpoint.model.needs.source else 1)
+
         def make_cache(shape: CacheShape) -> KVCache:
-            return slotted_cache(shape, num_seqs, longest + 1)
+            return slotted_cache(shape, num_texts, longest + 1)
 
         drafters, _ = build_drafters(config, config.speculative(), runtime.checkpoint, runtime.tokenizer, make_cache)
         assert drafters.default is not None, "nothing drafts"
@@ -128,9 +149,11 @@ class Second:
         self.ahead: Tensor | None = None  # the look-ahead rows of its last drafts
         self._longest = min(drafter.needs.max_positions or longest, longest)
 
-    def begin(self, request: Request) -> None:
-        """Start a text."""
+    def begin(self, request: Request, source: Source | None = None) -> None:
+        """Start a text. source: the encoded one of an encoder-decoder model."""
         self._drafter.begin(request)
+        if source is not None and self._drafter.needs.reads_encoder:
+            self._drafter.observe_source(request, source)
 
     @torch.inference_mode()
     def observe(self, computed: Sequence[tuple[Request, CommittedRows]]) -> None:
@@ -163,7 +186,7 @@ class Second:
 def score_texts(config: EngineConfig, runtime: Runtime, texts: Sequence[Request]) -> Scores:
     """Score every token of finished requests by the target's own distribution at its position."""
     scores, width = Scores(), runtime.limits.max_num_seqs
-    longest = max(len(text.tokens) for text in texts)
+    longest = max(map(longest_of, texts))
     second = Second(config, runtime, width, longest)
     reader = TargetReader(runtime, width, longest + second.num_look_ahead_rows, second.layers)
     for first in range(0, len(texts), width):
@@ -174,7 +197,7 @@ def score_texts(config: EngineConfig, runtime: Runtime, texts: Sequence[Request]
 def _score(scores: Scores, reader: TargetReader, second: Second, texts: Sequence[Request]) -> None:
     again = {text: reread(text) for text in texts}
     for copy in again.values():
-        second.begin(copy)
+        second.begin(copy, reader.source_of(copy))
     for growing in _in_step(again):
         second.observe(reader.take_rows())
         p = reader.distributions([Node(copy) for copy in growing.values()], second.ahead)
@@ -201,3 +224,8 @@ def reread(text: Request, num_output: int = 0) -> Request:
     """Return a copy of a request after `num_output` output tokens, without stop checker and shared noise."""
     tokens = text.tokens[: len(text.prompt) + num_output]
     return replace(text, tokens=tokens, shared_noise=False, stop_checker=None, finish_reason=None)
+
+
+def longest_of(text: Request) -> int:
+    """Return the length of a text or of its source, whichever is longer."""
+    return max(len(text.tokens), len(text.source))

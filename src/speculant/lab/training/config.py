@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -81,10 +82,13 @@ class TrainingConfig:
         return command_line("speculant train lm", self)
 
 
-def command_line(command: str, config: Any) -> str:
-    """Return a command with a flag for each entry of a dataclass that is not the default; paths lose their folders."""
-    words = [command]
-    for field in fields(config):
+def command_line(command: str, config: Any, arguments: Sequence[str] = ()) -> str:
+    """Return a command with a flag for each entry of a dataclass that is not the default; paths lose their folders.
+
+    arguments: the names of entries that are arguments of the command, not flags.
+    """
+    words = [command, *(_short(getattr(config, name)) for name in arguments)]
+    for field in (each for each in fields(config) if each.name not in arguments):
         value, flag = getattr(config, field.name), f"--{field.name.replace('_', '-')}"
         if value != field.default:
             parts = value if isinstance(value, tuple) else (value,)

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from speculant.lab.checkpoints import written_description
 from speculant.lab.training.config import TrainingConfig
-from speculant.models.families.llama import read_config
 from speculant.models.reference.decoder import Decoder
 
 
@@ -38,13 +38,13 @@ def hf_config(config: TrainingConfig, vocab_size: int) -> dict[str, Any]:
 
 
 def new_network(hf: dict[str, Any], seed: int) -> Decoder:
-    """Make a model with random weights, the same for the same seed.
+    """Make the model of a config.json with random weights, the same for the same seed.
 
     Matrices are normal with deviation 0.5 / sqrt(columns); those that write to the residual stream
     are smaller by sqrt(2 * layers), so that its size does not grow with depth.
     """
     generator = torch.Generator().manual_seed(seed)
-    model = Decoder(read_config(hf))
+    model = Decoder(written_description(hf))
     for name, parameter in model.named_parameters():
         if parameter.ndim == 2:
             nn.init.normal_(parameter, std=_deviation(name, parameter.shape[1], model), generator=generator)
@@ -52,7 +52,7 @@ def new_network(hf: dict[str, Any], seed: int) -> Decoder:
 
 
 def _deviation(name: str, columns: int, model: Decoder) -> float:
-    if "embed_tokens" in name:
+    if "embed_tokens" in name or "lm_head" in name:
         return 0.02
     writes_residual = "o_proj" in name or "down_proj" in name
     shrink = (2 * model.config.num_layers) ** 0.5 if writes_residual else 1.0
@@ -60,18 +60,23 @@ def _deviation(name: str, columns: int, model: Decoder) -> float:
 
 
 def project_embedding(draft: Decoder, target: Decoder) -> None:
-    """Initialise a narrower draft's embedding with the best projection of its target's.
+    """Initialise the tables of a narrower draft, its embedding and its head, with the best projections of its target's.
 
-    Tokens with similar embeddings in the target are then similar in the draft from the first step on.
-    The embedding has most of a small model's weights.
+    Tokens with similar embeddings in the target are then similar in the draft from the first step on. The tables have
+    most of a small model's weights.
     """
-    wide, narrow = target.model.embed_tokens.weight.detach().float(), draft.model.embed_tokens.weight
+    _project(target.model.embed_tokens.weight, draft.model.embed_tokens.weight)
+    if not draft.config.head.tied:
+        _project(target.lm_head.weight, draft.lm_head.weight)
+
+
+@torch.no_grad()
+def _project(wide: nn.Parameter, narrow: nn.Parameter) -> None:
     if wide.shape[1] <= narrow.shape[1]:
         return
     values, vectors = torch.linalg.eigh(wide.T @ wide)  # ascending
     basis = vectors[:, values.argsort(descending=True)[: narrow.shape[1]]]  # [wide, narrow]
-    with torch.no_grad():
-        narrow.copy_(wide @ basis)
+    narrow.copy_(wide @ basis)
 
 
 def tie_stored(model: Decoder) -> Decoder:

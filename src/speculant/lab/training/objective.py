@@ -36,9 +36,14 @@ class TextObjective:
 
     def loss(self, model: Decoder, windows: Tensor, progress: float) -> Tensor:
         """See `Objective.loss`."""
-        hidden, head = hidden_states(model, windows[:, :-1]), OutputHead.of(model)
-        loss: Tensor = _TextLoss.apply(hidden, head.matrix, head, windows[:, 1:].flatten())  # type: ignore[no-untyped-call]
-        return loss
+        hidden = hidden_states(model, windows[:, :-1])
+        return text_loss(hidden, OutputHead.of(model), windows[:, 1:].flatten())
+
+
+def text_loss(hidden: Tensor, head: OutputHead, tokens: Tensor) -> Tensor:
+    """Return the mean cross-entropy of tokens [r] that follow states hidden [r, h], of which the head makes logits."""
+    loss: Tensor = _TextLoss.apply(hidden, head.matrix, head, tokens)  # type: ignore[no-untyped-call]
+    return loss
 
 
 class DistillObjective:

@@ -74,7 +74,7 @@ def attend_masked(
     if of.softcap is None and learned.sinks is None:
         seen = mask if mask is None or added is None else added.masked_fill(~mask, -torch.inf)
         out = functional.scaled_dot_product_attention(
-            query, key, value, attn_mask=seen, is_causal=mask is None, scale=of.score_scale, enable_gqa=True
+            query, key, value, attn_mask=seen, is_causal=mask is None, scale=of.score_scale, enable_gqa=of.groups > 1
         )
     else:
         seen = (

@@ -44,7 +44,7 @@ from speculant.models.native.angles import AngleTables, next_power
 from speculant.models.native.drawn import ChainRows, Drawn, is_foreseeable, stride
 from speculant.models.native.ops import embedding, linear
 from speculant.models.native.packed import PackedDecoder
-from speculant.models.native.program import Buffers, EncoderProgram, NativeLinears, Program
+from speculant.models.native.program import Buffers, EncoderProgram, NativeLinears, Program, SourceKeys
 from speculant.models.native.scratch import scratch_bytes
 from speculant.models.reference.decoder import spread
 from speculant.models.sizes import cache_shape, relative_reads, tensor_shapes
@@ -132,7 +132,7 @@ class NativeDecoder:
         self.kernels, self.packed = kernels, packed
         self.needs = ModelNeeds(source=config.encoder is not None, restart_at=config.restart_at)
         self._buffers, self._programs = Buffers(packed, FEWEST_ROWS), dict[tuple[int, ...], Program]()
-        self._encoder: EncoderProgram | None = None  # over the same buffers
+        self._encoders = dict[type[SourceKeys], SourceKeys]()  # over the same buffers
         self._angles, self._layers = AngleTables(config), LayerPointers(config.num_layers)
         self._head = linear(packed.head, None, None, factor=config.head.scale, softcap=config.head.softcap)
         self._head_tokens = torch.tensor(config.head.tokens, dtype=torch.int64) if config.head.tokens else None
@@ -245,10 +245,12 @@ class NativeDecoder:
     def encode(self, batch: Batch, storage: KVStorage) -> Tensor:
         """See `EncodesSources.encode`; float32."""
         layout, rows = self.layout(batch, storage), batch.tokens.shape[0]
-        if self._encoder is None:
-            self._encoder = EncoderProgram(self.packed, self._buffers)
-        self.kernels.run(self._encoder.ops, layout.on)
-        return copied(self._encoder.hidden[:rows])
+        kind = EncoderProgram if batch.hidden is None else SourceKeys
+        program = self._encoders.get(kind) or self._encoders.setdefault(kind, kind(self.packed, self._buffers))
+        if batch.hidden is not None:
+            program.hidden[:rows] = batch.hidden
+        self.kernels.run(program.ops, layout.on)
+        return copied(program.hidden[:rows])
 
     def layout(self, batch: Batch, storage: KVStorage) -> Layout:
         """Return the arguments of the program for a batch."""
@@ -293,7 +295,7 @@ class NativeDecoder:
         """Make a pass over a storage with angles for positions below `end`, and buffers for passes of `most` rows."""
         most = max(most, rows)
         if most > self._buffers.room:
-            self._buffers, self._programs, self._encoder = Buffers(self.packed, next_power(most)), {}, None
+            self._buffers, self._programs, self._encoders = Buffers(self.packed, next_power(most)), {}, {}
         on = Pass(rows=rows, block=block_size, groups=self._num_groups)
         self._angles.point(on, end)
         self._layers.point(on, storage)

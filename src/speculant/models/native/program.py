@@ -263,8 +263,17 @@ def _flags(of: Attention) -> Flag:
     return functools.reduce(operator.or_, (flag for flag, has in found.items() if has), Flag.NONE)
 
 
-class EncoderProgram(Program):
-    """A recorded pass over whole sources. The result is in `hidden`, and its keys and values are stored for each layer.
+class SourceKeys(Program):
+    """A recorded pass over whole sources: their keys and values, for each decoder layer, of the result in `hidden`."""
+
+    def _record(self) -> Iterator[Op]:
+        for index, layer in enumerate(self._weights.layers):
+            if layer.cross:
+                yield from self._keys(index, layer.cross, self._buffers.y)
+
+
+class EncoderProgram(SourceKeys):
+    """A recorded pass over whole sources that computes the encoder's result first.
 
     The encoder's layers use the storage of the decoder's first layer for their own keys and values, which nobody reads
     after the pass.
@@ -281,9 +290,7 @@ class EncoderProgram(Program):
         for layer in encoder.layers:
             yield from self._layer(0, layer)
         yield normalising(encoder.norm, buffers.x, buffers.y)
-        for index, layer in enumerate(weights.layers):
-            if layer.cross:
-                yield from self._keys(index, layer.cross, buffers.y)
+        yield from super()._record()
 
 
 def _tap_field(op: Op, y: Tensor) -> str:

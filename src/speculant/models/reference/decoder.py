@@ -383,12 +383,16 @@ class Decoder(nn.Module):
 
     def encode(self, batch: Batch, storage: KVStorage) -> Tensor:
         """See `EncodesSources.encode`. The encoder's own keys and values are in the first layer of the cache."""
+        encoded = self._encoded(batch, storage) if batch.hidden is None else batch.hidden.to(self.cache_shape.dtype)
+        for index, (key, value) in enumerate(self.source_keys(encoded)):
+            storage.write(index, batch.slots_of(0), key, value)
+        return encoded
+
+    def _encoded(self, batch: Batch, storage: KVStorage) -> Tensor:
         assert self.encoder is not None, "the model has no encoder"
         _, x = self._inputs(batch)
         attend = StoredKeys.build(batch, storage, self.encoder.of.layers, x.dtype)
         encoded: Tensor = self.encoder(x, lambda _, *inputs: attend(0, *inputs))
-        for index, (key, value) in enumerate(self.source_keys(encoded)):
-            storage.write(index, batch.slots_of(0), key, value)
         return encoded
 
     def source_keys(self, encoded: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

@@ -75,6 +75,7 @@ class ResponseRoutes:
         """Answer in the shape of OpenAI's Responses: text or calls, after reasoning if there is any."""
         service, engine = self._service, self._service.state.engine
         body = await service.read(ResponseBody, request)
+        engine.check_chats()
         stores = body.store is not False and self.store.most > 0
         _check_background(body, stores)
         tokenizer, name, making = engine.tokenizer, service.options.tool_parser, service.prompts(request)

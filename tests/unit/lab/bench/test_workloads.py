@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tokenizers.processors import TemplateProcessing
 
-from speculant.config import EngineConfig
+from speculant.config import EngineConfig, Limits
 from speculant.engine.build import Runtime, build_engine
 from speculant.errors import ConfigError, RequestError, SpeculantError
 from speculant.lab.bench.workloads import (
@@ -135,9 +135,9 @@ def test_arrivals_are_all_at_once_or_a_poisson_process() -> None:
 
 def test_a_workload_that_does_not_fit_is_refused() -> None:
     workload = Workload("code", [[1] * 10, [1] * 30], [0.0, 0.0])
-    require_room(workload, 70, 100)
+    require_room(workload, 70, Limits(100, 1, 100))
     with pytest.raises(SpeculantError, match="30 tokens and 71") as caught:
-        require_room(workload, 71, 100)
+        require_room(workload, 71, Limits(100, 1, 100))
     assert "max_tokens to 70" in caught.value.fix
     assert "prompt_length to 29" in caught.value.fix
 
@@ -148,6 +148,7 @@ def test_a_workload_describes_itself() -> None:
         "num_prompts": 3,
         "prompt_tokens": {"min": 1, "median": 3, "max": 4},
         "request_rate": 2.0,
+        "sources": False,
     }
 
 

@@ -6,13 +6,16 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from speculant import LLM, SamplingParams
 from speculant.cli.main import app
 from speculant.drafting.lookup.tables import BigramTables
 from speculant.errors import ConfigError, ModelError
-from tests.models import VOCAB_SIZE, Checkpoints, checkpoints
+from speculant.text.tokenizer import Tokenizer
+from tests.encoder_decoders import make_t5, write_t5
+from tests.models import BEGIN, END, VOCAB_SIZE, Checkpoints, checkpoints
 
 __all__ = ["checkpoints"]
 
@@ -91,3 +94,31 @@ def test_static_refuses_missing_folders(checkpoints: Checkpoints, tmp_path: Path
         train(tmp_path / "a", "--tokenizer", checkpoints.target, "--out", tmp_path / "t.safetensors")
     with pytest.raises(ModelError):
         train(tmp_path / "a", "--tokenizer", tmp_path / "nothing", "--out", tmp_path / "t.safetensors")
+
+
+def test_lines_are_texts_of_an_encoder_decoder_s_decoder(tmp_path: Path) -> None:
+    """Each begins with the start token and ends with the end token, and no pair spans two lines."""
+    folder = write_t5(tmp_path, make_t5())
+    texts, ids, out = tmp_path / "a.txt", tmp_path / "b.jsonl", tmp_path / "t.safetensors"
+    tokens = Tokenizer.load(tmp_path).encode("ab")
+    assert tokens[-1] == END
+    texts.write_text("ab\nab\n")
+    ids.write_text(json.dumps("ab") + "\n" + json.dumps(tokens) + "\n")
+    counted = train(texts, ids, "--tokenizer", folder, "--out", out)
+    assert counted["tokens"] == 4 * (1 + len(tokens))
+    assert counted["pairs"] == len(tokens)
+    tables = BigramTables.load(out, VOCAB_SIZE)
+    assert int(tables.row(BEGIN).argmax()) == tokens[0]
+    drafting = LLM(folder, speculative_config={"method": "static", "tables": str(out), "draft_length": "fixed"})
+    (made,) = drafting.generate("ab", SamplingParams(temperature=1, max_tokens=8, seed=1, ignore_eos=True))
+    assert made.metrics.speculative_decoding.num_draft_tokens > 0
+
+
+def test_no_continuations_are_unigrams_alone(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("ab ac ad ae ab" * 3)
+    out = tmp_path / "t.safetensors"
+    assert not train(tmp_path / "a.txt", "--tokenizer", checkpoints.target, "--out", out, "--continuations", 0)[
+        "continuations"
+    ]
+    tables = BigramTables.load(out, VOCAB_SIZE)
+    torch.testing.assert_close(tables.row(5).float(), tables.unigram)

@@ -1,0 +1,260 @@
+"""Training of encoder-decoder models on pairs of texts, from files to a model folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tokenizers import Tokenizer
+from typer.testing import CliRunner
+
+from speculant.cli import train
+from speculant.engine.llm import LLM
+from speculant.errors import ConfigError
+from speculant.lab.training.passes import load_plain
+from speculant.lab.training.seq2seq import job, objective
+from speculant.lab.training.seq2seq.config import Seq2SeqConfig
+from speculant.lab.training.seq2seq.objective import PairObjective, loss_of_pairs, overlap_of_pairs, states_of_pairs
+from speculant.lab.training.seq2seq.pairs import PairBatches, Pairs, read_texts
+from speculant.lab.training.trainer import Trainer
+from speculant.params import SamplingParams
+
+WORDS = "zero one two three four five six seven eight nine".split()
+NUMBERS = [str(number * 3) for number in range(250)]
+
+
+@pytest.fixture(scope="session")
+def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Return files of numbers in digits, and in words, each of them in two lines."""
+    folder = tmp_path_factory.mktemp("pairs")
+    sources, targets = folder / "sources.txt", folder / "targets.jsonl"
+    sources.write_text("\n".join(NUMBERS) + "\n", encoding="utf-8")
+    targets.write_text("".join(json.dumps(words(each)) + "\n" for each in NUMBERS), encoding="utf-8")
+    return sources, targets
+
+
+def words(number: str) -> str:
+    return "\n".join(WORDS[int(digit)] for digit in number)
+
+
+@pytest.fixture
+def config(files: tuple[Path, Path], tmp_path: Path) -> Seq2SeqConfig:
+    return Seq2SeqConfig(
+        tmp_path / "model", *files, steps=40, vocab_size=290, hidden=16, intermediate=32, layers=2, decoder_layers=1,
+        heads=2, source_tokens=8, target_tokens=12, batch=8, warmup=5,
+    )  # fmt: skip
+
+
+def prepare(config: Seq2SeqConfig) -> tuple[job.Seq2SeqData, Trainer]:
+    """Do everything before the first step."""
+    job.check_folder(config, resume=True)
+    texts = job.read_pairs(config)
+    data = job.tokenise(config, texts, job.choose_tokenizer(config, texts[0]))
+    return data, job.new_trainer(config, data)
+
+
+def trained(config: Seq2SeqConfig) -> tuple[job.Seq2SeqData, Trainer]:
+    """Train to the end, without measuring."""
+    data, trainer = prepare(config)
+    for _ in trainer.run():
+        pass
+    return data, trainer
+
+
+def test_the_loss_falls_and_the_written_model_is_measured(config: Seq2SeqConfig) -> None:
+    data, trainer = trained(config)
+    assert trainer.recent_loss(5) < trainer.state.losses[0] - 1.5
+    outcome = job.finish(config, data, trainer)
+    assert outcome.held_out_pairs + outcome.pairs == len(NUMBERS)
+    assert outcome.held_out_loss == pytest.approx(trainer.recent_loss(5), abs=0.5)
+    assert "--decoder-layers 1" in (config.out / "README.md").read_text()
+
+
+def test_seq2seq_runs_are_reproducible(config: Seq2SeqConfig, tmp_path: Path) -> None:
+    """The same seed gives the same bits, also after an interruption; another seed gives others."""
+    _, whole = trained(config)
+    config = replace(config, out=tmp_path / "interrupted")
+    _, first = prepare(config)
+    for report in first.run():
+        if report.step == 11:
+            first.save()
+        if report.step == 13:
+            break
+    _, second = prepare(config)
+    second.resume()
+    for _ in second.run():
+        pass
+    assert second.state.losses == whole.state.losses
+    for ours, theirs in zip(second.model.parameters(), whole.model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    _, other = trained(replace(config, out=tmp_path / "other", seed=2, steps=1))
+    assert other.state.losses[0] != whole.state.losses[0]
+
+
+def test_transformers_computes_a_written_model(config: Seq2SeqConfig) -> None:
+    data, trainer = trained(config)
+    job.finish(config, data, trainer)
+    theirs = transformers.T5ForConditionalGeneration.from_pretrained(config.out, dtype=torch.float32).eval()
+    assert not torch.equal(theirs.lm_head.weight, theirs.shared.weight)
+    batch = data.held_out.tensors(range(2))
+    with torch.no_grad():
+        seen = torch.arange(batch.sources.shape[1]) < batch.lengths[:, None]
+        logits = theirs(batch.sources, attention_mask=seen, decoder_input_ids=batch.inputs).logits[batch.real]
+        ours = load_plain(str(config.out))
+        found = ours.logits(states_of_pairs(ours, batch))
+    torch.testing.assert_close(found, logits, atol=1e-4, rtol=1e-4)
+
+
+def test_a_written_model_serves_and_ends_its_texts(config: Seq2SeqConfig) -> None:
+    """It learns the digits' words, which the engine then writes for a source in text."""
+    longer = replace(config, hidden=32, intermediate=64, steps=400)
+    job.finish(longer, *trained(longer))
+    llm = LLM(str(longer.out), dtype="float32", max_num_seqs=4)
+    made = llm.generate(NUMBERS[:20], SamplingParams(temperature=0, max_tokens=12), use_tqdm=False)
+    assert all(each.outputs[0].finish_reason == "stop" for each in made)
+    right = sum(each.outputs[0].text == words(source) for each, source in zip(made, NUMBERS, strict=False))
+    assert right >= 12
+
+
+def test_a_draft_learns_from_its_teacher(config: Seq2SeqConfig, tmp_path: Path) -> None:
+    job.finish(config, *trained(config))
+    draft = replace(
+        config, out=tmp_path / "draft", teacher=config.out, hidden=8, layers=1, decoder_layers=None, steps=60
+    )
+    data, trainer = prepare(draft)
+    before = trainer.objective.loss(trainer.model, trainer.windows.batch(0, 8), 0.0).item()
+    for _ in trainer.run():
+        pass
+    assert trainer.objective.loss(trainer.model, trainer.windows.batch(0, 8), 0.0).item() < before / 2
+    outcome = job.finish(draft, data, trainer)
+    assert outcome.overlap is not None
+    assert outcome.overlap.alpha > 0.5
+    assert "a draft for the model in model/" in (draft.out / "README.md").read_text()
+    assert (draft.out / "tokenizer.json").read_text() == (config.out / "tokenizer.json").read_text()
+
+
+def test_padding_counts_nowhere(config: Seq2SeqConfig) -> None:
+    """The loss of a batch is the mean over the tokens of its pairs alone."""
+    data, trainer = prepare(config)
+    losses, counts = list[float](), list[int]()
+    places = [3, 40, 90]
+    for place in places:
+        alone = data.training.tensors([place])
+        head = trainer.model.logits(states_of_pairs(trainer.model, alone))
+        losses.append(float(torch.nn.functional.cross_entropy(head, alone.tokens, reduction="sum").detach()))
+        counts.append(len(alone.tokens))
+    windows = torch.tensor([[place, 0] for place in places])
+    found = PairObjective(data.training).loss(trainer.model, windows, 0.0).item()
+    assert len(set(counts)) > 1
+    assert found == pytest.approx(sum(losses) / sum(counts), rel=1e-5)
+
+
+def test_each_epoch_has_all_pairs_in_batches_of_one_length() -> None:
+    sources = [torch.tensor([1] * (1 + number * 7 % 40)) for number in range(64)]
+    batches = PairBatches(Pairs(sources, sources, end=0), 4, seed=3)
+    epochs = [[batches.batch(first, 4)[:, 0].tolist() for first in range(start, start + 64, 4)] for start in (0, 64)]
+    for epoch in epochs:
+        assert sorted(place for batch in epoch for place in batch) == list(range(64))
+        assert max(max(len(sources[place]) for place in batch) - min(len(sources[place]) for place in batch)
+                   for batch in epoch) <= 4  # fmt: skip
+    assert epochs[0] != epochs[1]
+    assert batches.batch(0, 4)[:, 0].tolist() == epochs[0][0]
+
+
+def test_long_texts_are_cut_and_all_end(config: Seq2SeqConfig) -> None:
+    texts = job.read_pairs(replace(config, target_tokens=4))
+    config.out.mkdir()
+    tokenizer = job.choose_tokenizer(config, texts[0])
+    pairs = Pairs.of(texts[0], tokenizer, 8, 4)
+    batch = pairs.tensors(range(len(pairs)))
+    assert batch.inputs.shape[1] == 4
+    assert (batch.inputs[:, 0] == 0).all()
+    assert batch.tokens[-1] == 0
+    assert int((batch.tokens == 0).sum()) == len(pairs)
+    assert Tokenizer.from_file(str(config.out / "tokenizer.json")).encode("7").ids[-1] == 0
+
+
+def _short(config: Seq2SeqConfig) -> Seq2SeqConfig:
+    path = config.out.parent / "short.txt"
+    path.write_text("one\n")
+    return replace(config, targets=path)
+
+
+def _ids(config: Seq2SeqConfig) -> Seq2SeqConfig:
+    path = config.out.parent / "ids.jsonl"
+    path.write_text("[1, 2]\n" * len(NUMBERS))
+    return replace(config, targets=path)
+
+
+WRONG: dict[str, Callable[[Seq2SeqConfig], Any]] = {
+    "has 250 texts and .* has 1": lambda config: job.read_pairs(_short(config)),
+    "has token ids": lambda config: job.read_pairs(_ids(config)),
+    "don't fill a batch of 500": lambda config: prepare(replace(config, batch=500)),
+    "need two files": lambda config: replace(config, held_out_sources=config.sources),
+    "has its tokenizer": lambda config: replace(config, teacher=config.out, tokenizer=config.out),
+    "--layers is 0": lambda config: replace(config, decoder_layers=0),
+    "heads of an even size": lambda config: replace(config, heads=3),
+    "needs an end": lambda config: replace(config, steps=None),
+}
+
+
+@pytest.mark.parametrize("reason", list(WRONG))
+def test_wrong_seq2seq_settings_are_refused(reason: str, config: Seq2SeqConfig) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        WRONG[reason](config)
+
+
+def test_a_teacher_without_an_encoder_is_refused(config: Seq2SeqConfig, target_folder: Path) -> None:
+    with pytest.raises(ConfigError, match="no encoder"):
+        prepare(replace(config, teacher=target_folder))
+
+
+def test_held_out_files_are_measured_only(config: Seq2SeqConfig, files: tuple[Path, Path]) -> None:
+    training, held_out = job.read_pairs(replace(config, held_out_sources=files[0], held_out_targets=files[1]))
+    assert len(training.sources) == len(held_out.sources) == len(NUMBERS)
+    assert read_texts(*files).targets[7] == words("21")
+    split, out = job.read_pairs(config)
+    assert 0 < len(out.sources) < 20
+    assert not set(split.sources) & set(out.sources)
+
+
+def test_the_command_trains_a_target_and_its_draft(files: tuple[Path, Path], tmp_path: Path) -> None:
+    small = "--vocab-size 290 --hidden 16 --intermediate 32 --layers 1 --heads 2 --batch 4 --steps 3".split()
+    runner, target = CliRunner(), tmp_path / "target"
+    run = runner.invoke(train.app, ["seq2seq", *map(str, files), "--out", str(target), *small, "--json"])
+    assert run.exit_code == 0, run.output
+    assert json.loads(run.stdout)["steps"] == 3
+    again = ["seq2seq", *map(str, files), "--out", str(tmp_path / "draft"), "--teacher", str(target), *small[2:]]
+    run = runner.invoke(train.app, again)
+    assert run.exit_code == 0, run.output
+    assert "sum min(p, q) with the target" in run.stderr
+    run = runner.invoke(train.app, again)
+    assert isinstance(run.exception, ConfigError)
+    assert "--resume" in str(run.exception)
+
+
+def test_overlap_is_that_of_all_tokens(config: Seq2SeqConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several parts of a pass, of 256 tokens each, count together."""
+    monkeypatch.setattr(objective, "_AT_A_TIME", 100)
+    data, trainer = prepare(config)
+    _, other = prepare(replace(config, out=config.out.parent / "other", tokenizer=config.out, seed=2))
+    found = overlap_of_pairs(trainer.model, other.model, data.training)
+    batch = data.training.tensors(range(len(data.training)))
+    p, q = (model.logits(states_of_pairs(model, batch)).softmax(-1) for model in (trainer.model, other.model))
+    assert found.positions == len(batch.tokens) > 256 * 4
+    assert found.alpha == pytest.approx(float(torch.minimum(p, q).sum(-1).mean()), rel=1e-5)
+    assert found.greedy_agreement == pytest.approx(float((p.argmax(-1) == q.argmax(-1)).double().mean()), abs=1e-3)
+
+
+def test_watched_loss_is_that_of_some_pairs(config: Seq2SeqConfig) -> None:
+    data, trainer = prepare(config)
+    assert trainer.measure is not None
+    everything, some = (loss_of_pairs(trainer.model, data.training, most=most) for most in (None, 40))
+    assert everything == pytest.approx(some, rel=0.1)
+    assert trainer.measure() == f"held-out loss {loss_of_pairs(trainer.model, data.held_out):.3f}"
