@@ -334,7 +334,7 @@ def draft_rig(draft: TableModel) -> Rig:
     return build_rig(encoder_decoder(), drafter, length=3, limits=LIMITS, cache=ROOM)
 
 
-def test_a_draft_model_encodes_equal_sources_once_and_within_the_budget() -> None:
+def test_a_draft_model_encodes_equal_sources_once() -> None:
     draft = TableModel(PAIR.draft, V, has_source=True)
     rig = draft_rig(draft)
     for index, source in enumerate([SOURCE, SOURCE, (2, 2), (1,) * LONGEST]):
@@ -346,7 +346,7 @@ def test_a_draft_model_encodes_equal_sources_once_and_within_the_budget() -> Non
     assert_no_source_is_left(rig)
 
 
-def test_a_source_that_does_not_fit_costs_the_drafts_of_its_text_alone() -> None:
+def test_a_source_that_does_not_fit_costs_its_text_the_drafts() -> None:
     rig = draft_rig(TableModel(PAIR.draft, V, has_source=True, max_positions=12))
     (longer,) = rig.add((0,), SamplingParams(seed=1, max_tokens=8), "long", source=(1,) * LONGEST)
     (other,) = rig.add((0,), SamplingParams(seed=1, max_tokens=8), "short", source=(1,) * 5)
