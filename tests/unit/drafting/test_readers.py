@@ -10,6 +10,7 @@ from speculant.drafting.base import Drafter
 from speculant.drafting.lookup import ngram, recent_match, suffix
 from speculant.drafting.lookup.reading import SequenceReader
 from speculant.drafting.lookup.token_recycling import RecyclingOptions, TokenRecycling
+from speculant.drafting.model.cascade import copy_of
 from speculant.types import Request
 from tests.models import VOCAB_SIZE, make_request
 
@@ -86,3 +87,9 @@ def test_the_end_of_an_output_is_learnt_without_its_source() -> None:
     drafter.begin(other)
     assert copied(drafter, other, 2) == [62, 63]
     assert drafter.store.num_tokens == 5
+
+
+def test_copies_of_requests_have_their_source() -> None:
+    """The inner drafter of a cascade copies from it too."""
+    request = make_request([0], [31], source=tuple(SOURCE))
+    assert copy_of(request).source == request.source
