@@ -298,6 +298,24 @@ def test_taps_of_a_model_with_a_source_enter_its_layers() -> None:
         torch.testing.assert_close(seen, known, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("length", [1, 70])
+@torch.inference_mode()
+def test_a_source_of_another_model_s_result(length: int) -> None:
+    """Its keys and values are the same bits as those of the model's own encoder; other sources may be beside it."""
+    decoder, tokens = make_reference(), tokens_of(9, length)
+    for model in (packed(decoder, opened()), decoder):
+        cache, given = CACHES["paged by 5"](model.cache_shape), CACHES["paged"](model.cache_shape)
+        (states,) = encode(model, cache, {SOURCE: tokens})
+        inputs = [
+            SequenceInput(seq_id, read, DraftTree.empty(), hidden=result)
+            for seq_id, read, result in ((OTHERS[0], [1, 2], torch.randn(2, 32)), (SOURCE, [0] * length, states))
+        ]
+        assert torch.equal(model.encode(build_batch(inputs, given, CPU), given.storage)[2:], states)
+        text = tokens_of(1, 9)
+        found, expected = feed(model, given, text, [9]), feed(model, cache, text, [9])
+        torch.testing.assert_close(found, expected, atol=0 if isinstance(model, NativeDecoder) else 1e-5, rtol=0)
+
+
 @torch.inference_mode()
 def test_a_head_reads_states_and_no_source(tmp_path: Path) -> None:
     """It has layers of its own, whose rows see their own sequence; table and output head are the target's."""

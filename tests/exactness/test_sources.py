@@ -22,19 +22,21 @@ from speculant.config import POLICIES, Limits
 from speculant.drafting.base import Drafter, DrafterNeeds
 from speculant.drafting.lookup.ngram import NgramDrafter, NgramOptions
 from speculant.drafting.model.drafter import ModelDrafter
+from speculant.drafting.model.runner import DraftModelRunner
 from speculant.drafting.model.sources import DraftSources
 from speculant.drafting.topology import ParallelChains, StaticTree, TreeTopology
 from speculant.lab.exactness.distributions import EXACT, FULL_SUPPORT, Pair, deviation
 from speculant.lab.exactness.tables import TableModel, conditioned
 from speculant.models.base import Batch, Hidden
 from speculant.params import SamplingParams
-from speculant.sampling.chance import Chances
+from speculant.sampling.chance import Chances, KeyedChances
 from speculant.types import ANYONE, Client, DraftTree, Request
 from tests.exactness.plain_beams import exact_distribution, plain_beams
 from tests.exactness.searches import assert_found, wide
 from tests.exactness.speculation import Case, MakeDrafter, draft_model, enumerate_case
 from tests.examples import examples
 from tests.fakes import MakeCache, Rig, ScriptedDrafter, build_rig, few_blocks, known_verifiers, model_drafter, slotted
+from tests.models import make_request
 
 SOURCE = (1, 0, 1)
 BLOCKS = few_blocks(64, keep_prefixes=False)
@@ -334,7 +336,7 @@ def draft_rig(draft: TableModel) -> Rig:
     return build_rig(encoder_decoder(), drafter, length=3, limits=LIMITS, cache=ROOM)
 
 
-def test_a_draft_model_encodes_equal_sources_once_and_within_the_budget() -> None:
+def test_a_draft_model_encodes_equal_sources_once() -> None:
     draft = TableModel(PAIR.draft, V, has_source=True)
     rig = draft_rig(draft)
     for index, source in enumerate([SOURCE, SOURCE, (2, 2), (1,) * LONGEST]):
@@ -346,7 +348,24 @@ def test_a_draft_model_encodes_equal_sources_once_and_within_the_budget() -> Non
     assert_no_source_is_left(rig)
 
 
-def test_a_source_that_does_not_fit_costs_the_drafts_of_its_text_alone() -> None:
+@pytest.mark.parametrize(("salts", "encoded"), [(("", "other"), [[5], [5, 5]]), (("", ""), [[5], [5]])])
+def test_a_round_encodes_within_its_budget(salts: Sequence[str], encoded: Sequence[Sequence[int]]) -> None:
+    """Two sources of 5 tokens, or one, and texts of a token, with 8 rows in a round."""
+    draft = TableModel(PAIR.draft, V, has_source=True)
+    runner = DraftModelRunner(draft, ROOM(draft.cache_shape, LIMITS), KeyedChances(), 8)
+    requests = [
+        make_request([0], seq_id=number, source=(1,) * 5, cache_salt=salt) for number, salt in enumerate(salts, 1)
+    ]
+    for request in requests:
+        runner.begin(request)
+    for expected in encoded:
+        chains = runner.plan([(request, 1) for request in requests])
+        assert draft.num_encoded == list(expected)
+    assert len({chain.source for chain in chains}) == len(set(salts))
+    assert len(chains) == 2
+
+
+def test_a_source_that_does_not_fit_costs_its_text_the_drafts() -> None:
     rig = draft_rig(TableModel(PAIR.draft, V, has_source=True, max_positions=12))
     (longer,) = rig.add((0,), SamplingParams(seed=1, max_tokens=8), "long", source=(1,) * LONGEST)
     (other,) = rig.add((0,), SamplingParams(seed=1, max_tokens=8), "short", source=(1,) * 5)

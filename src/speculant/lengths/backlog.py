@@ -1,6 +1,7 @@
 """The cost of a backlog: a drafter with a cache of its own first computes all tokens that it has not processed.
 
-After a long prompt, this can take longer than the drafts of a short answer save.
+After a long prompt, this can take longer than the drafts of a short answer save. The tokens of a source count too: the
+encoder of a draft model reads them before the first draft.
 """
 
 from __future__ import annotations
@@ -23,12 +24,13 @@ class Backlogs:
 
     def note(self, request: Request) -> int:
         """Record a draft for a request; return how many tokens it gained since its last draft."""
-        count, self._seen[request] = len(request.tokens) - self._seen.get(request, 0), len(request.tokens)
+        length = _length(request)
+        count, self._seen[request] = length - self._seen.get(request, 0), length
         return count
 
     def seconds(self, method: str, request: Request) -> float:
         """Return the seconds of a request's backlog."""
-        seen, length, reading = self._seen.get(request, 0), len(request.tokens), self._readings.get(method)
+        seen, length, reading = self._seen.get(request, 0), _length(request), self._readings.get(method)
         return 0.0 if reading is None or length - seen < LEAST else reading.seconds(seen, length)
 
     def affordable(
@@ -47,6 +49,11 @@ class Backlogs:
                 else:
                     left[place] = 0
         return left, total_s
+
+
+def _length(request: Request) -> int:
+    """Return how many tokens a drafter processes, those of the source included."""
+    return len(request.source) + len(request.tokens)
 
 
 def _left(request: Request) -> float:

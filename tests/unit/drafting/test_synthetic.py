@@ -43,8 +43,9 @@ def test_a_position_is_right_or_wrong_however_it_is_reached() -> None:
 
 
 def test_an_unknown_prompt_gets_no_draft() -> None:
-    (tree,) = taught(1.0).propose([make_request([2, 1])], [5])
-    assert tree.size == 0
+    for unknown in (make_request([2, 1]), make_request([1, 2], source=(3,))):
+        (tree,) = taught(1.0).propose([unknown], [5])
+        assert tree.size == 0
 
 
 def test_the_longest_finished_continuation_is_remembered() -> None:

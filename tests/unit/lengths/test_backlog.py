@@ -45,6 +45,16 @@ def test_a_backlog_takes_the_measured_time() -> None:
     assert backlogs.seconds("some", request) == pytest.approx(100 * 0.008 + 100 * 1050 * 1e-6)
 
 
+def test_a_source_is_read_once() -> None:
+    backlogs = Backlogs(costs())
+    request = make_request([1] * 2, params=SamplingParams(max_tokens=50), source=(1,) * 98)
+    assert backlogs.seconds("some", request) == pytest.approx(100 * 0.008 + 100 * 50 * 1e-6)
+    assert backlogs.note(request) == 100
+    assert backlogs.seconds("some", request) == 0.0
+    request.tokens.extend([1] * 10)
+    assert backlogs.note(request) == 10
+
+
 @pytest.mark.parametrize(("prompt", "max_tokens", "drafts"), [
     (100, 50, True), (4000, 50, False), (4000, 1000, True), (4000, None, True),
 ])  # fmt: skip

@@ -4,7 +4,7 @@ Each order has a table from the hash of a context to counts of the tokens that f
 known context is used, and of its continuations the most frequent (the first seen on a tie). Each
 prediction extends the context of the next one. Drafts are deterministic.
 
-A token of the prompt or the output adds at most three entries to the table of each order: 1 kB at most with three
+A token of source, prompt or output adds at most three entries to the table of each order: 1 kB at most with three
 orders. Proposing 4 tokens and observing take 9 to 18 microseconds a token, whatever the history
 (benchmarks/lookup_cost.py).
 """
@@ -142,7 +142,7 @@ def _extended(state: int, token: int) -> int:
 
 
 class NgramDrafter(ReadingDrafter):
-    """One `Predictor` per sequence, over prompt and output."""
+    """One `Predictor` per sequence, over source, prompt and output."""
 
     def __init__(self, options: NgramOptions) -> None:
         super().__init__(lambda request: Predictor(options))

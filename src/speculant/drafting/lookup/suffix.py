@@ -1,9 +1,10 @@
 """Continuations from suffix automata over this request and over others (SuffixDecoding, arXiv 2411.04975).
 
-The request's own index holds its prompt and output, the store the outputs of other requests, with the end of their
-prompts before them, and the corpus the texts of a file. An output enters the store in parts while its request runs. For
-a match of L tokens the most frequent continuation is followed for at most floor(L * factor) tokens, while the product
-of its ratios stays at min_prob or above. A ratio is a token's count divided by the count of all tokens that followed.
+The request's own index holds its source, prompt and output. The store holds the outputs of other requests, with the
+end of their prompts before them, and the corpus the texts of a file. An output enters the store in parts while its
+request runs. For a match of L tokens the most frequent continuation is followed for at most floor(L * factor) tokens,
+while the product of its ratios stays at min_prob or above. A ratio is a token's count divided by the count of all
+tokens that followed.
 The match with the largest sum of products wins, the request's own index on a tie.
 
 Memory: with the native library at most 190 bytes per token of a running request, of the store and of the corpus (65 to

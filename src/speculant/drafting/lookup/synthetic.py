@@ -37,14 +37,14 @@ class SyntheticDrafter(StatelessDrafter):
     def __init__(self, options: SyntheticOptions, vocab_size: int) -> None:
         self._rate = options.acceptance_rate
         self._vocab_size = vocab_size
-        self._scripts: dict[tuple[int, ...], list[int]] = {}
+        self._scripts: dict[tuple[tuple[int, ...], ...], list[int]] = {}  # by source and prompt
 
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
         """See `Drafter.propose`."""
         return [self._propose_one(request, limit) for request, limit in zip(requests, limits, strict=True)]
 
     def _propose_one(self, request: Request, limit: int) -> DraftTree:
-        script = self._scripts.get(request.prompt, [])
+        script = self._scripts.get((request.source, request.prompt), [])
         ahead = script[request.num_output : request.num_output + limit]
         return DraftTree.chain([self._spoil(token, request.num_output + i) for i, token in enumerate(ahead)])
 
@@ -54,8 +54,9 @@ class SyntheticDrafter(StatelessDrafter):
 
     def end(self, request: Request) -> None:
         """See `Drafter.end`: remember the longest continuation of each prompt."""
-        if request.finished and request.num_output >= len(self._scripts.get(request.prompt, [])):
-            self._scripts[request.prompt] = request.output
+        key = request.source, request.prompt
+        if request.finished and request.num_output >= len(self._scripts.get(key, [])):
+            self._scripts[key] = request.output
 
 
 def build(context: DrafterContext) -> SyntheticDrafter:
