@@ -49,5 +49,7 @@ def quantize(
         print_json({"path": str(out), "type": type_, "bytes": size, "seconds": seconds})
         return
     messages().print(f"{out}: {size / 2**20:,.1f} MiB in {seconds:.1f} s")
+    if CheckpointFiles.open(out).decoder.encoder is not None:
+        return
     compare = shlex.join(["speculant", "bench", "quality", model, str(out), "--text"])
     messages().print(f"to compare it with the original: {compare} FILE", soft_wrap=True)
