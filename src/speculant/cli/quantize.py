@@ -37,6 +37,7 @@ def quantize(
     from speculant.lab.quantize.job import TYPES
     from speculant.lab.quantize.job import quantize as write
     from speculant.models.source import resolve_source
+    from speculant.models.weights.load import CheckpointFiles
 
     if type_ not in TYPES:
         raise ConfigError(f"--type {type_} is unknown", suggest(type_, TYPES))
