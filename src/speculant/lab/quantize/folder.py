@@ -1,8 +1,8 @@
 """Writes a quantised model as a folder in the format of compressed-tensors, which vLLM and transformers read.
 
 Matrices of layers become integers in groups of 32 with a scale and a zero point ("pack-quantized"). Embeddings, the
-head, routers, tables of distances, vectors and rows that 32 does not divide stay as they are. The whole rounded model is in memory until it
-is written.
+head, routers, tables of distances, vectors and rows that 32 does not divide stay as they are. The whole rounded model
+is in memory until it is written.
 """
 
 from __future__ import annotations
