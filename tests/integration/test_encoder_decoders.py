@@ -11,8 +11,15 @@ import pytest
 import torch
 
 from speculant import LLM, AsyncEngine, ExplicitEncoderDecoderPrompt, SamplingParams
+from speculant.config import EngineConfig
+from speculant.engine.build import build_engine
 from speculant.errors import RequestError
 from speculant.kernels.native import usable_sets
+from speculant.kernels.reference_sampler import REFERENCE
+from speculant.lab.bench.acceptance import Text, TextReader
+from speculant.lab.bench.workloads import WorkloadConfig, added_tokens, make_workload, require_room
+from speculant.lab.exactness.texts import TargetReader, complete, longest_of, reread
+from speculant.sampling.distribution import Node
 from speculant.structured.spec import StructuredOutputs
 from speculant.types import RequestOutput
 from tests.encoder_decoders import make_t5, write_t5
@@ -292,3 +299,41 @@ def test_the_async_engine_streams_encoder_decoder_texts(folder: str, t5: MakeT5)
     result = asyncio.run(run())
     assert (result.encoder_prompt, tokens_of([result])) == ("hello", tokens_of([expected]))
     assert result.prompt_token_ids == [BEGIN]
+
+
+# --- the laboratory
+
+
+def test_readers_of_whole_texts_read_the_source(folder: str, theirs: Any) -> None:
+    """The benchmarks' reader in one pass and the checks' reader token by token find the logits of transformers."""
+    runtime = build_engine(EngineConfig(folder, dtype="float64", max_model_len=128))
+    sources = [list(range(60, 60 + count)) for count in (1, 40)]
+    texts = complete(runtime, sources, [SamplingParams(max_tokens=6, ignore_eos=True)] * 2)
+    readers = TargetReader(runtime, 2, max(map(longest_of, texts))), TargetReader(runtime, 1, 40)
+    model = runtime.checkpoint.model
+    for text, source in zip(texts, sources, strict=True):
+        assert (text.prompt, list(text.source)) == ((BEGIN,), source)
+        inputs = {"input_ids": torch.tensor([source]), "decoder_input_ids": torch.tensor([text.tokens[:-1]])}
+        with torch.inference_mode():
+            expected = theirs(**inputs).logits[0]
+        whole = TextReader(model, REFERENCE, model.vocab_size).logits(Text(text.prompt, text.output, source))
+        assert torch.allclose(whole, expected, atol=1e-6)
+        for place in range(text.num_output):
+            copy = reread(text, place)
+            (found,) = readers[0].distributions([Node(copy)])
+            assert torch.allclose(found, expected[place].softmax(0), atol=1e-6)
+            assert torch.allclose(readers[1].distributions([Node(copy)])[0], found, atol=1e-12)
+            readers[1].end(copy)
+
+
+def test_code_ends_with_the_end_token_of_sources(folder: str) -> None:
+    runtime = build_engine(EngineConfig(folder, max_model_len=128))
+    assert added_tokens(runtime.tokenizer) == ([], [END])
+    for prompts in ("code", "edit"):
+        for length in (1, 2, 30):
+            workload = make_workload(WorkloadConfig(prompts, 2, length), runtime, 2)
+            assert [(len(each), list(each).index(END)) for each in workload.prompts] == [(length, length - 1)] * 2
+    assert workload.sources
+    require_room(workload, 127, runtime.limits)
+    with pytest.raises(RequestError, match="1 tokens and 128 to generate are more than max_model_len=128"):
+        require_room(workload, 128, runtime.limits)

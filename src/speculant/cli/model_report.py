@@ -119,6 +119,7 @@ def _model(files: CheckpointFiles, place: Path) -> dict[str, Any]:
         "architecture": files.config["model_type"],
         "parameters": parameters(decoder),
         "layers": decoder.num_layers,
+        **({} if decoder.encoder is None else {"encoder_layers": len(decoder.encoder.layers)}),
         "hidden_size": decoder.hidden_size,
         "vocabulary": decoder.vocab_size,
         "context": decoder.max_positions,
@@ -200,12 +201,14 @@ def _by_kind(matrices: Sequence[Matrix]) -> dict[str, dict[str, Any]]:
 
 def _memory(files: CheckpointFiles, matrices: Sequence[Matrix], dtype: torch.dtype) -> dict[str, Any]:
     """Return the size of a model in memory, and the part that each pass reads."""
-    from speculant.models.sizes import pass_matrices
+    from speculant.models.sizes import pass_matrices, source_matrices
 
-    read = {name for name, _, _ in pass_matrices(files.decoder)}
+    parts = {"read_in_each_pass_mib": {name for name, _, _ in pass_matrices(files.decoder)}}
+    if files.decoder.encoder is not None:
+        parts["read_to_encode_mib"] = {name for name, _ in source_matrices(files.decoder)}
     return {
         "weights_mib": sum(matrix.kept for matrix in matrices) / MIB,
-        "read_in_each_pass_mib": sum(matrix.kept for matrix in matrices if matrix.name in read) / MIB,
+        **{part: sum(each.kept for each in matrices if each.name in read) / MIB for part, read in parts.items()},
         "keys_and_values": str(dtype).removeprefix("torch."),
         **_cache_sizes(files.decoder, dtype),
     }

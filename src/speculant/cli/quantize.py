@@ -37,6 +37,7 @@ def quantize(
     from speculant.lab.quantize.job import TYPES
     from speculant.lab.quantize.job import quantize as write
     from speculant.models.source import resolve_source
+    from speculant.models.weights.load import CheckpointFiles
 
     if type_ not in TYPES:
         raise ConfigError(f"--type {type_} is unknown", suggest(type_, TYPES))
@@ -49,5 +50,7 @@ def quantize(
         print_json({"path": str(out), "type": type_, "bytes": size, "seconds": seconds})
         return
     messages().print(f"{out}: {size / 2**20:,.1f} MiB in {seconds:.1f} s")
+    if CheckpointFiles.open(out).decoder.encoder is not None:
+        return
     compare = shlex.join(["speculant", "bench", "quality", model, str(out), "--text"])
     messages().print(f"to compare it with the original: {compare} FILE", soft_wrap=True)

@@ -107,7 +107,7 @@ class Prompts:
         read = [engine.read_prompt(each) for each in _listed(body)]
         for prompt in read:
             self._check(engine, prompt, body)
-        return [(_pair if isinstance(each, PromptPair) else _of)(engine, each, body) for each in read]
+        return [_of(engine, each, body) for each in read]
 
     def _check(self, engine: AsyncEngine, prompt: PlainPrompt | PromptPair, body: CompletionBody) -> None:
         """Raise ApiError (400) for a salt beside a prompt's text, and for texts that are too long."""
@@ -148,12 +148,10 @@ class Prompts:
             )
 
 
-def _of(engine: AsyncEngine, given: PlainPrompt, body: CompletionBody | TokenizeBody) -> Prompt:
-    return _echoed(engine, Prompt(_cut(engine, _tokens(engine, given, body), body), _text(given)), body)
-
-
-def _pair(engine: AsyncEngine, given: PromptPair, body: CompletionBody) -> Prompt:
-    """Return the prompt for an encoder-decoder model: its source is cut, and its decoder's prompt is repeated."""
+def _of(engine: AsyncEngine, given: PlainPrompt | PromptPair, body: CompletionBody | TokenizeBody) -> Prompt:
+    """Return a prompt that is cut; of a pair it is the decoder's, and its source is cut."""
+    if isinstance(given, PlainPrompt):
+        return _echoed(engine, Prompt(_cut(engine, _tokens(engine, given, body), body), _text(given)), body)
     source = _cut(engine, _tokens(engine, given.encoder, body), body)
     text = None if given.decoder is None else _text(given.decoder)
     return _echoed(engine, Prompt(engine.decoder_tokens(given.decoder), text, source=source), body)

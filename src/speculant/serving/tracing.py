@@ -3,9 +3,11 @@
     llm_request  |----------------------------------------|
     queue          |---|                                      until the first step
     prompt             |-----|                                from there until the first token
-    draft              |---|                                  these three are sums over all steps of the request,
+    draft              |---|                                  these are sums over all steps of the request,
     target pass            |----------------------|           and each begins where the one above it ends
     verify                                        |--|
+
+With an encoder-decoder model, a span `encode` comes before `draft`.
 
 Spans are made when the response has ended, from the request's record. Of several prompts the phases are those of the
 prompt with the most passes: prompts share passes, so their sums can't be added. Attributes have vLLM's names where it
@@ -123,8 +125,9 @@ def phases(record: RequestRecord) -> Iterator[Phase]:
         ("target pass", timing.pass_s, {}),
         ("verify", timing.verify_s - timing.pass_s, {"speculant.accepted_tokens": spec.num_accepted_draft_tokens}),
     )
+    encoding: tuple[tuple[str, float, Mapping[str, Value]], ...] = (("encode", timing.encode_s, {}),)
     begin = timing.started
-    for name, seconds, attributes in sums:
+    for name, seconds, attributes in (*(encoding if timing.encode_s else ()), *sums):
         yield Phase(name, begin, begin + seconds, {"speculant.passes": timing.target_passes, **attributes})
         begin += seconds
 

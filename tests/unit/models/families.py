@@ -293,17 +293,21 @@ def thinned_cases(
     return made
 
 
-def cases_with(values: Sequence[str], families: Collection[str] | None = None) -> list[ParameterSet]:
-    """Return all cases with each of these values as parameters (family, variant, value).
+def cases_with(
+    values: Sequence[str], families: Collection[str] | None = None, *, with_encoders: bool = False
+) -> list[ParameterSet]:
+    """Return all cases with each of these values as parameters (family, variant, value); with_encoders: see `cases`.
 
     Not slow: the first variant of each family with one value, or with more where there are more values than families,
     so that each value occurs; of these, those of `families` if they are given.
     """
-    made, firsts = [], dict.fromkeys(family for family, _ in cases())
+    found, thinned = (
+        cases(with_encoders=with_encoders),
+        thinned_cases(families=families, with_encoders=with_encoders),
+    )
+    made, firsts = [], dict.fromkeys(family for family, _ in found)
     places = {family: place for place, family in enumerate(firsts)}
-    for case, own in (
-        (case, thinned.marks) for case, thinned in zip(cases(), thinned_cases(families=families), strict=True)
-    ):
+    for case, own in ((case, each.marks) for case, each in zip(found, thinned, strict=True)):
         for number, value in enumerate(values):
             taken = number % len(places) == places[case[0]] % len(values)
             marks = own if taken else [pytest.mark.slow]

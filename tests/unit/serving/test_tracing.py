@@ -64,6 +64,15 @@ def spans_of(record: RequestRecord, *headers: tuple[str, str]) -> Sequence[Any]:
     return exporter.get_finished_spans()
 
 
+def test_the_encoder_s_time_is_a_phase_of_its_own() -> None:
+    output = result(11.0, 1)
+    output.metrics.timing.encode_s = 0.25
+    found = {each.name: each for each in phases(record_of(output))}
+    assert [*found] == ["queue", "prompt", "encode", "draft", "target pass", "verify"]
+    assert found["encode"].ended - found["encode"].started == 0.25
+    assert found["draft"].started == found["encode"].ended
+
+
 def test_phases_add_up() -> None:
     (queue, prompt, draft, target, verify) = phases(record_of(result(11.0, 3)))
     assert (queue.name, queue.started, queue.ended) == ("queue", 11.0, 11.5)

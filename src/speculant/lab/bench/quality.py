@@ -124,7 +124,10 @@ class Compared:
 
     @classmethod
     def load(cls, reference: EngineConfig, judged: EngineConfig) -> Compared:
-        """Load both models. Raises PairError if their vocabularies differ, and the errors of `load_model`."""
+        """Load both models. Raises PairError if their vocabularies differ, and the errors of `load_model`.
+
+        Raises RequestError for an encoder-decoder model.
+        """
         sides = reference, judged
         _check_vocabularies(*(Tokenizer.load(resolve_source(side.model)) for side in sides))
         a, b = (
@@ -134,6 +137,12 @@ class Compared:
             )
             for side in sides
         )  # fmt: skip
+        for each in (a, b):
+            if each.model.needs.source:
+                raise RequestError(
+                    f"{each.name} is an encoder-decoder: its distributions depend on a source, which a text lacks",
+                    "compare models without encoder.",
+                )
         return cls(a, b, min(a.model.vocab_size, b.model.vocab_size))
 
     def check(self, text: QualityText) -> None:

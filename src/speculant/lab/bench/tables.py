@@ -71,8 +71,8 @@ ENDS = (
     Row("failed", "failed", whole=True),
 )
 ROWS: Mapping[str, Sequence[Row]] = {
-    "throughput": (*SPEED, *STEPS, *ENCODER, *CACHE),
-    "latency": (*SPEED[2:], *GAPS, *SPEED[:1], *STEPS, *ENCODER),
+    "throughput": (*SPEED, *STEPS, *CACHE),
+    "latency": (*SPEED[2:], *GAPS, *SPEED[:1], *STEPS),
     "serve": (*REQUESTS, *ENDS),
 }
 
@@ -90,7 +90,8 @@ def tables(benchmark: str, case: Mapping[str, Any]) -> Iterator[Table]:
     else:
         for end, title in (("", ""), (ONE_AT_A_TIME, "One at a time")):
             if PLAIN + end in case["runs"]:
-                yield _modes(ROWS[benchmark], case, end, title)
+                rows = (*ROWS[benchmark], *(ENCODER if case.get("sources") else ()))
+                yield _modes(rows, case, end, title)
     if case.get("categories"):
         yield _categories(case)
 
@@ -108,8 +109,6 @@ def _modes(rows: Sequence[Row], case: Mapping[str, Any], end: str, title: str) -
     ratio = case["ratios"].get(f"{SPECULATIVE}{end}/{PLAIN}{end}")
     table = _empty(title, "", *modes, *([] if ratio is None else ["ratio"]))
     for row in rows:
-        if row in ENCODER and not case.get("sources"):
-            continue
         cells = [cell(case["runs"][mode + end].get(row.figure), row) for mode in modes]
         if ratio is not None:
             cells.append(cell(ratio.get(row.figure)))

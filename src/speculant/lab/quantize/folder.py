@@ -1,8 +1,8 @@
 """Writes a quantised model as a folder in the format of compressed-tensors, which vLLM and transformers read.
 
 Matrices of layers become integers in groups of 32 with a scale and a zero point ("pack-quantized"). Embeddings, the
-head, routers, vectors and rows that 32 does not divide stay as they are. The whole rounded model is in memory until it
-is written.
+head, routers, tables of distances, vectors and rows that 32 does not divide stay as they are. The whole rounded model
+is in memory until it is written.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from speculant.models.weights.tensors import TensorFiles
 
 GROUP = 32
 _BITS = {"int4": 4, "int8": 8}
-_LAYER = re.compile(r".*\blayers\.[0-9]+\..*\.weight")
-_ROUTERS = re.compile(r".*\.(gate|router)\.weight")
+_LAYER = re.compile(r".*\b(layers|block)\.[0-9]+\..*\.weight")
+_PLAIN = re.compile(r".*\.(gate|router|relative_attention_bias)\.weight")
 _COPIED = ("generation_config.json", "tokenizer*", "*.jinja", "special_tokens_map.json", "vocab.json", "merges.txt")
 
 
@@ -68,7 +68,7 @@ def write_folder(source: Path, type_: str, backend: RoundsWeights, out: Path, be
 
 def _is_rounded(name: str, tensor: Tensor) -> bool:
     fits = tensor.dim() == 2 and tensor.shape[1] % GROUP == 0
-    return fits and _LAYER.fullmatch(name) is not None and not _ROUTERS.fullmatch(name)
+    return fits and _LAYER.fullmatch(name) is not None and not _PLAIN.fullmatch(name)
 
 
 def _rounded(matrix: Tensor, name: str, bits: int, backend: RoundsWeights) -> dict[str, Tensor]:
@@ -76,7 +76,8 @@ def _rounded(matrix: Tensor, name: str, bits: int, backend: RoundsWeights) -> di
     if not bool(matrix.isfinite().all()):
         raise ModelError(f"{name} has weights that are NaN or infinite", "download the checkpoint again.")
     n, k = matrix.shape
-    blocks = backend.round(f"ZERO{bits}", matrix).blocks.view(n, k // GROUP, -1)
+    wide = matrix.dtype == torch.float64  # which the kernels do not read
+    blocks = backend.round(f"ZERO{bits}", matrix.float() if wide else matrix).blocks.view(n, k // GROUP, -1)
     scales, zeros, q = blocks[..., :2].contiguous().view(torch.float16)[..., 0], blocks[..., 2], blocks[..., 3:]
     if bits == 4:
         q = torch.cat((q & 15, q >> 4), -1)
