@@ -38,10 +38,13 @@ _ROLES = {  # names in the model by names in the file; attn_qkv has a type betwe
     "attn_v": "v_proj",
     "attn_qkv": "o_proj",
     "attn_output": "o_proj",
+    "attn_o": "o_proj",
+    "cross_attn_v": "v_proj",
+    "cross_attn_o": "o_proj",
     "ffn_down": "down_proj",
     "ffn_down_exps": "down_proj",
 }
-_PLAIN = ("ffn_gate_inp", "position_embd", "per_layer_token_embd")  # matrices that are not rounded
+_PLAIN = ("ffn_gate_inp", "position_embd", "per_layer_token_embd", "attn_rel_b")  # matrices that are not rounded
 _ARCHITECTURE = "general.architecture"
 _OWN = (
     "GGUF.",
