@@ -252,7 +252,7 @@ class _Facts:
         value = self.get(key)
         if value is not None and not (is_whole(value) and 0 <= value < vocab_size):
             raise self.wrong(key, value, f"a token id from 0 to {vocab_size - 1}")
-        return value
+        return None if value is None else int(value)
 
     def number(self, key: str, default: float | None = None) -> float:
         """Return a positive number."""

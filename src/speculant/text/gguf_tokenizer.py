@@ -1,4 +1,4 @@
-"""The tokenizer that a GGUF file's metadata describes: byte-level BPE, or SentencePiece BPE with scores.
+"""The tokenizer that a GGUF file's metadata describes: byte-level BPE, or SentencePiece's BPE or Unigram with scores.
 
 Tokens, merges and settings become the same objects as those of a tokenizer.json and a tokenizer_config.json.
 """
@@ -22,6 +22,7 @@ _UNUSABLE = Converts(ModelError, "the tokenizer of this GGUF file can't be used"
 _SPACE = "\u2581"  # SentencePiece's mark of a space
 _MOST_COMPARED = 2**26  # characters of all beginnings and ends of tokens; Gemma's tokens have a third of that
 _MOST_ADDED = 2**15  # tokens; files in use have up to 6,500
+_BYTES = tuple(f"<0x{byte:02X}>" for byte in range(256))  # tokens of bytes of unknown characters
 _T = TypeVar("_T")
 
 # The metadata that holds the id of a role's token; "seperator" is the format's spelling.
@@ -140,21 +141,24 @@ class _Defaults:
     """Settings of a kind, for files that have none."""
 
     add_bos: bool = False
+    add_eos: bool = False
     clean_spaces: bool = False
     role_ids: Mapping[str, int] = field(default_factory=dict)
 
 
-def _find_kind(entries: _Entries) -> _ByteLevel | _SentencePiece:
+def _find_kind(entries: _Entries) -> _ByteLevel | _SentencePiece | _Unigram:
     name = entries.get("tokenizer.ggml.model", str)
     if name == "gpt2":
         return _ByteLevel(find_split(entries.get("tokenizer.ggml.pre", str) or "default"))
     if name == "llama":
         return _SentencePiece()
+    if name == "t5":
+        return _Unigram()
     if name is None:
         raise ModelError("the file has no tokenizer.ggml.model", _FIX)
     raise ModelError(
         f"tokenizer.ggml.model is {name[:60]!r}, a kind of tokenizer that is not supported",
-        "use a model with one of: gpt2, llama.",
+        "use a model with one of: gpt2, llama, t5.",
     )
 
 
@@ -163,7 +167,7 @@ class _ByteLevel:
 
     def __init__(self, split: WordSplit) -> None:
         self._split = split
-        self.defaults = _Defaults(split.add_bos, split.clean_spaces)
+        self.defaults = _Defaults(split.add_bos, clean_spaces=split.clean_spaces)
 
     def build(self, entries: _Entries, tokens: _Tokens, settings: Mapping[str, Any]) -> Backend:
         """Return the tokenizer without added tokens and without tokens around a text."""
@@ -200,12 +204,8 @@ class _SentencePiece:
 
     def build(self, entries: _Entries, tokens: _Tokens, settings: Mapping[str, Any]) -> Backend:
         """Return the tokenizer without added tokens and without tokens around a text."""
-        scores = entries.needed("tokenizer.ggml.scores", float, int)
-        if len(scores) != len(tokens.texts):
-            raise ModelError(f"the file has {len(tokens.texts)} tokens, but scores for {len(scores)}", _FIX)
-        if any(score != score for score in scores):
-            raise ModelError("tokenizer.ggml.scores has entries that are not numbers", _FIX)
-        if tokens.ids.keys().isdisjoint(f"<0x{byte:02X}>" for byte in range(256)):
+        scores = _scores(entries, tokens)
+        if tokens.ids.keys().isdisjoint(_BYTES):
             raise ModelError("tokenizer.ggml.tokens has no token such as <0x0A> for any byte", _FIX)
         unknown = settings.get("unk_token")
         merges = [*_merges(tokens, scores)]
@@ -216,6 +216,16 @@ class _SentencePiece:
         steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
         backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefixed else steps)
         return backend
+
+
+def _scores(entries: _Entries, tokens: _Tokens) -> list[float]:
+    """Return the score of each token."""
+    scores = entries.needed("tokenizer.ggml.scores", float, int)
+    if len(scores) != len(tokens.texts):
+        raise ModelError(f"the file has {len(tokens.texts)} tokens, but scores for {len(scores)}", _FIX)
+    if any(score != score for score in scores):
+        raise ModelError("tokenizer.ggml.scores has entries that are not numbers", _FIX)
+    return scores
 
 
 def _merges(tokens: _Tokens, scores: Sequence[float]) -> Iterator[tuple[str, str]]:
@@ -230,6 +240,58 @@ def _merges(tokens: _Tokens, scores: Sequence[float]) -> Iterator[tuple[str, str
                 yield text[:middle], text[middle:]
 
 
+class _Unigram:
+    """Kind `t5`: the most likely of all ways to divide a text into tokens, whose scores are log-probabilities.
+
+    Unused tokens at the end are rows of the model's table that no text has, and are left out.
+    """
+
+    defaults = _Defaults(add_eos=True, role_ids={"pad_token": 0, "eos_token": 1, "unk_token": 2})
+
+    def build(self, entries: _Entries, tokens: _Tokens, settings: Mapping[str, Any]) -> Backend:
+        """Return the tokenizer without added tokens and without tokens around a text."""
+        unknown = settings.get("unk_token")
+        falls_back = tokens.ids.keys() >= set(_BYTES)
+        pieces = _pieces(tokens, _scores(entries, tokens))
+        backend = Backend(models.Unigram(pieces, None if unknown is None else tokens.ids[unknown], falls_back))
+        prefixed = entries.flag("tokenizer.ggml.add_space_prefix", True)
+        trimmed = entries.flag("tokenizer.ggml.remove_extra_whitespaces", True)
+        charsmap = entries.all_of("tokenizer.ggml.precompiled_charsmap", int)
+        steps: list[normalizers.Normalizer] = []
+        if charsmap:
+            steps.append(normalizers.Precompiled(bytes(each & 0xFF for each in charsmap)))  # stored signed or not
+        as_t5 = prefixed and trimmed  # each word gets a mark, and spaces of all kinds are between words
+        if trimmed and not as_t5:
+            steps.append(normalizers.Replace(Regex(r"^ +| +$|(?<= ) +"), ""))
+        if prefixed and not as_t5:
+            steps.append(normalizers.Prepend(_SPACE))
+        if steps:
+            backend.normalizer = steps[0] if len(steps) == 1 else normalizers.Sequence(steps)
+        # Without a division into words, runs of spaces can be tokens.
+        spaces = pre_tokenizers.Metaspace(_SPACE, "always" if as_t5 else "never", split=trimmed)
+        words = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), spaces])
+        backend.pre_tokenizer = words if as_t5 else spaces
+        marks = decoders.Metaspace(_SPACE, "always" if prefixed else "never")
+        backend.decoder = decoders.Sequence([decoders.ByteFallback(), marks]) if falls_back else marks
+        return backend
+
+
+def _pieces(tokens: _Tokens, scores: Sequence[float]) -> list[tuple[str, float]]:
+    """Return all tokens but unused ones at the end, by id, with their scores.
+
+    An unknown character has a bit less than the lowest score of all. So tokens that are not found by their scores never
+    have the lowest: unused tokens and bytes have that of the other tokens, and tokens outside of words have 0.
+    """
+    normal = [score for score, kind in zip(scores, tokens.types, strict=True) if kind == TokenType.NORMAL]
+    count = max((place + 1 for place, kind in enumerate(tokens.types) if kind != TokenType.UNUSED), default=0)
+    lowest = min(normal, default=0.0)
+    others = {TokenType.UNUSED: lowest, TokenType.BYTE: lowest}
+    return [
+        (text, score if kind == TokenType.NORMAL else others.get(kind, 0.0))
+        for text, score, kind in zip(tokens.texts[:count], scores, tokens.types, strict=False)
+    ]
+
+
 def _settings(entries: _Entries, tokens: _Tokens, defaults: _Defaults) -> dict[str, Any]:
     settings: dict[str, Any] = {}
     for role, key in _ROLES.items():
@@ -240,7 +302,7 @@ def _settings(entries: _Entries, tokens: _Tokens, defaults: _Defaults) -> dict[s
         if token_id is not None and token_id < len(tokens.texts):
             settings[role] = tokens.texts[token_id]
     settings["add_bos_token"] = entries.flag("tokenizer.ggml.add_bos_token", defaults.add_bos)
-    settings["add_eos_token"] = entries.flag("tokenizer.ggml.add_eos_token", False)
+    settings["add_eos_token"] = entries.flag("tokenizer.ggml.add_eos_token", defaults.add_eos)
     settings["clean_up_tokenization_spaces"] = defaults.clean_spaces
     return settings | _templates(entries)
 
