@@ -213,9 +213,14 @@ class _SentencePiece:
         prefixed = entries.flag("tokenizer.ggml.add_space_prefix", True)
         spaces = normalizers.Replace(" ", _SPACE)
         backend.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), spaces]) if prefixed else spaces
-        steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-        backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefixed else steps)
+        backend.decoder = _decoder(prefixed)
         return backend
+
+
+def _decoder(prefixed: bool) -> decoders.Decoder:
+    """Return what makes text of tokens and of bytes. prefixed: the first space is the prefix."""
+    steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    return decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefixed else steps)
 
 
 def _scores(entries: _Entries, tokens: _Tokens) -> list[float]:
@@ -271,8 +276,8 @@ class _Unigram:
         spaces = pre_tokenizers.Metaspace(_SPACE, "always" if as_t5 else "never", split=trimmed)
         words = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), spaces])
         backend.pre_tokenizer = words if as_t5 else spaces
-        marks = decoders.Metaspace(_SPACE, "always" if prefixed else "never")
-        backend.decoder = decoders.Sequence([decoders.ByteFallback(), marks]) if falls_back else marks
+        marks = [decoders.ByteFallback(), decoders.Metaspace(_SPACE, "always")]
+        backend.decoder = decoders.Sequence(marks if falls_back else marks[1:]) if as_t5 else _decoder(prefixed)
         return backend
 
 
@@ -285,7 +290,7 @@ def _pieces(tokens: _Tokens, scores: Sequence[float]) -> list[tuple[str, float]]
     normal = [score for score, kind in zip(scores, tokens.types, strict=True) if kind == TokenType.NORMAL]
     count = max((place + 1 for place, kind in enumerate(tokens.types) if kind != TokenType.UNUSED), default=0)
     lowest = min(normal, default=0.0)
-    others = {TokenType.UNUSED: lowest, TokenType.BYTE: lowest}
+    others: dict[int, float] = {TokenType.UNUSED: lowest, TokenType.BYTE: lowest}
     return [
         (text, score if kind == TokenType.NORMAL else others.get(kind, 0.0))
         for text, score, kind in zip(tokens.texts[:count], scores, tokens.types, strict=False)
