@@ -21,6 +21,7 @@ from speculant.errors import ModelError, RequestError
 from speculant.kernels.native import usable_sets
 from speculant.models.base import SequenceInput, build_batch
 from speculant.models.reference.decoder import Decoder
+from speculant.models.sizes import NORM
 from speculant.models.weights.load import load_model
 from speculant.types import DraftTree
 from tests.unit.models.families import (
@@ -148,10 +149,11 @@ def test_the_first_layers_keep_the_encoder(pair: Pair) -> None:
     first = pair.ours.truncated(layers)  # type: ignore[attr-defined]
     with torch.inference_mode():
         encoded = pair.theirs.get_encoder()(torch.tensor([SOURCE]))
-        seen = pair.theirs.decoder(  # type: ignore[operator]
+        seen = pair.theirs.get_decoder()(
             torch.tensor([TEXT]), encoder_hidden_states=encoded.last_hidden_state, output_hidden_states=True
         ).hidden_states[layers][0]
-        normed = pair.theirs.decoder.final_layer_norm(seen)  # type: ignore[union-attr, operator]
+        norm = pair.ours.config.tensors.stored(NORM).removesuffix(".weight")  # type: ignore[attr-defined]
+        normed = pair.theirs.get_submodule(norm)(seen)
     torch.testing.assert_close(Session(first).extend(TEXT), pair.ours.logits(normed.contiguous()), **CLOSE)
 
 
