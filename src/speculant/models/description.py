@@ -323,11 +323,6 @@ class Embedding:
     sinusoids: bool = False
     norm: Norm | None = None
 
-    @property
-    def learned(self) -> int:
-        """The rows of a table of learned positions; 0 = there is none."""
-        return 0 if self.sinusoids else self.positions or 0
-
 
 @dataclass(frozen=True)
 class Head:

@@ -169,6 +169,11 @@ def _routed_widths(config: DecoderConfig) -> dict[str, int]:
     }  # fmt: skip
 
 
+def learned_positions(of: Embedding) -> int:
+    """Return the rows of a table of learned positions; 0 = there is none."""
+    return 0 if of.sinusoids else of.positions or 0
+
+
 def layer_norms(layer: Layer) -> dict[str, Norm]:
     """Return the norms that a layer has on the residual stream's width, by the names of their modules."""
     found = {
@@ -201,7 +206,8 @@ def _layer(layer: Layer, hidden: int) -> Shapes:
 
 def _embedding(beginning: str, of: Embedding) -> Shapes:
     """Return the tensors of embeddings besides the table of tokens."""
-    found: Shapes = {f"{beginning}{POSITIONS}.weight": (of.learned, of.hidden_size)} if of.learned else {}
+    rows = learned_positions(of)
+    found: Shapes = {f"{beginning}{POSITIONS}.weight": (rows, of.hidden_size)} if rows else {}
     return found | (_norm(beginning + EMBEDDING_NORM, of.norm, of.hidden_size) if of.norm else {})
 
 

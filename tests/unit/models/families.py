@@ -415,7 +415,7 @@ def spread_weights(model: torch.nn.Module) -> None:
             continue
         is_scale = parameter.ndim == 1 and name.endswith("weight")  # of a norm
         parameter.copy_(1 + noise if is_scale else noise)
-    tables = ("shared.weight", ".embed_tokens.weight")
+    tables = ("shared.weight", "coder.embed_tokens.weight")
     first, *others = [each for name, each in model.named_parameters() if name.endswith(tables)] or [torch.empty(0)]
     for each in others:
         each.copy_(first)

@@ -8,12 +8,15 @@ from typing import Any
 
 from speculant.models.config import read_attention, read_decoder, read_mlp
 from speculant.models.description import DecoderConfig, Encoder, Layer, Norm
-from speculant.models.entries import MOST_LAYERS, count, filled, flag
+from speculant.models.entries import MOST, MOST_LAYERS, count, filled, flag
 from speculant.models.sizes import ENCODER_LAYER, LAYER
 from speculant.models.tensor_map import Expression, Rows, Stacked, TensorMap, map_modules
 
 PARTS = ("encoder", "decoder")
 UNUSED_POSITIONS = 2  # rows of the stored tables before that of position 0
+OTHER_NAMES = {
+    "d_model": "hidden_size", "encoder_layers": "num_hidden_layers", "encoder_attention_heads": "num_attention_heads",
+}  # fmt: skip
 DEFAULTS = {
     "vocab_size": 50_265, "d_model": 1024, "max_position_embeddings": 1024, "activation_function": "gelu",
     "tie_word_embeddings": True,
@@ -21,6 +24,7 @@ DEFAULTS = {
         ("layers", 12), ("attention_heads", 16), ("ffn_dim", 4096),
     )},
 }  # fmt: skip
+MOST_COMPUTED = 2**16  # positions that no file holds; models in use have up to 1024
 NORM = Norm(1e-5, kind="layer", bias=True)
 
 
@@ -36,8 +40,9 @@ def describe(
 
     sinusoids: positions are not learned. embedding: its other fields.
     """
-    hf = filled(hf, **DEFAULTS)
-    width, positions = count(hf, "d_model"), count(hf, "max_position_embeddings")
+    hf = filled(filled(hf, **{own: hf.get(shared) for own, shared in OTHER_NAMES.items()}), **DEFAULTS)
+    width, most = count(hf, "d_model"), MOST_COMPUTED if sinusoids else MOST
+    positions = count(hf, "max_position_embeddings", most=most)
     hf |= {"hidden_size": width, "num_key_value_heads": None, "head_dim": None}
     encoder, decoder = (_layers(hf, part, norms_first=norms_first) for part in PARTS)
     tensors = _tensors(len(encoder), len(decoder), 0 if sinusoids else positions, norms_first=norms_first)

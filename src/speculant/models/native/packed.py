@@ -42,6 +42,7 @@ from speculant.models.sizes import (
     TABLE,
     TOKEN_INPUTS,
     activations,
+    learned_positions,
 )
 from speculant.models.weights.reader import WeightReader
 
@@ -245,10 +246,9 @@ class PackedEmbedding(NamedTuple):
     @classmethod
     def read(cls, of: Embedding, weights: WeightReader, beginning: str) -> PackedEmbedding:
         """Read the vectors, whose names begin with `beginning`."""
+        positions = weights.vector(f"{beginning}{POSITIONS}.weight") if learned_positions(of) else None
         if of.positions and of.sinusoids:
             positions = sinusoids(torch.arange(of.positions), of.hidden_size)
-        else:
-            positions = weights.vector(f"{beginning}{POSITIONS}.weight") if of.learned else None
         return cls(positions, PackedNorm.read(of.norm, weights, beginning + EMBEDDING_NORM))
 
 

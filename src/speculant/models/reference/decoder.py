@@ -53,6 +53,7 @@ from speculant.models.sizes import (
     END_MLP,
     cache_shape,
     layer_norms,
+    learned_positions,
     relative_reads,
 )
 
@@ -277,7 +278,8 @@ class Positioned(nn.Module):
 
     def __init__(self, of: Embedding) -> None:
         super().__init__()
-        self.embed_positions = _table(of.learned, of.hidden_size) if of.learned else None
+        learned = learned_positions(of)
+        self.embed_positions = _table(learned, of.hidden_size) if learned else None
         self.embedding_norm = NormLayer(of.hidden_size, of.norm) if of.norm else None
         self._sinusoids = of.positions is not None and of.sinusoids
 
