@@ -157,6 +157,28 @@ def test_the_first_layers_keep_the_encoder(pair: Pair) -> None:
     torch.testing.assert_close(Session(first).extend(TEXT), pair.ours.logits(normed.contiguous()), **CLOSE)
 
 
+@pytest.mark.parametrize("backend", ["reference", pytest.param("native", marks=NATIVE)])
+def test_a_short_head_has_its_own_rows_of_a_bias(backend: str, load: Callable[[str, str, str], Pair]) -> None:
+    whole, tokens = load(backend, "bart", "plain"), [2, 7, 60]
+    short = load_model(str(whole.folder), "float32", kernels=backend, head_tokens=tuple(tokens)).model
+    found, expected = (Session(each).extend(TEXT) for each in (short, whole.ours))
+    torch.testing.assert_close(found[:, tokens], expected[:, tokens], **CLOSE)
+    assert bool((found == -torch.inf).sum(1).eq(61 - len(tokens)).all())
+
+
+@pytest.mark.parametrize(
+    ("backend", "family"),
+    [("reference", "bart"), *(pytest.param("native", each, marks=NATIVE) for each in ("bart", "marian"))],
+)
+def test_positions_beyond_the_table_are_refused(
+    backend: str, family: str, load: Callable[[str, str, str], Pair]
+) -> None:
+    model = load(backend, family, "plain").ours
+    for source, text in ((random_tokens(513), [1]), ([1], random_tokens(513))):
+        with pytest.raises((ValueError, IndexError)):
+            Session(model, 1, 600, {0: source}).extend(text)
+
+
 @pytest.fixture
 def write(tmp_path: Path) -> Write:
     """Return what writes a checkpoint of a family whose tensors and config.json are changed by hand."""
