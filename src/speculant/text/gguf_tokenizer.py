@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import IntEnum
 from typing import Any, NamedTuple, TypeVar
 
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
@@ -16,13 +15,12 @@ from tokenizers import Tokenizer as Backend
 from speculant.errors import Converts, ModelError
 from speculant.gguf_file import end_tokens
 from speculant.text.gguf_splits import WordSplit, find_split
+from speculant.text.unigram import BYTES, SPACE, Normalisation, TokenType, joining_decoder, scored, unigram
 
 _FIX = "download the file again, or convert the original checkpoint again."
 _UNUSABLE = Converts(ModelError, "the tokenizer of this GGUF file can't be used", _FIX)
-_SPACE = "\u2581"  # SentencePiece's mark of a space
 _MOST_COMPARED = 2**26  # characters of all beginnings and ends of tokens; Gemma's tokens have a third of that
 _MOST_ADDED = 2**15  # tokens; files in use have up to 6,500
-_BYTES = tuple(f"<0x{byte:02X}>" for byte in range(256))  # tokens of bytes of unknown characters
 _T = TypeVar("_T")
 
 # The metadata that holds the id of a role's token; "seperator" is the format's spelling.
@@ -36,17 +34,6 @@ _ROLES = {
     "mask_token": "mask_token_id",
 }
 _UNSTRIPPED = ("<unk>", "<s>", "<|endoftext|>")  # added tokens of Phi-3 that take in no spaces
-
-
-class TokenType(IntEnum):
-    """The values of `tokenizer.ggml.token_type`."""
-
-    NORMAL = 1
-    UNKNOWN = 2
-    CONTROL = 3
-    USER_DEFINED = 4
-    UNUSED = 5
-    BYTE = 6
 
 
 class GgufTokenizer(NamedTuple):
@@ -205,22 +192,16 @@ class _SentencePiece:
     def build(self, entries: _Entries, tokens: _Tokens, settings: Mapping[str, Any]) -> Backend:
         """Return the tokenizer without added tokens and without tokens around a text."""
         scores = _scores(entries, tokens)
-        if tokens.ids.keys().isdisjoint(_BYTES):
+        if tokens.ids.keys().isdisjoint(BYTES):
             raise ModelError("tokenizer.ggml.tokens has no token such as <0x0A> for any byte", _FIX)
         unknown = settings.get("unk_token")
         merges = [*_merges(tokens, scores)]
         backend = Backend(models.BPE(tokens.ids, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
         prefixed = entries.flag("tokenizer.ggml.add_space_prefix", True)
-        spaces = normalizers.Replace(" ", _SPACE)
-        backend.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), spaces]) if prefixed else spaces
-        backend.decoder = _decoder(prefixed)
+        spaces = normalizers.Replace(" ", SPACE)
+        backend.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), spaces]) if prefixed else spaces
+        backend.decoder = joining_decoder(prefixed)
         return backend
-
-
-def _decoder(prefixed: bool) -> decoders.Decoder:
-    """Return what makes text of tokens and of bytes. prefixed: the first space is the prefix."""
-    steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    return decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefixed else steps)
 
 
 def _scores(entries: _Entries, tokens: _Tokens) -> list[float]:
@@ -256,45 +237,14 @@ class _Unigram:
     def build(self, entries: _Entries, tokens: _Tokens, settings: Mapping[str, Any]) -> Backend:
         """Return the tokenizer without added tokens and without tokens around a text."""
         unknown = settings.get("unk_token")
-        falls_back = tokens.ids.keys() >= set(_BYTES)
-        pieces = _pieces(tokens, _scores(entries, tokens))
-        backend = Backend(models.Unigram(pieces, None if unknown is None else tokens.ids[unknown], falls_back))
-        prefixed = entries.flag("tokenizer.ggml.add_space_prefix", True)
-        trimmed = entries.flag("tokenizer.ggml.remove_extra_whitespaces", True)
-        charsmap = entries.all_of("tokenizer.ggml.precompiled_charsmap", int)
-        steps: list[normalizers.Normalizer] = []
-        if charsmap:
-            steps.append(normalizers.Precompiled(bytes(each & 0xFF for each in charsmap)))  # stored signed or not
-        as_t5 = prefixed and trimmed  # each word gets a mark, and spaces of all kinds are between words
-        if trimmed and not as_t5:
-            steps.append(normalizers.Replace(Regex(r"^ +| +$|(?<= ) +"), ""))
-        if prefixed and not as_t5:
-            steps.append(normalizers.Prepend(_SPACE))
-        if steps:
-            backend.normalizer = steps[0] if len(steps) == 1 else normalizers.Sequence(steps)
-        # Without a division into words, runs of spaces can be tokens.
-        spaces = pre_tokenizers.Metaspace(_SPACE, "always" if as_t5 else "never", split=trimmed)
-        words = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), spaces])
-        backend.pre_tokenizer = words if as_t5 else spaces
-        marks = [decoders.ByteFallback(), decoders.Metaspace(_SPACE, "always")]
-        backend.decoder = decoders.Sequence(marks if falls_back else marks[1:]) if as_t5 else _decoder(prefixed)
-        return backend
-
-
-def _pieces(tokens: _Tokens, scores: Sequence[float]) -> list[tuple[str, float]]:
-    """Return all tokens but unused ones at the end, by id, with their scores.
-
-    An unknown character has a bit less than the lowest score of all. So tokens that are not found by their scores never
-    have the lowest: unused tokens and bytes have that of the other tokens, and tokens outside of words have 0.
-    """
-    normal = [score for score, kind in zip(scores, tokens.types, strict=True) if kind == TokenType.NORMAL]
-    count = max((place + 1 for place, kind in enumerate(tokens.types) if kind != TokenType.UNUSED), default=0)
-    lowest = min(normal, default=0.0)
-    others: dict[int, float] = {TokenType.UNUSED: lowest, TokenType.BYTE: lowest}
-    return [
-        (text, score if kind == TokenType.NORMAL else others.get(kind, 0.0))
-        for text, score, kind in zip(tokens.texts[:count], scores, tokens.types, strict=False)
-    ]
+        charsmap = entries.all_of("tokenizer.ggml.precompiled_charsmap", int) or ()
+        of = Normalisation(
+            bytes(each & 0xFF for each in charsmap),  # stored signed or not
+            entries.flag("tokenizer.ggml.add_space_prefix", True),
+            entries.flag("tokenizer.ggml.remove_extra_whitespaces", True),
+        )
+        pieces = scored(tokens.texts, _scores(entries, tokens), tokens.types)
+        return unigram(pieces, None if unknown is None else tokens.ids[unknown], of)
 
 
 def _settings(entries: _Entries, tokens: _Tokens, defaults: _Defaults) -> dict[str, Any]:

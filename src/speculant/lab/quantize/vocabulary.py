@@ -14,7 +14,7 @@ from typing import Any
 from speculant.errors import ModelError
 from speculant.files import read_json, read_optional_json
 from speculant.text.gguf_splits import SPLITS
-from speculant.text.gguf_tokenizer import TokenType
+from speculant.text.unigram import TokenType
 
 _FOLDER = "name a folder as OUT instead of a .gguf file."
 _PLAIN = SPLITS["gpt-2"].patterns  # of a ByteLevel step that splits by itself
