@@ -62,7 +62,7 @@ def test_the_start_token_is_that_of_the_metadata(write: Write) -> None:
     assert load_model(str(absent)).start_tokens == (5,)
 
 
-def test_the_decoder_has_as_many_layers_as_the_encoder_unless_stated(write: Write) -> None:
+def test_a_decoder_has_the_encoder_s_layers_unless_stated(write: Write) -> None:
     assert load_model(str(write(**{"t5.decoder_block_count": None}))).model.num_layers == 3
 
 

@@ -35,7 +35,7 @@ LONGROPE = {
 }
 INNER = {"intermediate_size": 128}  # in transformers' GPT-2, it is 4 times the width
 WITHOUT = {  # families that GGUF files can't hold
-    "opt": "llama.cpp has no architecture for it",
+    **dict.fromkeys(("opt", "bart", "mbart", "marian"), "llama.cpp has no architecture for it"),
     "gpt_oss": "its experts are not read from GGUF files yet",
     "gemma4_text": "sizes that differ from layer to layer are not read from GGUF files yet",
     "mt5": "its files are those of t5",

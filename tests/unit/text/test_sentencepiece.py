@@ -98,7 +98,7 @@ def test_tokens_of_marian_have_the_ids_of_its_vocabulary(tmp_path: Path) -> None
     assert (tokenizer.eos_id, tokenizer.special_token("pad_token")) == (0, "<pad>")
 
 
-def test_tokens_of_the_target_alone_stand_for_unknown_characters(tmp_path: Path) -> None:
+def test_the_target_s_tokens_stand_for_unknown_characters(tmp_path: Path) -> None:
     """As in transformers, a character that the source's model lacks has the target's token, not a longer one."""
     ids = marian_ids()
     tokenizer = Tokenizer.load(write_marian(tmp_path, ids))
