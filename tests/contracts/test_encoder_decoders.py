@@ -264,6 +264,47 @@ def test_copies_of_the_table_must_be_equal(write: Write) -> None:
         load_model(str(write("t5", change)))
 
 
+@pytest.mark.parametrize("family", ["bart", "marian"])
+def test_files_may_have_what_transformers_leaves_out(family: str, write: Write) -> None:
+    """Copies of the table, versions, and positions that are computed; and they may lack the bias of logits."""
+
+    def change(tensors: dict[str, Tensor]) -> None:
+        del tensors["final_logits_bias"]
+        for part in ("encoder", "decoder"):
+            tensors[f"model.{part}.embed_tokens.weight"] = tensors["model.shared.weight"].clone()
+            tensors[f"model.{part}.version"] = torch.ones(1)
+            if family == "marian":
+                tensors[f"model.{part}.embed_positions.weight"] = torch.ones(512, 32)
+
+    folder = write(family, change)
+    if family == "bart":
+        torch.testing.assert_close(*logits_of(folder), **CLOSE)
+    ours, other = (load_model(str(each)).model for each in (folder, write(family, lambda tensors: None)))
+    assert (ours.config.head.bias, other.config.head.bias) == (False, True)  # type: ignore[attr-defined]
+    bias = load_file(write(family, lambda tensors: None) / "model.safetensors")["final_logits_bias"]
+    torch.testing.assert_close(Session(ours).extend(TEXT) + bias, Session(other).extend(TEXT), **CLOSE)
+
+
+@pytest.mark.parametrize(
+    ("family", "entries", "words"),
+    [
+        ("marian", {"share_encoder_decoder_embeddings": False}, "different vocabularies"),
+        ("marian", {"decoder_vocab_size": 60}, "different vocabularies"),
+        ("marian", {"max_position_embeddings": 2**17}, "max_position_embeddings = 131072"),
+        ("bart", {"encoder_attention_heads": 2}, "heads of different sizes"),
+        ("bart", {"max_position_embeddings": 511}, "embed_positions"),
+        ("mbart", {"activation_function": "tanh"}, "activation_function='tanh'"),
+        ("bart", {"decoder_layers": 0}, "decoder_layers = 0"),
+    ],
+)
+def test_models_that_are_not_implemented_are_refused(
+    family: str, entries: dict[str, Any], words: str, write: Write
+) -> None:
+    with pytest.raises(ModelError, match=words) as caught:
+        load_model(str(write(family, lambda tensors: None, **entries)))
+    assert caught.value.fix
+
+
 @pytest.mark.parametrize(
     "entries",
     [

@@ -188,7 +188,9 @@ def _shape(own: Sequence[str], files: WeightSource, layout: GgufLayout) -> tuple
 
 
 def _typed(value: Any) -> Entry:
-    """Return an entry with the type that readers expect."""
+    """Return an entry with the type that readers expect. Bytes are an array."""
+    if isinstance(value, bytes):
+        return Entry(value, GGUFValueType.ARRAY, GGUFValueType.UINT8)
     if isinstance(value, int) and not isinstance(value, bool):
         return Entry(value, GGUFValueType.UINT32)
     return Entry(value, GGUFValueType.get_type(value))

@@ -84,8 +84,10 @@ def _tensors(encoder: int, decoder: int, positions: int, *, norms_first: bool) -
         names += map_modules(own, f"{stored}layers.{{}}.", {**_BLOCKS, **norms}, outside).names
     names += [("model.embed_tokens.weight", "model.shared.weight"), ("lm_head.bias", Stacked("final_logits_bias", 1))]
     copies = tuple(("model.shared.weight", f"model.{part}.embed_tokens.weight") for part in PARTS)
-    unused = frozenset() if positions else frozenset(f"model.{part}.embed_positions.weight" for part in PARTS)
-    return TensorMap(tuple(names), unused, copies)
+    unused = {f"model.{part}.version" for part in PARTS}
+    if not positions:
+        unused |= {f"model.{part}.embed_positions.weight" for part in PARTS}
+    return TensorMap(tuple(names), frozenset(unused), copies)
 
 
 _BLOCKS: Mapping[str, Expression] = {
