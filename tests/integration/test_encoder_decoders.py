@@ -123,7 +123,10 @@ def test_forced_and_banned_tokens_are_those_of_transformers(tmp_path: Any, rules
                 assert result.outputs[0].token_ids == expected
 
 
-@pytest.mark.parametrize("family", ["bart", "mbart", "marian"])
+SLOW = [pytest.param(family, marks=pytest.mark.slow) for family in ("bart", "marian")]
+
+
+@pytest.mark.parametrize("family", ["mbart", *SLOW])
 def test_families_write_the_texts_of_transformers(tmp_path: Any, family: str) -> None:
     """Greedy, and in beams; also with the language that a decoder's prompt names (mBART-50)."""
     model = make_bart(family, forced_bos_token_id=66 if family == "mbart" else None, bad_words_ids=[[BEGIN]])
