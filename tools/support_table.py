@@ -64,7 +64,11 @@ def parts_of(config: DecoderConfig) -> Iterator[str]:
     if config.embedding.scale != 1 or config.head.scale != 1:
         yield "multipliers"
     if config.embedding.positions:
-        yield "learned positions"
+        yield "sinusoids" if config.embedding.sinusoids else "learned positions"
+    if config.embedding.norm:
+        yield "norm of embeddings"
+    if config.head.bias:
+        yield "bias of logits"
     if config.head.softcap:
         yield "softcaps"
     yield "tied head" if config.head.tied else "untied head"
@@ -85,6 +89,7 @@ def parts_of_layer(layer: Layer) -> Iterator[str]:
         "attention sinks": of.sinks,
         "distances": of.distances,
         "norms after blocks": layer.after_attention or layer.after_mlp,
+        "norms of the residual stream": layer.end_attention,
         "parallel blocks": layer.parallel,
         "multipliers": layer.residual_scale != 1,
         "experts": isinstance(layer.mlp, Experts),

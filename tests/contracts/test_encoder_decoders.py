@@ -21,6 +21,7 @@ from speculant.errors import ModelError, RequestError
 from speculant.kernels.native import usable_sets
 from speculant.models.base import SequenceInput, build_batch
 from speculant.models.reference.decoder import Decoder
+from speculant.models.sizes import NORM
 from speculant.models.weights.load import load_model
 from speculant.types import DraftTree
 from tests.unit.models.families import (
@@ -148,11 +149,34 @@ def test_the_first_layers_keep_the_encoder(pair: Pair) -> None:
     first = pair.ours.truncated(layers)  # type: ignore[attr-defined]
     with torch.inference_mode():
         encoded = pair.theirs.get_encoder()(torch.tensor([SOURCE]))
-        seen = pair.theirs.decoder(  # type: ignore[operator]
+        seen = pair.theirs.get_decoder()(
             torch.tensor([TEXT]), encoder_hidden_states=encoded.last_hidden_state, output_hidden_states=True
         ).hidden_states[layers][0]
-        normed = pair.theirs.decoder.final_layer_norm(seen)  # type: ignore[union-attr, operator]
+        norm = pair.ours.config.tensors.stored(NORM).removesuffix(".weight")  # type: ignore[attr-defined]
+        normed = pair.theirs.get_submodule(norm)(seen)
     torch.testing.assert_close(Session(first).extend(TEXT), pair.ours.logits(normed.contiguous()), **CLOSE)
+
+
+@pytest.mark.parametrize("backend", ["reference", pytest.param("native", marks=NATIVE)])
+def test_a_short_head_has_its_own_rows_of_a_bias(backend: str, load: Callable[[str, str, str], Pair]) -> None:
+    whole, tokens = load(backend, "bart", "plain"), [2, 7, 60]
+    short = load_model(str(whole.folder), "float32", kernels=backend, head_tokens=tuple(tokens)).model
+    found, expected = (Session(each).extend(TEXT) for each in (short, whole.ours))
+    torch.testing.assert_close(found[:, tokens], expected[:, tokens], **CLOSE)
+    assert bool((found == -torch.inf).sum(1).eq(61 - len(tokens)).all())
+
+
+@pytest.mark.parametrize(
+    ("backend", "family"),
+    [("reference", "bart"), *(pytest.param("native", each, marks=NATIVE) for each in ("bart", "marian"))],
+)
+def test_positions_beyond_the_table_are_refused(
+    backend: str, family: str, load: Callable[[str, str, str], Pair]
+) -> None:
+    model = load(backend, family, "plain").ours
+    for source, text in ((random_tokens(513), [1]), ([1], random_tokens(513))):
+        with pytest.raises((ValueError, IndexError)):
+            Session(model, 1, 600, {0: source}).extend(text)
 
 
 @pytest.fixture
@@ -238,6 +262,47 @@ def test_copies_of_the_table_must_be_equal(write: Write) -> None:
     torch.testing.assert_close(*logits_of(write("t5", copy)), **CLOSE)
     with pytest.raises(ModelError, match=r"encoder\.embed_tokens\.weight differs from shared\.weight"):
         load_model(str(write("t5", change)))
+
+
+@pytest.mark.parametrize("family", ["bart", "marian"])
+def test_files_may_have_what_transformers_leaves_out(family: str, write: Write) -> None:
+    """Copies of the table, versions, and positions that are computed; and they may lack the bias of logits."""
+
+    def change(tensors: dict[str, Tensor]) -> None:
+        del tensors["final_logits_bias"]
+        for part in ("encoder", "decoder"):
+            tensors[f"model.{part}.embed_tokens.weight"] = tensors["model.shared.weight"].clone()
+            tensors[f"model.{part}.version"] = torch.ones(1)
+            if family == "marian":
+                tensors[f"model.{part}.embed_positions.weight"] = torch.ones(512, 32)
+
+    folder = write(family, change)
+    if family == "bart":
+        torch.testing.assert_close(*logits_of(folder), **CLOSE)
+    ours, other = (load_model(str(each)).model for each in (folder, write(family, lambda tensors: None)))
+    assert (ours.config.head.bias, other.config.head.bias) == (False, True)  # type: ignore[attr-defined]
+    bias = load_file(write(family, lambda tensors: None) / "model.safetensors")["final_logits_bias"]
+    torch.testing.assert_close(Session(ours).extend(TEXT) + bias, Session(other).extend(TEXT), **CLOSE)
+
+
+@pytest.mark.parametrize(
+    ("family", "entries", "words"),
+    [
+        ("marian", {"share_encoder_decoder_embeddings": False}, "different vocabularies"),
+        ("marian", {"decoder_vocab_size": 60}, "different vocabularies"),
+        ("marian", {"max_position_embeddings": 2**17}, "max_position_embeddings = 131072"),
+        ("bart", {"encoder_attention_heads": 2}, "heads of different sizes"),
+        ("bart", {"max_position_embeddings": 511}, "embed_positions"),
+        ("mbart", {"activation_function": "tanh"}, "activation_function='tanh'"),
+        ("bart", {"decoder_layers": 0}, "decoder_layers = 0"),
+    ],
+)
+def test_models_that_are_not_implemented_are_refused(
+    family: str, entries: dict[str, Any], words: str, write: Write
+) -> None:
+    with pytest.raises(ModelError, match=words) as caught:
+        load_model(str(write(family, lambda tensors: None, **entries)))
+    assert caught.value.fix
 
 
 @pytest.mark.parametrize(

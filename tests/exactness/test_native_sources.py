@@ -28,7 +28,7 @@ from speculant.params import SamplingParams
 from speculant.sampling.chance import KeyedChances
 from speculant.sampling.distribution import sampling_settings
 from speculant.types import DraftTree
-from tests.descriptions import describe_pair
+from tests.descriptions import BART, describe_pair
 from tests.heads import write_eagle
 from tests.models import make_request
 
@@ -40,6 +40,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "gated": {"gated": True, "activation": "gelu_tanh", "tied": False, "head_scale": 1.0},
     "own distances": {"own_distances": True, "num_kv_heads": 2, "buckets": 6, "max_distance": 9},
     "biases": {"bias": True, "norm": Norm(1e-5, "layer", bias=True), "scale": None, "activation": "gelu"},
+    "BART": BART,
+    "sinusoids": {**BART, "embedding": {"positions": 1024, "sinusoids": True, "scale": 32**0.5}, "tied": False},
     "odd": {"hidden_size": 36, "intermediate_size": 50, "vocab_size": 101, "head_dim": 6, "encoder_layers": 1},
 }
 LENGTHS = [1, 63, 64, 65, 512, 513, 700]
@@ -247,12 +249,14 @@ def make_chains(native: NativeDecoder, kind: str) -> list[Chain]:
     return made
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("kind", DRAFTS)
+@pytest.mark.parametrize("variant", ["T5", "BART"])
 @pytest.mark.parametrize("isa", SETS)
 @torch.inference_mode()
-def test_drafts_with_sources_in_one_call_are_passes(isa: str, kind: str) -> None:
+def test_drafts_with_sources_in_one_call_are_passes(isa: str, variant: str, kind: str) -> None:
     """Bit for bit, the distribution of each first child is that of a pass over the drafted tree."""
-    native = packed(make_reference(), opened(isa))
+    native = packed(make_reference(**VARIANTS[variant]), opened(isa))
     cache, other = (CACHES["paged by 5"](native.cache_shape) for _ in range(2))
     for each in (cache, other):
         encode(native, each, {SOURCE: tokens_of(9, 70), OTHERS[0]: tokens_of(10, 520)})

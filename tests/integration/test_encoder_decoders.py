@@ -13,7 +13,7 @@ import torch
 from speculant import LLM, AsyncEngine, ExplicitEncoderDecoderPrompt, SamplingParams
 from speculant.config import EngineConfig
 from speculant.engine.build import build_engine
-from speculant.errors import RequestError
+from speculant.errors import ConfigError, RequestError
 from speculant.kernels.native import usable_sets
 from speculant.kernels.reference_sampler import REFERENCE
 from speculant.lab.bench.acceptance import Text, TextReader
@@ -22,7 +22,7 @@ from speculant.lab.exactness.texts import TargetReader, complete, longest_of, re
 from speculant.sampling.distribution import Node
 from speculant.structured.spec import StructuredOutputs
 from speculant.types import RequestOutput
-from tests.encoder_decoders import make_t5, write_t5
+from tests.encoder_decoders import make_bart, make_t5, write_t5
 from tests.integration.conftest import MakeLLM
 from tests.models import ALPHABET, BEGIN, END
 
@@ -128,6 +128,49 @@ def test_forced_and_banned_tokens_are_those_of_transformers(tmp_path: Any, rules
                 source = result.encoder_prompt_token_ids or []
                 expected = generated(model, source, start, max_new_tokens=8, **beams)
                 assert result.outputs[0].token_ids == expected
+
+
+SLOW = [pytest.param(family, marks=pytest.mark.slow) for family in ("bart", "marian")]
+
+
+@pytest.mark.parametrize("family", ["mbart", *SLOW])
+def test_families_write_the_texts_of_transformers(tmp_path: Any, family: str) -> None:
+    """Greedy, and in beams; also with the language that a decoder's prompt names (mBART-50)."""
+    model = make_bart(family, forced_bos_token_id=66 if family == "mbart" else None, bad_words_ids=[[BEGIN]])
+    folder = write_t5(tmp_path / family, model)
+    llm = LLM(folder, dtype="float64")
+    for settings in ({}, {"beam_width": 3}):
+        params = SamplingParams(temperature=0, max_tokens=12, **settings)
+        beams = {"num_beams": 3, "early_stopping": False} if settings else {}
+        prompts = [*TEXTS[:2], {"encoder_prompt": TEXTS[2], "decoder_prompt": [67]}]
+        for result in llm.generate(prompts, params):
+            source, start = result.encoder_prompt_token_ids or [], result.prompt_token_ids or []
+            expected = generated(model, source, start, max_new_tokens=12, **beams)
+            assert result.outputs[0].token_ids == expected
+    (longest,) = llm.generate("x" * 63, SamplingParams(temperature=0, max_tokens=100, ignore_eos=True))
+    assert len(longest.outputs[0].token_ids) == 63, "the decoder's prompt has one of 64 positions"
+    with pytest.raises(RequestError, match="the source has 65 tokens and at most 64"):
+        llm.generate("x" * 64, GREEDY)
+    with pytest.raises(ConfigError, match="max_model_len"):
+        LLM(folder, max_model_len=65)
+
+
+def test_a_form_follows_a_forced_token(tmp_path: Any) -> None:
+    """Drafted or not; the log-probabilities have the forced token too."""
+    folder = write_t5(tmp_path / "t5", make_t5(forced_bos_token_id=BEGIN, forced_eos_token_id=END))
+    form = StructuredOutputs(regex="(yes|no), (yes|no)!")
+    found = []
+    for settings in ({}, {"use_speculative_decoding": True, "spec_length": 4}):
+        llm = LLM(folder, dtype="float64", max_model_len=128, **settings)  # type: ignore[arg-type]
+        params = SamplingParams(temperature=0, max_tokens=16, structured_outputs=form, n=2, seed=1)
+        (result,) = llm.generate("hello", params)
+        for sample in result.outputs:
+            assert sample.token_ids[0] == BEGIN
+            assert sample.text in [f"{one}, {other}!" for one in ("yes", "no") for other in ("yes", "no")]
+        found.append(tokens_of([result]))
+        (cut,) = llm.generate("hello", SamplingParams(temperature=0, max_tokens=4, structured_outputs=form))
+        assert (cut.outputs[0].finish_reason, cut.outputs[0].token_ids[0]) == ("length", BEGIN)
+    assert found[0] == found[1]
 
 
 # --- prompts

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from speculant import LLM, SamplingParams
 from speculant.cli.main import app
 from speculant.errors import ConfigError, ModelError, SpeculantError
+from speculant.gguf_file import GgufFile
 from speculant.kernels.native import usable_sets
 from speculant.lab.quantize.job import TYPES, quantize
 from speculant.lab.quantize.layouts import LAYOUTS
@@ -24,9 +25,13 @@ from speculant.models.sizes import tensor_shapes
 from speculant.models.source import resolve_source
 from speculant.models.weights.load import CheckpointFiles
 from speculant.models.weights.source import QuantizedBlocks, read_plain
+from speculant.text.gguf_tokenizer import read_gguf_tokenizer
 from speculant.text.tokenizer import Tokenizer
 from tests.gguf_models import convert
 from tests.unit.models.families import VARIANTS, make_pair
+from tests.unit.text.test_sentencepiece import T5 as T5_PIECES
+from tests.unit.text.test_sentencepiece import model as spiece
+from tests.unit.text.test_sentencepiece import write_t5 as write_t5_tokenizer
 
 pytestmark = pytest.mark.skipif(not usable_sets(), reason="the native kernels are not built")
 TEXTS = ["def read(path):", "Once upon a time"]
@@ -110,6 +115,30 @@ def test_folders_are_packed_as_compressed_tensors_defines(tmp_path: Path) -> Non
     assert options["ignore"] == ["model.embed_tokens"]
 
 
+@pytest.mark.parametrize("stored", ["tokenizer.json", "spiece.model"])
+def test_a_file_holds_an_encoder_and_a_unigram_tokenizer(tmp_path: Path, stored: str) -> None:
+    settings = {"feed_forward_proj": "gated-gelu", "d_model": 256, "d_kv": 64, "d_ff": 256, "eos_token_id": 1}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(VARIANTS, "t5", {"wide": {**VARIANTS["t5"]["flan"], **settings, "hidden_size": 256}})
+        source = make_pair(tmp_path / "t5", "t5", "wide").folder
+    write_t5_tokenizer(source, spiece([*T5_PIECES, ("<x>", 0.0, 4)]))
+    if stored == "tokenizer.json":
+        Tokenizer.load(source).backend.save(str(source / stored))
+        (source / "spiece.model").unlink()
+    file = written(source, tmp_path / "t5.gguf", "int4")
+    prompts = ["the hello in", "a\nfi"]
+    params = SamplingParams(temperature=0, max_tokens=12)
+    made = [LLM(str(source), quantization="int4", kernels="native"), LLM(str(file), kernels="native")]
+    one, other = ([out.outputs[0].token_ids for out in llm.generate(prompts, params)] for llm in made)
+    assert one == other
+    metadata = dict(GgufFile.open(file).metadata)
+    del metadata["tokenizer.huggingface.json"]
+    own, read = Tokenizer.load(source), read_gguf_tokenizer(metadata).backend
+    for text in (*prompts, "the<x> naive", "", "\u4e16\u754c", "</s>a"):
+        assert read.encode(text).ids == own.encode(text)
+    assert read.get_vocab() == own.vocab()
+
+
 def test_a_file_is_made_from_a_file(tmp_path: Path) -> None:
     plain = convert(DEMO, tmp_path / "plain.gguf", "BF16", metadata={"general.name": "a name"})
     file = written(plain, tmp_path / "demo.gguf", "int4")
@@ -162,6 +191,7 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "settings": ({"model_type": "granite"}, {}, "no 'attention_multiplier'"),
     "normalizer": ({}, {"normalizer": {"type": "NFC"}}, "not a byte-level BPE"),
     "merges": ({}, {"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}}, "not a byte-level BPE"),
+    "unigram": ({}, {"model": {"type": "Unigram", "vocab": [], "unk_id": 0}}, "another way than T5's"),
     "split": ({}, {"pre_tokenizer": {"type": "Metaspace"}}, "the step 'Metaspace'"),
 }
 

@@ -20,7 +20,8 @@ from tokenizers import Regex, pre_tokenizers
 
 from speculant.gguf_file import GgufFile
 from speculant.text.gguf_splits import SPLITS, WordSplit
-from speculant.text.gguf_tokenizer import TokenType, read_gguf_tokenizer
+from speculant.text.gguf_tokenizer import read_gguf_tokenizer
+from speculant.text.unigram import TokenType
 from tests.texts import texts
 
 PRE = b"tokenizer.ggml.pre"

@@ -6,43 +6,103 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from speculant.constraints import Constraint
 from speculant.models.generation import OutputRules
-from speculant.structured.vocabulary import Vocabulary
+from speculant.structured.vocabulary import JoinedConstraint, Vocabulary
 from speculant.types import Request
 
 
 class OutputVocabulary:
     """A checkpoint's `OutputRules` over a vocabulary, for any number of sequences of at most `max_model_len` tokens.
 
-    As in transformers, a forced token may be a banned one.
+    As in transformers, a forced token may be a banned one. If the first token is forced, a request's own constraint
+    holds for the tokens after it.
     """
 
     def __init__(self, rules: OutputRules, vocab_size: int, max_model_len: int) -> None:
-        self._max_model_len = max_model_len
+        self._max_model_len, self._first = max_model_len, rules.first
         self.banned = Vocabulary(vocab_size, rules.bad_words, None)
         self.first = None if rules.first is None else Vocabulary(vocab_size, (), [rules.first])
         self.last = Vocabulary(vocab_size, (), rules.last) if rules.last else None
 
-    def constrain(self, request: Request) -> OutputConstraint:
-        """Return the constraint of one sequence."""
-        return OutputConstraint(self, request, self._max_model_len - len(request.prompt))
+    def constrain(self, request: Request, own: Constraint | None, *, formed: bool) -> Constraint:
+        """Return the constraint of one sequence, whose request has a constraint of its own or None.
+
+        formed: it decides which token may be the last one, as forms do.
+        """
+        rules = OutputConstraint(self, request, self._max_model_len - len(request.prompt), formed=formed)
+        if own is None:
+            return rules
+        first = self.first_of(request)
+        return JoinedConstraint(own if first is None else AfterFirst(own, request, first), rules)
+
+    def first_of(self, request: Request) -> int | None:
+        """Return the token that an output begins with; None = it is not forced."""
+        return self._first if len(request.prompt) == 1 else None
+
+
+class AfterFirst:
+    """See `Constraint`: one of an output after its first token, which is forced. It does not see that token.
+
+    It reads the output of its request, as `OutputConstraint` does.
+    """
+
+    def __init__(self, rest: Constraint, request: Request, first: int) -> None:
+        self._rest, self._request, self._first = rest, request, first
+
+    @property
+    def _begins(self) -> bool:
+        return self._request.num_output == 0
+
+    def mask(self, tokens: Sequence[int]) -> Tensor | None:
+        """See `Constraint.mask`."""
+        if self._begins and not tokens:
+            return None
+        return self._rest.mask(tokens[1:] if self._begins else tokens)
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        """See `Constraint.advance`. The request gets the tokens afterwards."""
+        rest = tokens[1:] if self._begins else tokens
+        if rest:
+            self._rest.advance(rest)
+
+    def rollback(self, n: int) -> None:
+        """See `Constraint.rollback`. The request drops the tokens afterwards."""
+        count = min(n, self._request.num_output - 1)
+        if count > 0:
+            self._rest.rollback(count)
+
+    @property
+    def is_done(self) -> bool:
+        """See `Constraint.is_done`."""
+        return not self._begins and self._rest.is_done
+
+    def forced(self) -> list[int]:
+        """See `forced_tokens`."""
+        forced = getattr(self._rest, "forced", list[int])
+        return [*([self._first] if self._begins else []), *forced()]
+
+    def prepare(self, paths: Sequence[Sequence[int]]) -> None:
+        """See `prepare_masks`."""
+        if hasattr(self._rest, "prepare"):
+            self._rest.prepare([path[1:] for path in paths if path] if self._begins else paths)
 
 
 class OutputConstraint:
     """See `Constraint`. It reads the output of its request, so that it holds for beam searches too.
 
     room: the most tokens of the output unless max_tokens is lower. The last one is forced unless end tokens are ignored
-    or banned there.
+    or banned there, or the output has a form.
     """
 
     is_done = False
 
-    def __init__(self, vocabulary: OutputVocabulary, request: Request, room: int) -> None:
+    def __init__(self, vocabulary: OutputVocabulary, request: Request, room: int, *, formed: bool) -> None:
         params, self._vocabulary, self._request = request.params, vocabulary, request
         longest = min(room, params.max_tokens or room)
-        ends = not params.ignore_eos and params.min_tokens < longest
+        ends = not params.ignore_eos and params.min_tokens < longest and not formed
         self._last_place = longest - 1 if ends and vocabulary.last is not None else None
-        self._first_place = 0 if vocabulary.first is not None and len(request.prompt) == 1 else None
+        self._first_place = None if vocabulary.first_of(request) is None else 0
 
     def mask(self, tokens: Sequence[int]) -> Tensor | None:
         """See `Constraint.mask`."""

@@ -18,7 +18,7 @@ from speculant.metrics import PassTotals, RequestMetrics, TimingMetrics
 from speculant.models.generation import NO_RULES, OutputRules
 from speculant.params import SamplingParams
 from speculant.sampling.chance import Purpose, mix
-from speculant.structured.vocabulary import JoinedConstraint, Vocabulary, constrain_all
+from speculant.structured.vocabulary import Vocabulary, constrain_all
 from speculant.types import ANYONE, Client, Request, StopChecker
 from speculant.verification.base import Verifier
 
@@ -110,8 +110,8 @@ class RequestFactory:
             sample.stop_checker = stop_checker() if stop_checker else None
             sample.constraint = constraint() if constraint else None
             if self._output_rules is not None:
-                own = self._output_rules.constrain(sample)
-                sample.constraint = own if sample.constraint is None else JoinedConstraint(sample.constraint, own)
+                formed = checked.constraint is not None or params.allowed_token_ids is not None
+                sample.constraint = self._output_rules.constrain(sample, sample.constraint, formed=formed)
         if params.n > 1:
             totals = PassTotals()
             for sample in samples:

@@ -1,11 +1,11 @@
 """The description of a decoder: data that its family reads from config.json, and that all interpreters share.
 
-    x = scale * embedding[token] (+ positions[p])
-    each layer    x = x + scale * norm(attention(norm(x)))
-                  x = x + scale * attention(norm(x), source)
-                  x = x + scale * norm(mlp(norm(x)))
+    x = norm(scale * embedding[token] (+ positions[p]))
+    each layer    x = norm(x + scale * norm(attention(norm(x))))
+                  x = norm(x + scale * attention(norm(x), source))
+                  x = norm(x + scale * norm(mlp(norm(x))))
                   x = number * (x + norm(a vector of the token and the layer))
-    logits        softcap(scale * head(norm(x)))
+    logits        softcap(scale * (head(norm(x)) + bias))
 
 Each part is optional where its field has a default. Interpreters are the reference (models/reference/decoder.py, which
 training and heads use too), the native program (models/native/program.py) and the cost model (models/sizes.py). None
@@ -285,7 +285,8 @@ class Layer:
     result. parallel: both blocks read the same residual stream, and the same norm of it if before_mlp is None.
     residual_scale: the factor of all results. token_inputs: the inputs by token that are added after both. scaled: a
     stored number multiplies the residual stream at the end. cross: attention over the source; before_cross: the norm of
-    its input.
+    its input. end_*: the norm of the residual stream after a block was added to it, as in the first transformers. If
+    the last layer of a model ends with one, that is the norm before the head, and the layer has none.
     """
 
     attention: Attention
@@ -300,13 +301,18 @@ class Layer:
     scaled: bool = False
     cross: Attention | None = None
     before_cross: Norm | None = None
+    end_attention: Norm | None = None
+    end_cross: Norm | None = None
+    end_mlp: Norm | None = None
 
 
 @dataclass(frozen=True)
 class Embedding:
-    """A table of vectors by token, multiplied by `scale`. positions: the rows of a table of learned positions.
+    """A table of vectors by token, multiplied by `scale`. positions: the rows of a table of positions.
 
-    mask: the token that stands for an unknown one, if the model was trained to predict several tokens in one pass.
+    sinusoids: these are not learned: position p has the sines of p / 10000^(2i / hidden_size) for all i, then the
+    cosines. norm: that of the sum. mask: the token that stands for an unknown one, if the model was trained to predict
+    several tokens in one pass.
     """
 
     vocab_size: int
@@ -314,6 +320,8 @@ class Embedding:
     scale: float = 1.0
     positions: int | None = None
     mask: int | None = None
+    sinusoids: bool = False
+    norm: Norm | None = None
 
 
 @dataclass(frozen=True)
@@ -321,8 +329,8 @@ class Head:
     """The output matrix. tied: it is the embedding table.
 
     by_files: a tied head has a matrix of its own if the files hold one that differs from the table. tokens: the ids of
-    its rows, ascending; () = all. Other tokens have the logit -inf. scale: the factor of logits. softcap: c limits
-    logits l, after `scale`, to c * tanh(l / c).
+    its rows, ascending; () = all. Other tokens have the logit -inf. bias: one is added to logits, if the files hold it.
+    scale: the factor of logits. softcap: c limits logits l, after `scale`, to c * tanh(l / c).
     """
 
     tied: bool = False
@@ -330,13 +338,15 @@ class Head:
     scale: float = 1.0
     softcap: float | None = None
     by_files: bool = False
+    bias: bool = False
 
 
 @dataclass(frozen=True)
 class Encoder:
     """The layers that read a source, all of whose rows see one another, and the norm of their result.
 
-    It reads the decoder's table of tokens. Each layer of the decoder computes keys and values from the result, see
+    It reads the decoder's table of tokens. If the decoder has learned positions or a norm of embeddings, the encoder
+    has its own, of the same sizes. Each layer of the decoder computes keys and values from the result, see
     `Layer.cross`.
     """
 

@@ -22,10 +22,12 @@ from speculant.models.gguf_family import (
     GGUF_HEAD,
     GGUF_TABLE,
     Count,
-    Function,
     GgufFamily,
+    HasTensor,
     Number,
+    TokenId,
     Truth,
+    Wanted,
     WindowPattern,
     gguf_tensors,
 )
@@ -77,7 +79,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "swin_norm": (False,),
     "hidden_activation": ("silu",),
 }
-_BLOCK = re.compile(r"blk\.([0-9]{1,9})\.", re.ASCII)
+ENCODERS = ("t5encoder",)  # architectures without a decoder
 _OTHER = "use a GGUF file of another model, or its checkpoint with safetensors."
 _DAMAGED = "download the file again, or convert the model again."
 
@@ -86,7 +88,8 @@ def read_gguf_config(file: GgufFile) -> dict[str, Any]:
     """Return the metadata of the model in a file, in the keys of config.json. Raises ModelError."""
     facts = _Facts(file)
     name, family = _family(file)
-    _check_layers(file, facts.count("block_count"))
+    for beginning, counted in family.blocks.items():
+        _check_layers(file, beginning, facts.read(counted, {}))
     scaling = _rope_kind(facts)
     found = {"model_type": name, **_common(facts, family, scaling)}
     facts.check_neutral({**_neutral(found, scaling), **family.neutral}, family.read)
@@ -156,12 +159,12 @@ def read_gguf_decoder(file: GgufFile, config: Mapping[str, Any]) -> DecoderConfi
             _OTHER,
         ) from error
     size = config["sliding_window"]
-    windows = [size if kind == SLIDING else None for kind in config["layer_types"]]
-    if windows != [layer.attention.window for layer in decoder.layers]:
+    windows = tuple(size if kind == SLIDING else None for kind in config["layer_types"])
+    if decoder.windows != (windows if any(windows) else ()):
         raise ModelError(
             f"{file.path} has a sliding window of {size} positions, which is not implemented for {name}", _OTHER
         )
-    return replace(decoder, tensors=gguf_tensors(decoder, family.paired, file.tensors))
+    return replace(decoder, tensors=gguf_tensors(decoder, family, file.tensors))
 
 
 def _family(file: GgufFile) -> tuple[str, GgufFamily]:
@@ -173,6 +176,11 @@ def _family(file: GgufFile) -> tuple[str, GgufFamily]:
         if isinstance(family, GgufFamily):
             known.setdefault(family.architecture, []).append((name, family))
     architecture = file.metadata.get("general.architecture")
+    if architecture in ENCODERS:
+        raise ModelError(
+            f"{file.path} has the architecture {architecture}, an encoder alone, which writes no text",
+            "use a file of the whole model, with an encoder and a decoder.",
+        )
     if not isinstance(architecture, str) or architecture not in known:
         raise ModelError(
             f"{file.path} has the architecture {show(architecture)}, which is not implemented",
@@ -207,13 +215,17 @@ class _Facts:
         return value[0]
 
     def has(self, key: str) -> bool:
-        """Whether an entry is there and not 0."""
-        return self.raw(key) not in (None, 0)
+        """Whether an entry is there and not 0, or there is a tensor of this name."""
+        return self.raw(key) not in (None, 0) or key in self.file.tensors
 
-    def read(self, wanted: Number | Count | Truth | Function, config: Mapping[str, Any]) -> Any:
+    def read(self, wanted: Wanted, config: Mapping[str, Any]) -> Any:
         """Return the value of one of a family's own keys; config: the keys so far."""
         if isinstance(wanted, Count):
-            return self.count(wanted.key)
+            return self.count(wanted.key, None if wanted.default is None else self.count(wanted.default))
+        if isinstance(wanted, TokenId):
+            return self.token(wanted.key, config["vocab_size"])
+        if isinstance(wanted, HasTensor):
+            return wanted.yes if wanted.name in self.file.tensors else wanted.no
         if not isinstance(wanted, Number | Truth):
             return wanted(config)
         value = self.get(wanted.key)
@@ -234,6 +246,13 @@ class _Facts:
         if not is_whole(value) or not 1 <= value <= most:
             raise self.wrong(key, value, f"a whole number from 1 to {most}")
         return int(value)
+
+    def token(self, key: str, vocab_size: int) -> int | None:
+        """Return a token id; None if it is absent."""
+        value = self.get(key)
+        if value is not None and not (is_whole(value) and 0 <= value < vocab_size):
+            raise self.wrong(key, value, f"a token id from 0 to {vocab_size - 1}")
+        return None if value is None else int(value)
 
     def number(self, key: str, default: float | None = None) -> float:
         """Return a positive number."""
@@ -272,12 +291,18 @@ def _equal(value: Any, other: Any) -> bool:
     return bool(value == other)
 
 
-def _check_layers(file: GgufFile, layers: int) -> None:
-    """Compare the number of layers with the tensors, before anything is allocated for each layer."""
-    numbers = {int(hit[1]) for hit in map(_BLOCK.match, file.tensors) if hit}
+def _check_layers(file: GgufFile, beginning: str, layers: int) -> None:
+    """Compare the number of layers with the tensors, before anything is allocated for each layer.
+
+    beginning: that of the names of these layers' tensors.
+    """
+    block = re.compile(rf"{re.escape(beginning)}\.([0-9]{{1,9}})\.", re.ASCII)
+    numbers = {int(hit[1]) for hit in map(block.match, file.tensors) if hit}
     if len(numbers) != layers or max(numbers) != layers - 1:
         raise ModelError(
-            f"{file.path} says that the model has {layers} layers and holds tensors of {len(numbers)}", _DAMAGED
+            f"{file.path} says that the model has {layers} layers and holds tensors of {len(numbers)} layers"
+            f" {beginning}.*",
+            _DAMAGED,
         )
 
 

@@ -52,8 +52,10 @@ PARTS: Mapping[str, str] = {  # of a layer
     AFTER_MLP: "post_ffw_norm",
 }
 EXPERTS = {"gate_proj": "ffn_gate_exps", "up_proj": "ffn_up_exps", "down_proj": "ffn_down_exps"}  # stacked
-Function = Callable[[Mapping[str, Any]], Any]
 FUSED_QKV = "attn_qkv"  # queries, keys and values
+
+
+Function = Callable[[Mapping[str, Any]], Any]
 
 
 @dataclass(frozen=True)
@@ -71,9 +73,26 @@ class Number:
 
 @dataclass(frozen=True)
 class Count:
-    """A metadata entry that is a whole number of at least 1."""
+    """A metadata entry that is a whole number of at least 1. default: the entry that replaces it if it is absent."""
 
     key: str
+    default: str | None = None
+
+
+@dataclass(frozen=True)
+class TokenId:
+    """A metadata entry that is a token id; None if it is absent."""
+
+    key: str
+
+
+@dataclass(frozen=True)
+class HasTensor:
+    """No metadata entry: `yes` if the file has a tensor of this name, else `no`."""
+
+    name: str
+    yes: str
+    no: str
 
 
 @dataclass(frozen=True)
@@ -82,6 +101,9 @@ class Truth:
 
     key: str
     default: bool
+
+
+Wanted = Number | Count | Truth | TokenId | HasTensor | Function
 
 
 @dataclass(frozen=True)
@@ -100,10 +122,11 @@ class WindowPattern:
 class GgufFamily:
     """How GGUF files store the models of a family.
 
-    architecture: its name in `general.architecture`. needs: an entry that tells the family from others with the same
-    architecture: files of the family have it, and it is not 0. paired: the rows of queries and keys are in pairs; see
-    `Unpaired`. norm_eps: the key of config.json for the epsilon of norms. windows: None = all layers have the window,
-    if the file has one.
+    architecture: its name in `general.architecture`. needs: an entry or a tensor that tells the family from others with
+    the same architecture: files of the family have it, and an entry is not 0. paired: the rows of queries and keys are
+    in pairs; see `Unpaired`. norm_eps: the key of config.json for the epsilon of norms. windows: None = all layers have
+    the window, if the file has one. blocks: how the names of layers' tensors begin, with the entry that counts these
+    layers. tensors: where files hold the model's tensors; None = under the common names.
 
     config: other keys that `read_config` reads, each with its metadata entry, or a function of the config so far; "a.b"
     is the key b of the object a. neutral: entries that `read_config` does not read, and that change the arithmetic
@@ -115,7 +138,9 @@ class GgufFamily:
     paired: bool = False
     norm_eps: str = "rms_norm_eps"
     windows: WindowPattern | None = None
-    config: Mapping[str, Number | Count | Truth | Function] = field(default_factory=dict)
+    blocks: Mapping[str, Count] = field(default_factory=lambda: {"blk": Count("block_count")})
+    tensors: TensorMap | None = None
+    config: Mapping[str, Wanted] = field(default_factory=dict)
     neutral: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
     @property
@@ -126,14 +151,16 @@ class GgufFamily:
     @property
     def read(self) -> set[str]:
         """The metadata entries that `config` reads."""
-        return {each.key for each in self.config.values() if isinstance(each, Number | Count | Truth)}
+        return {each.key for each in self.config.values() if isinstance(each, Number | Count | Truth | TokenId)}
 
 
-def gguf_tensors(config: DecoderConfig, paired: bool, stored: Collection[str]) -> TensorMap:
+def gguf_tensors(config: DecoderConfig, family: GgufFamily, stored: Collection[str]) -> TensorMap:
     """Return where a file holds a model's tensors. stored: all names in the file; some files fuse tensors."""
+    if family.tensors:
+        return family.tensors
     of = config.attention
     layer: dict[str, Expression] = {**PARTS, **_fused(config, stored), **_stacked(config)}
-    if paired:
+    if family.paired:
         layer |= {own: Unpaired(layer[own], heads) for own, heads in ((QUERIES, of.heads), (KEYS, of.kv_heads))}
     made = dict(map_modules(LAYER, BLOCK, layer, WHOLE).names)
     for own, norm in _norms(config).items():

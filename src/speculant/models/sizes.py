@@ -12,13 +12,15 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from speculant.cache.base import CacheShape, LayerShape
-from speculant.models.description import Attention, DecoderConfig, Experts, Layer, Mlp, Norm, TokenInputs
+from speculant.models.description import Attention, DecoderConfig, Embedding, Experts, Layer, Mlp, Norm, TokenInputs
 
 if TYPE_CHECKING:
     import torch
 
 TABLE, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
-POSITIONS = "model.embed_positions.weight"
+HEAD_BIAS = "lm_head.bias"
+POSITIONS, EMBEDDING_NORM = "embed_positions", "embedding_norm"  # modules of the decoder and of the encoder
+DECODER = "model."  # begins the names of the decoder's tensors, except for those of the head
 LAYER = "model.layers.{}."  # begins the names of a layer's tensors
 ENCODER = "encoder."  # begins the names of the encoder's
 ENCODER_LAYER, ENCODER_NORM = "encoder.layers.{}.", "encoder.norm.weight"
@@ -27,6 +29,7 @@ DISTANCES = "distances.weight"  # of attention
 BEFORE_ATTENTION, BEFORE_MLP = "input_layernorm", "post_attention_layernorm"  # norms of a layer
 BEFORE_CROSS = "cross_attention_layernorm"
 AFTER_ATTENTION, AFTER_MLP = "attention_output_norm", "mlp_output_norm"
+END_ATTENTION, END_CROSS, END_MLP = "attention_end_norm", "cross_attention_end_norm", "mlp_end_norm"
 TOKEN_INPUTS, SCALE = "token_inputs.", "scale"  # of a layer; the names of the former begin so
 TOKEN_TABLE = "embed_tokens.weight"  # of the inputs
 SOURCE_KEYS = (CROSS + "k_proj.weight", CROSS + "v_proj.weight")  # end the names of matrices that sources multiply by
@@ -38,9 +41,7 @@ Shapes = dict[str, tuple[int, ...]]
 def tensor_shapes(config: DecoderConfig) -> Shapes:
     """Return the shape of each tensor of a model. A tied head has none of its own."""
     hidden = config.hidden_size
-    found: Shapes = {TABLE: (config.vocab_size, hidden)}
-    if config.embedding.positions:
-        found[POSITIONS] = (config.embedding.positions, hidden)
+    found: Shapes = {TABLE: (config.vocab_size, hidden), **_embedding(DECODER, config.embedding)}
     for index, layer in enumerate(config.layers):
         found |= {LAYER.format(index) + name: shape for name, shape in _layer(layer, hidden).items()}
         if layer.token_inputs:
@@ -48,11 +49,14 @@ def tensor_shapes(config: DecoderConfig) -> Shapes:
             found[LAYER.format(index) + TOKEN_INPUTS + TOKEN_TABLE] = table
     found |= _norm(NORM.removesuffix(".weight"), config.norm, hidden)
     if config.encoder:
+        found |= _embedding(ENCODER, config.embedding)
         for index, layer in enumerate(config.encoder.layers):
             found |= {ENCODER_LAYER.format(index) + name: shape for name, shape in _layer(layer, hidden).items()}
         found |= _norm(ENCODER_NORM.removesuffix(".weight"), config.encoder.norm, hidden)
     if not config.head.tied:
         found[HEAD] = (len(config.head.tokens) or config.vocab_size, hidden)
+    if config.head.bias:
+        found[HEAD_BIAS] = (len(config.head.tokens) or config.vocab_size,)
     return found
 
 
@@ -91,7 +95,7 @@ def source_matrices(config: DecoderConfig) -> Iterator[tuple[str, tuple[int, int
 def _matrices(shapes: Shapes) -> Iterator[tuple[str, tuple[int, int]]]:
     """Yield the tensors that rows are multiplied by: all of two dimensions but tables."""
     for name, shape in shapes.items():
-        if len(shape) == 2 and name != POSITIONS and not name.endswith((TOKEN_INPUTS + TOKEN_TABLE, DISTANCES)):
+        if len(shape) == 2 and not name.endswith((f"{POSITIONS}.weight", TOKEN_INPUTS + TOKEN_TABLE, DISTANCES)):
             yield name, (shape[0], shape[1])
 
 
@@ -165,14 +169,22 @@ def _routed_widths(config: DecoderConfig) -> dict[str, int]:
     }  # fmt: skip
 
 
+def learned_positions(of: Embedding) -> int:
+    """Return the rows of a table of learned positions; 0 = there is none."""
+    return 0 if of.sinusoids else of.positions or 0
+
+
 def layer_norms(layer: Layer) -> dict[str, Norm]:
     """Return the norms that a layer has on the residual stream's width, by the names of their modules."""
     found = {
         BEFORE_ATTENTION: layer.before_attention,
         AFTER_ATTENTION: layer.after_attention,
+        END_ATTENTION: layer.end_attention,
         BEFORE_CROSS: layer.before_cross,
+        END_CROSS: layer.end_cross,
         BEFORE_MLP: layer.before_mlp,
         AFTER_MLP: layer.after_mlp,
+        END_MLP: layer.end_mlp,
     }
     return {name: norm for name, norm in found.items() if norm}
 
@@ -190,6 +202,13 @@ def _layer(layer: Layer, hidden: int) -> Shapes:
     if layer.scaled:
         found[SCALE] = (1,)
     return found
+
+
+def _embedding(beginning: str, of: Embedding) -> Shapes:
+    """Return the tensors of embeddings besides the table of tokens."""
+    rows = learned_positions(of)
+    found: Shapes = {f"{beginning}{POSITIONS}.weight": (rows, of.hidden_size)} if rows else {}
+    return found | (_norm(beginning + EMBEDDING_NORM, of.norm, of.hidden_size) if of.norm else {})
 
 
 def _norm(name: str, norm: Norm, width: int) -> Shapes:

@@ -15,7 +15,7 @@ from speculant.models.gguf import read_gguf_config
 
 _DEMO = Path(__file__).parents[1] / "assets" / "demo"
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
-_TOKENIZER = ["*.json", "tokenizer*", "*.jinja"]
+_TOKENIZER = ["*.json", "tokenizer*", "*.jinja", "spiece.model", "*.spm"]
 _WANTED = [*_TOKENIZER, "*.safetensors"]
 _UNWANTED = ["consolidated*", "*/*"]  # other formats of the same weights
 _WEIGHTS = "*.safetensors"

@@ -100,7 +100,7 @@ class Columns:
 class Stacked:
     """One of the `count` tensors that a stored tensor consists of, one for each index of its first dimension.
 
-    index: which one it is. A `TensorMap` sets it to the last number in the name of the model's tensor.
+    index: which one it is. A `TensorMap` sets it to the last number in the name of the model's tensor, if it has one.
     """
 
     of: Expression
@@ -137,7 +137,7 @@ def _numbered(made: Expression, numbers: Sequence[str]) -> Expression:
     if isinstance(made, str):
         return made
     inner = replace(made, of=_numbered(made.of, numbers))
-    return replace(inner, index=int(numbers[-1])) if isinstance(inner, Stacked) else inner
+    return replace(inner, index=int(numbers[-1])) if isinstance(inner, Stacked) and numbers else inner
 
 
 def _upright(made: Expression) -> Expression:

@@ -1,4 +1,4 @@
-"""The tokenizer that a GGUF file's metadata describes: byte-level BPE, or SentencePiece BPE with scores.
+"""The tokenizer that a GGUF file's metadata describes: byte-level BPE, or SentencePiece's BPE or Unigram with scores.
 
 Tokens, merges and settings become the same objects as those of a tokenizer.json and a tokenizer_config.json.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import IntEnum
 from typing import Any, NamedTuple, TypeVar
 
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
@@ -16,10 +15,10 @@ from tokenizers import Tokenizer as Backend
 from speculant.errors import Converts, ModelError
 from speculant.gguf_file import end_tokens
 from speculant.text.gguf_splits import WordSplit, find_split
+from speculant.text.unigram import BYTES, SPACE, Normalisation, TokenType, joining_decoder, scored, unigram
 
 _FIX = "download the file again, or convert the original checkpoint again."
 _UNUSABLE = Converts(ModelError, "the tokenizer of this GGUF file can't be used", _FIX)
-_SPACE = "\u2581"  # SentencePiece's mark of a space
 _MOST_COMPARED = 2**26  # characters of all beginnings and ends of tokens; Gemma's tokens have a third of that
 _MOST_ADDED = 2**15  # tokens; files in use have up to 6,500
 _T = TypeVar("_T")
@@ -35,17 +34,6 @@ _ROLES = {
     "mask_token": "mask_token_id",
 }
 _UNSTRIPPED = ("<unk>", "<s>", "<|endoftext|>")  # added tokens of Phi-3 that take in no spaces
-
-
-class TokenType(IntEnum):
-    """The values of `tokenizer.ggml.token_type`."""
-
-    NORMAL = 1
-    UNKNOWN = 2
-    CONTROL = 3
-    USER_DEFINED = 4
-    UNUSED = 5
-    BYTE = 6
 
 
 class GgufTokenizer(NamedTuple):
@@ -140,21 +128,24 @@ class _Defaults:
     """Settings of a kind, for files that have none."""
 
     add_bos: bool = False
+    add_eos: bool = False
     clean_spaces: bool = False
     role_ids: Mapping[str, int] = field(default_factory=dict)
 
 
-def _find_kind(entries: _Entries) -> _ByteLevel | _SentencePiece:
+def _find_kind(entries: _Entries) -> _ByteLevel | _SentencePiece | _Unigram:
     name = entries.get("tokenizer.ggml.model", str)
     if name == "gpt2":
         return _ByteLevel(find_split(entries.get("tokenizer.ggml.pre", str) or "default"))
     if name == "llama":
         return _SentencePiece()
+    if name == "t5":
+        return _Unigram()
     if name is None:
         raise ModelError("the file has no tokenizer.ggml.model", _FIX)
     raise ModelError(
         f"tokenizer.ggml.model is {name[:60]!r}, a kind of tokenizer that is not supported",
-        "use a model with one of: gpt2, llama.",
+        "use a model with one of: gpt2, llama, t5.",
     )
 
 
@@ -163,7 +154,7 @@ class _ByteLevel:
 
     def __init__(self, split: WordSplit) -> None:
         self._split = split
-        self.defaults = _Defaults(split.add_bos, split.clean_spaces)
+        self.defaults = _Defaults(split.add_bos, clean_spaces=split.clean_spaces)
 
     def build(self, entries: _Entries, tokens: _Tokens, settings: Mapping[str, Any]) -> Backend:
         """Return the tokenizer without added tokens and without tokens around a text."""
@@ -200,22 +191,27 @@ class _SentencePiece:
 
     def build(self, entries: _Entries, tokens: _Tokens, settings: Mapping[str, Any]) -> Backend:
         """Return the tokenizer without added tokens and without tokens around a text."""
-        scores = entries.needed("tokenizer.ggml.scores", float, int)
-        if len(scores) != len(tokens.texts):
-            raise ModelError(f"the file has {len(tokens.texts)} tokens, but scores for {len(scores)}", _FIX)
-        if any(score != score for score in scores):
-            raise ModelError("tokenizer.ggml.scores has entries that are not numbers", _FIX)
-        if tokens.ids.keys().isdisjoint(f"<0x{byte:02X}>" for byte in range(256)):
+        scores = _scores(entries, tokens)
+        if tokens.ids.keys().isdisjoint(BYTES):
             raise ModelError("tokenizer.ggml.tokens has no token such as <0x0A> for any byte", _FIX)
         unknown = settings.get("unk_token")
         merges = [*_merges(tokens, scores)]
         backend = Backend(models.BPE(tokens.ids, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
         prefixed = entries.flag("tokenizer.ggml.add_space_prefix", True)
-        spaces = normalizers.Replace(" ", _SPACE)
-        backend.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), spaces]) if prefixed else spaces
-        steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-        backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefixed else steps)
+        spaces = normalizers.Replace(" ", SPACE)
+        backend.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), spaces]) if prefixed else spaces
+        backend.decoder = joining_decoder(prefixed)
         return backend
+
+
+def _scores(entries: _Entries, tokens: _Tokens) -> list[float]:
+    """Return the score of each token."""
+    scores = entries.needed("tokenizer.ggml.scores", float, int)
+    if len(scores) != len(tokens.texts):
+        raise ModelError(f"the file has {len(tokens.texts)} tokens, but scores for {len(scores)}", _FIX)
+    if any(score != score for score in scores):
+        raise ModelError("tokenizer.ggml.scores has entries that are not numbers", _FIX)
+    return scores
 
 
 def _merges(tokens: _Tokens, scores: Sequence[float]) -> Iterator[tuple[str, str]]:
@@ -230,6 +226,27 @@ def _merges(tokens: _Tokens, scores: Sequence[float]) -> Iterator[tuple[str, str
                 yield text[:middle], text[middle:]
 
 
+class _Unigram:
+    """Kind `t5`: the most likely of all ways to divide a text into tokens, whose scores are log-probabilities.
+
+    Unused tokens at the end are rows of the model's table that no text has, and are left out.
+    """
+
+    defaults = _Defaults(add_eos=True, role_ids={"pad_token": 0, "eos_token": 1, "unk_token": 2})
+
+    def build(self, entries: _Entries, tokens: _Tokens, settings: Mapping[str, Any]) -> Backend:
+        """Return the tokenizer without added tokens and without tokens around a text."""
+        unknown = settings.get("unk_token")
+        charsmap = entries.all_of("tokenizer.ggml.precompiled_charsmap", int) or ()
+        of = Normalisation(
+            bytes(each & 0xFF for each in charsmap),  # stored signed or not
+            entries.flag("tokenizer.ggml.add_space_prefix", True),
+            entries.flag("tokenizer.ggml.remove_extra_whitespaces", True),
+        )
+        pieces = scored(tokens.texts, _scores(entries, tokens), tokens.types)
+        return unigram(pieces, None if unknown is None else tokens.ids[unknown], of)
+
+
 def _settings(entries: _Entries, tokens: _Tokens, defaults: _Defaults) -> dict[str, Any]:
     settings: dict[str, Any] = {}
     for role, key in _ROLES.items():
@@ -240,7 +257,7 @@ def _settings(entries: _Entries, tokens: _Tokens, defaults: _Defaults) -> dict[s
         if token_id is not None and token_id < len(tokens.texts):
             settings[role] = tokens.texts[token_id]
     settings["add_bos_token"] = entries.flag("tokenizer.ggml.add_bos_token", defaults.add_bos)
-    settings["add_eos_token"] = entries.flag("tokenizer.ggml.add_eos_token", False)
+    settings["add_eos_token"] = entries.flag("tokenizer.ggml.add_eos_token", defaults.add_eos)
     settings["clean_up_tokenization_spaces"] = defaults.clean_spaces
     return settings | _templates(entries)
 

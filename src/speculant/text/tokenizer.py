@@ -18,6 +18,7 @@ from speculant.gguf_file import GgufFile, is_gguf
 from speculant.text.chat import TOOL_USE, ChatTemplate, find_template, template_in
 from speculant.text.gguf_tokenizer import read_gguf_tokenizer
 from speculant.text.length_bounds import check_length_bounds
+from speculant.text.sentencepiece import ROLES, find_sentencepiece
 from speculant.text.token_bounds import characters_per_token
 
 TOKENIZER = "tokenizer.json"
@@ -28,7 +29,7 @@ _DECODING = Converts(RequestError, "the tokenizer can't decode these token ids",
 
 
 class Tokenizer:
-    """Text to token ids and back, by the checkpoint's tokenizer.json or GGUF file."""
+    """Text to token ids and back, by the checkpoint's tokenizer.json, SentencePiece files or GGUF file."""
 
     def __init__(
         self,
@@ -55,12 +56,19 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: Path) -> Tokenizer:
-        """Load tokenizer.json, the tokenizer's settings and the chat template. Raises ModelError."""
+        """Load tokenizer.json, the tokenizer's settings and the chat template. Raises ModelError.
+
+        Without tokenizer.json, SentencePiece's files of T5 and of Marian are read.
+        """
         settings = {
             **read_optional_json(folder / "special_tokens_map.json"),
             **read_optional_json(folder / "tokenizer_config.json"),
         }
-        backend = _load_backend(folder)
+        backend = None if (folder / TOKENIZER).exists() else find_sentencepiece(folder, settings)
+        if backend is None:
+            backend = _load_backend(folder)
+        else:
+            settings = {**ROLES, **settings}
         templates = find_template(folder, settings), find_template(folder, settings, TOOL_USE)
         with Converts(ModelError, f"{folder / TOKENIZER} can't be used", "download it again."):
             made = cls(backend, settings, *templates)._checked()
@@ -271,7 +279,8 @@ def _compile(template: str | None) -> ChatTemplate:
 def _load_backend(folder: Path) -> Backend:
     file = folder / "tokenizer.json"
     if not file.exists():
-        only = " but tokenizer.model, a sentencepiece file" if (folder / "tokenizer.model").exists() else ""
+        found = [name for name in ("tokenizer.model", "sentencepiece.bpe.model") if (folder / name).exists()]
+        only = f" but {found[0]}, a sentencepiece file" if found else ""
         raise ModelError(
             f"{folder} has no tokenizer.json{only}",
             "save it with a fast tokenizer: AutoTokenizer.from_pretrained(...).save_pretrained(...) in transformers.",

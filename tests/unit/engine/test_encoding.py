@@ -14,6 +14,7 @@ from torch import Tensor
 from speculant.cache.base import KVStorage
 from speculant.cache.sources import Source
 from speculant.config import Limits
+from speculant.constraints import forced_tokens
 from speculant.drafting.base import DrafterNeeds
 from speculant.drafting.combine.composite import SubDrafter
 from speculant.drafting.combine.fallback import FallbackDrafter
@@ -289,6 +290,66 @@ def test_tokens_are_forced_where_transformers_forces_them() -> None:
     assert ignoring.output == plain, "no end is forced where ends are ignored"
     (longest,) = outputs(rules, max_tokens=6, min_tokens=6)
     assert (longest.num_output, longest.finish_reason) == (6, "length")
+
+
+def test_a_request_s_words_hold_after_a_forced_token() -> None:
+    rules = OutputRules(first=3, last=(0,))
+    for request in outputs(rules, allowed_token_ids=[1, 2], n=2, temperature=1, seed=1):
+        assert request.output[0] == 3
+        assert {*request.output[1:]} <= {1, 2}
+        assert (request.finish_reason, request.num_output) == ("length", 6), "no end is forced that is not allowed"
+
+
+class Counting:
+    """A form: the tokens 1, 2 and 4 in turn, and then the end."""
+
+    def __init__(self) -> None:
+        self.place = 0
+
+    def mask(self, tokens: Sequence[int]) -> torch.Tensor:
+        """See `Constraint.mask`."""
+        return torch.tensor([1 << [1, 2, 4, 0][min(self.place + len(tokens), 3)]], dtype=torch.int32)
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        """See `Constraint.advance`."""
+        for token in tokens:
+            assert token == [1, 2, 4, 0][self.place]
+            self.place += 1
+
+    def rollback(self, n: int) -> None:
+        """See `Constraint.rollback`."""
+        self.place -= n
+        assert self.place >= 0
+
+    @property
+    def is_done(self) -> bool:
+        """See `Constraint.is_done`."""
+        return self.place >= 3
+
+    def forced(self) -> list[int]:
+        """See `forced_tokens`."""
+        return [1, 2, 4][self.place :]
+
+
+def test_a_form_begins_after_a_forced_token() -> None:
+    engine = engine_of(output_rules=OutputRules(first=3, last=(0,)))
+    (request,) = engine.add_request([4], GREEDY, "a", source=[1], constraint=Counting)
+    while engine.has_unfinished():
+        engine.step()
+    assert (request.output, request.finish_reason) == ([3, 1, 2, 4], "stop")
+    assert request.constraint is not None
+    assert request.constraint.is_done
+    request.constraint.rollback(3)
+    request.shorten(2)
+    assert not request.constraint.is_done
+    assert forced_tokens(request.constraint, V) == [1, 2, 4]
+    request.constraint.rollback(1)
+    request.shorten(1)
+    assert forced_tokens(request.constraint, V) == [3, 1, 2, 4]
+    (cut,) = engine.add_request([4], replace(GREEDY, max_tokens=3), "b", source=[1], constraint=Counting)
+    while engine.has_unfinished():
+        engine.step()
+    assert (cut.output, cut.finish_reason) == ([3, 1, 2], "length"), "a form is not ended before its end"
 
 
 def test_without_rules_a_request_has_no_constraint() -> None:

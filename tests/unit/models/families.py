@@ -75,6 +75,12 @@ LONGROPE = {  # texts of up to 64 tokens; tests/exactness/test_restarts.py has l
 
 T5 = {**PADDED, "num_layers": 3, "d_ff": 48, "d_kv": 8, "decoder_start_token_id": 0}
 
+BART = {
+    "pad_token_id": 1, "decoder_start_token_id": 2, "decoder_layers": 3, "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 48, "decoder_ffn_dim": 40, "max_position_embeddings": 512,
+}  # fmt: skip
+MARIAN = {**BART, "activation_function": "swish", "scale_embedding": True}
+
 SOURCE = (7, 30, 2, 2, 51, 19, 44, 3, 60, 11, 7, 8, 9)  # what encoder-decoder models read if a test names nothing else
 ENCODER_DECODERS = tuple(MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES)
 
@@ -255,6 +261,16 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "narrow": {**T5, "d_kv": 5, "feed_forward_proj": "gated-silu", "relative_attention_num_buckets": 9},
     },
     "mt5": {"plain": T5, "ungated": {**T5, "num_decoder_layers": 1, "feed_forward_proj": "gelu"}},
+    "bart": {
+        "plain": BART,
+        "untied": {**BART, "encoder_layers": 1, "tie_word_embeddings": False, "scale_embedding": True},
+        "short": {**BART, "decoder_layers": 1, "activation_function": "relu"},
+    },
+    "mbart": {"plain": {**BART, "scale_embedding": True}, "short": {**BART, "decoder_layers": 1}},
+    "marian": {
+        "plain": MARIAN,
+        "untied": {**MARIAN, "scale_embedding": False, "tie_word_embeddings": False, "encoder_layers": 2},
+    },
     "umt5": {"plain": T5, "near": {**T5, "relative_attention_num_buckets": 6, "relative_attention_max_distance": 8}},
 }
 
@@ -392,17 +408,26 @@ def write_own(folder: Path, family: str, settings: dict[str, Any]) -> None:
 def spread_weights(model: torch.nn.Module) -> None:
     """Draw every parameter, norms and biases too, so that none is at a value that hides it.
 
-    Queries are smaller where scores are not scaled (T5): otherwise the largest score alone counts, and rounding grows.
+    An encoder and a decoder get the same table of tokens, also where transformers has two. Queries are smaller where
+    scores are not scaled (T5): otherwise the largest score alone counts, and rounding grows.
     """
     generator = torch.Generator().manual_seed(1)
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator) * 0.3
         noise = noise * 0.15 if name.endswith("Attention.q.weight") else noise
+        if not parameter.requires_grad:  # it is computed
+            continue
         is_scale = parameter.ndim == 1 and name.endswith("weight")  # of a norm
         parameter.copy_(1 + noise if is_scale else noise)
+    tables = ("shared.weight", "coder.embed_tokens.weight")
+    first, *others = [each for name, each in model.named_parameters() if name.endswith(tables)] or [torch.empty(0)]
+    for each in others:
+        each.copy_(first)
     for name, buffer in model.named_buffers():
         if name.endswith("layer_scalar"):
             buffer.copy_(1 + 0.3 * torch.randn(buffer.shape, generator=generator))
+        if name.endswith("final_logits_bias"):
+            buffer.copy_(torch.randn(buffer.shape, generator=generator))
 
 
 def random_tokens(count: int, seed: int = 0) -> list[int]:

@@ -70,7 +70,7 @@ def test_an_unknown_family_is_not_taken_for_another(folder: Path, family: str) -
     own = "".join(family.title().split("_")) + "ForCausalLM"
     for architectures in ([own], None, own, [3]):
         edit(folder / "config.json", model_type=family, architectures=architectures)
-        assert "did you mean" not in refused(folder, repr(family), "these families: cohere, gemma2")
+        assert "did you mean" not in refused(folder, repr(family), "these families: bart, cohere")
     edit(folder / "config.json", architectures=["MistralForCausalLM"])
     refused(folder, "did you mean 'mistral'?", "architectures")
     edit(folder / "config.json", model_type="mistral")

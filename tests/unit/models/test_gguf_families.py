@@ -23,7 +23,7 @@ from speculant.models.gguf import FAMILIES, read_gguf_config, read_gguf_decoder
 from speculant.models.gguf_family import GgufFamily, Number, Truth
 from speculant.models.weights.load import CheckpointFiles, load_model
 from tests.gguf_models import convert
-from tests.unit.models.families import EXPERTS, MULTIPLIED, PADDED, SCALED, VARIANTS, Pair, Session, make_pair
+from tests.unit.models.families import EXPERTS, MULTIPLIED, PADDED, SCALED, T5, VARIANTS, Pair, Session, make_pair
 from tests.unit.models.test_gguf_models import same_as_decoded
 
 GEMMA = {"head_dim": 8, "query_pre_attn_scalar": 8}
@@ -35,10 +35,10 @@ LONGROPE = {
 }
 INNER = {"intermediate_size": 128}  # in transformers' GPT-2, it is 4 times the width
 WITHOUT = {  # families that GGUF files can't hold
-    "opt": "llama.cpp has no architecture for it",
+    **dict.fromkeys(("opt", "bart", "mbart", "marian"), "llama.cpp has no architecture for it"),
     "gpt_oss": "its experts are not read from GGUF files yet",
     "gemma4_text": "sizes that differ from layer to layer are not read from GGUF files yet",
-    **dict.fromkeys(("t5", "mt5", "umt5"), "encoders are not read from GGUF files yet"),
+    "mt5": "its files are those of t5",
 }
 # What the files can hold of each family; other settings are lost in them.
 STORED: dict[str, dict[str, dict[str, Any]]] = {
@@ -111,8 +111,19 @@ STORED: dict[str, dict[str, dict[str, Any]]] = {
         "serial": {"use_parallel_residual": False, "rotary_pct": 1.0, "tie_word_embeddings": True},
         "unbiased": {"attention_bias": False, "rotary_pct": 0.5},
     },
+    "t5": {
+        "flan": {**T5, "feed_forward_proj": "gated-gelu", "layer_norm_epsilon": 1e-5},
+        "v1.0": {**T5, "num_decoder_layers": 2, "relative_attention_num_buckets": 16},
+    },
+    "umt5": {"plain": T5, "more": {**T5, "num_decoder_layers": 4}},
 }
-QUICK = ("llama", "gemma2", "olmoe", "gpt2")  # unlike each other, for tests that need no more of them in `make test`
+QUICK = (
+    "llama",
+    "gemma2",
+    "olmoe",
+    "gpt2",
+    "t5",
+)  # unlike each other, for tests that need no more of them in `make test`
 CASES = [(family, variant) for family, variants in STORED.items() for variant in variants]
 FIRST = [(family, next(iter(variants))) for family, variants in STORED.items()]
 FIRST_ARE_QUICK = [pytest.param(*case, marks=[] if case in FIRST else pytest.mark.slow) for case in CASES]
@@ -125,6 +136,7 @@ WIDE = {
     "num_hidden_layers": 2,
     "vocab_size": 96,
 }
+WIDE_T5 = {"d_kv": 64, "d_ff": 256, "num_layers": 2}  # beside these
 UNCHECKED = {"attention.temperature_scale": (1e-40,), "rope.scaling.original_context_length": (1e-40, 1e39)}
 WINDOW, PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
 TOKENS = [token % 61 for token in range(40, 72)]
@@ -153,8 +165,10 @@ class Files:
     def __getitem__(self, case: tuple[str, str]) -> tuple[Pair, Path]:
         if case not in self._made:
             family, variant = case
-            inner = {"intermediate_size": 256 * (4 if family == "gpt2" else 1)} if self._settings else {}
-            pair = pair_of(self._root / "-".join(case), family, variant, **self._settings, **inner)
+            inner = {"intermediate_size": 256 * (4 if family == "gpt2" else 1)}
+            own = WIDE_T5 if "t5" in family else {}
+            settings = {**self._settings, **inner, **own} if self._settings else {}
+            pair = pair_of(self._root / "-".join(case), family, variant, **settings)
             if self._settings:
                 calm(pair.folder / "model.safetensors")
             self._made[case] = pair, convert(pair.folder, self._root / f"{'-'.join(case)}.gguf", self._kind)
@@ -230,7 +244,14 @@ def test_the_largest_gemma_has_another_scale_of_scores(tmp_path: Path, family: s
 
 def kind_of(name: str) -> str:
     """Return a kind for a tensor of a file: as various as those of Q4_K_M, where rows of one tensor are of one kind."""
-    kinds = {"token_embd": "Q8_0", "position_embd": "F32", "attn_q": "Q5_0", "attn_v": "Q6_K", "ffn_down": "Q4_0"}
+    kinds = {
+        "token_embd": "Q8_0",
+        "position_embd": "F32",
+        "attn_rel_b": "F16",
+        "attn_q": "Q5_0",
+        "attn_v": "Q6_K",
+        "ffn_down": "Q4_0",
+    }
     return kinds.get(name.split(".")[-2], "Q4_K")
 
 

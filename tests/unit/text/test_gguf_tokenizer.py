@@ -17,9 +17,10 @@ from tokenizers import pre_tokenizers
 from speculant.errors import ModelError
 from speculant.models.source import resolve_source
 from speculant.text.gguf_splits import SPLITS
-from speculant.text.gguf_tokenizer import TokenType, read_gguf_tokenizer
+from speculant.text.gguf_tokenizer import read_gguf_tokenizer
 from speculant.text.stream import IncrementalDetokenizer
 from speculant.text.tokenizer import Tokenizer
+from speculant.text.unigram import TokenType
 from tests.gguf_tokenizers import metadata_of
 from tests.texts import texts
 from tests.unit.text.tokenizers_for_tests import SETTINGS, byte_level, sentencepiece_style

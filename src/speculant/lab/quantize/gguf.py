@@ -38,10 +38,13 @@ _ROLES = {  # names in the model by names in the file; attn_qkv has a type betwe
     "attn_v": "v_proj",
     "attn_qkv": "o_proj",
     "attn_output": "o_proj",
+    "attn_o": "o_proj",
+    "cross_attn_v": "v_proj",
+    "cross_attn_o": "o_proj",
     "ffn_down": "down_proj",
     "ffn_down_exps": "down_proj",
 }
-_PLAIN = ("ffn_gate_inp", "position_embd", "per_layer_token_embd")  # matrices that are not rounded
+_PLAIN = ("ffn_gate_inp", "position_embd", "per_layer_token_embd", "attn_rel_b")  # matrices that are not rounded
 _ARCHITECTURE = "general.architecture"
 _OWN = (
     "GGUF.",
@@ -185,7 +188,9 @@ def _shape(own: Sequence[str], files: WeightSource, layout: GgufLayout) -> tuple
 
 
 def _typed(value: Any) -> Entry:
-    """Return an entry with the type that readers expect."""
+    """Return an entry with the type that readers expect. Bytes are an array."""
+    if isinstance(value, bytes):
+        return Entry(value, GGUFValueType.ARRAY, GGUFValueType.UINT8)
     if isinstance(value, int) and not isinstance(value, bool):
         return Entry(value, GGUFValueType.UINT32)
     return Entry(value, GGUFValueType.get_type(value))

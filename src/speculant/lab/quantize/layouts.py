@@ -44,28 +44,33 @@ _AFTER = {"post_attention_layernorm": "post_attention_norm", "post_feedforward_l
 class GgufLayout:
     """The layout of a family.
 
-    whole: names outside of layers. parts: names within a layer. layers: the name before a layer's number. entries:
-    returns the metadata. paired: rows of queries and keys are interleaved. shifted: norms have 1 added. turned:
-    matrices are transposed. regrouped: queries of all heads come first, then keys, then values.
+    whole: names outside of layers. parts: names within a layer. layers: the name before a layer's number; blocks: the
+    same in the file. entries: returns the metadata. paired: rows of queries and keys are interleaved. shifted: norms
+    have 1 added. turned: matrices are transposed. regrouped: queries of all heads come first, then keys, then values.
+    encoder: the layout of the encoder's layers.
     """
 
     architecture: str
     whole: Mapping[str, str] = field(default_factory=lambda: _WHOLE)
     parts: Mapping[str, str] = field(default_factory=lambda: _PARTS)
     layers: str = "model.layers"
+    blocks: str = "blk"
     entries: Callable[[Config], Entries] = lambda _: {}
     paired: bool = False
     shifted: bool = False
     turned: bool = False
     regrouped: bool = False
+    encoder: GgufLayout | None = None
 
     def stored_name(self, name: str) -> str:
         """Return the name in GGUF of a tensor of a checkpoint."""
         part, _, kind = name.rpartition(".")
         if part in self.whole:
             return f"{self.whole[part]}.{kind}"
+        if self.encoder and part.startswith(self.encoder.layers):
+            return self.encoder.stored_name(name)
         layer, _, part = part.removeprefix(f"{self.layers}.").partition(".")
-        return f"blk.{layer}.{self.parts[_EXPERT.sub('experts.', part)]}.{kind}"
+        return f"{self.blocks}.{layer}.{self.parts[_EXPERT.sub('experts.', part)]}.{kind}"
 
     def stored(self, name: str, tensor: Tensor, config: Config) -> Tensor:
         """Return a checkpoint's tensor as the file has it."""
@@ -268,6 +273,24 @@ def _gpt_neox(config: Config) -> Entries:
     }
 
 
+def _t5(config: Config) -> Entries:
+    found = {
+        "context_length": config.get("n_positions", 512),
+        "embedding_length": config["d_model"],
+        "feed_forward_length": config["d_ff"],
+        "block_count": config["num_layers"],
+        "attention.head_count": config["num_heads"],
+        "attention.key_length": config["d_kv"],
+        "attention.value_length": config["d_kv"],
+        "attention.layer_norm_epsilon": config["layer_norm_epsilon"],
+        "attention.relative_buckets_count": config["relative_attention_num_buckets"],
+        "attention.layer_norm_rms_epsilon": config["layer_norm_epsilon"],
+        "decoder_start_token_id": config["decoder_start_token_id"],
+    }
+    decoder = config.get("num_decoder_layers")
+    return found if decoder is None else {**found, "decoder_block_count": decoder}
+
+
 _EXPERTS = {"gate_proj": "ffn_gate_exps", "up_proj": "ffn_up_exps", "down_proj": "ffn_down_exps"}
 _ROUTED = {**_PARTS, "mlp.gate": "ffn_gate_inp", **{f"mlp.experts.{own}": name for own, name in _EXPERTS.items()}}
 _MIXTRAL = {
@@ -277,7 +300,41 @@ _MIXTRAL = {
 }
 _GEMMA_PARTS = {**_PARTS, **_AFTER, "pre_feedforward_layernorm": "ffn_norm"}
 _OLMO = GgufLayout("olmo2", parts={**_PARTS, **_AFTER}, entries=_olmo)
+_T5_ATTENTION = {
+    "layer.0.layer_norm": "attn_norm",
+    **{f"layer.0.SelfAttention.{name}": f"attn_{name}" for name in "qkvo"},
+    "layer.0.SelfAttention.relative_attention_bias": "attn_rel_b",
+}
+_T5_CROSS = {
+    "layer.1.layer_norm": "cross_attn_norm",
+    **{f"layer.1.EncDecAttention.{name}": f"cross_attn_{name}" for name in "qkvo"},
+}
+_T5_MLP = {"wi_0": "ffn_gate", "wi_1": "ffn_up", "wi": "ffn_up", "wo": "ffn_down"}
+
+
+def _t5_parts(mlp: int, other: Mapping[str, str]) -> dict[str, str]:
+    """Return the names within a layer; mlp: the number of its feed-forward block."""
+    inner = {f"layer.{mlp}.DenseReluDense.{name}": stored for name, stored in _T5_MLP.items()}
+    return {**_T5_ATTENTION, **other, f"layer.{mlp}.layer_norm": "ffn_norm", **inner}
+
+
+_T5 = GgufLayout(
+    "t5",
+    whole={
+        "shared": "token_embd",
+        "lm_head": "output",
+        "decoder.final_layer_norm": "dec.output_norm",
+        "encoder.final_layer_norm": "enc.output_norm",
+    },
+    parts=_t5_parts(2, _T5_CROSS),
+    layers="decoder.block",
+    blocks="dec.blk",
+    entries=_t5,
+    encoder=GgufLayout("t5", parts=_t5_parts(1, {}), layers="encoder.block", blocks="enc.blk"),
+)
 LAYOUTS = {
+    "t5": _T5,
+    "umt5": _T5,
     "llama": GgufLayout("llama", paired=True, entries=_llama),
     "mistral": GgufLayout("mistral3", paired=True, entries=_llama),  # as in Mistral 3; earlier ones are stored as Llama
     "qwen2": GgufLayout("qwen2", entries=_common),

@@ -1,11 +1,12 @@
 """The metadata that describes a tokenizer in a GGUF file, from the files of a folder.
 
-Only byte-level tokenizers can be written. The whole tokenizer.json is stored too, and takes precedence in readers that
-know it.
+Byte-level tokenizers can be written, and Unigram ones that divide texts as T5's. The whole tokenizer.json is stored
+too, and takes precedence in readers that know it.
 """
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,21 +15,32 @@ from typing import Any
 from speculant.errors import ModelError
 from speculant.files import read_json, read_optional_json
 from speculant.text.gguf_splits import SPLITS
-from speculant.text.gguf_tokenizer import TokenType
+from speculant.text.sentencepiece import ROLES, find_sentencepiece
+from speculant.text.unigram import BYTES, TokenType
 
 _FOLDER = "name a folder as OUT instead of a .gguf file."
+_UNUSED_SCORE = -10000.0
 _PLAIN = SPLITS["gpt-2"].patterns  # of a ByteLevel step that splits by itself
 
 
 def tokenizer_entries(folder: Path, vocab_size: int) -> dict[str, Any]:
     """Return the metadata of a folder's tokenizer. Raises ModelError for a kind that can't be written."""
-    if not (folder / "tokenizer.json").is_file():
-        raise ModelError(f"{folder} has no tokenizer.json, which a GGUF file needs", _FOLDER)
-    content, settings = read_json(folder / "tokenizer.json"), read_optional_json(folder / "tokenizer_config.json")
+    settings = read_optional_json(folder / "tokenizer_config.json")
+    if (folder / "tokenizer.json").is_file():
+        content = read_json(folder / "tokenizer.json")
+    else:
+        found = find_sentencepiece(folder, settings)
+        if found is None:
+            raise ModelError(f"{folder} has no tokenizer.json, which a GGUF file needs", _FOLDER)
+        content, settings = json.loads(found.to_str()), {**ROLES, **settings}
     model = content.get("model") or {}
+    if model.get("type") == "Unigram":
+        return _unigram_entries(folder, content, settings, vocab_size)
     others = model.get("byte_fallback") or content.get("normalizer") or not model.get("merges")
     if model.get("type", "BPE") != "BPE" or others:
-        raise ModelError("this tokenizer is not a byte-level BPE, and only those are written to GGUF files", _FOLDER)
+        raise ModelError(
+            "this tokenizer is not a byte-level BPE, nor T5's Unigram; only those are written to GGUF files", _FOLDER
+        )
     texts, types = _tokens(content, vocab_size)
     ids = {text: index for index, text in enumerate(texts)}
     return {
@@ -40,6 +52,38 @@ def tokenizer_entries(folder: Path, vocab_size: int) -> dict[str, Any]:
         **_roles(folder, settings, ids),
         "tokenizer.ggml.add_bos_token": _adds_first(content, settings),
         **_template(folder, settings),
+        "tokenizer.huggingface.json": json.dumps(content, ensure_ascii=False),
+    }
+
+
+def _unigram_entries(
+    folder: Path, content: Mapping[str, Any], settings: Mapping[str, Any], vocab_size: int
+) -> dict[str, Any]:
+    """Return the metadata of a Unigram tokenizer. Raises ModelError unless it divides texts as T5's does."""
+    model, step = content["model"], content.get("normalizer") or {}
+    words = content.get("pre_tokenizer") or {}
+    kinds = [each.get("type") for each in words.get("pretokenizers", [words])]
+    if step.get("type") not in (None, "Precompiled") or kinds != ["WhitespaceSplit", "Metaspace"]:
+        raise ModelError("this Unigram tokenizer divides texts in another way than T5's", _FOLDER)
+    scores: dict[str, float] = dict(model["vocab"])
+    texts, types = _tokens({**content, "model": {"vocab": {text: i for i, text in enumerate(scores)}}}, vocab_size)
+    types[model["unk_id"]] = int(TokenType.UNKNOWN)
+    if model.get("byte_fallback"):
+        types = [int(TokenType.BYTE) if text in BYTES else kind for text, kind in zip(texts, types, strict=True)]
+    charsmap = base64.b64decode(step.get("precompiled_charsmap") or "")
+    template = (content.get("post_processor") or {}).get("single") or [{}]
+    return {
+        "tokenizer.ggml.model": "t5",
+        "tokenizer.ggml.pre": "default",
+        "tokenizer.ggml.tokens": texts,
+        "tokenizer.ggml.token_type": types,
+        "tokenizer.ggml.scores": [float(scores.get(text, _UNUSED_SCORE)) for text in texts],
+        "tokenizer.ggml.add_space_prefix": True,
+        "tokenizer.ggml.remove_extra_whitespaces": True,
+        **({"tokenizer.ggml.precompiled_charsmap": charsmap} if charsmap else {}),
+        **_roles(folder, settings, {text: index for index, text in enumerate(texts)}),
+        "tokenizer.ggml.add_bos_token": "SpecialToken" in template[0],
+        "tokenizer.ggml.add_eos_token": "SpecialToken" in template[-1],
         "tokenizer.huggingface.json": json.dumps(content, ensure_ascii=False),
     }
 

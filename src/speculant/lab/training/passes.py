@@ -127,7 +127,7 @@ def encoded_sources(model: Decoder, sources: Tensor, lengths: Tensor) -> Tensor:
         return attend_masked(of, query, key, value, seen, learned, _distances(of, positions, learned))
 
     assert model.encoder is not None, "the model has no encoder"
-    encoded: Tensor = model.encoder(embedded, attend_to_all)
+    encoded: Tensor = model.encoder(embedded, positions, attend_to_all)
     return encoded
 
 

@@ -9,6 +9,7 @@ from speculant.errors import ModelError
 from speculant.models.config import count_layers, read_attention, read_decoder, read_mlp, read_norm
 from speculant.models.description import Attention, DecoderConfig, DistanceBias, Encoder, Layer
 from speculant.models.entries import MOST_LAYERS, count, filled, flag, show
+from speculant.models.gguf_family import GGUF_HEAD, GGUF_TABLE, Count, GgufFamily, HasTensor, Number, TokenId
 from speculant.models.sizes import ENCODER_LAYER, LAYER
 from speculant.models.tensor_map import Expression, TensorMap, map_modules
 
@@ -91,6 +92,43 @@ def _feed_forward(hf: Mapping[str, Any]) -> tuple[str, bool]:
         )
     usual = "gelu_new" if given == "gated-gelu" else name
     return hf.get("dense_act_fn") or usual, flag(hf, "is_gated_act", default=gate == "gated")
+
+
+def _gguf_tensors() -> TensorMap:
+    own: dict[str, Expression] = {
+        "input_layernorm": "attn_norm",
+        **{f"self_attn.{name}_proj": f"attn_{name}" for name in "qkvo"},
+        "self_attn.distances": "attn_rel_b",
+        "cross_attention_layernorm": "cross_attn_norm",
+        **{f"cross_attn.{name}_proj": f"cross_attn_{name}" for name in "qkvo"},
+        "post_attention_layernorm": "ffn_norm",
+        **{f"mlp.{name}_proj": f"ffn_{name}" for name in ("gate", "up", "down")},
+    }
+    decoder = map_modules(LAYER, "dec.blk.{}.", own, {
+        "model.embed_tokens": GGUF_TABLE.removesuffix(".weight"),
+        "lm_head": GGUF_HEAD.removesuffix(".weight"),
+        "model.norm": "dec.output_norm",
+        "encoder.norm": "enc.output_norm",
+    })  # fmt: skip
+    encoder = map_modules(ENCODER_LAYER, "enc.blk.{}.", own)
+    return TensorMap((*decoder.names, *encoder.names), unused=frozenset({"dec.blk.0.cross_attn_rel_b.weight"}))
+
+
+# Files say neither whether logits are scaled nor which activation there is. As in all published models, logits are
+# scaled unless there is a head beside the table; gated blocks use gelu_new, and others ReLU.
+GGUF = GgufFamily(
+    "t5",
+    blocks={"enc.blk": Count("block_count"), "dec.blk": Count("decoder_block_count", "block_count")},
+    tensors=_gguf_tensors(),
+    config={
+        "num_decoder_layers": Count("decoder_block_count", "block_count"),
+        "d_ff": Count("feed_forward_length"),
+        "layer_norm_epsilon": Number("attention.layer_norm_rms_epsilon"),
+        "relative_attention_num_buckets": Count("attention.relative_buckets_count"),
+        "feed_forward_proj": HasTensor("dec.blk.0.ffn_gate.weight", "gated-gelu", "relu"),
+        "decoder_start_token_id": TokenId("decoder_start_token_id"),
+    },
+)
 
 
 def _tensors(*, gated: bool) -> TensorMap:

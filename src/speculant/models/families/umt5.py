@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from speculant.models.description import DecoderConfig
 from speculant.models.entries import filled
 from speculant.models.families.mt5 import DEFAULTS
+from speculant.models.families.t5 import GGUF as T5_GGUF
 from speculant.models.families.t5 import describe, renamed, scales
+
+GGUF = replace(T5_GGUF, needs="dec.blk.1.attn_rel_b.weight")
 
 
 def read_config(hf: Mapping[str, Any]) -> DecoderConfig:

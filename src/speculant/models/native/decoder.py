@@ -134,7 +134,9 @@ class NativeDecoder:
         self._buffers, self._programs = Buffers(packed, FEWEST_ROWS), dict[tuple[int, ...], Program]()
         self._encoders = dict[type[SourceKeys], SourceKeys]()  # over the same buffers
         self._angles, self._layers = AngleTables(config), LayerPointers(config.num_layers)
-        self._head = linear(packed.head, None, None, factor=config.head.scale, softcap=config.head.softcap)
+        self._head = linear(
+            packed.head, None, None, packed.head_bias, factor=config.head.scale, softcap=config.head.softcap
+        )
         self._head_tokens = torch.tensor(config.head.tokens, dtype=torch.int64) if config.head.tokens else None
         self._drawn: Drawn | None = None  # of the last draft
 

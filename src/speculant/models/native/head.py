@@ -100,6 +100,7 @@ class PackedHead:
             cache_type=host.cache_type,
             table=of_e.unrounded().matrix("embed_tokens") if config.own_table else host.table,
             head=of_e.matrix("lm_head.weight") if config.own_head else host.head,
+            head_bias=None if config.own_head else host.head_bias,
             norm=None if config.entry is StateEntry.INPUT else PackedNorm.read(own.norm, of_e, "norm"),
             layers=[
                 PackedLayer.read(of, of_e.inside(f"layers.{i}."), queries_apart=config.entry is StateEntry.CONTEXT)

@@ -6,15 +6,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from speculant.errors import ModelError
 from speculant.kernels.native import TYPES, Activation, Type, Weight
-from speculant.models.description import Attention, DecoderConfig, Encoder, Experts, Layer, Mlp
+from speculant.models.description import Attention, DecoderConfig, Embedding, Encoder, Experts, Layer, Mlp
 from speculant.models.native.distances import DistanceTable
 from speculant.models.native.experts import PackedExperts
 from speculant.models.native.inputs import PackedInputs
 from speculant.models.native.norms import PackedNorm
+from speculant.models.sinusoids import sinusoids
 from speculant.models.sizes import (
     AFTER_ATTENTION,
     AFTER_MLP,
@@ -22,9 +24,16 @@ from speculant.models.sizes import (
     BEFORE_CROSS,
     BEFORE_MLP,
     CROSS,
+    DECODER,
+    EMBEDDING_NORM,
+    ENCODER,
     ENCODER_LAYER,
     ENCODER_NORM,
+    END_ATTENTION,
+    END_CROSS,
+    END_MLP,
     HEAD,
+    HEAD_BIAS,
     LAYER,
     NORM,
     POSITIONS,
@@ -33,6 +42,7 @@ from speculant.models.sizes import (
     TABLE,
     TOKEN_INPUTS,
     activations,
+    learned_positions,
 )
 from speculant.models.weights.reader import WeightReader
 
@@ -158,6 +168,9 @@ class PackedLayer:
     before_mlp: PackedNorm | None
     mlp: PackedMlp | PackedExperts
     after_mlp: PackedNorm | None
+    end_attention: PackedNorm | None = None
+    end_cross: PackedNorm | None = None
+    end_mlp: PackedNorm | None = None
     inputs: PackedInputs | None = None
     scale: float = 1.0
 
@@ -175,6 +188,9 @@ class PackedLayer:
             before_mlp=PackedNorm.read(of.before_mlp, layer, BEFORE_MLP),
             mlp=PackedExperts.read(of.mlp, mlp) if isinstance(of.mlp, Experts) else PackedMlp.read(of.mlp, mlp),
             after_mlp=PackedNorm.read(of.after_mlp, layer, AFTER_MLP),
+            end_attention=PackedNorm.read(of.end_attention, layer, END_ATTENTION),
+            end_cross=PackedNorm.read(of.end_cross, layer, END_CROSS),
+            end_mlp=PackedNorm.read(of.end_mlp, layer, END_MLP),
             inputs=PackedInputs.read(of.token_inputs, layer.inside(TOKEN_INPUTS)),
             scale=_read_scale(layer) if of.scaled else 1.0,
         )
@@ -221,28 +237,45 @@ def _read_scale(layer: WeightReader) -> float:
     return scale
 
 
+class PackedEmbedding(NamedTuple):
+    """What input embeddings have besides the table of tokens. positions: vectors [positions, hidden] by position."""
+
+    positions: Tensor | None
+    norm: PackedNorm | None
+
+    @classmethod
+    def read(cls, of: Embedding, weights: WeightReader, beginning: str) -> PackedEmbedding:
+        """Read the vectors, whose names begin with `beginning`."""
+        positions = weights.vector(f"{beginning}{POSITIONS}.weight") if learned_positions(of) else None
+        if of.positions and of.sinusoids:
+            positions = sinusoids(torch.arange(of.positions), of.hidden_size)
+        return cls(positions, PackedNorm.read(of.norm, weights, beginning + EMBEDDING_NORM))
+
+
+NO_EMBEDDING = PackedEmbedding(None, None)
+
+
 class PackedEncoder(NamedTuple):
     """All weights of an encoder, whose table is the decoder's."""
 
+    embedding: PackedEmbedding
     layers: list[PackedLayer]
     norm: PackedNorm
 
     @classmethod
-    def read(cls, encoder: Encoder | None, weights: WeightReader) -> PackedEncoder | None:
+    def read(cls, encoder: Encoder | None, of: Embedding, weights: WeightReader) -> PackedEncoder | None:
         """Read and pack an encoder's weights; None = the model has none."""
         if encoder is None:
             return None
         norm = PackedNorm.read(encoder.norm, weights, ENCODER_NORM.removesuffix(".weight"))
         assert norm is not None
-        return cls(PackedLayer.read_all(encoder.layers, weights, ENCODER_LAYER), norm)
+        embedding = PackedEmbedding.read(of, weights, ENCODER)
+        return cls(embedding, PackedLayer.read_all(encoder.layers, weights, ENCODER_LAYER), norm)
 
 
 @dataclass(frozen=True)
 class PackedDecoder:
-    """All weights of a decoder. A tied head is the table.
-
-    positions: the learned ones [positions, hidden], or None. encoder: of an encoder-decoder model.
-    """
+    """All weights of a decoder. A tied head is the table. encoder: of an encoder-decoder model."""
 
     config: DecoderConfig
     cache_type: Type
@@ -250,7 +283,8 @@ class PackedDecoder:
     head: Weight
     norm: PackedNorm | None
     layers: list[PackedLayer]
-    positions: Tensor | None = None
+    embedding: PackedEmbedding = NO_EMBEDDING
+    head_bias: Tensor | None = None
     encoder: PackedEncoder | None = None
 
     @classmethod
@@ -260,9 +294,10 @@ class PackedDecoder:
         head = table if config.head.tied else weights.matrix(HEAD)
         norm = PackedNorm.read(config.norm, weights, NORM.removesuffix(".weight"))
         layers = PackedLayer.read_all(config.layers, weights, LAYER)
-        positions = weights.vector(POSITIONS) if config.embedding.positions else None
-        encoder = PackedEncoder.read(config.encoder, weights)
-        return cls(config, TYPES[weights.types.dtype], table, head, norm, layers, positions, encoder)
+        embedding = PackedEmbedding.read(config.embedding, weights, DECODER)
+        bias = weights.vector(HEAD_BIAS) if config.head.bias else None
+        encoder = PackedEncoder.read(config.encoder, config.embedding, weights)
+        return cls(config, TYPES[weights.types.dtype], table, head, norm, layers, embedding, bias, encoder)
 
     @property
     def every_layer(self) -> list[PackedLayer]:

@@ -28,7 +28,14 @@ from speculant.models.native.experts import PackedExperts
 from speculant.models.native.inputs import adding_inputs
 from speculant.models.native.norms import PackedNorm, normalising
 from speculant.models.native.ops import copying, embedding, gating, linear, linears, make_op
-from speculant.models.native.packed import PackedAttention, PackedDecoder, PackedEncoder, PackedLayer, PackedMlp
+from speculant.models.native.packed import (
+    PackedAttention,
+    PackedDecoder,
+    PackedEmbedding,
+    PackedEncoder,
+    PackedLayer,
+    PackedMlp,
+)
 from speculant.types import LayerStates
 
 FLOAT_BYTES = 4
@@ -111,12 +118,23 @@ class Program:
 
     def _record(self) -> Iterator[Op]:
         weights, buffers = self._weights, self._buffers
-        yield embedding(weights.table, buffers.x, weights.config.embedding.scale, weights.positions)
+        yield from self._embedding(weights.embedding)
         if buffers.embedded is not None:
             yield embedding(weights.table, buffers.embedded, weights.config.embedding.scale)
         for index, layer in enumerate(weights.layers):
             yield from self._layer(index, layer)
         yield from self._enter(len(weights.layers), weights.norm)
+
+    def _embedding(self, own: PackedEmbedding) -> Iterator[Op]:
+        """Fill x with input embeddings."""
+        weights, x = self._weights, self._buffers.x
+        yield embedding(weights.table, x, weights.config.embedding.scale, own.positions)
+        yield from self._normalise(own.norm)
+
+    def _normalise(self, norm: PackedNorm | None) -> Iterator[Op]:
+        """Normalise x itself, if there is a norm."""
+        if norm:
+            yield normalising(norm, self._buffers.x, self._buffers.x)
 
     def _layer(self, index: int, layer: PackedLayer) -> Iterator[Op]:
         yield from self._enter(index, layer.before_attention)
@@ -133,13 +151,14 @@ class Program:
         yield from self._rotation(index, own, own.of.heads)
         yield self._attention(index, own)
         attended = [*self._add(own.out, buffers.heads, own.out_bias, layer.after_attention, scale)]
-        attended += self._cross(index, layer)
+        attended += [*self._normalise(layer.end_attention), *self._cross(index, layer)]
         inner = self._inner(layer)
         yield from (*inner, *attended) if layer.of.parallel else (*attended, *inner)
         if isinstance(layer.mlp, PackedMlp):
             yield from self._add(layer.mlp.down, buffers.gated, layer.mlp.down_bias, layer.after_mlp, scale)
         else:
             yield from self._add_experts(layer.mlp, layer.after_mlp, scale)
+        yield from self._normalise(layer.end_mlp)
         if layer.inputs:
             assert buffers.embedded is not None
             assert buffers.inputs is not None
@@ -159,6 +178,7 @@ class Program:
         yield from linears(own.qkv[:1], self._normed(layer.before_cross), buffers.qkv, own.query_bias)
         yield self._attention(index, own)
         yield from self._add(own.out, buffers.heads, own.out_bias, None, layer.of.residual_scale)
+        yield from self._normalise(layer.end_cross)
 
     def _add(
         self, weight: Weight, source: Tensor, bias: Tensor | None, norm: PackedNorm | None, scale: float
@@ -286,7 +306,7 @@ class EncoderProgram(SourceKeys):
 
     def _record(self) -> Iterator[Op]:
         weights, buffers, encoder = self._weights, self._buffers, self._encoder
-        yield embedding(weights.table, buffers.x, weights.config.embedding.scale)
+        yield from self._embedding(encoder.embedding)
         for layer in encoder.layers:
             yield from self._layer(0, layer)
         yield normalising(encoder.norm, buffers.x, buffers.y)

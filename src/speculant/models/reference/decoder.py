@@ -28,6 +28,7 @@ from speculant.models.base import (
 from speculant.models.description import (
     Attention,
     DecoderConfig,
+    Embedding,
     Encoder,
     Experts,
     Layer,
@@ -40,14 +41,19 @@ from speculant.models.description import (
 from speculant.models.reference.attention import Attend, Learned, Sharing, StoredKeys
 from speculant.models.reference.experts import RoutedMlp
 from speculant.models.reference.rotary import Rotary
+from speculant.models.sinusoids import sinusoids
 from speculant.models.sizes import (
     AFTER_ATTENTION,
     AFTER_MLP,
     BEFORE_ATTENTION,
     BEFORE_CROSS,
     BEFORE_MLP,
+    END_ATTENTION,
+    END_CROSS,
+    END_MLP,
     cache_shape,
     layer_norms,
+    learned_positions,
     relative_reads,
 )
 
@@ -242,13 +248,15 @@ class DecoderLayer(nn.Module):
     def add(self, x: Tensor, entering: Tensor, angles: Angles, attend: Attend) -> Tensor:
         """Add all blocks to the residual stream x [..., hidden]; attention reads `entering` [..., inputs]."""
         attended = x + self._scaled(self._after(AFTER_ATTENTION, self.self_attn(entering, angles, attend)))
+        attended = self._after(END_ATTENTION, attended)
         if self.cross_attn is not None:
             attended = attended + self._scaled(self.cross_attn(self._after(BEFORE_CROSS, attended), angles, attend))
+            attended = self._after(END_CROSS, attended)
         if self._of.parallel:
             inner = self.mlp(self._after(BEFORE_MLP, x) if self._of.before_mlp else entering)
         else:
             inner = self.mlp(self._after(BEFORE_MLP, attended))
-        return attended + self._scaled(self._after(AFTER_MLP, inner))
+        return self._after(END_MLP, attended + self._scaled(self._after(AFTER_MLP, inner)))
 
     def end(self, x: Tensor, tokens: Tensor, embedded: Tensor) -> Tensor:
         """Return the residual stream x [..., hidden] after the inputs of tokens [...], and its scale."""
@@ -265,31 +273,49 @@ class DecoderLayer(nn.Module):
         return x if self._of.residual_scale == 1 else x * self._of.residual_scale
 
 
-class EncoderLayers(nn.Module):
+class Positioned(nn.Module):
+    """Input embeddings, of which `embedded` makes the residual stream. Sinusoids are no parameters."""
+
+    def __init__(self, of: Embedding) -> None:
+        super().__init__()
+        learned = learned_positions(of)
+        self.embed_positions = _table(learned, of.hidden_size) if learned else None
+        self.embedding_norm = NormLayer(of.hidden_size, of.norm) if of.norm else None
+        self._sinusoids = of.positions is not None and of.sinusoids
+
+    def embedded(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Add the vectors of positions [n] to input embeddings x [..., n, hidden], and normalise the sums."""
+        if self.embed_positions is not None:
+            x = x + self.embed_positions(positions)
+        if self._sinusoids:
+            x = x + sinusoids(positions, x.shape[-1]).to(x.dtype)
+        return x if self.embedding_norm is None else self.embedding_norm(x)
+
+
+class EncoderLayers(Positioned):
     """The layers that read a source, and their norm."""
 
-    def __init__(self, of: Encoder, hidden: int) -> None:
-        super().__init__()
-        self.of = of
+    def __init__(self, of: Encoder, embedding: Embedding) -> None:
+        super().__init__(embedding)
+        self.of, hidden = of, embedding.hidden_size
         self.layers = nn.ModuleList(DecoderLayer(each, i, hidden, hidden) for i, each in enumerate(of.layers))
         self.norm = NormLayer(hidden, of.norm)
 
-    def forward(self, x: Tensor, attend: Attend) -> Tensor:
-        """Encode sources with input embeddings x [..., n, hidden]."""
-        attend = Sharing(attend, self.of.layers)
+    def forward(self, x: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """Encode sources with input embeddings x [..., n, hidden]. positions [n] are those of the rows."""
+        x, attend = self.embedded(x, positions), Sharing(attend, self.of.layers)
         for layer in self.layers:
             x = layer(x, {}, attend)
         out: Tensor = self.norm(x)
         return out
 
 
-class _Backbone(nn.Module):
+class _Backbone(Positioned):
     def __init__(self, config: DecoderConfig) -> None:
-        super().__init__()
+        super().__init__(config.embedding)
         own, hidden = config.embedding, config.hidden_size
         # From a tensor: on "meta", the default initialisation would import torch's compiler, which takes a second.
         self.embed_tokens = _table(own.vocab_size, hidden)
-        self.embed_positions = _table(own.positions, hidden) if own.positions else None
         self.layers = nn.ModuleList(DecoderLayer(each, i, hidden, hidden) for i, each in enumerate(config.layers))
         self.norm = NormLayer(hidden, config.norm)
 
@@ -308,8 +334,9 @@ class Decoder(nn.Module):
         self.config = config
         self.needs = ModelNeeds(source=config.encoder is not None, restart_at=config.restart_at)
         self.model = _Backbone(config)
-        self.encoder = EncoderLayers(config.encoder, config.hidden_size) if config.encoder else None
-        self.lm_head = nn.Linear(config.hidden_size, len(config.head.tokens) or config.vocab_size, bias=False)
+        self.encoder = EncoderLayers(config.encoder, config.embedding) if config.encoder else None
+        rows, biased = len(config.head.tokens) or config.vocab_size, config.head.bias
+        self.lm_head = nn.Linear(config.hidden_size, rows, bias=biased)
         self.tie_head()
         self._rotaries = rotaries(config)
         self._cache_type: torch.dtype | None = None
@@ -392,7 +419,7 @@ class Decoder(nn.Module):
         assert self.encoder is not None, "the model has no encoder"
         _, x = self._inputs(batch)
         attend = StoredKeys.build(batch, storage, self.encoder.of.layers, x.dtype)
-        encoded: Tensor = self.encoder(x, lambda _, *inputs: attend(0, *inputs))
+        encoded: Tensor = self.encoder(x, batch.positions, lambda _, *inputs: attend(0, *inputs))
         return encoded
 
     def source_keys(self, encoded: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
@@ -412,8 +439,7 @@ class Decoder(nn.Module):
         embedded, attend = x, Sharing(attend, self.config.layers)
         tokens = torch.zeros(x.shape[:-1], dtype=torch.int64, device=x.device) if tokens is None else tokens
         angles = angles_of(self._rotaries, positions, x.dtype, long)
-        if self.model.embed_positions is not None:
-            x = x + self.model.embed_positions(positions)
+        x = self.model.embedded(x, positions)
         yield x
         for layer in cast(list[DecoderLayer], self.model.layers):
             x = layer.end(layer(x, angles, attend), tokens, embedded)
@@ -451,6 +477,7 @@ class Decoder(nn.Module):
             model = Decoder(self.config.truncated(num_layers))
         model.model.embed_tokens, model.model.norm = self.model.embed_tokens, self.model.norm
         model.model.embed_positions = self.model.embed_positions
+        model.model.embedding_norm = self.model.embedding_norm
         model.model.layers, model.lm_head = self.model.layers[:num_layers], self.lm_head
         model.encoder = self.encoder
         model._cache_type = self._cache_type

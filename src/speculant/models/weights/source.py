@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from speculant.errors import ModelError
 from speculant.files import Stamp
-from speculant.models.sizes import HEAD
+from speculant.models.sizes import HEAD, HEAD_BIAS
 from speculant.models.tensor_map import Columns, Expression, Plus, Rows, Stacked, TensorMap, Unpaired, stored_name
 from speculant.models.weights.layouts import layout_of, stored_bits
 
@@ -311,6 +311,9 @@ def _made(source: WeightSource, made: Expression, shape: tuple[int, ...]) -> Ten
     return tensor.float() + made.number if isinstance(made, Plus) else tensor.t().contiguous()
 
 
+HEADS = (HEAD, HEAD_BIAS)  # with a row for each token
+
+
 @dataclass(frozen=True)
 class ShortHead:
     """A source whose output head has the rows of some tokens only.
@@ -328,19 +331,24 @@ class ShortHead:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """See `WeightSource.shape`."""
-        return (len(self.tokens), *self.source.shape(self.whole)[1:]) if name == HEAD else self.source.shape(name)
+        shape = self.source.shape(self._stored(name))
+        return (len(self.tokens), *shape[1:]) if name in HEADS else shape
 
     def kind(self, name: str) -> str:
         """See `WeightSource.kind`."""
-        return self.source.kind(self.whole if name == HEAD else name)
+        return self.source.kind(self._stored(name))
 
     def order(self, name: str) -> Tensor | None:
         """See `HasOrders.order`."""
-        return order_of(self.source, self.whole if name == HEAD else name)
+        return order_of(self.source, self._stored(name))
 
     def read(self, name: str) -> Tensor | QuantizedBlocks:
         """See `WeightSource.read`."""
-        return take_rows(self.source.read(self.whole), self.tokens) if name == HEAD else self.source.read(name)
+        found = self.source.read(self._stored(name))
+        return take_rows(found, self.tokens) if name in HEADS else found
+
+    def _stored(self, name: str) -> str:
+        return self.whole if name == HEAD else name
 
 
 class CheckedWeights:

@@ -20,7 +20,7 @@ from torch import Tensor
 from speculant.errors import Converts, ModelError
 from speculant.files import Stamp, read_json
 from speculant.models.description import DecoderConfig
-from speculant.models.sizes import HEAD, TABLE, tensor_shapes
+from speculant.models.sizes import HEAD, HEAD_BIAS, TABLE, tensor_shapes
 from speculant.models.tensor_map import stored_name, stored_shape
 from speculant.models.weights.formats import no_weights
 from speculant.models.weights.source import FLOATS, StoredWeights, read_plain
@@ -188,7 +188,12 @@ def check_layers(found: TensorFiles, layers: int) -> None:
 
 
 def with_stored_head(config: DecoderConfig, found: StoredWeights) -> DecoderConfig:
-    """Return the model with a head of its own if the files decide that and hold one that is not the table."""
+    """Return the model with a head of its own if the files decide that and hold one that is not the table.
+
+    A bias that the files lack is 0.
+    """
+    if config.head.bias and config.tensors.stored(HEAD_BIAS) not in found.names():
+        config = replace(config, head=replace(config.head, bias=False))
     head, table = config.tensors.stored(HEAD), config.tensors.stored(TABLE)
     if not config.head.by_files or head not in found.names():
         return config
