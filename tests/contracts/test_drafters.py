@@ -37,8 +37,7 @@ few = settings(
 
 NATIVE = "native encoder-decoder"
 QUICK = {  # the kinds of targets with which drafters that have to do with sources are tested without slow tests
-    "cascade": "encoder-decoder", "draft_model": NATIVE, "early_exit": "encoder-decoder", "eagle": NATIVE,
-    "prompt_lookup": "encoder-decoder", "suffix": NATIVE,
+    "cascade": "encoder-decoder", "draft_model": NATIVE, "early_exit": "encoder-decoder", "suffix": NATIVE,
 }  # fmt: skip
 
 

@@ -104,6 +104,7 @@ def with_encoder(pair: Pair, chances: Chances, limits: Limits, topology: TreeTop
     return model_drafter(draft, pair.vocab_size, chances, limits, two_slots, topology)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("topology", [None, *TREES.values()], ids=["chain", *TREES])
 @pytest.mark.parametrize("verifier", VERIFIERS)
 def test_drafts_after_a_source_keep_the_distribution(verifier: str, topology: TreeTopology | None) -> None:
@@ -114,7 +115,7 @@ def test_drafts_after_a_source_keep_the_distribution(verifier: str, topology: Tr
         assert enumerate_case(case).deviation() <= EXACT, case
 
 
-@pytest.mark.parametrize("make_drafter", [draft_model, with_encoder, ngram])
+@pytest.mark.parametrize("make_drafter", [draft_model, pytest.param(with_encoder, marks=pytest.mark.slow), ngram])
 @pytest.mark.parametrize("budget", [3, 4, 6])
 def test_decoder_prompts_in_chunks_keep_the_distribution(budget: int, make_drafter: MakeDrafter) -> None:
     """A source of three tokens takes a whole step of the least budget."""
@@ -170,6 +171,10 @@ DRAFTERS: dict[str, Callable[[], Drafter | None]] = {
     "tree": lambda: ScriptedDrafter(fan, DrafterNeeds(emits_tree=True)),
     "ngram": lambda: NgramDrafter(NgramOptions()),
 }
+SLOW = ("encoder-decoder", "encoder-decoder's tree", "starved on the target's")
+every_drafter = pytest.mark.parametrize(
+    "drafter", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in DRAFTERS]
+)
 SOURCES = [(0, 1, 2), (1,) * LONGEST, (2, 3), (0, 1, 2), (3, 0, 3, 0, 1, 1, 2), (1,) * LONGEST, (2,), (0, 1, 2)]
 SETTINGS: list[dict[str, Any]] = [
     {"temperature": 0},
@@ -212,7 +217,7 @@ def alone(ends: frozenset[int] = frozenset()) -> Sequence[Any]:
 
 
 @both
-@pytest.mark.parametrize("drafter", DRAFTERS)
+@every_drafter
 def test_requests_together_have_the_results_they_have_alone(drafter: str, cache: MakeCache) -> None:
     target, ends = encoder_decoder(), frozenset({3})
     rig = build_rig(target, DRAFTERS[drafter](), length=5, limits=LIMITS, cache=cache, ends=ends)
@@ -223,7 +228,7 @@ def test_requests_together_have_the_results_they_have_alone(drafter: str, cache:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("drafter", DRAFTERS)
+@every_drafter
 def test_preempted_requests_have_the_results_they_have_alone(drafter: str, policy: str) -> None:
     target, limits = encoder_decoder(), replace(LIMITS, scheduling_policy=policy)
     rig = build_rig(target, DRAFTERS[drafter](), length=5, limits=limits, cache=SCARCE)
@@ -233,7 +238,7 @@ def test_preempted_requests_have_the_results_they_have_alone(drafter: str, polic
     assert rig.engine.metrics.preemptions > 0
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
+@every_drafter
 def test_results_do_not_depend_on_the_clients(drafter: str) -> None:
     rig = build_rig(encoder_decoder(), DRAFTERS[drafter](), length=5, limits=LIMITS, cache=SCARCE)
     requests = add_all(rig, [Client("one"), Client("two", 2.0), Client("three")])
@@ -290,7 +295,7 @@ def test_a_source_stays_until_its_last_text_ends() -> None:
     rig.finish()
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
+@every_drafter
 def test_nothing_is_left_behind_where_memory_is_scarce(drafter: str) -> None:
     """Requests come, end, are preempted and aborted in random order; then all memory is free."""
     rng, preemptions = random.Random(drafter), 0

@@ -20,7 +20,9 @@ from tests.encoder_decoders import make_t5, write_t5
 from tests.models import ALPHABET, HIDDEN_SIZE, VOCAB_SIZE, Checkpoints, write_tokenizer
 
 METHODS = sorted({*plugins.names("speculant.drafting")} - PREDICTED)  # contracts/test_drafters.py has predictions
-QUICK = ("draft_model", "early_exit", "parallel", "prompt_lookup", "specinfer", "suffix", "token_recycling")
+QUICK = {  # what runs without slow tests
+    "draft_model", "dynamic tree", "early_exit", "inner first layers", "on the target's encoder", "specinfer", "suffix",
+}  # fmt: skip
 TREES: dict[str, dict[str, Any]] = {
     "tree": {"method": "draft_model", "tree": [2, 1, 1]},
     "dynamic tree": {"method": "draft_model", "tree": "dynamic"},
@@ -35,8 +37,8 @@ TREES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 POSITIONS = 140  # in each cache where memory is scarce: little more than one text and source of the greatest length
 CONFIGS = [
-    *(pytest.param({"method": each}, marks=[] if each in QUICK else [pytest.mark.slow], id=each) for each in METHODS),
-    *(pytest.param(own, id=name) for name, own in TREES.items()),
+    pytest.param(config, marks=[] if name in QUICK else [pytest.mark.slow], id=name)
+    for name, config in [*((method, {"method": method}) for method in METHODS), *TREES.items()]
 ]
 SCARCE = {"max_num_seqs": 8, "max_num_batched_tokens": 80, "block_size": 4}
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
@@ -197,7 +199,7 @@ def test_a_target_without_encoder_has_no_results_to_read(checkpoints: Checkpoint
         )
 
 
-@pytest.mark.parametrize("tree", [None, pytest.param([2, 1], marks=pytest.mark.slow), "dynamic"])
+@pytest.mark.parametrize("tree", [*(pytest.param(each, marks=pytest.mark.slow) for each in (None, [2, 1])), "dynamic"])
 def test_a_draft_model_may_have_no_encoder(
     folders: Checkpoints, checkpoints: Checkpoints, alone: Callable[[dict[str, Any]], Texts], tree: Any
 ) -> None:

@@ -10,18 +10,15 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-import torch
 
 from speculant import LLM, SamplingParams
 from speculant.engine import calibration, draft_loading
 from speculant.engine.draft_loading import LargeDraft, Precision, choose_precision, draft_vocabulary
-from speculant.engine.head_precision import DraftSample
 from speculant.errors import ModelError
 from speculant.models.backends.base import TimesWeights
 from speculant.models.weights.load import Checkpoint, load_model
 from speculant.text.tokenizer import Tokenizer
-from tests.encoder_decoders import make_t5, write_t5
-from tests.models import VOCAB_SIZE, Checkpoints, write_checkpoint
+from tests.models import Checkpoints
 
 PARAMS = [SamplingParams(temperature=0, max_tokens=24), SamplingParams(seed=5, max_tokens=24)]
 TYPES = ("int8", "int4")
