@@ -181,6 +181,7 @@ def test_a_wrong_prompt_harms_no_neighbour(server: LiveServer, prompt: Any, word
     [
         ("/v1/chat/completions", {"messages": CHAT}),
         ("/v1/chat/completions", {"messages": CHAT, "tools": [{"type": "function", "function": {"name": "f"}}]}),
+        ("/v1/responses", {"input": "hello", "tools": [{"type": "function", "name": "f"}]}),
         ("/v1/responses", {"input": "hello"}),
         ("/v1/responses", {"input": "hello", "background": True}),
         ("/tokenize", {"messages": CHAT}),
