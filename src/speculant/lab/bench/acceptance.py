@@ -15,11 +15,11 @@ from torch import Tensor
 from speculant.cache.factory import slotted_cache
 from speculant.cache.sources import MEASURED, Source
 from speculant.drafting.model.runner import fit_vocabulary
-from speculant.engine.runner import encode_sources
 from speculant.kernels.base import Sampler
 from speculant.lab.theory.acceptance import acceptance
 from speculant.metrics import SpeculationMetrics
 from speculant.models.base import CausalLM, SequenceInput, build_batch, known
+from speculant.models.encoding import encode_sources
 from speculant.params import SamplingParams
 from speculant.sampling.distribution import sampling_settings
 from speculant.types import DraftTree

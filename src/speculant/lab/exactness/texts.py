@@ -15,9 +15,10 @@ from speculant.cache.factory import slotted_cache
 from speculant.cache.sources import Source, Sources
 from speculant.config import EngineConfig
 from speculant.engine.build import Runtime, build_drafters
-from speculant.engine.runner import encode_sources, forward_target
+from speculant.engine.runner import forward_target
 from speculant.errors import SpeculantError
 from speculant.lab.exactness.scores import Scores
+from speculant.models.encoding import encode_sources
 from speculant.params import SamplingParams
 from speculant.sampling.distribution import Node, distribution
 from speculant.scheduling.schedule import Scheduled
