@@ -52,7 +52,6 @@ from speculant.files import cache_folder
 from speculant.lab.bench.acceptance import read_text
 from speculant.lab.bench.decoding import COMPLETION, PLAIN, decode, prompts_of
 from speculant.lab.bench.measuring import interleave
-from speculant.lab.bench.prompt_files import read_prompts
 from speculant.lab.bench.quality import Compared, QualityText, document
 from speculant.lab.bench.runner import Benchmark, markdown, quartiles, ratio
 from speculant.lab.inflation.kept import decoded_model, rescaled_model
@@ -60,6 +59,7 @@ from speculant.lab.quantize.job import TYPES, quantize
 from speculant.lab.training.corpus import read_corpus, standard_library
 from speculant.models.source import resolve_source
 from speculant.models.weights.load import Checkpoint, load_model
+from speculant.text.prompt_files import read_prompts
 from speculant.text.tokenizer import Tokenizer
 from tests.gguf_models import convert
 from tests.quantised_folders import Gptq, awq_config, awq_module, edit_config, gptq_module, is_linear, rounded

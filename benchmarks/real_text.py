@@ -37,7 +37,6 @@ from speculant.files import cache_folder
 from speculant.lab.bench.acceptance import Text, TextReader, estimate, measure_acceptance
 from speculant.lab.bench.decoding import COMPLETION, DRAFT, PLAIN, TARGET, LoadedPair, prompts_of
 from speculant.lab.bench.oracle_costs import oracle_seconds
-from speculant.lab.bench.prompt_files import read_prompts
 from speculant.lab.bench.runner import Benchmark, markdown, quartiles, ratio
 from speculant.lab.bench.runs import Bench, BenchRun, Mode
 from speculant.lab.bench.step_costs import LengthCosts, measure_steps
@@ -49,6 +48,7 @@ from speculant.metrics import SpeculationMetrics
 from speculant.models.source import resolve_source
 from speculant.models.weights.load import Checkpoint, load_model
 from speculant.params import SamplingParams
+from speculant.text.prompt_files import read_prompts
 from speculant.text.tokenizer import Tokenizer
 
 MODEL = Path(os.environ.get("SPECULANT_REAL_MODELS") or cache_folder("models")) / "SmolLM2-135M-Instruct.Q4_1.gguf"

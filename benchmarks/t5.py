@@ -36,7 +36,6 @@ from speculant.engine.build import Runtime, build_around
 from speculant.lab.bench.acceptance import Estimate, Text, TextAcceptance, TextReader, compare, pooled
 from speculant.lab.bench.measuring import PLAIN, SPECULATIVE, BenchCase, both_ways, measure, ways_of
 from speculant.lab.bench.pair import LENGTHS, SpeedPrediction, predict, write_texts
-from speculant.lab.bench.prompt_files import read_prompts
 from speculant.lab.bench.runner import Benchmark, markdown
 from speculant.lab.bench.runs import Bench
 from speculant.lab.bench.step_costs import measure_steps
@@ -47,6 +46,7 @@ from speculant.lab.training.bigrams import count_bigrams
 from speculant.models.weights.load import Checkpoint, load_model
 from speculant.params import SamplingParams
 from speculant.sampling.distribution import sampling_settings
+from speculant.text.prompt_files import read_prompts
 from speculant.text.tokenizer import Tokenizer
 
 TASKS = ("docstring", "line")

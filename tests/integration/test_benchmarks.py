@@ -19,6 +19,7 @@ COMMANDS = [
     ["benchmarks/never_slower.py", "--texts", "edit", "--methods", "suffix", "--lengths", "2", "--tokens", "16"],
     ["benchmarks/predicted.py", "--texts", "edit", "--methods", "suffix", "--tokens", "24", "--prompts", "2"],
     ["benchmarks/rules.py"],
+    ["-m", "benchmarks.t5", "--made", "tiny tiny"],
     ["-m", "benchmarks.theory", "--measure", "--prompts", "2", "--tokens", "16"],
 ]  # the others take minutes or gigabytes
 pytestmark = pytest.mark.slow

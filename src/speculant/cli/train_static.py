@@ -84,7 +84,7 @@ def _sequences(files: list[Path], folder: Path, tokenizer: Tokenizer) -> Iterato
 
 def decoder_texts(files: Sequence[Path], tokenizer: Tokenizer, start: Sequence[int]) -> Iterator[list[int]]:
     """Yield the text of each line after the start tokens, with the end tokens that the tokenizer adds to a text."""
-    from speculant.lab.bench.prompt_files import read_prompts
+    from speculant.text.prompt_files import read_prompts
 
     for path in files:
         for each in read_prompts(path):

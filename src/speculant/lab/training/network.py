@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from speculant.lab.checkpoints import written_description
 from speculant.lab.training.config import TrainingConfig
@@ -71,7 +71,7 @@ def project_embedding(draft: Decoder, target: Decoder) -> None:
 
 
 @torch.no_grad()
-def _project(wide: nn.Parameter, narrow: nn.Parameter) -> None:
+def _project(wide: Tensor, narrow: Tensor) -> None:
     if wide.shape[1] <= narrow.shape[1]:
         return
     values, vectors = torch.linalg.eigh(wide.T @ wide)  # ascending

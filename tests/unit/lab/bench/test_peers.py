@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks.peers import compare, models
+from benchmarks.peers import compare, hf_transformers, models, own_engine
 from benchmarks.peers.base import (
     DEFAULT,
     DRAFT,
@@ -25,6 +25,7 @@ from benchmarks.peers.base import (
 )
 from benchmarks.peers.base import Workload as PeerWorkload
 from benchmarks.peers.compare import Case, CaseResult, Entry, Plan, Run
+from benchmarks.peers.ctranslate2_t5 import CTranslate2, Tensors
 from benchmarks.peers.gguf_export import arrange, gguf_name
 from benchmarks.peers.hf_transformers import Transformers
 from benchmarks.peers.llama_cpp import (
@@ -41,8 +42,11 @@ from benchmarks.peers.llama_cpp import (
 )
 from benchmarks.peers.models import DEMO, POSITIONS, Workloads, canonical_prompt, make_pair
 from benchmarks.peers.report import case_value, tables
+from benchmarks.t5_models import SHAPES
+from safetensors.torch import save_file
 
 from speculant.cli.doctor import Speeds
+from speculant.lab.inflation.successors import write_pair
 from speculant.models.source import read_json, resolve_source
 from speculant.models.weights.tensors import TensorFiles
 from speculant.text.tokenizer import Tokenizer
@@ -371,3 +375,36 @@ def test_rounds_have_prompts_of_their_own(compared: tuple[_Fake, list[CaseResult
     workloads = [job.workload for job in compared[0].jobs if len(job.workload.prompts) == 2]
     prompts = [tuple(prompt) for each in workloads for prompt in (*each.prompts, *each.warm_up)]
     assert len(set(prompts)) == len(prompts) == 8
+
+
+def test_peers_write_the_same_text_from_sources(tmp_path: Path) -> None:
+    """Speculant and transformers, plain and with drafts, whose accepted tokens are as many as the pair's agreement."""
+    target, draft = write_pair(tmp_path, 0.75, (SHAPES["tiny"], SHAPES["tiny"]), first=24)
+    workload = PeerWorkload([[5, 6, 7]], ["a"], [[8, 9]], 24)
+    job = Job(Pair(str(target), str(draft)), "float32", [Mode(PLAIN), Mode(DRAFT, 2)], workload, 1)
+    found = {module: dict(module.measure(job)) for module in (own_engine, hf_transformers)}
+    outputs = [each.outputs for modes in found.values() for each in modes.values()]
+    assert outputs[0] is not None
+    assert len(outputs[0][0]) == 24
+    assert all(each == outputs[0] for each in outputs)
+    for modes in found.values():
+        assert (modes["plain"].passes, modes["plain"].drafted) == (24, 0)
+        assert 8 < modes["draft 2"].passes < 18
+        assert modes["draft 2"].accepted <= (modes["draft 2"].drafted or 0) <= 2 * 24
+
+
+def test_ctranslate2_gets_t5_models_alone(tmp_path: Path) -> None:
+    peer = CTranslate2()
+    assert peer.refusal(Mode(PLAIN), 8) is None
+    assert "no speculative" in str(peer.refusal(Mode(DRAFT, 4), 1))
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(PeerError, match="T5"):
+        peer.prepare(Pair(str(tmp_path), ""), "float32", tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_tensors_are_read_without_torch(dtype: torch.dtype, tmp_path: Path) -> None:
+    stored = {f"{name}.weight": torch.randn(3, 5).to(dtype) for name in "ab"}
+    save_file(stored, tmp_path / "model.safetensors")
+    found = Tensors(tmp_path / "model.safetensors", {})["b"]
+    assert torch.equal(torch.from_numpy(found), stored["b.weight"].float())

@@ -15,6 +15,7 @@ from speculant.cli.main import app
 from speculant.cli.train import TrainingFlags
 from speculant.cli.train_draft import BoostedFlags
 from speculant.cli.train_head import HeadFlags
+from speculant.cli.train_seq2seq import Seq2SeqFlags
 from speculant.lab.training import config as configuration
 from speculant.lab.training.config import TrainingConfig
 
@@ -48,10 +49,13 @@ def test_commands_of_the_training_page_have_known_flags(command: str) -> None:
 
 def test_flags_of_the_training_page_exist() -> None:
     flags = {
-        f"--{name.replace('_', '-')}" for name in (*TrainingFlags.names(), *BoostedFlags.names(), *HeadFlags.names())
+        f"--{name.replace('_', '-')}"
+        for group in (TrainingFlags, BoostedFlags, HeadFlags, Seq2SeqFlags)
+        for name in group.names()
     }
     named = set(re.findall(r"`(--[a-z-]+)", PAGE)) - {
         "--model",
+        "--continuations",
         "--resume",
         "--size",
         "--draft",

@@ -18,7 +18,7 @@ from speculant.lab.training.optimizer import Optimizer
 from speculant.lab.training.passes import load_plain
 from speculant.lab.training.seq2seq.config import Seq2SeqConfig
 from speculant.lab.training.seq2seq.objective import PairObjective, loss_of_pairs, overlap_of_pairs
-from speculant.lab.training.seq2seq.pairs import PairBatches, Pairs, Texts, read_texts
+from speculant.lab.training.seq2seq.pairs import PairBatches, Pairs, PairTexts, read_texts
 from speculant.lab.training.tokenizer import END_OF_TEXT, end_of_text, load_tokenizer, train_tokenizer
 from speculant.lab.training.trainer import Trainer
 from speculant.models.reference.decoder import Decoder
@@ -59,7 +59,7 @@ def check_folder(config: Seq2SeqConfig, resume: bool) -> None:
     config.out.mkdir(parents=True, exist_ok=True)
 
 
-def read_pairs(config: Seq2SeqConfig) -> tuple[Texts, Texts]:
+def read_pairs(config: Seq2SeqConfig) -> tuple[PairTexts, PairTexts]:
     """Read the pairs to train on, and the held-out ones."""
     texts = read_texts(config.sources, config.targets)
     if config.held_out_sources is None or config.held_out_targets is None:
@@ -74,7 +74,7 @@ def read_pairs(config: Seq2SeqConfig) -> tuple[Texts, Texts]:
     return training, held_out
 
 
-def choose_tokenizer(config: Seq2SeqConfig, training: Texts) -> Tokenizer:
+def choose_tokenizer(config: Seq2SeqConfig, training: PairTexts) -> Tokenizer:
     """Load the teacher's, the given or the run's own tokenizer; if there is none, train one. It ends each text."""
     own = config.out / "tokenizer.json"
     given = config.teacher or config.tokenizer or (config.out if own.exists() else None)
@@ -88,7 +88,7 @@ def choose_tokenizer(config: Seq2SeqConfig, training: Texts) -> Tokenizer:
     return tokenizer
 
 
-def tokenise(config: Seq2SeqConfig, texts: tuple[Texts, Texts], tokenizer: Tokenizer) -> Seq2SeqData:
+def tokenise(config: Seq2SeqConfig, texts: tuple[PairTexts, PairTexts], tokenizer: Tokenizer) -> Seq2SeqData:
     """Tokenise all pairs."""
     lengths = config.source_tokens, config.target_tokens
     training, held_out = (Pairs.of(each, tokenizer, *lengths) for each in texts)

@@ -23,36 +23,36 @@ from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
 from speculant.errors import ConfigError
-from speculant.lab.bench.prompt_files import read_prompts
 from speculant.lab.training.corpus import is_held_out
 from speculant.lab.training.tokenizer import end_of_text
+from speculant.text.prompt_files import read_prompts
 
 _POOL = 32  # batches whose pairs are sorted by length together, so that a batch has little padding
 _NO_TOKEN = -1
 
 
 @dataclass(frozen=True)
-class Texts:
+class PairTexts:
     """Sources and targets, before they are tokens."""
 
     sources: Sequence[str]
     targets: Sequence[str]
 
-    def split(self) -> tuple[Texts, Texts]:
+    def split(self) -> tuple[PairTexts, PairTexts]:
         """Return the pairs to train on, and those that are held out."""
         out = [is_held_out(source) for source in self.sources]
         return self._those(not each for each in out), self._those(out)
 
-    def _those(self, chosen: Iterable[bool]) -> Texts:
+    def _those(self, chosen: Iterable[bool]) -> PairTexts:
         found = [pair for pair, take in zip(self.pairs(), chosen, strict=True) if take]
-        return Texts([source for source, _ in found], [target for _, target in found])
+        return PairTexts([source for source, _ in found], [target for _, target in found])
 
     def pairs(self) -> Iterable[tuple[str, str]]:
         """Return the pairs."""
         return zip(self.sources, self.targets, strict=True)
 
 
-def read_texts(sources: Path, targets: Path) -> Texts:
+def read_texts(sources: Path, targets: Path) -> PairTexts:
     """Read a text from each line, in a .jsonl file as a JSON string. Raises ConfigError if they are no pairs."""
     found = [_lines(path) for path in (sources, targets)]
     if len(found[0]) != len(found[1]):
@@ -60,7 +60,7 @@ def read_texts(sources: Path, targets: Path) -> Texts:
             f"{sources} has {len(found[0])} texts and {targets} has {len(found[1])}",
             "write the target of each source into the same line.",
         )
-    return Texts(*found)
+    return PairTexts(*found)
 
 
 def _lines(path: Path) -> list[str]:
@@ -92,7 +92,7 @@ class Pairs:
         self._sources, self._targets, self._end = sources, targets, end
 
     @classmethod
-    def of(cls, texts: Texts, tokenizer: Tokenizer, source_tokens: int, target_tokens: int) -> Pairs:
+    def of(cls, texts: PairTexts, tokenizer: Tokenizer, source_tokens: int, target_tokens: int) -> Pairs:
         """Tokenise texts; sources and targets with more tokens are cut."""
         end = end_of_text(tokenizer)
         sources, targets = (
