@@ -10,8 +10,10 @@ from typing import cast
 import pytest
 import torch
 
+from speculant.errors import ModelError
 from speculant.lab.training.heads.look_ahead import look_ahead_states
 from speculant.lab.training.objective import DistillObjective, TextObjective
+from speculant.lab.training.output import OutputHead
 from speculant.lab.training.passes import decoded_states, encoded_sources, hidden_states, states_of_layers
 from speculant.models.reference.decoder import Decoder
 from speculant.models.rope_config import read_rope, rope_entries
@@ -143,3 +145,9 @@ def test_a_head_s_config_has_its_target_s_rotary_positions(model: Decoder) -> No
     """Of all ropes that its layers have."""
     for rope in model.config.ropes:
         assert read_rope(rope_entries(rope), model.config.max_positions) == rope
+
+
+def test_training_refuses_a_bias_of_logits(decoders: MakeDecoder) -> None:
+    """The heads of training have none."""
+    with pytest.raises(ModelError, match="models with a bias of logits"):
+        OutputHead.of(decoders(("bart", "plain")))

@@ -134,12 +134,10 @@ def test_unused_tokens_are_no_text() -> None:
     """Those at the end are rows of the model's table alone; others have ids, and do not lower the unknown score."""
     ours = tokenizer()
     assert ours.vocab_size == len(ENDS) + len(SCORES)
-    tokens = [*ENDS, "[PAD0]", "a", "xa", "\u2581"]
-    given = metadata(
-        tokens=tokens, scores=[0.0, 0.0, 0.0, -10000.0, -1.0, -30.0, -1.0], token_type=[3, 3, 2, 5, 1, 1, 1]
-    )
-    backend = read_gguf_tokenizer(given).backend
-    assert backend.encode("xa", add_special_tokens=False).ids == [6, 5], "an unknown character has less than xa"
+    tokens = [*ENDS, "[PAD0]", "a", "xy", "ya", "\u2581"]
+    scores, types = [0.0, 0.0, 0.0, -10000.0, -30.0, -30.0, -1.0, -1.0], [3, 3, 2, 5, 1, 1, 1, 1]
+    backend = read_gguf_tokenizer(metadata(tokens=tokens, scores=scores, token_type=types)).backend
+    assert backend.encode("xya", add_special_tokens=False).ids == [7, 2, 6], "x is unknown, and has the score -40"
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from speculant.errors import ModelError
 from speculant.kernels.reference import soft_cap
 from speculant.models.reference.decoder import Decoder
 
@@ -28,8 +29,15 @@ class OutputHead:
 
     @classmethod
     def of(cls, model: Decoder, size: int | None = None) -> OutputHead:
-        """Return the output head of a model, of its first `size` tokens; None = all."""
+        """Return the output head of a model, of its first `size` tokens; None = all.
+
+        Raises ModelError for a model whose logits have a bias.
+        """
         head = model.config.head
+        if head.bias:
+            raise ModelError(
+                "training is not implemented for models with a bias of logits", "use a model without final_logits_bias."
+            )
         tokens = torch.tensor(head.tokens) if head.tokens else None
         return cls(model.lm_head.weight[:size], tokens, head.scale, head.softcap)
 
