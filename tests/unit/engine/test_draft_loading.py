@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -121,36 +120,6 @@ def test_a_draft_in_one_pass_costs_a_pass(
     monkeypatch.setattr(draft_loading, "pass_seconds", lambda own: lambda rows: 0.9 + 0.1 * rows)
     found = draft_loading._draft_seconds(cast(Checkpoint, SimpleNamespace(model=model)), 300)
     assert found == pytest.approx(expected)
-
-
-def test_drafts_of_models_with_encoders_are_measured(
-    tmp_path: Path, kept: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They read one source, so that the target as its own draft has an acceptance of 1. Others draw without one."""
-    folder, plain = write_t5(tmp_path / "t5", make_t5()), write_checkpoint(tmp_path / "plain")
-    target = load_model(folder, "float32", kernels="auto")
-    found = list[Precision]()
-    monkeypatch.setattr(draft_loading, "fastest", lambda measured, pass_s: found.extend(measured))
-    for draft in (folder, plain):
-        load = partial(load_model, draft, "float32", "cpu", role="draft", kernels="auto")
-        choose_precision(target.model, lambda each, load=load: load(quantization=each), [draft])
-    if not target.quantizations:
-        pytest.skip("the native kernels are not built")
-    assert found[0].acceptance == pytest.approx(1, abs=1e-6)
-    assert 0.8 < min(each.acceptance for each in found[:3]) < 1, "rounding changes little"
-    assert max(each.acceptance for each in found[3:]) < 0.8
-    assert all(each.token_s > 0 for each in found)
-
-
-def test_measured_texts_read_a_source(tmp_path: Path) -> None:
-    checkpoint = load_model(write_t5(tmp_path / "t5", make_t5()), "float64")
-    drawn = draft_loading.drawn(checkpoint, VOCAB_SIZE, 12)
-    probs = draft_loading._probs(checkpoint.model, drawn, VOCAB_SIZE)
-    assert len(drawn) == draft_loading.PROMPT + 12
-    assert float(probs.gather(1, torch.tensor(drawn[draft_loading.PROMPT :])[:, None]).min()) > 0
-    sample = DraftSample.of(checkpoint, drawn)
-    assert torch.equal(sample.probs[draft_loading.PROMPT - 1 : -1], probs)
-    assert draft_loading.pass_seconds(checkpoint.model)(3) > 0
 
 
 @pytest.mark.parametrize(

@@ -305,7 +305,7 @@ class EncoderProgram(SourceKeys):
         super().__init__(weights, buffers)
 
     def _record(self) -> Iterator[Op]:
-        weights, buffers, encoder = self._weights, self._buffers, self._encoder
+        buffers, encoder = self._buffers, self._encoder
         yield from self._embedding(encoder.embedding)
         for layer in encoder.layers:
             yield from self._layer(0, layer)
