@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.t5_models import TOKENS, made_pair
+from benchmarks.peers.t5_models import TOKENS, made_pair
 from benchmarks.theory import TABLE_4, interval
 from torch import Tensor
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.peers.base import Pair, Workload
-from benchmarks.t5_models import made_pair
+from benchmarks.peers.t5_models import made_pair
 
 from speculant.lab.bench.workloads import code_prompt
 from speculant.lab.inflation.pair import SHAPES, inflated_pair

@@ -208,14 +208,14 @@ DRAFTING = [
             "        self._cached[request.seq_id] = _CachedTokens()\n"
             "\n"
             "    def end(self, request: Request) -> None:\n"
-            '        """Forget a sequence and release its blocks."""\n'
+            '        """Forget a sequence, and release its blocks and its source."""\n'
             "        self._cached.pop(request.seq_id, None)\n"
         ),
         (
             "        self._cached.setdefault(request.seq_id, _CachedTokens())\n"
             "\n"
             "    def end(self, request: Request) -> None:\n"
-            '        """Forget a sequence and release its blocks."""\n'
+            '        """Forget a sequence, and release its blocks and its source."""\n'
         ),
         "test_draft_cache.py::test_a_resumed_request_is_drafted_from_its_own_tokens[40]",
     ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -43,7 +44,12 @@ def test_texts_agree_in_every_way(checkpoints: Checkpoints, engine: dict[str, st
 def test_every_prompt_has_a_seed_of_its_own(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
     runtime, seeds = build(checkpoints), set()
     add = runtime.engine.add_request
-    monkeypatch.setattr(runtime.engine, "add_request", lambda *given: (seeds.add(given[1].seed), add(*given))[1])
+
+    def noting(*given: Any, **named: Any) -> Any:
+        seeds.add(given[1].seed)
+        return add(*given, **named)
+
+    monkeypatch.setattr(runtime.engine, "add_request", noting)
     compare(runtime, "seeded", [PROMPTS[0]] * 3, SEEDED)
     assert seeds == {0, 1, 2}
 

@@ -42,7 +42,7 @@ from benchmarks.peers.llama_cpp import (
 )
 from benchmarks.peers.models import DEMO, POSITIONS, Workloads, canonical_prompt, make_pair
 from benchmarks.peers.report import case_value, tables
-from benchmarks.t5_models import SHAPES
+from benchmarks.peers.t5_models import SHAPES
 from safetensors.torch import save_file
 
 from speculant.cli.doctor import Speeds
