@@ -246,7 +246,8 @@ def test_overlap_is_that_of_all_tokens(config: Seq2SeqConfig, monkeypatch: pytes
     _, other = prepare(replace(config, out=config.out.parent / "other", tokenizer=config.out, seed=2))
     found = overlap_of_pairs(trainer.model, other.model, data.training)
     batch = data.training.tensors(range(len(data.training)))
-    p, q = (model.logits(states_of_pairs(model, batch)).softmax(-1) for model in (trainer.model, other.model))
+    with torch.no_grad():
+        p, q = (model.logits(states_of_pairs(model, batch)).softmax(-1) for model in (trainer.model, other.model))
     assert found.positions == len(batch.tokens) > 256 * 4
     assert found.alpha == pytest.approx(float(torch.minimum(p, q).sum(-1).mean()), rel=1e-5)
     assert found.greedy_agreement == pytest.approx(float((p.argmax(-1) == q.argmax(-1)).double().mean()), abs=1e-3)
