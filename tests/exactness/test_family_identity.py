@@ -34,6 +34,7 @@ ENGINES: dict[str, dict[str, str]] = {
 BLOCKS = "q4_k"
 WEIGHTS = [name for name, engine in ENGINES.items() if engine["kernels"] == "reference" or usable_sets()]
 DRAFTERS = plugins.names("speculant.drafting")
+REPEATING = ("bart", "mbart", "marian")  # with random weights, the likeliest token is always the last one: tied tables
 MOST_POSITIONS = 32  # as many as the smallest variant has
 PROMPTS = [[70 + place, 71, 72 + place, 80, 71, 72] for place in range(4)]
 PARAMS = {
@@ -55,9 +56,8 @@ class Case(NamedTuple):
     def of(cls, family: str, variant: str, drafter: str) -> Case:
         """Return a case; weights and distributions take turns."""
         turn = cases(with_encoders=True).index((family, variant)) + DRAFTERS.index(drafter)
-        return cls(
-            family, variant, drafter, WEIGHTS[turn % len(WEIGHTS)], [*PARAMS][turn // len(WEIGHTS) % len(PARAMS)]
-        )
+        distribution = "seeded" if family in REPEATING else [*PARAMS][turn // len(WEIGHTS) % len(PARAMS)]
+        return cls(family, variant, drafter, WEIGHTS[turn % len(WEIGHTS)], distribution)
 
 
 @pytest.fixture(scope="module")
