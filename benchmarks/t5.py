@@ -2,15 +2,16 @@
 
 python -m benchmarks.t5 --target FOLDER --draft FOLDER --pairs FOLDER
 
-The trained pair is made by `speculant train seq2seq` on the pairs that tools/function_pairs.py writes (`--pairs`); it
-has two tasks. Its drafts are a model of about a tenth, and unigram and bigram tables of the training targets. The
-pairs with random weights have the shapes of T5 1.1; each token has one successor, which their draft models know for
-three in four. Their sources are random tokens.
+`speculant train seq2seq` makes the target (`--target`) and its draft model (`--draft`) from the pairs of two tasks that
+tools/function_pairs.py writes (`--pairs`). The draft model has about a tenth of the target's weights. The other
+drafters are unigram and bigram tables of the training targets. Models with random weights have the shapes of T5 1.1:
+each token has one successor, which the draft model knows for three tokens in four, and sources are random tokens.
 
-Speeds are those over plain decoding after a text's first token, so the target's encoder counts in neither time; the
-draft model's encoder counts as drafting. "whole" counts both encoders, and the first token. "expected" is theorem 3.8,
-"with V" the same with the measured time V(g + 1) of a pass, "predicted" the expected time along the target's own texts
-with the draft's encoder. The length g is the one with the highest predicted speed.
+Speeds are relative to plain decoding, after a text's first token: neither time includes the target's encoder, and the
+draft model's encoder counts as drafting. "whole" counts both encoders and the first token. "expected" is theorem 3.8.
+"with V" is the theorem with the measured time V(g + 1) of a pass. "predicted" is the speed expected along the target's
+own texts, with the time of the draft model's encoder. The length g has the highest
+predicted speed if that time is left out.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ Read = Callable[[Text, SamplingParams], Tensor]  # a draft's distributions [T, V
 
 @dataclass(frozen=True)
 class Subject:
-    """A draft for a target on one task. read: its distributions; options: of the engine."""
+    """A draft for a target on one task. read: returns its distributions; options: the engine's."""
 
     task: str
     draft: str
@@ -115,7 +116,7 @@ def run(subject: Subject, sources: Sequence[Sequence[int]], params: SamplingPara
 
 
 def first_draft_s(runtime: Runtime, sources: Sequence[Sequence[int]], params: SamplingParams, length: int) -> float:
-    """Return the median seconds of texts' first drafts, for which a draft model reads the source."""
+    """Return the median seconds of a text's first draft, before which a draft model reads the source."""
     engine, found = runtime.engine, list[float]()
     wanted = replace(params, speculation={"num_speculative_tokens": length}, ignore_eos=True, min_tokens=0)
     for number, source in enumerate(sources[: FIRST_DRAFTS + 1]):
@@ -130,7 +131,7 @@ def first_draft_s(runtime: Runtime, sources: Sequence[Sequence[int]], params: Sa
 
 
 def figures(prediction: SpeedPrediction, length: int, first: float, case: BenchCase) -> dict[str, Any]:
-    """Return the figures of a row. first: the time of first drafts / that of plain decoding's steps."""
+    """Return the figures of a row. first: the time of first drafts divided by that of plain steps."""
     costs, alpha = prediction.costs, prediction.alpha
     pass_time = costs.other_s[costs.lengths.index(length)] / costs.plain_s
     curve = VerificationCurve((1, length + 1), (1.0, max(1.0, pass_time)))
@@ -158,7 +159,7 @@ def figures(prediction: SpeedPrediction, length: int, first: float, case: BenchC
 
 
 def accepted_of(case: BenchCase) -> Estimate:
-    """Return accepted / tested in all rounds that wrote texts of their own."""
+    """Return accepted / tested over all rounds, without those that repeat another round's texts."""
     distinct = {tuple(map(tuple, each.outputs)): each for each in case.runs[SPECULATIVE]}
     found = pooled([metrics for each in distinct.values() for metrics in each.by_request])
     assert found is not None, "nothing was drafted"

@@ -4,9 +4,9 @@ python tools/function_pairs.py FOLDER
 
 There are two tasks, named at the beginning of each source. "docstring: " is followed by a function without its
 docstring, and the target is the first paragraph of that docstring. "line: " is followed by a function in which ???
-stands for a line, and the target is this line. The folder gets train.sources.jsonl, train.targets.jsonl and the same
-for the files that `speculant train lm` holds out too, held-out.sources.jsonl and held-out.targets.jsonl. The pairs are
-the same for the same version of Python.
+stands for a line, and the target is this line. The folder gets train.sources.jsonl and train.targets.jsonl, and
+held-out.sources.jsonl and held-out.targets.jsonl from the files that `speculant train lm` holds out. The pairs are the
+same for the same version of Python.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def pairs_of(document: Document) -> Iterator[tuple[str, str]]:
     try:
         with warnings.catch_warnings(action="ignore"):
             tree = ast.parse(document.text)
-    except (SyntaxError, ValueError, RecursionError):  # some tests of Python's are wrong on purpose
+    except (SyntaxError, ValueError, RecursionError):  # some of Python's own test files are wrong on purpose
         return
     lines = document.text.split("\n")
     for node in ast.walk(tree):

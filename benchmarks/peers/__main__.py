@@ -5,8 +5,8 @@
 Greedy decoding of a fixed number of tokens after prompts of code. Each job runs in a process of its own, one at a time.
 Peers take turns, and each round has prompts of its own. A peer that is not installed is named and skipped.
 The models are the embedded pair, the pair at the cost of a larger shape (`speculant inflate`), two GGUF files, which
-Speculant and llama.cpp read, or models with random weights at the shapes of T5 1.1, whose draft is accepted three times
-in four. A prompt is then the source.
+Speculant and llama.cpp read, or models with random weights at the shapes of T5 1.1, which read the prompt as the source
+and whose draft model knows three in four of the next tokens.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 PRECISIONS = ("bf16", "int8", "int4")  # of weights; each peer has its own formats of them
-FLOAT = "f32"  # another precision, which is measured where it is asked for
+FLOAT = "f32"  # another precision, which is measured only on request
 FILE = "gguf"  # the precision, and the format, of GGUF files that are read as they are
 MODES = PLAIN, DRAFT, LOOKUP, DEFAULT = "plain", "draft", "lookup", "default"
 _TIMEOUT_S = 3600.0

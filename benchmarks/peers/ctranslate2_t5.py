@@ -1,7 +1,7 @@
-"""CTranslate2, which has no drafts, with T5 models.
+"""CTranslate2 with T5 models; it has no speculative decoding.
 
 Its own converter for transformers needs torch and a tokenizer; this module writes the same model from the checkpoint's
-tensors. Tokens are named by their ids. As a program, in the environment that has ctranslate2:
+tensors. Tokens are named by their ids. It converts as a program, in the environment that has ctranslate2:
 
 python -m benchmarks.peers.ctranslate2_t5 CHECKPOINT FOLDER FORMAT
 """
@@ -49,7 +49,7 @@ class CTranslate2(PythonPeer):
         """See `Peer.prepare`; only the target is converted."""
         config = json.loads((Path(models.target) / "config.json").read_text(encoding="utf-8"))
         if config["model_type"] != "t5":
-            raise PeerError("this comparison converts T5 models for it, and no others")
+            raise PeerError("this comparison converts only T5 models for CTranslate2")
         key = content_key(models.target, [self.version(), Path(__file__).read_text(encoding="utf-8")])
         made = folder / "ctranslate2" / f"{key}-{weights}"
         if not made.exists():

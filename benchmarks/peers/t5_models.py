@@ -1,4 +1,4 @@
-"""Encoder-decoder models at the shapes of T5 1.1, with random weights and a text that is known."""
+"""Encoder-decoder models at the shapes of T5 1.1, with random weights and known successors of tokens."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SHAPES = {
     "large": _shape(1024, 2816, 24, 16),
 }
 ACCEPTANCE = 0.75
-TOKENS = 64  # of the text in which the draft model has this acceptance exactly
+TOKENS = 64  # of the greedy text, of which the draft model knows exactly this share
 
 
 def made_pair(target: str, draft: str) -> tuple[Path, Path]:

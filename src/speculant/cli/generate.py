@@ -44,7 +44,7 @@ def generate(
     system: Annotated[str | None, typer.Option(help="The system message before the prompt; needs --chat.")] = None,
     decoder_prompt: Annotated[
         str | None,
-        typer.Option(help="The beginning of the output of an encoder-decoder model, which reads the prompt as source."),
+        typer.Option(help="The beginning of the output, for an encoder-decoder model, which encodes the prompt."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print text, token ids, usage and metrics as JSON.")] = False,
     profile: Profile = None,

@@ -29,8 +29,8 @@ class Seq2SeqFlags(FlagGroup):
     sets = Seq2SeqConfig
 
     out: Annotated[Path, "The folder to write: the model, its card, and the checkpoint of the run."]
-    held_out_sources: Annotated[Path, "Sources to measure only. Without them, one pair in fifty is held out."]
-    held_out_targets: Annotated[Path, "Their targets."]
+    held_out_sources: Annotated[Path, "Sources of the held-out pairs. Without it, one pair in fifty is held out."]
+    held_out_targets: Annotated[Path, "Targets of the held-out pairs."]
     teacher: Annotated[Path, "Train a draft on the distributions of the target in this folder."]
     tokenizer: Annotated[Path, "Use the tokenizer of this folder instead of training one."]
     minutes: Annotated[float, "End after this many minutes of training, at a learning rate of zero."]
@@ -60,7 +60,7 @@ class Seq2SeqFlags(FlagGroup):
 
 @accepts_flags
 def seq2seq(
-    sources: Annotated[Path, typer.Argument(help="A file with a source in each line; .jsonl: a JSON string a line.")],
+    sources: Annotated[Path, typer.Argument(help="A file with a source per line; in .jsonl files a JSON string.")],
     targets: Annotated[Path, typer.Argument(help="A file of the same form with the targets, in the same order.")],
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print what was measured as JSON.")] = False,

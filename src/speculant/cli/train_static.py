@@ -30,7 +30,7 @@ def static(
     tokenizer: Annotated[str, typer.Option(help="The target: a folder or GGUF file, a Hugging Face id or demo.")],
     out: Annotated[Path, typer.Option(help="The file to write, in safetensors format.")],
     continuations: Annotated[
-        int, typer.Option(min=0, max=MOST_CONTINUATIONS, help="The most to keep per token; 0 = unigrams alone.")
+        int, typer.Option(min=0, max=MOST_CONTINUATIONS, help="The most to keep per token; 0 = only unigrams.")
     ] = 32,
     as_json: Annotated[bool, typer.Option("--json", help="Print what was counted as JSON.")] = False,
 ) -> None:
@@ -38,7 +38,7 @@ def static(
 
     The target's own outputs work best: `speculant generate --json` prints their token ids. For an encoder-decoder
     target, each line of a file is one text of its decoder, in a .jsonl file as a JSON string or as token ids. Use the
-    file by speculative_config={"method": "static", "tables": FILE}.
+    file with speculative_config={"method": "static", "tables": FILE}.
     """
     outcome = _make(files, tokenizer, out, continuations)
     if as_json:

@@ -68,8 +68,8 @@ class DrafterNeeds:
     usual_nodes: nodes it proposes unless the user sets a number; None = its method's default_length.
     tree_depth: the depth of a tree of its usual nodes; None = it drafts chains, or trees whose nodes have scores.
     own_cache: it owns KV caches; they are its `caches`.
-    target_cache: it reads the keys and values of a sequence in the target's cache, all but those of the newest token,
-    and those of its source; `observe_source` tells which one that is.
+    target_cache: it reads keys and values from the target's cache: those of a sequence, without the newest token, and
+    those of its source, which `observe_source` names.
     hidden_layers: target layers whose input hidden states `observe` receives; with L layers, L stands for the last
     layer's output, and L + 1 for that output after the final norm.
     target_inputs: the most look-ahead rows that it adds to the target's pass below the root and each node

@@ -300,7 +300,7 @@ class Calibration:
         return min(self.limits.max_model_len, drafter.needs.max_positions or self.limits.max_model_len)
 
     def _reading_s(self, drafter: Drafter, index: int, length: int) -> float:
-        """Return the seconds in which a drafter reads an unknown text, whose source it has, and drafts a token."""
+        """Return the seconds a drafter takes to read a new text and to draft a token, once it has the source."""
         request = self._requests(index + 1, length)[index]
         self._begin(drafter, request)
         try:

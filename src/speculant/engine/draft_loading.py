@@ -79,9 +79,9 @@ def draft_vocabulary(
 
 
 def check_encoder(draft: Checkpoint, target: Checkpoint, vocabulary: TargetVocabulary | None) -> None:
-    """Check that a target has a source for a draft's encoder, and that both read it alike. Raises PairError.
+    """Check that the target of a draft model with an encoder has one too, and the same tokens. Raises PairError.
 
-    A draft model without an encoder may draft for an encoder-decoder model: it reads the decoder's tokens alone.
+    A draft model without an encoder may draft for an encoder-decoder model: it reads only the decoder's tokens.
     """
     if not draft.model.needs.source:
         return
@@ -245,7 +245,8 @@ def _measure(target: CausalLM, drafts: dict[str | None, Checkpoint]) -> str | No
 def text_cache(model: CausalLM, size: int, length: int) -> tuple[KVCache, int | None]:
     """Make a cache for one text of a length; return it with the sequence id of the text's source, which is encoded.
 
-    size: of the target's vocabulary, of which the source has tokens. None = the model has no encoder.
+    size: that of the target's vocabulary, to which the source's tokens belong. The id is None for a model without an
+    encoder.
     """
     if not model.needs.source:
         return slotted_cache(model.cache_shape, 1, length), None

@@ -28,7 +28,7 @@ class OutputVocabulary:
     def constrain(self, request: Request, own: Constraint | None, *, formed: bool) -> Constraint:
         """Return the constraint of one sequence, whose request has a constraint of its own or None.
 
-        formed: it decides which token may be the last one, as forms do.
+        formed: the request's constraint decides which token may be the last one, as forms do.
         """
         rules = OutputConstraint(self, request, self._max_model_len - len(request.prompt), formed=formed)
         if own is None:
@@ -42,9 +42,9 @@ class OutputVocabulary:
 
 
 class AfterFirst:
-    """See `Constraint`: one of an output after its first token, which is forced. It does not see that token.
+    """See `Constraint`: it applies another one to the output after its first token, which is forced.
 
-    It reads the output of its request, as `OutputConstraint` does.
+    The other constraint does not see that token. This one reads the output of its request, as `OutputConstraint` does.
     """
 
     def __init__(self, rest: Constraint, request: Request, first: int) -> None:
@@ -92,7 +92,7 @@ class OutputConstraint:
     """See `Constraint`. It reads the output of its request, so that it holds for beam searches too.
 
     room: the most tokens of the output unless max_tokens is lower. The last one is forced unless end tokens are ignored
-    or banned there, or the output has a form.
+    or banned there. formed: the last one is not forced.
     """
 
     is_done = False

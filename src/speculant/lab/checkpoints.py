@@ -33,7 +33,7 @@ from speculant.models.weights.load import read_description
 def written_description(config: Mapping[str, Any]) -> DecoderConfig:
     """Return the description in the config.json of a model that will be written. Raises ModelError.
 
-    In a family whose files decide about it, the head is a matrix of its own if config.json unties it.
+    In a family whose files decide whether the head is tied, it is not if config.json says so.
     """
     described = read_description(config)
     separate = described.head.by_files and not config.get("tie_word_embeddings", True)

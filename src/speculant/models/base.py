@@ -304,7 +304,8 @@ class EncodesSources(Protocol):
         """Encode whole sources, and write each decoder layer's keys and values of them to the batch's slots.
 
         The batch has one segment for each source, from position 0 to its end. Returns the encoder's result
-        [T, hidden], after its norm. If the batch has `hidden`, this is the result, and no encoder's layer is computed.
+        [T, hidden], after its norm. If the batch has `hidden`, this is the result, and the encoder's
+        layers are not computed.
         """
         ...
 

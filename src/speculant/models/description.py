@@ -285,8 +285,8 @@ class Layer:
     result. parallel: both blocks read the same residual stream, and the same norm of it if before_mlp is None.
     residual_scale: the factor of all results. token_inputs: the inputs by token that are added after both. scaled: a
     stored number multiplies the residual stream at the end. cross: attention over the source; before_cross: the norm of
-    its input. end_*: the norm of the residual stream after a block was added to it, as in the first transformers. If
-    the last layer of a model ends with one, that is the norm before the head, and the layer has none.
+    its input. end_*: the norm of the residual stream after a block was added to it, as in arXiv 1706.03762. In
+    the last layer this norm is left out, because it is the norm before the head, or that of the encoder's result.
     """
 
     attention: Attention

@@ -294,7 +294,7 @@ def _equal(value: Any, other: Any) -> bool:
 def _check_layers(file: GgufFile, beginning: str, layers: int) -> None:
     """Compare the number of layers with the tensors, before anything is allocated for each layer.
 
-    beginning: that of the names of these layers' tensors.
+    beginning: how the names of these layers' tensors begin.
     """
     block = re.compile(rf"{re.escape(beginning)}\.([0-9]{{1,9}})\.", re.ASCII)
     numbers = {int(hit[1]) for hit in map(block.match, file.tensors) if hit}

@@ -110,7 +110,7 @@ class Prompts:
         return [_of(engine, each, body) for each in read]
 
     def _check(self, engine: AsyncEngine, prompt: PlainPrompt | PromptPair, body: CompletionBody) -> None:
-        """Raise ApiError (400) for a salt beside a prompt's text, and for texts that are too long."""
+        """Raise ApiError (400) for a salt within a prompt, and for texts that are too long."""
         parts = [prompt] if isinstance(prompt, PlainPrompt) else [prompt.encoder, prompt.decoder or PlainPrompt()]
         if prompt.cache_salt or parts[-1].cache_salt:
             raise refusal("A prompt has a cache_salt: send it beside the prompt.", "prompt")
@@ -149,7 +149,7 @@ class Prompts:
 
 
 def _of(engine: AsyncEngine, given: PlainPrompt | PromptPair, body: CompletionBody | TokenizeBody) -> Prompt:
-    """Return a prompt that is cut; of a pair it is the decoder's, and its source is cut."""
+    """Return a prompt, cut as the request asks; for a pair it is the decoder's, and the source is cut."""
     if isinstance(given, PlainPrompt):
         return _echoed(engine, Prompt(_cut(engine, _tokens(engine, given, body), body), _text(given)), body)
     source = _cut(engine, _tokens(engine, given.encoder, body), body)
@@ -158,7 +158,7 @@ def _of(engine: AsyncEngine, given: PlainPrompt | PromptPair, body: CompletionBo
 
 
 def _text(given: PlainPrompt) -> str | None:
-    """Return the text of a prompt, unless it is given as token ids too, which count."""
+    """Return the text of a prompt; None if it has token ids, which take precedence."""
     return given.text if given.tokens is None else None
 
 

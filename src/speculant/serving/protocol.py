@@ -141,7 +141,7 @@ class GeneratingBody(_Settings):
 
 
 class CompletionBody(GeneratingBody):
-    """A body of /v1/completions. prompt: a text, token ids, or a list of either; or an object or objects.
+    """A body of /v1/completions. prompt: a text, token ids or an object, or a list of one kind of these.
 
     An object has the keys of a `TextPrompt`, a `TokensPrompt` or an `ExplicitEncoderDecoderPrompt`.
     """

@@ -1,6 +1,6 @@
 """Tokenizers of folders without tokenizer.json: SentencePiece's files of T5 and of Marian.
 
-A file is a message of protocol buffers: its pieces (a text, a score and a type), and how texts are normalised.
+A file is a message of protocol buffers, with pieces (a text, a score and a type) and the rules that normalise texts.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ ROLES = {"eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}  # of 
 _EXTRA = re.compile(r"<extra_id_([0-9]{1,4})>", re.ASCII)  # sentinels of T5
 _LANGUAGE = re.compile(r">>.+<<")  # which a text for Marian may begin with
 _UNIGRAM = 1
-# Scores of tokens that Marian's source model lacks: of characters, and of longer tokens. A text of the source has them
-# only for characters that the source model does not know.
+# Scores of tokens that Marian's source model lacks: of characters, and of longer tokens. They are so low that a text
+# gets such tokens only for characters that the source model does not know.
 _OTHER_CHARACTER, _OTHER_TOKEN = -1e3, -5e3
 _FIX = "download the file again, or save the tokenizer as tokenizer.json with a fast tokenizer of transformers."
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5  # kinds of fields
@@ -100,14 +100,14 @@ def _additional(settings: Mapping[str, Any]) -> Iterator[str]:
 def _of_marian(folder: Path) -> Backend:
     """Return the tokenizer of Marian: the tokens of vocab.json, with the scores of the source's model.
 
-    Source and target share one vocabulary. Tokens that only the target's model has are found where the source's knows a
-    character not at all. Pieces of the source's model that are in no vocabulary are not used.
+    Source and target share one vocabulary. A text gets tokens that only the target's model has where the source's model
+    does not know a character. Pieces of the source's model that vocab.json lacks are not used.
     """
     file, path = SentencePieceFile.read(folder / SOURCE_FILE), folder / IDS_FILE
     ids = read_json(path)
     texts = sorted(ids, key=lambda text: (not isinstance(ids[text], int), ids[text]))
     if not texts or [ids[text] for text in texts] != list(range(len(texts))):
-        raise ModelError(f"{path} does not give the ids from 0 on to tokens", "download it again.")
+        raise ModelError(f"{path} does not give tokens the ids from 0 on", "download it again.")
     known = {piece.text: piece for piece in file.pieces if piece.type == TokenType.NORMAL}
     special = {ROLES["unk_token"]: TokenType.UNKNOWN, **dict.fromkeys(("</s>", "<pad>"), TokenType.CONTROL)}
 
@@ -123,7 +123,7 @@ def _of_marian(folder: Path) -> Backend:
 
 
 def _finished(path: Path, pieces: Sequence[Piece], of: Normalisation) -> Backend:
-    """Return the tokenizer of pieces by id, whose texts end with the end token."""
+    """Return the tokenizer of pieces by id; it adds the end token to texts."""
     texts, scores, types = zip(*pieces, strict=True)
     if len({*texts}) < len(texts):
         raise ModelError(f"{path} has a token twice", _FIX)

@@ -26,10 +26,10 @@ class TokenType(IntEnum):
 
 @dataclass(frozen=True)
 class Normalisation:
-    """What happens to a text first.
+    """How a text is normalised before it is divided into tokens.
 
     charsmap: SentencePiece's table of replacements; b"" = none. prefixed: a space is put before the text. trimmed:
-    spaces are removed at both ends, and before other spaces.
+    spaces are removed at both ends, and repeated spaces become one.
     """
 
     charsmap: bytes = b""
@@ -38,7 +38,7 @@ class Normalisation:
 
     @property
     def marks_words(self) -> bool:
-        """Whether each word gets a mark, and spaces of all kinds are between words, as transformers does it for T5."""
+        """Whether all kinds of spaces separate words, and each word gets a mark, as in transformers for T5."""
         return self.prefixed and self.trimmed
 
 
@@ -69,7 +69,7 @@ def unigram(pieces: Sequence[tuple[str, float]], unknown: int | None, of: Normal
 
 
 def joining_decoder(prefixed: bool) -> decoders.Decoder:
-    """Return what makes text of tokens and of bytes. prefixed: the first space is the prefix."""
+    """Return the decoder that joins tokens and bytes to a text. prefixed: it removes the first space."""
     steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     return decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefixed else steps)
 
@@ -77,8 +77,8 @@ def joining_decoder(prefixed: bool) -> decoders.Decoder:
 def scored(texts: Sequence[str], scores: Sequence[float], types: Sequence[int]) -> list[tuple[str, float]]:
     """Return all tokens but unused ones at the end, by id, with their scores.
 
-    An unknown character has a bit less than the lowest score of all. So tokens that are not found by their scores never
-    have the lowest: unused tokens and bytes have that of the other tokens, and tokens outside of words have 0.
+    The tokenizer scores an unknown character a little below the lowest of these scores. So only normal tokens set the
+    lowest: unused tokens and bytes get the lowest score of normal tokens, and all other tokens get 0.
     """
     lowest = min((score for score, kind in zip(scores, types, strict=True) if kind == TokenType.NORMAL), default=0.0)
     count = max((place + 1 for place, kind in enumerate(types) if kind != TokenType.UNUSED), default=0)

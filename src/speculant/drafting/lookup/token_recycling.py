@@ -5,7 +5,7 @@ input, which may be the row of a rejected draft. A draft is a static tree: a chi
 successor of rank r of its token. A tree of n nodes has the n paths with the lowest sums of (1 + 2 rank), as if survival
 fell by one factor for each level and by its square for each rank. Its nodes come likeliest first, by the acceptance of
 earlier nodes of their depths and ranks. A prompt has logits for its last row alone, so after a token without successors
-the draft repeats the token that followed it last in the request's own text, or else in its source.
+the draft repeats the token that last followed it in the request's own text, or else in its source.
 
 The matrix outlives requests: most of the gain comes from earlier requests. It depends on their texts, so there is one
 for each cache_salt, of at most `matrices`; the least recently used is dropped.
@@ -62,7 +62,7 @@ class Recycled:
     ranks: Sequence[int] = ()
 
     def read(self, tokens: Sequence[int], source: Sequence[int]) -> None:
-        """Read a text, of which the first `seen` tokens are known; the source comes before it."""
+        """Read the tokens of a text after the first `seen` ones; before a text's first tokens, read its source."""
         if not self.seen:
             self.followers.update(pairwise(source))
         first = max(0, self.seen - 1)

@@ -27,8 +27,8 @@ class DraftModelOptions:
 
     It may also be "dynamic", or {"topk": 3, "depth": 6} with other numbers: see drafting/model/dynamic.py.
     head_tokens: the file of a short head, see drafting/model/head_tokens.py; None = all tokens can be drawn.
-    parallel: False = a model that could draft in one pass drafts token by token. encoder: "own", or "target" = a draft
-    model for encoder-decoder models reads the results of the target's encoder; its own does not run.
+    parallel: False = a model that could draft in one pass drafts token by token. encoder: "own", or "target" = an
+    encoder-decoder draft model reads the results of the target's encoder, and its own encoder does not run.
     """
 
     tree: Any = None

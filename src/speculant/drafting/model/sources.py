@@ -1,4 +1,4 @@
-"""The encoded sources of a draft model that is an encoder-decoder.
+"""The encoded sources of an encoder-decoder draft model.
 
 The draft model has an encoder of its own, and its cache has a sequence for each source, as the target's has. A source
 is encoded before its text's first draft, in a round whose budget and cache have room for all of it. Until then the
@@ -26,7 +26,7 @@ class DraftSources:
 
     def __init__(self, model: CausalLM, cache: KVCache) -> None:
         self._model, self._cache, self._sources = model, cache, Sources(cache)
-        self._observed: dict[int, Source] = {}  # the target's, by the sequence id of their texts
+        self._observed: dict[int, Source] = {}  # the target's sources, by the sequence id of the text
         self.reads_target = False
 
     def of(self, request: Request) -> Source | None:
@@ -42,7 +42,7 @@ class DraftSources:
         return None if source is None else source.seq_id
 
     def missing_rows(self, source: Source | None) -> int:
-        """Return the rows of budget and cache that have to be computed before its texts are."""
+        """Return how many rows have to be computed for a source before its texts; 0 = it is encoded, or None."""
         return 0 if source is None or self._sources.is_encoded(source) else len(source.tokens)
 
     def encode(self, sources: Sequence[Source]) -> None:
@@ -58,11 +58,11 @@ class DraftSources:
         return states
 
     def observe(self, request: Request, source: Source) -> None:
-        """Take the target's source of a request."""
+        """Keep the target's source of a request."""
         self._observed[request.seq_id] = source
 
     def release(self, request: Request) -> None:
-        """Let a request release its source."""
+        """Release the source of a request."""
         self._observed.pop(request.seq_id, None)
         self._sources.release(request.seq_id)
 

@@ -141,7 +141,7 @@ class Compared:
             if each.model.needs.source:
                 raise RequestError(
                     f"{each.name} is an encoder-decoder: its distributions depend on a source, which a text lacks",
-                    "compare models without encoder.",
+                    "compare models without an encoder.",
                 )
         return cls(a, b, min(a.model.vocab_size, b.model.vocab_size))
 

@@ -102,8 +102,8 @@ class WorkloadConfig:
 class Workload:
     """Prompts as token ids, and the seconds from the start at which each arrives, in order.
 
-    categories: the kind of task of each prompt, by name; () = not known. sources: they are the sources of an
-    encoder-decoder model.
+    categories: the kind of task of each prompt, by name; () = not known. sources: the prompts are the sources
+    of an encoder-decoder model.
     """
 
     source: str

@@ -22,7 +22,7 @@ _OTHER_NAMES = {
 def decoder_shape(decoder: DecoderConfig) -> Shape:
     """Return the sizes of a model. Raises ModelError if its layers have different ones, or experts, or an encoder."""
     if decoder.encoder is not None:
-        raise ModelError("encoder-decoder models can't be inflated", "use a model without encoder.")
+        raise ModelError("encoder-decoder models can't be inflated", "use a model without an encoder.")
     if any(isinstance(layer.mlp, Experts) for layer in decoder.layers):
         raise ModelError("models with experts can't be inflated", "use a dense model.")
     if len({layer.mlp.size for layer in decoder.layers}) > 1:

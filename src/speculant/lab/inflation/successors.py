@@ -45,11 +45,11 @@ Config = Mapping[str, Any]
 def write_pair(
     folder: Path, agreement: float, shapes: tuple[Config, Config] = (LLAMA_1B, LLAMA_50M), first: int = 0
 ) -> tuple[Path, Path]:
-    """Write a target, and a draft model for it, by their config.json files; return their folders.
+    """Write a target, and a draft model for it, from their config.json files; return their folders.
 
-    agreement: the share of the tokens for which the draft model has the target's successor; also that of the `first`
-    tokens of the text after token 0. By default, the target has 1.04 billion parameters and the draft model a
-    twentieth.
+    agreement: the share of the tokens for which the draft model has the target's successor, on average. It is exact,
+    up to rounding, for the `first` tokens of the text that begins with token 0. By default, the target has 1.04 billion
+    parameters and the draft model a twentieth.
     """
     size, generator = shapes[0]["vocab_size"], torch.Generator().manual_seed(0)
     following = torch.randperm(size, generator=generator)

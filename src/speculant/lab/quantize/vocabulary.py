@@ -1,7 +1,7 @@
 """The metadata that describes a tokenizer in a GGUF file, from the files of a folder.
 
-Byte-level tokenizers can be written, and Unigram ones that divide texts as T5's. The whole tokenizer.json is stored
-too, and takes precedence in readers that know it.
+Byte-level tokenizers can be written, and Unigram ones that divide texts as T5's does. The whole tokenizer.json is
+stored too, and takes precedence in readers that know it.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ DEFAULTS = {
         ("layers", 12), ("attention_heads", 16), ("ffn_dim", 4096),
     )},
 }  # fmt: skip
-MOST_COMPUTED = 2**16  # positions that no file holds; models in use have up to 1024
+MOST_COMPUTED = 2**16  # the most positions with sinusoids, which no file holds; published models have up to 1024
 NORM = Norm(1e-5, kind="layer", bias=True)
 
 
@@ -38,7 +38,7 @@ def describe(
 ) -> DecoderConfig:
     """Describe a model of BART's kind. norms_first: norms precede the blocks, and two more follow all layers.
 
-    sinusoids: positions are not learned. embedding: its other fields.
+    sinusoids: positions are not learned. embedding: the other fields of `Embedding`.
     """
     hf = filled(filled(hf, **{own: hf.get(shared) for own, shared in OTHER_NAMES.items()}), **DEFAULTS)
     width, most = count(hf, "d_model"), MOST_COMPUTED if sinusoids else MOST
@@ -53,7 +53,7 @@ def describe(
 
 
 def _layers(hf: Mapping[str, Any], part: str, *, norms_first: bool) -> tuple[Layer, ...]:
-    """Return the layers of the encoder or the decoder. If norms follow, the last one of all is that of the part."""
+    """Return the layers of the encoder or the decoder. If norms follow blocks, the last one is the part's own norm."""
     sizes = {**hf, "num_attention_heads": count(hf, f"{part}_attention_heads")}
     own = read_attention(sizes, rope=None, bias=True, output_bias=True, ahead=part == "encoder")
     cross = None if own.ahead else replace(own, source=True)
@@ -68,7 +68,7 @@ def _layers(hf: Mapping[str, Any], part: str, *, norms_first: bool) -> tuple[Lay
 
 
 def _tensors(encoder: int, decoder: int, positions: int, *, norms_first: bool) -> TensorMap:
-    """Return where files hold a model of so many layers. positions: the learned ones; 0 = they have none."""
+    """Return where files hold a model with these numbers of layers. positions: how many are learned; 0 = none."""
     norms = _NORMS_FIRST if norms_first else _NORMS_LAST
     names = list[tuple[str, Expression]]()
     for own, part, layers in ((ENCODER_LAYER, "encoder", encoder), (LAYER, "decoder", decoder)):

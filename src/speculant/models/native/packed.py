@@ -238,7 +238,7 @@ def _read_scale(layer: WeightReader) -> float:
 
 
 class PackedEmbedding(NamedTuple):
-    """What input embeddings have besides the table of tokens. positions: vectors [positions, hidden] by position."""
+    """The parts of input embeddings besides the table of tokens. positions: vectors [positions, hidden] by position."""
 
     positions: Tensor | None
     norm: PackedNorm | None
@@ -275,7 +275,7 @@ class PackedEncoder(NamedTuple):
 
 @dataclass(frozen=True)
 class PackedDecoder:
-    """All weights of a decoder. A tied head is the table. encoder: of an encoder-decoder model."""
+    """All weights of a decoder. A tied head is the table. encoder: that of an encoder-decoder model."""
 
     config: DecoderConfig
     cache_type: Type

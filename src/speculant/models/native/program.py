@@ -284,7 +284,7 @@ def _flags(of: Attention) -> Flag:
 
 
 class SourceKeys(Program):
-    """A recorded pass over whole sources: their keys and values, for each decoder layer, of the result in `hidden`."""
+    """A recorded pass that computes each decoder layer's keys and values of sources from the result in `hidden`."""
 
     def _record(self) -> Iterator[Op]:
         for index, layer in enumerate(self._weights.layers):

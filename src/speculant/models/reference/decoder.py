@@ -274,7 +274,7 @@ class DecoderLayer(nn.Module):
 
 
 class Positioned(nn.Module):
-    """Input embeddings, of which `embedded` makes the residual stream. Sinusoids are no parameters."""
+    """Input embeddings; `embedded` makes the residual stream from them. Sinusoids are not parameters."""
 
     def __init__(self, of: Embedding) -> None:
         super().__init__()

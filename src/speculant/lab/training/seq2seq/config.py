@@ -17,9 +17,9 @@ class Seq2SeqConfig:
     sources, targets: files with a text for each pair, see `read_texts`. held_out_sources, held_out_targets: pairs that
     are measured only; None = one pair in fifty, by a hash of its source. source_tokens, target_tokens: longer texts are
     cut. teacher: a target whose distributions the model learns in place of the texts; it has the same tokenizer.
-    tokenizer: the folder of a tokenizer; None = the teacher's, or a new one of `vocab_size` tokens. layers: of the
-    encoder and of the decoder each, unless `decoder_layers` says otherwise. The files are no part of the settings that
-    a resumed run must repeat, so that they may be moved.
+    tokenizer: the folder of a tokenizer; None = the teacher's, or a new one of `vocab_size` tokens. layers: the
+    number in the encoder, and in the decoder unless `decoder_layers` is set. The files may be moved before a run is
+    resumed, because their paths are not among the settings that it must repeat.
     """
 
     out: Path
@@ -57,7 +57,7 @@ class Seq2SeqConfig:
         _ = self.schedule
 
     def _check_network(self, tokens: int) -> None:
-        """Check the numbers, as those of a model that is trained on windows of so many tokens. Raises ConfigError."""
+        """Check the numbers as for a model that is trained on windows of `tokens` tokens. Raises ConfigError."""
         own = {field.name for field in fields(TrainingConfig)} - {"tokenizer"}
         values = {field.name: getattr(self, field.name) for field in fields(self) if field.name in own}
         for layers in (self.layers, self.num_decoder_layers):

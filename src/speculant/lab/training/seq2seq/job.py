@@ -75,7 +75,7 @@ def read_pairs(config: Seq2SeqConfig) -> tuple[PairTexts, PairTexts]:
 
 
 def choose_tokenizer(config: Seq2SeqConfig, training: PairTexts) -> Tokenizer:
-    """Load the teacher's, the given or the run's own tokenizer; if there is none, train one. It ends each text."""
+    """Load the teacher's, the given or the run's own tokenizer, or train one. It adds the end token to each text."""
     own = config.out / "tokenizer.json"
     given = config.teacher or config.tokenizer or (config.out if own.exists() else None)
     if given:

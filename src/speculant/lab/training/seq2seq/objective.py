@@ -13,7 +13,7 @@ from speculant.lab.training.passes import decoded_states, encoded_sources
 from speculant.lab.training.seq2seq.pairs import PairBatch, Pairs
 from speculant.models.reference.decoder import Decoder
 
-_AT_A_TIME = 32  # pairs of a pass
+_AT_A_TIME = 32  # pairs in a pass
 
 
 class PairObjective:
@@ -24,7 +24,7 @@ class PairObjective:
         self.name = "cross-entropy" if teacher is None else "distance to the teacher"
 
     def loss(self, model: Decoder, windows: Tensor, progress: float) -> Tensor:
-        """See `Objective.loss`; the first column has the places of pairs."""
+        """See `Objective.loss`; the first column of `windows` has the places of pairs."""
         batch = self._pairs.tensors(windows[:, 0].tolist(), model.lm_head.weight.device)
         hidden, head = states_of_pairs(model, batch), OutputHead.of(model)
         if self._teacher is None:
@@ -42,7 +42,7 @@ def states_of_pairs(model: Decoder, batch: PairBatch) -> Tensor:
 
 @torch.inference_mode()
 def loss_of_pairs(model: Decoder, pairs: Pairs, watch: Watcher | None = None, most: int | None = None) -> float:
-    """Return the mean cross-entropy, in nats per token, of the targets; most: of so many pairs, None = all."""
+    """Return the mean cross-entropy, in nats per token, of the targets; most: of this many pairs, None = all."""
     total, count, head = 0.0, 0, OutputHead.of(model)
     groups = pairs.places(_AT_A_TIME)
     for done, places in enumerate(groups[:: 1 if most is None else max(1, len(pairs) // most)], start=1):

@@ -1,8 +1,8 @@
-"""Pairs of texts for an encoder-decoder model: sources, and what the decoder writes for each.
+"""Pairs of texts for an encoder-decoder model: sources, and the targets that the decoder writes for them.
 
     source      s s s s s <end>                the encoder reads all of it
     inputs      <start> t t t                  the decoder's inputs
-    target              t t t <end>            what it learns to write
+    target              t t t <end>            the tokens it learns to write
 
 The start token and the end token are END_OF_TEXT.
 """
@@ -53,12 +53,12 @@ class PairTexts:
 
 
 def read_texts(sources: Path, targets: Path) -> PairTexts:
-    """Read a text from each line, in a .jsonl file as a JSON string. Raises ConfigError if they are no pairs."""
+    """Read a text from each line, in a .jsonl file as a JSON string. Raises ConfigError unless each has a target."""
     found = [_lines(path) for path in (sources, targets)]
     if len(found[0]) != len(found[1]):
         raise ConfigError(
             f"{sources} has {len(found[0])} texts and {targets} has {len(found[1])}",
-            "write the target of each source into the same line.",
+            "write the target of each source on the line of the same number.",
         )
     return PairTexts(*found)
 
@@ -72,9 +72,9 @@ def _lines(path: Path) -> list[str]:
 
 @dataclass(frozen=True)
 class PairBatch:
-    """sources [B, m], padded, and their lengths [B]. inputs [B, n]: the decoder's, padded; real [B, n]: which count.
+    """sources [B, m], padded, and their lengths [B]. inputs [B, n]: the decoder's, padded.
 
-    tokens [r]: what follows each of the real inputs.
+    real [B, n]: which inputs are not padding. tokens [r]: the token that follows each of these inputs.
     """
 
     sources: Tensor
@@ -107,16 +107,16 @@ class Pairs:
 
     @cached_property
     def num_tokens(self) -> int:
-        """The tokens of all targets."""
+        """The number of tokens of all targets."""
         return sum(map(len, self._targets))
 
     def places(self, number: int) -> list[list[int]]:
-        """Return the places of all pairs in groups of this number, those of similar lengths together."""
+        """Return the places of all pairs in groups of this size, with pairs of similar lengths together."""
         order = sorted(range(len(self)), key=self.lengths)
         return [order[first : first + number] for first in range(0, len(order), number)]
 
     def tensors(self, places: Sequence[int], device: torch.device | str = "cpu") -> PairBatch:
-        """Return pairs."""
+        """Return the pairs at these places."""
         sources, targets = [self._sources[place] for place in places], [self._targets[place] for place in places]
         padded = pad_sequence(targets, batch_first=True, padding_value=_NO_TOKEN).to(device)
         real, start = padded != _NO_TOKEN, padded.new_full((len(places), 1), self._end)
@@ -129,7 +129,7 @@ class Pairs:
         )
 
     def lengths(self, place: int) -> tuple[int, int]:
-        """Return the tokens of a source and of its target."""
+        """Return the numbers of tokens of a source and of its target."""
         return len(self._sources[place]), len(self._targets[place])
 
 
@@ -144,7 +144,7 @@ class PairBatches:
         self._ordered = lru_cache(maxsize=1)(self._order)
 
     def batch(self, first: int, count: int) -> Tensor:
-        """Return the places of pairs, each before as many zeros as the longest target has tokens: [count, 1 + n]."""
+        """Return the places of pairs, each followed by a zero per token of the longest target: [count, 1 + n]."""
         places = [self._place(number) for number in range(first, first + count)]
         longest = max(self.pairs.lengths(place)[1] for place in places)
         return functional.pad(torch.tensor(places)[:, None], (0, longest))
@@ -162,6 +162,6 @@ class PairBatches:
 
 
 def _encoded(tokenizer: Tokenizer, texts: Sequence[str], most: int, end: int) -> list[Tensor]:
-    """Return the first tokens of each text, and `end`: at most `most` in all."""
+    """Return the first tokens of each text and then `end`, at most `most` in all."""
     found = tokenizer.encode_batch(list(texts), add_special_tokens=False)
     return [torch.tensor([*encoding.ids[: most - 1], end]) for encoding in found]
