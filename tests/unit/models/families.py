@@ -264,9 +264,9 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "bart": {
         "plain": BART,
         "untied": {**BART, "encoder_layers": 1, "tie_word_embeddings": False, "scale_embedding": True},
-        "short": {**BART, "decoder_layers": 1, "activation_function": "relu"},
+        "deep": {**BART, "decoder_layers": 4, "activation_function": "relu"},
     },
-    "mbart": {"plain": {**BART, "scale_embedding": True}, "short": {**BART, "decoder_layers": 1}},
+    "mbart": {"plain": {**BART, "scale_embedding": True}, "deep": {**BART, "decoder_layers": 4}},
     "marian": {
         "plain": MARIAN,
         "untied": {**MARIAN, "scale_embedding": False, "tie_word_embeddings": False, "encoder_layers": 2},
