@@ -19,7 +19,7 @@ from tests.exactness.selection import combinations
 from tests.examples import examples
 from tests.gguf_models import convert
 from tests.models import END, HIDDEN_SIZE, VOCAB_SIZE, Shape, write_checkpoint
-from tests.unit.models.families import ENCODER_DECODERS, VARIANTS, cases, cases_with
+from tests.unit.models.families import ENCODER_DECODERS, REPEATING, VARIANTS, cases, cases_with
 from tests.unit.models.test_gguf_families import STORED, WIDE, kind_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -34,7 +34,6 @@ ENGINES: dict[str, dict[str, str]] = {
 BLOCKS = "q4_k"
 WEIGHTS = [name for name, engine in ENGINES.items() if engine["kernels"] == "reference" or usable_sets()]
 DRAFTERS = plugins.names("speculant.drafting")
-REPEATING = ("bart", "mbart", "marian")  # with random weights, the likeliest token is always the last one: tied tables
 MOST_POSITIONS = 32  # as many as the smallest variant has
 PROMPTS = [[70 + place, 71, 72 + place, 80, 71, 72] for place in range(4)]
 PARAMS = {
