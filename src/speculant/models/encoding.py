@@ -39,4 +39,4 @@ def encode_sources(
         raise
     for source in sources:
         end = first + len(source.tokens)
-        source.states, first = encoded[first:end] if keeps_states else None, end
+        source.states, first = encoded[first:end].clone() if keeps_states else None, end

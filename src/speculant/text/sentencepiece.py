@@ -21,7 +21,7 @@ from speculant.files import read_json
 from speculant.text.unigram import Normalisation, TokenType, scored, unigram
 
 T5_FILE = "spiece.model"
-SOURCE_FILE, TARGET_FILE, IDS_FILE = "source.spm", "target.spm", "vocab.json"  # of Marian
+SOURCE_FILE, IDS_FILE = "source.spm", "vocab.json"  # of Marian
 ROLES = {"eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}  # of both
 _EXTRA = re.compile(r"<extra_id_([0-9]{1,4})>", re.ASCII)  # sentinels of T5
 _LANGUAGE = re.compile(r">>.+<<")  # which a text for Marian may begin with

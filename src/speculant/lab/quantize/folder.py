@@ -28,7 +28,16 @@ GROUP = 32
 _BITS = {"int4": 4, "int8": 8}
 _LAYER = re.compile(r".*\b(layers|block)\.[0-9]+\..*\.weight")
 _PLAIN = re.compile(r".*\.(gate|router|relative_attention_bias)\.weight")
-_COPIED = ("generation_config.json", "tokenizer*", "*.jinja", "special_tokens_map.json", "vocab.json", "merges.txt")
+_COPIED = (
+    "generation_config.json",
+    "tokenizer*",
+    "*.jinja",
+    "special_tokens_map.json",
+    "vocab.json",
+    "merges.txt",
+    "*.spm",
+    "spiece.model",
+)
 
 
 def write_folder(source: Path, type_: str, backend: RoundsWeights, out: Path, begin: Callable[[str], None]) -> None:

@@ -130,7 +130,12 @@ def load_decoder(folder: Path) -> Decoder:
 
 
 def _load_target(config: TrainingConfig) -> Decoder | None:
-    return load_decoder(config.distill_from) if config.distill_from else None
+    target = load_decoder(config.distill_from) if config.distill_from else None
+    if target is not None and target.config.encoder is not None:
+        raise ConfigError(
+            f"{config.distill_from} reads sources, which these texts lack", "use speculant train seq2seq --teacher."
+        )
+    return target
 
 
 def _training_windows(config: TrainingConfig, texts: TokenisedCorpus) -> Windows:

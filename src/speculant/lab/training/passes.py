@@ -49,6 +49,7 @@ def states_of_layers(
 
 def attend_causally(layer: int, of: Attention, query: Tensor, key: Tensor, value: Tensor, learned: Learned) -> Tensor:
     """See `Attend`: rows [B, n, heads, dim] see themselves and those before them in their sequence."""
+    assert not of.source, "a source has a pass of its own: AttendToSources"
     positions, window = torch.arange(query.shape[1], device=query.device), of.window
     if of.distances is None and not (window and window < len(positions)):
         return attend_masked(of, query, key, value, None, learned)

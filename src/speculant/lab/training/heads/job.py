@@ -49,7 +49,12 @@ def check_folder(config: HeadTrainingConfig, resume: bool) -> None:
 
 def load_target(config: HeadTrainingConfig) -> Decoder:
     """Load the target in float32. Raises ConfigError for a target that this training can't compute."""
-    return load_plain(config.target, device=config.device)
+    target = load_plain(config.target, device=config.device)
+    if target.config.encoder is not None:
+        raise ConfigError(
+            f"{config.target} reads sources, which this training doesn't give it", "name a target without an encoder."
+        )
+    return target
 
 
 def cut_prompts(documents: Sequence[Sequence[int]], config: TextsPlan, begin: int, count: int) -> list[list[int]]:
