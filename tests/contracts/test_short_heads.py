@@ -11,11 +11,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from speculant.cache.factory import slotted_cache
-from speculant.errors import ConfigError
+from speculant.drafting.heads.short import output_rows
+from speculant.errors import ConfigError, PairError
 from speculant.kernels.native import usable_sets
 from speculant.models.base import SequenceInput, build_batch
 from speculant.models.weights.load import Checkpoint, load_model
 from speculant.types import DraftTree
+from tests.encoder_decoders import make_bart, write_t5
 from tests.models import VOCAB_SIZE, write_checkpoint
 
 HEAD = (0, 3, 4, 77, 130, VOCAB_SIZE - 1)
@@ -62,3 +64,18 @@ def test_short_head_of_unknown_tokens_is_refused(tmp_path: Path, kernels: str) -
     folder = write_checkpoint(tmp_path / "model")
     with pytest.raises(ConfigError, match="head_tokens"):
         load_model(folder, "float32", kernels=kernels, head_tokens=(3, VOCAB_SIZE))
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_rows_of_a_head_with_a_bias_are_refused(tmp_path: Path, kernels: str) -> None:
+    folder = write_t5(tmp_path / "model", make_bart("marian"))
+    tensors = load_file(f"{folder}/model.safetensors")
+    for bias in (0.0, 1.0):
+        biases = torch.full((1, VOCAB_SIZE), bias, dtype=torch.float64)
+        save_file({**tensors, "final_logits_bias": biases}, f"{folder}/model.safetensors", {"format": "pt"})
+        target = load_model(folder, "float32", kernels=kernels).model
+        if bias:
+            with pytest.raises(PairError, match="have a bias"):
+                output_rows(target, HEAD)
+        else:
+            assert output_rows(target, HEAD).shape == (len(HEAD), target.hidden_size)

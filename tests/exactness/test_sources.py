@@ -370,6 +370,17 @@ def test_a_round_encodes_within_its_budget(salts: Sequence[str], encoded: Sequen
     assert len(chains) == 2
 
 
+def test_rows_of_other_texts_delay_no_source() -> None:
+    draft = TableModel(PAIR.draft, V, has_source=True)
+    runner = DraftModelRunner(draft, ROOM(draft.cache_shape, LIMITS), KeyedChances(), 8)
+    long = make_request([0] * 5, seq_id=1, source=(1,) * 2)
+    other = make_request([0], seq_id=2, source=(1,) * 5)
+    for request in (long, other):
+        runner.begin(request)
+    assert len(runner.plan([(long, 1), (other, 1)])) == 2
+    assert sum(draft.num_encoded) == 7
+
+
 def test_a_source_that_does_not_fit_costs_its_text_the_drafts() -> None:
     rig = draft_rig(TableModel(PAIR.draft, V, has_source=True, max_positions=12))
     (longer,) = rig.add((0,), SamplingParams(seed=1, max_tokens=8), "long", source=(1,) * LONGEST)

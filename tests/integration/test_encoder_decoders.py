@@ -222,6 +222,10 @@ REFUSED: list[tuple[Any, str]] = [
     ({"encoder_prompt": {"encoder_prompt": "x"}}, "the unknown key 'encoder_prompt'"),
     ({"encoder_prompt": 7, "decoder_prompt": None}, "a prompt is a int"),
     ({"encoder_prompt": {"prompt": "x", "cache_salt": "a"}, "cache_salt": "b"}, "different cache salts"),
+    (
+        {"encoder_prompt": {"prompt": "x", "cache_salt": "a"}, "decoder_prompt": {"prompt": "x", "cache_salt": "b"}},
+        "different cache salts",
+    ),
 ]
 
 

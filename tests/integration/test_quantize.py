@@ -115,13 +115,19 @@ def test_folders_are_packed_as_compressed_tensors_defines(tmp_path: Path) -> Non
     assert options["ignore"] == ["model.embed_tokens"]
 
 
+def wide_t5(folder: Path, **settings: Any) -> Path:
+    """Write a T5 whose matrices every type divides into blocks, with its own kind of tokenizer."""
+    own = {"feed_forward_proj": "gated-gelu", "d_model": 256, "d_kv": 64, "d_ff": 256, "eos_token_id": 1, **settings}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(VARIANTS, "t5", {"wide": {**VARIANTS["t5"]["flan"], **own, "hidden_size": 256}})
+        source = make_pair(folder, "t5", "wide").folder
+    write_t5_tokenizer(source, spiece([*T5_PIECES, ("<x>", 0.0, 4)]))
+    return source
+
+
 @pytest.mark.parametrize("stored", ["tokenizer.json", "spiece.model"])
 def test_a_file_holds_an_encoder_and_a_unigram_tokenizer(tmp_path: Path, stored: str) -> None:
-    settings = {"feed_forward_proj": "gated-gelu", "d_model": 256, "d_kv": 64, "d_ff": 256, "eos_token_id": 1}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(VARIANTS, "t5", {"wide": {**VARIANTS["t5"]["flan"], **settings, "hidden_size": 256}})
-        source = make_pair(tmp_path / "t5", "t5", "wide").folder
-    write_t5_tokenizer(source, spiece([*T5_PIECES, ("<x>", 0.0, 4)]))
+    source = wide_t5(tmp_path / "t5")
     if stored == "tokenizer.json":
         Tokenizer.load(source).backend.save(str(source / stored))
         (source / "spiece.model").unlink()
@@ -137,6 +143,31 @@ def test_a_file_holds_an_encoder_and_a_unigram_tokenizer(tmp_path: Path, stored:
     for text in (*prompts, "the<x> naive", "", "\u4e16\u754c", "</s>a"):
         assert read.encode(text).ids == own.encode(text)
     assert read.get_vocab() == own.vocab()
+
+
+@pytest.mark.parametrize(
+    ("settings", "fact"),
+    [
+        ({"feed_forward_proj": "gated-silu"}, "gelu_new nor relu"),
+        ({"relative_attention_max_distance": 64}, "greatest distance"),
+    ],
+)
+def test_a_file_that_would_be_read_otherwise_is_refused(settings: dict[str, Any], fact: str, tmp_path: Path) -> None:
+    source = wide_t5(tmp_path / "t5", **settings)
+    with pytest.raises(ModelError, match=fact):
+        written(source, tmp_path / "t5.gguf", "int4")
+    assert not (tmp_path / "t5.gguf").exists()
+
+
+@pytest.mark.parametrize("scaled", [True, False])
+def test_a_file_has_the_scale_of_logits(scaled: bool, tmp_path: Path) -> None:
+    """Only a head in the file says that logits are not scaled, so that one is written even if it is the table."""
+    source = wide_t5(tmp_path / "t5")
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, "scale_decoder_outputs": scaled}))
+    file = written(source, tmp_path / "t5.gguf", "int4")
+    own, read = (CheckpointFiles.open(place).decoder.head.scale for place in (source, file))
+    assert own == read == (256**-0.5 if scaled else 1.0)
 
 
 def test_a_file_is_made_from_a_file(tmp_path: Path) -> None:

@@ -73,10 +73,11 @@ def _make(files: list[Path], model: str, out: Path, continuations: int) -> dict[
 
 def _sequences(files: list[Path], folder: Path, tokenizer: Tokenizer) -> Iterator[Sequence[int]]:
     """Yield the sequences of files; those of an encoder-decoder model begin with its start token."""
+    from speculant.models.weights.load import read_description
     from speculant.text.token_files import read_sequences
 
     config = read_optional_config(folder)
-    if not config.get("is_encoder_decoder"):
+    if not config or read_description(config).encoder is None:
         return read_sequences(files, tokenizer)
     start = read_start_tokens(read_generation(folder), config, vocab_size_of(folder, tokenizer))
     return decoder_texts(files, tokenizer, start)
@@ -84,11 +85,12 @@ def _sequences(files: list[Path], folder: Path, tokenizer: Tokenizer) -> Iterato
 
 def decoder_texts(files: Sequence[Path], tokenizer: Tokenizer, start: Sequence[int]) -> Iterator[list[int]]:
     """Yield the text of each line after the start tokens, with the end tokens that the tokenizer adds to a text."""
-    from speculant.text.prompt_files import read_prompts
+    from speculant.text.token_files import read_lines
 
     for path in files:
-        for each in read_prompts(path):
-            yield [*start, *(tokenizer.encode(each.content) if isinstance(each.content, str) else each.content)]
+        for line in read_lines(path):
+            if line:
+                yield [*start, *(tokenizer.encode(line) if isinstance(line, str) else line)]
 
 
 def require_folder(out: Path) -> None:

@@ -128,10 +128,11 @@ def _read_pair(given: Any) -> PromptPair:
     if encoder is None:
         raise RequestError("a prompt has a decoder_prompt and no encoder_prompt", "give both, or one prompt.")
     _check_text("cache_salt", salt)
-    own = _read_plain(encoder)
-    if salt and own.cache_salt not in ("", salt):
-        raise RequestError("an encoder_prompt and the prompt around it have different cache salts", "give one of them.")
-    return PromptPair(own, None if decoder is None else _read_plain(decoder), salt or own.cache_salt)
+    own, start = _read_plain(encoder), None if decoder is None else _read_plain(decoder)
+    salts = {salt or "", own.cache_salt, start.cache_salt if start else ""} - {""}
+    if len(salts) > 1:
+        raise RequestError("the parts of a prompt, or the prompt around them, have different cache salts", "give one.")
+    return PromptPair(own, start, next(iter(salts), ""))
 
 
 def _read_plain(given: object) -> PlainPrompt:

@@ -20,23 +20,47 @@ def read_sequences(files: Sequence[Path], tokenizer: Tokenizer) -> Iterator[list
     generate --json` prints. Any other file is UTF-8 text. Raises ConfigError for a file of another form.
     """
     for path in files:
-        try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{path} can't be read as text: {error}", "name UTF-8 text files.") from error
+        text = _read(path)
         if path.suffix == _TOKENS:
-            yield from (
-                _token_ids(line, f"{path}:{number}") for number, line in enumerate(text.splitlines(), 1) if line
-            )
+            for number, line in enumerate(text.splitlines(), 1):
+                if line:
+                    yield _token_ids(_json(line, where := f"{path}:{number}"), where)
         else:
             yield tokenizer.encode(text, add_special_tokens=False)
 
 
-def _token_ids(line: str, where: str) -> list[int]:
+def read_lines(path: Path) -> list[str | list[int]]:
+    """Return what each line of a file holds; "" = nothing.
+
+    A line of a .jsonl file is a JSON string, or token ids as in `read_sequences`; of any other file, a text. Raises
+    ConfigError for a file of another form.
+    """
+    lines = _read(path).removesuffix("\n").split("\n")
+    if path.suffix != _TOKENS:
+        return [line if line.strip() else "" for line in lines]
+    return [_text_or_ids(line, f"{path}:{number}") if line.strip() else "" for number, line in enumerate(lines, 1)]
+
+
+def _read(path: Path) -> str:
     try:
-        value: Any = json.loads(line)
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} can't be read as text: {error}", "name UTF-8 text files.") from error
+
+
+def _text_or_ids(line: str, where: str) -> str | list[int]:
+    value = _json(line, where)
+    return value if isinstance(value, str) else _token_ids(value, where)
+
+
+def _json(line: str, where: str) -> Any:
+    try:
+        return json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{where} is not JSON: {error}", "write one list of token ids a line.") from error
+        raise ConfigError(f"{where} is not JSON: {error}", "write one JSON value a line.") from error
+
+
+def _token_ids(value: Any, where: str) -> list[int]:
     ids = value.get("token_ids") if isinstance(value, dict) else value
     if not isinstance(ids, list) or not all(isinstance(token, int) for token in ids):
         raise ConfigError(f"{where} has no token ids", 'write [1, 2, 3] or {"token_ids": [1, 2, 3]}.')

@@ -1,4 +1,4 @@
-"""Completions of an encoder-decoder model: its prompts, the usage that counts sources, and what it refuses."""
+"""Completions of encoder-decoder models: their prompts, their usage, which counts sources, and their errors."""
 
 from __future__ import annotations
 

@@ -46,9 +46,12 @@ def short_tokens(given: Any, folder: HeadFolder, target: CausalLM) -> tuple[int,
 def output_rows(target: CausalLM, tokens: Sequence[int]) -> Tensor:
     """Return the rows [n, hidden] of the target's output head, which are the logits of unit vectors.
 
-    They include its factor. Its soft cap limits logits to tens, and hardly changes those of unit vectors.
+    They include its factor. Its soft cap limits logits to tens, and hardly changes those of unit vectors. Raises
+    PairError for a target with a bias of logits.
     """
     of, index = target.cache_shape, torch.tensor(tokens)
+    if target.logits(torch.zeros(1, target.hidden_size, dtype=of.dtype, device=of.device))[:, index].any():
+        raise PairError("the target's logits have a bias, and short heads have none", "leave out head_tokens.")
     units = torch.eye(target.hidden_size, dtype=of.dtype, device=of.device)
     parts = (units[first : first + _AT_A_TIME] for first in range(0, target.hidden_size, _AT_A_TIME))
     return torch.cat([target.logits(part)[:, index] for part in parts]).T.to(of.dtype).contiguous()

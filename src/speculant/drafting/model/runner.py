@@ -296,17 +296,19 @@ class DraftModelRunner:
     ) -> tuple[list[Chain], list[Source]]:
         """Take each request's missing tokens within budget and room; one that still has a backlog draws nothing.
 
-        Returns the chains, and the sources that have to be encoded first. A request whose source does not fit has no
-        chain. plan: the room; None = unlimited.
+        Sources have a pass of their own before that of the chains, and so a budget of their own. Returns the chains,
+        and the sources that have to be encoded first. A request whose source does not fit has no chain.
+        plan: the room; None = unlimited.
         """
         budget, stop, chains, sources = self._budget, self._stop_below, list[Chain](), list[Source]()
+        source_budget = self._budget
         for request, limit in drafting:
             source = self.sources.of(request)
             if source is not None and source not in sources and (rows := self.sources.missing_rows(source)):
-                if rows > min(budget, self.model.max_positions) or (plan and not plan.take(source.seq_id, rows)):
+                if rows > min(source_budget, self.sources.most_rows) or (plan and not plan.take(source.seq_id, rows)):
                     continue
                 sources.append(source)
-                budget -= rows
+                source_budget -= rows
             start, total = self._roll_back(request), len(self.text(request))
             left = self._positions_after(start)
             most = min(budget, left) if plan is None else min(budget, left, plan.room(request.seq_id))

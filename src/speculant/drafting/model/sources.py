@@ -7,6 +7,7 @@ text gets no draft. Equal sources of one salt are encoded once; each is released
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 from torch import Tensor
@@ -41,9 +42,14 @@ class DraftSources:
         source = self.of(request)
         return None if source is None else source.seq_id
 
-    def missing_rows(self, source: Source | None) -> int:
-        """Return how many rows have to be computed for a source before its texts; 0 = it is encoded, or None."""
-        return 0 if source is None or self._sources.is_encoded(source) else len(source.tokens)
+    @property
+    def most_rows(self) -> int:
+        """The length of the longest source that can be encoded; the target's encoder has already read its own."""
+        return sys.maxsize if self.reads_target else self._model.max_positions
+
+    def missing_rows(self, source: Source) -> int:
+        """Return how many rows have to be computed for a source before its texts; 0 = it is encoded."""
+        return 0 if self._sources.is_encoded(source) else len(source.tokens)
 
     def encode(self, sources: Sequence[Source]) -> None:
         """Encode sources, for which the cache has room; after an error none of them is in the cache."""

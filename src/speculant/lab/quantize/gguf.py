@@ -26,6 +26,7 @@ from speculant.gguf_file import GgufFile
 from speculant.lab.quantize.layouts import LAYOUTS, GgufLayout, described, rope_tensors, stored_tensors
 from speculant.lab.quantize.vocabulary import tokenizer_entries
 from speculant.models.backends.base import RoundsWeights
+from speculant.models.description import DecoderConfig, Mlp
 from speculant.models.sizes import tensor_shapes
 from speculant.models.tensor_map import stored_name
 from speculant.models.weights.gguf import GgufWeights
@@ -90,6 +91,8 @@ def read_folder(folder: Path) -> GgufModel:
         )
     checked = CheckpointFiles.open(folder)
     files, decoder = checked.tensors, checked.decoder
+    if decoder.encoder is not None:
+        _check_assumed(decoder)
     names = {
         stored_name(decoder.tensors.expression(name)) for name in tensor_shapes(decoder)
     }  # unused tensors are left out
@@ -107,12 +110,30 @@ def read_folder(folder: Path) -> GgufModel:
         name: StoredTensor(_shape(own, files, layout), reading(own))
         for name, own in stored_tensors(names, layout).items()
     }
+    if decoder.encoder is not None and decoder.head.scale == 1:  # readers scale the logits of a file without a head
+        tensors.setdefault("output.weight", tensors["token_embd.weight"])
     entries = {**_described(config), **tokenizer_entries(folder, decoder.vocab_size)}
     rope = {
         name: StoredTensor(values.shape, partial(torch.from_numpy, values))
         for name, values in rope_tensors(config).items()
     }
     return GgufModel({key: _typed(value) for key, value in entries.items()}, tensors | rope)
+
+
+def _check_assumed(decoder: DecoderConfig) -> None:
+    """Check what a file of T5 can't say, so that every reader assumes it. Raises ModelError."""
+    assert decoder.encoder is not None
+    layers = *decoder.layers, *decoder.encoder.layers
+    blocks = {(layer.mlp.gated, layer.mlp.activation) for layer in layers if isinstance(layer.mlp, Mlp)}
+    distances = {each.max_distance for layer in layers if (each := layer.attention.distances)}
+    other = {
+        "an activation that is neither gated gelu_new nor relu": not blocks <= {(True, "gelu_tanh"), (False, "relu")},
+        "a greatest distance other than 128": distances != {128},
+        "a scale of logits and a head of its own": decoder.head.scale != 1 and not decoder.head.tied,
+    }
+    for fact, found in other.items():
+        if found:
+            raise ModelError(f"the model has {fact}, and a GGUF file has no entry for it", "name a folder as OUT.")
 
 
 def _described(config: Mapping[str, Any]) -> dict[str, Any]:

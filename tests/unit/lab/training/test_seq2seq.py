@@ -193,7 +193,7 @@ def _ids(config: Seq2SeqConfig) -> Seq2SeqConfig:
 
 
 WRONG: dict[str, Callable[[Seq2SeqConfig], Any]] = {
-    "has 250 texts and .* has 1": lambda config: job.read_pairs(_short(config)),
+    "has 250 lines and .* has 1": lambda config: job.read_pairs(_short(config)),
     "has token ids": lambda config: job.read_pairs(_ids(config)),
     "don't fill a batch of 500": lambda config: prepare(replace(config, batch=500)),
     "need two files": lambda config: replace(config, held_out_sources=config.sources),
@@ -213,6 +213,17 @@ def test_wrong_seq2seq_settings_are_refused(reason: str, config: Seq2SeqConfig) 
 def test_a_teacher_without_an_encoder_is_refused(config: Seq2SeqConfig, target_folder: Path) -> None:
     with pytest.raises(ConfigError, match="no encoder"):
         prepare(replace(config, teacher=target_folder))
+
+
+def test_pairs_with_an_empty_side_are_left_out(tmp_path: Path) -> None:
+    """Blank lines count, and so do characters that only some programs take for the end of a line."""
+    sources, targets = tmp_path / "sources.txt", tmp_path / "targets.txt"
+    sources.write_text("a\n\nb\u2028b\nc\n", encoding="utf-8")
+    targets.write_text("A\nX\nB\n\n", encoding="utf-8")
+    assert list(read_texts(sources, targets).pairs()) == [("a", "A"), ("b\u2028b", "B")]
+    targets.write_text("\nX\n\n\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match="have no pairs"):
+        read_texts(sources, targets)
 
 
 def test_held_out_files_are_measured_only(config: Seq2SeqConfig, files: tuple[Path, Path]) -> None:

@@ -103,9 +103,9 @@ def test_lines_are_texts_of_an_encoder_decoder_s_decoder(tmp_path: Path) -> None
     tokens = Tokenizer.load(tmp_path).encode("ab")
     assert tokens[-1] == END
     texts.write_text("ab\nab\n")
-    ids.write_text(json.dumps("ab") + "\n" + json.dumps(tokens) + "\n")
+    ids.write_text("\n".join(map(json.dumps, ("ab", tokens, {"token_ids": tokens}))) + "\n\n")
     counted = train(texts, ids, "--tokenizer", folder, "--out", out)
-    assert counted["tokens"] == 4 * (1 + len(tokens))
+    assert counted["tokens"] == 5 * (1 + len(tokens))
     assert counted["pairs"] == len(tokens)
     tables = BigramTables.load(out, VOCAB_SIZE)
     assert int(tables.row(BEGIN).argmax()) == tokens[0]

@@ -25,7 +25,7 @@ from torch.nn.utils.rnn import pad_sequence
 from speculant.errors import ConfigError
 from speculant.lab.training.corpus import is_held_out
 from speculant.lab.training.tokenizer import end_of_text
-from speculant.text.prompt_files import read_prompts
+from speculant.text.token_files import read_lines
 
 _POOL = 32  # batches whose pairs are sorted by length together, so that a batch has little padding
 _NO_TOKEN = -1
@@ -53,21 +53,28 @@ class PairTexts:
 
 
 def read_texts(sources: Path, targets: Path) -> PairTexts:
-    """Read a text from each line, in a .jsonl file as a JSON string. Raises ConfigError unless each has a target."""
+    """Read a text from each line, in a .jsonl file as a JSON string. Raises ConfigError unless each has a target.
+
+    A pair without a source or a target is left out.
+    """
     found = [_lines(path) for path in (sources, targets)]
     if len(found[0]) != len(found[1]):
         raise ConfigError(
-            f"{sources} has {len(found[0])} texts and {targets} has {len(found[1])}",
+            f"{sources} has {len(found[0])} lines and {targets} has {len(found[1])}",
             "write the target of each source on the line of the same number.",
         )
-    return PairTexts(*found)
+    whole = [pair for pair in zip(*found, strict=True) if all(pair)]
+    if not whole:
+        raise ConfigError(f"{sources} and {targets} have no pairs", "write a source and its target on the same line.")
+    return PairTexts([source for source, _ in whole], [target for _, target in whole])
 
 
 def _lines(path: Path) -> list[str]:
-    texts = [each.content for each in read_prompts(path)]
-    if not all(isinstance(text, str) for text in texts):
+    lines = read_lines(path)
+    texts = [line for line in lines if isinstance(line, str)]
+    if len(texts) < len(lines):
         raise ConfigError(f"{path} has token ids", "write texts, so that a tokenizer can be trained on them.")
-    return [text for text in texts if isinstance(text, str)]
+    return texts
 
 
 @dataclass(frozen=True)
