@@ -49,6 +49,7 @@ class Server(uvicorn.Server):
             port=options.port,
             http=H11Protocol,  # and not a parser that happens to be installed: HttpConnection derives from it
             ws="none",
+            loop="asyncio",  # and not uvloop if it happens to be installed: RoundRobin is written for asyncio's loop
             proxy_headers=bool(options.trusted_proxies),
             forwarded_allow_ips=with_mapped(options.trusted_proxies),
             timeout_graceful_shutdown=_LAST_EVENTS,
