@@ -24,14 +24,14 @@ class InsideRequest:
 
 
 @dataclass(frozen=True)
-class Head:
+class ResponseHead:
     """The beginning of a response."""
 
     status: int
     headers: tuple[tuple[bytes, bytes], ...]
 
 
-async def responses(app: ASGIApp, request: InsideRequest) -> AsyncGenerator[Head | bytes, None]:
+async def responses(app: ASGIApp, request: InsideRequest) -> AsyncGenerator[ResponseHead | bytes, None]:
     """Yield the head of an application's response, then the pieces of its body as they are sent.
 
     Closing the iterator is what a client's disconnect is for a server: the application stops its work. Raises what the
@@ -62,7 +62,9 @@ async def responses(app: ASGIApp, request: InsideRequest) -> AsyncGenerator[Head
     try:
         while (message := await sent.get()) is not None:
             if message["type"] == "http.response.start":
-                yield Head(message["status"], tuple((bytes(name), bytes(value)) for name, value in message["headers"]))
+                yield ResponseHead(
+                    message["status"], tuple((bytes(name), bytes(value)) for name, value in message["headers"])
+                )
                 continue
             if message["body"]:
                 yield bytes(message["body"])
@@ -77,12 +79,12 @@ async def responses(app: ASGIApp, request: InsideRequest) -> AsyncGenerator[Head
         await asyncio.gather(task, return_exceptions=True)
 
 
-async def whole_response(app: ASGIApp, request: InsideRequest) -> tuple[Head, bytes]:
+async def whole_response(app: ASGIApp, request: InsideRequest) -> tuple[ResponseHead, bytes]:
     """Return an application's response in one piece; cancelling this stops its work."""
-    head: Head | None = None
+    head: ResponseHead | None = None
     body = bytearray()
     async for piece in responses(app, request):
-        if isinstance(piece, Head):
+        if isinstance(piece, ResponseHead):
             head = piece
         else:
             body += piece

@@ -8,7 +8,7 @@ from contextlib import aclosing
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
-from speculant.serving.inside import Head, InsideRequest, responses, whole_response
+from speculant.serving.inside import ResponseHead, InsideRequest, responses, whole_response
 
 REQUEST = InsideRequest("POST", "/echo", b"body", ((b"x-name", b"value"),), b"a=1", "10.0.0.7")
 
@@ -49,7 +49,7 @@ def test_request_reaches_the_application_whole() -> None:
         await send(_body(b" end", more=False))
 
     head, body = asyncio.run(whole_response(app, REQUEST))
-    assert (head, body) == (Head(201, ((b"x-app", b"yes"),)), b"body end")
+    assert (head, body) == (ResponseHead(201, ((b"x-app", b"yes"),)), b"body end")
     assert (seen[0]["method"], seen[0]["path"], seen[0]["query_string"]) == ("POST", "/echo", b"a=1")
     assert (seen[0]["headers"], seen[0]["client"]) == ([(b"x-name", b"value")], ("10.0.0.7", 0))
 
