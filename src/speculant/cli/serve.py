@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TextIO
 
 import typer
@@ -18,16 +18,20 @@ from speculant.config import EngineConfig
 from speculant.errors import ConfigError
 from speculant.gguf_file import name_of
 from speculant.lab.bench.server_process import LISTENING
+from speculant.ray.extra import check_ray
+from speculant.ray.options import REPLICA_FIELDS, ReplicaOptions, replica_range
 from speculant.serving.options import ServerOptions
 
 if TYPE_CHECKING:
+    from fastapi import FastAPI
+
     from speculant.engine.async_engine import AsyncEngine
 
-_SWITCH = 0.5e-3  # seconds for which busy threads make another one wait: requests without end would delay all steps
 EXAMPLES = examples(
     "speculant serve demo --draft-model demo",
     "speculant serve ./llama --draft-model ./llama-small --host 0.0.0.0 --api-key secret --served-model-name llama",
     "SPECULANT_API_KEY=secret speculant serve ./qwen --metrics-prefix vllm --port 9000",
+    "speculant serve ./llama --draft-model ./llama-small --replicas 1:4 --replica-cores 8",
     "curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' -d '{\"prompt\": \"import os\"}'",
 )
 
@@ -91,6 +95,28 @@ class ServerFlags(FlagGroup):
         return ServerOptions(**values)
 
 
+class ReplicaFlags(FlagGroup):
+    """Several engines on a Ray cluster."""
+
+    sets = ReplicaOptions
+
+    replicas: Annotated[str, "N engines on a Ray cluster (extra ray), or LOW:HIGH of them, as many as the load needs."]
+    cores: Annotated[int, "Cores that each replica has for itself [default: an equal share of all]."]
+    routing: Annotated[str, "Which replica answers: prefix (has seen a prompt that begins alike) or load."]
+    imbalance: Annotated[int, "Requests that a replica may have more than another for the sake of a prefix."]
+    address: Annotated[str, "The Ray cluster [env: RAY_ADDRESS; default: a new one on this machine]."]
+
+    renamed: ClassVar[Mapping[str, str]] = {field: name for name, field in REPLICA_FIELDS.items()}
+
+    def options(self) -> ReplicaOptions | None:
+        """Return the replicas' options; None = one engine in this process, without Ray."""
+        if not self.given:
+            return None
+        if "replicas" not in self.given:
+            raise ConfigError("options of replicas are given, and no number of them", "add --replicas N.")
+        return ReplicaOptions(**{**self.given, "replicas": replica_range(self.given["replicas"])})
+
+
 def _range(text: str) -> tuple[int, int]:
     """Read LOW:HIGH."""
     low, _, high = text.partition(":")
@@ -109,6 +135,7 @@ def serve(
     *,
     server: ServerFlags,
     engine: EngineFlags,
+    replicas: ReplicaFlags,
 ) -> None:
     """Serve a model over HTTP, in the shape of OpenAI's API.
 
@@ -117,11 +144,16 @@ def serve(
     """
     engine.name_model(target)
     values, options = engine.values(), server.options()
-    run(values, options, EngineConfig.from_arguments(**values))
+    run(values, options, EngineConfig.from_arguments(**values), replicas.options())
 
 
-def run(values: dict[str, Any], options: ServerOptions, config: EngineConfig) -> None:
-    """Serve until a signal. Raises the error of a load that failed, and ConfigError for an address in use."""
+def run(
+    values: dict[str, Any], options: ServerOptions, config: EngineConfig, replicas: ReplicaOptions | None = None
+) -> None:
+    """Serve until a signal, with an engine of this process or with replicas.
+
+    Raises the error of a load that failed, and ConfigError for an address in use.
+    """
     try:
         from speculant.serving.app import make_app
         from speculant.serving.server import Server
@@ -130,33 +162,52 @@ def run(values: dict[str, Any], options: ServerOptions, config: EngineConfig) ->
             f"the server's packages are not installed: {error}", 'pip install -c constraints.txt "speculant[serve]"'
         ) from error
 
-    def load() -> AsyncEngine:
-        from speculant.engine.async_engine import AsyncEngine
-
-        loaded = AsyncEngine(**values)
-        gc.collect()
-        gc.freeze()  # collections that examine loaded objects would delay all requests
-        state = f"speculation is {'on' if loaded.speculating else 'off'}: {loaded.speculation}"
-        messages().print(f"{name}: ready; {state}; context: {loaded.context}")
-        return loaded
-
     if options.access_log != "none":
         _print_access_log()
     logging.getLogger("asyncio").setLevel(logging.ERROR)  # it warns about each write to a client that has disconnected
     short = name_of(values["model"])
     name = (*options.served_model_names, short)[0]
-    app = make_app(load, options, [short, values["model"]])
+
+    def ready(speculating: bool, speculation: str, context: str, place: str = "") -> None:
+        state = f"speculation is {'on' if speculating else 'off'}: {speculation}"
+        messages().print(f"{name}: ready{place}; {state}; context: {context}")
+
+    if replicas is None:
+        app = make_app(partial(_load, values, ready), options, [short, values["model"]])
+    else:
+        app = _front(values, options, replicas, ready)
     server = Server(
         app,
         options,
         lambda address: messages().print(f"{LISTENING} {address} (also with a browser); loading {name}"),
         end_at_once,
     )
-    sys.setswitchinterval(_SWITCH)
     fetch(config)
     server.run()
     if app.state.server.load_error is not None:
         raise app.state.server.load_error
+
+
+def _load(values: dict[str, Any], ready: Callable[..., None]) -> AsyncEngine:
+    """Load an engine in this process, and say so."""
+    from speculant.engine.async_engine import AsyncEngine
+    from speculant.serving.process import settle
+
+    engine = AsyncEngine(**values)
+    settle()
+    ready(engine.speculating, engine.speculation, engine.context)
+    return engine
+
+
+def _front(
+    values: dict[str, Any], options: ServerOptions, replicas: ReplicaOptions, ready: Callable[..., None]
+) -> FastAPI:
+    """Return the application in front of replicas, which it deploys when it starts and ends with itself."""
+    check_ray()
+    from speculant.ray.front import make_front
+    from speculant.ray.local import LocalReplicas
+
+    return make_front(LocalReplicas(values, options, replicas, ready), options)
 
 
 class LinePrinter(logging.StreamHandler[TextIO]):

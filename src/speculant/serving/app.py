@@ -101,6 +101,14 @@ def make_app(engine: Source, options: ServerOptions, names: Sequence[str] = ()) 
     app.state.server, app.state.service, app.state.tracer = state, service, tracer
     app.state.stored = responses.store
     _add_routes(app, Routes(service), responses)
+    add_guards(app, options, tracer)
+    app.openapi = functools.cache(lambda: describe(app))  # type: ignore[method-assign]
+    app.add_api_route("/openapi.json", _description_route(app), methods=["GET"], include_in_schema=False)
+    return app
+
+
+def add_guards(app: FastAPI, options: ServerOptions, tracer: Tracer | None = None) -> None:
+    """Add what stands around the routes: the form of errors, limits, keys, CORS, request ids, the log and traces."""
     app.add_exception_handler(HTTPException, _on_http_error)
     for kind in (ApiError, SpeculantError, Exception):
         app.add_exception_handler(kind, _on_error)
@@ -118,9 +126,6 @@ def make_app(engine: Source, options: ServerOptions, names: Sequence[str] = ()) 
     if reports:
         app.add_middleware(RequestRecords, reports=reports)
     app.add_middleware(RequestIds)
-    app.openapi = functools.cache(lambda: describe(app))  # type: ignore[method-assign]
-    app.add_api_route("/openapi.json", _description_route(app), methods=["GET"], include_in_schema=False)
-    return app
 
 
 def _add_routes(app: FastAPI, routes: Routes, responses: ResponseRoutes) -> None:
@@ -143,6 +148,11 @@ def _add_routes(app: FastAPI, routes: Routes, responses: ResponseRoutes) -> None
     app.add_api_route("/props", routes.props, methods=["GET"])
     app.add_api_route("/metrics", routes.metrics, methods=["GET"])
     app.add_api_route("/version", routes.version, methods=["GET"])
+    add_page(app)
+
+
+def add_page(app: FastAPI) -> None:
+    """Add the routes of the page."""
     for path in PAGE:
         app.add_api_route(path, page_route(path), methods=["GET"], include_in_schema=False)
 

@@ -8,7 +8,7 @@ import socket
 from collections.abc import Callable
 from contextlib import ExitStack
 from types import FrameType
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import uvicorn
 from fastapi import FastAPI
@@ -21,11 +21,24 @@ from speculant.serving.connections import bounded_connections
 from speculant.serving.http1 import HttpConnection, Surroundings
 from speculant.serving.options import ServerOptions
 from speculant.serving.round_robin import RoundRobin
-from speculant.serving.state import ServerState
 
 _CHECK_TICKS = 5  # between two checks of all connections' deadlines; a tick is a tenth of a second
 _BACKLOG = 2048  # connections that wait to be accepted
 _LAST_EVENTS = 5  # seconds in which the last events of aborted streams are sent
+
+
+class Lifecycle(Protocol):
+    """The state of an application as a server needs it, see `ServerState`."""
+
+    load_error: Exception | None
+    draining: bool
+
+    @property
+    def loading(self) -> bool:
+        """Whether requests can't be answered yet."""
+
+    async def drain(self, seconds: float) -> None:
+        """Let running requests end for this long, then abort them."""
 
 
 class Server(uvicorn.Server):
@@ -58,7 +71,7 @@ class Server(uvicorn.Server):
             server_header=False,
         )
         super().__init__(config)
-        self._state: ServerState = app.state.server
+        self._state: Lifecycle = app.state.server
         self._options, self._on_listening = options, on_listening
         self._on_early_interrupt = on_early_interrupt
         self._connections = bounded_connections(options)

@@ -256,10 +256,11 @@ async def _events(
         note_end(scope, "error")
         if not isinstance(error, ApiError | SpeculantError):
             logger.error("request %s failed", scope.get(REQUEST_ID), exc_info=error)
-        yield _error_event(api_error(error), number, named)
+        yield error_event(api_error(error), number, named)
 
 
-def _error_event(error: ApiError, number: int, named: bool) -> bytes:
+def error_event(error: ApiError, number: int, named: bool) -> bytes:
+    """Return the last event of a stream that failed. named: its events have names, and this one has this number."""
     if not named:
         return event(error.body())
     value = {"type": "error", "code": error.code, "message": error.message, "param": error.param}

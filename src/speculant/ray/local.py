@@ -1,0 +1,76 @@
+"""Replicas that a process deploys for itself, without Ray's proxies, and ends."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import ray
+from ray import serve
+
+from speculant.errors import ConfigError
+from speculant.ray.application import NAME, engine_deployment
+from speculant.ray.options import ReplicaOptions
+from speculant.serving.options import ServerOptions
+
+_PATIENCE_S = 60.0  # for a replica to describe itself
+
+
+class LocalReplicas:
+    """Deploys the replicas of one model on a Ray cluster, and starts one on this machine if there is none.
+
+    ready: called once the replicas answer, with the state of speculation, the context and a text about the replicas.
+    router, settings: see `application.engine_deployment`.
+    """
+
+    def __init__(
+        self,
+        values: Mapping[str, Any],
+        options: ServerOptions,
+        replicas: ReplicaOptions,
+        ready: Callable[..., None] = lambda *_: None,
+        router: str | type | None = None,
+        **settings: Any,
+    ) -> None:
+        self._values, self._options, self._replicas, self._ready = values, options, replicas, ready
+        self._router, self._settings = router, settings
+
+    def connect(self) -> None:
+        """Connect to a Ray cluster, or start one on this machine, which sends no usage statistics."""
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        for name in ("ray", "ray.serve"):
+            logging.getLogger(name).setLevel(logging.ERROR)
+        address = self._replicas.address or os.environ.get("RAY_ADDRESS")
+        local = {} if address else {"include_dashboard": False}
+        ray.init(address=address, log_to_driver=False, configure_logging=False, ignore_reinit_error=True, **local)
+
+    def start(self) -> Any:
+        """Deploy, and return the handle once all replicas answer. Raises ConfigError if they can't start."""
+        serve.start(http_options={"location": "NoServer"})
+        application = engine_deployment(self._values, self._options, self._replicas, self._router, **self._settings)
+        try:
+            handle = serve.run(application, name=NAME, route_prefix=None)
+        except RuntimeError as error:
+            raise ConfigError(f"the replicas did not start: {_reason()}", "see the reason above.") from error
+        found = handle.broadcast("describe").results(timeout_s=_PATIENCE_S)
+        first = found[0][1]
+        cores = ", ".join(f"{name}: cores {each['cores']}" for name, each in sorted(found))
+        self._ready(
+            first["speculating"], first["speculation"], first["context"], f" on {len(found)} replicas ({cores})"
+        )
+        return handle
+
+    def stop(self) -> None:
+        """End the replicas, and the cluster if it was started here."""
+        if ray.is_initialized():
+            serve.shutdown()
+            ray.shutdown()
+
+
+def _reason() -> str:
+    """Return why the deployment failed, as Ray Serve tells it."""
+    status = serve.status().applications.get(NAME)
+    found = [each.message for each in status.deployments.values()] if status is not None else []
+    return " ".join(filter(None, found)) or "Ray Serve gives no reason"

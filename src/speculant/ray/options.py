@@ -1,0 +1,56 @@
+"""How many replicas there are, and how requests are routed to them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from speculant.errors import ConfigError
+
+ROUTINGS = ("prefix", "load")
+# How fields of `ReplicaOptions` are called where other settings stand beside them.
+REPLICA_FIELDS: Mapping[str, str] = {
+    "replicas": "replicas",
+    "replica_cores": "cores",
+    "replica_routing": "routing",
+    "replica_imbalance": "imbalance",
+    "ray_address": "address",
+}
+
+
+@dataclass(frozen=True)
+class ReplicaOptions:
+    """The replicas of one model.
+
+    replicas: the fewest and the most; if they differ, the load decides. cores: processor cores of each replica, which
+    no other replica of the machine uses; None = the cluster's cores, divided by the most replicas.
+    routing: "prefix" = to the replica that had prompts which begin alike, unless it has far more requests than another
+    one; "load" = to the one of two random replicas with fewer requests. imbalance: how many requests more are far more.
+    address: of the Ray cluster; None = the one of RAY_ADDRESS, or else a new one on this machine.
+    """
+
+    replicas: tuple[int, int] = (1, 1)
+    cores: int | None = None
+    routing: str = "prefix"
+    imbalance: int = 8
+    address: str | None = None
+
+    def __post_init__(self) -> None:
+        low, high = self.replicas
+        if not 1 <= low <= high:
+            raise ConfigError(f"replicas={low}:{high} is not a range of 1 or more", "use for example 4, or 1:4.")
+        if self.cores is not None and self.cores < 1:
+            raise ConfigError(f"replica_cores={self.cores} is not above 0", "leave it out, or use 1 or more.")
+        if self.routing not in ROUTINGS:
+            raise ConfigError(f"replica_routing={self.routing!r} is unknown", f"use {' or '.join(ROUTINGS)}.")
+        if self.imbalance < 0:
+            raise ConfigError(f"replica_imbalance={self.imbalance} is below 0", "use a number of requests, such as 8.")
+
+
+def replica_range(text: str) -> tuple[int, int]:
+    """Read N or LOW:HIGH. Raises ConfigError for anything else."""
+    low, colon, high = str(text).partition(":")
+    try:
+        return int(low), int(high if colon else low)
+    except ValueError:
+        raise ConfigError(f"replicas {text!r} is not N or LOW:HIGH", "use for example 4, or 1:4.") from None
