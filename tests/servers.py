@@ -10,13 +10,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from fastapi import FastAPI
 
 from speculant import AsyncEngine
 from speculant.serving.app import make_app
@@ -31,8 +32,11 @@ class LiveServer:
     """An application behind a port of this machine. `url` is its address, `http` a client of it."""
 
     def __init__(self, engine: AsyncEngine | Callable[[], AsyncEngine], **options: Any) -> None:
-        self.app = make_app(engine, ServerOptions(port=0, **options))
-        self.state: ServerState = self.app.state.server
+        self._serve(make_app(engine, ServerOptions(port=0, **options)), options)
+
+    def _serve(self, app: FastAPI, options: Mapping[str, Any]) -> None:
+        self.app = app
+        self.state: ServerState = app.state.server
         listening: Future[str] = Future()
         self.server = Server(self.app, ServerOptions(port=0, **options), listening.set_result)
         self._thread = threading.Thread(target=self._run, name="server", daemon=True)

@@ -15,7 +15,7 @@ from speculant.ray.application import NAME, engine_deployment
 from speculant.ray.options import ReplicaOptions
 from speculant.serving.options import ServerOptions
 
-_PATIENCE_S = 60.0  # for a replica to describe itself
+_PATIENCE_S = 300.0  # for the replicas to describe themselves: the router starts a process first
 
 
 class LocalReplicas:
@@ -40,6 +40,7 @@ class LocalReplicas:
     def connect(self) -> None:
         """Connect to a Ray cluster, or start one on this machine, which sends no usage statistics."""
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        os.environ.setdefault("RAY_worker_niceness", "0")  # 15 would let every other process go before an engine
         for name in ("ray", "ray.serve"):
             logging.getLogger(name).setLevel(logging.ERROR)
         address = self._replicas.address or os.environ.get("RAY_ADDRESS")
@@ -63,10 +64,9 @@ class LocalReplicas:
         return handle
 
     def stop(self) -> None:
-        """End the replicas, and the cluster if it was started here."""
+        """End the replicas. A cluster that was started here ends with this process."""
         if ray.is_initialized():
             serve.shutdown()
-            ray.shutdown()
 
 
 def _reason() -> str:

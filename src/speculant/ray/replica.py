@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import replace
@@ -46,12 +47,13 @@ class EngineReplica:
 
     @property
     def description(self) -> dict[str, Any]:
-        """The state of speculation, the context, and the cores of this replica."""
+        """The state of speculation, the context, and the cores and the process of this replica."""
         engine = self._engine
         return {
             "speculating": engine.speculating,
             "speculation": engine.speculation,
             "context": engine.context,
+            "pid": os.getpid(),
             "cores": None if self._cores is None else sorted(self._cores.numbers),
         }
 
