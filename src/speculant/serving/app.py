@@ -106,7 +106,8 @@ def make_app(engine: Source, options: ServerOptions, names: Sequence[str] = ()) 
         app.add_exception_handler(kind, _on_error)
     app.add_exception_handler(ClientGoneError, _on_gone)
     app.add_middleware(RequestLimits, options=options)
-    app.add_middleware(ApiKeys, keys=options.api_keys, open_paths=OPEN_PATHS)
+    open_paths = OPEN_PATHS | ({"/metrics"} if options.metrics_without_key else set())
+    app.add_middleware(ApiKeys, keys=options.api_keys, open_paths=open_paths)
     if options.allowed_origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=list(options.allowed_origins), allow_methods=["*"], allow_headers=["*"]
