@@ -26,9 +26,9 @@ from speculant.serving.server import _LAST_EVENTS
 from tests.endpoint_picker import read_load
 from tests.kubernetes_kinds import KINDS
 from tests.models import Checkpoints
-from tests.servers import LiveServer, serve
+from tests.servers import LiveServer, ServerProcess, serve, serve_process
 
-__all__ = ["serve"]
+__all__ = ["serve", "serve_process"]
 DEPLOY = Path(__file__).parents[2] / "deploy"
 FOLDER = DEPLOY / "kubernetes"
 IMAGE = (DEPLOY / "Containerfile").read_text(encoding="utf-8").replace("\\\n", " ")
@@ -167,6 +167,20 @@ def test_the_arguments_are_flags_of_the_server() -> None:
     result = CliRunner().invoke(app, arguments, env={"SPECULANT_MODEL": None})
     assert "no model was given" in str(result.exception), result.output
     assert any(each["mountPath"] == "/models" and each["readOnly"] for each in container()["volumeMounts"])
+
+
+def test_a_server_runs_as_the_manifest_says(
+    serve_process: Callable[..., ServerProcess], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the embedded pair, and with a port that is free."""
+    monkeypatch.setenv("SPECULANT_API_KEY", "key")
+    server = serve_process("demo", *container()["args"][1:], "--draft-model", "demo").ready()
+    assert server.http.get("/v1/models").status_code == 401
+    assert "vllm:num_requests_waiting" in server.http.get("/metrics").raise_for_status().text
+    models = server.http.get("/v1/models", headers={"Authorization": "Bearer key"}).json()["data"]
+    assert [model["id"] for model in models] == ["target"]
+    server.signal()
+    assert server.wait() == 0
 
 
 def test_variables_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
