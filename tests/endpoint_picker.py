@@ -11,7 +11,7 @@ weighted sum gets the request:
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import httpx
@@ -90,10 +90,10 @@ class Endpoint:
 
 
 class EndpointPicker:
-    """Picks the endpoint of each request."""
+    """Picks the endpoint of each request. weights: of the scores."""
 
-    def __init__(self, urls: Iterable[str]) -> None:
-        self.endpoints = [Endpoint(url) for url in urls]
+    def __init__(self, urls: Iterable[str], weights: Mapping[str, float] = WEIGHTS) -> None:
+        self.endpoints, self.weights = [Endpoint(url) for url in urls], weights
 
     def pick(self, tokens: Sequence[int]) -> Endpoint:
         """Return the endpoint for a prompt, and record that it gets it. Raises ValueError if none is ready."""
@@ -111,4 +111,4 @@ class EndpointPicker:
             "cache": 1.0 - endpoint.load.usage,
             "prefix": endpoint.known_share(tokens),
         }
-        return sum(WEIGHTS[name] * score for name, score in scores.items())
+        return sum(self.weights.get(name, 0.0) * score for name, score in scores.items())
