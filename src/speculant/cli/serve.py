@@ -47,6 +47,7 @@ class ServerFlags(FlagGroup):
     served_model_names: Annotated[list[str], "Name of the model for clients; can be repeated."]
     allowed_origins: Annotated[list[str], "Another site whose pages may use the server (CORS); can be repeated."]
     metrics_prefix: Annotated[str, "Prefix of the metrics' names, beside vLLM's; vllm = that one alone."]
+    metrics_without_key: Annotated[bool, "Answer /metrics to clients without a key, for gateways that send none."]
     per_request_spec_decode_metrics: Annotated[str, "Figures on speculation in responses: none, summary or detailed."]
     tool_parser: Annotated[str, "Format of tool calls [default: that of the chat template]."]
     access_log: Annotated[str, "Print a line for each request: none, text or json."]

@@ -114,7 +114,8 @@ def add_guards(app: FastAPI, options: ServerOptions, tracer: Tracer | None = Non
         app.add_exception_handler(kind, _on_error)
     app.add_exception_handler(ClientGoneError, _on_gone)
     app.add_middleware(RequestLimits, options=options)
-    app.add_middleware(ApiKeys, keys=options.api_keys, open_paths=OPEN_PATHS)
+    open_paths = OPEN_PATHS | ({"/metrics"} if options.metrics_without_key else set())
+    app.add_middleware(ApiKeys, keys=options.api_keys, open_paths=open_paths)
     if options.allowed_origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=list(options.allowed_origins), allow_methods=["*"], allow_headers=["*"]

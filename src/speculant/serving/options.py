@@ -21,7 +21,7 @@ class ServerOptions:
     """Addresses, keys, names, limits and deadlines. Deadlines are in seconds, None = none; sizes in bytes.
 
     api_keys: keys for every route but /health, /ping and the page; none = open to all. Each key has its own prefix
-    cache.
+    cache. metrics_without_key: /metrics needs none either, for gateways that send none.
     served_model_names: names of the model for clients, its own name first; none = the engine's.
     allowed_origins: other sites whose pages may use the server (CORS).
     max_samples: sequences of one request, over all its prompts.
@@ -51,6 +51,7 @@ class ServerOptions:
     served_model_names: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
     metrics_prefix: str = "speculant"
+    metrics_without_key: bool = False
     per_request_spec_decode_metrics: str = "none"
     tool_parser: str | None = None
     access_log: str = "none"

@@ -47,14 +47,74 @@ def test_a_slow_form_is_refused(seconds: float) -> None:
     while form.refusal is None:
         form.spend(seconds)
         spent += seconds
-    assert spent <= 2 * SPARE_S + seconds
+    assert spent <= 2 * SPARE_S + 2 * seconds, "its last call, and one that was excused"
     assert "50 ms of processor time" in str(form.refusal)
     assert "Fix: simplify it" in str(form.refusal)
+
+
+@pytest.mark.parametrize("seconds", [1.01 * SPARE_S, 0.3, 30.0])
+@pytest.mark.parametrize("before", [0, 7])
+def test_one_call_of_a_client_is_excused(seconds: float, before: int) -> None:
+    """The machine may have stopped during it; then neither the form nor the client's other forms are concerned."""
+    clock = Clock()
+    client = ClientTime(clock)
+    form, other = allowance(client, clock), allowance(client, clock)
+    for _ in range(before):
+        form.spend(5 * SLOW_S)
+    form.spend(seconds)
+    assert form.refusal is None
+    assert not client.is_over
+    other.spend(10 * SLOW_S)
+    form.spend(FREE_S)
+    assert form.refusal is other.refusal is None
+
+
+def test_the_longest_call_is_excused() -> None:
+    """Not the one after it, with which the spare time ends."""
+    client = ClientTime(Clock())
+    form = allowance(client)
+    form.spend(0.9 * SPARE_S)
+    for _ in range(8):
+        form.spend(5 * SLOW_S)
+        assert form.refusal is None
+    for _ in range(4):
+        form.spend(5 * SLOW_S)
+    assert form.refusal is not None
+
+
+def test_a_second_call_is_not_excused_soon() -> None:
+    """Whichever form of the client has it. Another client has an excuse of its own, and time brings a new one."""
+    clock = Clock()
+    client = ClientTime(clock)
+    first, second, third = (allowance(client, clock) for _ in range(3))
+    first.spend(0.1)
+    clock.now = REFUSED_S - 1
+    second.spend(0.1)
+    assert first.refusal is None
+    assert second.refusal is not None
+    clock.now = REFUSED_S + 1
+    third.spend(0.1)
+    assert third.refusal is None
+    third.spend(0.1)
+    assert third.refusal is not None
+    stranger = allowance(ClientTime(clock), clock)
+    stranger.spend(0.1)
+    assert stranger.refusal is None
+
+
+def test_only_one_call_is_excused_not_many() -> None:
+    """A form whose calls are all slow has the time of one of them more."""
+    form, calls = allowance(), 0
+    while form.refusal is None:
+        form.spend(0.02)
+        calls += 1
+    assert calls == 4, "three take more than the spare time"
 
 
 def test_a_refusal_ends() -> None:
     clock = Clock()
     form = allowance(ClientTime(clock), clock)
+    form.spend(1.0)
     form.spend(1.0)
     clock.now = REFUSED_S - 1
     assert form.refusal is not None
