@@ -104,7 +104,7 @@ def test_a_killed_replica_harms_no_other_stream(two: ReplicaServer, texts: dict[
     described = two.ask("describe")
     assert len(described) == 2
     assert len({tuple(each["cores"]) for each in described.values()}) == 2, "replicas share cores"
-    victim = sorted(described)[0]
+    victim = min(described)
     begun: Counter[str] = Counter()
 
     async def watched(client: openai.AsyncOpenAI, asked: Asked) -> Answered:
