@@ -29,7 +29,7 @@ class LLMServer:
     models of `ray.serve.llm`.
     """
 
-    async def __init__(self, llm_config: Any) -> None:
+    async def __init__(self, llm_config: Any) -> None:  # type: ignore[misc]  # Ray Serve awaits it
         """Load the engine. Raises the errors of `AsyncEngine`."""
         self._config = llm_config
         values = dict(llm_config.engine_kwargs)
@@ -90,16 +90,18 @@ class LLMServer:
             yield kind(**json.loads(content)) if head.status == 200 else _error(content, head.status)
             return
         async with aclosing(responses(self._app, inside)) as pieces:
-            head = await anext(pieces)
-            assert isinstance(head, ResponseHead)
-            content = bytearray()
+            first = await anext(pieces)
+            assert isinstance(first, ResponseHead)
+            head = first
+            failure = b""
             async for piece in pieces:
                 assert isinstance(piece, bytes)
                 if head.status == 200:
                     yield piece.decode()
-                content += piece if head.status != 200 else b""
+                else:
+                    failure += piece
             if head.status != 200:
-                yield _error(bytes(content), head.status)
+                yield _error(failure, head.status)
 
 
 def _error(content: bytes, status: int) -> Any:
