@@ -58,8 +58,9 @@ class BatchJob:
                 opened.append(ResultFile(path, write))
             return cls(lines, *opened)
         except BaseException:
-            for file in (lines, *opened):
+            for file in opened:
                 file.close()
+            lines.close()
             raise
 
     @property

@@ -1,4 +1,4 @@
-"""A file of results: whole lines are appended, one writer has it, and a run that was killed leaves a file to go on with."""
+"""A file of results: it grows by whole lines, has one writer, and is continued after a kill."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class ResultFile:
 
     def append(self, record: bytes) -> None:
         """Write a line. Raises SpeculantError if the system refuses; the file has whole lines then."""
-        rest = memoryview(record)
+        rest = record
         try:
             while rest:
                 rest = rest[self._write(self._file, rest) :]
