@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from speculant.cli.main import app
 from tests.batches import check_complete, read, request, write
 from tests.servers import LiveServer
 
+SCALING = Path(__file__).parents[3] / "docs/scaling.md"
 PAIR = ("--model", "demo", "--draft-model", "demo")
 CHAT = {"messages": [{"role": "user", "content": "Sort a list."}], "max_tokens": 12}
 BODIES: list[tuple[str, dict[str, Any]]] = [
@@ -74,6 +76,13 @@ def test_results_are_the_answers_of_the_server(server: LiveServer, tmp_path: Pat
         result["response"]["body"]["usage"]["completion_tokens"] for result in read(out)
     )
     assert summary["speculation"]["accepted_tokens"] > 0
+
+
+def test_example_of_the_documentation_runs(tmp_path: Path) -> None:
+    block = re.findall(r"^```sh\n(.*?)^```$", SCALING.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)[0]
+    command = f'speculant() {{ "{sys.executable}" -m speculant.cli.main "$@"; }}\nset -e\n{block}'
+    subprocess.run(["bash", "-c", command], cwd=tmp_path, check=True, capture_output=True)
+    assert {result["custom_id"] for result in read(tmp_path / "results.jsonl")} == {"a", "b"}
 
 
 def test_finished_batch_loads_no_model(tmp_path: Path) -> None:
