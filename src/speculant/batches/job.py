@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -38,21 +38,14 @@ class BatchJob:
             self._resume(file)
 
     @classmethod
-    def open(
-        cls,
-        source: Path,
-        out: Path,
-        errors: Path,
-        seen: Callable[[int], None] = lambda done: None,
-        write: Write = os.write,
-    ) -> Self:
-        """Open the three files; `seen` gets the bytes of the input that were read.
+    def open(cls, source: Path, out: Path, errors: Path, write: Write = os.write) -> Self:
+        """Open the three files.
 
         Raises ConfigError for files that are the same, can't be used, or belong to another input or another run.
         """
         if len({os.path.realpath(path) for path in (source, out, errors)}) < 3:
             raise ConfigError(f"two of {source}, {out} and {errors} are the same file", "name three different files.")
-        lines, opened = BatchSource(source, seen), list[ResultFile]()
+        lines, opened = BatchSource(source), list[ResultFile]()
         try:
             for path in (out, errors):
                 opened.append(ResultFile(path, write))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -29,6 +30,9 @@ class ResultFile:
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
         except OSError as error:
             raise ConfigError(f"{path} can't be written: {error.strerror}", "name a file you may write.") from None
+        if not stat.S_ISREG(os.fstat(self._file).st_mode):
+            self.close()
+            raise ConfigError(f"{path} is no file that can be read again", "name a file for results.")
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -20,11 +19,13 @@ _ID_BYTES = 16  # of a custom_id's digest: two of 10**9 ids are the same with a 
 class BatchSource:
     """The lines of a file. It keeps the place and the digest of each, 16 bytes, and no text.
 
+    While it is made, it takes about 70 bytes a line, to find equal custom_ids.
+
     digests: by line, the first one at place 0; 0 = an empty line, which is none. count: of the others.
     """
 
-    def __init__(self, path: Path, seen: Callable[[int], None] = lambda done: None) -> None:
-        """Read the whole file; `seen` gets the bytes read so far. Raises ConfigError if it can't be read."""
+    def __init__(self, path: Path) -> None:
+        """Read the whole file. Raises ConfigError if it can't be read."""
         if not path.is_file():
             problem = "is no file that can be read again" if path.exists() or str(path) == "-" else "does not exist"
             raise ConfigError(f"the input {path} {problem}", "name a file; a run that goes on reads it again.")
@@ -42,7 +43,6 @@ class BatchSource:
             if (custom_id := custom_id_of(line.data)) is not None:
                 owners.append(len(self.digests))
                 ids += hashlib.blake2b(custom_id.encode("utf-8", "surrogatepass"), digest_size=_ID_BYTES).digest()
-            seen(line.offset + line.size)
         self.count = sum(digest != 0 for digest in self.digests)
         self._firsts = _first_owners(owners, ids)
 

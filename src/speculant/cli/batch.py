@@ -24,6 +24,8 @@ from speculant.gguf_file import name_of
 from speculant.serving.options import MOST_MESSAGES, ServerOptions
 
 if TYPE_CHECKING:
+    from fastapi import FastAPI
+
     from speculant.batches.job import BatchJob
     from speculant.engine.async_engine import AsyncEngine
     from speculant.metrics import EngineMetrics
@@ -94,7 +96,13 @@ def batch(
     failed lines again, delete the file of errors first. The exit code is 0 when every line has a result, even if it is
     an error.
     """
-    from speculant.batches.job import BatchJob
+    try:
+        from speculant.batches.job import BatchJob
+        from speculant.serving.app import make_app
+    except ImportError as error:
+        raise ConfigError(
+            f"the server's packages are not installed: {error}", 'pip install -c constraints.txt "speculant[serve]"'
+        ) from error
 
     values, options = engine.values(), server.options()
     config, started = EngineConfig.from_arguments(**values), time.perf_counter()
@@ -109,7 +117,8 @@ def batch(
                 loaded = _load(values)
             messages().print(f"speculation is {'on' if loaded.speculating else 'off'}: {loaded.speculation}")
             started = time.perf_counter()
-            stopped_by = asyncio.run(_answer(job, loaded, options, [name_of(values["model"]), values["model"]]))
+            app = make_app(loaded, options, [name_of(values["model"]), values["model"]])
+            stopped_by = asyncio.run(_answer(job, loaded, app))
             if stopped_by is not None:
                 _stop(job, stopped_by)
             metrics = loaded.metrics
@@ -126,19 +135,11 @@ def _load(values: dict[str, Any]) -> AsyncEngine:
     return AsyncEngine(**values)
 
 
-async def _answer(
-    job: BatchJob, engine: AsyncEngine, options: ServerOptions, names: list[str]
-) -> signal.Signals | None:
+async def _answer(job: BatchJob, engine: AsyncEngine, app: FastAPI) -> signal.Signals | None:
     """Answer all lines; return the signal that stopped this, if one did."""
-    try:
-        from speculant.serving.app import make_app
-    except ImportError as error:
-        raise ConfigError(
-            f"the server's packages are not installed: {error}", 'pip install -c constraints.txt "speculant[serve]"'
-        ) from error
     from speculant.batches.run import answer_lines, inside
 
-    app, limits = make_app(engine, options, names), engine.limits
+    limits = engine.limits
     places = limits.max_num_seqs + min(limits.max_num_seqs, limits.max_waiting)
     answering = asyncio.create_task(answer_lines(job, inside(app), places))
     with _stopped_by_signals(answering) as stopped, counted_progress("Answering", job.count) as show:

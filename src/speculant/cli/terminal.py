@@ -280,7 +280,7 @@ Counted = Callable[[int, int, Callable[[float], str]], None]
 
 @contextmanager
 def counted_progress(doing: str, number: int) -> Iterator[Counted]:
-    """Yield a function that shows how many of a number of things are done, and the time left.
+    """Yield a function that shows how many of a number of lines are done, and the time left.
 
     Its arguments are how many are done, how many of them were done before, and what returns further text for the
     seconds since the beginning. It shows a bar on a terminal, otherwise a line now and then.

@@ -94,6 +94,14 @@ def test_finished_batch_loads_no_model(tmp_path: Path) -> None:
     assert "2 had a result before" in again.stderr
 
 
+def test_lines_with_the_same_beginning_share_it(tmp_path: Path) -> None:
+    beginnings = [f"# {letter}\n" + "x = [1, 2, 3]\n" * 20 for letter in "abcd"]
+    lines = [request(number, beginnings[number % 4] + f"y{number} =") for number in range(40)]
+    arguments = (*PAIR, "--max-num-seqs", "2", "--kv-memory", "2MiB", "--json")
+    found = json.loads(_run(write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl", *arguments).stdout)
+    assert found["cached_tokens"] > 0.8 * found["prompt_tokens"]
+
+
 def test_names_of_the_model_are_its_own(tmp_path: Path) -> None:
     line = request(1)
     line["body"]["model"] = "gpt-4o-mini"

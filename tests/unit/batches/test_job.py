@@ -191,6 +191,12 @@ def test_other_files_are_left_alone(folder: Folder, text: str) -> None:
     assert folder.out.read_text() == text
 
 
+def test_results_need_a_file_that_can_be_read(folder: Folder) -> None:
+    folder.out = Path("/dev/null")
+    with pytest.raises(ConfigError, match="no file that can be read again"):
+        folder.open()
+
+
 def test_doubled_result_is_refused(folder: Folder) -> None:
     folder.run()
     folder.errors.write_bytes(folder.errors.read_bytes() + folder.out.read_bytes())
