@@ -27,6 +27,7 @@ COMMANDS = {  # with the first paragraph of each one's help, so that the list of
     "quantize": "Write a model whose weights are rounded to fewer bits.",
     "plan": "Compute the best draft length, its speed and its extra operations.",
     "serve": "Serve a model over HTTP, in the shape of OpenAI's API.",
+    "batch": "Answer a file of requests.",
     "bench": "Measure how fast a model is on this machine, plain and speculative in the same run.",
     "train": "Train small models: a target, a draft for a target, or a head.",
 }

@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -273,3 +273,36 @@ class _Lines:
             self._printed = now
             own = (done - self._began) / max(1 - self._began, 1e-9)
             self._console.print(f"{self._doing}: {done:.0%}, {_minutes_left(now - self._started, own)}")
+
+
+Counted = Callable[[int, int, Callable[[float], str]], None]
+
+
+@contextmanager
+def counted_progress(doing: str, number: int) -> Iterator[Counted]:
+    """Yield a function that shows how many of a number of lines are done, and the time left.
+
+    Its arguments are how many are done, how many of them were done before, and what returns further text for the
+    seconds since the beginning. It shows a bar on a terminal, otherwise a line now and then.
+    """
+    console, started = messages(), time.perf_counter()
+    due = started + SOON_S
+
+    def line(done: int, before: int, more: Callable[[float], str]) -> str:
+        seconds = time.perf_counter() - started
+        left = f", {_minutes_left(seconds, (done - before) / (number - before))}" if done > before else ""
+        return f"{doing}: {done:,} of {number:,} lines, {more(seconds)}{left}"
+
+    def print_line(done: int, before: int, more: Callable[[float], str]) -> None:
+        nonlocal due
+        now = time.perf_counter()
+        if now >= due:
+            console.print(line(done, before, more))
+            due = now + min(_LINE_S, max(PAUSE_S, now - started))
+
+    if not console.is_terminal:
+        yield print_line
+        return
+    with _bar(console) as bar:
+        task = bar.add_task(doing, total=number)
+        yield lambda done, before, more: bar.update(task, completed=done, description=line(done, before, more))

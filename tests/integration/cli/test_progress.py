@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import pytest
 
 from speculant.cli import terminal
-from speculant.cli.terminal import Parts, progress, progress_of_runs
+from speculant.cli.terminal import Parts, counted_progress, progress, progress_of_runs
 from tests.models import Checkpoints
 
 CHECK = ("check-lossless", "--cases", "12", "--texts", "16", "--max-tokens", "32")
@@ -122,3 +122,11 @@ def test_interim_results_come_at_once_and_then_rarely(capsys: pytest.CaptureFixt
             runs.begin("plain")
             runs.show(f"after {number}")
     assert capsys.readouterr().err.splitlines() == ["Warming up", "after 0"]
+
+
+def test_counts_come_soon_and_then_rarely(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(terminal, "SOON_S", 0.0)
+    with counted_progress("Answering", 1000) as show:
+        for done in range(500, 1000):
+            show(done, 500, lambda seconds: f"{seconds >= 0}")
+    assert capsys.readouterr().err.splitlines() == ["Answering: 500 of 1,000 lines, True"]
