@@ -1,0 +1,128 @@
+"""The time of one step of a replica, from measured costs, and the draft length that it would choose."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from speculant.errors import ConfigError
+from speculant.lab.theory.curve import VerificationCurve
+from speculant.lab.theory.speedup import expected_tokens, survival
+
+LONGEST = 16  # tokens of a draft
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class EngineCosts:
+    """The measured costs of one engine.
+
+    seconds: of a target pass by its rows. rates: acceptance by depth. cost_ratio: c, a draft token's time over that of
+    a target pass with as many rows as sequences. draft_overhead: the fixed time of a draft over a pass of one row.
+    step_s: of each step beside the passes. sequence_s: of each sequence of a step after the first. request_s: of each
+    request outside of the engine, such as HTTP. spread: standard deviation of the first rate between requests.
+    """
+
+    seconds: VerificationCurve
+    rates: tuple[float, ...] = (0.0,)
+    cost_ratio: float = 0.0
+    draft_overhead: float = 0.0
+    step_s: float = 0.0
+    sequence_s: float = 0.0
+    request_s: float = 0.0
+    spread: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.rates or not all(0 <= rate <= 1 for rate in self.rates):
+            raise ConfigError(f"alpha={list(self.rates)} is not between 0 and 1", "use for example --alpha 0.8.")
+        for name in ("cost_ratio", "draft_overhead", "step_s", "sequence_s", "request_s"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise ConfigError(f"{name}={getattr(self, name)} is not a number of 0 or more", f"set {name} to 0.")
+        mean = self.rates[0]
+        if self.spread and not 0 <= self.spread**2 < mean * (1 - mean):
+            raise ConfigError(
+                f"alpha varies by {self.spread} around {mean}, which no distribution between 0 and 1 does",
+                "use for example --alpha-spread 0.1, or 0.",
+            )
+
+
+@dataclass(frozen=True)
+class ReplicaLimits:
+    """The limits of a replica's engine; see `EngineConfig`.
+
+    kv_tokens: positions of its KV cache. draft_length: a number of tokens, or "auto" for the one with the most expected
+    tokens per second at each load.
+    """
+
+    max_num_seqs: int = 8
+    max_num_batched_tokens: int = 512
+    kv_tokens: int = 65536
+    block_size: int = 16
+    prefix_caching: bool = True
+    draft_length: str = AUTO
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "max_num_batched_tokens", "kv_tokens", "block_size"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)} is not above 0", f"set {name} to 1 or more.")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens={self.max_num_batched_tokens} is below max_num_seqs={self.max_num_seqs}",
+                "every running sequence needs a token per step; raise max_num_batched_tokens.",
+            )
+        _ = self.fixed_length
+
+    @property
+    def fixed_length(self) -> int | None:
+        """The length of all drafts; None = chosen at each load."""
+        if self.draft_length == AUTO:
+            return None
+        if self.draft_length.isdecimal() and int(self.draft_length) <= LONGEST:
+            return int(self.draft_length)
+        raise ConfigError(
+            f"draft_length={self.draft_length!r} is not auto or a number up to {LONGEST}", "use --draft-length auto."
+        )
+
+
+class StepTable:
+    """Times of steps, computed once for all replicas of a fleet. `reached[k]`: the first k tokens are accepted."""
+
+    def __init__(self, costs: EngineCosts, limits: ReplicaLimits) -> None:
+        rows = np.arange(limits.max_num_batched_tokens + 1).clip(min=1)
+        first_s = costs.seconds.costs[0]
+        self.costs, self.most_rows = costs, limits.max_num_batched_tokens
+        self.reached: list[float] = survival(costs.rates, LONGEST).tolist()
+        self._pass_s: list[float] = (costs.seconds.relative(rows) * first_s).tolist()
+        self._expected: list[float] = expected_tokens(survival(costs.rates, LONGEST)).tolist()
+        self._draft_s, self._fixed = costs.draft_overhead * first_s, limits.fixed_length
+        self._chosen = dict[tuple[int, int], int]()
+
+    def step_s(self, rows: int, sequences: int, drafting: int = 0, length: int = 0) -> float:
+        """Return the seconds of a step. rows: of the target's pass. drafting: sequences with drafts of that length."""
+        costs = self.costs
+        seconds = self._pass_s[rows] + costs.step_s + costs.sequence_s * (sequences - 1)
+        if length:
+            seconds += self._draft_s + length * costs.cost_ratio * self._pass_s[drafting]
+        return seconds
+
+    def length(self, decoding: int, prompt_rows: int, reading: int) -> int:
+        """Return the draft length of a step that decodes some sequences, and reads rows of some prompts.
+
+        Drafts use leftover rows. Of all lengths that fit, the one with the most expected tokens per second is chosen.
+        """
+        if not decoding:
+            return 0
+        most = min(LONGEST, (self.most_rows - prompt_rows) // decoding - 1)
+        if self._fixed is not None:
+            return min(self._fixed, most)
+        key = decoding, prompt_rows
+        if key not in self._chosen:
+            sequences = decoding + reading
+
+            def rate(length: int) -> float:
+                seconds = self.step_s(prompt_rows + decoding * (length + 1), sequences, decoding, length)
+                return (decoding * self._expected[length] + reading) / seconds
+
+            self._chosen[key] = max(range(most + 1), key=rate)
+        return self._chosen[key]
