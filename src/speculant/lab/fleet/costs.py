@@ -7,11 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from speculant.errors import ConfigError
+from speculant.lab.fleet.config import LONGEST, ReplicaLimits
 from speculant.lab.theory.curve import VerificationCurve
 from speculant.lab.theory.speedup import expected_tokens, survival
-
-LONGEST = 16  # tokens of a draft
-AUTO = "auto"
 
 
 @dataclass(frozen=True)
@@ -47,44 +45,6 @@ class EngineCosts:
             )
 
 
-@dataclass(frozen=True)
-class ReplicaLimits:
-    """The limits of a replica's engine; see `EngineConfig`.
-
-    kv_tokens: positions of its KV cache. draft_length: a number of tokens, or "auto" for the one with the most expected
-    tokens per second at each load.
-    """
-
-    max_num_seqs: int = 8
-    max_num_batched_tokens: int = 512
-    kv_tokens: int = 65536
-    block_size: int = 16
-    prefix_caching: bool = True
-    draft_length: str = AUTO
-
-    def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_num_batched_tokens", "kv_tokens", "block_size"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} is not above 0", f"set {name} to 1 or more.")
-        if self.max_num_batched_tokens < self.max_num_seqs:
-            raise ConfigError(
-                f"max_num_batched_tokens={self.max_num_batched_tokens} is below max_num_seqs={self.max_num_seqs}",
-                "every running sequence needs a token per step; raise max_num_batched_tokens.",
-            )
-        _ = self.fixed_length
-
-    @property
-    def fixed_length(self) -> int | None:
-        """The length of all drafts; None = chosen at each load."""
-        if self.draft_length == AUTO:
-            return None
-        if self.draft_length.isdecimal() and int(self.draft_length) <= LONGEST:
-            return int(self.draft_length)
-        raise ConfigError(
-            f"draft_length={self.draft_length!r} is not auto or a number up to {LONGEST}", "use --draft-length auto."
-        )
-
-
 class StepTable:
     """Times of steps, computed once for all replicas of a fleet. `reached[k]`: the first k tokens are accepted."""
 
@@ -98,12 +58,19 @@ class StepTable:
         self._draft_s, self._fixed = costs.draft_overhead * first_s, limits.fixed_length
         self._chosen = dict[tuple[int, int], int]()
 
-    def step_s(self, rows: int, sequences: int, drafting: int = 0, length: int = 0) -> float:
-        """Return the seconds of a step. rows: of the target's pass. drafting: sequences with drafts of that length."""
+    def step_s(self, rows: int, sequences: int, drafting: int = 0, length: int = 0, unread: int = 0) -> float:
+        """Return the seconds of a step.
+
+        rows: of the target's pass. drafting: sequences with drafts of that length. unread: prompt tokens that the
+        drafter reads before.
+        """
         costs = self.costs
         seconds = self._pass_s[rows] + costs.step_s + costs.sequence_s * (sequences - 1)
         if length:
             seconds += self._draft_s + length * costs.cost_ratio * self._pass_s[drafting]
+        if unread:
+            whole, rest = divmod(unread, self.most_rows)
+            seconds += costs.cost_ratio * (whole * self._pass_s[-1] + (self._pass_s[rest] if rest else 0.0))
         return seconds
 
     def length(self, decoding: int, prompt_rows: int, reading: int) -> int:

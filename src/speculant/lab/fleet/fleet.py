@@ -1,9 +1,9 @@
 """A fleet: arrivals, a router, replicas that fail and come back, retries, and an autoscaler, in simulated time.
 
-    arrival ---> router ---> replica ---> answered
-                    ^            |
-                    +---retry----+    a failed replica, a refused connection, or a client's timeout, before the first
-                                      token; afterwards the request ends with an error
+arrival ---> router ---> replica ---> answered
+                ^            |
+                +---retry----+    a failed replica, a refused connection, or a client's timeout, before the first
+                                  token; afterwards the request ends with an error
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from speculant.errors import ConfigError
-from speculant.lab.fleet.costs import EngineCosts, ReplicaLimits, StepTable
+from speculant.lab.fleet.config import FleetConfig, ReplicaLimits, Scaling
+from speculant.lab.fleet.costs import EngineCosts, StepTable
 from speculant.lab.fleet.replica import FleetRequest, Replica
-from speculant.lab.fleet.routing import ROUTINGS, Router
+from speculant.lab.fleet.routing import Router
 from speculant.lab.fleet.traffic import Arrival
 
 if TYPE_CHECKING:
@@ -26,67 +27,6 @@ if TYPE_CHECKING:
 Events = Generator[Any, Any, None]
 Progress = Callable[[float], None]
 REPORTS = 100  # of the progress of a simulation
-
-
-@dataclass(frozen=True)
-class Scaling:
-    """An autoscaler: as many replicas as give each `target` requests that wait or run.
-
-    It looks every `interval_s`, and acts once more replicas were needed for up_s, or fewer for down_s.
-    """
-
-    least: int
-    most: int
-    target: float = 8.0
-    interval_s: float = 1.0
-    up_s: float = 30.0
-    down_s: float = 600.0
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.least <= self.most:
-            raise ConfigError(f"autoscale={self.least}:{self.most} is no range of replicas", "use --autoscale 2:8.")
-        for name in ("target", "interval_s"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name}={getattr(self, name)} is not above 0", f"set {name} above 0.")
-
-
-@dataclass(frozen=True)
-class FleetConfig:
-    """The settings of a fleet; see routing.py for routing and threshold.
-
-    stale_s: seconds between reports of loads to the router, 0 = it always knows them. failure_s: mean time until a
-    replica fails, None = never. lose, lose_at: this many replicas fail together at this second. start_s: until a failed
-    or added replica serves. detect_s: until the router knows that a replica has failed; until then it sees no load
-    there, and requests that it sends are refused. retries: of a request, each retry_s later. timeout_s: clients give up
-    without a first token, None = never.
-    """
-
-    replicas: int = 1
-    routing: str = "two"
-    threshold: float = 4.0
-    stale_s: float = 0.0
-    failure_s: float | None = None
-    lose: int = 0
-    lose_at: float = 0.0
-    start_s: float = 60.0
-    detect_s: float = 0.0
-    retries: int = 2
-    retry_s: float = 0.0
-    timeout_s: float | None = None
-    scaling: Scaling | None = None
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.replicas < 1:
-            raise ConfigError(f"replicas={self.replicas} is not above 0", "use --replicas 2.")
-        if self.routing not in ROUTINGS:
-            raise ConfigError(f"routing={self.routing!r} is unknown", f"use one of {', '.join(ROUTINGS)}.")
-        for name in ("threshold", "stale_s", "lose", "lose_at", "start_s", "detect_s", "retries", "retry_s"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name}={getattr(self, name)} is below 0", f"set {name} to 0 or more.")
-        for name in ("failure_s", "timeout_s"):
-            if (value := getattr(self, name)) is not None and not value > 0:
-                raise ConfigError(f"{name}={value} is not above 0", f"set {name} above 0, or leave it out.")
 
 
 @dataclass

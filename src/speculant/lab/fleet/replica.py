@@ -17,7 +17,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from speculant.lab.fleet.costs import ReplicaLimits, StepTable
+from speculant.lab.fleet.config import ReplicaLimits
+from speculant.lab.fleet.costs import StepTable
 from speculant.lab.fleet.prefixes import PrefixStore
 from speculant.lab.fleet.traffic import Arrival
 
@@ -128,11 +129,14 @@ class Replica:
         prompt_rows, reading = self._take_rows(self._limits.max_num_batched_tokens - decoding)
         length = self._table.length(decoding, prompt_rows, reading) if decoding else 0
         rows, drafting, longest = prompt_rows + decoding, 0, 0
+        unread = 0  # prompt tokens that a drafter reads, as it drafts for the first time
         for each in self._decoding if length else ():
             each.draft = draft = min(length, each.left - 1)
             if draft:
                 rows, drafting, longest = rows + draft, drafting + 1, max(longest, draft)
-        seconds = self._table.step_s(rows, decoding + reading, drafting, longest)
+                if not each.request.drafted:
+                    unread += each.request.arrival.prompt - each.request.reused
+        seconds = self._table.step_s(rows, decoding + reading, drafting, longest, unread)
         self.busy_s += seconds
         self._ends_s = self._env.now + seconds
         self._step = self._env.timeout(seconds)

@@ -16,8 +16,7 @@ hear of evictions, so it may take a replica to have a prefix that it has lost.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable
 
 from speculant.lab.fleet.traffic import Arrival
 
@@ -79,7 +78,8 @@ class Router:
         self.members = Members()
         self.keeps_prefixes = routing.startswith("prefix")
         self.entries = self.most_entries = self.updates = 0
-        self._choose, self._threshold, self._rng = ROUTINGS[routing], threshold, rng
+        self._choose: Callable[[Arrival], int] = getattr(self, routing.replace("-", "_"))
+        self._threshold, self._rng = threshold, rng
         self._holders = dict[str | int, Members]()
         self._held = dict[int, set[str | int]]()
 
@@ -87,7 +87,7 @@ class Router:
         """Return a replica; None if there is none."""
         if not self.members.all:
             return None
-        chosen = self._choose(self, arrival)
+        chosen = self._choose(arrival)
         if self.keeps_prefixes and arrival.prefix is not None:
             self._note(arrival.prefix, chosen)
         return chosen
@@ -142,14 +142,3 @@ class Router:
             return None
         every, loads = holders.all, self.members.loads
         return min(every if len(every) <= SAMPLED else self._rng.sample(every, SAMPLED), key=loads.__getitem__)
-
-
-ROUTINGS: Mapping[str, Callable[[Router, Arrival], int]] = MappingProxyType(
-    {
-        "random": Router.random,
-        "least": Router.least,
-        "two": Router.two,
-        "prefix": Router.prefix,
-        "prefix-bounded": Router.prefix_bounded,
-    }
-)

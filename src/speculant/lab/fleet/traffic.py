@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from speculant.errors import ConfigError
+from speculant.lab.fleet.config import TrafficConfig
 
 LINE = '{"seconds": 0.5, "prompt_tokens": 300, "prefix": "a", "prefix_tokens": 256, "answer_tokens": 64}'
 
@@ -26,46 +27,6 @@ class Arrival:
     answer: int
     prefix: str | int | None = None
     shared: int = 0
-
-
-@dataclass(frozen=True)
-class TrafficConfig:
-    """Poisson arrivals.
-
-    rate: requests per second. surge_at, surge_rate: from this second on the rate is another one; None = never.
-    variation: standard deviation of a length over its mean, of log-normal lengths; 0 = all have the mean. prefixes: the
-    number of shared prefixes, 0 = none. zipf: the k-th prefix is drawn in proportion to k^-zipf.
-    """
-
-    rate: float = 1.0
-    requests: int = 1000
-    prompt_tokens: int = 256
-    prompt_variation: float = 0.0
-    answer_tokens: int = 128
-    answer_variation: float = 0.0
-    prefixes: int = 0
-    prefix_tokens: int = 0
-    zipf: float = 1.0
-    surge_at: float | None = None
-    surge_rate: float | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("rate", "requests", "prompt_tokens", "answer_tokens"):
-            if not 0 < getattr(self, name) < float("inf"):
-                raise ConfigError(f"{name}={getattr(self, name)} is not above 0", f"set {name} above 0.")
-        for name in ("prompt_variation", "answer_variation", "prefixes", "prefix_tokens", "zipf"):
-            if not 0 <= getattr(self, name) < float("inf"):
-                raise ConfigError(f"{name}={getattr(self, name)} is not a number of 0 or more", f"set {name} to 0.")
-        if bool(self.prefixes) != bool(self.prefix_tokens) or self.prefix_tokens >= self.prompt_tokens:
-            raise ConfigError(
-                f"{self.prefixes} prefixes have {self.prefix_tokens} of a prompt's {self.prompt_tokens} tokens",
-                "use for example --prefixes 100 --prefix-tokens 512 --prompt-tokens 600.",
-            )
-        if (self.surge_at is None) != (self.surge_rate is None) or not (self.surge_rate is None or self.surge_rate > 0):
-            raise ConfigError(
-                f"surge_at={self.surge_at} and surge_rate={self.surge_rate} do not belong together",
-                "use for example --surge-at 60 --surge-rate 20.",
-            )
 
 
 def arrivals(config: TrafficConfig, seed: str) -> list[Arrival]:
