@@ -35,15 +35,15 @@ LATENCY = {  # headings, and the figures below them with their units
     "p99": ("first_token_p99_s", "{:.3f} s"),
     "answer p50": ("answer_p50_s", "{:.2f} s"),
     "p99 ": ("answer_p99_s", "{:.2f} s"),
-    "retries": ("retries", "{}"),
-    "errors": ("errors", "{}"),
 }
 THROUGHPUT = {
     "tokens/s": ("tokens_per_s", "{:,.0f}"),
-    "tokens/machine hour": ("tokens_per_machine_hour", "{:,.0f}"),
+    "per machine hour": ("tokens_per_machine_hour", "{:,.0f}"),
     "busy": ("utilisation", "{:.0%}"),
     "hits": ("hit_rate", "{:.0%}"),
     "draft": ("mean_draft", "{:.1f}"),
+    "retries": ("retries", "{}"),
+    "errors": ("errors", "{}"),
 }
 
 Replicas = Annotated[str, typer.Option(help="Number of replicas, or several to compare: 1,2,4.")]
@@ -221,15 +221,15 @@ def fleet(
     asked = [
         replace(config, replicas=count, routing=name) for count in _counts(replicas) for name in routing.split(",")
     ]
-    config_of_traffic = None if trace else TrafficConfig(**traffic.given)
-    requests = read_trace(trace) if config_of_traffic is None else arrivals(config_of_traffic, str(config.seed))
+    drawn = TrafficConfig(**traffic.given)
+    requests = arrivals(drawn, str(config.seed)) if trace is None else read_trace(trace)
     with progress_of_parts() as parts:
         rows = [_row(each, found, engine, requests, parts) for each in asked]
     value = {
         "settings": {
             "costs": asdict(found),
             "replica": asdict(engine),
-            "traffic": {"trace": str(trace)} if config_of_traffic is None else asdict(config_of_traffic),
+            "traffic": asdict(drawn) if trace is None else {"trace": str(trace)},
             "fleet": {name: each for name, each in asdict(config).items() if name not in ("replicas", "routing")},
         },
         "fleets": rows,

@@ -1,0 +1,5 @@
+SERVERS = ""
+
+
+def measure_servers(a):
+    yield {}
