@@ -11,63 +11,19 @@ import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
+from fleet_compared import LOADS, NAMES, capacity, compared, costs_of, measured, simulated
 from fleet_fakes import Asked, Machine, run_fakes
 from fleet_large import LARGE, measure_large, show_large
 from fleet_servers import SERVERS, measure_servers
 
 from speculant.lab.bench.runner import Benchmark, markdown
-from speculant.lab.fleet.config import FleetConfig, ReplicaLimits, TrafficConfig
-from speculant.lab.fleet.costs import EngineCosts
-from speculant.lab.fleet.fleet import simulate_fleet
-from speculant.lab.fleet.report import figures
+from speculant.lab.fleet.config import ReplicaLimits, TrafficConfig
 from speculant.lab.fleet.traffic import Arrival, arrivals
-from speculant.lab.theory.curve import VerificationCurve
 
-LOADS = (0.3, 0.6, 0.85)  # of the capacity
-SEEDS = 5  # of the simulator
 POINTS = ((1, 0.03), (8, 0.033), (64, 0.06), (512, 0.24))
 ALPHA, RATIO = 0.7, 0.05
 LIMITS = ReplicaLimits(max_num_seqs=8, max_num_batched_tokens=512)
-NAMES = ("first_token_p50_s", "first_token_p99_s", "answer_p50_s", "answer_p99_s")
 PARTS = ("fakes", "servers", "large")
-
-
-def costs_of(points: Sequence[tuple[int, float]], **others: Any) -> EngineCosts:
-    """Return the costs with passes of these rows and seconds."""
-    rows, seconds = zip(*points, strict=True)
-    return EngineCosts(VerificationCurve(rows, seconds), **others)
-
-
-def simulated(
-    replicas: int, routing: str, costs: EngineCosts, limits: ReplicaLimits, traffic: Sequence[Arrival]
-) -> dict[str, Any]:
-    """Return the mean of each figure over the seeds, with its least and most."""
-    found = [
-        figures(simulate_fleet(FleetConfig(replicas, routing, seed=seed), costs, limits, traffic), costs.request_s)
-        for seed in range(SEEDS)
-    ]
-    return {
-        name: {"mean": float(np.mean(each)), "low": min(each), "high": max(each)}
-        for name in (*NAMES, "utilisation", "mean_draft")
-        if (each := [one[name] for one in found])
-    }
-
-
-def measured(first: Sequence[float], whole: Sequence[float]) -> dict[str, float]:
-    """Return the quantiles of times in seconds."""
-    return dict(zip(NAMES, (*np.percentile(first, (50, 99)), *np.percentile(whole, (50, 99))), strict=True))
-
-
-def compared(seen: Mapping[str, float], said: Mapping[str, Any]) -> dict[str, float]:
-    """Return by how much the simulator's figures differ, as a share of the measured ones."""
-    return {name: said[name]["mean"] / seen[name] - 1 for name in NAMES}
-
-
-def capacity(costs: EngineCosts, limits: ReplicaLimits, config: TrafficConfig) -> float:
-    """Return the requests per second of one replica that is never idle, by the simulator; it only sets the loads."""
-    traffic = [Arrival(0.0, each.prompt, each.answer) for each in arrivals(config, "capacity")]
-    return len(traffic) / simulate_fleet(FleetConfig(), costs, limits, traffic).seconds
 
 
 def measure_fakes(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -76,7 +32,7 @@ def measure_fakes(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     machine = Machine(POINTS, RATIO, ALPHA, LIMITS.max_num_seqs, LIMITS.max_num_batched_tokens)
     rows, number = list[dict[str, Any]](), 40 if arguments.quick else arguments.requests
     shape = {"prompt_tokens": 200, "prompt_variation": 0.5, "answer_tokens": 40, "answer_variation": 0.5}
-    full = capacity(costs, LIMITS, TrafficConfig(requests=300, **shape))
+    full = capacity(costs, LIMITS, shape)
     for replicas in (1, 2, 4):
         traffics = [
             arrivals(

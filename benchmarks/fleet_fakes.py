@@ -32,19 +32,20 @@ class Machine:
         sizes, seconds = zip(*self.points, strict=True)
         return float(np.interp(rows, sizes, seconds) + length * self.cost_ratio * np.interp(drafting, sizes, seconds))
 
-    @cache
-    def length(self, sequences: int, prompt_rows: int, prompts: int) -> int:
-        """Return the draft length with the most expected tokens per second."""
-        best, most = 0, 0.0
-        for length in range(17):
-            rows = prompt_rows + sequences * (1 + length)
-            if rows > self.budget:
-                break
-            tokens = sequences * sum(self.alpha**k for k in range(length + 1)) + prompts
-            speed = tokens / self.step(rows, sequences, length)
-            if speed > most:
-                best, most = length, speed
-        return best
+
+@cache
+def best_length(machine: Machine, sequences: int, prompt_rows: int, prompts: int) -> int:
+    """Return the draft length with the most expected tokens per second."""
+    best, most = 0, 0.0
+    for length in range(17):
+        rows = prompt_rows + sequences * (1 + length)
+        if rows > machine.budget:
+            break
+        tokens = sequences * sum(machine.alpha**k for k in range(length + 1)) + prompts
+        speed = tokens / machine.step(rows, sequences, length)
+        if speed > most:
+            best, most = length, speed
+    return best
 
 
 @dataclass(eq=False)
@@ -102,7 +103,7 @@ class TimedEngine:
                 feeding.append((each, count))
                 left -= count
         fed = sum(count for _, count in feeding)
-        length = machine.length(len(writing), fed, len(feeding)) if writing else 0
+        length = best_length(machine, len(writing), fed, len(feeding)) if writing else 0
         drafts = {id(each): min(length, each.answer - each.written - 1) for each in writing}
         drafting = [each for each in writing if drafts[id(each)]]
         seconds = machine.step(
