@@ -1,6 +1,6 @@
 """`speculant plan fleet` against engines that really take their time, and what it says about large fleets.
 
-fakes: engines whose steps sleep, at 1, 2 and 4 replicas. servers: `speculant serve` at 1 and 2 replicas, a core each,
+fakes: engines whose steps sleep, at 1, 2 and 4 replicas; a sleep ends late, and the mean of that is a cost of a step. servers: `speculant serve` at 1 and 2 replicas, a core each,
 with costs that are measured in the same run. large: a fleet of many replicas, simulated alone.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from fleet_compared import LOADS, NAMES, capacity, compared, costs_of, measured, simulated
@@ -42,14 +43,15 @@ def measure_fakes(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
             for load in LOADS
         ]
         answers = asyncio.run(_all_loads(machine, replicas, traffics))
-        for load, traffic, asked in zip(LOADS, traffics, answers, strict=True):
+        for load, traffic, (asked, late) in zip(LOADS, traffics, answers, strict=True):
             seen = measured([each.first - each.due for each in asked], [each.ended - each.due for each in asked])
-            said = simulated(replicas, "least", costs, LIMITS, traffic)
+            said = simulated(replicas, "least", replace(costs, step_s=late), LIMITS, traffic)
             rows.append(
                 {
                     "replicas": replicas,
                     "load": load,
                     "requests": len(asked),
+                    "late_s": late,
                     "measured": seen,
                     "simulated": said,
                     "difference": compared(seen, said),
@@ -58,7 +60,9 @@ def measure_fakes(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
             yield {"part": "fakes", "capacity": full, "rows": rows}
 
 
-async def _all_loads(machine: Machine, replicas: int, traffics: Sequence[Sequence[Arrival]]) -> list[list[Asked]]:
+async def _all_loads(
+    machine: Machine, replicas: int, traffics: Sequence[Sequence[Arrival]]
+) -> list[tuple[list[Asked], float]]:
     running = [
         run_fakes(
             machine,

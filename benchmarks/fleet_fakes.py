@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -74,6 +75,8 @@ class TimedEngine:
     asked: list[Asked] = field(default_factory=list)
     prefixes: set[Any] = field(default_factory=set)
     work: asyncio.Event = field(default_factory=asyncio.Event)
+    steps: int = 0
+    late: float = 0.0  # seconds by which steps took longer than they should
 
     def submit(self, request: Asked) -> None:
         """Queue a request."""
@@ -89,7 +92,7 @@ class TimedEngine:
             self.work.clear()
 
     async def _step(self) -> None:
-        running, machine = self.asked[: self.machine.slots], self.machine
+        started, running, machine = time.monotonic(), self.asked[: self.machine.slots], self.machine
         writing = [each for each in running if each.written]
         left, feeding = machine.budget - len(writing), list[tuple[Asked, int]]()
         for each in running:
@@ -116,6 +119,8 @@ class TimedEngine:
                 seconds += machine.cost_ratio * machine.step(min(unread, machine.budget), 0, 0)
         await asyncio.sleep(seconds)
         self._commit(writing, drafts, feeding)
+        self.steps += 1
+        self.late += time.monotonic() - started - seconds
 
     def _commit(self, writing: list[Asked], drafts: dict[int, int], feeding: list[tuple[Asked, int]]) -> None:
         now = asyncio.get_running_loop().time()
@@ -139,8 +144,11 @@ class TimedEngine:
 
 async def run_fakes(
     machine: Machine, replicas: int, requests: Sequence[Asked], dues: Sequence[float], routing: str, seed: str
-) -> list[Asked]:
-    """Send requests at their times to engines behind a router, and wait for the last answer."""
+) -> tuple[list[Asked], float]:
+    """Send requests at their times to engines behind a router, and wait for the last answer.
+
+    Return the requests, and the mean time by which a step took longer than it should.
+    """
     rng, loop = random.Random(f"{seed}, fakes"), asyncio.get_running_loop()
     engines = [TimedEngine(machine, random.Random(f"{seed}, fake {number}")) for number in range(replicas)]
     tasks = [asyncio.create_task(engine.serve()) for engine in engines]
@@ -157,4 +165,4 @@ async def run_fakes(
         await asyncio.sleep(0.05)
     for task in tasks:
         task.cancel()
-    return list(requests)
+    return list(requests), sum(each.late for each in engines) / sum(each.steps for each in engines)

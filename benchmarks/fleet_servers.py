@@ -17,7 +17,7 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,7 @@ DRAFT = 3  # tokens
 SIZES = {"prompt_tokens": 48, "prompt_variation": 0.5, "answer_tokens": 24, "answer_variation": 0.5}
 LONGEST = 120  # tokens of an answer or a prompt
 LIMITS = ReplicaLimits(max_num_seqs=8, max_num_batched_tokens=512, kv_tokens=8192, prefix_caching=False)
+SAME_STEP = 0.003  # seconds; tokens of one step have events of their own, which come together
 COUNTS, PROMPTS = (1, 2, 4, 8), (8, 16, 32, 64, 128, 256)  # sequences, and tokens of prompts
 TOKENS, ROUNDS = 48, 5
 
@@ -56,6 +57,13 @@ class Reply:
     events: list[float] = field(default_factory=list)
     ended: float = 0.0
     tokens: int = 0
+
+    @property
+    def steps(self) -> list[float]:
+        """The first event of each step."""
+        return [
+            time for time, before in zip(self.events, [0.0, *self.events], strict=False) if time - before > SAME_STEP
+        ]
 
 
 async def ask(client: httpx.AsyncClient, prompt: Sequence[int], tokens: int, drafts: int, due: float = 0.0) -> Reply:
@@ -81,10 +89,10 @@ async def ask(client: httpx.AsyncClient, prompt: Sequence[int], tokens: int, dra
 async def step_s(client: httpx.AsyncClient, prompts: Sequence[Sequence[int]], drafts: int) -> tuple[float, float]:
     """Return the mean time of a step with these sequences, and the tokens per sequence and step."""
     replies = await asyncio.gather(*(ask(client, prompt, TOKENS, drafts) for prompt in prompts))
-    begin, end = max(each.events[0] for each in replies), min(each.events[-1] for each in replies)
-    inside = [[time for time in each.events if begin < time < end] for each in replies]
+    begin, end = max(each.steps[0] for each in replies), min(each.steps[-1] for each in replies)
+    inside = [[time for time in each.steps if begin < time < end] for each in replies]
     gaps = [later - earlier for times in inside for earlier, later in pairwise(times)]
-    return float(np.mean(gaps)), float(np.mean([(each.tokens - 1) / (len(each.events) - 1) for each in replies]))
+    return float(np.mean(gaps)), float(np.mean([(each.tokens - 1) / (len(each.steps) - 1) for each in replies]))
 
 
 async def measured_costs(url: str, tokenizer: Tokenizer, drafts: int) -> tuple[EngineCosts, dict[str, Any]]:
@@ -104,16 +112,30 @@ async def measured_costs(url: str, tokenizer: Tokenizer, drafts: int) -> tuple[E
                 reply = await ask(client, code_prompt(tokenizer, 900 + number, size), 1, 0)
                 steps.setdefault(f"prompt of {size}", []).append(reply.events[0] - reply.due)
     typical = {name: float(np.median(times)) for name, times in steps.items()}
-    decode = {count: typical[f"{count} sequences, drafts of 0"] for count in COUNTS}
-    request_s = max(0.0, typical["prompt of 8"] - decode[8])
-    points = {**decode, **{size: typical[f"prompt of {size}"] - request_s for size in PROMPTS[1:]}}
-    curve = VerificationCurve(tuple(points), tuple(points.values()))
-    alpha, ratio = 0.0, 0.0
-    if drafts:
-        alpha = _acceptance(float(np.mean(rates)), drafts)
-        ratio = max(0.0, (typical[f"1 sequences, drafts of {drafts}"] - decode[1 + drafts]) / drafts / decode[1])
-    costs = EngineCosts(curve, (alpha,), ratio, request_s=request_s)
-    return costs, {"steps": typical, "alpha": alpha, "cost_ratio": ratio, "request_s": request_s}
+    curve = _curve(typical, drafts)
+    share, request_s = _prompts(typical, curve)
+    alpha = _acceptance(float(np.mean(rates)), drafts) if drafts else 0.0
+    costs = EngineCosts(curve, (alpha,), request_s=request_s, prompt_share=share)
+    return costs, {"steps": typical, "alpha": alpha, "prompt_share": share, "request_s": request_s}
+
+
+def _curve(typical: Mapping[str, float], drafts: int) -> VerificationCurve:
+    """Return the time of a step by its verified rows; that of drafts is part of it, as all have one length."""
+    points = {1: typical["1 sequences, drafts of 0"]}
+    points.update({count * (1 + drafts): typical[f"{count} sequences, drafts of {drafts}"] for count in COUNTS})
+    return VerificationCurve(tuple(points), tuple(points.values()))
+
+
+def _prompts(typical: Mapping[str, float], curve: VerificationCurve) -> tuple[float, float]:
+    """Return the share of a verified row that a prompt's row counts as, and the time of a request beside its pass."""
+    seen, sizes = np.array([typical[f"prompt of {size}"] for size in PROMPTS]), np.array(PROMPTS)
+    best = (np.inf, 1.0, 0.0)
+    for share in np.linspace(0.05, 2.0, 196):
+        passes = curve.relative(np.maximum(1, sizes * share)) * curve.costs[0]
+        request_s = max(0.0, float(np.median(seen - passes)))
+        error = float(np.sum(np.log((passes + request_s) / seen) ** 2))
+        best = min(best, (error, float(share), request_s))
+    return best[1:]
 
 
 def _acceptance(tokens: float, drafts: int) -> float:
@@ -162,6 +184,19 @@ class _clients:  # noqa: N801 - used as a function
             await client.aclose()
 
 
+def processor_s() -> tuple[float, float]:
+    """Return the processors' busy seconds so far: of the whole machine, and of this process and its children."""
+    tick = os.sysconf("SC_CLK_TCK")
+    first, *_ = Path("/proc/stat").read_text().splitlines()
+    user, nice, system, _, _, interrupts, soft, *_ = map(int, first.split()[1:])
+    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    own = 0
+    for name in ("self", *children):
+        fields = Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()
+        own += int(fields[11]) + int(fields[12])
+    return (user + nice + system + interrupts + soft) / tick, own / tick
+
+
 @contextmanager
 def pinned(core: int) -> Iterator[None]:
     """Start processes of this block on one core."""
@@ -191,10 +226,10 @@ def measure_servers(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
             with pinned(core):
                 urls.append(stack.enter_context(own_server(settings)))
         for drafts in (0, DRAFT):
-            costs, seen = asyncio.run(measured_costs(urls[0], tokenizer, drafts))
-            costs_seen[f"drafts of {drafts}"] = seen
-            limits = ReplicaLimits(**{**LIMITS.__dict__, "draft_length": str(drafts)})
+            limits = replace(LIMITS, draft_length=str(drafts))
             for replicas in range(1, len(urls) + 1):
+                costs, seen = asyncio.run(measured_costs(urls[0], tokenizer, drafts))
+                costs_seen[f"before {replicas} with drafts of {drafts}"] = seen
                 for load in LOADS:
                     row = _row(urls[:replicas], tokenizer, costs, limits, load, number)
                     rows.append({"replicas": replicas, "drafts": str(drafts), "load": load, **row})
@@ -211,11 +246,14 @@ def _row(
         Arrival(each.seconds, min(each.prompt, LONGEST), min(each.answer, LONGEST))
         for each in arrivals(config, f"servers {len(urls)} {drafts} {load}")
     ]
+    started, (machine_s, own_s) = time.perf_counter(), processor_s()
     replies = asyncio.run(run_servers(urls, tokenizer, traffic, drafts))
+    seconds, (machine_end_s, own_end_s) = time.perf_counter() - started, processor_s()
     seen = measured([each.events[0] - each.due for each in replies], [each.ended - each.due for each in replies])
     said = simulated(len(urls), "least", costs, limits, traffic)
     return {
         "requests": number,
+        "processors_used_by_others": (machine_end_s - machine_s - own_end_s + own_s) / seconds,
         "rate": load * full * len(urls),
         "measured": seen,
         "simulated": said,

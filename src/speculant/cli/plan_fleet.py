@@ -58,6 +58,8 @@ Trace = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print everything as JSON.")]
 
+BISECTIONS = 50  # of the rows of a pass
+
 
 @dataclass(frozen=True)
 class GivenCosts:
@@ -81,7 +83,7 @@ class GivenCosts:
         content = {} if self.costs is None else read_object(self.costs)
         rates, ratio = read_pair(self.costs)
         overhead = 0.0 if rates is None else content["precisions"][content["best"]["precision"]].get("draft_overhead")
-        curve, notes = self._curve(content, limits.max_num_batched_tokens)
+        curve, share, notes = self._curve(content, limits.max_num_batched_tokens)
         found = EngineCosts(
             curve,
             tuple(read_rates(self.alpha) if self.alpha is not None else rates or [0.0]),
@@ -91,30 +93,48 @@ class GivenCosts:
             self.sequence_ms / 1e3,
             self.request_ms / 1e3,
             self.alpha_spread,
+            share,
         )
         return found, notes
 
-    def _curve(self, content: Mapping[str, Any], rows: int) -> tuple[VerificationCurve, list[str]]:
-        """Return the seconds of a pass by its tokens. prompt_rate adds the pass of `rows`, which reads prompts."""
+    def _curve(self, content: Mapping[str, Any], rows: int) -> tuple[VerificationCurve, float, list[str]]:
+        """Return the seconds of a pass by its tokens, and how many of them a prompt's token counts as.
+
+        prompt_rate is that of passes of `rows` tokens. Without a file, it gives the curve its second point.
+        """
         from speculant.lab.theory.curve import FLAT, VerificationCurve
 
-        first_ms = content.get("step_ms") if self.step_ms is None else self.step_ms
+        first_ms, rate = content.get("step_ms") if self.step_ms is None else self.step_ms, self.prompt_rate
         if not isinstance(first_ms, int | float) or not 0 < first_ms < float("inf"):
             raise ConfigError(
                 "no time of a step was given" if first_ms is None else f"step_ms={first_ms} is not above 0",
                 "add --costs pair.json, from `speculant check-pair TARGET DRAFT --json`, or --step-ms 20.",
             )
+        if rate is not None and not 0 < rate < float("inf"):
+            raise ConfigError(f"prompt_rate={rate} is not above 0", "use for example --prompt-rate 8000.")
+        if self.costs is None and rate is not None:
+            return VerificationCurve((1, max(2, rows)), (first_ms / 1e3, rows / rate)), 1.0, []
         key = "verification" if "verification" in content else "verify_curve"
         shape = FLAT if self.costs is None else read_curve(self.costs, key)
-        tokens, seconds = shape.tokens, tuple(first_ms / 1e3 * cost / shape.costs[0] for cost in shape.costs)
-        rate, last = self.prompt_rate, tokens[-1]
-        if rate is None:
-            guess = f"passes of {last} to {rows} tokens are extrapolated: add --prompt-rate"
-            return VerificationCurve(tokens, seconds), [guess] if last < rows else []
-        if not 0 < rate < float("inf") or last >= rows:
-            problem = f"prompt_rate={rate} is not above 0" if last < rows else f"the curve already has {last} tokens"
-            raise ConfigError(problem, "use for example --prompt-rate 8000, or leave it out.")
-        return VerificationCurve((*tokens, rows), (*seconds, rows / rate)), []
+        seconds = tuple(first_ms / 1e3 * cost / shape.costs[0] for cost in shape.costs)
+        curve = VerificationCurve(shape.tokens, seconds)
+        if rate is not None:
+            return curve, _rows_of(curve, rows / rate) / rows, []
+        guess = f"passes of {curve.tokens[-1]} to {rows} tokens are extrapolated: add --prompt-rate"
+        return curve, 1.0, [guess] if curve.tokens[-1] < rows else []
+
+
+def _rows_of(curve: VerificationCurve, seconds: float) -> float:
+    """Return the rows of a pass that takes this time. Raises ConfigError if there are none."""
+    first_s, low, high = curve.costs[0], 0.0, 1e6
+    if not first_s <= seconds <= first_s * curve.relative([high])[0]:
+        raise ConfigError(
+            f"no pass of the curve takes the {seconds:.3f} s of the prompt rate", "correct --prompt-rate."
+        )
+    for _ in range(BISECTIONS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if first_s * curve.relative([middle])[0] < seconds else (low, middle)
+    return high
 
 
 class CostFlags(FlagGroup):

@@ -128,7 +128,7 @@ class Replica:
         decoding = len(self._decoding)
         prompt_rows, reading = self._take_rows(self._limits.max_num_batched_tokens - decoding)
         length = self._table.length(decoding, prompt_rows, reading) if decoding else 0
-        rows, drafting, longest = prompt_rows + decoding, 0, 0
+        rows, drafting, longest = decoding, 0, 0
         unread = 0  # prompt tokens that a drafter reads, as it drafts for the first time
         for each in self._decoding if length else ():
             each.draft = draft = min(length, each.left - 1)
@@ -136,7 +136,7 @@ class Replica:
                 rows, drafting, longest = rows + draft, drafting + 1, max(longest, draft)
                 if not each.request.drafted:
                     unread += each.request.arrival.prompt - each.request.reused
-        seconds = self._table.step_s(rows, decoding + reading, drafting, longest, unread)
+        seconds = self._table.step_s(rows, prompt_rows, decoding + reading, drafting, longest, unread)
         self.busy_s += seconds
         self._ends_s = self._env.now + seconds
         self._step = self._env.timeout(seconds)
