@@ -1,7 +1,7 @@
 """Which replica a request goes to.
 
     random           any replica
-    least            the replica with the fewest requests (that wait or run), of all
+    least            a replica with the fewest requests (that wait or run), of all
     two              the one with fewer requests, of two random ones
     prefix           of the replicas that got a request with this prefix before, the one with the fewest requests; as
                      `two` if there is none, or if loads are imbalanced: the most and the fewest requests of a replica
@@ -24,47 +24,66 @@ MATCHED = 0.1  # of a prompt: a shorter shared prefix is ignored, as in Ray
 SAMPLED = 16  # replicas with a prefix that are compared
 
 
-class Members:
-    """The replicas that a router may choose, and their loads as it knows them. Every operation takes constant time."""
+class Numbers:
+    """A set of numbers, of which a random one is chosen in constant time."""
 
     def __init__(self) -> None:
         self.all = list[int]()
         self._places = dict[int, int]()
-        self.loads = dict[int, int]()
-        self._levels = dict[int, dict[int, None]]()  # replicas by load
 
     def __contains__(self, number: int) -> bool:
         return number in self._places
 
-    def add(self, number: int, load: int) -> None:
-        """Add a replica."""
+    def add(self, number: int) -> None:
+        """Add a number that is not in the set."""
         self._places[number] = len(self.all)
         self.all.append(number)
-        self.loads[number] = load
-        self._levels.setdefault(load, {})[number] = None
 
     def remove(self, number: int) -> None:
-        """Remove a replica; the last one takes its place."""
+        """Remove a number; the last one takes its place."""
         place, last = self._places.pop(number), self.all.pop()
         if last != number:
             self.all[place], self._places[last] = last, place
+
+
+class Members(Numbers):
+    """The replicas that a router may choose, and their loads as it knows them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loads = dict[int, int]()
+        self._levels = dict[int, Numbers]()  # replicas by load
+
+    def add(self, number: int, load: int = 0) -> None:
+        """Add a replica."""
+        super().add(number)
+        self._enter(number, load)
+
+    def remove(self, number: int) -> None:
+        """Remove a replica."""
+        super().remove(number)
         self._leave(number, self.loads.pop(number))
 
     def update(self, number: int, load: int) -> None:
         """Set a replica's load."""
         if (before := self.loads[number]) != load:
             self._leave(number, before)
-            self.loads[number] = load
-            self._levels.setdefault(load, {})[number] = None
+            self._enter(number, load)
+
+    def _enter(self, number: int, load: int) -> None:
+        self.loads[number] = load
+        if load not in self._levels:
+            self._levels[load] = Numbers()
+        self._levels[load].add(number)
 
     def _leave(self, number: int, load: int) -> None:
-        del self._levels[load][number]
-        if not self._levels[load]:
+        self._levels[load].remove(number)
+        if not self._levels[load].all:
             del self._levels[load]
 
-    def least(self) -> int:
-        """Return the replica with the lowest load; of equals, the one that has had it longest."""
-        return next(iter(self._levels[min(self._levels)]))
+    def least(self) -> list[int]:
+        """Return the replicas with the lowest load."""
+        return self._levels[min(self._levels)].all
 
     def imbalance(self) -> int:
         """Return the difference of the highest and the lowest load."""
@@ -80,7 +99,7 @@ class Router:
         self.entries = self.most_entries = self.updates = 0
         self._choose: Callable[[Arrival], int] = getattr(self, routing.replace("-", "_"))
         self._threshold, self._rng = threshold, rng
-        self._holders = dict[str | int, Members]()
+        self._holders = dict[str | int, Numbers]()
         self._held = dict[int, set[str | int]]()
 
     def choose(self, arrival: Arrival) -> int | None:
@@ -101,9 +120,9 @@ class Router:
             self.updates += 1
 
     def _note(self, prefix: str | int, number: int) -> None:
-        holders = self._holders.setdefault(prefix, Members())
+        holders = self._holders.setdefault(prefix, Numbers())
         if number not in holders:
-            holders.add(number, 0)
+            holders.add(number)
             self._held.setdefault(number, set()).add(prefix)
             self.entries += 1
             self.updates += 1
@@ -114,8 +133,8 @@ class Router:
         return self._rng.choice(self.members.all)
 
     def least(self, arrival: Arrival) -> int:
-        """The least loaded of all."""
-        return self.members.least()
+        """One of the least loaded of all."""
+        return self._rng.choice(self.members.least())
 
     def two(self, arrival: Arrival) -> int:
         """The less loaded of two random ones."""

@@ -184,7 +184,7 @@ def test_a_dead_replica_without_load_attracts_requests() -> None:
     config = FleetConfig(8, "least", lose=1, lose_at=10, retries=0)
     quick, slow = (_figures(replace(config, detect_s=after), BUSY)["refused"] for after in (0, 5))
     assert quick == 0
-    assert slow > 60  # of the 100 requests in these seconds, when others have load
+    assert slow > 30  # a fair share of the 100 requests in these seconds would be 12
 
 
 def test_the_autoscaler_follows_a_surge() -> None:
