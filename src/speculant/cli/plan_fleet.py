@@ -35,15 +35,15 @@ LATENCY = {  # headings, and the figures below them with their units
     "p99": ("first_token_p99_s", "{:.3f} s"),
     "answer p50": ("answer_p50_s", "{:.2f} s"),
     "p99 ": ("answer_p99_s", "{:.2f} s"),
+    "errors": ("errors", "{}"),
 }
 THROUGHPUT = {
     "tokens/s": ("tokens_per_s", "{:,.0f}"),
-    "per machine hour": ("tokens_per_machine_hour", "{:,.0f}"),
+    "per machine h": ("tokens_per_machine_hour", "{:,.0f}"),
     "busy": ("utilisation", "{:.0%}"),
     "hits": ("hit_rate", "{:.0%}"),
     "draft": ("mean_draft", "{:.1f}"),
     "retries": ("retries", "{}"),
-    "errors": ("errors", "{}"),
 }
 
 Replicas = Annotated[str, typer.Option(help="Number of replicas, or several to compare: 1,2,4.")]

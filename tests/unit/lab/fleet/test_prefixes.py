@@ -36,7 +36,7 @@ def test_a_pinned_prefix_stays() -> None:
     store.check()
 
 
-def test_blocks_of_ended_requests_take_room_until_they_are_oldest() -> None:
+def test_blocks_of_ended_requests_take_room() -> None:
     store = PrefixStore(10)
     _serve(store, 5, "a", 2)
     _serve(store, 0, "b", 4)
