@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,7 +11,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from speculant.cli.terminal import examples, print_json, results
+from speculant.cli import plan_fleet
+from speculant.cli.flags import accepts_log_level
+from speculant.cli.measured_costs import read_curve, read_pair, read_rates
+from speculant.cli.terminal import command_group, examples, print_json, results
 from speculant.errors import ConfigError
 from speculant.params import MAX_SPECULATIVE_TOKENS
 
@@ -32,8 +34,6 @@ LONGEST_ANSWER = 4096
 SPREAD = (2.5, 97.5)  # percentiles
 BAR = 32  # characters of the longest bar
 BEST = "bold green"  # style
-LARGEST = 1e9  # of counts and costs
-FORMS = 'write {"1": 1.0, "2": 1.03, ...} or {"tokens": [1, 2, ...], "cost": [1.0, 1.03, ...]}.'
 
 Alpha = Annotated[str | None, typer.Option(help="Acceptance rate, 0 to 1; or one per depth: 0.9,0.8,0.7.")]
 CostRatio = Annotated[float | None, typer.Option(help="Time of a draft pass / a target pass of one row.")]
@@ -99,7 +99,14 @@ class Assumptions:
             raise ConfigError("a correlation applies to simulated answers alone", "add --tokens 128.")
 
 
+app = command_group(no_args_is_help=False, invoke_without_command=True)
+app.command(epilog=plan_fleet.EXAMPLES)(accepts_log_level(plan_fleet.fleet))
+
+
+@app.callback(epilog=EXAMPLES)
+@accepts_log_level
 def plan(
+    context: typer.Context,
     alpha: Alpha = None,
     cost_ratio: CostRatio = None,
     verify_curve: Curve = None,
@@ -118,6 +125,8 @@ def plan(
     draft length. `speculant check-pair` measures alpha, the cost ratio, the curve and the correlation of a draft
     model or a head on this machine; give its JSON output as --verify-curve, which sets alpha and the cost ratio too.
     """
+    if context.invoked_subcommand is not None:
+        return
     measured_rates, measured_ratio = read_pair(verify_curve)
     rates = measured_rates if alpha is None else read_rates(alpha)
     ratio = measured_ratio if cost_ratio is None else cost_ratio
@@ -135,14 +144,6 @@ def plan(
         print_json(value)
     else:
         _show(results(), value)
-
-
-def read_rates(text: str) -> list[float]:
-    """Read a number, or numbers separated by commas."""
-    try:
-        return [float(part) for part in text.split(",")]
-    except ValueError:
-        raise ConfigError(f"--alpha {text!r} is not a number", "use --alpha 0.8, or one per depth: 0.9,0.8.") from None
 
 
 def document(given: Assumptions, curve: VerificationCurve) -> dict[str, Any]:
@@ -260,82 +261,3 @@ def _answers(tokens: int, answers: Mapping[str, float]) -> str:
         f"answers of {tokens} tokens: {answers['mean']:.2f} times, "
         f"95% of them {answers['low']:.2f} to {answers['high']:.2f}"
     )
-
-
-def read_curve(path: Path | None) -> VerificationCurve:
-    """Read a verification curve; None = a pass costs the same whatever its tokens. Raises ConfigError.
-
-    The file has an object of costs by number of tokens, or one of two lists `tokens` and `cost`, or either of them
-    under the key `verify_curve`. Costs may be in any unit.
-    """
-    from speculant.lab.theory.curve import FLAT, VerificationCurve
-
-    if path is None:
-        return FLAT
-    content = _read_object(path)
-    tokens, costs = _points(path, content.get("verify_curve", content))
-    try:
-        return VerificationCurve(tuple(tokens), tuple(costs))
-    except ValueError as error:
-        problem, _, fix = str(error).partition("; ")
-        raise _error(path, f"can't be used: {problem}", f"{fix}.") from error
-
-
-def read_pair(path: Path | None) -> tuple[list[float], float] | tuple[None, None]:
-    """Return acceptance rates by depth and the cost ratio from a report of `check-pair`; None for another file.
-
-    Raises ConfigError for a file that can't be read.
-    """
-    content = {} if path is None else _read_object(path)
-    try:
-        best = content["precisions"][content["best"]["precision"]]
-        rates = best["rates"] or [best["alpha"]["mean"]]
-        return [float(rate) for rate in rates], float(best["cost_ratio"])
-    except (KeyError, TypeError, ValueError):
-        return None, None
-
-
-def _error(path: Path, problem: str, fix: str = FORMS) -> ConfigError:
-    return ConfigError(f"the verification curve {path} {problem}", fix)
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise _error(path, f"can't be read: {error}", "check the path.") from error
-    except (ValueError, RecursionError) as error:
-        raise _error(path, f"is not valid JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise _error(path, "does not hold a JSON object")
-    return content
-
-
-def _points(path: Path, points: Any) -> tuple[list[int], list[float]]:
-    """Return numbers of tokens and their costs; the keys of an object are sorted."""
-    if not isinstance(points, dict):
-        raise _error(path, "has a verify_curve that is not a JSON object")
-    if not {"tokens", "cost"} & points.keys():
-        pairs = sorted(((_read_key(path, key), cost) for key, cost in points.items()), key=lambda pair: pair[0])
-        points = {"tokens": [count for count, _ in pairs], "cost": [cost for _, cost in pairs]}
-    tokens, costs = points.get("tokens"), points.get("cost")
-    if set(points) != {"tokens", "cost"} or not isinstance(tokens, list) or not isinstance(costs, list):
-        raise _error(path, "does not have two lists, tokens and cost, and nothing else")
-    for count in tokens:
-        if not _is_number(count) or count != int(count):
-            raise _error(path, f"has {count!r}, which is not a number of tokens")
-    for cost in costs:
-        if not _is_number(cost):
-            raise _error(path, f"has {cost!r}, which is not a cost")
-    return [int(count) for count in tokens], [float(cost) for cost in costs]
-
-
-def _read_key(path: Path, key: str) -> int:
-    try:
-        return int(key)
-    except ValueError:
-        raise _error(path, f"has the key {key!r}, which is not a number of tokens") from None
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and -LARGEST <= value <= LARGEST

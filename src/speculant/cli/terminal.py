@@ -49,7 +49,7 @@ def command_group(kind: type[WholeSummaries] = WholeSummaries, **settings: Any) 
     """Return a group of commands with the settings that all groups share."""
     return typer.Typer(
         cls=kind,
-        no_args_is_help=True,
+        no_args_is_help=settings.pop("no_args_is_help", True),
         add_completion=False,
         rich_markup_mode=None,  # rich truncates long flags
         pretty_exceptions_enable=False,

@@ -1,0 +1,1 @@
+"""A fleet of replicas, simulated from the measured costs of one: latency, throughput, routing, failures, scaling."""

@@ -1,0 +1,255 @@
+"""One replica: the loop of an engine, in simulated time.
+
+    add ---> waiting ---admit---> reading ---prompt computed---> decoding ---answer complete---> done
+                                  (rows of its prompt)           (one row, and its draft)
+
+As in the engine (scheduling/scheduler.py), decoding sequences come first in a step, prompts share the other rows in the
+order of arrival, and drafts get the rows that are left. A prompt's last row gives the first token. Unlike the engine, a
+replica admits a request only when its whole answer fits into memory, so it never preempts one.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from speculant.lab.fleet.config import ReplicaLimits
+from speculant.lab.fleet.costs import StepTable
+from speculant.lab.fleet.prefixes import PrefixStore
+from speculant.lab.fleet.traffic import Arrival
+
+if TYPE_CHECKING:
+    from simpy import Environment, Event
+
+
+@dataclass(slots=True, eq=False)
+class FleetRequest:
+    """A request and what became of it. Times are in seconds; None = not yet, or never.
+
+    replica: where it is. tries: how often it was sent. reused: prompt tokens found in a cache. steps, drafted: of
+    decoding. exponent: the request accepts a token where the mean request's probability, to this power, allows it.
+    """
+
+    arrival: Arrival
+    replica: Replica | None = None
+    tries: int = 0
+    first_s: float | None = None
+    end_s: float | None = None
+    error: str | None = None
+    reused: int = 0
+    steps: int = 0
+    drafted: int = 0
+    exponent: float = 1.0
+
+
+@dataclass(slots=True, eq=False)
+class Running:
+    """A request's state in a replica. unread: prompt tokens without keys and values. left: tokens of the answer.
+
+    own: blocks. prefix_blocks: of its shared prefix. holds: whether it holds the prefix in the store.
+    """
+
+    request: FleetRequest
+    unread: int
+    left: int
+    own: int
+    prefix_blocks: int
+    holds: bool = False
+    started: bool = False
+    taken: int = 0  # rows of its prompt in this step
+    draft: int = 0  # tokens of its draft in this step
+
+
+class Replica:
+    """An engine. `notify(request)` is called when a request is answered; `load` counts those that wait or run."""
+
+    def __init__(
+        self,
+        number: int,
+        env: Environment,
+        table: StepTable,
+        limits: ReplicaLimits,
+        rng: random.Random,
+        notify: Callable[[FleetRequest], None],
+    ) -> None:
+        self.number, self.busy_s = number, 0.0
+        self._env, self._table, self._limits, self._rng, self._notify = env, table, limits, rng, notify
+        self._store = PrefixStore(limits.kv_tokens // limits.block_size)
+        self._waiting = deque[FleetRequest]()
+        self._reading, self._decoding = list[Running](), list[Running]()
+        self._step: Event | None = None
+        self._ends_s = 0.0
+
+    @property
+    def load(self) -> int:
+        """The requests that wait or run."""
+        return len(self._waiting) + len(self._reading) + len(self._decoding)
+
+    def can_hold(self, arrival: Arrival) -> bool:
+        """Whether the cache has room for a request and its answer."""
+        return self._blocks(arrival.prompt + arrival.answer) <= self._store.capacity
+
+    def add(self, request: FleetRequest) -> None:
+        """Queue a request; the next step begins at once if the replica is idle."""
+        self._waiting.append(request)
+        if self._step is None:
+            self._begin()
+
+    def remove(self, request: FleetRequest) -> None:
+        """Drop a request that its client has given up; rows of the current step are computed all the same."""
+        if request in self._waiting:
+            self._waiting.remove(request)
+        for group in (self._reading, self._decoding):
+            for each in [each for each in group if each.request is request]:
+                group.remove(each)
+                self._release(each)
+
+    def stop(self) -> list[FleetRequest]:
+        """Fail: return all requests, and forget everything, the cached prefixes included."""
+        if self._step is not None:
+            self.busy_s -= self._ends_s - self._env.now
+        lost = [*(each.request for each in (*self._decoding, *self._reading)), *self._waiting]
+        self._waiting.clear()
+        self._reading, self._decoding, self._step = [], [], None
+        self._store = PrefixStore(self._store.capacity)
+        return lost
+
+    def _begin(self) -> None:
+        """Begin a step, if there is work."""
+        if self._waiting:
+            self._admit()
+        if not self._reading and not self._decoding:
+            self._step = None
+            return
+        decoding = len(self._decoding)
+        prompt_rows, reading = self._take_rows(self._limits.max_num_batched_tokens - decoding)
+        length = self._table.length(decoding, prompt_rows, reading) if decoding else 0
+        rows, drafting, longest = decoding, 0, 0
+        unread = 0  # prompt tokens that a drafter reads, as it drafts for the first time
+        for each in self._decoding if length else ():
+            each.draft = draft = min(length, each.left - 1)
+            if draft:
+                rows, drafting, longest = rows + draft, drafting + 1, max(longest, draft)
+                if not each.request.drafted:
+                    unread += each.request.arrival.prompt - each.request.reused
+        seconds = self._table.step_s(rows, prompt_rows, decoding + reading, drafting, longest, unread)
+        self.busy_s += seconds
+        self._ends_s = self._env.now + seconds
+        self._step = self._env.timeout(seconds)
+        self._step.callbacks.append(self._end)
+
+    def _admit(self) -> None:
+        most = self._limits.max_num_seqs - len(self._reading) - len(self._decoding)
+        while self._waiting and most > 0:
+            request = self._waiting[0]
+            arrival = request.arrival
+            prefix_blocks = self._prefix_blocks(arrival)
+            known = prefix_blocks > 0 and self._store.knows(arrival.prefix)
+            own = self._blocks(arrival.prompt + arrival.answer) - (prefix_blocks if known else 0)
+            if not self._store.fits(own, arrival.prefix if known else None):
+                return
+            running = Running(request, arrival.prompt, arrival.answer, own, prefix_blocks)
+            if known:
+                self._reuse(running)
+            self._store.take(own)
+            self._waiting.popleft()
+            self._reading.append(running)
+            most -= 1
+
+    def _reuse(self, running: Running) -> None:
+        """Give a request a known prefix; at least one token is left to compute."""
+        arrival = running.request.arrival
+        assert arrival.prefix is not None, "a request without a prefix"
+        self._store.pin(arrival.prefix, running.prefix_blocks)
+        reused = min(running.prefix_blocks * self._limits.block_size, arrival.prompt - 1)
+        running.unread, running.request.reused, running.holds = arrival.prompt - reused, reused, True
+
+    def _take_rows(self, budget: int) -> tuple[int, int]:
+        """Share rows among prompts, in order; return how many they take, and the number of these prompts.
+
+        Others may have computed the prefix of one that has not started.
+        """
+        spare, reading = budget, 0
+        for each in self._reading:
+            if not each.started and not each.holds and each.prefix_blocks:
+                prefix = each.request.arrival.prefix
+                if prefix is not None and self._store.knows(prefix):
+                    self._share(each)
+            each.taken = min(each.unread, spare)
+            each.started = each.started or each.taken > 0
+            spare -= each.taken
+            reading += each.taken > 0
+        return budget - spare, reading
+
+    def _share(self, each: Running) -> None:
+        each.own -= each.prefix_blocks
+        self._store.give_back(each.prefix_blocks)
+        self._reuse(each)
+
+    def _end(self, event: Event) -> None:
+        """End a step: commit its tokens, and begin the next one."""
+        if event is not self._step:  # the replica failed meanwhile
+            return
+        now, done = self._env.now, list[Running]()
+        reached, random_number = self._table.reached, self._rng.random
+        for each in self._decoding:
+            request, accepted = each.request, 0
+            if each.draft:
+                draw = random_number() ** request.exponent
+                while accepted < each.draft and draw < reached[accepted + 1]:
+                    accepted += 1
+                request.drafted += each.draft
+                each.draft = 0
+            request.steps += 1
+            each.left -= 1 + accepted
+            if not each.left:
+                done.append(each)
+        if self._reading:
+            self._end_rows(now, done)
+        for each in done:
+            self._decoding.remove(each)
+            self._release(each)
+            each.request.end_s = now
+            self._notify(each.request)
+        if event is self._step:
+            self._begin()
+
+    def _end_rows(self, now: float, done: list[Running]) -> None:
+        """Commit rows of prompts; a complete prompt gives the first token."""
+        complete = list[Running]()
+        for each in self._reading:
+            each.unread -= each.taken
+            each.taken = 0
+            arrival = each.request.arrival
+            if each.prefix_blocks and not each.holds and arrival.prompt - each.unread >= arrival.shared:
+                assert arrival.prefix is not None, "a request without a prefix"
+                each.own -= each.prefix_blocks
+                self._store.publish(arrival.prefix, each.prefix_blocks)
+                each.holds = True
+            if not each.unread:
+                complete.append(each)
+        for each in complete:
+            self._reading.remove(each)
+            self._decoding.append(each)
+            each.request.first_s = now
+            each.left -= 1
+            if not each.left:
+                done.append(each)
+
+    def _release(self, each: Running) -> None:
+        self._store.release(each.own, each.request.arrival.prefix if each.holds else None)
+
+    def _blocks(self, tokens: int) -> int:
+        return math.ceil(tokens / self._limits.block_size)
+
+    def _prefix_blocks(self, arrival: Arrival) -> int:
+        known = arrival.prefix is not None and self._limits.prefix_caching
+        return arrival.shared // self._limits.block_size if known else 0
+
+    def check(self) -> None:
+        """Raise AssertionError if the cache's counts contradict each other."""
+        self._store.check()
