@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Protocol
 
 from starlette.types import ASGIApp
 
-from speculant.batches.job import BatchJob
 from speculant.batches.lines import BatchLine, LineAnswer, LineError
 from speculant.errors import ServerError, SpeculantError
 from speculant.serving.inside import InsideRequest, whole_response
@@ -22,7 +22,17 @@ _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.05, 2.0  # between two tries
 _TRIES_ALONE = 8  # refusals of a line beside which no other runs: about 6 seconds. It is not refused for its neighbours
 
 
-async def answer_lines(job: BatchJob, answerer: Answerer, places: int) -> None:
+class Lines(Protocol):
+    """Lines without results, and where results go; such as a `BatchJob`."""
+
+    def pending(self) -> Iterator[BatchLine]:
+        """Yield the lines."""
+
+    def record(self, line: BatchLine, result: LineAnswer | LineError) -> None:
+        """Keep a line's result."""
+
+
+async def answer_lines(job: Lines, answerer: Answerer, places: int) -> None:
     """Give every pending line to an answerer and write its result. Cancelling this cancels the answers.
 
     places: how many sequences run or wait at a time; a line with more runs alone. A busy answer (429, 503) is asked for
@@ -41,7 +51,7 @@ async def answer_lines(job: BatchJob, answerer: Answerer, places: int) -> None:
         raise group.exceptions[0] from None
 
 
-async def _answer(job: BatchJob, line: BatchLine, answerer: Answerer, room: Room) -> None:
+async def _answer(job: Lines, line: BatchLine, answerer: Answerer, room: Room) -> None:
     try:
         result: LineAnswer | LineError = await _patient(line, answerer, room)
     except SpeculantError:

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
@@ -17,10 +18,13 @@ import typer
 from speculant.cli.entry import EXIT_INTERRUPTED
 from speculant.cli.flags import EngineFlags, FlagGroup, accepts_flags
 from speculant.cli.generate import fetch
+from speculant.cli.replica_flags import ReplicaFlags
 from speculant.cli.terminal import counted_progress, end_at_once, examples, messages, print_json, progress
 from speculant.config import EngineConfig
 from speculant.errors import ConfigError
 from speculant.gguf_file import name_of
+from speculant.ray.extra import check_ray
+from speculant.ray.options import ReplicaOptions
 from speculant.serving.options import MOST_MESSAGES, ServerOptions
 
 if TYPE_CHECKING:
@@ -36,6 +40,7 @@ _PLENTY = 2**31  # no bound: the file's owner owns the engine
 EXAMPLES = examples(
     "speculant batch requests.jsonl results.jsonl --model demo --draft-model demo",
     "speculant batch requests.jsonl results.jsonl --model ./llama --served-model-name gpt-4o-mini --json",
+    "speculant batch requests.jsonl results.jsonl --model ./llama --replicas 4 --ray-address 10.0.0.1:6379",
     "speculant batch requests.jsonl results.jsonl --errors failed.jsonl --model ./qwen --max-num-seqs 64",
 )
 
@@ -74,6 +79,12 @@ class BatchEngineFlags(EngineFlags):
         return {"max_num_seqs": _SEQS, **super().parsed()}
 
 
+class PoolFlags(ReplicaFlags):
+    """Engines on a Ray cluster that take lines in turn; there is nothing to route."""
+
+    left_out = ("routing", "imbalance")
+
+
 @accepts_flags
 def batch(
     source: Annotated[Path, typer.Argument(metavar="IN", help="The requests, in OpenAI's batch format (JSONL).")],
@@ -86,6 +97,7 @@ def batch(
     *,
     server: BatchFlags,
     engine: BatchEngineFlags,
+    replicas: PoolFlags,
 ) -> None:
     """Answer a file of requests.
 
@@ -98,13 +110,12 @@ def batch(
     """
     try:
         from speculant.batches.job import BatchJob
-        from speculant.serving.app import make_app
     except ImportError as error:
         raise ConfigError(
             f"the server's packages are not installed: {error}", 'pip install -c constraints.txt "speculant[serve]"'
         ) from error
 
-    values, options = engine.values(), server.options()
+    values, options, pool = engine.values(), server.options(), replicas.options()
     config, started = EngineConfig.from_arguments(**values), time.perf_counter()
     failures = errors or out.with_name(f"{out.name.removesuffix('.jsonl')}.errors.jsonl")
     with progress(f"Reading {source}"):
@@ -113,20 +124,54 @@ def batch(
         metrics: EngineMetrics | None = None
         if job.left:
             fetch(config)
-            with progress("Loading the models"):
-                loaded = _load(values)
-            messages().print(f"speculation is {'on' if loaded.speculating else 'off'}: {loaded.speculation}")
-            started = time.perf_counter()
-            app = make_app(loaded, options, [name_of(values["model"]), values["model"]])
-            stopped_by = asyncio.run(_answer(job, loaded, app))
-            if stopped_by is not None:
-                _stop(job, stopped_by)
-            metrics = loaded.metrics
+            started, metrics = (_here if pool is None else partial(_on_ray, pool))(job, values, options)
         summary = _summary(job, time.perf_counter() - started, metrics)
     if as_json:
         print_json(summary)
     else:
         messages().print(_told(summary, out, failures))
+
+
+def _here(job: BatchJob, values: dict[str, Any], options: ServerOptions) -> tuple[float, EngineMetrics | None]:
+    """Answer all lines with one engine of this process; return when that began, and the engine's totals."""
+    from speculant.serving.app import make_app
+
+    with progress("Loading the models"):
+        loaded = _load(values)
+    messages().print(f"speculation is {'on' if loaded.speculating else 'off'}: {loaded.speculation}")
+    started = time.perf_counter()
+    app = make_app(loaded, options, _names(values))
+    stopped_by = asyncio.run(_answer(job, loaded, app))
+    if stopped_by is not None:
+        _stop(job, stopped_by)
+    return started, loaded.metrics
+
+
+def _on_ray(
+    pool: ReplicaOptions, job: BatchJob, values: dict[str, Any], options: ServerOptions
+) -> tuple[float, EngineMetrics | None]:
+    """Answer all lines with engines on a Ray cluster; return when that began, and no totals."""
+    check_ray()
+    from speculant.ray.batches import answer_on_ray
+    from speculant.ray.local import connect
+
+    with progress("Connecting to Ray"):
+        connect(pool.address)
+    started = time.perf_counter()
+    with counted_progress("Answering", job.count) as show:
+
+        def shown() -> None:
+            show(job.count - job.left, job.resumed, _state(job, job.completion_tokens))
+
+        try:
+            answer_on_ray(job, values, options, _names(values), pool, shown)
+        except KeyboardInterrupt:
+            _stop(job, signal.SIGINT)
+    return started, None
+
+
+def _names(values: Mapping[str, Any]) -> list[str]:
+    return [name_of(values["model"]), values["model"]]
 
 
 def _load(values: dict[str, Any]) -> AsyncEngine:

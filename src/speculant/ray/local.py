@@ -38,18 +38,12 @@ class LocalReplicas:
         self._router, self._settings = router, settings
 
     def connect(self) -> None:
-        """Connect to a Ray cluster, or start one on this machine, which sends no usage statistics."""
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        os.environ.setdefault("RAY_worker_niceness", "0")  # 15 would let every other process go before an engine
-        for name in ("ray", "ray.serve"):
-            logging.getLogger(name).setLevel(logging.ERROR)
-        address = self._replicas.address or os.environ.get("RAY_ADDRESS")
-        local = {} if address else {"include_dashboard": False}
-        ray.init(address=address, log_to_driver=False, configure_logging=False, ignore_reinit_error=True, **local)
+        """Connect to a Ray cluster, or start one on this machine."""
+        connect(self._replicas.address)
 
     def start(self) -> Any:
         """Deploy, and return the handle once all replicas answer. Raises ConfigError if they can't start."""
-        serve.start(http_options={"location": "NoServer"})
+        serve.start(proxy_location="Disabled")
         application = engine_deployment(self._values, self._options, self._replicas, self._router, **self._settings)
         try:
             handle = serve.run(application, name=NAME, route_prefix=None)
@@ -67,6 +61,20 @@ class LocalReplicas:
         """End the replicas. A cluster that was started here ends with this process."""
         if ray.is_initialized():
             serve.shutdown()
+
+
+def connect(address: str | None) -> None:
+    """Connect to the Ray cluster of an address or of RAY_ADDRESS. Without any, start one here.
+
+    A cluster that is started here sends no usage statistics.
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_worker_niceness", "0")  # 15 would let every other process go before an engine
+    for name in ("ray", "ray.serve"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    address = address or os.environ.get("RAY_ADDRESS")
+    local = {} if address else {"include_dashboard": False}
+    ray.init(address=address, log_to_driver=False, configure_logging=False, ignore_reinit_error=True, **local)
 
 
 def _reason() -> str:

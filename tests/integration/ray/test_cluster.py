@@ -143,7 +143,7 @@ def test_a_killed_replica_harms_no_other_stream(two: ReplicaServer, texts: dict[
 
 def test_numbers_follow_a_step_of_load(cluster: str, texts: dict[Asked, str]) -> None:
     """From one replica to three and back to one, and no request is lost."""
-    quick = {"look_back_period_s": 2.0, "upscale_delay_s": 1.0, "downscale_delay_s": 3.0}
+    quick = {"upscale_delay_s": 1.0, "downscale_delay_s": 3.0}
     server = ReplicaServer(cluster, (1, 3), settings=quick).ready()
     staying = [asked for asked in _requests() if asked.leaves_after is None]
     most, answers = 0, list[Answered]()
