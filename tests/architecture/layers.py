@@ -48,7 +48,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "engine": EVERYWHERE | ENGINE_AND_BELOW,
     "serving": EVERYWHERE | ENGINE_AND_BELOW,
     "batches": EVERYWHERE | {"engine.async_engine", "serving"},
-    "ray": EVERYWHERE | {"engine.async_engine", "engine.cgroups", "serving", "batches"},
+    "ray": EVERYWHERE | {"engine.async_engine", "serving", "batches"},
     "cli": EVERYWHERE | ENGINE_AND_BELOW - {"plugins"} | {"lab", "serving", "batches", "ray"},
     "lab": frozenset(),
     "lab.theory": frozenset({"metrics"}),

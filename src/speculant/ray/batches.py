@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import pickle
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
@@ -99,8 +100,8 @@ def answer_on_ray(
             job.record(line, line.problem)
     if not asked:
         return
-    context = DataContext.get_current()
-    context.enable_progress_bars = False
+    logging.getLogger("ray.data").setLevel(logging.ERROR)
+    DataContext.get_current().enable_progress_bars = False
     cores = replicas.cores or max(1, int(ray.cluster_resources().get("CPU", 1)) // replicas.replicas[1])
     low, high = replicas.replicas
     rows = ray.data.from_items(
