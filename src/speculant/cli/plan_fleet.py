@@ -172,7 +172,7 @@ class TrafficFlags(FlagGroup):
     surge_rate: Annotated[float, "Requests per second after --surge-at."]
 
 
-class ReplicaFlags(FlagGroup):
+class FleetReplicaFlags(FlagGroup):
     """The engine of a replica."""
 
     sets = ReplicaLimits
@@ -222,7 +222,7 @@ def fleet(
     *,
     costs: CostFlags,
     traffic: TrafficFlags,
-    limits: ReplicaFlags,
+    limits: FleetReplicaFlags,
     settings: FleetFlags,
     scaling: ScalingFlags,
 ) -> None:

@@ -45,14 +45,14 @@ class LineAnswerer:
 
     async def __call__(self, batch: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
         """Yield the result of each line of a task. batch: the pickled lines."""
-        part = Part([pickle.loads(data) for data in batch[_COLUMN]])
+        part = TaskLines([pickle.loads(data) for data in batch[_COLUMN]])
         answering = asyncio.create_task(answer_lines(part, self._answerer, self._places))
         async with aclosing(part.results(answering)) as results:
             async for line, result in results:
                 yield {_COLUMN: np.array([pickle.dumps((line.number, result))], dtype=object)}
 
 
-class Part:
+class TaskLines:
     """Some lines of a batch, and their results as they come. For use in one event loop."""
 
     def __init__(self, lines: Sequence[BatchLine]) -> None:
