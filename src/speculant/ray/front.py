@@ -33,7 +33,7 @@ from speculant.serving.wire import json_response
 logger = logging.getLogger(__name__)
 
 REPLICA = "x-speculant-replica"  # a response's header: the replica that answered
-_METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE"]
+_METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
 _HOP = frozenset({b"connection", b"transfer-encoding", b"x-request-id", b"host", b"content-length"})
 
 
@@ -169,7 +169,8 @@ async def _routed(request: Request) -> RoutedRequest:
     headers = (*kept, (b"x-request-id", str(request.scope.get(REQUEST_ID, "")).encode()))
     client = request.client.host if request.client is not None else ""
     body, key = await request.body(), request.scope.get(API_KEY)
-    inside = InsideRequest(request.method, request.url.path, body, headers, request.scope["query_string"], client)
+    path = request.scope["path"]  # a URL made of it would end at a "#" or "?" that was encoded
+    inside = InsideRequest(request.method, path, body, headers, request.scope["query_string"], client)
     return routed(inside, key) if len(body) <= LARGE else await asyncio.to_thread(routed, inside, key)
 
 

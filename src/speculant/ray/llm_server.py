@@ -18,6 +18,7 @@ from speculant.serving.inside import InsideRequest, ResponseHead, responses, who
 from speculant.serving.options import ServerOptions
 
 _JSON = ((b"content-type", b"application/json"),)
+_KEPT = ("authorization", "x-request-id", "traceparent")
 _OWN_OPTIONS = "server_options"  # an entry of engine_kwargs: fields of `ServerOptions`
 
 
@@ -52,9 +53,20 @@ class LLMServer:
 
     @classmethod
     def get_deployment_options(cls, llm_config: Any) -> dict[str, Any]:
-        """Return the options of Ray Serve that the configuration has; a replica has one core if none are named."""
+        """Return the options of Ray Serve that the configuration has; a replica has one core if none are named.
+
+        Raises ConfigError for a placement group or LoRA adapters: an engine is one process, with one set of weights.
+        """
+        for name in ("placement_group_config", "lora_config"):
+            if getattr(llm_config, name, None):
+                raise ConfigError(f"{name} is given, which speculant.ray:LLMServer does not support", "leave it out.")
         options: dict[str, Any] = copy.deepcopy(llm_config.deployment_config)
-        options.setdefault("ray_actor_options", {}).setdefault("num_cpus", 1)
+        actor = options.setdefault("ray_actor_options", {})
+        actor.setdefault("num_cpus", 1)
+        if environment := getattr(llm_config, "runtime_env", None):
+            actor["runtime_env"] = {**actor.get("runtime_env", {}), **environment}
+        if accelerator := getattr(llm_config, "accelerator_type", None):
+            actor.setdefault("accelerator_type", accelerator)
         return options
 
     async def start(self) -> None:
@@ -70,24 +82,34 @@ class LLMServer:
 
     async def chat(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any, None]:
         """Yield the events of a conversation's answer as text, or the whole answer or error as a model."""
-        from ray.serve.llm.openai_api_models import ChatCompletionResponse
-
-        async for piece in self._answer("/v1/chat/completions", request, ChatCompletionResponse):
+        async for piece in self._answer("/v1/chat/completions", request, raw_request_info, "ChatCompletionResponse"):
             yield piece
 
     async def completions(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any, None]:
         """Yield the events of a completion as text, or the whole completion or error as a model."""
-        from ray.serve.llm.openai_api_models import CompletionResponse
-
-        async for piece in self._answer("/v1/completions", request, CompletionResponse):
+        async for piece in self._answer("/v1/completions", request, raw_request_info, "CompletionResponse"):
             yield piece
 
-    async def _answer(self, path: str, request: Any, kind: Any) -> AsyncGenerator[Any, None]:
+    async def tokenize(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any, None]:
+        """Yield the tokens of a text, or an error, as a model."""
+        async for piece in self._answer("/tokenize", request, raw_request_info, "TokenizeResponse"):
+            yield piece
+
+    async def detokenize(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any, None]:
+        """Yield the text of tokens, or an error, as a model."""
+        async for piece in self._answer("/detokenize", request, raw_request_info, "DetokenizeResponse"):
+            yield piece
+
+    async def _answer(self, path: str, request: Any, raw: Any, kind: str) -> AsyncGenerator[Any, None]:
+        """Yield the application's response. raw: has the client's headers. kind: the name of the response's model."""
+        from ray.serve.llm import openai_api_models
+
         body = request.model_dump_json(exclude_unset=True).encode()
-        inside = InsideRequest("POST", path, body, _JSON)
-        if not request.stream:
+        inside = InsideRequest("POST", path, body, (*_JSON, *_kept(raw)))
+        if not getattr(request, "stream", False):
             head, content = await whole_response(self._app, inside)
-            yield kind(**json.loads(content)) if head.status == 200 else _error(content, head.status)
+            model = getattr(openai_api_models, kind)
+            yield model(**json.loads(content)) if head.status == 200 else _error(content, head.status)
             return
         async with aclosing(responses(self._app, inside)) as pieces:
             first = await anext(pieces)
@@ -104,9 +126,16 @@ class LLMServer:
                 yield _error(failure, head.status)
 
 
+def _kept(raw: Any) -> tuple[tuple[bytes, bytes], ...]:
+    """Return the headers of a client that the application reads: its key, and the request's id."""
+    given = {} if raw is None else {name.lower(): value for name, value in raw.headers.items()}
+    return tuple((name.encode(), given[name].encode("latin-1")) for name in _KEPT if name in given)
+
+
 def _error(content: bytes, status: int) -> Any:
     """Return an error of the application as the model that `ray.serve.llm` expects."""
     from ray.serve.llm.openai_api_models import ErrorResponse
 
     error = json.loads(content)["error"]
-    return ErrorResponse(error={"message": error["message"], "type": error["type"], "code": status})
+    named = {name: error.get(name) for name in ("message", "type", "param")}
+    return ErrorResponse(error={**named, "code": status})

@@ -31,8 +31,9 @@ def routed(request: InsideRequest, api_key: str | None) -> RoutedRequest:
     except (ValueError, RecursionError):  # the replica refuses it
         body = {}
     body = body if isinstance(body, dict) else {}
-    salt = f"{api_key or ''}:{body.get('cache_salt') or ''}"
-    tag = "" if salt == ":" else key_digest(salt)[:_TAG]
+    given = body.get("cache_salt")
+    salt = f"{api_key or ''}:{given if isinstance(given, str) else ''}"  # the replica refuses another type
+    tag = "" if salt == ":" else key_digest(ascii(salt))[:_TAG]
     return RoutedRequest((tag + text_of(body))[:MOST_CHARACTERS] or request.path, request)
 
 

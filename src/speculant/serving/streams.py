@@ -57,7 +57,8 @@ class EventStream(Response):
 
     async def _send_all(self, send: Send) -> None:
         async with aclosing(self._events) as events:
-            await self._send(send, {"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            head = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+            await self._send(send, head)
             async for data in events:
                 await self._send(send, {"type": "http.response.body", "body": data, "more_body": True})
             await self._send(send, {"type": "http.response.body", "body": b"", "more_body": False})
