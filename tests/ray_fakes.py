@@ -32,7 +32,7 @@ class FakeCall:
             self._sent.put_nowait(StopAsyncIteration())
         except asyncio.CancelledError:
             self._sent.put_nowait(RequestCancelledError("fake"))
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - whatever it is, the reader gets it
             self._sent.put_nowait(error)
 
     def __aiter__(self) -> FakeCall:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import importlib
 import json
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -18,6 +19,8 @@ from speculant.serving.inside import InsideRequest, ResponseHead, responses, who
 from speculant.serving.options import ServerOptions
 
 _JSON = ((b"content-type", b"application/json"),)
+# The public module has no models of tokens.
+_MODELS = "ray.llm._internal.serve.core.configs.openai_api_models"
 _KEPT = ("authorization", "x-request-id", "traceparent")
 _OWN_OPTIONS = "server_options"  # an entry of engine_kwargs: fields of `ServerOptions`
 
@@ -30,7 +33,7 @@ class LLMServer:
     models of `ray.serve.llm`.
     """
 
-    async def __init__(self, llm_config: Any) -> None:
+    async def __init__(self, llm_config: Any) -> None:  # type: ignore[misc]  # Ray Serve awaits it
         """Load the engine. Raises the errors of `AsyncEngine`."""
         self._config = llm_config
         values = dict(llm_config.engine_kwargs)
@@ -102,26 +105,23 @@ class LLMServer:
 
     async def _answer(self, path: str, request: Any, raw: Any, kind: str) -> AsyncGenerator[Any, None]:
         """Yield the application's response. raw: has the client's headers. kind: the name of the response's model."""
-        from ray.serve.llm import openai_api_models
-
         body = request.model_dump_json(exclude_unset=True).encode()
         inside = InsideRequest("POST", path, body, (*_JSON, *_kept(raw)))
         if not getattr(request, "stream", False):
             head, content = await whole_response(self._app, inside)
-            model = getattr(openai_api_models, kind)
-            yield model(**json.loads(content)) if head.status == 200 else _error(content, head.status)
+            yield _model(kind, **json.loads(content)) if head.status == 200 else _error(content, head.status)
             return
         async with aclosing(responses(self._app, inside)) as pieces:
-            head = await anext(pieces)
-            assert isinstance(head, ResponseHead)
-            content = bytearray()
+            status, refused = 0, bytearray()
             async for piece in pieces:
-                assert isinstance(piece, bytes)
-                if head.status == 200:
+                if isinstance(piece, ResponseHead):
+                    status = piece.status
+                elif status == 200:
                     yield piece.decode()
-                content += piece if head.status != 200 else b""
-            if head.status != 200:
-                yield _error(bytes(content), head.status)
+                else:
+                    refused += piece
+            if status != 200:
+                yield _error(bytes(refused), status)
 
 
 def _kept(raw: Any) -> tuple[tuple[bytes, bytes], ...]:
@@ -132,8 +132,11 @@ def _kept(raw: Any) -> tuple[tuple[bytes, bytes], ...]:
 
 def _error(content: bytes, status: int) -> Any:
     """Return an error of the application as the model that `ray.serve.llm` expects."""
-    from ray.serve.llm.openai_api_models import ErrorResponse
-
     error = json.loads(content)["error"]
     named = {name: error.get(name) for name in ("message", "type", "param")}
-    return ErrorResponse(error={**named, "code": status})
+    return _model("ErrorResponse", error={**named, "code": status})
+
+
+def _model(kind: str, **values: Any) -> Any:
+    """Return a response as Ray's routes know it."""
+    return getattr(importlib.import_module(_MODELS), kind)(**values)

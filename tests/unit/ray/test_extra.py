@@ -67,7 +67,7 @@ def test_unknown_names_are_no_attributes() -> None:
         (["--replicas", "0"], "replicas=0:0"),
         (["--replicas", "3:2"], "replicas=3:2"),
         (["--replicas", "2", "--replica-cores", "0"], "replica_cores=0"),
-        (["--replicas", "2", "--replica-cores", "all"], "all"),
+        (["--replicas", "2", "--replica-cores", "all"], "--replica-cores"),
         (["--replicas", "2", "--replica-routing", "loads"], "loads"),
         (["--replicas", "2", "--replica-imbalance", "-1"], "replica_imbalance=-1"),
         (["--replica-cores", "2"], "add --replicas N"),

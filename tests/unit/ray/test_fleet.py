@@ -115,7 +115,9 @@ def test_full_queues_refuse_requests() -> None:
     assert (error.status, error.code) == (503, "overloaded")
 
 
-@pytest.mark.parametrize("error", [RayTaskError("answer", "traceback", ValueError("x")), DeploymentUnavailableError("a")])
+@pytest.mark.parametrize(
+    "error", [RayTaskError("answer", "traceback", ValueError("x")), DeploymentUnavailableError("a")]
+)
 def test_other_failures_of_the_cluster_are_named_so(error: Exception) -> None:
     failed = _error_of(saying(error), saying("two", JSON))
     assert (failed.status, failed.code) == (500, "cluster_error")

@@ -72,12 +72,10 @@ class Served:
 @pytest.fixture(scope="module")
 def models() -> Iterator[None]:
     """Put stand-ins in the place of `ray.serve.llm`."""
-    package, module = ModuleType("ray.serve.llm"), ModuleType("ray.serve.llm.openai_api_models")
+    module = ModuleType("ray.llm._internal.serve.core.configs.openai_api_models")
     for name in NAMES:
         setattr(module, name, type(name, (Model,), {}))
-    package.openai_api_models = module  # type: ignore[attr-defined]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, package.__name__, package)
         patch.setitem(sys.modules, module.__name__, module)
         yield
 

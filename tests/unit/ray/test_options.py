@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from ray.serve.config import AutoscalingContext
@@ -106,11 +107,8 @@ def test_needed_replicas_follow_the_larger_load(shares: list[dict[str, float]], 
 
 
 def test_the_policy_reads_the_figures_of_ray() -> None:
-    class Context(AutoscalingContext):
-        aggregated_metrics: Any = {"places": {"a": 1.0, "b": 2.0}, "tokens": {"a": 0.1}}  # type: ignore[assignment]
-        current_num_replicas: Any = 2
-
-        def __init__(self) -> None:
-            pass
-
-    assert wanted_replicas(Context()) == (4, {})
+    figures = {"places": {"a": 1.0, "b": 2.0}, "tokens": {"a": 0.1}}
+    context = SimpleNamespace(aggregated_metrics=figures, current_num_replicas=2)
+    assert wanted_replicas(cast("AutoscalingContext", context)) == (4, {})
+    context.aggregated_metrics = None
+    assert wanted_replicas(cast("AutoscalingContext", context)) == (2, {})

@@ -18,7 +18,8 @@ VALUES = st.recursive(
     lambda inner: (
         st.lists(inner, max_size=4)
         | st.dictionaries(
-            st.sampled_from(["messages", "prompt", "input", "content", "text", "cache_salt", "instructions", "x"]), inner
+            st.sampled_from(["messages", "prompt", "input", "content", "text", "cache_salt", "instructions", "x"]),
+            inner,
         )
     ),
     max_leaves=12,
@@ -39,7 +40,10 @@ def test_a_conversation_begins_as_its_earlier_turns() -> None:
     longer = [*CHAT, {"role": "assistant", "content": "Hi."}, {"role": "user", "content": "Go on."}]
     assert text({"messages": longer, "temperature": 0}).startswith(short)
     assert "Be brief." in short
-    parts = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": [{"type": "text", "text": "Hello."}]}]
+    parts = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "Hello."}]},
+    ]
     assert text({"messages": parts}) == short
 
 
