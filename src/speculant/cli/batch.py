@@ -40,7 +40,7 @@ _PLENTY = 2**31  # no bound: the file's owner owns the engine
 EXAMPLES = examples(
     "speculant batch requests.jsonl results.jsonl --model demo --draft-model demo",
     "speculant batch requests.jsonl results.jsonl --model ./llama --served-model-name gpt-4o-mini --json",
-    "speculant batch requests.jsonl results.jsonl --model ./llama --replicas 4 --ray-address 10.0.0.1:6379",
+    "speculant batch requests.jsonl results.jsonl --model /models/llama --replicas 4 --ray-address 10.0.0.1:6379",
     "speculant batch requests.jsonl results.jsonl --errors failed.jsonl --model ./qwen --max-num-seqs 64",
 )
 

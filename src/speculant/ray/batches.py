@@ -16,11 +16,13 @@ from ray.data import ActorPoolStrategy, DataContext
 from speculant.batches.job import BatchJob
 from speculant.batches.lines import BatchLine, LineAnswer, LineError
 from speculant.batches.run import answer_lines, inside
+from speculant.errors import ServerError
 from speculant.ray.cores import Cores
 from speculant.ray.options import ReplicaOptions
 from speculant.serving.options import ServerOptions
 
 TASK_LINES = 64  # that an actor gets at a time: as many are answered again if it dies
+_RETRIES = 3  # of a task whose actor died: a line may be what kills it
 _COLUMN = "data"
 Result = LineAnswer | LineError
 
@@ -44,12 +46,13 @@ class LineAnswerer:
         self._places = engine.limits.max_num_seqs + min(engine.limits.max_num_seqs, engine.limits.max_waiting)
 
     async def __call__(self, batch: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
-        """Yield the result of each line of a task. batch: the pickled lines."""
+        """Yield the results of the lines of a task. batch: the pickled lines."""
         part = TaskLines([pickle.loads(data) for data in batch[_COLUMN]])
         answering = asyncio.create_task(answer_lines(part, self._answerer, self._places))
         async with aclosing(part.results(answering)) as results:
-            async for line, result in results:
-                yield {_COLUMN: np.array([pickle.dumps((line.number, result))], dtype=object)}
+            found = {line.number: result async for line, result in results}
+        # in one order, by which Ray Data knows what it has of a task that is repeated
+        yield {_COLUMN: np.array([pickle.dumps((number, found[number])) for number in sorted(found)], dtype=object)}
 
 
 class TaskLines:
@@ -113,8 +116,11 @@ def answer_on_ray(
         fn_constructor_args=(dict(values), options, tuple(names), cores),
         compute=ActorPoolStrategy(min_size=low, max_size=high, max_tasks_in_flight_per_actor=2),
         num_cpus=cores,
+        max_task_retries=_RETRIES,
     )
     for row in results.iter_rows():
         number, result = pickle.loads(row[_COLUMN])
         job.record(lines[number], result)
         show()
+    if job.left:
+        raise ServerError(f"{job.left} lines got no result", "give the same command again: it goes on from here.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import stat
 import tempfile
 from pathlib import Path
 from typing import IO
@@ -28,6 +29,10 @@ class Cores:
             return None
         folder = folder or Path(tempfile.gettempdir()) / f"speculant-cores-{os.getuid()}"
         folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.lstat()
+        if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode) or found.st_mode & 0o022:
+            logger.warning("%s belongs to others: this replica shares cores with others", folder)
+            return None
         taken: dict[int, IO[str]] = {}
         for core in sorted(os.sched_getaffinity(0)):
             if len(taken) == count:

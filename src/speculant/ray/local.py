@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import uuid
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -36,6 +37,7 @@ class LocalReplicas:
     ) -> None:
         self._values, self._options, self._replicas, self._ready = values, options, replicas, ready
         self._router, self._settings = router, settings
+        self._name = f"{NAME}-{uuid.uuid4().hex[:8]}"  # other servers of the cluster have theirs
 
     def connect(self) -> None:
         """Connect to a Ray cluster, or start one on this machine."""
@@ -46,9 +48,9 @@ class LocalReplicas:
         serve.start(proxy_location="Disabled")
         application = engine_deployment(self._values, self._options, self._replicas, self._router, **self._settings)
         try:
-            handle = serve.run(application, name=NAME, route_prefix=None)
+            handle = serve.run(application, name=self._name, route_prefix=None)
         except RuntimeError as error:
-            raise ConfigError(f"the replicas did not start: {_reason()}", "see the reason above.") from error
+            raise ConfigError(f"the replicas did not start: {_reason(self._name)}", "see the reason above.") from error
         found = handle.broadcast("describe").results(timeout_s=_PATIENCE_S)
         first = found[0][1]
         cores = ", ".join(f"{name}: cores {each['cores']}" for name, each in sorted(found))
@@ -60,7 +62,7 @@ class LocalReplicas:
     def stop(self) -> None:
         """End the replicas. A cluster that was started here ends with this process."""
         if ray.is_initialized():
-            serve.shutdown()
+            serve.delete(self._name)
 
 
 def connect(address: str | None) -> None:
@@ -74,11 +76,13 @@ def connect(address: str | None) -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
     address = address or os.environ.get("RAY_ADDRESS")
     local = {} if address else {"include_dashboard": False}
-    ray.init(address=address, log_to_driver=False, configure_logging=False, ignore_reinit_error=True, **local)
+    ray.init(
+        address=address or "local", log_to_driver=False, configure_logging=False, ignore_reinit_error=True, **local
+    )
 
 
-def _reason() -> str:
+def _reason(name: str) -> str:
     """Return why the deployment failed, as Ray Serve tells it."""
-    status = serve.status().applications.get(NAME)
+    status = serve.status().applications.get(name)
     found = [each.message for each in status.deployments.values()] if status is not None else []
     return " ".join(filter(None, found)) or "Ray Serve gives no reason"

@@ -174,6 +174,7 @@ class _Fleet:
                 self._run.timeouts += 1
                 replica.remove(request)
                 self._changed(replica)
+                self._end_if_drained(replica)
                 self._retry(request, "no first token in time")
 
         timeout.callbacks.append(give_up)
@@ -190,9 +191,12 @@ class _Fleet:
         replica, request.replica = request.replica, None
         assert replica is not None, "an answer from nowhere"
         self._changed(replica)
+        self._end_if_drained(replica)
+        self._close()
+
+    def _end_if_drained(self, replica: Replica) -> None:
         if replica.number in self._draining and not replica.load:
             self._remove(replica.number)
-        self._close()
 
     def _close(self) -> None:
         self._open -= 1
