@@ -36,12 +36,12 @@ class LocalReplicas:
         **settings: Any,
     ) -> None:
         self._values, self._options, self._replicas, self._ready = values, options, replicas, ready
-        self._router, self._settings = router, settings
+        self._router, self._settings, self._is_own = router, settings, False
         self._name = f"{NAME}-{uuid.uuid4().hex[:8]}"  # other servers of the cluster have theirs
 
     def connect(self) -> None:
         """Connect to a Ray cluster, or start one on this machine."""
-        connect(self._replicas.address)
+        self._is_own = connect(self._replicas.address)
 
     def start(self) -> Any:
         """Deploy, and return the handle once all replicas answer. Raises ConfigError if they can't start."""
@@ -61,12 +61,16 @@ class LocalReplicas:
 
     def stop(self) -> None:
         """End the replicas. A cluster that was started here ends with this process."""
-        if ray.is_initialized():
+        if not ray.is_initialized():
+            return
+        if self._is_own:
+            serve.shutdown()
+        else:
             serve.delete(self._name)
 
 
-def connect(address: str | None) -> None:
-    """Connect to the Ray cluster of an address or of RAY_ADDRESS. Without any, start one here.
+def connect(address: str | None) -> bool:
+    """Connect to the Ray cluster of an address or of RAY_ADDRESS. Without any, start one here, and return True.
 
     A cluster that is started here sends no usage statistics.
     """
@@ -79,6 +83,7 @@ def connect(address: str | None) -> None:
     ray.init(
         address=address or "local", log_to_driver=False, configure_logging=False, ignore_reinit_error=True, **local
     )
+    return not address
 
 
 def _reason(name: str) -> str:
