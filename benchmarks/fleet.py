@@ -9,18 +9,22 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
-
-from fleet_compared import LOADS, NAMES, capacity, compared, costs_of, measured, simulated
-from fleet_fakes import Asked, Machine, run_fakes
-from fleet_large import LARGE, measure_large, show_large
-from fleet_servers import SERVERS, measure_servers
 
 from speculant.lab.bench.runner import Benchmark, markdown
 from speculant.lab.fleet.config import ReplicaLimits, TrafficConfig
 from speculant.lab.fleet.traffic import Arrival, arrivals
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # `python benchmarks/fleet.py` finds the parts too
+
+from benchmarks.fleets.compared import LOADS, NAMES, capacity, compared, costs_of, measured, simulated
+from benchmarks.fleets.fakes import Asked, Machine, run_fakes
+from benchmarks.fleets.large import LARGE, measure_large, show_large
+from benchmarks.fleets.servers import SERVERS, measure_servers
 
 POINTS = ((1, 0.03), (8, 0.033), (64, 0.06), (512, 0.24))
 ALPHA, RATIO = 0.7, 0.05

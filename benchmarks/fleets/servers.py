@@ -24,7 +24,7 @@ from typing import Any
 
 import httpx
 import numpy as np
-from fleet_compared import LOADS, capacity, compared, measured, simulated
+from benchmarks.fleets.compared import LOADS, capacity, compared, measured, simulated
 
 from speculant.lab.bench.server_process import own_server
 from speculant.lab.bench.workloads import code_prompt
