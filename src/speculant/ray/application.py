@@ -6,7 +6,6 @@ import importlib
 import logging
 import os
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import ray
@@ -138,6 +137,10 @@ def app(args: Mapping[str, Any]) -> Application:
     """
     values, options, replicas = read_arguments(args)
     EngineConfig.from_arguments(**values)  # raises for values that do not fit together
-    front = serve.deployment(serve.ingress(partial(_behind_proxies, options))())
+
+    def behind_proxies() -> Any:  # Ray Serve takes a function for one that builds, and nothing else that can be called
+        return _behind_proxies(options)
+
+    front = serve.deployment(serve.ingress(behind_proxies)())
     front = front.options(name="Front", max_ongoing_requests=_ONGOING, ray_actor_options={"num_cpus": 0})
     return front.bind(engine_deployment(values, options, replicas))
