@@ -1,7 +1,8 @@
 """A large fleet, simulated alone: what changes from 100 to 10,000 replicas at the same load per replica.
 
 Each replica gets the same requests per second, and there are two shared prefixes per replica, whose popularity is that
-of Zipf's law. Latencies and hits are those of the later half of the requests, as caches are empty at first.
+of Zipf's law. Latencies and hits are those of the later half of the requests, as caches
+are empty at first; or of those after the failures or the surge.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ LARGE = (
     "make the least loaded far worse than random, and two choices only a little worse. Pure affinity overloads the "
     "replica of the hottest prefix at every size, and more at 10,000. A threshold on the whole fleet's imbalance turns "
     "affinity off at 10,000, as some replica always exceeds it; a threshold on the chosen replica keeps it. When a "
-    "twentieth of the replicas fails unnoticed, the least loaded sends nearly everything there."
+    "twentieth of the replicas fails unnoticed, the least loaded sends nearly everything there. Retries after a "
+    "timeout keep a fleet overloaded after its replicas are back. An autoscaler helps a minute and more after a surge."
 )
 COSTS = EngineCosts(VerificationCurve((1, 16, 64, 256, 2048), (0.02, 0.021, 0.024, 0.036, 0.15)), (0.7,), 0.05)
 LIMITS = ReplicaLimits(max_num_seqs=16, max_num_batched_tokens=2048, kv_tokens=65536)
@@ -64,27 +66,31 @@ STUDIES = (
     Study("the same, retries after 0.5 s", (100, 1000), {"routing": "least", "detect_s": 1.0, "retry_s": 0.5, **LOST}),
     *(
         Study(
-            f"timeouts of 1 s, {retries} retries, a fifth fails",
-            (1000,),
-            {"routing": "two", "lose_at": 2.0, "lose_share": 0.2, "start_s": 4.0, "timeout_s": 1.0, "retries": retries},
-            {"rate": 8.0},
-            120,
+            f"timeouts of 1 s, {name}, 30% fail for 10 s",
+            (100,),
+            {"routing": "two", "lose_at": 5.0, "lose_share": 0.3, "start_s": 10.0, "timeout_s": 1.0, **more},
+            {"rate": 11.0},
+            400,
         )
-        for retries in (0, 3)
+        for name, more in (
+            ("no retries", {"retries": 0}),
+            ("3 retries", {"retries": 3}),
+            ("3 retries after 5 s each", {"retries": 3, "retry_s": 5.0}),
+        )
     ),
     *(
         Study(
             f"surge to three times, {name}",
             (30,),
             {"routing": "two", "start_s": 60.0, **more},
-            {"rate": 2.0, "surge_at": 100.0, "surge_rate": 6.0},
-            1400,
+            {"rate": 6.0, "surge_at": 60.0, "surge_rate": 18.0},
+            2500,
         )
         for name, more in (
             ("no autoscaler", {}),
-            ("added after 30 s", {"scaling": Scaling(30, 120, 3.0, 1.0, 30.0, 600.0)}),
-            ("added after 5 s", {"scaling": Scaling(30, 120, 3.0, 1.0, 5.0, 600.0)}),
-            ("added after 5 s, twice as many", {"scaling": Scaling(30, 120, 1.5, 1.0, 5.0, 600.0)}),
+            ("added after 30 s", {"scaling": Scaling(30, 120, 8.0, 1.0, 30.0, 600.0)}),
+            ("added after 5 s", {"scaling": Scaling(30, 120, 8.0, 1.0, 5.0, 600.0)}),
+            ("added after 5 s, twice as many", {"scaling": Scaling(30, 120, 4.0, 1.0, 5.0, 600.0)}),
         )
     ),
 )
@@ -104,7 +110,8 @@ def simulated_study(study: Study, size: int) -> dict[str, Any]:
     started = time.perf_counter()
     run = simulate_fleet(FleetConfig(size, **fleet), COSTS, LIMITS, traffic)
     wall_s = time.perf_counter() - started
-    later = figures(replace(run, requests=run.requests[requests // 2 :]))
+    event = changes.get("surge_at", fleet.get("lose_at", traffic[requests // 2].seconds))
+    later = figures(replace(run, requests=[each for each in run.requests if each.arrival.seconds >= event]))
     return {**figures(run), **{name: later[name] for name in LATER}, "simulated_in_s": wall_s, "hot_share": _hot(run)}
 
 

@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[2]
 COMMANDS = [
     ["benchmarks/engine_overhead.py", "--steps", "3"],
     ["benchmarks/first_token.py"],
+    ["benchmarks/fleet.py", "--part", "large"],
     ["benchmarks/formats.py", "--models", "embedded", "--forms", "int8", "q8_0", "--answer", "8"],
     ["benchmarks/heads.py", "--methods", "medusa", "suffix", "default", "--tokens", "16"],
     ["benchmarks/lookup_cost.py"],

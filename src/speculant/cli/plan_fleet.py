@@ -74,6 +74,7 @@ class GivenCosts:
     draft_overhead: float | None = None
     overhead_ms: float = 0.0
     sequence_ms: float = 0.0
+    admit_ms: float = 0.0
     request_ms: float = 0.0
 
     def engine_costs(self, limits: ReplicaLimits) -> tuple[EngineCosts, list[str]]:
@@ -91,6 +92,7 @@ class GivenCosts:
             self.draft_overhead if self.draft_overhead is not None else overhead or 0.0,
             self.overhead_ms / 1e3,
             self.sequence_ms / 1e3,
+            self.admit_ms / 1e3,
             self.request_ms / 1e3,
             self.alpha_spread,
             share,
@@ -151,7 +153,8 @@ class CostFlags(FlagGroup):
     draft_overhead: Annotated[float, "Fixed time of a draft / a target pass of one row."]
     overhead_ms: Annotated[float, "Milliseconds of each step beside the passes."]
     sequence_ms: Annotated[float, "Milliseconds of a step for each sequence after the first."]
-    request_ms: Annotated[float, "Milliseconds of each request outside of the engine, such as HTTP."]
+    admit_ms: Annotated[float, "Milliseconds of a step for each request that it admits, if the server shares its core."]
+    request_ms: Annotated[float, "Milliseconds of each request where it delays no other, such as the network."]
 
 
 class TrafficFlags(FlagGroup):

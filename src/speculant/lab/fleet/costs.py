@@ -19,8 +19,9 @@ class EngineCosts:
 
     seconds: of a target pass by its rows. rates: acceptance by depth. cost_ratio: c, a draft token's time over that of
     a target pass with as many rows as sequences. draft_overhead: the fixed time of a draft over a pass of one row.
-    step_s: of each step beside the passes. sequence_s: of each sequence of a step after the first. request_s: of each
-    request outside of the engine, such as HTTP. spread: standard deviation of the first rate between requests.
+    step_s: of each step beside the passes. sequence_s: of each sequence of a step after the first. admit_s: of a step
+    for each request that it admits, such as the server's work on the engine's core. request_s: of each request where
+    it delays no other. spread: standard deviation of the first rate between requests.
     prompt_share: rows that a row of a prompt counts as. It is less than a verified one, which has logits and a verdict.
     """
 
@@ -30,6 +31,7 @@ class EngineCosts:
     draft_overhead: float = 0.0
     step_s: float = 0.0
     sequence_s: float = 0.0
+    admit_s: float = 0.0
     request_s: float = 0.0
     spread: float = 0.0
     prompt_share: float = 1.0
@@ -37,7 +39,7 @@ class EngineCosts:
     def __post_init__(self) -> None:
         if not self.rates or not all(0 <= rate <= 1 for rate in self.rates):
             raise ConfigError(f"alpha={list(self.rates)} is not between 0 and 1", "use for example --alpha 0.8.")
-        for name in ("cost_ratio", "draft_overhead", "step_s", "sequence_s", "request_s", "prompt_share"):
+        for name in ("cost_ratio", "draft_overhead", "step_s", "sequence_s", "admit_s", "request_s", "prompt_share"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ConfigError(f"{name}={getattr(self, name)} is not a number of 0 or more", f"set {name} to 0.")
         mean = self.rates[0]

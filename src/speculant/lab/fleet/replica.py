@@ -120,8 +120,7 @@ class Replica:
 
     def _begin(self) -> None:
         """Begin a step, if there is work."""
-        if self._waiting:
-            self._admit()
+        admitted = self._admit() if self._waiting else 0
         if not self._reading and not self._decoding:
             self._step = None
             return
@@ -137,12 +136,15 @@ class Replica:
                 if not each.request.drafted:
                     unread += each.request.arrival.prompt - each.request.reused
         seconds = self._table.step_s(rows, prompt_rows, decoding + reading, drafting, longest, unread)
+        seconds += admitted * self._table.costs.admit_s
         self.busy_s += seconds
         self._ends_s = self._env.now + seconds
         self._step = self._env.timeout(seconds)
         self._step.callbacks.append(self._end)
 
-    def _admit(self) -> None:
+    def _admit(self) -> int:
+        """Start waiting requests, while there are places and memory; return their number."""
+        before = len(self._reading)
         most = self._limits.max_num_seqs - len(self._reading) - len(self._decoding)
         while self._waiting and most > 0:
             request = self._waiting[0]
@@ -151,7 +153,7 @@ class Replica:
             known = prefix_blocks > 0 and self._store.knows(arrival.prefix)
             own = self._blocks(arrival.prompt + arrival.answer) - (prefix_blocks if known else 0)
             if not self._store.fits(own, arrival.prefix if known else None):
-                return
+                break
             running = Running(request, arrival.prompt, arrival.answer, own, prefix_blocks)
             if known:
                 self._reuse(running)
@@ -159,6 +161,7 @@ class Replica:
             self._waiting.popleft()
             self._reading.append(running)
             most -= 1
+        return len(self._reading) - before
 
     def _reuse(self, running: Running) -> None:
         """Give a request a known prefix; at least one token is left to compute."""

@@ -63,19 +63,35 @@ def test_random_routing_splits_into_equal_queues() -> None:
 
 def test_a_lone_request_takes_its_steps() -> None:
     """300 prompt tokens in chunks of 128, then drafts of 3 tokens that are all accepted."""
-    costs = replace(SLOPED, rates=(1.0,), cost_ratio=0.0, step_s=0.01, request_s=0.5)
+    costs = replace(SLOPED, rates=(1.0,), cost_ratio=0.0, step_s=0.01, admit_s=0.03, request_s=0.5)
     limits = ReplicaLimits(max_num_batched_tokens=128, draft_length="3")
     run = simulate_fleet(FleetConfig(), costs, limits, [Arrival(1.0, 300, 10)])
 
     def step(rows: int) -> float:
         return float(costs.seconds.relative([rows])[0]) * 0.02 + 0.01
 
-    first = 2 * step(128) + step(44)
+    first = 0.03 + 2 * step(128) + step(44)
     (request,) = run.requests
     assert request.first_s == pytest.approx(1 + first)
     assert request.end_s == pytest.approx(1 + first + 2 * step(4) + step(1))  # 4 + 4 + 1 tokens after the first
     assert figures(run, costs.request_s)["first_token_p50_s"] == pytest.approx(first + 0.5)
     assert run.busy_s == pytest.approx(request.end_s - 1)
+
+
+def test_a_drafter_reads_the_prompt_before_its_first_draft() -> None:
+    costs = replace(SLOPED, rates=(1.0,), cost_ratio=0.5)
+    seen = [
+        simulate_fleet(FleetConfig(), costs, ReplicaLimits(draft_length="1"), [Arrival(0.0, prompt, 3)]).requests[0]
+        for prompt in (8, 64)
+    ]
+    gaps = [(each.end_s or 0) - (each.first_s or 0) for each in seen]
+    assert gaps[1] - gaps[0] == pytest.approx(0.5 * (0.04 - 0.022))
+
+
+def test_prompt_rows_may_cost_less_than_verified_ones() -> None:
+    costs = replace(SLOPED, prompt_share=0.125)
+    (request,) = simulate_fleet(FleetConfig(), costs, EIGHT, [Arrival(0.0, 512, 1)]).requests
+    assert request.first_s == pytest.approx(0.04)  # as long as 64 rows
 
 
 def test_auto_drafts_less_where_rows_cost_time() -> None:
