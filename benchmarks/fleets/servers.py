@@ -38,8 +38,8 @@ from speculant.text.tokenizer import Tokenizer
 SERVERS = (
     "p50 within 10%, and p99 within 15% at 30% and 60%; at 85% the p99 of the first token may differ more, because a "
     "small error of the capacity moves a long queue. Two servers fit worse than one, as the client shares their cores. "
-    "A first run missed that with drafts, by up to -71%: the draft model's reading of prompts was not measured, and "
-    "the server's work for a request counted as latency although it takes the engine's core. Both are costs of a step "
+    "A first run missed that, with drafts by up to -71%: the server's work for a request counted as latency although "
+    "it takes the engine's core, and the draft model's reading of prompts was not measured. Both are costs of a step "
     "since then, and the prediction is the same."
 )
 SHAPE = ("--hidden-size", "1024", "--layers", "12")
