@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Any
 
 from fastapi import FastAPI
@@ -13,6 +14,7 @@ from ray.serve.exceptions import RequestCancelledError
 from speculant.ray.routed import RoutedRequest
 from speculant.serving.inside import responses
 
+SILENT = object()
 Answer = Callable[[RoutedRequest], AsyncIterator[Any]]
 
 
@@ -49,6 +51,21 @@ class FakeCall:
         self.cancelled = self.cancelled or self._task.cancel()
 
 
+@dataclass(frozen=True)
+class FakeTold:
+    """What one replica answers to a broadcast: a value, an exception, or SILENT for none at all."""
+
+    value: Any
+
+    async def get_async(self) -> Any:
+        """See `ReplicaResult`."""
+        if self.value is SILENT:
+            await asyncio.Event().wait()
+        if isinstance(self.value, Exception):
+            raise self.value
+        return self.value
+
+
 class FakeHandle:
     """A deployment's handle. answers: what each call in turn is answered with; the last one answers all later calls.
 
@@ -59,6 +76,7 @@ class FakeHandle:
         self._answers, self.told = list(answers), dict(told or {})
         self.calls: list[FakeCall] = []
         self.asked: list[RoutedRequest] = []
+        self.broadcasts = 0
         self.answer, self._method = self, ""
 
     def options(self, *, stream: bool) -> FakeHandle:
@@ -78,14 +96,13 @@ class FakeHandle:
         self._method = method_name
         return self
 
-    async def results_async(self, *, timeout_s: float, return_exceptions: bool) -> Sequence[Any]:
+    async def _fetch_replica_results_async(self) -> Sequence[FakeTold]:
         """See `DeploymentBroadcastResponse`."""
-        assert timeout_s > 0
-        assert return_exceptions
+        self.broadcasts += 1
         found = self.told[self._method]
         if isinstance(found, Exception):
             raise found
-        return found
+        return [FakeTold(each) for each in found]
 
 
 class FakeReplicas:

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Protocol
 
+from fastapi import FastAPI
 from starlette.types import ASGIApp
 
 from speculant.batches.lines import BatchLine, LineAnswer, LineError
@@ -96,6 +97,12 @@ class Room:
         """Return places."""
         self.held -= count
         self._freed.set()
+
+
+def places_of(app: FastAPI) -> int:
+    """Return how many sequences fill an application's engine: all that run, and as many that wait."""
+    limits = app.state.server.engine.limits
+    return int(limits.max_num_seqs + min(limits.max_num_seqs, limits.max_waiting))
 
 
 def inside(app: ASGIApp) -> Answerer:

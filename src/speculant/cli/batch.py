@@ -134,17 +134,17 @@ def batch(
 
 def _here(job: BatchJob, values: dict[str, Any], options: ServerOptions) -> tuple[float, EngineMetrics | None]:
     """Answer all lines with one engine of this process; return when that began, and the engine's totals."""
-    from speculant.serving.app import make_app
+    from speculant.serving.process import load_app
 
     with progress("Loading the models"):
-        loaded = _load(values)
-    messages().print(f"speculation is {'on' if loaded.speculating else 'off'}: {loaded.speculation}")
+        app = load_app(values, options, _names(values))
+    engine: AsyncEngine = app.state.server.engine
+    messages().print(f"speculation is {'on' if engine.speculating else 'off'}: {engine.speculation}")
     started = time.perf_counter()
-    app = make_app(loaded, options, _names(values))
-    stopped_by = asyncio.run(_answer(job, loaded, app))
+    stopped_by = asyncio.run(_answer(job, engine, app))
     if stopped_by is not None:
         _stop(job, stopped_by)
-    return started, loaded.metrics
+    return started, engine.metrics
 
 
 def _on_ray(
@@ -156,8 +156,15 @@ def _on_ray(
     from speculant.ray.local import connect
 
     with progress("Connecting to Ray"):
-        connect(pool.address)
-    started = time.perf_counter()
+        connect(pool)
+    started, came = time.perf_counter(), list[signal.Signals]()
+
+    def stop(number: int, _: object) -> None:
+        came.append(signal.Signals(number))
+        raise KeyboardInterrupt
+
+    for which in (signal.SIGINT, signal.SIGTERM):  # Ray has set handlers of its own
+        signal.signal(which, stop)
     with counted_progress("Answering", job.count) as show:
 
         def shown() -> None:
@@ -166,7 +173,7 @@ def _on_ray(
         try:
             answer_on_ray(job, values, options, _names(values), pool, shown)
         except KeyboardInterrupt:
-            _stop(job, signal.SIGINT)
+            _stop(job, came[0])
     return started, None
 
 
@@ -174,19 +181,11 @@ def _names(values: Mapping[str, Any]) -> list[str]:
     return [name_of(values["model"]), values["model"]]
 
 
-def _load(values: dict[str, Any]) -> AsyncEngine:
-    from speculant.engine.async_engine import AsyncEngine
-
-    return AsyncEngine(**values)
-
-
 async def _answer(job: BatchJob, engine: AsyncEngine, app: FastAPI) -> signal.Signals | None:
     """Answer all lines; return the signal that stopped this, if one did."""
-    from speculant.batches.run import answer_lines, inside
+    from speculant.batches.run import answer_lines, inside, places_of
 
-    limits = engine.limits
-    places = limits.max_num_seqs + min(limits.max_num_seqs, limits.max_waiting)
-    answering = asyncio.create_task(answer_lines(job, inside(app), places))
+    answering = asyncio.create_task(answer_lines(job, inside(app), places_of(app)))
     with _stopped_by_signals(answering) as stopped, counted_progress("Answering", job.count) as show:
         while not answering.done():
             show(job.count - job.left, job.resumed, _state(job, engine.metrics.tokens))

@@ -170,11 +170,9 @@ def run(
 
 def _load(values: dict[str, Any], ready: Callable[..., None]) -> AsyncEngine:
     """Load an engine in this process, and say so."""
-    from speculant.engine.async_engine import AsyncEngine
-    from speculant.serving.process import settle
+    from speculant.serving.process import load_engine
 
-    engine = AsyncEngine(**values)
-    settle()
+    engine = load_engine(values)
     ready(engine.speculating, engine.speculation, engine.context)
     return engine
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import importlib
 import logging
-import os
 from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-import ray
 from ray import serve
 from ray.serve import Application
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
@@ -17,7 +17,8 @@ from speculant.config import EngineConfig
 from speculant.gguf_file import name_of
 from speculant.ray.arguments import read_arguments
 from speculant.ray.front import make_front
-from speculant.ray.options import ReplicaOptions
+from speculant.ray.options import ReplicaOptions, with_absolute_paths
+from speculant.ray.placing import cores_of_each
 from speculant.ray.replica import EngineReplica
 from speculant.serving.options import ServerOptions
 
@@ -29,6 +30,7 @@ _ONGOING = 4096  # requests of a replica at a time: it has bounds of its own, wh
 _QUEUED = 4096  # requests that wait for a replica in one front
 _LOOK_BACK_S = 15.0  # over which the load is averaged; Ray wants more than the 10 s between two readings
 _UP_S, _DOWN_S = 5.0, 60.0  # for which the load asks for more replicas, or fewer, before there are
+_LONGEST_S = 7 * 86400.0  # of requests without a limit, for which a replica that ends waits
 _HEALTH_S = 5.0  # between two checks of a replica's health
 _KEPT_TEXT = 4_000_000  # characters that the prefix router keeps
 
@@ -47,25 +49,21 @@ def engine_deployment(
     """
     model = str(values["model"])
     short = name_of(model)
-    cores = replicas.cores or _cores_of_each(replicas)
+    cores = cores_of_each(replicas)
     deployment = serve.deployment(EngineReplica).options(
         name=DEPLOYMENT,
         ray_actor_options={"num_cpus": cores},
         max_ongoing_requests=_ONGOING,
         max_queued_requests=_QUEUED,
         health_check_period_s=_HEALTH_S,
-        graceful_shutdown_timeout_s=options.request_timeout or float("inf"),
+        graceful_shutdown_timeout_s=options.request_timeout or _LONGEST_S,
         graceful_shutdown_wait_loop_s=0.5,
         request_router_config=_router(replicas, router),
         **_scale(replicas, settings),
     )
-    return deployment.bind(dict(values), options, (short, model), cores)
-
-
-def _cores_of_each(replicas: ReplicaOptions) -> int:
-    """Return the cores of one replica if all of the cluster's are divided among the most there may be."""
-    cores = int(ray.cluster_resources().get("CPU", 1)) if ray.is_initialized() else os.cpu_count() or 1
-    return max(1, cores // replicas.replicas[1])
+    weights = options.client_weights
+    own = replace(options, client_weights=None if weights is None else str(Path(weights).absolute()))
+    return deployment.bind(with_absolute_paths(values), own, (short, model), cores)
 
 
 def _router(replicas: ReplicaOptions, router: str | type | None) -> RequestRouterConfig:

@@ -46,6 +46,14 @@ class Cores:
             return None
         return cls(frozenset(taken), tuple(taken.values()))
 
+    @classmethod
+    def use_free(cls, count: int) -> Cores | None:
+        """Claim `count` cores and use them; return None, and leave all cores to the process, if fewer are free."""
+        cores = cls.claim(count)
+        if cores is not None:
+            cores.use()
+        return cores
+
     def use(self) -> None:
         """Bind this process to the cores; threads that are made later inherit that."""
         os.sched_setaffinity(0, self.numbers)
@@ -57,7 +65,7 @@ class Cores:
 
 
 def _locked(path: Path) -> IO[str] | None:
-    file = path.open("a")
+    file = os.fdopen(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_NOFOLLOW, 0o600), "w")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
+from collections import defaultdict
 from collections.abc import AsyncGenerator
 from typing import Any, Protocol
 
@@ -11,14 +13,15 @@ from ray.exceptions import RayActorError, RayError, TaskCancelledError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, ReplicaUnavailableError
 
 from speculant.ray.routed import RoutedRequest
-from speculant.serving.errors import ApiError, unavailable
+from speculant.serving.errors import ApiError, timed_out, unavailable
 from speculant.serving.inside import ResponseHead
 from speculant.serving.service import error_event
 
 logger = logging.getLogger(__name__)
 
 TRIES = 3  # replicas that a request is sent to before it fails
-ASKING_S = 10.0  # for all replicas to answer a question about their state
+ASKING_S = 10.0  # for replicas to answer a question about their state
+KEPT_S = 1.0  # for which their answers are kept
 _LOST = (RayActorError, ReplicaUnavailableError)
 _NAMED = "/v1/responses"  # where the events of streams have names
 
@@ -34,10 +37,15 @@ class Handle(Protocol):
 
 
 class Fleet:
-    """The replicas behind a handle. For use in one event loop."""
+    """The replicas behind a handle. For use in one event loop.
 
-    def __init__(self, handle: Handle) -> None:
-        self._handle, self._calls = handle, handle.options(stream=True)
+    waits: seconds that a request waits for a replica to take it; None = for ever.
+    """
+
+    def __init__(self, handle: Handle, waits: float | None = None) -> None:
+        self._handle, self._calls, self._waits = handle, handle.options(stream=True), waits
+        self._told: dict[str, tuple[float, dict[str, Any]]] = {}  # by method: when replicas told, and what
+        self._asking = defaultdict[str, asyncio.Lock](asyncio.Lock)
         self._running: set[Any] = set()
         self._closed = False
         self._idle = asyncio.Event()
@@ -47,13 +55,15 @@ class Fleet:
         """Yield the replica's name, then the response's head and its pieces. The last name is the one that answers.
 
         A replica that is lost before the head is replaced by another one; afterwards a stream ends with an error event,
-        and another response breaks off with ConnectionError. Closing the iterator aborts the request.
+        and another response breaks off with ConnectionError. Closing the iterator aborts the request. Raises ApiError
+        if no replica takes the request in time (504), or if none could answer it.
         """
         for number in range(1, TRIES + 1):
             head: ResponseHead | None = None
             events = 0
             call = self._begin(routed)
             try:
+                yield await self._taken(call)
                 async for piece in call:
                     head = piece if isinstance(piece, ResponseHead) else head
                     events += piece.count(b"\n\n") if isinstance(piece, bytes) else 0
@@ -74,13 +84,38 @@ class Fleet:
                 self._end(call)
 
     async def ask(self, method: str) -> dict[str, Any]:
-        """Return what a method of all replicas returns, by their names. Replicas that do not answer are left out."""
+        """Return what a method of all replicas returns, by their names. Replicas that do not answer are left out.
+
+        They are asked once in `KEPT_S`, however many callers ask.
+        """
+        async with self._asking[method]:
+            now = asyncio.get_running_loop().time()
+            at, told = self._told.get(method, (-math.inf, {}))
+            if now - at >= KEPT_S:
+                told = await self._ask(method)
+                self._told[method] = asyncio.get_running_loop().time(), told
+            return told
+
+    async def _ask(self, method: str) -> dict[str, Any]:
+        found: dict[str, Any] = {}
         try:
-            found = await self._handle.broadcast(method).results_async(timeout_s=ASKING_S, return_exceptions=True)
+            async with asyncio.timeout(ASKING_S):
+                # `results_async` has one deadline for all: a silent replica would silence the others
+                sent = await self._handle.broadcast(method)._fetch_replica_results_async()
         except (RayError, TimeoutError, DeploymentUnavailableError) as error:
-            logger.warning("the replicas did not answer: %r", error)
-            return {}
-        return dict(sorted(each for each in found if isinstance(each, tuple)))
+            logger.warning("the replicas were not asked: %r", error)
+            return found
+        answers = [asyncio.ensure_future(each.get_async()) for each in sent]
+        done, late = await asyncio.wait(answers, timeout=ASKING_S) if answers else (set(), set())
+        for answer in late:
+            answer.cancel()
+        for answer in done:
+            if answer.exception() is None:
+                name, value = answer.result()
+                found[name] = value
+        if len(found) < len(answers):
+            logger.warning("%d of %d replicas did not answer", len(answers) - len(found), len(answers))
+        return dict(sorted(found.items()))
 
     async def drain(self, seconds: float) -> None:
         """Wait for this long for running requests to end, then abort them."""
@@ -92,6 +127,15 @@ class Fleet:
         self._closed = True
         for call in list(self._running):
             call.cancel()
+
+    async def _taken(self, call: Any) -> str:
+        """Wait until a replica takes a request, and return its name."""
+        try:
+            async with asyncio.timeout(self._waits):
+                name: str = await anext(call, "")
+                return name
+        except TimeoutError:
+            raise timed_out(f"No replica took the request in {self._waits} s.") from None
 
     def _begin(self, routed: RoutedRequest) -> Any:
         call = self._calls.answer.remote(routed)

@@ -22,7 +22,7 @@ from speculant.ray.pages import joined
 from speculant.ray.routed import RoutedRequest, routed
 from speculant.serving.app import add_guards, add_page
 from speculant.serving.clients import API_KEY
-from speculant.serving.errors import ApiError, timed_out, unavailable
+from speculant.serving.errors import ApiError, unavailable
 from speculant.serving.inside import InsideRequest, ResponseHead
 from speculant.serving.options import ServerOptions
 from speculant.serving.records import REQUEST_ID
@@ -51,10 +51,10 @@ class Replicas(Protocol):
 
 
 class FrontState:
-    """Whether requests are accepted, and the replicas. For use in one event loop."""
+    """Whether requests are accepted, and the replicas. For use in one event loop. waits: see `Fleet`."""
 
-    def __init__(self, replicas: Replicas) -> None:
-        self._replicas = replicas
+    def __init__(self, replicas: Replicas, waits: float | None = None) -> None:
+        self._replicas, self._waits = replicas, waits
         self._fleet: Fleet | None = None
         self.load_error: Exception | None = None
         self.draining = False
@@ -80,7 +80,7 @@ class FrontState:
         try:
             await asyncio.to_thread(self._replicas.connect)
             _take_signals_back()
-            self._fleet = Fleet(await asyncio.to_thread(self._replicas.start))
+            self._fleet = Fleet(await asyncio.to_thread(self._replicas.start), self._waits)
         except Exception as error:  # /health reports it, whatever it is
             self.load_error = error
             logger.error("the replicas can't be deployed: %s", error, exc_info=not isinstance(error, SpeculantError))
@@ -133,22 +133,14 @@ class Front:
         name, head = await while_connected(request.receive, self._begun(pieces))
         return Forwarded(name, head, pieces, self._options.send_timeout)
 
-    async def _begun(self, pieces: AsyncGenerator[Any, None]) -> tuple[str, ResponseHead]:
-        """Return the replica's name and its response's head.
-
-        Raises ApiError (504) if no replica takes the request in time.
-        """
-        name, waits = "", self._options.queue_timeout
-        try:
-            async with asyncio.timeout(waits) as deadline:
-                async for piece in pieces:
-                    if isinstance(piece, ResponseHead):
-                        return name, piece
-                    name = piece
-                    deadline.reschedule(None)  # from now on the replica keeps the deadlines
-        except TimeoutError:
-            await pieces.aclose()
-            raise timed_out(f"No replica took the request in {waits} s.") from None
+    @staticmethod
+    async def _begun(pieces: AsyncGenerator[Any, None]) -> tuple[str, ResponseHead]:
+        """Return the replica's name and its response's head."""
+        name = ""
+        async for piece in pieces:
+            if isinstance(piece, ResponseHead):
+                return name, piece
+            name = piece
         raise ConnectionError("a replica ended without a response")
 
 
@@ -188,7 +180,7 @@ async def _lifespan(app: FastAPI) -> AsyncGenerator[None, None]:
 
 def make_front(replicas: Replicas, options: ServerOptions) -> FastAPI:
     """Return an application that answers with replicas. The application's `state.server` is its `FrontState`."""
-    state = FrontState(replicas)
+    state = FrontState(replicas, options.queue_timeout)
     front = Front(state, options)
     app = FastAPI(title="Speculant", version=__version__, openapi_url=None, lifespan=_lifespan, redirect_slashes=False)
     app.state.server = state

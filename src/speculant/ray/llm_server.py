@@ -17,6 +17,7 @@ from typing import Any
 from speculant.errors import ConfigError
 from speculant.serving.inside import InsideRequest, ResponseHead, responses, whole_response
 from speculant.serving.options import ServerOptions
+from speculant.serving.process import load_app
 
 _JSON = ((b"content-type", b"application/json"),)
 # The public module has no models of tokens.
@@ -43,16 +44,8 @@ class LLMServer:
         if not isinstance(source, str):
             raise ConfigError("model_source is not a path or an id", "download the model first, and name its folder.")
         values.setdefault("model", source)
-        self._app = await asyncio.to_thread(self._load, values, options)
-
-    def _load(self, values: dict[str, Any], options: ServerOptions) -> Any:
-        from speculant.engine.async_engine import AsyncEngine
-        from speculant.serving.app import make_app
-        from speculant.serving.process import settle
-
-        engine = AsyncEngine(**values)
-        settle()
-        return make_app(engine, options, (self._config.model_id, values["model"]))
+        names = (llm_config.model_id, values["model"])
+        self._app = await asyncio.to_thread(load_app, values, options, names)
 
     @classmethod
     def get_deployment_options(cls, llm_config: Any) -> dict[str, Any]:

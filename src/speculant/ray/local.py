@@ -14,6 +14,7 @@ from ray import serve
 from speculant.errors import ConfigError
 from speculant.ray.application import NAME, engine_deployment
 from speculant.ray.options import ReplicaOptions
+from speculant.ray.placing import check_fit
 from speculant.serving.options import ServerOptions
 
 _PATIENCE_S = 300.0  # for the replicas to describe themselves: the router starts a process first
@@ -41,7 +42,7 @@ class LocalReplicas:
 
     def connect(self) -> None:
         """Connect to a Ray cluster, or start one on this machine."""
-        self._is_own = connect(self._replicas.address)
+        self._is_own = connect(self._replicas)
 
     def start(self) -> Any:
         """Deploy, and return the handle once all replicas answer. Raises ConfigError if they can't start."""
@@ -69,20 +70,26 @@ class LocalReplicas:
             serve.delete(self._name)
 
 
-def connect(address: str | None) -> bool:
+def connect(replicas: ReplicaOptions) -> bool:
     """Connect to the Ray cluster of an address or of RAY_ADDRESS. Without any, start one here, and return True.
 
-    A cluster that is started here sends no usage statistics.
+    A cluster that is started here sends no usage statistics. Raises ConfigError if the replicas do not fit on this
+    machine, or if there is no cluster at the address.
     """
+    address = replicas.address or os.environ.get("RAY_ADDRESS")
+    if address is None:
+        check_fit(replicas, os.cpu_count() or 1)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_worker_niceness", "0")  # 15 would let every other process go before an engine
     for name in ("ray", "ray.serve"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    address = address or os.environ.get("RAY_ADDRESS")
     local = {} if address else {"include_dashboard": False}
-    ray.init(
-        address=address or "local", log_to_driver=False, configure_logging=False, ignore_reinit_error=True, **local
-    )
+    try:
+        ray.init(
+            address=address or "local", log_to_driver=False, configure_logging=False, ignore_reinit_error=True, **local
+        )
+    except (ConnectionError, ValueError) as error:
+        raise ConfigError(f"there is no Ray cluster at {address}: {error}", "correct --ray-address.") from error
     return not address
 
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from speculant.errors import ConfigError
 
 ROUTINGS = ("prefix", "load")
+_PATHS = ("model", "tokenizer", "weight_cache", "download_dir")  # ends of the names of arguments that are paths
 # How fields of `ReplicaOptions` are called where other settings stand beside them.
 REPLICA_FIELDS: Mapping[str, str] = {
     "replicas": "replicas",
@@ -45,6 +48,22 @@ class ReplicaOptions:
             raise ConfigError(f"replica_routing={self.routing!r} is unknown", f"use {' or '.join(ROUTINGS)}.")
         if self.imbalance < 0:
             raise ConfigError(f"replica_imbalance={self.imbalance} is below 0", "use a number of requests, such as 8.")
+
+
+def with_absolute_paths(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an engine's arguments with absolute paths in place of those that are here.
+
+    Workers of a cluster have another working folder.
+    """
+    return {name: _absolute(name, value) for name, value in values.items()}
+
+
+def _absolute(name: str, value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return with_absolute_paths(value)
+    if name.endswith(_PATHS) and isinstance(value, str) and Path(value).exists():
+        return str(Path(value).absolute())
+    return value
 
 
 def replica_range(text: str) -> tuple[int, int]:

@@ -15,6 +15,7 @@ from speculant.ray.cores import Cores
 from speculant.ray.routed import RoutedRequest
 from speculant.serving.inside import ResponseHead, responses
 from speculant.serving.options import ServerOptions
+from speculant.serving.process import load_app
 
 logger = logging.getLogger(__name__)
 
@@ -25,24 +26,14 @@ class EngineReplica:
     values: the engine's arguments. names: the model's names for clients. cores: how many it claims.
     """
 
-    def __init__(
-        self, values: Mapping[str, Any], options: ServerOptions, names: tuple[str, ...], cores: int | None
-    ) -> None:
+    def __init__(self, values: Mapping[str, Any], options: ServerOptions, names: tuple[str, ...], cores: int) -> None:
         """Raises the errors of `AsyncEngine`."""
-        self._cores = None if cores is None else Cores.claim(cores)
-        if self._cores is not None:
-            self._cores.use()
-        # torch starts its threads on the cores that the process has by now
-        from speculant.engine.async_engine import AsyncEngine
-        from speculant.serving.app import make_app
-        from speculant.serving.process import settle
-
+        self._cores = Cores.use_free(cores)
         self.name: str = serve.get_replica_context().replica_id.unique_id
-        self._engine = AsyncEngine(**values)
-        settle()
         # The front has these already. A stored response would be found at this replica alone.
         own = replace(options, allowed_origins=(), access_log="none", max_stored_bytes=0)
-        self._app = make_app(self._engine, own, names)
+        self._app = load_app(values, own, names)
+        self._engine = self._app.state.server.engine
         logger.info("replica %s is ready; cores: %s", self.name, self.description["cores"])
 
     @property

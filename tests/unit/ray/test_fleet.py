@@ -16,7 +16,7 @@ from speculant.ray.fleet import TRIES, Fleet
 from speculant.ray.routed import RoutedRequest
 from speculant.serving.errors import ApiError
 from speculant.serving.inside import InsideRequest, ResponseHead
-from tests.ray_fakes import Answer, FakeHandle, saying
+from tests.ray_fakes import SILENT, Answer, FakeHandle, saying
 
 JSON = ResponseHead(200, ((b"content-type", b"application/json"),))
 STREAM = ResponseHead(200, ((b"content-type", b"text/event-stream; charset=utf-8"),))
@@ -205,13 +205,36 @@ def test_no_replica_is_tried_again_after_draining() -> None:
     assert _run(drain()) == 1
 
 
-def test_silent_replicas_are_left_out() -> None:
-    handle = FakeHandle(saying(), told={"load": [("b", 2), RayActorError(), ("a", 1)]})
+def test_silent_replicas_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("speculant.ray.fleet.ASKING_S", 0.1)
+    handle = FakeHandle(saying(), told={"load": [("b", 2), RayActorError(), SILENT, ("a", 1)]})
 
     async def ask() -> dict[str, Any]:
         return await Fleet(handle).ask("load")
 
     assert list(_run(ask()).items()) == [("a", 1), ("b", 2)]
+
+
+def test_replicas_are_asked_once_for_many_callers() -> None:
+    async def ask() -> tuple[int, list[dict[str, Any]], int]:
+        handle = FakeHandle(saying(), told={"load": [("a", 1)]})
+        fleet, before = Fleet(handle), handle.broadcasts
+        return before, await asyncio.gather(*(fleet.ask("load") for _ in range(5))), handle.broadcasts
+
+    assert _run(ask()) == (0, 5 * [{"a": 1}], 1)
+
+
+def test_a_request_waits_anew_after_a_lost_replica() -> None:
+    async def never(_: RoutedRequest) -> AsyncIterator[Any]:
+        await asyncio.Event().wait()
+        yield "two"
+
+    async def ask() -> None:
+        await _read(Fleet(FakeHandle(saying("one", LOST), never), waits=0.1))
+
+    with pytest.raises(ApiError, match="No replica took the request in 0.1 s") as caught:
+        _run(ask())
+    assert caught.value.status == 504
 
 
 @pytest.mark.parametrize("error", [TimeoutError(), RayActorError(), DeploymentUnavailableError("a")])

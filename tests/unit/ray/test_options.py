@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -9,8 +10,8 @@ import pytest
 from ray.serve.config import AutoscalingContext
 
 from speculant.errors import ConfigError
-from speculant.ray.arguments import read_arguments
-from speculant.ray.options import ReplicaOptions, replica_range
+from speculant.ray.arguments import PROXIES, read_arguments
+from speculant.ray.options import ReplicaOptions, replica_range, with_absolute_paths
 from speculant.ray.scaling import FULL, needed, wanted_replicas
 
 
@@ -55,13 +56,37 @@ def test_arguments_are_read_by_type(monkeypatch: pytest.MonkeyPatch) -> None:
             "replica_cores": "2",
             "replica_routing": "load",
             "replica_imbalance": 3,
-            "ray_address": "auto",
+            "priority_range": "-10:10",
         }
     )
     assert values == {"model": "demo", "max_num_seqs": 8, "dtype": "float64"}
     assert (options.api_keys, options.metrics_without_key) == (("sk-1",), True)
     assert (options.served_model_names, options.queue_timeout) == (("a", "b"), None)
-    assert replicas == ReplicaOptions((1, 4), 2, "load", 3, "auto")
+    assert options.priority_range == (-10, 10)
+    assert replicas == ReplicaOptions((1, 4), 2, "load", 3)
+
+
+def test_one_key_is_a_list_of_keys() -> None:
+    assert read_arguments({"model": "demo", "api_keys": "12345"})[1].api_keys == ("12345",)
+
+
+def test_a_wrong_key_is_not_shown() -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_arguments({"model": "demo", "api_keys": 12345})
+    assert "api_keys has the wrong type" in str(caught.value)
+    assert "12345" not in str(caught.value)
+
+
+def test_paths_of_this_folder_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "target").mkdir()
+    given = {"model": "target", "draft_model": "demo", "dtype": "target", "speculative_config": {"model": "target"}}
+    assert with_absolute_paths(given) == {
+        "model": str(tmp_path / "target"),
+        "draft_model": "demo",
+        "dtype": "target",
+        "speculative_config": {"model": str(tmp_path / "target")},
+    }
 
 
 def test_given_arguments_go_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,7 +106,8 @@ def test_given_arguments_go_before_the_environment(monkeypatch: pytest.MonkeyPat
         ({"model": "demo", "replica_cores": "all"}, "cores='all' has the wrong type"),
         ({"model": "demo", "replicas": "some"}, "replicas 'some'"),
         ({"model": "demo", "replicas": "0"}, "replicas=0:0"),
-        ({"model": "demo", "port": "70000"}, "port=70000"),
+        ({"model": "demo", "max_body_bytes": "0"}, "max_body_bytes=0"),
+        *(({"model": "demo", name: "1"}, f"'{name}' has no effect behind Ray's proxies") for name in sorted(PROXIES)),
     ],
 )
 def test_wrong_arguments_are_named(args: dict[str, Any], problem: str, monkeypatch: pytest.MonkeyPatch) -> None:
