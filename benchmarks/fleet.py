@@ -1,4 +1,4 @@
-"""`speculant plan fleet` against engines that really take their time, and what it says about large fleets.
+"""Compares `speculant plan fleet` with running engines, and simulates large fleets.
 
 fakes: engines whose steps sleep, at 1, 2 and 4 replicas; a sleep ends late, and the mean of that is a cost of a step.
 servers: `speculant serve` at 1 and 2 replicas, a core each, with costs that are measured in the same run. large: a

@@ -50,7 +50,7 @@ class Seen:
 
 
 def prompts(number: int, prefixes: int, tokens: int, seed: str) -> list[str]:
-    """Return prompts, each with one of the beginnings, which have about so many tokens."""
+    """Return prompts. Each begins with one of the shared prefixes, which have about `tokens` tokens."""
     chance = random.Random(seed)
     beginnings = [
         f"# part {place}\n" + "".join(f"{chance.choice(WORDS)} = {chance.choice(WORDS)}\n" for _ in range(tokens // 5))

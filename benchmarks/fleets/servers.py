@@ -160,7 +160,7 @@ def _prompts(typical: Mapping[str, float], curve: VerificationCurve) -> tuple[fl
 
 
 def _acceptance(tokens: float, drafts: int) -> float:
-    """Return the rate with which drafts of a length give so many tokens per step."""
+    """Return the acceptance rate at which drafts of this length give this many tokens per step."""
     rates = np.linspace(0, 1, 1001)
     means = sum(rates**k for k in range(drafts + 1))
     return float(np.interp(tokens, means, rates))

@@ -215,6 +215,6 @@ def _sequences(body: Mapping[str, Any]) -> int:
 
 
 def _order(url: str, body: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return what a prompt begins with: the fields that decide about it, then its text."""
+    """Return a key for sorting: what prompts with a common beginning have in common, then the prompt's text."""
     named = [json.dumps(body.get(name), sort_keys=True) for name in ("model", "cache_salt", "tools")]
     return (url, *named, json.dumps(body.get("messages", body.get("prompt"))))

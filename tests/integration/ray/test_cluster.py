@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ __all__ = ["cluster"]
 pytestmark = pytest.mark.slow
 STREAMS = 200
 LEAVING = 0.3  # share of the clients that disconnect
-LONG = 20  # every so many streams one is long
+LONG, LONG_TOKENS = 20, 400  # every so many streams one is long, and has so many tokens
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def _requests() -> list[Asked]:
     return [
         Asked(
             f"def function_{number % 23}(value, number={number % 7}):\n",
-            400 if number % LONG == 0 else 16 + number % 32,
+            LONG_TOKENS if number % LONG == 0 else 16 + number % 32,
             number if number % 2 else None,
             1 + number % 5 if (number * 7) % 10 < 10 * LEAVING and number % LONG else None,
         )
@@ -61,8 +61,10 @@ def _requests() -> list[Asked]:
     ]
 
 
-async def _ask(client: openai.AsyncOpenAI, asked: Asked) -> Answered:
-    """Read one stream, up to where its client leaves it."""
+async def _ask(
+    client: openai.AsyncOpenAI, asked: Asked, watch: Callable[[str, int], None] = lambda *_: None
+) -> Answered:
+    """Read one stream, up to where its client leaves it. watch: gets the replica and the pieces so far."""
     replica, text = "", ""
     try:
         raw = await client.completions.with_raw_response.create(
@@ -74,6 +76,7 @@ async def _ask(client: openai.AsyncOpenAI, asked: Asked) -> Answered:
             async for chunk in stream:
                 text += chunk.choices[0].text
                 pieces += 1
+                watch(replica, pieces)
                 if pieces == asked.leaves_after:
                     break
     except openai.APIError as error:
@@ -104,23 +107,28 @@ def test_a_killed_replica_harms_no_other_stream(two: ReplicaServer, texts: dict[
     described = two.ask("describe")
     assert len(described) == 2
     assert len({tuple(each["cores"]) for each in described.values()}) == 2, "replicas share cores"
-    victim = min(described)
-    begun: Counter[str] = Counter()
+    killed: list[str] = []
 
-    async def watched(client: openai.AsyncOpenAI, asked: Asked) -> Answered:
-        answered = await _ask(client, asked)
-        begun[answered.replica] += 1
-        return answered
+    def kill_its_replica(replica: str, pieces: int) -> None:
+        if pieces == 5 and not killed:
+            killed.append(replica)
+            kill(described[replica]["pid"])
 
     async def run() -> list[Answered]:
         async with openai.AsyncOpenAI(base_url=f"{two.url}/v1", api_key="none", max_retries=0) as client:
-            tasks = [asyncio.create_task(watched(client, asked)) for asked in _requests()]
-            while begun[victim] < STREAMS // 8:
+            asked = _requests()
+            tasks = [asyncio.create_task(_ask(client, each)) for each in asked if each.max_tokens < LONG_TOKENS]
+            while sum(task.done() for task in tasks) < STREAMS // 8:
                 await asyncio.sleep(0.005)
-            kill(described[victim]["pid"])
+            tasks += [
+                asyncio.create_task(_ask(client, each, kill_its_replica))
+                for each in asked
+                if each.max_tokens == LONG_TOKENS
+            ]
             return await asyncio.gather(*tasks)
 
     answers = asyncio.run(run())
+    (victim,) = killed
     failed = [each for each in answers if each.error is not None]
     print(f"{len(failed)} of {STREAMS} streams failed: {Counter(each.error for each in failed)}")
     assert {each.replica for each in failed} <= {victim}, failed
