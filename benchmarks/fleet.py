@@ -1,8 +1,8 @@
 """Compares `speculant plan fleet` with running engines, and simulates large fleets.
 
 fakes: engines whose steps sleep, at 1, 2 and 4 replicas; a sleep ends late, and the mean of that is a cost of a step.
-servers: `speculant serve` at 1 and 2 replicas, a core each, with costs that are measured in the same run. large: a
-fleet of many replicas, simulated alone.
+servers: `speculant serve` at 1 and 2 replicas, a core each, with costs that are measured between the requests. large:
+a fleet of many replicas, simulated alone. --requests is for fakes, and --rounds for servers.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ BENCHMARK = Benchmark(
     __file__, __doc__,
     predicted="fakes: p50 within 5% and p99 within 15% at every load; the largest difference is the p99 of the first "
     f"token at 85%, because acceptance is drawn anew. servers: {SERVERS} large: {LARGE}",
-    measure=measure, show=show,
+    measure=measure, show=show, rounds=3,
     options={"part": {"choices": PARTS, "default": "fakes"}, "requests": 800, "model": "demo", "draft_model": "demo"},
 )  # fmt: skip
 

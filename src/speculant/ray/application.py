@@ -9,9 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from fastapi import FastAPI
 from ray import serve
 from ray.serve import Application
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
+from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from speculant.config import EngineConfig
 from speculant.gguf_file import name_of
@@ -122,10 +125,29 @@ class _Deployed:
         """See `front.Replicas`."""
 
 
-def _behind_proxies(options: ServerOptions) -> Any:
+class _WithoutId:
+    """Leaves X-Request-Id out of responses: Ray's proxy adds it, with the same value."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one connection, see ASGI."""
+
+        async def send_without(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                del MutableHeaders(scope=message)["x-request-id"]
+            await send(message)
+
+        await self._app(scope, receive, send_without)
+
+
+def _behind_proxies(options: ServerOptions) -> FastAPI:
     """Return the front of replicas that Ray's proxies call."""
     application = serve.get_replica_context().app_name
-    return make_front(_Deployed(application), options)
+    front = make_front(_Deployed(application), options)
+    front.add_middleware(_WithoutId)
+    return front
 
 
 def app(args: Mapping[str, Any]) -> Application:

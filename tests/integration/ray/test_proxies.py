@@ -42,10 +42,11 @@ def http(cluster: str) -> Iterator[httpx.Client]:
 def test_answers_are_those_of_one_engine(http: httpx.Client) -> None:
     params = SamplingParams(temperature=0, max_tokens=16)
     text = LLM(**PAIR).generate([PROMPT["prompt"]], params)[0].outputs[0].text
-    whole = http.post("/v1/completions", json=PROMPT)
+    whole = http.post("/v1/completions", json=PROMPT, headers={"x-request-id": "own"})
     assert whole.status_code == 200
     assert whole.json()["choices"][0]["text"] == text
     assert whole.headers["x-speculant-replica"]
+    assert whole.headers.get_list("x-request-id") == ["own"]
     with http.stream("POST", "/v1/completions", json={**PROMPT, "stream": True}) as streamed:
         *events, last = [line.removeprefix("data: ") for line in streamed.iter_lines() if line]
     assert last == "[DONE]"
