@@ -87,6 +87,7 @@ def same_as_decoded(path: Path, folder: Path, out: Path, kernels: str) -> Checkp
 # --- logits
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
@@ -234,6 +235,7 @@ def test_a_tensor_can_be_changed_and_its_file_stays(folder: Path, tmp_path: Path
     assert torch.equal(read_plain(weights, "output.weight"), before)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("kind", DECODED)
 def test_other_kinds_are_decoded_and_named(

@@ -42,11 +42,12 @@ def near(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
     return load_plain(write_checkpoint(tmp_path_factory.mktemp("near") / "draft", Shape(noise=0.5, end=END)), "draft")
 
 
-@pytest.fixture
-def texts(tmp_path: Path, target: Decoder) -> Texts:
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory, target: Decoder) -> Texts:
     torch.manual_seed(0)
-    save_texts(tmp_path, torch.randint(33, 127, (40, SEQ)).tolist(), SEQ, 0)
-    return open_texts(tmp_path, target)
+    folder = tmp_path_factory.mktemp("texts")
+    save_texts(folder, torch.randint(33, 127, (40, SEQ)).tolist(), SEQ, 0)
+    return open_texts(folder, target)
 
 
 def config_of(out: Path, target: str, **changes: Any) -> BoostedConfig:

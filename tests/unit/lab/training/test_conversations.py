@@ -103,7 +103,7 @@ def test_the_opening_of_all_texts_is_not_counted() -> None:
     assert Texts(tokens[:1], nothing[:1], 1).opening == 4  # half of a text
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "medusa", "pass"])
+@pytest.mark.parametrize("kind", ["eagle3", "medusa", pytest.param("pass", marks=pytest.mark.slow)])
 def test_a_head_learns_from_conversations(kind: str, tmp_path: Path) -> None:
     """From the command line; without data the target writes the questions too."""
     out, questions = tmp_path / "head", tmp_path / "questions.jsonl"

@@ -224,7 +224,7 @@ LONG = 20_000
         pytest.param("<" * LONG, marks=pytest.mark.slow),
         " " * LONG,
         "<tool_call>" * (LONG // 11),
-        '<tool_call>{"name": "' * (LONG // 21),
+        pytest.param('<tool_call>{"name": "' * (LONG // 21), marks=pytest.mark.slow),
         '<tool_call>{"arguments": {"a": "' + "x" * LONG,
         pytest.param('<tool_call>{"name": "f", "arguments": {"a": ' + "[" * LONG, marks=pytest.mark.slow),
         pytest.param('<tool_call>{"name": "f", "arguments": {"a": ' + "1" * LONG, marks=pytest.mark.slow),
