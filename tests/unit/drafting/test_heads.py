@@ -51,6 +51,7 @@ from tests.heads import (
 from tests.heads import write_medusa as write_medusa_head
 from tests.models import HIDDEN_SIZE, VOCAB_SIZE, Checkpoints, make_request
 
+pytestmark = pytest.mark.covering(1)
 H, V = HIDDEN_SIZE, VOCAB_SIZE
 TEXT = [7, 1, 2, 3, 4, 1, 2, 250, 5, 1, 2]
 GREEDY = SamplingParams(temperature=0, max_tokens=None)

@@ -117,6 +117,7 @@ STORED: dict[str, dict[str, dict[str, Any]]] = {
     },
     "umt5": {"plain": T5, "more": {**T5, "num_decoder_layers": 4}},
 }
+pytestmark = pytest.mark.usefixtures("families_are_looked_up_once")
 QUICK = (
     "llama",
     "gemma2",

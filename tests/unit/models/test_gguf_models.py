@@ -30,6 +30,7 @@ from tests.gguf_models import DECODED, FLOATS, LARGE_BLOCKS, SMALL_BLOCKS, conve
 from tests.models import ALPHABET, END, HIDDEN_SIZE, VOCAB_SIZE, Shape, write_checkpoint
 from tests.unit.models.families import Session, make_pair
 
+pytestmark = pytest.mark.usefixtures("families_are_looked_up_once")
 FAMILIES = {"llama": {}, "qwen2": {}, "qwen3": {}}
 KERNELS = ["reference", "native"]
 TOKENS = list(range(40, 72))

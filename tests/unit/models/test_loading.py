@@ -24,6 +24,7 @@ from speculant.models.weights.load import load_model
 from speculant.params import SamplingParams
 from tests.unit.models.families import LLAMA3, Pair, Session, make_pair, random_tokens
 
+pytestmark = pytest.mark.usefixtures("families_are_looked_up_once")
 PROMPT = random_tokens(9)
 
 

@@ -27,6 +27,7 @@ from tests.quantised_folders import Gptq, Tensors, awq_config, awq_module, edit_
 from tests.unit.models.families import EXPERTS, PADDED, VARIANTS, make_pair
 from tests.unit.models.loaded import MOST_ERROR, error, load, load_twice, logits, packed_of
 
+pytestmark = pytest.mark.usefixtures("families_are_looked_up_once")
 native = pytest.mark.skipif(not usable_sets(), reason="the native kernels are not built")
 CASES: dict[str, tuple[Gptq, Type]] = {
     "asymmetric": (Gptq(), Type.ZERO4),

@@ -38,6 +38,7 @@ from tests.scaled_folders import (
 from tests.unit.models.families import EXPERTS, PADDED, VARIANTS, make_pair
 from tests.unit.models.loaded import MOST_ERROR, error, load, load_twice, logits, packed_of
 
+pytestmark = pytest.mark.usefixtures("families_are_looked_up_once")
 HIDDEN = 192  # inputs: one and a half blocks of 128
 native = pytest.mark.skipif(not usable_sets(), reason="the native kernels are not built")
 TYPES = {  # of the output projection
@@ -127,6 +128,7 @@ BY_FAMILY = {
 }  # fmt: skip
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("type_", BY_FAMILY, ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families_keep_their_numbers(family: str, type_: Type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,9 +190,7 @@ def test_packed_weights_are_mapped_again(written: Written, tmp_path: Path, monke
     assert torch.equal(logits(again), expected)
 
 
-def test_scales_of_activations_are_left_out(
-    written: Written, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_scales_of_activations_are_left_out(written: Written, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     form, folder = FORMATS["e4m3 tensors"], written.copy("e4m3 tensors", tmp_path)
     tensors = load_file(folder / "model.safetensors")
     for module in {name.removesuffix(".weight_scale") for name in tensors if name.endswith(".weight_scale")}:
@@ -227,9 +227,7 @@ def test_mxfp4_is_read_from_compressed_tensors(source: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("at_once", [1, 1000])
-def test_few_blocks_are_decoded_at_a_time(
-    at_once: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_few_blocks_are_decoded_at_a_time(at_once: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = Path(write_checkpoint(tmp_path / "plain", Shape(layers=1)))
     folder, _ = made(source, tmp_path, FORMATS["nf4, nested"])
     whole = logits(folder)

@@ -164,7 +164,7 @@ def test_old_loads_make_least_loaded_a_herd() -> None:
     assert two["first_token_p99_s"] < old["first_token_p99_s"]
 
 
-@pytest.mark.parametrize("routing", ["prefix", "prefix-bounded"])
+@pytest.mark.parametrize("routing", [pytest.param("prefix", marks=pytest.mark.slow), "prefix-bounded"])
 def test_prefix_routing_raises_the_hit_rate(routing: str) -> None:
     config = FleetConfig(8, "two", threshold=50)
     without, with_ = (_figures(replace(config, routing=name), SHARED) for name in ("two", routing))

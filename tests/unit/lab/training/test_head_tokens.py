@@ -41,7 +41,11 @@ def train(*arguments: object) -> dict[str, Any]:
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("engine", ENGINES, ids=lambda engine: str(engine["dtype"]))
-@pytest.mark.parametrize("config", [{}, {"method": "cascade"}, {"tree": [2, 1]}], ids=["chain", "cascade", "tree"])
+@pytest.mark.parametrize(
+    "config",
+    [{}, {"method": "cascade"}, pytest.param({"tree": [2, 1]}, marks=pytest.mark.slow)],
+    ids=["chain", "cascade", "tree"],
+)
 def test_short_head_is_trained_and_changes_no_text(
     checkpoints: Checkpoints, tmp_path: Path, engine: dict[str, Any], config: dict[str, Any]
 ) -> None:
