@@ -137,6 +137,7 @@ def test_kinds_may_differ_between_matrices(wide: Path, tmp_path: Path, kernels: 
     same_as_decoded(path, wide, tmp_path / "decoded", kernels)
 
 
+@pytest.mark.slow  # test_gguf_families.py has a variant of each family
 @pytest.mark.parametrize(
     ("family", "variant"),
     [

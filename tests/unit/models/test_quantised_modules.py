@@ -201,7 +201,9 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @native
-@pytest.mark.parametrize("matrix", DIFFERENT)
+@pytest.mark.parametrize(
+    "matrix", [pytest.param(each, marks=[] if each == "up_proj" else pytest.mark.slow) for each in DIFFERENT]
+)
 def test_experts_of_a_layer_get_one_type(
     matrix: str, experts: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

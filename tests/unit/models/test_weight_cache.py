@@ -227,7 +227,9 @@ def test_file_of_another_model_is_not_used(source: str, folder: Path, expected: 
     check(source, folder, expected, KEPT, MAPPED)
 
 
-@pytest.mark.parametrize("name", ["__version__", "FORMAT", "_library_digest"])
+@pytest.mark.parametrize(
+    "name", ["__version__", *(pytest.param(each, marks=pytest.mark.slow) for each in ("FORMAT", "_library_digest"))]
+)
 def test_another_version_packs_again(
     name: str, source: str, folder: Path, expected: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:

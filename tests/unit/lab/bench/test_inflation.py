@@ -33,11 +33,16 @@ SHAPE = Shape(384, 300, 3, 12, 3)  # three copies, groups of four instead of two
 LARGER = [
     SHAPE,
     DRAFT,  # as it is, but untied
-    replace(DRAFT, hidden_size=640),
-    replace(DRAFT, intermediate_size=256),
-    replace(DRAFT, num_hidden_layers=4),
-    replace(DRAFT, num_attention_heads=6),
-    replace(DRAFT, num_attention_heads=8, num_key_value_heads=4),
+    *(
+        pytest.param(replace(DRAFT, **alone), marks=pytest.mark.slow)  # SHAPE changes all of them
+        for alone in (
+            {"hidden_size": 640},
+            {"intermediate_size": 256},
+            {"num_hidden_layers": 4},
+            {"num_attention_heads": 6},
+            {"num_attention_heads": 8, "num_key_value_heads": 4},
+        )
+    ),
 ]
 PROMPT = random_tokens(24)
 

@@ -107,7 +107,7 @@ def test_overlap_is_that_of_the_renormalised_draft() -> None:
     assert overlaps(p, q, order, [1, 2, 3, 4]) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("method", [None, "eagle"])
+@pytest.mark.parametrize("method", [None, pytest.param("eagle", marks=pytest.mark.slow)])
 def test_acceptance_is_that_of_drafts_with_a_short_head(
     checkpoints: Checkpoints, tmp_path: Path, method: str | None
 ) -> None:

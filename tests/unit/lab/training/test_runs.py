@@ -72,7 +72,13 @@ def test_checkpoints_are_written_during_a_run(config: TrainingConfig) -> None:
     assert other.state.step == 5
 
 
-@pytest.mark.parametrize("change", [{"layers": 1}, {"batch": 2}, {"seed": 9}, {"matrix_lr": 0.1}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"layers": 1},
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ({"batch": 2}, {"seed": 9}, {"matrix_lr": 0.1})),
+    ],
+)
 def test_a_run_is_not_resumed_with_other_settings(config: TrainingConfig, change: dict[str, int]) -> None:
     _, trainer = prepare(config)
     trainer.save()
