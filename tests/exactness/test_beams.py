@@ -46,9 +46,9 @@ def test_beams_are_those_of_the_plain_search(seed: int, ends: frozenset[int]) ->
     """Distributions with zeros, ties and certainties, more beams than texts, penalties of both signs."""
     pair = Pair(seed, 3 + seed % 2)
     distribution = exact_distribution(pair.target)
+    rig = build_rig(TableModel(pair.target, pair.vocab_size), limits=ROOMY, ends=ends)
+    rig.expected = RequestError
     for width, longest, penalty in itertools.product(WIDTHS, LENGTHS, PENALTIES):
-        rig = build_rig(TableModel(pair.target, pair.vocab_size), limits=ROOMY, ends=ends)
-        rig.expected = RequestError
         requests = searched(rig, wide(width, longest, length_penalty=penalty))
         assert_found(requests, plain_beams(distribution, PROMPT, width, longest, ends, penalty))
 

@@ -69,7 +69,7 @@ def with_model(name: str, kernels: str, tree: Any, pair: Pair, chances: Chances,
 
 def assert_exact(make: functools.partial[Drafter], verifier: str, length: int) -> None:
     accepted = 0.0
-    for seed in range(examples(4, least=2)):
+    for seed in range(examples(4, least=1)):
         pair = Pair(seed, 3, MIXED if seed % 2 else FULL_SUPPORT)
         case = Case(pair, length, verification=verifier, prompt=PROMPT, width=8, make_drafter=make)
         found = enumerate_case(case)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -59,12 +60,18 @@ def seeded(seed: int | None, **distribution: float) -> SamplingParams:
     return SamplingParams(seed=seed, max_tokens=LENGTH, **distribution)
 
 
+@functools.cache
+def texts_alone(distribution: str) -> list[list[int]]:
+    """Return the texts of four seeds, each without a draft and without neighbours."""
+    return [texts([seeded(seed, **DISTRIBUTIONS[distribution])])[0] for seed in range(4)]
+
+
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_speculation_changes_no_seeded_text(drafter: str, distribution: str) -> None:
     settings = [seeded(seed, **DISTRIBUTIONS[distribution]) for seed in range(4)]
-    alone = [texts([each])[0] for each in settings]
+    alone = texts_alone(distribution)
     assert texts(settings, drafter) == alone
     assert texts(settings[:2], drafter, length=5, limits=Limits(64, 2, 8), prompt=(0, 1)) == alone[:2]
 

@@ -33,6 +33,7 @@ from speculant.sampling.chance import Chances, KeyedChances
 from speculant.types import ANYONE, Client, DraftTree, Request
 from tests.exactness.plain_beams import exact_distribution, plain_beams
 from tests.exactness.searches import assert_found, wide
+from tests.exactness.selection import slow_but
 from tests.exactness.speculation import Case, MakeDrafter, draft_model, enumerate_case
 from tests.examples import examples
 from tests.fakes import MakeCache, Rig, ScriptedDrafter, build_rig, few_blocks, known_verifiers, model_drafter, slotted
@@ -227,6 +228,7 @@ def test_requests_together_have_the_results_they_have_alone(drafter: str, cache:
     assert max(target.num_encoded + target.num_rows) <= LIMITS.max_num_batched_tokens
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("policy", POLICIES)
 @every_drafter
 def test_preempted_requests_have_the_results_they_have_alone(drafter: str, policy: str) -> None:
@@ -238,7 +240,7 @@ def test_preempted_requests_have_the_results_they_have_alone(drafter: str, polic
     assert rig.engine.metrics.preemptions > 0
 
 
-@every_drafter
+@pytest.mark.parametrize("drafter", slow_but(["model", "starved encoder-decoder"], DRAFTERS))
 def test_results_do_not_depend_on_the_clients(drafter: str) -> None:
     rig = build_rig(encoder_decoder(), DRAFTERS[drafter](), length=5, limits=LIMITS, cache=SCARCE)
     requests = add_all(rig, [Client("one"), Client("two", 2.0), Client("three")])
@@ -295,7 +297,7 @@ def test_a_source_stays_until_its_last_text_ends() -> None:
     rig.finish()
 
 
-@every_drafter
+@pytest.mark.parametrize("drafter", slow_but(["starved model", "on the target's encoder", "tree"], DRAFTERS))
 def test_nothing_is_left_behind_where_memory_is_scarce(drafter: str) -> None:
     """Requests come, end, are preempted and aborted in random order; then all memory is free."""
     rng, preemptions = random.Random(drafter), 0
