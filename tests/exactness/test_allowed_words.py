@@ -86,7 +86,6 @@ QUICK_TREES = {
     ("static", "match", "words"),
     ("static", "traversal", "two that overlap"),
     ("parallel", "multi_draft", "tokens"),
-    ("parallel", "traversal", "both"),
 }
 
 

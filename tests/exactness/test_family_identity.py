@@ -36,7 +36,7 @@ WEIGHTS = [name for name, engine in ENGINES.items() if engine["kernels"] == "ref
 DRAFTERS = plugins.names("speculant.drafting")
 MOST_POSITIONS = 32  # as many as the smallest variant has
 PROMPTS = [[70 + place, 71, 72 + place, 80, 71, 72] for place in range(4)]
-NUM_TOKENS = examples(16, least=10)
+NUM_TOKENS = examples(16, least=8)
 PARAMS = {
     "greedy": [SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)] * len(PROMPTS),
     "seeded": [

@@ -58,6 +58,7 @@ def case_of(pair: Pair, length: int, cache: MakeCache = two_slots, **own: Any) -
 # --- the distribution
 
 
+@pytest.mark.covering(1)
 @both
 @pytest.mark.parametrize("verifier", ["rejection", "match", "block"])
 @pytest.mark.parametrize(("vocab_size", "length"), [(2, 1), (2, 3), (3, 2), (4, 1)])
@@ -87,6 +88,7 @@ def tree_of(topology: TreeTopology, pair: Pair, chances: Chances, limits: Limits
     return model_drafter(draft, pair.vocab_size, chances, limits, slotted, topology)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("verifier", VERIFIERS)
 @pytest.mark.parametrize("name", TREES)
 def test_trees_keep_the_distribution(name: str, verifier: str) -> None:
@@ -116,6 +118,7 @@ def test_drafts_after_a_source_keep_the_distribution(verifier: str, topology: Tr
         assert enumerate_case(case).deviation() <= EXACT, case
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("make_drafter", [draft_model, pytest.param(with_encoder, marks=pytest.mark.slow), ngram])
 @pytest.mark.parametrize("budget", [3, 4, 6])
 def test_decoder_prompts_in_chunks_keep_the_distribution(budget: int, make_drafter: MakeDrafter) -> None:
@@ -217,6 +220,7 @@ def alone(ends: frozenset[int] = frozenset()) -> Sequence[Any]:
     return results(requests)
 
 
+@pytest.mark.covering(1)
 @both
 @every_drafter
 def test_requests_together_have_the_results_they_have_alone(drafter: str, cache: MakeCache) -> None:

@@ -80,7 +80,7 @@ LARGE = {
 def test_a_tree_keeps_the_distribution(name: str, verifier: str) -> None:
     topology = BRANCHINGS[name]
     accepted = 0.0
-    for pair in PAIRS:
+    for pair in PAIRS if topology.most_nodes < 4 else PAIRS[: examples(len(PAIRS), least=1)]:
         case = Case(
             pair,
             topology.most_nodes,
@@ -169,8 +169,10 @@ def model_or_models(topology: TreeTopology | None, pair: Pair) -> Drafter:
 @pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "topology",
-    [None, *BRANCHINGS.values(), ParallelChains((0, 1), 2)],
-    ids=["chain", *BRANCHINGS, "two models"],
+    [
+        pytest.param(topology, id=name, marks=pytest.mark.slow if name in ("three", "uneven", "three draws") else [])
+        for name, topology in {"chain": None, **BRANCHINGS, "two models": ParallelChains((0, 1), 2)}.items()
+    ],
 )
 @pytest.mark.parametrize(
     "distribution", [{"temperature": 0.0}, {"seed": 7, "temperature": 1.3}], ids=["greedy", "seeded"]
