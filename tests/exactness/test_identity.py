@@ -63,7 +63,7 @@ class Work:
         return PROMPTS[:: self.every]
 
 
-FEW, SHORT, LONG = Work(every=17, tokens=16), Work(every=13, tokens=20), Work(every=3, tokens=64)
+FEW, SHORT, LONG = Work(every=17, tokens=16), Work(every=13, tokens=examples(20, least=14)), Work(every=3, tokens=64)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

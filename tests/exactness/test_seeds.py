@@ -13,6 +13,7 @@ from speculant.drafting.lookup.ngram import NgramDrafter, NgramOptions
 from speculant.lab.exactness.distributions import FULL_SUPPORT, Pair
 from speculant.lab.exactness.tables import TableModel
 from speculant.params import SamplingParams
+from tests.exactness.selection import slow_but
 from tests.fakes import ScriptedDrafter, build_rig, model_drafter
 
 V = 4
@@ -94,14 +95,14 @@ def test_a_per_request_switch_changes_no_seeded_text() -> None:
         assert texts([switched, seeded(9)], "model")[0] == plain
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("drafter", slow_but(["none", "model"], DRAFTERS))
 def test_a_seed_repeats_and_another_does_not(drafter: str) -> None:
     first, again, other = texts([seeded(1), seeded(1), seeded(2)], drafter)
     assert first == again != other
     assert texts([seeded(1)], drafter, seed=99) == [first]  # the engine's own seed does not matter
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("drafter", slow_but(["none", "model"], DRAFTERS))
 def test_without_a_seed_nothing_repeats(drafter: str) -> None:
     first, second = texts([seeded(None), seeded(None)], drafter)
     assert first != second
