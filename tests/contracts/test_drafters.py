@@ -364,6 +364,7 @@ def test_text_is_that_of_plain_decoding(workshop: Workshop, plain: Plain, params
     llm.engine.check()
 
 
+@few_workshops
 def test_a_sampled_request_is_served_by_a_fitting_rule(workshop: Workshop, drafting: Callable[[Workshop], LLM]) -> None:
     llm = drafting(workshop)
     (result,) = llm.generate(TEXTS[0], SamplingParams(temperature=1.0, max_tokens=12, ignore_eos=True))
