@@ -2,13 +2,14 @@
 
 A test marked `covering(strength)` keeps the combinations in which every `strength`-tuple of parameter values
 occurs at least once, and marks the others slow. `covering(2)` is a pairwise selection, `covering(1)` runs every
-value once. Values of parametrized fixtures count, too. The selection is the same in every process.
+value once. Values of parametrized fixtures count, too; combinations that are slow by themselves do not. The selection
+is the same in every process.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from itertools import combinations
 
 import pytest
@@ -51,14 +52,19 @@ def leave_combinations_out(metafunc: pytest.Metafunc) -> None:
     """
     calls = metafunc._calls
     marker = metafunc.definition.get_closest_marker("covering")
-    if marker and calls:
-        chosen = covering([_values(call.params) for call in calls], *marker.args)
-        for index in set(range(len(calls))).difference(chosen):
-            calls[index].marks.append(pytest.mark.slow.mark)
+    if marker:
+        quick = [call for call in calls if not _is_slow(call.marks)]
+        chosen = covering([_values(call.params) for call in quick], *marker.args)
+        for index in set(range(len(quick))).difference(chosen):
+            quick[index].marks.append(pytest.mark.slow.mark)
     if metafunc.config.option.markexpr == WITHOUT_SLOW:
         is_quick = metafunc.definition.get_closest_marker("slow") is None
-        quick = [call for call in calls if is_quick and not any(mark.name == "slow" for mark in call.marks)]
+        quick = [call for call in calls if is_quick and not _is_slow(call.marks)]
         calls[:] = quick or calls[:1]
+
+
+def _is_slow(marks: Iterable[pytest.Mark | pytest.MarkDecorator]) -> bool:
+    return any(mark.name == "slow" for mark in marks)
 
 
 def _values(params: Mapping[str, object]) -> dict[str, Hashable]:

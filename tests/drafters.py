@@ -38,6 +38,9 @@ OPTIONS: Mapping[str, Callable[[int, Texts], dict[str, Any]]] = {
 HEADS = tuple(WRITERS)  # methods whose model is a head
 SHIPPED = ("eagle", "medusa")  # those with a head for the embedded target
 UNSHIPPED = tuple(method for method in HEADS if method not in SHIPPED)
+# Methods unlike each other, for tests that need no more of them in `make test`: a cache of its own, trees, a head, the
+# target's first layers, copies of texts, and one method within another.
+FEW_METHODS = ("draft_model", "specinfer", "eagle3", "early_exit", "suffix", "cascade")
 PREDICTED = {"prediction"}  # methods that draft from a request's prediction
 BLIND = {
     "random",

@@ -44,7 +44,7 @@ def leaks(module: Module, names: set[str]) -> list[str]:
 def _strings(module: Module, names: set[str]) -> list[str]:
     return [
         f"{module.at(node)}: the string {node.value!r} names a drafter"
-        for node in ast.walk(module.tree)
+        for node in module.nodes
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in names
         if (module.name, node.value) not in FOREIGN_WORDS
     ]

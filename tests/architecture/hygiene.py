@@ -21,7 +21,7 @@ def bare_excepts(module: Module) -> list[str]:
     """Find handlers that catch everything without naming it."""
     return [
         f"{module.at(node)}: bare except"
-        for node in ast.walk(module.tree)
+        for node in module.nodes
         if isinstance(node, ast.ExceptHandler) and node.type is None
     ]
 
@@ -67,11 +67,12 @@ def _is_exempt(node: ast.ClassDef | Function) -> bool:
 def module_state(module: Module) -> list[str]:
     """Find state that lives as long as the process: mutable globals, and constants that functions change."""
     constants = set(_module_names(module.tree))
+    changes = any(isinstance(node, ast.Global) or constants.intersection(_changed_names(node)) for node in module.nodes)
     return [
         *(f"{module.at(node)}: mutable module-level state {name!r}" for node, name in _mutable_globals(module.tree)),
         *(
             f"{module.at(node)}: changes module-level {name!r}"
-            for function in functions(module)
+            for function in (functions(module) if changes else ())  # most modules have no such names at all
             for node, name in _changes(function, constants)
         ),
     ]

@@ -79,7 +79,7 @@ def imported_names(module: Module) -> Iterator[tuple[ast.AST, str]]:
 
     `from a.b import c` gives "a.b.c": c may be a module.
     """
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Import):
             yield from ((node, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):

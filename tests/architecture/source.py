@@ -28,6 +28,11 @@ class Module:
         """The syntax tree."""
         return ast.parse(self.text)
 
+    @functools.cached_property
+    def nodes(self) -> tuple[ast.AST, ...]:
+        """All nodes of the tree: many checks walk it."""
+        return tuple(ast.walk(self.tree))
+
     @property
     def part(self) -> str:
         """The part of the package that the import table speaks of: "models", "types", "lab.bench", ..."""
@@ -58,9 +63,7 @@ def _load(path: Path, root: Path) -> Module:
 
 def functions(module: Module) -> Iterator[Function]:
     """Yield every function and method, nested ones too."""
-    for node in ast.walk(module.tree):
-        if isinstance(node, Function):
-            yield node
+    return (node for node in module.nodes if isinstance(node, Function))
 
 
 def num_lines(function: Function) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 
 import pytest
@@ -21,7 +21,7 @@ from speculant.models.base import CausalLM
 from speculant.sampling.chance import KeyedChances
 from speculant.types import CommittedRows, DraftTree, Request, RequestOutput
 from tests.beams import beams_of, give_search, hypotheses
-from tests.drafters import predicting
+from tests.drafters import FEW_METHODS, predicting
 from tests.encoder_decoders import make_t5, write_t5
 from tests.examples import examples
 from tests.models import END, VOCAB_SIZE, Checkpoints
@@ -31,7 +31,8 @@ DOCUMENTED = "last_seen"  # the one in docs/adding-a-drafter.md
 SEEDED = SamplingParams(temperature=0.8, top_p=0.95, repetition_penalty=1.1, seed=11, max_tokens=40)
 SEARCH = SamplingParams(beam_width=3, n=3, max_tokens=10)
 few = settings(
-    max_examples=examples(15), suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+    max_examples=examples(15, least=4),
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 
 
@@ -41,13 +42,14 @@ QUICK = {  # the kinds of targets with which drafters that have to do with sourc
 }  # fmt: skip
 
 
-def every_workshop() -> list[ParameterSet]:
-    """Return the parameters of every drafter with a target of each kind."""
+def every_workshop(methods: Collection[str] | None = None) -> list[ParameterSet]:
+    """Return the parameters of every drafter with a target of each kind; only `methods` are quick, if given."""
     found = list[ParameterSet]()
     for name in sorted({*plugins.names(KIND), DOCUMENTED}):
         for kind in KINDS:
             native = [] if usable_sets() or kind != NATIVE else [pytest.mark.skip("the native kernels are not built")]
-            slow = [] if kind in ("decoder", QUICK.get(name)) else [pytest.mark.slow]
+            quick = kind in ("decoder", QUICK.get(name)) and (methods is None or name in methods)
+            slow = [] if quick else [pytest.mark.slow]
             own_id = name if kind == "decoder" else f"{name} {kind}"
             found.append(pytest.param((name, kind), marks=[*native, *slow], id=own_id))
     return found
@@ -59,6 +61,10 @@ def encoder_decoders(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
     folder = tmp_path_factory.mktemp("encoder-decoders")
     target, near = (write_t5(folder / str(noise), make_t5(noise)) for noise in (0.0, 0.1))
     return Checkpoints(target, near, near)
+
+
+# For tests that take long. Others run each drafter, and test_family_identity.py compares the texts of each.
+few_workshops = pytest.mark.parametrize("workshop", every_workshop((*FEW_METHODS, DOCUMENTED)), indirect=True)
 
 
 @pytest.fixture(params=every_workshop())
@@ -195,6 +201,7 @@ def test_a_sequence_may_end_and_begin_again(workshop: Workshop, variant: str) ->
 
 @pytest.mark.covering(1)
 @every_variant
+@few_workshops
 @few
 @given(rounds=st.lists(st.tuples(st.integers(0, 4), st.integers(0, 5)), max_size=5))
 def test_a_drafter_catches_up_with_anything(workshop: Workshop, variant: str, rounds: list[tuple[int, int]]) -> None:
@@ -323,11 +330,26 @@ def plain() -> Plain:
 TEXTS = ["def read(path):", "class A:", "hello world " * 4]
 
 
+@pytest.fixture(scope="module")
+def drafting() -> Callable[[Workshop], LLM]:
+    """Return what makes an engine that drafts with a workshop's drafter, once for several tests."""
+    made: dict[tuple[str, Kind], LLM] = {}
+
+    def engine(workshop: Workshop) -> LLM:
+        key = (workshop.name, workshop.kind)
+        if key not in made:
+            made[key] = workshop.llm()
+        return made[key]
+
+    return engine
+
+
 @pytest.mark.covering(1)
 @pytest.mark.parametrize(
-    "params", [replace(each, max_tokens=24) for each in (GREEDY, SEEDED)], ids=["greedy", "seeded"]
+    "params", [replace(each, max_tokens=examples(24, least=12)) for each in (GREEDY, SEEDED)], ids=["greedy", "seeded"]
 )
 @pytest.mark.parametrize("length", [1, 4])
+@few_workshops
 def test_text_is_that_of_plain_decoding(workshop: Workshop, plain: Plain, params: SamplingParams, length: int) -> None:
     expected = [each.outputs[0] for each in plain(workshop, params)]
     llm = workshop.llm(num_speculative_tokens=length)
@@ -342,8 +364,9 @@ def test_text_is_that_of_plain_decoding(workshop: Workshop, plain: Plain, params
     llm.engine.check()
 
 
-def test_a_sampled_request_is_served_by_a_fitting_rule(workshop: Workshop) -> None:
-    llm = workshop.llm()
+@few_workshops
+def test_a_sampled_request_is_served_by_a_fitting_rule(workshop: Workshop, drafting: Callable[[Workshop], LLM]) -> None:
+    llm = drafting(workshop)
     (result,) = llm.generate(TEXTS[0], SamplingParams(temperature=1.0, max_tokens=12, ignore_eos=True))
     assert len(result.outputs[0].token_ids) == 12
     assert result.metrics.verification is not None
@@ -393,9 +416,12 @@ def test_a_search_is_drafted_for_the_same_way_beside_others(workshop: Workshop) 
         assert_same(tree, expected)
 
 
-def test_beams_are_those_of_plain_decoding(workshop: Workshop, plain: Plain) -> None:
+@few_workshops
+def test_beams_are_those_of_plain_decoding(
+    workshop: Workshop, plain: Plain, drafting: Callable[[Workshop], LLM]
+) -> None:
     expected = plain(workshop, SEARCH)
-    llm = workshop.llm()
+    llm = drafting(workshop)
     results = llm.generate(TEXTS, SEARCH)
     beams, same = ([beam for each in outputs for beam in each.outputs] for outputs in (results, expected))
     assert [(beam.token_ids, beam.text) for beam in beams] == [(beam.token_ids, beam.text) for beam in same]

@@ -12,6 +12,7 @@ from speculant import LLM, SamplingParams
 from speculant.engine import calibration
 from speculant.engine.calibration import folder, read_curves
 from speculant.kernels.native import usable_sets
+from tests.examples import examples
 from tests.models import Checkpoints, Shape, write_checkpoint
 
 ENGINES = [{"dtype": "float64"}, *([{"dtype": "bfloat16", "kernels": "native"}] if usable_sets() else [])]
@@ -24,11 +25,12 @@ WAYS: dict[str, dict[str, Any]] = {
     "inner": {"method": "cascade", "inner": EXIT},
 }
 PROMPTS = ["def f(a, b):", "import os, re", "def f(a, b): return", "x"]
+NUM_TOKENS = examples(24, least=14)
 PARAMS = [
-    SamplingParams(temperature=0, max_tokens=24, ignore_eos=True),
-    SamplingParams(seed=5, max_tokens=24, ignore_eos=True),
-    SamplingParams(seed=6, max_tokens=24, ignore_eos=True, repetition_penalty=1.2),
-    SamplingParams(temperature=0, max_tokens=24, ignore_eos=True),
+    SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True),
+    SamplingParams(seed=5, max_tokens=NUM_TOKENS, ignore_eos=True),
+    SamplingParams(seed=6, max_tokens=NUM_TOKENS, ignore_eos=True, repetition_penalty=1.2),
+    SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True),
 ]
 
 

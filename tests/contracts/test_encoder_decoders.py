@@ -211,6 +211,7 @@ def logits_of(folder: Path) -> tuple[Tensor, Tensor]:
     return Session(ours).extend(TEXT), Pair(theirs, ours, folder).reference(TEXT)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("family", ["t5", "mt5", "umt5"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_head_that_differs_is_used(family: str, tied: bool, write: Write) -> None:
@@ -264,7 +265,7 @@ def test_copies_of_the_table_must_be_equal(write: Write) -> None:
         load_model(str(write("t5", change)))
 
 
-@pytest.mark.parametrize("family", ["bart", "marian"])
+@pytest.mark.parametrize("family", ["bart", pytest.param("marian", marks=pytest.mark.slow)])
 def test_files_may_have_what_transformers_leaves_out(family: str, write: Write) -> None:
     """Copies of the table, versions, and positions that are computed; and they may lack the bias of logits."""
 

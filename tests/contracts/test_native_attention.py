@@ -307,7 +307,7 @@ def test_tree_attention_of_any_topology(isa: str, data: st.DataObject, seed: int
     check_paths(isa, threads, shape, [make(shape, Rows(*rows), seed) for rows in drawn], leaves=3)
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("length", [1, 63, 64, 65, 512, 513, 700])
 @pytest.mark.parametrize("parents", [(), WIDE, COMB], ids=["chain", "wide", "comb"])
 @pytest.mark.parametrize("block", [3, 16, 64])

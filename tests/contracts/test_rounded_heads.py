@@ -117,7 +117,12 @@ def test_target_stays_as_it_is() -> None:
 
 @native
 @pytest.mark.parametrize(
-    ("method", "most"), [("eagle", (0.02, 0.06)), ("eagle3", (0.02, 0.06)), ("medusa", (0.02, 0.06))]
+    ("method", "most"),
+    [
+        ("eagle", (0.02, 0.06)),
+        pytest.param("eagle3", (0.02, 0.06), marks=pytest.mark.slow),
+        ("medusa", (0.02, 0.06)),
+    ],
 )
 def test_embedded_heads_lose_little_acceptance(method: str, most: tuple[float, float]) -> None:
     target = load_model("demo", "bfloat16", kernels="native")
@@ -149,7 +154,7 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @native
-@pytest.mark.parametrize("method", ["eagle", "medusa"])
+@pytest.mark.parametrize("method", ["eagle", pytest.param("medusa", marks=pytest.mark.slow)])
 def test_type_of_a_head_is_chosen_and_kept(
     checkpoints: Checkpoints, kept: Path, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -25,6 +25,7 @@ from speculant.lab.exactness.tables import History, TableModel
 from speculant.params import SamplingParams
 from speculant.types import DraftTree, Request
 from tests.exactness.distributions import transformed
+from tests.exactness.selection import slow_but
 from tests.examples import examples
 from tests.fakes import (
     MakeCache,
@@ -89,7 +90,10 @@ MIXTURES: dict[str, list[dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", MIXTURES)
+QUICK = ["equal", "filtered, greedy", "penalty, bias", "drafting, not", "match, rejection"]
+
+
+@pytest.mark.parametrize("name", slow_but(QUICK, MIXTURES))
 def test_two_requests_are_independent(name: str) -> None:
     """Different settings, prompts and rules in one batch: the joint distribution is the product."""
     settings = [SamplingParams(max_tokens=None, **values) for values in MIXTURES[name]]

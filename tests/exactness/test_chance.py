@@ -142,7 +142,7 @@ def test_no_draw_without_weight(monkeypatch: pytest.MonkeyPatch, bits: int) -> N
         assert weights[stream.draw(torch.tensor(weights, dtype=torch.float64))] > 0
 
 
-@pytest.mark.parametrize("weights", [[0.1, 0.2, 0.7], [0, 3, 0, 1], [1e-3, 1, 1]])
+@pytest.mark.parametrize("weights", slow_but([[0, 3, 0, 1]], [[0.1, 0.2, 0.7], [0, 3, 0, 1], [1e-3, 1, 1]]))
 def test_draws_follow_their_weights(weights: list[float]) -> None:
     distribution = {token: weight / sum(weights) for token, weight in enumerate(weights)}
     chances = [CHANCES.verify(request(seed)) for seed in range(2000)]
@@ -150,7 +150,7 @@ def test_draws_follow_their_weights(weights: list[float]) -> None:
         assert_close(Counter(chance.draw(torch.tensor(weights)) for chance in chances), distribution, len(chances))
 
 
-@pytest.mark.parametrize("probability", [0.01, 0.5, 0.9])
+@pytest.mark.parametrize("probability", slow_but([0.01, 0.5], [0.01, 0.5, 0.9]))
 def test_accept_follows_its_probability(probability: float) -> None:
     chances = [CHANCES.verify(request(seed)) for seed in range(5000)]
     for _ in range(2):

@@ -108,7 +108,7 @@ def synthetic(pair: Pair, chances: Chances, limits: Limits) -> Drafter:
     return drafter
 
 
-@pytest.mark.parametrize("verifier", LOSSLESS)
+@pytest.mark.parametrize("verifier", slow_but(["rejection", "traversal"], LOSSLESS))
 def test_constrained_chains_of_a_draft_model(verifier: str) -> None:
     accepted = 0.0
     for seed, length in enumerate((2, 2, 3)):
@@ -127,7 +127,7 @@ def test_constrained_trees(topology: StaticTree | ParallelChains, verifier: str)
     assert accepted > 0.3
 
 
-@pytest.mark.parametrize("verifier", slow_but(["traversal"], BRANCHING))
+@pytest.mark.parametrize("verifier", slow_but([], BRANCHING))
 def test_constrained_trees_of_two_models(verifier: str) -> None:
     make = functools.partial(of_two_models, ParallelChains((0, 1), 2))
     assert_exact(Case(PAIR, 3, verification=verifier, width=8, make_drafter=make))

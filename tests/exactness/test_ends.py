@@ -128,6 +128,7 @@ def test_no_draft_is_longer_than_the_rest_of_the_text(length: int) -> None:
         assert statistics.num_accepted_draft_tokens == statistics.num_draft_tokens
 
 
+@pytest.mark.covering(1)
 @both_caches
 @everywhere
 def test_the_context_is_filled_and_never_overflows(drafter: str, length: int, cache: MakeCache) -> None:

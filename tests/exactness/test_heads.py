@@ -27,7 +27,7 @@ from speculant.models.native.decoder import NativeDecoder
 from speculant.models.native.drawn import is_foreseeable
 from speculant.params import SamplingParams
 from speculant.sampling.chance import Chances, KeyedChances
-from tests.exactness.selection import combinations
+from tests.exactness.selection import combinations, slow_but
 from tests.exactness.speculation import Case, enumerate_case
 from tests.exactness.test_native_chains import COUPLED, DISTRIBUTIONS, LIMITS, assert_same
 from tests.exactness.test_native_decoder import SETS, make_native, tokens_of
@@ -92,7 +92,7 @@ def assert_exact(case: Case) -> float:
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("verifier", VERIFIERS)
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", slow_but(["medusa", "eagle", "eagle3", "peagle", "dflash"], METHODS))
 def test_chains_keep_the_distribution(method: str, verifier: str) -> None:
     """States are the logits of tables; only tables with full support have finite logits, like a model's."""
     tree = "chain" if method == "medusa" else None
@@ -103,12 +103,9 @@ def test_chains_keep_the_distribution(method: str, verifier: str) -> None:
             assert assert_exact(case) > 0.1
 
 
-QUICK_TREES = {
-    ("medusa", "two deep", "multi_draft"),
-    ("eagle", "uneven", "match"),
+QUICK_TREES = {  # one head that drafts step by step, and one that drafts in one pass
     ("eagle3", "uneven", "traversal"),
     ("peagle", "uneven", "multi_draft"),
-    ("dflash", "two deep", "traversal"),
 }
 
 
@@ -128,9 +125,8 @@ def test_trees_keep_the_distribution(method: str, name: str, verifier: str) -> N
 @pytest.mark.parametrize(
     ("method", "steps"),
     [
-        *((method, 2) for method in METHODS if method != "eagle3"),
+        *slow_but([("eagle", 2), ("medusa", 2)], ((method, 2) for method in METHODS)),
         ("eagle3", 1),  # it needs three tokens, and two steps of that take long
-        pytest.param("eagle3", 2, marks=pytest.mark.slow),
     ],
 )
 def test_transforms_and_several_steps(method: str, steps: int) -> None:
@@ -149,7 +145,7 @@ def test_transforms_and_several_steps(method: str, steps: int) -> None:
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("tight", [False, True], ids=["roomy", "preempted"])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", slow_but(["medusa", "eagle3", "peagle", MODULES], METHODS))
 def test_texts_are_those_without_a_head(method: str, tight: bool) -> None:
     """Greedy and seeded, several at a time, prompts in chunks, prefix hits, and preempted where memory is short."""
     pair, limits = Pair(3, 4, FULL_SUPPORT), Limits(40, 3, 6)
@@ -242,7 +238,7 @@ def test_a_tree_of_one_token_each_is_the_chain(vocab_size: int) -> None:
     case = functools.partial(
         Case, pair, 2, SamplingParams(max_tokens=None, temperature=0.9), "multi_draft", prompt=(0, 1), width=8
     )
-    for method in ("eagle", "eagle3"):
+    for method in ("eagle", "eagle3")[: examples(2, least=1)]:
         chain, tree = (
             enumerate_case(case(make_drafter=functools.partial(make, method, shape))) for shape in (None, [1, 1])
         )

@@ -112,7 +112,7 @@ def logits(model: Model, length: int, cache: str = "paged", chunks: Sequence[int
     return encoded, feed(model, made, tokens_of(1, TEXT, size), chunks)
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("isa", SETS)
@@ -135,6 +135,7 @@ def test_bfloat16_logits_of_sources_are_near(isa: str, variant: str) -> None:
         assert float((seen - known).norm() / known.norm()) < (0.05 if isa == "avx512bf16" else 0.003)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("isa", SETS)
 def test_logits_of_sources_of_coded_weights_are_plain_ones(isa: str, variant: str) -> None:
@@ -181,6 +182,7 @@ def test_rounded_keys_of_sources_are_near_the_reference_s(isa: str, length: int)
         assert float((seen - known).norm() / known.norm()) < 1e-3
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("quantization", [None, *ROUNDINGS])
 @pytest.mark.parametrize("rows", [1, 2, 5, 8, 16, 63, 131])
 @torch.inference_mode()

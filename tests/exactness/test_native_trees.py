@@ -138,7 +138,7 @@ def assert_one_call_is_many(
     return stepwise
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("vocab_size", [96, 80, 130])
 @pytest.mark.parametrize("shared", SHARED)
 @pytest.mark.parametrize("kind", CACHES)
@@ -158,7 +158,7 @@ def test_a_tree_in_one_call_is_many(
     assert trees[0].size == expected, "a greedy tree has all nodes, or without shared noise one token at each depth"
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shared", SHARED)
 @pytest.mark.parametrize("tree", SHAPES)
@@ -181,7 +181,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("shared", SHARED)
 @pytest.mark.parametrize("budget", [40, 60])
 @pytest.mark.parametrize("variant", OTHERS)
@@ -261,7 +261,7 @@ def assert_reranked(draft: DraftTree) -> None:
     assert len(set(zip(draft.parent_list, draft.token_list, strict=True))) == draft.size, "siblings differ"
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("vocab_size", [96, 80, 130])
 @pytest.mark.parametrize("shared", SHARED)
 @pytest.mark.parametrize("kind", CACHES)
@@ -285,7 +285,7 @@ def test_a_dynamic_tree_in_one_call_is_many(
         assert at_once[0].size == min(30, DYNAMIC[tree].most_nodes), "a greedy tree has all nodes that it may have"
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shared", SHARED)
 @pytest.mark.parametrize("tree", DYNAMIC)

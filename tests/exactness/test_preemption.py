@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -57,7 +58,8 @@ def said(request: Request) -> tuple[list[int], Sequence[Any], Sequence[Any]]:
     return request.output, request.logprobs, request.prompt_logprobs
 
 
-def all_alone() -> list[Any]:
+@functools.cache
+def all_alone() -> Sequence[Any]:
     """Return each request's text and figures without drafts, one at a time, with memory for everything."""
     rig = build_rig(TableModel(PAIR.target, V), limits=Limits(28, 1, 64))
     requests = add_all(rig)
@@ -78,6 +80,7 @@ def test_a_preempted_request_writes_the_same_text(drafter: str, policy: str) -> 
     assert sum(request.metrics.num_preemptions for request in requests) == rig.engine.metrics.preemptions > 2
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("beams", [False, True])
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_texts_do_not_depend_on_the_clients(drafter: str, beams: bool, monkeypatch: pytest.MonkeyPatch) -> None:

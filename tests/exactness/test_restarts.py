@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, Phi3Config
 
 from speculant import LLM, SamplingParams
 from speculant.kernels.native import usable_sets
+from tests.exactness.selection import slow_but
 from tests.examples import examples, sizes
 from tests.heads import WRITERS
 from tests.models import HIDDEN_SIZE, VOCAB_SIZE, Shape, write_checkpoint
@@ -112,7 +113,7 @@ def test_plain_texts_are_those_of_whole_passes(
     assert len({tuple(text) for text in greedy}) > 5
 
 
-@pytest.mark.parametrize("method", DRAFTERS)
+@pytest.mark.parametrize("method", slow_but(["draft_model", "early_exit", "eagle3"], DRAFTERS))
 def test_drafts_do_not_change_a_text(
     method: str, plain: tuple[str, list[list[int]], list[list[int]]], folders: dict[str, str]
 ) -> None:
@@ -212,6 +213,7 @@ def test_beams_across_the_boundary(
         assert expected[0, len(prompt) :].tolist() == own, len(prompt)
 
 
+@pytest.mark.slow  # as a family: test_model_families.py; past the boundary: the tests above
 def test_phi_3_generates_as_in_transformers(folders: dict[str, str], tmp_path: Path) -> None:
     """The family whose generation drops its cache at the boundary."""
     sizes: dict[str, Any] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,8 @@ from speculant import LLM, SamplingParams, plugins
 from speculant.kernels.native import usable_sets
 from speculant.models.base import CausalLM
 from speculant.models.weights.load import load_model
-from tests.drafters import BLIND, model_of, options_of, predicting
-from tests.exactness.selection import combinations
+from tests.drafters import BLIND, FEW_METHODS, model_of, options_of, predicting
+from tests.exactness.selection import combinations, slow_but
 from tests.exactness.test_native_decoder import CACHES, NUM_TOKENS, VARIANTS, feed, make_decoder, make_native, tokens_of
 from tests.models import HIDDEN_SIZE, VOCAB_SIZE, Checkpoints, checkpoints
 from tests.unit.models.families import FEW, Session, random_tokens, thinned_cases, write_variant
@@ -61,17 +62,24 @@ def generate(
     return [list(out.outputs[0].token_ids) for out in outputs], drafted, accepted
 
 
+@functools.cache
+def plain_texts(target: str, engine: str, distribution: str) -> list[list[int]]:
+    """Return the text of each prompt alone, without speculation."""
+    own: dict[str, Any] = {"use_speculative_decoding": False, "max_num_seqs": 1, **ENGINES[engine]}
+    plain, *_ = generate(target, PARAMS[distribution], **own)
+    assert len({tuple(text) for text in plain}) > 3
+    return plain
+
+
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("distribution", ["greedy", "seeded"])
 @pytest.mark.parametrize("engine", COMPUTED)
-@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("drafter", slow_but(FEW_METHODS, DRAFTERS))
 def test_no_drafter_changes_a_text_of_rounded_keys(
     drafter: str, engine: str, distribution: str, checkpoints: Checkpoints
 ) -> None:
-    own = PARAMS[distribution]
-    plain, *_ = generate(checkpoints.target, own, use_speculative_decoding=False, max_num_seqs=1, **ENGINES[engine])
-    assert len({tuple(text) for text in plain}) > 3
-    params = [predicting(drafter, each, text) for each, text in zip(own, plain, strict=True)]
+    plain = plain_texts(checkpoints.target, engine, distribution)
+    params = [predicting(drafter, each, text) for each, text in zip(PARAMS[distribution], plain, strict=True)]
     config = {"method": drafter, "num_speculative_tokens": 3, **options_of(drafter, VOCAB_SIZE, plain)}
     model = model_of(drafter, checkpoints.near, HIDDEN_SIZE, VOCAB_SIZE)
     runs = 2 if plugins.load("speculant.drafting", drafter).METHOD.learns else 1
@@ -151,7 +159,7 @@ def test_families_read_their_own_prompt_as_they_decode(case: tuple[str, str], tm
 @NATIVE
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("isa", usable_sets())
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", slow_but(["biases", "experts", "odd"], VARIANTS))
 def test_chunks_and_caches_change_no_bit_of_rounded_keys(variant: str, isa: str) -> None:
     native, alone = (
         make_native(isa, threads=threads, **VARIANTS[variant]).storing_keys_as(torch.int8) for threads in (2, 1)

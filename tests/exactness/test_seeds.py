@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -12,6 +13,7 @@ from speculant.drafting.lookup.ngram import NgramDrafter, NgramOptions
 from speculant.lab.exactness.distributions import FULL_SUPPORT, Pair
 from speculant.lab.exactness.tables import TableModel
 from speculant.params import SamplingParams
+from tests.exactness.selection import slow_but
 from tests.fakes import ScriptedDrafter, build_rig, model_drafter
 
 V = 4
@@ -59,12 +61,18 @@ def seeded(seed: int | None, **distribution: float) -> SamplingParams:
     return SamplingParams(seed=seed, max_tokens=LENGTH, **distribution)
 
 
+@functools.cache
+def texts_alone(distribution: str) -> list[list[int]]:
+    """Return the texts of four seeds, each without a draft and without neighbours."""
+    return [texts([seeded(seed, **DISTRIBUTIONS[distribution])])[0] for seed in range(4)]
+
+
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_speculation_changes_no_seeded_text(drafter: str, distribution: str) -> None:
     settings = [seeded(seed, **DISTRIBUTIONS[distribution]) for seed in range(4)]
-    alone = [texts([each])[0] for each in settings]
+    alone = texts_alone(distribution)
     assert texts(settings, drafter) == alone
     assert texts(settings[:2], drafter, length=5, limits=Limits(64, 2, 8), prompt=(0, 1)) == alone[:2]
 
@@ -87,14 +95,14 @@ def test_a_per_request_switch_changes_no_seeded_text() -> None:
         assert texts([switched, seeded(9)], "model")[0] == plain
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("drafter", slow_but(["none", "model"], DRAFTERS))
 def test_a_seed_repeats_and_another_does_not(drafter: str) -> None:
     first, again, other = texts([seeded(1), seeded(1), seeded(2)], drafter)
     assert first == again != other
     assert texts([seeded(1)], drafter, seed=99) == [first]  # the engine's own seed does not matter
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("drafter", slow_but(["none", "model"], DRAFTERS))
 def test_without_a_seed_nothing_repeats(drafter: str) -> None:
     first, second = texts([seeded(None), seeded(None)], drafter)
     assert first != second

@@ -9,13 +9,14 @@ import pytest
 from speculant import LLM, SamplingParams
 from speculant.kernels.native import usable_sets
 from speculant.models.weights.load import load_model
+from tests.examples import examples
 from tests.models import Shape, write_checkpoint
 from tests.unit.models.families import Session
 
 BACKENDS = ["reference", *(["native"] if usable_sets() else [])]
 LEARNED, SHORT = 200, 40
 PROMPTS = [[70 + place % 9 for place in range(length)] for length in (10, 36, 60)]
-PARAMS = SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True)
+PARAMS = SamplingParams(temperature=0.0, max_tokens=examples(50, least=36), ignore_eos=True)
 DRAFTS: dict[str, dict[str, Any]] = {
     "adaptive": {},
     "chain": {"method": "draft_model", "num_speculative_tokens": 4},

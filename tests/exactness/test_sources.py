@@ -33,6 +33,7 @@ from speculant.sampling.chance import Chances, KeyedChances
 from speculant.types import ANYONE, Client, DraftTree, Request
 from tests.exactness.plain_beams import exact_distribution, plain_beams
 from tests.exactness.searches import assert_found, wide
+from tests.exactness.selection import slow_but
 from tests.exactness.speculation import Case, MakeDrafter, draft_model, enumerate_case
 from tests.examples import examples
 from tests.fakes import MakeCache, Rig, ScriptedDrafter, build_rig, few_blocks, known_verifiers, model_drafter, slotted
@@ -57,6 +58,7 @@ def case_of(pair: Pair, length: int, cache: MakeCache = two_slots, **own: Any) -
 # --- the distribution
 
 
+@pytest.mark.covering(1)
 @both
 @pytest.mark.parametrize("verifier", ["rejection", "match", "block"])
 @pytest.mark.parametrize(("vocab_size", "length"), [(2, 1), (2, 3), (3, 2), (4, 1)])
@@ -86,6 +88,7 @@ def tree_of(topology: TreeTopology, pair: Pair, chances: Chances, limits: Limits
     return model_drafter(draft, pair.vocab_size, chances, limits, slotted, topology)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("verifier", VERIFIERS)
 @pytest.mark.parametrize("name", TREES)
 def test_trees_keep_the_distribution(name: str, verifier: str) -> None:
@@ -115,6 +118,7 @@ def test_drafts_after_a_source_keep_the_distribution(verifier: str, topology: Tr
         assert enumerate_case(case).deviation() <= EXACT, case
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("make_drafter", [draft_model, pytest.param(with_encoder, marks=pytest.mark.slow), ngram])
 @pytest.mark.parametrize("budget", [3, 4, 6])
 def test_decoder_prompts_in_chunks_keep_the_distribution(budget: int, make_drafter: MakeDrafter) -> None:
@@ -216,6 +220,7 @@ def alone(ends: frozenset[int] = frozenset()) -> Sequence[Any]:
     return results(requests)
 
 
+@pytest.mark.covering(1)
 @both
 @every_drafter
 def test_requests_together_have_the_results_they_have_alone(drafter: str, cache: MakeCache) -> None:
@@ -227,6 +232,7 @@ def test_requests_together_have_the_results_they_have_alone(drafter: str, cache:
     assert max(target.num_encoded + target.num_rows) <= LIMITS.max_num_batched_tokens
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("policy", POLICIES)
 @every_drafter
 def test_preempted_requests_have_the_results_they_have_alone(drafter: str, policy: str) -> None:
@@ -238,7 +244,7 @@ def test_preempted_requests_have_the_results_they_have_alone(drafter: str, polic
     assert rig.engine.metrics.preemptions > 0
 
 
-@every_drafter
+@pytest.mark.parametrize("drafter", slow_but(["model", "starved encoder-decoder"], DRAFTERS))
 def test_results_do_not_depend_on_the_clients(drafter: str) -> None:
     rig = build_rig(encoder_decoder(), DRAFTERS[drafter](), length=5, limits=LIMITS, cache=SCARCE)
     requests = add_all(rig, [Client("one"), Client("two", 2.0), Client("three")])
@@ -295,7 +301,7 @@ def test_a_source_stays_until_its_last_text_ends() -> None:
     rig.finish()
 
 
-@every_drafter
+@pytest.mark.parametrize("drafter", slow_but(["starved model", "on the target's encoder", "tree"], DRAFTERS))
 def test_nothing_is_left_behind_where_memory_is_scarce(drafter: str) -> None:
     """Requests come, end, are preempted and aborted in random order; then all memory is free."""
     rng, preemptions = random.Random(drafter), 0

@@ -80,12 +80,13 @@ def passes(requests: Sequence[Request]) -> int:
 @pytest.mark.parametrize("seed", range(3))
 def test_speculation_changes_neither_beams_nor_scores(seed: int, draft: str) -> None:
     pair, ends = Pair(seed, 3 + seed), frozenset({0} if seed else ())
-    for width, longest, length in itertools.product((1, 2, 4), (1, 5, 9), (1, 2, 5)):
+    for width, longest in itertools.product((1, 2, 4), (1, 5, 9)):
         params = wide(width, longest, length_penalty=0.8)
-        rig = rig_with(pair, drafts_for(pair)[draft], length, ends=ends)
-        plain, drafted = plainly(pair, params, ends), searched(rig, params)
-        assert told(drafted) == told(plain)
-        assert passes(drafted) <= passes(plain), "a draft cost a pass"
+        plain = plainly(pair, params, ends)
+        for length in (1, 2, 5):
+            drafted = searched(rig_with(pair, drafts_for(pair)[draft], length, ends=ends), params)
+            assert told(drafted) == told(plain)
+            assert passes(drafted) <= passes(plain), "a draft cost a pass"
 
 
 @both_caches
@@ -212,16 +213,16 @@ def test_a_drafter_that_can_t_search_gets_no_search() -> None:
 def test_beams_of_the_embedded_pair_are_the_same_bit_for_bit(dtype: str) -> None:
     params = [
         SamplingParams(beam_width=width, n=width, max_tokens=20, length_penalty=penalty)
-        for width, penalty in [(2, 1.0), (3, 0.5), (4, 1.5), (6, 1.0)]
+        for width, penalty in [(3, 0.5), (4, 1.5), (2, 1.0), (6, 1.0)][: examples(4, least=2)]
     ]
     settings = {"dtype": dtype, "kernels": "native", "max_model_len": 128}
-    prompts = PROMPTS[:40:10]
+    prompts = PROMPTS[: 10 * len(params) : 10]
     plain = LLM("demo", max_num_seqs=1, **settings).generate(prompts, params)
     for batch in (4, 1)[: examples(2, least=1)]:
         drafted = LLM("demo", draft_model="demo", spec_length=4, max_num_seqs=batch, **settings)
         fast = drafted.generate(prompts, params)
         for one, other in zip(plain, fast, strict=True):
             assert other.outputs == one.outputs
-        assert [out.metrics.verification for out in fast] == ["beam"] * 4
+        assert [out.metrics.verification for out in fast] == ["beam"] * len(params)
         taken = [sum(out.metrics.timing.target_passes for out in outs) for outs in (plain, fast)]
         assert taken[1] < 0.7 * taken[0]

@@ -12,7 +12,8 @@ import pytest
 from speculant import LLM, SamplingParams, plugins
 from speculant.kernels.native import usable_sets
 from tests import scaled_folders
-from tests.drafters import model_of, options_of, predicting
+from tests.drafters import FEW_METHODS, model_of, options_of, predicting
+from tests.exactness.selection import slow_but
 from tests.gguf_models import convert
 from tests.models import VOCAB_SIZE, Shape, write_checkpoint
 from tests.quantised_folders import Gptq, edit_config, quantise
@@ -123,7 +124,7 @@ def plain(stored: Stored) -> dict[str, list[list[int]]]:
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("distribution", PARAMS)
-@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("drafter", slow_but(FEW_METHODS, DRAFTERS))
 def test_no_drafter_changes_a_text(
     drafter: str, distribution: str, stored: Stored, plain: dict[str, list[list[int]]]
 ) -> None:

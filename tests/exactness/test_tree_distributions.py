@@ -15,7 +15,7 @@ from speculant.lab.exactness.distributions import EXACT, FULL_SUPPORT, Pair
 from speculant.lab.exactness.tables import TableModel
 from speculant.params import SamplingParams
 from speculant.sampling.chance import Chances, KeyedChances
-from tests.exactness.selection import combinations
+from tests.exactness.selection import combinations, slow_but
 from tests.exactness.speculation import Case, enumerate_case
 from tests.examples import examples
 from tests.fakes import ROOMY, MakeCache, build_rig, few_blocks, known_verifiers, model_drafter, slotted
@@ -63,8 +63,14 @@ def assert_exact(case: Case) -> float:
     return found.mean_accepted
 
 
-# Branchings whose enumeration takes long, with the rule of each in `make test`; the others with all rules.
-LARGE = {"two deep": "multi_draft", "uneven": "traversal", "two draws": "traversal"}
+# The rule of each branching in `make test`; the smallest one has all rules, and test_rules.py has all shapes.
+LARGE = {
+    "three": "match",
+    "two deep": "multi_draft",
+    "uneven": "traversal",
+    "two draws": "multi_draft",
+    "three draws": "traversal",
+}
 
 
 @pytest.mark.parametrize(
@@ -74,7 +80,7 @@ LARGE = {"two deep": "multi_draft", "uneven": "traversal", "two draws": "travers
 def test_a_tree_keeps_the_distribution(name: str, verifier: str) -> None:
     topology = BRANCHINGS[name]
     accepted = 0.0
-    for pair in PAIRS:
+    for pair in PAIRS if topology.most_nodes < 4 else PAIRS[: examples(len(PAIRS), least=1)]:
         case = Case(
             pair,
             topology.most_nodes,
@@ -108,13 +114,13 @@ def test_fewer_nodes_than_proposed_keep_the_distribution(verifier: str, limit: i
 def test_models_that_catch_up_in_parts_keep_the_distribution(verifier: str) -> None:
     """A prompt beyond the drafts' budget: they see it in several rounds."""
     make = functools.partial(of_two_models, ParallelChains((0, 1), 1), budget=2)
-    for seed in range(2):
+    for seed in range(examples(2, least=1)):
         case = Case(Pair(seed, 2), 2, verification=verifier, prompt=(0, 1, 1), make_drafter=make)
         assert_exact(case)
 
 
 @pytest.mark.parametrize("verifier", VERIFIERS)
-@pytest.mark.parametrize("name", ["two deep", "two draws"])
+@pytest.mark.parametrize("name", slow_but(["two deep"], ["two deep", "two draws"]))
 def test_transforms_and_penalties_in_a_tree(name: str, verifier: str) -> None:
     topology = BRANCHINGS[name]
     params = SamplingParams(
@@ -125,6 +131,7 @@ def test_transforms_and_penalties_in_a_tree(name: str, verifier: str) -> None:
         assert_exact(Case(Pair(seed, 3, FULL_SUPPORT), 3, params, verifier, width=8, make_drafter=make))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("verifier", VERIFIERS)
 @pytest.mark.parametrize("limit", [1, 2, 3])
 def test_a_tree_that_is_cut_keeps_the_distribution(verifier: str, limit: int) -> None:
@@ -146,7 +153,7 @@ def test_several_steps_over_a_cache_of_blocks(verifier: str) -> None:
 @pytest.mark.parametrize("verifier", SAMPLED)
 def test_ends_within_a_tree(verifier: str) -> None:
     make = functools.partial(drafting, BRANCHINGS["uneven"])
-    for seed in range(4):
+    for seed in range(examples(4, least=2)):
         case = Case(
             Pair(seed, 3), 4, verification=verifier, prompt=(1,), ends=frozenset({2}), width=8, make_drafter=make
         )
@@ -162,8 +169,10 @@ def model_or_models(topology: TreeTopology | None, pair: Pair) -> Drafter:
 @pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "topology",
-    [None, *BRANCHINGS.values(), ParallelChains((0, 1), 2)],
-    ids=["chain", *BRANCHINGS, "two models"],
+    [
+        pytest.param(topology, id=name, marks=pytest.mark.slow if name in ("three", "uneven", "three draws") else [])
+        for name, topology in {"chain": None, **BRANCHINGS, "two models": ParallelChains((0, 1), 2)}.items()
+    ],
 )
 @pytest.mark.parametrize(
     "distribution", [{"temperature": 0.0}, {"seed": 7, "temperature": 1.3}], ids=["greedy", "seeded"]

@@ -115,7 +115,7 @@ def run(engine: Engine) -> list[tuple[list[int], str | None]]:
     return [(request.output, request.finish_reason) for request in requests]
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("drafts", DRAFTS)

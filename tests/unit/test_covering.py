@@ -52,7 +52,7 @@ def selecting(pytester: pytest.Pytester) -> pytest.Pytester:
 
 
 def test_what_a_selection_leaves_out_is_slow(selecting: pytest.Pytester) -> None:
-    """The tests that run are a selection; with slow tests it is the whole product."""
+    """The tests that run are a selection; with the slow ones it is the whole product."""
     selecting.makepyfile(
         "import pytest\n@pytest.fixture(params='abc')\ndef letter(request): ...\n@pytest.mark.covering(1)\n"
         "@pytest.mark.parametrize('n', range(5))\n@pytest.mark.parametrize('m', range(2))\n"
@@ -60,7 +60,17 @@ def test_what_a_selection_leaves_out_is_slow(selecting: pytest.Pytester) -> None
     )
     selecting.runpytest_inprocess("-m", "not slow").assert_outcomes(passed=5)
     selecting.runpytest_inprocess("-m", "slow").assert_outcomes(passed=25, deselected=5)
-    selecting.runpytest_inprocess().assert_outcomes(passed=30)
+
+
+def test_a_selection_is_of_combinations_that_are_not_slow(selecting: pytest.Pytester) -> None:
+    """Each `m` occurs beside the only `n` that is quick."""
+    selecting.makepyfile(
+        "import pytest\n@pytest.mark.covering(1)\n@pytest.mark.parametrize('m', range(2))\n"
+        "@pytest.mark.parametrize('n', [pytest.param(0, marks=pytest.mark.slow), 1])\n"
+        "def test_it(m, n):\n    assert n\n"
+    )
+    selecting.runpytest_inprocess("-m", "not slow").assert_outcomes(passed=2)
+    selecting.runpytest_inprocess("-m", "slow").assert_outcomes(failed=2, deselected=2)
 
 
 def test_a_run_without_slow_tests_makes_none_of_them(selecting: pytest.Pytester) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 from contextlib import suppress
@@ -92,10 +93,21 @@ def _results(folder: Folder) -> set[tuple[str, str]]:
     return {(result["custom_id"], json.dumps(result)) for result in read(folder.out, folder.errors)}
 
 
-def test_kill_at_every_byte_loses_nothing(folder: Folder) -> None:
-    folder.run()
+@pytest.mark.parametrize("step", [13, pytest.param(1, marks=pytest.mark.slow)])
+def test_kill_at_any_byte_loses_nothing(folder: Folder, step: int) -> None:
+    """At every byte or at some of them, and in any case around the end of each line."""
+    sizes = list[int]()
+
+    def noting(file: int, data: bytes) -> int:
+        sizes.append(os.write(file, data))
+        return sizes[-1]
+
+    folder.run(noting)
     expected, size = _results(folder), folder.out.stat().st_size + folder.errors.stat().st_size
-    for place in range(1, size + 1):
+    ends = [*itertools.accumulate(sizes)]
+    assert (len(ends), ends[-1]) == (len(LINES), size)
+    near = {end + beside for end in ends for beside in (-1, 0, 1)} - {size + 1}
+    for place in sorted({*range(1, size + 1, step), *near}):
         folder.out.unlink()
         folder.errors.unlink()
         with suppress(Killed):

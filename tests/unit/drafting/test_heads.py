@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -49,6 +51,7 @@ from tests.heads import (
 from tests.heads import write_medusa as write_medusa_head
 from tests.models import HIDDEN_SIZE, VOCAB_SIZE, Checkpoints, make_request
 
+pytestmark = pytest.mark.covering(1)
 H, V = HIDDEN_SIZE, VOCAB_SIZE
 TEXT = [7, 1, 2, 3, 4, 1, 2, 250, 5, 1, 2]
 GREEDY = SamplingParams(temperature=0, max_tokens=None)
@@ -87,7 +90,13 @@ def assert_drawn_from(probs: Tensor, logits: Sequence[Tensor]) -> None:
 
 
 def load_target(checkpoints: Checkpoints, kernels: str = "reference") -> CausalLM:
-    return load_model(checkpoints.target, "float32", kernels=kernels).model
+    return loaded(checkpoints.target, kernels)
+
+
+@functools.cache
+def loaded(folder: str, kernels: str) -> CausalLM:
+    """Load a model once; no test changes it."""
+    return load_model(folder, "float32", kernels=kernels).model
 
 
 def head_logits(target: CausalLM, states: Tensor) -> Tensor:
@@ -353,15 +362,23 @@ def test_heads_that_do_not_fit_are_refused(tmp_path: Path, checkpoints: Checkpoi
         LLM(checkpoints.target, speculative_config={"method": method, "model": write(tmp_path / "head")})
 
 
-@pytest.mark.parametrize("shards", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_pickles_are_refused_with_a_command_to_convert(tmp_path: Path, checkpoints: Checkpoints, shards: int) -> None:
-    """The command is run as it is shown, though the folder has spaces and files that a trainer leaves."""
+@pytest.mark.parametrize(("run", "shards"), [("here", 1), pytest.param("as shown", 2, marks=pytest.mark.slow)])
+def test_pickles_are_refused_with_a_command_to_convert(
+    tmp_path: Path, checkpoints: Checkpoints, run: str, shards: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command works, though the folder has spaces and files that a trainer leaves."""
     folder = pickled(tmp_path / "a head's folder", shards)
     config = {"method": "medusa", "model": str(folder)}
     with pytest.raises(ModelError, match=r"only pickled weights \(medusa(?s:.*)because they can run code") as caught:
         LLM(checkpoints.target, speculative_config=config)
     assert "training_args" not in str(caught.value)
-    run_shown(caught.value.fix, tmp_path)
+    if run == "here":
+        monkeypatch.chdir(tmp_path)
+        _, _, code, *arguments = shlex.split(command_in(caught.value.fix))
+        monkeypatch.setattr(sys, "argv", ["-c", *arguments])
+        exec(code, {})
+    else:
+        run_shown(caught.value.fix, tmp_path)
     assert LLM(checkpoints.target, speculative_config=config).speculation.startswith("medusa")
 
 
@@ -410,11 +427,15 @@ def pickled(folder: Path, shards: int) -> Path:
     return folder
 
 
+def command_in(fix: str) -> str:
+    """Return the command that a fix ends with."""
+    return "python -c" + fix.partition("python -c")[2].removesuffix(".")
+
+
 def run_shown(fix: str, folder: Path) -> None:
-    """Run the command that a fix ends with."""
-    command = "python -c" + fix.partition("python -c")[2].removesuffix(".")
+    """Run the command that a fix ends with, in a shell."""
     path = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    subprocess.run(command, shell=True, check=True, cwd=folder, env=path)
+    subprocess.run(command_in(fix), shell=True, check=True, cwd=folder, env=path)
 
 
 def vllm_medusa(tensors: dict[str, Tensor], biased: bool = True) -> dict[str, Tensor]:

@@ -20,6 +20,7 @@ def pair_of(target: object, draft: object) -> tuple[Tokenizer, Tokenizer]:
     return target(), draft()  # type: ignore[operator]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize("draft", KINDS)
 @pytest.mark.parametrize("target", KINDS)

@@ -105,7 +105,7 @@ def test_look_ahead_rows_are_chains_below_each_node() -> None:
 @pytest.mark.parametrize(
     "kernels", [pytest.param(each, marks=[] if each == KERNELS[-1] else pytest.mark.slow) for each in KERNELS]
 )
-@pytest.mark.parametrize("cache", ["paged", "slotted"])
+@pytest.mark.parametrize("cache", [pytest.param("paged", marks=pytest.mark.slow), "slotted"])
 def test_texts_are_those_of_plain_decoding(tmp_path: Path, checkpoints: Checkpoints, cache: str, kernels: str) -> None:
     """Greedy and seeded, to the end of the context, where there is less and less room for look-ahead rows."""
     common = {"dtype": "float32", "kernels": kernels, "max_model_len": 72, "kv_cache_backend": cache}

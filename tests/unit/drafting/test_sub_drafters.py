@@ -300,6 +300,7 @@ def test_composites_serve_requests_of_one_llm(checkpoints: Checkpoints) -> None:
     llm.engine.check()
 
 
+@pytest.mark.slow  # the exactness suite has beams of every drafter that announces them
 def test_fallback_drafts_for_beam_searches(checkpoints: Checkpoints) -> None:
     """Only sub-drafters that announce it draft for them; the beams are those of plain decoding."""
     params = SamplingParams(beam_width=3, n=3, max_tokens=12)

@@ -261,10 +261,14 @@ def test_impossible_suffix_options_are_refused(name: str, value: float) -> None:
 TEXT = "def area_of_a_rectangle(width, height):\n    return width * height\n"
 
 
+@pytest.fixture(scope="module")
+def plain() -> LLM:
+    return LLM("demo", use_speculative_decoding=False)
+
+
 @pytest.mark.parametrize("kind", ["txt", "jsonl"])
-def test_a_corpus_is_continued_from_the_first_request_on(tmp_path: Path, kind: str) -> None:
+def test_a_corpus_is_continued_from_the_first_request_on(tmp_path: Path, plain: LLM, kind: str) -> None:
     file = tmp_path / f"corpus.{kind}"
-    plain = LLM("demo", use_speculative_decoding=False)
     tokens = Tokenizer.load(resolve_source("demo", "target")).encode(TEXT, add_special_tokens=False)
     file.write_text(TEXT if kind == "txt" else json.dumps({"token_ids": tokens}) + "\n[1, 2]\n", encoding="utf-8")
     config = {"method": "suffix", "num_speculative_tokens": 4, "draft_length": "fixed"}

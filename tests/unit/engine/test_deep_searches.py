@@ -72,7 +72,7 @@ def search(model: LastTokenModel, width: int, longest: int, limits: Limits = ROO
 @pytest.mark.parametrize(
     ("limits", "deepest"),
     [
-        (ROOMY, DEEP - 1),
+        pytest.param(ROOMY, DEEP - 1, marks=pytest.mark.slow),
         pytest.param(Limits(DEEP + 1, 1, 4 * DEEP), DEEP - 1, marks=pytest.mark.slow),
         pytest.param(Limits(4 * DEEP, 1, 512), 511, marks=pytest.mark.slow),
     ],

@@ -24,6 +24,7 @@ from speculant.types import DraftTree, Verdict
 from speculant.verification.base import Verifier
 from speculant.verification.match import Match
 from speculant.verification.rejection import build as rejection
+from tests.examples import sizes
 from tests.models import make_request
 
 VOCAB_SIZE, SEQUENCES = 7, 6
@@ -90,11 +91,12 @@ def readable(decisions: dict[int, Decision]) -> dict[int, Verdict | str]:
     return found
 
 
+@pytest.mark.parametrize("passes", sizes(20, 60))
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("sampler", samplers(), ids=lambda sampler: type(sampler).__name__)
-def test_verdicts_are_those_of_single_draws(batch: str, sampler: Sampler) -> None:
+def test_verdicts_are_those_of_single_draws(batch: str, sampler: Sampler, passes: int) -> None:
     lengths = set()
-    for seed in range(60):
+    for seed in range(passes):
         decisions = []
         for rule in (Match(), OneByOne()):
             outputs, logits = outputs_of(random.Random(seed), BATCHES[batch])

@@ -385,6 +385,7 @@ class Reader(ScriptedDrafter):
         self.read.pop(request.seq_id, None)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("combined", [False, True])
 @pytest.mark.parametrize("fails", [0, 1])
 def test_a_drafter_reads_the_encoder_s_result(fails: int, combined: bool) -> None:

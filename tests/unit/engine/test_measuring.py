@@ -112,6 +112,7 @@ def test_slices_hold_no_blocks_of_the_target(checkpoints: Checkpoints, kept: Pat
     assert held.free_tokens() == held.num_blocks * held.block_size
 
 
+@pytest.mark.slow
 def test_a_steady_load_does_not_end_drafts(checkpoints: Checkpoints, kept: Path) -> None:
     """A new request goes first, but not always."""
     engine = adaptive(checkpoints).engine

@@ -64,7 +64,7 @@ def test_length_page_policy_respects_a_request_s_own_length(policy_name: str) ->
         assert policy.choose(schedule) == [asked]
 
 
-@pytest.mark.parametrize("options", [{}, {"shortest": 2}])
+@pytest.mark.parametrize("options", [pytest.param({}, marks=pytest.mark.slow), {"shortest": 2}])
 def test_length_page_policy_changes_no_text(
     policy_name: str, options: dict[str, int], checkpoints: Checkpoints
 ) -> None:

@@ -17,7 +17,7 @@ from tests.unit.lengths.simulated import CALL_S, CALL_SEQUENCE_S, context_of, ru
 REACHED_REGRET, REACHED_MEDIAN, REACHING_GOALS = 0.1, 0.015, 0.9
 
 
-@pytest.fixture(scope="module", params=[4, pytest.param(1, marks=pytest.mark.slow)], ids=["some", "all"])
+@pytest.fixture(scope="module", params=[16, pytest.param(1, marks=pytest.mark.slow)], ids=["some", "all"])
 def scores(request: pytest.FixtureRequest) -> list[PolicyScore]:
     return [judge(machine, adaptive.build) for machine in make_machines()[:: request.param]]
 

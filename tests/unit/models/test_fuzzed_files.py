@@ -96,6 +96,7 @@ def test_a_changed_variant_is_read_or_refused(family: str, folders: dict[str, Pa
     assert all(layer.attention.window is None or layer.attention.window >= 1 for layer in config.layers)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", ["factor", "low_freq_factor", "high_freq_factor", "rope_theta"])
 @pytest.mark.parametrize("kind", ["default", "linear", "dynamic", "llama3"])
 def test_rotary_angles_are_finite_or_refused(name: str, kind: str) -> None:

@@ -117,6 +117,7 @@ STORED: dict[str, dict[str, dict[str, Any]]] = {
     },
     "umt5": {"plain": T5, "more": {**T5, "num_decoder_layers": 4}},
 }
+pytestmark = pytest.mark.usefixtures("families_are_looked_up_once")
 QUICK = (
     "llama",
     "gemma2",
@@ -404,7 +405,7 @@ def test_own_entries_of_families_are_checked(files: Files, family: str, entry: N
 
 
 @pytest.mark.parametrize(
-    "family", [pytest.param(family, marks=[] if family in QUICK[:2] else pytest.mark.slow) for family in names()]
+    "family", [pytest.param(family, marks=[] if family == "gemma2" else pytest.mark.slow) for family in names()]
 )
 def test_damaged_entries_are_errors_or_models(files: Files, family: str) -> None:
     file = opened(files, family)

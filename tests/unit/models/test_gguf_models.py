@@ -30,6 +30,7 @@ from tests.gguf_models import DECODED, FLOATS, LARGE_BLOCKS, SMALL_BLOCKS, conve
 from tests.models import ALPHABET, END, HIDDEN_SIZE, VOCAB_SIZE, Shape, write_checkpoint
 from tests.unit.models.families import Session, make_pair
 
+pytestmark = pytest.mark.usefixtures("families_are_looked_up_once")
 FAMILIES = {"llama": {}, "qwen2": {}, "qwen3": {}}
 KERNELS = ["reference", "native"]
 TOKENS = list(range(40, 72))
@@ -87,6 +88,7 @@ def same_as_decoded(path: Path, folder: Path, out: Path, kernels: str) -> Checkp
 # --- logits
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
@@ -135,6 +137,7 @@ def test_kinds_may_differ_between_matrices(wide: Path, tmp_path: Path, kernels: 
     same_as_decoded(path, wide, tmp_path / "decoded", kernels)
 
 
+@pytest.mark.slow  # test_gguf_families.py has a variant of each family
 @pytest.mark.parametrize(
     ("family", "variant"),
     [
@@ -234,6 +237,7 @@ def test_a_tensor_can_be_changed_and_its_file_stays(folder: Path, tmp_path: Path
     assert torch.equal(read_plain(weights, "output.weight"), before)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("kind", DECODED)
 def test_other_kinds_are_decoded_and_named(

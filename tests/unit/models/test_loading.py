@@ -24,6 +24,7 @@ from speculant.models.weights.load import load_model
 from speculant.params import SamplingParams
 from tests.unit.models.families import LLAMA3, Pair, Session, make_pair, random_tokens
 
+pytestmark = pytest.mark.usefixtures("families_are_looked_up_once")
 PROMPT = random_tokens(9)
 
 
@@ -103,13 +104,19 @@ def test_refuses_end_tokens_that_are_no_tokens(folder: Path, file: str, ends: An
     refused(folder, f"{file} has eos_token_id", "from 0 to 60", f"correct {file}.")
 
 
-@pytest.fixture
-def seq2seq(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def original_seq2seq(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of an encoder-decoder model without a start token."""
-    folder = make_pair(tmp_path / "t5", "t5", "flan").folder
+    folder = make_pair(tmp_path_factory.mktemp("seq2seq"), "t5", "flan").folder
     for file in ("config.json", "generation_config.json"):
         edit(folder / file, decoder_start_token_id=None, bos_token_id=None, eos_token_id=None)
     return folder
+
+
+@pytest.fixture
+def seq2seq(original_seq2seq: Path, tmp_path: Path) -> Path:
+    """A copy of it."""
+    return shutil.copytree(original_seq2seq, tmp_path / "t5")
 
 
 def test_the_start_token_is_read_as_transformers_reads_it(seq2seq: Path) -> None:

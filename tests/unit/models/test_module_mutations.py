@@ -14,6 +14,7 @@ import torch
 from speculant.errors import ModelError
 from speculant.models.weights.load import load_model
 from tests import scaled_folders
+from tests.examples import sizes
 from tests.models import Shape, write_checkpoint
 from tests.quantised_folders import Gptq, awq_config, awq_module, edit_config, quantise
 from tests.unit.models.families import Session
@@ -113,7 +114,7 @@ def check(folder: Path, header: dict[str, Any], content: bytes, config: dict[str
     return True
 
 
-@pytest.mark.parametrize("count", [300, pytest.param(20_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", sizes(150, 20_000))
 def test_damage_gives_a_model_or_an_error(count: int, quantised: list[Path], tmp_path: Path) -> None:
     generator, models = random.Random(count), 0
     for case in range(count):

@@ -27,6 +27,7 @@ from tests.quantised_folders import Gptq, Tensors, awq_config, awq_module, edit_
 from tests.unit.models.families import EXPERTS, PADDED, VARIANTS, make_pair
 from tests.unit.models.loaded import MOST_ERROR, error, load, load_twice, logits, packed_of
 
+pytestmark = pytest.mark.usefixtures("families_are_looked_up_once")
 native = pytest.mark.skipif(not usable_sets(), reason="the native kernels are not built")
 CASES: dict[str, tuple[Gptq, Type]] = {
     "asymmetric": (Gptq(), Type.ZERO4),
@@ -57,20 +58,43 @@ def made(source: Path, root: Path, own: Gptq, **options: Any) -> tuple[Path, Pat
     return root / "packed", root / "numbers"
 
 
+class Written:
+    """The checkpoints of options, each written once. Tests that change one copy it."""
+
+    def __init__(self, source: Path, root: Path) -> None:
+        self._source, self._root, self._made = source, root, dict[str, tuple[Path, Tensor]]()
+
+    def __getitem__(self, own: Gptq) -> tuple[Path, Tensor]:
+        """Return the folder, and the logits of its numbers on the reference kernels."""
+        if (key := str(own)) not in self._made:
+            packed, numbers = made(self._source, self._root / str(len(self._made)), own)
+            self._made[key] = packed, logits(numbers)
+        return self._made[key]
+
+    def copy(self, own: Gptq, folder: Path) -> tuple[Path, Tensor]:
+        """Return a copy in a folder, and the same logits."""
+        packed, numbers = self[own]
+        return shutil.copytree(packed, folder / "packed"), numbers
+
+
+@pytest.fixture(scope="module")
+def written(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Written:
+    return Written(source, tmp_path_factory.mktemp("written"))
+
+
 @pytest.mark.parametrize("case", CASES)
-def test_logits_are_those_of_the_numbers(case: str, source: Path, tmp_path: Path) -> None:
-    packed, numbers = made(source, tmp_path, CASES[case][0])
-    expected = logits(numbers)
+def test_logits_are_those_of_the_numbers(case: str, source: Path, written: Written) -> None:
+    packed, expected = written[CASES[case][0]]
     assert torch.equal(logits(packed), expected)
     assert error(logits(source), expected) > 1e-4, "rounding changed nothing"
 
 
 @native
 @pytest.mark.parametrize("case", CASES)
-def test_native_matrices_keep_their_grid(case: str, source: Path, tmp_path: Path) -> None:
-    packed, numbers = made(source, tmp_path, CASES[case][0])
+def test_native_matrices_keep_their_grid(case: str, written: Written) -> None:
+    packed, expected = written[CASES[case][0]]
     loaded = load(packed, "native")
-    assert error(logits(loaded), logits(numbers)) < MOST_ERROR
+    assert error(logits(loaded), expected) < MOST_ERROR
     types = {weight.type for layer in packed_of(loaded).layers for weight in layer.attention.matrices}
     assert types == {CASES[case][1]}
 
@@ -116,9 +140,9 @@ def regroup(tensors: Tensors, numbers: Tensors, one: str, other: str) -> None:
 
 
 @native
-def test_orders_survive_the_weight_cache(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_orders_survive_the_weight_cache(written: Written, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_cache, "LEAST_BYTES", 0)
-    packed, _ = made(source, tmp_path, Gptq(act_order=True))
+    packed, _ = written.copy(Gptq(act_order=True), tmp_path)
     again, expected = load_twice(packed, tmp_path / "cache")
     assert packed_of(again).layers[0].attention.out.order is not None
     assert torch.equal(logits(again), expected)
@@ -137,6 +161,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("act_order", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families_are_read(family: str, act_order: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,7 +201,9 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @native
-@pytest.mark.parametrize("matrix", DIFFERENT)
+@pytest.mark.parametrize(
+    "matrix", [pytest.param(each, marks=[] if each == "up_proj" else pytest.mark.slow) for each in DIFFERENT]
+)
 def test_experts_of_a_layer_get_one_type(
     matrix: str, experts: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -254,15 +281,15 @@ def test_a_quantised_head_is_not_tied(source: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [0.0, 0.5])
-def test_biases_that_the_model_lacks_must_be_zeros(value: float, source: Path, tmp_path: Path) -> None:
-    packed, numbers = made(source, tmp_path, Gptq())
+def test_biases_that_the_model_lacks_must_be_zeros(value: float, written: Written, tmp_path: Path) -> None:
+    packed, expected = written.copy(Gptq(), tmp_path)
     tensors = load_file(packed / "model.safetensors")
     tensors["model.layers.0.mlp.down_proj.bias"] = torch.full((64,), value, dtype=torch.float16)
     save_file(tensors, packed / "model.safetensors")
     if value:
         refused(packed, "unexpected (model.layers.0.mlp.down_proj.bias)")
     else:
-        assert torch.equal(logits(packed), logits(numbers))
+        assert torch.equal(logits(packed), expected)
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq"])
@@ -285,12 +312,12 @@ def test_decoding_says_why_once(source: Path, tmp_path: Path, caplog: pytest.Log
     assert "14 (model.layers.0.mlp.down_proj.weight ...), because groups have 48 weights, which is not a" in text
 
 
-def test_unknown_options_are_named(source: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    packed, numbers = made(source, tmp_path, Gptq())
+def test_unknown_options_are_named(written: Written, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    packed, expected = written.copy(Gptq(), tmp_path)
     entry = json.loads((packed / "config.json").read_text())["quantization_config"]
     edit_config(packed, quantization_config={**entry, "damp_percent": 0.1, "novelty": 3, "absent": None})
     with caplog.at_level(logging.WARNING, "speculant.models.weights.options"):
-        assert torch.equal(logits(packed), logits(numbers))
+        assert torch.equal(logits(packed), expected)
     (text,) = [record.getMessage() for record in caplog.records if record.name.endswith("options")]
     assert text.endswith("have no effect: novelty = 3")
 
@@ -319,9 +346,9 @@ def test_unknown_options_are_named(source: Path, tmp_path: Path, caplog: pytest.
     ids=str,
 )
 def test_options_that_change_numbers_are_refused(
-    changes: dict[str, Any], words: str, source: Path, tmp_path: Path
+    changes: dict[str, Any], words: str, written: Written, tmp_path: Path
 ) -> None:
-    packed, _ = made(source, tmp_path, Gptq())
+    packed, _ = written.copy(Gptq(), tmp_path)
     entry = json.loads((packed / "config.json").read_text())["quantization_config"]
     edit_config(packed, quantization_config={**entry, **changes})
     refused(packed, words)
@@ -379,19 +406,19 @@ DAMAGE: dict[str, tuple[Callable[[Tensors], None], str]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_damaged_modules_are_refused(damage: str, source: Path, tmp_path: Path) -> None:
-    packed, _ = made(source, tmp_path, Gptq(act_order=True))
+def test_damaged_modules_are_refused(damage: str, written: Written, tmp_path: Path) -> None:
+    packed, _ = written.copy(Gptq(act_order=True), tmp_path)
     tensors, (change, words) = load_file(packed / "model.safetensors"), DAMAGE[damage]
     change(tensors)
     save_file(tensors, packed / "model.safetensors")
     refused(packed, words)
 
 
-def test_groups_need_no_index_without_an_act_order(source: Path, tmp_path: Path) -> None:
-    packed, numbers = made(source, tmp_path, Gptq())
+def test_groups_need_no_index_without_an_act_order(written: Written, tmp_path: Path) -> None:
+    packed, expected = written.copy(Gptq(), tmp_path)
     tensors = {name: each for name, each in load_file(packed / "model.safetensors").items() if "g_idx" not in name}
     save_file(tensors, packed / "model.safetensors")
-    assert torch.equal(logits(packed), logits(numbers))
+    assert torch.equal(logits(packed), expected)
 
 
 @pytest.mark.parametrize("part", ["qweight", "qzeros", "scales"])
@@ -406,9 +433,9 @@ def test_damaged_awq_modules_are_refused(part: str, source: Path, tmp_path: Path
         refused(packed, "down_proj")
 
 
-def test_the_type_of_a_quantised_model_is_bfloat16(source: Path, tmp_path: Path) -> None:
+def test_the_type_of_a_quantised_model_is_bfloat16(source: Path, written: Written, tmp_path: Path) -> None:
     """Its keys and values have it, as those of a GGUF file do; without quantised matrices it would be float32."""
-    packed, _ = made(source, tmp_path, Gptq())
+    packed, _ = written.copy(Gptq(), tmp_path)
     edit_config(packed, torch_dtype="float16")
     assert load_model(str(packed)).dtype == torch.bfloat16
     edit_config(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ from tests.scaled_folders import (
 from tests.unit.models.families import EXPERTS, PADDED, VARIANTS, make_pair
 from tests.unit.models.loaded import MOST_ERROR, error, load, load_twice, logits, packed_of
 
+pytestmark = pytest.mark.usefixtures("families_are_looked_up_once")
 HIDDEN = 192  # inputs: one and a half blocks of 128
 native = pytest.mark.skipif(not usable_sets(), reason="the native kernels are not built")
 TYPES = {  # of the output projection
@@ -61,6 +63,35 @@ def made(source: Path, root: Path, form: Format) -> tuple[Path, Path]:
     return root / "packed", root / "numbers"
 
 
+class Written:
+    """The checkpoints of FORMATS, each written once. Tests that change one copy it."""
+
+    def __init__(self, source: Path, root: Path) -> None:
+        self._source, self._root = source, root
+        self._logits: dict[str, Tensor] = {}
+
+    def __getitem__(self, name: str) -> Path:
+        folder = self._root / name
+        if not folder.exists():
+            made(self._source, folder, FORMATS[name])
+        return folder / "packed"
+
+    def numbers(self, name: str) -> Tensor:
+        """Return the logits of the numbers that a checkpoint stands for, on the reference kernels."""
+        if name not in self._logits:
+            self._logits[name] = logits(self[name].parent / "numbers")
+        return self._logits[name]
+
+    def copy(self, name: str, folder: Path) -> Path:
+        """Return a copy in a folder."""
+        return shutil.copytree(self[name], folder / "packed")
+
+
+@pytest.fixture(scope="module")
+def written(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Written:
+    return Written(source, tmp_path_factory.mktemp("written"))
+
+
 def test_e4m3_is_that_of_torch() -> None:
     every = torch.arange(256, dtype=torch.uint8).view(E4M3).float()
     assert torch.equal(torch.from_numpy(e4m3_numbers()).nan_to_num(), every.nan_to_num())
@@ -72,19 +103,17 @@ def test_every_format_has_a_type() -> None:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_logits_are_those_of_the_stored_numbers(name: str, source: Path, tmp_path: Path) -> None:
-    folder, numbers = made(source, tmp_path, FORMATS[name])
-    expected = logits(numbers)
-    assert error(logits(folder), expected) < 1e-6
+def test_logits_are_those_of_the_stored_numbers(name: str, source: Path, written: Written) -> None:
+    expected = written.numbers(name)
+    assert error(logits(written[name]), expected) < 1e-6
     assert error(logits(source), expected) > 1e-4, "rounding changed nothing"
 
 
 @native
 @pytest.mark.parametrize("name", FORMATS)
-def test_native_matrices_have_their_types(name: str, source: Path, tmp_path: Path) -> None:
-    folder, numbers = made(source, tmp_path, FORMATS[name])
-    loaded = load(folder, "native")
-    assert error(logits(loaded), logits(numbers)) < MOST_ERROR
+def test_native_matrices_have_their_types(name: str, written: Written) -> None:
+    loaded = load(written[name], "native")
+    assert error(logits(loaded), written.numbers(name)) < MOST_ERROR
     assert {layer.attention.out.type for layer in packed_of(loaded).layers} == {TYPES[name]}
 
 
@@ -99,6 +128,7 @@ BY_FAMILY = {
 }  # fmt: skip
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("type_", BY_FAMILY, ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families_keep_their_numbers(family: str, type_: Type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,10 +162,9 @@ def test_a_quantised_head_is_multiplied(source: Path, tmp_path: Path) -> None:
     assert error(logits(loaded), logits(numbers)) < MOST_ERROR
 
 
-def test_inputs_may_have_an_order(source: Path, tmp_path: Path) -> None:
+def test_inputs_may_have_an_order(written: Written, tmp_path: Path) -> None:
     """weight_g_idx names the group of each input; a tensor that was never filled is left out."""
-    form = FORMATS["packed 4 bits, groups of 32"]
-    folder, _ = made(source, tmp_path, form)
+    folder = written.copy("packed 4 bits, groups of 32", tmp_path)
     tensors, path = load_file(folder / "model.safetensors"), folder / "model.safetensors"
     module = "model.layers.0.mlp.down_proj"
     expected = logits(folder)
@@ -154,17 +183,15 @@ def test_inputs_may_have_an_order(source: Path, tmp_path: Path) -> None:
 
 
 @native
-def test_packed_weights_are_mapped_again(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packed_weights_are_mapped_again(written: Written, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_cache, "LEAST_BYTES", 0)
-    folder, _ = made(source, tmp_path, FORMATS["mixed"])
-    again, expected = load_twice(folder, tmp_path / "cache")
+    again, expected = load_twice(written["mixed"], tmp_path / "cache")
     assert packed_of(again).layers[0].mlp.down.type == Type.FP8
     assert torch.equal(logits(again), expected)
 
 
-def test_scales_of_activations_are_left_out(source: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    form = FORMATS["e4m3 tensors"]
-    folder, numbers = made(source, tmp_path, form)
+def test_scales_of_activations_are_left_out(written: Written, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    form, folder = FORMATS["e4m3 tensors"], written.copy("e4m3 tensors", tmp_path)
     tensors = load_file(folder / "model.safetensors")
     for module in {name.removesuffix(".weight_scale") for name in tensors if name.endswith(".weight_scale")}:
         tensors[f"{module}.input_scale"] = torch.tensor(0.01)
@@ -173,7 +200,7 @@ def test_scales_of_activations_are_left_out(source: Path, tmp_path: Path, caplog
     save_file(tensors, folder / "model.safetensors")
     edit_config(folder, quantization_config={**form.config, "kv_cache_scheme": {"num_bits": 8, "type": "float"}})
     with caplog.at_level(logging.WARNING):
-        assert error(logits(folder), logits(numbers)) < 1e-6
+        assert error(logits(folder), written.numbers("e4m3 tensors")) < 1e-6
     assert "kv_cache_scheme" in caplog.text
     assert "no effect" in caplog.text
 
@@ -200,19 +227,17 @@ def test_mxfp4_is_read_from_compressed_tensors(source: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("at_once", [1, 1000])
-def test_few_blocks_are_decoded_at_a_time(
-    at_once: int, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_few_blocks_are_decoded_at_a_time(at_once: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = Path(write_checkpoint(tmp_path / "plain", Shape(layers=1)))
     folder, _ = made(source, tmp_path, FORMATS["nf4, nested"])
     whole = logits(folder)
     monkeypatch.setattr(bitsandbytes, "DECODED_AT_ONCE", at_once)
     assert torch.equal(logits(folder), whole)
 
 
-def test_decoded_matrices_are_announced(source: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    folder, _ = made(source, tmp_path, FORMATS["nf4"])
+def test_decoded_matrices_are_announced(written: Written, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        load(folder)
+        load(written["nf4"])
     assert "can't multiply by NF4" in caplog.text
 
 
@@ -297,9 +322,9 @@ FAULTS: dict[str, tuple[str, Change, str]] = {
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("kernels", ["reference", pytest.param("native", marks=native)])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_damaged_matrices_are_refused(fault: str, kernels: str, source: Path, tmp_path: Path) -> None:
+def test_damaged_matrices_are_refused(fault: str, kernels: str, written: Written, tmp_path: Path) -> None:
     name, change, expected = FAULTS[fault]
-    folder, _ = made(source, tmp_path, FORMATS[name])
+    folder = written.copy(name, tmp_path)
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
     save_file(tensors, folder / "model.safetensors")
@@ -332,26 +357,24 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", OPTIONS)
-def test_other_options_are_refused_by_name(case: str, source: Path, tmp_path: Path) -> None:
-    form = FORMATS["packed 4 bits, groups of 32"]
-    folder, _ = made(source, tmp_path, form)
+def test_other_options_are_refused_by_name(case: str, written: Written, tmp_path: Path) -> None:
+    folder = written.copy("packed 4 bits, groups of 32", tmp_path)
     changes, expected = OPTIONS[case]
-    edit_config(folder, quantization_config={**form.config, **changes})
+    edit_config(folder, quantization_config={**FORMATS["packed 4 bits, groups of 32"].config, **changes})
     with pytest.raises(ModelError, match=expected):
         load(folder)
 
 
-def test_older_config_files_have_another_entry(source: Path, tmp_path: Path) -> None:
-    form = FORMATS["packed 4 bits, groups of 32"]
-    folder, numbers = made(source, tmp_path, form)
-    entry = {key: value for key, value in form.config.items() if key != "quant_method"}
+def test_older_config_files_have_another_entry(written: Written, tmp_path: Path) -> None:
+    name = "packed 4 bits, groups of 32"
+    folder = written.copy(name, tmp_path)
+    entry = {key: value for key, value in FORMATS[name].config.items() if key != "quant_method"}
     edit_config(folder, quantization_config=None, compression_config=entry)
-    assert error(logits(folder), logits(numbers)) < 1e-6
+    assert error(logits(folder), written.numbers(name)) < 1e-6
 
 
-def test_blocks_of_fp8_have_two_sizes(source: Path, tmp_path: Path) -> None:
-    form = FORMATS["fp8 blocks"]
-    folder, _ = made(source, tmp_path, form)
-    edit_config(folder, quantization_config={**form.config, "weight_block_size": [128]})
+def test_blocks_of_fp8_have_two_sizes(written: Written, tmp_path: Path) -> None:
+    folder = written.copy("fp8 blocks", tmp_path)
+    edit_config(folder, quantization_config={**FORMATS["fp8 blocks"].config, "weight_block_size": [128]})
     with pytest.raises(ModelError, match="weight_block_size"):
         load(folder)

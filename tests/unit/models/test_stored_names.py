@@ -18,6 +18,7 @@ from speculant.models.weights.load import load_model
 from speculant.models.weights.source import Mapped, kind_of, read_plain
 from tests.unit.models.families import Session, make_pair, random_tokens
 
+pytestmark = pytest.mark.usefixtures("families_are_looked_up_once")
 Rename = Callable[[str], str]
 VISION = "vision_tower.blocks.7.weight"
 LARGER: dict[str, Rename] = {
@@ -39,6 +40,7 @@ def rewrite(source: Path, folder: Path, rename: Rename, config: dict[str, Any], 
     (folder / "config.json").write_text(json.dumps(config))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("form", LARGER)
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_language_model_within_a_larger_one(tmp_path: Path, form: str, tied: bool) -> None:

@@ -67,6 +67,7 @@ def write(file: Path, tensors: Mapping[str, tuple[Tensor, str]]) -> None:
     file.write_bytes(len(text).to_bytes(8, "little") + text + content)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("ahead", [0, 1, 5, 4095])
 @pytest.mark.parametrize("dtype", TYPES, ids=TYPES.values())
 def test_tensors_of_all_types_are_read(dtype: torch.dtype, ahead: int, tmp_path: Path) -> None:

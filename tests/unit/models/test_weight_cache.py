@@ -104,15 +104,19 @@ def test_bits_are_the_same_with_the_cache(source: str, folder: Path, packing: st
     assert torch.equal(logits(found[0]), logits(found[2]))
 
 
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """An encoder-decoder checkpoint that was written a while ago."""
+    folder = write_variant(tmp_path_factory.mktemp("encoder"), "t5", "flan")
+    time.sleep(2 * TICK)
+    return str(folder)
+
+
 @pytest.mark.parametrize(("packing", "quantization"), WAYS)
 def test_bits_of_an_encoder_are_the_same_with_the_cache(
-    folder: Path, tmp_path: Path, packing: str, quantization: str | None
+    encoder: str, folder: Path, packing: str, quantization: str | None
 ) -> None:
-    source = tmp_path / "model"
-    source.mkdir()
-    write_variant(source, "t5", "flan")
-    time.sleep(2 * TICK)
-    found = [load(str(source), each, packing, quantization) for each in (None, folder, folder)]
+    found = [load(encoder, each, packing, quantization) for each in (None, folder, folder)]
     assert [each.source for each in found] == ["", KEPT, MAPPED]
     seen = [SourceSession(each.model).extend([*range(50)]).view(torch.int32) for each in found]
     assert torch.equal(seen[0], seen[1])
@@ -196,7 +200,9 @@ def facts_of(content: bytes) -> list[str]:
     return facts
 
 
-@pytest.mark.parametrize("how", DAMAGE)
+@pytest.mark.parametrize(
+    "how", [pytest.param(each, marks=[] if each == "a flipped byte" else pytest.mark.slow) for each in DAMAGE]
+)
 def test_damaged_file_is_made_again(
     how: str, source: str, folder: Path, expected: Tensor, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -221,7 +227,9 @@ def test_file_of_another_model_is_not_used(source: str, folder: Path, expected: 
     check(source, folder, expected, KEPT, MAPPED)
 
 
-@pytest.mark.parametrize("name", ["__version__", "FORMAT", "_library_digest"])
+@pytest.mark.parametrize(
+    "name", ["__version__", *(pytest.param(each, marks=pytest.mark.slow) for each in ("FORMAT", "_library_digest"))]
+)
 def test_another_version_packs_again(
     name: str, source: str, folder: Path, expected: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:

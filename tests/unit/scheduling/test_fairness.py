@@ -103,7 +103,9 @@ def test_places_are_shared_by_turns_if_all_clients_have_more() -> None:
     assert sum(request.metrics.num_preemptions for request in driver.requests) < 12
 
 
-@pytest.mark.parametrize(("weight", "share"), [(1.0, 1 / 2), (3.0, 3 / 4), (1 / 3, 1 / 4)])
+@pytest.mark.parametrize(
+    ("weight", "share"), [pytest.param(1.0, 1 / 2, marks=pytest.mark.slow), (3.0, 3 / 4), (1 / 3, 1 / 4)]
+)
 def test_tokens_are_shared_by_weight(weight: float, share: float) -> None:
     driver = Driver(slots(4), max_num_seqs=4)
     clients = Client("heavy", weight), OTHER

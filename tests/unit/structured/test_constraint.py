@@ -52,7 +52,9 @@ def test_masks_allow_exactly_the_choices(grammars: Grammars, tokenizer: Tokenize
             assert allowed(constraint.mask(begun)) == following | ({END} if begun in texts else set())
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "form", [pytest.param(each, marks=pytest.mark.slow if each == "compact" else []) for each in FORMS]
+)
 def test_masks_depend_on_the_tokens_alone(grammars: Grammars, form: str) -> None:
     """After random advances, drafts and rollbacks, masks equal those of a new constraint with the same tokens."""
     grammar, rng = grammars.compile(FORMS[form]).result(), random.Random(form)

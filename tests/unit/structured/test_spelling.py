@@ -48,6 +48,7 @@ def compiled(tokenizer: Tokenizer, **form: Any) -> Grammar:
     return Grammars(tokenizer, ()).compile(StructuredOutputs(**form)).result()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("form", FORMS)
 def test_a_text_that_names_an_added_token_can_be_written(tagged: Tokenizer, form: str) -> None:
     """If a forced name of an added token were encoded as this token, the grammar would forbid it."""
@@ -57,6 +58,7 @@ def test_a_text_that_names_an_added_token_can_be_written(tagged: Tokenizer, form
         assert FORMS[form][1](tagged.decode(written)), "also where special tokens are skipped"
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("form", FORMS)
 def test_a_form_can_follow_reasoning(tagged: Tokenizer, form: str) -> None:
     start, end = map(tagged.backend.token_to_id, ("<think>", "</think>"))

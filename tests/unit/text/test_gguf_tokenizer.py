@@ -21,6 +21,7 @@ from speculant.text.gguf_tokenizer import read_gguf_tokenizer
 from speculant.text.stream import IncrementalDetokenizer
 from speculant.text.tokenizer import Tokenizer
 from speculant.text.unigram import TokenType
+from tests.examples import examples
 from tests.gguf_tokenizers import metadata_of
 from tests.texts import texts
 from tests.unit.text.tokenizers_for_tests import SETTINGS, byte_level, sentencepiece_style
@@ -124,7 +125,7 @@ def test_a_converted_tokenizer_gets_the_same_parts(original: Tokenizer, tmp_path
     assert [each["content"] for each in found["added_tokens"]] == [each["content"] for each in expected["added_tokens"]]
     assert tokenizer.vocab() == original.vocab()
     assert (tokenizer.bos_id, tokenizer.eos_id) == (original.bos_id, original.eos_id)
-    for text in texts(300, ["<s>", "</s>"]):
+    for text in texts(examples(300), ["<s>", "</s>"]):
         ids = original.encode(text)
         assert tokenizer.encode(text) == ids
         stream = IncrementalDetokenizer(tokenizer)

@@ -33,11 +33,16 @@ SHAPE = Shape(384, 300, 3, 12, 3)  # three copies, groups of four instead of two
 LARGER = [
     SHAPE,
     DRAFT,  # as it is, but untied
-    replace(DRAFT, hidden_size=640),
-    replace(DRAFT, intermediate_size=256),
-    replace(DRAFT, num_hidden_layers=4),
-    replace(DRAFT, num_attention_heads=6),
-    replace(DRAFT, num_attention_heads=8, num_key_value_heads=4),
+    *(
+        pytest.param(replace(DRAFT, **alone), marks=pytest.mark.slow)  # SHAPE changes all of them
+        for alone in (
+            {"hidden_size": 640},
+            {"intermediate_size": 256},
+            {"num_hidden_layers": 4},
+            {"num_attention_heads": 6},
+            {"num_attention_heads": 8, "num_key_value_heads": 4},
+        )
+    ),
 ]
 PROMPT = random_tokens(24)
 
@@ -62,6 +67,12 @@ def draft() -> Path:
 
 
 @pytest.fixture(scope="module")
+def precise(draft: Path) -> Tensor:
+    """The draft's logits in float64, in which rounding is negligible."""
+    return logits(draft, "float64", "reference")
+
+
+@pytest.fixture(scope="module")
 def inflated(draft: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("inflated") / "large"
     inflate(draft, folder, SHAPE)
@@ -76,11 +87,10 @@ def test_inflated_model_has_the_same_logits(draft: Path, inflated: Path, kernels
 
 
 @pytest.mark.parametrize("shape", LARGER, ids=lambda shape: "-".join(map(str, asdict(shape).values())))
-def test_every_size_can_grow(draft: Path, shape: Shape, tmp_path: Path) -> None:
-    """In float64 rounding is negligible, so a difference would come from the weights."""
+def test_every_size_can_grow(draft: Path, precise: Tensor, shape: Shape, tmp_path: Path) -> None:
+    """A difference would come from the weights."""
     inflate(draft, tmp_path, shape)
-    expected = logits(draft, "float64", "reference")
-    torch.testing.assert_close(logits(tmp_path, "float64", "reference"), expected, atol=1e-10, rtol=1e-10)
+    torch.testing.assert_close(logits(tmp_path, "float64", "reference"), precise, atol=1e-10, rtol=1e-10)
 
 
 @pytest.mark.parametrize("case", thinned_cases(families=FEW))
@@ -122,6 +132,7 @@ def test_a_family_without_shared_keys_says_so(tmp_path: Path) -> None:
         inflate(small, tmp_path / "large", Shape(64, 48, 3, 8, 4))
 
 
+@pytest.mark.slow  # its logits are the same
 def test_inflated_model_writes_the_same_text(draft: Path, inflated: Path) -> None:
     prompts, params = ["def main(", "import os\n"], SamplingParams(temperature=0, max_tokens=16)
     texts = [
@@ -132,7 +143,7 @@ def test_inflated_model_writes_the_same_text(draft: Path, inflated: Path) -> Non
     assert texts[0] == texts[1]
 
 
-def test_an_own_head_stays_separate(draft: Path, tmp_path: Path) -> None:
+def test_an_own_head_stays_separate(draft: Path, precise: Tensor, tmp_path: Path) -> None:
     own = copy_changed(tmp_path / "own", draft, {"tie_word_embeddings": False})
     tensors = load_file(own / "model.safetensors")
     head = {"lm_head.weight": tensors["model.embed_tokens.weight"].flip(0)}
@@ -140,7 +151,7 @@ def test_an_own_head_stays_separate(draft: Path, tmp_path: Path) -> None:
     inflate(own, tmp_path / "large", SHAPE)
     expected = logits(own, "float64", "reference")
     torch.testing.assert_close(logits(tmp_path / "large", "float64", "reference"), expected, atol=1e-10, rtol=1e-10)
-    assert not torch.allclose(expected, logits(draft, "float64", "reference"), atol=1)
+    assert not torch.allclose(expected, precise, atol=1)
 
 
 def test_a_tied_head_becomes_separate(draft: Path, inflated: Path) -> None:

@@ -377,6 +377,7 @@ def test_rounds_have_prompts_of_their_own(compared: tuple[_Fake, list[CaseResult
     assert len(set(prompts)) == len(prompts) == 8
 
 
+@pytest.mark.slow  # as long as all others here
 def test_peers_write_the_same_text_from_sources(tmp_path: Path) -> None:
     """Speculant and transformers, plain and with drafts, whose accepted tokens are as many as the pair's agreement."""
     target, draft = write_pair(tmp_path, 0.75, (SHAPES["tiny"], SHAPES["tiny"]), first=24)

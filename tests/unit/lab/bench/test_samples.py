@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
+
 from speculant.config import EngineConfig
 from speculant.engine.build import build_engine
 from speculant.engine.profiling import PHASES, unmarked
 from speculant.lab.bench import samples
 from speculant.lab.bench.measuring import both_ways, ways_of
 from speculant.lab.bench.runs import Bench
-from speculant.lab.bench.samples import LINE_END, Sample, Span, chrome_trace, recorded, take_samples
+from speculant.lab.bench.samples import LINE_END, Span, chrome_trace, recorded, take_samples
 from speculant.lab.bench.workloads import Workload
 from speculant.params import SamplingParams
 from speculant.text.stream import IncrementalDetokenizer
@@ -18,12 +20,28 @@ PARAMS = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 WORKLOAD = Workload("test", [[65, 66, 67], [68]], [0.0, 0.0])
 
 
-def test_pieces_are_the_output(checkpoints: Checkpoints) -> None:
-    config = EngineConfig(checkpoints.target, checkpoints.near, spec_length=4, dtype="float64")
-    runtime = build_engine(config)
-    modes = both_ways(PARAMS, speculating=True)
-    plain, speculative = take_samples(WORKLOAD, ways_of(Bench(runtime), modes))
-    [expected, _] = Bench(runtime).run(WORKLOAD, modes["plain"]).outputs
+class Sampled:
+    """An engine, and its samples without drafts and with them."""
+
+    def __init__(self, target: str, draft: str) -> None:
+        self.runtime = build_engine(EngineConfig(target, draft, spec_length=4, dtype="float64"))
+        ways = ways_of(Bench(self.runtime), both_ways(PARAMS, speculating=True))
+        self.plain, self.drafted = take_samples(WORKLOAD, ways)
+
+
+@pytest.fixture(scope="module")
+def near(checkpoints: Checkpoints) -> Sampled:
+    return Sampled(checkpoints.target, checkpoints.near)
+
+
+@pytest.fixture(scope="module")
+def far(checkpoints: Checkpoints) -> Sampled:
+    return Sampled(checkpoints.target, checkpoints.far)
+
+
+def test_pieces_are_the_output(near: Sampled) -> None:
+    runtime, plain, speculative = near.runtime, near.plain, near.drafted
+    [expected, _] = Bench(runtime, "again").run(WORKLOAD, both_ways(PARAMS, speculating=True)["plain"]).outputs
     for sample in (plain, speculative):
         assert "".join(piece.text for piece in sample.pieces) == runtime.tokenizer.decode(
             list(expected), skip_special_tokens=False
@@ -36,9 +54,8 @@ def test_pieces_are_the_output(checkpoints: Checkpoints) -> None:
     assert speculative.prompt == runtime.tokenizer.decode([65, 66, 67])
 
 
-def test_every_burst_ends_with_the_targets_own_token(checkpoints: Checkpoints) -> None:
-    runtime = build_engine(EngineConfig(checkpoints.target, checkpoints.near, spec_length=4, dtype="float64"))
-    _, sample = take_samples(WORKLOAD, ways_of(Bench(runtime), both_ways(PARAMS, speculating=True)))
+def test_every_burst_ends_with_the_targets_own_token(near: Sampled) -> None:
+    sample = near.drafted
     last = {piece.burst: piece.drafted for piece in sample.pieces}
     assert not any(list(last.values())[:-1])
     counts = [sum(piece.burst == burst for piece in sample.pieces) for burst in last]
@@ -46,14 +63,8 @@ def test_every_burst_ends_with_the_targets_own_token(checkpoints: Checkpoints) -
     assert sum(piece.drafted for piece in sample.pieces) >= len(sample.pieces) - len(counts) - 1
 
 
-def sample_of(checkpoints: Checkpoints, params: SamplingParams = PARAMS, **config: object) -> Sample:
-    settings = EngineConfig.from_arguments(model=checkpoints.target, dtype="float64", **config)
-    ways = ways_of(Bench(build_engine(settings)), both_ways(params, speculating=True))
-    return take_samples(WORKLOAD, ways)[1]
-
-
-def test_rejected_tokens_are_shown_in_the_place_of_their_test(checkpoints: Checkpoints) -> None:
-    sample = sample_of(checkpoints, draft_model=checkpoints.far, spec_length=4)
+def test_rejected_tokens_are_shown_in_the_place_of_their_test(far: Sampled) -> None:
+    sample = far.drafted
     bursts = [piece.burst for piece in sample.pieces]
     ends = [bursts.index(burst + 1) - 1 for burst in range(bursts[-1])]
     corrected = [place for place, piece in enumerate(sample.pieces) if piece.kind == "corrected"]
@@ -68,14 +79,14 @@ def test_rejected_tokens_are_shown_in_the_place_of_their_test(checkpoints: Check
 def test_a_tree_shows_every_rejected_sibling(checkpoints: Checkpoints) -> None:
     tree = {"model": checkpoints.far, "tree": [3, 1], "draft_length": "fixed"}
     drawn = SamplingParams(temperature=1, seed=3, max_tokens=24, ignore_eos=True)
-    sample = sample_of(checkpoints, drawn, speculative_config=tree)
+    settings = EngineConfig.from_arguments(model=checkpoints.target, dtype="float64", speculative_config=tree)
+    ways = ways_of(Bench(build_engine(settings)), both_ways(drawn, speculating=True))
+    sample = take_samples(WORKLOAD, ways)[1]
     assert {len(piece.rejected) for piece in sample.pieces if piece.rejected} >= {3}
 
 
-def test_rejected_text_does_not_change_the_output(checkpoints: Checkpoints) -> None:
-    runtime = build_engine(EngineConfig(checkpoints.target, checkpoints.far, spec_length=4, dtype="float64"))
-    ways = ways_of(Bench(runtime), both_ways(PARAMS, speculating=True))
-    plain, drafted = take_samples(WORKLOAD, ways)
+def test_rejected_text_does_not_change_the_output(far: Sampled) -> None:
+    plain, drafted = far.plain, far.drafted
     assert "".join(piece.text for piece in plain.pieces) == "".join(piece.text for piece in drafted.pieces)
     assert all(text and "\n" not in text for piece in drafted.pieces for text in piece.rejected)
 

@@ -20,7 +20,7 @@ T5 = {
     "num_layers": 2, "num_heads": 4, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False,
     "decoder_start_token_id": 0, "eos_token_id": 0,
 }  # fmt: skip
-TOKENS = 80
+TOKENS = 40
 
 
 @pytest.mark.parametrize("config", [LLAMA, T5], ids=lambda config: config["model_type"])

@@ -89,6 +89,7 @@ def test_a_prediction_is_that_of_its_own_prompts(checkpoints: Checkpoints, monke
     assert parts[-1] == "Measuring the cost of steps, 2 at a time"
 
 
+@pytest.mark.slow  # the prediction before it measures as much
 def test_prompts_of_a_file_are_repeated(
     checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 
@@ -22,6 +24,7 @@ from tests.unit.lab.theory.process import within_three_errors
 ANSWERS, TOKENS = 400, 1500
 CLIFF = VerificationCurve((1, 4, 5, 8), (1.0, 1.1, 1.6, 1.65))
 RATES = pytest.mark.parametrize("rates", [[0.8], [0.9, 0.7, 0.4], [0.3]], ids=str)
+SLOW = partial(pytest.param, marks=pytest.mark.slow)
 LENGTHS = pytest.mark.parametrize("length", [0, 1, 4, 9])
 
 
@@ -63,14 +66,14 @@ def test_speed_is_theorem_3_8_with_a_curve(length: int, batch: int) -> None:
     assert within_three_errors(speeds, speedups(survival(rates, length), costs)[length])
 
 
-@pytest.mark.parametrize(("alpha", "length"), [(0.6, 2), (0.8, 5), (0.9, 10)])
+@pytest.mark.parametrize(("alpha", "length"), [SLOW(0.6, 2), (0.8, 5), SLOW(0.9, 10)])
 def test_operations_are_theorem_3_11(alpha: float, length: int) -> None:
     found, ratio = run([alpha], length, seed=3), 0.1
     each = (length * ratio + length + 1) / tokens_per_step(found)
     assert within_three_errors(each, operations(survival(alpha, length), ratio)[length])
 
 
-@pytest.mark.parametrize("alpha", [0.3, 0.8, 0.95])
+@pytest.mark.parametrize("alpha", [SLOW(0.3), 0.8, SLOW(0.95)])
 def test_accepted_over_tested_is_alpha(alpha: float) -> None:
     found = run([alpha], 5, seed=4)
     assert within_three_errors(found.accepted / found.tested, alpha)

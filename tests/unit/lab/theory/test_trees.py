@@ -18,6 +18,7 @@ from speculant.types import DraftTree
 from speculant.verification.base import Verifier
 from speculant.verification.match import Match
 from speculant.verification.multi_draft import MultiDraft
+from tests.examples import sizes
 
 Path = tuple[int, ...]
 RATES = (0.55, 0.2, 0.1, 0.06, 0.04, 0.02, 0.01)
@@ -169,12 +170,13 @@ def accepted_by(rule: Verifier, shape: StaticTree, p: torch.Tensor, q: torch.Ten
     return enumerate_outcomes(run)
 
 
+@pytest.mark.parametrize("pairs", sizes(1, 4))
 @pytest.mark.parametrize(
     "rule", [MultiDraft(), pytest.param(Match(), marks=pytest.mark.slow)], ids=["multi_draft", "match"]
 )
-def test_a_verifier_accepts_the_expected_number(rule: Verifier) -> None:
+def test_a_verifier_accepts_the_expected_number(rule: Verifier, pairs: int) -> None:
     """Every context has the same distributions, so rates are the same everywhere and the number is exact."""
-    for seed in range(4):
+    for seed in range(pairs):
         p, q = (
             torch.tensor(distribution) for distribution in two_distributions("dense", 3, np.random.default_rng(seed))
         )

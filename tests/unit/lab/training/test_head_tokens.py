@@ -41,7 +41,11 @@ def train(*arguments: object) -> dict[str, Any]:
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("engine", ENGINES, ids=lambda engine: str(engine["dtype"]))
-@pytest.mark.parametrize("config", [{}, {"method": "cascade"}, {"tree": [2, 1]}], ids=["chain", "cascade", "tree"])
+@pytest.mark.parametrize(
+    "config",
+    [{}, {"method": "cascade"}, pytest.param({"tree": [2, 1]}, marks=pytest.mark.slow)],
+    ids=["chain", "cascade", "tree"],
+)
 def test_short_head_is_trained_and_changes_no_text(
     checkpoints: Checkpoints, tmp_path: Path, engine: dict[str, Any], config: dict[str, Any]
 ) -> None:
@@ -103,7 +107,7 @@ def test_overlap_is_that_of_the_renormalised_draft() -> None:
     assert overlaps(p, q, order, [1, 2, 3, 4]) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("method", [None, "eagle"])
+@pytest.mark.parametrize("method", [None, pytest.param("eagle", marks=pytest.mark.slow)])
 def test_acceptance_is_that_of_drafts_with_a_short_head(
     checkpoints: Checkpoints, tmp_path: Path, method: str | None
 ) -> None:

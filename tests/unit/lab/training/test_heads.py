@@ -244,9 +244,8 @@ def test_every_kind_is_a_method() -> None:
         config_of(Path("out"), "demo", "eagel")
 
 
-@pytest.mark.parametrize(
-    "kind", [kind if kind == "eagle3" else pytest.param(kind, marks=pytest.mark.slow) for kind in kind_names()]
-)
+@pytest.mark.slow  # quick tests run the command on conversations, and all else that this does in one process
+@pytest.mark.parametrize("kind", kind_names())
 def test_a_run_makes_a_head_that_drafts(kind: str, tmp_path: Path, target_folder: str, corpus_folder: Path) -> None:
     """From prompts to a folder for an engine, in one session and in two."""
     arguments = [
@@ -325,7 +324,7 @@ def test_a_head_is_trained_for_any_family(case: tuple[str, str, str], tmp_path: 
     for _ in trainer.run():
         pass
     job.finish(config, trainer)
-    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
     common: dict[str, Any] = {"dtype": "float64"}
     plain = LLM(str(folder), use_speculative_decoding=False, **common).generate(["hello", "def f"], params)
     llm = LLM(str(folder), speculative_config={"method": kind, "model": str(config.out)}, **common)

@@ -16,22 +16,27 @@ from speculant.lab.training.config import TrainingConfig
 from speculant.lab.training.evaluation import evaluate, overlap
 from speculant.lab.training.export import export_model
 from speculant.lab.training.passes import hidden_states
+from speculant.lab.training.trainer import Trainer
 from speculant.lab.training.windows import held_out_windows
 from speculant.text.tokenizer import Tokenizer
-from tests.unit.lab.training.runs import prepare, train
+from tests.unit.lab.training.runs import prepare, tiny, train
 
 
-def test_the_loss_falls(config: TrainingConfig) -> None:
-    _, trainer = train(config)
+@pytest.fixture(scope="module")
+def whole(corpus_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[job.Texts, Trainer]:
+    """A run that was not interrupted."""
+    return train(tiny(corpus_folder, tmp_path_factory.mktemp("whole") / "model"))
+
+
+def test_the_loss_falls(whole: tuple[job.Texts, Trainer]) -> None:
+    _, trainer = whole
     losses = trainer.state.losses
     assert len(losses) == 30
     assert losses[0] > 5.0
     assert trainer.recent_loss(5) < losses[0] - 0.8
 
 
-def test_a_resumed_run_ends_with_the_same_bits(config: TrainingConfig, tmp_path: Path) -> None:
-    _, whole = train(config)
-    config = replace(config, out=tmp_path / "interrupted")
+def test_a_resumed_run_ends_with_the_same_bits(config: TrainingConfig, whole: tuple[job.Texts, Trainer]) -> None:
     _, first = prepare(config)
     for report in first.run():
         if report.step == 11:
@@ -43,8 +48,8 @@ def test_a_resumed_run_ends_with_the_same_bits(config: TrainingConfig, tmp_path:
     assert second.state.step == 11
     for _ in second.run():
         pass
-    assert second.state.losses == whole.state.losses
-    for ours, theirs in zip(second.model.parameters(), whole.model.parameters(), strict=True):
+    assert second.state.losses == whole[1].state.losses
+    for ours, theirs in zip(second.model.parameters(), whole[1].model.parameters(), strict=True):
         assert torch.equal(ours, theirs)
 
 
@@ -67,7 +72,13 @@ def test_checkpoints_are_written_during_a_run(config: TrainingConfig) -> None:
     assert other.state.step == 5
 
 
-@pytest.mark.parametrize("change", [{"layers": 1}, {"batch": 2}, {"seed": 9}, {"matrix_lr": 0.1}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"layers": 1},
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ({"batch": 2}, {"seed": 9}, {"matrix_lr": 0.1})),
+    ],
+)
 def test_a_run_is_not_resumed_with_other_settings(config: TrainingConfig, change: dict[str, int]) -> None:
     _, trainer = prepare(config)
     trainer.save()
@@ -120,9 +131,9 @@ def test_the_card_describes_the_written_folder(target_folder: Path, corpus_folde
     assert prompt == "<|endoftext|># user:\nhi\n\n# assistant:\n"
 
 
-def test_transformers_reads_the_folder_the_same_way(config: TrainingConfig, tmp_path: Path) -> None:
+def test_transformers_reads_the_folder_the_same_way(whole: tuple[job.Texts, Trainer], tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    texts, trainer = train(config)
+    texts, trainer = whole
     folder = tmp_path / "float32"
     export_model(folder, trainer.model, trainer.settings["network"], texts.tokenizer, torch.float32)
     theirs = transformers.LlamaForCausalLM.from_pretrained(folder)

@@ -43,12 +43,16 @@ def words(number: str) -> str:
     return "\n".join(WORDS[int(digit)] for digit in number)
 
 
-@pytest.fixture
-def config(files: tuple[Path, Path], tmp_path: Path) -> Seq2SeqConfig:
+def config_in(out: Path, files: tuple[Path, Path]) -> Seq2SeqConfig:
     return Seq2SeqConfig(
-        tmp_path / "model", *files, steps=40, vocab_size=290, hidden=16, intermediate=32, layers=2, decoder_layers=1,
+        out, *files, steps=40, vocab_size=290, hidden=16, intermediate=32, layers=2, decoder_layers=1,
         heads=2, source_tokens=8, target_tokens=12, batch=8, warmup=5,
     )  # fmt: skip
+
+
+@pytest.fixture
+def config(files: tuple[Path, Path], tmp_path: Path) -> Seq2SeqConfig:
+    return config_in(tmp_path / "model", files)
 
 
 def prepare(config: Seq2SeqConfig) -> tuple[job.Seq2SeqData, Trainer]:
@@ -67,19 +71,31 @@ def trained(config: Seq2SeqConfig) -> tuple[job.Seq2SeqData, Trainer]:
     return data, trainer
 
 
-def test_the_loss_falls_and_the_written_model_is_measured(config: Seq2SeqConfig) -> None:
-    data, trainer = trained(config)
+class Finished:
+    """A run that has ended, and its written model."""
+
+    def __init__(self, config: Seq2SeqConfig) -> None:
+        self.config = config
+        self.data, self.trainer = trained(config)
+        self.outcome = job.finish(config, self.data, self.trainer)
+
+
+@pytest.fixture(scope="module")
+def finished(files: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    return Finished(config_in(tmp_path_factory.mktemp("finished") / "model", files))
+
+
+def test_the_loss_falls_and_the_written_model_is_measured(finished: Finished) -> None:
+    trainer, outcome = finished.trainer, finished.outcome
     assert trainer.recent_loss(5) < trainer.state.losses[0] - 1.5
-    outcome = job.finish(config, data, trainer)
     assert outcome.held_out_pairs + outcome.pairs == len(NUMBERS)
     assert outcome.held_out_loss == pytest.approx(trainer.recent_loss(5), abs=0.5)
-    assert "--decoder-layers 1" in (config.out / "README.md").read_text()
+    assert "--decoder-layers 1" in (finished.config.out / "README.md").read_text()
 
 
-def test_seq2seq_runs_are_reproducible(config: Seq2SeqConfig, tmp_path: Path) -> None:
+def test_seq2seq_runs_are_reproducible(config: Seq2SeqConfig, finished: Finished, tmp_path: Path) -> None:
     """The same seed gives the same bits, also after an interruption; another seed gives others."""
-    _, whole = trained(config)
-    config = replace(config, out=tmp_path / "interrupted")
+    whole, config = finished.trainer, replace(config, out=tmp_path / "interrupted")
     _, first = prepare(config)
     for report in first.run():
         if report.step == 11:
@@ -97,20 +113,20 @@ def test_seq2seq_runs_are_reproducible(config: Seq2SeqConfig, tmp_path: Path) ->
     assert other.state.losses[0] != whole.state.losses[0]
 
 
-def test_transformers_computes_a_written_model(config: Seq2SeqConfig) -> None:
-    data, trainer = trained(config)
-    job.finish(config, data, trainer)
-    theirs = transformers.T5ForConditionalGeneration.from_pretrained(config.out, dtype=torch.float32).eval()
+def test_transformers_computes_a_written_model(finished: Finished) -> None:
+    out = finished.config.out
+    theirs = transformers.T5ForConditionalGeneration.from_pretrained(out, dtype=torch.float32).eval()
     assert not torch.equal(theirs.lm_head.weight, theirs.shared.weight)
-    batch = data.held_out.tensors(range(2))
+    batch = finished.data.held_out.tensors(range(2))
     with torch.no_grad():
         seen = torch.arange(batch.sources.shape[1]) < batch.lengths[:, None]
         logits = theirs(batch.sources, attention_mask=seen, decoder_input_ids=batch.inputs).logits[batch.real]
-        ours = load_plain(str(config.out))
+        ours = load_plain(str(out))
         found = ours.logits(states_of_pairs(ours, batch))
     torch.testing.assert_close(found, logits, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.slow  # a quick test compares the written model's logits
 def test_a_written_model_serves_and_ends_its_texts(config: Seq2SeqConfig) -> None:
     """It learns the digits' words, which the engine then writes for a source in text."""
     longer = replace(config, hidden=32, intermediate=64, steps=400)
@@ -122,11 +138,9 @@ def test_a_written_model_serves_and_ends_its_texts(config: Seq2SeqConfig) -> Non
     assert right >= 12
 
 
-def test_a_draft_learns_from_its_teacher(config: Seq2SeqConfig, tmp_path: Path) -> None:
-    job.finish(config, *trained(config))
-    draft = replace(
-        config, out=tmp_path / "draft", teacher=config.out, hidden=8, layers=1, decoder_layers=None, steps=60
-    )
+def test_a_draft_learns_from_its_teacher(config: Seq2SeqConfig, finished: Finished, tmp_path: Path) -> None:
+    teacher = finished.config.out
+    draft = replace(config, out=tmp_path / "draft", teacher=teacher, hidden=8, layers=1, decoder_layers=None, steps=60)
     data, trainer = prepare(draft)
     before = trainer.objective.loss(trainer.model, trainer.windows.batch(0, 8), 0.0).item()
     for _ in trainer.run():
@@ -136,7 +150,7 @@ def test_a_draft_learns_from_its_teacher(config: Seq2SeqConfig, tmp_path: Path) 
     assert outcome.overlap is not None
     assert outcome.overlap.alpha > 0.5
     assert "a draft for the model in model/" in (draft.out / "README.md").read_text()
-    assert (draft.out / "tokenizer.json").read_text() == (config.out / "tokenizer.json").read_text()
+    assert (draft.out / "tokenizer.json").read_text() == (teacher / "tokenizer.json").read_text()
 
 
 def test_padding_counts_nowhere(config: Seq2SeqConfig) -> None:

@@ -220,7 +220,7 @@ def test_a_long_chain_is_released_without_recursion() -> None:
     del response, previous
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", [pytest.param(seed, marks=pytest.mark.slow if seed > 3 else []) for seed in range(20)])
 def test_bounds_and_bytes_hold_whatever_happens(seed: int) -> None:
     chance = random.Random(seed)
     store, clock = a_store(most=60_000, ttl=100)
