@@ -17,7 +17,7 @@ from speculant.cli.main import app
 from speculant.config import EngineConfig
 from speculant.drafting.model import early_exit
 from speculant.errors import ConfigError, PairError, SpeculantError
-from speculant.lab.bench import drafting, pair
+from speculant.lab.bench import drafting, pair, step_costs
 from speculant.lab.bench.acceptance import Estimate
 from speculant.lab.bench.step_costs import LengthCosts
 from speculant.lab.bench.workloads import Workload
@@ -34,6 +34,7 @@ ALPHA = Estimate(0.5, 0.4, 0.6, 100)
 
 @pytest.fixture(autouse=True)
 def _little_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_costs, "STEPS", 1)
     monkeypatch.setattr(drafting, "COST_SECONDS", 0.01)
     monkeypatch.setattr(drafting, "RUN_SECONDS", 0.01)
     monkeypatch.setattr(pair, "SPEED_SECONDS", 0.01)

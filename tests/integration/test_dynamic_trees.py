@@ -47,6 +47,7 @@ def test_other_trees_are_refused(tree: Any) -> None:
         LLM("demo", speculative_config={"method": "draft_model", "model": "demo", "tree": tree}, max_model_len=64)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kernels", ["native", "reference"])
 @pytest.mark.parametrize("method", ["draft_model", "early_exit"])
 def test_trees_reach_the_last_learned_position(method: str, kernels: str, tmp_path: Path) -> None:

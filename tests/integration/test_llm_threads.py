@@ -95,7 +95,7 @@ def test_a_stepping_thread_lets_other_threads_step(llm: LLM) -> None:
         llm.generate(prompts, SamplingParams(temperature=0, max_tokens=length, ignore_eos=True))
         ends.append(name)
 
-    long = threading.Thread(target=run, args=("long", prompts_of(60), 60), daemon=True)
+    long = threading.Thread(target=run, args=("long", prompts_of(30), 60), daemon=True)
     long.start()
     assert begun.wait(LONGEST_WAIT)
     short = threading.Thread(target=run, args=("short", prompts_of(1), 2), daemon=True)

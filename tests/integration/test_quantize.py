@@ -54,7 +54,7 @@ def texts(model: Path, **arguments: Any) -> list[list[int]]:
     return [out.outputs[0].token_ids for out in llm.generate(TEXTS, PARAMS)]
 
 
-@pytest.mark.parametrize("type_", ["int4", "int8"])
+@pytest.mark.parametrize("type_", ["int4", pytest.param("int8", marks=pytest.mark.slow)])
 def test_a_file_gives_the_text_of_rounding_at_load(tmp_path: Path, type_: str) -> None:
     file = written(DEMO, tmp_path / "demo.gguf", type_)
     assert texts(file) == texts(DEMO, quantization=type_)

@@ -163,7 +163,7 @@ def test_heads_of_the_hub_draft_as_there(
 
 
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("kernels", [pytest.param("reference", marks=pytest.mark.slow), *KERNELS[1:]])
 @pytest.mark.parametrize("num_layers", [1, 3])
 @pytest.mark.parametrize("flag", [None, *FLAGS])
 @pytest.mark.parametrize("known", [None, KNOWN], ids=["all tokens", "d2t"])

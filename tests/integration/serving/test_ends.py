@@ -130,6 +130,7 @@ def test_deadlines_end_slow_requests(serve: Any, engine: AsyncEngine, monkeypatc
     slow.seconds = 0.9
     late = server.http.post("/v1/completions", json=LONG)
     assert late.status_code in (503, 504)
+    slow.seconds = 0.0
     server.until(lambda: idle(engine))
 
 
