@@ -21,7 +21,8 @@ from speculant.config import EngineConfig
 from speculant.errors import ModelError, PairError, SpeculantError
 from speculant.kernels.native import usable_sets
 from speculant.kernels.reference_sampler import REFERENCE
-from speculant.lab.bench import pair, step_costs, vocabularies
+from speculant.lab.bench import pair, vocabularies
+from speculant.lab.bench import step_costs as steps
 from speculant.lab.bench.acceptance import Text, TextAcceptance, TextReader
 from speculant.lab.bench.measuring import SPECULATIVE, both_ways
 from speculant.lab.bench.runs import Bench
@@ -44,7 +45,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=40)
 
 @pytest.fixture(autouse=True)
 def _little_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_costs, "STEPS", 1)
+    monkeypatch.setattr(steps, "STEPS", 1)
     monkeypatch.setattr(pair, "COST_SECONDS", 0.01)
     monkeypatch.setattr(pair, "SPEED_SECONDS", 0.01)
 

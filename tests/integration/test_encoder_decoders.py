@@ -303,12 +303,12 @@ SETTINGS = [
     SamplingParams(beam_width=3, n=2, max_tokens=8, temperature=0),
     SamplingParams(temperature=0, max_tokens=16, repetition_penalty=1.2),
 ]
-REFERENCE: dict[str, Any] = {"dtype": "float64", "kernels": "reference"}
+ON_TORCH: dict[str, Any] = {"dtype": "float64", "kernels": "reference"}
 ENGINES: list[Any] = [
-    pytest.param(REFERENCE, marks=pytest.mark.slow),
-    pytest.param({**REFERENCE, "use_speculative_decoding": True}, marks=pytest.mark.slow),
-    {**REFERENCE, "kv_cache_backend": "slotted", "max_num_seqs": 3},
-    {**REFERENCE, "max_num_batched_tokens": 68, "max_num_seqs": 6},
+    pytest.param(ON_TORCH, marks=pytest.mark.slow),
+    pytest.param({**ON_TORCH, "use_speculative_decoding": True}, marks=pytest.mark.slow),
+    {**ON_TORCH, "kv_cache_backend": "slotted", "max_num_seqs": 3},
+    {**ON_TORCH, "max_num_batched_tokens": 68, "max_num_seqs": 6},
     *(
         pytest.param({"dtype": dtype, "kernels": "native", **more}, marks=NATIVE)
         for dtype in ("float32", "bfloat16")

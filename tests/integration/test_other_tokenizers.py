@@ -13,7 +13,7 @@ from speculant import LLM, SamplingParams
 from speculant.errors import ConfigError, PairError
 from speculant.kernels.native import usable_sets
 from tests.mapped import in_order
-from tests.models import Checkpoints, Shape, write_checkpoint
+from tests.models import EXACT, Checkpoints, Shape, write_checkpoint
 
 KERNELS = ["reference", *(["native"] if usable_sets() else [])]
 BYTES = random.Random(5).sample(range(256), 256)
@@ -115,8 +115,8 @@ def test_a_short_context_ends_drafts_of_another_tokenizer(checkpoints: Checkpoin
 
 def test_adaptive_lengths_draft_with_another_tokenizer(checkpoints: Checkpoints, tmp_path: Path) -> None:
     draft = in_order(tmp_path / "draft", FEWER, Shape(noise=0.1))
-    llm = LLM(checkpoints.target, draft_model=draft, dtype="float64")
-    plain = LLM(checkpoints.target, dtype="float64", use_speculative_decoding=False)
+    llm = LLM(checkpoints.target, draft_model=draft, dtype=EXACT)
+    plain = LLM(checkpoints.target, dtype=EXACT, use_speculative_decoding=False)
     assert "the vocabularies differ" in llm.speculation
     assert outputs(llm, PARAMS[0]) == outputs(plain, PARAMS[0])
 
