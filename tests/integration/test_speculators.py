@@ -38,7 +38,7 @@ USUAL = (2, 3, 4)  # 2, L // 2 and L - 3
 CLOSE = 1e-4  # in float32
 KNOWN = [token for token in range(VOCAB_SIZE) if token % 3]
 PROMPTS = [[7, 1, 2, 3, 4, 1, 2, 250, 5, 1, 2], [9, 100, 101], [65, 66, 67, 68, 69, 70]]
-PARAMS = [SamplingParams(temperature=0 if place == 0 else 1.0, max_tokens=12, ignore_eos=True) for place in range(3)]
+PARAMS = [SamplingParams(temperature=0 if place == 0 else 1.0, max_tokens=8, ignore_eos=True) for place in range(3)]
 
 
 @dataclass(frozen=True)
