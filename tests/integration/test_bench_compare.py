@@ -13,9 +13,9 @@ from speculant.cli.main import app
 from speculant.errors import SpeculantError
 from speculant.lab.bench import step_costs, sweep
 from tests.integration.test_bench_report import Page
-from tests.models import Checkpoints
+from tests.models import EXACT, Checkpoints
 
-SMALL = ("--num-prompts", "2", "--max-tokens", "16", "--rounds", "2", "--dtype", "float64")
+SMALL = ("--num-prompts", "2", "--max-tokens", "16", "--rounds", "2", "--dtype", EXACT)
 
 
 @pytest.fixture(autouse=True)

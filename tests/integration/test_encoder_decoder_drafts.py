@@ -21,7 +21,7 @@ from tests.models import ALPHABET, HIDDEN_SIZE, VOCAB_SIZE, Checkpoints, write_t
 
 METHODS = sorted({*plugins.names("speculant.drafting")} - PREDICTED)  # contracts/test_drafters.py has predictions
 QUICK = {  # what runs without slow tests
-    "draft_model", "dynamic tree", "early_exit", "inner first layers", "on the target's encoder", "specinfer", "suffix",
+    "draft_model", "dynamic tree", "early_exit", "on the target's encoder", "specinfer", "suffix",
 }  # fmt: skip
 TREES: dict[str, dict[str, Any]] = {
     "tree": {"method": "draft_model", "tree": [2, 1, 1]},
