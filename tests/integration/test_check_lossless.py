@@ -153,6 +153,7 @@ def test_a_rule_that_is_lossy_by_design_is_called_so(checkpoints: Checkpoints, m
     assert "rejection (announces that it is not lossless), for sampled requests: FAILED" in shown.stdout
 
 
+@pytest.mark.slow  # exactness/test_lenient.py has the rule, and test_proofs.py its options
 def test_lenient_is_measured_with_its_own_lenience(checkpoints: Checkpoints) -> None:
     deviations = []
     for lenience in ("0.9", "0.2"):

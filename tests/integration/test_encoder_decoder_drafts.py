@@ -204,7 +204,8 @@ def test_a_draft_model_may_have_no_encoder(
     folders: Checkpoints, checkpoints: Checkpoints, alone: Callable[[dict[str, Any]], Texts], tree: Any
 ) -> None:
     """It reads the decoder's tokens alone."""
-    engine = {"dtype": "float64", "kernels": "reference"}
+    on_native = {"dtype": "float32", "kernels": "native"}
+    engine = on_native if usable_sets() else {"dtype": "float64", "kernels": "reference"}
     own = {"method": "draft_model", "tree": tree, "draft_length": "fixed"}
     llm = LLM(folders.target, checkpoints.near, speculative_config=own, **engine, max_model_len=64)
     results = llm.generate(TEXTS, PARAMS)

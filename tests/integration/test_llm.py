@@ -374,7 +374,7 @@ def table_of(checkpoints: Checkpoints) -> Any:
 def test_log_probabilities_are_the_model_s_own(
     llm_of: MakeLLM, table_of: Any, arguments: dict[str, Any], values: dict[str, Any]
 ) -> None:
-    params = SamplingParams(**values, max_tokens=14, logprobs=3, prompt_logprobs=2)
+    params = SamplingParams(**values, max_tokens=8, logprobs=3, prompt_logprobs=2)
     results = llm_of(dtype="float64", **arguments).generate([TEXTS[0], [5, 6, 7], TEXTS[3]], params)
     for result in results:
         prompt = result.prompt_token_ids

@@ -102,7 +102,7 @@ SEEN = [5, 258, 6, 259, 7]  # a prompt with the added tokens
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("tree", [None, [2, 1]], ids=["chain", "tree"])
-@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("kernels", [pytest.param("reference", marks=pytest.mark.slow), *KERNELS[1:]])
 @pytest.mark.parametrize("shape", FEWER.values(), ids=FEWER)
 def test_a_draft_without_some_of_the_target_s_tokens_is_used(
     tmp_path: Path, shape: Shape, kernels: str, tree: list[int] | None
@@ -154,7 +154,7 @@ def test_tokens_that_the_draft_lacks_are_never_drafted(tmp_path: Path, shape: Sh
     assert torch.equal(model.embed(torch.arange(VOCAB_SIZE)), plain.embed(torch.tensor(read)))
 
 
-@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("kernels", [pytest.param("reference", marks=pytest.mark.slow), *KERNELS[1:]])
 def test_a_draft_with_more_tokens_than_the_target_is_used(
     checkpoints: Checkpoints, tmp_path: Path, kernels: str
 ) -> None:

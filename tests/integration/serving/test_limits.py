@@ -92,7 +92,11 @@ def second_chance(url: str, request: bytes) -> float:
     return min(took, refusal_time(url, request)) if took > 1 else took
 
 
-@pytest.mark.parametrize("name", LARGE)
+ALIKE = ("deeper repetitions", "pattern")  # as nested repetitions
+EACH = [pytest.param(name, marks=[pytest.mark.slow] if name in ALIKE else []) for name in LARGE]
+
+
+@pytest.mark.parametrize("name", EACH)
 def test_too_much_is_refused_at_once(demo: LiveServer, name: str) -> None:
     """By the processor time of this process, which the server is a thread of: other programs add none."""
     started = time.process_time()
