@@ -105,6 +105,7 @@ def test_a_drafter_without_a_model(checkpoints: Checkpoints, arguments: list[str
     assert value["proven"][0]["mean_accepted"] > 0
 
 
+@pytest.mark.slow  # test_proofs.py and the folder exactness have trees
 def test_a_tree(checkpoints: Checkpoints) -> None:
     config = json.dumps({"tree": [2, 1]})
     value = _json(*_pair(checkpoints, "--speculative-config", config))

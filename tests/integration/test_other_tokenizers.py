@@ -20,9 +20,9 @@ BYTES = random.Random(5).sample(range(256), 256)
 FEWER = [byte for byte in BYTES if byte not in b"aeiou"]
 TEXTS = ["def read(path):", "naïve café", "def read(path):\n    return", "你好 👍"]
 PARAMS = [
-    SamplingParams(temperature=0, max_tokens=16),
-    SamplingParams(temperature=0.9, seed=8, max_tokens=16),
-    SamplingParams(temperature=0.7, top_p=0.9, seed=3, frequency_penalty=0.5, max_tokens=16),
+    SamplingParams(temperature=0, max_tokens=10),
+    SamplingParams(temperature=0.9, seed=8, max_tokens=10),
+    SamplingParams(temperature=0.7, top_p=0.9, seed=3, frequency_penalty=0.5, max_tokens=10),
 ]
 METHODS: list[dict[str, Any]] = [
     {"method": "draft_model"},
