@@ -12,7 +12,7 @@ import pytest
 
 from speculant import AsyncEngine, StreamPiece
 from speculant.engine.engine import Engine
-from tests.models import Checkpoints
+from tests.models import EXACT, Checkpoints
 
 MakeEngine = Callable[..., AsyncEngine]
 THREAD = "speculant-engine"
@@ -21,7 +21,7 @@ _PATIENCE = 20.0  # seconds until a test that waits in vain fails
 
 @pytest.fixture
 def engine_of(checkpoints: Checkpoints) -> Iterator[MakeEngine]:
-    """Make an engine over the usual target in float64; `draft` names another of the checkpoints.
+    """Make an engine over the usual target, in a type that keeps texts exact; `draft` names another checkpoint.
 
     The test has to shut it down. Then no thread is left, and no cache is in use unless the engine was broken.
     """
@@ -30,8 +30,8 @@ def engine_of(checkpoints: Checkpoints) -> Iterator[MakeEngine]:
 
     def make(draft: str | None = None, **arguments: Any) -> AsyncEngine:
         if draft is not None:
-            arguments["draft_model"] = getattr(checkpoints, draft)
-        made.append(AsyncEngine(**{"model": checkpoints.target, "dtype": "float64", **arguments}))
+            arguments |= {"draft_model": getattr(checkpoints, draft), "draft_quantization": "none"}
+        made.append(AsyncEngine(**{"model": checkpoints.target, "dtype": EXACT, **arguments}))
         return made[-1]
 
     yield make

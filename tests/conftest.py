@@ -64,7 +64,7 @@ def same_engines_each_time() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "secrets", SimpleNamespace(randbits=lambda bits: 0))
-        patch.setattr(calibration, "BUDGET_S", 0.02)  # for each curve: no test depends on the costs of a step
+        patch.setattr(calibration, "BUDGET_S", 0.005)  # for each curve: no test depends on the costs of a step
         yield
 
 

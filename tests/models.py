@@ -14,6 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
 from speculant import plugins
+from speculant.kernels.native import usable_sets
 from speculant.lab.checkpoints import save_tensors
 from speculant.metrics import RequestMetrics, TimingMetrics
 from speculant.models.reference.decoder import Decoder
@@ -26,6 +27,7 @@ END, BEGIN = 256, 257
 VOCAB_SIZE = 264  # rows of the head: padded beyond the tokenizer's 258 tokens
 HIDDEN_SIZE = 32
 _MOST_ROWS = 320
+EXACT = "float32" if usable_sets() else "float64"  # a type in which neither drafts nor neighbours change a text
 
 
 @dataclass(frozen=True)

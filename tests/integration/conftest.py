@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from speculant import LLM
-from tests.models import Checkpoints, checkpoints
+from tests.models import EXACT, Checkpoints, checkpoints
 
 __all__ = ["checkpoints", "llm_of", "made"]
 
@@ -23,13 +23,13 @@ def made() -> dict[str, LLM]:
 
 @pytest.fixture
 def llm_of(made: dict[str, LLM], checkpoints: Checkpoints) -> Iterator[MakeLLM]:
-    """Make an engine over the usual target in float64; `draft` names another of the checkpoints."""
+    """Make an engine over the usual target, in a type that keeps texts exact; `draft` names another checkpoint."""
     used: list[LLM] = []
 
     def make(draft: str | None = None, **arguments: Any) -> LLM:
         if draft is not None:
-            arguments["draft_model"] = getattr(checkpoints, draft)
-        arguments = {"model": checkpoints.target, "dtype": "float64", **arguments}
+            arguments |= {"draft_model": getattr(checkpoints, draft), "draft_quantization": "none"}
+        arguments = {"model": checkpoints.target, "dtype": EXACT, **arguments}
         key = repr(sorted(arguments.items()))
         if key not in made:
             made[key] = LLM(**arguments)

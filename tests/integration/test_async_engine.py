@@ -188,7 +188,7 @@ def test_a_client_is_served_beside_a_flood(engine_of: MakeEngine) -> None:
                 await engine.generate(TEXTS[0], params, priority=priority, client=client)
                 ended.append(client.name)
 
-            asked = [asyncio.create_task(ask(flood, LONG, -1_000_000)) for _ in range(6)]
+            asked = [asyncio.create_task(ask(flood, replace(LONG, max_tokens=100), -1_000_000)) for _ in range(6)]
             await asyncio.sleep(0)
             await asyncio.gather(*(ask(Client("other"), GREEDY, 7) for _ in range(3)))
             assert ended == ["other"] * 3

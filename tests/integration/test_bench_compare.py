@@ -11,15 +11,16 @@ from typer.testing import CliRunner, Result
 
 from speculant.cli.main import app
 from speculant.errors import SpeculantError
-from speculant.lab.bench import sweep
+from speculant.lab.bench import step_costs, sweep
 from tests.integration.test_bench_report import Page
-from tests.models import Checkpoints
+from tests.models import EXACT, Checkpoints
 
-SMALL = ("--num-prompts", "2", "--max-tokens", "16", "--rounds", "2", "--dtype", "float64")
+SMALL = ("--num-prompts", "2", "--max-tokens", "16", "--rounds", "2", "--dtype", EXACT)
 
 
 @pytest.fixture(autouse=True)
 def _little_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_costs, "STEPS", 1)
     monkeypatch.setattr(sweep, "COST_SECONDS", 0.01)
     monkeypatch.delenv("SPECULANT_MODEL", raising=False)
 

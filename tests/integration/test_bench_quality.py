@@ -60,10 +60,11 @@ def test_the_report_names_both_models(checkpoints: Checkpoints, path: str) -> No
 
 
 @pytest.mark.skipif(not usable_sets(), reason="the native kernels are not built")
-def test_more_bits_are_nearer(path: str) -> None:
+def test_more_bits_are_nearer(tmp_path: Path) -> None:
     """The embedded target's own texts are code."""
-    code = str(Path(subprocess.__file__))
-    small = ("demo", "--text", code, "--context", "128", "--tokens", "512")
+    code = tmp_path / "code.py"
+    code.write_text(Path(subprocess.__file__).read_text(encoding="utf-8")[:4000], encoding="utf-8")
+    small = ("demo", "--text", str(code), "--context", "64", "--tokens", "256")
     found = {kind: _json(*small, "--quantization-b", kind) for kind in ("int8", "int4")}
     itself, rounded_keys = _json(*small), _json(*small, "--kv-cache-dtype-b", "int8")
     assert itself["kl"]["max"] == 0

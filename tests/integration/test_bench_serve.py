@@ -23,7 +23,7 @@ from tests.models import Checkpoints
 from tests.servers import LiveServer, serve
 
 __all__ = ["serve"]
-SHORT = ("--seconds", "0.3", "--rounds", "1", "--max-tokens", "4", "--load", "0.5", "--load", "8")
+SHORT = ("--seconds", "0.2", "--rounds", "1", "--max-tokens", "4", "--load", "0.5", "--load", "8")
 SHORTEST = ("--seconds", "0.2", "--rounds", "1", "--max-tokens", "2", "--load", "0.5")
 FIGURES = {
     "requests", "completed", "refused", "failed", "seconds", "requests_per_s", "tokens_per_s", "ttft_p50_s",
@@ -58,7 +58,7 @@ def test_a_running_server_is_measured(serve: Callable[..., LiveServer], checkpoi
     assert value["benchmark"] == "serve"
     assert value["server"] == {"url": server.url, "model": "small", "engine": None}
     assert value["speculation"]["on"] is True
-    assert value["plan"] == {"clients": 2, "loads": [0.5, 8.0], "seconds": 0.3, "rounds": 1, "seed": 0}
+    assert value["plan"] == {"clients": 2, "loads": [0.5, 8.0], "seconds": 0.2, "rounds": 1, "seed": 0}
     assert set(value["capacity"]["runs"]) == {"plain", "speculative"}
     rate = value["capacity"]["runs"]["plain"]["requests_per_s"]["median"]
     assert [level["request_rate"] for level in value["loads"]] == [0.5 * rate, 8.0 * rate]

@@ -17,7 +17,7 @@ from speculant.cli.main import app
 from speculant.config import EngineConfig
 from speculant.drafting.model import early_exit
 from speculant.errors import ConfigError, PairError, SpeculantError
-from speculant.lab.bench import drafting, pair
+from speculant.lab.bench import drafting, pair, step_costs
 from speculant.lab.bench.acceptance import Estimate
 from speculant.lab.bench.step_costs import LengthCosts
 from speculant.lab.bench.workloads import Workload
@@ -34,6 +34,7 @@ ALPHA = Estimate(0.5, 0.4, 0.6, 100)
 
 @pytest.fixture(autouse=True)
 def _little_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_costs, "STEPS", 1)
     monkeypatch.setattr(drafting, "COST_SECONDS", 0.01)
     monkeypatch.setattr(drafting, "RUN_SECONDS", 0.01)
     monkeypatch.setattr(pair, "SPEED_SECONDS", 0.01)
@@ -71,7 +72,7 @@ def test_every_head_is_measured(method: str, checkpoints: Checkpoints, tmp_path:
 def test_a_method_without_a_model_is_measured(tmp_path: Path) -> None:
     """The exit layer with the highest predicted speed is recommended."""
     target = write_checkpoint(tmp_path / "target", Shape(layers=4))
-    value = _json(target, "--method", "early_exit", *SMALL)
+    value = _json(target, "--method", "early_exit", "--tokens", "12")
     assert value["draft"]["name"] == "early_exit"
     assert value["draft"]["parameters"] == 0
     assert "--draft-model" not in value["flags"]

@@ -105,6 +105,7 @@ def test_a_drafter_without_a_model(checkpoints: Checkpoints, arguments: list[str
     assert value["proven"][0]["mean_accepted"] > 0
 
 
+@pytest.mark.slow  # test_proofs.py and the folder exactness have trees
 def test_a_tree(checkpoints: Checkpoints) -> None:
     config = json.dumps({"tree": [2, 1]})
     value = _json(*_pair(checkpoints, "--speculative-config", config))
@@ -153,6 +154,7 @@ def test_a_rule_that_is_lossy_by_design_is_called_so(checkpoints: Checkpoints, m
     assert "rejection (announces that it is not lossless), for sampled requests: FAILED" in shown.stdout
 
 
+@pytest.mark.slow  # exactness/test_lenient.py has the rule, and test_proofs.py its options
 def test_lenient_is_measured_with_its_own_lenience(checkpoints: Checkpoints) -> None:
     deviations = []
     for lenience in ("0.9", "0.2"):

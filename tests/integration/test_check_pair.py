@@ -22,6 +22,7 @@ from speculant.errors import ModelError, PairError, SpeculantError
 from speculant.kernels.native import usable_sets
 from speculant.kernels.reference_sampler import REFERENCE
 from speculant.lab.bench import pair, vocabularies
+from speculant.lab.bench import step_costs as steps
 from speculant.lab.bench.acceptance import Text, TextAcceptance, TextReader
 from speculant.lab.bench.measuring import SPECULATIVE, both_ways
 from speculant.lab.bench.runs import Bench
@@ -44,6 +45,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=40)
 
 @pytest.fixture(autouse=True)
 def _little_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(steps, "STEPS", 1)
     monkeypatch.setattr(pair, "COST_SECONDS", 0.01)
     monkeypatch.setattr(pair, "SPEED_SECONDS", 0.01)
 
@@ -122,7 +124,7 @@ def test_every_precision_of_the_kernels_is_compared(checkpoints: Checkpoints, pr
     ],
 )
 def test_text_ends_with_a_verdict_and_flags(checkpoints: Checkpoints, prompts: str, sampling: Sequence[str]) -> None:
-    arguments = ("--tokens", "8", "--kernels", "reference", "--prompts", prompts)
+    arguments = ("--tokens", "8", "--prompts", prompts)
     shown = _invoke(checkpoints.target, checkpoints.near, *arguments, *sampling).stdout
     for part in ("target: target", "draft: near", "alpha (95%)", "tokens/pass", "measured: ", "predicted: "):
         assert part in shown
@@ -260,7 +262,7 @@ def other(tmp_path: Path) -> str:
 
 
 def test_other_tokenizer_is_measured(checkpoints: Checkpoints, prompts: str, other: str) -> None:
-    value = _json(checkpoints.target, other, *SMALL, "--prompts", prompts)
+    value = _json(checkpoints.target, other, "--tokens", "12", "--prompts", prompts)
     shared = value["vocabulary"]
     assert (shared["shared"], shared["size"]) == (253, 264)
     assert shared["draft_tokens_per_token"] == 1, "a byte that it lacks is read as one other token"

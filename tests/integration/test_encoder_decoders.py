@@ -115,7 +115,9 @@ RULES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("rules", RULES, ids=str)
+@pytest.mark.parametrize(
+    "rules", [*(pytest.param(each, marks=pytest.mark.slow) for each in RULES[:2]), *RULES[2:]], ids=str
+)
 def test_forced_and_banned_tokens_are_those_of_transformers(tmp_path: Any, rules: dict[str, Any]) -> None:
     model = make_t5(**rules)
     llm = LLM(write_t5(tmp_path / "t5", model), dtype="float64", max_model_len=128)
@@ -177,8 +179,8 @@ def test_a_form_follows_a_forced_token(tmp_path: Any) -> None:
 
 
 def test_a_plain_prompt_in_any_form_is_the_source(t5: MakeT5) -> None:
-    llm, ids = t5(), [*ids_of("hello"), END]
-    (expected,) = llm.generate("hello", GREEDY)
+    llm, ids, few = t5(), [*ids_of("hello"), END], SamplingParams(temperature=0, max_tokens=4)
+    (expected,) = llm.generate("hello", few)
     assert (expected.encoder_prompt, expected.encoder_prompt_token_ids) == ("hello", ids)
     assert (expected.prompt, expected.prompt_token_ids) == (None, [BEGIN])
     forms: list[Any] = [
@@ -188,7 +190,7 @@ def test_a_plain_prompt_in_any_form_is_the_source(t5: MakeT5) -> None:
         {"encoder_prompt": {"prompt_token_ids": ids}, "decoder_prompt": []},
     ]  # fmt: skip
     for form in forms:
-        (result,) = llm.generate(form, GREEDY)
+        (result,) = llm.generate(form, few)
         assert result.encoder_prompt_token_ids == ids
         assert (result.prompt_token_ids, tokens_of([result])) == ([BEGIN], tokens_of([expected]))
 
@@ -301,11 +303,12 @@ SETTINGS = [
     SamplingParams(beam_width=3, n=2, max_tokens=8, temperature=0),
     SamplingParams(temperature=0, max_tokens=16, repetition_penalty=1.2),
 ]
-ENGINES: list[dict[str, Any]] = [
-    {"dtype": "float64", "kernels": "reference"},
-    {"dtype": "float64", "kernels": "reference", "use_speculative_decoding": True},
-    {"dtype": "float64", "kernels": "reference", "kv_cache_backend": "slotted", "max_num_seqs": 3},
-    {"dtype": "float64", "kernels": "reference", "max_num_batched_tokens": 68, "max_num_seqs": 6},
+ON_TORCH: dict[str, Any] = {"dtype": "float64", "kernels": "reference"}
+ENGINES: list[Any] = [
+    pytest.param(ON_TORCH, marks=pytest.mark.slow),
+    pytest.param({**ON_TORCH, "use_speculative_decoding": True}, marks=pytest.mark.slow),
+    {**ON_TORCH, "kv_cache_backend": "slotted", "max_num_seqs": 3},
+    {**ON_TORCH, "max_num_batched_tokens": 68, "max_num_seqs": 6},
     *(
         pytest.param({"dtype": dtype, "kernels": "native", **more}, marks=NATIVE)
         for dtype in ("float32", "bfloat16")
@@ -315,20 +318,31 @@ ENGINES: list[dict[str, Any]] = [
             {"use_speculative_decoding": False},
         )
     ),
-]  # type: ignore[list-item]
+]
+PROMPTS: list[Any] = [*TEXTS, {"encoder_prompt": "hello world", "decoder_prompt": "hello, hello, hello"}]
+PARAMS = [SETTINGS[place % len(SETTINGS)] for place in range(len(PROMPTS))]
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, list[list[list[int]]]]:
+    """Keep the texts of each prompt alone, by the engine."""
+    return {}
 
 
 @pytest.mark.parametrize("engine", ENGINES, ids=str)
-def test_texts_together_are_those_alone(t5: MakeT5, engine: dict[str, Any]) -> None:
+def test_texts_together_are_those_alone(
+    t5: MakeT5, alone: dict[str, list[list[list[int]]]], engine: dict[str, Any]
+) -> None:
     """Bit for bit on native kernels, drafted or not; also where prefixes are found again."""
     llm = t5(**engine)
     own = {"dtype": engine["dtype"], "kernels": engine["kernels"], "use_speculative_decoding": False}
-    plain = t5(**own, max_num_seqs=1)
-    prompts: list[Any] = [*TEXTS, {"encoder_prompt": "hello world", "decoder_prompt": "hello, hello, hello"}]
-    params = [SETTINGS[place % len(SETTINGS)] for place in range(len(prompts))]
-    alone = [plain.generate([prompt], [each])[0] for prompt, each in zip(prompts, params, strict=True)]
+    if str(own) not in alone:
+        plain = t5(**own, max_num_seqs=1)
+        alone[str(own)] = [
+            tokens_of(plain.generate([prompt], [each]))[0] for prompt, each in zip(PROMPTS, PARAMS, strict=True)
+        ]
     for _ in range(2):
-        assert tokens_of(llm.generate(prompts, params)) == tokens_of(alone)
+        assert tokens_of(llm.generate(PROMPTS, PARAMS)) == alone[str(own)]
 
 
 def test_the_async_engine_streams_encoder_decoder_texts(folder: str, t5: MakeT5) -> None:

@@ -68,9 +68,10 @@ def test_a_head_of_few_positions_drafts_to_the_end(kind: str, kernels: str, tmp_
     assert result.metrics.speculative_decoding.num_accepted_draft_tokens > 2 * POSITIONS
 
 
+@pytest.mark.parametrize("kernels", REFERENCE_SLOW)
 @pytest.mark.parametrize("kind", KINDS)
-def test_positions_given_as_null_are_the_target_s(kind: str, tmp_path: Path) -> None:
-    llm = make(kind, head_of(kind, None, tmp_path / kind), "reference")
+def test_positions_given_as_null_are_the_target_s(kind: str, kernels: str, tmp_path: Path) -> None:
+    llm = make(kind, head_of(kind, None, tmp_path / kind), kernels)
     assert accepted(llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=40))) > 0
 
 

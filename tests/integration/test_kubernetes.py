@@ -169,6 +169,7 @@ def test_the_arguments_are_flags_of_the_server() -> None:
     assert any(each["mountPath"] == "/models" and each["readOnly"] for each in container()["volumeMounts"])
 
 
+@pytest.mark.slow  # the arguments are checked above, and test_ends.py has a server's process
 def test_a_server_runs_as_the_manifest_says(
     serve_process: Callable[..., ServerProcess], monkeypatch: pytest.MonkeyPatch
 ) -> None:

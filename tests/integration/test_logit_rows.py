@@ -73,6 +73,7 @@ def open_llm(folder: Path, way: str, kernels: str) -> LLM:
     return LLM(target, kernels=kernels, max_num_batched_tokens=CHUNK, max_num_seqs=3, dtype="float32", **own)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("temperature", [0.0, 0.9])

@@ -13,16 +13,16 @@ from speculant import LLM, SamplingParams
 from speculant.errors import ConfigError, PairError
 from speculant.kernels.native import usable_sets
 from tests.mapped import in_order
-from tests.models import Checkpoints, Shape, write_checkpoint
+from tests.models import EXACT, Checkpoints, Shape, write_checkpoint
 
 KERNELS = ["reference", *(["native"] if usable_sets() else [])]
 BYTES = random.Random(5).sample(range(256), 256)
 FEWER = [byte for byte in BYTES if byte not in b"aeiou"]
 TEXTS = ["def read(path):", "naïve café", "def read(path):\n    return", "你好 👍"]
 PARAMS = [
-    SamplingParams(temperature=0, max_tokens=16),
-    SamplingParams(temperature=0.9, seed=8, max_tokens=16),
-    SamplingParams(temperature=0.7, top_p=0.9, seed=3, frequency_penalty=0.5, max_tokens=16),
+    SamplingParams(temperature=0, max_tokens=10),
+    SamplingParams(temperature=0.9, seed=8, max_tokens=10),
+    SamplingParams(temperature=0.7, top_p=0.9, seed=3, frequency_penalty=0.5, max_tokens=10),
 ]
 METHODS: list[dict[str, Any]] = [
     {"method": "draft_model"},
@@ -57,8 +57,8 @@ def test_text_is_that_of_plain_decoding(
     plain = engine(checkpoints.target, None, kernels)
     llm = engine(checkpoints.target, draft, kernels, speculative_config=config)
     assert f"share {len(order) + 2} of the target's 264 tokens" in llm.speculation
-    for params in PARAMS:
-        assert outputs(llm, params) == outputs(plain, params)
+    params = [each for each in PARAMS for _ in TEXTS]
+    assert outputs(llm, params, TEXTS * len(PARAMS)) == outputs(plain, params, TEXTS * len(PARAMS))
     total = llm.engine.metrics
     assert total.accepted_tokens > 0.2 * total.draft_tokens, "they are the target's tokens in another order"
     assert total.drafter_errors == 0
@@ -115,8 +115,8 @@ def test_a_short_context_ends_drafts_of_another_tokenizer(checkpoints: Checkpoin
 
 def test_adaptive_lengths_draft_with_another_tokenizer(checkpoints: Checkpoints, tmp_path: Path) -> None:
     draft = in_order(tmp_path / "draft", FEWER, Shape(noise=0.1))
-    llm = LLM(checkpoints.target, draft_model=draft, dtype="float64")
-    plain = LLM(checkpoints.target, dtype="float64", use_speculative_decoding=False)
+    llm = LLM(checkpoints.target, draft_model=draft, dtype=EXACT)
+    plain = LLM(checkpoints.target, dtype=EXACT, use_speculative_decoding=False)
     assert "the vocabularies differ" in llm.speculation
     assert outputs(llm, PARAMS[0]) == outputs(plain, PARAMS[0])
 

@@ -41,10 +41,10 @@ def test_more_samples_than_may_ever_wait_are_refused(llm_of: MakeLLM) -> None:
 def test_a_text_does_not_depend_on_the_memory(llm_of: MakeLLM, draft: str | None) -> None:
     """64 positions for the target: one sequence of 64, or two of 32; nine want 25 each."""
     params = SamplingParams(temperature=0.8, seed=3, max_tokens=20, ignore_eos=True, logprobs=1, n=2)
-    expected = llm_of(max_model_len=64).generate(PROMPTS, params)
+    expected = llm_of(max_model_len=64, dtype="float64").generate(PROMPTS, params)
     position = 2 * 2 * 2 * 8 * 8  # layers, keys and values, heads, dimensions, bytes
     kv_memory = 64 * position * (1 if draft is None else 2)
-    llm = llm_of(draft, max_model_len=64, kv_memory=kv_memory, block_size=4)
+    llm = llm_of(draft, dtype="float64", max_model_len=64, kv_memory=kv_memory, block_size=4)
     results = llm.generate(PROMPTS, params)
     assert tokens_of(results) == tokens_of(expected)
     for result, alike in zip(results, expected, strict=True):

@@ -142,13 +142,15 @@ def test_speculation_changes_no_structured_text(form: str, setting: str) -> None
 @native
 def test_sampled_texts_have_their_form() -> None:
     """Without a seed the ratio rules verify; every sample that ends is valid, and most do."""
-    ended = 0
-    for form in FORMS:
-        for speculation in (None, {"verification": "rejection", "method": "draft_model"}):
-            params = params_of(form, max_tokens=80, n=2, speculation=speculation, logprobs=1)
-            (output,) = demo().generate(PROMPT, params)
-            ended += assert_form(form, output)
-            assert all(len(sample.logprobs or ()) == len(sample.token_ids) for sample in output.outputs)
+    ended, forms = 0, [form for form in FORMS for _ in range(2)]
+    params = [
+        params_of(form, max_tokens=80, n=2, speculation=speculation, logprobs=1)
+        for form in FORMS
+        for speculation in (None, {"verification": "rejection", "method": "draft_model"})
+    ]
+    for form, output in zip(forms, demo().generate([PROMPT] * len(forms), params), strict=True):
+        ended += assert_form(form, output)
+        assert all(len(sample.logprobs or ()) == len(sample.token_ids) for sample in output.outputs)
     assert ended > len(FORMS)
 
 

@@ -16,7 +16,7 @@ SETTINGS: list[dict[str, Any]] = [{"temperature": 0}, {"seed": 3}, {"seed": 4, "
 
 
 def outputs(llm: LLM, **settings: Any) -> list[list[int]]:
-    return [result.outputs[0].token_ids for result in llm.generate(TEXTS, SamplingParams(max_tokens=40, **settings))]
+    return [result.outputs[0].token_ids for result in llm.generate(TEXTS, SamplingParams(max_tokens=20, **settings))]
 
 
 def has(tokens: list[int], word: list[int]) -> bool:

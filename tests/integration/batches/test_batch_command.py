@@ -79,10 +79,14 @@ def test_results_are_the_answers_of_the_server(server: LiveServer, tmp_path: Pat
     assert summary["speculation"]["accepted_tokens"] > 0
 
 
-def test_example_of_the_documentation_runs(tmp_path: Path) -> None:
+def test_example_of_the_documentation_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     block = re.findall(r"^```sh\n(.*?)^```$", SCALING.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)[0]
-    command = f'speculant() {{ "{sys.executable}" -m speculant.cli.main "$@"; }}\nset -e\n{block}'
-    subprocess.run(["bash", "-c", command], cwd=tmp_path, check=True, capture_output=True)
+    noting = f'speculant() {{ printf "%s\\0" "$@"; }}\nset -e\n{block}'  # the command itself runs in this process
+    noted = subprocess.run(["bash", "-c", noting], cwd=tmp_path, check=True, capture_output=True, text=True)
+    monkeypatch.chdir(tmp_path)
+    command, *arguments = noted.stdout.split("\0")[:-1]
+    assert command == "batch"
+    _run(*arguments)
     assert {result["custom_id"] for result in read(tmp_path / "results.jsonl")} == {"a", "b"}
 
 
@@ -137,7 +141,9 @@ def _wait_for_results(process: subprocess.Popen[str], out: Path, size: int) -> N
         time.sleep(0.005)
 
 
-@pytest.mark.parametrize(("signal_", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("signal_", "code"), [pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow), (signal.SIGTERM, 143)]
+)
 def test_signal_stops_and_says_how_to_go_on(signal_: signal.Signals, code: int, tmp_path: Path) -> None:
     lines = _long(300)
     source, out = write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
@@ -177,6 +183,7 @@ def _kill_until_done(kills: int, count: int, folder: Path, seed: int) -> None:
     assert read(errors) == []
 
 
+@pytest.mark.slow  # unit/batches/test_job.py has a kill at every byte
 def test_a_few_kills_lose_nothing(tmp_path: Path) -> None:
     _kill_until_done(3, 150, tmp_path, seed=1)
 

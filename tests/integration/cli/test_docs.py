@@ -42,8 +42,8 @@ def test_python_runs(document: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def _case(command: str) -> Any:
-    """Return a command as a test case; those that measure long are slow."""
-    slow = command.startswith(("speculant bench latency", "speculant bench sweep"))
+    """Return a command as a test case; those that measure are slow."""
+    slow = command.startswith(("speculant bench ", "speculant doctor  ")) and "--help" not in command
     return pytest.param(command, marks=[pytest.mark.slow] if slow else [])
 
 

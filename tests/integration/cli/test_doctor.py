@@ -63,6 +63,7 @@ def test_missing_embedded_models_are_found(monkeypatch: pytest.MonkeyPatch) -> N
         raise ModelError("gone", "reinstall")
 
     monkeypatch.setattr(doctor, "resolve_source", missing)
+    monkeypatch.setattr(doctor, "measure_speeds", lambda: doctor.Speeds(20.0, 8.0, None))
     findings = [finding for finding in doctor.inspect_machine().findings if "embedded" in finding.what]
     assert [finding.status for finding in findings] == ["missing"]
     assert "target/model.safetensors" in findings[0].what
@@ -71,6 +72,7 @@ def test_missing_embedded_models_are_found(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_missing_packages_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "REQUIRED_PACKAGES", ("torch", "no-such-package"))
+    monkeypatch.setattr(doctor, "measure_speeds", lambda: doctor.Speeds(20.0, 8.0, None))
     found = doctor.inspect_machine()
     assert found.packages["no-such-package"] is None
     assert [finding.status for finding in found.findings if "no-such-package" in finding.what] == ["missing"]

@@ -163,7 +163,9 @@ def test_a_closed_pipe_is_no_error(checkpoints: Checkpoints, arguments: str) -> 
     assert b"Traceback" not in result.stderr
 
 
-@pytest.mark.parametrize("closed", [">&-", "<&-", "2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize(
+    "closed", [">&-", *(pytest.param(each, marks=pytest.mark.slow) for each in ("<&-", "2>&-")), "<&- >&- 2>&-"]
+)
 @pytest.mark.parametrize(
     "arguments",
     [

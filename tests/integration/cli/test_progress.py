@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
@@ -9,10 +10,12 @@ import threading
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
 from speculant.cli import terminal
+from speculant.cli.main import app
 from speculant.cli.terminal import Parts, counted_progress, progress, progress_of_runs
 from tests.models import Checkpoints
 
@@ -27,6 +30,26 @@ class Line:
     stream: str
     text: str
     seconds: float
+
+
+def run_here(*arguments: str) -> list[Line]:
+    """Run a command in this process, whose output is a buffer as of a pipe; return the lines of its results."""
+    started, lines = time.monotonic(), list[Line]()
+
+    class Pipe(io.RawIOBase):
+        def writable(self) -> bool:
+            return True
+
+        def write(self, data: Any) -> int:
+            now = time.monotonic() - started
+            lines.extend(Line("out", text, now) for text in bytes(data).decode().splitlines())
+            return len(data)
+
+    with pytest.MonkeyPatch.context() as patch, io.TextIOWrapper(io.BufferedWriter(Pipe()), "utf-8") as out:
+        patch.setattr(sys, "stdout", out)
+        app([*arguments], standalone_mode=False)
+        out.flush()
+    return lines
 
 
 def run(*arguments: str) -> list[Line]:
@@ -65,7 +88,7 @@ def first(lines: list[Line], beginning: str) -> Line:
 @pytest.mark.parametrize("pair", ["tiny", pytest.param("embedded", marks=pytest.mark.slow)])
 def test_check_lossless_prints_each_result_at_once(checkpoints: Checkpoints, pair: str) -> None:
     tiny = ("--model", checkpoints.target, "--draft-model", checkpoints.near)
-    lines = run(*CHECK, *(tiny if pair == "tiny" else ()))
+    lines = run_here(*CHECK, *tiny) if pair == "tiny" else run(*CHECK)
     results = [line for line in lines if line.stream == "out"]
     settings, proof = first(results, "speculation is on"), first(results, "block, for sampled")
     tests, texts, verdict = first(results, "favourite"), first(results, "greedy, plain"), first(results, "lossless")

@@ -49,7 +49,12 @@ def test_every_lossless_rule_is_proven_for_a_chain(verifier: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "verifier", [name for name, verifier in VERIFIERS.items() if verifier.lossless and verifier.needs.branches]
+    "verifier",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if name == "match" else [])  # the chains above have it
+        for name, verifier in VERIFIERS.items()
+        if verifier.lossless and verifier.needs.branches
+    ],
 )
 def test_every_branching_rule_is_proven_for_a_tree(verifier: str) -> None:
     found = proof(TREE, verifier, cases=8)

@@ -28,16 +28,18 @@ def prompt_of(seed: int, count: int = 6 * BLOCK) -> list[int]:
     return random.Random(seed).choices(range(33, 127), k=count)
 
 
-@pytest.fixture
-def servers(serve: Serve, checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> list[LiveServer]:
+@pytest.fixture(scope="module")
+def servers(checkpoints: Checkpoints) -> Iterator[list[LiveServer]]:
     """Return three servers with keys, of which each runs one sequence at a time, in steps of at least 20 ms."""
     started = []
     for _ in range(3):
         engine = AsyncEngine(checkpoints.target, max_num_seqs=1, block_size=BLOCK)
-        monkeypatch.setattr(core(engine), "step", partial(slow_step, core(engine).step))
-        started.append(serve(engine, api_keys=("key",), metrics_without_key=True).ready())
+        core(engine).step = partial(slow_step, core(engine).step)  # type: ignore[method-assign]
+        started.append(LiveServer(engine, api_keys=("key",), metrics_without_key=True).ready())
         started[-1].http.headers["authorization"] = "Bearer key"
-    return started
+    yield started
+    for server in started:
+        server.stop()
 
 
 def slow_step(step: Callable[[], Any]) -> Any:
@@ -66,7 +68,7 @@ def streams(server: LiveServer, count: int) -> Iterator[None]:
                 return
 
     with ThreadPoolExecutor(count) as threads:
-        reading = [threads.submit(read, seed) for seed in range(count)]
+        reading = [threads.submit(read, 400 + place) for place in range(count)]
         try:
             yield
         finally:
@@ -115,9 +117,11 @@ def test_the_picker_leaves_servers_that_drain(servers: list[LiveServer], picker:
     picker.endpoints.reverse()
     assert picker.pick(shared) is first
     (server,) = (each for each in servers if each.url == first.url)
-    server.in_loop(lambda: setattr(server.state, "draining", True))
-    server.until(lambda: server.state.draining)
-    assert picker.pick(shared) is not first
+    server.state.draining = True
+    try:
+        assert picker.pick(shared) is not first
+    finally:
+        server.state.draining = False
 
 
 def test_metrics_need_a_key_unless_they_are_opened(serve: Serve, checkpoints: Checkpoints) -> None:
@@ -129,8 +133,8 @@ def test_metrics_need_a_key_unless_they_are_opened(serve: Serve, checkpoints: Ch
 
 
 @pytest.mark.parametrize("missing", ["vllm:num_requests_waiting", "vllm:kv_cache_usage_perc", "num_gpu_blocks"])
-def test_a_page_without_a_metric_is_an_error(serve: Serve, checkpoints: Checkpoints, missing: str) -> None:
-    page = serve(AsyncEngine(checkpoints.target)).ready().http.get("/metrics").text
+def test_a_page_without_a_metric_is_an_error(servers: list[LiveServer], missing: str) -> None:
+    page = servers[0].http.get("/metrics").text
     assert read_load(page)
     with pytest.raises(KeyError):
         read_load(page.replace(missing, "other"))

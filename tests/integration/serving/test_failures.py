@@ -101,13 +101,14 @@ def test_a_signal_at_any_moment_drains(serve_process: Any, checkpoints: Checkpoi
 class Faults:
     """Makes passes of a model fail: for batches that `hit` chooses by their number of sequences."""
 
-    def __init__(self, engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch, seconds: float = 0.003) -> None:
+        """seconds: that a pass takes at least."""
         target = core(engine)._context.target
-        self._forward, self.hit, self.failed = target.forward, lambda width: False, 0
+        self._forward, self.hit, self.failed, self._seconds = target.forward, lambda width: False, 0, seconds
         monkeypatch.setattr(target, "forward", self.forward)
 
     def forward(self, batch: Any, *rest: Any) -> Any:
-        time.sleep(0.003)
+        time.sleep(self._seconds)
         if self.hit(len(batch.segments)):
             self.failed += 1
             raise RuntimeError("CUDA error 0x7f00deadbeef")
@@ -127,7 +128,7 @@ def engine_of(server: LiveServer) -> AsyncEngine:
 
 
 def test_a_pass_that_fails_once_harms_no_request(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    chance, faults = random.Random(1), Faults(engine_of(server), monkeypatch)
+    chance, faults = random.Random(1), Faults(engine_of(server), monkeypatch, 0.0)
     faults.hit = lambda width: width > 1 and chance.random() < 0.3
 
     async def nothing() -> None:

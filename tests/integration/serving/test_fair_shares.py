@@ -32,7 +32,7 @@ def bearer(key: str) -> dict[str, str]:
 
 
 def ask(server: LiveServer | ServerProcess, key: str, **body: Any) -> httpx.Response:
-    with httpx.Client(base_url=server.url, timeout=300, trust_env=False) as client:
+    with httpx.Client(base_url=server.url, timeout=300, trust_env=False, verify=False) as client:
         return client.post("/v1/completions", json=body, headers=bearer(key))
 
 
@@ -203,7 +203,7 @@ def test_a_neighbour_does_not_wait_for_an_attacker(serve_process: Any, attack: s
         "demo", "--draft-model", "demo", *(flag for key in keys for flag in ("--api-key", key))
     ).ready()
 
-    with httpx.Client(base_url=server.url, timeout=300, trust_env=False) as client:
+    with httpx.Client(base_url=server.url, timeout=300, trust_env=False, verify=False) as client:
 
         def attacker(number: int, body: dict[str, Any]) -> Callable[[], object]:
             sampled = {**LONG, "temperature": 1, "seed": number, "max_tokens": 60, **body}

@@ -101,7 +101,7 @@ def test_a_prediction_is_counted(client: Any) -> None:
     text = plain.choices[0].message.content
     assert plain.usage.completion_tokens_details.accepted_prediction_tokens == 0
     guess = {"type": "content", "content": [{"type": "text", "text": text}]}
-    fixed = {"speculation": {"num_speculative_tokens": 8}}  # an adaptive length differs from run to run
+    fixed = {"speculation": {"num_speculative_tokens": 8}}
     answer = client.chat.completions.create(messages=MESSAGES, prediction=guess, extra_body=fixed, **GREEDY)
     assert answer.choices[0].message.content == text
     details = answer.usage.completion_tokens_details

@@ -161,12 +161,19 @@ REFUSALS: list[tuple[Any, str]] = [
 ]
 
 
+GOOD = {"prompt": "hello world", "temperature": 0, "max_tokens": 20}
+
+
+@pytest.fixture(scope="module")
+def expected(server: LiveServer) -> Any:
+    """Return the answer to GOOD alone."""
+    return server.post(PATH, **GOOD)["choices"]
+
+
 @pytest.mark.parametrize(("prompt", "words"), REFUSALS, ids=[words for _, words in REFUSALS])
-def test_a_wrong_prompt_harms_no_neighbour(server: LiveServer, prompt: Any, words: str) -> None:
-    good = {"prompt": "hello world", "temperature": 0, "max_tokens": 40}
-    expected = server.post(PATH, **good)["choices"]
-    with ThreadPoolExecutor(2) as pool:
-        neighbour = pool.submit(server.post, PATH, **good)
+def test_a_wrong_prompt_harms_no_neighbour(server: LiveServer, expected: Any, prompt: Any, words: str) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        neighbour = pool.submit(server.post, PATH, **GOOD)
         replies = [server.http.post(PATH, json={"prompt": prompt}) for _ in range(3)]
     for reply in replies:
         error = reply.json()["error"]

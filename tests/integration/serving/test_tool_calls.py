@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,8 @@ import pytest
 
 from speculant import AsyncEngine
 from tests.models import ALPHABET, END, Shape, write_checkpoint
-from tests.servers import LiveServer, serve
+from tests.servers import LiveServer
 
-__all__ = ["serve"]
 TEMPLATE = """{%- if tools %}<tool_call>{{ tools | tojson }}</tool_call>{% endif -%}
 {%- for message in messages %}{{ message.role + ': ' + message.content + '\n' }}{% endfor -%}"""
 PARAMETERS = {
@@ -31,21 +31,22 @@ BODY: dict[str, Any] = {
 }
 
 
-@pytest.fixture
-def server(serve: Any, tmp_path: Path) -> LiveServer:
-    return started(serve, tmp_path / "model", TEMPLATE)
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    yield from started(tmp_path_factory.mktemp("tools") / "model", TEMPLATE)
 
 
-@pytest.fixture
-def without_tools(serve: Any, tmp_path: Path) -> LiveServer:
-    return started(serve, tmp_path / "model", "{{ messages }}")
+@pytest.fixture(scope="module")
+def without_tools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    yield from started(tmp_path_factory.mktemp("no_tools") / "model", "{{ messages }}")
 
 
-def started(serve: Any, folder: Path, template: str) -> LiveServer:
+def started(folder: Path, template: str) -> Iterator[LiveServer]:
     path = write_checkpoint(folder, Shape(max_positions=1024))
     (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
-    live: LiveServer = serve(AsyncEngine(path, dtype="float32"), per_request_spec_decode_metrics="summary").ready()
-    return live
+    live = LiveServer(AsyncEngine(path, dtype="float32"), per_request_spec_decode_metrics="summary").ready()
+    yield live
+    live.stop()
 
 
 def test_a_required_call_is_parsed(server: LiveServer) -> None:
