@@ -16,8 +16,7 @@ __all__ = ["conforms", "demo", "serve"]
 @pytest.fixture(scope="session")
 def demo() -> Iterator[LiveServer]:
     """Return a server of the embedded pair, called "demo". Drafts have four tokens, however busy the machine is."""
-    fixed = {"draft_length": "fixed", "num_speculative_tokens": 4}
-    engine = AsyncEngine("demo", draft_model="demo", max_num_seqs=8, speculative_config=fixed)
+    engine = AsyncEngine("demo", draft_model="demo", max_num_seqs=8, spec_length=4)
     server = LiveServer(engine, per_request_spec_decode_metrics="detailed").ready()
     yield server
     server.stop()
