@@ -66,7 +66,7 @@ def test_a_key_finds_room_beside_a_key_that_fills_it(
         done.append("one")
 
     with in_background([fill, fill]):
-        server.until(lambda: server.state.admission.count == 4)
+        server.until(lambda: server.state.admission.count == 4 and engine.metrics.running == 2)
         refused = ask(server, "one", **SHORT)
         assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
         assert "4 of this client's sequences run or wait" in refused.json()["error"]["message"]
