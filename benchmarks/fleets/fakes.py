@@ -1,4 +1,4 @@
-"""Engines that sleep for the time of each step, behind a router. `speculant plan fleet` is compared with them.
+"""Fake engines behind a router, to compare `speculant plan fleet` with: each step only sleeps for its time.
 
 They share no code with the simulator. Each engine is a task of asyncio: while it has requests, it makes steps, and a
 step sleeps. Prompts, answers, drafts and their acceptance are counted; no model runs.
@@ -145,7 +145,7 @@ class TimedEngine:
 async def run_fakes(
     machine: Machine, replicas: int, requests: Sequence[Asked], dues: Sequence[float], routing: str, seed: str
 ) -> tuple[list[Asked], float]:
-    """Send each request at its time to engines behind a router, and wait for the last answer.
+    """Send each request to an engine at its due time, and wait until all are answered.
 
     Return the requests, and the mean time by which a step took longer than it should.
     """

@@ -37,7 +37,7 @@ class Handle(Protocol):
 
 
 class Fleet:
-    """The replicas behind a handle. For use in one event loop.
+    """The replicas of a deployment, which a handle calls. Use it in one event loop.
 
     waits: seconds that a request waits for a replica to take it; None = for ever.
     """
@@ -84,7 +84,7 @@ class Fleet:
                 self._end(call)
 
     async def ask(self, method: str) -> dict[str, Any]:
-        """Return what a method of all replicas returns, by their names. Replicas that do not answer are left out.
+        """Call a method of every replica; return the results by replica name. Replicas that do not answer are left out.
 
         They are asked once in `KEPT_S`, however many callers ask.
         """

@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 def cores_of_each(replicas: ReplicaOptions) -> int:
     """Return the cores of each replica: the given number, or as many as all replicas can have.
 
-    Warns if the fewest replicas do not fit on the machines that the connected cluster has by now.
+    Warns if the smallest number of replicas does not fit on the machines that are in the cluster now.
     """
     machines = [int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]]
     cores = replicas.cores or equal_share(machines, replicas.replicas[1])
@@ -26,7 +26,7 @@ def cores_of_each(replicas: ReplicaOptions) -> int:
 
 
 def check_fit(replicas: ReplicaOptions, machine: int) -> None:
-    """Raise ConfigError if the fewest replicas do not fit on one machine with so many cores."""
+    """Raise ConfigError if the smallest number of replicas does not fit on one machine. machine: its cores."""
     cores = replicas.cores or equal_share([machine], replicas.replicas[1])
     if (problem := _misfit([machine], cores, replicas)) is not None:
         raise ConfigError(problem, "lower --replicas or --replica-cores.")
@@ -40,10 +40,10 @@ def _misfit(machines: Sequence[int], cores: int, replicas: ReplicaOptions) -> st
 
 
 def equal_share(machines: Sequence[int], count: int) -> int:
-    """Return the most cores that each of `count` replicas can have on machines with these cores; 1 if not even one."""
+    """Return the most cores that each of `count` replicas can have; at least 1. machines: the cores of each machine."""
     return next((cores for cores in range(max(machines, default=1), 1, -1) if fitting(machines, cores) >= count), 1)
 
 
 def fitting(machines: Sequence[int], cores: int) -> int:
-    """Return how many replicas with so many cores fit on machines with these cores."""
+    """Return how many replicas fit. machines: the cores of each machine. cores: those of a replica."""
     return sum(machine // cores for machine in machines)

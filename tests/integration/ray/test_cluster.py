@@ -20,7 +20,7 @@ __all__ = ["cluster"]
 pytestmark = pytest.mark.slow
 STREAMS = 200
 LEAVING = 0.3  # share of the clients that disconnect
-LONG, LONG_TOKENS = 20, 400  # every so many streams one is long, and has so many tokens
+LONG, LONG_TOKENS = 20, 400  # every 20th stream is long: 400 tokens
 
 
 @dataclass(frozen=True)
