@@ -209,7 +209,7 @@ async def run_servers(
         for prompt, arrival in zip(prompts, traffic, strict=True):
             await asyncio.sleep(started + arrival.seconds - time.perf_counter())
             sent.append(tasks.create_task(one(prompt, arrival)))
-        return list(await asyncio.gather(*sent))
+    return [task.result() for task in sent]
 
 
 @asynccontextmanager
@@ -223,12 +223,14 @@ async def busy(
         await run_servers([client], prompts_of(tokenizer, traffic), traffic, drafts)
 
     tasks = [asyncio.create_task(load(client, number)) for number, client in enumerate(clients)]
-    yield
-    for task in tasks:
-        task.cancel()
-        with suppress(asyncio.CancelledError):
-            await task
-    await asyncio.sleep(SETTLE_S if tasks else 0)
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+        await asyncio.sleep(SETTLE_S if tasks else 0)
 
 
 def requests(rate: float, number: int, seed: str) -> list[Arrival]:
@@ -280,11 +282,9 @@ class Chunk:
 
     def figures(self, replicas: int, drafts: int) -> dict[str, Any]:
         """Return the measured and simulated figures."""
-        first, whole = (
-            [each.events[0] - each.due for each in self.replies],
-            [each.ended - each.due for each in self.replies],
-        )
-        seen, costs = measured(first, whole), engine_costs(self.times, drafts)
+        first = [each.events[0] - each.due for each in self.replies]
+        seen = measured(first, [each.ended - each.due for each in self.replies])
+        costs = engine_costs(self.times, drafts)
         said = simulated(replicas, "least", costs, replace(LIMITS, draft_length=str(drafts)), self.traffic)
         return {
             "rate": self.rate,
