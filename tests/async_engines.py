@@ -12,7 +12,7 @@ import pytest
 
 from speculant import AsyncEngine, StreamPiece
 from speculant.engine.engine import Engine
-from tests.models import EXACT, Checkpoints
+from tests.models import EXACT_DTYPE, Checkpoints
 
 MakeEngine = Callable[..., AsyncEngine]
 THREAD = "speculant-engine"
@@ -31,7 +31,7 @@ def engine_of(checkpoints: Checkpoints) -> Iterator[MakeEngine]:
     def make(draft: str | None = None, **arguments: Any) -> AsyncEngine:
         if draft is not None:
             arguments |= {"draft_model": getattr(checkpoints, draft), "draft_quantization": "none"}
-        made.append(AsyncEngine(**{"model": checkpoints.target, "dtype": EXACT, **arguments}))
+        made.append(AsyncEngine(**{"model": checkpoints.target, "dtype": EXACT_DTYPE, **arguments}))
         return made[-1]
 
     yield make

@@ -27,7 +27,7 @@ END, BEGIN = 256, 257
 VOCAB_SIZE = 264  # rows of the head: padded beyond the tokenizer's 258 tokens
 HIDDEN_SIZE = 32
 _MOST_ROWS = 320
-EXACT = "float32" if usable_sets() else "float64"  # a type in which neither drafts nor neighbours change a text
+EXACT_DTYPE = "float32" if usable_sets() else "float64"  # a type in which neither drafts nor neighbours change a text
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import pytest
@@ -21,7 +21,7 @@ from speculant.models.base import CausalLM
 from speculant.sampling.chance import KeyedChances
 from speculant.types import CommittedRows, DraftTree, Request, RequestOutput
 from tests.beams import beams_of, give_search, hypotheses
-from tests.drafters import FEW_METHODS, predicting
+from tests.drafters import predicting
 from tests.encoder_decoders import make_t5, write_t5
 from tests.examples import examples
 from tests.models import END, VOCAB_SIZE, Checkpoints
@@ -42,14 +42,13 @@ QUICK = {  # the kinds of targets with which drafters that have to do with sourc
 }  # fmt: skip
 
 
-def every_workshop(methods: Collection[str] | None = None) -> list[ParameterSet]:
-    """Return the parameters of every drafter with a target of each kind; only `methods` are quick, if given."""
+def every_workshop() -> list[ParameterSet]:
+    """Return the parameters of every drafter with a target of each kind."""
     found = list[ParameterSet]()
     for name in sorted({*plugins.names(KIND), DOCUMENTED}):
         for kind in KINDS:
             native = [] if usable_sets() or kind != NATIVE else [pytest.mark.skip("the native kernels are not built")]
-            quick = kind in ("decoder", QUICK.get(name)) and (methods is None or name in methods)
-            slow = [] if quick else [pytest.mark.slow]
+            slow = [] if kind in ("decoder", QUICK.get(name)) else [pytest.mark.slow]
             own_id = name if kind == "decoder" else f"{name} {kind}"
             found.append(pytest.param((name, kind), marks=[*native, *slow], id=own_id))
     return found
@@ -61,10 +60,6 @@ def encoder_decoders(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
     folder = tmp_path_factory.mktemp("encoder-decoders")
     target, near = (write_t5(folder / str(noise), make_t5(noise)) for noise in (0.0, 0.1))
     return Checkpoints(target, near, near)
-
-
-# For tests that take long. Others run each drafter, and test_family_identity.py compares the texts of each.
-few_workshops = pytest.mark.parametrize("workshop", every_workshop((*FEW_METHODS, DOCUMENTED)), indirect=True)
 
 
 @pytest.fixture(params=every_workshop())
@@ -201,7 +196,6 @@ def test_a_sequence_may_end_and_begin_again(workshop: Workshop, variant: str) ->
 
 @pytest.mark.covering(1)
 @every_variant
-@few_workshops
 @few
 @given(rounds=st.lists(st.tuples(st.integers(0, 4), st.integers(0, 5)), max_size=5))
 def test_a_drafter_catches_up_with_anything(workshop: Workshop, variant: str, rounds: list[tuple[int, int]]) -> None:
@@ -349,7 +343,6 @@ def drafting() -> Callable[[Workshop], LLM]:
     "params", [replace(each, max_tokens=examples(24, least=12)) for each in (GREEDY, SEEDED)], ids=["greedy", "seeded"]
 )
 @pytest.mark.parametrize("length", [1, 4])
-@few_workshops
 def test_text_is_that_of_plain_decoding(workshop: Workshop, plain: Plain, params: SamplingParams, length: int) -> None:
     expected = [each.outputs[0] for each in plain(workshop, params)]
     llm = workshop.llm(num_speculative_tokens=length)
@@ -364,7 +357,6 @@ def test_text_is_that_of_plain_decoding(workshop: Workshop, plain: Plain, params
     llm.engine.check()
 
 
-@few_workshops
 def test_a_sampled_request_is_served_by_a_fitting_rule(workshop: Workshop, drafting: Callable[[Workshop], LLM]) -> None:
     llm = drafting(workshop)
     (result,) = llm.generate(TEXTS[0], SamplingParams(temperature=1.0, max_tokens=12, ignore_eos=True))
@@ -416,7 +408,6 @@ def test_a_search_is_drafted_for_the_same_way_beside_others(workshop: Workshop) 
         assert_same(tree, expected)
 
 
-@few_workshops
 def test_beams_are_those_of_plain_decoding(
     workshop: Workshop, plain: Plain, drafting: Callable[[Workshop], LLM]
 ) -> None:

@@ -127,7 +127,7 @@ def test_constrained_trees(topology: StaticTree | ParallelChains, verifier: str)
     assert accepted > 0.3
 
 
-@pytest.mark.parametrize("verifier", slow_but([], BRANCHING))
+@pytest.mark.parametrize("verifier", slow_but(["traversal"], BRANCHING))
 def test_constrained_trees_of_two_models(verifier: str) -> None:
     make = functools.partial(of_two_models, ParallelChains((0, 1), 2))
     assert_exact(Case(PAIR, 3, verification=verifier, width=8, make_drafter=make))

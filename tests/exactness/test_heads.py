@@ -92,7 +92,7 @@ def assert_exact(case: Case) -> float:
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("verifier", VERIFIERS)
-@pytest.mark.parametrize("method", slow_but(["medusa", "eagle", "eagle3", "peagle", "dflash"], METHODS))
+@pytest.mark.parametrize("method", METHODS)
 def test_chains_keep_the_distribution(method: str, verifier: str) -> None:
     """States are the logits of tables; only tables with full support have finite logits, like a model's."""
     tree = "chain" if method == "medusa" else None
@@ -145,7 +145,7 @@ def test_transforms_and_several_steps(method: str, steps: int) -> None:
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("tight", [False, True], ids=["roomy", "preempted"])
-@pytest.mark.parametrize("method", slow_but(["medusa", "eagle3", "peagle", MODULES], METHODS))
+@pytest.mark.parametrize("method", METHODS)
 def test_texts_are_those_without_a_head(method: str, tight: bool) -> None:
     """Greedy and seeded, several at a time, prompts in chunks, prefix hits, and preempted where memory is short."""
     pair, limits = Pair(3, 4, FULL_SUPPORT), Limits(40, 3, 6)

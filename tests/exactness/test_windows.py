@@ -116,7 +116,6 @@ def run(engine: Engine) -> list[tuple[list[int], str | None]]:
 
 
 @pytest.mark.covering(1)
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("drafts", DRAFTS)
 @pytest.mark.parametrize("windows", WINDOWS)

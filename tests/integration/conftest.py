@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from speculant import LLM
-from tests.models import EXACT, Checkpoints, checkpoints
+from tests.models import EXACT_DTYPE, Checkpoints, checkpoints
 
 __all__ = ["checkpoints", "llm_of", "made"]
 
@@ -29,7 +29,7 @@ def llm_of(made: dict[str, LLM], checkpoints: Checkpoints) -> Iterator[MakeLLM]:
     def make(draft: str | None = None, **arguments: Any) -> LLM:
         if draft is not None:
             arguments |= {"draft_model": getattr(checkpoints, draft), "draft_quantization": "none"}
-        arguments = {"model": checkpoints.target, "dtype": EXACT, **arguments}
+        arguments = {"model": checkpoints.target, "dtype": EXACT_DTYPE, **arguments}
         key = repr(sorted(arguments.items()))
         if key not in made:
             made[key] = LLM(**arguments)

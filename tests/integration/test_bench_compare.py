@@ -13,9 +13,9 @@ from speculant.cli.main import app
 from speculant.errors import SpeculantError
 from speculant.lab.bench import step_costs, sweep
 from tests.integration.test_bench_report import Page
-from tests.models import EXACT, Checkpoints
+from tests.models import EXACT_DTYPE, Checkpoints
 
-SMALL = ("--num-prompts", "2", "--max-tokens", "16", "--rounds", "2", "--dtype", EXACT)
+SMALL = ("--num-prompts", "2", "--max-tokens", "16", "--rounds", "2", "--dtype", EXACT_DTYPE)
 
 
 @pytest.fixture(autouse=True)

@@ -15,9 +15,9 @@ from typer.testing import CliRunner, Result
 from speculant.cli.main import app
 from speculant.engine.profiling import PHASES
 from speculant.errors import ConfigError
-from tests.models import EXACT, Checkpoints
+from tests.models import EXACT_DTYPE, Checkpoints
 
-SMALL = ("--num-prompts", "2", "--max-tokens", "24", "--rounds", "2", "--dtype", EXACT)
+SMALL = ("--num-prompts", "2", "--max-tokens", "24", "--rounds", "2", "--dtype", EXACT_DTYPE)
 CHARTS = ("Speed", "Acceptance per position", "Accepted tokens per draft", "Predicted and measured", "Steps of a run")
 KINDS = {"accepted", "rejected", "corrected", "plain"}
 

@@ -11,7 +11,7 @@ import pytest
 
 from speculant import LLM, AsyncEngine, RequestOutput, SamplingParams
 from speculant.errors import ConfigError, ModelError, RequestError
-from tests.models import BEGIN, EXACT, Checkpoints
+from tests.models import BEGIN, EXACT_DTYPE, Checkpoints
 
 TEMPLATE = """{{ '<begin>' }}
 {%- if tools %}{{ '[' + tools[0].function.name + ']' }}{% endif %}
@@ -24,7 +24,7 @@ FIRST: list[dict[str, Any]] = [
 SECOND: list[dict[str, Any]] = [{"role": "user", "content": "Bye"}]
 TOOLS: list[dict[str, Any]] = [{"type": "function", "function": {"name": "now"}}]
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
-ARGUMENTS: dict[str, Any] = {"dtype": EXACT}
+ARGUMENTS: dict[str, Any] = {"dtype": EXACT_DTYPE}
 
 
 @pytest.fixture(scope="module")

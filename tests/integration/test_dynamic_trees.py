@@ -21,7 +21,7 @@ def generate(kernels: str, config: dict[str, Any] | None, params: SamplingParams
 
 
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("kernels", ["native", pytest.param("reference", marks=pytest.mark.slow)])  # the test below
+@pytest.mark.parametrize("kernels", ["native", "reference"])
 @pytest.mark.parametrize("method", ["draft_model", "eagle", "eagle3"])
 @pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 0.8, "seed": 5}], ids=["greedy", "seeded"])
 def test_text_is_that_of_plain_decoding(method: str, kernels: str, sampling: dict[str, Any]) -> None:

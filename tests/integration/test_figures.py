@@ -12,7 +12,7 @@ import pytest
 from speculant import LLM, SamplingParams
 from speculant.cli.describe import figures
 from tests.figures import assert_figures, passes_of
-from tests.models import END, EXACT, Shape, write_checkpoint
+from tests.models import END, EXACT_DTYPE, Shape, write_checkpoint
 
 COMMON_END = 47  # a token that the models say soon
 PROMPTS = ["def read(path):", "class A:", "import os", "x = [1, 2, 3]\n" * 12]
@@ -81,7 +81,7 @@ def test_figures_are_those_of_the_tokens_that_were_given(folders: dict[str, str]
 
 def test_the_line_of_figures_counts_the_time_of_all_samples(folders: dict[str, str]) -> None:
     """The time is not that of the first sample alone."""
-    llm = LLM(folders["target"], folders["near"], dtype=EXACT, max_num_seqs=2)
+    llm = LLM(folders["target"], folders["near"], dtype=EXACT_DTYPE, max_num_seqs=2)
     params = SamplingParams(n=4, temperature=1, seed=5, max_tokens=60, ignore_eos=True)
     first = llm.generate(PROMPTS[0], params)[0].outputs[0].token_ids[0]
     (output,) = llm.generate(PROMPTS[0], replace(params, stop_token_ids=[first]))

@@ -68,7 +68,8 @@ def test_a_head_of_few_positions_drafts_to_the_end(kind: str, kernels: str, tmp_
     assert result.metrics.speculative_decoding.num_accepted_draft_tokens > 2 * POSITIONS
 
 
-@pytest.mark.parametrize("kernels", REFERENCE_SLOW)
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("kernels", ["reference", *(["native"] if usable_sets() else [])])
 @pytest.mark.parametrize("kind", KINDS)
 def test_positions_given_as_null_are_the_target_s(kind: str, kernels: str, tmp_path: Path) -> None:
     llm = make(kind, head_of(kind, None, tmp_path / kind), kernels)

@@ -20,7 +20,7 @@ from speculant.models.base import SequenceInput, build_batch
 from speculant.models.weights.load import load_model
 from speculant.types import DraftTree
 from tests.integration.conftest import MakeLLM
-from tests.models import EXACT, VOCAB_SIZE, Checkpoints
+from tests.models import EXACT_DTYPE, VOCAB_SIZE, Checkpoints
 from tests.unit.engine.test_progress import Bar
 
 TEXTS = ["def read(path):", "class A:", "import os", "hello world " * 4]
@@ -276,10 +276,10 @@ def test_mixed_parameters_share_a_batch(llm_of: MakeLLM) -> None:
 
 def test_an_engine_s_seed_repeats_unseeded_text(checkpoints: Checkpoints) -> None:
     def fresh(seed: int, **arguments: Any) -> list[list[list[int]]]:
-        llm = LLM(checkpoints.target, draft_model=checkpoints.near, dtype=EXACT, seed=seed, **arguments)
+        llm = LLM(checkpoints.target, draft_model=checkpoints.near, dtype=EXACT_DTYPE, seed=seed, **arguments)
         return tokens_of(llm.generate(TEXTS[:2], SamplingParams(max_tokens=24)))
 
-    assert fresh(1) == fresh(1, spec_length=4) == fresh(1, use_speculative_decoding=False) != fresh(2)
+    assert fresh(1) == fresh(1) == fresh(1, spec_length=4) == fresh(1, use_speculative_decoding=False) != fresh(2)
 
 
 def test_engines_without_a_seed_sample_different_texts(
@@ -287,18 +287,18 @@ def test_engines_without_a_seed_sample_different_texts(
 ) -> None:
     """Two processes are two engines: neither time nor batch tells them apart, only the seeds that they draw."""
     monkeypatch.setattr(build, "secrets", secrets)
-    arguments: dict[str, Any] = {"dtype": EXACT, "use_speculative_decoding": False}
+    arguments: dict[str, Any] = {"dtype": EXACT_DTYPE, "use_speculative_decoding": False}
     one, other = (LLM(checkpoints.target, **arguments) for _ in range(2))
     params = SamplingParams(max_tokens=24)
     assert tokens_of(one.generate(TEXTS[:2], params)) != tokens_of(other.generate(TEXTS[:2], params))
 
 
 def test_context_is_the_model_s_own_unless_memory_is_short(checkpoints: Checkpoints, caplog: Any) -> None:
-    own = LLM(checkpoints.target, dtype=EXACT)
+    own = LLM(checkpoints.target, dtype=EXACT_DTYPE)
     assert own.limits.max_model_len == own._runtime.checkpoint.model.max_positions
     assert own.context == f"{own.limits.max_model_len} tokens"
     assert not [each for each in caplog.records if "max_model_len" in each.message]
-    short = LLM(checkpoints.target, dtype=EXACT, draft_model=checkpoints.near, kv_memory="40KiB")
+    short = LLM(checkpoints.target, dtype=EXACT_DTYPE, draft_model=checkpoints.near, kv_memory="40KiB")
     assert 16 < short.limits.max_model_len < own.limits.max_model_len
     assert "raise kv_memory" in short.context
     assert [each.message for each in caplog.records if "max_model_len" in each.message] == [
@@ -374,7 +374,7 @@ def table_of(checkpoints: Checkpoints) -> Any:
 def test_log_probabilities_are_the_model_s_own(
     llm_of: MakeLLM, table_of: Any, arguments: dict[str, Any], values: dict[str, Any]
 ) -> None:
-    params = SamplingParams(**values, max_tokens=8, logprobs=3, prompt_logprobs=2)
+    params = SamplingParams(**values, max_tokens=14, logprobs=3, prompt_logprobs=2)
     results = llm_of(dtype="float64", **arguments).generate([TEXTS[0], [5, 6, 7], TEXTS[3]], params)
     for result in results:
         prompt = result.prompt_token_ids
@@ -496,8 +496,8 @@ def test_an_exception_in_the_middle_leaves_the_engine_usable(llm_of: MakeLLM, mo
 
 
 def test_two_engines_in_one_process_are_independent(checkpoints: Checkpoints) -> None:
-    first = LLM(checkpoints.target, draft_model=checkpoints.near, dtype=EXACT)
-    second = LLM(checkpoints.far, speculative_config={"method": "ngram"}, dtype=EXACT)
+    first = LLM(checkpoints.target, draft_model=checkpoints.near, dtype=EXACT_DTYPE)
+    second = LLM(checkpoints.far, speculative_config={"method": "ngram"}, dtype=EXACT_DTYPE)
     alone = [[piece.token for piece in llm.stream(TEXTS[0], SEEDED)] for llm in (first, second)]
     streams = [llm.stream(TEXTS[0], SEEDED) for llm in (first, second)]
     together: list[list[int]] = [[], []]

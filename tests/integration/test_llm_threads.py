@@ -13,7 +13,7 @@ import pytest
 from speculant import LLM, SamplingParams
 from speculant.engine.generation import Generation
 from speculant.types import StepOutput
-from tests.models import EXACT, Checkpoints
+from tests.models import EXACT_DTYPE, Checkpoints
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 LONGEST_WAIT = 60.0  # seconds; only a deadlock takes as long
@@ -21,7 +21,7 @@ LONGEST_WAIT = 60.0  # seconds; only a deadlock takes as long
 
 @pytest.fixture
 def llm(checkpoints: Checkpoints) -> LLM:
-    return LLM(checkpoints.target, dtype=EXACT, max_num_seqs=4, max_waiting=4, max_model_len=128)
+    return LLM(checkpoints.target, dtype=EXACT_DTYPE, max_num_seqs=4, max_waiting=4, max_model_len=128)
 
 
 def prompts_of(count: int, first: int = 40) -> list[list[int]]:
@@ -95,7 +95,7 @@ def test_a_stepping_thread_lets_other_threads_step(llm: LLM) -> None:
         llm.generate(prompts, SamplingParams(temperature=0, max_tokens=length, ignore_eos=True))
         ends.append(name)
 
-    long = threading.Thread(target=run, args=("long", prompts_of(30), 60), daemon=True)
+    long = threading.Thread(target=run, args=("long", prompts_of(60), 60), daemon=True)
     long.start()
     assert begun.wait(LONGEST_WAIT)
     short = threading.Thread(target=run, args=("short", prompts_of(1), 2), daemon=True)

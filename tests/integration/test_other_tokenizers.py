@@ -12,17 +12,19 @@ import pytest
 from speculant import LLM, SamplingParams
 from speculant.errors import ConfigError, PairError
 from speculant.kernels.native import usable_sets
+from tests.examples import examples
 from tests.mapped import in_order
-from tests.models import EXACT, Checkpoints, Shape, write_checkpoint
+from tests.models import EXACT_DTYPE, Checkpoints, Shape, write_checkpoint
 
 KERNELS = ["reference", *(["native"] if usable_sets() else [])]
 BYTES = random.Random(5).sample(range(256), 256)
 FEWER = [byte for byte in BYTES if byte not in b"aeiou"]
 TEXTS = ["def read(path):", "naïve café", "def read(path):\n    return", "你好 👍"]
+NUM_TOKENS = examples(16, least=10)
 PARAMS = [
-    SamplingParams(temperature=0, max_tokens=10),
-    SamplingParams(temperature=0.9, seed=8, max_tokens=10),
-    SamplingParams(temperature=0.7, top_p=0.9, seed=3, frequency_penalty=0.5, max_tokens=10),
+    SamplingParams(temperature=0, max_tokens=NUM_TOKENS),
+    SamplingParams(temperature=0.9, seed=8, max_tokens=NUM_TOKENS),
+    SamplingParams(temperature=0.7, top_p=0.9, seed=3, frequency_penalty=0.5, max_tokens=NUM_TOKENS),
 ]
 METHODS: list[dict[str, Any]] = [
     {"method": "draft_model"},
@@ -115,8 +117,8 @@ def test_a_short_context_ends_drafts_of_another_tokenizer(checkpoints: Checkpoin
 
 def test_adaptive_lengths_draft_with_another_tokenizer(checkpoints: Checkpoints, tmp_path: Path) -> None:
     draft = in_order(tmp_path / "draft", FEWER, Shape(noise=0.1))
-    llm = LLM(checkpoints.target, draft_model=draft, dtype=EXACT)
-    plain = LLM(checkpoints.target, dtype=EXACT, use_speculative_decoding=False)
+    llm = LLM(checkpoints.target, draft_model=draft, dtype=EXACT_DTYPE)
+    plain = LLM(checkpoints.target, dtype=EXACT_DTYPE, use_speculative_decoding=False)
     assert "the vocabularies differ" in llm.speculation
     assert outputs(llm, PARAMS[0]) == outputs(plain, PARAMS[0])
 

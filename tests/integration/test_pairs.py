@@ -14,7 +14,7 @@ from speculant.kernels.native import usable_sets
 from speculant.models.vocabulary import DraftVocabulary
 from speculant.models.weights.load import load_model
 from tests.integration.conftest import MakeLLM
-from tests.models import ALPHABET, EXACT, VOCAB_SIZE, Checkpoints, Shape, write_checkpoint
+from tests.models import ALPHABET, EXACT_DTYPE, VOCAB_SIZE, Checkpoints, Shape, write_checkpoint
 
 TEXTS = ["def read(path):", "class A:", "import os"]
 GREEDY = SamplingParams(temperature=0, max_tokens=28)
@@ -41,7 +41,7 @@ ALIKE = ("fewer padded rows", "a family with other norms")  # other tests and ca
 )
 def test_a_draft_that_can_be_used_changes_no_text(llm_of: MakeLLM, tmp_path: Path, shape: Shape) -> None:
     draft = write_checkpoint(tmp_path / "draft", shape)
-    llm = LLM(llm_of().config.model, draft_model=draft, dtype=EXACT, spec_length=5)
+    llm = LLM(llm_of().config.model, draft_model=draft, dtype=EXACT_DTYPE, spec_length=5)
     drafted = 0
     for params in (GREEDY, SEEDED):
         expected = llm_of().generate(TEXTS, params)
@@ -58,7 +58,7 @@ def test_a_draft_that_can_be_used_changes_no_text(llm_of: MakeLLM, tmp_path: Pat
 def test_a_prompt_in_the_target_s_padding_is_served(llm_of: MakeLLM, tmp_path: Path, params: SamplingParams) -> None:
     """Ids that the target's head has and the draft's has not: they mean nothing, and must not crash either."""
     draft = write_checkpoint(tmp_path / "draft", Shape(noise=0.1, vocab_size=258))
-    llm = LLM(llm_of().config.model, draft_model=draft, dtype=EXACT, spec_length=5)
+    llm = LLM(llm_of().config.model, draft_model=draft, dtype=EXACT_DTYPE, spec_length=5)
     prompt = [5, VOCAB_SIZE - 1, 6, VOCAB_SIZE - 3]
     (result,) = llm.generate([prompt], params)
     assert result.metrics.speculative_decoding.num_draft_tokens > 0
@@ -69,7 +69,7 @@ def test_a_prompt_in_the_target_s_padding_is_served(llm_of: MakeLLM, tmp_path: P
 def test_a_short_draft_context_limits_the_draft_alone(llm_of: MakeLLM, tmp_path: Path) -> None:
     """With a perfect draft of 24 positions, drafting goes as far as they reach, and the text goes on."""
     draft = write_checkpoint(tmp_path / "draft", Shape(max_positions=24))
-    llm = LLM(llm_of().config.model, draft_model=draft, dtype=EXACT, spec_length=5)
+    llm = LLM(llm_of().config.model, draft_model=draft, dtype=EXACT_DTYPE, spec_length=5)
     (result,) = llm.generate(TEXTS[1], GREEDY)
     num_prompt = len(result.prompt_token_ids)
     assert len(result.outputs[0].token_ids) == 28
@@ -102,7 +102,7 @@ SEEN = [5, 258, 6, 259, 7]  # a prompt with the added tokens
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("tree", [None, [2, 1]], ids=["chain", "tree"])
-@pytest.mark.parametrize("kernels", [pytest.param("reference", marks=pytest.mark.slow), *KERNELS[1:]])
+@pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("shape", FEWER.values(), ids=FEWER)
 def test_a_draft_without_some_of_the_target_s_tokens_is_used(
     tmp_path: Path, shape: Shape, kernels: str, tree: list[int] | None
@@ -154,7 +154,7 @@ def test_tokens_that_the_draft_lacks_are_never_drafted(tmp_path: Path, shape: Sh
     assert torch.equal(model.embed(torch.arange(VOCAB_SIZE)), plain.embed(torch.tensor(read)))
 
 
-@pytest.mark.parametrize("kernels", [pytest.param("reference", marks=pytest.mark.slow), *KERNELS[1:]])
+@pytest.mark.parametrize("kernels", KERNELS)
 def test_a_draft_with_more_tokens_than_the_target_is_used(
     checkpoints: Checkpoints, tmp_path: Path, kernels: str
 ) -> None:

@@ -14,7 +14,7 @@ from speculant.errors import CapacityError, RequestError
 from speculant.lab.bench.runs import Bench, BenchRun, Mode
 from speculant.lab.bench.workloads import Workload, WorkloadConfig, make_workload
 from speculant.params import SamplingParams
-from tests.models import EXACT, Checkpoints
+from tests.models import EXACT_DTYPE, Checkpoints
 
 TOKENS = 12
 GREEDY = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
@@ -24,7 +24,7 @@ SPECULATIVE = Mode(GREEDY)
 
 def _build(checkpoints: Checkpoints, draft: bool = True, **values: Any) -> Runtime:
     drafting: dict[str, Any] = {"draft_model": checkpoints.near, "spec_length": 5} if draft else {}
-    return build_engine(EngineConfig(checkpoints.target, dtype=EXACT, **drafting, **values))
+    return build_engine(EngineConfig(checkpoints.target, dtype=EXACT_DTYPE, **drafting, **values))
 
 
 def _workload(runtime: Runtime, number: int = 5, **values: Any) -> Workload:
@@ -38,7 +38,7 @@ def test_a_run_gives_what_generate_gives(checkpoints: Checkpoints, mode: Mode, s
     runtime = _build(checkpoints)
     workload = _workload(runtime)
     run = Bench(runtime).run(workload, replace(mode, sequential=sequential))
-    expected = LLM(checkpoints.target, dtype=EXACT).generate(list(workload.prompts), GREEDY)
+    expected = LLM(checkpoints.target, dtype=EXACT_DTYPE).generate(list(workload.prompts), GREEDY)
     assert list(run.outputs) == [out.outputs[0].token_ids for out in expected]
     assert [timing.num_tokens for timing in run.timings] == [TOKENS] * 5
     assert all(len(timing.gaps) == TOKENS - 1 for timing in run.timings)

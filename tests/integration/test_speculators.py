@@ -17,6 +17,7 @@ from speculant.drafting.heads.hidden_drafter import HiddenDrafter
 from speculant.kernels.native import usable_sets
 from speculant.params import SamplingParams
 from speculant.types import DraftTree, Request
+from tests.examples import examples
 from tests.heads import write_eagle3
 from tests.models import HIDDEN_SIZE, VOCAB_SIZE, Shape, write_checkpoint
 from tests.speculators_heads import (
@@ -38,7 +39,10 @@ USUAL = (2, 3, 4)  # 2, L // 2 and L - 3
 CLOSE = 1e-4  # in float32
 KNOWN = [token for token in range(VOCAB_SIZE) if token % 3]
 PROMPTS = [[7, 1, 2, 3, 4, 1, 2, 250, 5, 1, 2], [9, 100, 101], [65, 66, 67, 68, 69, 70]]
-PARAMS = [SamplingParams(temperature=0 if place == 0 else 1.0, max_tokens=8, ignore_eos=True) for place in range(3)]
+NUM_TOKENS = examples(12, least=8)
+PARAMS = [
+    SamplingParams(temperature=0 if place == 0 else 1.0, max_tokens=NUM_TOKENS, ignore_eos=True) for place in range(3)
+]
 
 
 @dataclass(frozen=True)
@@ -163,7 +167,7 @@ def test_heads_of_the_hub_draft_as_there(
 
 
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("kernels", [pytest.param("reference", marks=pytest.mark.slow), *KERNELS[1:]])
+@pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("num_layers", [1, 3])
 @pytest.mark.parametrize("flag", [None, *FLAGS])
 @pytest.mark.parametrize("known", [None, KNOWN], ids=["all tokens", "d2t"])

@@ -8,6 +8,7 @@ import pytest
 
 from speculant import LLM, SamplingParams
 from speculant.errors import ConfigError, RequestError
+from tests.examples import examples
 from tests.integration.conftest import MakeLLM
 from tests.integration.test_constraints import BACKENDS, DRAFTS
 
@@ -16,7 +17,8 @@ SETTINGS: list[dict[str, Any]] = [{"temperature": 0}, {"seed": 3}, {"seed": 4, "
 
 
 def outputs(llm: LLM, **settings: Any) -> list[list[int]]:
-    return [result.outputs[0].token_ids for result in llm.generate(TEXTS, SamplingParams(max_tokens=20, **settings))]
+    params = SamplingParams(max_tokens=examples(40, least=20), **settings)
+    return [result.outputs[0].token_ids for result in llm.generate(TEXTS, params)]
 
 
 def has(tokens: list[int], word: list[int]) -> bool:

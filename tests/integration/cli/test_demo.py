@@ -16,7 +16,7 @@ from speculant.cli.main import app
 from speculant.engine.llm import LLM
 from speculant.metrics import SpeculationMetrics
 from speculant.params import SamplingParams
-from tests.models import EXACT, Checkpoints
+from tests.models import EXACT_DTYPE, Checkpoints
 
 TOKENS = 16
 
@@ -31,7 +31,7 @@ def tiny(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
             checkpoints.target,
             checkpoints.near,
             spec_length=length or demo.SPEC_LENGTH,
-            dtype=EXACT,
+            dtype=EXACT_DTYPE,
             max_num_seqs=1,
         ),
     )
@@ -94,14 +94,14 @@ def test_demo_shows_another_method(method: str) -> None:
 
 
 def test_accepted_and_chosen_tokens_have_their_colours(checkpoints: Checkpoints) -> None:
-    llm = LLM(checkpoints.target, checkpoints.near, dtype=EXACT, spec_length=3)
+    llm = LLM(checkpoints.target, checkpoints.near, dtype=EXACT_DTYPE, spec_length=3)
     shown = _coloured(llm, no_color=False)
     assert "\x1b[32m" in shown, "green: drafted and accepted"
     assert "\x1b[1;33m" in shown, "bold yellow: chosen by the target"
 
 
 def test_no_color_is_respected(checkpoints: Checkpoints) -> None:
-    shown = _coloured(LLM(checkpoints.target, checkpoints.near, dtype=EXACT), no_color=True)
+    shown = _coloured(LLM(checkpoints.target, checkpoints.near, dtype=EXACT_DTYPE), no_color=True)
     assert "\x1b[32m" not in shown
     assert "33m" not in shown
 
@@ -120,7 +120,7 @@ def _coloured(llm: LLM, no_color: bool) -> str:
 def test_no_run_drafts_from_the_text_of_another(checkpoints: Checkpoints) -> None:
     """A run that repeats an earlier one takes as many passes: it finds no drafts in the finished text."""
     config = {"method": "suffix", "num_speculative_tokens": 8, "draft_length": "fixed"}
-    llm = LLM(checkpoints.target, speculative_config=config, dtype=EXACT, max_num_seqs=1)
+    llm = LLM(checkpoints.target, speculative_config=config, dtype=EXACT_DTYPE, max_num_seqs=1)
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     plain, *fast = (
         run(llm, "hello world, hello", replace(params, speculation=speculation), lambda piece: None)

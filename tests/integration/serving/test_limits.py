@@ -153,7 +153,7 @@ def test_slow_bodies_and_many_messages_are_refused(serve: Any, checkpoints: Chec
 
     def slowly() -> Any:
         yield b'{"prompt":'
-        time.sleep(0.3)
+        time.sleep(0.5)
         yield b'"a"}'
 
     assert server.http.post("/v1/completions", content=slowly()).status_code == 408

@@ -14,6 +14,7 @@ from speculant.errors import ModelError
 from speculant.gguf_file import GgufFile
 from speculant.models.weights.load import load_model
 from speculant.text.tokenizer import Tokenizer
+from tests.examples import examples
 from tests.gguf_models import convert
 from tests.models import Shape, write_checkpoint
 from tests.unit.models.families import MULTIPLIED, PADDED, VARIANTS, Session, make_pair
@@ -140,7 +141,7 @@ def test_originals_are_models(originals: list[tuple[bytes, int]], tmp_path: Path
 
 
 def test_damaged_files_give_models_or_errors(originals: list[tuple[bytes, int]], tmp_path: Path) -> None:
-    run(originals, tmp_path / "model.gguf", 150, seed=0)
+    run(originals, tmp_path / "model.gguf", examples(300, least=150), seed=0)
 
 
 def test_a_damaged_part_gives_a_model_or_an_error(parts: list[Path], tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from speculant.scheduling.policy import Key
 from speculant.scheduling.schedule import Scheduled
 from speculant.scheduling.scheduler import MOST_LOGPROB_ROWS
 from speculant.types import ANYONE, Request
+from tests.examples import examples
 from tests.models import make_request
 from tests.unit.scheduling.driver import BLOCK, Driver, blocks, counts, slots
 
@@ -192,9 +193,9 @@ def test_scheduler_readmits_samples_whose_first_one_left() -> None:
 
 
 def test_scheduler_compares_few_of_many_that_wait() -> None:
-    """Admission must not look at all that wait: a heap of 1,000 is some 10 levels deep."""
+    """Admission must not look at all that wait: a heap of 4,000 is some 12 levels deep."""
     driver = Driver(slots(1), max_num_seqs=1, max_waiting=5000)
-    for _ in range(1000):
+    for _ in range(examples(4000, least=1000)):
         driver.add(2, max_tokens=1)
     looked_at = 0
     turn = driver.scheduler._turn

@@ -7,6 +7,7 @@ from hypothesis import given
 
 from speculant.scheduling.waiting import WaitingQueue
 from speculant.types import Request
+from tests.examples import examples
 from tests.models import make_request
 
 ACTIONS = st.lists(
@@ -72,7 +73,7 @@ def test_cancelled_requests_leave_no_entries() -> None:
     queue = WaitingQueue(lambda request: (request.seq_id,))
     first = make_request([1], seq_id=0)
     queue.add(first)
-    for number in range(1, 1000):
+    for number in range(1, examples(10_000, least=1000)):
         request = make_request([1], seq_id=number)
         queue.add(request)
         queue.remove(request)

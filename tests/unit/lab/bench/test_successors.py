@@ -9,6 +9,7 @@ import pytest
 
 from speculant import LLM, SamplingParams
 from speculant.lab.inflation.successors import LLAMA_50M, write_pair
+from tests.examples import examples
 
 SIZES = {"vocab_size": 9000, "num_hidden_layers": 2}
 LLAMA = {
@@ -20,7 +21,7 @@ T5 = {
     "num_layers": 2, "num_heads": 4, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False,
     "decoder_start_token_id": 0, "eos_token_id": 0,
 }  # fmt: skip
-TOKENS = 40
+TOKENS = examples(80, least=40)
 
 
 @pytest.mark.parametrize("config", [LLAMA, T5], ids=lambda config: config["model_type"])

@@ -36,6 +36,7 @@ from speculant.models.rope_config import read_rope
 from speculant.models.sizes import inner_width
 from speculant.models.weights.load import load_model
 from speculant.types import DraftTree
+from tests.examples import examples
 from tests.gguf_models import convert
 from tests.heads import fresh_ahead, fresh_states
 from tests.models import END, Shape, write_checkpoint
@@ -324,7 +325,7 @@ def test_a_head_is_trained_for_any_family(case: tuple[str, str, str], tmp_path: 
     for _ in trainer.run():
         pass
     job.finish(config, trainer)
-    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=examples(30, least=16), ignore_eos=True)
     common: dict[str, Any] = {"dtype": "float64"}
     plain = LLM(str(folder), use_speculative_decoding=False, **common).generate(["hello", "def f"], params)
     llm = LLM(str(folder), speculative_config={"method": kind, "model": str(config.out)}, **common)
