@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache, partial
 
 from speculant.beams import Beams, BeamSearch
 from speculant.config import Limits
@@ -21,6 +22,9 @@ from speculant.sampling.chance import Purpose, mix
 from speculant.structured.vocabulary import Vocabulary, constrain_all
 from speculant.types import ANYONE, Client, Request, StopChecker
 from speculant.verification.base import Verifier
+from speculant.work import NO_WORK, StepWork, WorkRate
+
+_VOCABULARIES = 8  # kept: prompts of a request, which come one after another, have the same
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,8 @@ class RequestFactory:
             if rules.output_rules == NO_RULES
             else OutputVocabulary(rules.output_rules, rules.vocab_size, rules.limits.max_model_len)
         )
+        self._vocabulary = lru_cache(_VOCABULARIES)(partial(Vocabulary, rules.vocab_size))
+        self._rates = dict[tuple[bool, ...], WorkRate]()
         default = drafters.default
         self._check_verifier(rules.verification, drafters.find(default).needs if default is not None else None)
 
@@ -103,7 +109,7 @@ class RequestFactory:
         """Return the sequences of a request."""
         params, constraint = checked.params, checked.constraint
         if params.bad_words or params.allowed_token_ids is not None:
-            rules = Vocabulary(self._rules.vocab_size, _banned(params), params.allowed_token_ids)
+            rules = self._vocabulary(tuple(_banned(params)), params.allowed_token_ids)
             constraint = constrain_all(constraint, rules)
         samples = [self._sample(checked, request_id, index) for index in range(params.n)]
         for sample in samples:
@@ -112,6 +118,7 @@ class RequestFactory:
             if self._output_rules is not None:
                 formed = checked.constraint is not None or params.allowed_token_ids is not None
                 sample.constraint = self._output_rules.constrain(sample, sample.constraint, formed=formed)
+            sample.work = self._work_of(sample)
         if params.n > 1:
             totals = PassTotals()
             for sample in samples:
@@ -145,6 +152,15 @@ class RequestFactory:
         )
         self._choose_verifier(request)
         return request
+
+    def _work_of(self, request: Request) -> StepWork:
+        """Return the measurement of a sequence's work, which starts from sequences with the same settings."""
+        params = request.params
+        alike = (
+            request.constraint is not None, params.edits, params.logprobs is not None, bool(params.stop),
+            params.prompt_logprobs is not None and not request.index, params.beam_width is not None,
+        )  # fmt: skip
+        return StepWork(self._rates.setdefault(alike, WorkRate())) if any(alike) else NO_WORK
 
     def _method(self, params: SamplingParams) -> str | None:
         """Return the drafting method of a request; None = it has none."""

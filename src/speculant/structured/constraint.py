@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from speculant.errors import ConstraintError, Converts, RequestError
@@ -239,18 +240,25 @@ def shortened(reason: str) -> str:
 
 def without_tokens(mask: Tensor, tokens: Iterable[int]) -> Tensor:
     """Return a mask that also forbids some tokens."""
-    words = mask.clone()
-    for token in tokens:
-        words.numpy().view(np.uint32)[token // WORD] &= np.uint32(~(1 << token % WORD) & 0xFFFFFFFF)
+    words, ids = mask.clone(), _ids(tokens)
+    np.bitwise_and.at(words.numpy().view(np.uint32), ids // WORD, ~_bits(ids))
     return words
 
 
 def with_tokens(mask: Tensor, tokens: Iterable[int]) -> Tensor:
     """Return a mask that also allows some tokens."""
-    words = mask.clone()
-    for token in tokens:
-        words.numpy().view(np.uint32)[token // WORD] |= np.uint32(1 << token % WORD)
+    words, ids = mask.clone(), _ids(tokens)
+    np.bitwise_or.at(words.numpy().view(np.uint32), ids // WORD, _bits(ids))
     return words
+
+
+def _ids(tokens: Iterable[int]) -> NDArray[np.int64]:
+    return tokens if isinstance(tokens, np.ndarray) else np.array([*tokens], dtype=np.int64)
+
+
+def _bits(ids: NDArray[np.int64]) -> NDArray[np.uint32]:
+    """Return the bit of each token in its word of a mask."""
+    return np.left_shift(np.uint32(1), (ids % WORD).astype(np.uint32), dtype=np.uint32)
 
 
 def _common(first: Sequence[int], second: Sequence[int]) -> int:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from functools import reduce
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from functools import lru_cache, reduce
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from speculant.constraints import Constraint, ForcingConstraint, PreparingConstraint
@@ -14,24 +16,64 @@ from speculant.errors import RequestError
 from speculant.structured.constraint import WORD, without_tokens
 
 Word = Sequence[int]
+MASKS = 32  # kept per request, so that samples with the same words in sight share one
+
+
+class _Node:
+    """A beginning of banned words. shorter: the longest other beginning that it ends with (Aho and Corasick 1975).
+
+    own: the tokens that complete a word here; banned: those that complete one here or after a shorter beginning.
+    """
+
+    __slots__ = ("banned", "longer", "own", "shorter")
+
+    def __init__(self) -> None:
+        self.longer: dict[int, _Node] = {}
+        self.shorter: _Node | None = None
+        self.own: list[int] = []
+        self.banned: NDArray[np.int64] | None = None
+
+    def after(self, token: int) -> _Node:
+        """Return the node of the longest beginning that a text ends with, one token later."""
+        node = self
+        while token not in node.longer:
+            if node.shorter is None:
+                return node
+            node = node.shorter
+        return node.longer[token]
 
 
 class Vocabulary:
     """The banned words of a request, as token ids, and its allowed tokens (None = all), for any number of sequences.
 
     The last token of a word is banned where the output, drafted tokens included, ends with the word's other tokens. A
-    word of one token is always banned.
+    word of one token is always banned. An output moves through an automaton of the words' beginnings, so a token takes
+    the same time however many words there are.
     """
 
     def __init__(self, vocab_size: int, words: Sequence[Word], allowed: Collection[int] | None) -> None:
-        single = [word[0] for word in words if len(word) == 1]
-        self._usual = without_tokens(_mask_of(vocab_size, allowed), single)
-        self._free = allowed is None and not single
-        self._by_token: dict[int, list[Word]] = {}  # words of two or more tokens, by their last token but one
-        for word in words:
-            if len(word) > 1:
-                self._by_token.setdefault(word[-2], []).append(word)
+        self._allowed, self._is_free = _mask_of(vocab_size, allowed), allowed is None
         self.reach = max((len(word) - 1 for word in words), default=0)
+        self.root = _Node()
+        for word in words:
+            node = self.root
+            for token in word[:-1]:
+                node = node.longer.setdefault(token, _Node())
+            node.own.append(word[-1])
+        self._link()
+        self._masks = lru_cache(MASKS)(self._mask_at)
+
+    def _link(self) -> None:
+        """Set `shorter` and `banned` of each node, shorter beginnings first."""
+        queue = deque([self.root])
+        while queue:
+            node = queue.popleft()
+            shorter = None if node.shorter is None else node.shorter.banned
+            own = np.array(node.own, dtype=np.int64) if node.own else None
+            node.banned = shorter if own is None else own if shorter is None else np.concatenate([shorter, own])
+            for token, longer in node.longer.items():
+                longer.shorter = self.root if node.shorter is None else node.shorter.after(token)
+                queue.append(longer)
 
     def constrain(self) -> VocabularyConstraint:
         """Return the constraint of one sequence."""
@@ -39,16 +81,14 @@ class Vocabulary:
 
     def mask_after(self, output: Sequence[int]) -> Tensor | None:
         """Return the mask after an output, which depends on its last `reach` tokens; None = all are allowed."""
-        banned = list(self._completing(output))
-        if banned:
-            return without_tokens(self._usual, banned)
-        return None if self._free else self._usual
+        return self.mask_at(reduce(_Node.after, output, self.root))
 
-    def _completing(self, output: Sequence[int]) -> Iterator[int]:
-        """Yield the tokens that would complete a word."""
-        for word in self._by_token.get(output[-1], ()) if output else ():
-            if tuple(output[1 - len(word) :]) == tuple(word[:-1]):
-                yield word[-1]
+    def mask_at(self, node: _Node) -> Tensor | None:
+        """Return the mask at a node of the automaton; None = all tokens are allowed."""
+        return None if node.banned is None and self._is_free else self._masks(node)
+
+    def _mask_at(self, node: _Node) -> Tensor:
+        return self._allowed if node.banned is None else without_tokens(self._allowed, node.banned)
 
 
 class VocabularyConstraint:
@@ -58,20 +98,20 @@ class VocabularyConstraint:
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
-        self._advanced: list[int] = []
+        self._nodes = [vocabulary.root]  # after each advanced token
 
     def mask(self, tokens: Sequence[int]) -> Tensor | None:
         """See `Constraint.mask`."""
-        reach = self._vocabulary.reach
-        return self._vocabulary.mask_after([*self._advanced[max(0, len(self._advanced) - reach) :], *tokens])
+        return self._vocabulary.mask_at(reduce(_Node.after, tokens, self._nodes[-1]))
 
     def advance(self, tokens: Sequence[int]) -> None:
         """See `Constraint.advance`."""
-        self._advanced += tokens
+        for token in tokens:
+            self._nodes.append(self._nodes[-1].after(token))
 
     def rollback(self, n: int) -> None:
         """See `Constraint.rollback`."""
-        del self._advanced[len(self._advanced) - n :]
+        del self._nodes[len(self._nodes) - n :]
 
 
 class JoinedConstraint:

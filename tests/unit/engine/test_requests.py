@@ -136,3 +136,13 @@ def test_list_with_a_bad_request_fails_before_any_runs(checkpoints: Checkpoints,
     with pytest.raises(SpeculantError):
         llm.generate(["def f("] * 21, params)
     assert llm.engine.metrics.steps == 0
+
+
+def test_prompts_of_a_request_share_an_automaton() -> None:
+    """A request may have 256 prompts and 1,024 words."""
+    engine = engine_of(None)
+    factory, params = engine._factory, SamplingParams(bad_words=[[1, 2, 3]])
+    checked = [engine.check_request([number], params) for number in (1, 2, 3)]
+    constraints = [factory.make(each, str(number), None)[0].constraint for number, each in enumerate(checked)]
+    assert len({id(constraint._vocabulary) for constraint in constraints}) == 1  # type: ignore[union-attr]
+    assert len(set(map(id, constraints))) == 3

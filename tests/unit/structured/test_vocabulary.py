@@ -11,6 +11,7 @@ from speculant.constraints import Constraint, unpacked
 from speculant.errors import RequestError
 from speculant.structured.vocabulary import JoinedConstraint, Vocabulary, banned_tokens, constrain_all
 from tests.automata import Automaton, ForcingAutomaton
+from tests.timing import is_within
 
 SIZE = 40
 LETTERS = Automaton({0: {1: 1, 33: 0, 2: 0}, 1: {2: 0, 35: 1}})
@@ -101,3 +102,19 @@ def test_a_word_is_banned_with_and_without_a_space(tokens: dict[str, list[int]],
 def test_a_word_without_tokens_is_refused() -> None:
     with pytest.raises(RequestError, match="'cat', which the tokenizer encodes as no tokens"):
         banned_tokens(["cat"], lambda text, special: [5] if text == " cat" else [])
+
+
+@pytest.mark.parametrize("length", [2, 10, 4096])
+def test_masks_take_no_time_for_each_word(length: int) -> None:
+    """As many words as a request may have, which begin as 128 outputs end: masks after each of 16 drafted tokens."""
+    words = [[1] * (length - 1) + [2 + number] for number in range(min(1024, 16_384 // length))]
+    constraints = [Vocabulary(150_000, words, [1, *range(2, 2000)]).constrain()] * 128
+    for constraint in constraints[:1]:
+        constraint.advance([1] * 5000)
+
+    def masks() -> None:
+        for constraint in constraints:
+            for drafted in range(17):
+                constraint.mask([1] * drafted)
+
+    assert is_within(0.1, masks), "4.5 s if each word is compared"
