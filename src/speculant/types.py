@@ -15,6 +15,7 @@ from speculant.errors import RequestError
 from speculant.metrics import RequestMetrics
 from speculant.params import SamplingParams
 from speculant.tree import DraftTree as DraftTree
+from speculant.work import NO_WORK, StepWork
 
 
 class Verdict(NamedTuple):
@@ -199,6 +200,7 @@ class Request:
     stop_reason: int | str | None = None  # the token of `stop_token_ids` or the stop string; None at any other end
     error: Exception | None = None  # the error that ended it
     search: BeamSearch[Request] | None = None  # the beam search that it is a sample of
+    work: StepWork = NO_WORK  # the time that its settings add to steps
     counts: TokenCounts | None = field(init=False, default=None)  # of its tokens, if penalties need them
     full_salt: str = field(init=False)  # of its keys and values: those of a decoder depend on the source too
 

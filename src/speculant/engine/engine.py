@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -180,6 +181,7 @@ class Engine:
         for request in schedule.preempted:
             self._drafters.end(request)
         committed, timings = self._run(schedule)
+        self._charge(schedule, committed, timings)
         outputs, explained = list[StepOutput](), not committed
         for each in committed:
             outputs += each.outputs
@@ -265,6 +267,18 @@ class Engine:
             if self.metrics.transient_errors == 1:
                 logger.warning("a step failed for all sequences together and for none alone: %r", cause)
         return committed, [timing for run in runs for timing in run[1]]
+
+    def _charge(self, schedule: Schedule, committed: Sequence[Committed], timings: Sequence[StepTiming]) -> None:
+        """Charge clients for the time of their drafts and of their sequences' work, as rows that take as long."""
+        if not (self._scheduler.shares and timings):
+            return
+        used, nodes = Counter[str](), Counter[str]()
+        for each in committed:
+            used[each.request.client.name] += each.request.work.last_s
+            nodes[each.request.client.name] += sum(each.outcome.drafted) if each.outcome is not None else 0
+        node_s = sum(timing.draft_s for timing in timings) / max(1, nodes.total())
+        row_s = sum(timing.pass_s for timing in timings) / (nodes.total() + sum(i.num_rows for i in schedule.items))
+        self._scheduler.charge({name: (used[name] + node_s * nodes[name]) / row_s for name in used})
 
     def _end(self, request: Request) -> None:
         self._release(request)

@@ -54,7 +54,8 @@ def propose(
             _fill(drafts, requests, drafters, draft_length, vocab_size)
     for draft in constrained:
         if draft.item.completes:
-            prepare_masks(draft.item.request.constraint, draft.tree)  # computed while the target's pass runs
+            with draft.item.request.work:
+                prepare_masks(draft.item.request.constraint, draft.tree)  # computed while the target's pass runs
     return drafts
 
 
@@ -63,7 +64,8 @@ def _forced(item: Scheduled, vocab_size: int) -> Sequence[int]:
     request = item.request
     if request.drafter is None or request.num_speculative_tokens == 0 or not item.decodes:
         return ()
-    return forced_tokens(request.constraint, vocab_size)[:MAX_SPECULATIVE_TOKENS]
+    with request.work:
+        return forced_tokens(request.constraint, vocab_size)[:MAX_SPECULATIVE_TOKENS]
 
 
 def _fill(
@@ -132,13 +134,13 @@ def _bounds(drafters: Drafters, draft: SequenceDraft, max_model_len: int) -> Dra
 
 
 class DraftBudget:
-    """The rows of token budget and cache that a step's drafts may use, after its tokens.
+    """The rows of token budget and cache, and the time for work, that a step's drafts may use after its tokens.
 
     Drafts take rows in order and never cause preemption. All together have at most `most_nodes` nodes.
     """
 
     def __init__(self, schedule: Schedule, most_nodes: int) -> None:
-        self._left, self._plan = min(schedule.spare_tokens, most_nodes), schedule.plan
+        self._left, self._plan, self._work = min(schedule.spare_tokens, most_nodes), schedule.plan, schedule.work
 
     def take(self, item: Scheduled, length: int, bounds: DraftBounds) -> int:
         """Take the rows of a draft of the wanted length; return how many nodes it may have.
@@ -156,6 +158,8 @@ class DraftBudget:
         if bounds.look_ahead_rows:
             nodes = bounds.within(nodes, bounds.max_len - request.num_positions - 1)
         if nodes <= 0 or not item.decodes:
+            return 0
+        if self._work is not None and not (nodes := self._work.take(request.client.name, request.work, nodes)):
             return 0
         uncomputed = 0 if search is None else search.beams.live_tree.size - item.tree.size
         taken = uncomputed + (num_rows(nodes, bounds.look_ahead_rows) if bounds.look_ahead_rows else nodes)

@@ -47,6 +47,12 @@ class TargetOutput(NamedTuple):
         first, logits = self.first_logits, self.pass_logits
         return None if logits is None else logits[first : first + len(self.nodes)]
 
+    @property
+    def num_results(self) -> int:
+        """The number of rows whose results are used: for a next token, or for a log-probability of the prompt."""
+        nodes = 0 if self.pass_logits is None else len(self.nodes)
+        return nodes if self.prompt_hidden is None else nodes + len(self.prompt_hidden)
+
     def committed_rows(self, kept: Sequence[int], gained: Sequence[int]) -> CommittedRows:
         """Return the rows that were committed: those of the tokens and of the `kept` nodes. gained: the new tokens."""
         item, tree, hidden = self.item, self.tree, self.hidden

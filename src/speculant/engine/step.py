@@ -81,7 +81,9 @@ def step(context: StepContext, schedule: Schedule, mark: Mark = unmarked) -> tup
     with mark("commit"):
         for draft, output in zip(drafts, outputs, strict=True):
             decision = decisions.get(draft.item.request.seq_id)
-            each = commit_output(output, decision, timing, target, cache, max_model_len)
+            with draft.item.request.work:
+                each = commit_output(output, decision, timing, target, cache, max_model_len)
+            draft.item.request.work.settle(output.num_results)
             committed.append(each)
             if each.outcome is not None and not draft.forced:
                 outcomes.append(each.outcome)

@@ -146,7 +146,8 @@ def _decide(
     request, tree, first = output.item.request, output.tree, output.first_logits
     end = first + len(output.nodes)
     if request.search is not None:
-        return advance_sound(request.search.beams, tree, output.nodes, probs[first:end], maxima[first:end])
+        with request.work:
+            return advance_sound(request.search.beams, tree, output.nodes, probs[first:end], maxima[first:end])
     if not 0 < maxima[first] < math.inf:
         return _failure(request, maxima[first])
     if not tree.size and not verifier.needs.softened:

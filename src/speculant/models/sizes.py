@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from speculant.cache.base import CacheShape, LayerShape
@@ -70,7 +70,7 @@ def matrix_weights(config: DecoderConfig) -> int:
 
     Those of a short head count as if it were whole.
     """
-    return round(_read_weights(config, None))
+    return round(_read_weights(config)(None))
 
 
 def pass_matrices(config: DecoderConfig) -> Iterator[tuple[str, tuple[int, int], float]]:
@@ -99,24 +99,26 @@ def _matrices(shapes: Shapes) -> Iterator[tuple[str, tuple[int, int]]]:
             yield name, (shape[0], shape[1])
 
 
-def relative_reads(config: DecoderConfig, rows: int) -> float:
-    """Return how many weights a pass of some rows reads, over those that a pass of one row reads: 1 without experts.
+def relative_reads(config: DecoderConfig) -> Callable[[int], float]:
+    """Return how many weights a pass reads, by its rows, over those that a pass of one row reads: 1 without experts.
 
     With experts it is the expected number, if each row selects its experts at random, independently of the other rows.
-    Texts may use some experts more often, and then a pass reads less.
+    Texts may use some experts more often, and then a pass reads less. The sizes of the weights are added up once.
     """
-    return _read_weights(config, rows) / _read_weights(config, 1)
+    reads = _read_weights(config)
+    return lambda rows: reads(rows) / reads(1)
 
 
-def _read_weights(config: DecoderConfig, rows: int | None) -> float:
-    """Return how many weights of matrices a pass of some rows reads, None = of very many."""
-    found = float(config.hidden_size * config.vocab_size)
+def _read_weights(config: DecoderConfig) -> Callable[[int | None], float]:
+    """Return how many weights of matrices a pass reads, by its rows, None = of very many."""
+    others, experts = float(config.hidden_size * config.vocab_size), Counter[Mlp | Experts]()
     for layer, count in Counter(config.layers).items():
-        own = _matrices(_layer(layer, config.hidden_size))
-        sizes = {name: math.prod(shape) for name, shape in own if not name.endswith(SOURCE_KEYS)}
-        experts = sum(size for name, size in sizes.items() if EXPERT in name)
-        found += count * (sum(sizes.values()) - experts * (1 - _read_share(layer.mlp, rows)))
-    return found
+        for name, shape in _matrices(_layer(layer, config.hidden_size)):
+            if EXPERT in name:
+                experts[layer.mlp] += count * math.prod(shape)
+            elif not name.endswith(SOURCE_KEYS):
+                others += count * math.prod(shape)
+    return lambda rows: others + sum(size * _read_share(mlp, rows) for mlp, size in experts.items())
 
 
 def _read_share(of: Mlp | Experts, rows: int | None) -> float:

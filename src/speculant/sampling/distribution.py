@@ -87,18 +87,19 @@ def sampling_settings(params: SamplingParams) -> SamplingSettings:
 def edits_of(node: Node) -> Edits:
     """Return the edits of single logits in a node's row: those of its request, with the drafted ancestors."""
     params, request = node.params, node.request
-    return Edits(
-        drafted=node.drafted,
-        mask=_mask_of(node),
-        biased=params.biased if params.logit_bias else None,
-        biases=params.biases if params.logit_bias else None,
-        banned=request.end_token_ids,
-        ban_below=params.min_tokens - request.num_output,
-        counts=_counts(request) if params.penalised else None,
-        repetition=params.repetition_penalty,
-        presence=params.presence_penalty,
-        frequency=params.frequency_penalty,
-    )
+    with request.work:
+        return Edits(
+            drafted=node.drafted,
+            mask=_mask_of(node),
+            biased=params.biased if params.logit_bias else None,
+            biases=params.biases if params.logit_bias else None,
+            banned=request.end_token_ids,
+            ban_below=params.min_tokens - request.num_output,
+            counts=_counts(request) if params.penalised else None,
+            repetition=params.repetition_penalty,
+            presence=params.presence_penalty,
+            frequency=params.frequency_penalty,
+        )
 
 
 def _mask_of(node: Node) -> Tensor | None:

@@ -76,7 +76,7 @@ class Accounts:
         self._accounts[client.name].num_sequences -= 1
         self._forget()
 
-    def charge(self, rows: Mapping[str, int]) -> None:
+    def charge(self, rows: Mapping[str, float]) -> None:
         """Add the rows of a step to the counters, by client."""
         if self.few:
             return

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from speculant.cache.base import KVCache, ReservationPlan
 from speculant.cache.sources import Source
 from speculant.types import DraftTree, Request
+from speculant.work import WorkBudget
 
 NO_DRAFT = DraftTree.empty()
 
@@ -72,7 +73,8 @@ class Schedule:
     """One step's work, and the requests that were admitted and preempted before it.
 
     `plan` has counted the rows of sources and items in the target's cache, and `spare_tokens` are left of the budget.
-    Drafts may use the rest of both. sources: those that are encoded before the items are computed.
+    Drafts may use the rest of both. sources: those that are encoded before the items are computed. work: the time that
+    is left for the work of drafts; None = no sequence has any.
     """
 
     items: list[Scheduled]
@@ -81,6 +83,7 @@ class Schedule:
     admitted: list[Request]
     preempted: list[Request]
     sources: Sequence[Encoding] = ()
+    work: WorkBudget | None = None
 
     def one_by_one(self, cache: KVCache) -> Iterator[Schedule]:
         """Yield the same work one sequence at a time; each plan also counts the items that follow.

@@ -20,9 +20,11 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from operator import attrgetter
+from typing import Any
 
 from speculant.cache.base import KVCache, ReservationPlan
 from speculant.cache.sources import Source, Sources
@@ -33,10 +35,9 @@ from speculant.scheduling.policy import POLICIES, Key, Standing
 from speculant.scheduling.schedule import Encoding, Schedule, Scheduled
 from speculant.scheduling.waiting import WaitingRequests
 from speculant.types import Client, Request
+from speculant.work import ALONE_S, NO_WORK, STEP_S, WorkBudget
 
 logger = logging.getLogger(__name__)
-
-MOST_LOGPROB_ROWS = 64  # of a pass over a prompt with log-probabilities, so that new requests do not wait long
 
 
 class Scheduler:
@@ -62,6 +63,7 @@ class Scheduler:
         self._unstarted: dict[int, Request] = {}  # running requests without a scheduled token
         self._gained: dict[int, int] = {}  # of running requests: steps with other clients that gave them tokens
         self._accounts = Accounts(limits.max_model_len + TURN)
+        self._late = set[int]()  # running sequences whose work did not fit into the last step
         self.sources = Sources(target)
         self.waiting = WaitingRequests(self._turn)
         self.running: list[Request] = []
@@ -115,7 +117,7 @@ class Scheduler:
             preempted.append(self._last())
             self._preempt(preempted[-1])
             plan = self._target.plan()
-        (items, sources), spare = shared, self._limits.max_num_batched_tokens
+        (items, sources, work), spare = shared, self._limits.max_num_batched_tokens
         for item in items:
             spare -= item.count + item.tree.size
             self._unstarted.pop(item.request.seq_id, None)
@@ -123,7 +125,16 @@ class Scheduler:
             spare -= encoding.num_rows
         if not self._accounts.few:
             self._charge(items, sources)
-        return Schedule(items, plan, spare, admitted, preempted, sources)
+        return Schedule(items, plan, spare, admitted, preempted, sources, work)
+
+    @property
+    def shares(self) -> bool:
+        """Whether several clients have sequences, so that their use is counted."""
+        return not self._accounts.few
+
+    def charge(self, rows: Mapping[str, float]) -> None:
+        """Charge clients for time beside their rows of a step: the rows that would have taken as long."""
+        self._accounts.charge(rows)
 
     def _charge(self, items: Sequence[Scheduled], sources: Sequence[Encoding]) -> None:
         """Charge each client for its rows of a step, and count the steps that gave requests a token."""
@@ -135,10 +146,13 @@ class Scheduler:
             used[encoding.requests[0].client.name] += encoding.num_rows
         self._accounts.charge(used)
 
-    def _share(self, plan: ReservationPlan) -> tuple[list[Scheduled], list[Encoding]] | None:
-        """Share the budget among the running requests, in order; None if one that is not the last finds no memory."""
+    def _share(self, plan: ReservationPlan) -> tuple[list[Scheduled], list[Encoding], WorkBudget | None] | None:
+        """Share the budgets among the running requests, in order; None if one that is not the last finds no memory."""
         budgets, items, encoded, late = self._budgets(), list[Scheduled](), dict[Source, Encoding](), set[str]()
         place = self._turn if self._accounts.few else self._place
+        work, waited, self._late = self._work_budget(), self._late, set()
+        if waited:
+            place = partial(_first_those, waited, place)
         for request in self.running if len(self.running) == 1 else sorted(self.running, key=place):
             name, source = request.client.name, self._missing_source(request)
             if source is not None and source not in encoded:
@@ -153,13 +167,42 @@ class Scheduler:
                 encoded[source] = encoding
                 budgets[name] -= encoding.num_rows
             budget = budgets[name]
+            if work is not None and not (budget := self._affordable(request, budget, work)):
+                self._late.add(request.seq_id)
+                continue
             item = self._item(request, budget, plan)
             if item is not None:
                 items.append(item)
-                budgets[name] = budget - item.count - item.tree.size
+                budgets[name] -= item.count + item.tree.size
             elif self._least(request) <= budget and request is not self._last():
                 return None
-        return items, [*encoded.values()]
+        return items, [*encoded.values()], work
+
+    def _work_budget(self) -> WorkBudget | None:
+        """Return the time for the work of a step; None if no running sequence has any."""
+        busy = {request.client.name: request.client for request in self.running if request.work is not NO_WORK}
+        if not busy:
+            return None
+        weights = {name: self._accounts.of(client).weight for name, client in busy.items()}
+        return WorkBudget(ALONE_S if self._accounts.few else STEP_S, weights)
+
+    def _affordable(self, request: Request, budget: int, work: WorkBudget) -> int:
+        """Return how many of `budget` rows the time for work allows, and take that time; 0 = the request waits.
+
+        Rows whose results are used have work: those of newest tokens and of live hypotheses, and all rows of a prompt
+        whose log-probabilities are wanted.
+        """
+        name, own, backlog = request.client.name, request.work, self._backlog(request)
+        if request.wants_prompt_logits:
+            return work.take(name, own, min(backlog, budget))
+        if own is NO_WORK or budget < backlog:
+            return budget
+        wanted = 1 if request.search is None else len(request.search.beams.unscored)
+        taken = work.take(name, own, wanted)
+        if taken == wanted or not taken:
+            return budget if taken else 0
+        least, rows = self._least(request), self._wanted(request) - backlog
+        return min(budget, max(least, backlog + rows * taken // wanted))
 
     def _missing_source(self, request: Request) -> Source | None:
         """Return a running request's source unless it is encoded; None if it has none."""
@@ -199,8 +242,8 @@ class Scheduler:
     def _wanted(self, request: Request) -> int:
         """Return how many rows a request would use."""
         backlog = self._backlog(request)
-        if request.params.prompt_logprobs is not None and request.wants_prompt_logits:
-            return min(backlog, MOST_LOGPROB_ROWS)
+        if request.params.prompt_logprobs is not None and request.wants_prompt_logits and request.work.row_s:
+            return min(backlog, 1 + int(STEP_S / request.work.row_s))
         return backlog if request.search is None else backlog + request.search.beams.live_tree.size
 
     def _item(self, request: Request, budget: int, plan: ReservationPlan) -> Scheduled | None:
@@ -210,8 +253,6 @@ class Scheduler:
         """
         start, search = self._target.length(request.seq_id), request.search
         count = len(request.tokens) - start
-        if request.params.prompt_logprobs is not None and request.wants_prompt_logits:
-            budget = min(budget, MOST_LOGPROB_ROWS)
         source = self.sources.of(request.seq_id)
         if search is None and 0 < count <= budget and plan.take(request.seq_id, count):  # the usual case
             return Scheduled(request, start, count, source=source)
@@ -407,6 +448,13 @@ class Scheduler:
 
     def _backlog(self, request: Request) -> int:
         return len(request.tokens) - self._target.length(request.seq_id)
+
+
+def _first_those(
+    seq_ids: Collection[int], key: Callable[[Request], tuple[Any, ...]], request: Request
+) -> tuple[Any, ...]:
+    """Return a key that puts some sequences before all others."""
+    return request.seq_id not in seq_ids, *key(request)
 
 
 def _width(request: Request) -> int:

@@ -38,6 +38,7 @@ from speculant.models.sizes import (
 )
 from speculant.models.tensor_map import Rows, Stacked, TensorMap, Transposed, stored_shape
 from tests.descriptions import describe
+from tests.timing import is_within
 from tests.unit.models.families import SMALL, VARIANTS
 
 DESCRIPTIONS: dict[str, dict[str, Any]] = {
@@ -98,14 +99,14 @@ def test_more_rows_read_more_experts(rows: int) -> None:
     """The expected number, by drawing the experts of each row; all else is read once."""
     of = Experts(8, 2, 40)
     config = describe(experts=of)
-    assert relative_reads(describe(), rows) == 1
+    assert relative_reads(describe())(rows) == 1
     generator = torch.Generator().manual_seed(0)
     draws = torch.rand(4000, rows, of.count, generator=generator).argsort(dim=2)[:, :, : of.used]
     distinct = torch.zeros(4000, of.count).scatter_(1, draws.flatten(1), 1).sum(dim=1).mean()
     experts = len(config.layers) * 3 * 40 * config.hidden_size
     others = matrix_weights(config) - of.count * experts
     expected = (others + float(distinct) * experts) / (others + of.used * experts)
-    assert relative_reads(config, rows) == pytest.approx(expected, rel=0.01)
+    assert relative_reads(config)(rows) == pytest.approx(expected, rel=0.01)
 
 
 def test_a_row_cannot_use_more_experts_than_there_are() -> None:
@@ -230,3 +231,9 @@ def test_buckets_are_those_of_transformers() -> None:
         of = DistanceBias(buckets, most, both_ways)
         expected = T5Attention._relative_position_bucket(-distances, both_ways, buckets, most)
         assert torch.equal(buckets_of(of, distances), expected), of
+
+
+def test_reads_of_many_passes_take_little_time() -> None:
+    """A table of costs asks for thousands of sizes within a step: adding up the weights each time took 0.3 s."""
+    reads = relative_reads(describe(windows=(None,) * 24))
+    assert is_within(0.05, lambda: sum(map(reads, range(1, 4000))))

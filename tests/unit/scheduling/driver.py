@@ -13,6 +13,7 @@ from speculant.params import SamplingParams
 from speculant.scheduling.schedule import Schedule
 from speculant.scheduling.scheduler import Scheduler
 from speculant.types import ANYONE, Client, Request
+from speculant.work import NO_WORK, StepWork
 from tests.models import make_request
 
 SHAPE = CacheShape(1, 1, 1, torch.float32, torch.device("cpu"))
@@ -54,6 +55,7 @@ class Driver:
         params: SamplingParams | None = None,
         client: Client = ANYONE,
         source: Sequence[int] = (),
+        work: StepWork = NO_WORK,
     ) -> Request:
         """Queue a request; its prompt repeats one token, by default one that no other has."""
         seq_id = len(self.requests)
@@ -65,6 +67,7 @@ class Driver:
             priority=priority,
             client=client,
             source=tuple(source),
+            work=work,
         )
         self.scheduler.add([request])
         self.requests.append(request)

@@ -8,10 +8,8 @@ from hypothesis import strategies as st
 
 from speculant.config import POLICIES
 from speculant.errors import CapacityError
-from speculant.params import SamplingParams
 from speculant.scheduling.policy import Key
 from speculant.scheduling.schedule import Scheduled
-from speculant.scheduling.scheduler import MOST_LOGPROB_ROWS
 from speculant.types import ANYONE, Request
 from tests.examples import examples
 from tests.models import make_request
@@ -210,18 +208,3 @@ def test_scheduler_compares_few_of_many_that_wait() -> None:
     for _ in range(10):
         driver.scheduler.schedule()
     assert looked_at < 100
-
-
-def test_a_prompt_with_logprobs_is_processed_in_small_parts() -> None:
-    """Its rows cost more than others: a log-probability of each token of the vocabulary.
-
-    A request that arrives during a pass waits for its end, so the parts are small also while no other sequence runs.
-    """
-    driver = Driver(slots(2), budget=1000)
-    for beside in (False, True):
-        request = driver.add(90, params=SamplingParams(max_tokens=3, prompt_logprobs=5))
-        other = driver.add(5) if beside else None
-        assert counts(driver.step())[request.seq_id] == MOST_LOGPROB_ROWS
-        for each in (request, other):
-            if each is not None:
-                driver.scheduler.remove(each)

@@ -9,6 +9,7 @@ import pytest
 from speculant.beams import Beams
 from speculant.scheduling.schedule import Schedule, Scheduled
 from speculant.types import Request
+from speculant.work import ALONE_S, StepWork, WorkRate
 from tests.beams import beams_of, give_search, hypotheses, scored, text_of
 from tests.unit.scheduling.driver import Driver, blocks, slots
 
@@ -50,6 +51,16 @@ def test_as_many_hypotheses_are_computed_as_fit(budget: int, fed: tuple[tuple[in
     assert schedule.spare_tokens == budget - item.num_rows == budget - 1 - item.tree.size
     assert schedule.plan.room(item.request.seq_id) == 100 - 4 - item.num_rows
     assert item.decodes == (fed == LIVE)
+
+
+@pytest.mark.parametrize(("results", "fed"), [(4, LIVE), (3, LIVE[:3]), (2, LIVE[:2]), (0, LIVE[:1])])
+def test_as_many_hypotheses_are_computed_as_there_is_time_for(results: int, fed: tuple[tuple[int, ...], ...]) -> None:
+    """One hypothesis is computed in any case."""
+    driver = Driver(slots(1), max_num_seqs=1)
+    request = search(driver)
+    request.work = StepWork(WorkRate(ALONE_S / (results + 0.5)))
+    (item,) = next_after_feeding(driver, 4, request).items
+    assert (item.count, paths(item)) == (1, list(fed))
 
 
 def test_scored_hypotheses_are_not_computed_again() -> None:

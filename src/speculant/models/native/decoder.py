@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import weakref
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -162,7 +163,11 @@ class NativeDecoder:
 
     def relative_reads(self, rows: int) -> float:
         """See `ReadsByRows.relative_reads`."""
-        return relative_reads(self.packed.config, rows)
+        return self._reads(rows)
+
+    @cached_property
+    def _reads(self) -> Callable[[int], float]:
+        return relative_reads(self.packed.config)
 
     def scratch_bytes(self, rows: int, positions: int) -> int:
         """See `KeepsScratch.scratch_bytes`."""

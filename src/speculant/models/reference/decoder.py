@@ -374,7 +374,11 @@ class Decoder(nn.Module):
 
     def relative_reads(self, rows: int) -> float:
         """See `ReadsByRows.relative_reads`."""
-        return relative_reads(self.config, rows)
+        return self._reads(rows)
+
+    @cached_property
+    def _reads(self) -> Callable[[int], float]:
+        return relative_reads(self.config)
 
     @property
     def weight_bytes(self) -> int:

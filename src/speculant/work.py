@@ -1,0 +1,103 @@
+"""The time that requests add to a step beside the rows of its pass, and how much of it a step may take.
+
+Masks, edits of logits, log-probabilities, beams and stop strings take time on the engine's thread, so every other
+sequence of the step waits for it. That time is measured per sequence, where it is spent. Each step has a budget of it,
+which its clients share by weight:
+
+    STEP_S               while several clients have sequences
+    ALONE_S              while one client has, so that few passes are split; a newcomer waits for one step at most
+
+A sequence whose work does not fit waits for the next step, with fewer rows where its rows can be divided. Each client
+gets one sequence's work per step in any case.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import TracebackType
+
+STEP_S = 0.05
+ALONE_S = 0.2
+FIRST_S = 1e-3  # per row, before any work of its kind has been measured
+NEWEST = 0.3  # weight of the newest step in a mean
+MOST_RISE = 4.0  # a step counts as at most this many times the mean: the machine may have been stopped
+
+
+@dataclass(slots=True)
+class WorkRate:
+    """The mean time per row with results, in seconds."""
+
+    row_s: float = FIRST_S
+
+    def follow(self, row_s: float) -> None:
+        """Follow the time per row of a step."""
+        self.row_s += NEWEST * (min(row_s, MOST_RISE * self.row_s + FIRST_S) - self.row_s)
+
+
+class StepWork:
+    """The measured work of one sequence; it is a context around that work. A nested use counts once.
+
+    kind: the rate of sequences with the same settings, from which its own one starts; None = the settings add no work,
+    and nothing is measured. The clock runs while the sequence's masks are awaited from another thread.
+    """
+
+    __slots__ = ("_depth", "_kind", "_rate", "_spent_s", "_started", "last_s")
+
+    def __init__(self, kind: WorkRate | None = None) -> None:
+        self._kind, self._rate = kind, WorkRate(0.0 if kind is None else kind.row_s)
+        self._depth, self._started, self._spent_s = 0, 0.0, 0.0
+        self.last_s = 0.0  # in the last step
+
+    def __enter__(self) -> None:
+        if self._kind is not None:
+            if not self._depth:
+                self._started = time.perf_counter()
+            self._depth += 1
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._kind is not None:
+            self._depth -= 1
+            if not self._depth:
+                self._spent_s += time.perf_counter() - self._started
+
+    @property
+    def row_s(self) -> float:
+        """The estimated time of a row with results, in seconds."""
+        return self._rate.row_s
+
+    def settle(self, rows: int) -> None:
+        """End a step that gave results for a number of rows."""
+        if self._kind is not None:
+            self.last_s, self._spent_s = self._spent_s, 0.0
+            if rows:
+                self._rate.follow(self.last_s / rows)
+                self._kind.follow(self.last_s / rows)
+
+
+NO_WORK = StepWork()
+
+
+class WorkBudget:
+    """The time of one step's work that is left for each client. weights: of the clients whose sequences have any."""
+
+    def __init__(self, seconds: float, weights: Mapping[str, float]) -> None:
+        total = sum(weights.values())
+        self._left = {name: seconds * weight / total for name, weight in weights.items()}
+        self._firsts = set(weights)  # clients that have taken nothing
+
+    def take(self, client: str, work: StepWork, rows: int, least: int = 1) -> int:
+        """Take time for up to `rows` rows with results; return for how many, 0 if it does not last for `least`."""
+        if not work.row_s or not rows:
+            return rows
+        fits = min(rows, max(0, int(self._left[client] / work.row_s + 1e-6)))
+        if client in self._firsts:
+            fits = max(fits, min(rows, least))
+        if fits < least:
+            return 0
+        self._firsts.discard(client)
+        self._left[client] -= fits * work.row_s
+        return fits
