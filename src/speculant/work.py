@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from types import TracebackType
 
 STEP_S = 0.05
-ALONE_S = 0.2
+ALONE_S = 0.1
 FIRST_S = 1e-3  # per row, before any work of its kind has been measured
 NEWEST = 0.3  # weight of the newest step in a mean
 MOST_RISE = 4.0  # a step counts as at most this many times the mean: the machine may have been stopped

@@ -23,6 +23,7 @@ from speculant.cli.terminal import counted_progress, end_at_once, examples, mess
 from speculant.config import EngineConfig
 from speculant.errors import ConfigError
 from speculant.gguf_file import name_of
+from speculant.params import MAX_SPECULATIVE_TOKENS
 from speculant.ray.extra import check_ray
 from speculant.ray.options import ReplicaOptions
 from speculant.serving.options import MOST_MESSAGES, ServerOptions
@@ -65,7 +66,7 @@ class BatchFlags(FlagGroup):
         sizes = dict.fromkeys(
             ("max_body_bytes", "max_prompts", "max_samples", "max_prompt_characters", "max_large_texts"), _PLENTY
         )
-        values: dict[str, Any] = {**never, **sizes, **given}
+        values: dict[str, Any] = {**never, **sizes, "max_draft_tokens": MAX_SPECULATIVE_TOKENS, **given}
         return ServerOptions(max_messages=MOST_MESSAGES, max_buffered_bytes=2 * _PLENTY, **values)
 
 

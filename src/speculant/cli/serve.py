@@ -58,6 +58,7 @@ class ServerFlags(FlagGroup):
     max_messages: Annotated[int, "The most messages of a conversation."]
     max_prompts: Annotated[int, "The most prompts of a completion."]
     max_samples: Annotated[int, "The most answers to one request, over all its prompts."]
+    max_draft_tokens: Annotated[int, "The most tokens of a client's draft [default: the engine's own number]."]
     max_prompt_characters: Annotated[int, "The most characters of a prompt."]
     max_large_texts: Annotated[int, "The most requests of one client with large texts that may wait to be read."]
     body_timeout: Annotated[float, "Seconds for a body to arrive."]

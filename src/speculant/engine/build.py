@@ -47,6 +47,7 @@ from speculant.engine.head_precision import HeadRounding
 from speculant.engine.memory import CacheMemory
 from speculant.errors import ConfigError, RequestError
 from speculant.lengths.base import DraftLength, DraftLengthContext
+from speculant.lengths.plan import LONGEST
 from speculant.models import background
 from speculant.models.backends.base import find_backends
 from speculant.models.base import CausalLM, scratch_of
@@ -68,7 +69,8 @@ class Runtime:
 
     context: how long a sequence may be, and the reason if that is shorter than the model allows.
     drafting_beams: whether it drafts for beam searches too. prediction_method: the method for a request with a
-    prediction; None = predictions are not used.
+    prediction; None = predictions are not used. most_draft_tokens: the configured number, or the most that the
+    policy chooses.
     """
 
     engine: Engine
@@ -79,6 +81,7 @@ class Runtime:
     drafting_beams: bool
     speculation: str
     context: str
+    most_draft_tokens: int
     prediction_method: str | None = None
 
     @property
@@ -174,7 +177,8 @@ def build_around(config: EngineConfig, target: Checkpoint, tokenizer: Tokenizer 
     logger.info("speculation is %s: %s", "on" if drafter else "off", says)
     beams = drafter is not None and drafter.needs.nodes_per_beam is not None
     predicts = installed(PREDICTION)[:1] if config.use_speculative_decoding is not False else []
-    return Runtime(engine, tokenizer, target, limits, drafter is not None, beams, says, context, *predicts)
+    most = (spec.num_speculative_tokens if spec else None) or max(length, LONGEST)
+    return Runtime(engine, tokenizer, target, limits, drafter is not None, beams, says, context, most, *predicts)
 
 
 def resolve_for(config: EngineConfig, target: Checkpoint) -> Limits:

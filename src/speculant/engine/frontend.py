@@ -103,6 +103,11 @@ class Frontend:
         return self._runtime.prediction_method
 
     @property
+    def most_draft_tokens(self) -> int:
+        """The configured number of draft tokens, or the most that the policy chooses."""
+        return self._runtime.most_draft_tokens
+
+    @property
     def kernels(self) -> str:
         """The backend of the target, and why it is not the native kernels if it is another one."""
         return self._runtime.checkpoint.kernels

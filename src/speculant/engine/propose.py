@@ -150,17 +150,20 @@ class DraftBudget:
         nodes follow all live hypotheses, including those that the step would otherwise not compute.
         """
         request, search = item.request, item.request.search
-        nodes = min(length, room(request, bounds.max_len))
+        nodes, least = min(length, room(request, bounds.max_len)), 1
         if search is not None:
-            nodes *= search.beams.width * bounds.nodes_per_beam
+            least = search.beams.width * bounds.nodes_per_beam  # the work of a round is that of a whole one
+            nodes *= least
         elif bounds.max_nodes is not None:
             nodes = min(nodes, bounds.max_nodes)
         if bounds.look_ahead_rows:
             nodes = bounds.within(nodes, bounds.max_len - request.num_positions - 1)
         if nodes <= 0 or not item.decodes:
             return 0
-        if self._work is not None and not (nodes := self._work.take(request.client.name, request.work, nodes)):
-            return 0
+        if self._work is not None:
+            nodes = self._work.take(request.client.name, request.work, nodes, least) // least * least
+            if not nodes:
+                return 0
         uncomputed = 0 if search is None else search.beams.live_tree.size - item.tree.size
         taken = uncomputed + (num_rows(nodes, bounds.look_ahead_rows) if bounds.look_ahead_rows else nodes)
         if taken > self._left or not self._plan.take(request.seq_id, taken):

@@ -25,6 +25,8 @@ class ServerOptions:
     served_model_names: names of the model for clients, its own name first; none = the engine's.
     allowed_origins: other sites whose pages may use the server (CORS).
     max_samples: sequences of one request, over all its prompts.
+    max_draft_tokens: a client's num_speculative_tokens counts as at most this; None = the engine's own number, or the
+    most that its policy chooses.
     max_prompt_characters: longer prompts are refused before they are tokenised.
     max_large_texts: requests of one client with large bodies whose texts are being read, or wait to be read.
     header_timeout: from the beginning of a connection, or the end of an answer on it, until the headers of the next
@@ -61,6 +63,7 @@ class ServerOptions:
     max_messages: int = 2048
     max_prompts: int = 256
     max_samples: int = 2 * MAX_N
+    max_draft_tokens: int | None = None
     max_prompt_characters: int = 1_000_000
     max_large_texts: int = 64
     body_timeout: float | None = 20.0
@@ -122,6 +125,7 @@ def _check_proxies(addresses: Sequence[str]) -> None:
 _CHOICES = {"per_request_spec_decode_metrics": METRIC_LEVELS, "access_log": ACCESS_LOGS}
 _POSITIVE = (
     *("max_body_bytes", "max_header_bytes", "max_prompts", "max_samples", "max_prompt_characters", "max_large_texts"),
+    "max_draft_tokens",
     *("body_timeout", "text_timeout", "queue_timeout", "first_token_timeout", "request_timeout", "send_timeout"),
     *("drain_timeout", "response_ttl", "header_timeout", "max_connections", "max_buffered_bytes"),
 )

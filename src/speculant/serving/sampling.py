@@ -123,6 +123,14 @@ def _merge(engine: AsyncEngine, given: Mapping[str, Any], logprobs: int | None) 
     return dataclasses.replace(defaults, **given, logprobs=logprobs)
 
 
+def with_bounded_drafts(params: SamplingParams, most: int) -> SamplingParams:
+    """Return a client's settings with drafts of at most `most` tokens: a longer draft delays every other sequence."""
+    wanted = params.speculation
+    if not isinstance(wanted, Mapping) or wanted.get("num_speculative_tokens", 0) <= most:
+        return params
+    return dataclasses.replace(params, speculation={**wanted, "num_speculative_tokens": most})
+
+
 def _with_prediction(
     engine: AsyncEngine, speculation: bool | Mapping[str, Any] | None, prediction: Prediction
 ) -> bool | Mapping[str, Any] | None:

@@ -26,7 +26,7 @@ from speculant.serving.prompts import Prompt, Prompts
 from speculant.serving.protocol import Body, GeneratingBody, read_body
 from speculant.serving.records import RECORD, REQUEST_ID, RequestRecord, note_end
 from speculant.serving.runs import Work, run
-from speculant.serving.sampling import predicts
+from speculant.serving.sampling import predicts, with_bounded_drafts
 from speculant.serving.state import ServerState
 from speculant.serving.streams import EventStream, while_connected
 from speculant.serving.text_lanes import LARGE
@@ -172,6 +172,7 @@ class Service:
     async def _work(self, engine: AsyncEngine, request: Request, job: Job) -> Work:
         prompts = await job.make_prompts()
         params = await self.prompts(request).of_params(engine, job.params)
+        params = with_bounded_drafts(params, self.options.max_draft_tokens or engine.most_draft_tokens)
         salt = salt_of(request.scope.get(API_KEY), job.body.cache_salt)
         request_id = f"{request.scope.get(REQUEST_ID, '')}:{uuid.uuid4().hex}"  # clients may repeat their ids
         priority = self._priority(job.body)

@@ -10,7 +10,7 @@ import pytest
 
 from speculant import SamplingParams
 from speculant.serving.protocol import SETTINGS, ChatBody, CompletionBody, GeneratingBody, ResponseBody
-from speculant.serving.sampling import chat_params, completion_params, response_params
+from speculant.serving.sampling import chat_params, completion_params, response_params, with_bounded_drafts
 from tests.documented_fields import VALUES
 
 ROUTES: dict[str, tuple[type[GeneratingBody], dict[str, Any], Callable[[Any, Any], SamplingParams]]] = {
@@ -41,3 +41,17 @@ def test_a_setting_is_passed_on(route: str, name: str) -> None:
 def test_a_setting_of_a_wrong_type_is_refused(name: str) -> None:
     for kind, *_ in ROUTES.values():
         assert name in kind.model_fields
+
+
+@pytest.mark.parametrize(
+    ("speculation", "expected"),
+    [
+        (None, None),
+        (False, False),
+        ({"method": "ngram"}, {"method": "ngram"}),
+        ({"num_speculative_tokens": 3}, {"num_speculative_tokens": 3}),
+        ({"num_speculative_tokens": 512, "method": "ngram"}, {"num_speculative_tokens": 16, "method": "ngram"}),
+    ],
+)
+def test_a_clients_drafts_are_no_longer_than_the_operator_allows(speculation: Any, expected: Any) -> None:
+    assert with_bounded_drafts(SamplingParams(speculation=speculation), 16).speculation == expected
