@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -272,7 +272,7 @@ class Engine:
         """Charge clients for the time of their drafts and of their sequences' work, as rows that take as long."""
         if not (self._scheduler.shares and timings):
             return
-        used, nodes = Counter[str](), Counter[str]()
+        used, nodes = defaultdict[str, float](float), Counter[str]()
         for each in committed:
             used[each.request.client.name] += each.request.work.last_s
             nodes[each.request.client.name] += sum(each.outcome.drafted) if each.outcome is not None else 0

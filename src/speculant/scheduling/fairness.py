@@ -11,8 +11,8 @@ Numbers are divided by weights: four sequences of a client of weight 2 count as 
 A client's *counter* is the number of rows computed for it, divided by its weight: the virtual token counter of Sheng et
 al. 2023 (arXiv 2401.00588). Prompt tokens, output tokens, hypotheses of a beam search and tokens that are computed
 again after preemption count, because each takes a row that another client might use. Tokens found in the prefix cache
-do not count, as they are not computed. The time of drafts and of other work beside the pass counts as the rows that take
-as long.
+do not count, as they are not computed. The time of drafts and of other work beside the pass counts as the rows that
+take as long.
 
 A client that comes back starts at the lowest counter of the present clients, so an absent client gains no advantage. No
 counter is more than a fixed lead above the lowest one, so a client that used an idle engine does not wait long later.

@@ -28,10 +28,10 @@ from speculant.serving.records import RECORD, REQUEST_ID, RequestRecord, note_en
 from speculant.serving.runs import Work, run
 from speculant.serving.sampling import predicts, with_bounded_drafts
 from speculant.serving.state import ServerState
-from speculant.serving.streams import EventStream, while_connected
+from speculant.serving.streams import EventStream, document_response, while_connected
 from speculant.serving.text_lanes import LARGE
 from speculant.serving.token_texts import TokenTexts
-from speculant.serving.wire import DONE, document_response, event
+from speculant.serving.wire import DONE, event
 from speculant.types import Client
 
 logger = logging.getLogger(__name__)
@@ -136,9 +136,15 @@ class Service:
             raise refusal("stream_options needs stream=true.", "stream_options")
         chunks = self._chunks(engine, request, job)
         if not job.body.stream:
-            return await while_connected(request.receive, _whole(chunks, job.answer))
+            return await while_connected(request.receive, self._whole(chunks, job.answer))
         first = await while_connected(request.receive, anext(chunks, None))
         return EventStream(_events(first, chunks, job.named_events, request.scope), self.options.send_timeout)
+
+    async def _whole(self, chunks: AsyncGenerator[Sequence[Chunk], None], answer: Answer) -> Response:
+        async with aclosing(chunks):
+            async for _ in chunks:
+                pass
+        return await document_response(answer.document(), self.options.send_timeout)
 
     async def run(self, engine: AsyncEngine, request: Request, job: Job) -> AsyncGenerator[None, None]:
         """Generate while no client waits for the answer. Yield whenever there are new pieces."""
@@ -229,13 +235,6 @@ def salt_of(api_key: str | None, own: str | None) -> str:
 def _num_sequences(params: SamplingParams) -> int:
     """Return how many sequences a prompt counts as: its answers, or all beams of a search."""
     return params.beam_width or params.n
-
-
-async def _whole(chunks: AsyncGenerator[Sequence[Chunk], None], answer: Answer) -> Response:
-    async with aclosing(chunks):
-        async for _ in chunks:
-            pass
-    return await document_response(answer.document())
 
 
 async def _events(

@@ -1,23 +1,47 @@
-"""A response of server-sent events, which ends when its client disconnects or reads too slowly."""
+"""Responses that are sent while they are made, and end when their client disconnects or reads too slowly."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
 from contextlib import aclosing
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from speculant.serving.records import REQUEST_ID, note_end
+from speculant.serving.wire import encoded_pieces
 
 logger = logging.getLogger(__name__)
 
 ABORT = "speculant.abort"  # in a scope's extensions: closes the connection at once; unsent data is lost
 T = TypeVar("T")
+WHOLE = 2**20  # bytes of a document that is sent at once, with its length
 _HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+
+
+async def document_response(value: Any, send_timeout: float | None) -> Response:
+    """Return a response with a JSON document. A large one is sent in pieces, so that it is never in memory as a whole.
+
+    With log-probabilities of 128 answers a document may have 100 MB.
+    """
+    pieces, begun, size = encoded_pieces(value), list[bytes](), 0
+    async for piece in pieces:
+        begun.append(piece)
+        size += len(piece)
+        if size > WHOLE:
+            return DocumentStream(_following(begun, pieces), send_timeout)
+    return Response(b"".join(begun), media_type="application/json")
+
+
+async def _following(begun: Sequence[bytes], pieces: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
+    async with aclosing(pieces):
+        for piece in begun:
+            yield piece
+        async for piece in pieces:
+            yield piece
 
 
 class EventStream(Response):
@@ -66,6 +90,12 @@ class EventStream(Response):
     async def _send(self, send: Send, message: Mapping[str, object]) -> None:
         async with asyncio.timeout(self._send_timeout):
             await send(dict(message))
+
+
+class DocumentStream(EventStream):
+    """Sends the pieces of a JSON document as they are made."""
+
+    media_type = "application/json"
 
 
 class ClientGoneError(Exception):

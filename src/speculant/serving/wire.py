@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
@@ -42,13 +42,19 @@ def encode_long(value: Any) -> bytes:
 
 async def encode_in_parts(value: Any) -> bytes:
     """Return the same as `encode`. A long list is written item by item, with pauses for other work."""
+    return b"".join([piece async for piece in encoded_pieces(value)])
+
+
+async def encoded_pieces(value: Any) -> AsyncGenerator[bytes, None]:
+    """Yield the same as `encode` in pieces, each made in one turn of the event loop, with pauses for other work."""
     written, began = list[bytes](), time.perf_counter()
     for part in _parts(value):
         written.append(part)
         if time.perf_counter() - began > LONGEST_TURN:
+            yield b"".join(written)
             await asyncio.sleep(PAUSE)
-            began = time.perf_counter()
-    return b"".join(written)
+            written, began = list[bytes](), time.perf_counter()
+    yield b"".join(written)
 
 
 def _parts(value: Any) -> Iterator[bytes]:
@@ -91,11 +97,6 @@ def event(value: Any, name: str | None = None) -> bytes:
     """Return a server-sent event with a JSON document."""
     named = b"" if name is None else b"event: " + name.encode("ascii") + b"\n"
     return named + b"data: " + encode(value) + b"\n\n"
-
-
-async def document_response(value: Any) -> Response:
-    """Return a response with a JSON document, which may be large; see `encode_in_parts`."""
-    return Response(await encode_in_parts(value), media_type="application/json")
 
 
 def json_response(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:

@@ -51,6 +51,9 @@ FIELDS: Mapping[str, Callable[[random.Random], dict[str, Any]]] = {
     "prediction": lambda chance: {"prediction": {"type": "content", "content": "a b c d e f " * 200}},
     "repetitive": lambda chance: {"prompt": "aaaa " * 40, "temperature": 0},
 }
+COSTLY = [  # took from 0.26 to 0.66 s a step when each field had a limit of its own
+    *(("samples", "prompt logprobs"), ("samples", "beams"), ("penalties", "beams"), ("prompt logprobs", "beams")),
+]
 
 
 class Watch:
@@ -116,12 +119,12 @@ def beside_a_neighbour(server: LiveServer) -> Iterator[list[float]]:
 
 
 def pairs(count: int) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
-    """Yield bodies with two of the fields, every pair once before any comes again."""
+    """Yield bodies with two of the fields, every pair once before any comes again, costly ones first."""
     chance = random.Random(0)
     names = [*itertools.combinations(FIELDS, 2)]
     while True:
         chance.shuffle(names)
-        for pair in names:
+        for pair in sorted(names, key=lambda pair: pair not in COSTLY):
             if not count:
                 return
             count -= 1
@@ -131,20 +134,17 @@ def pairs(count: int) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
             yield pair, body
 
 
-@pytest.mark.parametrize("count", sizes(153, 5000))
+@pytest.mark.parametrize("count", sizes(12, 5000))
 def test_no_pair_of_fields_makes_a_step_long(watched: tuple[LiveServer, Watch], count: int) -> None:
     server, watch = watched
-    statuses, longest, slow = Counter[int](), Counter[tuple[str, ...]](), list[tuple[float, float, Any]]()
-    with httpx.Client(base_url=server.url, timeout=120, trust_env=False, verify=False) as client:
-        with beside_a_neighbour(server) as waits:
-            for pair, body in pairs(count):
-                watch.reset()
-                waits.clear()
-                status = client.post("/v1/completions", json=body, headers=ATTACKER).status_code
-                statuses[status] += 1
-                longest[pair] = max(longest[pair], watch.step_s, watch.call_s)
-                if max(watch.step_s, watch.call_s) > 0.1:
-                    print(pair, status, f"{watch.step_s:.3f} {watch.call_s:.3f} {max(waits, default=0):.3f}", body.get("max_tokens"), body.get("n"), flush=True)
+    statuses, longest = Counter[int](), Counter[tuple[str, ...]]()
+    client = httpx.Client(base_url=server.url, timeout=120, trust_env=False, verify=False)
+    with client, beside_a_neighbour(server) as waits:
+        for pair, body in pairs(count):
+            watch.reset()
+            statuses[client.post("/v1/completions", json=body, headers=ATTACKER).status_code] += 1
+            longest[pair] = max(longest[pair], watch.step_s, watch.call_s)
     print(f"{count} requests, {dict(statuses)}; the longest: {longest.most_common(8)}")
-    assert statuses[500] == 0
+    print(f"{len(waits)} answers to the neighbour, the slowest after {max(waits):.3f} s")
+    assert not any(status >= 500 for status in statuses)
     assert longest.most_common(1)[0][1] < STEP_S

@@ -165,12 +165,20 @@ def test_missing_weights_are_refused(tmp_path: Path) -> None:
 
 BOUND = 0.25  # seconds that a neighbour's first token takes more than alone, unless EXTRA steps take longer
 EXTRA = 3
+KEYS = {f"key{number}": {"type": "string"} for number in range(6)}
+SCHEMA = {"type": "object", "properties": KEYS, "required": [*KEYS]}
+FORM = {"type": "json_schema", "json_schema": {"name": "keys", "schema": SCHEMA}}
 ATTACKS: dict[str, list[dict[str, Any]]] = {
     "128 answers": [{"n": 128}],
     "three with a low priority": [{"n": 16, "priority": -1_000_000}] * 3,
     "many requests": [{}] * 48,
     "long prompts": [{"prompt": "word " * 100}] * 24,
     "beam searches": [{"n": 16, "beam_width": 16, "temperature": 0, "max_tokens": 20}] * 3,
+    "wide beams": [{"beam_width": 128, "temperature": 0, "max_tokens": 20}] * 3,
+    "long drafts": [{"speculation": {"num_speculative_tokens": 512}}] * 8,
+    "long drafts of forms": [{"speculation": {"num_speculative_tokens": 512}, "n": 8, "response_format": FORM}] * 3,
+    "banned words": [{"n": 128, "bad_words": [[97] * 15 + [number] for number in range(1024)]}],
+    "log-probabilities of prompts": [{"prompt_logprobs": 100, "prompt": ["ab " * 99] * 16, "stream": False}] * 3,
 }
 
 
