@@ -181,7 +181,8 @@ class Engine:
         for request in schedule.preempted:
             self._drafters.end(request)
         committed, timings = self._run(schedule)
-        self._charge(schedule, committed, timings)
+        if timings and self._scheduler.shares:
+            self._charge(schedule, committed, timings)
         outputs, explained = list[StepOutput](), not committed
         for each in committed:
             outputs += each.outputs
@@ -270,8 +271,6 @@ class Engine:
 
     def _charge(self, schedule: Schedule, committed: Sequence[Committed], timings: Sequence[StepTiming]) -> None:
         """Charge clients for the time of their drafts and of their sequences' work, as rows that take as long."""
-        if not (self._scheduler.shares and timings):
-            return
         used, nodes = defaultdict[str, float](float), Counter[str]()
         for each in committed:
             used[each.request.client.name] += each.request.work.last_s

@@ -29,6 +29,7 @@ from speculant.models.encoding import encode_sources
 from speculant.sampling.chance import Chances
 from speculant.scheduling.schedule import Schedule
 from speculant.verification.base import Verifier
+from speculant.work import NO_WORK
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +84,8 @@ def step(context: StepContext, schedule: Schedule, mark: Mark = unmarked) -> tup
             decision = decisions.get(draft.item.request.seq_id)
             with draft.item.request.work:
                 each = commit_output(output, decision, timing, target, cache, max_model_len)
-            draft.item.request.work.settle(output.num_results)
+            if draft.item.request.work is not NO_WORK:
+                draft.item.request.work.settle(output.num_results)
             committed.append(each)
             if each.outcome is not None and not draft.forced:
                 outcomes.append(each.outcome)
