@@ -24,15 +24,28 @@ The first token of a client that had nothing in the engine comes at most 3 steps
 at its share of the rows. This needs memory for a text of each client, and as many places as clients. Otherwise, beside
 N sequences in all, the client gains a token at least once in 2 N (max_model_len + TURN) steps, times the ratio of the
 weights.
+
+A client's share is divided among its requests, whatever their n:
+
+    shared                    who gets it
+    a place to run            of the most urgent requests the one with the fewest running sequences; of equals, the
+                              first by the policy
+    the rows of a step        a request with several running sequences, or beams, no more than its max-min part
+
+A request without running sequences takes the place of the last sequence of the client's request that runs the most, if
+that has more than one and is not more urgent (`priority`). Such a sequence also gives way first when memory is short.
+So no request waits for the n sequences of another one. A request whose only running sequence ended queues again behind
+those that came meanwhile: if a client has more requests than places, they take turns, a sequence each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from speculant.types import Client
+from speculant.types import Client, Request
 
 TURN = 64  # tokens; computing a text of some hundred tokens again takes the time of a few of them
 
@@ -127,6 +140,30 @@ def divide(rows: int, needs: Mapping[str, int], weights: Mapping[str, float]) ->
         parts[name] = 1 + more
         left, total = left - more, total - weights[name]
     return parts
+
+
+def by_client(requests: Sequence[Request]) -> dict[str, list[Request]]:
+    """Return the requests of each client."""
+    found = defaultdict[str, list[Request]](list)
+    for request in requests:
+        found[request.client.name].append(request)
+    return found
+
+
+def surplus(own: Sequence[Request], priority: int, rank: Callable[[Request], tuple[int, ...]]) -> Request | None:
+    """Return the last by rank of the running sequences of the request that has the most, if it has more than one.
+
+    own: the running sequences of one client. priority: more urgent requests, whose priority is lower, give up nothing.
+    """
+    counts = Counter(request.request_id for request in own)
+    several = [each for each in own if counts[each.request_id] > 1 and each.priority >= priority]
+    return max(several, key=lambda each: (counts[each.request_id], *rank(each)), default=None)
+
+
+def last_of(own: Sequence[Request], rank: Callable[[Request], tuple[int, ...]]) -> Request:
+    """Return which of its running sequences a client gives up first: the last by rank, or before it a surplus one."""
+    last = max(own, key=rank)
+    return surplus(own, last.priority, rank) or last
 
 
 class Holding(NamedTuple):
