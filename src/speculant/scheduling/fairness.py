@@ -43,9 +43,11 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from speculant.types import Client, Request
+
+T = TypeVar("T")  # what is counted separately: a client, or a request of one
 
 TURN = 64  # tokens; computing a text of some hundred tokens again takes the time of a few of them
 
@@ -127,12 +129,12 @@ def places_of(weight: float, others: float, most: int) -> int:
     return max(1, int(most * weight / (weight + others)))
 
 
-def divide(rows: int, needs: Mapping[str, int], weights: Mapping[str, float]) -> dict[str, int]:
+def divide(rows: int, needs: Mapping[T, int], weights: Mapping[T, float]) -> dict[T, int]:
     """Divide rows among clients: one row for each, and of the rest as many as it needs, or an equal part by weight.
 
     There are at least as many rows as clients, and each needs one at least. The last of equals gets the remainder.
     """
-    parts: dict[str, int] = {}
+    parts: dict[T, int] = {}
     left, total = max(0, rows - len(needs)), sum(weights[name] for name in needs)
     for name in sorted(needs, key=lambda name: (needs[name] - 1) / weights[name]):
         is_last = len(parts) == len(needs) - 1
@@ -155,9 +157,9 @@ def surplus(own: Sequence[Request], priority: int, rank: Callable[[Request], tup
 
     own: the running sequences of one client. priority: more urgent requests, whose priority is lower, give up nothing.
     """
-    counts = Counter(request.request_id for request in own)
-    several = [each for each in own if counts[each.request_id] > 1 and each.priority >= priority]
-    return max(several, key=lambda each: (counts[each.request_id], *rank(each)), default=None)
+    counts = Counter(request.call for request in own)
+    several = [each for each in own if counts[each.call] > 1 and each.priority >= priority]
+    return max(several, key=lambda each: (counts[each.call], *rank(each)), default=None)
 
 
 def last_of(own: Sequence[Request], rank: Callable[[Request], tuple[int, ...]]) -> Request:

@@ -165,13 +165,13 @@ class Scheduler:
                     return None
                 encoded[source] = encoding
                 budgets[name] -= encoding.num_rows
-            budget = min(budgets[name], parts.get(request.request_id, budgets[name]))
+            budget = min(budgets[name], parts.get(request.call, budgets[name]))
             item = self._item(request, budget, plan)
             if item is not None:
                 items.append(item)
                 budgets[name] -= item.num_rows
-                if request.request_id in parts:
-                    parts[request.request_id] -= item.num_rows
+                if request.call in parts:
+                    parts[request.call] -= item.num_rows
             elif self._least(request) <= budget and request is not self._last():
                 return None
         return items, [*encoded.values()]
@@ -211,21 +211,21 @@ class Scheduler:
             parts = {first: least[first], **divide(budget - least[first], needs, weights)}
         return parts
 
-    def _parts(self, budgets: Mapping[str, int]) -> dict[str, int]:
+    def _parts(self, budgets: Mapping[str, int]) -> dict[tuple[str, ...], int]:
         """Return the most rows that requests with several running sequences, or beams, may use of their client's.
 
         The requests of one sequence use the rest in their order.
         """
-        counts = Counter(request.request_id for request in self.running)
-        wide = {each.request_id for each in self.running if counts[each.request_id] > 1 or each.search is not None}
-        parts = dict[str, int]()
+        counts = Counter(request.call for request in self.running)
+        wide = {each.call for each in self.running if counts[each.call] > 1 or each.search is not None}
+        parts = dict[tuple[str, ...], int]()
         if not wide or len(counts) < 2:
             return parts
         for name, own in by_client(self.running).items():
-            needs, least = Counter[str](), dict[str, int]()
+            needs, least = Counter[tuple[str, ...]](), dict[tuple[str, ...], int]()
             for request in own:
-                least[request.request_id] = self._least(request)
-                needs[request.request_id] += max(self._least(request), self._wanted(request))
+                least[request.call] = self._least(request)
+                needs[request.call] += max(self._least(request), self._wanted(request))
             divided = divide(budgets[name], needs, dict.fromkeys(needs, 1.0))
             parts.update((each, max(least[each], rows)) for each, rows in divided.items() if each in wide)
         return parts
@@ -280,15 +280,20 @@ class Scheduler:
 
     def _claims(self) -> list[Request]:
         """Return the first waiting request of each client that has one which can start, the first of all first."""
-        running, firsts = Counter(request.request_id for request in self.running), dict[str, Request]()
+        running, firsts = Counter(request.call for request in self.running), dict[str, Request]()
+        ready = dict[str, bool]()  # by prompt
+
+        def is_ready(request: Request) -> bool:
+            if request.request_id not in ready:
+                ready[request.request_id] = not self._waits_for_sibling(request)
+            return ready[request.request_id]
 
         def turn(request: Request) -> tuple[int, int, Key]:
-            return request.priority, running[request.request_id], self._turn(request)
+            return request.priority, running[request.call], self._turn(request)
 
-        for request in self.waiting.firsts():
-            if not (running[request.request_id] and self._waits_for_sibling(request)):
-                other = firsts.setdefault(request.client.name, request)
-                firsts[request.client.name] = request if other is request else min(other, request, key=turn)
+        for request in self.waiting.firsts(is_ready):
+            other = firsts.setdefault(request.client.name, request)
+            firsts[request.client.name] = request if other is request else min(other, request, key=turn)
         if len(firsts) < 2:
             return [*firsts.values()]
         holdings = self._holdings()
@@ -346,7 +351,7 @@ class Scheduler:
 
     def _has_begun(self, request: Request) -> bool:
         """Whether a sequence of its request runs."""
-        return any(other.request_id == request.request_id for other in self.running)
+        return any(other.call == request.call for other in self.running)
 
     def _holdings(self) -> dict[str, Holding]:
         """Return the holdings of the clients with running requests."""

@@ -11,6 +11,8 @@ from operator import attrgetter
 from speculant.scheduling.policy import Key
 from speculant.types import Request
 
+Name = tuple[str, ...]  # of a request, see `Request.call`
+
 
 class WaitingQueue:
     """A heap of names by their keys; entering, leaving and reading the first are O(log n) on average.
@@ -22,24 +24,24 @@ class WaitingQueue:
 
     def __init__(self) -> None:
         self._numbers = itertools.count()
-        self._heap: list[tuple[Key, int, str]] = []  # key, number of the entry, name
-        self._entries: dict[str, int] = {}  # by name: the number of the valid entry
+        self._heap: list[tuple[Key, int, Name]] = []  # key, number of the entry, name
+        self._entries: dict[Name, int] = {}  # by name: the number of the valid entry
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def enter(self, name: str, key: Key) -> None:
+    def enter(self, name: Name, key: Key) -> None:
         """Queue a name; one that is queued gets a new key."""
         number = self._entries[name] = next(self._numbers)
         heapq.heappush(self._heap, (key, number, name))
         self._tidy()
 
-    def leave(self, name: str) -> None:
+    def leave(self, name: Name) -> None:
         """Take a name out if it is queued."""
         if self._entries.pop(name, None) is not None:
             self._tidy()
 
-    def first(self) -> str | None:
+    def first(self) -> Name | None:
         """Return the name with the smallest key, of equals the one that entered first; None if there is none."""
         while self._heap and not self._is_valid(self._heap[0]):
             heapq.heappop(self._heap)
@@ -56,7 +58,7 @@ class WaitingQueue:
             self._heap = [entry for entry in self._heap if self._is_valid(entry)]
             heapq.heapify(self._heap)
 
-    def _is_valid(self, entry: tuple[Key, int, str]) -> bool:
+    def _is_valid(self, entry: tuple[Key, int, Name]) -> bool:
         _, number, name = entry
         return self._entries.get(name) == number
 
@@ -70,9 +72,9 @@ class WaitingRequests:
 
     def __init__(self, key: Callable[[Request], Key]) -> None:
         self._key = key
-        self._sequences: dict[str, list[Request]] = {}  # by request id, in order; no list is empty
+        self._sequences: dict[Name, list[Request]] = {}  # by request, in order; no list is empty
         self._queues: dict[str, WaitingQueue] = {}  # by client; none is empty
-        self._begun: set[str] = set()
+        self._begun: set[Name] = set()
 
     def __len__(self) -> int:
         return sum(map(len, self._sequences.values()))
@@ -85,11 +87,11 @@ class WaitingRequests:
 
     def siblings(self, request: Request) -> list[Request]:
         """Return the waiting sequences of a sequence's request, in their order."""
-        return self._sequences.get(request.request_id, [])
+        return self._sequences.get(request.call, [])
 
     def add(self, request: Request) -> None:
         """Queue a sequence."""
-        insort(self._sequences.setdefault(request.request_id, []), request, key=attrgetter("seq_id"))
+        insort(self._sequences.setdefault(request.call, []), request, key=attrgetter("seq_id"))
         self._arrange(request)
 
     def remove(self, request: Request) -> None:
@@ -101,18 +103,19 @@ class WaitingRequests:
 
     def begin(self, request: Request) -> None:
         """Take a sequence out because it runs."""
-        self._begun.add(request.request_id)
+        self._begun.add(request.call)
         self.remove(request)
 
     def end(self, request: Request) -> None:
         """Queue the request of a sequence again, because none of its sequences runs."""
-        self._begun.discard(request.request_id)
+        self._begun.discard(request.call)
         self._arrange(request)
 
-    def firsts(self) -> list[Request]:
-        """Return the first waiting sequence of each begun request, and of the first request in each client's queue."""
-        names = [*self._begun, *(queue.first() for queue in self._queues.values())]
-        return [self._sequences[name][0] for name in names if name in self._sequences]
+    def firsts(self, is_ready: Callable[[Request], bool]) -> list[Request]:
+        """Return the first ready sequence of each begun request, and the first of the first in each client's queue."""
+        begun = (next(filter(is_ready, self._sequences.get(name, ())), None) for name in self._begun)
+        queued = (self._sequences[name][0] for each in self._queues.values() if (name := each.first()) is not None)
+        return [*(request for request in begun if request is not None), *queued]
 
     def check(self) -> None:
         """Assert that each request that waits as a whole is in a queue, and no other one."""
@@ -123,7 +126,7 @@ class WaitingRequests:
 
     def _arrange(self, request: Request) -> None:
         """Give the request of a sequence its place in its client's queue, or none if it has begun or does not wait."""
-        name, client, waiting = request.request_id, request.client.name, self.siblings(request)
+        name, client, waiting = request.call, request.client.name, self.siblings(request)
         queue = self._queues.setdefault(client, WaitingQueue())
         if waiting and name not in self._begun:
             queue.enter(name, self._key(waiting[0]))

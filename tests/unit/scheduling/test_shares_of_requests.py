@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
 
@@ -25,9 +26,18 @@ def samples(
     return [driver.add(num_prompt, max_tokens, name, token=5, priority=priority, client=client) for _ in range(n)]
 
 
+def prompts(driver: Driver, count: int, max_tokens: int = 60) -> list[Request]:
+    """Queue a call of many prompts."""
+    call = Client(ANYONE.name, call=f"call-{len(driver.requests)}")
+    return [driver.add(3, max_tokens, client=call) for _ in range(count)]
+
+
+KINDS = (samples, prompts)
+
+
 def running(driver: Driver) -> Counter[str]:
     """Return how many sequences of each request run."""
-    return Counter(request.request_id for request in driver.scheduler.running)
+    return Counter("/".join(request.call) for request in driver.scheduler.running)
 
 
 def steps_to_first_token(driver: Driver, request: Request) -> int:
@@ -39,16 +49,19 @@ def steps_to_first_token(driver: Driver, request: Request) -> int:
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("before", [3, 3 * PATIENCE])
-def test_a_small_request_takes_a_place_of_many_samples(policy: str, before: int) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_small_request_takes_a_place_of_many_sequences(
+    kind: Callable[[Driver, int], list[Request]], policy: str, before: int
+) -> None:
     """However long they run already."""
     driver = Driver(slots(4), policy=policy)
-    many = samples(driver, 128)
+    many = kind(driver, 128)
     for _ in range(before):
         driver.step()
     small = driver.add(5, max_tokens=2)
     schedule = driver.step()
     assert schedule.admitted == [small]
-    assert [request.request_id for request in schedule.preempted] == [many[0].request_id]
+    assert [request in many for request in schedule.preempted] == [True]
     assert small.num_output == 1
     driver.step()
     assert driver.step().admitted[0] is schedule.preempted[0], "it gets the place back"
@@ -59,13 +72,13 @@ def test_a_small_request_takes_a_place_of_many_samples(policy: str, before: int)
     assert all(request.num_output == 60 for request in many[:12])
 
 
-def test_requests_of_many_samples_leave_places_for_each_other_and_for_a_small_one() -> None:
+def test_requests_of_many_sequences_leave_places_for_each_other_and_for_a_small_one() -> None:
     driver = Driver(slots(8), max_num_seqs=8)
-    groups = [samples(driver, 16) for _ in range(3)]
+    groups = [kind(driver, 16) for kind in (samples, prompts, samples)]
     for _ in range(5):
         driver.step()
     assert running(driver).total() == 8
-    assert all(running(driver)[group[0].request_id] for group in groups), "none waits for the end of another one"
+    assert len(running(driver)) == 3, "none waits for the end of another one"
     small = driver.add(5, max_tokens=2)
     assert steps_to_first_token(driver, small) == 1
     driver.steps_until(lambda: groups[0][0].finished)
@@ -137,6 +150,13 @@ def test_a_less_urgent_request_outlasts_more_urgent_samples() -> None:
         return patient.finished
 
     assert driver.steps_until(is_served) <= 4 * PATIENCE
+
+
+def test_samples_of_a_prompt_do_not_delay_other_prompts_of_the_call() -> None:
+    driver, call = Driver(slots(4)), Client(call="call")
+    for place in range(8):
+        driver.add(9, request_id=f"prompt-{place // 2}", token=place // 2, client=call)
+    assert [request.seq_id for request in driver.step().admitted] == [0, 2, 4, 6]
 
 
 def test_samples_wait_for_their_prompt_while_others_pass() -> None:

@@ -11,7 +11,8 @@ from tests.examples import examples
 from tests.models import make_request
 
 ACTIONS = st.lists(
-    st.tuples(st.sampled_from(["add", "remove", "begin", "end"]), st.integers(0, 8), st.integers(0, 3)), max_size=60
+    st.tuples(st.sampled_from(["add", "remove", "begin", "end", "unready"]), st.integers(0, 8), st.integers(0, 3)),
+    max_size=60,
 )
 
 
@@ -31,9 +32,13 @@ class Model:
         ]
         self.queued: set[int] = set()
         self.begun: set[str] = set()
+        self.unready: set[int] = set()  # has an effect on sequences of begun requests alone
 
     def key(self, request: Request) -> tuple[int, int]:
         return self.keys[request.seq_id], request.seq_id
+
+    def is_ready(self, request: Request) -> bool:
+        return request.seq_id not in self.unready
 
     def act(self, action: str, number: int, key: int) -> None:
         request = self.requests[number]
@@ -50,14 +55,16 @@ class Model:
                 self.keys[each.seq_id] = key
             self.waiting.end(request)
             self.begun.remove(request.request_id)
+        elif action == "unready":
+            self.unready ^= {number}
 
     def firsts(self) -> list[Request]:
-        """Return the first sequence of each begun request, and of the first one of the others of each client."""
+        """Return the first ready sequence of each begun request, and of the first one of the others of each client."""
         found, firsts = list[Request](), dict[str, Request]()
         for start in (0, 3, 6):
             waiting = [each for each in self.requests[start : start + 3] if each.seq_id in self.queued]
             if waiting and waiting[0].request_id in self.begun:
-                found.append(waiting[0])
+                found += [each for each in waiting if each.seq_id not in self.unready][:1]
             elif waiting:
                 name = waiting[0].client.name
                 firsts[name] = min(firsts.get(name, waiting[0]), waiting[0], key=self.key)
@@ -69,7 +76,7 @@ def test_waiting_requests_agree_with_a_sorted_list(actions: list[tuple[str, int,
     model = Model()
     for action in actions:
         model.act(*action)
-        assert sorted(model.waiting.firsts(), key=model.key) == sorted(model.firsts(), key=model.key)
+        assert sorted(model.waiting.firsts(model.is_ready), key=model.key) == sorted(model.firsts(), key=model.key)
         assert list(model.waiting) == sorted((model.requests[number] for number in model.queued), key=model.key)
         assert len(model.waiting) == len(model.queued)
         model.waiting.check()
@@ -83,14 +90,14 @@ def test_request_that_comes_back_has_its_new_place() -> None:
     model.act("begin", 0, 0)
     model.act("add", 0, 2)
     model.act("end", 0, 2)
-    assert model.waiting.firsts() == [model.requests[3]]
+    assert model.waiting.firsts(model.is_ready) == [model.requests[3]]
 
 
 def test_cancelled_requests_leave_no_entries() -> None:
     queue = WaitingQueue()
-    queue.enter("first", (0,))
+    queue.enter(("first",), (0,))
     for number in range(1, examples(10_000, least=1000)):
-        queue.enter(str(number), (number,))
-        queue.leave(str(number))
-    assert queue.first() == "first"
+        queue.enter((str(number),), (number,))
+        queue.leave((str(number),))
+    assert queue.first() == ("first",)
     assert len(queue._heap) <= 2
