@@ -137,17 +137,20 @@ WEIGHTS = (0.001, 1000.0)  # the lowest and the highest weight of a client
 class Client:
     """Who sends requests. Clients share an engine by weight (scheduling/fairness.py).
 
-    weight: twice the weight gets twice as much where clients compete. Raises RequestError for a weight outside of
-    WEIGHTS.
+    weight: twice the weight gets twice as much where clients compete. call: the client's prompts of the same call count
+    as one request when it shares its part among its requests; "" = each prompt is a request. Raises RequestError for a
+    weight outside of WEIGHTS.
     """
 
     name: str = ""
     weight: float = 1.0
+    call: str = ""
 
     def __post_init__(self) -> None:
-        given: tuple[object, object] = self.name, self.weight
-        is_number = isinstance(given[1], int | float) and not isinstance(given[1], bool)
-        if not (isinstance(given[0], str) and is_number and WEIGHTS[0] <= self.weight <= WEIGHTS[1]):
+        given: tuple[object, ...] = self.weight, self.name, self.call
+        is_number = isinstance(given[0], int | float) and not isinstance(given[0], bool)
+        is_text = all(isinstance(text, str) for text in given[1:])
+        if not (is_text and is_number and WEIGHTS[0] <= self.weight <= WEIGHTS[1]):
             raise RequestError(
                 f"a client has the name {self.name!r:.80} and the weight {self.weight!r:.80}",
                 f"give the name as str and the weight as a number from {WEIGHTS[0]} to {WEIGHTS[1]}.",
@@ -202,9 +205,11 @@ class Request:
     search: BeamSearch[Request] | None = None  # the beam search that it is a sample of
     work: StepWork = NO_WORK  # the time that its settings add to steps
     counts: TokenCounts | None = field(init=False, default=None)  # of its tokens, if penalties need them
+    call: tuple[str, ...] = field(init=False)  # all sequences of the same one share a request's part of the engine
     full_salt: str = field(init=False)  # of its keys and values: those of a decoder depend on the source too
 
     def __post_init__(self) -> None:
+        self.call = (self.client.name, self.client.call) if self.client.call else (self.request_id,)
         self.full_salt = f"{self.cache_salt}\0{self.source}" if self.source else self.cache_salt
         if self.params.penalised:
             self.counts = TokenCounts(self.prompt, self.output)

@@ -14,7 +14,6 @@ gets one sequence's work per step in any case.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -79,25 +78,3 @@ class StepWork:
 
 
 NO_WORK = StepWork()
-
-
-class WorkBudget:
-    """The time of one step's work that is left for each client. weights: of the clients whose sequences have any."""
-
-    def __init__(self, seconds: float, weights: Mapping[str, float]) -> None:
-        total = sum(weights.values())
-        self._left = {name: seconds * weight / total for name, weight in weights.items()}
-        self._firsts = set(weights)  # clients that have taken nothing
-
-    def take(self, client: str, work: StepWork, rows: int, least: int = 1) -> int:
-        """Take time for up to `rows` rows with results; return for how many, 0 if it does not last for `least`."""
-        if not work.row_s or not rows:
-            return rows
-        fits = min(rows, max(0, int(self._left[client] / work.row_s + 1e-6)))
-        if client in self._firsts:
-            fits = max(fits, min(rows, least))
-        if fits < least:
-            return 0
-        self._firsts.discard(client)
-        self._left[client] -= fits * work.row_s
-        return fits

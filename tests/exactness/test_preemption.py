@@ -111,6 +111,34 @@ def test_texts_do_not_depend_on_the_clients(drafter: str, beams: bool, monkeypat
     assert preemptions > 2
 
 
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_samples_that_give_way_to_other_requests_of_their_client_write_the_same_texts(drafter: str) -> None:
+    """Memory suffices for all; requests come one after the other and take the places of seven samples."""
+
+    def written(places: int) -> tuple[list[Any], int]:
+        limits = Limits(28, places, 16)
+        rig = build_rig(
+            TableModel(PAIR.target, V),
+            DRAFTERS[drafter]() if places > 1 else None,
+            length=5,
+            limits=limits,
+            cache=few_blocks(28),
+        )
+        requests = rig.add(PROMPTS[0], SamplingParams(n=7, seed=3, max_tokens=16, logprobs=1), "many")
+        for index, prompt in enumerate(PROMPTS):
+            rig.step()
+            rig.step()
+            params = SamplingParams(max_tokens=5, logprobs=1, **({"temperature": 0} if index % 2 else {"seed": index}))
+            requests += rig.add(prompt, params, str(index))
+        rig.finish()
+        return [said(request) for request in requests], rig.engine.metrics.preemptions
+
+    (alone, never), (together, often) = written(1), written(4)
+    assert together == alone
+    assert never == 0
+    assert often > 2
+
+
 @pytest.mark.parametrize("drafter", ["none", "model"])
 def test_preemption_within_a_prompt_is_reported_once(drafter: str) -> None:
     """The second prompt is fed in parts while the first one's text grows into its memory."""

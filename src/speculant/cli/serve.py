@@ -76,6 +76,7 @@ class ServerFlags(FlagGroup):
     max_buffered_bytes: Annotated[int, "The most bytes of the bodies of all requests at a time."]
     trusted_proxies: Annotated[list[str], "Proxy (address or network) whose X-Forwarded-For counts; can be repeated."]
     client_weights: Annotated[str, 'File with the weights of API keys: {"KEY": 2.0, ...} [default: all have 1].']
+    client_header: Annotated[str, "Header in which a trusted proxy names its users, such as X-OpenWebUI-User-Id."]
     priority_range: Annotated[str, "LOW:HIGH, the priorities that requests may have [default: they have no effect]."]
 
     aliases: ClassVar[Mapping[str, str]] = {"otlp_endpoint": "--otlp-traces-endpoint"}  # vLLM's name

@@ -21,7 +21,7 @@ from speculant.ray.fleet import Fleet
 from speculant.ray.pages import joined
 from speculant.ray.routed import RoutedRequest, routed
 from speculant.serving.app import add_guards, add_page
-from speculant.serving.clients import API_KEY
+from speculant.serving.clients import API_KEY, USER
 from speculant.serving.errors import ApiError, unavailable
 from speculant.serving.inside import InsideRequest, ResponseHead
 from speculant.serving.options import ServerOptions
@@ -162,7 +162,8 @@ async def _routed(request: Request) -> RoutedRequest:
     client = request.client.host if request.client is not None else ""
     body, key = await request.body(), request.scope.get(API_KEY)
     path = request.scope["path"]  # a URL made of it would end at a "#" or "?" that was encoded
-    inside = InsideRequest(request.method, path, body, headers, request.scope["query_string"], client)
+    query, user = request.scope["query_string"], request.scope.get(USER)
+    inside = InsideRequest(request.method, path, body, headers, query, client, user)
     return routed(inside, key) if len(body) <= LARGE else await asyncio.to_thread(routed, inside, key)
 
 

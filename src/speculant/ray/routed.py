@@ -24,7 +24,7 @@ class RoutedRequest:
 def routed(request: InsideRequest, api_key: str | None) -> RoutedRequest:
     """Return a request with its text: the beginning of its prompt, after what separates prefix caches.
 
-    Prompts of different API keys or salts share no cache, so their texts differ from the first character.
+    Prompts of different API keys, users or salts share no cache, so their texts differ from the first character.
     """
     try:
         body = json.loads(request.body) if request.body else {}
@@ -32,8 +32,8 @@ def routed(request: InsideRequest, api_key: str | None) -> RoutedRequest:
         body = {}
     body = body if isinstance(body, dict) else {}
     given = body.get("cache_salt")
-    salt = f"{api_key or ''}:{given if isinstance(given, str) else ''}"  # the replica refuses another type
-    tag = "" if salt == ":" else key_digest(ascii(salt))[:_TAG]
+    parts = (api_key, request.user, given if isinstance(given, str) else None)  # the replica refuses another type
+    tag = key_digest(ascii(parts))[:_TAG] if any(parts) else ""
     return RoutedRequest((tag + text_of(body))[:MOST_CHARACTERS] or request.path, request)
 
 

@@ -4,7 +4,7 @@
     a place to run            the client with the fewest running sequences; of equals, the one with the lowest counter
     the rows of a step        every client as many as it needs, or an equal part of the rest (max-min fairness)
     a place to wait           every client an equal part of all places
-    the time of a step's work every client an equal part (speculant/work.py)
+    the time of a step's work every client an equal part (scheduling/work_budget.py)
 
 Numbers are divided by weights: four sequences of a client of weight 2 count as two.
 
@@ -26,15 +26,30 @@ The first token of a client that had nothing in the engine comes at most 3 steps
 at its share of the rows. This needs memory for a text of each client, and as many places as clients. Otherwise, beside
 N sequences in all, the client gains a token at least once in 2 N (max_model_len + TURN) steps, times the ratio of the
 weights.
+
+A client's share is divided among its requests, whatever their n:
+
+    shared                    who gets it
+    a place to run            of the most urgent requests the one with the fewest running sequences; of equals, the
+                              first by the policy
+    the rows of a step        a request with several running sequences, or beams, no more than its max-min part
+
+A request without running sequences takes the place of the last sequence of the client's request that runs the most, if
+that has more than one and is not more urgent (`priority`). Such a sequence also gives way first when memory is short.
+So no request waits for the n sequences of another one. A request whose only running sequence ended queues again behind
+those that came meanwhile: if a client has more requests than places, they take turns, a sequence each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
-from speculant.types import Client
+from speculant.types import Client, Request
+
+T = TypeVar("T")  # what is counted separately: a client, or a request of one
 
 TURN = 64  # tokens; computing a text of some hundred tokens again takes the time of a few of them
 
@@ -116,12 +131,12 @@ def places_of(weight: float, others: float, most: int) -> int:
     return max(1, int(most * weight / (weight + others)))
 
 
-def divide(rows: int, needs: Mapping[str, int], weights: Mapping[str, float]) -> dict[str, int]:
+def divide(rows: int, needs: Mapping[T, int], weights: Mapping[T, float]) -> dict[T, int]:
     """Divide rows among clients: one row for each, and of the rest as many as it needs, or an equal part by weight.
 
     There are at least as many rows as clients, and each needs one at least. The last of equals gets the remainder.
     """
-    parts: dict[str, int] = {}
+    parts: dict[T, int] = {}
     left, total = max(0, rows - len(needs)), sum(weights[name] for name in needs)
     for name in sorted(needs, key=lambda name: (needs[name] - 1) / weights[name]):
         is_last = len(parts) == len(needs) - 1
@@ -129,6 +144,30 @@ def divide(rows: int, needs: Mapping[str, int], weights: Mapping[str, float]) ->
         parts[name] = 1 + more
         left, total = left - more, total - weights[name]
     return parts
+
+
+def by_client(requests: Sequence[Request]) -> dict[str, list[Request]]:
+    """Return the requests of each client."""
+    found = defaultdict[str, list[Request]](list)
+    for request in requests:
+        found[request.client.name].append(request)
+    return found
+
+
+def surplus(own: Sequence[Request], priority: int, rank: Callable[[Request], tuple[int, ...]]) -> Request | None:
+    """Return the last by rank of the running sequences of the request that has the most, if it has more than one.
+
+    own: the running sequences of one client. priority: more urgent requests, whose priority is lower, give up nothing.
+    """
+    counts = Counter(request.call for request in own)
+    several = [each for each in own if counts[each.call] > 1 and each.priority >= priority]
+    return max(several, key=lambda each: (counts[each.call], *rank(each)), default=None)
+
+
+def last_of(own: Sequence[Request], rank: Callable[[Request], tuple[int, ...]]) -> Request:
+    """Return which of its running sequences a client gives up first: the last by rank, or before it a surplus one."""
+    last = max(own, key=rank)
+    return surplus(own, last.priority, rank) or last
 
 
 class Holding(NamedTuple):

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from speculant.cache.base import KVCache, ReservationPlan
 from speculant.cache.sources import Source
+from speculant.scheduling.work_budget import WorkBudget
 from speculant.types import DraftTree, Request
-from speculant.work import WorkBudget
 
 NO_DRAFT = DraftTree.empty()
 

@@ -12,12 +12,13 @@ in the order of its requests: none waits for those of later requests.
                 +------preempt-------+      for memory, or for a client without a place: its blocks are released, and
                                             its tokens recomputed later
 
-Places and rows are divided among clients first (scheduling/fairness.py). A policy orders the requests of one client
-(scheduling/policy.py).
+Places and rows are divided among clients, and a client's among its requests (scheduling/fairness.py). A policy orders
+the requests of one client (scheduling/policy.py).
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -30,12 +31,13 @@ from speculant.cache.base import KVCache, ReservationPlan
 from speculant.cache.sources import Source, Sources
 from speculant.config import Limits
 from speculant.errors import CapacityError
-from speculant.scheduling.fairness import TURN, Accounts, Holding, divide, yields
+from speculant.scheduling.fairness import TURN, Accounts, Holding, by_client, divide, last_of, surplus, yields
 from speculant.scheduling.policy import POLICIES, Key, Standing
 from speculant.scheduling.schedule import Encoding, Schedule, Scheduled
 from speculant.scheduling.waiting import WaitingRequests
+from speculant.scheduling.work_budget import WorkBudget
 from speculant.types import Client, Request
-from speculant.work import ALONE_S, NO_WORK, STEP_S, WorkBudget
+from speculant.work import STEP_S
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +61,8 @@ class Scheduler:
         self._salts: dict[int, str] = {}  # of the running requests
         self._policy = POLICIES[limits.scheduling_policy]
         self._step = 0
-        self._queued_at: dict[int, int] = {}
+        self._arrivals = itertools.count()
+        self._queued_at: dict[int, tuple[int, int]] = {}  # step and arrival
         self._unstarted: dict[int, Request] = {}  # running requests without a scheduled token
         self._gained: dict[int, int] = {}  # of running requests: steps with other clients that gave them tokens
         self._accounts = Accounts(limits.max_model_len + TURN)
@@ -94,12 +97,23 @@ class Scheduler:
             )
         for request in requests:
             self._accounts.enter(request.client)
-            self._queued_at[request.seq_id] = self._step
+            self._queued_at[request.seq_id] = self._step, next(self._arrivals)
             self.waiting.add(request)
 
     def remove(self, request: Request) -> None:
-        """Forget a waiting or running request and release its blocks of the target's cache."""
-        (self.running if request in self.running else self.waiting).remove(request)
+        """Forget a waiting or running request and release its blocks of the target's cache.
+
+        If it was the only running sequence of its request, the others wait like a new request, after those that came
+        meanwhile. So requests take turns where there are more of them than places.
+        """
+        if request not in self.running:
+            self.waiting.remove(request)
+        else:
+            self.running.remove(request)
+            if not self._has_begun(request):
+                for sibling in self.waiting.siblings(request):
+                    self._queued_at[sibling.seq_id] = self._step, next(self._arrivals)
+                self.waiting.end(request)
         del self._queued_at[request.seq_id]
         self._accounts.leave(request.client)
         self._stop(request)
@@ -149,8 +163,8 @@ class Scheduler:
     def _share(self, plan: ReservationPlan) -> tuple[list[Scheduled], list[Encoding], WorkBudget | None] | None:
         """Share the budgets among the running requests, in order; None if one that is not the last finds no memory."""
         budgets, items, encoded, late = self._budgets(), list[Scheduled](), dict[Source, Encoding](), set[str]()
-        place = self._turn if self._accounts.few else self._place
-        work, waited, self._late = self._work_budget(), self._late, set()
+        place, parts = self._turn if self._accounts.few else self._place, self._parts(budgets)
+        work, waited, self._late = WorkBudget.of(self.running, self._accounts), self._late, set()
         if waited:
             place = partial(_first_those, waited, place)
         for request in self.running if len(self.running) == 1 else sorted(self.running, key=place):
@@ -166,43 +180,21 @@ class Scheduler:
                     return None
                 encoded[source] = encoding
                 budgets[name] -= encoding.num_rows
-            budget = budgets[name]
-            if work is not None and not (budget := self._affordable(request, budget, work)):
-                self._late.add(request.seq_id)
-                continue
+            budget = min(budgets[name], parts.get(request.call, budgets[name]))
+            if work is not None:
+                budget = work.rows(request, budget, self._backlog(request), self._least(request))
+                if not budget:
+                    self._late.add(request.seq_id)
+                    continue
             item = self._item(request, budget, plan)
             if item is not None:
                 items.append(item)
-                budgets[name] -= item.count + item.tree.size
+                budgets[name] -= item.num_rows
+                if request.call in parts:
+                    parts[request.call] -= item.num_rows
             elif self._least(request) <= budget and request is not self._last():
                 return None
         return items, [*encoded.values()], work
-
-    def _work_budget(self) -> WorkBudget | None:
-        """Return the time for the work of a step; None if no running sequence has any."""
-        busy = {request.client.name: request.client for request in self.running if request.work is not NO_WORK}
-        if not busy:
-            return None
-        weights = {name: self._accounts.of(client).weight for name, client in busy.items()}
-        return WorkBudget(ALONE_S if self._accounts.few else STEP_S, weights)
-
-    def _affordable(self, request: Request, budget: int, work: WorkBudget) -> int:
-        """Return how many of `budget` rows the time for work allows, and take that time; 0 = the request waits.
-
-        Rows whose results are used have work: those of newest tokens and of live hypotheses, and all rows of a prompt
-        whose log-probabilities are wanted.
-        """
-        name, own, backlog = request.client.name, request.work, self._backlog(request)
-        if request.wants_prompt_logits:
-            return work.take(name, own, min(backlog, budget))
-        if own is NO_WORK or budget < backlog:
-            return budget
-        wanted = 1 if request.search is None else len(request.search.beams.unscored)
-        taken = work.take(name, own, wanted)
-        if taken == wanted or not taken:
-            return budget if taken else 0
-        least, rows = self._least(request), self._wanted(request) - backlog
-        return min(budget, max(least, backlog + rows * taken // wanted))
 
     def _missing_source(self, request: Request) -> Source | None:
         """Return a running request's source unless it is encoded; None if it has none."""
@@ -239,6 +231,25 @@ class Scheduler:
             parts = {first: least[first], **divide(budget - least[first], needs, weights)}
         return parts
 
+    def _parts(self, budgets: Mapping[str, int]) -> dict[tuple[str, ...], int]:
+        """Return the most rows that requests with several running sequences, or beams, may use of their client's.
+
+        The requests of one sequence use the rest in their order.
+        """
+        counts = Counter(request.call for request in self.running)
+        wide = {each.call for each in self.running if counts[each.call] > 1 or each.search is not None}
+        parts = dict[tuple[str, ...], int]()
+        if not wide or len(counts) < 2:
+            return parts
+        for name, own in by_client(self.running).items():
+            needs, least = Counter[tuple[str, ...]](), dict[tuple[str, ...], int]()
+            for request in own:
+                least[request.call] = self._least(request)
+                needs[request.call] += max(self._least(request), self._wanted(request))
+            divided = divide(budgets[name], needs, dict.fromkeys(needs, 1.0))
+            parts.update((each, max(least[each], rows)) for each, rows in divided.items() if each in wide)
+        return parts
+
     def _wanted(self, request: Request) -> int:
         """Return how many rows a request would use."""
         backlog = self._backlog(request)
@@ -272,35 +283,57 @@ class Scheduler:
     def _admit(self) -> tuple[list[Request], list[Request]]:
         """Start waiting requests while their missing tokens fit; return them, and the requests preempted for them."""
         admitted, preempted = list[Request](), list[Request]()
-        if not self.waiting:
-            return admitted, preempted
-        self.waiting.readmit(lambda request: not self._waits_for_sibling(request))
-        while (request := self._first_waiting()) is not None:
-            if self._waits_for_sibling(request):
-                self.waiting.hold_back(request)
-            elif self._run(request):
-                admitted.append(request)
-            elif (yielding := self._yielding_to(request)) is not None:
-                self._preempt(yielding)
-                preempted.append(yielding)
-            else:
+        while self.waiting and (claims := self._claims()):
+            request: Request | None = claims[0]
+            if not self._run(claims[0]):
+                if (yielding := self._yielding_to(claims[0])) is not None:
+                    self._preempt(yielding)
+                    preempted.append(yielding)
+                    continue
+                request = self._exchange(claims, preempted)
+            if request is None:
                 break
+            admitted.append(request)
         return admitted, preempted
 
-    def _first_waiting(self) -> Request | None:
-        """Return the request that is admitted next, if one can be."""
-        if self._accounts.few and len(self.running) >= self._limits.max_num_seqs:
-            return None
-        firsts = self.waiting.first_of_each()
+    def _claims(self) -> list[Request]:
+        """Return the first waiting request of each client that has one which can start, the first of all first."""
+        running, firsts = Counter(request.call for request in self.running), dict[str, Request]()
+        ready = dict[str, bool]()  # by prompt
+
+        def is_ready(request: Request) -> bool:
+            if request.request_id not in ready:
+                ready[request.request_id] = not self._waits_for_sibling(request)
+            return ready[request.request_id]
+
+        def turn(request: Request) -> tuple[int, int, Key]:
+            return request.priority, running[request.call], self._turn(request)
+
+        for request in self.waiting.firsts(is_ready):
+            other = firsts.setdefault(request.client.name, request)
+            firsts[request.client.name] = request if other is request else min(other, request, key=turn)
         if len(firsts) < 2:
-            return firsts[0] if firsts else None
+            return [*firsts.values()]
         holdings = self._holdings()
 
         def claim(request: Request) -> tuple[float, float, int]:
             holding = holdings.get(request.client.name) or Holding(self._accounts.of(request.client))
             return holding.per_weight(), holding.account.counter, request.seq_id
 
-        return min(firsts, key=claim)
+        return sorted(firsts.values(), key=claim)
+
+    def _exchange(self, claims: Sequence[Request], preempted: list[Request]) -> Request | None:
+        """Start a request of which nothing runs in the place of a surplus one of its client, and return it."""
+        running = by_client(self.running)
+        for claimant in claims:
+            own = running.get(claimant.client.name, [])
+            while not self._has_begun(claimant) and (extra := surplus(own, claimant.priority, self._rank)) is not None:
+                own.remove(extra)
+                self._preempt(extra)
+                preempted.append(extra)
+                if self._run(claimant):
+                    return claimant
+        return None
 
     def _run(self, request: Request) -> bool:
         """Start a waiting request if a place and room for its missing tokens are free; return whether they are."""
@@ -310,7 +343,7 @@ class Scheduler:
         if self.running and not self._fits(request):
             self._stop(request)
             return False
-        self.waiting.remove(request)
+        self.waiting.begin(request)
         self.running.append(request)
         self._unstarted[request.seq_id] = request
         return True
@@ -319,10 +352,9 @@ class Scheduler:
         """Return the running request of another client that is preempted for a waiting one, if there is one."""
         if self._accounts.few:
             return None
-        holdings, lasts = self._holdings(), dict[str, Request]()
+        holdings = self._holdings()
         own = holdings.pop(claimant.client.name, None) or Holding(self._accounts.of(claimant.client))
-        for request in sorted(self.running, key=self._rank):
-            lasts[request.client.name] = request
+        lasts = {name: last_of(each, self._rank) for name, each in by_client(self.running).items()}
         giving = [
             name
             for name, each in holdings.items()
@@ -334,6 +366,10 @@ class Scheduler:
 
     def _had_turn(self, request: Request) -> bool:
         return self._gained.get(request.seq_id, 0) >= TURN
+
+    def _has_begun(self, request: Request) -> bool:
+        """Whether a sequence of its request runs."""
+        return any(other.call == request.call for other in self.running)
 
     def _holdings(self) -> dict[str, Holding]:
         """Return the holdings of the clients with running requests."""
@@ -397,6 +433,8 @@ class Scheduler:
         self.running.remove(request)
         self._stop(request)
         self.waiting.add(request)
+        if not self._has_begun(request):
+            self.waiting.end(request)
         request.metrics.num_preemptions += 1
         logger.debug("request %s is preempted after %d tokens", request.request_id, len(request.tokens))
 
@@ -419,25 +457,24 @@ class Scheduler:
         return standing.level, standing.arrival
 
     def _last(self) -> Request:
-        """Return the running request that is preempted first: of the client with the most, the last by its rank.
+        """Return the running request that is preempted first: of the client with the most, see `last_of`.
 
         A client's only request comes after those of clients with more. Otherwise one of little weight would take memory
         from such a client (`yields`), and lose it again as soon as texts grow.
         """
         if self._accounts.few:
-            return max(self.running, key=self._rank)
-        holdings = self._holdings()
+            return last_of(self.running, self._rank)
+        holdings, lasts = self._holdings(), [last_of(each, self._rank) for each in by_client(self.running).values()]
 
         def excess(request: Request) -> tuple[float, ...]:
             held = holdings[request.client.name]
             return held.num_requests > 1, held.per_weight(), *self._rank(request)
 
-        return max(self.running, key=excess)
+        return max(lasts, key=excess)
 
     def _standing(self, request: Request) -> Standing:
-        held = self._target.length(request.seq_id)
-        queued_at, backlog = self._queued_at[request.seq_id], len(request.tokens) - held + self._unencoded(request)
-        return Standing(request.seq_id, request.priority, queued_at, held, backlog)
+        held, (queued_at, arrival) = self._target.length(request.seq_id), self._queued_at[request.seq_id]
+        return Standing(arrival, request.priority, queued_at, held, self._backlog(request) + self._unencoded(request))
 
     def _unencoded(self, request: Request) -> int:
         """Return how many tokens of a request's source are not encoded; a waiting request holds no source."""

@@ -4,131 +4,135 @@ from __future__ import annotations
 
 import heapq
 import itertools
+from bisect import insort
 from collections.abc import Callable, Iterator
+from operator import attrgetter
 
 from speculant.scheduling.policy import Key
 from speculant.types import Request
 
+Name = tuple[str, ...]  # of a request, see `Request.call`
+
 
 class WaitingQueue:
-    """A heap of requests; adding, removing and taking the first are O(log n) on average.
+    """A heap of names by their keys; entering, leaving and reading the first are O(log n) on average.
 
-    key: orders the requests; it must not change while a request waits. A request that is held back stays in the queue
-    and can't be the first until `readmit`.
-
-    The entry of a request that leaves stays in the heap. Each entry has a number of its own. Only an entry whose number
-    is in `_entries` is valid, because a request that was removed and added again may have another key. The heap is
-    rebuilt when most of its entries are invalid, so its size is proportional to the number of waiting requests.
+    The entry of a name that leaves stays in the heap. Each entry has a number of its own. Only an entry whose number is
+    in `_entries` is valid, because a name that left and entered again may have another key. The heap is rebuilt when
+    most of its entries are invalid, so its size is proportional to the number of names.
     """
 
-    def __init__(self, key: Callable[[Request], Key]) -> None:
-        self._key = key
+    def __init__(self) -> None:
         self._numbers = itertools.count()
-        self._heap: list[tuple[Key, int, int]] = []  # key, number of the entry, sequence id
-        self._entries: dict[int, int] = {}  # by sequence id: the number of the valid entry
-        self._requests: dict[int, Request] = {}
-        self._held_back: dict[int, Request] = {}
+        self._heap: list[tuple[Key, int, Name]] = []  # key, number of the entry, name
+        self._entries: dict[Name, int] = {}  # by name: the number of the valid entry
 
     def __len__(self) -> int:
-        return len(self._requests)
+        return len(self._entries)
 
-    def __iter__(self) -> Iterator[Request]:
-        return iter(sorted(self._requests.values(), key=self._key))
+    def enter(self, name: Name, key: Key) -> None:
+        """Queue a name; one that is queued gets a new key."""
+        number = self._entries[name] = next(self._numbers)
+        heapq.heappush(self._heap, (key, number, name))
+        self._tidy()
 
-    def __contains__(self, request: Request) -> bool:
-        return request.seq_id in self._requests
+    def leave(self, name: Name) -> None:
+        """Take a name out if it is queued."""
+        if self._entries.pop(name, None) is not None:
+            self._tidy()
 
-    def add(self, request: Request) -> None:
-        """Queue a request."""
-        self._requests[request.seq_id] = request
-        self._enter(request)
-
-    def remove(self, request: Request) -> None:
-        """Take a request out; raises KeyError if it does not wait."""
-        del self._requests[request.seq_id]
-        if self._held_back.pop(request.seq_id, None) is None:
-            self._leave(request)
-
-    def first(self) -> Request | None:
-        """Return the first request that is not held back; None if there is none."""
+    def first(self) -> Name | None:
+        """Return the name with the smallest key, of equals the one that entered first; None if there is none."""
         while self._heap and not self._is_valid(self._heap[0]):
             heapq.heappop(self._heap)
-        return self._requests[self._heap[0][2]] if self._heap else None
-
-    def hold_back(self, request: Request) -> None:
-        """Skip a request until it is readmitted."""
-        self._held_back[request.seq_id] = request
-        self._leave(request)
-
-    def readmit(self, is_ready: Callable[[Request], bool]) -> None:
-        """Return the held-back requests that are ready to their places in the queue."""
-        for request in [each for each in self._held_back.values() if is_ready(each)]:
-            del self._held_back[request.seq_id]
-            self._enter(request)
+        return self._heap[0][2] if self._heap else None
 
     def check(self) -> None:
-        """Assert that each request that can be the first has one valid entry, and that few entries are not valid."""
+        """Assert that each name has one valid entry, and that few entries are not valid."""
         valid = [entry[2] for entry in self._heap if self._is_valid(entry)]
-        assert sorted([*valid, *self._held_back]) == sorted(self._requests), "a waiting request has no entry, or two"
-        assert len(self._heap) <= 2 * len(self._entries), "the heap keeps entries of requests that left it"
+        assert sorted(valid) == sorted(self._entries), "a name has no entry, or two"
+        assert len(self._heap) <= 2 * len(self._entries), "the heap keeps entries of names that left it"
 
-    def _enter(self, request: Request) -> None:
-        number = self._entries[request.seq_id] = next(self._numbers)
-        heapq.heappush(self._heap, (self._key(request), number, request.seq_id))
-
-    def _leave(self, request: Request) -> None:
-        """Make a request's entry invalid."""
-        del self._entries[request.seq_id]
+    def _tidy(self) -> None:
         if len(self._heap) > 2 * len(self._entries):
             self._heap = [entry for entry in self._heap if self._is_valid(entry)]
             heapq.heapify(self._heap)
 
-    def _is_valid(self, entry: tuple[Key, int, int]) -> bool:
-        _, number, seq_id = entry
-        return self._entries.get(seq_id) == number
+    def _is_valid(self, entry: tuple[Key, int, Name]) -> bool:
+        _, number, name = entry
+        return self._entries.get(name) == number
 
 
 class WaitingRequests:
-    """The waiting requests of all clients. key: orders those of one client, see `WaitingQueue`."""
+    """The waiting sequences of all clients, by request.
+
+    A request of which a sequence runs has *begun*. A client's other requests are in a queue, each with the key of its
+    first waiting sequence. key: it must not change while a sequence waits, except before `end`.
+    """
 
     def __init__(self, key: Callable[[Request], Key]) -> None:
         self._key = key
+        self._sequences: dict[Name, list[Request]] = {}  # by request, in order; no list is empty
         self._queues: dict[str, WaitingQueue] = {}  # by client; none is empty
+        self._begun: set[Name] = set()
 
     def __len__(self) -> int:
-        return sum(map(len, self._queues.values()))
+        return sum(map(len, self._sequences.values()))
 
     def __iter__(self) -> Iterator[Request]:
-        return iter(sorted(itertools.chain(*self._queues.values()), key=self._key))
+        return iter(sorted(itertools.chain(*self._sequences.values()), key=self._key))
 
     def __contains__(self, request: Request) -> bool:
-        queue = self._queues.get(request.client.name)
-        return queue is not None and request in queue
+        return request in self.siblings(request)
+
+    def siblings(self, request: Request) -> list[Request]:
+        """Return the waiting sequences of a sequence's request, in their order."""
+        return self._sequences.get(request.call, [])
 
     def add(self, request: Request) -> None:
-        """Queue a request."""
-        name = request.client.name
-        if name not in self._queues:
-            self._queues[name] = WaitingQueue(self._key)
-        self._queues[name].add(request)
+        """Queue a sequence."""
+        insort(self._sequences.setdefault(request.call, []), request, key=attrgetter("seq_id"))
+        self._arrange(request)
 
     def remove(self, request: Request) -> None:
-        """Take a request out; raises KeyError if it does not wait."""
-        name = request.client.name
-        self._queues[name].remove(request)
-        if not self._queues[name]:
-            del self._queues[name]
+        """Take a sequence out; raises KeyError if it does not wait."""
+        if request not in self:
+            raise KeyError(request.seq_id)
+        self.siblings(request).remove(request)
+        self._arrange(request)
 
-    def first_of_each(self) -> list[Request]:
-        """Return the first request of each client that has one which is not held back."""
-        firsts = [queue.first() for queue in self._queues.values()]
-        return [request for request in firsts if request is not None]
+    def begin(self, request: Request) -> None:
+        """Take a sequence out because it runs."""
+        self._begun.add(request.call)
+        self.remove(request)
 
-    def hold_back(self, request: Request) -> None:
-        """Skip a request until it is readmitted."""
-        self._queues[request.client.name].hold_back(request)
+    def end(self, request: Request) -> None:
+        """Queue the request of a sequence again, because none of its sequences runs."""
+        self._begun.discard(request.call)
+        self._arrange(request)
 
-    def readmit(self, is_ready: Callable[[Request], bool]) -> None:
-        """Return the held-back requests that are ready to their places in the queues."""
+    def firsts(self, is_ready: Callable[[Request], bool]) -> list[Request]:
+        """Return the first ready sequence of each begun request, and the first of the first in each client's queue."""
+        begun = (next(filter(is_ready, self._sequences.get(name, ())), None) for name in self._begun)
+        queued = (self._sequences[name][0] for each in self._queues.values() if (name := each.first()) is not None)
+        return [*(request for request in begun if request is not None), *queued]
+
+    def check(self) -> None:
+        """Assert that each request that waits as a whole is in a queue, and no other one."""
         for queue in self._queues.values():
-            queue.readmit(is_ready)
+            queue.check()
+        queued = sorted(name for queue in self._queues.values() for name in queue._entries)
+        assert queued == sorted(self._sequences.keys() - self._begun), "a request that has begun is queued, or another"
+
+    def _arrange(self, request: Request) -> None:
+        """Give the request of a sequence its place in its client's queue, or none if it has begun or does not wait."""
+        name, client, waiting = request.call, request.client.name, self.siblings(request)
+        queue = self._queues.setdefault(client, WaitingQueue())
+        if waiting and name not in self._begun:
+            queue.enter(name, self._key(waiting[0]))
+        else:
+            queue.leave(name)
+        if not waiting:
+            self._sequences.pop(name, None)
+        if not queue:
+            del self._queues[client]

@@ -58,9 +58,11 @@ def _fields(scope: Scope, record: RequestRecord) -> dict[str, Any]:
 
 
 def _client(scope: Scope) -> str:
-    """Return the client's address, or the beginning of its key's digest."""
+    """Return the client's address, or the beginnings of the digests of its key and its user."""
     kind, _, name = client_of(scope).partition(":")
-    return f"key:{name[:_DIGEST]}" if kind == "key" else name
+    if kind == "address":
+        return name
+    return "/".join(part[: part.index(":") + 1 + _DIGEST] for part in client_of(scope).split("/"))
 
 
 def _bounded(text: str, most: int) -> str:

@@ -17,6 +17,7 @@ from speculant.types import WEIGHTS
 logger = logging.getLogger(__name__)
 
 API_KEY = "speculant.api_key"  # in a scope: the key of the client
+USER = "speculant.user"  # in a scope: a digest of the name that a trusted front end gave the user
 _NETWORK_BITS = 64  # of an IPv6 address: one client often has all addresses of such a network
 
 
@@ -61,15 +62,22 @@ def _check_weight(name: str, known: bool, weight: object) -> None:
 
 
 def client_of(scope: Scope) -> str:
-    """Return the name of a request's client: a digest of its API key, or its address on a server without keys."""
-    key = scope.get(API_KEY)
-    if key is not None:
-        return f"key:{key_digest(key)}"
-    return f"address:{network_of((scope.get('client') or ('',))[0])}"
+    """Return the name of a request's client: digests of its API key and its user, or its address if it has neither."""
+    key, user = scope.get(API_KEY), scope.get(USER)
+    parts = [] if key is None else [f"key:{key_digest(key)}"]
+    parts += [] if user is None else [f"user:{user}"]
+    return "/".join(parts) or f"address:{network_of((scope.get('client') or ('',))[0])}"
+
+
+def salt_of(scope: Scope, own: str | None) -> str:
+    """Return the salt of a request's prefix cache. Different keys or users share nothing, nor do different salts."""
+    key, user = scope.get(API_KEY), scope.get(USER)
+    who = ("" if key is None else key_digest(key)) + ("" if user is None else f"/{user}")
+    return f"{who}:{own or ''}" if who or own else ""
 
 
 def key_digest(key: str) -> str:
-    """Return a name for an API key that does not reveal it."""
+    """Return a name for an API key, or for a user, that does not reveal it."""
     return hashlib.sha256(key.encode("utf-8")).hexdigest()
 
 

@@ -8,12 +8,17 @@ from dataclasses import dataclass
 
 from starlette.types import ASGIApp, Message, Scope
 
+from speculant.serving.clients import USER
+
 _WAITING = 16  # messages that may wait for a slow reader
 
 
 @dataclass(frozen=True)
 class InsideRequest:
-    """One HTTP request. headers: their names in lower case. client: the address of the client that sent it."""
+    """One HTTP request. headers: their names in lower case. client: the address of the client that sent it.
+
+    user: a digest of the name that a trusted front end gave the user; None = it named nobody.
+    """
 
     method: str
     path: str
@@ -21,6 +26,7 @@ class InsideRequest:
     headers: tuple[tuple[bytes, bytes], ...] = ()
     query: bytes = b""
     client: str = "127.0.0.1"
+    user: str | None = None
 
 
 @dataclass(frozen=True)
@@ -107,4 +113,5 @@ def _scope(request: InsideRequest) -> Scope:
         "client": (request.client, 0),
         "server": ("inside", 0),
         "state": {},
+        **({} if request.user is None else {USER: request.user}),
     }

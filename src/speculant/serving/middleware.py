@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from speculant.serving.clients import API_KEY, client_of
+from speculant.serving.clients import API_KEY, USER, client_of, is_within, key_digest
 from speculant.serving.errors import ApiError, unavailable
 from speculant.serving.options import ServerOptions
 from speculant.serving.records import REQUEST_ID
@@ -45,6 +45,24 @@ class RequestIds:
             await send(message)
 
         await self._app(scope, receive, send_with_id)
+
+
+class NamedUsers:
+    """Notes the user whom a trusted front end names in a header. From other senders the header has no effect.
+
+    It comes before anything that replaces the address of the sender. networks: those of trusted front ends.
+    """
+
+    def __init__(self, app: ASGIApp, header: str, networks: Sequence[str]) -> None:
+        self._app, self._header, self._networks = app, header, networks
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one connection, see ASGI."""
+        if scope["type"] == "http" and is_within((scope.get("client") or ("",))[0], self._networks):
+            names = Headers(scope=scope).getlist(self._header)
+            if len(names) == 1 and names[0].strip():
+                scope[USER] = key_digest(names[0].strip())
+        await self._app(scope, receive, send)
 
 
 class Heads:

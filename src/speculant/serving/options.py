@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from ipaddress import ip_network
@@ -44,6 +45,7 @@ class ServerOptions:
     access_log: the form of the lines for requests, which the logger `speculant.serving.access_log` gets: "none", "text"
     or "json". otlp_endpoint: the URL of an OpenTelemetry collector that gets traces, by OTLP over HTTP; None = nowhere.
     client_weights: a file with the weights of API keys, see `read_weights`; None = all have the weight 1.
+    client_header: the header in which trusted proxies name their users, who then count as clients; None = no header.
     priority_range: the lowest and the highest `priority` of a request; None = priorities have no effect.
     """
 
@@ -81,6 +83,7 @@ class ServerOptions:
     max_buffered_bytes: int = 256 * 2**20
     trusted_proxies: tuple[str, ...] = ()
     client_weights: str | None = None
+    client_header: str | None = None
     priority_range: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
@@ -102,6 +105,11 @@ class ServerOptions:
                 f"use at least {2 * self.max_body_bytes}, or lower max_body_bytes.",
             )
         _check_proxies(self.trusted_proxies)
+        if self.client_header is not None and not self.trusted_proxies:
+            raise ConfigError(
+                f"client_header={self.client_header!r} names users, and no front end is trusted to name them",
+                "give the front end's address as trusted_proxies (--trusted-proxy), or leave client_header out.",
+            )
 
 
 def _is_url(text: str) -> bool:
@@ -143,6 +151,11 @@ _RULES: Mapping[str, _Rule] = {  # by option; None is always valid
         lambda most: 0 < most <= MOST_MESSAGES,
         f"is not a number from 1 to {MOST_MESSAGES}",
         "raise or lower max_messages.",
+    ),
+    "client_header": (
+        lambda name: re.fullmatch(r"[A-Za-z0-9_-]+", name) is not None,
+        "is not the name of a header",
+        "use the name that the front end sends, such as X-OpenWebUI-User-Id.",
     ),
     "max_stored_bytes": (lambda most: most >= 0, "is below 0", "use 0 to store nothing, or a number of bytes."),
     "max_connections_per_address": (lambda most: most >= 0, "is below 0", "use 0 for no bound."),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from speculant.engine.async_engine import AsyncEngine
 from speculant.engine.generation import StreamPiece
@@ -79,7 +79,7 @@ async def _read(
         request_id=request_id,
         priority=work.priority,
         cache_salt=work.cache_salt,
-        client=work.client,
+        client=replace(work.client, call=work.request_id),
     )
     try:
         async with asyncio.timeout(options.request_timeout), aclosing(pieces):

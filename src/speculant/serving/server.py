@@ -12,6 +12,8 @@ from typing import Any, Protocol, cast
 
 import uvicorn
 from fastapi import FastAPI
+from starlette.types import ASGIApp
+from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from speculant.errors import ConfigError
@@ -19,6 +21,7 @@ from speculant.serving.acceptor import Acceptor
 from speculant.serving.clients import with_mapped
 from speculant.serving.connections import bounded_connections
 from speculant.serving.http1 import HttpConnection, Surroundings
+from speculant.serving.middleware import NamedUsers
 from speculant.serving.options import ServerOptions
 from speculant.serving.round_robin import RoundRobin
 
@@ -57,14 +60,13 @@ class Server(uvicorn.Server):
         loading, which can't be stopped: a draining server would wait for its end.
         """
         config = uvicorn.Config(
-            app,
+            _behind_proxies(app, options),
             host=options.host,
             port=options.port,
             http=H11Protocol,  # and not a parser that happens to be installed: HttpConnection derives from it
             ws="none",
             loop="asyncio",  # and not uvloop if it happens to be installed: RoundRobin is written for asyncio's loop
-            proxy_headers=bool(options.trusted_proxies),
-            forwarded_allow_ips=with_mapped(options.trusted_proxies),
+            proxy_headers=False,  # see `_behind_proxies`
             timeout_graceful_shutdown=_LAST_EVENTS,
             log_config=None,
             access_log=False,
@@ -119,6 +121,14 @@ class Server(uvicorn.Server):
             await self._state.drain(self._options.drain_timeout)
         finally:
             self.should_exit = True
+
+
+def _behind_proxies(app: ASGIApp, options: ServerOptions) -> ASGIApp:
+    """Return an application that learns from trusted proxies who their clients are."""
+    if not options.trusted_proxies:
+        return app
+    named = cast(ASGIApp, ProxyHeadersMiddleware(cast(Any, app), with_mapped(options.trusted_proxies)))
+    return named if options.client_header is None else NamedUsers(named, options.client_header, options.trusted_proxies)
 
 
 def _listen(options: ServerOptions) -> socket.socket:

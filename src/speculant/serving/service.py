@@ -18,7 +18,7 @@ from speculant.engine.async_engine import AsyncEngine
 from speculant.errors import SpeculantError
 from speculant.params import SamplingParams
 from speculant.serving.answers import Answer, Call, Chunk
-from speculant.serving.clients import API_KEY, client_of, key_digest, read_weights
+from speculant.serving.clients import client_of, read_weights, salt_of
 from speculant.serving.errors import ApiError, api_error, refusal
 from speculant.serving.metrics import RequestMeter, ServerMetrics
 from speculant.serving.options import ServerOptions
@@ -179,15 +179,15 @@ class Service:
         prompts = await job.make_prompts()
         params = await self.prompts(request).of_params(engine, job.params)
         params = with_bounded_drafts(params, self.options.max_draft_tokens or engine.most_draft_tokens)
-        salt = salt_of(request.scope.get(API_KEY), job.body.cache_salt)
+        salt = salt_of(request.scope, job.body.cache_salt)
         request_id = f"{request.scope.get(REQUEST_ID, '')}:{uuid.uuid4().hex}"  # clients may repeat their ids
         priority = self._priority(job.body)
         return Work(request_id, prompts, params, priority, salt, self.client(request))
 
     def client(self, request: Request) -> Client:
-        """Return the client that sent a request, with the weight that the operator gave it."""
+        """Return the client that sent a request, with the weight that the operator gave its key."""
         name = client_of(request.scope)
-        return Client(name, self._weights.get(name, 1.0))
+        return Client(name, self._weights.get(name.partition("/")[0], 1.0))
 
     def _priority(self, body: GeneratingBody) -> int:
         """Return a request's priority. Without a range of the operator it is 0, whatever the request has.
@@ -223,13 +223,6 @@ class Service:
     def _longest(self) -> int:
         assert self.state.loaded is not None, "there is no engine yet"
         return self.state.loaded.limits.max_model_len
-
-
-def salt_of(api_key: str | None, own: str | None) -> str:
-    """Return the salt of a request's prefix cache. Different keys share nothing, nor do different salts of a key."""
-    if api_key is None:
-        return own or ""
-    return f"{key_digest(api_key)}:{own or ''}"
 
 
 def _num_sequences(params: SamplingParams) -> int:

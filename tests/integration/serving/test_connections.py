@@ -24,7 +24,7 @@ from starlette.responses import Response
 
 from speculant import AsyncEngine
 from speculant.errors import ModelError
-from speculant.serving.clients import client_of
+from speculant.serving.clients import client_of, key_digest
 from speculant.serving.streams import while_connected
 from tests.async_engines import core
 from tests.attackers import ATTACKS, attacked
@@ -374,6 +374,29 @@ def test_only_a_trusted_proxy_names_the_client(serve: Any, never_loads: Any, tru
             assert named in read_to_end(crowd[0])
         else:
             assert read_to_end(crowd[0]) == b""
+
+
+@pytest.mark.parametrize("forwarded", [b"", b"X-Forwarded-For: 192.0.2.9\r\n"], ids=["", "forwarded"])
+def test_only_a_trusted_proxy_names_users(serve: Any, never_loads: Any, forwarded: bytes) -> None:
+    """The address that a proxy forwards is not the one that is trusted."""
+    server: LiveServer = serve(never_loads, trusted_proxies=("127.0.0.2",), client_header="X-User")
+
+    async def who(request: Request) -> str:
+        return client_of(request.scope)
+
+    server.app.add_api_route("/who", who)
+
+    def asked(address: str, *names: bytes) -> bytes:
+        with opened(server, address) as connection:
+            named = b"".join(b"X-User: %s\r\n" % name for name in names)
+            connection.sendall(b"GET /who HTTP/1.1\r\nHost: x\r\n" + forwarded + named + CLOSE)
+            return read_to_end(connection).rpartition(b"\r\n\r\n")[2].strip(b'"')
+
+    assert [asked("127.0.0.2", name) for name in (b"anna", b"bert")] == [
+        f"user:{key_digest(name)}".encode() for name in ("anna", "bert")
+    ]
+    assert asked("127.0.0.2") == (b"address:192.0.2.9" if forwarded else b"address:127.0.0.2")
+    assert {asked("127.0.0.3", name) for name in (b"anna", b"bert")} == {b"address:127.0.0.3"}
 
 
 def test_a_client_that_has_reset_its_connection_is_known(serve: Any, never_loads: Any) -> None:

@@ -32,8 +32,12 @@ def bearer(key: str) -> dict[str, str]:
 
 
 def ask(server: LiveServer | ServerProcess, key: str, **body: Any) -> httpx.Response:
+    return ask_as(server, bearer(key), **body)
+
+
+def ask_as(server: LiveServer | ServerProcess, headers: dict[str, str], **body: Any) -> httpx.Response:
     with httpx.Client(base_url=server.url, timeout=300, trust_env=False, verify=False) as client:
-        return client.post("/v1/completions", json=body, headers=bearer(key))
+        return client.post("/v1/completions", json=body, headers=headers)
 
 
 @contextmanager
@@ -52,30 +56,68 @@ def in_background(calls: Sequence[Callable[[], object]]) -> Iterator[None]:
 # --- places
 
 
-def test_a_key_finds_room_beside_a_key_that_fills_it(
-    serve: Any, checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+NAMED = {"trusted_proxies": ("127.0.0.1",), "client_header": "X-User"}
+
+
+@pytest.mark.parametrize(
+    ("options", "one", "two"),
+    [
+        ({"api_keys": ("one", "two")}, bearer("one"), bearer("two")),
+        (NAMED, {"X-User": "one"}, {"X-User": "two"}),
+        ({"api_keys": ("front",), **NAMED}, {**bearer("front"), "X-User": "one"}, {**bearer("front"), "X-User": "two"}),
+    ],
+    ids=["keys", "users", "users of a key"],
+)
+def test_a_client_finds_room_beside_a_client_that_fills_it(
+    options: dict[str, Any],
+    one: dict[str, str],
+    two: dict[str, str],
+    serve: Any,
+    checkpoints: Checkpoints,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One key fills every place. A second key still gets its half, and its answer comes first."""
+    """One client fills every place. A second one still gets its half, and its answer comes first."""
     engine = AsyncEngine(checkpoints.target, max_num_seqs=2, max_waiting=2, dtype="float32")
     SlowEngine(engine, monkeypatch)
-    server: LiveServer = serve(engine, api_keys=("one", "two")).ready()
+    server: LiveServer = serve(engine, **options).ready()
     done: list[str] = []
 
     def fill() -> None:
-        assert ask(server, "one", **{**LONG, "max_tokens": 60, "n": 2, "temperature": 1, "seed": 1}).status_code == 200
+        long = {**LONG, "max_tokens": 60, "n": 2, "temperature": 1, "seed": 1}
+        assert ask_as(server, one, **long).status_code == 200
         done.append("one")
 
     with in_background([fill, fill]):
         server.until(lambda: server.state.admission.count == 4 and engine.metrics.running == 2)
-        refused = ask(server, "one", **SHORT)
+        refused = ask_as(server, one, **SHORT)
         assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
         assert "4 of this client's sequences run or wait" in refused.json()["error"]["message"]
-        assert ask(server, "two", **SHORT).status_code == 200
+        assert ask_as(server, two, **SHORT).status_code == 200
         assert done == []
-        assert ask(server, "two", **SHORT, n=3).status_code == 429
-        assert ask(server, "two", **SHORT, beam_width=3).status_code == 429, "beams count, too"
+        assert ask_as(server, two, **SHORT, n=3).status_code == 429
+        assert ask_as(server, two, **SHORT, beam_width=3).status_code == 429, "beams count, too"
     assert engine.metrics.preemptions > 0
     assert server.state.admission.count == 0
+
+
+# --- requests of one client
+
+
+@pytest.mark.parametrize("many", [{"n": 32, "temperature": 1}, {"prompt": ["ab"] * 32}], ids=["n", "prompts"])
+def test_a_small_request_does_not_wait_for_the_answers_of_a_large_one(
+    many: dict[str, Any], serve: Any, checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both are of one client. The small one comes in the middle, and ends while most of the others wait."""
+    engine = AsyncEngine(checkpoints.target, max_num_seqs=2, dtype="float32")
+    SlowEngine(engine, monkeypatch)
+    server: LiveServer = serve(engine, api_keys=("one",)).ready()
+
+    with in_background([lambda: ask(server, "one", **{**LONG, "max_tokens": 20, **many})]):
+        server.until(lambda: engine.metrics.running == 2)
+        assert ask(server, "one", **SHORT).status_code == 200
+        assert server.state.admission.count == 32
+        assert engine.metrics.waiting > 24
+    assert engine.metrics.preemptions == 1
 
 
 # --- priorities

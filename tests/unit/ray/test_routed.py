@@ -26,10 +26,10 @@ VALUES = st.recursive(
 )
 
 
-def text(body: Any = None, key: str | None = None, raw: bytes | None = None) -> str:
+def text(body: Any = None, key: str | None = None, raw: bytes | None = None, user: str | None = None) -> str:
     """Return the text of a body."""
     content = json.dumps(body).encode() if raw is None else raw
-    request = InsideRequest("POST", "/v1/chat/completions", content)
+    request = InsideRequest("POST", "/v1/chat/completions", content, user=user)
     found = routed(request, key)
     assert found.request is request
     return found.prompt
@@ -75,6 +75,7 @@ def test_keys_and_salts_are_kept_apart() -> None:
         text({**body, "cache_salt": "b"}),
         text(salted, "sk-1"),
         text({**body, "cache_salt": "\ud800"}),
+        *(text(body, key, user=user) for key in (None, "sk-1") for user in ("a", "b")),
     ]
     assert len({each[:8] for each in texts}) == len(texts)
     assert not any("sk-" in each for each in texts), "a key is in the router's texts"

@@ -204,7 +204,7 @@ def test_scheduler_compares_few_of_many_that_wait() -> None:
         return turn(request)
 
     driver.scheduler._turn = counting  # type: ignore[method-assign]
-    driver.scheduler.waiting._queues[ANYONE.name]._key = counting
+    driver.scheduler.waiting._key = counting
     for _ in range(10):
         driver.scheduler.schedule()
     assert looked_at < 100

@@ -1,81 +1,103 @@
-"""The waiting queue: it agrees with a sorted list, whatever is removed, added again and held back."""
+"""The waiting requests: they agree with a sorted list, whatever is removed, added again, begun and ended."""
 
 from __future__ import annotations
 
 import hypothesis.strategies as st
 from hypothesis import given
 
-from speculant.scheduling.waiting import WaitingQueue
-from speculant.types import Request
+from speculant.scheduling.waiting import WaitingQueue, WaitingRequests
+from speculant.types import Client, Request
 from tests.examples import examples
 from tests.models import make_request
 
 ACTIONS = st.lists(
-    st.tuples(st.sampled_from(["add", "remove", "hold", "readmit"]), st.integers(0, 5), st.integers(0, 3)), max_size=60
+    st.tuples(st.sampled_from(["add", "remove", "begin", "end", "unready"]), st.integers(0, 8), st.integers(0, 3)),
+    max_size=60,
 )
 
 
 class Model:
-    """A queue whose keys are set before each `add`, and its expected content: requests in order of key and entry."""
+    """Three requests of three sequences, the last one of another client, and what is expected of their queue.
+
+    A sequence's key may change while it does not wait, and before `end` (see `WaitingRequests`).
+    """
 
     def __init__(self) -> None:
         self.keys: dict[int, int] = {}
-        self.queue = WaitingQueue(lambda request: (self.keys[request.seq_id],))
-        self.requests = [make_request([1], seq_id=number) for number in range(6)]
-        self.order: list[Request] = []  # those that can be the first, in the order in which they were entered
-        self.held: list[Request] = []
+        self.waiting = WaitingRequests(self.key)
+        clients = [Client("one"), Client("one"), Client("two")]
+        self.requests = [
+            make_request([1], seq_id=number, request_id=str(number // 3), client=clients[number // 3])
+            for number in range(9)
+        ]
+        self.queued: set[int] = set()
+        self.begun: set[str] = set()
+        self.unready: set[int] = set()  # has an effect on sequences of begun requests alone
 
-    def enter(self, request: Request) -> None:
-        self.order.append(request)
-        self.order.sort(key=lambda each: self.keys[each.seq_id])  # stable: equal keys in the order of entry
+    def key(self, request: Request) -> tuple[int, int]:
+        return self.keys[request.seq_id], request.seq_id
+
+    def is_ready(self, request: Request) -> bool:
+        return request.seq_id not in self.unready
 
     def act(self, action: str, number: int, key: int) -> None:
         request = self.requests[number]
-        if action == "add" and request not in self.queue:
+        if action == "add" and request not in self.waiting:
             self.keys[number] = key
-            self.queue.add(request)
-            self.enter(request)
-        elif action == "remove" and request in self.queue:
-            self.queue.remove(request)
-            (self.order if request in self.order else self.held).remove(request)
-        elif action == "hold" and request in self.order:
-            self.queue.hold_back(request)
-            self.order.remove(request)
-            self.held.append(request)
-        elif action == "readmit":
-            self.queue.readmit(lambda each: each.seq_id >= number)
-            for each in [each for each in self.held if each.seq_id >= number]:
-                self.held.remove(each)
-                self.enter(each)
+            self.waiting.add(request)
+            self.queued.add(number)
+        elif action in ("remove", "begin") and request in self.waiting:
+            self.waiting.remove(request) if action == "remove" else self.waiting.begin(request)
+            self.queued.remove(number)
+            self.begun |= {request.request_id} if action == "begin" else set()
+        elif action == "end" and request.request_id in self.begun:
+            for each in self.waiting.siblings(request):
+                self.keys[each.seq_id] = key
+            self.waiting.end(request)
+            self.begun.remove(request.request_id)
+        elif action == "unready":
+            self.unready ^= {number}
+
+    def firsts(self) -> list[Request]:
+        """Return the first ready sequence of each begun request, and of the first one of the others of each client."""
+        found, firsts = list[Request](), dict[str, Request]()
+        for start in (0, 3, 6):
+            waiting = [each for each in self.requests[start : start + 3] if each.seq_id in self.queued]
+            if waiting and waiting[0].request_id in self.begun:
+                found += [each for each in waiting if each.seq_id not in self.unready][:1]
+            elif waiting:
+                name = waiting[0].client.name
+                firsts[name] = min(firsts.get(name, waiting[0]), waiting[0], key=self.key)
+        return [*found, *firsts.values()]
 
 
 @given(ACTIONS)
-def test_queue_agrees_with_a_sorted_list(actions: list[tuple[str, int, int]]) -> None:
+def test_waiting_requests_agree_with_a_sorted_list(actions: list[tuple[str, int, int]]) -> None:
     model = Model()
     for action in actions:
         model.act(*action)
-        assert model.queue.first() is (model.order[0] if model.order else None)
-        assert len(model.queue) == len(model.order) + len(model.held)
-        model.queue.check()
+        assert sorted(model.waiting.firsts(model.is_ready), key=model.key) == sorted(model.firsts(), key=model.key)
+        assert list(model.waiting) == sorted((model.requests[number] for number in model.queued), key=model.key)
+        assert len(model.waiting) == len(model.queued)
+        model.waiting.check()
 
 
 def test_request_that_comes_back_has_its_new_place() -> None:
     """It was first, was admitted and is preempted: its former entry would make it first."""
     model = Model()
     model.act("add", 0, 0)
-    model.act("add", 1, 1)
-    model.act("remove", 0, 0)
+    model.act("add", 3, 1)
+    model.act("begin", 0, 0)
     model.act("add", 0, 2)
-    assert model.queue.first() is model.requests[1]
+    model.act("end", 0, 2)
+    assert model.waiting.firsts(model.is_ready) == [model.requests[3]]
 
 
 def test_cancelled_requests_leave_no_entries() -> None:
-    queue = WaitingQueue(lambda request: (request.seq_id,))
-    first = make_request([1], seq_id=0)
-    queue.add(first)
+    queue = WaitingQueue()
+    queue.enter(("first",), (0,))
     for number in range(1, examples(10_000, least=1000)):
-        request = make_request([1], seq_id=number)
-        queue.add(request)
-        queue.remove(request)
-    assert queue.first() is first
+        queue.enter((str(number),), (number,))
+        queue.leave((str(number),))
+    assert queue.first() == ("first",)
     assert len(queue._heap) <= 2

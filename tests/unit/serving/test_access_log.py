@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from speculant import SamplingParams, StreamPiece
 from speculant.serving.access_log import FORMS, AccessLog
-from speculant.serving.clients import API_KEY
+from speculant.serving.clients import API_KEY, USER, key_digest
 from speculant.serving.middleware import ApiKeys, Heads, RequestIds
 from speculant.serving.records import RECORD, RequestRecord, RequestRecords, note_end
 
@@ -126,6 +126,14 @@ def test_a_key_is_never_logged(method: str) -> None:
         assert KEY not in line
         assert re.search(r"key:[0-9a-f]{8}\b", line), line
     assert fields(answering)["client"] == "192.0.2.7"
+
+
+def test_a_user_is_logged_by_a_digest_beside_the_key() -> None:
+    digest = key_digest("anna")
+    for keys, client in (([], rf"user:{digest[:8]}"), ([KEY], rf"key:[0-9a-f]{{8}}/user:{digest[:8]}")):
+        scope = scope_of(headers=[(b"authorization", f"Bearer {KEY}".encode())], **{USER: digest})
+        (line,) = lines(ApiKeys(answering, keys), "text", scope)
+        assert re.search(rf" client={client} ", line), line
 
 
 def test_a_query_is_not_logged() -> None:

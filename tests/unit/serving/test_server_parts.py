@@ -11,11 +11,11 @@ import pytest
 
 from speculant.errors import ConfigError
 from speculant.metrics import SpeculationMetrics
+from speculant.serving.clients import API_KEY, USER, salt_of
 from speculant.serving.errors import ApiError
 from speculant.serving.messages import MessageReader, joined_calls
 from speculant.serving.options import ServerOptions
 from speculant.serving.reasoning import ReasoningParser
-from speculant.serving.service import salt_of
 from speculant.serving.state import Admission
 from speculant.serving.token_texts import LOWEST, TokenTexts, chat_logprob, completion_logprobs, prompt_logprobs
 from speculant.serving.tools import find_parser
@@ -33,7 +33,9 @@ from tests.models import Checkpoints
      {"max_body_bytes": 0}, {"queue_timeout": -1.0}, {"api_keys": ("",)}, {"api_keys": ("é",)},
      {"max_messages": 16_385}, {"max_messages": 0}, {"max_large_texts": 0}, {"max_stored_bytes": -1},
      {"max_connections_per_address": -1}, {"max_buffered_bytes": 2**20}, {"trusted_proxies": ("10.0.0.0.0",)},
-     {"access_log": "xml"}, {"otlp_endpoint": "localhost:4318"}, {"otlp_endpoint": "http://["}],
+     {"client_header": "X-User"}, {"client_header": "X User", "trusted_proxies": ("10.0.0.7",)},
+     {"client_header": "", "trusted_proxies": ("10.0.0.7",)}, {"access_log": "xml"},
+     {"otlp_endpoint": "localhost:4318"}, {"otlp_endpoint": "http://["}],
     ids=str,
 )  # fmt: skip
 def test_options_are_checked(given: dict[str, Any]) -> None:
@@ -94,9 +96,11 @@ def test_json_encodes_any_text(text: str) -> None:
 
 
 def test_salts_differ_by_key_and_hide_it() -> None:
-    salts = {salt_of(key, own) for key in (None, "one", "two") for own in (None, "", "mine")}
-    assert len(salts) == 6
+    scopes = [{API_KEY: key, USER: user} for key in (None, "one", "two") for user in (None, "a", "b")]
+    salts = {salt_of(scope, own) for scope in scopes for own in (None, "", "mine", "/a:", "a")}
+    assert len(salts) == 9 * 4
     assert not any("one" in salt or "two" in salt for salt in salts)
+    assert salt_of({}, None) == "", "clients without keys share a cache with each other"
 
 
 # --- figures of a request
