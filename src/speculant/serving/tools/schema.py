@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from speculant.errors import RequestError, suggest
+from speculant.structured.bounds import with_written_bounds
 from speculant.structured.spec import GrammarSource
 
 TokenId = Callable[[str], int | None]  # the id of a text that is one added token; None for other texts
@@ -146,7 +147,7 @@ def call_grammar(
 def json_symbol(schema: Mapping[str, Any], compact: bool) -> str:
     """Return the symbol of a grammar for JSON that fits a schema. compact: it has no white space between its parts."""
     options = {"whitespace_flexible": not compact}  # overrides the options of the schema itself
-    return f"%json {json.dumps({**schema, 'x-guidance': options})}"
+    return f"%json {json.dumps({**with_written_bounds(schema), 'x-guidance': options})}"
 
 
 def form_symbol(source: GrammarSource) -> str | None:
