@@ -33,7 +33,8 @@ from tests.models import Checkpoints
      {"max_body_bytes": 0}, {"queue_timeout": -1.0}, {"api_keys": ("",)}, {"api_keys": ("é",)},
      {"max_messages": 16_385}, {"max_messages": 0}, {"max_large_texts": 0}, {"max_stored_bytes": -1},
      {"max_connections_per_address": -1}, {"max_buffered_bytes": 2**20}, {"trusted_proxies": ("10.0.0.0.0",)},
-     {"access_log": "xml"}, {"otlp_endpoint": "localhost:4318"}, {"otlp_endpoint": "http://["}],
+     {"access_log": "xml"}, {"otlp_endpoint": "localhost:4318"}, {"otlp_endpoint": "http://["}, {"tool_parser": "no"},
+     {"api_keys": (" k",)}, {"api_keys": ("k", "k ")}],
     ids=str,
 )  # fmt: skip
 def test_options_are_checked(given: dict[str, Any]) -> None:

@@ -14,6 +14,8 @@ from speculant.structured.bounds import with_written_bounds
 from speculant.structured.spec import GrammarSource
 
 TokenId = Callable[[str], int | None]  # the id of a text that is one added token; None for other texts
+CUSTOM = "a tool of type 'custom' takes free text, and this server reads only calls with JSON arguments"
+CUSTOM_FIX = "describe it as a function with one text as parameter."
 WORD = frozenset(string.ascii_letters + string.digits + "_-.")
 
 
@@ -46,6 +48,8 @@ def read_tools(tools: Iterable[Mapping[str, Any]]) -> list[Tool]:
 
 def _read_tool(given: object) -> Tool:
     kind = given.get("type") if isinstance(given, Mapping) else None
+    if kind == "custom":
+        raise RequestError(CUSTOM, CUSTOM_FIX)
     if isinstance(kind, str) and kind != "function":
         raise RequestError(
             f"a tool of type {kind[:80]!r} is not a function",
