@@ -13,7 +13,26 @@ from speculant.constraints import unpacked
 from speculant.text.tokenizer import Tokenizer
 from tests.models import ALPHABET
 
-TAGS = ("<tool_call>", "</tool_call>", "<think>", "</think>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "two words")
+HARMONY = ("<|channel|>", "<|constrain|>", "<|message|>", "<|start|>", "<|end|>", "<|call|>", "<|return|>")
+HARMONY_TEMPLATE = """
+{%- for m in messages %}<|start|>{% if m.tool_calls %}{% set f = m.tool_calls[0].function %}assistant to=functions.
+{{- f.name }}<|channel|>commentary json<|message|>{{ f.arguments | tojson }}<|call|>
+{%- elif m.role == 'assistant' %}assistant<|channel|>
+{%- if m.thinking %}analysis<|message|>{{ m.thinking }}<|end|><|start|>assistant<|channel|>{% endif -%}
+final<|message|>{{ m.content }}<|return|>{% else %}{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}<|start|>assistant{% endif %}"""
+TAGS = (
+    *HARMONY,
+    "<tool_call>",
+    "</tool_call>",
+    "<think>",
+    "</think>",
+    "[TOOL_CALLS]",
+    "[ARGS]",
+    "<|python_tag|>",
+    "two words",
+)
 MERGES = [("<", "t"), ("o", "o"), ("oo", "l"), ("<t", "ool"), ("p", "l"), ("{", '"'), ('"', "}"), ("}", "}")]
 
 

@@ -132,11 +132,14 @@ def test_wrong_conversations_are_refused(llm: LLM, messages: Any, reason: str) -
 def test_the_last_message_may_be_continued(llm: LLM) -> None:
     begun = [*SECOND, {"role": "assistant", "content": "See you "}]
     (output,) = llm.chat(begun, GREEDY, continue_final_message=True)
-    assert output.prompt == "<begin>user:Bye;assistant:See you"
+    assert output.prompt == "<begin>user:Bye;assistant:See you "
     (whole,) = llm.chat(begun, GREEDY, add_generation_prompt=False)
     assert whole.prompt == "<begin>user:Bye;assistant:See you ;"
+    (empty,) = llm.chat([*SECOND, {"role": "assistant", "content": ""}], GREEDY, continue_final_message=True)
+    assert empty.prompt == "<begin>user:Bye;assistant:"
+    silent = "{{ messages[0].content }}"
     with pytest.raises(RequestError, match="can't be continued"):
-        llm.chat([*SECOND, {"role": "assistant", "content": " "}], GREEDY, continue_final_message=True)
+        llm.chat(begun, GREEDY, continue_final_message=True, chat_template=silent)
 
 
 OWN = "{% for message in messages %}<{{ message.content }}>{% endfor %}{{ '!' if add_generation_prompt }}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -31,7 +32,7 @@ from speculant.structured.grammars import Grammars
 from speculant.structured.reasoned import ReasonedConstraint, Reasoning
 from speculant.structured.vocabulary import banned_tokens
 from speculant.text.chat import read_template
-from speculant.text.messages import check_roles, check_variables, read_messages
+from speculant.text.messages import check_roles, check_variables, read_messages, up_to_mark, with_mark
 from speculant.text.reasoning import ExpectedReasoning, expect_reasoning
 from speculant.text.stop import compile_stops
 from speculant.text.user_tokenizer import UserTokenizer
@@ -160,11 +161,12 @@ class Frontend:
         if chat_template is not None and not isinstance(chat_template, str):
             raise RequestError(f"chat_template is a {type(chat_template).__name__}", "give the source of a template.")
         source = chat_template or self._chat_template or self.tokenizer.template_for(given is not None)
-        conversation = read_messages(messages, source)
-        text = self.tokenizer.render_template(source, conversation, begins, {"tools": given, **variables})
+        conversation, mark = read_messages(messages, source), secrets.token_hex(16)
+        shown = with_mark(conversation, mark) if continue_final_message else conversation
+        text = self.tokenizer.render_template(source, shown, begins, {"tools": given, **variables})
         check_roles(conversation, source or "", text)
         if continue_final_message:
-            text = _up_to_content(text, conversation[-1])
+            text = up_to_mark(text, mark, conversation[-1]["content"])
         wanted = begins and variables.get("enable_thinking") is not False and variables.get("thinking") is not False
         quoted = "" if continue_final_message else str(conversation[-1].get("content") or "")
         expected = expect_reasoning(source, text, quoted, wanted)
@@ -314,15 +316,3 @@ def _constrain(grammar: Grammar, prompt: Prompt) -> Callable[[], Constraint]:
     if isinstance(prompt, RenderedPrompt) and prompt.reasoning is not None:
         return partial(ReasonedConstraint, grammar, prompt.reasoning)
     return grammar.constrain
-
-
-def _up_to_content(text: str, message: Message) -> str:
-    """Return a rendered conversation up to the end of its last message's content, without the end of the message."""
-    content = str(message["content"]).rstrip()
-    place = text.rfind(content)
-    if not content or place < 0:
-        raise RequestError(
-            "the last message can't be continued: its content is empty, or the chat template changes it",
-            "leave out continue_final_message.",
-        )
-    return text[: place + len(content)]

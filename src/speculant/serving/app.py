@@ -35,6 +35,7 @@ from speculant.serving.service import Service
 from speculant.serving.state import ServerState, Source
 from speculant.serving.streams import ClientGoneError
 from speculant.serving.text_lanes import TextLanes
+from speculant.serving.tool_use import unknown_formats
 from speculant.serving.tracing import Tracer
 from speculant.serving.wire import encode, error_response
 
@@ -162,7 +163,7 @@ def add_page(app: FastAPI) -> None:
 async def _lifespan(app: FastAPI) -> AsyncGenerator[None, None]:
     """Load the engine while requests are answered, and shut it down at the end."""
     state: ServerState = app.state.server
-    loading = asyncio.create_task(state.load())
+    loading = asyncio.create_task(_load(app))
     try:
         yield
     finally:
@@ -171,6 +172,15 @@ async def _lifespan(app: FastAPI) -> AsyncGenerator[None, None]:
         await state.close()
         if app.state.tracer is not None:
             await asyncio.to_thread(app.state.tracer.close)
+
+
+async def _load(app: FastAPI) -> None:
+    """Load the engine, and say which formats of its model are unknown."""
+    state, service = app.state.server, app.state.service
+    await state.load()
+    if state.loaded is not None:
+        for problem in await asyncio.to_thread(unknown_formats, state.loaded.tokenizer, service.options.tool_parser):
+            logger.warning("%s: %s", service.names[0], problem)
 
 
 async def _on_error(request: Request, error: Exception) -> Response:

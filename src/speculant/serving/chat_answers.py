@@ -100,7 +100,8 @@ class ChatAnswer(Answer):
     def _reason(self, choice: _ChatChoice, reason: str) -> str | None:
         if reason == "error":
             return None
-        return self._calls_reason if choice.reader.message.calls and reason == "stop" else reason
+        called = choice.reader.message.calls and not choice.reader.is_cut
+        return self._calls_reason if called and reason == "stop" else reason
 
     def _usage(self) -> dict[str, Any]:
         return self.usage(sum(choice.reader.reasoning_tokens for choice in self._choices))

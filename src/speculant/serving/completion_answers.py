@@ -10,6 +10,7 @@ from speculant.engine.generation import StreamPiece
 from speculant.serving.answers import Answer, Call, Chunk, new_id
 from speculant.serving.prompts import Prompt
 from speculant.serving.token_texts import completion_logprobs, prompt_logprobs
+from speculant.text.stream import TokenOffsets
 from speculant.types import Logprobs
 
 
@@ -17,8 +18,8 @@ from speculant.types import Logprobs
 class _CompletionChoice:
     """One sample: its text so far, and the offset of each token that has log-probabilities."""
 
+    places: TokenOffsets
     pieces: list[str] = field(default_factory=list)
-    length: int = 0
     tokens: list[int] = field(default_factory=list)
     entries: list[Logprobs] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)
@@ -32,15 +33,15 @@ class CompletionAnswer(Answer):
         """echo: the text begins with the prompt. answers: False = only the prompt is returned."""
         super().__init__(call, num_prompts)
         self._id, self._echo, self._answers = new_id("cmpl-"), echo, answers
-        self._choices = [_CompletionChoice() for _ in range(num_prompts * call.params.n)]
+        self._choices: list[_CompletionChoice] = []
 
     def begin(self, prompts: Sequence[Prompt]) -> list[Chunk]:
         """See `Answer.begin`."""
-        for index, choice in enumerate(self._choices):
-            prompt = prompts[index // self.call.params.n]
-            if self._echo and prompt.text:
-                choice.pieces.append(prompt.text)
-                choice.length = len(prompt.text)
+        texts, params = self.call.texts, self.call.params
+        for prompt in prompts:
+            before = prompt.text or "" if self._echo else ""
+            places = [texts.places(params.skip_special_tokens, len(before)) for _ in range(params.n)]
+            self._choices += [_CompletionChoice(each, [before]) for each in places]
         if not (self._echo or self.call.returns_ids):
             return []
         return [self._first(index, choice) for index, choice in enumerate(self._choices)]
@@ -62,20 +63,18 @@ class CompletionAnswer(Answer):
 
     def read(self, index: int, piece: StreamPiece) -> list[Chunk]:
         """See `Answer.read`."""
-        choice, before = self._choices[index], self._choices[index].length
+        choice, logprobs = self._choices[index], None
         choice.pieces.append(piece.text)
-        choice.length += len(piece.text)
         if piece.token is not None and piece.logprobs is not None:
+            place = choice.places.next(piece.token)
             choice.tokens.append(piece.token)
             choice.entries.append(piece.logprobs)
-            choice.offsets.append(before)
+            choice.offsets.append(place)
+            logprobs = completion_logprobs(self.call.texts, [piece.token], [piece.logprobs], [place])
         choice.finish_reason = piece.finish_reason
         ids = self.ids_of(piece)
         if not (piece.text or piece.logprobs or piece.finish_reason or ids or self.call.lists_tokens):
             return []
-        logprobs = None
-        if piece.token is not None and piece.logprobs is not None:
-            logprobs = completion_logprobs(self.call.texts, [piece.token], [piece.logprobs], [before])
         reason = None if piece.finish_reason == "error" else piece.finish_reason
         stop = {} if reason is None else {"stop_reason": piece.stop_reason}
         shown = {"index": index, "text": piece.text, "logprobs": logprobs, "finish_reason": reason, **stop, **ids}

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from speculant.serving.reasoning import ReasoningDelta, ReasoningParser
-from speculant.serving.tools import TextDelta, ToolDelta, ToolParser
+from speculant.serving.reasoning import ReasoningParser
+from speculant.serving.tools import ReasoningDelta, TextDelta, ToolDelta, ToolParser
 
 
 @dataclass
@@ -37,19 +37,31 @@ class MessageReader:
     def __init__(
         self, reasoning: ReasoningParser | None = None, tools: ToolParser | None = None, calls_alone: bool = False
     ) -> None:
-        """calls_alone: the answer has the form of calls, so other text is a call that was cut off. It is left out."""
+        """tools: may also read reasoning, if there is no other parser for it.
+
+        calls_alone: the answer has the form of calls, so other text is a call that was cut before its arguments. It is
+        left out.
+        """
         self.message = MessagePart()
         self.reasoning_tokens = 0
         self._reasoning, self._tools, self._calls_alone = reasoning, tools, calls_alone
 
     def feed(self, text: str, token: int | None = None) -> MessagePart:
         """Take one more token with its text; return the deltas that are now final."""
-        if self._reasoning is None:
-            return self._sort([TextDelta(text)])
-        before = self._reasoning.within
-        part = self._sort(self._reasoning.feed(text, token))
-        self.reasoning_tokens += before or self._reasoning.within
+        before = self._within
+        part = self._sort([TextDelta(text)] if self._reasoning is None else self._reasoning.feed(text, token))
+        self.reasoning_tokens += before or self._within
         return part
+
+    @property
+    def _within(self) -> bool:
+        """Whether the text so far ends within the reasoning."""
+        return bool(self._reasoning and self._reasoning.within) or bool(self._tools and self._tools.reasons)
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether a call's arguments are incomplete."""
+        return self._tools is not None and self._tools.is_cut
 
     def finish(self) -> MessagePart:
         """Return the rest, at the end of the text."""
@@ -61,22 +73,20 @@ class MessageReader:
     def _sort(self, deltas: Sequence[ReasoningDelta | TextDelta]) -> MessagePart:
         part = MessagePart()
         for delta in deltas:
-            if isinstance(delta, ReasoningDelta):
-                part.deltas.append(delta)
-                part.reasoning += delta.text
-                self.message.reasoning += delta.text
-            else:
-                self._add(part, self._tools.feed(delta.text) if self._tools else [delta])
+            is_text = isinstance(delta, TextDelta)
+            self._add(part, self._tools.feed(delta.text) if self._tools and is_text else [delta])
         return part
 
-    def _add(self, part: MessagePart, deltas: Sequence[TextDelta | ToolDelta]) -> None:
+    def _add(self, part: MessagePart, deltas: Sequence[ReasoningDelta | TextDelta | ToolDelta]) -> None:
         for delta in deltas:
-            if self._calls_alone and not isinstance(delta, ToolDelta):
+            if self._calls_alone and isinstance(delta, TextDelta):
                 continue
             part.deltas.append(delta)
             for each in (part, self.message):
                 if isinstance(delta, ToolDelta):
                     each.calls.append(delta)
+                elif isinstance(delta, ReasoningDelta):
+                    each.reasoning += delta.text
                 else:
                     each.content += delta.text
 

@@ -9,6 +9,7 @@ from ipaddress import ip_network
 from typing import Any
 from urllib.parse import urlsplit
 
+from speculant import plugins
 from speculant.errors import ConfigError, suggest
 from speculant.params import MAX_N
 
@@ -96,6 +97,13 @@ class ServerOptions:
                 raise ConfigError(f"{name}={getattr(self, name)!r} is unknown", suggest(getattr(self, name), known))
         if not all(key and key.isascii() and key.isprintable() for key in self.api_keys):
             raise ConfigError("an API key is empty or has characters other than printable ASCII", "use another key.")
+        if any(key != key.strip() for key in self.api_keys):
+            raise ConfigError(
+                "an API key begins or ends with a space, which HTTP removes from headers", "leave out the space."
+            )
+        formats = plugins.names("speculant.serving.tools")
+        if self.tool_parser is not None and self.tool_parser not in formats:
+            raise ConfigError(f"tool_parser={self.tool_parser!r} is unknown", suggest(self.tool_parser, formats))
         if self.priority_range is not None and self.priority_range[0] > self.priority_range[1]:
             low, high = self.priority_range
             raise ConfigError(f"priority_range={low}:{high} has no number", f'use "{high}:{low}".')

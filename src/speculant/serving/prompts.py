@@ -22,7 +22,7 @@ from speculant.serving.protocol import (
     TokenizeBody,
 )
 from speculant.serving.text_lanes import TextLanes
-from speculant.text.stream import IncrementalDetokenizer
+from speculant.text.stream import TokenOffsets
 
 T = TypeVar("T")
 
@@ -196,11 +196,8 @@ def _echoed(engine: AsyncEngine, prompt: Prompt, body: CompletionBody | Tokenize
     text = prompt.text if whole else tokenizer.decode(prompt.tokens, skip)
     if body.logprobs is None:
         return replace(prompt, text=text)
-    stream, offsets, place = IncrementalDetokenizer(tokenizer, skip), [], 0
-    for token in prompt.tokens:
-        offsets.append(place)
-        place += len(stream.push(token))
-    return replace(prompt, text=text, offsets=offsets)
+    places = TokenOffsets(tokenizer, skip)
+    return replace(prompt, text=text, offsets=[places.next(token) for token in prompt.tokens])
 
 
 def _cut(engine: AsyncEngine, tokens: Sequence[int], body: CompletionBody | ConversationBody) -> Sequence[int]:

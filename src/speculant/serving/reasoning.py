@@ -5,23 +5,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Generator, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import groupby
 
 from speculant.engine.prompts import RenderedPrompt
 from speculant.params import SamplingParams
-from speculant.serving.tools.base import SPACE, TextDelta
+from speculant.serving.tools.base import SPACE, ReasoningDelta, TextDelta
 from speculant.structured.reasoned import Reasoning
 from speculant.text.tokenizer import Tokenizer
 
 _SPACE = frozenset(SPACE)
-
-
-@dataclass(frozen=True)
-class ReasoningDelta:
-    """A piece of the reasoning."""
-
-    text: str
 
 
 Delta = ReasoningDelta | TextDelta

@@ -16,13 +16,11 @@ from speculant.serving.completion_answers import CompletionAnswer
 from speculant.serving.errors import ApiError, refusal
 from speculant.serving.prompts import Prompt, Prompts, count_prompts
 from speculant.serving.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from speculant.serving.reasoning import with_tags
 from speculant.serving.sampling import chat_params, completion_params
 from speculant.serving.service import Job, Service
 from speculant.serving.streams import while_connected
 from speculant.serving.tool_use import finish_reason_of_calls, reader_for, with_allowed_tools, with_tools
 from speculant.serving.wire import encode_long, json_response
-from speculant.text.reasoning import find_tags
 
 
 class Routes:
@@ -51,8 +49,7 @@ class Routes:
 
         def settings() -> tuple[ChatBody, SamplingParams]:
             allowed = with_allowed_tools(body)
-            params = with_tools(tokenizer, chat_params(engine, allowed), allowed, name)
-            return allowed, with_tags(tokenizer, params, find_tags(tokenizer.template_for(bool(allowed.tools))) or ())
+            return allowed, with_tools(tokenizer, chat_params(engine, allowed), allowed, name)
 
         body, params = await service.apart(request, settings)
         reader = reader_for(tokenizer, body, name, params.structured_outputs is not None)

@@ -20,6 +20,17 @@ from speculant.serving.protocol import (
 )
 
 LOGPROBS = "message.output_text.logprobs"  # a response has log-probabilities if its `include` has this
+_OF_NOTHING = frozenset(  # values of `include` about items that no response here has, and reasoning is not encrypted
+    {
+        "reasoning.encrypted_content",
+        "file_search_call.results",
+        "web_search_call.results",
+        "web_search_call.action.sources",
+        "code_interpreter_call.outputs",
+        "computer_call_output.output.image_url",
+        "message.input_image.image_url",
+    }
+)
 _WHITESPACE = frozenset({"disable_any_whitespace"})
 _MOST_METADATA = (16, 64, 512)  # entries, characters of a name and of a text: OpenAI's limits
 
@@ -80,15 +91,19 @@ def response_params(engine: AsyncEngine, body: ResponseBody) -> SamplingParams:
 def _check_response(body: ResponseBody) -> None:
     """Raise ApiError (400) for fields of OpenAI's Responses that would have no effect here."""
     included = set(body.include or ())
-    reasoning, text = _set_keys(body.reasoning), _set_keys(body.text)
+    reasoning = _set_keys(body.reasoning, {"summary": "auto"})  # there are none, and none are required
+    text = _set_keys(body.text, {"verbosity": "medium"})
     asked = f'include=["{LOGPROBS}"]'
     refused = {
         "n": (body.n not in (None, 1), "a response has one answer; leave it out"),
-        "include": (bool(included - {LOGPROBS}), f"this server supports only {asked}"),
+        "include": (bool(included - {LOGPROBS} - _OF_NOTHING), f"this server supports only {asked}"),
         "top_logprobs": (bool(body.top_logprobs) and LOGPROBS not in included, f"it needs {asked}"),
         "reasoning": (bool(reasoning - {"effort"}), "only effort is supported; reasoning is not summarised"),
         "text": (bool(text - {"format"}), "only format is supported"),
-        "truncation": (body.truncation not in (None, "disabled"), 'use "disabled"; a conversation is never cut'),
+        "truncation": (
+            body.truncation not in (None, "disabled", "auto"),
+            'use "disabled"; a conversation is never cut',
+        ),
         "response_format": (body.response_format is not None and "format" in text, "text.format is given too"),
     }
     for name, (wrong, instead) in refused.items():
@@ -100,9 +115,9 @@ def _check_response(body: ResponseBody) -> None:
         raise refusal(f"metadata may have at most {limits}.", "metadata")
 
 
-def _set_keys(value: Mapping[str, Any] | None) -> set[str]:
-    """Return the keys whose values are not null."""
-    return {key for key, each in (value or {}).items() if each is not None}
+def _set_keys(value: Mapping[str, Any] | None, usual: Mapping[str, str]) -> set[str]:
+    """Return the keys whose values are neither null nor the usual ones."""
+    return {key for key, each in (value or {}).items() if each is not None and each != usual.get(key)}
 
 
 def _given(engine: AsyncEngine, body: GeneratingBody) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import signal
 import socket
 from collections.abc import Callable
 from contextlib import ExitStack
+from errno import EADDRNOTAVAIL
 from types import FrameType
 from typing import Any, Protocol, cast
 
@@ -26,6 +27,7 @@ from speculant.serving.options import ServerOptions
 from speculant.serving.round_robin import RoundRobin
 
 _CHECK_TICKS = 5  # between two checks of all connections' deadlines; a tick is a tenth of a second
+_ADDRESS = "use an address of this machine as --host, such as 127.0.0.1, or 0.0.0.0 for all of them."
 _BACKLOG = 2048  # connections that wait to be accepted
 _LAST_EVENTS = 5  # seconds in which the last events of aborted streams are sent
 
@@ -144,9 +146,9 @@ def _listen(options: ServerOptions) -> socket.socket:
             made.listen(_BACKLOG)
             undone.pop_all()
         return made
-    except OSError as error:
-        where = f"{options.host}:{options.port}"
-        raise ConfigError(
-            f"the server can't listen at {where}: {error.strerror}",
-            "choose another --port, or end the program that uses this one.",
-        ) from error
+    except (OSError, UnicodeError) as error:
+        where = f"the server can't listen at {options.host}:{options.port}"
+        if isinstance(error, socket.gaierror | UnicodeError):
+            raise ConfigError(f"{where}: there is no host of this name", _ADDRESS) from error
+        port = "choose another --port, or end the program that uses this one."
+        raise ConfigError(f"{where}: {error.strerror}", _ADDRESS if error.errno == EADDRNOTAVAIL else port) from error

@@ -7,6 +7,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 from speculant.serving.wire import Deferred
+from speculant.text.stream import TokenOffsets
 from speculant.text.token_bytes import byte_table, fallback_byte
 from speculant.text.tokenizer import Tokenizer
 from speculant.types import Logprob, Logprobs
@@ -25,6 +26,10 @@ class TokenTexts:
         nested = [decoder, *decoder.get("decoders", ())]
         self._bytes_of = byte_table() if any(each.get("type") == "ByteLevel" for each in nested) else None
         self.of = lru_cache(_CACHED)(self._of)
+
+    def places(self, skip_special_tokens: bool, start: int = 0) -> TokenOffsets:
+        """Return where the texts of the tokens of an answer begin; start: characters before the answer."""
+        return TokenOffsets(self._tokenizer, skip_special_tokens, start)
 
     def _of(self, token: int) -> tuple[str, list[int] | None]:
         """Return a token's text and bytes. Part of a character is written as OpenAI does: `bytes:` and hex codes."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TypeVar
 
 from speculant import plugins
@@ -16,15 +16,17 @@ from speculant.serving.protocol import ChatBody, ConversationBody
 from speculant.serving.reasoning import find_reasoning, with_tags
 from speculant.serving.sampling import requires_call, wants_compact
 from speculant.serving.tools import (
+    TokenId,
     ToolParser,
     call_grammar,
     call_schema,
     choose_tools,
     find_format,
-    json_symbol,
+    form_symbol,
     read_tools,
 )
 from speculant.structured.spec import StructuredOutputs
+from speculant.text.reasoning import TAGS, find_tags
 from speculant.text.tokenizer import Tokenizer
 
 C = TypeVar("C", bound=ConversationBody)
@@ -58,49 +60,60 @@ def _check_count(tools: int, param: str) -> None:
 
 
 def with_tools(tokenizer: Tokenizer, params: SamplingParams, body: ChatBody, name: str | None) -> SamplingParams:
-    """Return settings under which calls can be read, and must be made if the request requires one.
+    """Return settings under which reasoning and calls can be read, and must be made if the request requires a call.
 
     name: the format of calls; None = the template's. JSON of a given form may be written in place of calls that the
     model may make. Raises RequestError for invalid tools or an invalid choice.
     """
-    if not body.tools or body.tool_choice == "none":
-        if body.tool_choice not in (None, "none", "auto"):
-            raise refusal("tool_choice needs tools.", "tool_choice")
+    calls, required, form = _has_calls(body), requires_call(body), params.structured_outputs
+    if not calls and required:
+        raise refusal("tool_choice needs tools.", "tool_choice")
+    _check_count(len(body.tools or ()) if calls else 0, "tools")
+    template, found = tokenizer.template_for(bool(body.tools)), _format_of(tokenizer, body, name)
+    params = with_tags(tokenizer, params, (*(find_tags(template) or ()), *(found.markers() if found else ())))
+    if found is None:
         return params
-    _check_count(len(body.tools), "tools")
-    template, found = tokenizer.template_for(tools=True), _format_of(tokenizer, body, name)
-    params = with_tags(tokenizer, params, found.markers())
-    required, form = requires_call(body), params.structured_outputs
     if required and form is not None:
         raise refusal("tool_choice and the form of the answer are both given: keep one.", "tool_choice")
-    choice = body.tool_choice if required and body.tool_choice else "required"
-    shapes = call_schema(body.tools, choice, template, name)
-    instead = None if form is None else _symbol_of(form)
+    choice, token_id = (body.tool_choice if required else None) or "required", partial(_added_id, tokenizer)
+    shapes = call_schema(body.tools or (), choice, template, name) if calls else []
+    instead = None if form is None or body.continue_final_message else _symbols_of(form, found, token_id)
     if not required and instead is None:
         return params
     several = body.tool_choice in (None, "auto", "required") and body.parallel_tool_calls is not False
     separator = found.separator(template) if several else None
     compact = wants_compact(body) if form is None else form.disable_any_whitespace
-    grammar = call_grammar(shapes, lambda text: _added_id(tokenizer, text), separator, compact, instead)
+    grammar = call_grammar(shapes, token_id, separator, compact, instead, found.thought(token_id))
     return dataclasses.replace(params, structured_outputs={"grammar": grammar})  # type: ignore[arg-type]
 
 
-def _symbol_of(form: StructuredOutputs) -> str | None:
-    """Return the symbol of a form in the grammar of calls; None for forms other than JSON, which leave no calls."""
-    source = form.source
-    schema = json.loads(source.text) if source.kind == "json" else None
-    return json_symbol(schema, source.compact) if isinstance(schema, dict) else None
+def _has_calls(body: ChatBody) -> bool:
+    return bool(body.tools) and body.tool_choice != "none"
+
+
+def _symbols_of(form: StructuredOutputs, found: type[ToolParser], token_id: TokenId) -> str | None:
+    """Return the symbols of a form in the grammar of calls; None for forms other than JSON, which leave no calls.
+
+    In a format that reads all, the symbols of every form begin with the header of a message.
+    """
+    if not found.reads_all:
+        return form_symbol(form.source) if form.source.kind == "json" else None
+    symbol = form_symbol(form.source)
+    if symbol is None:
+        raise refusal("This model's answers have channels, so a grammar can't be their form.", "structured_outputs")
+    return f"{found.opening(token_id)} {symbol}"
 
 
 def reader_for(
     tokenizer: Tokenizer, body: ChatBody, name: str | None, has_form: bool
 ) -> Callable[[Prompt], MessageReader]:
     """Return a function that makes the reader of an answer from its prompt. has_form: the answer has a given form."""
-    calls = bool(body.tools) and body.tool_choice != "none"
 
     def make(prompt: Prompt) -> MessageReader:
-        tools = _format_of(tokenizer, body, name)() if calls else None
-        return MessageReader(find_reasoning(prompt.rendered, has_form), tools, requires_call(body))
+        found = _format_of(tokenizer, body, name)
+        tools = None if found is None else found().after(prompt.text or "", _has_calls(body))
+        reasoning = None if found is not None and found.reads_all else find_reasoning(prompt.rendered, has_form)
+        return MessageReader(reasoning, tools, requires_call(body))
 
     return make
 
@@ -110,12 +123,15 @@ def finish_reason_of_calls(body: ChatBody) -> str:
     return "tool_calls" if body.tool_choice in (None, "auto", "required") else "stop"
 
 
-def _format_of(tokenizer: Tokenizer, body: ChatBody, name: str | None) -> type[ToolParser]:
+def _format_of(tokenizer: Tokenizer, body: ChatBody, name: str | None) -> type[ToolParser] | None:
     """Return the format in which calls are read, and written if the request requires one.
 
-    Raises ApiError (400) if the model decides whether it makes calls, and its format is unknown.
+    None: the request allows no calls, and nothing else needs the format. Raises ApiError (400) if the model decides
+    whether it makes calls, and its format is unknown.
     """
-    found = find_format(tokenizer.template_for(tools=True), name)
+    found = find_format(tokenizer.template_for(tools=_has_calls(body)), name)
+    if not _has_calls(body):
+        return found if found is not None and found.reads_all else None
     if found is None and requires_call(body):
         found = find_format(None, _UNKNOWN)
     if found is None:
@@ -125,6 +141,18 @@ def _format_of(tokenizer: Tokenizer, body: ChatBody, name: str | None) -> type[T
             f'Start the server with --tool-parser ({known}), or send tool_choice="required" or a named function.',
             "tool_choice",
         )
+    return found
+
+
+def unknown_formats(tokenizer: Tokenizer, name: str | None) -> list[str]:
+    """Return what can't be separated from a model's text, for the server's operator: calls, or reasoning."""
+    template, found = tokenizer.template_for(tools=True) or "", []
+    if "tools" in template and find_format(template, name) is None:
+        known = ", ".join(plugins.names("speculant.serving.tools"))
+        found.append(f"the format of this model's tool calls is unknown; --tool-parser sets one of {known}")
+    plain = tokenizer.chat_template or ""
+    if any(tags.end in plain for tags in TAGS) and find_tags(plain) is None:
+        found.append("the format of this model's reasoning is unknown, so it stays in the content of answers")
     return found
 
 

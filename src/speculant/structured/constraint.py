@@ -15,6 +15,7 @@ from torch import Tensor
 
 from speculant.errors import ConstraintError, Converts, RequestError
 from speculant.structured.allowance import Allowance
+from speculant.structured.reasons import has_no_text, reason_of
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -223,19 +224,16 @@ class GrammarConstraint:
             raise self._over_limits()
 
     def _over_limits(self) -> ConstraintError:
-        return ConstraintError(f"the grammar of this request exceeds its limits: {shortened(self._failure)}", SIMPLIFY)
+        reason = reason_of(self._failure)
+        if has_no_text(self._failure):
+            return ConstraintError(f"the form of this request can't be written: {reason}", "correct it.")
+        return ConstraintError(f"the grammar of this request exceeds its limits: {reason}", SIMPLIFY)
 
 
 def _forbidden(tokens: Sequence[int]) -> RequestError:
     return RequestError(
         f"the grammar of this request forbids the tokens {list(tokens)}", "commit only tokens that its mask allows."
     )
-
-
-def shortened(reason: str) -> str:
-    """Return an error of the library in one line, without its traceback."""
-    line = " ".join(reason.partition("<backtrace>")[0].split())
-    return line if len(line) <= 300 else line[:297] + "..."
 
 
 def without_tokens(mask: Tensor, tokens: Iterable[int]) -> Tensor:

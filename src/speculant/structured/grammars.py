@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from speculant.errors import CapacityError, ConfigError, Converts, RequestError
 from speculant.structured.allowance import CLIENT_SHARE, REFUSED_S, SLOW_S, Allowance, ClientTime
-from speculant.structured.constraint import SIMPLIFY, Grammar, shortened
+from speculant.structured.constraint import SIMPLIFY, Grammar
 from speculant.structured.lanes import ClientLane
 from speculant.structured.library import STRANGERS, StepLimits, make_matcher
 from speculant.structured.probe import STACK_BYTES, Probed, ProbeLimits
 from speculant.structured.prober import Prober
+from speculant.structured.reasons import has_no_text, is_of_schema, reason_of
 from speculant.structured.spec import GrammarSource, StructuredOutputs
 from speculant.structured.spelling import read_vocabulary
 from speculant.text.tokenizer import Tokenizer
@@ -303,12 +304,12 @@ def _noted(notes: OrderedDict[K, V], key: K, make: Callable[[], V]) -> V:
 
 def _check_probe(probed: Probed, limits: ProbeLimits, source: GrammarSource) -> None:
     """Raise RequestError for a form that exceeds its limits, or that the library refuses."""
-    if probed.exceeded == "step":
-        reason = shortened(probed.error)
+    if probed.exceeded == "step" and not has_no_text(probed.error):
+        reason = reason_of(probed.error)
         raise RequestError(f"the {source.kind} of structured_outputs exceeds its limits: {reason}", SIMPLIFY)
     time_limit = f"{limits.seconds:g} s of processor time"
     memory_limit = f"{limits.num_bytes // 2**20} MiB of memory"
-    if probed.exceeded:
+    if probed.exceeded and probed.exceeded != "step":
         limit = {"time": time_limit, "memory": memory_limit}.get(probed.exceeded, f"{time_limit} or {memory_limit}")
         kind = _KilledError if probed.exceeded == "limits" else RequestError
         raise kind(f"the {source.kind} of structured_outputs takes more than {limit} to compile", SIMPLIFY)
@@ -317,9 +318,9 @@ def _check_probe(probed: Probed, limits: ProbeLimits, source: GrammarSource) -> 
 
 
 def _invalid(source: GrammarSource, error: str) -> RequestError:
-    reason = shortened(error)
+    reason, what = reason_of(error, source.kind), "a JSON schema" if is_of_schema(error) else f"the {source.kind}"
     fix = SIMPLIFY if "too" in reason or "limit" in reason else CORRECT
-    return RequestError(f"the {source.kind} of structured_outputs can't be used: {reason}", fix)
+    return RequestError(f"{what} of structured_outputs can't be used: {reason}", fix)
 
 
 def _check_beginning(grammar: Grammar) -> None:

@@ -12,9 +12,11 @@ from typing import Any, NamedTuple
 
 from speculant.errors import ConfigError, RequestError, suggest
 from speculant.files import MOST_DEPTH, is_deep, is_encodable
+from speculant.structured.bounds import with_written_bounds
 
 MAX_CHARACTERS = 65_536  # of a schema, an expression or a grammar, or of all choices together
 MAX_CHOICES = 1024
+_OPTIONS = "x-guidance"  # of the grammar library, some of which would allow invalid values
 KINDS = ("json", "regex", "choice", "grammar", "json_object")
 # Fields of vLLM that are not supported, with alternatives.
 REFUSED = {
@@ -137,7 +139,7 @@ def _schema_text(given: object) -> str:
     if is_deep(dict(schema)):
         raise _too_deep()
     try:
-        return json.dumps(dict(schema))
+        return json.dumps(with_written_bounds({key: each for key, each in schema.items() if key != _OPTIONS}))
     except (TypeError, ValueError) as error:
         raise ConfigError(f"json of structured_outputs is not JSON: {error}", "use only JSON's types.") from error
 

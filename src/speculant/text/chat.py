@@ -17,7 +17,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.runtime import Context
 
-from speculant.errors import ConfigError, Converts, ModelError, RequestError
+from speculant.errors import ConfigError, Converts, ModelError, RequestError, SpeculantError
 from speculant.text.costs import Budget
 from speculant.text.sandbox import BoundedEnvironment
 
@@ -57,6 +57,26 @@ class ChatTemplate:
                 f"the chat template can't render these messages: {error}",
                 "give each message a role that the model knows and a text content, in the order it expects.",
             ) from error
+
+
+def answer_in(source: str, message: Mapping[str, Any], tools: Sequence[Mapping[str, Any]] = ()) -> str | None:
+    """Return an assistant's message as a template writes it after a user's, from the beginning of the answer.
+
+    It ends with the text after a message. Return None if the template can't render it.
+    """
+    user, given = (
+        {"role": "user", "content": "Where?"},
+        {"tools": list(tools) or None, "bos_token": "", "eos_token": ""},
+    )
+    try:
+        template = ChatTemplate(source)
+        prompt, whole = template.render([user], True, **given), template.render([user, message], False, **given)
+    except SpeculantError:
+        return None
+    pairs = enumerate(zip(prompt, whole, strict=False))
+    start = next((place for place, (one, other) in pairs if one != other), len(prompt))
+    tag = whole.rfind("<", 0, start)
+    return whole[tag if tag > whole.rfind(">", 0, start) else start :]  # a tag is not cut
 
 
 def read_template(given: object) -> str | None:

@@ -11,6 +11,7 @@ from speculant.errors import RequestError, suggest
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _CUSTOM_ROLE = re.compile(r"[A-Za-z][\w.-]{0,63}", re.ASCII)
+_NOT_CONTINUED = "leave out continue_final_message."
 _RESERVED = frozenset({"messages", "tools", "add_generation_prompt"})
 
 
@@ -46,6 +47,30 @@ def check_roles(conversation: Sequence[Mapping[str, Any]], template: str, text: 
         if place < 0:
             problem = f"has the role {role!r}, whose messages the chat template leaves out"
             _refuse(f"message {number}", problem, suggest(role, ROLES))
+
+
+def with_mark(conversation: Sequence[dict[str, Any]], mark: str) -> list[dict[str, Any]]:
+    """Return a conversation whose last content ends with a mark, for `up_to_mark`; a space shows what is trimmed.
+
+    mark: a text that occurs nowhere else. Raises RequestError for a last message that has calls in place of a content.
+    """
+    *before, last = conversation
+    if last.get("tool_calls") and not last["content"]:
+        raise RequestError("the last message can't be continued: it has no content", _NOT_CONTINUED)
+    return [*before, {**last, "content": f"{last['content']}{mark} "}]
+
+
+def up_to_mark(text: str, mark: str, content: str) -> str:
+    """Return a rendered conversation up to the mark after its last content.
+
+    White space at the end of the content is kept, unless the template trims contents. Raises RequestError if the
+    template does not write the content as it is.
+    """
+    before, _, after = text.rpartition(mark)
+    if mark not in text or not before.rstrip().endswith(content.strip()):
+        raise RequestError("the last message can't be continued: the chat template changes its content", _NOT_CONTINUED)
+    before = before.replace(f"{mark} ", "").replace(mark, "")  # a template may write a content twice
+    return before if after.startswith(" ") else before.rstrip()
 
 
 def _names(role: str, template: str) -> bool:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
+
+from speculant.text.chat import answer_in
 
 _SPACE = " \t\r\n"  # may be next to tags
 
@@ -28,6 +31,12 @@ class ExpectedReasoning:
     possible: bool
 
 
+_THOUGHT = "It is wet."
+_REASONED = {
+    "role": "assistant",
+    "content": "At sea.",
+    **dict.fromkeys(("reasoning_content", "reasoning", "thinking"), _THOUGHT),  # templates read different names
+}
 TAGS = (
     ReasoningTags("<think>", "</think>"),
     ReasoningTags("[THINK]", "[/THINK]"),
@@ -35,9 +44,24 @@ TAGS = (
 )
 
 
+@lru_cache(maxsize=8)
 def find_tags(template: str | None) -> ReasoningTags | None:
-    """Return the tags that a chat template contains; None if it contains none."""
-    return next((tags for tags in TAGS if template is not None and tags.end in template), None)
+    """Return the tags around the reasoning in a chat template; None if it contains none, or writes reasoning otherwise.
+
+    A template that writes no reasoning is trusted.
+    """
+    if template is None or not (found := [tags for tags in TAGS if tags.end in template]):
+        return None
+    answer = answer_in(template, _REASONED) or ""
+    if _THOUGHT not in answer:
+        return found[0]
+    return next((tags for tags in found if _reads_back(tags, answer)), None)
+
+
+def _reads_back(tags: ReasoningTags, answer: str) -> bool:
+    before, _, after = answer.partition(tags.end)
+    thought = before.strip(_SPACE).removeprefix(tags.start).strip(_SPACE)
+    return thought == _THOUGHT and after.lstrip(_SPACE).startswith(_REASONED["content"])
 
 
 def is_opened(tags: ReasoningTags, prompt: str) -> bool:

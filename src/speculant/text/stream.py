@@ -88,6 +88,20 @@ class IncrementalDetokenizer:
         return self._tokenizer.decode(self._window, skip_special_tokens=False)
 
 
+class TokenOffsets:
+    """Where the text of each token begins, in the text of all tokens of a sequence."""
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True, start: int = 0) -> None:
+        """start: characters before the sequence."""
+        self._detokenizer, self._place = IncrementalDetokenizer(tokenizer, skip_special_tokens), start
+
+    def next(self, token_id: int) -> int:
+        """Return the place of the next token's text."""
+        place = self._place
+        self._place += len(self._detokenizer.push(token_id))
+        return place
+
+
 def _fallback_ids(tokenizer: Tokenizer) -> frozenset[int]:
     """Return the `<0x..>` tokens if the tokenizer's decoder reads them as bytes."""
     if not _has_byte_fallback(tokenizer.decoder_settings):

@@ -53,6 +53,21 @@ def test_log_probabilities_equal_the_library_s(demo: LiveServer, llm: Any, max_t
     assert choice["finish_reason"] == "length"
 
 
+@pytest.mark.parametrize("echo", [False, True])
+def test_offsets_do_not_depend_on_stop_strings(demo: LiveServer, echo: bool) -> None:
+    """The text of tokens that may begin a stop string is held back; their offsets are the same."""
+    body = {"prompt": "import os\n", "logprobs": 0, "temperature": 0, "max_tokens": 12, "echo": echo}
+    free = demo.post("/v1/completions", **body)["choices"][0]
+    offsets, text = free["logprobs"]["text_offset"], free["text"][10 if echo else 0 :]
+    assert len({*offsets}) > 8
+    for stop in ([text[:6] + "\0"], [text + "\0"], [each + "\0" for each in {*text}]):
+        held = demo.post("/v1/completions", stop=stop, **body)["choices"][0]
+        assert (held["text"], held["logprobs"]["text_offset"]) == (free["text"], offsets)
+        chunks = demo.chunks("/v1/completions", stop=stop, **body) if not echo else []
+        streamed = [each["logprobs"] for chunk in chunks for each in chunk["choices"] if each["logprobs"]]
+        assert echo or [place for each in streamed for place in each["text_offset"]] == offsets
+
+
 def test_offsets_are_positions_in_the_text(demo: LiveServer) -> None:
     choice = demo.post("/v1/completions", prompt="import os\n", echo=True, logprobs=0, **GREEDY)["choices"][0]
     logprobs, text = choice["logprobs"], choice["text"]

@@ -113,12 +113,13 @@ def test_the_last_message_is_continued(server: LiveServer) -> None:
     messages = [*CHAT, {"role": "assistant", "content": "I say "}]
     made = server.post("/tokenize", messages=messages, continue_final_message=True)
     prompt = server.post("/detokenize", tokens=made["tokens"])["prompt"]
-    assert prompt == "[user]hi[end][assistant]I say"
+    assert prompt == "[user]hi[end][assistant]I say "
     said = answer(server, messages=messages, continue_final_message=True)
     assert said["content"] in ("yes!!!", "no!!!")
-    empty = {"messages": [*CHAT, {"role": "assistant", "content": ""}], "continue_final_message": True}
-    refused = server.http.post("/v1/chat/completions", json=empty)
-    assert (refused.status_code, "can't be continued" in refused.json()["error"]["message"]) == (400, True)
+    empty = server.post(
+        "/tokenize", messages=[*CHAT, {"role": "assistant", "content": ""}], continue_final_message=True
+    )
+    assert server.post("/detokenize", tokens=empty["tokens"])["prompt"] == "[user]hi[end][assistant]"
 
 
 def test_tools_have_their_own_template(server: LiveServer) -> None:
@@ -233,12 +234,13 @@ def test_a_response_has_log_probabilities(server: LiveServer) -> None:
     [
         ("top_logprobs", 3),
         ("logprobs", True),
-        ("include", ["reasoning.encrypted_content"]),
-        ("reasoning", {"effort": "low", "summary": "auto"}),
+        ("include", ["reasoning.encrypted_content", "reasoning.content"]),
+        ("reasoning", {"effort": "low", "summary": "detailed"}),
         ("reasoning_effort", "low"),
         ("max_completion_tokens", 5),
         ("text", {"verbosity": "low"}),
-        ("truncation", "auto"),
+        ("truncation", "always"),
+        ("tools", [{"type": "custom", "name": "apply_patch"}]),
         ("tool_choice", "required"),
         ("prompt", {"id": "x"}),
         ("n", 2),
@@ -248,6 +250,47 @@ def test_a_response_has_log_probabilities(server: LiveServer) -> None:
 def test_fields_that_a_response_can_t_honour_are_refused(server: LiveServer, field: str, value: Any) -> None:
     refused = server.http.post("/v1/responses", json={**RESPONSE, field: value})
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, field)
+
+
+CODEX: dict[str, Any] = {
+    "instructions": "You are a coding agent.",
+    "input": [
+        {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Be brief."}]},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "hi"}]},
+        {"type": "reasoning", "id": "rs_1", "summary": [], "content": None, "encrypted_content": None},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Hello."}]},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "list"}]},
+    ],
+    "tools": [],
+    "tool_choice": "auto",
+    "parallel_tool_calls": False,
+    "store": False,
+}
+AGENTS: dict[str, Any] = {"input": "hi", "instructions": None, "tools": [], "metadata": {"a": "b"}}
+WITHOUT_EFFECT: dict[str, Any] = {
+    "include": ["reasoning.encrypted_content", "web_search_call.action.sources"],
+    "reasoning": {"effort": "low", "summary": "auto", "generate_summary": None},
+    "text": {"verbosity": "medium", "format": {"type": "text"}},
+    "truncation": "auto",
+    "prompt_cache_key": "0199",
+    "service_tier": "auto",
+    "safety_identifier": "someone",
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("body", [CODEX, AGENTS], ids=["Codex", "Agents SDK"])
+def test_fields_of_agents_that_change_nothing_are_accepted(server: LiveServer, body: Any, stream: bool) -> None:
+    def output(**fields: Any) -> Any:
+        asked = {**body, "max_output_tokens": 8, "temperature": 0, **fields}
+        if not stream:
+            return server.post("/v1/responses", **asked)["output"]
+        return json.loads([*server.events("/v1/responses", **asked)][-1])["response"]["output"]
+
+    plain, full = output(reasoning={"effort": "low"}), output(**WITHOUT_EFFECT)
+    assert [item["content"] for item in full] == [item["content"] for item in plain]
+    for name, value in WITHOUT_EFFECT.items():
+        assert output(**{name: value})
 
 
 def test_a_response_s_effort_reaches_the_template(server: LiveServer) -> None:

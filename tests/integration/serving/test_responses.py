@@ -31,7 +31,8 @@ __all__ = ["serve_process"]
 
 TEMPLATE = """{%- if tools %}<tool_call>{{ tools | tojson }}</tool_call>{% endif -%}
 {%- for message in messages %}{{ '[' + message.role + ']' }}
-{%- if message.reasoning_content %}{{ '(' + message.reasoning_content + ')' }}{% endif %}{{ message.content }}
+{%- if message.reasoning_content %}{{ '<think>' + message.reasoning_content + '</think>' }}{% endif %}
+{{- message.content }}
 {%- for call in message.tool_calls or [] %}{{ '<tool_call>' + (call.function | tojson) + '</tool_call>' }}{% endfor %}
 {{- '[end]' }}{% endfor -%}
 {%- if add_generation_prompt %}{{ '[assistant]' }}{% if enable_thinking %}<think>{% endif %}{% endif %}{# </think> #}"""

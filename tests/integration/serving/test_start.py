@@ -42,8 +42,16 @@ def test_a_busy_port_is_refused_before_the_model_is_downloaded(busy: int, monkey
 
 def test_an_address_of_another_machine_is_refused() -> None:
     options = ServerOptions(host="203.0.113.1")
-    with pytest.raises(ConfigError, match=r"can't listen at 203.0.113.1:8000: "):
+    with pytest.raises(ConfigError, match=r"can't listen at 203.0.113.1:8000: .*\n.*an address of this machine"):
         Server(make_app(never, options), options, never)
+
+
+@pytest.mark.parametrize("host", ["nohost.invalid", "a" * 70, "1.2.3.4.5"])
+def test_a_host_that_does_not_exist_is_refused(host: str) -> None:
+    options = ServerOptions(host=host)
+    with pytest.raises(ConfigError, match=r"there is no host of this name\n.*--host") as caught:
+        Server(make_app(never, options), options, never)
+    assert "--port" not in str(caught.value)
 
 
 def test_answers_are_sent_at_once(demo: LiveServer) -> None:

@@ -119,6 +119,36 @@ def test_a_forced_call_is_a_call_whatever_the_template(without_tools: LiveServer
     assert choices[-1]["finish_reason"] == reason
 
 
+@pytest.mark.parametrize(
+    ("cut", "reason", "incomplete"),
+    [({"stop": ['ize":']}, "stop", {}), ({"max_tokens": 45}, "length", {"reason": "max_output_tokens"})],
+    ids=["stop string", "limit"],
+)
+def test_a_call_that_is_cut_is_not_complete(server: LiveServer, cut: Any, reason: str, incomplete: Any) -> None:
+    """Its arguments end where the text ends, and nothing says that the call may be run."""
+    body = {**BODY, "tool_choice": "required", "parallel_tool_calls": False, "max_completion_tokens": None, **cut}
+    (choice,) = server.post("/v1/chat/completions", **body)["choices"]
+    (call,) = choice["message"]["tool_calls"]
+    assert choice["finish_reason"] == reason
+    assert '{"size":1}'.startswith(call["function"]["arguments"])
+    assert 0 < len(call["function"]["arguments"]) < len('{"size":1}')
+    chunks = [each for chunk in server.chunks("/v1/chat/completions", **body) for each in chunk["choices"]]
+    deltas = [delta["function"]["arguments"] for each in chunks for delta in each["delta"].get("tool_calls") or ()]
+    assert "".join(deltas) == call["function"]["arguments"]
+    assert [each["finish_reason"] for each in chunks if each["finish_reason"]] == [reason]
+
+    tools = [{"type": "function", **tool["function"]} for tool in TOOLS]  # type: ignore[dict-item]
+    given = {"input": "hi", "tools": tools, "tool_choice": "required", "logit_bias": BODY["logit_bias"], **cut}
+    settings = {**given, "temperature": 0, "parallel_tool_calls": False}
+    whole = server.post("/v1/responses", **settings)
+    last = json.loads([*server.events("/v1/responses", **settings)][-1])
+    assert last["type"] == "response.incomplete"
+    for response in (whole, last["response"]):
+        assert (response["status"], response["incomplete_details"]) == ("incomplete", incomplete)
+        (item,) = response["output"]
+        assert (item["status"], item["arguments"]) == ("incomplete", call["function"]["arguments"])
+
+
 def test_tools_that_the_model_may_call_need_a_format(without_tools: LiveServer) -> None:
     for choice in ({}, {"tool_choice": "auto"}):
         refused = without_tools.http.post("/v1/chat/completions", json={**BODY, **choice})

@@ -35,7 +35,8 @@ from tests.models import Checkpoints
      {"max_connections_per_address": -1}, {"max_buffered_bytes": 2**20}, {"trusted_proxies": ("10.0.0.0.0",)},
      {"client_header": "X-User"}, {"client_header": "X User", "trusted_proxies": ("10.0.0.7",)},
      {"client_header": "", "trusted_proxies": ("10.0.0.7",)}, {"access_log": "xml"},
-     {"otlp_endpoint": "localhost:4318"}, {"otlp_endpoint": "http://["}],
+     {"otlp_endpoint": "localhost:4318"}, {"otlp_endpoint": "http://["}, {"tool_parser": "no"},
+     {"api_keys": (" k",)}, {"api_keys": ("k", "k ")}],
     ids=str,
 )  # fmt: skip
 def test_options_are_checked(given: dict[str, Any]) -> None:

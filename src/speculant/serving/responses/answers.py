@@ -14,11 +14,10 @@ from speculant.serving.errors import ApiError
 from speculant.serving.messages import MessagePart, MessageReader
 from speculant.serving.prompts import Prompt
 from speculant.serving.protocol import ResponseBody
-from speculant.serving.reasoning import ReasoningDelta
 from speculant.serving.responses.chat import shown_settings
 from speculant.serving.responses.items import CALL_ID, MESSAGE_ID, REASONING_ID
 from speculant.serving.token_texts import chat_logprob
-from speculant.serving.tools import TextDelta, ToolDelta
+from speculant.serving.tools import ReasoningDelta, TextDelta, ToolDelta
 
 _TEXTS = MappingProxyType(  # in the names of events about an item's text
     {"reasoning": "reasoning_text", "message": "output_text", "function_call": "function_call_arguments"}
@@ -143,7 +142,12 @@ class ResponseAnswer(Answer):
 
     @property
     def _status(self) -> str:
-        return "incomplete" if self._reason == "length" else "completed"
+        return "incomplete" if self._reason == "length" or self._reader.is_cut else "completed"
+
+    @property
+    def _details(self) -> dict[str, Any]:
+        """Why the response is incomplete. OpenAI has no reason for a call that a stop string cuts."""
+        return {"reason": "max_output_tokens"} if self._reason == "length" else {}
 
     def _shown(self, part: MessagePart, kind: str) -> list[Chunk]:
         """Return the events of a part. kind: the item of its token, if the part is empty."""
@@ -224,7 +228,7 @@ class ResponseAnswer(Answer):
             "status": status,
             "background": bool(body.background),
             "error": None,
-            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "incomplete_details": self._details if status == "incomplete" else None,
             "instructions": body.instructions,
             "max_output_tokens": body.max_tokens if body.max_output_tokens is None else body.max_output_tokens,
             "max_tool_calls": body.max_tool_calls,

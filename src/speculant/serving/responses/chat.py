@@ -8,6 +8,7 @@ from typing import Any
 from speculant.serving.errors import ApiError, refusal
 from speculant.serving.protocol import ChatBody, ResponseBody
 from speculant.serving.tool_use import with_allowed_tools
+from speculant.serving.tools.schema import CUSTOM, CUSTOM_FIX
 
 _OF_FUNCTION = ("name", "description", "parameters", "strict")
 _OF_FORMAT = ("type", "name", "description", "schema", "strict")
@@ -94,6 +95,8 @@ def _named(choice: object) -> dict[str, Any]:
 
 def _hosted(tool: object, param: str) -> ApiError:
     kind = tool.get("type") if isinstance(tool, Mapping) else type(tool).__name__
+    if kind == "custom":
+        return refusal(f"{CUSTOM[0].upper()}{CUSTOM[1:]}. Fix: {CUSTOM_FIX}", param, "unsupported_value")
     return refusal(
         f"A tool of type {str(kind)[:80]!r} is not supported, as this server runs no tools: use type function.",
         param,

@@ -19,7 +19,6 @@ from speculant.serving.errors import ApiError, api_error, refusal
 from speculant.serving.options import ServerOptions
 from speculant.serving.prompts import Prompt
 from speculant.serving.protocol import ChatBody, Message, ResponseBody
-from speculant.serving.reasoning import with_tags
 from speculant.serving.records import note_background
 from speculant.serving.responses.answers import ResponseAnswer
 from speculant.serving.responses.chat import as_chat
@@ -30,7 +29,6 @@ from speculant.serving.service import Job, Service
 from speculant.serving.streams import EventStream, while_connected
 from speculant.serving.tool_use import reader_for, with_tools
 from speculant.serving.wire import encode, encode_in_parts, json_response
-from speculant.text.reasoning import find_tags
 
 _COMPLETE, _RUNNING = ("completed", "incomplete"), ("queued", "in_progress")
 _PIECE = 65_536  # bytes of a stored response that are sent at a time
@@ -85,8 +83,7 @@ class ResponseRoutes:
             params = response_params(engine, body)
             if requires_call(chat):
                 params = replace(params, structured_outputs=None)  # the form of a text; a forced call has its own
-            params = with_tools(tokenizer, params, chat, name)
-            return chat, with_tags(tokenizer, params, find_tags(tokenizer.template_for(bool(chat.tools))) or ())
+            return chat, with_tools(tokenizer, params, chat, name)
 
         chat, params = await service.apart(request, settings)
         reader = reader_for(tokenizer, chat, name, params.structured_outputs is not None)

@@ -6,16 +6,38 @@ A format is a module in this package, or an entry point of the group "speculant.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
+from json import loads
 from typing import Any
 
 from speculant import plugins
-from speculant.serving.tools.base import Delta, TextDelta, ToolDelta, ToolParser
-from speculant.serving.tools.schema import CallShape, call_grammar, choose_tools, json_symbol, object_shape, read_tools
+from speculant.serving.tools.base import Delta, ReasoningDelta, TextDelta, ToolDelta, ToolParser, parse
+from speculant.serving.tools.schema import (
+    CallShape,
+    TokenId,
+    call_grammar,
+    choose_tools,
+    form_symbol,
+    json_symbol,
+    object_shape,
+    read_tools,
+)
+from speculant.text.chat import answer_in
+
+_ARGUMENTS = {"word": "sea"}
+_SCHEMA = {"type": "object", "properties": {"word": {"type": "string", "description": "A word."}}, "required": ["word"]}
+_TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {"name": "look_up", "description": "Explains a word.", "parameters": _SCHEMA},
+}
+_CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "look_up", "arguments": _ARGUMENTS}}
 
 __all__ = [
     "CallShape",
     "Delta",
+    "ReasoningDelta",
     "TextDelta",
+    "TokenId",
     "ToolDelta",
     "ToolParser",
     "call_grammar",
@@ -23,6 +45,7 @@ __all__ = [
     "choose_tools",
     "find_format",
     "find_parser",
+    "form_symbol",
     "json_symbol",
     "read_tools",
 ]
@@ -33,10 +56,29 @@ def find_format(template: str | None, name: str | None = None) -> type[ToolParse
 
     Raises ConfigError for an unknown name.
     """
-    if name is not None:
-        return _load(name)
-    formats = map(_load, plugins.names(__name__)) if template else ()
-    return next((each for each in formats if each.recognises(template or "")), None)
+    return _load(name) if name is not None else _format_in(template) if template else None
+
+
+@lru_cache(maxsize=8)
+def _format_in(template: str) -> type[ToolParser] | None:
+    """Return the format whose marker a template contains, if it reads the call that the template writes.
+
+    A template that writes no calls is trusted.
+    """
+    formats = [each for each in map(_load, plugins.names(__name__)) if each.recognises(template)]
+    answer = (
+        answer_in(template, {"role": "assistant", "content": "", "tool_calls": [_CALL]}, [_TOOL]) if formats else ""
+    )
+    if not answer or _TOOL["function"]["name"] not in answer:
+        return next(iter(formats), None)
+    return next((each for each in formats if _reads_back(each(), answer)), None)
+
+
+def _reads_back(parser: ToolParser, answer: str) -> bool:
+    pieces = [delta for delta in parse(parser, [answer]) if isinstance(delta, ToolDelta)]
+    arguments = "".join(delta.arguments for delta in pieces)
+    names = [delta.name for delta in pieces if delta.name is not None]
+    return names == [_TOOL["function"]["name"]] and not parser.is_cut and loads(arguments) == _ARGUMENTS
 
 
 def find_parser(

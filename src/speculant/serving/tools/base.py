@@ -15,10 +15,10 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
-from typing import ClassVar
+from typing import ClassVar, Self
 
 from speculant.serving.tools.json_text import Cursor, MalformedError, Script, read_call
-from speculant.serving.tools.schema import CallShape, Tool
+from speculant.serving.tools.schema import CallShape, TokenId, Tool
 
 SPACE = " \t\r\n"
 
@@ -26,6 +26,13 @@ SPACE = " \t\r\n"
 @dataclass(frozen=True)
 class TextDelta:
     """A piece of the answer outside calls."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class ReasoningDelta:
+    """A piece of the reasoning."""
 
     text: str
 
@@ -40,7 +47,7 @@ class ToolDelta:
     arguments: str
 
 
-Delta = TextDelta | ToolDelta
+Delta = TextDelta | ReasoningDelta | ToolDelta
 
 
 def random_id() -> str:
@@ -65,6 +72,7 @@ class Deltas:
         self._made: list[Delta] = []
         self._space: list[str] = []  # at the end of the text so far
         self._num_calls = 0
+        self.num_open = 0  # calls whose arguments have not ended
         self.after_call = False  # whether only white space has followed the newest call
 
     def text(self, piece: str) -> None:
@@ -82,10 +90,20 @@ class Deltas:
         self.after_call = True
         self._made.append(ToolDelta(self._num_calls, call_id or self._new_id(), name, ""))
         self._num_calls += 1
+        self.num_open += 1
 
     def arguments(self, piece: str) -> None:
         """Add to the newest call's arguments."""
         self._made.append(ToolDelta(self._num_calls - 1, None, None, piece))
+
+    def end_call(self) -> None:
+        """End the newest call's arguments."""
+        self.num_open -= 1
+
+    def reasoning(self, piece: str) -> None:
+        """Add to the reasoning."""
+        self.end()
+        self._made.append(ReasoningDelta(piece))
 
     def end(self) -> None:
         """Release white space at the end of the text, unless a call precedes it."""
@@ -96,15 +114,15 @@ class Deltas:
     def fetch(self) -> list[Delta]:
         """Return the deltas since the last call; adjacent ones of the same kind are joined."""
         made, self._made = self._made, []
-        groups = groupby(made, lambda delta: delta.index if isinstance(delta, ToolDelta) else None)
+        groups = groupby(made, lambda delta: delta.index if isinstance(delta, ToolDelta) else type(delta))
         joined = (_join(list(group)) for _, group in groups)
         return [delta for delta in joined if delta != TextDelta("")]
 
 
 def _join(group: Sequence[Delta]) -> Delta:
     first = group[0]
-    if isinstance(first, TextDelta):
-        return TextDelta("".join(delta.text for delta in group if isinstance(delta, TextDelta)))
+    if not isinstance(first, ToolDelta):
+        return type(first)("".join(delta.text for delta in group if not isinstance(delta, ToolDelta)))
     pieces = "".join(delta.arguments for delta in group if isinstance(delta, ToolDelta))
     return ToolDelta(first.index, first.id, first.name, pieces)
 
@@ -112,11 +130,14 @@ def _join(group: Sequence[Delta]) -> Delta:
 class ToolParser(ABC):
     """Separates calls from text while both are generated. A format is a subclass, `Parser` in its module.
 
-    marker: begins a call; "" = no marker. closing: may follow a call, and is left out. Time is linear in the text.
+    marker: begins a call; "" = no marker. closing: may follow a call, and is left out. reads_all: the format also
+    separates reasoning, with and without tools. Time is linear in the text.
     """
 
     marker: ClassVar[str]
     closing: ClassVar[str | None] = None
+    reads_all: ClassVar[bool] = False
+    reasons = False  # whether the text so far ends within reasoning
     default_id: ClassVar[Callable[[], str]] = staticmethod(random_id)
 
     def __init__(self, new_id: Callable[[], str] | None = None) -> None:
@@ -125,6 +146,15 @@ class ToolParser(ABC):
         self._cursor = Cursor()
         self._script = self._read()
         next(self._script)
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether a call's arguments have not ended."""
+        return self._deltas.num_open > 0
+
+    def after(self, prompt: str, calls: bool) -> Self:
+        """Return this parser, ready for the answer to a prompt. calls: it may have calls."""
+        return self
 
     def feed(self, text: str) -> list[Delta]:
         """Take more text; return the deltas that are now final. Only a possible beginning of a marker is held back."""
@@ -143,6 +173,16 @@ class ToolParser(ABC):
     def markers(cls) -> tuple[str, ...]:
         """Return texts that the parser needs; if they are special tokens, decoding must keep them."""
         return (cls.marker,) if cls.closing is None else (cls.marker, cls.closing)
+
+    @classmethod
+    def opening(cls, token_id: TokenId) -> str:
+        """Return the symbols of a grammar that precede an answer of a given form; see `call_grammar`."""
+        return ""
+
+    @classmethod
+    def thought(cls, token_id: TokenId) -> str:
+        """Return the symbols of a grammar for reasoning, which may precede calls and forms; "" = it has none."""
+        return ""
 
     @classmethod
     @abstractmethod
@@ -205,7 +245,7 @@ class ToolParser(ABC):
         """Read `{"name": ..., "arguments": {...}}`; "parameters" is another name for arguments."""
         name: str | None = None
         held: list[str] = []  # arguments that precede the name
-        begun = False
+        begun = ended = False
 
         def add_arguments(piece: str) -> None:
             nonlocal begun
@@ -223,8 +263,16 @@ class ToolParser(ABC):
             name = checked_name(text)
             if held:
                 add_arguments("")
+            if ended:
+                self._deltas.end_call()
 
-        yield from read_call(self._cursor, set_name, add_arguments)
+        def end_arguments() -> None:
+            nonlocal ended
+            ended = True
+            if begun:
+                self._deltas.end_call()
+
+        yield from read_call(self._cursor, set_name, add_arguments, end_arguments)
         if not begun:
             raise MalformedError
         self._cursor.raw.clear()

@@ -60,10 +60,11 @@ def skip_space(cursor: Cursor, emit: Emit = drop) -> Script:
         yield from take(cursor, emit)
 
 
-def read_call(cursor: Cursor, named: Emit, emit: Emit) -> Script:
+def read_call(cursor: Cursor, named: Emit, emit: Emit, ended: Callable[[], None]) -> Script:
     """Read `{"name": "f", "arguments": {...}}` with keys in any order. Only the keys id and type may be added.
 
-    `named` gets the name, `emit` the arguments. Raises MalformedError at the first character that does not fit.
+    `named` gets the name, `emit` the arguments, and `ended` is called after these. Raises MalformedError at the first
+    character that does not fit.
     """
     yield from require(cursor, "{")
     keys: set[str] = set()
@@ -80,6 +81,7 @@ def read_call(cursor: Cursor, named: Emit, emit: Emit) -> Script:
             named((yield from read_text(cursor)))
         elif key == "arguments":
             yield from read_object(cursor, emit)
+            ended()
         else:
             yield from read_value(cursor, drop)
         yield from skip_space(cursor)

@@ -5,15 +5,12 @@ Newer models may write `[CALL_ID]` and an id before `[ARGS]`; older ones may lea
 
 from __future__ import annotations
 
-import string
 from collections.abc import Generator
 
-from speculant.errors import RequestError
 from speculant.serving.tools.base import ToolParser, short_id
 from speculant.serving.tools.json_text import MalformedError, Script, drop, read_object, require, skip_space, take
-from speculant.serving.tools.schema import CallShape, Tool, object_shape, parameters
+from speculant.serving.tools.schema import WORD, CallShape, Tool, check_word, object_shape, parameters
 
-_WORD = frozenset(string.ascii_letters + string.digits + "_-.")
 _ARGUMENTS = "[ARGS]"
 
 
@@ -37,7 +34,7 @@ class MistralParser(ToolParser):
     def shape(cls, tool: Tool, template: str | None = None) -> CallShape:
         """See `ToolParser.shape`."""
         if template is not None and _ARGUMENTS in template:
-            _check_name(tool)
+            check_word(tool)
             return CallShape(cls.marker, f"{tool.name}{_ARGUMENTS}", parameters(tool), "", (_ARGUMENTS,))
         return object_shape(tool, cls.marker, before="[", after="]")
 
@@ -80,23 +77,15 @@ class MistralParser(ToolParser):
             raise MalformedError
         self._begin_call(name, call_id)
         yield from read_object(cursor, self._add_arguments)
+        self._deltas.end_call()
 
     def _word(self) -> Generator[None, str, str]:
         letters: list[str] = []
-        while self._cursor.char in _WORD:
+        while self._cursor.char in WORD:
             yield from take(self._cursor, letters.append)
         if not letters:
             raise MalformedError
         return "".join(letters)
-
-
-def _check_name(tool: Tool) -> None:
-    """Raise RequestError for a name that the parser would not read completely."""
-    if not _WORD.issuperset(tool.name):
-        raise RequestError(
-            f"this model can't call a function with the name {tool.name[:80]!r}",
-            "use only English letters, digits, '_', '-' and '.' in its name.",
-        )
 
 
 Parser = MistralParser

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import json
 import re
+import string
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from speculant.errors import RequestError, suggest
+from speculant.structured.bounds import with_written_bounds
+from speculant.structured.spec import GrammarSource
+
+TokenId = Callable[[str], int | None]  # the id of a text that is one added token; None for other texts
+CUSTOM = "a tool of type 'custom' takes free text, and this server reads only calls with JSON arguments"
+CUSTOM_FIX = "describe it as a function with one text as parameter."
+WORD = frozenset(string.ascii_letters + string.digits + "_-.")
 
 
 @dataclass(frozen=True)
@@ -40,6 +48,8 @@ def read_tools(tools: Iterable[Mapping[str, Any]]) -> list[Tool]:
 
 def _read_tool(given: object) -> Tool:
     kind = given.get("type") if isinstance(given, Mapping) else None
+    if kind == "custom":
+        raise RequestError(CUSTOM, CUSTOM_FIX)
     if isinstance(kind, str) and kind != "function":
         raise RequestError(
             f"a tool of type {kind[:80]!r} is not a function",
@@ -97,6 +107,15 @@ def parameters(tool: Tool) -> Mapping[str, Any]:
     return {**tool.parameters, "type": "object"}
 
 
+def check_word(tool: Tool) -> None:
+    """Raise RequestError for a name that is not one word, in a format that writes names without quotes."""
+    if not WORD.issuperset(tool.name):
+        raise RequestError(
+            f"this model can't call a function with the name {tool.name[:80]!r}",
+            "use only English letters, digits, '_', '-' and '.' in its name.",
+        )
+
+
 def object_shape(
     tool: Tool, marker: str, before: str = "", after: str = "", key: str = "arguments", tags: tuple[str, ...] = ()
 ) -> CallShape:
@@ -107,42 +126,55 @@ def object_shape(
 
 def call_grammar(
     shapes: Iterable[CallShape],
-    token_id: Callable[[str], int | None],
+    token_id: TokenId,
     separator: str | None = None,
     compact: bool = False,
     instead: str | None = None,
+    thought: str = "",
 ) -> str:
     """Return a grammar, in llguidance's dialect of Lark, for calls that each have one of these shapes.
 
     token_id: returns the id of a marker or tag that is one added token, and can only be written as this token;
     otherwise None. separator: the text between two calls; None = there is one call. compact: arguments have no white
-    space between their parts. instead: a symbol that the text may have in place of calls, see `json_symbol`.
+    space between their parts. instead: symbols that the text may have in place of calls, such as `json_symbol`.
+    thought: symbols that may precede all others.
     """
-    rules = [" ".join(_symbols(shape, token_id, compact)) for shape in shapes]
+    calls = {f"call_{i}": " ".join(_symbols(shape, token_id, compact)) for i, shape in enumerate(shapes)}
     more = "" if separator is None else f" ({_quoted(separator)} call)*"
-    other = "" if instead is None else " | instead"
-    return (
-        f"start: call{more}{other}\ncall: "
-        + " | ".join(f"call_{i}" for i in range(len(rules)))
-        + "".join(f"\ncall_{i}: {rule}" for i, rule in enumerate(rules))
-        + ("" if instead is None else f"\ninstead: {instead}")
-    )
+    answers = {f"call{more}": " | ".join(calls), "instead": instead}
+    kept = {answer: rule for answer, rule in answers.items() if rule}
+    rules = {"answer": " | ".join(kept), **{answer.split()[0]: rule for answer, rule in kept.items()}, **calls}
+    first = {"start": "thought? answer", "thought": thought} if thought else {"start": "answer"}
+    return "\n".join(f"{name}: {rule}" for name, rule in {**first, **rules}.items())
 
 
 def json_symbol(schema: Mapping[str, Any], compact: bool) -> str:
     """Return the symbol of a grammar for JSON that fits a schema. compact: it has no white space between its parts."""
     options = {"whitespace_flexible": not compact}  # overrides the options of the schema itself
-    return f"%json {json.dumps({**schema, 'x-guidance': options})}"
+    return f"%json {json.dumps({**with_written_bounds(schema), 'x-guidance': options})}"
 
 
-def _symbols(shape: CallShape, token_id: Callable[[str], int | None], compact: bool) -> list[str]:
-    known = {tag: token for tag in (shape.marker, *shape.tags) if tag and (token := token_id(tag)) is not None}
-    arguments = json_symbol(shape.schema, compact)
-    return [*_literals(shape.marker + shape.prefix, known), arguments, *_literals(shape.suffix, known)]
+def form_symbol(source: GrammarSource) -> str | None:
+    """Return the symbol of a form in a grammar; None for a grammar, whose rules may have the same names."""
+    if source.kind == "json":
+        schema = json.loads(source.text)
+        return json_symbol(schema, source.compact) if isinstance(schema, dict) else None
+    if source.kind == "choice":
+        return "(" + " | ".join(map(json.dumps, json.loads(source.text))) + ")"
+    if source.kind == "regex":
+        quoted = re.sub(r"\\.|/", lambda found: r"\/" if found[0] == "/" else found[0], source.text, flags=re.DOTALL)
+        return "/(?:" + quoted.replace("\n", r"\n") + ")/"
+    return None
 
 
-def _literals(text: str, tokens: Mapping[str, int]) -> list[str]:
+def _symbols(shape: CallShape, token_id: TokenId, compact: bool) -> list[str]:
+    tags, arguments = (shape.marker, *shape.tags), json_symbol(shape.schema, compact)
+    return [*literals(shape.marker + shape.prefix, tags, token_id), arguments, *literals(shape.suffix, tags, token_id)]
+
+
+def literals(text: str, tags: Iterable[str], token_id: TokenId) -> list[str]:
     """Return a text as symbols of a grammar: tags as token ids, the rest as strings."""
+    tokens = {tag: token for tag in tags if tag and (token := token_id(tag)) is not None}
     pieces = re.split("(" + "|".join(map(re.escape, tokens)) + ")", text) if tokens else [text]
     return [f"<[{tokens[piece]}]>" if piece in tokens else _quoted(piece) for piece in pieces if piece]
 

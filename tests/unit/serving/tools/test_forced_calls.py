@@ -31,6 +31,7 @@ TEMPLATES = {
     "llama3": "<|start_header_id|>{{ tools }}<|python_tag|>",
     "mistral": "{{ tools }}[TOOL_CALLS]",
     "mistral with arguments": "{{ tools }}[TOOL_CALLS][ARGS]",
+    "harmony": "{{ tools }}<|channel|><|message|><|call|>",
     "unknown": "{{ tools }}<tool_call>\n<function=example>",
     "no tools": PLAIN,
 }
@@ -62,6 +63,7 @@ def sampled(tokenizer: Tokenizer, body: ChatBody, rng: random.Random, most: int)
     params = with_tools(tokenizer, SamplingParams(), body, None)
     assert params.structured_outputs is not None
     constraint = Grammars(tokenizer, ()).compile(params.structured_outputs).result().constrain()
+    (end,) = tokenizer.encode("<|end|>")  # of free text
     quote, *others = (tokenizer.encode(character)[0] for character in '"}],:0')
     left = [most]
 
@@ -70,7 +72,7 @@ def sampled(tokenizer: Tokenizer, body: ChatBody, rng: random.Random, most: int)
         if left[0] > 0 and rng.random() < 0.7:
             return rng.choice(allowed)
         within_text = len(allowed) > 100
-        order = (quote, *others) if within_text else (tokenizer.eos_id, *others, quote)
+        order = (end, quote, *others) if within_text else (tokenizer.eos_id, *others, quote)
         return next((token for token in order if token in allowed), None) or rng.choice(allowed)
 
     return tokenizer.decode(write(constraint, tokenizer, rng, choose), skip_special_tokens=params.skip_special_tokens)

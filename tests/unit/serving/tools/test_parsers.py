@@ -127,6 +127,17 @@ def test_calls_are_read(name: str, text: str, expected: list[Delta]) -> None:
     assert read(name, text, range(1, len(text))) == expected
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_call_is_cut_until_its_arguments_end(name: str) -> None:
+    text = written(name, [("f", '{"a": {"b": "}"}}'), ("g", "{}")])
+    for length in range(len(text) + 1):
+        parser = find_parser(None, name)
+        assert parser is not None
+        calls = [delta for delta in joined(parse(parser, [text[:length]])) if isinstance(delta, ToolDelta)]
+        complete = [each.arguments for each in calls] in ([], ['{"a": {"b": "}"}}'], ['{"a": {"b": "}"}}', "{}"])
+        assert parser.is_cut != complete, text[:length]
+
+
 @pytest.mark.parametrize(("name", "text"), MALFORMED)
 def test_malformed_calls_are_text(name: str, text: str) -> None:
     assert read(name, text) == [TextDelta(text)]
