@@ -50,6 +50,11 @@ def random_norm(random: Random) -> Norm:
     )  # fmt: skip
 
 
+def random_heads(random: Random) -> tuple[int, int, int]:
+    kv_heads = random.choice([1, 2])
+    return kv_heads * random.choice([1, 3]), kv_heads, random.choice([6, 8, 20])
+
+
 def random_attention(random: Random, heads: int, kv_heads: int, head_dim: int) -> Attention:
     def maybe() -> bool:
         return random.random() < 0.5
@@ -73,11 +78,9 @@ def random_layer(random: Random, attention: Attention) -> Layer:
 
 
 def random_description(seed: int) -> DecoderConfig:
-    """Return a description whose optional parts are each there or not, in each of three layers."""
+    """Return a description whose optional parts are each there or not, in each of three layers, whose heads differ."""
     random = Random(seed)
-    kv_heads, head_dim = random.choice([1, 2]), random.choice([6, 8, 20])
-    heads = kv_heads * random.choice([1, 3])
-    layers = [random_layer(random, random_attention(random, heads, kv_heads, head_dim)) for _ in range(3)]
+    layers = [random_layer(random, random_attention(random, *random_heads(random))) for _ in range(3)]
     tied = random.random() < 0.5
     return DecoderConfig(
         embedding=Embedding(53, 36, random.choice([1.0, 3.0]), random.choice([None, 128])),
@@ -157,7 +160,7 @@ def test_a_draft_of_any_description_is_its_passes(seed: int) -> None:
 def test_a_truncated_model_has_the_tables_of_its_own_ropes() -> None:
     config = random_description(1)
     layers = [
-        replace(layer, attention=replace(layer.attention, rope=rope))
+        replace(layer, attention=replace(layer.attention, rope=rope, window=None))
         for layer, rope in zip(config.layers, (None, Rope(50.0), Rope(1000.0)), strict=True)
     ]
     reference, native = make_models(replace(config, layers=tuple(layers)), SETS[0])

@@ -249,8 +249,8 @@ class Program:
             flags = query.flag | (Flag.ALL_HEADS if of.norm_all_heads else Flag.NONE)
             fields = {"scale": query.scale, "bias": query.bias, "eps": query.of.eps, "flags": flags}
             fields |= {"key_scale": key.scale, "key_bias": key.bias} if key else {}
-        if of.rope:
-            fields |= {"rope": self._weights.config.ropes.index(of.rope), "rotated": of.rotated}
+        if of.rotation:
+            fields |= {"rope": self._weights.config.rotations.index(of.rotation), "rotated": of.rotated}
         source = qkv[:, (of.heads - heads) * of.head_dim :]
         yield self._of_heads(Code.ROTATE, index, of, source=source, heads=heads, kv_heads=of.own_kv_heads, **fields)
 
