@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from speculant.cache.base import by_length
-from speculant.kernels.native import Code, Flag, Kernels, Op, Pass, Type, Weight
+from speculant.kernels.native import Bounds, Code, Flag, Kernels, Op, Pass, Type, Weight
 from speculant.models.description import Attention
 from speculant.models.native.experts import PackedExperts
 from speculant.models.native.inputs import adding_inputs
@@ -333,6 +333,7 @@ class NativeLinears:
         self._x, self._out = torch.empty(count, rows, k), torch.empty(count, rows, n)
         biases = [None] * count if self._biases is None else [*self._biases]
         self._ops = (Op * count)(*map(linear, self._weights, self._x, self._out, biases))
+        self._kernels.check(self._ops, Bounds(rows=rows))
 
     def __call__(self, x: Tensor) -> Tensor:
         """See `Linears`; float32."""
