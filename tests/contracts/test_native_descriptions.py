@@ -181,7 +181,7 @@ def test_a_truncated_model_has_the_tables_of_its_own_ropes() -> None:
 HEADS = [(4, 16), (16, 4), (8, 6), (512, 16), (16, 512)]
 ROPES = {
     "equal": {FULL: {"rope_theta": 1e4}, SLIDES: {"rope_theta": 1e4}},
-    "equal shares": dict.fromkeys((FULL, SLIDES), {"rope_type": "proportional", "partial_rotary_factor": 0.5}),
+    "equal shares": {key: {"rope_type": "proportional", "partial_rotary_factor": 0.5} for key in (FULL, SLIDES)},
     "other": {FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25}, SLIDES: {"rope_theta": 100.0}},
 }
 
