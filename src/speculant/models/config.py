@@ -55,21 +55,21 @@ def read_decoder(
     embedding: Mapping[str, Any] = MappingProxyType({}),
     head: Mapping[str, Any] = MappingProxyType({}),
     encoder: Encoder | None = None,
+    *,
+    by_kind: bool = False,
 ) -> DecoderConfig:
     """Read the embedding, the last norm and the head of a decoder with these layers.
 
     tensors: the names in the files. norm: the one before the head; None = as `read_norm` reads it. embedding, head:
-    other fields of these parts.
+    other fields of these parts. by_kind: see `longest_context`.
     """
-    rotations = {layer.attention.rotation for layer in layers} - {None}
+    rotates = any(layer.attention.rope for layer in layers)
     return DecoderConfig(
         embedding=Embedding(count(hf, "vocab_size"), count(hf, "hidden_size"), mask=_read_mask(hf), **embedding),
         layers=tuple(layers),
         norm=read_norm(hf) if norm is None else norm,
         head=Head(tied=flag(hf, "tie_word_embeddings"), **head),
-        max_positions=(
-            longest_context(hf, alike=len(rotations) == 1) if rotations else count(hf, "max_position_embeddings")
-        ),
+        max_positions=longest_context(hf, by_kind) if rotates else count(hf, "max_position_embeddings"),
         tensors=tensors,
         encoder=encoder,
     )

@@ -74,11 +74,12 @@ def read_rope(
     ).read(kind)
 
 
-def longest_context(hf: Mapping[str, Any], *, alike: bool = True) -> int:
+def longest_context(hf: Mapping[str, Any], by_kind: bool = False) -> int:
     """Return how many positions a model with rotary positions has: a scaling extends the stated ones.
 
-    yarn: the original context times the factor, if that is more. linear: the stated context times the factor. Other
-    kinds state the extended context, and so do models whose layers are not `alike`, such as Gemma 3.
+    yarn: the original context times the factor, if that is more. linear: the stated context times the factor. With
+    other kinds the extended context is stated. by_kind: whether each kind of layers has settings of its own; such
+    models, as Gemma 3, state the context that linear factors extend.
     """
     stated = count(hf, "max_position_embeddings")
     scaling, parameters = (_object(hf, key) for key in ("rope_scaling", "rope_parameters"))
@@ -86,7 +87,7 @@ def longest_context(hf: Mapping[str, Any], *, alike: bool = True) -> int:
     longest = stated
     for each in (*of_kinds, scaling) if of_kinds else (scaling or parameters,):
         kind = each.get("rope_type") or each.get("type")
-        if each.get("factor") is None or kind not in (("yarn", "linear") if alike else ("yarn",)):
+        if each.get("factor") is None or kind not in (("yarn",) if by_kind else ("yarn", "linear")):
             continue
         original = (None if of_kinds else hf.get(_ORIGINAL)) or each.get(_ORIGINAL)
         first = count({_ORIGINAL: original if kind == "yarn" else None}, _ORIGINAL, stated)

@@ -12,7 +12,7 @@ from speculant.errors import ModelError
 from speculant.models.base import CausalLM
 from speculant.models.config import read_attention, read_decoder, read_mlp, read_norm, read_windows, windowed
 from speculant.models.description import DecoderConfig, Layer
-from speculant.models.entries import count, show
+from speculant.models.entries import show
 from speculant.models.heads import HeadConfig, attach, head_shapes
 from speculant.models.weights.source import WeightSource
 

@@ -57,5 +57,5 @@ def read_config(hf: Mapping[str, Any]) -> DecoderConfig:
     return read_decoder(
         hf, layers_of(read_layer_types(hf, lambda index: (index + 1) % every == 0), layer), TENSORS, norm,
         embedding={"scale": count(hf, "hidden_size") ** 0.5},
-        head={"softcap": optional_number(hf, "final_logit_softcapping")},
+        head={"softcap": optional_number(hf, "final_logit_softcapping")}, by_kind=True,
     )  # fmt: skip

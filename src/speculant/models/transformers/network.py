@@ -136,8 +136,8 @@ def _extended(rope: object, config: object, longest: int) -> int:
         return longest
     original = getattr(config, "original_max_position_embeddings", None)
     entries = {"max_position_embeddings": longest, "rope_parameters": dict(rope)}
-    alike = not any(isinstance(each, Mapping) for each in rope.values())
-    return longest_context({**entries, "original_max_position_embeddings": original}, alike=alike)
+    by_kind = any(isinstance(each, Mapping) for each in rope.values())
+    return longest_context({**entries, "original_max_position_embeddings": original}, by_kind)
 
 
 def growing_bounds(rope: object, config: object, longest: int) -> list[int]:
