@@ -321,7 +321,7 @@ class Kernels:
         first = None if head is None else byref(head)
         wrong = self.library.sp_check(self.index, ops, len(ops), first, byref(bounds), byref(at))
         if wrong is not None:
-            op = ops[at.value] if at.value < len(ops) else head
+            op = ops[at.value] if head is None or at.value < len(ops) else head
             raise ModelError(
                 f"the parts of the model do not fit together: operation {at.value}, {Code(op.code).name}, of the native"
                 f" kernels would have {wrong.decode()}",
