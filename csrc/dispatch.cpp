@@ -54,7 +54,7 @@ extern "C" {
 
 int64_t sp_group_streams = fastest_streams();
 
-int sp_version(void) { return 23; }
+int sp_version(void) { return 24; }
 
 const char *sp_name(int set) { return 0 <= set && set < NUM_SETS ? SETS[set].name : nullptr; }
 
@@ -79,6 +79,10 @@ void sp_code_panels(int set, int threads, int64_t panels, int64_t k, const void 
 }
 
 void sp_touch(int set, int threads, void *memory, int64_t bytes) { SETS[set].table->touch(memory, bytes, threads); }
+
+const char *sp_check(int set, const SpOp *ops, int count, const SpOp *head, const SpBounds *bounds, int *at) {
+  return SETS[set].table->check(ops, count, head, bounds, at);
+}
 
 void sp_run(int set, int threads, const SpOp *ops, int count, const SpPass *pass) { SETS[set].table->run(ops, count, pass, threads); }
 

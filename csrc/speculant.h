@@ -63,6 +63,12 @@ enum SpActivation {
   SP_CLAMPED = 5,      /* SP_GATED, SP_GATE: (up + 1) gate sigmoid(factor * gate), of gate <= softcap and |up| <= softcap */
 };
 
+/* How many items the arrays of an operation have, by their fields; sp_check alone reads this. weight: bytes; SP_EXPERTS: addresses. matrix:
+ * the bytes of an expert's matrix, the smallest one's. */
+typedef struct {
+  int64_t weight, scale, bias, key_scale, key_bias, in, out, copy, learned, sinks, order, distances, matrix;
+} SpSizes;
+
 /* Fields that an operation does not mention are not read by it. A factor, stride or soft cap of 0 is not used: the factor is then 1. */
 typedef struct {
   int32_t code, type;        /* SpCode; SpType of the weight, or of the cache: SP_F32, SP_BF16 or SP_INT8 */
@@ -89,6 +95,7 @@ typedef struct {
                                 stand for all distances beyond, [heads, before + 1 + after]; or NULL. The positions of tree nodes are those
                                 along their path. */
   int64_t before, after;
+  SpSizes has;
 } SpOp;
 
 /* One sequence of a pass: rows first .. first + rows - 1, after `start` positions in its cache. The first `chain` rows are
@@ -118,6 +125,17 @@ typedef struct {
                                                  float32 scale, which need not be aligned */
   const float *const *inputs;                /* [T] input embedding per row, NULL = look the token up; or NULL: look all tokens up */
 } SpPass;
+
+/* What the passes of a program, and its draft, may have at most. */
+typedef struct {
+  int64_t rows;
+  int64_t tokens, positions;     /* tokens, and positions in tables of learned ones, are below them */
+  int64_t layers, groups, ropes; /* of the model: see SpPass */
+  const int64_t *slots;          /* [layers] bytes of a slot's keys, and of its values */
+  const int64_t *angles;         /* [ropes] numbers in a row of a table of angles */
+  const int64_t *head_tokens;    /* as in SpDraft; and their number */
+  int64_t num_head_tokens;
+} SpBounds;
 
 /* How a row's logits become its distribution: temperature 0 = greedy; top_k 0, top_p 1, min_p 0 = not used. */
 typedef struct {
@@ -208,6 +226,10 @@ int64_t sp_index_panels(int set, int threads, int64_t panels, int64_t k, const v
 void sp_code_panels(int set, int threads, int64_t panels, int64_t k, const void *plain, void *index);
 /* Get the pages of new memory from the system, with all threads. A byte of each is set to zero. */
 void sp_touch(int set, int threads, void *memory, int64_t bytes);
+/* Whether no operation reads or writes beyond the memory that its pointers have, in any pass within the bounds: what is wrong with
+ * operation *at, which is `count` for the head, or NULL. Nothing else checks it: call it once for each program. head: see sp_draft; or
+ * NULL. */
+const char *sp_check(int set, const SpOp *ops, int count, const SpOp *head, const SpBounds *bounds, int *at);
 void sp_run(int set, int threads, const SpOp *ops, int count, const SpPass *pass);
 /* Run a program on a pass, then `head` (SP_LINEAR without `in` and `out`) on each sequence's last row, and draw. Repeat with the newest
  * nodes that have children until all have drawn up to their limits. The cache gets these nodes, in order, after the rows of the pass. */

@@ -14,6 +14,7 @@ struct SpRows {
 typedef void (*SpSum)(const char *panel, const SpRows &rows, int64_t k, float *sums);
 
 struct SpTable {
+  const char *(*check)(const SpOp *ops, int count, const SpOp *head, const SpBounds *bounds, int *at);
   void (*run)(const SpOp *ops, int count, const SpPass *pass, int threads);
   void (*pack)(int type, int source, const void *weight, int64_t n, int64_t k, int64_t step, void *packed, int threads);
   void (*round)(int type, int source, const void *weights, int64_t n, int64_t k, uint8_t *blocks, int threads);

@@ -29,6 +29,8 @@ from speculant.models.description import (
     Norm,
     Rope,
 )
+from speculant.models.families import gemma4_text
+from speculant.models.heads import HeadConfig, HeadDecoder, StateEntry, attach
 from speculant.models.native.decoder import NativeDecoder
 from speculant.models.reference.decoder import Decoder
 from speculant.models.weights.source import ModuleWeights
@@ -37,6 +39,7 @@ from speculant.sampling.chance import MostLikely
 from speculant.types import DraftTree
 from tests.examples import examples
 from tests.models import make_request
+from tests.unit.models.families import FULL, GEMMA4, SLIDES, SMALL
 
 SETS = usable_sets()
 pytestmark = pytest.mark.skipif(not SETS, reason="the native kernels are not built")
@@ -48,6 +51,11 @@ def random_norm(random: Random) -> Norm:
     return Norm(
         random.choice([1e-6, 1e-3]), random.choice(NORMS), random.random() < 0.5, random.choice([0.0, 1.0])
     )  # fmt: skip
+
+
+def random_heads(random: Random) -> tuple[int, int, int]:
+    kv_heads = random.choice([1, 2])
+    return kv_heads * random.choice([1, 3]), kv_heads, random.choice([6, 8, 20])
 
 
 def random_attention(random: Random, heads: int, kv_heads: int, head_dim: int) -> Attention:
@@ -73,11 +81,9 @@ def random_layer(random: Random, attention: Attention) -> Layer:
 
 
 def random_description(seed: int) -> DecoderConfig:
-    """Return a description whose optional parts are each there or not, in each of three layers."""
+    """Return a description whose optional parts are each there or not, in each of three layers, whose heads differ."""
     random = Random(seed)
-    kv_heads, head_dim = random.choice([1, 2]), random.choice([6, 8, 20])
-    heads = kv_heads * random.choice([1, 3])
-    layers = [random_layer(random, random_attention(random, heads, kv_heads, head_dim)) for _ in range(3)]
+    layers = [random_layer(random, random_attention(random, *random_heads(random))) for _ in range(3)]
     tied = random.random() < 0.5
     return DecoderConfig(
         embedding=Embedding(53, 36, random.choice([1.0, 3.0]), random.choice([None, 128])),
@@ -157,7 +163,7 @@ def test_a_draft_of_any_description_is_its_passes(seed: int) -> None:
 def test_a_truncated_model_has_the_tables_of_its_own_ropes() -> None:
     config = random_description(1)
     layers = [
-        replace(layer, attention=replace(layer.attention, rope=rope))
+        replace(layer, attention=replace(layer.attention, rope=rope, window=None))
         for layer, rope in zip(config.layers, (None, Rope(50.0), Rope(1000.0)), strict=True)
     ]
     reference, native = make_models(replace(config, layers=tuple(layers)), SETS[0])
@@ -170,3 +176,41 @@ def test_a_truncated_model_has_the_tables_of_its_own_ropes() -> None:
         batch = build_batch([SequenceInput(length, TOKENS[:30], DraftTree.empty())], other, torch.device("cpu"))
         expected = theirs.logits(theirs.forward(batch, other.storage).last)
         torch.testing.assert_close(found.double(), expected, atol=1e-4, rtol=1e-4)
+
+
+HEADS = [(4, 16), (16, 4), (8, 6), (512, 16), (16, 512)]
+ROPES = {
+    "equal": {FULL: {"rope_theta": 1e4}, SLIDES: {"rope_theta": 1e4}},
+    "equal shares": {key: {"rope_type": "proportional", "partial_rotary_factor": 0.5} for key in (FULL, SLIDES)},
+    "other": {FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25}, SLIDES: {"rope_theta": 100.0}},
+}
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("ropes", ROPES)
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+def test_kinds_of_layers_may_differ_in_their_heads_alone(heads: tuple[int, int], ropes: str) -> None:
+    hf = {**SMALL, **GEMMA4, "head_dim": heads[0], "global_head_dim": heads[1], "rope_parameters": ROPES[ropes]}
+    config = gemma4_text.read_config({**hf, "layer_types": [SLIDES, FULL, SLIDES, FULL]})
+    assert {of.rotated for of in config.attentions} == {*heads}
+    for theirs, ours in zip(*(passes(model, 20) for model in make_models(config, SETS[0])), strict=True):
+        assert (ours - theirs).norm() < 2e-3 * theirs.norm()  # scores of many dimensions are large
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize("entry", [StateEntry.INPUT, StateEntry.NORMED, StateEntry.ATTENTION])
+def test_layers_of_a_head_may_differ_in_their_heads_alone(entry: StateEntry, heads: tuple[int, int]) -> None:
+    reference, native = make_models(random_description(2), SETS[0])
+    width, norm = reference.config.hidden_size, Norm(1e-6)
+    layers = tuple(Layer(Attention(2, 1, dim, Rope(1e4)), Mlp(30), norm, norm) for dim in heads)
+    config = HeadConfig(DecoderConfig(Embedding(53, width), layers, norm, Head(), max_positions=128), entry)
+    torch.manual_seed(4)
+    own = HeadDecoder(config, reference).requires_grad_(False).double()
+    attached, found = attach(native, config, ModuleWeights(own)), []
+    states = torch.randn(30, width, dtype=torch.float64)
+    for head in (own, attached):
+        cache = paged_cache(head.cache_shape, 24, 5)
+        batch = build_batch([SequenceInput(0, TOKENS[:30], DraftTree.empty())], cache, torch.device("cpu"))
+        found.append(head.forward(replace(batch, hidden=states), cache.storage).last.double())
+    torch.testing.assert_close(found[1], found[0], atol=1e-4, rtol=1e-4)

@@ -22,12 +22,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from speculant.counts import TokenCounts
-from speculant.errors import ConfigError, Converts, suggest
-from speculant.kernels.base import Edits, RowDraw, SamplingSettings
+from speculant.errors import ConfigError, Converts, ModelError, suggest
+from speculant.kernels.base import RowDraw, SamplingSettings
 from speculant.kernels.memory import Scratch, aligned
 
-VERSION = 23
+VERSION = 24
 MOST_DIM, MOST_GROUP = 512, 32  # of a head; query heads per key head, which bound the scratch memory of a thread
 INDEX_BYTES = 32  # a panel, in the index of a matrix in 12 bits
 _REINSTALL = "install the package again, and unset SPECULANT_LIBRARY if it is set."
@@ -111,6 +110,16 @@ class Activation(IntEnum):
     CLAMPED = 5  # of gate and up together: `Clamped` in models/description.py
 
 
+class Sizes(Structure):
+    """How many items the arrays of an operation have, by their fields: the `SpSizes` of csrc/speculant.h."""
+
+    _fields_: ClassVar[Any] = [
+        ("weight", c_int64), ("scale", c_int64), ("bias", c_int64), ("key_scale", c_int64), ("key_bias", c_int64),
+        ("source", c_int64), ("out", c_int64), ("copy", c_int64), ("learned", c_int64), ("sinks", c_int64),
+        ("order", c_int64), ("distances", c_int64), ("matrix", c_int64),
+    ]  # fmt: skip
+
+
 class Op(Structure):
     """One operation of a program."""
 
@@ -123,6 +132,17 @@ class Op(Structure):
         ("rope", c_int32), ("rotated", c_int32),
         ("eps", c_float), ("factor", c_float), ("softcap", c_float), ("stride", c_int64), ("used", c_int64),
         ("order", c_void_p), ("distances", c_void_p), ("before", c_int64), ("after", c_int64),
+        ("has", Sizes),
+    ]  # fmt: skip
+
+
+class Bounds(Structure):
+    """What the passes of a program may have at most: the `SpBounds` of csrc/speculant.h."""
+
+    _fields_: ClassVar[Any] = [
+        ("rows", c_int64), ("tokens", c_int64), ("positions", c_int64),
+        ("layers", c_int64), ("groups", c_int64), ("ropes", c_int64), ("slots", c_void_p), ("angles", c_void_p),
+        ("head_tokens", c_void_p), ("num_head_tokens", c_int64),
     ]  # fmt: skip
 
 
@@ -292,6 +312,22 @@ class Kernels:
         """Return the bytes of a packed matrix [n, k]; a matrix of one row takes a whole panel."""
         return int(self.library.sp_packed_bytes(self.index, type_, n, k))
 
+    def check(self, ops: ctypes.Array[Op], bounds: Bounds, head: Op | None = None) -> None:
+        """Raise ModelError for a program with an operation that could use memory beyond its arrays in some pass.
+
+        bounds: of all passes. head: that of drafts; None = there are no drafts.
+        """
+        at, byref = c_int(), ctypes.byref
+        first = None if head is None else byref(head)
+        wrong = self.library.sp_check(self.index, ops, len(ops), first, byref(bounds), byref(at))
+        if wrong is not None:
+            op = ops[at.value] if head is None or at.value < len(ops) else head
+            raise ModelError(
+                f"the parts of the model do not fit together: operation {at.value}, {Code(op.code).name}, of the native"
+                f" kernels would have {wrong.decode()}",
+                'check config.json, or use kernels="reference" and report this as a defect.',
+            )
+
     def run(self, ops: ctypes.Array[Op], pass_: Pass) -> None:
         """Run a program; everything that it points to must be alive."""
         self.library.sp_run(self.index, self.threads, ops, len(ops), ctypes.byref(pass_))
@@ -349,42 +385,6 @@ class Kernels:
         """Return a checksum of a tensor's memory, the same on every instruction set."""
         size = memory.numel() * memory.element_size()
         return int(self.library.sp_checksum(self.index, self.threads, memory.data_ptr(), size))
-
-
-class NativeEdits:
-    """The edits of rows in the native kernels' layout. They point to memory that this object owns.
-
-    address: of an array with one pointer per row; 0 if no row is edited.
-    """
-
-    def __init__(self, edits: Sequence[Edits | None]) -> None:
-        self._owners: list[object] = []
-        self.address = 0
-        if any(edits):
-            self._pointers = array("Q", [0 if own is None else self._convert(own) for own in edits])
-            self.address = address(self._pointers)
-
-    def _convert(self, edits: Edits) -> int:
-        drafted, banned = array("q", edits.drafted), array("q", edits.banned)
-        made = SpEdits(drafted=address(drafted), num_drafted=len(drafted), ban_below=edits.ban_below)
-        made.banned, made.num_banned = address(banned), len(banned)
-        if edits.mask is not None:
-            made.allowed, made.words, made.masked = edits.mask.data_ptr(), len(edits.mask), 1
-        if edits.biased is not None and edits.biases is not None:
-            biases = array("f", edits.biases)
-            made.biased, made.biases, made.num_biased = address(edits.biased), address(biases), len(biases)
-            self._owners.append(biases)
-        if edits.counts is not None:
-            self._convert_penalties(made, edits, edits.counts)
-        self._owners += (made, edits, banned, drafted)
-        return ctypes.addressof(made)
-
-    def _convert_penalties(self, made: SpEdits, edits: Edits, counts: TokenCounts) -> None:
-        tokens, numbers = counts.tokens, counts.counts
-        made.seen, made.counts, made.num_seen = tokens.data_ptr(), numbers.data_ptr(), len(tokens)
-        made.penalises, made.repetition = 1, edits.repetition
-        made.presence, made.frequency = edits.presence, edits.frequency
-        self._owners += (tokens, numbers)
 
 
 def address(items: array[int] | array[float]) -> int:
@@ -468,6 +468,7 @@ _FUNCTIONS: tuple[tuple[str, Any, list[Any]], ...] = (
     ("sp_index_panels", c_int64, [c_int, c_int, *_MATRIX, c_void_p, c_void_p, c_int64]),
     ("sp_code_panels", None, [c_int, c_int, *_MATRIX, c_void_p, c_void_p]),
     ("sp_touch", None, [c_int, c_int, c_void_p, c_int64]),
+    ("sp_check", c_char_p, [c_int, c_void_p, c_int, c_void_p, c_void_p, c_void_p]),
     ("sp_run", None, [c_int, c_int, c_void_p, c_int, c_void_p]),
     ("sp_draft", None, [c_int, c_int, c_void_p, c_int, c_void_p, c_void_p, c_void_p]),
     ("sp_probs", None, [c_int, c_int, c_void_p, c_int64, *_MATRIX, c_void_p, c_void_p, c_void_p]),

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from speculant.kernels.base import Edits, RowDraw, SamplingSettings
-from speculant.kernels.native import Kernels, NativeEdits
+from speculant.kernels.native import Kernels
+from speculant.kernels.native_edits import NativeEdits
 from speculant.kernels.reference_sampler import REFERENCE, own_scores
 
 

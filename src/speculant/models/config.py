@@ -34,17 +34,15 @@ from speculant.models.entries import (
     number,
     show,
 )
-from speculant.models.rope_config import read_rope
+from speculant.models.rope_config import longest_context, read_rope
 from speculant.models.tensor_map import SAME_NAMES, TensorMap
 
 Kind = TypeVar("Kind", bound=Hashable)
 MASK = "pard_token"  # key of config.json
 ACTIVATIONS = {
-    "silu": "silu",
-    "swish": "silu",
-    "gelu": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
+    **dict.fromkeys(("silu", "swish"), "silu"),
+    **dict.fromkeys(("gelu", "gelu_python"), "gelu"),
+    **dict.fromkeys(("gelu_new", "gelu_pytorch_tanh", "gelu_python_tanh", "gelu_fast", "gelu_accurate"), "gelu_tanh"),
     "relu": "relu",
 }  # by the names in config.json
 
@@ -57,18 +55,21 @@ def read_decoder(
     embedding: Mapping[str, Any] = MappingProxyType({}),
     head: Mapping[str, Any] = MappingProxyType({}),
     encoder: Encoder | None = None,
+    *,
+    by_kind: bool = False,
 ) -> DecoderConfig:
     """Read the embedding, the last norm and the head of a decoder with these layers.
 
     tensors: the names in the files. norm: the one before the head; None = as `read_norm` reads it. embedding, head:
-    other fields of these parts.
+    other fields of these parts. by_kind: see `longest_context`.
     """
+    rotates = any(layer.attention.rope for layer in layers)
     return DecoderConfig(
         embedding=Embedding(count(hf, "vocab_size"), count(hf, "hidden_size"), mask=_read_mask(hf), **embedding),
         layers=tuple(layers),
         norm=read_norm(hf) if norm is None else norm,
         head=Head(tied=flag(hf, "tie_word_embeddings"), **head),
-        max_positions=count(hf, "max_position_embeddings"),
+        max_positions=longest_context(hf, by_kind) if rotates else count(hf, "max_position_embeddings"),
         tensors=tensors,
         encoder=encoder,
     )

@@ -20,6 +20,7 @@ from speculant.models.entries import MOST_FACTOR, MOST_HEAD_DIM, MOST_THETA, SLI
 from speculant.models.reference.rotary import plain_frequencies
 
 _ORIGINAL = "original_max_position_embeddings"
+_EXTENDED = "a context times the factor of rope_scaling"
 _KNOWN = frozenset(
     {
         *("rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", _ORIGINAL, "max_position_embeddings"),
@@ -71,6 +72,27 @@ def read_rope(
     return _Reader(
         hf, settings, _theta(hf, settings, layer_type, theta), max_positions, layer_type, head_dim, share
     ).read(kind)
+
+
+def longest_context(hf: Mapping[str, Any], by_kind: bool = False) -> int:
+    """Return how many positions a model with rotary positions has: a scaling extends the stated ones.
+
+    yarn: the original context times the factor, if that is more. linear: the stated context times the factor. With
+    other kinds the extended context is stated. by_kind: whether each kind of layers has settings of its own; such
+    models, as Gemma 3, state the context that linear factors extend.
+    """
+    stated = count(hf, "max_position_embeddings")
+    scaling, parameters = (_object(hf, key) for key in ("rope_scaling", "rope_parameters"))
+    of_kinds = [each for each in parameters.values() if isinstance(each, dict)]
+    longest = stated
+    for each in (*of_kinds, scaling) if of_kinds else (scaling or parameters,):
+        kind = each.get("rope_type") or each.get("type")
+        if each.get("factor") is None or kind not in (("yarn",) if by_kind else ("yarn", "linear")):
+            continue
+        original = (None if of_kinds else hf.get(_ORIGINAL)) or each.get(_ORIGINAL)
+        first = count({_ORIGINAL: original if kind == "yarn" else None}, _ORIGINAL, stated)
+        longest = max(longest, int(first * number(each, "factor", None, 1 / MOST_FACTOR, MOST_FACTOR)))
+    return count({_EXTENDED: longest}, _EXTENDED)
 
 
 @dataclass(frozen=True)

@@ -488,6 +488,23 @@ def test_vllm_s_short_and_shared_output_heads(tmp_path: Path, checkpoints: Check
         assert draft(build("medusa", at, target, tree="chain")) == expected
 
 
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_a_token_map_of_all_tokens_is_a_permutation(tmp_path: Path, checkpoints: Checkpoints, kernels: str) -> None:
+    target, tensors = load_target(checkpoints, kernels), medusa_tensors(H, own=V)
+    rows, named = torch.randperm(V, generator=torch.Generator().manual_seed(0)), vllm_medusa(tensors)
+    moved = {name: each[rows] if name.startswith("lm_heads") else each for name, each in named.items()}
+    plain, theirs = (write_head(tmp_path / name, {}, each) for name, each in (("plain", tensors), ("moved", moved)))
+    save_file({**moved, "token_map": rows}, f"{theirs}/model.safetensors")
+    (tokens, probs), (their_tokens, their_probs) = (
+        drawn(build("medusa", folder, target, tree="chain")) for folder in (plain, theirs)
+    )
+    assert tokens == their_tokens
+    torch.testing.assert_close(probs, their_probs, atol=1e-6, rtol=1e-5)
+    save_file({**moved, "token_map": rows[:90].clone()}, f"{theirs}/model.safetensors")
+    with pytest.raises(SpeculantError):
+        build("medusa", theirs, target, tree="chain")
+
+
 @pytest.mark.parametrize("said", [2, 3])
 def test_configs_may_name_fewer_heads_than_the_file_has(tmp_path: Path, checkpoints: Checkpoints, said: int) -> None:
     folder = write_head(tmp_path / "head", {"medusa_num_heads": said, "medusa_num_layers": 1}, medusa_tensors(H))

@@ -136,7 +136,13 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
             "rope_parameters": {FULL: YARN, SLIDES: {"rope_type": "default", "rope_theta": 100.0}},
             "layer_types": [FULL, SLIDES, FULL],
         },
-        "capped": {**GEMMA, "sliding_window": 7, "final_logit_softcapping": 5.0, "attention_bias": True},
+        "capped": {
+            **GEMMA,
+            "sliding_window": 7,
+            "final_logit_softcapping": 5.0,
+            "attn_logit_softcapping": 0.5,  # without an effect
+            "attention_bias": True,
+        },
     },
     "gemma4_text": {
         "plain": {**GEMMA4, "layer_types": [SLIDES, FULL, SLIDES, FULL], "tie_word_embeddings": False},

@@ -171,6 +171,20 @@ def test_factors_of_rotary_positions_divide_frequencies(tmp_path: Path, kernels:
     torch.testing.assert_close(Session(own.model).extend(tokens), pair.reference(tokens), rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize(
+    ("scaling", "factor", "original", "expected"),
+    [("yarn", 4.0, 128, 512), ("yarn", 4.0, 64, 256), ("yarn", 4.0, None, 1024), ("linear", 2.0, None, 512)],
+)
+def test_a_scaling_extends_the_context_of_a_file(
+    folder: Path, tmp_path: Path, scaling: str, factor: float, original: int | None, expected: int
+) -> None:
+    """Converters copy max_position_embeddings (here 256), which may be the extended context already."""
+    metadata = {"llama.rope.scaling.type": scaling, "llama.rope.scaling.factor": factor}
+    if original is not None:
+        metadata["llama.rope.scaling.original_context_length"] = original
+    assert load_model(str(convert(folder, tmp_path / "m.gguf", metadata=metadata))).model.max_positions == expected
+
+
 @pytest.mark.parametrize("part", [1, 2])
 def test_any_part_of_a_split_file_is_the_model(folder: Path, tmp_path: Path, part: int) -> None:
     first = convert(folder, tmp_path / "model.gguf", parts=3)

@@ -14,7 +14,8 @@ from torch import Tensor
 from speculant.constraints import unpacked
 from speculant.errors import RequestError
 from speculant.kernels.base import Sampler
-from speculant.kernels.native import NativeEdits, open_kernels, usable_sets
+from speculant.kernels.native import open_kernels, usable_sets
+from speculant.kernels.native_edits import NativeEdits
 from speculant.kernels.native_sampler import NativeSampler
 from speculant.kernels.reference_sampler import REFERENCE, edit
 from speculant.params import SamplingParams

@@ -12,7 +12,7 @@ from speculant.errors import ModelError
 from speculant.models.base import CausalLM
 from speculant.models.config import read_attention, read_decoder, read_mlp, read_norm, read_windows, windowed
 from speculant.models.description import DecoderConfig, Layer
-from speculant.models.entries import count, show
+from speculant.models.entries import show
 from speculant.models.heads import HeadConfig, attach, head_shapes
 from speculant.models.weights.source import WeightSource
 
@@ -24,7 +24,7 @@ Rename = Callable[[str], str | None]  # a name in the file -> the model's name; 
 def read_sizes(config: Mapping[str, Any], names: Collection[str], target: CausalLM) -> DecoderConfig:
     """Read the layers' sizes. The tensors' names show which biases there are; the vocabulary is the target's."""
     filled = layer_entries(config, names, target)
-    most, norm = count(filled, "max_position_embeddings"), read_norm(filled)
+    norm, windows = read_norm(filled), read_windows(filled)
     attention = read_attention(
         filled,
         bias="layers.0.self_attn.q_proj.bias" in names,
@@ -32,7 +32,8 @@ def read_sizes(config: Mapping[str, Any], names: Collection[str], target: Causal
         qk_norm=norm if "layers.0.self_attn.q_norm.weight" in names else None,
     )
     layer = Layer(attention, read_mlp(filled, bias="layers.0.mlp.up_proj.bias" in names), norm, norm)
-    return read_decoder(filled, windowed(layer, _windows(read_windows(filled), most, target.max_positions)))
+    most = read_decoder(filled, [layer]).max_positions
+    return read_decoder(filled, windowed(layer, _windows(windows, most, target.max_positions)))
 
 
 def layer_entries(config: Mapping[str, Any], names: Collection[str], target: CausalLM) -> dict[str, Any]:

@@ -101,7 +101,7 @@ def _own_heads(weights: Renamed, own: Sequence[str], target: CausalLM, tokens: t
         return short_heads(target, sorted(tokens)) if tokens else None
     of = target.cache_shape
     multiply = linears_of(target, [weights.read(name).to(of.device, of.dtype) for name in own])
-    if weights.shape(own[0])[0] == target.vocab_size:
+    if not tokens:
         return multiply
     index = torch.tensor(tokens, device=of.device)
     return lambda states: spread_heads(multiply(states), index, target.vocab_size)
@@ -150,7 +150,7 @@ def _rows(weights: Renamed, name: str, target: CausalLM, tokens: Sequence[int]) 
     """Return how many rows an own output head must have: all tokens' or those of `tokens`; None = there is none."""
     if name not in weights.names():
         return None
-    return len(tokens) if tokens and weights.shape(name)[0] == len(tokens) else target.vocab_size
+    return len(tokens) or target.vocab_size
 
 
 def choose_tree(given: Any, config: dict[str, Any], num_heads: int) -> StaticTree:

@@ -50,12 +50,12 @@ def read_config(hf: Mapping[str, Any]) -> DecoderConfig:
         attention = read_attention(
             hf, rope=read_rope(hf, most, kind, theta=1e4 if kind == SLIDING else 1e6),
             window=window(hf) if kind == SLIDING else None, qk_norm=norm, bias=bias, output_bias=bias,
-            scale=count(hf, "query_pre_attn_scalar") ** -0.5, softcap=optional_number(hf, "attn_logit_softcapping"),
+            scale=count(hf, "query_pre_attn_scalar") ** -0.5,
         )  # fmt: skip
         return Layer(attention, mlp, norm, norm, norm, norm)
 
     return read_decoder(
         hf, layers_of(read_layer_types(hf, lambda index: (index + 1) % every == 0), layer), TENSORS, norm,
         embedding={"scale": count(hf, "hidden_size") ** 0.5},
-        head={"softcap": optional_number(hf, "final_logit_softcapping")},
+        head={"softcap": optional_number(hf, "final_logit_softcapping")}, by_kind=True,
     )  # fmt: skip

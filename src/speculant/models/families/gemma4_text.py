@@ -96,7 +96,7 @@ def read_config(hf: Mapping[str, Any]) -> DecoderConfig:
     return read_decoder(
         hf, layers_of(kinds, layer), _tensors(kinds, inputs, equal_values=flag(hf, "attention_k_eq_v")), norm,
         embedding={"scale": count(hf, "hidden_size") ** 0.5},
-        head={"softcap": optional_number(hf, "final_logit_softcapping")},
+        head={"softcap": optional_number(hf, "final_logit_softcapping")}, by_kind=True,
     )  # fmt: skip
 
 

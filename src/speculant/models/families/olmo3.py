@@ -38,4 +38,4 @@ def read_config(hf: Mapping[str, Any]) -> DecoderConfig:
         return Layer(attention, mlp, None, None, norm, norm)
 
     kinds = read_layer_types(hf, lambda index: (index + 1) % 4 == 0)
-    return read_decoder(hf, layers_of(kinds, layer), TENSORS, norm)
+    return read_decoder(hf, layers_of(kinds, layer), TENSORS, norm, by_kind=True)

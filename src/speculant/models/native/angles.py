@@ -22,13 +22,15 @@ FEWEST_POSITIONS = 256  # in the tables at first
 
 
 class AngleTables:
-    """The tables of a description's `ropes`, in their order. They grow with the positions that are used.
+    """The tables of a description's `rotations`, in their order. They grow with the positions that are used.
 
-    tensors: cosines and sines [rows, rotated / 2], and factors of queries [rows] where there are some.
+    tensors: cosines and sines [rows, rotated / 2], and factors of queries [rows] where there are some. widths: of the
+    rows of each table.
     """
 
     def __init__(self, config: DecoderConfig) -> None:
         self._rotaries, self._restarts = [*rotaries(config).values()], config.restart_at is not None
+        self.widths = array("q", [rotary.pairs for rotary in self._rotaries])
         self.tensors: list[Tensor] = []
         self._positions = 0
         self._cosines, self._sines, self._factors = array("Q"), array("Q"), array("Q")

@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from speculant.kernels.native import (
     MOST_DIM,
     MOST_GROUP,
     TYPES,
+    Bounds,
     Draft,
     Kernels,
     Op,
@@ -59,6 +60,7 @@ from speculant.tree import ids
 if TYPE_CHECKING:
     from speculant.models.heads import HeadConfig
 
+Recorded = TypeVar("Recorded", bound=Program)
 FEWEST_ROWS = 16  # that the buffers have room for at first
 
 
@@ -139,6 +141,8 @@ class NativeDecoder:
             packed.head, None, None, packed.head_bias, factor=config.head.scale, softcap=config.head.softcap
         )
         self._head_tokens = torch.tensor(config.head.tokens, dtype=torch.int64) if config.head.tokens else None
+        shape = self.cache_shape
+        self._slot_bytes = array("q", [of.num_kv_heads * shape.bytes_of_head(of.head_dim) for of in shape.layers])
         self._drawn: Drawn | None = None  # of the last draft
 
     @property
@@ -182,11 +186,27 @@ class NativeDecoder:
         """Return the pass with these taps; it is recorded at its first use."""
         if taps not in self._programs:
             check_taps(taps, self.num_layers)
-            self._programs[taps] = self._record(taps)
+            self._programs[taps] = self._checked(self._record(taps), self._head)
         return self._programs[taps]
 
     def _record(self, taps: tuple[int, ...]) -> Program:
         return Program(self.packed, self._buffers, taps)
+
+    def _checked(self, program: Recorded, head: Op | None = None) -> Recorded:
+        """Return a program that reads and writes within the buffers, the tables, the cache and the weights.
+
+        head: that of drafts, if the program has drafts. Raises ModelError for any other program.
+        """
+        tokens = self._head_tokens
+        bounds = Bounds(
+            rows=self._buffers.room, tokens=self.vocab_size, positions=self.config.embedding.positions or 0,
+            layers=self.num_layers, groups=self._num_groups, ropes=len(self._angles.widths),
+            slots=address(self._slot_bytes), angles=address(self._angles.widths),
+            head_tokens=None if tokens is None else tokens.data_ptr(),
+            num_head_tokens=0 if tokens is None else len(tokens),
+        )  # fmt: skip
+        self.kernels.check(program.ops, bounds, head)
+        return program
 
     @staticmethod
     def why_not(config: DecoderConfig) -> str | None:
@@ -253,7 +273,9 @@ class NativeDecoder:
         """See `EncodesSources.encode`; float32."""
         layout, rows = self.layout(batch, storage), batch.tokens.shape[0]
         kind = EncoderProgram if batch.hidden is None else SourceKeys
-        program = self._encoders.get(kind) or self._encoders.setdefault(kind, kind(self.packed, self._buffers))
+        program = self._encoders.get(kind)
+        if program is None:
+            program = self._encoders[kind] = self._checked(kind(self.packed, self._buffers))
         if batch.hidden is not None:
             program.hidden[:rows] = batch.hidden
         self.kernels.run(program.ops, layout.on)

@@ -162,7 +162,9 @@ class PackedExperts:
     ) -> Op:  # fmt: skip
         """Return the operation that multiplies each pair by the matrix of its expert."""
         one = matrices.weights[0]
-        return make_op(
+        made = make_op(
             Code.EXPERTS, one.type, n=one.n, k=one.k, weight=matrices.addresses, source=source, out=out, bias=bias,
             used=self.of.used, flags=flags, **activation,
         )  # fmt: skip
+        made.has.matrix = min(weight.memory.numel() for weight in matrices.weights)
+        return made

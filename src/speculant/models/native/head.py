@@ -211,7 +211,7 @@ class NativeBlockHead(NativeDecoder):
         layout, rows = self.layout(batch, storage), len(batch.tokens)
         buffers = self._buffers
         if self._context is None or self._context.buffers is not buffers:
-            self._context = ContextProgram(self.packed, buffers)
+            self._context = self._checked(ContextProgram(self.packed, buffers))
         buffers.x[:rows] = batch.hidden
         self.kernels.run(self._context.ops, layout.on)
         return Hidden(buffers.x[:0])

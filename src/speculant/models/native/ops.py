@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
-from speculant.kernels.native import Activation, Code, Flag, Op, Type, Weight
+from speculant.kernels.native import Activation, Code, Flag, Op, Sizes, Type, Weight
 
 
 def embedding(
@@ -62,7 +62,16 @@ def linears(
 def make_op(code: Code, type_: Type = Type.F32, **fields: Tensor | Weight | float | None) -> Op:
     """Return an operation; None = a field is not set. It does not keep tensors and weights alive."""
     values = {name: _address(value) for name, value in fields.items() if value is not None}
-    return Op(code=code, type=type_, **values)
+    arrays = {name: value for name, value in fields.items() if isinstance(value, Tensor | Weight)}
+    return Op(code=code, type=type_, has=Sizes(**{name: _extent(value) for name, value in arrays.items()}), **values)
+
+
+def _extent(array: Tensor | Weight) -> int:
+    """Return the bytes of a weight, or the number of a tensor's items from the first to the last, gaps included."""
+    if isinstance(array, Weight):
+        return array.memory.numel()
+    gaps = zip(array.shape, array.stride(), strict=True)
+    return 1 + sum((size - 1) * stride for size, stride in gaps) if array.numel() else 0
 
 
 def _address(value: Tensor | Weight | float) -> float:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from speculant.cache.base import by_length
-from speculant.kernels.native import Code, Flag, Kernels, Op, Pass, Type, Weight
+from speculant.kernels.native import Bounds, Code, Flag, Kernels, Op, Pass, Type, Weight
 from speculant.models.description import Attention
 from speculant.models.native.experts import PackedExperts
 from speculant.models.native.inputs import adding_inputs
@@ -249,8 +249,8 @@ class Program:
             flags = query.flag | (Flag.ALL_HEADS if of.norm_all_heads else Flag.NONE)
             fields = {"scale": query.scale, "bias": query.bias, "eps": query.of.eps, "flags": flags}
             fields |= {"key_scale": key.scale, "key_bias": key.bias} if key else {}
-        if of.rope:
-            fields |= {"rope": self._weights.config.ropes.index(of.rope), "rotated": of.rotated}
+        if of.rotation:
+            fields |= {"rope": self._weights.config.rotations.index(of.rotation), "rotated": of.rotated}
         source = qkv[:, (of.heads - heads) * of.head_dim :]
         yield self._of_heads(Code.ROTATE, index, of, source=source, heads=heads, kv_heads=of.own_kv_heads, **fields)
 
@@ -333,6 +333,7 @@ class NativeLinears:
         self._x, self._out = torch.empty(count, rows, k), torch.empty(count, rows, n)
         biases = [None] * count if self._biases is None else [*self._biases]
         self._ops = (Op * count)(*map(linear, self._weights, self._x, self._out, biases))
+        self._kernels.check(self._ops, Bounds(rows=rows))
 
     def __call__(self, x: Tensor) -> Tensor:
         """See `Linears`; float32."""

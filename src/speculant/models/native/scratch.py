@@ -29,9 +29,8 @@ def scratch_bytes(packed: PackedDecoder, threads: int, rows: int, positions: int
     config, widths = packed.config, packed.activations
     widest = max(widths.get(name, 0) for name in READ)
     per_row = sum(widths.values()) + GROWTH * widest
-    rotated = {layer.attention.rope: layer.attention.rotated for layer in config.layers}
     tables = 1 if config.restart_at is None else 2
-    angles = tables * _power(positions) * sum(rotated.values())
+    angles = tables * _power(positions) * sum(rotation.dims or 0 for rotation in config.rotations)
     sampling = min(MOST_BYTES, GROWTH * rows * config.vocab_size * (REAL + DOUBLE))
     candidates = GROWTH * threads * config.vocab_size * CANDIDATE
     kinds = config.attentions

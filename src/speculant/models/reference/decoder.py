@@ -75,9 +75,9 @@ def spread(logits: Tensor, tokens: Tensor, vocab_size: int) -> Tensor:
 
 
 def rotaries(config: DecoderConfig) -> dict[Rope, Rotary]:
-    """Return the angles of each of a decoder's rotary positions."""
-    of = {layer.attention.rope: layer.attention for layer in config.layers}
-    return {rope: Rotary(rope, of[rope].rotated) for rope in config.ropes}
+    """Return the angles of each of a decoder's rotations."""
+    found = (layer.attention for layer in config.layers)
+    return {of.rotation: Rotary(of.rotation, of.rotated) for of in found if of.rotation}
 
 
 def angles_of(
@@ -149,8 +149,8 @@ class LayerAttention(nn.Module):
         key = value = query[..., :0, :]  # of a layer that reads another's, or a source's
         if of.own_kv_heads and not of.source:
             key, value = self._keys(x)
-        if of.rope:
-            cos, sin, factors = angles[of.rope]
+        if of.rotation:
+            cos, sin, factors = angles[of.rotation]
             rotated = reference.rotate(torch.cat((query, key), dim=-2), cos, sin)
             query, key = rotated.split_with_sizes((of.heads, of.own_kv_heads), dim=-2)
             query = query if factors is None else query * factors
@@ -162,8 +162,8 @@ class LayerAttention(nn.Module):
     def keys(self, x: Tensor, angles: Angles) -> tuple[Tensor, Tensor]:
         """Return the keys and values [..., kv_heads, head_dim] of x [..., inputs], as a cache holds them."""
         key, value = self._keys(x)
-        if self._of.rope:
-            cos, sin, _ = angles[self._of.rope]
+        if self._of.rotation:
+            cos, sin, _ = angles[self._of.rotation]
             key = reference.rotate(key, cos, sin)
         return key, value
 

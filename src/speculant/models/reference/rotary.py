@@ -20,6 +20,11 @@ class Rotary:
         self._frequencies = _divided(plain_frequencies(config.theta, dims), config.factors)
         self._long = _divided(plain_frequencies(config.theta, dims), config.long_factors)
 
+    @property
+    def pairs(self) -> int:
+        """The number of rotated pairs of dimensions."""
+        return len(self._exponents)
+
     def angles(self, positions: Tensor, dtype: torch.dtype, long: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return cos and sin [T, 1, dims] for positions [T], computed in float32, cast to dtype.
 

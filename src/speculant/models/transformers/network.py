@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from speculant.errors import ConfigError, ModelError
 from speculant.models.base import check_taps, check_tokens
+from speculant.models.rope_config import longest_context
 
 _UNBOUNDED = 32768  # positions of a model whose config names no bound, such as a recurrent one
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
@@ -58,7 +59,7 @@ class TransformersNetwork:
         named = [getattr(self._config, name, None) for name in _POSITIONS]
         longest = next((int(value) for value in named if isinstance(value, int) and value > 0), _UNBOUNDED)
         rope = getattr(self._config, "rope_parameters", None) or getattr(self._config, "rope_scaling", None)
-        return min(longest, *growing_bounds(rope, self._config, longest), longest)
+        return min([_extended(rope, self._config, longest), *growing_bounds(rope, self._config, longest)])
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Return the input embeddings [k, hidden] of tokens [k]. Raises RequestError for an unknown token."""
@@ -127,6 +128,16 @@ def _first_module(model: nn.Module, run: Callable[[], object]) -> tuple[Any, typ
             "use a model of another family.",
         )
     return found[0]
+
+
+def _extended(rope: object, config: object, longest: int) -> int:
+    """Return the context that a scaling extends; see `longest_context`."""
+    if not isinstance(rope, Mapping):
+        return longest
+    original = getattr(config, "original_max_position_embeddings", None)
+    entries = {"max_position_embeddings": longest, "rope_parameters": dict(rope)}
+    by_kind = any(isinstance(each, Mapping) for each in rope.values())
+    return longest_context({**entries, "original_max_position_embeddings": original}, by_kind)
 
 
 def growing_bounds(rope: object, config: object, longest: int) -> list[int]:

@@ -12,6 +12,7 @@ from speculant.models.entries import is_whole, show
 
 logger = logging.getLogger(__name__)
 
+BELONGS = "use the config.json that belongs to these weights, or download the checkpoint again."
 OTHER = "use another checkpoint of the model, such as a GGUF file."
 MOST_SIZE = 2**24  # of a group
 HARMLESS = (  # entries of AutoGPTQ and GPTQModel without an effect on the numbers that files stand for

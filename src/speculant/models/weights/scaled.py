@@ -26,6 +26,7 @@ from speculant.models.weights.grouped import (
 )
 from speculant.models.weights.layouts import FP8_BLOCK, SCALE, e4m3_numbers
 from speculant.models.weights.modules import AGAIN, ModuleParts
+from speculant.models.weights.options import BELONGS
 from speculant.models.weights.source import QuantizedBlocks
 
 SCALE_KINDS = ("BF16", "F16", "F32", "F8_E8M0")
@@ -62,16 +63,17 @@ def tile_of(parts: ModuleParts, end: str, shape: tuple[int, ...], named: Tile | 
     found, (n, k) = parts.shape(end), shape
     if parts.kind(end) not in SCALE_KINDS:
         raise parts.error(f"{parts.module}{end} is {parts.kind(end)} instead of {' or '.join(SCALE_KINDS)}")
-    if math.prod(found) == 1 and len(found) <= 2:
+    fits = named is None or math.prod(found) == math.prod(named.counts(shape))
+    if fits and math.prod(found) == 1 and len(found) <= 2:
         return Tile(n, k)
-    if found in ((n,), (n, 1)):
+    if fits and found in ((n,), (n, 1)):
         return Tile(1, k)
     if named is not None and found == named.counts(shape):
         return named
     parted = f" in parts of {named.rows} x {named.columns}" if named else ""
     raise parts.error(
         f"{parts.module}{end} is {list(found)}, which does not fit a matrix {list(shape)}{parted}",
-        "use the config.json that belongs to these weights, or download the checkpoint again.",
+        BELONGS,
     )
 
 
@@ -237,6 +239,8 @@ class IntegerMatrix:
         stored, (rows, columns) = self.parts.read(self.ends.zeros), self.tile.counts(self.shape)
         if self.packed:
             zeros = unpacked(stored, self.bits, axis=0)[:rows]
+        elif not torch.equal(stored.to(torch.int8).to(stored.dtype), stored):
+            raise self.parts.error(f"{self.parts.module}{self.ends.zeros} has zero points beyond 8 bits", BELONGS)
         else:
             zeros = stored.to(torch.int8).view(torch.uint8).numpy().reshape(rows, columns) ^ np.uint8(MIDDLE)
         return np.repeat(zeros, self.tile.rows, axis=0)[: self.shape[0]]

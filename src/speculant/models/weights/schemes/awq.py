@@ -27,6 +27,7 @@ from speculant.models.weights.grouped import (
 )
 from speculant.models.weights.modules import ModuleParts
 from speculant.models.weights.options import HARMLESS, Options
+from speculant.models.weights.scaled import read_scales
 from speculant.models.weights.source import QuantizedBlocks
 
 QWEIGHT, QZEROS, SCALES = ".qweight", ".qzeros", ".scales"
@@ -70,9 +71,9 @@ class AwqMatrix:
         return "AWQ" if self.why_decoded else layout_for(BITS, self._zeros()).upper()
 
     def read(self) -> Tensor | QuantizedBlocks:
-        """See `StoredMatrix.read`."""
+        """See `StoredMatrix.read`. Raises ModelError for scales that are not finite."""
         q = unpacked(self.parts.read(QWEIGHT), BITS, 1, PLACES).T
-        scales, zeros = self.parts.read(SCALES).T, self._zeros().T
+        scales, zeros = read_scales(self.parts, SCALES).T, self._zeros().T
         if self.why_decoded:
             return as_floats(q, scales, zeros, BITS, self.groups)
         return as_blocks(self.kind.lower(), q, scales, zeros, self.groups)

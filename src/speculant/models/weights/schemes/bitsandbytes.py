@@ -132,6 +132,8 @@ def _read_blocks(state: Mapping[str, Any]) -> Blocks | None:
         or isinstance(offset, bool)
     ):
         return None
+    if nested is not None and "nested_offset" not in state:
+        return None
     sizes = [*shape, state.get("blocksize"), 1 if nested is None else nested]
     if not all(is_whole(size) and 0 < size <= MOST_SIZE for size in sizes) or not abs(offset) < MOST_OFFSET:
         return None

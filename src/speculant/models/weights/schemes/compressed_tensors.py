@@ -22,10 +22,11 @@ from torch import Tensor
 
 from speculant.errors import ModelError
 from speculant.models.entries import is_whole, show
+from speculant.models.weights.grouped import unpacked
 from speculant.models.weights.modules import ModuleParts, StoredMatrix
-from speculant.models.weights.options import OTHER, Options
+from speculant.models.weights.options import BELONGS, OTHER, Options
 from speculant.models.weights.scaled import OF_CACHE, WORD, Fp8Matrix, IntegerEnds, IntegerMatrix, Tile, matrix_shape
-from speculant.models.weights.schemes.mxfp4 import BLOCK, as_mxfp4
+from speculant.models.weights.schemes.mxfp4 import BLOCK, as_mxfp4, read_exponents
 from speculant.models.weights.source import QuantizedBlocks
 
 logger = logging.getLogger(__name__)
@@ -39,23 +40,33 @@ OF_ACTIVATIONS = (".input_scale", ".input_zero_point", ".input_global_scale", ".
 FORMATS = ("dense", "float-quantized", "int-quantized", "mixed-precision", "mxfp4-pack-quantized", "naive-quantized",
            "pack-quantized")  # fmt: skip
 STRATEGIES = ("block", "channel", "group", "tensor")
+ORDERED = ("group", "dynamic", "true")  # values of actorder; with others, the inputs of a group are neighbours
 MOST_SIZE = 2**24  # of a block
 HARMLESS = ("config_groups", "global_compression_ratio", "ignore", "quantization_status", "version")
 
 
 @dataclass(frozen=True)
 class WeightOptions:
-    """How the weights of some modules are stored. tile: the part that has a scale; None = the matrix or a row."""
+    """How the weights of some modules are stored.
+
+    tile: the part that has a scale; None = the matrix or a row. ordered: whether the inputs of a group are not
+    neighbours, so that each matrix needs the group of each input.
+    """
 
     bits: int
     is_float: bool
     symmetric: bool
     tile: Tile | None
+    ordered: bool = False
 
     def matrix(self, parts: ModuleParts) -> StoredMatrix:
         """Return the matrix of a module. Raises ModelError if it is not stored in this way."""
         if parts.has(GLOBAL):
             raise parts.error(f"{parts.module} is stored in NVFP4, which can't be read", OTHER)
+        if self.symmetric and parts.has(ZEROS):
+            self._check_middle(parts)
+        if self.ordered or (self.is_float and parts.has(G_IDX)):
+            self._check_order(parts)
         if self.is_float and self.bits == 4:
             return CompressedMxfp4(parts).check()
         if self.is_float:
@@ -65,8 +76,28 @@ class WeightOptions:
         ends = IntegerEnds(PACKED, SCALE, "" if self.symmetric else ZEROS, G_IDX)
         if parts.has(PACKED):
             return IntegerMatrix(parts, self._packed_shape(parts), ends, self.bits, True, self.tile).check()
-        ends = IntegerEnds(WEIGHT, SCALE, ends.zeros)
+        ends = IntegerEnds(WEIGHT, SCALE, ends.zeros, G_IDX)
         return IntegerMatrix(parts, matrix_shape(parts, WEIGHT, "I8"), ends, 8, False, self.tile).check()
+
+    def _check_middle(self, parts: ModuleParts) -> None:
+        """Raise ModelError for zero points of symmetric integers, or of floats, that are not 0."""
+        stored, packed = parts.read(ZEROS), parts.has(PACKED) and parts.kind(ZEROS) == "I32" and not self.is_float
+        middles = unpacked(stored, self.bits, 0)[: parts.shape(PACKED)[0]] if packed and stored.ndim == 2 else None
+        if bool(stored.float().any()) and (middles is None or bool((middles != 2 ** (self.bits - 1)).any())):
+            raise parts.error(
+                f"{parts.module}{ZEROS} is not 0, and config.json says that the numbers are symmetric", BELONGS
+            )
+
+    def _check_order(self, parts: ModuleParts) -> None:
+        """Raise ModelError for a matrix without the order of its inputs, or for an order of the inputs of floats."""
+        if self.is_float:
+            raise parts.error(f"{parts.module}{G_IDX} is an order of the inputs of floats, which can't be read", OTHER)
+        if not parts.has(G_IDX) or bool((parts.read(G_IDX) == -1).any()):
+            raise parts.error(
+                f"{parts.module} does not have the group of each input ({G_IDX[1:]}), and config.json says that inputs"
+                " have an order (actorder)",
+                BELONGS,
+            )
 
     def _packed_shape(self, parts: ModuleParts) -> tuple[int, int]:
         """Return the shape of a matrix of packed integers. Raises ModelError if it does not fit their words."""
@@ -77,7 +108,7 @@ class WeightOptions:
             raise parts.error(
                 f"{parts.module}{SHAPE} says [{n}, {k}], and {PACKED[1:]} is {[rows, words]}, which does not fit"
                 f" integers of {self.bits} bits",
-                "use the config.json that belongs to these weights, or download the checkpoint again.",
+                BELONGS,
             )
         return n, k
 
@@ -105,8 +136,8 @@ class CompressedMxfp4:
         return (n, blocks * BLOCK)
 
     def read(self) -> QuantizedBlocks:
-        """See `StoredMatrix.read`."""
-        return as_mxfp4(self.parts.read(PACKED), self.parts.read(SCALE), self.shape)
+        """See `StoredMatrix.read`. Raises ModelError for exponents that stand for NaN."""
+        return as_mxfp4(self.parts.read(PACKED), read_exponents(self.parts, SCALE), self.shape)
 
 
 @dataclass(frozen=True)
@@ -163,10 +194,11 @@ def _read_weights(group: Mapping[str, Any]) -> WeightOptions:
     size, structure = read.get("group_size"), read.get("block_structure")
     usual = "tensor" if size is None else "channel" if size == -1 else "group"
     strategy = read.one_of("strategy", STRATEGIES, usual)
+    ordered = str(read.get("actorder", "")).lower() in ORDERED
     if strategy == "group" and (size := read.group_size()) != -1:
-        return WeightOptions(bits, is_float, _is_symmetric(read), Tile(1, size))
+        return WeightOptions(bits, is_float, _is_symmetric(read), Tile(1, size), ordered)
     tile = _read_block(read, structure) if strategy == "block" else None
-    return WeightOptions(bits, is_float, _is_symmetric(read), tile)
+    return WeightOptions(bits, is_float, _is_symmetric(read), tile, ordered)
 
 
 def _is_symmetric(read: Options) -> bool:

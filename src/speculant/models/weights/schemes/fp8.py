@@ -43,6 +43,8 @@ class Fp8:
 
     def matrix(self, parts: ModuleParts) -> Fp8Matrix:
         """See `Scheme.matrix`."""
+        if parts.has(INVERSE) and parts.has(SCALE):
+            raise parts.error(f"{parts.module} has both {INVERSE[1:]} and {SCALE[1:]}, of which one is its scale")
         return Fp8Matrix(parts, WEIGHT, INVERSE if parts.has(INVERSE) else SCALE, self.tile).check()
 
 

@@ -1,7 +1,8 @@
 """GPTQ (arXiv 2210.17323), as AutoGPTQ and GPTQModel store it: weights scale * (q - zero) of n outputs and k inputs.
 
 qweight   int32 [k bits / 32, n]       integers q; a word has adjacent ones of a column, the lowest bits first
-qzeros    int32 [groups, n bits / 32]  zero points, adjacent ones of a row; the format "gptq" stores them minus 1
+qzeros    int32 [groups, n bits / 32]  zero points, adjacent ones of a row; the format "gptq" stores them minus 1,
+                                       "gptq_v2" as they are. With `sym` all are 2^(bits - 1), which tells the format
 scales    floats [groups, n]
 g_idx     int32 [k]                    the group of each input; it may be missing if a group's inputs are adjacent
 
@@ -10,8 +11,9 @@ The quantizer may sort the inputs before it forms groups (`desc_act`). Then the 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -28,8 +30,11 @@ from speculant.models.weights.grouped import (
     why_scales_are_decoded,
 )
 from speculant.models.weights.modules import ModuleParts
-from speculant.models.weights.options import HARMLESS, Options
+from speculant.models.weights.options import BELONGS, HARMLESS, Options
+from speculant.models.weights.scaled import read_scales
 from speculant.models.weights.source import QuantizedBlocks
+
+logger = logging.getLogger(__name__)
 
 QWEIGHT, QZEROS, SCALES, G_IDX = ".qweight", ".qzeros", ".scales", ".g_idx"
 BITS = (2, 4, 8)
@@ -39,12 +44,12 @@ WORD = 32  # bits
 
 @dataclass(frozen=True)
 class GptqMatrix:
-    """See `StoredMatrix`. size: inputs of a group. add_one: whether the stored zeros are one too low."""
+    """See `StoredMatrix`. size: inputs of a group."""
 
     parts: ModuleParts
     bits: int
     size: int
-    add_one: bool
+    scheme: Gptq
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
@@ -72,12 +77,22 @@ class GptqMatrix:
         return layout_for(self.bits, self._zeros()), why
 
     def _zeros(self) -> np.ndarray:
-        """Read the zero points, uint8 [groups, n]."""
-        words = self.parts.read(QZEROS)
-        if self.add_one:  # to each integer of a word, with carries: they undo the borrows of the subtraction
-            one = sum(1 << shift for shift in range(0, WORD, self.bits))
-            words = torch.from_numpy((words.numpy().view(np.uint32) + np.uint32(one)).view(np.int32))
-        return unpacked(words, self.bits, axis=1)
+        """Read the zero points, uint8 [groups, n]. Raises ModelError if `sym` contradicts them."""
+        words = self.parts.read(QZEROS).numpy().view(np.uint32)
+        one = sum(1 << shift for shift in range(0, WORD, self.bits))
+        add_one, middle = self.scheme.add_one, one << self.bits - 1
+        if self.scheme.symmetric and not bool((words == middle - one * add_one).all()):
+            add_one = not add_one
+            if not bool((words == middle - one * add_one).all()):
+                raise self.parts.error(
+                    f"{self.parts.module}{QZEROS} has other zero points than {2 ** (self.bits - 1)}, and config.json"
+                    " says that the integers are symmetric",
+                    "use the config.json that belongs to these weights: one with sym = false has any zero points.",
+                )
+            self.scheme.say_other_format(self.parts)
+        if add_one:  # to each integer of a word, with carries: they undo the borrows of the subtraction
+            words = words + np.uint32(one)
+        return unpacked(torch.from_numpy(words.view(np.int32)), self.bits, axis=1)
 
     @property
     def kind(self) -> str:
@@ -95,9 +110,9 @@ class GptqMatrix:
         return None if self.why_decoded else self._groups.order
 
     def read(self) -> Tensor | QuantizedBlocks:
-        """See `StoredMatrix.read`."""
+        """See `StoredMatrix.read`. Raises ModelError for scales that are not finite."""
         q = unpacked(self.parts.read(QWEIGHT), self.bits, axis=0).T
-        scales, zeros = self.parts.read(SCALES).T, self._zeros().T
+        scales, zeros = read_scales(self.parts, SCALES).T, self._zeros().T
         if self.why_decoded:
             return as_floats(q, scales, zeros, self.bits, self._groups)
         return as_blocks(self._layout[0], q, scales, zeros, self._groups)
@@ -105,17 +120,33 @@ class GptqMatrix:
 
 @dataclass(frozen=True)
 class Gptq:
-    """See `Scheme`. bits, size: of modules that `dynamic` does not change; size -1 = one group."""
+    """See `Scheme`. bits, size: of modules that `dynamic` does not change; size -1 = one group.
+
+    add_one: whether the stored zeros are one too low, as config.json says. symmetric: whether all are 2^(bits - 1).
+    """
 
     bits: int
     size: int
     add_one: bool
     needs_g_idx: bool
     dynamic: bool
+    symmetric: bool
     marks: Sequence[str] = (QWEIGHT,)
     parts: Sequence[str] = (QWEIGHT, QZEROS, SCALES, G_IDX)
     weight: str = ".weight"
     unread: Sequence[str] = ()
+    _said: set[str] = field(default_factory=set, repr=False, compare=False)
+
+    def say_other_format(self, parts: ModuleParts) -> None:
+        """Say once that the zero points have the format that config.json does not name."""
+        if not self._said:
+            named, other = ("gptq", "gptq_v2") if self.add_one else ("gptq_v2", "gptq")
+            logger.warning(
+                "%s: the zero points are stored as in checkpoint_format %s, and config.json says %s. They are read as"
+                " they are stored: with sym, all are in the middle of the integers.",
+                parts.files.place.name, other, named,
+            )  # fmt: skip
+            self._said.add(other)
 
     def matrix(self, parts: ModuleParts) -> GptqMatrix:
         """See `Scheme.matrix`."""
@@ -136,7 +167,7 @@ class Gptq:
         parts.check(SCALES, SCALE_KINDS, (groups, n))
         if self.needs_g_idx or parts.has(G_IDX):
             parts.check(G_IDX, ["I32", "I64"], (k,))
-        return GptqMatrix(parts, bits, self._size(parts, k, groups), self.add_one)
+        return GptqMatrix(parts, bits, self._size(parts, k, groups), self)
 
     def _size(self, parts: ModuleParts, k: int, groups: int) -> int:
         """Return the inputs of a group. Raises ModelError for another number of groups than config.json says."""
@@ -147,7 +178,7 @@ class Gptq:
             return k // groups
         raise parts.error(
             f"{parts.module} has {groups} groups, and {k} inputs in groups of {size} are {-(-k // size)}",
-            "use the config.json that belongs to these weights, or download the checkpoint again.",
+            BELONGS,
         )
 
 
@@ -158,8 +189,11 @@ def read_scheme(options: Mapping[str, Any]) -> Gptq:
     read.one_of("format", (form,), form)
     read.one_of("pack_dtype", ("int32",), "int32")
     read.refuse("rotation", "adapter", "activation", "is_marlin_format")
+    changed = read.get("dynamic") or {}
+    others = changed.values() if isinstance(changed, dict) else ()
+    symmetric = read.is_set("sym") and all(each.get("sym", True) is True for each in others if isinstance(each, dict))
     scheme = Gptq(
-        read.one_of("bits", BITS), read.group_size(), form == "gptq", read.is_set("desc_act"), bool(read.get("dynamic"))
+        read.one_of("bits", BITS), read.group_size(), form == "gptq", read.is_set("desc_act"), bool(changed), symmetric
     )
     read.warn_of_others(HARMLESS)
     return scheme

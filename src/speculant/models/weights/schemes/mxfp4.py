@@ -22,6 +22,7 @@ from speculant.models.weights.source import QuantizedBlocks
 
 BLOCKS, SCALES = "_blocks", "_scales"
 BLOCK, BYTES = 32, 16  # numbers of a block, and their bytes
+NAN = 255  # the only exponent that is no power of two
 
 
 @dataclass(frozen=True)
@@ -40,13 +41,21 @@ class Mxfp4Matrix:
         return (*rows, blocks * BLOCK)
 
     def read(self) -> QuantizedBlocks:
-        """See `StoredMatrix.read`."""
-        return as_mxfp4(self.parts.read(BLOCKS), self.parts.read(SCALES), self.shape)
+        """See `StoredMatrix.read`. Raises ModelError for exponents that stand for NaN."""
+        return as_mxfp4(self.parts.read(BLOCKS), read_exponents(self.parts, SCALES), self.shape)
+
+
+def read_exponents(parts: ModuleParts, end: str) -> Tensor:
+    """Read the exponents of blocks. Raises ModelError for NaN."""
+    exponents = parts.read(end).view(torch.uint8)
+    if bool((exponents == NAN).any()):
+        raise parts.error(f"{parts.module}{end} has scales that are NaN", AGAIN)
+    return exponents
 
 
 def as_mxfp4(pairs: Tensor, scales: Tensor, shape: tuple[int, ...]) -> QuantizedBlocks:
     """Return bytes with two numbers each, and the exponents of blocks of 32 numbers, as GGUF's blocks."""
-    pairs, scales = pairs.reshape(-1, BYTES), scales.view(torch.uint8).reshape(-1, 1)
+    pairs, scales = pairs.reshape(-1, BYTES), scales.reshape(-1, 1)
     numbers = torch.stack((pairs & 15, pairs >> 4), dim=2).view(-1, 2, BYTES)  # the first and the last 16
     joined = torch.cat((scales, numbers[:, 0] | numbers[:, 1] << 4), dim=1)
     return QuantizedBlocks("mxfp4", shape, joined.view(math.prod(shape[:-1]), -1))
