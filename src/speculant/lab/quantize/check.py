@@ -35,7 +35,7 @@ def check_model(source: Path, file: Path) -> None:
     Weights are not read, so they need not be there yet. Raises ModelError that names the entry that differs.
     """
     own = CheckpointFiles.open(source)
-    _compare(own.config, read_description(own.config), read_description(read_gguf_config(GgufFile.open(file))))
+    _compare(own.config, read_gguf_config(GgufFile.open(file)))
     read = CheckpointFiles.open(file)
     one, other = (_generation(place, files) for place, files in ((source, own), (file, read)))
     if different := [name for name in one if one[name] != other[name]]:
@@ -74,13 +74,35 @@ def differences(own: Any, other: Any, place: str = "") -> Iterator[str]:
             yield place
 
 
-def _compare(config: Mapping[str, Any], own: DecoderConfig, read: DecoderConfig) -> None:
-    """Raise ModelError if two descriptions differ in more than the names of tensors."""
-    own, read = (replace(each, tensors=SAME_NAMES) for each in (own, read))
-    places = set(differences(own, read))
-    if places:
-        named = _blamed(config, own, read, places)
-        raise _refusal(named) if named else ModelError(f"a GGUF file would have another {min(places)[1:]}", _FIX)
+def _compare(own: Mapping[str, Any], read: Mapping[str, Any]) -> None:
+    """Raise ModelError if the descriptions of two configs differ in more than the names of tensors."""
+    one, other = (replace(read_description(each), tensors=SAME_NAMES) for each in (own, read))
+    places = set(differences(one, other))
+    if not places:
+        return
+    stated = {name: _without(own, name) for name in _names(own)}
+    left_out = {name: {**own, name: value} for name, value in read.items()}  # which have their family's defaults
+    for changed in (stated, left_out):
+        if named := _nearest(one, other, places, changed):
+            raise _refusal({name: _value(own, name) for name in named})
+    raise ModelError(f"a GGUF file would have another {min(places)[1:]}", _FIX)
+
+
+def _nearest(
+    own: DecoderConfig, read: DecoderConfig, places: set[str], changed: Mapping[str, Mapping[str, Any]]
+) -> list[str]:
+    """Return the names of the configs that are nearest to what was read, among those that differ at these places."""
+    found: dict[str, tuple[int, int]] = {}
+    for name, config in changed.items():
+        try:
+            other = replace(read_description(config), tensors=SAME_NAMES)
+        except ModelError:
+            continue
+        moved = set(differences(own, other))
+        if any(each.startswith(place) or place.startswith(each) for each in moved for place in places):
+            found[name] = len(set(differences(other, read))), len(moved)
+    least = min(found.values(), default=None)
+    return [name for name, distance in found.items() if distance == least]
 
 
 def _refusal(entries: Mapping[str, Any]) -> ModelError:
@@ -88,26 +110,11 @@ def _refusal(entries: Mapping[str, Any]) -> ModelError:
     return ModelError(f"the model has {named}, and a GGUF file of its family has no key for it", _FIX)
 
 
-def _blamed(config: Mapping[str, Any], own: DecoderConfig, read: DecoderConfig, places: set[str]) -> dict[str, Any]:
-    """Return the entries of config.json that a file lacks: without them, the source is nearest to what was read."""
-    found: dict[str, tuple[int, int]] = {}
-    for name in _entries(config):
-        try:
-            other = replace(read_description(_without(config, name)), tensors=SAME_NAMES)
-        except ModelError:
-            continue
-        changed = set(differences(own, other))
-        if any(each.startswith(place) or place.startswith(each) for each in changed for place in places):
-            found[name] = len(set(differences(other, read))), len(changed)
-    least = min(found.values(), default=None)
-    return {name: _value(config, name) for name, distance in found.items() if distance == least}
-
-
-def _entries(config: Mapping[str, Any], outer: str = "") -> Iterator[str]:
+def _names(config: Mapping[str, Any], outer: str = "") -> Iterator[str]:
     """Yield the names of all entries; "a.b" is the entry b of the object a."""
     for name, value in config.items():
         if isinstance(value, dict):
-            yield from _entries(value, f"{outer}{name}.")
+            yield from _names(value, f"{outer}{name}.")
         else:
             yield outer + name
 
@@ -121,7 +128,7 @@ def _without(config: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 def _value(config: Mapping[str, Any], name: str) -> Any:
     outer, _, inner = name.partition(".")
-    return _value(config[outer], inner) if inner else config[name]
+    return _value(config[outer], inner) if inner else config.get(name)
 
 
 def _generation(place: Path, files: CheckpointFiles) -> dict[str, Any]:

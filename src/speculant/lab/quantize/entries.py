@@ -102,22 +102,23 @@ def _experts(config: Config, decoder: DecoderConfig) -> Entries:
 
 def _positions(config: Config, decoder: DecoderConfig) -> Entries:
     """Return the rotary positions: those of layers without a window, and the base of the others."""
-    rope, sliding = _rope(decoder, sliding=False), _rope(decoder, sliding=True)
+    rope, rotated = _rope(decoder)
     if rope is None:
         return {}
-    found = {"rope.freq_base": rope.theta, "rope.dimension_count": decoder.attention.rotated}
-    if decoder.windows and sliding:
+    found = {"rope.freq_base": rope.theta, "rope.dimension_count": rotated}
+    sliding = next((layer.attention.rope for layer in decoder.layers if layer.attention.window), None)
+    if sliding:
         found["rope.freq_base_swa"] = sliding.theta
     if rope.original_max_positions:
         found["rope.scaling.original_context_length"] = rope.original_max_positions
     return found | _scaling(config, rope)
 
 
-def _rope(decoder: DecoderConfig, *, sliding: bool) -> Rope | None:
-    """Return the rotary positions of layers with or without a window; of any others if there are none."""
+def _rope(decoder: DecoderConfig) -> tuple[Rope | None, int]:
+    """Return the rotary positions of layers without a window, or of others, and how many dimensions are rotated."""
     found = [layer.attention for layer in decoder.layers if layer.attention.rope]
-    found.sort(key=lambda of: (of.window is not None) != sliding)
-    return found[0].rope if found else None
+    of = min(found, key=lambda each: each.window is not None, default=decoder.attention)
+    return of.rope, of.rotated
 
 
 def _settings(config: Config) -> Config:
@@ -179,7 +180,7 @@ def _yarn(config: Config, rope: Rope) -> Entries:
 
 def rope_tensors(config: Config, decoder: DecoderConfig) -> dict[str, np.ndarray]:
     """Return the tensors of factors that some scalings of rotary positions have."""
-    rope = _rope(decoder, sliding=False)
+    rope, _ = _rope(decoder)
     if rope is None or not rope.factors or not all(map(math.isfinite, rope.factors)):
         return {}
     if rope.long_factors:
