@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from speculant.text.gguf_tokenizer import ROLE_KEYS
 from speculant.text.tokenizer import Tokenizer
 
 _FIX = "name a folder as OUT."
+_LAYERS = {".layers", ".encoder.layers"}  # whose number differs
 _RULES = ("forced_bos_token_id", "forced_eos_token_id", "bad_words_ids")
 
 
@@ -80,29 +82,31 @@ def _compare(own: Mapping[str, Any], read: Mapping[str, Any]) -> None:
     places = set(differences(one, other))
     if not places:
         return
-    stated = {name: _without(own, name) for name in _names(own)}
-    left_out = {name: {**own, name: value} for name, value in read.items()}  # which have their family's defaults
-    for changed in (stated, left_out):
+    stated = list(_names(own))
+    singly = {(name,): _without(own, name) for name in stated}
+    left_out = {(name,): {**own, name: value} for name, value in read.items()}  # to their family's defaults
+    twice = {(name, second): _without(_without(own, name), second) for name, second in combinations(stated, 2)}
+    for changed in (singly, left_out, twice):
         if named := _nearest(one, other, places, changed):
             raise _refusal({name: _value(own, name) for name in named})
     raise ModelError(f"a GGUF file would have another {min(places)[1:]}", _FIX)
 
 
 def _nearest(
-    own: DecoderConfig, read: DecoderConfig, places: set[str], changed: Mapping[str, Mapping[str, Any]]
+    own: DecoderConfig, read: DecoderConfig, places: set[str], changed: Mapping[tuple[str, ...], Mapping[str, Any]]
 ) -> list[str]:
     """Return the names of the configs that are nearest to what was read, among those that differ at these places."""
-    found: dict[str, tuple[int, int]] = {}
-    for name, config in changed.items():
+    found: dict[tuple[str, ...], tuple[int, int]] = {}
+    for names, config in changed.items():
         try:
             other = replace(read_description(config), tensors=SAME_NAMES)
         except ModelError:
             continue
         moved = set(differences(own, other))
-        if any(each.startswith(place) or place.startswith(each) for each in moved for place in places):
-            found[name] = len(set(differences(other, read))), len(moved)
+        if any(each.startswith(place) or place.startswith(each) for each in moved - _LAYERS for place in places):
+            found[names] = len(set(differences(other, read))), len(moved)
     least = min(found.values(), default=None)
-    return [name for name, distance in found.items() if distance == least]
+    return list(dict.fromkeys(name for names, distance in found.items() if distance == least for name in names))
 
 
 def _refusal(entries: Mapping[str, Any]) -> ModelError:

@@ -135,23 +135,26 @@ def end_entries(folder: Path, roles: Mapping[str, Any]) -> dict[str, Any]:
 
     Ollama and Speculant read all of them in one entry, llama.cpp up to two beside the tokenizer's own.
     """
-    files = read_generation(folder), text_config(read_json(folder / "config.json"))
-    ids = next((each["eos_token_id"] for each in files if each.get("eos_token_id") is not None), [])
-    ids = ids if isinstance(ids, list) else [ids]
+    ids = _stated(folder, "eos_token_id")
     first = roles.get(_EOS, *ids[:1])
     others = [each for each in ids if each != first]
     return {_EOS: first, ENDS: ids, **dict(zip(_OTHER_ENDS, others, strict=False))} if ids else {}
 
 
+def _stated(folder: Path, key: str) -> list[Any]:
+    """Return the token ids of an entry of generation_config.json, or else of config.json."""
+    files = read_generation(folder), text_config(read_json(folder / "config.json"))
+    found = next((each[key] for each in files if each.get(key) is not None), [])
+    return found if isinstance(found, list) else [found]
+
+
 def _roles(folder: Path, settings: Mapping[str, Any], ids: Mapping[str, int]) -> dict[str, int]:
-    """Return the ids of tokens with a role, as config.json or tokenizer_config.json name them."""
-    config, found = read_json(folder / "config.json"), dict[str, int]()
+    """Return the ids of tokens with a role, as the tokenizer's settings or the model's name them."""
+    found = dict[str, int]()
     for role, key in ROLE_KEYS.items():
         named = settings.get(role)
         text = named.get("content") if isinstance(named, dict) else named
-        stated = config.get(f"{role}_id")
-        stated = stated[0] if isinstance(stated, list) and stated else stated
-        index = ids.get(text) if isinstance(text, str) else stated
+        index = ids.get(text) if isinstance(text, str) else next(iter(_stated(folder, f"{role}_id")), None)
         if isinstance(index, int):
             found[f"tokenizer.ggml.{key}"] = index
     return found
