@@ -91,7 +91,7 @@ def decoded(path: Path, folder: Path | str, out: Path) -> Path:
     """Write a copy of a checkpoint's folder with the weights of a GGUF file, as the gguf package decodes them."""
     shutil.copytree(folder, out)
     config = json.loads((out / "config.json").read_text())
-    layout, of = LAYOUTS[config["model_type"]], CheckpointFiles.open(folder).decoder.attention
+    layout, of = LAYOUTS[config["model_type"]], CheckpointFiles.open(Path(folder)).decoder.attention
     names = stored_tensors(load_file(out / "model.safetensors"), layout)
     tensors: dict[str, torch.Tensor] = {}
     first, _, rest = path.name.partition("-00001-of-")

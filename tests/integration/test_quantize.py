@@ -166,7 +166,7 @@ def test_a_file_holds_an_encoder_and_a_unigram_tokenizer(tmp_path: Path, stored:
     [
         (
             {"feed_forward_proj": "gated-silu"},
-            "feed_forward_proj = 'gated-silu', dense_act_fn = 'silu', and a GGUF file of its",
+            "dense_act_fn = 'silu', feed_forward_proj = 'gated-silu', and",
         ),
         ({"relative_attention_max_distance": 64}, "relative_attention_max_distance = 64, and a GGUF"),
     ],

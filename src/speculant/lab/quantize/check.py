@@ -47,7 +47,7 @@ def check_model(source: Path, file: Path) -> None:
 def check_tokenizer(source: Path, file: Path) -> None:
     """Compare the tokenizer and the chat templates of a file with those of its source. Raises ModelError."""
     own, read = (Tokenizer.load(place) for place in (source, file))
-    parts = {"tokens": [each.backend.to_str() for each in (own, read)]}
+    parts: dict[str, list[Any]] = {"tokens": [each.backend.to_str() for each in (own, read)]}
     parts["chat_template"] = [(each.chat_template, each.template_for(tools=True)) for each in (own, read)]
     parts |= {role: [each.special_token(role) for each in (own, read)] for role in _compared(own)}
     for name, (one, other) in parts.items():
@@ -83,10 +83,12 @@ def _compare(own: Mapping[str, Any], read: Mapping[str, Any]) -> None:
     if not places:
         return
     stated = list(_names(own))
-    singly = {(name,): _without(own, name) for name in stated}
-    left_out = {(name,): {**own, name: value} for name, value in read.items()}  # to their family's defaults
-    twice = {(name, second): _without(_without(own, name), second) for name, second in combinations(stated, 2)}
-    for changed in (singly, left_out, twice):
+    attempts: list[dict[tuple[str, ...], dict[str, Any]]] = [
+        {(name,): _without(own, name) for name in stated},
+        {(name,): {**own, name: value} for name, value in read.items()},  # which may be left to the family's defaults
+        {(name, second): _without(_without(own, name), second) for name, second in combinations(stated, 2)},
+    ]
+    for changed in attempts:
         if named := _nearest(one, other, places, changed):
             raise _refusal({name: _value(own, name) for name in named})
     raise ModelError(f"a GGUF file would have another {min(places)[1:]}", _FIX)

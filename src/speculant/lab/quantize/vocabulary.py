@@ -144,7 +144,7 @@ def end_entries(folder: Path, roles: Mapping[str, Any]) -> dict[str, Any]:
 def _stated(folder: Path, key: str) -> list[Any]:
     """Return the token ids of an entry of generation_config.json, or else of config.json."""
     files = read_generation(folder), text_config(read_json(folder / "config.json"))
-    found = next((each[key] for each in files if each.get(key) is not None), [])
+    found: Any = next((each[key] for each in files if each.get(key) is not None), [])
     return found if isinstance(found, list) else [found]
 
 
