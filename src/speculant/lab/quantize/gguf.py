@@ -54,6 +54,7 @@ _OWN = (
     _ARCHITECTURE,
     "general.file_type",
     "general.quantization_version",
+    "general.alignment",
     "split.",
 )  # prefixes of entries that are written anew
 _DESCRIBES = "rope_"  # begins the names of tensors that are part of the description, and are written first

@@ -278,11 +278,7 @@ QUICK = ("llama", "gemma2", "smollm3", "gpt2", "t5")
 
 @pytest.mark.parametrize(
     ("family", "every"),
-    [
-        pytest.param(family, every, marks=[] if family in QUICK and not every else pytest.mark.slow)
-        for family in LAYOUTS
-        for every in (False, True)
-    ],
+    [*((family, False) for family in QUICK), *(pytest.param(each, True, marks=pytest.mark.slow) for each in LAYOUTS)],
 )
 def test_settings_are_equal_in_a_file_or_refused_by_name(tmp_path: Path, family: str, every: bool) -> None:
     found: dict[str, list[str]] = {}
