@@ -17,7 +17,9 @@ from gguf.quants import dequantize, quantize
 from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 
-from speculant.lab.quantize.layouts import LAYOUTS, GgufLayout, described, rope_tensors, stored_tensors
+from speculant.lab.quantize.entries import rope_tensors, start_entries
+from speculant.lab.quantize.layouts import LAYOUTS, GgufLayout, described, stored_tensors
+from speculant.models.weights.load import CheckpointFiles
 from tests import gguf_blocks
 
 FLOATS = ("F32", "F16", "BF16")
@@ -45,20 +47,22 @@ def convert(
     """
     folder = Path(folder)
     config = json.loads((folder / "config.json").read_text())
+    decoder = CheckpointFiles.open(folder).decoder
     tensors = load_file(folder / "model.safetensors")
     split = -(-len(tensors) // parts) if parts > 1 else 0
     writer = GGUFWriter(path, "", split_max_tensors=split)
     layout = LAYOUTS[config["model_type"]]
-    entries = {**described(config), **_tokenizer(folder, config), **(metadata or {})}
+    start = {f"{layout.architecture}.{key}": each for key, each in start_entries(folder, config, decoder).items()}
+    entries = {**described(config, decoder), **start, **_tokenizer(folder, config), **(metadata or {})}
     for key, value in entries.items():
         if value is not None:
             writer.add_key_value(key, value, _type(value))
-    changed = _stacked({name: layout.stored(name, each, config) for name, each in tensors.items()}, layout)
+    changed = _stacked({name: layout.stored(name, each, decoder.attention) for name, each in tensors.items()}, layout)
     for stored, tensor in (_fused(changed) if fused else changed).items():
         rows = tensor.float().numpy()
         of_matrix = kind if isinstance(kind, str) else kind(stored)
         _add(writer, stored, rows, of_matrix if rows.ndim > 1 and "ffn_gate_inp" not in stored else "F32")
-    for name, values in {**rope_tensors(config), **(extra or {})}.items():
+    for name, values in {**rope_tensors({**layout.defaults, **config}, decoder), **(extra or {})}.items():
         _add(writer, name, values, "F32")
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -87,7 +91,7 @@ def decoded(path: Path, folder: Path | str, out: Path) -> Path:
     """Write a copy of a checkpoint's folder with the weights of a GGUF file, as the gguf package decodes them."""
     shutil.copytree(folder, out)
     config = json.loads((out / "config.json").read_text())
-    layout = LAYOUTS[config["model_type"]]
+    layout, of = LAYOUTS[config["model_type"]], CheckpointFiles.open(Path(folder)).decoder.attention
     names = stored_tensors(load_file(out / "model.safetensors"), layout)
     tensors: dict[str, torch.Tensor] = {}
     first, _, rest = path.name.partition("-00001-of-")
@@ -97,7 +101,7 @@ def decoded(path: Path, folder: Path | str, out: Path) -> Path:
             values = values.view(*map(int, each.shape[::-1]))
             own = names.get(each.name, [])  # factors of rotary positions are in config.json
             for name, one in zip(own, [values] if len(own) == 1 else values, strict=True):
-                tensors[name] = layout.loaded(name, one, config)
+                tensors[name] = layout.loaded(name, one, of)
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, out / "model.safetensors")
     return out
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +22,17 @@ from speculant.gguf_file import GgufFile
 from speculant.kernels.native import usable_sets
 from speculant.lab.quantize.job import TYPES, quantize
 from speculant.lab.quantize.layouts import LAYOUTS
+from speculant.models.gguf import read_gguf_config
 from speculant.models.sizes import tensor_shapes
 from speculant.models.source import resolve_source
-from speculant.models.weights.load import CheckpointFiles
+from speculant.models.weights.load import CheckpointFiles, load_model
 from speculant.models.weights.source import QuantizedBlocks, read_plain
 from speculant.text.gguf_tokenizer import read_gguf_tokenizer
 from speculant.text.tokenizer import Tokenizer
 from tests.gguf_models import convert
 from tests.models import ALPHABET, Shape, write_checkpoint
 from tests.unit.models.families import VARIANTS, make_pair
+from tests.unit.models.test_gguf_families import STORED, pair_of
 from tests.unit.text.test_sentencepiece import T5 as T5_PIECES
 from tests.unit.text.test_sentencepiece import model as spiece
 from tests.unit.text.test_sentencepiece import write_t5 as write_t5_tokenizer
@@ -161,15 +164,20 @@ def test_a_file_holds_an_encoder_and_a_unigram_tokenizer(tmp_path: Path, stored:
 @pytest.mark.parametrize(
     ("settings", "fact"),
     [
-        ({"feed_forward_proj": "gated-silu"}, "gelu_new nor relu"),
-        ({"relative_attention_max_distance": 64}, "greatest distance"),
+        (
+            {"feed_forward_proj": "gated-silu"},
+            "dense_act_fn = 'silu', feed_forward_proj = 'gated-silu', and",
+        ),
+        ({"relative_attention_max_distance": 64}, "relative_attention_max_distance = 64, and a GGUF"),
     ],
 )
 def test_a_file_that_would_be_read_otherwise_is_refused(settings: dict[str, Any], fact: str, tmp_path: Path) -> None:
     source = wide_t5(tmp_path / "t5", **settings)
+    begun = list[str]()
     with pytest.raises(ModelError, match=fact):
-        written(source, tmp_path / "t5.gguf", "int4")
-    assert not (tmp_path / "t5.gguf").exists()
+        quantize(source, tmp_path / "t5.gguf", "int4", begun.append)
+    assert begun == [], "no weights were rounded"
+    assert [path.name for path in tmp_path.iterdir()] == ["t5"]
 
 
 @pytest.mark.parametrize("scaled", [True, False])
@@ -181,6 +189,69 @@ def test_a_file_has_the_scale_of_logits(scaled: bool, tmp_path: Path) -> None:
     file = written(source, tmp_path / "t5.gguf", "int4")
     own, read = (CheckpointFiles.open(place).decoder.head.scale for place in (source, file))
     assert own == read == (256**-0.5 if scaled else 1.0)
+
+
+@pytest.mark.parametrize(
+    ("generation", "ends"),
+    [
+        ({"eos_token_id": [7, 0, 9, 11, 30]}, {7, 0, 9, 11, 30}),
+        ({"eos_token_id": 7, "do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.01}, {7}),
+        ({"do_sample": True, "repetition_penalty": 1.05}, None),
+        ({"do_sample": False, "temperature": 0.6}, None),
+        ({"do_sample": True}, None),
+    ],
+)
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_generation_is_the_same(
+    small: Path, tmp_path: Path, generation: dict[str, Any], ends: set[int] | None, kind: str
+) -> None:
+    source = shutil.copytree(small, tmp_path / "source")
+    (source / "generation_config.json").write_text(json.dumps(generation))
+    out = written(source, tmp_path / ("out.gguf" if kind == "file" else "out"), "int8")
+    own, read = (load_model(str(place)) for place in (source, out))
+    assert own.eos_token_ids == read.eos_token_ids == (own.eos_token_ids if ends is None else ends)
+    assert own.sampling == read.sampling
+
+
+def test_a_file_has_the_end_tokens_of_its_source_alone(small: Path, tmp_path: Path) -> None:
+    """Other readers find end tokens by their names, too, or read up to three."""
+    source = shutil.copytree(small, tmp_path / "source")
+    tokenizer = json.loads((source / "tokenizer.json").read_text())
+    vocab = tokenizer["model"]["vocab"]
+    named = next(text for text, index in vocab.items() if index == 9)
+    vocab["<|endoftext|>"] = vocab.pop(named)
+    (source / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (source / "tokenizer_config.json").unlink()
+    (source / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 0, 3]}))
+    file = written(source, tmp_path / "out.gguf", "int8")
+    assert load_model(str(file)).eos_token_ids == {7, 0, 3}
+    metadata = GgufFile.open(file).metadata
+    first, *others = (metadata[f"tokenizer.ggml.{name}_token_id"] for name in ("eos", "eot", "eom"))
+    assert (metadata["tokenizer.ggml.eos_token_ids"], {first, *others}) == ([7, 0, 3], {7, 0, 3})
+    nameless = {**metadata, "tokenizer.ggml.eos_token_ids": None}
+    assert 9 in read_gguf_config(replace(GgufFile.open(file), metadata=nameless))["eos_token_id"]
+
+
+def test_templates_and_roles_are_the_same(small: Path, tmp_path: Path) -> None:
+    source = shutil.copytree(small, tmp_path / "source")
+    templates = [{"name": "default", "template": "a{{ bos_token }}"}, {"name": "tool_use", "template": "b"}]
+    roles = {"eos_token": "b", "bos_token": "a", "mask_token": {"content": "c"}}
+    (source / "tokenizer_config.json").write_text(json.dumps({"chat_template": templates, "eos_token": "b"}))
+    (source / "special_tokens_map.json").write_text(json.dumps(roles))
+    read = Tokenizer.load(written(source, tmp_path / "out.gguf", "int8"))
+    assert [read.template_for(tools) for tools in (False, True)] == ["a{{ bos_token }}", "b"]
+    assert {role: read.special_token(role) for role in roles} == {"eos_token": "b", "bos_token": "a", "mask_token": "c"}
+
+
+def test_a_tokenizer_that_would_be_another_is_refused(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("speculant.lab.quantize.vocabulary.find_template", lambda *_: "another")
+    source = shutil.copytree(small, tmp_path / "source")
+    (source / "tokenizer_config.json").write_text(json.dumps({"chat_template": "own"}))
+    with pytest.raises(ModelError, match=r"the tokenizer has chat_template = .*'own'.*, which a GGUF file can't hold"):
+        quantize(source, tmp_path / "out.gguf", "int8", list[str]().append)
+    assert not (tmp_path / "out.gguf").exists()
 
 
 def test_a_file_is_made_from_a_file(tmp_path: Path) -> None:
@@ -230,7 +301,7 @@ def test_an_error_leaves_nothing(tmp_path: Path) -> None:
 
 CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "family": ({"model_type": "glm4"}, {}, "'glm4' are not written as GGUF"),
-    "settings": ({"model_type": "granite"}, {}, "no 'attention_multiplier'"),
+    "settings": ({"hidden_act": "relu"}, {}, "hidden_act = 'relu', and a GGUF file of its family has no key for it"),
     "normalizer": ({}, {"normalizer": {"type": "NFC"}}, "not a byte-level BPE"),
     "merges": ({}, {"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}}, "not a byte-level BPE"),
     "unigram": ({}, {"model": {"type": "Unigram", "vocab": [], "unk_id": 0}}, "another way than T5's"),
@@ -268,9 +339,10 @@ def test_command(tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", LAYOUTS)
 def test_files_of_families(tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Experts are stacked, matrices transposed, and rows in another order. These checkpoints have no tokenizer."""
-    monkeypatch.setattr("speculant.lab.quantize.gguf.tokenizer_entries", lambda _, size: {"tokens": size})
+    monkeypatch.setattr("speculant.lab.quantize.gguf.text_entries", lambda *_: {})
+    monkeypatch.setattr("speculant.lab.quantize.job.check_tokenizer", lambda *_: None)
     (source := tmp_path / "source").mkdir()
-    make_pair(source, family, next(iter(VARIANTS.get(family, {"": {}}))))
+    pair_of(source, family, next(iter(STORED[family])))
     file = written(source, tmp_path / "model.gguf", "int8")
     before, after = CheckpointFiles.open(source).weights, CheckpointFiles.open(file).weights
     assert set(after.names()) == set(before.names())

@@ -11,6 +11,7 @@ from gguf import GGUFReader
 from torch import Tensor
 
 from speculant.lab.quantize.layouts import LAYOUTS
+from speculant.models.weights.load import read_description
 from tests.gguf_blocks import decode
 
 
@@ -81,7 +82,8 @@ def _filled(model: Any, weights: dict[str, Tensor]) -> Any:
     config = model.config.to_dict()
     layout = LAYOUTS[config["model_type"]]
     own = {name: layout.stored_name(name) for name in model.state_dict()}
-    found = {name: layout.loaded(name, weights[stored], config) for name, stored in own.items() if stored in weights}
+    of = read_description(config).attention
+    found = {name: layout.loaded(name, weights[stored], of) for name, stored in own.items() if stored in weights}
     assert {own[name] for name in found} == weights.keys()
     missing, unexpected = model.load_state_dict(found, strict=False)
     assert {*missing} <= {"lm_head.weight"}, missing

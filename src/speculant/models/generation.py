@@ -36,6 +36,16 @@ def read_generation(place: Path) -> dict[str, Any]:
     return {"do_sample": True, **given} if given else {}
 
 
+def sampling_entries(generation: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the metadata of a GGUF file with the sampling settings in generation_config.json that have an effect."""
+    given = _SAMPLING if generation.get("do_sample") else ()
+    return {
+        _GGUF_SAMPLING + _GGUF_NAMES.get(name, name): generation[name]
+        for name in given
+        if generation.get(name) is not None
+    }
+
+
 def _shortest(value: Any) -> Any:
     """Return a float32 number in seven decimal digits: 0.6, not 0.6000000238."""
     return float(f"{value:.7g}") if isinstance(value, float) else value

@@ -41,11 +41,14 @@ YARN = {
     "attention_factor": "yarn_attn_factor",
     "mscale_all_dim": "yarn_log_multiplier",
 }
-ROPE_READ = {  # entries that only one kind of scaling reads
+ROPE_READ = {  # entries that not all kinds of scaling read
+    "none": {"rope.scaling.attn_factor"},
+    "linear": {"rope.scaling.attn_factor"},
     "yarn": {"rope.scaling.yarn_attn_factor", "rope.scaling.yarn_log_multiplier"},
     "longrope": {"rope.scaling.attn_factor"},
 }
 END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")  # ends of a text, a turn and a message
+ENDS = "tokenizer.ggml.eos_token_ids"  # Ollama's entry for all end tokens
 # Entries that change a model's arithmetic in ways that are not implemented, and the values that change nothing. A
 # family may read some of them.
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
@@ -55,6 +58,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
             *("attention.max_alibi_bias", "attention.clamp_kqv", "attention.relative_buckets_count"),
             *("attention.temperature_length", "attention.temperature_scale", "attention.shared_kv_layers"),
             *("expert_count", "nextn_predict_layers", "n_deepstack_layers", "embedding_length_per_layer_input"),
+            *("leading_dense_block_count", "expert_shared_count", "router_logit_softcapping"),
             *(
                 "activation_sparsity_scale",
                 "swiglu_clamp_exp",
@@ -67,7 +71,8 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(
         (
             *("logit_scale", "residual_scale", "embedding_scale", "attention.output_scale", "attention.value_scale"),
-            *("rope.scaling.alpha", "full_attention_interval"),
+            *("rope.scaling.alpha", "full_attention_interval", "interleave_moe_layer_step", "moe_every_n_layers"),
+            *("expert_weights_scale", "expert_group_count", "expert_gating_func"),  # 1 = softmax
         ),
         (0, 1),
     ),
@@ -96,8 +101,6 @@ def read_gguf_config(file: GgufFile) -> dict[str, Any]:
     for path, value in family.config.items():
         outer, _, key = path.rpartition(".")
         into = found[outer] if outer else found
-        if into is None:
-            raise ModelError(f"{file.path} has no metadata for {outer}", _DAMAGED)
         into[key] = facts.read(value, found)
     return found
 
@@ -310,14 +313,14 @@ def _rope_kind(facts: _Facts) -> str:
     """Return how rotary positions are scaled. Files with longrope may have only its tensors, and no entry."""
     given = facts.get("rope.scaling.type")
     kind = "longrope" if ROPE_LONG in facts.file.tensors else "linear" if given is None else str(given)
-    facts.check_neutral({"rope.scaling.type": ("none", "linear", *ROPE_READ)})
-    if kind in ROPE_READ and ROPE_FREQS in facts.file.tensors:
+    facts.check_neutral({"rope.scaling.type": tuple(ROPE_READ)})
+    if kind in ("yarn", "longrope") and ROPE_FREQS in facts.file.tensors:
         raise ModelError(f"{facts.file.path} has {ROPE_FREQS} beside {kind} scaling, which is not implemented", _OTHER)
     return kind
 
 
-def _rope_scaling(facts: _Facts, kind: str) -> dict[str, Any] | None:
-    """Return the scaling of rotary positions; None = they are not scaled."""
+def _rope_scaling(facts: _Facts, kind: str) -> dict[str, Any]:
+    """Return the scaling of rotary positions."""
     factor = facts.get("rope.scaling.factor")
     factor = facts.get("rope.scale_linear") if factor is None else factor
     factor = 1.0 if kind == "none" or factor in (None, 0) else factor
@@ -326,14 +329,22 @@ def _rope_scaling(facts: _Facts, kind: str) -> dict[str, Any] | None:
         own = {name: facts.get(f"rope.scaling.{key}") for name, key in YARN.items()}
         own["attention_factor"] = None if own["attention_factor"] == 1 else own["attention_factor"]
         return {"rope_type": kind, "factor": factor, "mscale": 1.0, **original, **own}
+    scale = {"attention_factor": facts.number("rope.scaling.attn_factor", 1.0)}
     if kind == "longrope":
-        scale = facts.number("rope.scaling.attn_factor", 1.0)
         long, short = (_divisors(facts.file, name) for name in (ROPE_LONG, ROPE_SHORT))
-        return {"rope_type": kind, "long_factor": long, "short_factor": short, "attention_factor": scale, **original}
+        return {"rope_type": kind, "long_factor": long, "short_factor": short, **scale, **original}
     divisors = _divisors(facts.file, ROPE_FREQS)
     if divisors is not None:
-        return {"rope_type": "factors", "factors": [each * _checked(facts.file, factor) for each in divisors]}
-    return None if factor == 1 else {"rope_type": "linear", "factor": factor}
+        return {
+            "rope_type": "factors",
+            "factors": [each * _checked(facts.file, factor) for each in divisors],
+            **scale,
+            **original,
+        }
+    if factor == 1:
+        return {"rope_type": "factors", **scale, **original} if scale != {"attention_factor": 1} else {**original}
+    facts.check_neutral({"rope.scaling.attn_factor": NEUTRAL["rope.scaling.attn_factor"]})
+    return {"rope_type": "linear", "factor": factor, **original}
 
 
 def _share(rotated: int, head_dim: int) -> float:
@@ -395,13 +406,14 @@ def _sliding(facts: _Facts, period: int, layers: int) -> list[bool]:
 
 def _end_tokens(file: GgufFile, vocab_size: int) -> list[int]:
     """Return the tokens that end a text: by the metadata, or by their names."""
-    named = [file.metadata.get(f"tokenizer.ggml.{key}") for key in END_KEYS]
+    whole = file.metadata.get(ENDS)
+    named = whole if isinstance(whole, list) else [file.metadata.get(f"tokenizer.ggml.{key}") for key in END_KEYS]
     for each in named:
         if each is not None and not (is_whole(each) and 0 <= each < vocab_size):
             raise ModelError(f"{file.path} names the end token {show(each)}, and has {vocab_size} tokens", _DAMAGED)
     tokens, types = (file.metadata.get(f"tokenizer.ggml.{key}") for key in ("tokens", "token_type"))
     found = {int(each) for each in named if each is not None}
-    if isinstance(tokens, list):
+    if isinstance(tokens, list) and not isinstance(whole, list):
         are_typed = isinstance(types, list) and len(types) == len(tokens)
         found |= end_tokens(tokens[:vocab_size], types if are_typed else None)
     return sorted(found)

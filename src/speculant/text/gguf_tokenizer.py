@@ -24,7 +24,7 @@ _MOST_ADDED = 2**15  # tokens; files in use have up to 6,500
 _T = TypeVar("_T")
 
 # The metadata that holds the id of a role's token; "seperator" is the format's spelling.
-_ROLES = {
+ROLE_KEYS = {
     "bos_token": "bos_token_id",
     "eos_token": "eos_token_id",
     "unk_token": "unknown_token_id",
@@ -249,7 +249,7 @@ class _Unigram:
 
 def _settings(entries: _Entries, tokens: _Tokens, defaults: _Defaults) -> dict[str, Any]:
     settings: dict[str, Any] = {}
-    for role, key in _ROLES.items():
+    for role, key in ROLE_KEYS.items():
         token_id = entries.get(f"tokenizer.ggml.{key}", int)
         if token_id is not None and not 0 <= token_id < len(tokens.texts):
             raise ModelError(f"tokenizer.ggml.{key} is {token_id}, but there are {len(tokens.texts)} tokens", _FIX)

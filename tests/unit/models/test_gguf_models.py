@@ -17,7 +17,8 @@ from speculant import plugins
 from speculant.errors import ConfigError, ModelError
 from speculant.gguf_file import GgufFile
 from speculant.kernels.native import BLOCK_TYPES
-from speculant.models.gguf import NEUTRAL, read_gguf_config
+from speculant.models.description import Rope
+from speculant.models.gguf import NEUTRAL, read_gguf_config, read_gguf_decoder
 from speculant.models.sizes import HEAD, TABLE
 from speculant.models.tensor_map import TensorMap, Unpaired
 from speculant.models.vocabulary import TableRows
@@ -306,6 +307,8 @@ def test_quantised_weights_are_not_rounded_again(folder: Path, tmp_path: Path, q
         ({}, {256}),
         ({"tokenizer.ggml.eos_token_id": None}, set()),
         ({"tokenizer.ggml.eot_token_id": 3, "tokenizer.ggml.eom_token_id": 4}, {256, 3, 4}),
+        ({"tokenizer.ggml.eos_token_ids": [5, 7], "tokenizer.ggml.eot_token_id": 3}, {5, 7}),
+        ({"tokenizer.ggml.eos_token_ids": [5, 10**6]}, "names the end token 1000000"),
         ({"tokenizer.ggml.eos_token_id": 10**6}, "names the end token 1000000"),
         ({"tokenizer.ggml.eos_token_id": "x"}, "names the end token 'x'"),
         ({"tokenizer.ggml.eos_token_id": [256]}, "names the end token [256]"),
@@ -425,6 +428,7 @@ def test_arithmetic_that_is_not_implemented_is_refused(file: GgufFile, key: str)
     for value in {**NEUTRAL, **OF_EIGHT}[key]:
         assert read_gguf_config(with_entries(file, {name: value})) == config
     changed = {name: {"attention.causal": False, "hidden_activation": "gelu"}.get(key, 2)}
+    changed |= {"llama.rope.scaling.factor": 2.0} if key == "rope.scaling.attn_factor" else {}  # it is read without
     experts = "has no metadata entry llama.expert_used_count"  # such a file is one of Mixtral
     expected = experts if key == "expert_count" else f"has {name} = {changed[name]!r}, which is not implemented"
     with pytest.raises(ModelError, match=expected):
@@ -438,7 +442,15 @@ def test_entries_of_no_effect_are_read_over(file: GgufFile) -> None:
         "llama.attention.layer_norm_epsilon": 1e-5, "llama.attention.sliding_window_pattern": [True, False],
         "qwen2.logit_scale": 2.0, "llama.something_new": [1, 2],
     }  # fmt: skip
-    assert read_gguf_config(with_entries(file, entries)) == read_gguf_config(file)
+    changed = with_entries(file, entries)
+    plain, other = (read_gguf_decoder(each, read_gguf_config(each)) for each in (file, changed))
+    assert plain == other
+
+
+@pytest.mark.parametrize("kind", [None, "none", "linear"])
+def test_the_factor_of_cosines_needs_no_scaling(file: GgufFile, kind: str | None) -> None:
+    changed = with_entries(file, {"llama.rope.scaling.attn_factor": 1.25, "llama.rope.scaling.type": kind})
+    assert read_gguf_decoder(changed, read_gguf_config(changed)).attention.rope == Rope(10000.0, scale=1.25)
 
 
 def test_other_tensors_are_called_by_their_names_in_the_file(folder: Path, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ tensor, such as attn_qkv, have one type.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -23,10 +24,11 @@ from torch import Tensor
 from speculant.errors import ModelError
 from speculant.files import read_json
 from speculant.gguf_file import GgufFile
-from speculant.lab.quantize.layouts import LAYOUTS, GgufLayout, described, rope_tensors, stored_tensors
-from speculant.lab.quantize.vocabulary import tokenizer_entries
+from speculant.lab.quantize.entries import rope_tensors, sampled_entries, start_entries
+from speculant.lab.quantize.layouts import LAYOUTS, GgufLayout, described, stored_tensors
+from speculant.lab.quantize.vocabulary import end_entries, tokenizer_entries
 from speculant.models.backends.base import RoundsWeights
-from speculant.models.description import DecoderConfig, Mlp
+from speculant.models.description import DecoderConfig
 from speculant.models.sizes import tensor_shapes
 from speculant.models.tensor_map import stored_name
 from speculant.models.weights.gguf import GgufWeights
@@ -52,8 +54,10 @@ _OWN = (
     _ARCHITECTURE,
     "general.file_type",
     "general.quantization_version",
+    "general.alignment",
     "split.",
 )  # prefixes of entries that are written anew
+_DESCRIBES = "rope_"  # begins the names of tensors that are part of the description, and are written first
 _FILE_TYPES = {"int4": 15, "int8": 7, "q8_0": 7, "q4_0": 2}  # llama.cpp's numbers for the type of most tensors
 
 
@@ -82,17 +86,15 @@ class GgufModel:
 
 def read_folder(folder: Path) -> GgufModel:
     """Return the content of a GGUF file with a folder's model. Raises ModelError for a model that can't be written."""
-    config = read_json(folder / "config.json")
-    layout = LAYOUTS.get(str(config.get("model_type")))
+    family = read_json(folder / "config.json").get("model_type")
+    layout = LAYOUTS.get(str(family))
     if layout is None:
         raise ModelError(
-            f"models of the type {config.get('model_type')!r} are not written as GGUF files",
+            f"models of the type {family!r} are not written as GGUF files",
             f"name a folder as OUT, or use one of: {', '.join(sorted(LAYOUTS))}.",
         )
     checked = CheckpointFiles.open(folder)
-    files, decoder = checked.tensors, checked.decoder
-    if decoder.encoder is not None:
-        _check_assumed(decoder)
+    config, files, decoder = checked.config, checked.tensors, checked.decoder
     names = {
         stored_name(decoder.tensors.expression(name)) for name in tensor_shapes(decoder)
     }  # unused tensors are left out
@@ -101,7 +103,7 @@ def read_folder(folder: Path) -> GgufModel:
 
     def reading(own: list[str]) -> Callable[[], Tensor]:
         def read() -> Tensor:
-            found = [layout.stored(name, read_plain(files, name), config) for name in own]
+            found = [layout.stored(name, read_plain(files, name), decoder.attention) for name in own]
             return found[0] if len(found) == 1 else torch.stack(found)
 
         return read
@@ -112,39 +114,19 @@ def read_folder(folder: Path) -> GgufModel:
     }
     if decoder.encoder is not None and decoder.head.scale == 1:  # readers scale the logits of a file without a head
         tensors.setdefault("output.weight", tensors["token_embd.weight"])
-    entries = {**_described(config), **tokenizer_entries(folder, decoder.vocab_size)}
     rope = {
         name: StoredTensor(values.shape, partial(torch.from_numpy, values))
-        for name, values in rope_tensors(config).items()
+        for name, values in rope_tensors({**layout.defaults, **config}, decoder).items()
     }
+    start = {f"{layout.architecture}.{key}": each for key, each in start_entries(folder, config, decoder).items()}
+    entries = {**described(config, decoder), **start, **sampled_entries(folder), **text_entries(folder, decoder)}
     return GgufModel({key: _typed(value) for key, value in entries.items()}, tensors | rope)
 
 
-def _check_assumed(decoder: DecoderConfig) -> None:
-    """Check what a file of T5 can't say, so that every reader assumes it. Raises ModelError."""
-    assert decoder.encoder is not None
-    layers = *decoder.layers, *decoder.encoder.layers
-    blocks = {(layer.mlp.gated, layer.mlp.activation) for layer in layers if isinstance(layer.mlp, Mlp)}
-    distances = {each.max_distance for layer in layers if (each := layer.attention.distances)}
-    other = {
-        "an activation that is neither gated gelu_new nor relu": not blocks <= {(True, "gelu_tanh"), (False, "relu")},
-        "a greatest distance other than 128": distances != {128},
-        "a scale of logits and a head of its own": decoder.head.scale != 1 and not decoder.head.tied,
-    }
-    for fact, found in other.items():
-        if found:
-            raise ModelError(f"the model has {fact}, and a GGUF file has no entry for it", "name a folder as OUT.")
-
-
-def _described(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the metadata of a config.json. Raises ModelError if it leaves a setting to its family's default."""
-    try:
-        return described(config)
-    except KeyError as error:
-        raise ModelError(
-            f"config.json has no {error}, and a GGUF file must state it",
-            "add it to config.json, or name a folder as OUT.",
-        ) from error
+def text_entries(folder: Path, decoder: DecoderConfig) -> dict[str, Any]:
+    """Return the metadata of a folder's tokenizer and end tokens. Raises ModelError if it can't be written."""
+    found = tokenizer_entries(folder, decoder.vocab_size)
+    return {**found, **end_entries(folder, found)}
 
 
 def read_file(path: Path) -> GgufModel:
@@ -162,25 +144,44 @@ def read_file(path: Path) -> GgufModel:
     return GgufModel({_ARCHITECTURE: _typed(file.metadata[_ARCHITECTURE]), **entries}, tensors)
 
 
-def write_gguf(model: GgufModel, type_: str, backend: RoundsWeights, out: Path, begin: Callable[[str], None]) -> None:
-    """Write a file with rounded weights. type_: see `RoundsWeights`. begin: called with the name of each tensor."""
+def write_gguf(
+    model: GgufModel,
+    type_: str,
+    backend: RoundsWeights,
+    out: Path,
+    begin: Callable[[str], None],
+    check: Callable[[Path], None],
+) -> None:
+    """Write a file with rounded weights. type_: see `RoundsWeights`. begin: called with the name of each tensor.
+
+    check: called with the file when all but its weights is there, so that an error costs no time.
+    """
     writer = GGUFWriter(out, model.entries[_ARCHITECTURE].value)
     for key, entry in model.entries.items():
         if key != _ARCHITECTURE:
             writer.add_key_value(key, entry.value, entry.type, entry.element)
     writer.add_file_type(_FILE_TYPES[type_])
     writer.add_quantization_version(2)
-    kinds = {name: _kind(name, tensor, type_, backend) for name, tensor in model.tensors.items()}
-    for name, tensor in model.tensors.items():
-        weights, size = GGML_QUANT_SIZES[kinds[name]]
-        shape = (*tensor.shape[:-1], tensor.shape[-1] // weights * size)
+    names = sorted(model.tensors, key=lambda name: not name.startswith(_DESCRIBES))
+    kinds = {name: _kind(name, model.tensors[name], type_, backend) for name in names}
+    size = 0
+    for name in names:
+        weights, of_block = GGML_QUANT_SIZES[kinds[name]]
+        *rows, width = model.tensors[name].shape
+        shape = (*rows, width // weights * of_block)
         writer.add_tensor_info(name, shape, np.dtype(np.uint8), math.prod(shape), kinds[name])
+        size += GGUFWriter.ggml_pad(math.prod(shape), writer.data_alignment)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    for name, tensor in model.tensors.items():
+    os.truncate(out, GGUFWriter.ggml_pad(out.stat().st_size, writer.data_alignment) + size)
+    first = next(name for name in names if not name.startswith(_DESCRIBES))
+    for name in names:
+        if name == first:
+            writer.flush()
+            check(out)
         begin(name)
-        writer.write_tensor_data(_bytes(tensor.read(), kinds[name], backend, name))
+        writer.write_tensor_data(_bytes(model.tensors[name].read(), kinds[name], backend, name))
     writer.close()
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from speculant.errors import ConfigError
+from speculant.lab.quantize.check import check_model, check_tokenizer
 from speculant.lab.quantize.folder import write_folder
 from speculant.lab.quantize.gguf import read_file, read_folder, write_gguf
 from speculant.models.backends.base import RoundsWeights, find_backends
@@ -28,13 +30,18 @@ def quantize(source: Path, out: Path, type_: str, begin: Callable[[str], None], 
     with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as made:
         if _is_file(out):
             model = read_folder(source) if source.is_dir() else read_file(source)
-            write_gguf(model, type_, backend, Path(made) / out.name, begin)
+            write_gguf(model, type_, backend, Path(made) / out.name, begin, partial(_check, source))
             (Path(made) / out.name).replace(out)
             return out.stat().st_size
         if not source.is_dir():
             raise ConfigError("a GGUF file can't be written as a folder", "name a file OUT.gguf.")
         write_folder(source, type_, backend, Path(made), begin)
         return _move_all(Path(made), out)
+
+
+def _check(source: Path, file: Path) -> None:
+    check_model(source, file)
+    check_tokenizer(source, file)
 
 
 def _is_file(out: Path) -> bool:

@@ -14,18 +14,27 @@ from typing import Any
 
 from speculant.errors import ModelError
 from speculant.files import read_json, read_optional_json
+from speculant.models.entries import text_config
+from speculant.models.generation import read_generation
+from speculant.models.gguf import END_KEYS, ENDS
+from speculant.text.chat import TOOL_USE, find_template
 from speculant.text.gguf_splits import SPLITS
+from speculant.text.gguf_tokenizer import ROLE_KEYS
 from speculant.text.sentencepiece import ROLES, find_sentencepiece
 from speculant.text.unigram import BYTES, TokenType
 
 _FOLDER = "name a folder as OUT instead of a .gguf file."
+_EOS, *_OTHER_ENDS = (f"tokenizer.ggml.{key}" for key in END_KEYS)
 _UNUSED_SCORE = -10000.0
 _PLAIN = SPLITS["gpt-2"].patterns  # of a ByteLevel step that splits by itself
 
 
 def tokenizer_entries(folder: Path, vocab_size: int) -> dict[str, Any]:
     """Return the metadata of a folder's tokenizer. Raises ModelError for a kind that can't be written."""
-    settings = read_optional_json(folder / "tokenizer_config.json")
+    settings = {
+        **read_optional_json(folder / "special_tokens_map.json"),
+        **read_optional_json(folder / "tokenizer_config.json"),
+    }
     if (folder / "tokenizer.json").is_file():
         content = read_json(folder / "tokenizer.json")
     else:
@@ -51,7 +60,7 @@ def tokenizer_entries(folder: Path, vocab_size: int) -> dict[str, Any]:
         "tokenizer.ggml.merges": [each if isinstance(each, str) else " ".join(each) for each in model["merges"]],
         **_roles(folder, settings, ids),
         "tokenizer.ggml.add_bos_token": _adds_first(content, settings),
-        **_template(folder, settings),
+        **_templates(folder, settings),
         "tokenizer.huggingface.json": json.dumps(content, ensure_ascii=False),
     }
 
@@ -121,17 +130,33 @@ def _patterns(step: Mapping[str, Any]) -> Sequence[str]:
     raise ModelError(f"this tokenizer has the step {step.get('type')!r}, which has no name in GGUF files", _FOLDER)
 
 
+def end_entries(folder: Path, roles: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the metadata for a model's end tokens. roles: that of its tokenizer.
+
+    Ollama and Speculant read all of them in one entry, llama.cpp up to two beside the tokenizer's own.
+    """
+    ids = _stated(folder, "eos_token_id")
+    first = roles.get(_EOS, *ids[:1])
+    others = [each for each in ids if each != first]
+    return {_EOS: first, ENDS: ids, **dict(zip(_OTHER_ENDS, others, strict=False))} if ids else {}
+
+
+def _stated(folder: Path, key: str) -> list[Any]:
+    """Return the token ids of an entry of generation_config.json, or else of config.json."""
+    files = read_generation(folder), text_config(read_json(folder / "config.json"))
+    found: Any = next((each[key] for each in files if each.get(key) is not None), [])
+    return found if isinstance(found, list) else [found]
+
+
 def _roles(folder: Path, settings: Mapping[str, Any], ids: Mapping[str, int]) -> dict[str, int]:
-    """Return the ids of tokens with a role, as config.json or tokenizer_config.json name them."""
-    config, found = read_json(folder / "config.json"), dict[str, int]()
-    for role, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"), ("unk", "unknown")):
-        named = settings.get(f"{role}_token")
+    """Return the ids of tokens with a role, as the tokenizer's settings or the model's name them."""
+    found = dict[str, int]()
+    for role, key in ROLE_KEYS.items():
+        named = settings.get(role)
         text = named.get("content") if isinstance(named, dict) else named
-        stated = config.get(f"{role}_token_id")
-        stated = stated[0] if isinstance(stated, list) and stated else stated
-        index = ids.get(text) if isinstance(text, str) else stated
+        index = ids.get(text) if isinstance(text, str) else next(iter(_stated(folder, f"{role}_id")), None)
         if isinstance(index, int):
-            found[f"tokenizer.ggml.{key}_token_id"] = index
+            found[f"tokenizer.ggml.{key}"] = index
     return found
 
 
@@ -145,10 +170,9 @@ def _adds_first(content: Mapping[str, Any], settings: Mapping[str, Any]) -> bool
     return any("SpecialToken" in first for first in singles)
 
 
-def _template(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
-    file, own = folder / "chat_template.jinja", settings.get("chat_template")
-    if file.is_file():
-        own = file.read_text(encoding="utf-8")
-    if isinstance(own, list):
-        own = next((each.get("template") for each in own if each.get("name") == "default"), None)
-    return {"tokenizer.chat_template": own} if isinstance(own, str) else {}
+def _templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the chat template, and the one for conversations with tools if it is another."""
+    default, tools = find_template(folder, settings), find_template(folder, settings, TOOL_USE)
+    key = "tokenizer.chat_template"
+    found: dict[str, Any] = {} if default is None else {key: default}
+    return found if tools is None else {**found, f"{key}s": [TOOL_USE], f"{key}.{TOOL_USE}": tools}

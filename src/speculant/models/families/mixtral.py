@@ -20,7 +20,7 @@ TENSORS = map_modules(LAYER, LAYER, {
 GGUF = GgufFamily("llama", needs="expert_count", paired=True, config={
     "num_local_experts": Count("expert_count"),
     "num_experts_per_tok": Count("expert_used_count"),
-})  # fmt: skip
+}, neutral={"expert_weights_norm": (True,)})  # fmt: skip
 
 
 def read_config(hf: Mapping[str, Any]) -> DecoderConfig:
