@@ -130,7 +130,7 @@ def test_embedded_heads_lose_little_acceptance(method: str, most: tuple[float, f
     found = list[Precision]()
     for quantization in (None, *TYPES):
         context = head_context("demo", head_precision.hosting(target.model, quantization), {})
-        found.append(sample.measure(quantization, plugins.load(KIND, method).build(context)))
+        found.append(sample.measure(quantization, plugins.load(KIND, method).build(context), []))
     whole, *others = (each.acceptance for each in found)
     assert whole > 0.15
     assert all(whole - own < loss for own, loss in zip(others, most, strict=True)), found
