@@ -192,7 +192,7 @@ STEADY_RUNS = [Run(1.0, 1.0), Run(1.1, 1.0), Run(1.2, 1.0)]
     ],
     ids=["steady", "some were delayed", "all were delayed", "short ones weigh little"],
 )
-def test_spread_is_the_typical_time_over_the_least_processor_time(runs: list[list[Run]], spread: float) -> None:
+def test_spread_is_typical_over_least_processor_time(runs: list[list[Run]], spread: float) -> None:
     assert files.spread_of(runs) == pytest.approx(spread)
 
 

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 
-from speculant import LLM, SamplingParams
+from speculant import LLM, SamplingParams, files
 from speculant.engine import calibration, draft_loading
 from speculant.engine.draft_loading import LargeDraft, Precision, choose_precision, draft_vocabulary
 from speculant.errors import ModelError
@@ -183,3 +183,30 @@ def test_one_tokenizer_is_read_once(checkpoints: Checkpoints, tmp_path: Path, mo
     assert draft_vocabulary(same, target, tokenizer) is None
     with pytest.raises(pytest.fail.Exception, match="it was read"):
         draft_vocabulary(other, target, tokenizer)
+
+
+@pytest.mark.parametrize(("elapsed_s", "is_kept"), [(1.1, True), (2.0, False)])
+def test_choice_of_a_busy_machine_is_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, elapsed_s: float, is_kept: bool
+) -> None:
+    monkeypatch.setattr(files, "STEADY", 1.5)
+    path = tmp_path / "choice.json"
+    draft_loading.keep_choice(path, "int8", [[files.Run(elapsed_s, 1.0)] * 3])
+    assert path.exists() == is_kept
+    assert files.read_measured(path).get("draft_quantization") == ("int8" if is_kept else None)
+
+
+def test_whatever_is_kept_with_costs_is_read_with_its_spread() -> None:
+    """Costs, choices of types, and speeds: a busy machine's decide no later start."""
+    package = Path(files.__file__).parent
+    keeping = [path for path in package.rglob("*.py") if "costs_folder()" in path.read_text(encoding="utf-8")]
+    assert {path.name for path in keeping} == {
+        "files.py", "calibration.py", "draft_loading.py", "packings.py", "speeds.py"
+    }  # fmt: skip
+    for path in keeping:
+        text = path.read_text(encoding="utf-8")
+        assert "read_measured(" in text, path
+        assert "spread" in text, path
+    assert [p.name for p in package.rglob("*.py") if 'cache_folder("costs")' in p.read_text(encoding="utf-8")] == [
+        "files.py"
+    ]
