@@ -12,12 +12,14 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import HealthCheck, settings
 
+from speculant import files
 from speculant.files import cache_folder
 from tests.covering import leave_combinations_out
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("SPECULANT_REAL_MODELS", str(cache_folder("models")))  # the user's: the next line hides it
 os.environ["XDG_CACHE_HOME"] = str(Path(tempfile.gettempdir()) / "speculant-tests")  # measured costs are kept there
+files.STEADY = float("inf")  # although the tests keep the machine busy
 SLOW_TIMEOUT_S = 3600  # the limit of every other test stands in pyproject.toml
 settings.register_profile("full", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("quick", settings.get_profile("full"), max_examples=8)

@@ -22,8 +22,10 @@ class World:
 
     pass_s: seconds of a pass by its rows. token_s: seconds per drafted token of a chain, however many sequences.
     alpha: the probability that a token is accepted, by the length of its sequence. score: the drafter's score of a
-    token; None = it gives none. first_scored: the number of first steps that have scores. draftable: whether the
-    drafter finds a draft, by the length of the sequence. ask_s: seconds that it searches. undrafted: the relative time
+    token; None = it gives none. first_scored: the number of first steps that have scores. returned: how many nodes the
+    drafter returns, by the length of the sequence and the nodes that it is asked for. only: the one sequence whose
+    drafts are accepted; None = all. forced: tokens that a constraint forces, by step and sequence; its drafter is not
+    asked. ask_s: seconds of each call. undrafted: the relative time
     of a pass that follows another one without a draft between them. lingers: the share of that difference that is left
     after one more such pass. bursts: the share of passes that other programs make up to five times as long; the policy
     sees the added time, the result does not count it. look_ahead_rows: the drafter's most below each node, from which
@@ -37,7 +39,9 @@ class World:
     score: Callable[[float], float] | None = None
     noise: float = 0.0
     first_scored: int | None = None
-    draftable: Callable[[int], bool] = lambda place: True
+    returned: Callable[[int, int], int] = lambda place, asked: asked
+    only: int | None = None
+    forced: Callable[[int, int], int] = lambda step, index: 0
     ask_s: float = 0.0
     undrafted: float = 1.0
     lingers: float = 0.0
@@ -48,6 +52,7 @@ class World:
     seed: int = 0
     time: float = 0.0
     tokens: int = 0
+    asks: list[int] = field(default_factory=list)  # the steps that called the drafter
     _random: random.Random = field(init=False)
 
     def __post_init__(self) -> None:
@@ -65,32 +70,37 @@ class World:
             items = [Scheduled(request, len(request.tokens) - 1, 1) for request in requests]
             schedule = Schedule(items, None, 10**6, [], [])  # type: ignore[arg-type]
             paused, pause = pause > 0, max(0, pause - 1)
-            chosen = [0] * batch if paused else policy.choose(schedule)
-            if not (paused or any(chosen)) and hasattr(policy, "pause"):
+            forced = [self.forced(step, index) for index in range(batch)]
+            asked = [0] * batch if paused else [*policy.choose(schedule)]
+            asked = [0 if own else count for own, count in zip(forced, asked, strict=True)]
+            if not (paused or any(asked)) and hasattr(policy, "pause"):
                 pause = policy.pause()
-            alphas = [[self.alpha(lengths[i] + k) for k in range(n)] for i, n in enumerate(chosen)]
-            asked = any(chosen)
-            for index, place in enumerate(lengths):
-                if not self.draftable(place):
-                    chosen[index], alphas[index] = 0, []
-            drafted_s = self.token_s * max(chosen) + self.ask_s * asked
+            self.asks += [step] if any(asked) else []
+            chosen = [self.returned(place, count) for place, count in zip(lengths, asked, strict=True)]
+            alphas = [[self._alpha(i, lengths[i] + k) for k in range(n)] for i, n in enumerate(chosen)]
+            drafted_s = self.token_s * max(asked) + self.ask_s * any(asked)
             ahead = [min(count, self.look_ahead_rows) for count in chosen]
             if self.look_ahead_rows:
                 alphas = [each[:states] for each, states in zip(alphas, known, strict=True)]
+            missing_nodes = [count - len(each) for count, each in zip(asked, alphas, strict=True)]
             chosen, known = self._trimmed(policy, requests, alphas), ahead
             own = [(count + 1) * rows for count, rows in zip(chosen, ahead, strict=True)]
-            rows = batch + sum(chosen) + sum(own)
+            rows = batch + sum(chosen) + sum(own) + sum(forced)
             verify_s = self.pass_s(rows) + self.prompt * self.key_s(rows)
             verify_s *= 1 + self.noise * self._random.uniform(-1, 1)
             verify_s *= 1.0 if any(chosen) else missing + (1 - missing) * self.undrafted
             missing = 1.0 if any(chosen) else missing * self.lingers
             outcomes = []
             for index, (request, count) in enumerate(zip(requests, chosen, strict=True)):
-                accepted = self._accepted(alphas[index][:count])
+                accepted = forced[index] or self._accepted(alphas[index][:count])
                 lengths[index] += accepted + 1
                 self.tokens += accepted + 1
-                if count:
-                    outcomes.append(outcome_of(request, count, accepted)._replace(look_ahead_rows=own[index]))
+                nothing = asked[index] == missing_nodes[index] > 0
+                if forced[index]:
+                    outcomes.append(outcome_of(request, accepted, accepted)._replace(forced=True))
+                elif count or nothing:
+                    outcome = outcome_of(request, count, accepted)
+                    outcomes.append(outcome._replace(look_ahead_rows=own[index], missing=missing_nodes[index]))
             self.time += drafted_s + verify_s
             if self.bursts and self._random.random() < self.bursts:
                 verify_s *= self._random.uniform(1, 5)
@@ -112,6 +122,9 @@ class World:
         for index, count in zip(places, policy.trim(drafts) if drafts else [], strict=True):
             counts[index] = count
         return counts
+
+    def _alpha(self, index: int, place: int) -> float:
+        return self.alpha(place) if self.only in (None, index) else 0.0
 
     def _accepted(self, alphas: Sequence[float]) -> int:
         for count, alpha in enumerate(alphas):

@@ -68,6 +68,8 @@ class EngineConfig:
     three quarters of the memory, on the native kernels; "auto" = the faster one here, timed for large models.
     weight_cache: where packed weights are kept, so that the next start maps them: a folder, "auto" (or True) for one in
     $XDG_CACHE_HOME/speculant, "off" (or False). The native kernels use it for models of 64 MiB or more.
+    measure: forget what was measured on this machine (costs, and the types and packings chosen by them, of all models),
+    and measure anew.
     tokenizer: a folder or hub id whose tokenizer replaces the model's. revision, tokenizer_revision: a branch, tag or
     commit of the model and of the tokenizer on the hub; without `tokenizer`, the model's revision applies to both.
     download_dir: the folder for downloads; None = the hub's own cache. max_logprobs: the most log-probabilities per
@@ -99,6 +101,7 @@ class EngineConfig:
     draft_quantization: str | None = "auto"
     weight_packing: str = "auto"
     weight_cache: str | os.PathLike[str] | bool = "auto"
+    measure: bool = False
     seed: int | None = None
     tokenizer: str | None = None
     revision: str | None = None
@@ -130,6 +133,7 @@ class EngineConfig:
         _check_choice("scheduling_policy", self.scheduling_policy, POLICIES)
         self.kv_memory_bytes()
         _check_flag("enable_prefix_caching", self.enable_prefix_caching)
+        _check_flag("measure", self.measure)
         if self.use_speculative_decoding is not None:
             _check_flag("use_speculative_decoding", self.use_speculative_decoding)
         for name in ("max_num_seqs", "block_size", "max_waiting"):

@@ -6,8 +6,10 @@ import hashlib
 import json
 import os
 import platform
+import statistics
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain, islice
 from pathlib import Path
@@ -17,6 +19,8 @@ from speculant import __version__
 from speculant.errors import ModelError
 
 MOST_FILES = 64  # of one kind to keep
+STEADY = 1.5  # spread above which a measurement shows a busy machine
+BUSY_KEPT_S = 3600.0  # for what decides how weights are packed, so that the next starts find their packed weights
 TICK = 0.05  # seconds; changes within one tick of the system's clock get the same time
 MOST_DEPTH = 32  # levels of nesting; far below the recursion limit, so that values can be printed
 
@@ -47,10 +51,68 @@ def cache_folder(name: str) -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "speculant" / name
 
 
+class Run(NamedTuple):
+    """The time of a run, and the share in which its thread was on a processor, in seconds."""
+
+    elapsed_s: float
+    processor_s: float
+
+    @classmethod
+    def of(cls, run: Callable[[], object]) -> Run:
+        """Time a run."""
+        processor_s, elapsed_s = time.thread_time(), time.perf_counter()
+        run()
+        elapsed_s = time.perf_counter() - elapsed_s
+        return cls(elapsed_s, time.thread_time() - processor_s)
+
+
+def spread_of(measured: Iterable[Sequence[Run]]) -> float:
+    """Return the typical time of all kinds of runs over their least processor time; 1 = nothing disturbed them."""
+    kinds = [own for own in measured if own]
+    typical_s = sum(statistics.median(run.elapsed_s for run in own) for own in kinds)
+    return typical_s / max(sum(min(run.processor_s for run in own) for own in kinds), 1e-9)
+
+
+def is_steady(spread: float) -> bool:
+    """Whether a measurement was hardly disturbed, so that it may be kept."""
+    return 0 <= spread <= STEADY
+
+
+def costs_folder() -> Path:
+    """Return the folder of measurements."""
+    return cache_folder("costs")
+
+
 def key_of(facts: Sequence[str]) -> str:
     """Return the name of a file for a measurement under these facts, on this machine with this version."""
-    machine = (platform.processor(), platform.node(), str(os.cpu_count()))
-    return hashlib.sha256("\n".join((__version__, *machine, *facts)).encode()).hexdigest()[:32]
+    return _machine_key() + _digest(*facts)
+
+
+def _machine_key() -> str:
+    return _digest(__version__, platform.processor(), platform.node(), str(os.cpu_count()))
+
+
+def _digest(*facts: str) -> str:
+    return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]
+
+
+def read_measured(path: Path, busy_s: float = 0.0) -> dict[str, Any]:
+    """Return a kept measurement; {} if there is none or it is damaged.
+
+    busy_s: the age up to which one of a busy machine counts.
+    """
+    with suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
+        kept: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        if is_steady(kept["spread"]) or time.time() - path.stat().st_mtime < busy_s:
+            return kept
+    return {}
+
+
+def forget_measured() -> None:
+    """Delete all measurements of this machine."""
+    for file in costs_folder().glob(f"{_machine_key()}*.json"):
+        with suppress(OSError):
+            file.unlink()
 
 
 def write_file(path: Path, measured: Mapping[str, Any]) -> None:

@@ -10,7 +10,8 @@ import pytest
 
 from speculant import LLM, SamplingParams
 from speculant.engine import calibration
-from speculant.engine.calibration import folder, read_curves
+from speculant.engine.calibration import read_curves
+from speculant.files import costs_folder
 from speculant.kernels.native import usable_sets
 from tests.examples import examples
 from tests.models import Checkpoints, Shape, write_checkpoint
@@ -66,7 +67,7 @@ def test_costs_of_its_drafts_are_measured(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(calibration, "is_steady", lambda rounds: True)  # however busy the machine is
     llm = LLM(target, speculative_config={**EXIT, "draft_length": "adaptive"}, **engine)
-    (file,) = folder().glob("*.json")
+    (file,) = costs_folder().glob("*.json")
     kept = read_curves(file)
     assert kept is not None
     assert kept["drafts"]["early_exit"]["1"], "no draft was measured"

@@ -130,7 +130,7 @@ def test_embedded_heads_lose_little_acceptance(method: str, most: tuple[float, f
     found = list[Precision]()
     for quantization in (None, *TYPES):
         context = head_context("demo", head_precision.hosting(target.model, quantization), {})
-        found.append(sample.measure(quantization, plugins.load(KIND, method).build(context)))
+        found.append(sample.measure(quantization, plugins.load(KIND, method).build(context), []))
     whole, *others = (each.acceptance for each in found)
     assert whole > 0.15
     assert all(whole - own < loss for own, loss in zip(others, most, strict=True)), found
@@ -162,10 +162,10 @@ def test_type_of_a_head_is_chosen_and_kept(
     chosen = first.speculation.partition("draft weights in ")[2].partition(" ")[0]
     assert chosen in ("bfloat16", *TYPES)
     (file,) = kept.glob("*.precision.json")
-    file.write_text('{"draft_quantization": "int3"}')
+    file.write_text('{"draft_quantization": "int3", "spread": 1}')
     assert "draft weights in " in engine(checkpoints, method).speculation, "a damaged choice is made again"
-    file.write_text('{"draft_quantization": "int4"}')
-    monkeypatch.setattr(head_precision, "timed", lambda run, sizes: pytest.fail("it was measured again"))
+    file.write_text('{"draft_quantization": "int4", "spread": 1}')
+    monkeypatch.setattr(head_precision, "timed", lambda *given: pytest.fail("it was measured again"))
     again = engine(checkpoints, method)
     assert "draft weights in int4 (fastest here)" in again.speculation
     assert texts_of(again) == texts_of(first)
@@ -178,7 +178,7 @@ def test_another_head_in_the_folder_is_measured(checkpoints: Checkpoints, kept: 
     spec = {"method": "eagle", "model": head}
     LLM(checkpoints.target, dtype="bfloat16", speculative_config=spec)
     (file,) = kept.glob("*.precision.json")
-    file.write_text('{"draft_quantization": "int8"}')
+    file.write_text('{"draft_quantization": "int8", "spread": 1}')
     stored = tmp_path / "head" / "model.safetensors"
     save_file({**load_file(stored), "fc.weight": torch.full_like(load_file(stored)["fc.weight"], torch.inf)}, stored)
     assert "draft weights in bfloat16" in LLM(checkpoints.target, dtype="bfloat16", speculative_config=spec).speculation

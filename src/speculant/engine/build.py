@@ -46,6 +46,7 @@ from speculant.engine.engine import Engine, EngineOptions
 from speculant.engine.head_precision import HeadRounding
 from speculant.engine.memory import CacheMemory
 from speculant.errors import ConfigError, RequestError
+from speculant.files import forget_measured
 from speculant.lengths.base import DraftLength, DraftLengthContext
 from speculant.lengths.plan import LONGEST
 from speculant.models import background
@@ -112,13 +113,20 @@ def build_engine(config: EngineConfig) -> Runtime:
     with ThreadPoolExecutor(1) as beside:  # reading the tokenizer of a large vocabulary takes half a second
         folder = resolve_source(config.model, "target", config.revision, config.download_dir)
         tokenizer = beside.submit(load_tokenizer, config, folder)
-        target = load_model(
-            config.model, config.dtype, config.device, kernels=config.kernels, quantization=config.quantization,
-            weight_packing=config.weight_packing, weight_cache=config.weight_cache_folder(),
-            revision=config.revision, download_dir=config.download_dir, model_backend=config.model_backend,
-            kv_cache_dtype=config.kv_cache_dtype,
-        )  # fmt: skip
+        target = load_target(config)
         return build_around(config, target, tokenizer.result())
+
+
+def load_target(config: EngineConfig) -> Checkpoint:
+    """Load the target; first forget what was measured on this machine, if `measure` is set."""
+    if config.measure:
+        forget_measured()
+    return load_model(
+        config.model, config.dtype, config.device, kernels=config.kernels, quantization=config.quantization,
+        weight_packing=config.weight_packing, weight_cache=config.weight_cache_folder(),
+        revision=config.revision, download_dir=config.download_dir, model_backend=config.model_backend,
+        kv_cache_dtype=config.kv_cache_dtype,
+    )  # fmt: skip
 
 
 def build_around(config: EngineConfig, target: Checkpoint, tokenizer: Tokenizer | None = None) -> Runtime:
@@ -142,7 +150,7 @@ def build_around(config: EngineConfig, target: Checkpoint, tokenizer: Tokenizer 
     limits, context = memory.limits, memory.context(longest)
     if limits.max_model_len < (config.max_model_len or longest):
         logger.warning("max_model_len is %s", context)
-    facts = str(replace(config, seed=0, weight_cache="off"))  # costs do not depend on these two
+    facts = str(replace(config, seed=0, weight_cache="off", measure=False))  # costs do not depend on these three
     identity = (facts, target.kernels, str(target.folder), notes)
     measured = Calibration(target.model, cache, sampler, drafters.known, limits, identity)
     policy = _draft_length(spec, length, drafters, measured)

@@ -2,9 +2,10 @@
 
 The first tokens of a large model do not wait until all is measured. The measurement consists of slices, which an engine
 runs between its first steps, each time for about as long as the last step took. These steps have no drafts. A slice
-holds no blocks of the target's cache after its end. The curves are kept on disk, in $XDG_CACHE_HOME/speculant/costs,
-under a key of models, types and machine. The policy follows the real steps from then on, so a curve only has to have
-the right shape.
+holds no blocks of the target's cache after its end. If the machine was not busy, the curves are kept on disk, in
+$XDG_CACHE_HOME/speculant/costs, under a key of models, types and machine. The policy follows the real steps from then
+on, so a curve only has to have the right shape. If the first steps take much more or less time than the curve says, the
+file is deleted, and the next start measures again.
 
 The passes of an encoder-decoder model read a source of SOURCE_LENGTH tokens, or of the longest that is possible if that
 is shorter. It is encoded as one token, whose keys and values are copied. The encoder's own time is no part of a curve.
@@ -12,16 +13,14 @@ is shorter. It is encoded as one token, whose keys and values are copied. The en
 
 from __future__ import annotations
 
-import json
 import logging
-import statistics
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import count, islice
-from math import inf
+from math import exp, inf, log
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,7 +34,7 @@ from speculant.drafting.base import Drafter
 from speculant.engine.measuring import SLICE_S, Measurement
 from speculant.engine.runner import forward_target
 from speculant.errors import CapacityError, Guard
-from speculant.files import cache_folder, key_of, write_file
+from speculant.files import Run, costs_folder, is_steady, key_of, read_measured, spread_of, write_file
 from speculant.kernels.base import Sampler
 from speculant.lengths.costs import UNKNOWN_COSTS, CostCurve, KeyCosts, Reading, StepCosts
 from speculant.metrics import RequestMetrics, TimingMetrics
@@ -62,8 +61,8 @@ LONG_SHARE = 0.3  # of it for passes after a long text
 LEAST_SIZES, LEAST_ROUNDS, MOST_ROUNDS = 2, 2, 15
 LEAST_ROWS, LEAST_PASSES = 3, 4  # sizes of the target's passes, and passes in all: the cheapest size, one row, has two
 COPIED = 128  # keys at a time, so that the copies take little memory
-STEADY = 1.5  # curves whose typical time is more than this many times the least are not kept: the machine was busy
-PROCEDURE = "5"  # changes when the measurements change
+DISAGREE = 1.5  # times the spread: a ratio of steps' times to kept ones, or of kept ones to these, that is too large
+PROCEDURE = "6"  # changes when the measurements change
 GOLDEN = 2654435769  # the golden ratio's fraction, times 2^32
 GREEDY = SamplingParams(temperature=0, max_tokens=None)
 
@@ -84,7 +83,7 @@ class Rounds(NamedTuple):
 
 ONCE_WARM = Rounds()
 Slices = Generator[None, None, None]
-Times = dict[int, list[float]]  # seconds of each round, by size
+Times = dict[int, list[Run]]  # the runs of each size
 
 
 @dataclass(frozen=True)
@@ -93,6 +92,7 @@ class Calibration:
 
     identity: texts that name models, types and kernels; together with the machine they are the key of the kept curves.
     measurement: runs the slices. missed: sizes of the runs that were left out, because requests held too many blocks.
+    runs: those of passes and drafts, by size.
     """
 
     target: CausalLM
@@ -103,19 +103,21 @@ class Calibration:
     identity: Sequence[str]
     measurement: Measurement = field(default_factory=Measurement)
     missed: list[int] = field(default_factory=list)
+    runs: list[Sequence[Run]] = field(default_factory=list)
 
     def costs(self) -> StepCosts:
         """Return the curves: from disk if they are kept there, else usual ones, until the measurement fills them in."""
-        path, costs = folder() / f"{self._key()}.json", StepCosts(CostCurve(UNKNOWN_COSTS))
+        path, costs = costs_folder() / f"{self._key()}.json", StepCosts(CostCurve(UNKNOWN_COSTS))
         kept = read_curves(path)
         if kept is None:
             self.measurement.begin(partial(self._measured, costs, path))
         else:
-            self._fill(costs, kept)
+            self._fill(costs, kept, path)
         return costs
 
-    def _fill(self, costs: StepCosts, kept: Mapping[str, Any]) -> None:
+    def _fill(self, costs: StepCosts, kept: Mapping[str, Any], path: Path) -> None:
         costs.passes = CostCurve(points(kept["passes"]), partial(relative_reads_of, self.target))
+        costs.passes.level.learnt = partial(drop_if_wrong, path, kept["spread"])
         costs.keys = KeyCosts(*kept["keys"])
         costs.readings = {method: Reading(*seconds) for method, seconds in kept["readings"].items()}
         costs.drafts = {
@@ -130,8 +132,9 @@ class Calibration:
     def _measured(self, costs: StepCosts, path: Path) -> Slices:
         """Measure everything, and keep the curves if they are complete and the machine was not busy."""
         self.missed.clear()
+        self.runs.clear()
         found = dict[str, Any]({"drafts": {}, "readings": {}})
-        steady = yield from self._passes(found)
+        yield from self._passes(found)
         if 1 not in found["passes"]:
             logger.info("requests left no room to measure the costs of passes: drafts have the usual costs")
             return
@@ -146,8 +149,9 @@ class Calibration:
             except BaseException as error:  # noqa: BLE001 - anything but a failure is raised again
                 guard.note(f"drafter {method!r}", error)
                 self.missed.append(0)
-        self._fill(costs, found)
-        if steady and not self.missed:
+        found["spread"] = spread_of(self.runs)
+        self._fill(costs, found, path)
+        if is_steady(found["spread"]) and not self.missed:
             write_file(path, found)
             logger.info("measured the costs of passes and drafts")
         else:
@@ -165,13 +169,13 @@ class Calibration:
         if curves:
             drafts[method] = curves
 
-    def _passes(self, found: dict[str, Any]) -> Generator[None, None, bool]:
-        """Measure the seconds of a pass and its distributions, by rows; return whether they were steady."""
+    def _passes(self, found: dict[str, Any]) -> Slices:
+        """Measure the seconds of a pass and its distributions, by rows."""
         most = min(self.limits.max_model_len, self.limits.max_num_batched_tokens, self._free_tokens())
         sizes = [rows for rows in ROWS if rows <= max(1, most)]
         rounds = yield from self._timing(0, sizes, Rounds(LEAST_ROWS, LEAST_PASSES))
+        self.runs.extend(rounds.values())
         found["passes"] = least_seconds(rounds)
-        return is_steady(rounds)
 
     def _keys(self, found: dict[str, Any]) -> Slices:
         """Measure the cost of attention after a long text, which consists of copies of one key."""
@@ -267,8 +271,11 @@ class Calibration:
             if drafter.needs.target_cache:
                 with self._encoded():
                     self._fill_target(drafting)
-                    return least_seconds(finished(times))  # in one slice, as it takes blocks of the target's cache
-            return least_seconds((yield from times))
+                    rounds = finished(times)  # in one slice, as it takes blocks of the target's cache
+            else:
+                rounds = yield from times
+            self.runs.extend(rounds.values())
+            return least_seconds(rounds)
         finally:
             for request in drafting:
                 drafter.end(request)
@@ -359,9 +366,14 @@ def requests(count: int, length: int, vocab_size: int, params: SamplingParams = 
     return made
 
 
-def timed(run: Callable[[int], object], sizes: Sequence[int]) -> dict[int, float]:
-    """Return the seconds of `run` at sizes; only at the first ones if the time budget allows no more."""
-    return least_seconds(finished(timing(run, sizes)))
+def timed(run: Callable[[int], object], sizes: Sequence[int], runs: list[Sequence[Run]]) -> dict[int, float]:
+    """Return the seconds of `run` at sizes; only at the first ones if the time budget allows no more.
+
+    runs: gets those of each size.
+    """
+    rounds = finished(timing(run, sizes))
+    runs.extend(rounds.values())
+    return least_seconds(rounds)
 
 
 def timing(
@@ -371,19 +383,17 @@ def timing(
     around: Callable[[], AbstractContextManager[None]] = nullcontext,
     missed: list[int] | None = None,
 ) -> Generator[None, None, Times]:
-    """Return the seconds of each round of `run` at the first sizes that have LEAST_ROUNDS rounds within the budget.
+    """Return the runs of each round of `run` at the first sizes that have LEAST_ROUNDS rounds within the budget.
 
     Each run is a slice. around: makes a context for each run. missed: gets the sizes for which a cache has no room, and
     which are left out. None = all fit.
     """
-    seconds, done, spent_s, budget_s, chosen = Times(), 0, 0.0, rounds.share * BUDGET_S, [*sizes]
+    times, done, spent_s, budget_s, chosen = Times(), 0, 0.0, rounds.share * BUDGET_S, [*sizes]
 
-    def seconds_of(size: int) -> float | None:
+    def run_of(size: int) -> Run | None:
         try:
             with around():
-                started = time.perf_counter()
-                run(size)
-                return time.perf_counter() - started
+                return Run.of(partial(run, size))
         except CapacityError:
             if missed is None:
                 raise
@@ -391,7 +401,7 @@ def timing(
             return None
 
     if not rounds.is_warm:
-        seconds_of(sizes[0])
+        run_of(sizes[0])
         yield
     for place, size in enumerate(chosen * MOST_ROUNDS):
         if place == rounds.least:
@@ -399,14 +409,14 @@ def timing(
         if spent_s > budget_s and done >= rounds.runs:
             break
         if size in chosen:
-            own_s = seconds_of(size)
-            if own_s is None:
+            own = run_of(size)
+            if own is None:
                 chosen.remove(size)
             else:
-                seconds.setdefault(size, []).append(own_s)
-                spent_s, done = spent_s + own_s, done + 1
+                times.setdefault(size, []).append(own)
+                spent_s, done = spent_s + own.elapsed_s, done + 1
             yield
-    return seconds
+    return times
 
 
 def finished(slices: Generator[None, None, Times]) -> Times:
@@ -419,23 +429,20 @@ def finished(slices: Generator[None, None, Times]) -> Times:
             return times
 
 
-def least_seconds(rounds: Mapping[int, Sequence[float]]) -> dict[int, float]:
+def least_seconds(rounds: Mapping[int, Sequence[Run]]) -> dict[int, float]:
     """Return the least time of each size's rounds, and of those of all larger sizes: other programs only add to it."""
     least, found = inf, dict[int, float]()
     for size in sorted(rounds, reverse=True):
-        least = found[size] = max(min(least, *rounds[size]), 1e-9)
+        least = found[size] = max(min(least, *(run.elapsed_s for run in rounds[size])), 1e-9)
     return dict(sorted(found.items()))
 
 
-def is_steady(rounds: Mapping[int, Sequence[float]]) -> bool:
-    """Whether the typical time of a size is near its least one; a size of one round shows nothing."""
-    ratios = [statistics.median(own) / max(min(own), 1e-9) for own in rounds.values() if len(own) > 1]
-    return not ratios or statistics.median(ratios) <= STEADY
-
-
-def folder() -> Path:
-    """Return where curves are kept."""
-    return cache_folder("costs")
+def drop_if_wrong(path: Path, spread: float, level: float) -> None:
+    """Delete kept curves that the first steps disagree with. level: the logarithm of their time over the curves'."""
+    if abs(level) > log(DISAGREE * max(1.0, spread)):
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
+        logger.info("steps take %.2f of the measured time: costs are measured again at the next start", exp(level))
 
 
 def points(kept: Mapping[str, float]) -> dict[int, float]:
@@ -446,13 +453,13 @@ def points(kept: Mapping[str, float]) -> dict[int, float]:
 def read_curves(path: Path) -> dict[str, Any] | None:
     """Return kept curves; None if there are none, or the file is damaged."""
     try:
-        kept: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        kept = read_measured(path)
         curves = [kept["passes"], *(curve for each in kept["drafts"].values() for curve in each.values())]
         pairs = [kept["keys"], *kept["readings"].values()]
         sound = all(len(pair) == 2 and all(0 <= each < 1e6 for each in pair) for pair in pairs)
         sound = sound and all(
             curve and all(0 < seconds < 1e6 for seconds in points(curve).values()) for curve in curves
         )
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+    except (ValueError, TypeError, KeyError, AttributeError):
         return None
     return kept if sound else None

@@ -4,12 +4,11 @@ The chosen type is the one that is expected to generate text fastest on this mac
 output's distribution, so its weights may be rounded: its passes become faster, and fewer of its tokens are accepted.
 For a small draft both are measured, on a text that the draft itself draws. A large one would have to be packed in every
 type for that. So its times are estimated from bytes (models/native/speeds.py), and a usual loss of acceptance is
-assumed; `speculant check-pair` measures it. The choice is kept on disk next to the cost curves (engine/calibration.py).
+assumed; `speculant check-pair` measures it. A measured choice is kept on disk if the machine was not busy.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -26,9 +25,9 @@ from speculant.cache.sources import MEASURED, Source
 from speculant.drafting.model.intersection import intersect
 from speculant.drafting.model.one_pass import mask_of
 from speculant.drafting.model.runner import fit_vocabulary, grow
-from speculant.engine.calibration import folder, requests, spread_token, timed
+from speculant.engine.calibration import requests, spread_token, timed
 from speculant.errors import ModelError, PairError, SpeculantError
-from speculant.files import key_of, write_file
+from speculant.files import Run, costs_folder, is_steady, key_of, read_measured, spread_of, write_file
 from speculant.models.backends.base import TimesWeights, why_not
 from speculant.models.base import CausalLM, Chain, SequenceInput, build_batch, known
 from speculant.models.encoding import encode_sources
@@ -192,34 +191,39 @@ def choose_precision(
     """Return the draft in the type that is expected to be fastest, and the type; None = unchanged.
 
     load: loads the draft in a type. identity: texts that name the pair, types and kernels; with the machine they are
-    the key of the kept choice. estimated: chooses the type of a draft before it is loaded; None = all types
-    are measured.
+    the key of the kept choice. estimated: chooses the type of a draft before it is loaded, from speeds that are kept;
+    None = all types are measured.
     """
-    path = choice_path(identity)
-    with suppress(OSError, ValueError, TypeError, KeyError, RecursionError, SpeculantError):
-        kept = json.loads(path.read_text(encoding="utf-8"))["draft_quantization"]
-        return load(kept), kept
     started = time.perf_counter()
     if estimated is not None:
         chosen = estimated()
         logger.info("chose draft_quantization=%s in %.1f s", chosen, time.perf_counter() - started)
         with suppress(ModelError):  # weights that are not finite can't be rounded
-            draft = load(chosen)
-            write_file(path, {"draft_quantization": chosen})
-            return draft, chosen
+            return load(chosen), chosen
+    path = choice_path(identity)
+    with suppress(ValueError, TypeError, KeyError, SpeculantError):
+        kept = read_measured(path)["draft_quantization"]
+        return load(kept), kept
     drafts: dict[str | None, Checkpoint] = {None: load(None)}
     for each in drafts[None].quantizations:
         with suppress(ModelError):  # weights that are not finite can't be rounded
             drafts[each] = load(each)
-    chosen = _measure(target, drafts) if len(drafts) > 1 else None
+    runs = list[Sequence[Run]]()
+    chosen = _measure(target, drafts, runs) if len(drafts) > 1 else None
     logger.info("chose draft_quantization=%s in %.1f s", chosen, time.perf_counter() - started)
-    write_file(path, {"draft_quantization": chosen})
+    keep_choice(path, chosen, runs)
     return drafts[chosen], chosen
 
 
 def choice_path(identity: Sequence[str]) -> Path:
     """Return the file in which a choice is kept; identity: see `choose_precision`."""
-    return folder() / f"{key_of([str(torch.get_num_threads()), *identity])}.precision.json"
+    return costs_folder() / f"{key_of([str(torch.get_num_threads()), *identity])}.precision.json"
+
+
+def keep_choice(path: Path, chosen: str | None, runs: Sequence[Sequence[Run]]) -> None:
+    """Keep a choice, unless the machine was busy. runs: those that it was made from."""
+    if is_steady(spread := spread_of(runs)):
+        write_file(path, {"draft_quantization": chosen, "spread": spread})
 
 
 def fastest(found: Sequence[Precision], pass_s: Callable[[int], float]) -> str | None:
@@ -229,15 +233,15 @@ def fastest(found: Sequence[Precision], pass_s: Callable[[int], float]) -> str |
 
 
 @torch.inference_mode()
-def _measure(target: CausalLM, drafts: dict[str | None, Checkpoint]) -> str | None:
-    size, pass_s = target.vocab_size, pass_seconds(target)
+def _measure(target: CausalLM, drafts: dict[str | None, Checkpoint], runs: list[Sequence[Run]]) -> str | None:
+    size, pass_s = target.vocab_size, pass_seconds(target, runs)
     own = drafts[None]
     tokens = drawn(own, size, max(1, min(SAMPLE, own.model.max_positions - PROMPT)))
     wanted = _probs(target, tokens, size)
     found = list[Precision]()
     for quantization, draft in drafts.items():
         overlap = float(torch.minimum(wanted, _probs(draft.model, tokens, size)).sum(-1).mean())
-        found.append(Precision(quantization, overlap, *_draft_seconds(draft, size)))
+        found.append(Precision(quantization, overlap, *_draft_seconds(draft, size, runs)))
         logger.info("a draft in %s: acceptance %.3f, %.2g s a token, %.2g s a draft", *vars(found[-1]).values())
     return fastest(found, pass_s)
 
@@ -279,20 +283,23 @@ def _probs(model: CausalLM, tokens: Sequence[int], size: int) -> Tensor:
     return torch.softmax(fit_vocabulary(model.logits(hidden), size).double(), -1)
 
 
-def _draft_seconds(draft: Checkpoint, size: int) -> tuple[float, float]:
+def _draft_seconds(draft: Checkpoint, size: int, runs: list[Sequence[Run]]) -> tuple[float, float]:
     """Return the seconds of each drafted token, and further seconds of a draft of any length."""
     if mask_of(draft.model) is not None:  # a row for each token, in one pass
-        one, two = map(pass_seconds(draft.model), (1, 2))
+        one, two = map(pass_seconds(draft.model, runs), (1, 2))
         row = max(two - one, 1e-9)
         return row, max(0.0, one - row)
 
     cache = text_cache(draft.model, size, PROMPT + 5)
-    seconds = timed(lambda length: _draw(draft, size, length, *cache), [1, 5])
+    seconds = timed(lambda length: _draw(draft, size, length, *cache), [1, 5], runs)
     return max((seconds[5] - seconds[1]) / 4, 1e-9), 0.0
 
 
-def pass_seconds(model: CausalLM) -> Callable[[int], float]:
-    """Return a function of a number of rows: the seconds of a model's pass, linear between those measured."""
+def pass_seconds(model: CausalLM, runs: list[Sequence[Run]]) -> Callable[[int], float]:
+    """Return a function of a number of rows: the seconds of a model's pass, linear between those measured.
+
+    runs: gets those that were timed.
+    """
     rows = [1, 8]
     cache, source = text_cache(model, model.vocab_size, max(rows))
 
@@ -302,6 +309,6 @@ def pass_seconds(model: CausalLM) -> Callable[[int], float]:
         model.logits(model.forward(batch, cache.storage).last)
         cache.release(inputs.seq_id)
 
-    seconds = timed(run, rows)
+    seconds = timed(run, rows, runs)
     slope = (seconds[8] - seconds[1]) / 7
     return lambda count: seconds[1] + (count - 1) * slope

@@ -34,9 +34,8 @@ class GuardedLength:
 
     def choose(self, schedule: Schedule) -> list[int]:
         """Return the policy's draft length for each item."""
-        count = len(schedule.items)
-        if self._measurement.active:
-            self.paused = True
+        count, self.paused = len(schedule.items), self._measurement.active
+        if self.paused:
             return [0] * count
         try:
             lengths = list(map(index, self._policy.choose(schedule)))

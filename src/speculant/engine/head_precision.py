@@ -2,12 +2,11 @@
 
 The target draws a text. With the head's weights in each type, the drafter drafts one token after each token of the
 text, from the target's states. The mean of sum min(p, q) along the text estimates how often drafts are accepted. The
-time of a draft is measured too. The choice is kept on disk.
+time of a draft is measured too. The choice is kept on disk if the machine was not busy.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -31,12 +30,13 @@ from speculant.engine.draft_loading import (
     choice_path,
     drawn,
     fastest,
+    keep_choice,
     pass_seconds,
     rounded,
     text_cache,
 )
 from speculant.errors import ConfigError, ModelError, SpeculantError
-from speculant.files import write_file
+from speculant.files import Run, read_measured
 from speculant.models.base import CausalLM, Hidden, SequenceInput, build_batch
 from speculant.models.heads import RoundsHeads
 from speculant.models.weights.load import Checkpoint
@@ -105,19 +105,19 @@ def choose_head_precision(
     identity: as in `choose_precision`.
     """
     path = choice_path(identity)
-    with suppress(OSError, ValueError, TypeError, KeyError, RecursionError, SpeculantError):
-        kept = json.loads(path.read_text(encoding="utf-8"))["draft_quantization"]
+    with suppress(ValueError, TypeError, KeyError, SpeculantError):
+        kept = read_measured(path)["draft_quantization"]
         return replace(context, target=hosting(target.model, kept)), kept
-    started = time.perf_counter()
-    chosen = _measure(build, context, target)
+    started, runs = time.perf_counter(), list[Sequence[Run]]()
+    chosen = _measure(build, context, target, runs)
     logger.info("chose draft_quantization=%s for a head in %.1f s", chosen, time.perf_counter() - started)
-    write_file(path, {"draft_quantization": chosen})
+    keep_choice(path, chosen, runs)
     return replace(context, target=hosting(target.model, chosen)), chosen
 
 
 @torch.inference_mode()
-def _measure(build: Build, context: DrafterContext, target: Checkpoint) -> str | None:
-    model, pass_s = target.model, pass_seconds(target.model)
+def _measure(build: Build, context: DrafterContext, target: Checkpoint, runs: list[Sequence[Run]]) -> str | None:
+    model, pass_s = target.model, pass_seconds(target.model, runs)
     assert isinstance(model, RoundsHeads)
     length = int(min(SAMPLE, max(FEWEST, TEXT_SECONDS / pass_s(1)), model.max_positions - PROMPT))
     sample = DraftSample.of(target, drawn(target, model.vocab_size, max(1, length)))
@@ -130,7 +130,7 @@ def _measure(build: Build, context: DrafterContext, target: Checkpoint) -> str |
             stop_below=0.0,
         )
         with suppress(*[ModelError] if found else []):  # weights that are not finite can't be rounded
-            found.append(sample.measure(quantization, complete(build(own))))
+            found.append(sample.measure(quantization, complete(build(own)), runs))
             logger.info("a head in %s: acceptance %.3f, %.2g s a token, %.2g s a draft", *vars(found[-1]).values())
     return fastest(found, pass_s)
 
@@ -161,10 +161,10 @@ class DraftSample:
 
         return cls(tokens, probs, states)
 
-    def measure(self, quantization: str | None, drafter: Drafter) -> Precision:
+    def measure(self, quantization: str | None, drafter: Drafter, runs: list[Sequence[Run]]) -> Precision:
         """Draft along the text, and time drafts after it."""
         overlap = [_overlap(tree, probs) for tree, probs in self.drafts(drafter)]
-        return Precision(quantization, sum(overlap) / len(overlap), *self.seconds(drafter))
+        return Precision(quantization, sum(overlap) / len(overlap), *self.seconds(drafter, runs))
 
     def drafts(self, drafter: Drafter) -> Iterator[tuple[DraftTree, Tensor]]:
         """Yield a draft of one node at each token after the first ones, and the target's distribution [V] there."""
@@ -179,13 +179,13 @@ class DraftSample:
             request.tokens.append(self.tokens[place])
         drafter.end(request)
 
-    def seconds(self, drafter: Drafter) -> tuple[float, float]:
+    def seconds(self, drafter: Drafter, runs: list[Sequence[Run]]) -> tuple[float, float]:
         """Time drafts after the text: return the seconds per drafted token, and the fixed seconds per draft."""
         (request,), states = self._requests(len(self.tokens)), self.states(tuple(drafter.needs.hidden_layers))
         drafter.begin(request)
         _observe(drafter, request, states, 0)
         depth = min(DEPTH, drafter.needs.max_nodes or DEPTH)
-        seconds = timed(lambda limit: drafter.propose([request], [limit]), sorted({1, depth}))
+        seconds = timed(lambda limit: drafter.propose([request], [limit]), sorted({1, depth}), runs)
         drafter.end(request)
         token_s = max((seconds[depth] - seconds[1]) / max(1, depth - 1), 1e-9)
         return token_s, max(0.0, seconds[1] - token_s)

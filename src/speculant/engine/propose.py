@@ -9,7 +9,7 @@ from typing import NamedTuple
 from speculant.constraints import forced_tokens, prepare_masks
 from speculant.engine.drafters import Drafters
 from speculant.engine.guarded_length import GuardedLength
-from speculant.lengths.base import num_rows
+from speculant.lengths.base import DraftOutcome, num_rows
 from speculant.models.base import CausalLM, ModelNeeds
 from speculant.params import MAX_SPECULATIVE_TOKENS
 from speculant.scheduling.schedule import Schedule, Scheduled
@@ -23,13 +23,24 @@ class SequenceDraft:
     """The nodes that a pass computes after one sequence's newest token.
 
     tree: the draft; without one, the live hypotheses of a beam search. forced: tokens that a constraint forces next.
-    They are accepted for certain and replace the drafter's proposal. limit: the most nodes of a draft.
+    They are accepted for certain and replace the drafter's proposal. limit: the most nodes of a draft. missing: those
+    that the drafter was asked for and did not return.
     """
 
     item: Scheduled
     tree: DraftTree
     forced: Sequence[int] = ()
     limit: int = 0
+    missing: int = 0
+
+    def observed(self, outcome: DraftOutcome | None) -> DraftOutcome | None:
+        """Return an outcome as the policy observes it; None = nothing was drafted. Beam searches have none."""
+        if outcome is not None:
+            changed = self.missing or self.forced
+            return outcome._replace(missing=self.missing, forced=bool(self.forced)) if changed else outcome
+        if not self.missing or self.missing < self.limit or self.item.request.search is not None:
+            return None
+        return DraftOutcome(self.item.request, (), (), (), (), self.tree.num_look_ahead_rows, self.missing)
 
 
 def propose(
@@ -42,10 +53,11 @@ def propose(
     for draft in constrained:
         draft.forced = _forced(draft.item, vocab_size)
         forces = forces or len(draft.forced) > 0
-    if drafters and drafts and (not draft_length.pauses(schedule) or forces):
+    paused = bool(drafters and drafts) and draft_length.pauses(schedule)
+    if drafters and drafts and (not paused or forces):
         requests = [draft.item.request for draft in drafts]
         drafters.begin(requests, [draft.item.source for draft in drafts])
-        lengths = draft_length.choose(schedule)
+        lengths = [0] * len(drafts) if paused else draft_length.choose(schedule)
         if any(lengths) or forces or draft_length.keeps_up:
             budget = DraftBudget(schedule, MOST_PROBS_BYTES // (8 * vocab_size))
             for draft, length in zip(drafts, lengths, strict=True):
@@ -82,10 +94,12 @@ def _fill(
         limits.append(limit)
         if not limit:
             silent.append(draft.item.request)
-    trees = draft_length.trim(requests, drafters.propose(requests, limits, vocab_size))
+    proposed = drafters.propose(requests, limits, vocab_size)
+    trees = draft_length.trim(requests, proposed)
     if draft_length.keeps_up:
         drafters.catch_up(silent)
-    for draft, tree in zip(drafts, trees, strict=True):
+    for draft, limit, whole, tree in zip(drafts, limits, proposed, trees, strict=True):
+        draft.missing = max(0, limit - whole.size)
         made = DraftTree.chain(list(draft.forced[: draft.limit])) if draft.forced else tree
         if draft.limit and (made.size or made.ahead is not None):
             draft.tree = made

@@ -22,7 +22,6 @@ from speculant.engine.runner import forward_target, with_successors
 from speculant.engine.verify import verify
 from speculant.kernels.base import Sampler
 from speculant.kernels.reference_sampler import REFERENCE
-from speculant.lengths.base import DraftOutcome
 from speculant.metrics import StepTiming
 from speculant.models.base import CausalLM
 from speculant.models.encoding import encode_sources
@@ -78,20 +77,18 @@ def step(context: StepContext, schedule: Schedule, mark: Mark = unmarked) -> tup
         schedule.roll_back(cache)
         raise
     timing = StepTiming(started, drafted, time.perf_counter(), passed=passed, encoded=encoded)
-    committed, outcomes = list[Committed](), list[DraftOutcome]()
+    committed = list[Committed]()
     with mark("commit"):
-        for draft, output in zip(drafts, outputs, strict=True):
-            decision = decisions.get(draft.item.request.seq_id)
-            with draft.item.request.work:
-                each = commit_output(output, decision, timing, target, cache, max_model_len)
-            if draft.item.request.work is not NO_WORK:
-                draft.item.request.work.settle(output.num_results)
-            committed.append(each)
-            if each.outcome is not None and not draft.forced:
-                outcomes.append(each.outcome)
+        for output in outputs:
+            request = output.item.request
+            with request.work:
+                decision = decisions.get(request.seq_id)
+                committed.append(commit_output(output, decision, timing, target, cache, max_model_len))
+            if request.work is not NO_WORK:
+                request.work.settle(output.num_results)
         if drafters:
             notify(drafters, outputs, committed)
-    chose = drafters and drafts and not length.paused and not any(draft.forced for draft in drafts)
-    if outcomes or chose:  # the policy chose
-        length.observe(outcomes, timing._replace(committed=time.perf_counter()))
+    if drafters and drafts and not length.paused:
+        outcomes = [draft.observed(each.outcome) for draft, each in zip(drafts, committed, strict=True)]
+        length.observe([*filter(None, outcomes)], timing._replace(committed=time.perf_counter()))
     return committed, timing

@@ -80,8 +80,14 @@ class MethodAcceptance:
         return survivals
 
     def observe(self, outcome: DraftOutcome, draft: ScoredDraft | None) -> None:
-        """Count the outcome of a draft; draft: its scores, None = it has none."""
-        request, tests = outcome.request, outcome.accepted[: sum(outcome.tested)]
+        """Count the outcome of a draft; draft: its scores, None = it has none.
+
+        If a draft without scores is accepted whole and nodes are missing, the next one counts as rejected: lengths are
+        chosen before it is known what comes.
+        """
+        request, tests = outcome.request, [*outcome.accepted[: sum(outcome.tested)]]
+        if outcome.missing and draft is None and sum(outcome.accepted) == len(outcome.drafted):
+            tests.append(0)
         own = self._by_sequence.get(request)
         if own is None:
             own = self._by_sequence[request] = Rate(self._whole.value, SEQUENCE_PRIOR_TESTS)

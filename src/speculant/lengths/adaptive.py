@@ -9,7 +9,7 @@ one schedule of experiments (explore.py). The engine calls, in each step that is
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -40,6 +40,7 @@ from speculant.types import Request
 PROBE = 1  # nodes of a draft that is tried
 PLAIN_STEPS = 6  # of an experiment without drafts; its last half is timed, when the processor's caches are as usual
 HOLDS, RESTS = 8, 64  # steps for which a plan holds, with drafts and without
+PATIENCE = 8  # calls in a row without a draft, after which a method is only tried, at most once in RESTS steps
 LOOKUP_MEMORY = 0.05  # weight of the newest call
 
 
@@ -74,6 +75,7 @@ class Adaptive:
         self._acceptance: defaultdict[str, MethodAcceptance] = defaultdict(MethodAcceptance)
         self._plan = StepPlan([], [], 0)
         self._lookups: defaultdict[str, Lookups] = defaultdict(Lookups)
+        self._silent = Counter[str]()  # each method's calls in a row that returned no draft
         self._met: WeakSet[Request] = WeakSet()  # whose texts were looked up at least once
         self._scored: set[str] = set()  # methods whose last drafts had scores
         self._scores: dict[int, ScoredDraft] = {}  # of this step, by sequence id
@@ -141,8 +143,10 @@ class Adaptive:
 
         Sequences whose drafts have scores get the longest: their drafts are cut by the scores.
         """
-        most = [self._most(request) for request in requests]
-        if self._selects(method):
+        most, silent = [self._most(request) for request in requests], self._silent[method] >= PATIENCE
+        if silent and method not in self._scored:
+            most = [min(self._probe(method), each) for each in most]
+        elif self._selects(method):
             lengths = self._joint_lengths(plan, method, requests, most)
             self._drawn |= {request.seq_id: each for request, each in zip(requests, lengths, strict=True)}
             if any(lengths):
@@ -151,7 +155,7 @@ class Adaptive:
             return self._joint_lengths(plan, method, requests, most)
         lookups = self._lookups[method]
         price = len(requests) * lookups.seconds.value / plan.steps_s(self._costs, 0)[0]
-        if lookups.gain < len(requests) * price:  # a token takes a share of its pass
+        if silent or lookups.gain < len(requests) * price:  # a token takes a share of its pass
             if wait := self._experiments.left("look up", method):
                 plan.left = min(plan.left, wait)
                 most = [0 if request in self._met else each for request, each in zip(requests, most, strict=True)]
@@ -169,7 +173,7 @@ class Adaptive:
         self, plan: StepPlan, method: str, requests: Sequence[Request], most: Sequence[int]
     ) -> list[int]:
         """Choose the lengths of drafts without scores, or of an experiment with them."""
-        own, tree, count = self._look_ahead_rows(method), self._trees(method), len(requests)
+        own, count = self._look_ahead_rows(method), len(requests)
         pass_s = np.array(plan.steps_s(self._costs, num_rows(sum(most), own, count)))
         plain_s = float(pass_s[0])
         draft_s = self._costs.drafts_s(method, count, max(most, default=0))
@@ -186,9 +190,10 @@ class Adaptive:
         plan.rate = count / plain_s * (1 + chosen.gain)
         token_s = plain_s / count * chosen.gain / (1 + chosen.gain)
         counts, _ = self._backlogs.affordable(method, requests, chosen.counts, token_s)
+        experiments.end(*longer)
         if any(counts):
             plan.gain, plan.left = max(plan.gain, chosen.gain), min(plan.left, HOLDS)
-            experiments.end(*longer)
+            plan.planned.append(method)
             twice = [min(2 * each, longest) for each, longest in zip(counts, most, strict=True)]
             if twice == counts or experiments.left(*longer):
                 return counts
@@ -196,10 +201,10 @@ class Adaptive:
             plan.left = 1 + bool(own)
             return twice
         if not experiments.left(*trial):
-            probe = tree[0] if tree else PROBE
-            newest = [min(probe, each) if 2 * place >= count - 1 else 0 for place, each in enumerate(most)]
-            tried, wait_s = self._backlogs.affordable(method, requests, newest, plain_s / count)
+            probes = [min(self._probe(method), each) for each in most]
+            tried, wait_s = self._backlogs.affordable(method, requests, probes, plain_s / count)
             if any(tried):
+                plan.planned.append(method)
                 gain = self._expected(method, requests, tried) / count
                 experiments.begin(*trial, price=max(0.0, price(tried) - gain) + wait_s / plain_s)
                 plan.left = 1 + bool(own)  # look-ahead rows are computed a step before their draft
@@ -208,6 +213,11 @@ class Adaptive:
         for request in requests:
             self._acceptance[method].forget(request, plan.left)
         return counts
+
+    def _probe(self, method: str) -> int:
+        """Return how many nodes a draft has that is tried."""
+        tree = self._trees(method)
+        return tree[0] if tree else PROBE
 
     def _expected(self, method: str, requests: Sequence[Request], counts: Sequence[int]) -> float:
         """Return how many tokens of chains without scores are expected to be accepted."""
@@ -262,37 +272,68 @@ class Adaptive:
 
     def observe(self, outcomes: Sequence[DraftOutcome], timing: StepTiming) -> None:
         """See `DraftLength.observe`."""
-        plan, late, seen = self._plan, False, set[str]()
-        for outcome in outcomes:
+        plan, late, forced = self._plan, False, [outcome for outcome in outcomes if outcome.forced]
+        asked = [self._asked(outcome) for outcome in outcomes if not outcome.forced]
+        drafted = [outcome for outcome in asked if outcome.drafted]
+        seen = self._note_silence(asked, forced)
+        for outcome in asked:
             request, tests = outcome.request, outcome.accepted[: sum(outcome.tested)]
             draft, method = self._scores.get(request.seq_id), str(request.drafter)
-            if draft is None:
+            if outcome.drafted and draft is None:
                 late = self._backlogs.note(request) > LEAST + sum(tests) or late
-            key = method if draft is None else scored(method)
-            self._acceptance[key].observe(outcome, draft)
-            seen.add(key)
-        self._experiments.lose(self._lost(outcomes, timing))
+            if outcome.drafted or method in plan.planned:
+                key = method if draft is None else scored(method)
+                self._acceptance[key].observe(outcome, draft)
+        seen |= {str(outcome.request.drafter) for outcome in drafted if outcome.request.seq_id not in self._scores}
+        self._experiments.lose(self._lost(drafted, forced, timing))
         self._end_experiments(seen)
-        self._note_scores(outcomes)
+        self._note_scores(drafted)
         for method in plan.asked:
-            self._note_lookups(method, outcomes, timing)
-        if outcomes:
+            self._note_lookups(method, drafted, timing)
+        if drafted:
             self._plain = 0
             if plan.pure:
-                self._follow(outcomes, timing, late)
-        elif plan.pure and plan.lengths and not any(plan.lengths):
+                self._follow(asked, forced, timing, late)
+        elif plan.pure and plan.lengths and not any(plan.lengths) and not forced:
             self._follow_plain(timing)
 
-    def _lost(self, outcomes: Sequence[DraftOutcome], timing: StepTiming) -> float:
+    def _asked(self, outcome: DraftOutcome) -> DraftOutcome:
+        """Return an outcome without the missing nodes that say nothing about its drafter.
+
+        A model draws up to the length that this policy selected for it, look-ahead rows give as many as there are, and
+        a tree may have fewer nodes at the same depth.
+        """
+        if not outcome.missing:
+            return outcome
+        method, came = str(outcome.request.drafter), sum(outcome.drafted)
+        most = self._drawn.get(outcome.request.seq_id, came + outcome.missing)
+        fewer = self._look_ahead_rows(method) or (came and self._trees(method))
+        return outcome._replace(missing=0 if fewer else max(0, most - came))
+
+    def _note_silence(self, asked: Sequence[DraftOutcome], forced: Sequence[DraftOutcome]) -> set[str]:
+        """Count calls that returned no draft; return their methods."""
+        plan, silent = self._plan, set[str]()
+        came = {str(each.request.drafter) for each in asked if each.drafted or each.look_ahead_rows}
+        came |= {str(draft.request.drafter) for draft in self._scores.values()}
+        spared = {str(each.request.drafter) for each in forced} - {str(each.request.drafter) for each in asked}
+        for method in {*plan.planned, *plan.asked}:
+            if method in came:
+                self._silent[method] = 0
+            elif method not in spared and (method in plan.planned or self._silent[method] >= PATIENCE):
+                self._silent[method] += 1
+                silent.add(method)
+        return silent
+
+    def _lost(self, drafted: Sequence[DraftOutcome], forced: Sequence[DraftOutcome], timing: StepTiming) -> float:
         """Return the time, in plain steps, that a step took longer than its tokens usually do."""
-        gained = 1 + sum(sum(outcome.accepted) for outcome in outcomes) / max(1, len(self._plan.lengths))
-        step_s = timing.draft_s + timing.verify_s + timing.rest_s
-        return step_s / self._plan.steps_s(self._costs, 0)[0] * (1 + self._plan.gain) - gained
+        gained = 1 + sum(sum(outcome.accepted) for outcome in drafted) / max(1, len(self._plan.lengths))
+        step_s, rows = timing.draft_s + timing.verify_s + timing.rest_s, num_drafted(forced)
+        return step_s / self._plan.steps_s(self._costs, rows)[rows] * (1 + self._plan.gain) - gained
 
     def _end_experiments(self, seen: Collection[str]) -> None:
-        """End those of this step. seen: the methods that drafted, with SCORED for drafts with scores."""
-        for key in seen:
-            if self._experiments.end("draft", key):
+        """End those of this step. seen: the methods that drafted without scores, or returned nothing."""
+        for method in seen:
+            if self._experiments.end("draft", method):
                 self._plan.left = 0
 
     def _note_scores(self, outcomes: Sequence[DraftOutcome]) -> None:
@@ -314,20 +355,22 @@ class Adaptive:
         lookups.gain += LOOKUP_MEMORY * (accepted - lost - lookups.gain)
         if len(found) == len(own):  # else a model drafted as well
             lookups.seconds.add(timing.draft_s / max(1, sum(map(bool, self._plan.lengths))))
-        self._experiments.end("look up", method)
+        silent = self._silent[method] - PATIENCE
+        self._experiments.end("look up", method, least=0 if silent < 0 else min(2**silent, RESTS))
 
-    def _follow(self, outcomes: Sequence[DraftOutcome], timing: StepTiming, late: bool) -> None:
+    def _follow(
+        self, asked: Sequence[DraftOutcome], forced: Sequence[DraftOutcome], timing: StepTiming, late: bool
+    ) -> None:
         """Follow the costs of a step with drafts. late: a drafter processed a backlog."""
-        nodes = sum(sum(outcome.drafted) + outcome.look_ahead_rows for outcome in outcomes)
+        nodes = num_drafted([*asked, *forced])
         plan = self._plan
         self._costs.observe_step(
             self._experiments.step, plan.rows + nodes, len(plan.lengths), timing, plan.attention.seconds(nodes)
         )
-        methods = {str(outcome.request.drafter) for outcome in outcomes}
-        if len(methods) == 1 and not late and not (self._scores and self._drawn):
-            self._costs.observe_draft(
-                methods.pop(), len(outcomes), max(len(outcome.drafted) for outcome in outcomes), timing.draft_s
-            )
+        methods = {str(outcome.request.drafter) for outcome in asked}
+        if len(methods) == 1 and not (late or forced or (self._scores and self._drawn)):
+            depth = max(len(outcome.drafted) + outcome.missing for outcome in asked)
+            self._costs.observe_draft(methods.pop(), len(asked), depth, timing.draft_s)
 
     def _follow_plain(self, timing: StepTiming) -> None:
         """Follow the costs of a step without drafts."""
@@ -335,6 +378,11 @@ class Adaptive:
         self._plain += 1
         if self._plain > (PLAIN_STEPS // 2 if tries else PLAIN_STEPS):
             self._costs.observe_plain(self._experiments.step, plan.rows, len(plan.lengths), timing, plan.attention)
+
+
+def num_drafted(outcomes: Sequence[DraftOutcome]) -> int:
+    """Return the rows of drafts in the target's pass."""
+    return sum(sum(outcome.drafted) + outcome.look_ahead_rows for outcome in outcomes)
 
 
 SCORED = ", scored"

@@ -17,11 +17,12 @@ from speculant.types import Request
 
 
 class DraftOutcome(NamedTuple):
-    """The outcome of one sequence's draft. Each list has an entry per depth, from the root's children on.
+    """What came of one sequence's draft. Each list has an entry per depth, from the root's children on.
 
     drafted: nodes of the draft. tested: 1 if the target's distribution was compared with nodes at this depth, 0 after a
     rejection or an end. accepted: 1 if a node was committed, else 0. path: the accepted nodes, root to leaf.
-    look_ahead_rows: of the draft, in the target's pass.
+    look_ahead_rows: of the draft, in the target's pass. missing: nodes that the drafter was asked for and did not
+    return; the lists are empty if it returned none. forced: a constraint forced these nodes, and no drafter was asked.
     """
 
     request: Request
@@ -30,6 +31,8 @@ class DraftOutcome(NamedTuple):
     accepted: Sequence[int]
     path: Sequence[int] = ()
     look_ahead_rows: int = 0
+    missing: int = 0
+    forced: bool = False
 
 
 class ScoredDraft(NamedTuple):
@@ -62,7 +65,7 @@ class DraftLength(Protocol):
         ...
 
     def observe(self, outcomes: Sequence[DraftOutcome], timing: StepTiming) -> None:
-        """Record a step: the outcomes of the sequences that had a draft, and the step's timing."""
+        """Record a step: its timing, and the outcomes of all sequences with a draft or a call for one."""
         ...
 
 

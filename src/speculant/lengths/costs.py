@@ -30,16 +30,22 @@ LEAST_TABLE = 32  # sizes that are interpolated at once
 
 @dataclass
 class Slowness:
-    """How much slower than at the start steps are, as a logarithm: the median of the first, which later ones move."""
+    """How much slower than at the start steps are, as a logarithm: the median of the first, which later ones move.
+
+    learnt: is called with the median once it is known.
+    """
 
     value: float = 0.0
     first: list[float] = field(default_factory=list)
+    learnt: Callable[[float], None] = lambda value: None
 
     def follow(self, ratio: float) -> None:
         """Follow a step, by the logarithm of the ratio of its time to that at the start."""
         if len(self.first) < LEARNT:
             self.first.append(ratio)
             self.value = median_low(self.first)
+            if len(self.first) == LEARNT:
+                self.learnt(self.value)
         else:
             self.value += DRIFT * _within(ratio - self.value)
 

@@ -41,11 +41,11 @@ class Experiments:
         for name in self._prices:
             self._lost[name] = self._lost.get(name, 0.0) + plain_steps
 
-    def end(self, kind: str, method: str = "") -> bool:
-        """End an experiment; return whether it ran."""
+    def end(self, kind: str, method: str = "", least: int = 0) -> bool:
+        """End an experiment; return whether it ran. least: the fewest steps until the next one."""
         expected = self._prices.pop((kind, method), None)
         if expected is None:
             return False
         price = max(0.0, min(expected, self._lost.pop((kind, method), expected)))
-        self._due[kind, method] = self.step + price / BUDGET
+        self._due[kind, method] = self.step + max(least, price / BUDGET)
         return True

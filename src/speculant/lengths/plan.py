@@ -26,8 +26,8 @@ class StepPlan:
     made_for: for each sequence its id, its rows without a draft, and whether it only decodes. rows: the sum of these
     rows. attention: the seconds of long texts, and of each node after them.
     pure: whether all sequences only decode, and none is a beam search. gain: the share by which drafts without scores
-    are expected to raise the tokens per second; rate: these tokens per second. asked: methods with scores that may
-    draft.
+    are expected to raise the tokens per second; rate: these tokens per second. planned: methods without
+    scores that draft. asked: methods that are called because they may draft.
     """
 
     made_for: list[tuple[int, int, bool]]
@@ -38,6 +38,7 @@ class StepPlan:
     left: int = 0
     gain: float = 0.0
     rate: float = 0.0
+    planned: list[str] = field(default_factory=list)
     asked: list[str] = field(default_factory=list)
 
     @classmethod

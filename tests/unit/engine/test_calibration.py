@@ -16,11 +16,16 @@ import pytest
 from speculant import LLM, SamplingParams, files
 from speculant.drafting.model.drafter import ModelDrafter
 from speculant.engine import calibration
+from speculant.files import Run
+from speculant.kernels.native import usable_sets
+from speculant.lengths.costs import LEARNT, NO_ATTENTION
+from speculant.metrics import StepTiming
 from speculant.scheduling.schedule import Scheduled
 from speculant.types import DraftTree, Request
 from tests.models import Checkpoints
 
 ADAPTIVE = {"draft_length": "adaptive"}
+BACKENDS = ["reference", *(["native"] if usable_sets() else [])]
 
 
 def _fail(*arguments: Any) -> Any:
@@ -32,13 +37,12 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(calibration, "BUDGET_S", 0.05)
     monkeypatch.setattr(calibration, "MOST_ROUNDS", 2)
-    monkeypatch.setattr(calibration, "STEADY", 1e9)
     return tmp_path / "speculant" / "costs"
 
 
 def engine(checkpoints: Checkpoints, **arguments: Any) -> LLM:
-    arguments = {"draft_quantization": "none", **arguments}
-    return LLM(checkpoints.target, checkpoints.near, dtype="float64", speculative_config=ADAPTIVE, **arguments)
+    arguments = {"draft_quantization": "none", "dtype": "float64", **arguments}
+    return LLM(checkpoints.target, checkpoints.near, speculative_config=ADAPTIVE, **arguments)
 
 
 def test_calibration_leaves_the_engine_as_it_was(checkpoints: Checkpoints, kept: Path) -> None:
@@ -103,7 +107,7 @@ def test_calibration_measures_the_time_of_attention(
             with rest[1]():
                 run(sizes[0])
             yield
-            return {rows: [1e-3 + 1e-6 * keys * rows] for rows in sizes}
+            return {rows: [Run(1e-3 + 1e-6 * keys * rows, 1e-3)] for rows in sizes}
         return (yield from timing(run, sizes, *rest))
 
     monkeypatch.setattr(calibration, "timing", rounds)
@@ -142,7 +146,7 @@ def test_calibration_of_a_slow_model_measures_few_sizes(kept: Path) -> None:
         asked.append(size)
         time.sleep(0.03)
 
-    assert calibration.timed(run, [1, 8, 4, 2]).keys() == {1, 8}
+    assert calibration.timed(run, [1, 8, 4, 2], []).keys() == {1, 8}
     assert asked == [1, 1, 8]
     asked.clear()
     wanted = calibration.Rounds(calibration.LEAST_ROWS, calibration.LEAST_PASSES, 0.1, True)
@@ -171,33 +175,108 @@ def test_calibration_measures_many_rows_of_slow_models(
 
 def test_calibration_takes_the_least_of_equal_and_larger_sizes(kept: Path) -> None:
     sleeps = {1: 0.004, 2: 0.001, 4: 0.002}
-    found = calibration.timed(lambda size: time.sleep(sleeps[size]), [1, 4, 2])
+    found = calibration.timed(lambda size: time.sleep(sleeps[size]), [1, 4, 2], [])
     assert found[1] == found[2] <= found[4]
 
 
-def test_calibration_of_a_busy_machine_is_not_kept(
-    checkpoints: Checkpoints, kept: Path, monkeypatch: pytest.MonkeyPatch
+STEADY_RUNS = [Run(1.0, 1.0), Run(1.1, 1.0), Run(1.2, 1.0)]
+
+
+@pytest.mark.parametrize(
+    ("runs", "spread"),
+    [
+        ([STEADY_RUNS], 1.1),
+        ([[Run(1.0, 1.0), Run(1.9, 1.0), Run(3.0, 1.0)]], 1.9),
+        ([[Run(2.0, 1.0)] * 3], 2.0),
+        ([[Run(1.0, 1.0)] * 3, [Run(9e-3, 1e-3)] * 3], 1.009 / 1.001),
+    ],
+    ids=["steady", "some were delayed", "all were delayed", "short ones weigh little"],
+)
+def test_spread_is_typical_over_least_processor_time(runs: list[list[Run]], spread: float) -> None:
+    assert files.spread_of(runs) == pytest.approx(spread)
+
+
+def on_clock(monkeypatch: pytest.MonkeyPatch, clock: list[float], busy: float) -> list[int]:
+    """Let passes take 10 ms a row of processor time, and `busy` times this; return a list that gets their rows."""
+    forward, passes, processor = calibration.forward_target, list[int](), [0.0]
+
+    def timed(*arguments: Any) -> Any:
+        (item,), (tree,) = arguments[2:]
+        passes.append(item.count + tree.size)
+        processor[0] += 0.01 * passes[-1]
+        clock[0] += busy * 0.01 * passes[-1]
+        return forward(*arguments)
+
+    for name, few in (("ROWS", (1, 8, 4)), ("DEPTHS", (1, 2)), ("SEQUENCES", (1,)), ("TEXTS", ()), ("LONG_CONTEXT", 0)):
+        monkeypatch.setattr(calibration, name, few)
+    monkeypatch.setattr(files, "STEADY", 1.5)
+    monkeypatch.setattr(calibration, "forward_target", timed)
+    monkeypatch.setattr(files.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(files.time, "thread_time", lambda: processor[0])
+    return passes
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("busy", [1.2, 2.0], ids=["steady", "busy"])
+def test_calibration_of_a_busy_machine_is_made_again(
+    checkpoints: Checkpoints, kept: Path, monkeypatch: pytest.MonkeyPatch, busy: float, backend: str
 ) -> None:
-    monkeypatch.setattr(calibration, "STEADY", 1.5)
-    steady, noisy = [1.0, 1.1, 1.2], [1.0, 1.9, 3.0]
-    assert calibration.is_steady({1: steady, 2: noisy, 4: steady, 8: [5.0]})
-    assert not calibration.is_steady({1: noisy, 2: noisy, 4: steady})
-    monkeypatch.setattr(calibration, "is_steady", lambda rounds: False)
-    assert engine(checkpoints).speculating
-    assert not list(kept.glob("*.json"))
+    """All passes took twice as long as they had the processor: nothing but that shows that it was busy."""
+    passes = on_clock(monkeypatch, [0.0], busy)
+    assert engine(checkpoints, kernels=backend, dtype="float32").speculating
+    assert len(list(kept.glob("*.json"))) == (busy < 1.5)
+    passes.clear()
+    engine(checkpoints, kernels=backend, dtype="float32")
+    assert bool(passes) == (busy > 1.5)
+
+
+def test_measure_measures_anew(checkpoints: Checkpoints, kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It forgets what was measured on this machine, and nothing of another one that keeps its files here."""
+    passes = on_clock(monkeypatch, [0.0], 1.0)
+    engine(checkpoints)
+    (file,) = kept.glob("*.json")
+    other, choice = kept / f"{'0' * 32}.json", file.with_suffix(".precision.json")
+    for each in (other, choice):
+        each.write_text("{}")
+    file.write_text(file.read_text().replace("0.01", "0.07"))
+    passes.clear()
+    engine(checkpoints)
+    assert not passes
+    engine(checkpoints, measure=True)
+    assert passes
+    assert json.loads(file.read_text())["passes"]["1"] == pytest.approx(0.01)
+    assert other.exists()
+    assert not choice.exists()
+
+
+@pytest.mark.parametrize(("ratio", "stays"), [(1.0, True), (1.6, True), (2.5, False), (0.6, True), (0.3, False)])
+def test_calibration_that_steps_disagree_with_is_dropped(
+    checkpoints: Checkpoints, kept: Path, monkeypatch: pytest.MonkeyPatch, ratio: float, stays: bool
+) -> None:
+    """The figures have a spread of 1.2, which a ratio may exceed by half."""
+    with monkeypatch.context() as patch:
+        on_clock(patch, [0.0], 1.2)
+        policy = engine(checkpoints).engine._context.draft_length._policy  # type: ignore[attr-defined]
+    (file,) = kept.glob("*.json")
+    plain_s = ratio * policy._costs.passes.at(1)
+    for step in range(LEARNT):
+        assert file.exists(), step
+        policy._costs.observe_plain(step, 1, 1, StepTiming(0.0, 0.0, plain_s), NO_ATTENTION)
+    assert file.exists() == stays
 
 
 DAMAGED = [
     "",
     "[]",
     "{",
-    '{"passes": {}, "drafts": {}}',
-    '{"passes": {"1": -1}, "keys": [0, 0], "drafts": {}, "readings": {}}',
+    '{"passes": {"1": 1}, "keys": [0, 0], "drafts": {}, "readings": {}}',
+    '{"passes": {}, "drafts": {}, "spread": 1}',
+    '{"passes": {"1": -1}, "keys": [0, 0], "drafts": {}, "readings": {}, "spread": 1}',
 ]
 DAMAGED += [
-    '{"passes": {"1": 1}, "keys": [0], "drafts": {}, "readings": {}}',
-    '{"passes": {"1": 1}, "drafts": {}}',
-    '{"passes": {"1": 1}, "keys": [0, -1], "drafts": {}, "readings": {}}',
+    '{"passes": {"1": 1}, "keys": [0], "drafts": {}, "readings": {}, "spread": 1}',
+    '{"passes": {"1": 1}, "drafts": {}, "spread": 1}',
+    '{"passes": {"1": 1}, "keys": [0, -1], "drafts": {}, "readings": {}, "spread": 1}',
 ]
 
 

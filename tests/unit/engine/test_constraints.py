@@ -326,31 +326,33 @@ def test_forced_tokens_of_no_vocabulary_are_dropped(tokens: Sequence[int]) -> No
     assert request.num_output == 9
 
 
-def test_forced_drafts_are_not_the_policys() -> None:
-    """A policy learns nothing from drafts that are certain; it does from those of other requests beside them."""
+def test_forced_drafts_are_marked_for_the_policy() -> None:
+    """They are rows of the pass, but no drafter was asked; drafts of other requests beside them are not marked."""
     policy = Watching(2)
     drafter = ScriptedDrafter(lambda request: (0, 1))
     rig = build_rig(TableModel(PAIR.target, V), drafter, limits=LIMITS, draft_length=policy)
     params = SamplingParams(seed=1, max_tokens=6)
     rig.add((0,), params, "forced", constraint=lambda: Forcing(LOOP, (0, 2)))
     rig.finish()
-    assert policy.seen == []
+    assert {outcome.forced for outcomes in policy.seen for outcome in outcomes} == {True}
+    policy.seen.clear()
     rig.add((0,), params, "again", constraint=lambda: Forcing(LOOP, (0, 2)))
     rig.add((0,), params, "free")
     rig.finish()
-    assert {request.request_id for outcomes in policy.seen for request in outcomes} == {"free"}
+    seen = {(each.request.request_id, each.forced) for outcomes in policy.seen for each in outcomes}
+    assert seen == {("again", True), ("free", False)}
 
 
 class Watching(Fixed):
-    """Records the requests whose drafts it observes."""
+    """Records the outcomes that it observes."""
 
     def __init__(self, length: int) -> None:
         super().__init__(length)
-        self.seen: list[list[Request]] = []
+        self.seen: list[list[DraftOutcome]] = []
 
     def observe(self, outcomes: Sequence[DraftOutcome], timing: StepTiming) -> None:
         """See `DraftLength.observe`."""
-        self.seen.append([outcome.request for outcome in outcomes])
+        self.seen.append([*outcomes])
 
 
 class Preparing(AutomatonConstraint):

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 
-from speculant import LLM, SamplingParams
+from speculant import LLM, SamplingParams, files
 from speculant.engine import calibration, draft_loading
 from speculant.engine.draft_loading import LargeDraft, Precision, choose_precision, draft_vocabulary
 from speculant.errors import ModelError
@@ -57,7 +57,9 @@ def test_choice_changes_no_text(checkpoints: Checkpoints, kept: Path) -> None:
     assert texts[0] == texts[1]
 
 
-@pytest.mark.parametrize("kept_text", ['{"draft_quantization": null}', '{"draft_quantization": "int8"}'])
+@pytest.mark.parametrize(
+    "kept_text", ['{"draft_quantization": null, "spread": 1}', '{"draft_quantization": "int8", "spread": 1}']
+)
 def test_choice_is_kept_and_read_again(
     checkpoints: Checkpoints, kept: Path, monkeypatch: pytest.MonkeyPatch, kept_text: str
 ) -> None:
@@ -73,7 +75,7 @@ def test_choice_is_kept_and_read_again(
         pytest.skip("the native kernels are not built")
     assert loaded == [None, *TYPES]
     file.write_text(kept_text)
-    monkeypatch.setattr(draft_loading, "timed", lambda run, sizes: pytest.fail("it was measured again"))
+    monkeypatch.setattr(draft_loading, "timed", lambda *given: pytest.fail("it was measured again"))
     loaded.clear()
     assert choose_precision(target, load, ["pair"])[1] == json.loads(kept_text)["draft_quantization"] == loaded[0]
     assert len(loaded) == 1
@@ -89,7 +91,10 @@ def test_types_that_can_t_hold_the_weights_are_skipped(checkpoints: Checkpoints,
     assert choose_precision(target, load, ["pair"])[1] is None
 
 
-DAMAGED = ("", "[]", "{}", '{"draft_quantization": "int3"}', '{"draft_quantization": 8}')
+DAMAGED = (
+    "", "[]", "{}", '{"draft_quantization": null}', '{"draft_quantization": "int3", "spread": 1}',
+    '{"draft_quantization": 8, "spread": 1}',
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -115,10 +120,10 @@ def test_a_draft_in_one_pass_costs_a_pass(
 ) -> None:
     """A chain of tokens costs a pass for each, at 0.5 s here; rows of one pass cost 0.1 s each."""
     model = SimpleNamespace(mask_token=mask)
-    monkeypatch.setattr(draft_loading, "timed", lambda run, sizes: {1: 0.5, 5: 2.5})
+    monkeypatch.setattr(draft_loading, "timed", lambda run, sizes, runs: {1: 0.5, 5: 2.5})
     monkeypatch.setattr(draft_loading, "text_cache", lambda model, size, length: (None, None))
-    monkeypatch.setattr(draft_loading, "pass_seconds", lambda own: lambda rows: 0.9 + 0.1 * rows)
-    found = draft_loading._draft_seconds(cast(Checkpoint, SimpleNamespace(model=model)), 300)
+    monkeypatch.setattr(draft_loading, "pass_seconds", lambda own, runs: lambda rows: 0.9 + 0.1 * rows)
+    found = draft_loading._draft_seconds(cast(Checkpoint, SimpleNamespace(model=model)), 300, [])
     assert found == pytest.approx(expected)
 
 
@@ -138,7 +143,7 @@ def test_large_draft_is_loaded_in_one_type(
     seconds: dict[str | None, float],
     expected: str | None,
 ) -> None:
-    """The type with the best time for its usual acceptance is chosen before weights are read, and kept."""
+    """The type with the best time for its usual acceptance is chosen before weights are read."""
     target = load_model(checkpoints.target, "float32", kernels="auto")
     if not isinstance(target.backend, TimesWeights):
         pytest.skip("the native kernels are not built")
@@ -161,7 +166,7 @@ def test_large_draft_is_loaded_in_one_type(
         draft, chosen = choose_precision(target.model, load, ["pair"], large.fastest)
         assert chosen == expected
         assert draft.model.vocab_size
-        monkeypatch.setattr(type(target.backend), "row_seconds", lambda *given: pytest.fail("it was chosen again"))
+    assert not list(kept.glob("*.precision.json")), "the speeds are kept, see test_speeds.py"
     assert loaded == [expected] * 2
 
 
@@ -178,3 +183,30 @@ def test_one_tokenizer_is_read_once(checkpoints: Checkpoints, tmp_path: Path, mo
     assert draft_vocabulary(same, target, tokenizer) is None
     with pytest.raises(pytest.fail.Exception, match="it was read"):
         draft_vocabulary(other, target, tokenizer)
+
+
+@pytest.mark.parametrize(("elapsed_s", "is_kept"), [(1.1, True), (2.0, False)])
+def test_choice_of_a_busy_machine_is_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, elapsed_s: float, is_kept: bool
+) -> None:
+    monkeypatch.setattr(files, "STEADY", 1.5)
+    path = tmp_path / "choice.json"
+    draft_loading.keep_choice(path, "int8", [[files.Run(elapsed_s, 1.0)] * 3])
+    assert path.exists() == is_kept
+    assert files.read_measured(path).get("draft_quantization") == ("int8" if is_kept else None)
+
+
+def test_whatever_is_kept_with_costs_is_read_with_its_spread() -> None:
+    """Costs, choices of types, and speeds: a busy machine's decide no later start."""
+    package = Path(files.__file__).parent
+    keeping = [path for path in package.rglob("*.py") if "costs_folder()" in path.read_text(encoding="utf-8")]
+    assert {path.name for path in keeping} == {
+        "files.py", "calibration.py", "draft_loading.py", "packings.py", "speeds.py"
+    }  # fmt: skip
+    for path in keeping:
+        text = path.read_text(encoding="utf-8")
+        assert "read_measured(" in text, path
+        assert "spread" in text, path
+    assert [p.name for p in package.rglob("*.py") if 'cache_folder("costs")' in p.read_text(encoding="utf-8")] == [
+        "files.py"
+    ]

@@ -43,4 +43,4 @@ def test_measured_texts_read_a_source(tmp_path: Path) -> None:
     assert float(probs.gather(1, torch.tensor(drawn[draft_loading.PROMPT :])[:, None]).min()) > 0
     sample = DraftSample.of(checkpoint, drawn)
     assert torch.equal(sample.probs[draft_loading.PROMPT - 1 : -1], probs)
-    assert draft_loading.pass_seconds(checkpoint.model)(3) > 0
+    assert draft_loading.pass_seconds(checkpoint.model, [])(3) > 0

@@ -24,7 +24,6 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(build, "START_S", 0.0)
     monkeypatch.setattr(build, "LARGE_BYTES", 0)
     monkeypatch.setattr(calibration, "BUDGET_S", 0.02)
-    monkeypatch.setattr(calibration, "STEADY", 1e9)
     return tmp_path / "speculant" / "costs"
 
 

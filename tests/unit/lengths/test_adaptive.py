@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -37,9 +38,16 @@ class Setting:
     score: Callable[[float], float] | None = None
     look_ahead_rows: int = 0
 
-    def world(self, seed: int = 0) -> World:
+    def world(self, seed: int = 0, **own: Any) -> World:
         return World(
-            pass_s, self.token_s, self.alpha, self.score, noise=0.1, seed=seed, look_ahead_rows=self.look_ahead_rows
+            pass_s,
+            self.token_s,
+            self.alpha,
+            self.score,
+            noise=0.1,
+            seed=seed,
+            look_ahead_rows=self.look_ahead_rows,
+            **own,
         )
 
     def adaptive(self, selects: bool = False) -> Adaptive:
@@ -189,14 +197,14 @@ def test_adaptive_is_not_misled_by_other_programs(name: str) -> None:
 def test_adaptive_seldom_calls_a_drafter_that_drafts_nothing(ask_s: float, share: float) -> None:
     useless = Setting(lambda place: 0.9, 0.0005, lambda alpha: 0.9)
     world = useless.world()
-    world.draftable, world.ask_s = lambda place: place < 20, ask_s
+    world.returned, world.ask_s = lambda place, asked: asked if place < 20 else 0, ask_s
     assert world.run(useless.adaptive(), 1, 1000) >= share * useless.world().run(Fixed(0), 1, 1000)
 
 
 def test_adaptive_calls_it_again_when_there_are_drafts() -> None:
     setting = Setting(lambda place: 0.9, 0.0005, lambda alpha: 0.9)
     world = setting.world()
-    world.draftable, world.ask_s = lambda place: place < 20 or place > 300, 0.2
+    world.returned, world.ask_s = lambda place, asked: 0 if 20 <= place <= 300 else asked, 0.2
     assert world.run(setting.adaptive(), 1, 700) >= 1.5 * setting.world().run(Fixed(0), 1, 700)
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from speculant import LLM, SamplingParams
+from speculant import LLM, SamplingParams, files
 from speculant.errors import ConfigError
-from speculant.files import cache_folder
+from speculant.files import Run, cache_folder
 from speculant.kernels.native import Kernels, open_kernels, usable_sets
 from speculant.models.backends.base import AS_STORED, AUTO, CODED, PLAIN, Packing, choose_backend, packing_of
 from speculant.models.backends.native import NativeBackend
@@ -95,9 +95,11 @@ def test_gains_are_kept_a_while_if_the_machine_was_busy(
     kernels: Kernels, typical: float, is_steady: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def measured(*_: object) -> packings.Times:
-        return {(name, rows): {64: [1.0, typical, typical]} for name in (PLAIN, CODED) for rows in packings.ROWS}
+        runs = [Run(each, 1.0) for each in (1.0, typical, typical)]
+        return {(name, rows): {64: runs} for name in (PLAIN, CODED) for rows in packings.ROWS}
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(files, "STEADY", 1.5)
     monkeypatch.setattr(packings, "time_packings", measured)
     gains = kept_gains(kernels, [64], 2**20)
     assert gains == dict.fromkeys(packings.ROWS, 1.0)
@@ -107,7 +109,7 @@ def test_gains_are_kept_a_while_if_the_machine_was_busy(
     os.utime(file, (0, 0))
     if is_steady:
         assert kept_gains(kernels, [64], 2**20) == gains
-        file.write_text('{"gains": {"1": -1}, "steady": true}')
+        file.write_text('{"gains": {"1": -1}, "spread": 1}')
     with pytest.raises(KeyError):  # they are measured again
         kept_gains(kernels, [64], 2**20)
 

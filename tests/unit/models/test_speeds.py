@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 import torch
 
+from speculant import files
 from speculant.files import cache_folder
 from speculant.kernels.native import Kernels, Type, open_kernels, usable_sets
 from speculant.kernels.packing import likely_bytes
@@ -60,10 +62,26 @@ def test_speeds_are_measured_once(kernels: Kernels, monkeypatch: pytest.MonkeyPa
     assert found.keys() == set(kinds)
     assert all(1e-13 < each < 1e-6 for each in found.values()), "seconds per byte"
     (file,) = cache_folder("costs").glob("*.speeds.json")
-    monkeypatch.setattr(speeds, "measure_speeds", lambda own, kinds: [7.0] * len(kinds))
+    monkeypatch.setattr(speeds, "measure_speeds", lambda own, kinds: ([7.0] * len(kinds), 1.0))
     assert speeds.kept_speeds(kernels, kinds) == found
     assert speeds.kept_speeds(kernels, [*kinds, (Type.Q5_1, 512)])[Type.Q5_1, 512] == 7.0
-    assert len(json.loads(file.read_text())) == len(kinds) + 1
-    for damaged in ("", "[]", "[" * 100_000, '{"F32 512": null}'):
+    assert len(json.loads(file.read_text())["seconds"]) == len(kinds) + 1
+    for damaged in ("", "[]", "[" * 100_000, '{"seconds": {"F32 512": null}, "spread": 1}', '{"spread": 1}'):
         file.write_text(damaged)
         assert speeds.kept_speeds(kernels, kinds) == dict.fromkeys(kinds, 7.0)
+
+
+@native
+@pytest.mark.parametrize("spread", [1.1, 2.0])
+def test_speeds_of_a_busy_machine_are_kept_a_while(
+    kernels: Kernels, spread: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A draft's weights are packed in the type that they choose, so the next starts choose the same."""
+    monkeypatch.setattr(files, "STEADY", 1.5)
+    kinds, measured = [(Type.F32, 512)], iter([(7.0, spread), (5.0, 1.0)])
+    monkeypatch.setattr(speeds, "measure_speeds", lambda own, kinds: (lambda s, own: ([s], own))(*next(measured)))
+    for _ in range(2):
+        assert speeds.kept_speeds(kernels, kinds) == {kinds[0]: 7.0}
+    (file,) = cache_folder("costs").glob("*.speeds.json")
+    os.utime(file, (0, 0))
+    assert speeds.kept_speeds(kernels, kinds) == {kinds[0]: 7.0 if spread < 1.5 else 5.0}

@@ -9,12 +9,11 @@ from typing import Any
 
 from speculant.config import EngineConfig
 from speculant.drafting.methods import LOOKUPS, WITH_MODEL, installed, takes_model
-from speculant.engine.build import build_around
+from speculant.engine.build import build_around, load_target
 from speculant.errors import ConfigError
 from speculant.lab.bench.measuring import PLAIN, BenchCase, Way
 from speculant.lab.bench.report import document, keeps_answers
 from speculant.lab.bench.runs import Bench, Mode
-from speculant.models.weights.load import load_model
 from speculant.params import SamplingParams
 
 DEFAULT = "default"  # the way whose settings are those of the engine
@@ -97,10 +96,7 @@ def build_ways(
     drafting = replace(config, use_speculative_decoding=True)
     configs = {each.name: configured(drafting, each.values) for each in chosen}
     configs = {PLAIN: _without_drafts(config), **configs}
-    target = load_model(
-        config.model, config.dtype, config.device, kernels=config.kernels, quantization=config.quantization,
-        model_backend=config.model_backend, kv_cache_dtype=config.kv_cache_dtype,
-    )  # fmt: skip
+    target = load_target(config)
     mode = Mode(params, sequential)
     return {name: Way(Bench(build_around(each, target), name), mode) for name, each in configs.items()}
 

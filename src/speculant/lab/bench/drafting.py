@@ -19,7 +19,7 @@ from speculant import plugins
 from speculant.config import EngineConfig
 from speculant.drafting.base import Method
 from speculant.drafting.methods import method_facts
-from speculant.engine.build import build_around
+from speculant.engine.build import build_around, load_target
 from speculant.engine.draft_loading import UNCHANGED
 from speculant.errors import ConfigError, RequestError
 from speculant.lab.bench.acceptance import Estimate, pooled
@@ -39,7 +39,7 @@ from speculant.lab.bench.step_costs import LengthCosts, measure_steps
 from speculant.lab.bench.workloads import Workload, WorkloadConfig, make_workload, require_room
 from speculant.metrics import TimingMetrics
 from speculant.models.heads import RoundsHeads
-from speculant.models.weights.load import Checkpoint, load_model
+from speculant.models.weights.load import Checkpoint
 from speculant.params import SamplingParams
 
 Array = NDArray[np.float64]
@@ -115,15 +115,6 @@ def variants_of(config: EngineConfig, target: Checkpoint) -> dict[str, Variant]:
     host = target.model
     types = host.head_quantizations if facts.uses_head and isinstance(host, RoundsHeads) else ()
     return {UNCHANGED: Variant(), **{each: Variant(quantization=each) for each in types}}
-
-
-def load_target(config: EngineConfig) -> Checkpoint:
-    """Load the target."""
-    return load_model(
-        config.model, config.dtype, config.device, kernels=config.kernels, quantization=config.quantization,
-        weight_packing=config.weight_packing, weight_cache=config.weight_cache_folder(),
-        model_backend=config.model_backend, kv_cache_dtype=config.kv_cache_dtype,
-    )  # fmt: skip
 
 
 def load_drafter(config: EngineConfig, target: Checkpoint, variant: Variant) -> Candidate:

@@ -22,11 +22,10 @@ from speculant.config import EngineConfig
 from speculant.drafting.base import Drafter
 from speculant.drafting.heads.short import FILE
 from speculant.drafting.model.head_tokens import KEY, save_head_tokens
-from speculant.engine.build import build_drafters, load_tokenizer, method_name
+from speculant.engine.build import build_drafters, load_target, load_tokenizer, method_name
 from speculant.engine.draft_loading import LEAST_GAIN, Precision, pass_seconds
 from speculant.engine.head_precision import ROOM, DraftSample
 from speculant.errors import ConfigError
-from speculant.lab.bench.drafting import load_target
 from speculant.models.weights.load import Checkpoint
 
 HALVINGS = 6  # sizes below the whole vocabulary
@@ -102,12 +101,12 @@ def measure_sizes(
     if not samples:
         raise ConfigError("the files hold no two tokens in a row", "name files with text.")
     acceptance, sample = _acceptance(config, target, samples, order, sizes)
-    pass_s, found = pass_seconds(target.model), list[HeadSize]()
+    pass_s, found = pass_seconds(target.model, []), list[HeadSize]()
     for size, own in zip(sizes, acceptance, strict=True):
         notify(f"Timing a head of {size} tokens")
         with torch.inference_mode():
             drafter = _drafter(config, target, order[:size] if size < len(order) else (), len(sample.tokens))
-            token_s, draft_s = sample.seconds(drafter)
+            token_s, draft_s = sample.seconds(drafter, [])
         speed = Precision(None, own, token_s, draft_s).speed(pass_s)
         coverage = float(counts[np.array(order[:size])].sum() / counts.sum())
         found.append(HeadSize(size, coverage, own, token_s, draft_s, speed))

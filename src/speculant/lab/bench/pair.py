@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from speculant.config import EngineConfig
-from speculant.engine.build import Runtime, build_around
+from speculant.engine.build import Runtime, build_around, load_target
 from speculant.engine.draft_loading import UNCHANGED, draft_vocabulary
 from speculant.lab.bench.acceptance import (
     Estimate,
@@ -192,11 +192,7 @@ def check_pair(config: EngineConfig, prompts: WorkloadConfig, params: SamplingPa
 def load_pair(config: EngineConfig) -> tuple[Checkpoint, list[Candidate]]:
     """Load the target, and the draft model in its own type and in each type to which its backend can round weights."""
     alone = replace(config, max_num_seqs=1, speculative_config={"draft_length": "fixed"})
-    target = load_model(
-        config.model, config.dtype, config.device, kernels=config.kernels, quantization=config.quantization,
-        weight_packing=config.weight_packing, weight_cache=config.weight_cache_folder(),
-        model_backend=config.model_backend, kv_cache_dtype=config.kv_cache_dtype,
-    )  # fmt: skip
+    target = load_target(config)
     own = _candidate(alone, target, None)
     return target, [own, *(_candidate(alone, target, each) for each in own.checkpoint.quantizations)]
 

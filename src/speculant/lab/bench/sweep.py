@@ -12,7 +12,7 @@ from typing import Any
 
 from speculant.config import EngineConfig
 from speculant.drafting.methods import WITH_MODEL
-from speculant.engine.build import Runtime, build_around
+from speculant.engine.build import Runtime, build_around, load_target
 from speculant.engine.draft_loading import AUTO, draft_vocabulary, rounded
 from speculant.errors import ConfigError
 from speculant.lab.bench.acceptance import TextAcceptance, TextReader, measure_acceptance
@@ -124,10 +124,7 @@ def predict_sweep(config: EngineConfig, plan: SweepPlan, params: SamplingParams,
     or run.
     """
     notify("Loading the models")
-    target = load_model(
-        config.model, config.dtype, config.device, kernels=config.kernels, quantization=config.quantization,
-        model_backend=config.model_backend, kv_cache_dtype=config.kv_cache_dtype,
-    )  # fmt: skip
+    target = load_target(config)
     runtimes = [build_around(replace(config, max_num_seqs=batch), target) for batch in plan.batches]
     most = max(map(plan.num_prompts, plan.batches))
     workload = make_workload(replace(plan.prompts, num_prompts=None), runtimes[0], most).first(most)

@@ -8,18 +8,17 @@ They include the time of arithmetic, where this is slower than memory.
 from __future__ import annotations
 
 import ctypes
-import json
 import math
-import time
 from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from speculant.files import cache_folder, key_of, write_file
+from speculant.files import BUSY_KEPT_S, Run, costs_folder, key_of, read_measured, spread_of, write_file
 from speculant.kernels.memory import ALIGNMENT, Arena, aligned
 from speculant.kernels.native import Kernels, Op, Pass, Type, Weight
 from speculant.kernels.packing import Packer, likely_bytes, panel_rows
@@ -68,34 +67,35 @@ def _bytes_by_kind(
 def kept_speeds(kernels: Kernels, kinds: Collection[Kind]) -> dict[Kind, float]:
     """Return the seconds per byte of matrices, from disk if they were measured before."""
     facts = ["speeds", kernels.isa, kernels.layout, str(kernels.threads)]
-    path = cache_folder("costs") / f"{key_of(facts)}.speeds.json"
+    path = costs_folder() / f"{key_of(facts)}.speeds.json"
     names = {f"{type_.name} {k}": (type_, k) for type_, k in kinds}
-    kept = dict[str, float]()
-    with suppress(OSError, ValueError, TypeError, AttributeError, RecursionError):
-        read = json.loads(path.read_text(encoding="utf-8")).items()
-        kept = {str(name): float(seconds) for name, seconds in read if 0 < float(seconds) < math.inf}
+    kept, spread = dict[str, float](), 1.0
+    with suppress(ValueError, TypeError, KeyError, AttributeError):
+        read = read_measured(path, BUSY_KEPT_S)
+        kept = {str(name): float(own) for name, own in read["seconds"].items() if 0 < float(own) < math.inf}
+        spread = float(read["spread"])
     if missing := {name: kind for name, kind in names.items() if name not in kept}:
-        kept |= dict(zip(missing, measure_speeds(kernels, missing.values()), strict=True))
-        write_file(path, kept)
+        seconds, own = measure_speeds(kernels, missing.values())
+        kept |= dict(zip(missing, seconds, strict=True))
+        write_file(path, {"seconds": kept, "spread": max(spread, own)})
     return {kind: kept[name] for name, kind in names.items()}
 
 
-def measure_speeds(kernels: Kernels, kinds: Collection[Kind]) -> list[float]:
-    """Return the seconds per byte in a pass of one row, for matrices of each kind.
+def measure_speeds(kernels: Kernels, kinds: Collection[Kind]) -> tuple[list[float], float]:
+    """Return the seconds per byte in a pass of one row, for matrices of each kind, and the spread of the runs.
 
     All kinds are timed in turn, so that other programs slow down all of them. Their memory together is too large for
     the processor's caches.
     """
     memory = aligned(timed_bytes()).chunk(len(kinds))
     x, out = torch.randn(1, max(k for _, k in kinds)), torch.empty(1, MATRIX_BYTES)
-    runs = [_run(kernels, kind, own, x, out) for kind, own in zip(kinds, memory, strict=True)]
-    best = [math.inf] * len(runs)
+    programs = [_run(kernels, kind, own, x, out) for kind, own in zip(kinds, memory, strict=True)]
+    runs: list[list[Run]] = [[] for _ in programs]
     for _ in range(RUNS):
-        for place, (ops, size) in enumerate(runs):
-            started = time.perf_counter()
-            kernels.run(ops, Pass(rows=1))
-            best[place] = min(best[place], (time.perf_counter() - started) / size)
-    return best
+        for own, (ops, _) in zip(runs, programs, strict=True):
+            own.append(Run.of(partial(kernels.run, ops, Pass(rows=1))))
+    best = [min(own).elapsed_s / size for own, (_, size) in zip(runs, programs, strict=True)]
+    return best, spread_of(runs)
 
 
 def _run(kernels: Kernels, kind: Kind, memory: Tensor, x: Tensor, out: Tensor) -> tuple[ctypes.Array[Op], int]:

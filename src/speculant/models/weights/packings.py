@@ -6,18 +6,17 @@ faster if a pass waits for memory. Both are timed, on matrices of the model's de
 
 from __future__ import annotations
 
-import json
 import math
 import os
-import statistics
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
 import torch
 
-from speculant.files import cache_folder, key_of, write_file
+from speculant.files import BUSY_KEPT_S, Run, costs_folder, key_of, read_measured, spread_of, write_file
 from speculant.kernels.memory import Arena, aligned
 from speculant.kernels.native import Kernels, Op, Pass, Type, Weight
 from speculant.kernels.packing import panel_rows
@@ -38,10 +37,8 @@ SECONDS = 0.06  # after which no further round of runs begins
 DISTINCT = 8  # panels of random weights; the others repeat them
 LEAST_GAIN = 1.03  # at one row
 LEAST_ELSEWHERE = 0.97
-STEADY = 1.5  # a machine is busy if typical times are more than this many times the best ones
-BUSY_KEPT_S = 3600.0  # for gains of a busy machine, so that the next starts find their packed weights
 
-Times = dict[tuple[str, int], dict[int, list[float]]]  # seconds of runs, by packing, rows and depth
+Times = dict[tuple[str, int], dict[int, list[Run]]]  # runs by packing, rows and depth
 
 
 def fastest_packing(
@@ -71,16 +68,17 @@ def narrow_weights(config: DecoderConfig, weights: WeightSource) -> int:
 def kept_gains(kernels: Kernels, depths: Sequence[int], num_bytes: int) -> dict[int, float]:
     """Return the gains of an earlier start, or measure and keep them; unsteady ones are kept only for a while."""
     facts = ["gains", kernels.isa, str(kernels.threads), str(depths), str(num_bytes)]
-    path = cache_folder("costs") / f"{key_of(facts)}.packing.json"
-    with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
-        kept = json.loads(path.read_text(encoding="utf-8"))
-        gains = {rows: float(kept["gains"][str(rows)]) for rows in ROWS}
-        is_valid = kept["steady"] or time.time() - path.stat().st_mtime < BUSY_KEPT_S
-        if is_valid and all(0 < gain < math.inf for gain in gains.values()):
+    path = costs_folder() / f"{key_of(facts)}.packing.json"
+    with suppress(ValueError, TypeError, KeyError, AttributeError):
+        kept = read_measured(path, BUSY_KEPT_S)["gains"]
+        gains = {rows: float(kept[str(rows)]) for rows in ROWS}
+        if all(0 < gain < math.inf for gain in gains.values()):
             return gains
     times = time_packings(kernels, depths, num_bytes)
     gains = gains_of(times)
-    write_file(path, {"gains": gains, "steady": is_steady(times)})
+    write_file(
+        path, {"gains": gains, "spread": spread_of(runs for layers in times.values() for runs in layers.values())}
+    )
     return gains
 
 
@@ -106,14 +104,8 @@ def measure_gains(kernels: Kernels, depths: Sequence[int], num_bytes: int) -> di
 
 def gains_of(times: Times) -> dict[int, float]:
     """Return the gains, by rows, of the best times: other programs may delay most runs, but rarely all."""
-    best = {key: sum(map(min, layers.values())) for key, layers in times.items()}
+    best = {key: sum(min(runs).elapsed_s for runs in layers.values()) for key, layers in times.items()}
     return {rows: best[PLAIN, rows] / best[CODED, rows] for rows in ROWS}
-
-
-def is_steady(times: Times) -> bool:
-    """Whether typical times are near the best ones: other programs were not busy all the time."""
-    ratios = [statistics.median(own) / min(own) for layers in times.values() for own in layers.values()]
-    return statistics.median(ratios) <= STEADY
 
 
 def time_packings(kernels: Kernels, depths: Sequence[int], num_bytes: int) -> Times:
@@ -134,9 +126,7 @@ def time_packings(kernels: Kernels, depths: Sequence[int], num_bytes: int) -> Ti
     while time.perf_counter() < end:
         for (name, rows), times in seconds.items():
             for layer, program in zip(layers[name], programs[name], strict=True):
-                started = time.perf_counter()
-                kernels.run(program, Pass(rows=rows))
-                times[layer.k].append(time.perf_counter() - started)
+                times[layer.k].append(Run.of(partial(kernels.run, program, Pass(rows=rows))))
     return seconds
 
 

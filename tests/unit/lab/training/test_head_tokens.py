@@ -123,7 +123,7 @@ def test_acceptance_is_that_of_drafts_with_a_short_head(
     for tokens, own in zip(((), order[:40]), found, strict=True):
         drafter = head_sizes._drafter(config, target, tokens, len(text))
         with torch.inference_mode():
-            assert sample.measure(None, drafter).acceptance == pytest.approx(own, abs=1e-9)
+            assert sample.measure(None, drafter, []).acceptance == pytest.approx(own, abs=1e-9)
     assert found[0] > found[1] > 0
 
 
