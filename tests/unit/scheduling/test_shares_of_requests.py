@@ -137,6 +137,22 @@ def test_many_samples_do_not_give_way_to_a_less_urgent_request(priority: int, wa
     driver.finish()
 
 
+def test_samples_that_wait_do_not_keep_a_request_from_beginning() -> None:
+    """Further samples of the most urgent request come first, but the place of the least urgent is not for them."""
+    driver = Driver(slots(4))
+    least = samples(driver, 2, priority=9)
+    for _ in range(2):
+        driver.step()
+    most = samples(driver, 6, priority=1)
+    for _ in range(3):
+        driver.step()
+    assert sorted(running(driver).values()) == [2, 2]
+    later = driver.add(3, priority=5)
+    schedule = driver.step()
+    assert (schedule.admitted, schedule.preempted) == ([later], [least[1]])
+    assert most[2] in driver.waiting
+
+
 def test_a_less_urgent_request_outlasts_more_urgent_samples() -> None:
     """Requests of many samples come again and again, each more urgent; PATIENCE bounds the wait."""
     driver = Driver(slots(2), max_num_seqs=2)
