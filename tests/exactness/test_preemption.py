@@ -112,7 +112,7 @@ def test_texts_do_not_depend_on_the_clients(drafter: str, beams: bool, monkeypat
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_samples_that_give_way_to_other_requests_of_their_client_write_the_same_texts(drafter: str) -> None:
+def test_samples_that_give_way_write_the_same_texts(drafter: str) -> None:
     """Memory suffices for all; requests come one after the other and take the places of seven samples."""
 
     def written(places: int) -> tuple[list[Any], int]:

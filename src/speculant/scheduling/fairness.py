@@ -27,7 +27,7 @@ at its share of the rows. This needs memory for a text of each client, and as ma
 N sequences in all, the client gains a token at least once in 2 N (max_model_len + TURN) steps, times the ratio of the
 weights.
 
-A client's share is divided among its requests, whatever their n:
+A client's share is divided among its requests, whatever their n. Prompts of one call (`Client.call`) are one request.
 
     shared                    who gets it
     a place to run            of the most urgent requests the one with the fewest running sequences; of equals, the

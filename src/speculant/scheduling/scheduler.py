@@ -163,11 +163,12 @@ class Scheduler:
     def _share(self, plan: ReservationPlan) -> tuple[list[Scheduled], list[Encoding], WorkBudget | None] | None:
         """Share the budgets among the running requests, in order; None if one that is not the last finds no memory."""
         budgets, items, encoded, late = self._budgets(), list[Scheduled](), dict[Source, Encoding](), set[str]()
-        place, parts = self._turn if self._accounts.few else self._place, self._parts(budgets)
+        place, alone = self._turn if self._accounts.few else self._place, len(self.running) == 1
+        parts = {} if alone else self._parts(budgets)
         work, waited, self._late = WorkBudget.of(self.running, self._accounts), self._late, set()
         if waited:
             place = partial(_first_those, waited, place)
-        for request in self.running if len(self.running) == 1 else sorted(self.running, key=place):
+        for request in self.running if alone else sorted(self.running, key=place):
             name, source = request.client.name, self._missing_source(request)
             if source is not None and source not in encoded:
                 encoding = self._encoding(source, request)
@@ -189,7 +190,7 @@ class Scheduler:
             item = self._item(request, budget, plan)
             if item is not None:
                 items.append(item)
-                budgets[name] -= item.num_rows
+                budgets[name] -= item.count + item.tree.size
                 if request.call in parts:
                     parts[request.call] -= item.num_rows
             elif self._least(request) <= budget and request is not self._last():
@@ -290,7 +291,7 @@ class Scheduler:
                     self._preempt(yielding)
                     preempted.append(yielding)
                     continue
-                request = self._exchange(claims, preempted)
+                request = self._exchange(preempted)
             if request is None:
                 break
             admitted.append(request)
@@ -309,7 +310,7 @@ class Scheduler:
         def turn(request: Request) -> tuple[int, int, Key]:
             return request.priority, running[request.call], self._turn(request)
 
-        for request in self.waiting.firsts(is_ready):
+        for request in [*self.waiting.firsts_of_begun(is_ready), *self.waiting.firsts_of_others()]:
             other = firsts.setdefault(request.client.name, request)
             firsts[request.client.name] = request if other is request else min(other, request, key=turn)
         if len(firsts) < 2:
@@ -322,12 +323,12 @@ class Scheduler:
 
         return sorted(firsts.values(), key=claim)
 
-    def _exchange(self, claims: Sequence[Request], preempted: list[Request]) -> Request | None:
+    def _exchange(self, preempted: list[Request]) -> Request | None:
         """Start a request of which nothing runs in the place of a surplus one of its client, and return it."""
         running = by_client(self.running)
-        for claimant in claims:
+        for claimant in self.waiting.firsts_of_others():
             own = running.get(claimant.client.name, [])
-            while not self._has_begun(claimant) and (extra := surplus(own, claimant.priority, self._rank)) is not None:
+            while (extra := surplus(own, claimant.priority, self._rank)) is not None:
                 own.remove(extra)
                 self._preempt(extra)
                 preempted.append(extra)
@@ -474,7 +475,8 @@ class Scheduler:
 
     def _standing(self, request: Request) -> Standing:
         held, (queued_at, arrival) = self._target.length(request.seq_id), self._queued_at[request.seq_id]
-        return Standing(arrival, request.priority, queued_at, held, self._backlog(request) + self._unencoded(request))
+        backlog = len(request.tokens) - held + self._unencoded(request)
+        return Standing(arrival, request.priority, queued_at, held, backlog)
 
     def _unencoded(self, request: Request) -> int:
         """Return how many tokens of a request's source are not encoded; a waiting request holds no source."""

@@ -111,11 +111,15 @@ class WaitingRequests:
         self._begun.discard(request.call)
         self._arrange(request)
 
-    def firsts(self, is_ready: Callable[[Request], bool]) -> list[Request]:
-        """Return the first ready sequence of each begun request, and the first of the first in each client's queue."""
-        begun = (next(filter(is_ready, self._sequences.get(name, ())), None) for name in self._begun)
-        queued = (self._sequences[name][0] for each in self._queues.values() if (name := each.first()) is not None)
-        return [*(request for request in begun if request is not None), *queued]
+    def firsts_of_begun(self, is_ready: Callable[[Request], bool]) -> list[Request]:
+        """Return the first ready sequence of each request that has begun."""
+        found = (next(filter(is_ready, self._sequences.get(name, ())), None) for name in self._begun)
+        return [request for request in found if request is not None]
+
+    def firsts_of_others(self) -> list[Request]:
+        """Return the first sequence of the first request in each client's queue."""
+        names = (queue.first() for queue in self._queues.values())
+        return [self._sequences[name][0] for name in names if name is not None]
 
     def check(self) -> None:
         """Assert that each request that waits as a whole is in a queue, and no other one."""

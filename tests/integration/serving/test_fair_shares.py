@@ -68,7 +68,7 @@ NAMED = {"trusted_proxies": ("127.0.0.1",), "client_header": "X-User"}
     ],
     ids=["keys", "users", "users of a key"],
 )
-def test_a_client_finds_room_beside_a_client_that_fills_it(
+def test_a_client_finds_room_beside_one_that_fills_it(
     options: dict[str, Any],
     one: dict[str, str],
     two: dict[str, str],
@@ -104,7 +104,7 @@ def test_a_client_finds_room_beside_a_client_that_fills_it(
 
 
 @pytest.mark.parametrize("many", [{"n": 32, "temperature": 1}, {"prompt": ["ab"] * 32}], ids=["n", "prompts"])
-def test_a_small_request_does_not_wait_for_the_answers_of_a_large_one(
+def test_a_small_request_does_not_wait_for_a_large_one(
     many: dict[str, Any], serve: Any, checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both are of one client. The small one comes in the middle, and ends while most of the others wait."""

@@ -131,7 +131,9 @@ class World:
         total = sum(sender.client.weight for sender in present)
         self._earn(present, total)
         before = {request.seq_id: request.num_output for sender in present for request in sender.requests}
+        waiting = self.driver.scheduler.waiting.firsts_of_others()
         schedule = self.driver.step()
+        self._check_requests([each for each in self.driver.scheduler.waiting.firsts_of_others() if each in waiting])
         assert len(self.driver.scheduler.running) <= self.places
         self.rows.append(sum(item.num_rows for item in schedule.items))
         assert 0 < self.rows[-1] <= self.budget or not present
@@ -141,6 +143,16 @@ class World:
             gained = any(request.num_output > before[request.seq_id] for request in sender.requests)
             sender.requests = [request for request in sender.requests if not request.finished]
             self._check(sender, gained, most)
+
+    def _check_requests(self, firsts: list[Request]) -> None:
+        """Assert that no request of several running sequences keeps the first of its client's others from beginning."""
+        if not self.ample:
+            return
+        running = Counter(request.call for request in self.driver.scheduler.running)
+        for wide in (request for request in self.driver.scheduler.running if running[request.call] > 1):
+            for other in firsts:
+                urgent = wide.client.name != other.client.name or wide.priority < other.priority
+                assert urgent, f"{other.call} waits and {wide.call} has {running[wide.call]} sequences"
 
     def _earn(self, present: list[Sender], total: float) -> None:
         """Count the step for each client that waits for its first token: its share, or a step after all of that."""

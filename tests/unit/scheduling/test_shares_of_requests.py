@@ -50,7 +50,7 @@ def steps_to_first_token(driver: Driver, request: Request) -> int:
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("before", [3, 3 * PATIENCE])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_small_request_takes_a_place_of_many_sequences(
+def test_a_small_request_takes_a_place_of_many(
     kind: Callable[[Driver, int], list[Request]], policy: str, before: int
 ) -> None:
     """However long they run already."""
@@ -72,7 +72,7 @@ def test_a_small_request_takes_a_place_of_many_sequences(
     assert all(request.num_output == 60 for request in many[:12])
 
 
-def test_requests_of_many_sequences_leave_places_for_each_other_and_for_a_small_one() -> None:
+def test_large_requests_leave_places_for_others() -> None:
     driver = Driver(slots(8), max_num_seqs=8)
     groups = [kind(driver, 16) for kind in (samples, prompts, samples)]
     for _ in range(5):
@@ -87,7 +87,7 @@ def test_requests_of_many_sequences_leave_places_for_each_other_and_for_a_small_
 
 
 @pytest.mark.parametrize("places", [1, 2])
-def test_requests_take_turns_if_there_are_more_of_them_than_places(places: int) -> None:
+def test_more_requests_than_places_take_turns(places: int) -> None:
     """A small one waits for the end of a sequence, and not of a request. So does every request of several samples."""
     driver = Driver(slots(places), max_num_seqs=places)
     groups = [samples(driver, 6, max_tokens=20) for _ in range(2)]
@@ -103,7 +103,7 @@ def test_requests_take_turns_if_there_are_more_of_them_than_places(places: int) 
     assert order.count(groups[0][0].request_id) == 6
 
 
-def test_small_requests_do_not_stop_a_request_of_many_samples() -> None:
+def test_small_requests_do_not_stop_a_large_one() -> None:
     """It keeps a place, whatever comes."""
     driver = Driver(slots(3), max_num_seqs=3)
     many = samples(driver, 6, max_tokens=8)
@@ -125,7 +125,7 @@ def test_single_sequences_are_served_as_they_came() -> None:
 
 
 @pytest.mark.parametrize(("priority", "waits"), [(-1, False), (0, False), (1, True)])
-def test_many_samples_do_not_give_way_to_a_less_urgent_request(priority: int, waits: bool) -> None:
+def test_samples_keep_places_from_a_less_urgent_one(priority: int, waits: bool) -> None:
     driver = Driver(slots(4))
     many = samples(driver, 8)
     for _ in range(3):
@@ -137,7 +137,23 @@ def test_many_samples_do_not_give_way_to_a_less_urgent_request(priority: int, wa
     driver.finish()
 
 
-def test_a_less_urgent_request_outlasts_more_urgent_samples() -> None:
+def test_waiting_samples_keep_no_request_waiting() -> None:
+    """Further samples of the most urgent request come first, but the place of the least urgent is not for them."""
+    driver = Driver(slots(4))
+    least = samples(driver, 2, priority=9)
+    for _ in range(2):
+        driver.step()
+    most = samples(driver, 6, priority=1)
+    for _ in range(3):
+        driver.step()
+    assert sorted(running(driver).values()) == [2, 2]
+    later = driver.add(3, priority=5)
+    schedule = driver.step()
+    assert (schedule.admitted, schedule.preempted) == ([later], [least[1]])
+    assert most[2] in driver.waiting
+
+
+def test_a_less_urgent_request_is_served_in_the_end() -> None:
     """Requests of many samples come again and again, each more urgent; PATIENCE bounds the wait."""
     driver = Driver(slots(2), max_num_seqs=2)
     patient = driver.add(5, priority=1)
@@ -152,7 +168,7 @@ def test_a_less_urgent_request_outlasts_more_urgent_samples() -> None:
     assert driver.steps_until(is_served) <= 4 * PATIENCE
 
 
-def test_samples_of_a_prompt_do_not_delay_other_prompts_of_the_call() -> None:
+def test_samples_do_not_delay_prompts_of_their_call() -> None:
     driver, call = Driver(slots(4)), Client(call="call")
     for place in range(8):
         driver.add(9, request_id=f"prompt-{place // 2}", token=place // 2, client=call)
@@ -180,7 +196,7 @@ def search(driver: Driver, width: int = 4, client: Client = ANYONE) -> Request:
     return request
 
 
-def test_a_search_leaves_rows_for_the_prompt_of_a_small_request() -> None:
+def test_a_search_leaves_rows_for_a_prompt() -> None:
     """Its hypotheses have 128 rows, and a step 60: they would take every row of every step."""
     driver = Driver(slots(4, 400), budget=60)
     searching = search(driver, width=16)
@@ -204,7 +220,7 @@ def test_a_search_takes_the_place_of_a_sample() -> None:
 # --- rows
 
 
-def test_many_samples_leave_rows_for_the_prompt_of_a_small_request() -> None:
+def test_many_samples_leave_rows_for_a_prompt() -> None:
     """A step of as many rows as sequences: a prompt gets half of them, not one."""
     driver = Driver(slots(8), max_num_seqs=8, budget=8)
     samples(driver, 20)
@@ -214,7 +230,7 @@ def test_many_samples_leave_rows_for_the_prompt_of_a_small_request() -> None:
     assert steps_to_first_token(driver, small) == 3
 
 
-def test_samples_that_come_back_do_not_delay_a_prompt_by_more_than_its_share() -> None:
+def test_samples_that_come_back_leave_rows() -> None:
     """Six texts of 60 tokens are computed again, with a budget of 20."""
     driver = Driver(slots(8), max_num_seqs=8, budget=20)
     samples(driver, 8, max_tokens=90)
@@ -229,7 +245,7 @@ def test_samples_that_come_back_do_not_delay_a_prompt_by_more_than_its_share() -
 # --- memory
 
 
-def test_small_requests_are_served_while_samples_fill_a_small_cache() -> None:
+def test_small_requests_find_memory_beside_samples() -> None:
     """They are not preempted for samples whose texts grow, and need not wait until enough of these have ended."""
     driver = Driver(blocks(30), max_num_seqs=8)
     many = samples(driver, 40, num_prompt=9, max_tokens=40)
@@ -243,7 +259,7 @@ def test_small_requests_are_served_while_samples_fill_a_small_cache() -> None:
     assert driver.cache.free_tokens() == 30 * BLOCK
 
 
-def test_memory_for_one_text_at_a_time_is_shared_by_turns() -> None:
+def test_memory_for_one_text_is_shared_by_turns() -> None:
     driver = Driver(blocks(12), max_num_seqs=8)
     samples(driver, 10, num_prompt=9, max_tokens=30)
     for _ in range(5):
@@ -256,7 +272,7 @@ def test_memory_for_one_text_at_a_time_is_shared_by_turns() -> None:
 # --- clients
 
 
-def test_an_exchange_within_a_client_needs_no_place_of_another_one() -> None:
+def test_an_exchange_needs_no_place_of_another_client() -> None:
     """The other client has places by right, and its next request waits for a turn. It delays nothing."""
     driver = Driver(slots(8), max_num_seqs=8)
     for _ in range(10):
@@ -270,7 +286,7 @@ def test_an_exchange_within_a_client_needs_no_place_of_another_one() -> None:
     assert Counter(request.client.name for request in driver.scheduler.running) == by_client
 
 
-def test_a_client_gives_up_a_surplus_sample_before_a_later_request() -> None:
+def test_a_surplus_sample_gives_way_first() -> None:
     driver = Driver(slots(4))
     many = samples(driver, 3)
     single = driver.add(3, max_tokens=60)

@@ -76,7 +76,8 @@ def test_waiting_requests_agree_with_a_sorted_list(actions: list[tuple[str, int,
     model = Model()
     for action in actions:
         model.act(*action)
-        assert sorted(model.waiting.firsts(model.is_ready), key=model.key) == sorted(model.firsts(), key=model.key)
+        firsts = [*model.waiting.firsts_of_begun(model.is_ready), *model.waiting.firsts_of_others()]
+        assert sorted(firsts, key=model.key) == sorted(model.firsts(), key=model.key)
         assert list(model.waiting) == sorted((model.requests[number] for number in model.queued), key=model.key)
         assert len(model.waiting) == len(model.queued)
         model.waiting.check()
@@ -90,7 +91,7 @@ def test_request_that_comes_back_has_its_new_place() -> None:
     model.act("begin", 0, 0)
     model.act("add", 0, 2)
     model.act("end", 0, 2)
-    assert model.waiting.firsts(model.is_ready) == [model.requests[3]]
+    assert model.waiting.firsts_of_others() == [model.requests[3]]
 
 
 def test_cancelled_requests_leave_no_entries() -> None:

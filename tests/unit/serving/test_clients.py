@@ -35,7 +35,7 @@ def test_a_key_counts_before_the_address() -> None:
     assert "secret" not in client_of({"client": near, API_KEY: "secret"})
 
 
-def test_a_user_counts_before_the_address_and_below_the_key() -> None:
+def test_a_user_counts_below_the_key() -> None:
     near, far = ("192.0.2.7", 1), ("192.0.2.8", 1)
     assert client_of({"client": near, USER: "a"}) == client_of({"client": far, USER: "a"})
     scopes = [{"client": near, API_KEY: key, USER: user} for key in (None, "a", "b") for user in (None, "a", "b")]
