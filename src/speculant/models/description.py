@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 from speculant.errors import ModelError
 from speculant.models.tensor_map import SAME_NAMES, TensorMap
@@ -174,11 +173,6 @@ class Attention:
         if self.rope is None:
             return 0
         return self.head_dim if self.rope.dims is None else self.rope.dims
-
-    @cached_property
-    def rotation(self) -> Rope | None:
-        """The rotary positions with the number of dimensions that they rotate here: all that angles depend on."""
-        return self.rope and replace(self.rope, dims=self.rotated)
 
     @property
     def score_scale(self) -> float:
@@ -382,7 +376,7 @@ class DecoderConfig:
             _check_distances(layers)
         self._check_encoder()
         self._check_sizes()
-        restart_of(self.rotations)  # checks them
+        restart_of(self.ropes)  # checks them
 
     def _check_layer(self, index: int, layer: Layer) -> None:
         """Check a layer against the layer whose keys it shares, and against the vocabulary."""
@@ -467,9 +461,9 @@ class DecoderConfig:
         return self.layers[0].attention
 
     @property
-    def rotations(self) -> tuple[Rope, ...]:
-        """The distinct `Attention.rotation` of the layers, in order of first use."""
-        return tuple(dict.fromkeys(layer.attention.rotation for layer in self.layers if layer.attention.rotation))
+    def ropes(self) -> tuple[Rope, ...]:
+        """The distinct rotary positions of the layers, in order of first use."""
+        return tuple(dict.fromkeys(layer.attention.rope for layer in self.layers if layer.attention.rope))
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -480,7 +474,7 @@ class DecoderConfig:
     @property
     def restart_at(self) -> int | None:
         """See `ModelNeeds.restart_at`."""
-        return restart_of(self.rotations)
+        return restart_of(self.ropes)
 
     def truncated(self, num_layers: int) -> DecoderConfig:
         """Return the decoder of the first layers, with the same encoder, norm and head."""

@@ -145,7 +145,7 @@ def test_null_end_tokens_hide_no_others(folder: Path) -> None:
     assert load_model(str(folder)).eos_token_ids == {7}
 
 
-@pytest.mark.parametrize(("kind", "said"), [("dynamic", 1), ("linear", 0)])
+@pytest.mark.parametrize(("kind", "said"), [("dynamic", 1), ("linear", 0)])  # linear extends the context
 def test_dynamic_rope_says_that_it_has_no_effect(
     folder: Path, kind: str, said: int, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -155,8 +155,10 @@ def test_dynamic_rope_says_that_it_has_no_effect(
     lines = [record.getMessage() for record in caplog.records if "dynamic rope scaling" in record.getMessage()]
     assert len(lines) == said
     assert all("no effect" in line and "128 positions" in line for line in lines)
-    with pytest.raises(ConfigError, match="more than the 128 positions"):  # where it would have one
-        resolve(EngineConfig(model="m", max_model_len=129), model.max_positions)
+    longest = 128 if kind == "dynamic" else 512
+    assert resolve(EngineConfig(model="m", max_model_len=longest), model.max_positions).max_model_len == longest
+    with pytest.raises(ConfigError, match=f"more than the {longest} positions"):  # where dynamic would have an effect
+        resolve(EngineConfig(model="m", max_model_len=longest + 1), model.max_positions)
 
 
 def test_null_does_not_excuse_a_missing_tensor(folder: Path) -> None:

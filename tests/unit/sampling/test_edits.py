@@ -15,8 +15,7 @@ from speculant.constraints import unpacked
 from speculant.errors import RequestError
 from speculant.kernels.base import Sampler
 from speculant.kernels.native import open_kernels, usable_sets
-from speculant.kernels.native_edits import NativeEdits
-from speculant.kernels.native_sampler import NativeSampler
+from speculant.kernels.native_sampler import NativeEdits, NativeSampler
 from speculant.kernels.reference_sampler import REFERENCE, edit
 from speculant.params import SamplingParams
 from speculant.sampling.distribution import Node, distribution, edits_of, sampling_settings

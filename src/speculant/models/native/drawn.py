@@ -14,7 +14,7 @@ from speculant.cache.base import KVCache
 from speculant.kernels.base import NO_TOKEN, Edits
 from speculant.kernels.memory import Scratch
 from speculant.kernels.native import Draft, Pass, address, settings_array
-from speculant.kernels.native_edits import NativeEdits
+from speculant.kernels.native_sampler import NativeEdits
 from speculant.models.base import NO_TABLE, Chain, ModelNeeds, known
 from speculant.params import SamplingParams
 from speculant.sampling.chance import KeyedNoise, MostLikely, Stream

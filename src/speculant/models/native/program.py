@@ -36,6 +36,7 @@ from speculant.models.native.packed import (
     PackedLayer,
     PackedMlp,
 )
+from speculant.models.reference.rotary import rotation_of, rotations
 from speculant.types import LayerStates
 
 FLOAT_BYTES = 4
@@ -249,8 +250,8 @@ class Program:
             flags = query.flag | (Flag.ALL_HEADS if of.norm_all_heads else Flag.NONE)
             fields = {"scale": query.scale, "bias": query.bias, "eps": query.of.eps, "flags": flags}
             fields |= {"key_scale": key.scale, "key_bias": key.bias} if key else {}
-        if of.rotation:
-            fields |= {"rope": self._weights.config.rotations.index(of.rotation), "rotated": of.rotated}
+        if rotation := rotation_of(of):
+            fields |= {"rope": rotations(self._weights.config).index(rotation), "rotated": of.rotated}
         source = qkv[:, (of.heads - heads) * of.head_dim :]
         yield self._of_heads(Code.ROTATE, index, of, source=source, heads=heads, kv_heads=of.own_kv_heads, **fields)
 

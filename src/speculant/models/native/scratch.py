@@ -15,6 +15,7 @@ from __future__ import annotations
 from speculant.kernels.memory import MOST_BYTES
 from speculant.models.description import Attention
 from speculant.models.native.packed import PackedDecoder
+from speculant.models.reference.rotary import rotations
 
 # Arrays whose rows are packed; `results` is as wide as what experts gather.
 READ = ("x", "heads", "gated", "results", "inputs")
@@ -30,7 +31,7 @@ def scratch_bytes(packed: PackedDecoder, threads: int, rows: int, positions: int
     widest = max(widths.get(name, 0) for name in READ)
     per_row = sum(widths.values()) + GROWTH * widest
     tables = 1 if config.restart_at is None else 2
-    angles = tables * _power(positions) * sum(rotation.dims or 0 for rotation in config.rotations)
+    angles = tables * _power(positions) * sum(rotation.dims or 0 for rotation in rotations(config))
     sampling = min(MOST_BYTES, GROWTH * rows * config.vocab_size * (REAL + DOUBLE))
     candidates = GROWTH * threads * config.vocab_size * CANDIDATE
     kinds = config.attentions

@@ -40,7 +40,7 @@ from speculant.models.description import (
 )
 from speculant.models.reference.attention import Attend, Learned, Sharing, StoredKeys
 from speculant.models.reference.experts import RoutedMlp
-from speculant.models.reference.rotary import Rotary
+from speculant.models.reference.rotary import Rotary, rotation_of, rotations
 from speculant.models.sinusoids import sinusoids
 from speculant.models.sizes import (
     AFTER_ATTENTION,
@@ -75,9 +75,8 @@ def spread(logits: Tensor, tokens: Tensor, vocab_size: int) -> Tensor:
 
 
 def rotaries(config: DecoderConfig) -> dict[Rope, Rotary]:
-    """Return the angles of each of a decoder's rotations."""
-    found = (layer.attention for layer in config.layers)
-    return {of.rotation: Rotary(of.rotation, of.rotated) for of in found if of.rotation}
+    """Return the angles of each of a decoder's `rotations`."""
+    return {rotation: Rotary(rotation, rotation.dims or 0) for rotation in rotations(config)}
 
 
 def angles_of(
@@ -129,7 +128,7 @@ class LayerAttention(nn.Module):
 
     def __init__(self, of: Attention, layer: int, inputs: int, hidden: int) -> None:
         super().__init__()
-        self._of, self._layer = of, layer
+        self._of, self._layer, self._rotation = of, layer, rotation_of(of)
         self.q_proj = nn.Linear(inputs, of.query_size, bias=of.bias)
         if of.own_kv_heads:
             self.k_proj = nn.Linear(inputs, of.key_size, bias=of.bias)
@@ -149,8 +148,8 @@ class LayerAttention(nn.Module):
         key = value = query[..., :0, :]  # of a layer that reads another's, or a source's
         if of.own_kv_heads and not of.source:
             key, value = self._keys(x)
-        if of.rotation:
-            cos, sin, factors = angles[of.rotation]
+        if self._rotation:
+            cos, sin, factors = angles[self._rotation]
             rotated = reference.rotate(torch.cat((query, key), dim=-2), cos, sin)
             query, key = rotated.split_with_sizes((of.heads, of.own_kv_heads), dim=-2)
             query = query if factors is None else query * factors
@@ -162,8 +161,8 @@ class LayerAttention(nn.Module):
     def keys(self, x: Tensor, angles: Angles) -> tuple[Tensor, Tensor]:
         """Return the keys and values [..., kv_heads, head_dim] of x [..., inputs], as a cache holds them."""
         key, value = self._keys(x)
-        if self._of.rotation:
-            cos, sin, _ = angles[self._of.rotation]
+        if self._rotation:
+            cos, sin, _ = angles[self._rotation]
             key = reference.rotate(key, cos, sin)
         return key, value
 

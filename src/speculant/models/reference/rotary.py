@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
-from speculant.models.description import Rope
+from speculant.models.description import Attention, DecoderConfig, Rope
 
 
 class Rotary:
@@ -60,6 +62,17 @@ class Rotary:
         dim = 2 * len(self._exponents)
         base = self._config.theta * ((factor * length / trained) - (factor - 1)) ** (dim / (dim - 2))
         return 1.0 / base[:, None] ** self._exponents.to(positions.device)
+
+
+def rotation_of(of: Attention) -> Rope | None:
+    """Return the rotary positions of a layer with the number of dimensions: all that its angles depend on."""
+    return of.rope and replace(of.rope, dims=of.rotated)
+
+
+def rotations(config: DecoderConfig) -> tuple[Rope, ...]:
+    """Return the distinct rotary positions of a decoder's layers, each with its dimensions, in order of first use."""
+    found = dict.fromkeys(map(rotation_of, (layer.attention for layer in config.layers)))
+    return tuple(rotation for rotation in found if rotation)
 
 
 def plain_frequencies(theta: float, dims: int) -> Tensor:

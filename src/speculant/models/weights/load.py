@@ -390,7 +390,7 @@ def _check_family(config: Mapping[str, Any]) -> None:
 
 def _warn_of_dynamic_rope(config: DecoderConfig) -> None:
     """Warn that dynamic rope scaling has no effect: `config.resolve` refuses a context in which it would have one."""
-    if any(rope.kind == "dynamic" for rope in config.rotations):
+    if any(rope.kind == "dynamic" for rope in config.ropes):
         logger.warning(
             "config.json asks for dynamic rope scaling, which has no effect here. It begins beyond %d positions, and a"
             " longer context is refused: the angles would depend on the length of the whole sequence, and keys in the"

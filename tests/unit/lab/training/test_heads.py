@@ -333,7 +333,7 @@ def test_a_head_is_trained_for_any_family(case: tuple[str, str, str], tmp_path: 
     assert [each.outputs[0].token_ids for each in drafted] == [each.outputs[0].token_ids for each in plain]
     if kind.startswith("eagle"):
         head = read_json(config.out / "config.json")
-        rope = next((layer.attention.rope for layer in target.config.layers if layer.attention.rope), Rope(10000.0))
+        rope = target.config.ropes[0] if target.config.ropes else Rope(10000.0)
         assert read_rope(head, head["max_position_embeddings"]) == rope
         assert head["intermediate_size"] == inner_width(target.config.layers[0].mlp)
 

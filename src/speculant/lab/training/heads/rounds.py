@@ -125,8 +125,7 @@ class RoundsObjective:
 def layer_sizes(config: HeadTrainingConfig, target: Decoder) -> DecoderConfig:
     """Return a layer of Llama's arithmetic with the sizes of the target's first layer, and the target's tokens."""
     whole, of = target.config, target.config.attention
-    ropes = (layer.attention.rope for layer in whole.layers)
-    attention = Attention(of.heads, of.kv_heads, of.head_dim, next(filter(None, ropes), _PLAIN))
+    attention = Attention(of.heads, of.kv_heads, of.head_dim, next(iter(whole.ropes), _PLAIN))
     norm = Norm(whole.norm.eps)
     layer = Layer(attention, Mlp(config.inner or inner_width(whole.layers[0].mlp)), norm, norm)
     return DecoderConfig(
