@@ -21,11 +21,9 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from operator import attrgetter
-from typing import Any
 
 from speculant.cache.base import KVCache, ReservationPlan
 from speculant.cache.sources import Source, Sources
@@ -166,9 +164,10 @@ class Scheduler:
         place, alone = self._turn if self._accounts.few else self._place, len(self.running) == 1
         parts = {} if alone else self._parts(budgets)
         work, waited, self._late = WorkBudget.of(self.running, self._accounts), self._late, set()
+        order = self.running if alone else sorted(self.running, key=place)
         if waited:
-            place = partial(_first_those, waited, place)
-        for request in self.running if alone else sorted(self.running, key=place):
+            order = sorted(order, key=lambda request: request.seq_id not in waited)
+        for request in order:
             name, source = request.client.name, self._missing_source(request)
             if source is not None and source not in encoded:
                 encoding = self._encoding(source, request)
@@ -487,13 +486,6 @@ class Scheduler:
 
     def _backlog(self, request: Request) -> int:
         return len(request.tokens) - self._target.length(request.seq_id)
-
-
-def _first_those(
-    seq_ids: Collection[int], key: Callable[[Request], tuple[Any, ...]], request: Request
-) -> tuple[Any, ...]:
-    """Return a key that puts some sequences before all others."""
-    return request.seq_id not in seq_ids, *key(request)
 
 
 def _width(request: Request) -> int:
