@@ -53,5 +53,5 @@ def test_a_setting_of_a_wrong_type_is_refused(name: str) -> None:
         ({"num_speculative_tokens": 512, "method": "ngram"}, {"num_speculative_tokens": 16, "method": "ngram"}),
     ],
 )
-def test_a_clients_drafts_are_no_longer_than_the_operator_allows(speculation: Any, expected: Any) -> None:
+def test_a_clients_drafts_have_a_bound(speculation: Any, expected: Any) -> None:
     assert with_bounded_drafts(SamplingParams(speculation=speculation), 16).speculation == expected
