@@ -540,8 +540,8 @@ static double read_all(const void *data, int64_t bytes, int threads) {
 
 }  // namespace SP_NAMESPACE
 
-extern const SpTable SP_TABLE_NAME = {SP_NAMESPACE::check, SP_NAMESPACE::run, SP_NAMESPACE::pack, SP_NAMESPACE::round_rows, SP_NAMESPACE::packed_bytes,
-                                      SP_NAMESPACE::index_panels, SP_NAMESPACE::code_panels, SP_NAMESPACE::touch,
-                                      SP_NAMESPACE::draft_tokens, SP_NAMESPACE::probs, SP_NAMESPACE::draw, SP_NAMESPACE::draw_rows,
-                                      SP_NAMESPACE::normalise_weights, SP_NAMESPACE::read_all, SP_NAMESPACE::checksum,
-                                      SP_NAMESPACE::stage_items};
+extern const SpTable SP_TABLE_NAME = {SP_NAMESPACE::check, SP_NAMESPACE::run, SP_NAMESPACE::pack, SP_NAMESPACE::round_rows,
+                                      SP_NAMESPACE::packed_bytes, SP_NAMESPACE::index_panels, SP_NAMESPACE::code_panels,
+                                      SP_NAMESPACE::touch, SP_NAMESPACE::draft_tokens, SP_NAMESPACE::probs, SP_NAMESPACE::draw,
+                                      SP_NAMESPACE::draw_rows, SP_NAMESPACE::normalise_weights, SP_NAMESPACE::read_all,
+                                      SP_NAMESPACE::checksum, SP_NAMESPACE::stage_items};
