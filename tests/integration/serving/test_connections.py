@@ -25,7 +25,7 @@ from starlette.responses import Response
 from speculant import AsyncEngine
 from speculant.errors import ModelError
 from speculant.serving.clients import client_of
-from speculant.serving.streams import while_connected
+from speculant.serving.streams import EventStream, while_connected
 from tests.async_engines import core
 from tests.attackers import ATTACKS, attacked
 from tests.models import Checkpoints, checkpoints
@@ -345,14 +345,111 @@ def test_a_request_in_flight_keeps_its_connection(
         assert read_to_end(first) == b""
         second.sendall(head)
         assert gets_version(server, "127.0.0.2")
-        assert read_to_end(second) == b""
+        assert b"connection_taken" in read_to_end(second)
     with opened(server, "127.0.0.2") as busy:
         busy.sendall(head + BODY)
         server.until(lambda: server.state.admission.count == 1)
         with opened(server, "127.0.0.2") as refused:
+            refused.sendall(VERSION + b"\r\n")
             assert read_to_end(refused).startswith(b"HTTP/1.1 503 ")
         goes_on.set()
         assert b" 200 " in read_to_end(busy)
+
+
+@pytest.fixture
+def waits(serve: Any, checkpoints: Checkpoints) -> Iterator[LiveServer]:
+    """Return a server of twelve places, six for an address. `/wait` and `/events` answer at the end of the test."""
+    engine = AsyncEngine(checkpoints.target)
+    server: LiveServer = serve(engine, max_connections=12, max_connections_per_address=6).ready()
+    over = threading.Event()
+    server.cancelled, server.running = [], []  # type: ignore[attr-defined]
+
+    async def until_over() -> str:
+        server.running.append(1)  # type: ignore[attr-defined]
+        try:
+            while not over.is_set():
+                await asyncio.sleep(0.01)
+        except asyncio.CancelledError:
+            server.cancelled.append(server.running.pop())  # type: ignore[attr-defined]
+            raise
+        return "over"
+
+    async def wait(request: Request) -> Response:
+        await request.body()
+        return Response(await while_connected(request.receive, until_over()))
+
+    async def events(request: Request) -> Response:
+        await request.body()
+
+        async def made() -> Any:
+            yield b"data: 1\n\n"
+            yield await until_over()
+
+        return EventStream(made(), None)
+
+    server.app.add_api_route("/wait", wait)
+    server.app.add_api_route("/events", events)
+    server.app.add_api_route("/ok", lambda: Response("ok"))
+    server.http.close()
+    yield server
+    over.set()
+
+
+def asked(server: Any, path: str, source: str, more: bytes = b"") -> bytes:
+    """Return the whole answer to a request from an address."""
+    with opened(server, source) as connection:
+        connection.sendall(b"GET %s HTTP/1.1\r\n" % path.encode() + HOST + more + b"\r\n")
+        return read_to_end(connection)
+
+
+def crowd_of(server: Any, stack: ExitStack, sources: list[str], count: int, path: str = "/wait") -> list[socket.socket]:
+    """Begin requests that go on, as many from each address as it may have, and some more."""
+    crowd = []
+    for source in sources * count:
+        crowd.append(stack.enter_context(opened(server, source)))
+        crowd[-1].sendall(b"GET %s HTTP/1.1\r\n" % path.encode() + HOST + b"\r\n")
+        server.until(lambda: len(server.running) == min(len(crowd), 12))
+    return crowd
+
+
+@pytest.mark.parametrize("addresses", [2, 3])
+def test_addresses_that_take_all_places_lock_nobody_out(waits: LiveServer, addresses: int) -> None:
+    """Though all their requests run: probes are answered beyond the places, and a newcomer gets its share of them."""
+    sources = [f"127.0.0.{2 + place}" for place in range(addresses)]
+    with ExitStack() as stack:
+        crowd_of(waits, stack, sources, 16 // addresses)
+        before = list(waits.cancelled)  # type: ignore[attr-defined]
+        probes = [asked(waits, path, "127.0.0.9") for path in ("/health", "/ping?a=b") for _ in range(20)]
+        assert [each.split()[1] for each in probes] == [b"200"] * 40
+        assert all(b"connection: close" in each.lower() for each in probes)
+        assert waits.cancelled == before, "a probe takes nobody's place"  # type: ignore[attr-defined]
+        started = time.monotonic()
+        for _ in range(10):
+            assert asked(waits, "/ok", "127.0.0.9", CLOSE[:-2]).endswith(b"ok")
+        assert time.monotonic() - started < 5
+        waits.until(lambda: len(waits.cancelled) > len(before))  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("path", "status"), [("/wait", b"503"), ("/events", b"200")])
+def test_a_request_that_gives_way_ends_with_an_error(waits: LiveServer, path: str, status: bytes) -> None:
+    with ExitStack() as stack:
+        crowd = crowd_of(waits, stack, ["127.0.0.2", "127.0.0.3"], 6, path)
+        assert asked(waits, "/ok", "127.0.0.9", CLOSE[:-2]).endswith(b"ok")
+        answer = read_to_end(crowd[-2])  # the last one of the first address
+        assert answer.split()[1] == status
+        assert b'"code":"connection_taken"' in answer
+        assert path != "/events" or answer.endswith(b"\n\n\r\n0\r\n\r\n"), "it is the last event"
+        waits.until(lambda: waits.cancelled == [1])  # type: ignore[attr-defined]
+
+
+def test_silent_connections_do_not_keep_probes_out(waits: LiveServer) -> None:
+    with ExitStack() as stack:
+        crowd_of(waits, stack, ["127.0.0.2", "127.0.0.3"], 6)
+        for _ in range(40):
+            stack.enter_context(opened(waits, "127.0.0.2"))
+        assert [asked(waits, "/health", "127.0.0.9").split()[1] for _ in range(20)] == [b"200"] * 20
+        assert asked(waits, "/health", "127.0.0.2").split()[1] == b"200"
+        assert asked(waits, "/ok", "127.0.0.2").split()[1] == b"503"
 
 
 @pytest.mark.parametrize("trusted", [(), ("127.0.0.2",), ("127.0.0.0/8",)], ids=str)
@@ -446,6 +543,20 @@ def test_a_neighbour_of_attackers_hardly_waits(serve_process: Any, attack: str) 
     assert max(beside) < max(alone) + 0.25
     assert len(server.messages) < 10, server.messages
     assert server.memory - memory < 128 * 2**20
+
+
+@pytest.mark.slow
+def test_addresses_with_requests_without_end_lock_nobody_out(serve_process: Any) -> None:
+    """Two addresses ask on 220 connections for long answers, on a server with 192 places."""
+    server: ServerProcess = serve_process("demo", files=256).ready()
+    server.http.close()
+    with attacked("endless", server.url, "127.0.0.2", 110), attacked("endless", server.url, "127.0.0.3", 110):
+        time.sleep(5)
+        probes = [asyncio.run(exchange(server.url, encoded("/health"))).status for _ in range(40)]
+        beside = times_of(server.url, 20)
+    print(f"beside two addresses without end: {max(beside):.3f} s; /health: {probes}")
+    assert probes == [200] * 40
+    assert max(beside) < 5
 
 
 @pytest.mark.slow

@@ -114,7 +114,7 @@ def test_who_is_dropped_before_its_turn_is_forgotten() -> None:
             for _, accepted in pairs:
                 made.append(HttpConnection(surroundings, {}, ("192.0.2.1", 1)))
                 assert connections.add(made[-1], "192.0.2.1")
-                made[-1].begin(accepted)
+                made[-1].begin(accepted, connections)
             assert [turns.has("192.0.2.1", each) for each in made] == [False, True, True]
             pairs[0][0].settimeout(5)
             assert pairs[0][0].recv(1) == b""
