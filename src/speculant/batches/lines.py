@@ -11,8 +11,9 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, BinaryIO, NamedTuple, NoReturn
+from typing import Any, BinaryIO, NamedTuple
 
+from speculant.files import parse_json
 from speculant.serving.wire import encode
 
 URLS = ("/v1/chat/completions", "/v1/completions")
@@ -160,7 +161,7 @@ def _parse(data: bytes) -> dict[str, Any]:
     if len(data) > MOST_BYTES:
         raise _RefusedError("line_too_long", f"it has over {MOST_BYTES} bytes; split it")
     try:
-        value = json.loads(data.removeprefix(b"\xef\xbb\xbf").decode("utf-8"), parse_constant=_refuse_constant)
+        value = parse_json(data.removeprefix(b"\xef\xbb\xbf").decode("utf-8"))
     except UnicodeDecodeError as error:
         raise _RefusedError("invalid_json", f"it is not UTF-8 ({error}); encode it in UTF-8") from None
     except (ValueError, RecursionError) as error:
@@ -169,10 +170,6 @@ def _parse(data: bytes) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise _RefusedError("invalid_json", f"it is not a JSON object; {_FORM}")
     return value
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a number of JSON")
 
 
 def _custom_id(value: Mapping[str, Any]) -> str | None:
@@ -201,8 +198,8 @@ def _shown(value: Any) -> str:
 def _encoded(body: Mapping[str, Any]) -> bytes:
     try:
         return encode(body)
-    except (ValueError, RecursionError) as error:  # 1e999 is read as infinity
-        raise _RefusedError("invalid_json", f"body has a number that JSON can't express: {error}") from None
+    except RecursionError:
+        raise _RefusedError("invalid_json", "body is nested too deep") from None
 
 
 def _sequences(body: Mapping[str, Any]) -> int:

@@ -21,8 +21,15 @@ from uvicorn.server import ServerState as UvicornState
 from speculant.serving.clients import network_of
 from speculant.serving.connections import Connections
 from speculant.serving.errors import ApiError, refusal, unavailable
-from speculant.serving.options import ServerOptions
-from speculant.serving.request_heads import ChunkCount, check_head, check_request, find_head, headers_too_large
+from speculant.serving.options import PROBED_PATHS, ServerOptions
+from speculant.serving.request_heads import (
+    ChunkCount,
+    blank_line,
+    check_head,
+    check_request,
+    find_head,
+    headers_too_large,
+)
 from speculant.serving.round_robin import RoundRobin
 from speculant.serving.streams import ABORT
 from speculant.serving.wire import event, raw_error
@@ -31,7 +38,6 @@ _PIECE = 16 * 2**10  # bytes that are received and parsed at a time
 _MOST_EVENTS = 32  # that are parsed at a time: heads, and parts of bodies
 _LEAST_READ = 64 * 2**10  # bytes of an answer that a client has to read within send_timeout
 _END = getattr(select, "POLLRDHUP", 0)  # where it is missing, only a connection that is closed both ways is noticed
-_PROBED = frozenset({b"/health", b"/ping"})  # answered beyond the places, so that a full server is not restarted
 _CLOSE = (b"connection", b"close")
 _LINGER = 1.0  # seconds of discarding the rest of a refused request, so that the client reads the answer
 _PROVISIONALLY = 5.0  # seconds that a connection beyond the places may take for the head of its request and its answer
@@ -211,7 +217,7 @@ class HttpConnection(H11Protocol, asyncio.BufferedProtocol):
 
     def _admit(self, request: h11.Request) -> h11.Request:
         """Let a probe have its answer, after which the connection ends. Take a place for another request."""
-        if request.target.partition(b"?")[0] in _PROBED:
+        if request.target.partition(b"?")[0].decode("ascii") in PROBED_PATHS:
             headers, version = [*request.headers, _CLOSE], request.http_version
             return h11.Request(method=request.method, headers=headers, target=request.target, http_version=version)
         if not self._places.claim(self, self._address[0]):
@@ -293,7 +299,7 @@ class _CheckedHttp(h11.Connection):
         super().__init__(h11.SERVER, most_head_bytes)
         self._most, self.refuse, self._chunks = most_head_bytes, refuse, ChunkCount()
         self.admit: Callable[[h11.Request], h11.Request] = _unchanged  # raises ApiError for a request without a place
-        self.events_left = 0
+        self.events_left, self._has_blank = 0, False  # before the request
 
     def next_event(self) -> Any:
         """See `h11.Connection.next_event`. If no events are left for this turn, it seems to need more data."""
@@ -310,11 +316,16 @@ class _CheckedHttp(h11.Connection):
         return h11.NEED_DATA
 
     def _checked_event(self) -> Any:
-        if self.their_state is h11.IDLE and (head := find_head(self.trailing_data[0])) is not None:
-            check_head(head, self._most)
+        if self.their_state is h11.IDLE:
+            blank = 0 if self._has_blank else blank_line(self.trailing_data[0])
+            if blank is None:
+                return h11.NEED_DATA
+            self._has_blank |= self._receive_buffer.maybe_extract_at_most(blank) is not None
+            if (head := find_head(self.trailing_data[0])) is not None:
+                check_head(head, self._most)
         event = super().next_event()
         if isinstance(event, h11.Request):
-            self._chunks = ChunkCount()
+            self._chunks, self._has_blank = ChunkCount(), False
             return self.admit(check_request(event))
         if isinstance(event, h11.Data):
             self._chunks.add(event)

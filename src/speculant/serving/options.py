@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from ipaddress import ip_network
@@ -14,6 +15,8 @@ from speculant.params import MAX_N
 MOST_MESSAGES = 16_384  # of max_messages; parsing a message takes longer than other entries of a body
 METRIC_LEVELS = ("none", "summary", "detailed")
 ACCESS_LOGS = ("none", "text", "json")
+PROBED_PATHS = frozenset({"/health", "/ping"})  # answered without a key, under any name, and by a full server
+_HOST = re.compile(r"\*|[\w.-]+")
 
 
 @dataclass(frozen=True)
@@ -23,7 +26,8 @@ class ServerOptions:
     api_keys: keys for every route but /health, /ping and the page; none = open to all. Each key has its own prefix
     cache. metrics_without_key: /metrics needs none either, for gateways that send none.
     served_model_names: names of the model for clients, its own name first; none = the engine's.
-    allowed_origins: other sites whose pages may use the server (CORS).
+    allowed_origins: other sites whose pages may use the server (CORS). allowed_hosts: further names of the server that
+    requests may have in `Host` if there are no keys; "*" = any.
     max_samples: sequences of one request, over all its prompts.
     max_prompt_characters: longer prompts are refused before they are tokenised.
     max_large_texts: requests of one client with large bodies whose texts are being read, or wait to be read.
@@ -50,6 +54,7 @@ class ServerOptions:
     api_keys: tuple[str, ...] = ()
     served_model_names: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()
     metrics_prefix: str = "speculant"
     metrics_without_key: bool = False
     per_request_spec_decode_metrics: str = "none"
@@ -99,6 +104,9 @@ class ServerOptions:
                 f"use at least {2 * self.max_body_bytes}, or lower max_body_bytes.",
             )
         _check_proxies(self.trusted_proxies)
+        for host in self.allowed_hosts:
+            if not _HOST.fullmatch(host):
+                raise ConfigError(f"allowed_hosts has {host!r}", "use a name without scheme and port, or *.")
 
 
 def _is_url(text: str) -> bool:

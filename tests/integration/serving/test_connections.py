@@ -34,9 +34,9 @@ from tests.servers import LiveServer, ServerProcess, serve, serve_process
 
 __all__ = ["checkpoints", "serve", "serve_process"]
 
-HOST = b"Host: x\r\n"
+HOST = b"Host: localhost\r\n"
 VERSION = b"GET /version HTTP/1.1\r\n" + HOST
-POST = b"POST /v1/completions HTTP/1.1\r\n" + HOST
+POST = b"POST /v1/completions HTTP/1.1\r\n" + HOST + b"Content-Type: application/json\r\n"
 CHUNKED = POST + b"Transfer-Encoding: chunked\r\n\r\n"
 BODY = b'{"prompt": "a", "max_tokens": 1}'
 SMUGGLED = b"5\r\nabcde\r\n0\r\n\r\nGET /version HTTP/1.1\r\n" + HOST + b"\r\n"
@@ -63,8 +63,9 @@ MALFORMED: dict[str, tuple[int, bytes]] = {
     "NUL": (400, VERSION + b"A: \0\r\n\r\n"),
     "no colon": (400, VERSION + b"A\r\n\r\n"),
     "blank before colon": (400, VERSION + b"Content-Length : 0\r\n\r\n"),
-    "not ASCII": (400, "GET /é HTTP/1.1\r\nHost: x\r\n\r\n".encode()),
-    "blank line": (400, b"\r\n" + VERSION + b"\r\n"),
+    "not ASCII": (400, "GET /é HTTP/1.1\r\nHost: localhost\r\n\r\n".encode()),
+    "two blank lines": (400, b"\r\n\r\n" + VERSION + b"\r\n"),
+    "a carriage return": (400, b"\r" + VERSION + b"\r\n"),
     "many headers": (431, VERSION + b"a:\n" * 2000 + b"\r\n"),
     "blanks": (431, VERSION + b"A:" + b" " * 40_000 + b"b\r\n\r\n"),
     "folded blanks": (431, VERSION + b"A: b\r\n" + b" \r\n" * 12_000 + b"\r\n"),
@@ -78,6 +79,7 @@ MALFORMED: dict[str, tuple[int, bytes]] = {
     "long trailers": (431, CHUNKED + b"1\r\n \r\n0\r\n" + b"a:\n" * 50_000),
 }
 CLOSE = b"Connection: close\r\n\r\n"
+JSON = {"Content-Type": "application/json"}
 SERVED: dict[str, tuple[int, bytes]] = {
     "plain": (200, VERSION + CLOSE),
     "absolute": (200, b"GET http://other.example:80/version HTTP/1.1\r\n" + HOST + CLOSE),
@@ -89,6 +91,8 @@ SERVED: dict[str, tuple[int, bytes]] = {
     "h2c": (200, VERSION + b"Upgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQAoAAAAAIAAAAA\r\n" + CLOSE),
     "tunnel to a path": (405, b"CONNECT /version HTTP/1.1\r\n" + HOST + CLOSE),
     "encoded NUL": (404, b"GET /v1/models/%00 HTTP/1.1\r\n" + HOST + CLOSE),
+    "blank line": (200, b"\r\n" + VERSION + CLOSE),
+    "blank line feed": (200, b"\n" + VERSION + CLOSE),
     "line feeds": (200, VERSION.replace(b"\r", b"") + b"Connection: close\n\n"),
     "many headers": (200, VERSION + b"a:\r\n" * 100 + CLOSE),
     "chunks": (200, CHUNKED.replace(b"\r\n\r\n", b"\r\n" + CLOSE) + b"8\r\n" + BODY[:8] + b"\r\n18;a=b\r\n" + BODY[8:]
@@ -124,6 +128,17 @@ def test_unusual_requests_are_answered(demo: LiveServer, name: str) -> None:
     assert reply.status == status, reply
     if b"/version" in request and status == 200:
         assert b'"version"' in reply.body
+
+
+@pytest.mark.usefixtures("quiet")
+def test_a_blank_line_before_each_request_is_ignored(demo: LiveServer) -> None:
+    """Some clients send one after a body. It may arrive in two parts."""
+    post = POST + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY
+    with opened(demo) as connection:
+        for part in (b"\r", b"\n" + post + b"\r", b"\n" + VERSION + b"\r\n", b"\r\n" + VERSION + CLOSE):
+            connection.sendall(part)
+            time.sleep(0.05)
+        assert read_to_end(connection).count(b"HTTP/1.1 200 ") == 3
 
 
 @pytest.mark.usefixtures("quiet")
@@ -254,7 +269,7 @@ def test_a_body_after_its_answer_has_an_end(serve: Any, never_loads: Any) -> Non
     """A CORS preflight is answered before its body arrives."""
     server = serve(never_loads, allowed_origins=("https://a.example",), header_timeout=0.3)
     asks = (
-        b"OPTIONS /version HTTP/1.1\r\nHost: x\r\nOrigin: https://a.example\r\nAccess-Control-Request-Method: GET\r\n"
+        b"OPTIONS /version HTTP/1.1\r\n" + HOST + b"Origin: https://a.example\r\nAccess-Control-Request-Method: GET\r\n"
     )
     with opened(server) as connection:
         connection.sendall(asks + b"Content-Length: 1000000\r\n\r\n")
@@ -344,6 +359,7 @@ def test_a_request_in_flight_keeps_its_connection(
     with opened(server, "127.0.0.2") as first, opened(server, "127.0.0.2") as second:
         assert read_to_end(first) == b""
         second.sendall(head)
+        server.until(lambda: any(each._answering for each in tuple(server.server.server_state.connections)))
         assert gets_version(server, "127.0.0.2")
         assert b"connection_taken" in read_to_end(second)
     with opened(server, "127.0.0.2") as busy:
@@ -460,7 +476,7 @@ def test_only_a_trusted_proxy_names_the_client(serve: Any, never_loads: Any, tru
         return client_of(request.scope)
 
     server.app.add_api_route("/who", who)
-    request = b"GET /who HTTP/1.1\r\nHost: x\r\nX-Forwarded-For: 192.0.2.9, 192.0.2.7\r\n" + CLOSE
+    request = b"GET /who HTTP/1.1\r\nHost: localhost\r\nX-Forwarded-For: 192.0.2.9, 192.0.2.7\r\n" + CLOSE
     with ExitStack() as stack:
         crowd = [stack.enter_context(opened(server, "127.0.0.2")) for _ in range(6)]
         crowd[-1].sendall(request)
@@ -507,7 +523,7 @@ def test_one_client_can_t_take_the_room_for_bodies(serve: Any, checkpoints: Chec
         answer = select.select(crowd, [], [], 0)[0][0].recv(4096)
         assert answer.startswith(b"HTTP/1.1 503 ")
         assert b"retry-after: 1" in answer
-        assert server.http.post("/v1/completions", content=b" " * 900).status_code == 400
+        assert server.http.post("/v1/completions", content=b" " * 900, headers=JSON).status_code == 400
 
 
 # --- attacks
