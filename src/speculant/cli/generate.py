@@ -147,12 +147,11 @@ def _print_document(llm: LLM, prompt: Prompt, params: SamplingParams) -> Request
 
 def _stream(llm: LLM, prompt: Prompt, params: SamplingParams) -> RequestOutput:
     """Print the text while it is generated."""
-    last = None
+    last, console = None, results()
     for piece in llm.stream(prompt, params):
-        sys.stdout.write(piece.text)
-        sys.stdout.flush()
+        console.write(piece.text)
         last = piece.output or last
-    sys.stdout.write("\n")
+    console.write("\n")
     assert last is not None, "a stream ends with its output"
     return last
 
