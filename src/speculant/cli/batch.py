@@ -110,6 +110,7 @@ def batch(
     """
     try:
         from speculant.batches.job import BatchJob
+        from speculant.batches.origin import Origin
     except ImportError as error:
         raise ConfigError(
             f"the server's packages are not installed: {error}", 'pip install -c constraints.txt "speculant[serve]"'
@@ -124,6 +125,7 @@ def batch(
         metrics: EngineMetrics | None = None
         if job.left:
             fetch(config)
+            job.made_with(Origin.of(values, options), config.model)
             started, metrics = (_here if pool is None else partial(_on_ray, pool))(job, values, options)
         summary = _summary(job, time.perf_counter() - started, metrics)
     if as_json:
