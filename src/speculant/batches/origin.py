@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from speculant.config import EngineConfig
-from speculant.models.source import resolve_source, resolve_tokenizer
 from speculant.serving.options import ServerOptions
 
 # Others change speed, or which requests are refused: with a lossless rule, neither drafts nor neighbours change a text.
@@ -29,12 +27,8 @@ class Origin:
     settings: str = "0" * 2 * _BYTES
 
     @classmethod
-    def of(cls, values: Mapping[str, Any], options: ServerOptions) -> Origin:
-        """Return the origin of a server's answers. values: the engine's arguments, whose models are on this machine."""
-        config = EngineConfig.from_arguments(**values)
-        places = [resolve_source(config.model, "target", config.revision, config.download_dir)]
-        if config.tokenizer is not None:
-            places.append(resolve_tokenizer(config.tokenizer, config.tokenizer_revision, config.download_dir))
+    def of(cls, places: Iterable[Path], config: EngineConfig, options: ServerOptions) -> Origin:
+        """Return the origin of a server's answers. places: of the target, and of a tokenizer that replaces its own."""
         drafting = config.speculative()
         settings = [getattr(config, name) for name in SETTINGS] + [getattr(options, name) for name in _OPTIONS]
         settings.append("auto" if drafting is None else drafting.verification)

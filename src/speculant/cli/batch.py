@@ -23,6 +23,7 @@ from speculant.cli.terminal import counted_progress, end_at_once, examples, mess
 from speculant.config import EngineConfig
 from speculant.errors import ConfigError
 from speculant.gguf_file import name_of
+from speculant.models.source import resolve_tokenizer
 from speculant.ray.extra import check_ray
 from speculant.ray.options import ReplicaOptions
 from speculant.serving.options import MOST_MESSAGES, ServerOptions
@@ -124,8 +125,10 @@ def batch(
     with job:
         metrics: EngineMetrics | None = None
         if job.left:
-            fetch(config)
-            job.made_with(Origin.of(values, options), config.model)
+            places = [fetch(config)]
+            if config.tokenizer is not None:
+                places.append(resolve_tokenizer(config.tokenizer, config.tokenizer_revision, config.download_dir))
+            job.made_with(Origin.of(places, config, options), config.model)
             started, metrics = (_here if pool is None else partial(_on_ray, pool))(job, values, options)
         summary = _summary(job, time.perf_counter() - started, metrics)
     if as_json:

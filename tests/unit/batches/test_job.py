@@ -167,9 +167,7 @@ def test_results_that_the_disk_refuses_are_computed_again(
     check_complete(LINES, folder.out, folder.errors)
 
 
-def test_results_of_a_killed_run_are_on_the_disk_before_they_count(
-    folder: Folder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_run_is_on_the_disk_before_it_counts(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     folder.run()
 
     def fsync(_: int) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from speculant.batches.origin import Origin
+from speculant.config import EngineConfig
 from speculant.serving.options import ServerOptions
 from tests.models import Checkpoints, checkpoints
 
@@ -16,7 +17,9 @@ __all__ = ["checkpoints"]
 
 
 def origin(model: str | Path, tool_parser: str | None = None, **values: Any) -> Origin:
-    return Origin.of({"model": str(model), **values}, ServerOptions(tool_parser=tool_parser))
+    config = EngineConfig.from_arguments(model=str(model), **values)
+    places = [Path(each) for each in (model, config.tokenizer) if each is not None]
+    return Origin.of(places, config, ServerOptions(tool_parser=tool_parser))
 
 
 def test_the_content_of_a_model_counts_and_not_its_place(checkpoints: Checkpoints, tmp_path: Path) -> None:

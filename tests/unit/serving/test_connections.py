@@ -87,7 +87,7 @@ def busy(connections: Connections, host: str, count: int) -> list[FakeConnection
 
 
 @pytest.mark.parametrize("crowd", [(8,), (4, 4), (3, 3, 2)], ids=str)
-def test_requests_of_a_crowd_give_way_until_all_have_equal_shares(crowd: tuple[int, ...]) -> None:
+def test_requests_of_a_crowd_give_way_until_shares_are_equal(crowd: tuple[int, ...]) -> None:
     """The last one of the largest address ends. A newcomer's own requests, and those of its equals, do not."""
     connections = Connections(8, 0)
     held = [busy(connections, f"198.51.100.{place}", count) for place, count in enumerate(crowd)]

@@ -226,7 +226,7 @@ def test_llama_cpp_runs_a_program_for_each_mode(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("signal_", "said"), [("ILL", "SIGILL.*another processor.*mno-amx-int8"), ("SEGV", "failed")])
-def test_llama_cpp_tries_a_short_prompt_before_it_is_measured(tmp_path: Path, signal_: str, said: str) -> None:
+def test_llama_cpp_is_tried_before_it_is_measured(tmp_path: Path, signal_: str, said: str) -> None:
     peer, models = _programs(tmp_path, []), Pair("t.gguf", "d.gguf")
     assert peer.prepare(models, FILE, tmp_path) == models
     (call,) = (tmp_path / "calls").read_text().splitlines()
