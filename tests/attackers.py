@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from urllib.parse import urlsplit
 
 Reader, Writer = asyncio.StreamReader, asyncio.StreamWriter
-HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
 MEBIBYTE = 2**20
 
@@ -52,19 +52,19 @@ async def churn(_: Reader, writer: Writer) -> None:
 async def asks(reader: Reader, writer: Writer) -> None:
     """Ask the cheapest questions, without a pause."""
     while True:
-        writer.write(b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n")
+        writer.write(b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n")
         await reader.readuntil(b"}")
 
 
 async def leaves(_: Reader, writer: Writer) -> None:
     """Ask and leave at once."""
-    writer.write(b"GET /openapi.json HTTP/1.1\r\nHost: x\r\n\r\n")
+    writer.write(b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n")
     await writer.drain()
 
 
 async def many_headers(reader: Reader, writer: Writer) -> None:
     """Send heads of many tiny headers."""
-    writer.write(b"GET /version HTTP/1.1\r\nHost:x\r\n" + b"a:\n" * 10_000 + b"\r\n")
+    writer.write(b"GET /version HTTP/1.1\r\nHost:localhost\r\n" + b"a:\n" * 10_000 + b"\r\n")
     await reader.read()
 
 
@@ -91,15 +91,24 @@ async def unread(_: Reader, writer: Writer) -> None:
     """Ask for much and read nothing."""
     writer.transport.pause_reading()  # type: ignore[attr-defined]
     while True:
-        writer.write(b"GET /openapi.json HTTP/1.1\r\nHost: x\r\n\r\n" * 50)
+        writer.write(b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n" * 50)
         await writer.drain()
         await asyncio.sleep(1)
+
+
+async def endless(reader: Reader, writer: Writer) -> None:
+    """Ask for long answers."""
+    body = b'{"prompt": "a", "max_tokens": 900, "ignore_eos": true, "stream": true}'
+    request = HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body
+    writer.write(request)
+    while await reader.read(65_536):
+        writer.write(request)  # before the first answer has ended, so that the connection never waits
 
 
 async def malformed(reader: Reader, writer: Writer) -> None:
     """Send requests that are not HTTP, or ask for another protocol."""
     for data in (
-        b"GET /version HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n",
+        b"GET /version HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n",
         b"\0\r\n\r\n",
     ):
         writer.write(data)
@@ -111,7 +120,7 @@ ATTACKS: dict[str, Callable[[Reader, Writer], Awaitable[None]]] = {
     each.__name__: each
     for each in (
         *(silent, slow, slow_body, churn, asks, leaves, many_headers),
-        *(tiny_chunks, trailers, held_bodies, unread, malformed),
+        *(tiny_chunks, trailers, held_bodies, unread, endless, malformed),
     )
 }
 

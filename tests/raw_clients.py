@@ -54,9 +54,10 @@ class Reply:
 def encoded(path: str, body: Mapping[str, Any] | bytes | None = None) -> bytes:
     """Return a request: with a body it is a POST."""
     if body is None:
-        return f"GET {path} HTTP/1.0\r\nHost: x\r\n\r\n".encode()
+        return f"GET {path} HTTP/1.0\r\nHost: localhost\r\n\r\n".encode()
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    return f"POST {path} HTTP/1.0\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data
+    head = f"POST {path} HTTP/1.0\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    return f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data
 
 
 def decoded(raw: bytes, seconds: float = 0.0) -> Reply:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -242,6 +243,12 @@ def execute(
     except (OSError, subprocess.TimeoutExpired) as error:
         raise PeerError(f"{command[0]} did not run: {error}") from error
     if done.returncode:
+        if done.returncode == -signal.SIGILL:
+            raise PeerError(
+                f"{command[0]} died of an illegal instruction (SIGILL): it was built for another processor, or its "
+                "compiler broke it. Build it again here. For llama.cpp on a processor with AMX, add to cmake "
+                "-DCMAKE_C_FLAGS=-mno-amx-int8 -DCMAKE_CXX_FLAGS=-mno-amx-int8 (docs/performance.md)"
+            )
         lines = (done.stderr.strip() or done.stdout.strip() or "no output").splitlines()
         raise PeerError(f"{' '.join(command[:3])} failed ({done.returncode}): {' / '.join(lines[-3:])}")
     return done

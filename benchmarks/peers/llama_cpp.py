@@ -37,6 +37,7 @@ _UNROUNDED = "bf16"
 _SPARE = 64  # positions beyond those of the workload
 _RESULT = '{"n_kv_max"'  # the start of the line of llama-batched-bench
 _TRIES = 3
+_SHORT = "def add(a, b):"  # of several tokens: AMX multiplies no single row
 _BATCH = 2048  # tokens of a pass: more than a prompt's for the program that needs it
 
 
@@ -79,6 +80,13 @@ class LlamaCpp(Peer):
         return "its programs draft for one sequence" if batch > 1 and mode.kind != PLAIN else None
 
     def prepare(self, models: Pair, weights: str, folder: Path) -> Pair:
+        """Write both models as `write_files` does, and try a short prompt. Raises PeerError."""
+        prepared = self.write_files(models, weights, folder)
+        options = {"-m": prepared.target, "-p": _SHORT, "-n": 2, "-c": _SPARE, "-t": 1}
+        execute([self._program(COMPLETE), *flatten(options), "-no-cnv"])
+        return prepared
+
+    def write_files(self, models: Pair, weights: str, folder: Path) -> Pair:
         """Write both models as GGUF files, rounded by llama.cpp's own program. Raises PeerError."""
         if weights == FILE:
             return models

@@ -50,7 +50,7 @@ class OwnEngine(PythonPeer):
         """See `Peer.prepare`: its own formats are made while a model is loaded."""
         if self._converter is None or weights in (_FLOAT, _NO_ROUNDING, *_ROUNDED):
             return models
-        return self._converter.prepare(models, weights, folder)
+        return self._converter.write_files(models, weights, folder)
 
 
 def measure(job: Job) -> Iterator[tuple[str, Measurement]]:

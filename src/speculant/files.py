@@ -12,8 +12,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain, islice
+from math import isfinite
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from speculant import __version__
 from speculant.errors import ModelError
@@ -129,6 +130,20 @@ def _drop_oldest(files: Iterable[Path]) -> None:
     """Delete all but the newest MOST_FILES files."""
     for file in sorted(files, key=lambda each: each.stat().st_mtime)[:-MOST_FILES]:
         file.unlink(missing_ok=True)
+
+
+def parse_json(text: str) -> Any:
+    """Return the value of a JSON text. Raises ValueError also for NaN and infinite numbers, and RecursionError."""
+    return json.loads(text, parse_constant=_refuse_number, parse_float=_finite)
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    return value if isfinite(value) else _refuse_number(text)
+
+
+def _refuse_number(text: str) -> NoReturn:
+    raise ValueError(f"{text[:40]} is not a number of JSON")
 
 
 def read_json(path: Path) -> dict[str, Any]:

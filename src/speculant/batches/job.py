@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from speculant.batches.lines import BatchLine, LineAnswer, LineError, failure, success
+from speculant.batches.origin import SETTINGS, Origin
 from speculant.batches.results import ResultFile, Write
 from speculant.batches.source import BatchSource
 from speculant.errors import ConfigError
@@ -33,7 +34,8 @@ class BatchJob:
         self._done = bytearray(digest == 0 for digest in source.digests)
         self.count, self.resumed, self.succeeded, self.failed = source.count, 0, 0, 0
         self.prompt_tokens = self.completion_tokens = self.cached_tokens = 0
-        self._synced = time.monotonic()
+        self._synced, self._origin = time.monotonic(), Origin()
+        self._origins: dict[Origin, Path] = {}  # of the results of earlier runs, and a file that has one
         for file in (out, errors):
             self._resume(file)
 
@@ -60,6 +62,21 @@ class BatchJob:
     def left(self) -> int:
         """How many lines have no result."""
         return self.count - self.resumed - self.succeeded - self.failed
+
+    def made_with(self, origin: Origin, name: str) -> None:
+        """Set what the next results are made with. name: the model's.
+
+        Raises ConfigError if earlier ones were made with another model or other settings.
+        """
+        for other, path in self._origins.items():
+            if other != origin:
+                what = f"another model than {name}" if other.model != origin.model else "other settings"
+                raise ConfigError(
+                    f"{path} has results that were made with {what}",
+                    "give the arguments of the first run again, or name another file for results. These have to be the "
+                    f"same: the model and its tokenizer, verification, tool_parser, {', '.join(SETTINGS)}.",
+                )
+        self._origin = origin
 
     def pending(self) -> Iterator[BatchLine]:
         """Yield each line that has no result, those with the same beginning of the prompt side by side.
@@ -88,7 +105,10 @@ class BatchJob:
         if isinstance(result, LineAnswer) and document is None:
             result = LineError("invalid_answer", f"line {line.number}: its response ({result.status}) is no JSON")
         succeeded = isinstance(result, LineAnswer) and result.status < _FAILED
-        written = success(line, result) if isinstance(result, LineAnswer) else failure(line, result)
+        if isinstance(result, LineAnswer):
+            written = success(line, result, self._origin)
+        else:
+            written = failure(line, result, self._origin)
         (self._out if succeeded else self._errors).append(written)
         self._done[line.number - 1] = 1
         self.succeeded, self.failed = self.succeeded + succeeded, self.failed + (not succeeded)
@@ -97,16 +117,18 @@ class BatchJob:
             self.sync()
 
     def sync(self) -> None:
-        """Wait until the results are on the disk."""
+        """Wait until the results are on the disk. Raises SpeculantError if the system can't write them."""
         for file in (self._out, self._errors):
             file.sync()
         self._synced = time.monotonic()
 
     def close(self) -> None:
-        """Close the files; the results are on the disk then."""
-        self.sync()
-        for file in (self._source, self._out, self._errors):
-            file.close()
+        """Close the files; the results are on the disk then, or it raises as `sync` does."""
+        try:
+            self.sync()
+        finally:
+            for file in (self._source, self._out, self._errors):
+                file.close()
 
     def __enter__(self) -> Self:
         return self
@@ -118,7 +140,8 @@ class BatchJob:
 
     def _resume(self, file: ResultFile) -> None:
         digests = self._source.digests
-        for number, digest in file.records():
+        for number, digest, origin in file.records():
+            self._origins.setdefault(origin, file.path)
             if not 0 < number <= len(digests) or digests[number - 1] != digest:
                 raise ConfigError(
                     f"{file.path} has a result for line {number} of another input than {self._source.path}",

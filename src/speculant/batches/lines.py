@@ -1,7 +1,8 @@
 """The format of batch files, which is OpenAI's: one request a line, one result a line.
 
-A result's `id` is `batch_req_<number>_<digest>`: the number of its line in the input, and a digest of that line. By
-these a later run knows which lines are done, also those without a `custom_id`.
+A result's `id` is `batch_req_<number>_<digest>_<origin>`: the number of its line in the input, a digest of that line,
+and those of its `Origin`. By these a later run knows which lines are done, also those without a `custom_id`, and with
+which model and settings.
 """
 
 from __future__ import annotations
@@ -11,14 +12,16 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, BinaryIO, NamedTuple, NoReturn
+from typing import Any, BinaryIO, NamedTuple
 
+from speculant.batches.origin import Origin
+from speculant.files import parse_json
 from speculant.serving.wire import encode
 
 URLS = ("/v1/chat/completions", "/v1/completions")
 MOST_BYTES = 64 * 2**20  # of a line
 RECORD_HEAD = b'{"id":"batch_req_'  # the beginning of every result
-_RECORD = re.compile(rb'\{\s*"id"\s*:\s*"batch_req_(\d{1,15})_([0-9a-f]{16})"')
+_RECORD = re.compile(rb'\{\s*"id"\s*:\s*"batch_req_(\d{1,15})_([0-9a-f]{16})_([0-9a-f]{8})([0-9a-f]{8})"')
 _REST = 2**20  # bytes of a long line to skip at a time
 _FORM = 'write {"custom_id": "...", "method": "POST", "url": "/v1/chat/completions", "body": {...}}'
 
@@ -68,10 +71,11 @@ class RawLine(NamedTuple):
 
 
 class RecordName(NamedTuple):
-    """What a result's `id` says: the number of a line, and its digest."""
+    """What a result's `id` says: the number of a line, its digest, and what the result was made with."""
 
     number: int
     digest: int
+    origin: Origin
 
 
 def raw_lines(file: BinaryIO, most: int = MOST_BYTES + 1) -> Iterator[RawLine]:
@@ -119,22 +123,24 @@ def duplicate(line: BatchLine, first: int) -> BatchLine:
     return BatchLine(line.number, line.digest, line.custom_id, problem=LineError("duplicate_custom_id", text))
 
 
-def success(line: BatchLine, answer: LineAnswer) -> bytes:
+def success(line: BatchLine, answer: LineAnswer, origin: Origin) -> bytes:
     """Return the result of a line with a response, which may be an error of the server."""
     body = answer.body if b"\n" not in answer.body else encode(json.loads(answer.body))
     response = b'{"status_code":%d,"request_id":%s,"body":%s}' % (answer.status, encode(answer.request_id), body)
-    return _record(line, response, b"null")
+    return _record(line, origin, response, b"null")
 
 
-def failure(line: BatchLine, error: LineError) -> bytes:
+def failure(line: BatchLine, error: LineError, origin: Origin) -> bytes:
     """Return the result of a line without a response."""
-    return _record(line, b"null", encode({"code": error.code, "message": error.message, "line": line.number}))
+    return _record(line, origin, b"null", encode({"code": error.code, "message": error.message, "line": line.number}))
 
 
 def read_record(data: bytes) -> RecordName | None:
     """Return the name in the beginning of a result; None if it is no result."""
     found = _RECORD.match(data)
-    return RecordName(int(found[1]), int(found[2], 16)) if found else None
+    if found is None:
+        return None
+    return RecordName(int(found[1]), int(found[2], 16), Origin(found[3].decode(), found[4].decode()))
 
 
 def is_torn(data: bytes) -> bool:
@@ -143,8 +149,9 @@ def is_torn(data: bytes) -> bool:
     return RECORD_HEAD.startswith(text[: len(RECORD_HEAD)])
 
 
-def _record(line: BatchLine, response: bytes, error: bytes) -> bytes:
-    name, custom_id = b"%d_%016x" % (line.number, line.digest), encode(line.custom_id)
+def _record(line: BatchLine, origin: Origin, response: bytes, error: bytes) -> bytes:
+    made_with = f"{origin.model}{origin.settings}".encode("ascii")
+    name, custom_id = b"%d_%016x_%s" % (line.number, line.digest, made_with), encode(line.custom_id)
     return b'%s%s","custom_id":%s,"response":%s,"error":%s}\n' % (RECORD_HEAD, name, custom_id, response, error)
 
 
@@ -160,7 +167,7 @@ def _parse(data: bytes) -> dict[str, Any]:
     if len(data) > MOST_BYTES:
         raise _RefusedError("line_too_long", f"it has over {MOST_BYTES} bytes; split it")
     try:
-        value = json.loads(data.removeprefix(b"\xef\xbb\xbf").decode("utf-8"), parse_constant=_refuse_constant)
+        value = parse_json(data.removeprefix(b"\xef\xbb\xbf").decode("utf-8"))
     except UnicodeDecodeError as error:
         raise _RefusedError("invalid_json", f"it is not UTF-8 ({error}); encode it in UTF-8") from None
     except (ValueError, RecursionError) as error:
@@ -169,10 +176,6 @@ def _parse(data: bytes) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise _RefusedError("invalid_json", f"it is not a JSON object; {_FORM}")
     return value
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a number of JSON")
 
 
 def _custom_id(value: Mapping[str, Any]) -> str | None:
@@ -201,8 +204,8 @@ def _shown(value: Any) -> str:
 def _encoded(body: Mapping[str, Any]) -> bytes:
     try:
         return encode(body)
-    except (ValueError, RecursionError) as error:  # 1e999 is read as infinity
-        raise _RefusedError("invalid_json", f"body has a number that JSON can't express: {error}") from None
+    except RecursionError:
+        raise _RefusedError("invalid_json", "body is nested too deep") from None
 
 
 def _sequences(body: Mapping[str, Any]) -> int:

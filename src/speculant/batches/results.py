@@ -40,12 +40,13 @@ class ResultFile:
             raise ConfigError(
                 f"another run of `speculant batch` writes to {path}", "wait until it ends, or name another file."
             ) from None
-        self._size = os.fstat(self._file).st_size
+        self._size = self._synced = os.fstat(self._file).st_size
+        self._is_on_disk = self._size == 0
 
     def records(self) -> Iterator[RecordName]:
         """Yield the results that the file has, then cut off a half-written last line.
 
-        Raises ConfigError for a line that is no result of a batch; the file is then left as it is.
+        Raises ConfigError for a line that is no result of a batch; the file is then left as it is. Raises as `sync`.
         """
         end = 0
         with self.path.open("rb") as file:
@@ -61,11 +62,12 @@ class ResultFile:
                     )
         if end < self._size:
             os.ftruncate(self._file, end)
-            self._size = end
+            self._size = self._synced = end
+        self.sync()
 
     def append(self, record: bytes) -> None:
         """Write a line. Raises SpeculantError if the system refuses; the file has whole lines then."""
-        rest = record
+        rest, self._is_on_disk = record, False
         try:
             while rest:
                 rest = rest[self._write(self._file, rest) :]
@@ -79,9 +81,24 @@ class ResultFile:
         self._size += len(record)
 
     def sync(self) -> None:
-        """Wait until the lines are on the disk."""
-        with suppress(OSError):  # a pipe or a special file can't be synchronised
+        """Wait until the lines are on the disk.
+
+        Raises SpeculantError if they can't be written. The file then loses those since the last time: the system
+        forgets what it could not write, and a later run would find them in memory and count them as done.
+        """
+        if self._is_on_disk:
+            return
+        try:
             os.fsync(self._file)
+        except OSError as error:
+            lost, self._size, self._is_on_disk = self._size - self._synced, self._synced, True
+            with suppress(OSError):
+                os.ftruncate(self._file, self._size)
+            raise SpeculantError(
+                f"{self.path} can't be written to the disk: {error.strerror}; its last {lost} bytes are given up",
+                "correct the cause or name another file, and give the same command again: it computes them again.",
+            ) from error
+        self._synced, self._is_on_disk = self._size, True
 
     def close(self) -> None:
         """Close the file, so that another run may have it."""

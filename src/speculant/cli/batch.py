@@ -23,6 +23,7 @@ from speculant.cli.terminal import counted_progress, end_at_once, examples, mess
 from speculant.config import EngineConfig
 from speculant.errors import ConfigError
 from speculant.gguf_file import name_of
+from speculant.models.source import resolve_tokenizer
 from speculant.params import MAX_SPECULATIVE_TOKENS
 from speculant.ray.extra import check_ray
 from speculant.ray.options import ReplicaOptions
@@ -111,6 +112,7 @@ def batch(
     """
     try:
         from speculant.batches.job import BatchJob
+        from speculant.batches.origin import Origin
     except ImportError as error:
         raise ConfigError(
             f"the server's packages are not installed: {error}", 'pip install -c constraints.txt "speculant[serve]"'
@@ -124,7 +126,10 @@ def batch(
     with job:
         metrics: EngineMetrics | None = None
         if job.left:
-            fetch(config)
+            places = [fetch(config)]
+            if config.tokenizer is not None:
+                places.append(resolve_tokenizer(config.tokenizer, config.tokenizer_revision, config.download_dir))
+            job.made_with(Origin.of(places, config, options), config.model)
             started, metrics = (_here if pool is None else partial(_on_ray, pool))(job, values, options)
         summary = _summary(job, time.perf_counter() - started, metrics)
     if as_json:

@@ -12,13 +12,12 @@ from types import FrameType
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from speculant.cli.chat_backends import AnswerPiece, ChatBackend, LocalChatBackend, RemoteChatBackend
 from speculant.cli.demo import ACCEPTED
 from speculant.cli.flags import EngineFlags, SamplingFlags, accepts_flags
 from speculant.cli.generate import fetch, load
-from speculant.cli.terminal import examples, messages, progress, results, show_error
+from speculant.cli.terminal import VerbatimConsole, examples, messages, progress, results, show_error
 from speculant.config import EngineConfig
 from speculant.errors import ConfigError, RequestError, SpeculantError, suggest
 
@@ -36,9 +35,6 @@ COMMANDS = {
     "/system": "TEXT: set the system message; without TEXT, remove it",
 }
 _UNFIT = ("n", "beam_width", "logprobs", "prompt_logprobs")  # settings that make no sense in a conversation
-_CONTROL = dict.fromkeys(
-    [*range(9), *range(11, 32), *range(127, 160)]
-)  # characters that control a terminal, but not tab and newline
 
 
 @accepts_flags
@@ -163,8 +159,7 @@ class Conversation:
                 if not self.backend.waits:
                     raise
             finally:
-                console.file.write("\n")
-                console.file.flush()
+                console.write("\n")
         if text := "".join(said):
             self.turns += [message, {"role": "assistant", "content": text}]
         _notify(summary)
@@ -174,15 +169,13 @@ def _notify(text: str) -> None:
     messages().print(text, style="dim")
 
 
-def _show(console: Console, piece: AnswerPiece) -> None:
-    """Print a piece at once: in colour on a terminal that has colours, otherwise verbatim."""
-    text = piece.text.translate(_CONTROL) if console.is_terminal else piece.text
+def _show(console: VerbatimConsole, piece: AnswerPiece) -> None:
+    """Print a piece at once, in colour on a terminal that has colours."""
     style = "dim" if piece.reasoning else ACCEPTED if piece.drafted else ""
     if style and console.is_terminal and not console.no_color:
-        console.print(text, style=style, end="")
+        console.print(piece.text, style=style, end="")
     else:
-        console.file.write(text)
-    console.file.flush()
+        console.write(piece.text)
 
 
 def _lines(interactive: bool) -> Iterator[str]:

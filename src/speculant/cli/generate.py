@@ -118,12 +118,13 @@ def _read_file(path: Path) -> str:
         raise RequestError(f"the prompt file {path} can't be read: {error}", "name a UTF-8 text file.") from error
 
 
-def fetch(config: EngineConfig) -> None:
-    """Download models that are not in the local cache; the downloader shows its own progress."""
+def fetch(config: EngineConfig) -> Path:
+    """Download models that are not in the local cache, and return the target's place. The downloader shows progress."""
     drafting = config.speculative()
-    resolve_source(config.model, "target", config.revision, config.download_dir)
+    place = resolve_source(config.model, "target", config.revision, config.download_dir)
     if drafting is not None and drafting.model is not None:
         resolve_source(drafting.model, "draft", download_dir=config.download_dir)
+    return place
 
 
 def load(values: dict[str, object]) -> LLM:
@@ -147,12 +148,11 @@ def _print_document(llm: LLM, prompt: Prompt, params: SamplingParams) -> Request
 
 def _stream(llm: LLM, prompt: Prompt, params: SamplingParams) -> RequestOutput:
     """Print the text while it is generated."""
-    last = None
+    last, console = None, results()
     for piece in llm.stream(prompt, params):
-        sys.stdout.write(piece.text)
-        sys.stdout.flush()
+        console.write(piece.text)
         last = piece.output or last
-    sys.stdout.write("\n")
+    console.write("\n")
     assert last is not None, "a stream ends with its output"
     return last
 

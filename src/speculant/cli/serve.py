@@ -47,6 +47,7 @@ class ServerFlags(FlagGroup):
     api_keys: Annotated[list[str], "Key that clients must send; can be repeated. [env: SPECULANT_API_KEY]"]
     served_model_names: Annotated[list[str], "Name of the model for clients; can be repeated."]
     allowed_origins: Annotated[list[str], "Another site whose pages may use the server (CORS); can be repeated."]
+    allowed_hosts: Annotated[list[str], "Another name of the server, if it has no keys; * = any; can be repeated."]
     metrics_prefix: Annotated[str, "Prefix of the metrics' names, beside vLLM's; vllm = that one alone."]
     metrics_without_key: Annotated[bool, "Answer /metrics to clients without a key, for gateways that send none."]
     per_request_spec_decode_metrics: Annotated[str, "Figures on speculation in responses: none, summary or detailed."]
@@ -84,6 +85,7 @@ class ServerFlags(FlagGroup):
         "api_keys": "api_key",
         "served_model_names": "served_model_name",
         "allowed_origins": "allowed_origin",
+        "allowed_hosts": "allowed_host",
         "trusted_proxies": "trusted_proxy",
     }
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from speculant.lab.training.trainer import Trainer, TrainingReport
 
 SPINNER = "dots"
+_CONTROL = (*range(9), *range(11, 32), *range(127, 160))  # characters that control a terminal, but not tab and newline
 SOON_S, PAUSE_S = 1.0, 5.0  # without a terminal: before the first line of progress, and between lines
 _LOG_STEPS = 50  # steps per line of output without a terminal
 _LINE_S = 60.0  # the same, between lines of a long task
@@ -67,14 +68,37 @@ def examples(*commands: str) -> str:
     return "\n".join(("\b", "Examples:", *(f"  {command}" for command in commands)))
 
 
-def results() -> Console:
-    """Return the console for results. Text is printed verbatim: no markup, no highlighting, no wrapping."""
-    return Console(highlight=False, markup=False, soft_wrap=True)
+class VerbatimConsole(Console):
+    """Prints text as it is: no markup, no highlighting, no wrapping.
+
+    On a terminal, the characters that control one are left out, except tab and newline: text of a model, a file or a
+    server could change what the user sees or types.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(highlight=False, markup=False, emoji=False, soft_wrap=True, **settings)
+
+    def render_str(self, text: str, **settings: Any) -> Text:
+        """See `rich.console.Console.render_str`."""
+        return super().render_str(self._harmless(text), **settings)
+
+    def write(self, text: str) -> None:
+        """Print a piece of text at once, without a newline."""
+        self.file.write(self._harmless(text))
+        self.file.flush()
+
+    def _harmless(self, text: str) -> str:
+        return text.translate(dict.fromkeys(_CONTROL)) if self.is_terminal else text
 
 
-def messages() -> Console:
+def results() -> VerbatimConsole:
+    """Return the console for results."""
+    return VerbatimConsole()
+
+
+def messages() -> VerbatimConsole:
     """Return the console for everything but results."""
-    return Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+    return VerbatimConsole(stderr=True)
 
 
 def show_error(error: SpeculantError) -> None:
@@ -98,8 +122,8 @@ def end_at_once() -> NoReturn:
 def print_json(value: Mapping[str, Any]) -> None:
     """Print one JSON document to stdout, in ASCII where the output can't hold everything."""
     unicode = (sys.stdout.encoding or "utf-8").lower().startswith("utf")
-    json.dump(value, sys.stdout, indent=2, ensure_ascii=not unicode)
-    sys.stdout.write("\n")
+    text = json.dumps(value, indent=2, ensure_ascii=not unicode)
+    sys.stdout.write(text.translate({each: f"\\u{each:04x}" for each in _CONTROL if each > ord(" ")}) + "\n")
 
 
 class Parts:

@@ -145,7 +145,7 @@ class _WithoutId:
 def _behind_proxies(options: ServerOptions) -> FastAPI:
     """Return the front of replicas that Ray's proxies call."""
     application = serve.get_replica_context().app_name
-    front = make_front(_Deployed(application), options)
+    front = make_front(_Deployed(application), replace(options, host="0.0.0.0"))  # Ray's proxies listen, not the front
     front.add_middleware(_WithoutId)
     return front
 

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 REPLICA = "x-speculant-replica"  # a response's header: the replica that answered
 _METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
-_HOP = frozenset({b"connection", b"transfer-encoding", b"x-request-id", b"host", b"content-length"})
+_HOP = frozenset({b"connection", b"transfer-encoding", b"x-request-id", b"host", b"origin", b"content-length"})
 
 
 class Replicas(Protocol):

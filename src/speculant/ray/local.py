@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import os
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import ray
 from ray import serve
 
-from speculant.errors import ConfigError
+from speculant.errors import ConfigError, ServerError
 from speculant.ray.application import NAME, engine_deployment
 from speculant.ray.options import ReplicaOptions
 from speculant.ray.placing import check_fit
@@ -46,13 +47,15 @@ class LocalReplicas:
 
     def start(self) -> Any:
         """Deploy, and return the handle once all replicas answer. Raises ConfigError if they can't start."""
-        serve.start(proxy_location="Disabled")
+        with starting():
+            serve.start(proxy_location="Disabled")
         application = engine_deployment(self._values, self._options, self._replicas, self._router, **self._settings)
         try:
             handle = serve.run(application, name=self._name, route_prefix=None)
         except RuntimeError as error:
             raise ConfigError(f"the replicas did not start: {_reason(self._name)}", "see the reason above.") from error
-        found = handle.broadcast("describe").results(timeout_s=_PATIENCE_S)
+        with starting():
+            found = handle.broadcast("describe").results(timeout_s=_PATIENCE_S)
         first = found[0][1]
         cores = ", ".join(f"{name}: cores {each['cores']}" for name, each in sorted(found))
         self._ready(
@@ -85,12 +88,33 @@ def connect(replicas: ReplicaOptions) -> bool:
         logging.getLogger(name).setLevel(logging.ERROR)
     local = {} if address else {"include_dashboard": False}
     try:
-        ray.init(
-            address=address or "local", log_to_driver=False, configure_logging=False, ignore_reinit_error=True, **local
-        )
+        with starting():
+            ray.init(
+                address=address or "local",
+                log_to_driver=False,
+                configure_logging=False,
+                ignore_reinit_error=True,
+                **local,
+            )
     except (ConnectionError, ValueError) as error:
         raise ConfigError(f"there is no Ray cluster at {address}: {error}", "correct --ray-address.") from error
     return not address
+
+
+@contextmanager
+def starting() -> Iterator[None]:
+    """Raise ServerError if Ray, or a part of it, does not start in time. Other errors pass."""
+    try:
+        yield
+    except Exception as error:
+        if not (isinstance(error, TimeoutError) or type(error) in (Exception, RuntimeError)):  # Ray's own have no class
+            raise
+        reason = (str(error) or type(error).__name__).strip().splitlines()[0]
+        raise ServerError(
+            f"Ray did not start: {reason}",
+            "see whether this machine has processors and memory to spare, end other Ray processes with `ray stop`, and "
+            "give the same command again.",
+        ) from error
 
 
 def _reason(name: str) -> str:

@@ -9,14 +9,12 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from speculant.serving.connections import Connections, Rarely
-from speculant.serving.errors import unavailable
 from speculant.serving.http1 import Address, HttpConnection
 from speculant.serving.wire import raw_error
 
 _AT_ONCE = 8  # connections that are accepted before other work of the loop
 _PAUSE = 0.01  # seconds until the next try after an error
 _LACKS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
-_FULL = raw_error(unavailable("The server has too many connections. Try again later.", "too_many_connections"))
 
 
 class Acceptor:
@@ -26,10 +24,15 @@ class Acceptor:
     """
 
     def __init__(
-        self, listening: socket.socket, connections: Connections, connect: Callable[[Address], HttpConnection]
+        self,
+        listening: socket.socket,
+        connections: Connections,
+        provisional: Connections,
+        connect: Callable[[Address], HttpConnection],
     ) -> None:
-        """connect: returns the protocol of a connection from an address."""
-        self._socket, self._connections, self._connect = listening, connections, connect
+        """provisional: the connections beyond the places. connect: returns the protocol of one from an address."""
+        self._socket, self._connections, self._provisional = listening, connections, provisional
+        self._connect = connect
         self._loop, self._rarely = asyncio.get_running_loop(), Rarely()
         self._retry: asyncio.TimerHandle | None = None
         listening.setblocking(False)
@@ -72,10 +75,10 @@ class Acceptor:
 
     def _take(self, accepted: socket.socket, address: Address) -> None:
         connection, host = self._connect(address), address[0]
-        if self._connections.add(connection, host):
-            connection.begin(accepted)
-            return
-        self._rarely.warn("refused a connection from %s: %s are open", host, len(self._connections))
+        for places in (self._connections, self._provisional):
+            if places.add(connection, host):
+                connection.begin(accepted, places)
+                return
         with accepted, suppress(OSError):
             accepted.setblocking(False)
-            accepted.send(_FULL)
+            accepted.send(raw_error(self._connections.refusal(host)))

@@ -26,12 +26,13 @@ from speculant.errors import SpeculantError
 from speculant.serving.access_log import AccessLog
 from speculant.serving.errors import ApiError, api_error
 from speculant.serving.middleware import ApiKeys, Heads, RequestIds, RequestLimits
-from speculant.serving.options import ServerOptions
+from speculant.serving.options import PROBED_PATHS, ServerOptions
 from speculant.serving.protocol import BODIES, Body
 from speculant.serving.records import REQUEST_ID, Report, RequestRecords, note_end
 from speculant.serving.responses.routes import ResponseRoutes
 from speculant.serving.routes import Routes
 from speculant.serving.service import Service
+from speculant.serving.sites import Sites
 from speculant.serving.state import ServerState, Source
 from speculant.serving.streams import ClientGoneError
 from speculant.serving.text_lanes import TextLanes
@@ -59,7 +60,7 @@ _HEADERS = {
     "referrer-policy": "no-referrer",
     "x-content-type-options": "nosniff",
 }
-OPEN_PATHS = frozenset({"/health", "/ping", *PAGE})  # need no API key
+OPEN_PATHS = PROBED_PATHS | {*PAGE}  # need no API key
 _ERROR = {
     "type": "object",
     "required": ["error"],
@@ -121,6 +122,8 @@ def add_guards(app: FastAPI, options: ServerOptions, tracer: Tracer | None = Non
         app.add_middleware(
             CORSMiddleware, allow_origins=list(options.allowed_origins), allow_methods=["*"], allow_headers=["*"]
         )
+    if not options.api_keys:
+        app.add_middleware(Sites, options=options, open_paths=PROBED_PATHS)
     app.add_middleware(Heads)
     reports: list[Report] = [] if tracer is None else [tracer]
     if options.access_log != "none":

@@ -6,18 +6,20 @@ import logging
 import resource
 import sys
 import time
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from speculant.errors import ConfigError
 from speculant.serving.clients import is_within, network_of
+from speculant.serving.errors import ApiError, unavailable
 from speculant.serving.options import ServerOptions
 
 logger = logging.getLogger(__name__)
 
 _MOST = 4096  # connections by default, if the process may open more files
-_RESERVE = 64  # file descriptors that are left to the engine, and to connections that are being closed
+_RESERVE = 64  # file descriptors that are left to the engine, to provisional places, and to connections that close
+_PROVISIONAL = 16
 _MINUTE = 60.0
 
 
@@ -25,14 +27,26 @@ class OpenConnection(Protocol):
     """A connection to a client."""
 
     def drop(self) -> None:
-        """Close the connection at once; unsent data is lost."""
+        """Close the connection at once. A request that is being answered ends with an error."""
 
     def check(self, now: float) -> None:
         """Close the connection if its client is late. now: the loop's time in seconds."""
 
 
+@dataclass(slots=True)
+class _Held:
+    """The connections of one address: those that wait, in the order of their waits, and those that are answered."""
+
+    is_bounded: bool
+    waiting: dict[OpenConnection, None] = field(default_factory=dict)
+    working: dict[OpenConnection, None] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.waiting) + len(self.working)
+
+
 class Connections:
-    """All open connections. A newcomer may take the place of one that waits for its client's request.
+    """All open connections. Addresses share the places as clients share the engine's.
 
     A connection waits from its beginning, and from the end of each answer, until its next request is complete. For use
     in one event loop.
@@ -42,8 +56,8 @@ class Connections:
         """most_per_address: 0 = no bound. unbounded: addresses and networks of proxies, which have no bound either."""
         self._most, self._most_per_address, self._unbounded = most, most_per_address, unbounded
         self._addresses: dict[OpenConnection, str] = {}
-        self._counts: Counter[str] = Counter()  # connections of each address
-        self._waiting: dict[str, dict[OpenConnection, None]] = {}  # the oldest one of each address first
+        self._held: dict[str, _Held] = {}  # by address
+        self._rarely = Rarely()
 
     def __len__(self) -> int:
         return len(self._addresses)
@@ -51,66 +65,97 @@ class Connections:
     def add(self, connection: OpenConnection, host: str) -> bool:
         """Take a connection in. False = there is no place for it.
 
-        If its address has as many as it may have, the oldest of them that waits is dropped. If all places are taken,
-        the address with the most waiting connections loses its oldest one.
+        If its address has as many as it may have, the oldest of them that waits is dropped. If all places are taken, it
+        is the oldest one of the address with the most waiting connections, of those that have more places than the
+        newcomer's, and this one.
         """
         address = network_of(host)
-        if self._counts[address] >= self._most_per_address > 0 and not is_within(host, self._unbounded):
-            placed = self._drop_oldest(address)
-        elif len(self) >= self._most:
-            placed = self.make_room()
+        own, is_bounded = len(self._held.get(address, ())), not is_within(host, self._unbounded)
+        if own >= self._most_per_address > 0 and is_bounded:
+            placed = self._drop_waiting([address])
         else:
-            placed = True
+            placed = len(self) < self._most or self._drop_waiting(self._larger(own, address))
         if placed:
             self._addresses[connection] = address
-            self._counts[address] += 1
-            self.wait(connection)
+            self._held.setdefault(address, _Held(is_bounded)).waiting[connection] = None
         return placed
+
+    def claim(self, connection: OpenConnection, host: str) -> bool:
+        """Take in a connection whose request's head has arrived. False = there is no place for it.
+
+        If no connection that waits gives way, the address with the most places loses its last request, if it has at
+        least two places more than the newcomer's address. Proxies without a bound keep their requests.
+        """
+        if self.add(connection, host):
+            return True
+        address = network_of(host)
+        own = len(self._held.get(address, ()))
+        return self._drop_request(self._larger(own + 1)) and self.add(connection, host)
+
+    def refusal(self, host: str) -> ApiError:
+        """Return the error for a connection from an address that gets no place, and log it."""
+        self._rarely.warn("refused a connection from %s: %s are open", host, len(self))
+        return unavailable("The server has too many connections. Try again later.", "too_many_connections")
 
     def remove(self, connection: OpenConnection) -> None:
         """Forget a connection that is closed, if it is known."""
         address = self._addresses.pop(connection, None)
         if address is not None:
-            self._forget_waiting(connection, address)
-            self._counts[address] -= 1
-            if not self._counts[address]:
-                del self._counts[address]
+            held = self._held[address]
+            held.waiting.pop(connection, None)
+            held.working.pop(connection, None)
+            if not held:
+                del self._held[address]
 
     def wait(self, connection: OpenConnection) -> None:
         """Note that a connection waits for its client's request; one that waits already keeps its turn."""
-        if (address := self._addresses.get(connection)) is not None:
-            self._waiting.setdefault(address, {}).setdefault(connection)
+        if (held := self._held_with(connection)) is not None:
+            held.working.pop(connection, None)
+            held.waiting.setdefault(connection)
 
     def work(self, connection: OpenConnection) -> None:
-        """Note that a request is being answered, so that its connection keeps its place."""
-        if (address := self._addresses.get(connection)) is not None:
-            self._forget_waiting(connection, address)
+        """Note that a request is being answered, so that its connection keeps its place while others wait."""
+        if (held := self._held_with(connection)) is not None:
+            held.waiting.pop(connection, None)
+            held.working.setdefault(connection)
 
     def make_room(self) -> bool:
         """Drop the oldest waiting connection of the address with the most of them. False = none waits."""
-        if not self._waiting:
-            return False
-        return self._drop_oldest(max(self._waiting, key=lambda address: len(self._waiting[address])))
+        return self._drop_waiting(self._held)
 
     def check(self, now: float) -> None:
         """Close the connections whose clients are late. now: the loop's time in seconds."""
         for connection in tuple(self._addresses):
             connection.check(now)
 
-    def _drop_oldest(self, address: str) -> bool:
-        waiting = self._waiting.get(address)
-        if not waiting:
+    def _held_with(self, connection: OpenConnection) -> _Held | None:
+        address = self._addresses.get(connection)
+        return None if address is None else self._held[address]
+
+    def _larger(self, count: int, *more: str) -> list[str]:
+        """Return the addresses with more connections than this, and further ones that have some."""
+        return [address for address, held in self._held.items() if len(held) > count or address in more]
+
+    def _drop_waiting(self, addresses: Iterable[str]) -> bool:
+        """Drop the oldest waiting connection of the address, of these, with the most of them."""
+        most = max((self._held[each].waiting for each in addresses if each in self._held), key=len, default=None)
+        if not most:
             return False
-        oldest = next(iter(waiting))
-        self.remove(oldest)
-        oldest.drop()
+        self._drop(next(iter(most)))
         return True
 
-    def _forget_waiting(self, connection: OpenConnection, address: str) -> None:
-        waiting = self._waiting.get(address, {})
-        waiting.pop(connection, None)
-        if not waiting:
-            self._waiting.pop(address, None)
+    def _drop_request(self, addresses: Iterable[str]) -> bool:
+        """Drop the last request of the address, of these, with the most connections."""
+        held = [self._held[each] for each in addresses]
+        most = max((each for each in held if each.is_bounded and each.working), key=len, default=None)
+        if most is None:
+            return False
+        self._drop(next(reversed(most.working)))
+        return True
+
+    def _drop(self, connection: OpenConnection) -> None:
+        self.remove(connection)
+        connection.drop()
 
 
 def bounded_connections(options: ServerOptions) -> Connections:
@@ -132,6 +177,11 @@ def bounded_connections(options: ServerOptions) -> Connections:
     if most_per_address is None:
         most_per_address = max(1, most // 2)
     return Connections(most, most_per_address, options.trusted_proxies)
+
+
+def provisional_connections() -> Connections:
+    """Return the connections beyond a server's places: each has one provisionally, until the head of its request."""
+    return Connections(_PROVISIONAL, 0)
 
 
 class Rarely:

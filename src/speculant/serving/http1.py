@@ -14,24 +14,33 @@ from typing import Any, cast
 
 import h11
 import uvicorn
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState as UvicornState
 
 from speculant.serving.clients import network_of
 from speculant.serving.connections import Connections
-from speculant.serving.errors import ApiError, refusal
-from speculant.serving.options import ServerOptions
-from speculant.serving.request_heads import ChunkCount, check_head, check_request, find_head, headers_too_large
+from speculant.serving.errors import ApiError, refusal, unavailable
+from speculant.serving.options import PROBED_PATHS, ServerOptions
+from speculant.serving.request_heads import (
+    ChunkCount,
+    blank_line,
+    check_head,
+    check_request,
+    find_head,
+    headers_too_large,
+)
 from speculant.serving.round_robin import RoundRobin
 from speculant.serving.streams import ABORT
-from speculant.serving.wire import raw_error
+from speculant.serving.wire import event, raw_error
 
 _PIECE = 16 * 2**10  # bytes that are received and parsed at a time
 _MOST_EVENTS = 32  # that are parsed at a time: heads, and parts of bodies
 _LEAST_READ = 64 * 2**10  # bytes of an answer that a client has to read within send_timeout
 _END = getattr(select, "POLLRDHUP", 0)  # where it is missing, only a connection that is closed both ways is noticed
+_CLOSE = (b"connection", b"close")
 _LINGER = 1.0  # seconds of discarding the rest of a refused request, so that the client reads the answer
+_PROVISIONALLY = 5.0  # seconds that a connection beyond the places may take for the head of its request and its answer
 
 
 Address = tuple[str, int]  # host and port
@@ -58,18 +67,22 @@ class HttpConnection(H11Protocol, asyncio.BufferedProtocol):
     def __init__(self, server: Surroundings, app_state: dict[str, Any], address: Address) -> None:
         """address: the client's. The system does not tell it any more once the client has reset the connection."""
         super().__init__(server.config, server.state, app_state)
-        self._options, self._connections, self._turns = server.options, server.connections, server.turns
+        self._options, self._turns = server.options, server.turns
+        self._places = self._connections = server.connections  # the latter has taken this connection in
         self._address, self._network = address, network_of(address[0])  # networks take turns
         self._accepted: socket.socket | None = None  # while it waits for its turn to begin
         self.conn = _CheckedHttp(server.options.max_header_bytes, self._refuse)
         self._received = bytearray()  # and not parsed yet
         self._deadline: float | None = None  # of the next head, in the loop's time
         self._unread: tuple[int, float] | None = None  # bytes of an answer that the client had not read, and when
-        self._dropped = self._refused = False
+        self._ends: float | None = None  # when a connection beyond the places is closed, in the loop's time
+        self._dropped = self._refused = self._sends_events = False
 
-    def begin(self, accepted: socket.socket) -> None:
-        """Begin, in the client's turn, with an accepted socket."""
-        self._accepted = accepted
+    def begin(self, accepted: socket.socket, connections: Connections) -> None:
+        """Begin, in the client's turn, with an accepted socket. connections: those that have taken this one in."""
+        self._accepted, self._connections = accepted, connections
+        if connections is not self._places:
+            self._ends, self.conn.admit = self.loop.time() + _PROVISIONALLY, self._admit
         self._turns.add(self._network, self, self._begin)
 
     def _begin(self) -> None:
@@ -93,8 +106,13 @@ class HttpConnection(H11Protocol, asyncio.BufferedProtocol):
         inner: Any = self.app
 
         async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            async def send_noted(message: Message) -> None:
+                if message["type"] == "http.response.start":
+                    self._sends_events = _has_events(message)
+                await send(message)
+
             scope.setdefault("extensions", {})[ABORT] = transport.abort
-            await inner(scope, receive, send)
+            await inner(scope, receive, send_noted)
 
         self.app = cast(Any, app)
         if self._dropped:
@@ -107,7 +125,7 @@ class HttpConnection(H11Protocol, asyncio.BufferedProtocol):
         self._unset_keepalive_if_required()  # uvicorn leaves it if the client has reset the connection
         self._connections.remove(self)
         self._turns.withdraw(self._network, self)
-        self.conn.refuse = _ignore  # without this reference the connection's buffers are freed at once
+        self.conn.refuse, self.conn.admit = _ignore, _unchanged  # without the others the buffers are freed at once
 
     def get_buffer(self, sizehint: int) -> bytearray:
         """See `asyncio.BufferedProtocol`."""
@@ -197,10 +215,34 @@ class HttpConnection(H11Protocol, asyncio.BufferedProtocol):
         else:
             self._connections.wait(self)
 
+    def _admit(self, request: h11.Request) -> h11.Request:
+        """Let a probe have its answer, after which the connection ends. Take a place for another request."""
+        if request.target.partition(b"?")[0].decode("ascii") in PROBED_PATHS:
+            headers, version = [*request.headers, _CLOSE], request.http_version
+            return h11.Request(method=request.method, headers=headers, target=request.target, http_version=version)
+        if not self._places.claim(self, self._address[0]):
+            raise self._places.refusal(self._address[0])
+        self._connections.remove(self)
+        self._connections, self._ends, self.conn.admit = self._places, None, _unchanged
+        return request
+
+    def _end_answer(self) -> None:
+        """Tell the client that its request ends, unless an answer in another form than events has begun."""
+        error = unavailable("This connection is needed for another request. Try again later.", "connection_taken")
+        if not self.cycle.response_started:
+            self.transport.write(raw_error(error))
+        elif self._sends_events and self.conn.our_state is h11.SEND_BODY:
+            for each in (h11.Data(data=event(error.body())), h11.EndOfMessage()):
+                self.transport.write(self.conn.send(each))
+        self.cycle.disconnected = True  # nothing else may be sent
+
     def drop(self) -> None:
         """See `OpenConnection.drop`."""
         self._dropped = True
+        self._connections.remove(self)
         if self.transport is not None:
+            if self._answering and not (self._refused or self.transport.get_write_buffer_size()):
+                self._end_answer()
             self.transport.abort()
         elif self._accepted is not None:
             self._turns.withdraw(self._network, self)
@@ -208,6 +250,8 @@ class HttpConnection(H11Protocol, asyncio.BufferedProtocol):
 
     def check(self, now: float) -> None:
         """See `OpenConnection.check`."""
+        if self._ends is not None and now >= self._ends:
+            self.drop()
         if self.transport is None:
             return
         late = self._deadline is not None and now >= self._deadline
@@ -254,7 +298,8 @@ class _CheckedHttp(h11.Connection):
     def __init__(self, most_head_bytes: int, refuse: Callable[[ApiError], None]) -> None:
         super().__init__(h11.SERVER, most_head_bytes)
         self._most, self.refuse, self._chunks = most_head_bytes, refuse, ChunkCount()
-        self.events_left = 0
+        self.admit: Callable[[h11.Request], h11.Request] = _unchanged  # raises ApiError for a request without a place
+        self.events_left, self._has_blank = 0, False  # before the request
 
     def next_event(self) -> Any:
         """See `h11.Connection.next_event`. If no events are left for this turn, it seems to need more data."""
@@ -271,12 +316,17 @@ class _CheckedHttp(h11.Connection):
         return h11.NEED_DATA
 
     def _checked_event(self) -> Any:
-        if self.their_state is h11.IDLE and (head := find_head(self.trailing_data[0])) is not None:
-            check_head(head, self._most)
+        if self.their_state is h11.IDLE:
+            blank = 0 if self._has_blank else blank_line(self.trailing_data[0])
+            if blank is None:
+                return h11.NEED_DATA
+            self._has_blank |= self._receive_buffer.maybe_extract_at_most(blank) is not None
+            if (head := find_head(self.trailing_data[0])) is not None:
+                check_head(head, self._most)
         event = super().next_event()
         if isinstance(event, h11.Request):
-            self._chunks = ChunkCount()
-            return check_request(event)
+            self._chunks, self._has_blank = ChunkCount(), False
+            return self.admit(check_request(event))
         if isinstance(event, h11.Data):
             self._chunks.add(event)
         return event
@@ -289,5 +339,15 @@ def _has_left(client: socket.socket) -> bool:
     return bool(looking.poll(0))
 
 
+def _has_events(head: Message) -> bool:
+    """Whether a response is a stream of server-sent events."""
+    kinds = [value for name, value in head["headers"] if name == b"content-type"]
+    return bool(kinds) and kinds[0].startswith(b"text/event-stream")
+
+
 def _ignore(_: ApiError) -> None:
     pass
+
+
+def _unchanged(request: h11.Request) -> h11.Request:
+    return request

@@ -113,7 +113,7 @@ class RequestLimits:
                 if body is not None:
                     await self._app(scope, _after(body, receive), send)
                 return
-        await _refuse(refused, scope, receive, send)
+        await refuse(refused, scope, receive, send)
 
     def _check_headers(self, scope: Scope) -> None:
         most = self._options.max_header_bytes
@@ -204,7 +204,7 @@ class ApiKeys:
                     code="invalid_api_key",
                     headers={"www-authenticate": "Bearer"},
                 )
-                await _refuse(error, scope, receive, send)
+                await refuse(error, scope, receive, send)
                 return
             scope[API_KEY] = given.strip()
         await self._app(scope, receive, send)
@@ -232,7 +232,7 @@ def _after(body: bytes, receive: Receive) -> Receive:
     return receive_body
 
 
-async def _refuse(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
+async def refuse(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
     """Answer before the body was read, discard what arrives within a second, and close the connection."""
     response = error_response(error)
     headers = MutableHeaders(raw=list(response.raw_headers))

@@ -16,6 +16,8 @@ from speculant.params import MAX_N
 MOST_MESSAGES = 16_384  # of max_messages; parsing a message takes longer than other entries of a body
 METRIC_LEVELS = ("none", "summary", "detailed")
 ACCESS_LOGS = ("none", "text", "json")
+PROBED_PATHS = frozenset({"/health", "/ping"})  # answered without a key, under any name, and by a full server
+_HOST = re.compile(r"\*|[\w.-]+")
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,8 @@ class ServerOptions:
     api_keys: keys for every route but /health, /ping and the page; none = open to all. Each key has its own prefix
     cache. metrics_without_key: /metrics needs none either, for gateways that send none.
     served_model_names: names of the model for clients, its own name first; none = the engine's.
-    allowed_origins: other sites whose pages may use the server (CORS).
+    allowed_origins: other sites whose pages may use the server (CORS). allowed_hosts: further names of the server that
+    requests may have in `Host` if there are no keys; "*" = any.
     max_samples: sequences of one request, over all its prompts.
     max_draft_tokens: a client's num_speculative_tokens counts as at most this; None = the engine's own number, or the
     most that its policy chooses.
@@ -55,6 +58,7 @@ class ServerOptions:
     api_keys: tuple[str, ...] = ()
     served_model_names: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()
     metrics_prefix: str = "speculant"
     metrics_without_key: bool = False
     per_request_spec_decode_metrics: str = "none"
@@ -118,6 +122,9 @@ class ServerOptions:
                 f"client_header={self.client_header!r} names users, and no front end is trusted to name them",
                 "give the front end's address as trusted_proxies (--trusted-proxy), or leave client_header out.",
             )
+        for host in self.allowed_hosts:
+            if not _HOST.fullmatch(host):
+                raise ConfigError(f"allowed_hosts has {host!r}", "use a name without scheme and port, or *.")
 
 
 def _is_url(text: str) -> bool:

@@ -7,6 +7,7 @@ servers are read, refused or accepted, see `fields`; other unknown fields are ig
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType, UnionType
 from typing import (
@@ -317,6 +318,15 @@ _PATHS: Mapping[str, list[str]] = MappingProxyType(  # by field, the routes that
 )
 
 
+def check_kind(content_type: str) -> None:
+    """Raise ApiError (415) unless a body is JSON by its type. A web page can send other types to any server."""
+    kind = content_type.partition(";")[0].strip().lower()
+    if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
+        said = f"the type {kind[:80]!r}" if kind else "no type"
+        text = f"The body has {said}: send JSON with the header Content-Type: application/json."
+        raise ApiError(415, text, code="unsupported_media_type")
+
+
 def read_body(kind: type[T], raw: bytes) -> T:
     """Parse a body. Raises ApiError (400) for invalid JSON, deep nesting, too many entries and wrong types."""
     assert issubclass(kind, Body)
@@ -327,8 +337,25 @@ def read_body(kind: type[T], raw: bytes) -> T:
         body = kind.model_validate_json(raw)
     except ValidationError as error:
         raise _invalid(error) from None
+    for name, value in body:
+        if not _is_finite(value):  # pydantic reads NaN and Infinity, and 1e999 as infinity
+            raise refusal(f"{name} has a number that JSON can't express.", name, "invalid_json")
     _check_others(body, body.model_extra or {})
     return body
+
+
+def _is_finite(value: Any) -> bool:
+    """Whether all numbers within a value are finite."""
+    waiting = [value]
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, float) and not math.isfinite(item):
+            return False
+        if isinstance(item, list):
+            waiting += item
+        elif isinstance(item, dict | BaseModel):
+            waiting += dict(item).values()
+    return True
 
 
 def count_entries(raw: bytes) -> int:

@@ -20,6 +20,11 @@ def find_head(data: bytes) -> bytes | None:
     return None if end is None else data[: end.end()]
 
 
+def blank_line(data: bytes) -> int | None:
+    """Return the bytes of an empty line before a request, which is ignored (RFC 9112, 2.2). None = more data tell."""
+    return None if data == b"\r" else 2 if data.startswith(b"\r\n") else 1 if data.startswith(b"\n") else 0
+
+
 def headers_too_large(most: int) -> ApiError:
     """Return the error for a head of too many bytes."""
     return ApiError(431, f"The headers have over {most} bytes.", code="headers_too_large")

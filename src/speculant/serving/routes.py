@@ -20,7 +20,7 @@ from speculant.serving.sampling import chat_params, completion_params
 from speculant.serving.service import Job, Service
 from speculant.serving.streams import while_connected
 from speculant.serving.tool_use import finish_reason_of_calls, reader_for, with_allowed_tools, with_tools
-from speculant.serving.wire import encode_long, json_response
+from speculant.serving.wire import encode_in_parts, encode_long, json_response
 
 
 class Routes:
@@ -28,6 +28,7 @@ class Routes:
 
     def __init__(self, service: Service) -> None:
         self._service = service
+        self._tokenizer_info: bytes | None = None  # may have megabytes
 
     async def completions(self, request: Request) -> Response:
         """Complete one prompt or several."""
@@ -94,7 +95,10 @@ class Routes:
 
     async def tokenizer_info(self) -> Response:
         """Return the settings in the tokenizer's folder, and the chat template."""
-        return json_response(dict(self._service.state.engine.tokenizer.settings))
+        tokenizer = self._service.state.engine.tokenizer
+        if self._tokenizer_info is None:
+            self._tokenizer_info = await encode_in_parts(dict(tokenizer.settings))
+        return Response(self._tokenizer_info, media_type="application/json")
 
     async def models(self) -> Response:
         """List the names of the model."""

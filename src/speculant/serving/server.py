@@ -20,7 +20,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from speculant.errors import ConfigError
 from speculant.serving.acceptor import Acceptor
 from speculant.serving.clients import with_mapped
-from speculant.serving.connections import bounded_connections
+from speculant.serving.connections import bounded_connections, provisional_connections
 from speculant.serving.http1 import HttpConnection, Surroundings
 from speculant.serving.middleware import NamedUsers
 from speculant.serving.options import ServerOptions
@@ -78,7 +78,7 @@ class Server(uvicorn.Server):
         self._state: Lifecycle = app.state.server
         self._options, self._on_listening = options, on_listening
         self._on_early_interrupt = on_early_interrupt
-        self._connections = bounded_connections(options)
+        self._connections, self._provisional = bounded_connections(options), provisional_connections()
         self._socket = _listen(options)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._draining: asyncio.Task[None] | None = None
@@ -93,6 +93,7 @@ class Server(uvicorn.Server):
             acceptor = Acceptor(
                 self._socket,
                 self._connections,
+                self._provisional,
                 lambda address: HttpConnection(shared, self.lifespan.state, address),
             )
             self.servers.append(cast(Any, acceptor))
@@ -102,7 +103,8 @@ class Server(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         """See `uvicorn.Server.on_tick`."""
         if self._loop is not None and counter % _CHECK_TICKS == 0:
-            self._connections.check(self._loop.time())
+            for places in (self._connections, self._provisional):
+                places.check(self._loop.time())
         return await super().on_tick(counter) or self._state.load_error is not None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:

@@ -23,7 +23,7 @@ from speculant.serving.errors import ApiError, api_error, refusal
 from speculant.serving.metrics import RequestMeter, ServerMetrics
 from speculant.serving.options import ServerOptions
 from speculant.serving.prompts import Prompt, Prompts
-from speculant.serving.protocol import Body, GeneratingBody, read_body
+from speculant.serving.protocol import Body, GeneratingBody, check_kind, read_body
 from speculant.serving.records import RECORD, REQUEST_ID, RequestRecord, note_end
 from speculant.serving.runs import Work, run
 from speculant.serving.sampling import predicts, with_bounded_drafts
@@ -71,6 +71,7 @@ class Service:
 
     async def read(self, kind: type[B], request: Request) -> B:
         """Return a request's body; a large one is parsed in a thread. Raises ApiError for an invalid one."""
+        check_kind(request.headers.get("content-type", ""))
         raw = await request.body()
         request.state.size = len(raw)
         body = await self.apart(request, lambda: read_body(kind, raw))

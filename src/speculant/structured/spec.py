@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from speculant.errors import ConfigError, RequestError, suggest
-from speculant.files import MOST_DEPTH, is_deep, is_encodable
+from speculant.files import MOST_DEPTH, is_deep, is_encodable, parse_json
 from speculant.structured.bounds import with_written_bounds
 
 MAX_CHARACTERS = 65_536  # of a schema, an expression or a grammar, or of all choices together
@@ -139,7 +139,8 @@ def _schema_text(given: object) -> str:
     if is_deep(dict(schema)):
         raise _too_deep()
     try:
-        return json.dumps(with_written_bounds({key: each for key, each in schema.items() if key != _OPTIONS}))
+        written = with_written_bounds({key: each for key, each in schema.items() if key != _OPTIONS})
+        return json.dumps(written, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"json of structured_outputs is not JSON: {error}", "use only JSON's types.") from error
 
@@ -148,7 +149,7 @@ def _parsed(text: str) -> Any:
     if len(text) > MAX_CHARACTERS:
         return {"": text}  # refused later for its size, so it need not be parsed
     try:
-        return json.loads(text)
+        return parse_json(text)
     except RecursionError:
         raise _too_deep() from None
     except ValueError as error:

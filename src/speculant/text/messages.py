@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from speculant.errors import RequestError, suggest
+from speculant.files import parse_json
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _CUSTOM_ROLE = re.compile(r"[A-Za-z][\w.-]{0,63}", re.ASCII)
@@ -150,7 +150,7 @@ def _arguments(given: Any) -> Any:
     if not isinstance(given, str):
         return given
     try:
-        value = json.loads(given)
+        value = parse_json(given)
     except (ValueError, RecursionError):
         return given
     return value if isinstance(value, dict) else given

@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 
 from speculant import AsyncEngine
 from speculant.cli.main import app
+from speculant.models.source import resolve_source
 from tests.batches import check_complete, read, request, write
 from tests.servers import LiveServer
 
@@ -97,6 +98,25 @@ def test_finished_batch_loads_no_model(tmp_path: Path) -> None:
     assert f"1 failed, see {tmp_path / 'out.errors.jsonl'}" in first.stderr
     again = _run(source, out, "--model", tmp_path / "no-model")
     assert "2 had a result before" in again.stderr
+
+
+def test_a_run_is_not_continued_with_another_model(tmp_path: Path) -> None:
+    """Whose results would stand among the first ones. Speed may change."""
+    source, out = write(tmp_path / "in.jsonl", [request(1)]), tmp_path / "out.jsonl"
+    _run(source, out, *PAIR)
+    write(source, [request(1), request(2)])
+    before = out.read_bytes()
+    draft = resolve_source("demo", "draft")
+    for other, what in (
+        (("--model", draft), f"another model than {draft}"),
+        ((*PAIR, "--dtype", "float64"), "other settings"),
+    ):
+        refused = CliRunner().invoke(app, ["batch", *map(str, (source, out, *other))])
+        assert refused.exit_code not in (0, None)
+        assert f"were made with {what}" in str(refused.exception) + refused.stderr
+        assert out.read_bytes() == before
+    _run(source, out, *PAIR, "--max-num-seqs", "3", "--no-use-speculative-decoding")
+    assert {result["custom_id"] for result in read(out)} == {"r1", "r2"}
 
 
 def test_lines_with_the_same_beginning_share_it(tmp_path: Path) -> None:

@@ -53,6 +53,23 @@ def test_json_has_the_fields_that_programs_need(checkpoints: Checkpoints) -> Non
     assert value["speculation"]["on"] is True
 
 
+@pytest.mark.parametrize("more", [(), ("--n", "2"), ("--json",)], ids=["streamed", "list", "json"])
+def test_a_terminal_gets_no_characters_that_control_it(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch, more: tuple[str, ...]
+) -> None:
+    """A model of bytes draws some of each; a pipe gets them, except in JSON, which escapes them."""
+    settings = ("--model", checkpoints.target, "--temperature", "2", "--seed", "1", "--max-tokens", "200")
+    given = (PROMPT, *settings, "--ignore-eos", *more)
+    piped = _invoke(*given).stdout
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("NO_COLOR", "1")  # no styles either
+    shown = re.sub(r"\x1b\[\d*m", "", _invoke(*given).stdout)  # bold is no colour
+    controls = {chr(each) for each in (*range(9), *range(11, 32), *range(127, 160))}
+    assert bool(controls & {*piped}) == ("--json" not in more)
+    assert not controls & {*shown}
+    assert "--json" in more or shown == "".join(each for each in piped if each not in controls)
+
+
 def test_speculation_changes_nothing(checkpoints: Checkpoints) -> None:
     fast = _json(checkpoints, "--temperature", "0", "--max-tokens", "40")
     plain = _json(checkpoints, "--temperature", "0", "--max-tokens", "40", "--speculation", "off")

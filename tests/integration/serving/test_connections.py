@@ -25,7 +25,7 @@ from starlette.responses import Response
 from speculant import AsyncEngine
 from speculant.errors import ModelError
 from speculant.serving.clients import client_of, key_digest
-from speculant.serving.streams import while_connected
+from speculant.serving.streams import EventStream, while_connected
 from tests.async_engines import core
 from tests.attackers import ATTACKS, attacked
 from tests.models import Checkpoints, checkpoints
@@ -34,9 +34,9 @@ from tests.servers import LiveServer, ServerProcess, serve, serve_process
 
 __all__ = ["checkpoints", "serve", "serve_process"]
 
-HOST = b"Host: x\r\n"
+HOST = b"Host: localhost\r\n"
 VERSION = b"GET /version HTTP/1.1\r\n" + HOST
-POST = b"POST /v1/completions HTTP/1.1\r\n" + HOST
+POST = b"POST /v1/completions HTTP/1.1\r\n" + HOST + b"Content-Type: application/json\r\n"
 CHUNKED = POST + b"Transfer-Encoding: chunked\r\n\r\n"
 BODY = b'{"prompt": "a", "max_tokens": 1}'
 SMUGGLED = b"5\r\nabcde\r\n0\r\n\r\nGET /version HTTP/1.1\r\n" + HOST + b"\r\n"
@@ -63,8 +63,9 @@ MALFORMED: dict[str, tuple[int, bytes]] = {
     "NUL": (400, VERSION + b"A: \0\r\n\r\n"),
     "no colon": (400, VERSION + b"A\r\n\r\n"),
     "blank before colon": (400, VERSION + b"Content-Length : 0\r\n\r\n"),
-    "not ASCII": (400, "GET /é HTTP/1.1\r\nHost: x\r\n\r\n".encode()),
-    "blank line": (400, b"\r\n" + VERSION + b"\r\n"),
+    "not ASCII": (400, "GET /é HTTP/1.1\r\nHost: localhost\r\n\r\n".encode()),
+    "two blank lines": (400, b"\r\n\r\n" + VERSION + b"\r\n"),
+    "a carriage return": (400, b"\r" + VERSION + b"\r\n"),
     "many headers": (431, VERSION + b"a:\n" * 2000 + b"\r\n"),
     "blanks": (431, VERSION + b"A:" + b" " * 40_000 + b"b\r\n\r\n"),
     "folded blanks": (431, VERSION + b"A: b\r\n" + b" \r\n" * 12_000 + b"\r\n"),
@@ -78,6 +79,7 @@ MALFORMED: dict[str, tuple[int, bytes]] = {
     "long trailers": (431, CHUNKED + b"1\r\n \r\n0\r\n" + b"a:\n" * 50_000),
 }
 CLOSE = b"Connection: close\r\n\r\n"
+JSON = {"Content-Type": "application/json"}
 SERVED: dict[str, tuple[int, bytes]] = {
     "plain": (200, VERSION + CLOSE),
     "absolute": (200, b"GET http://other.example:80/version HTTP/1.1\r\n" + HOST + CLOSE),
@@ -89,6 +91,8 @@ SERVED: dict[str, tuple[int, bytes]] = {
     "h2c": (200, VERSION + b"Upgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQAoAAAAAIAAAAA\r\n" + CLOSE),
     "tunnel to a path": (405, b"CONNECT /version HTTP/1.1\r\n" + HOST + CLOSE),
     "encoded NUL": (404, b"GET /v1/models/%00 HTTP/1.1\r\n" + HOST + CLOSE),
+    "blank line": (200, b"\r\n" + VERSION + CLOSE),
+    "blank line feed": (200, b"\n" + VERSION + CLOSE),
     "line feeds": (200, VERSION.replace(b"\r", b"") + b"Connection: close\n\n"),
     "many headers": (200, VERSION + b"a:\r\n" * 100 + CLOSE),
     "chunks": (200, CHUNKED.replace(b"\r\n\r\n", b"\r\n" + CLOSE) + b"8\r\n" + BODY[:8] + b"\r\n18;a=b\r\n" + BODY[8:]
@@ -124,6 +128,17 @@ def test_unusual_requests_are_answered(demo: LiveServer, name: str) -> None:
     assert reply.status == status, reply
     if b"/version" in request and status == 200:
         assert b'"version"' in reply.body
+
+
+@pytest.mark.usefixtures("quiet")
+def test_a_blank_line_before_each_request_is_ignored(demo: LiveServer) -> None:
+    """Some clients send one after a body. It may arrive in two parts."""
+    post = POST + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY
+    with opened(demo) as connection:
+        for part in (b"\r", b"\n" + post + b"\r", b"\n" + VERSION + b"\r\n", b"\r\n" + VERSION + CLOSE):
+            connection.sendall(part)
+            time.sleep(0.05)
+        assert read_to_end(connection).count(b"HTTP/1.1 200 ") == 3
 
 
 @pytest.mark.usefixtures("quiet")
@@ -254,7 +269,7 @@ def test_a_body_after_its_answer_has_an_end(serve: Any, never_loads: Any) -> Non
     """A CORS preflight is answered before its body arrives."""
     server = serve(never_loads, allowed_origins=("https://a.example",), header_timeout=0.3)
     asks = (
-        b"OPTIONS /version HTTP/1.1\r\nHost: x\r\nOrigin: https://a.example\r\nAccess-Control-Request-Method: GET\r\n"
+        b"OPTIONS /version HTTP/1.1\r\n" + HOST + b"Origin: https://a.example\r\nAccess-Control-Request-Method: GET\r\n"
     )
     with opened(server) as connection:
         connection.sendall(asks + b"Content-Length: 1000000\r\n\r\n")
@@ -344,15 +359,113 @@ def test_a_request_in_flight_keeps_its_connection(
     with opened(server, "127.0.0.2") as first, opened(server, "127.0.0.2") as second:
         assert read_to_end(first) == b""
         second.sendall(head)
+        server.until(lambda: any(each._answering for each in tuple(server.server.server_state.connections)))
         assert gets_version(server, "127.0.0.2")
-        assert read_to_end(second) == b""
+        assert b"connection_taken" in read_to_end(second)
     with opened(server, "127.0.0.2") as busy:
         busy.sendall(head + BODY)
         server.until(lambda: server.state.admission.count == 1)
         with opened(server, "127.0.0.2") as refused:
+            refused.sendall(VERSION + b"\r\n")
             assert read_to_end(refused).startswith(b"HTTP/1.1 503 ")
         goes_on.set()
         assert b" 200 " in read_to_end(busy)
+
+
+@pytest.fixture
+def waits(serve: Any, checkpoints: Checkpoints) -> Iterator[LiveServer]:
+    """Return a server of twelve places, six for an address. `/wait` and `/events` answer at the end of the test."""
+    engine = AsyncEngine(checkpoints.target)
+    server: LiveServer = serve(engine, max_connections=12, max_connections_per_address=6).ready()
+    over = threading.Event()
+    server.cancelled, server.running = [], []  # type: ignore[attr-defined]
+
+    async def until_over() -> str:
+        server.running.append(1)  # type: ignore[attr-defined]
+        try:
+            while not over.is_set():
+                await asyncio.sleep(0.01)
+        except asyncio.CancelledError:
+            server.cancelled.append(server.running.pop())  # type: ignore[attr-defined]
+            raise
+        return "over"
+
+    async def wait(request: Request) -> Response:
+        await request.body()
+        return Response(await while_connected(request.receive, until_over()))
+
+    async def events(request: Request) -> Response:
+        await request.body()
+
+        async def made() -> Any:
+            yield b"data: 1\n\n"
+            yield await until_over()
+
+        return EventStream(made(), None)
+
+    server.app.add_api_route("/wait", wait)
+    server.app.add_api_route("/events", events)
+    server.app.add_api_route("/ok", lambda: Response("ok"))
+    server.http.close()
+    yield server
+    over.set()
+
+
+def asked(server: Any, path: str, source: str, more: bytes = b"") -> bytes:
+    """Return the whole answer to a request from an address."""
+    with opened(server, source) as connection:
+        connection.sendall(b"GET %s HTTP/1.1\r\n" % path.encode() + HOST + more + b"\r\n")
+        return read_to_end(connection)
+
+
+def crowd_of(server: Any, stack: ExitStack, sources: list[str], count: int, path: str = "/wait") -> list[socket.socket]:
+    """Begin requests that go on, as many from each address as it may have, and some more."""
+    crowd = []
+    for source in sources * count:
+        crowd.append(stack.enter_context(opened(server, source)))
+        crowd[-1].sendall(b"GET %s HTTP/1.1\r\n" % path.encode() + HOST + b"\r\n")
+        server.until(lambda: len(server.running) == min(len(crowd), 12))
+    return crowd
+
+
+@pytest.mark.parametrize("addresses", [2, 3])
+def test_addresses_that_take_all_places_lock_nobody_out(waits: LiveServer, addresses: int) -> None:
+    """Though all their requests run: probes are answered beyond the places, and a newcomer gets its share of them."""
+    sources = [f"127.0.0.{2 + place}" for place in range(addresses)]
+    with ExitStack() as stack:
+        crowd_of(waits, stack, sources, 16 // addresses)
+        before = list(waits.cancelled)  # type: ignore[attr-defined]
+        probes = [asked(waits, path, "127.0.0.9") for path in ("/health", "/ping?a=b") for _ in range(20)]
+        assert [each.split()[1] for each in probes] == [b"200"] * 40
+        assert all(b"connection: close" in each.lower() for each in probes)
+        assert waits.cancelled == before, "a probe takes nobody's place"  # type: ignore[attr-defined]
+        started = time.monotonic()
+        for _ in range(10):
+            assert asked(waits, "/ok", "127.0.0.9", CLOSE[:-2]).endswith(b"ok")
+        assert time.monotonic() - started < 5
+        waits.until(lambda: len(waits.cancelled) > len(before))  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("path", "status"), [("/wait", b"503"), ("/events", b"200")])
+def test_a_request_that_gives_way_ends_with_an_error(waits: LiveServer, path: str, status: bytes) -> None:
+    with ExitStack() as stack:
+        crowd = crowd_of(waits, stack, ["127.0.0.2", "127.0.0.3"], 6, path)
+        assert asked(waits, "/ok", "127.0.0.9", CLOSE[:-2]).endswith(b"ok")
+        answer = read_to_end(crowd[-2])  # the last one of the first address
+        assert answer.split()[1] == status
+        assert b'"code":"connection_taken"' in answer
+        assert path != "/events" or answer.endswith(b"\n\n\r\n0\r\n\r\n"), "it is the last event"
+        waits.until(lambda: waits.cancelled == [1])  # type: ignore[attr-defined]
+
+
+def test_silent_connections_do_not_keep_probes_out(waits: LiveServer) -> None:
+    with ExitStack() as stack:
+        crowd_of(waits, stack, ["127.0.0.2", "127.0.0.3"], 6)
+        for _ in range(40):
+            stack.enter_context(opened(waits, "127.0.0.2"))
+        assert [asked(waits, "/health", "127.0.0.9").split()[1] for _ in range(20)] == [b"200"] * 20
+        assert asked(waits, "/health", "127.0.0.2").split()[1] == b"200"
+        assert asked(waits, "/ok", "127.0.0.2").split()[1] == b"503"
 
 
 @pytest.mark.parametrize("trusted", [(), ("127.0.0.2",), ("127.0.0.0/8",)], ids=str)
@@ -363,7 +476,7 @@ def test_only_a_trusted_proxy_names_the_client(serve: Any, never_loads: Any, tru
         return client_of(request.scope)
 
     server.app.add_api_route("/who", who)
-    request = b"GET /who HTTP/1.1\r\nHost: x\r\nX-Forwarded-For: 192.0.2.9, 192.0.2.7\r\n" + CLOSE
+    request = b"GET /who HTTP/1.1\r\nHost: localhost\r\nX-Forwarded-For: 192.0.2.9, 192.0.2.7\r\n" + CLOSE
     with ExitStack() as stack:
         crowd = [stack.enter_context(opened(server, "127.0.0.2")) for _ in range(6)]
         crowd[-1].sendall(request)
@@ -433,7 +546,7 @@ def test_one_client_can_t_take_the_room_for_bodies(serve: Any, checkpoints: Chec
         answer = select.select(crowd, [], [], 0)[0][0].recv(4096)
         assert answer.startswith(b"HTTP/1.1 503 ")
         assert b"retry-after: 1" in answer
-        assert server.http.post("/v1/completions", content=b" " * 900).status_code == 400
+        assert server.http.post("/v1/completions", content=b" " * 900, headers=JSON).status_code == 400
 
 
 # --- attacks
@@ -469,6 +582,20 @@ def test_a_neighbour_of_attackers_hardly_waits(serve_process: Any, attack: str) 
     assert max(beside) < max(alone) + 0.25
     assert len(server.messages) < 10, server.messages
     assert server.memory - memory < 128 * 2**20
+
+
+@pytest.mark.slow
+def test_addresses_with_requests_without_end_lock_nobody_out(serve_process: Any) -> None:
+    """Two addresses ask on 220 connections for long answers, on a server with 192 places."""
+    server: ServerProcess = serve_process("demo", files=256).ready()
+    server.http.close()
+    with attacked("endless", server.url, "127.0.0.2", 110), attacked("endless", server.url, "127.0.0.3", 110):
+        time.sleep(5)
+        probes = [asyncio.run(exchange(server.url, encoded("/health"))).status for _ in range(40)]
+        beside = times_of(server.url, 20)
+    print(f"beside two addresses without end: {max(beside):.3f} s; /health: {probes}")
+    assert probes == [200] * 40
+    assert max(beside) < 5
 
 
 @pytest.mark.slow

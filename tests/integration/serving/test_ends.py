@@ -147,7 +147,8 @@ def test_a_client_that_reads_nothing_is_dropped(
     with socket.create_connection((host, int(port))) as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
         connection.sendall(
-            f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode()
+            f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            f"Content-Length: {len(body)}\r\n\r\n{body}".encode()
         )
         server.until(lambda: server.state.admission.count > 0)
         server.until(lambda: server.state.admission.count == 0)
@@ -227,10 +228,9 @@ def test_a_signal_drains_until_the_deadline(
 
 def test_a_failed_row_ends_only_its_request(serve: Any, engine: AsyncEngine) -> None:
     server = serve(engine).ready()
-    banned = {str(token): "-inf" for token in range(264)}
-    body = json.dumps({**LONG, "logit_bias": banned}).replace('"-inf"', "-Infinity")
+    banned = {str(token): -1e308 for token in range(264)}
     _, lines = first_event(server)
-    failed = server.http.post("/v1/completions", content=body)
+    failed = server.http.post("/v1/completions", json={**LONG, "logit_bias": banned})
     assert failed.status_code == 400
     assert "no token is possible" in failed.json()["error"]["message"].lower()
     assert [line for line in lines if line.startswith("data: ")][-1] == "data: [DONE]"

@@ -134,7 +134,7 @@ def test_a_large_body_is_not_read(demo: LiveServer) -> None:
     host, port = demo.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=10) as connection:
         connection.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 67108864\r\n\r\n" + b"x" * 1000
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 67108864\r\n\r\n" + b"x" * 1000
         )
         assert connection.recv(1000).startswith(b"HTTP/1.1 413 ")
     response = demo.http.post("/v1/completions", content=(b"x" * 2**20 for _ in range(8)))

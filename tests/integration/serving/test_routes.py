@@ -305,6 +305,14 @@ def test_a_tool_choice_requires_a_call(demo: LiveServer) -> None:
     assert json.loads(call["function"]["arguments"])["size"] in (1, 2)
 
 
+def test_the_tokenizer_s_settings_are_encoded_once(demo: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may have megabytes, and anybody may ask for them without an end."""
+    first = demo.http.get("/tokenizer_info")
+    monkeypatch.setattr("speculant.serving.routes.encode_in_parts", None)
+    assert demo.http.get("/tokenizer_info").content == first.content
+    assert first.json()["tokenizer_class"]
+
+
 @pytest.mark.parametrize(
     "path",
     ["/health", "/v1/models", "/v1/models/demo", "/metrics", "/version", "/", "/page.js", "/openapi.json", "/nowhere",

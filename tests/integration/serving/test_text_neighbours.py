@@ -90,7 +90,8 @@ def server(serve_process: Callable[..., ServerProcess], tmp_path: Path) -> Serve
 
 def request(path: str, body: Mapping[str, Any] | str, client: int) -> bytes:
     data = body.encode() if isinstance(body, str) else json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.0\r\nHost: x\r\nAuthorization: Bearer key{client}\r\nContent-Length: {len(data)}"
+    head = f"POST {path} HTTP/1.0\r\nHost: localhost\r\nAuthorization: Bearer key{client}\r\n"
+    head += f"Content-Type: application/json\r\nContent-Length: {len(data)}"
     return f"{head}\r\n\r\n".encode() + data
 
 

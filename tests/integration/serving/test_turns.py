@@ -27,7 +27,7 @@ from tests.raw_clients import exchange
 from tests.servers import LiveServer, serve
 
 __all__ = ["serve"]
-GET = b"GET /noted HTTP/1.1\r\nHost: x\r\n"
+GET = b"GET /noted HTTP/1.1\r\nHost: localhost\r\n"
 CLOSE = b"Connection: close\r\n\r\n"
 
 
@@ -92,7 +92,7 @@ def test_many_small_chunks_take_several_turns(
         return Response(str(len(await request.body())))
 
     server.app.add_api_route("/length", length, methods=["POST"])
-    head = b"POST /length HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n" + CLOSE
+    head = b"POST /length HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n" + CLOSE
     reply = asyncio.run(exchange(server.url, head + (b"%x\r\n" % size + b"a" * size + b"\r\n") * 1000 + b"0\r\n\r\n"))
     assert reply.status == status
     assert status != 200 or reply.body == b"64000"
@@ -114,7 +114,7 @@ def test_who_is_dropped_before_its_turn_is_forgotten() -> None:
             for _, accepted in pairs:
                 made.append(HttpConnection(surroundings, {}, ("192.0.2.1", 1)))
                 assert connections.add(made[-1], "192.0.2.1")
-                made[-1].begin(accepted)
+                made[-1].begin(accepted, connections)
             assert [turns.has("192.0.2.1", each) for each in made] == [False, True, True]
             pairs[0][0].settimeout(5)
             assert pairs[0][0].recv(1) == b""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import itertools
 import json
 import os
@@ -14,6 +15,7 @@ import pytest
 from speculant.batches import job as jobs
 from speculant.batches.job import BatchJob
 from speculant.batches.lines import BatchLine, LineAnswer, LineError
+from speculant.batches.origin import Origin
 from speculant.batches.results import Write
 from speculant.batches.run import answer_lines
 from speculant.errors import ConfigError, RequestError, SpeculantError
@@ -137,6 +139,67 @@ def test_full_disk_leaves_whole_lines(folder: Folder) -> None:
     whole = read(folder.out, folder.errors)
     assert 0 < len(whole) < len(LINES)
     folder.run()
+    check_complete(LINES, folder.out, folder.errors)
+
+
+@pytest.mark.parametrize("call", range(6))
+def test_results_that_the_disk_refuses_are_computed_again(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch, call: int
+) -> None:
+    """Whichever call fails: none of them counts as done, and what was on the disk before stays."""
+    monkeypatch.setattr(jobs, "_SYNC_S", -1.0)  # after each result
+    synced, calls, failed = dict[int, int](), list[int](), list[int]()  # synced: the size of each file on the disk
+
+    def fsync(file: int) -> None:
+        if len(calls) == call and not failed:
+            failed.append(file)
+            raise OSError(errno.EIO, "Input/output error")
+        calls.append(file)
+        status = os.fstat(file)
+        synced[status.st_ino] = status.st_size
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(SpeculantError, match="Input/output error.*given up\n.*computes them again"):
+        folder.run()
+    for path in (folder.out, folder.errors):
+        assert path.stat().st_size == synced.get(path.stat().st_ino, 0)
+    folder.run()
+    check_complete(LINES, folder.out, folder.errors)
+
+
+def test_a_killed_run_is_on_the_disk_before_it_counts(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder.run()
+
+    def fsync(_: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    before = folder.out.read_bytes()
+    with pytest.raises(SpeculantError, match="Input/output error"):
+        folder.open()
+    assert folder.out.read_bytes() == before
+
+
+@pytest.mark.parametrize("part", ["model", "settings"])
+@pytest.mark.parametrize("left", ["out", "errors"])
+def test_results_of_another_origin_are_not_continued(folder: Folder, part: str, left: str) -> None:
+    """Be they answers or errors. The files stay as they are."""
+    with folder.open() as job:
+        job.made_with(Origin("a" * 8, "b" * 8), "first")
+        asyncio.run(answer_lines(job, _some_fail, 2))
+    if left == "out":
+        folder.errors.unlink()
+    else:
+        folder.out.unlink()
+    before = [path.read_bytes() for path in (folder.out, folder.errors) if path.exists()]
+    other = Origin("c" * 8, "b" * 8) if part == "model" else Origin("a" * 8, "c" * 8)
+    what = "another model than second" if part == "model" else "other settings"
+    with folder.open() as job, pytest.raises(ConfigError, match=f"{left}.jsonl .* made with {what}\n.*first run"):
+        job.made_with(other, "second")
+    assert [path.read_bytes() for path in (folder.out, folder.errors) if path.stat().st_size] == before
+    with folder.open() as job:
+        job.made_with(Origin("a" * 8, "b" * 8), "first")
+        asyncio.run(answer_lines(job, _some_fail, 2))
     check_complete(LINES, folder.out, folder.errors)
 
 

@@ -21,7 +21,10 @@ from speculant.batches.lines import (
     read_record,
     success,
 )
+from speculant.batches.origin import Origin
 from tests.batches import request
+
+MADE_WITH = Origin("01234567", "89abcdef")
 
 
 def _line(**fields: Any) -> bytes:
@@ -103,22 +106,22 @@ def test_custom_id_of_a_bad_line_counts() -> None:
 
 def test_results_have_the_shape_of_openai() -> None:
     line = read_line(3, _line(custom_id="ä\nb"))
-    answered = success(line, LineAnswer(200, "req", b'{\n "choices": []}'))
+    answered = success(line, LineAnswer(200, "req", b'{\n "choices": []}'), MADE_WITH)
     assert json.loads(answered) == {
-        "id": f"batch_req_3_{line.digest:016x}",
+        "id": f"batch_req_3_{line.digest:016x}_0123456789abcdef",
         "custom_id": "ä\nb",
         "response": {"status_code": 200, "request_id": "req", "body": {"choices": []}},
         "error": None,
     }
-    failed = failure(line, LineError("code", "why"))
+    failed = failure(line, LineError("code", "why"), MADE_WITH)
     assert json.loads(failed)["error"] == {"code": "code", "message": "why", "line": 3}
     for record in (answered, failed):
         assert record.count(b"\n") == 1
-        assert read_record(record) == (3, line.digest)
+        assert read_record(record) == (3, line.digest, MADE_WITH)
 
 
 def test_every_beginning_of_a_result_is_torn() -> None:
-    record = failure(read_line(3, _line()), LineError("code", "why"))
+    record = failure(read_line(3, _line()), LineError("code", "why"), MADE_WITH)
     assert all(is_torn(record[:size]) for size in range(len(record)))
     assert is_torn(record[:30] + bytes(100))
     assert not any(map(is_torn, (b"hello", b'{"id":"batch', b'{"id": "x"')[:1]))

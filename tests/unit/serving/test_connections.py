@@ -78,6 +78,59 @@ def test_a_request_in_flight_keeps_its_place() -> None:
     assert first.dropped
 
 
+def busy(connections: Connections, host: str, count: int) -> list[FakeConnection]:
+    """Add connections whose requests are being answered."""
+    made = added(connections, host, count)
+    for each in made:
+        connections.work(each)
+    return made
+
+
+@pytest.mark.parametrize("crowd", [(8,), (4, 4), (3, 3, 2)], ids=str)
+def test_requests_of_a_crowd_give_way_until_shares_are_equal(crowd: tuple[int, ...]) -> None:
+    """The last one of the largest address ends. A newcomer's own requests, and those of its equals, do not."""
+    connections = Connections(8, 0)
+    held = [busy(connections, f"198.51.100.{place}", count) for place, count in enumerate(crowd)]
+    share, new = 8 // (len(crowd) + 1), list[FakeConnection]()
+    for _ in range(share):
+        assert not connections.add(FakeConnection(), NEAR), "it takes more than a connection"
+        new.append(FakeConnection())
+        assert connections.claim(new[-1], NEAR)
+        connections.work(new[-1])
+    assert not connections.claim(FakeConnection(), NEAR), "nobody has two more"
+    left = [[each.dropped for each in requests] for requests in held]
+    assert all(states == sorted(states) for states in left), "the last ones end"
+    assert {states.count(False) for states in left} <= {share, share + 1}
+    assert not any(each.dropped for each in new)
+    for host, requests in ((f"198.51.100.{place}", each) for place, each in enumerate(held)):
+        assert not connections.claim(FakeConnection(), host), requests
+
+
+def test_those_that_wait_give_way_before_requests() -> None:
+    connections = Connections(4, 0)
+    requests, (idle,) = busy(connections, FAR, 3), added(connections, NEAR)
+    assert connections.claim(FakeConnection(), OTHER)
+    assert idle.dropped
+    assert not any(each.dropped for each in requests)
+
+
+def test_who_has_more_can_t_displace_who_has_less() -> None:
+    """Else a crowd whose requests run would end each connection of its neighbour before it has sent its request."""
+    connections = Connections(4, 0)
+    busy(connections, FAR, 3)
+    (sending,) = added(connections, NEAR)
+    assert not connections.claim(FakeConnection(), FAR)
+    assert not sending.dropped
+
+
+@pytest.mark.parametrize("proxy", [FAR, "2001:db8::7"])
+def test_requests_of_a_trusted_proxy_are_kept(proxy: str) -> None:
+    connections = Connections(4, 2, (proxy,))
+    requests = busy(connections, proxy, 4)
+    assert not connections.claim(FakeConnection(), NEAR)
+    assert not any(each.dropped for each in requests)
+
+
 def test_the_end_of_an_answer_begins_a_new_wait() -> None:
     connections = Connections(2, 0)
     first, second = added(connections, FAR, 2)
@@ -288,7 +341,7 @@ def test_errors_of_accepting_are_waited_out(caplog: pytest.LogCaptureFixture, nu
     taken: list[str] = []
 
     class Taken(FakeConnection):
-        def begin(self, accepted: socket.socket) -> None:
+        def begin(self, accepted: socket.socket, _: Connections) -> None:
             taken.append(accepted.getpeername()[0])
             accepted.close()
 
@@ -299,7 +352,7 @@ def test_errors_of_accepting_are_waited_out(caplog: pytest.LogCaptureFixture, nu
         listening.listen()
         connections = Connections(10, 0)
         (waiting,) = added(connections, FAR)
-        acceptor = Acceptor(listening, connections, lambda _: Taken())  # type: ignore[arg-type, return-value]
+        acceptor = Acceptor(listening, connections, Connections(1, 0), lambda _: Taken())  # type: ignore[arg-type, return-value]
         with socket.create_connection(listening.getsockname()):
             await asyncio.sleep(0.2)
             tries, listening.fails = listening.tries, False

@@ -13,6 +13,7 @@ from benchmarks.peers import compare, hf_transformers, models, own_engine
 from benchmarks.peers.base import (
     DEFAULT,
     DRAFT,
+    FILE,
     LOOKUP,
     PLAIN,
     Job,
@@ -222,6 +223,17 @@ def test_llama_cpp_runs_a_program_for_each_mode(tmp_path: Path) -> None:
     assert "--spec-draft-n-max 4 --draft-min 0 --draft-p-min 0" in calls[1]
     assert "n-max" not in calls[3]
     assert all("-t 2 -tb 2 --temp 0" in call and "--ignore-eos" in call for call in calls)
+
+
+@pytest.mark.parametrize(("signal_", "said"), [("ILL", "SIGILL.*another processor.*mno-amx-int8"), ("SEGV", "failed")])
+def test_llama_cpp_is_tried_before_it_is_measured(tmp_path: Path, signal_: str, said: str) -> None:
+    peer, models = _programs(tmp_path, []), Pair("t.gguf", "d.gguf")
+    assert peer.prepare(models, FILE, tmp_path) == models
+    (call,) = (tmp_path / "calls").read_text().splitlines()
+    assert call.startswith(f"{COMPLETE} -m t.gguf -p def add(a, b): -n 2")
+    (tmp_path / "bin" / COMPLETE).write_text(f"#!/bin/sh\nkill -{signal_} $$\n", encoding="utf-8")
+    with pytest.raises(PeerError, match=said):
+        peer.prepare(models, FILE, tmp_path)
 
 
 def test_llama_cpp_benches_several_sequences(tmp_path: Path) -> None:
