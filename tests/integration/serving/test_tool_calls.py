@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import AddedToken, Tokenizer
 
 from speculant import AsyncEngine
 from tests.models import ALPHABET, END, Shape, write_checkpoint
 from tests.servers import LiveServer
+from tests.tagged import HARMONY, HARMONY_TEMPLATE
 
 TEMPLATE = """{%- if tools %}<tool_call>{{ tools | tojson }}</tool_call>{% endif -%}
 {%- for message in messages %}{{ message.role + ': ' + message.content + '\n' }}{% endfor -%}"""
@@ -147,6 +149,45 @@ def test_a_call_that_is_cut_is_not_complete(server: LiveServer, cut: Any, reason
         assert (response["status"], response["incomplete_details"]) == ("incomplete", incomplete)
         (item,) = response["output"]
         assert (item["status"], item["arguments"]) == ("incomplete", call["function"]["arguments"])
+
+
+@pytest.fixture(scope="module")
+def harmony(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    """Return a server of a model with gpt-oss's template and tags, whose drafts are nearly right."""
+    folder = tmp_path_factory.mktemp("harmony")
+    shapes = [("target", Shape(max_positions=1024)), ("near", Shape(max_positions=1024, noise=0.1))]
+    paths = [write_checkpoint(folder / name, shape) for name, shape in shapes]
+    for path in paths:
+        file = str(Path(path) / "tokenizer.json")
+        tokenizer = Tokenizer.from_file(file)
+        tokenizer.add_special_tokens([AddedToken(tag, special=True, normalized=False) for tag in HARMONY])
+        tokenizer.save(file)
+    (folder / "target" / "chat_template.jinja").write_text(HARMONY_TEMPLATE, encoding="utf-8")
+    live = LiveServer(AsyncEngine(paths[0], draft_model=paths[1], dtype="float32")).ready()
+    yield live
+    live.stop()
+
+
+@pytest.mark.parametrize("forced", ["call", "form"])
+def test_channels_are_read_with_and_without_speculation(harmony: LiveServer, forced: str) -> None:
+    """Several tokens are committed at once, whole and streamed."""
+    form = {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": PARAMETERS}}}
+    given = {"tools": TOOLS, "tool_choice": "required"} if forced == "call" else form
+    for seed in range(3):
+        body = {"messages": BODY["messages"], "seed": seed, "max_completion_tokens": 300, **given}
+        (whole,) = harmony.post("/v1/chat/completions", **body)["choices"]
+        (plain,) = harmony.post("/v1/chat/completions", **body, speculation=False)["choices"]
+        calls = [each["function"] for each in whole["message"].get("tool_calls", ())]
+        assert calls == [each["function"] for each in plain["message"].get("tool_calls", ())]
+        names = ("content", "reasoning_content")
+        assert [whole["message"].get(name) for name in names] == [plain["message"].get(name) for name in names]
+        deltas = [each["delta"] for c in harmony.chunks("/v1/chat/completions", **body) for each in c["choices"]]
+        for name in names:
+            assert "".join(each.get(name) or "" for each in deltas) == (whole["message"].get(name) or "")
+        assert "<|" not in str(whole["message"])
+        if whole["finish_reason"] != "length":
+            text = calls[0]["arguments"] if forced == "call" else whole["message"]["content"]
+            assert json.loads(text)["size"] in (1, 2)
 
 
 def test_tools_that_the_model_may_call_need_a_format(without_tools: LiveServer) -> None:
