@@ -127,12 +127,16 @@ def test_logits_of_sources_are_the_reference_s(isa: str, variant: str, length: i
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("isa", SETS)
 def test_bfloat16_logits_of_sources_are_near(isa: str, variant: str) -> None:
-    """The weights are the same numbers, and both caches are rounded to bfloat16; one set also rounds activations."""
+    """The weights are the same numbers, and both caches are rounded to bfloat16.
+
+    One set also rounds activations. Torch rounds them in each layer's every operation, so its error is the larger one.
+    """
     decoder = make_reference(torch.bfloat16, **VARIANTS[variant])
-    found = logits(packed(decoder, opened(isa)), 65)
+    found, rounded = logits(packed(decoder, opened(isa)), 65), logits(decoder, 65)
     expected = logits(decoder.float().storing_keys_as(torch.bfloat16), 65)
-    for seen, known in zip(found, expected, strict=True):
-        assert float((seen - known).norm() / known.norm()) < (0.05 if isa == "avx512bf16" else 0.003)
+    for seen, known, torchs in zip(found, expected, rounded, strict=True):
+        most = float((torchs - known).norm()) if isa == "avx512bf16" else 0.003 * float(known.norm())
+        assert float((seen - known).norm()) < most
 
 
 @pytest.mark.covering(1)
