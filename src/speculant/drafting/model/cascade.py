@@ -149,7 +149,7 @@ class CascadeDrafter(ModelDrafter):
             target_cache=own.target_cache,
             reads_encoder=own.reads_encoder,
         )
-        self.listens = self._inner.drafter.listens
+        self.listens, self.sub_drafters = self._inner.drafter.listens, self._inner.drafter.sub_drafters
         self.caches = (runner.cache, *inner.drafter.caches)
 
     def begin(self, request: Request) -> None:
