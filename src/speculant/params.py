@@ -369,7 +369,7 @@ def _read_bias(given: Any) -> Mapping[int, float]:
 
 def _token_id(key: Any) -> int:
     """Read a token id. Its digits as text are accepted too, because JSON has no other keys."""
-    if isinstance(key, Integral) and type(key) is not bool:
+    if not isinstance(key, bool) and isinstance(key, Integral):
         return int(key)
     if isinstance(key, str) and key.isascii() and key.isdigit():
         return int(key)

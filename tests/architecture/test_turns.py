@@ -36,7 +36,7 @@ def test_other_packages_take_no_engine_from_a_user() -> None:
 @pytest.mark.parametrize(
     "body",
     [
-        "def __init__(self): self._turn = Turn(self._runtime.engine)",
+        "def __init__(self): self.turn = EngineTurn(self._runtime.engine)",
         "def reset(self):\n        with self._turn as engine: return engine.reset_prefix_cache()",
         "def _step(self, engine): return engine.step()",
     ],

@@ -1,8 +1,8 @@
 """Finds front ends that can reach an `Engine` outside a turn: that of a thread, or the thread that owns the engine.
 
 In a front end an engine is a local name: `with turn as engine`, or an argument. Kept in an attribute, or read off its
-runtime, it could be used at any time. Two places may: `Turn`, which lends it, and an `__init__`, which hands it to a
-turn or to a thread before anything runs.
+runtime, it could be used at any time. Two places may: `EngineTurn`, which lends it, and an `__init__`, which hands it
+to a turn or to a thread before anything runs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from tests.architecture.source import Function, Module
 
 FRONT_ENDS = ("llm", "async_engine", "thread", "frontend", "generation", "beam_search", "readings")
 SURFACES = ("serving", "ray", "batches")
-LENDER = "Turn"
+LENDER = "EngineTurn"
 FOR_ONE_THREAD = ("LLM", "engine")  # the property that measurements and tests use
 
 

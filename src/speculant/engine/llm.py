@@ -256,7 +256,7 @@ class SharedEngine:
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self.turn = Turn(engine)
+        self.turn = EngineTurn(engine)
         self._receivers: dict[str, Callable[[StepOutput], None]] = {}  # by request id
 
     def check(self, generations: Iterable[Generation]) -> None:
@@ -333,7 +333,7 @@ class SharedEngine:
             self.turn.abort(generation.request_id)
 
 
-class Turn:
+class EngineTurn:
     """Lends an engine, as a context manager, to one thread after the other; nothing else reaches it.
 
     `threading.Lock` alone may be taken again by the thread that has just released it. So a thread queues for it in
