@@ -265,11 +265,14 @@ class Shown(StatelessDrafter):
     def observe(self, request: Request, rows: CommittedRows) -> None:
         self._show(request)
 
+    def roll_back(self, request: Request, dropped: Sequence[int]) -> None:
+        self.drafter.roll_back(request, dropped)
+
     def end(self, request: Request) -> None:
         self.drafter.end(request)
 
     def _show(self, request: Request) -> None:
-        start, end = self._seen[request.seq_id], len(request.tokens) - 1
+        start, end = self._seen[request.seq_id], len(request.tokens) - request.num_drafted - 1
         if start < end and request.search is None:
             rows = fresh_rows(self.drafter, self._target, request.tokens[:end], start, self._source)
             self.drafter.observe(request, rows)

@@ -9,12 +9,13 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from numbers import Integral
 from types import MappingProxyType
 from typing import Any, TypeVar
 
 from speculant.errors import ConfigError, suggest
 from speculant.speculation import MAX_SPECULATIVE_TOKENS as MAX_SPECULATIVE_TOKENS
-from speculant.speculation import Speculation, read_speculation
+from speculant.speculation import Speculation, is_whole, read_speculation
 from speculant.structured.spec import StructuredOutputs, read_structured
 
 MAX_N = 128
@@ -140,7 +141,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         stops = (self.stop,) if isinstance(self.stop, str) else _listed("stop", self.stop)
-        self._set(stop=stops, stop_token_ids=_listed("stop_token_ids", self.stop_token_ids))
+        self._set(stop=stops, stop_token_ids=_ids("stop_token_ids", self.stop_token_ids))
         self._set(logit_bias=_read_bias(self.logit_bias), speculation=read_speculation(self.speculation))
         self._set(structured_outputs=read_structured(self.structured_outputs))
         self._set(top_k=0 if self.top_k == -1 else self.top_k)
@@ -309,7 +310,7 @@ def _check_range(name: str, value: float | None, low: float, high: float) -> Non
 
 
 def _check_integer(name: str, value: float | None) -> None:
-    if value is not None and not isinstance(value, int):
+    if value is not None and not is_whole(value):
         raise ConfigError(f"{name}={value!r} is not a whole number", f"set {name} to a whole number.")
 
 
@@ -325,13 +326,20 @@ def _listed(name: str, value: Any) -> tuple[Any, ...]:
         raise ConfigError(f"{name}={value!r} is not a list", f"give {name} as a list.") from None
 
 
+def _ids(name: str, value: Any) -> tuple[int, ...]:
+    """Return token ids; raises ConfigError for anything else among them."""
+    tokens = _listed(name, value)
+    if set(map(type, tokens)) <= {int}:  # nearly always, and there may be one for each token of a vocabulary
+        return tokens
+    if wrong := [token for token in tokens if not is_whole(token)]:
+        raise ConfigError(f"{name} has {wrong[0]!r:.80} among token ids", "give whole numbers.")
+    return tokens
+
+
 def _read_words(given: Any) -> tuple[str | tuple[int, ...], ...]:
     if isinstance(given, str):
         raise ConfigError(f"bad_words={given!r} is one text", "give a list of texts.")
-    words = tuple(word if isinstance(word, str) else _listed("bad_words", word) for word in _listed("bad_words", given))
-    ids = [token for word in words if not isinstance(word, str) for token in word]
-    if wrong := [token for token in ids if not isinstance(token, int) or isinstance(token, bool)]:
-        raise ConfigError(f"bad_words has {wrong[0]!r} among token ids", "give texts, or lists of whole numbers.")
+    words = tuple(word if isinstance(word, str) else _ids("bad_words", word) for word in _listed("bad_words", given))
     if len(words) > MAX_BAD_WORDS or not all(words):
         raise ConfigError(
             f"bad_words must be at most {MAX_BAD_WORDS} non-empty entries", "remove empty or surplus ones."
@@ -342,7 +350,7 @@ def _read_words(given: Any) -> tuple[str | tuple[int, ...], ...]:
 
 
 def _read_allowed(given: Any) -> tuple[int, ...] | None:
-    tokens = None if given is None else _listed("allowed_token_ids", given)
+    tokens = None if given is None else _ids("allowed_token_ids", given)
     if tokens == ():
         raise ConfigError("allowed_token_ids is empty, so no token is allowed", "allow one, or leave it out.")
     return tokens
@@ -360,16 +368,18 @@ def _read_bias(given: Any) -> Mapping[int, float]:
 
 
 def _token_id(key: Any) -> int:
-    try:
+    """Read a token id. Its digits as text are accepted too, because JSON has no other keys."""
+    if not isinstance(key, bool) and isinstance(key, Integral):
         return int(key)
-    except (TypeError, ValueError, OverflowError):
-        raise ConfigError(f"logit_bias has the key {key!r}, not a token id", "use token ids as keys.") from None
+    if isinstance(key, str) and key.isascii() and key.isdigit():
+        return int(key)
+    raise ConfigError(f"logit_bias has the key {key!r:.80}, not a token id", "use token ids as keys.")
 
 
 def _bias(given: Any) -> float:
     """Read a bias. Text is accepted too, because JSON has no other form of -inf."""
     try:
-        value = float(given)
+        value = math.nan if isinstance(given, bool) else float(given)
     except (TypeError, ValueError, OverflowError):
         value = math.nan
     if math.isnan(value) or value > MAX_BIAS:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 from speculant.errors import ConfigError, suggest
 
@@ -26,6 +26,11 @@ class Speculation:
     prediction: str | Sequence[int] | None = None
 
 
+def is_whole(given: object) -> TypeGuard[int]:
+    """Whether a value is a whole number: neither a truth value nor a number with a fraction, even of zero."""
+    return isinstance(given, int) and not isinstance(given, bool)
+
+
 KEYS = tuple(each.name for each in dataclasses.fields(Speculation))
 
 
@@ -39,7 +44,7 @@ def read_speculation(given: Any) -> bool | Mapping[str, Any] | None:
         if key not in KEYS:
             raise ConfigError(f"speculation can't set {key!r} per request", suggest(str(key), KEYS))
     tokens, verifier = given.get("num_speculative_tokens", 0), given.get("verification", "auto")
-    if not isinstance(tokens, int) or isinstance(tokens, bool) or not 0 <= tokens <= MAX_SPECULATIVE_TOKENS:
+    if not (is_whole(tokens) and 0 <= tokens <= MAX_SPECULATIVE_TOKENS):
         raise ConfigError(
             f"num_speculative_tokens={tokens!r} is not a whole number from 0 to {MAX_SPECULATIVE_TOKENS}",
             "use for example 4.",

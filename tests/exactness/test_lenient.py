@@ -25,7 +25,6 @@ from tests.exactness.verdicts import (
     target_distributions,
 )
 from tests.examples import examples
-from tests.models import make_request
 
 LENIENCES = [0.1, 0.3, 0.5, 1.0]
 PAIRS = [Pair(seed, size) for size in (2, 3, 4) for seed in range(examples(15, least=5))]
@@ -33,7 +32,7 @@ PROMPT = "def read(path):"
 
 
 def greedy_rule(lenience: float) -> Verifier:
-    return verifier_for(build(lenience), make_request([1], (), Params(temperature=0)))
+    return verifier_for(build(lenience), Params(temperature=0))
 
 
 @pytest.mark.covering(1)

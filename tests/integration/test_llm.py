@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -224,6 +225,27 @@ def test_a_request_can_t_load_another_kind_of_drafter(llm_of: MakeLLM) -> None:
     for method in ("synthetic", "draft_model"):
         with pytest.raises(ConfigError, match="a request can't load it"):
             llm_of().generate(TEXTS[0], SamplingParams(speculation={"method": method}))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{}, {"method": "merge"}, {"method": "cascade", "inner": {"method": "draft_model", "model": "near"}}],
+    ids=["default", "merge", "cascade"],
+)
+def test_a_request_may_name_a_drafter_within_the_engine_s(
+    llm_of: MakeLLM, checkpoints: Checkpoints, config: dict[str, Any]
+) -> None:
+    """The model is loaded once, and its cache is that of the drafter that holds it."""
+    if inner := config.get("inner"):
+        config = {**config, "inner": {**inner, "model": checkpoints.near}}
+    llm = llm_of("near", speculative_config=config)
+    caches = {id(cache) for cache in llm.engine._drafters.caches}
+    named = replace(GREEDY, speculation={"method": "draft_model", "num_speculative_tokens": 3})
+    expected = [each.outputs[0].token_ids for each in llm_of().generate(TEXTS, GREEDY)]
+    found = llm.generate([*TEXTS, *TEXTS], [named] * len(TEXTS) + [GREEDY] * len(TEXTS))
+    assert [each.outputs[0].token_ids for each in found] == 2 * expected
+    assert all(each.metrics.speculative_decoding.num_draft_tokens for each in found[: len(TEXTS)])
+    assert {id(cache) for cache in llm.engine._drafters.caches} == caches
 
 
 def test_parameters_are_one_or_one_for_each_prompt(llm_of: MakeLLM) -> None:

@@ -203,6 +203,12 @@ class StatelessDrafter:
         """See `Drafter.end`."""
 
 
+def loaded(drafter: Drafter) -> Mapping[str, Drafter]:
+    """Return the drafters within a drafter that combines some, by method; their own ones too."""
+    own: Mapping[str, Drafter] = getattr(drafter, "sub_drafters", {})
+    return {name: each for sub in own.values() for name, each in loaded(sub).items()} | dict(own)
+
+
 def listens(drafter: Drafter) -> bool:
     """Whether a drafter has an `observe` of its own; one that combines others says whether they have."""
     if isinstance(own := getattr(drafter, "listens", None), bool):

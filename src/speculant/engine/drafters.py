@@ -10,7 +10,7 @@ from functools import cached_property
 from speculant import plugins
 from speculant.cache.base import KVCache
 from speculant.cache.sources import Source
-from speculant.drafting.base import Drafter, DrafterNeeds
+from speculant.drafting.base import Drafter, DrafterNeeds, loaded
 from speculant.drafting.guard import GuardedDrafter, Proposals
 from speculant.drafting.heads.parts import HeadParts
 from speculant.drafting.methods import KIND
@@ -105,10 +105,16 @@ class Drafters:
         return bool(self._drafters)
 
     def find(self, method: str) -> Drafter:
-        """Return a method's drafter; raises ConfigError if it can't be made."""
+        """Return a method's drafter: one that was loaded within another, or a new one.
+
+        Raises ConfigError if it can't be made.
+        """
         if method not in self._drafters:
-            assert self._make is not None, f"nothing makes the drafter {method!r}"
-            made = self._drafters[method] = self._guarded(method, self._make(method))
+            drafter = next((within[method] for within in map(loaded, self.known.values()) if method in within), None)
+            if drafter is None:
+                assert self._make is not None, f"nothing makes the drafter {method!r}"
+                drafter = self._make(method)
+            made = self._drafters[method] = self._guarded(method, drafter)
             self._listening += [made] if made.listens else []
             for cached in ("hidden_layers", "read_successors", "read_encoder"):
                 vars(self).pop(cached, None)

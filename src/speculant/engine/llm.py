@@ -36,9 +36,13 @@ class LLM(Frontend):
 
     def __init__(self, model: str, draft_model: str | None = None, **arguments: Any) -> None:
         super().__init__(model, draft_model, **arguments)
-        self.engine = self._runtime.engine
         self._ids = itertools.count()
-        self._shared = SharedEngine(self.engine, self.tokenizer)
+        self._shared = SharedEngine(self._runtime.engine, self.tokenizer)
+
+    @property
+    def engine(self) -> Engine:
+        """The engine itself, for measurements in one thread: it takes no turns with other threads of this `LLM`."""
+        return self._runtime.engine
 
     def generate(
         self,
@@ -106,11 +110,13 @@ class LLM(Frontend):
 
     def get_metrics(self) -> list[Metric]:
         """Return the engine's totals under vLLM's names and under its own."""
-        return read_metrics(self.engine.metrics, str(self.config.model))
+        with self._shared.turn as engine:
+            return read_metrics(engine.metrics, str(self.config.model))
 
     def reset_prefix_cache(self) -> bool:
         """Drop the prompts that are kept for later ones; return whether none is left. Open streams keep theirs."""
-        return self.engine.reset_prefix_cache()
+        with self._shared.turn as engine:
+            return engine.reset_prefix_cache()
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, cache_salt: str = ""
@@ -244,20 +250,20 @@ def _tqdm() -> Callable[..., Any]:
 class SharedEngine:
     """Runs generations of any number of threads in one batch. Callers that wait run the steps; it starts no thread.
 
-    A thread holds the engine for one step, or to add requests. Waiting threads take turns, so that a thread that steps
-    again and again does not keep the others out.
+    A thread has the engine for one `turn`: a step, or to add requests. Waiting threads take turns, so that a thread
+    that steps again and again does not keep the others out.
     """
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer) -> None:
-        self._engine, self._tokenizer = engine, tokenizer
-        self._turn = _Turn(self._abort)
+        self._tokenizer = tokenizer
+        self.turn = EngineTurn(engine)
         self._receivers: dict[str, Callable[[StepOutput], None]] = {}  # by request id
 
     def check(self, generations: Iterable[Generation]) -> None:
         """Raise the error of the first generation that can't be served."""
-        with self._turn:
+        with self.turn as engine:
             for generation in generations:
-                generation.check(self._engine)
+                generation.check(engine)
 
     def run(self, waiting: deque[Generation]) -> collections.abc.Generator[tuple[int, Generation], None, None]:
         """Run generations together; yield each as it ends, with its number, and keep nothing of it.
@@ -268,13 +274,13 @@ class SharedEngine:
         running, ended, count = dict[int, Generation](), deque[int](), 0
         try:
             while waiting or running:
-                with self._turn:
-                    while waiting and self._has_place(waiting[0]):
+                with self.turn as engine:
+                    while waiting and _has_place(engine, waiting[0]):
                         generation = running[count] = waiting.popleft()
-                        self._start(generation, _end_noted(generation, count, ended))
+                        self._start(engine, generation, _end_noted(generation, count, ended))
                         count += 1
                     if not ended:
-                        self._step()
+                        self._step(engine)
                 while ended:
                     number = ended.popleft()
                     self._leave(running[number])
@@ -289,8 +295,8 @@ class SharedEngine:
         Raises the errors of `Engine.add_request`, and after the last piece the error of the generation, if any.
         """
         unread = deque[StreamPiece | Exception]()
-        with self._turn:
-            self._start(generation, _piece_noted(generation, unread))
+        with self.turn as engine:
+            self._start(engine, generation, _piece_noted(generation, unread))
         try:
             while self._advance(generation, unread):
                 while unread:
@@ -305,21 +311,17 @@ class SharedEngine:
 
     def _advance(self, generation: Generation, unread: deque[StreamPiece | Exception]) -> bool:
         """Step if nothing is unread; return whether a generation has, or will have, more pieces."""
-        with self._turn:
+        with self.turn as engine:
             if not unread and not generation.finished:
-                self._step()
+                self._step(engine)
             return bool(unread) or not generation.finished
 
-    def _has_place(self, generation: Generation) -> bool:
-        """Whether to queue a generation now; an empty engine queues it or raises the reason."""
-        return self._engine.accepts(generation.params.n) or not self._engine.has_unfinished()
-
-    def _start(self, generation: Generation, receive: Callable[[StepOutput], None]) -> None:
-        generation.start(self._engine, self._tokenizer)
+    def _start(self, engine: Engine, generation: Generation, receive: Callable[[StepOutput], None]) -> None:
+        generation.start(engine, self._tokenizer)
         self._receivers[generation.request_id] = receive
 
-    def _step(self) -> None:
-        for output in self._engine.step():
+    def _step(self, engine: Engine) -> None:
+        for output in engine.step():
             receive = self._receivers.get(output.request_id)
             if receive is not None:
                 receive(output)
@@ -328,47 +330,50 @@ class SharedEngine:
         """Forget a generation; if it has not ended, abort it before the next step."""
         self._receivers.pop(generation.request_id, None)
         if not generation.finished:
-            self._turn.postpone(generation)
-
-    def _abort(self, generation: Generation) -> None:
-        self._engine.abort(generation.request_id)
+            self.turn.abort(generation.request_id)
 
 
-class _Turn:
-    """A lock that waiting threads get one after the other, and work that is done when it is free.
+class EngineTurn:
+    """Lends an engine, as a context manager, to one thread after the other; nothing else reaches it.
 
     `threading.Lock` alone may be taken again by the thread that has just released it. So a thread queues for it in
     `_next`, and only the first one of the queue waits for `_lock`.
 
-    The garbage collector may close a generator anywhere, even inside a step; so `postpone` waits for no lock.
+    The garbage collector may close a generator anywhere, even inside a step; so `abort` waits for no lock.
     """
 
-    def __init__(self, work: Callable[[Generation], None]) -> None:
+    def __init__(self, engine: Engine) -> None:
         self._next, self._lock = threading.Lock(), threading.Lock()
-        self._work, self._postponed = work, deque[Generation]()
+        self._engine, self._aborted = engine, deque[str]()
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> Engine:
         with self._next:
             self._lock.acquire()
+        return self._engine
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._lock.release()
-        self._do_postponed()
+        self._abort_now()
 
-    def postpone(self, generation: Generation) -> None:
-        """Do the work for a generation: at once if the lock is free, else as soon as it is."""
-        self._postponed.append(generation)
-        self._do_postponed()
+    def abort(self, request_id: str) -> None:
+        """End a request: at once if no thread has the engine, else when it gives it back."""
+        self._aborted.append(request_id)
+        self._abort_now()
 
-    def _do_postponed(self) -> None:
-        while self._postponed and self._lock.acquire(blocking=False):
+    def _abort_now(self) -> None:
+        while self._aborted and self._lock.acquire(blocking=False):
             try:
-                while self._postponed:
-                    self._work(self._postponed.popleft())
+                while self._aborted:
+                    self._engine.abort(self._aborted.popleft())
             finally:
                 self._lock.release()
+
+
+def _has_place(engine: Engine, generation: Generation) -> bool:
+    """Whether to queue a generation now; an empty engine queues it or raises the reason."""
+    return engine.accepts(generation.params.n) or not engine.has_unfinished()
 
 
 def _end_noted(generation: Generation, number: int, ended: deque[int]) -> Callable[[StepOutput], None]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from speculant.errors import RequestError, suggest
+from speculant.speculation import is_whole
 from speculant.structured.reasoned import Reasoning
 from speculant.text.reasoning import ExpectedReasoning
 
@@ -200,4 +201,4 @@ def _is_number(given: Any) -> bool:
     """Whether an element of a list is a whole number; a truth value is not one."""
     if isinstance(given, Tensor | np.ndarray | np.generic):
         return given.ndim == 0 and _has_whole_numbers(given)
-    return isinstance(given, int) and not isinstance(given, bool)
+    return is_whole(given)

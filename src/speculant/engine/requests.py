@@ -19,6 +19,7 @@ from speculant.metrics import PassTotals, RequestMetrics, TimingMetrics
 from speculant.models.generation import NO_RULES, OutputRules
 from speculant.params import SamplingParams
 from speculant.sampling.chance import Purpose, mix
+from speculant.speculation import is_whole
 from speculant.structured.vocabulary import Vocabulary, constrain_all
 from speculant.types import ANYONE, Client, Request, StopChecker
 from speculant.verification.base import Verifier
@@ -92,7 +93,7 @@ class RequestFactory:
         self._check_prompt(prompt)
         self._check_numbers(params)
         given: tuple[object, object] = priority, cache_salt
-        if not (isinstance(given[0], int) and isinstance(given[1], str)):
+        if not (is_whole(given[0]) and isinstance(given[1], str)):
             raise RequestError(
                 f"priority={priority!r}, cache_salt={cache_salt!r}", "give priority as int and cache_salt as str."
             )
@@ -195,12 +196,17 @@ class RequestFactory:
         if request.params.beam_width is not None:
             request.metrics.verification = "beam" if needs.nodes_per_beam else None
             return
-        name = own.get("verification") or self._rules.verification
-        if name == "auto" or request.params.seed is not None:
+        name = self._named_rule(request.params)
+        if name == "auto":
             name = choose_verifier(request, not needs.emits_probs, needs.emits_tree)
-        verifier = verifier_for(self._verifiers[name], request)
+        verifier = verifier_for(self._verifiers[name], request.params)
         request.verifier = request.metrics.verification = name
         request.metrics.lossless, request.shared_noise = verifier.lossless, verifier.needs.shared_noise
+
+    def _named_rule(self, params: SamplingParams) -> str:
+        """Return the verification rule that a request or the engine names; "auto" = it is chosen, as for every seed."""
+        own = params.speculation.get("verification") if isinstance(params.speculation, Mapping) else None
+        return "auto" if params.seed is not None else own or self._rules.verification
 
     def _usual_length(self, request: Request) -> int | None:
         """Return the draft length of a method that the request chose; None = the engine's, which is the default's."""
@@ -272,7 +278,7 @@ class RequestFactory:
         if params.prediction is not None:
             self._check_prediction(params.prediction, method, needs)
         if needs is not None and params.beam_width is None:
-            self._check_verifier(own or self._rules.verification, needs)
+            self._check_verifier(self._named_rule(params), needs, params)
 
     def _check_drafting(self, needs: DrafterNeeds | None, searches: bool) -> None:
         """Refuse a request with speculation=True if nothing can be drafted for it."""
@@ -298,10 +304,14 @@ class RequestFactory:
             raise RequestError("the prediction is text and the engine handles tokens", "give its token ids.")
         _check_tokens("the prediction", given, self._rules.vocab_size)
 
-    def _check_verifier(self, name: str, needs: DrafterNeeds | None) -> None:
+    def _check_verifier(self, name: str, needs: DrafterNeeds | None, params: SamplingParams | None = None) -> None:
+        """Refuse an unknown rule, and one that can't verify the drafts of these parameters; needs: the drafter's."""
         if name != "auto" and name not in self._verifiers:
             raise ConfigError(f"verification {name!r} is unknown", suggest(name, ["auto", *self._verifiers]))
-        if needs is not None and needs.emits_tree and name != "auto" and not self._verifiers[name].needs.branches:
+        if needs is None or not needs.emits_tree or name == "auto":
+            return
+        verifier = self._verifiers[name]
+        if not (verifier if params is None else verifier_for(verifier, params)).needs.branches:
             raise ConfigError(
                 f"verification {name!r} understands chains and this drafter emits trees", 'use "auto" or "match".'
             )
@@ -331,7 +341,7 @@ def _check_logprobs(name: str, count: int | None, most: int) -> None:
 
 def _check_tokens(name: str, tokens: Iterable[object], vocab_size: int) -> None:
     for token in tokens:
-        if not isinstance(token, int) or not 0 <= token < vocab_size:
+        if not (is_whole(token) and 0 <= token < vocab_size):
             raise RequestError(
                 f"{name} has {token!r}, which is not a token id from 0 to {vocab_size - 1}", "check the ids."
             )

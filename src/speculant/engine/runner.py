@@ -70,8 +70,13 @@ class TargetOutput(NamedTuple):
 
 @torch.inference_mode()
 def check_target(model: CausalLM, cache: KVCache) -> None:
-    """Compute one token that belongs to no request, after a source of one; raises the model's own error."""
-    source = Source(MEASURED, (0,)) if model.needs.source else None
+    """Compute one token that belongs to no request, after a source of one; raises the model's own error.
+
+    If sequences hold all of the cache, nothing is computed: their own next passes show whether the model can compute.
+    """
+    source, plan = Source(MEASURED, (0,)) if model.needs.source else None, cache.plan()
+    if not all(plan.take(seq_id, 1) for seq_id in (_NO_REQUEST, *((MEASURED,) if source else ()))):
+        return
     try:
         if source is not None:
             encode_sources(model, cache, [source])

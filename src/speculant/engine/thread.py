@@ -19,6 +19,7 @@ from functools import partial
 from queue import SimpleQueue
 
 from speculant.engine.build import Runtime
+from speculant.engine.engine import Engine
 from speculant.engine.generation import Generation, StreamPiece
 from speculant.errors import EngineClosedError, EngineDeadError, SpeculantError
 from speculant.metrics import EngineMetrics
@@ -65,7 +66,7 @@ class PieceStream:
 
 
 class EngineThread:
-    """Runs an engine, which no other thread uses. It ends when it is closed, or by an error of the engine.
+    """Runs an engine, which no other thread reaches. It ends when it is closed, or by an error of the engine.
 
     `metrics` are a copy, as of the last step. `ended` is done when no stream will get anything more.
     """
@@ -74,15 +75,15 @@ class EngineThread:
         self.metrics: EngineMetrics = replace(runtime.engine.metrics)
         self.ended: Future[None] = Future()
         self.ended.set_running_or_notify_cancel()  # a caller that stops waiting does not cancel it
-        self._runtime, self._engine = runtime, runtime.engine
-        self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()  # unlike Queue, safe in finalisers
+        self._tokenizer = runtime.tokenizer
+        self._inbox: SimpleQueue[Callable[[Engine], None]] = SimpleQueue()  # unlike Queue, safe in finalisers
         self._open: dict[str, PieceStream] = {}
         self._readers: set[PieceStream] = set()  # from `add` to `abort`: each gets an end if the engine dies
         self._lock = threading.RLock()  # nothing is added once it is closed
         self._closed = False
         self._leaving = False  # the engine's thread has read that it is closed
         self._cause: BaseException | None = None  # the error that ended the engine
-        self._thread = threading.Thread(target=self._run, name="speculant-engine", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(runtime.engine,), name="speculant-engine", daemon=True)
         atexit.register(self._exit)
         self._thread.start()
 
@@ -103,11 +104,11 @@ class EngineThread:
         with self._lock:
             self.check()
             self._readers.add(stream)
-            self._inbox.put(partial(self._add, stream))
+            self._inbox.put(partial(self._add, stream=stream))
 
     def abort(self, stream: PieceStream) -> None:
         """End a generation before the next step, if it has not ended yet; the stream gets nothing more."""
-        self._inbox.put(partial(self._abort, stream))
+        self._inbox.put(partial(self._abort, stream=stream))
 
     def has_begun(self, request_id: str) -> bool:
         """Whether a generation that has not ended has taken part in a pass."""
@@ -128,76 +129,76 @@ class EngineThread:
         """Block until the thread has ended, or for `timeout` seconds."""
         self._thread.join(timeout)
 
-    def _run(self) -> None:
+    def _run(self, engine: Engine) -> None:
         try:
-            while not self._leaving or self._engine.has_unfinished():
-                self._process_inbox()
-                self._step()
+            while not self._leaving or engine.has_unfinished():
+                self._process_inbox(engine)
+                self._step(engine)
         except BaseException as error:
             self._cause = error
             raise  # for the traceback on standard error
         finally:
-            self._end()
+            self._end(engine)
 
-    def _process_inbox(self) -> None:
+    def _process_inbox(self, engine: Engine) -> None:
         """Run the calls in the inbox; if nothing runs, wait for the first one."""
-        for _ in range(max(self._inbox.qsize(), not self._engine.has_unfinished())):
-            self._inbox.get()()
-        self.metrics = replace(self._engine.metrics)
+        for _ in range(max(self._inbox.qsize(), not engine.has_unfinished())):
+            self._inbox.get()(engine)
+        self.metrics = replace(engine.metrics)
 
-    def _step(self) -> None:
+    def _step(self, engine: Engine) -> None:
         outputs: dict[str, list[StepOutput]] = {}
-        for output in self._engine.step():
+        for output in engine.step():
             outputs.setdefault(output.request_id, []).append(output)
-        self.metrics = replace(self._engine.metrics)
+        self.metrics = replace(engine.metrics)
         for request_id, own in outputs.items():
-            self._deliver(self._open[request_id], own)
-        if self._engine.doubtful:
-            self._engine.check_target()
+            self._deliver(engine, self._open[request_id], own)
+        if engine.doubtful:
+            engine.check_target()
 
-    def _deliver(self, stream: PieceStream, outputs: Sequence[StepOutput]) -> None:
+    def _deliver(self, engine: Engine, stream: PieceStream, outputs: Sequence[StepOutput]) -> None:
         """Pass on the tokens that a step committed for one generation. Text that can't be made ends it alone."""
         generation, items = stream.generation, list[StreamPiece | _End]()
         try:
             items += (generation.piece(output) for output in outputs)
         except Exception as error:  # noqa: BLE001 - no error may affect the other requests
-            self._abort(stream)
+            self._abort(engine, stream)
             items.append(_End(error))
         else:
             if generation.finished:
                 del self._open[generation.request_id]
                 items.append(_End(generation.error))
         if not stream.send(items):
-            self._abort(stream)
+            self._abort(engine, stream)
 
-    def _add(self, stream: PieceStream) -> None:
+    def _add(self, engine: Engine, stream: PieceStream) -> None:
         generation = stream.generation
         try:
             if self._cause is not None:
                 raise self._death()
-            generation.start(self._engine, self._runtime.tokenizer)
+            generation.start(engine, self._tokenizer)
             self._open[generation.request_id] = stream
         except Exception as error:  # noqa: BLE001 - its error must not affect the others
             stream.send([_End(error)])
 
-    def _abort(self, stream: PieceStream) -> None:
+    def _abort(self, engine: Engine, stream: PieceStream) -> None:
         """End a generation; an earlier or later one with the same id is not affected."""
         request_id = stream.generation.request_id
         self._readers.discard(stream)
         if self._open.get(request_id) is stream:
             del self._open[request_id]
-            self._engine.abort(request_id)
+            engine.abort(request_id)
 
-    def _abort_all(self) -> None:
+    def _abort_all(self, engine: Engine) -> None:
         for stream in list(self._open.values()):
-            self._abort(stream)
+            self._abort(engine, stream)
             error = EngineClosedError("the engine was shut down before this request ended", "send it to another one.")
             stream.send([_End(error)])
 
-    def _leave(self) -> None:
+    def _leave(self, _engine: Engine) -> None:
         self._leaving = True
 
-    def _end(self) -> None:
+    def _end(self, engine: Engine) -> None:
         """End all streams with an error; from now on `add` refuses. A stream that has ended ignores it."""
         with self._lock:
             self._closed = True
@@ -206,7 +207,7 @@ class EngineThread:
             stream.send([_End(self._death())])
         self._readers.clear()
         while not self._inbox.empty():
-            self._inbox.get()()
+            self._inbox.get()(engine)
         atexit.unregister(self._exit)
         self.ended.set_result(None)
 

@@ -18,6 +18,7 @@ from speculant.constraints import checked_mask
 from speculant.engine.runner import TargetOutput
 from speculant.errors import ConstraintError, RequestError, SpeculantError
 from speculant.kernels.base import NO_TOKEN, RowDraw, Sampler
+from speculant.params import SamplingParams
 from speculant.sampling.chance import Chance, Chances, KeyedNoise, Noise, Stream, foresee
 from speculant.sampling.distribution import Node, distribution, row_maxima
 from speculant.sampling.rows import most_likely, rank
@@ -45,7 +46,7 @@ def verify(
     for output in outputs:
         if output.pass_logits is not None:
             request = output.item.request
-            verifier = verifier_for(verifiers[request.verifier], request)
+            verifier = verifier_for(verifiers[request.verifier], request.params)
             chosen.append((output, verifier))
             takes_best = takes_best and _takes_best(request, output.tree, verifier)
     if not chosen:
@@ -78,9 +79,9 @@ def choose_verifier(request: Request, deterministic: bool, branches: bool = Fals
     return "traversal" if branches else "block"
 
 
-def verifier_for(verifier: Verifier, request: Request) -> Verifier:
+def verifier_for(verifier: Verifier, params: SamplingParams) -> Verifier:
     """Return the verifier of a request's drafts where `verifier` was chosen."""
-    return verifier.needs.greedy or verifier if request.params.greedy else verifier
+    return verifier.needs.greedy or verifier if params.greedy else verifier
 
 
 def _takes_best(request: Request, tree: DraftTree, verifier: Verifier) -> bool:

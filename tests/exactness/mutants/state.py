@@ -183,7 +183,7 @@ DRAFTING = [
     Mutant(
         "draft cache uninitialised on a prefix hit",
         DRAFT_RUNNER,
-        "self.cache.match_prefix(request.seq_id, text, salt)",
+        "self.cache.match_prefix(request.seq_id, committed, salt)",
         "request.metrics.cached_tokens",
         KNOWN,
     ),
@@ -197,8 +197,8 @@ DRAFTING = [
     Mutant(
         "draft prefixes across tenants",
         DRAFT_RUNNER,
-        "match_prefix(request.seq_id, text, salt)",
-        "match_prefix(request.seq_id, text)",
+        "match_prefix(request.seq_id, committed, salt)",
+        "match_prefix(request.seq_id, committed)",
         SALTS.format("None"),
     ),
     Mutant(
@@ -329,14 +329,14 @@ OTHER_TOKENS = [
     Mutant(
         "a draft of another tokenizer reads the target's ids",
         DRAFT_RUNNER,
-        "cached.text += self.vocabulary.read(request.tokens[cached.num_read :])",
+        "cached.text += self.vocabulary.read(own[cached.num_read :])",
         "cached.text += request.tokens[cached.num_read :]",
         READ.format("some are shared"),
     ),
     Mutant(
         "a draft's mark before a text is left out",
         DRAFT_RUNNER,
-        "cached.text = self.vocabulary.begin(request.tokens)",
+        "cached.text = self.vocabulary.begin(own)",
         "cached.text = []",
         READ.format("a mark before every text"),
     ),

@@ -7,6 +7,7 @@ import dataclasses
 import pickle
 from typing import Any
 
+import numpy as np
 import pytest
 
 from speculant.errors import ConfigError
@@ -22,6 +23,7 @@ from speculant.params import (
     MAX_STOPS,
     SamplingParams,
 )
+from tests.whole_numbers import WRONG, places
 
 NAN, INF = float("nan"), float("inf")
 
@@ -43,6 +45,12 @@ BAD: dict[str, list[Any]] = {
         {0: "x"},
         {0: 10**400},
         {INF: 1.0},
+        {5.0: 1.0},
+        {5.9: 1.0},
+        {"5.0": 1.0},
+        {"1_0": 1.0},
+        {True: 1.0},
+        {0: True},
         {0: None},
         [1.0],
         3,
@@ -52,7 +60,7 @@ BAD: dict[str, list[Any]] = {
     "max_tokens": [0, -1, 2**64, 1.5, INF, "many"],
     "min_tokens": [-1, 2**64, 17, 0.5, None],  # 17 is above the default of max_tokens
     "stop": [[""], "", ["a", 3], 3, ["x"] * (MAX_STOPS + 1), "x" * (MAX_STOP_CHARACTERS + 1)],
-    "stop_token_ids": [3, range(MAX_STOP_TOKEN_IDS + 1)],
+    "stop_token_ids": [3, [True], [5.0], ["5"], [None], [[5]], range(MAX_STOP_TOKEN_IDS + 1)],
     "include_stop_str_in_output": ["no", None, 1],
     "ignore_eos": ["false", None],
     "skip_special_tokens": ["true"],
@@ -96,6 +104,26 @@ def test_a_bad_value_is_refused_with_a_fix(name: str, value: Any) -> None:
     assert caught.value.fix
     words = {"speculation": "spec|verification|method"}.get(name, name)
     assert any(word in caught.value.problem for word in words.split("|"))
+
+
+@pytest.mark.parametrize("name", places())
+@pytest.mark.parametrize("value", WRONG, ids=repr)
+def test_a_whole_number_is_neither_a_truth_value_nor_a_fraction(name: str, value: Any) -> None:
+    if name == "bad_words" and isinstance(value, str):
+        return  # a word, letter by letter
+    with pytest.raises(ConfigError, match=name):
+        SamplingParams(**{name: places()[name](value)})
+
+
+def test_all_settings_with_whole_numbers_are_found() -> None:
+    assert set(places()) == {
+        "n", "top_k", "logit_bias", "seed", "max_tokens", "min_tokens", "stop_token_ids", "logprobs",
+        "prompt_logprobs", "beam_width", "bad_words", "allowed_token_ids", "truncate_prompt_tokens",
+    }  # fmt: skip
+
+
+def test_numpy_s_whole_numbers_and_digits_are_keys_of_a_bias() -> None:
+    assert dict(SamplingParams(logit_bias={np.int64(5): 1, "7": 2.0}).logit_bias) == {5: 1.0, 7: 2.0}
 
 
 def test_every_parameter_has_a_bad_value_above() -> None:

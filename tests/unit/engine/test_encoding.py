@@ -143,6 +143,19 @@ def test_the_target_is_checked_with_a_source() -> None:
     assert broken.engine.free_kv_tokens() == 40 * BLOCK
 
 
+def test_a_full_cache_does_not_fail_the_check_of_the_target() -> None:
+    """The sequences that hold it are computed next: an engine would take its lack of room for the model's error."""
+    for blocks in (2, 3, 4):
+        rig = build_rig(Fragile(), limits=Limits(8, 2, 24), cache=few_blocks(blocks))
+        (request,) = rig.add((0,), GREEDY, source=(0, 1, 2, 3))
+        rig.step()
+        held = rig.engine.free_kv_tokens()
+        rig.engine.check_target()
+        assert rig.engine.free_kv_tokens() == held
+        rig.engine.check()
+        assert request.error is None
+
+
 # --- times and totals
 
 

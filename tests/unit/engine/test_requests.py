@@ -55,6 +55,8 @@ BAD: Mapping[str, tuple[ScriptedDrafter | None, list[Any], dict[str, Any], dict[
     "unknown verifier and no drafter": (None, [1], {"speculation": {"verification": "macht"}}, {}),
     "verifier of chains for trees": (TREES, [1], {"speculation": {"verification": "rejection"}}, {}),
     "unknown drafter": (CHAINS, [1], {"speculation": {"method": "magic"}}, {}),
+    "no token but a truth value": (None, [True], {}, {}),
+    "priority as a truth value": (None, [1], {}, {"priority": True}),
     "drafts without a drafter": (None, [1], {"speculation": True}, {}),
     "drafts for a search": (CHAINS, [1], {"speculation": True, "beam_width": 2}, {}),
     "prediction without a drafter": (None, [1], {"speculation": {"prediction": [1]}}, {}),
@@ -81,12 +83,30 @@ def test_check_raises_the_errors_of_adding(name: str) -> None:
 READER = ScriptedDrafter(lambda request: request.prediction, DrafterNeeds(reads_prediction=True))
 
 
-@pytest.mark.parametrize("prediction", ["text", [V], ["x"]])
+@pytest.mark.parametrize("prediction", ["text", [V], ["x"], [True], [1.0]])
 def test_check_raises_the_errors_of_adding_a_prediction(prediction: Any) -> None:
     engine, params = engine_of(READER), SamplingParams(speculation={"prediction": prediction})
     found = error_of(lambda: engine.check_request([1], params))
     expected = error_of(lambda: engine.add_request([1], params, "a"))
     assert (type(found), str(found)) == (type(expected), str(expected))
+
+
+@pytest.mark.parametrize("values", [{"seed": 3}, {"temperature": 0}], ids=str)
+@pytest.mark.parametrize("drafter", [TREES, CHAINS], ids=["trees", "chains"])
+@pytest.mark.parametrize("rule", [*known_verifiers(), "auto"])
+def test_only_the_rule_that_is_used_has_to_fit(rule: str, drafter: ScriptedDrafter, values: dict[str, Any]) -> None:
+    """A seeded request is verified by `match`, and a ratio rule hands greedy ones to another rule."""
+    engine, params = engine_of(drafter), SamplingParams(speculation={"verification": rule}, max_tokens=3, **values)
+    used = known_verifiers().get("match" if rule == "auto" or "seed" in values else rule)
+    assert used is not None
+    fits = (used.needs.greedy or used).needs.branches if params.greedy else used.needs.branches
+    if fits or drafter is CHAINS:
+        (request,) = engine.add_request([1], params, "a")
+        while engine.has_unfinished():
+            engine.step()
+        assert request.finish_reason in ("length", "stop"), request.error
+    else:
+        assert "understands chains" in str(error_of(lambda: engine.check_request([1], params)))
 
 
 def test_a_full_queue_does_not_fail_the_check() -> None:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from speculant import SamplingParams
+from speculant.errors import ConfigError
+from speculant.serving.errors import ApiError
 from speculant.serving.protocol import SETTINGS, ChatBody, CompletionBody, GeneratingBody, ResponseBody
 from speculant.serving.sampling import chat_params, completion_params, response_params, with_bounded_drafts
 from tests.documented_fields import VALUES
+from tests.whole_numbers import WRONG, places
 
 ROUTES: dict[str, tuple[type[GeneratingBody], dict[str, Any], Callable[[Any, Any], SamplingParams]]] = {
     "completions": (CompletionBody, {"prompt": "x"}, completion_params),
@@ -35,6 +40,19 @@ def test_a_setting_is_passed_on(route: str, name: str) -> None:
     expected = {5: 1.0} if name == "logit_bias" else tuple(value) if isinstance(value, list) else value
     found = getattr(params, name)
     assert (tuple(found) if isinstance(value, list) else found) == expected != getattr(SamplingParams(), name)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("name", sorted({*places()} & SETTINGS))
+@pytest.mark.parametrize("value", WRONG, ids=repr)
+def test_a_whole_number_of_a_body_is_no_other_value(route: str, name: str, value: Any) -> None:
+    kind, base, read = ROUTES[route]
+    if name == "bad_words" and isinstance(value, str):
+        return  # a word, letter by letter
+    sent = json.loads(json.dumps({**base, name: places()[name](value)}))
+    engine = SimpleNamespace(default_params=SamplingParams(), prediction_method=None)
+    with pytest.raises((ValidationError, ConfigError, ApiError)):
+        read(engine, kind.model_validate(sent))
 
 
 @pytest.mark.parametrize("name", sorted(SETTINGS))

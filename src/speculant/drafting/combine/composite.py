@@ -45,6 +45,7 @@ class CompositeDrafter(StatelessDrafter):
     ) -> None:
         guard = Guard(logger, "and the step goes on without its draft")
         self.guarded = [GuardedDrafter(each.method, each.drafter, guard, self._count) for each in sub_drafters]
+        self.sub_drafters = {each.method: each.drafter for each in reversed(sub_drafters)}  # of two, the first
         self._report = count
         self.needs = combine(sub_drafters)
         overridden = type(self).observe is not CompositeDrafter.observe

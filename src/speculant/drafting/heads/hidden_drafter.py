@@ -16,7 +16,7 @@ from speculant.drafting.topology import DynamicTree, TreeTopology, growing_tree_
 from speculant.kernels.base import Sampler
 from speculant.kernels.reference_sampler import REFERENCE
 from speculant.models.base import CausalLM
-from speculant.types import CommittedRows, Request
+from speculant.types import CommittedRows, DraftTree, Request
 
 MOST_PENDING = 512  # states of a sequence that wait for its next draft
 
@@ -47,9 +47,15 @@ class HiddenDrafter(ModelDrafter):
         if self._runner.observe(request, rows) > MOST_PENDING:
             self.catch_up([request])
 
+    def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
+        """See `Drafter.propose`; nothing is drafted after drafted tokens, whose states are not known."""
+        known = zip(requests, limits, strict=True)
+        return super().propose(requests, [0 if request.num_drafted else limit for request, limit in known])
+
     def catch_up(self, requests: Sequence[Request]) -> None:
         """See `Drafter.catch_up`."""
-        super().catch_up([request for request in requests if self._runner.num_pending(request) > 1])
+        committed = [request for request in requests if not request.num_drafted]
+        super().catch_up([request for request in committed if self._runner.num_pending(request) > 1])
 
     def match_prefix(self, request: Request) -> int:
         """See `Drafter.match_prefix`: the positions of which other sequences have computed rows."""

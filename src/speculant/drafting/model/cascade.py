@@ -66,7 +66,8 @@ def copy_of(request: Request) -> DraftedRequest:
         source=request.source,
         prediction=request.prediction,
         tokens=list(request.tokens),
-        agreed=len(request.tokens),
+        num_drafted=request.num_drafted,
+        agreed=len(request.tokens) - request.num_drafted,
     )
 
 
@@ -88,9 +89,9 @@ class InnerDrafter:
 
     def end(self, request: Request) -> None:
         """See `Drafter.end`."""
-        copy = self._copies.pop(request.seq_id, None)
-        if copy is not None:
-            self.drafter.end(copy)
+        if request.seq_id in self._copies:
+            self.drafter.end(self._committed(request))
+            del self._copies[request.seq_id]
 
     def catch_up(self, requests: Sequence[Request]) -> None:
         """See `Drafter.catch_up`."""
@@ -113,11 +114,11 @@ class InnerDrafter:
             return self._committed(chain.request)
         copy = self._copies[chain.request.seq_id]
         copy.extend(chain.tokens[len(copy.tokens) - len(chain.request.tokens) :])
-        copy.num_drafted = len(chain.tokens)
+        copy.num_drafted = chain.request.num_drafted + len(chain.tokens)
         return copy
 
     def _committed(self, request: Request) -> DraftedRequest:
-        """Return a request's copy with exactly the committed tokens; drafted ones that differ are rolled back."""
+        """Return a request's copy with exactly its tokens; drafted ones that differ are rolled back."""
         copy = self._copies[request.seq_id]
         most = min(len(copy.tokens), len(request.tokens))
         keep = min(copy.agreed, most)
@@ -128,7 +129,8 @@ class InnerDrafter:
             copy.shorten(keep)
             self.drafter.roll_back(copy, dropped)
         copy.extend(request.tokens[keep:])
-        copy.agreed, copy.rounds, copy.num_drafted = len(request.tokens), request.rounds, 0
+        copy.agreed, copy.num_drafted = len(request.tokens) - request.num_drafted, request.num_drafted
+        copy.rounds = request.rounds
         copy.finish_reason = request.finish_reason
         return copy
 
@@ -147,7 +149,7 @@ class CascadeDrafter(ModelDrafter):
             target_cache=own.target_cache,
             reads_encoder=own.reads_encoder,
         )
-        self.listens = self._inner.drafter.listens
+        self.listens, self.sub_drafters = self._inner.drafter.listens, self._inner.drafter.sub_drafters
         self.caches = (runner.cache, *inner.drafter.caches)
 
     def begin(self, request: Request) -> None:

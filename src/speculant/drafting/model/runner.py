@@ -180,6 +180,9 @@ class _CachedTokens:
     """The tokens in one sequence's cache; the first `agreed` are known to be committed. salt: see `ModelNeeds.salt`.
 
     text: what the first `num_read` committed tokens are read as, for a model of another tokenizer.
+
+    Tokens at the end of a request that are drafted (`Request.num_drafted`) may be in `tokens`. They are not agreed, nor
+    part of `text`.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -242,15 +245,23 @@ class DraftModelRunner:
         self.sources.release(request)
 
     def text(self, request: Request) -> list[int]:
-        """Return a request's tokens as the model reads them, at least as many; they only grow while it runs."""
+        """Return a request's tokens as the model reads them, at least as many."""
         if self.vocabulary is None:
             return request.tokens
+        committed, drafted = self.committed(request), request.num_drafted
+        return [*committed, *self.vocabulary.read(request.tokens[-drafted:])] if drafted else committed
+
+    def committed(self, request: Request) -> list[int]:
+        """Return the part of `text` that is committed; it only grows while the request runs."""
+        own = request.tokens[: -request.num_drafted] if request.num_drafted else request.tokens
+        if self.vocabulary is None:
+            return own
         cached = self._cached[request.seq_id]
-        if cached.num_read < len(request.tokens):
+        if cached.num_read < len(own):
             if not cached.num_read:
-                cached.text = self.vocabulary.begin(request.tokens)
-            cached.text += self.vocabulary.read(request.tokens[cached.num_read :])
-            cached.num_read = len(request.tokens)
+                cached.text = self.vocabulary.begin(own)
+            cached.text += self.vocabulary.read(own[cached.num_read :])
+            cached.num_read = len(own)
         return cached.text
 
     def note(self, request: Request, tokens: Sequence[int]) -> None:
@@ -341,20 +352,21 @@ class DraftModelRunner:
         many tokens are left.
         """
         cached, held, salt = self._cached[request.seq_id], self.cache.length(request.seq_id), self._salt(request)
-        text = self.text(request)
+        text, committed = self.text(request), self.committed(request)
         if cached.salt != salt or (not cached.tokens and not held):
             self.cache.release(request.seq_id)
-            held = self.cache.match_prefix(request.seq_id, text, salt)
+            held = self.cache.match_prefix(request.seq_id, committed, salt)
             cached.tokens, cached.agreed, cached.salt = text[:held], 0, salt
         keep, most = cached.agreed, min(len(cached.tokens), len(text) - 1)
         while keep < most and cached.tokens[keep] == text[keep]:
             keep += 1
-        cached.agreed = keep
+        cached.agreed = min(keep, len(committed))
         del cached.tokens[keep:]
         if keep < held:
             self.cache.truncate_to(request.seq_id, keep)
-        self.cache.insert_prefix(request.seq_id, text)
-        self.cache.drop_unseen(request.seq_id)
+        self.cache.insert_prefix(request.seq_id, committed)
+        if keep <= len(committed):
+            self.cache.drop_unseen(request.seq_id)
         return keep
 
 
