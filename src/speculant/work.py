@@ -49,6 +49,10 @@ class StepWork:
         self._depth, self._started, self._spent_s = 0, 0.0, 0.0
         self.last_s = 0.0  # in the last step
 
+    def __deepcopy__(self, memo: object) -> StepWork:
+        """Return itself: a copy of a request is no other sequence."""
+        return self
+
     def __enter__(self) -> None:
         if self._kind is not None:
             if not self._depth:

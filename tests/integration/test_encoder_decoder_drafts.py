@@ -35,7 +35,7 @@ TREES: dict[str, dict[str, Any]] = {
         "method": "fallback", "members": ["prompt_lookup", {"method": "draft_model", "encoder": "target"}],
     },
 }  # fmt: skip
-POSITIONS = 140  # in each cache where memory is scarce: little more than one text and source of the greatest length
+POSITIONS = 128  # in each cache where memory is scarce: little more than one text and source of the greatest length
 CONFIGS = [
     pytest.param(config, marks=[] if name in QUICK else [pytest.mark.slow], id=name)
     for name, config in [*((method, {"method": method}) for method in METHODS), *TREES.items()]

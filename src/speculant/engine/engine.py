@@ -276,7 +276,8 @@ class Engine:
             used[each.request.client.name] += each.request.work.last_s
             nodes[each.request.client.name] += sum(each.outcome.drafted) if each.outcome is not None else 0
         node_s = sum(timing.draft_s for timing in timings) / max(1, nodes.total())
-        row_s = sum(timing.pass_s for timing in timings) / (nodes.total() + sum(i.num_rows for i in schedule.items))
+        rows = nodes.total() + sum(item.num_rows for item in schedule.items)
+        row_s = sum(timing.pass_s for timing in timings) / max(1, rows)
         self._scheduler.charge({name: (used[name] + node_s * nodes[name]) / row_s for name in used})
 
     def _end(self, request: Request) -> None:
