@@ -19,7 +19,7 @@ from types import TracebackType
 
 STEP_S = 0.05
 ALONE_S = 0.1
-FIRST_S = 1e-3  # per row, before any work of its kind has been measured
+FIRST_S = 2e-3  # per row, at least, of a sequence's first step: the first mask of a form takes longer than later ones
 NEWEST = 0.3  # weight of the newest step in a mean
 MOST_RISE = 4.0  # a step counts as at most this many times the mean: the machine may have been stopped
 
@@ -38,14 +38,14 @@ class WorkRate:
 class StepWork:
     """The measured work of one sequence; it is a context around that work. A nested use counts once.
 
-    kind: the rate of sequences with the same settings, from which its own one starts; None = the settings add no work,
-    and nothing is measured. The clock runs while the sequence's masks are awaited from another thread.
+    kind: the rate of sequences with the same settings; None = the settings add no work, and nothing is measured. Its own
+    rate starts there, or at FIRST_S if that is more. The clock runs while masks are awaited from another thread.
     """
 
     __slots__ = ("_depth", "_kind", "_rate", "_spent_s", "_started", "last_s")
 
     def __init__(self, kind: WorkRate | None = None) -> None:
-        self._kind, self._rate = kind, WorkRate(0.0 if kind is None else kind.row_s)
+        self._kind, self._rate = kind, WorkRate(0.0 if kind is None else max(FIRST_S, kind.row_s))
         self._depth, self._started, self._spent_s = 0, 0.0, 0.0
         self.last_s = 0.0  # in the last step
 

@@ -64,7 +64,7 @@ class Scheduler:
         self._unstarted: dict[int, Request] = {}  # running requests without a scheduled token
         self._gained: dict[int, int] = {}  # of running requests: steps with other clients that gave them tokens
         self._accounts = Accounts(limits.max_model_len + TURN)
-        self._late = set[int]()  # running sequences whose work did not fit into the last step
+        self._late = dict[int, int]()  # of running sequences: the last steps whose time did not last for their work
         self.sources = Sources(target)
         self.waiting = WaitingRequests(self._turn)
         self.running: list[Request] = []
@@ -163,10 +163,10 @@ class Scheduler:
         budgets, items, encoded, late = self._budgets(), list[Scheduled](), dict[Source, Encoding](), set[str]()
         place, alone = self._turn if self._accounts.few else self._place, len(self.running) == 1
         parts = {} if alone else self._parts(budgets)
-        work, waited, self._late = WorkBudget.of(self.running, self._accounts), self._late, set()
+        work, waited, self._late = WorkBudget.of(self.running, self._accounts), self._late, {}
         order = self.running if alone else sorted(self.running, key=place)
         if waited:
-            order = sorted(order, key=lambda request: request.seq_id not in waited)
+            order = sorted(order, key=lambda request: -waited.get(request.seq_id, 0))
         for request in order:
             name, source = request.client.name, self._missing_source(request)
             if source is not None and source not in encoded:
@@ -184,7 +184,7 @@ class Scheduler:
             if work is not None:
                 budget = work.rows(request, budget, self._backlog(request), self._least(request))
                 if not budget:
-                    self._late.add(request.seq_id)
+                    self._late[request.seq_id] = waited.get(request.seq_id, 0) + 1
                     continue
             item = self._item(request, budget, plan)
             if item is not None:

@@ -31,18 +31,18 @@ def costing(row_s: float) -> StepWork:
 
 
 def test_work_is_measured_once_where_uses_are_nested(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, work = Clock(monkeypatch), costing(0.002)
+    clock, work = Clock(monkeypatch), costing(0.0025)
     with work:
-        clock.now += 0.003
+        clock.now += 0.0045
         with work:
             clock.now += 0.003
     clock.now += 7
     work.settle(rows=3)
-    assert work.last_s == pytest.approx(0.006)
-    assert work.row_s == pytest.approx(0.002), "as expected"
+    assert work.last_s == pytest.approx(0.0075)
+    assert work.row_s == pytest.approx(0.0025), "as expected"
     work.settle(rows=1)
     assert work.last_s == 0
-    assert work.row_s < 0.002
+    assert work.row_s < 0.0025
 
 
 def test_a_new_sequence_expects_the_time_of_its_kind(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,11 +57,11 @@ def test_a_new_sequence_expects_the_time_of_its_kind(monkeypatch: pytest.MonkeyP
 
 
 def test_a_stopped_machine_does_not_make_work_costly(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, work = Clock(monkeypatch), costing(0.001)
+    clock, work = Clock(monkeypatch), costing(0.0025)
     with work:
         clock.now += 60
     work.settle(rows=1)
-    assert work.row_s < 0.003
+    assert work.row_s < 0.0075
 
 
 def test_settings_without_work_are_not_measured() -> None:
@@ -75,9 +75,9 @@ def test_settings_without_work_are_not_measured() -> None:
 
 
 def test_clients_share_the_time_of_a_step_by_weight() -> None:
-    budget, work = WorkBudget(STEP_S, {"one": 1.0, "two": 4.0}), costing(0.001)
-    assert budget.take("one", work, 100) == round(0.2 * STEP_S / 0.001)
-    assert budget.take("two", work, 100) == round(0.8 * STEP_S / 0.001)
+    budget, work = WorkBudget(STEP_S, {"one": 1.0, "two": 4.0}), costing(0.0025)
+    assert budget.take("one", work, 100) == round(0.2 * STEP_S / 0.0025)
+    assert budget.take("two", work, 100) == round(0.8 * STEP_S / 0.0025)
     assert budget.take("one", work, 1) == 0
     assert budget.take("one", NO_WORK, 7) == 7
 
@@ -93,23 +93,23 @@ def test_prompts_with_logprobs_share_a_pass(neighbour: bool) -> None:
     """Each of their rows is a log-probability of every token; 16 prompts once took 16 times as many rows as one."""
     driver = Driver(slots(20), max_num_seqs=20, budget=2000)
     for _ in range(16):
-        driver.add(90, params=PROMPT_LOGPROBS, client=ATTACKER, work=costing(0.001))
+        driver.add(90, params=PROMPT_LOGPROBS, client=ATTACKER, work=costing(0.0025))
     other = driver.add(40, client=NEIGHBOUR) if neighbour else None
     rows = counts(driver.step())
     if other is not None:
         assert rows.pop(other.seq_id) == 40
-    assert sum(rows.values()) == round((STEP_S if neighbour else ALONE_S) / 0.001)
+    assert sum(rows.values()) == round((STEP_S if neighbour else ALONE_S) / 0.0025)
     driver.finish()
     assert all(request.num_output == 3 for request in driver.requests)
 
 
 def test_sequences_whose_work_does_not_fit_take_turns() -> None:
-    """100 forms whose masks take a millisecond each: a step has time for 50 of them."""
+    """100 forms with costly masks: a step has time for 20 of them."""
     driver = Driver(slots(101), max_num_seqs=101, budget=2000)
-    forms = [driver.add(1, max_tokens=6, client=ATTACKER, work=costing(0.001)) for _ in range(100)]
+    forms = [driver.add(1, max_tokens=6, client=ATTACKER, work=costing(0.0025)) for _ in range(100)]
     other = driver.add(1, max_tokens=6, client=NEIGHBOUR)
     for step in range(1, 7):
-        assert len(driver.step().items) == round(STEP_S / 0.001) + 1
+        assert len(driver.step().items) == round(STEP_S / 0.0025) + 1
         assert other.num_output == step
         progress = {request.num_output for request in forms}
         assert max(progress) - min(progress) <= 1, "whoever waited goes first"
