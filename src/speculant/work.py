@@ -38,8 +38,8 @@ class WorkRate:
 class StepWork:
     """The measured work of one sequence; it is a context around that work. A nested use counts once.
 
-    kind: the rate of sequences with the same settings; None = the settings add no work, and nothing is measured. Its own
-    rate starts there, or at FIRST_S if that is more. The clock runs while masks are awaited from another thread.
+    kind: the rate of sequences with the same settings; None = the settings add no work, and nothing is measured. Its
+    own rate starts there, or at FIRST_S if that is more. The clock runs while masks are awaited from another thread.
     """
 
     __slots__ = ("_depth", "_kind", "_rate", "_spent_s", "_started", "last_s")

@@ -124,8 +124,8 @@ class Scheduler:
                 self._target.release(request.seq_id)
                 self._start(request)
         admitted, preempted = self._admit()
-        plan = self._target.plan()
-        while (shared := self._share(plan)) is None:
+        plan, waited = self._target.plan(), self._late
+        while (shared := self._share(plan, waited)) is None:
             preempted.append(self._last())
             self._preempt(preempted[-1])
             plan = self._target.plan()
@@ -158,12 +158,17 @@ class Scheduler:
             used[encoding.requests[0].client.name] += encoding.num_rows
         self._accounts.charge(used)
 
-    def _share(self, plan: ReservationPlan) -> tuple[list[Scheduled], list[Encoding], WorkBudget | None] | None:
-        """Share the budgets among the running requests, in order; None if one that is not the last finds no memory."""
+    def _share(
+        self, plan: ReservationPlan, waited: Mapping[int, int]
+    ) -> tuple[list[Scheduled], list[Encoding], WorkBudget | None] | None:
+        """Share the budgets among the running requests, in order; None if one that is not the last finds no memory.
+
+        waited: the steps in a row, by sequence, that had no time for its work.
+        """
         budgets, items, encoded, late = self._budgets(), list[Scheduled](), dict[Source, Encoding](), set[str]()
         place, alone = self._turn if self._accounts.few else self._place, len(self.running) == 1
         parts = {} if alone else self._parts(budgets)
-        work, waited, self._late = WorkBudget.of(self.running, self._accounts), self._late, {}
+        work, self._late = WorkBudget.of(self.running, self._accounts), {}
         order = self.running if alone else sorted(self.running, key=place)
         if waited:
             order = sorted(order, key=lambda request: -waited.get(request.seq_id, 0))
