@@ -42,12 +42,13 @@ class StepWork:
     own rate starts there, or at FIRST_S if that is more. The clock runs while masks are awaited from another thread.
     """
 
-    __slots__ = ("_depth", "_kind", "_rate", "_spent_s", "_started", "last_s")
+    __slots__ = ("_depth", "_kind", "_rate", "_spent_s", "_started", "drafts", "last_s")
 
     def __init__(self, kind: WorkRate | None = None) -> None:
         self._kind, self._rate = kind, WorkRate(0.0 if kind is None else max(FIRST_S, kind.row_s))
         self._depth, self._started, self._spent_s = 0, 0.0, 0.0
         self.last_s = 0.0  # in the last step
+        self.drafts = WorkRate(0.0 if kind is None else FIRST_S)  # of drafting for a beam search, per drafted node
 
     def __deepcopy__(self, memo: object) -> StepWork:
         """Return itself: a copy of a request is no other sequence."""

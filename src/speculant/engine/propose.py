@@ -175,7 +175,8 @@ class DraftBudget:
         if nodes <= 0 or not item.decodes:
             return 0
         if self._work is not None:
-            nodes = self._work.take(request.client.name, request.work, nodes, least) // least * least
+            drafting_s = 0.0 if search is None else request.work.drafts.row_s
+            nodes = self._work.take(request.client.name, request.work, nodes, least, drafting_s) // least * least
             if not nodes:
                 return 0
         uncomputed = 0 if search is None else search.beams.live_tree.size - item.tree.size

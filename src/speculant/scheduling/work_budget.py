@@ -43,15 +43,19 @@ class WorkBudget:
             return budget if taken else 0
         return min(budget, max(least, backlog + search.beams.live_tree.size * taken // wanted))
 
-    def take(self, client: str, work: StepWork, rows: int, least: int = 1) -> int:
-        """Take time for up to `rows` rows with results; return for how many, 0 if it does not last for `least`."""
+    def take(self, client: str, work: StepWork, rows: int, least: int = 1, more_s: float = 0.0) -> int:
+        """Take time for up to `rows` rows with results; return for how many, 0 if it does not last for `least`.
+
+        more_s: the time of each row beside its own work.
+        """
+        row_s = work.row_s + more_s
         if not work.row_s or not rows:
             return rows
-        fits = min(rows, max(0, int(self._left[client] / work.row_s + 1e-6)))
+        fits = min(rows, max(0, int(self._left[client] / row_s + 1e-6)))
         if client in self._firsts:
             fits = max(fits, min(rows, least))
         if fits < least:
             return 0
         self._firsts.discard(client)
-        self._left[client] -= fits * work.row_s
+        self._left[client] -= fits * row_s
         return fits

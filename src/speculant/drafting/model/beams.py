@@ -6,8 +6,8 @@ The live hypotheses and their drafted continuations form one tree. Each pass com
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -77,18 +77,20 @@ def draft_beams(
     wanted = [(request, states[request.seq_id].live_tree.size + limit) for request, limit in drafting]
     searches = [_begin(plan, states[plan.request.seq_id], nodes_per_beam) for plan in runner.plan(wanted)]
     drafted = [search for search in searches if search.grows]
-    with ExitStack() as works:
-        for search in searches:
-            works.enter_context(search.request.work)
-        growing = _take_round(runner, searches, vocab_size, sampler)
-        for search in searches:
-            runner.note(search.request, search.input_tokens)
-        while growing:
-            for search in growing:
-                search.input_tokens = runner.root(search.request)
-            growing = _take_round(runner, growing, vocab_size, sampler)
+    started = time.perf_counter()
+    growing = _take_round(runner, searches, vocab_size, sampler)
+    for search in searches:
+        runner.note(search.request, search.input_tokens)
+    while growing:
+        for search in growing:
+            search.input_tokens = runner.root(search.request)
+        growing = _take_round(runner, growing, vocab_size, sampler)
     for search in drafted:
         runner.finish(search.request)
+    if drafted:
+        node_s = (time.perf_counter() - started) / max(1, sum(limit for _, limit in drafting))
+        for search in drafted:
+            search.request.work.drafts.follow(node_s)
     return {search.request.seq_id: search.tree for search in drafted}
 
 
