@@ -267,7 +267,7 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "v1.0": {**T5, "num_decoder_layers": 2, "relative_attention_max_distance": 20},
         "narrow": {**T5, "d_kv": 5, "feed_forward_proj": "gated-silu", "relative_attention_num_buckets": 9},
     },
-    "mt5": {"plain": T5, "ungated": {**T5, "num_decoder_layers": 1, "feed_forward_proj": "gelu"}},
+    "mt5": {"plain": T5, "ungated": {**T5, "num_decoder_layers": 3, "feed_forward_proj": "gelu"}},
     "bart": {
         "plain": BART,
         "untied": {**BART, "encoder_layers": 1, "tie_word_embeddings": False, "scale_embedding": True},
