@@ -1,14 +1,7 @@
-"""The time that requests add to a step beside the rows of its pass, and how much of it a step may take.
+"""The time that requests add to a step beside the rows of its pass.
 
 Masks, edits of logits, log-probabilities, beams and stop strings take time on the engine's thread, so every other
-sequence of the step waits for it. That time is measured per sequence, where it is spent. Each step has a budget of it,
-which its clients share by weight:
-
-    STEP_S               while several clients have sequences
-    ALONE_S              while one client has, so that few passes are split; a newcomer waits for one step at most
-
-A sequence whose work does not fit waits for the next step, with fewer rows where its rows can be divided. Each client
-gets one sequence's work per step in any case.
+sequence of the step waits for it. That time is measured per sequence, where it is spent. `WorkBudget` limits it.
 """
 
 from __future__ import annotations
@@ -17,8 +10,6 @@ import time
 from dataclasses import dataclass
 from types import TracebackType
 
-STEP_S = 0.05
-ALONE_S = 0.1
 FIRST_S = 2e-3  # per row, at least, of a sequence's first step: the first mask of a form takes longer than later ones
 NEWEST = 0.3  # weight of the newest step in a mean
 MOST_RISE = 4.0  # a step counts as at most this many times the mean: the machine may have been stopped

@@ -64,7 +64,7 @@ class BatchJob:
         return self.count - self.resumed - self.succeeded - self.failed
 
     def made_with(self, origin: Origin, name: str) -> None:
-        """Set what the next results are made with. name: the model's.
+        """Set the model and the settings of the next results. name: the model's.
 
         Raises ConfigError if earlier ones were made with another model or other settings.
         """

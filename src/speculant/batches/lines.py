@@ -71,7 +71,7 @@ class RawLine(NamedTuple):
 
 
 class RecordName(NamedTuple):
-    """What a result's `id` says: the number of a line, its digest, and what the result was made with."""
+    """The parts of a result's `id`: the number of a line, its digest, and a digest of the model and the settings."""
 
     number: int
     digest: int

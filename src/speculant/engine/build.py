@@ -118,7 +118,7 @@ def build_engine(config: EngineConfig) -> Runtime:
 
 
 def load_target(config: EngineConfig) -> Checkpoint:
-    """Load the target; first forget what was measured on this machine, if `measure` is set."""
+    """Load the target. If `measure` is set, delete the measurements of this machine first."""
     if config.measure:
         forget_measured()
     return load_model(

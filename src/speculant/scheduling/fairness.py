@@ -49,7 +49,7 @@ from typing import NamedTuple, TypeVar
 
 from speculant.types import Client, Request
 
-T = TypeVar("T")  # what is counted separately: a client, or a request of one
+T = TypeVar("T")  # a client, or a request of one: each is counted separately
 
 TURN = 64  # tokens; computing a text of some hundred tokens again takes the time of a few of them
 

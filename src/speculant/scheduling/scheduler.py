@@ -33,9 +33,8 @@ from speculant.scheduling.fairness import TURN, Accounts, Holding, by_client, di
 from speculant.scheduling.policy import POLICIES, Key, Standing
 from speculant.scheduling.schedule import Encoding, Schedule, Scheduled
 from speculant.scheduling.waiting import WaitingRequests
-from speculant.scheduling.work_budget import WorkBudget
+from speculant.scheduling.work_budget import STEP_S, WorkBudget
 from speculant.types import Client, Request
-from speculant.work import STEP_S
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,8 @@
-"""The time that a step's work may take, shared by clients (speculant/work.py)."""
+"""The time that the work of a step's sequences may take (speculant/work.py), which clients share by weight.
+
+A sequence whose work does not fit waits for the next step. A prompt with log-probabilities or a beam search uses fewer
+rows instead. Each client gets the work of one sequence per step in any case.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,10 @@ from collections.abc import Mapping, Sequence
 
 from speculant.scheduling.fairness import Accounts
 from speculant.types import Request
-from speculant.work import ALONE_S, NO_WORK, STEP_S, StepWork
+from speculant.work import NO_WORK, StepWork
+
+STEP_S = 0.05  # while several clients have sequences
+ALONE_S = 0.1  # while one client has: fewer passes are split, and a newcomer waits for one step at most
 
 
 class WorkBudget:

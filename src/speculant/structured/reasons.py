@@ -9,7 +9,7 @@ _OF_SCHEMA = "failed to compile JSON schema: "
 _PLACE = re.compile(r"at (\d+)\((\d+)\): ")
 _LISTING = re.compile(r"\n\s*\d+ \| ")  # of the source, in which the error is marked
 _ENDLESS = ("NoExtensionBias", "circular references")
-_REWORDED = (  # what the library says, and what that means for a schema
+_REWORDED = (  # messages of the library, and their meaning for a schema
     (r"oneOf constraints are not supported", "two alternatives of a oneOf may fit the same value: use anyOf"),
     (r"Failed to generate regex for (?:integer|float) range", "a bound of a number is too large: use one within 1e17"),
     (r"Unsatisfiable schema: Regex is empty", "no text fits both a string's pattern and its other keywords"),
@@ -17,7 +17,7 @@ _REWORDED = (  # what the library says, and what that means for a schema
     (r"Expected f64 for ('\w+'), got (.*)", r"Expected a number for \1, got \2"),
     (r"Resource '(?:json-schema:///)?([^']*)'.*", r"the schema refers to '\1', which is not part of it"),
 )
-_PLAIN = re.compile(  # what the library says of a schema in the schema's own words
+_PLAIN = re.compile(  # messages of the library in the schema's own words
     r"(Unimplemented keys: |Unsatisfiable schema: |Unknown format: |Invalid type: |Expected |Pointer '|Anchor '"
     r"|Value for '|patternProperty regexes /|\w+ must be |schema too large)",
 )

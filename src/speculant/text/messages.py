@@ -50,7 +50,7 @@ def check_roles(conversation: Sequence[Mapping[str, Any]], template: str, text: 
 
 
 def with_mark(conversation: Sequence[dict[str, Any]], mark: str) -> list[dict[str, Any]]:
-    """Return a conversation whose last content ends with a mark, for `up_to_mark`; a space shows what is trimmed.
+    """Return a conversation whose last content ends with a mark, for `up_to_mark`; a space shows whether it is trimmed.
 
     mark: a text that occurs nowhere else. Raises RequestError for a last message that has calls in place of a content.
     """

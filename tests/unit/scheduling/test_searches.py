@@ -8,8 +8,9 @@ import pytest
 
 from speculant.beams import Beams
 from speculant.scheduling.schedule import Schedule, Scheduled
+from speculant.scheduling.work_budget import ALONE_S
 from speculant.types import Request
-from speculant.work import ALONE_S, StepWork, WorkRate
+from speculant.work import StepWork, WorkRate
 from tests.beams import beams_of, give_search, hypotheses, scored, text_of
 from tests.unit.scheduling.driver import Driver, blocks, slots
 

@@ -6,9 +6,9 @@ import pytest
 
 from speculant import work as module
 from speculant.params import SamplingParams
-from speculant.scheduling.work_budget import WorkBudget
+from speculant.scheduling.work_budget import ALONE_S, STEP_S, WorkBudget
 from speculant.types import Client
-from speculant.work import ALONE_S, FIRST_S, NO_WORK, STEP_S, StepWork, WorkRate
+from speculant.work import FIRST_S, NO_WORK, StepWork, WorkRate
 from tests.unit.scheduling.driver import Driver, counts, slots
 
 PROMPT_LOGPROBS = SamplingParams(max_tokens=3, prompt_logprobs=5)

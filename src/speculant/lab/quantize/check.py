@@ -97,7 +97,7 @@ def _compare(own: Mapping[str, Any], read: Mapping[str, Any]) -> None:
 def _nearest(
     own: DecoderConfig, read: DecoderConfig, places: set[str], changed: Mapping[tuple[str, ...], Mapping[str, Any]]
 ) -> list[str]:
-    """Return the names of the configs that are nearest to what was read, among those that differ at these places."""
+    """Return the names of the configs nearest to the one that was read, among those that differ at these places."""
     found: dict[tuple[str, ...], tuple[int, int]] = {}
     for names, config in changed.items():
         try:
