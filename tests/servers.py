@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,9 @@ class LiveServer:
         self.app = app
         self.state: ServerState = app.state.server
         listening: Future[str] = Future()
-        self.server = Server(self.app, ServerOptions(port=0, **options), listening.set_result)
+        self.said_ready: list[str] = []
+        ready = partial(self.said_ready.append, "ready")
+        self.server = Server(self.app, ServerOptions(port=0, **options), listening.set_result, on_ready=ready)
         self._thread = threading.Thread(target=self._run, name="server", daemon=True)
         self._thread.start()
         self.url = listening.result(_PATIENCE)

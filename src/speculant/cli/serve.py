@@ -152,19 +152,22 @@ def run(
     short = name_of(values["model"])
     name = (*options.served_model_names, short)[0]
 
-    def ready(speculating: bool, speculation: str, context: str, place: str = "") -> None:
+    described: list[str] = []
+
+    def describe(speculating: bool, speculation: str, context: str, place: str = "") -> None:
         state = f"speculation is {'on' if speculating else 'off'}: {speculation}"
-        messages().print(f"{name}: ready{place}; {state}; context: {context}")
+        described.append(f"{name}: ready{place}; {state}; context: {context}")
 
     if replicas is None:
-        app = make_app(partial(_load, values, ready), options, [short, values["model"]])
+        app = make_app(partial(_load, values, describe), options, [short, values["model"]])
     else:
-        app = _front(values, options, replicas, ready)
+        app = _front(values, options, replicas, describe)
     server = Server(
         app,
         options,
         lambda address: messages().print(f"{LISTENING} {address} (also with a browser); loading {name}"),
         end_at_once,
+        lambda: messages().print(*described),
     )
     fetch(config)
     server.run()
@@ -172,24 +175,24 @@ def run(
         raise app.state.server.load_error
 
 
-def _load(values: dict[str, Any], ready: Callable[..., None]) -> AsyncEngine:
-    """Load an engine in this process, and say so."""
+def _load(values: dict[str, Any], describe: Callable[..., None]) -> AsyncEngine:
+    """Load an engine in this process, and describe it."""
     from speculant.serving.process import load_engine
 
     engine = load_engine(values)
-    ready(engine.speculating, engine.speculation, engine.context)
+    describe(engine.speculating, engine.speculation, engine.context)
     return engine
 
 
 def _front(
-    values: dict[str, Any], options: ServerOptions, replicas: ReplicaOptions, ready: Callable[..., None]
+    values: dict[str, Any], options: ServerOptions, replicas: ReplicaOptions, describe: Callable[..., None]
 ) -> FastAPI:
     """Return the application in front of replicas, which it deploys when it starts and ends with itself."""
     check_ray()
     from speculant.ray.front import make_front
     from speculant.ray.local import LocalReplicas
 
-    return make_front(LocalReplicas(values, options, replicas, ready), options)
+    return make_front(LocalReplicas(values, options, replicas, describe), options)
 
 
 class LinePrinter(logging.StreamHandler[TextIO]):

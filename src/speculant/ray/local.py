@@ -24,7 +24,7 @@ _PATIENCE_S = 300.0  # for the replicas to describe themselves: the router start
 class LocalReplicas:
     """Deploys the replicas of one model on a Ray cluster, and starts one on this machine if there is none.
 
-    ready: called once the replicas answer, with the state of speculation, the context and a text about the replicas.
+    describe: called once the replicas answer, with the state of speculation, the context and a text about the replicas.
     router, settings: see `application.engine_deployment`.
     """
 
@@ -33,11 +33,11 @@ class LocalReplicas:
         values: Mapping[str, Any],
         options: ServerOptions,
         replicas: ReplicaOptions,
-        ready: Callable[..., None] = lambda *_: None,
+        describe: Callable[..., None] = lambda *_: None,
         router: str | type | None = None,
         **settings: Any,
     ) -> None:
-        self._values, self._options, self._replicas, self._ready = values, options, replicas, ready
+        self._values, self._options, self._replicas, self._describe = values, options, replicas, describe
         self._router, self._settings, self._is_own = router, settings, False
         self._name = f"{NAME}-{uuid.uuid4().hex[:8]}"  # other servers of the cluster have theirs
 
@@ -58,7 +58,7 @@ class LocalReplicas:
             found = handle.broadcast("describe").results(timeout_s=_PATIENCE_S)
         first = found[0][1]
         cores = ", ".join(f"{name}: cores {each['cores']}" for name, each in sorted(found))
-        self._ready(
+        self._describe(
             first["speculating"], first["speculation"], first["context"], f" on {len(found)} replicas ({cores})"
         )
         return handle

@@ -55,11 +55,13 @@ class Server(uvicorn.Server):
         options: ServerOptions,
         on_listening: Callable[[str], None],
         on_early_interrupt: Callable[[], None] = lambda: None,
+        on_ready: Callable[[], None] = lambda: None,
     ) -> None:
         """Raises ConfigError if it can't listen at the address, before the application loads anything.
 
         on_listening: called with the address once requests are answered. on_early_interrupt: called at Ctrl-C during
-        loading, which can't be stopped: a draining server would wait for its end.
+        loading, which can't be stopped: a draining server would wait for its end. on_ready: called once requests are
+        accepted.
         """
         config = uvicorn.Config(
             _behind_proxies(app, options),
@@ -77,7 +79,8 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self._state: Lifecycle = app.state.server
         self._options, self._on_listening = options, on_listening
-        self._on_early_interrupt = on_early_interrupt
+        self._on_early_interrupt, self._on_ready = on_early_interrupt, on_ready
+        self._is_ready = False
         self._connections, self._provisional = bounded_connections(options), provisional_connections()
         self._socket = _listen(options)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -105,6 +108,9 @@ class Server(uvicorn.Server):
         if self._loop is not None and counter % _CHECK_TICKS == 0:
             for places in (self._connections, self._provisional):
                 places.check(self._loop.time())
+        if not (self._is_ready or self._state.loading or self._state.load_error):
+            self._is_ready = True
+            self._on_ready()
         return await super().on_tick(counter) or self._state.load_error is not None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -20,9 +18,9 @@ from speculant.engine.engine import Engine
 from speculant.errors import ModelError
 from tests.async_engines import assert_nothing_is_held, core
 from tests.models import Checkpoints, checkpoints
-from tests.servers import LiveServer, serve
+from tests.servers import LiveServer, serve, serve_process
 
-__all__ = ["checkpoints", "serve"]
+__all__ = ["checkpoints", "serve", "serve_process"]
 LONG: dict[str, Any] = {"prompt": "hello", "temperature": 0, "max_tokens": 200, "ignore_eos": True}
 dies = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 
@@ -191,8 +189,9 @@ def test_nothing_is_served_while_loading(serve: Any, checkpoints: Checkpoints) -
     assert server.http.post("/v1/completions", json=LONG).status_code == 503
     assert server.http.get("/version").status_code == 200
     assert "num_requests_running" in server.http.get("/metrics").text
+    assert server.said_ready == []
     loads.set()
-    server.ready()
+    server.until(lambda: bool(server.said_ready))
     assert server.http.post("/v1/completions", json=LONG).status_code == 200
 
 
@@ -236,15 +235,12 @@ def test_a_failed_row_ends_only_its_request(serve: Any, engine: AsyncEngine) -> 
     assert [line for line in lines if line.startswith("data: ")][-1] == "data: [DONE]"
 
 
-def test_the_command_serves_and_drains() -> None:
-    command = [sys.executable, "-m", "speculant.cli.main", "serve", "demo", "--port", "0", "--served-model-name", "m"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
-        listening, ready = process.stderr.readline(), process.stderr.readline()
-        url = listening.split()[2].rstrip(";")
-        assert "speculation is on: " in ready
-        answer = httpx.post(f"{url}/v1/completions", json=LONG, timeout=30, trust_env=False, verify=False)
-        assert answer.json()["model"] == "m"
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(20) == 0
-        assert "Traceback" not in process.stderr.read()
+def test_the_command_serves_and_drains(serve_process: Any) -> None:
+    server = serve_process("demo", "--served-model-name", "m")
+    server.until_loaded()
+    assert "speculation is on: " in server.messages[-1]
+    answer = server.http.post("/v1/completions", json=LONG)
+    assert answer.json()["model"] == "m"
+    server.signal()
+    assert server.wait(20) == 0
+    assert "Traceback" not in "".join(server.messages)
