@@ -10,11 +10,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from speculant.kernels import reference
-from speculant.kernels.native import Activation, Code, Flag, Kernels, Op, Pass, Type, address, open_kernels, usable_sets
-from speculant.models.description import Norm
-from speculant.models.native.norms import PackedNorm, normalising
-from speculant.models.native.ops import copying, embedding, gating, linear
+from speculant.kernels import (
+    Activation,
+    Code,
+    Flag,
+    Kernels,
+    Op,
+    Pass,
+    Type,
+    address,
+    open_kernels,
+    reference,
+    usable_sets,
+)
+from speculant.models import Norm, PackedNorm, copying, embedding, gating, linear, normalising
 
 SETS = usable_sets()
 pytestmark = pytest.mark.skipif(not SETS, reason="the native kernels are not built")

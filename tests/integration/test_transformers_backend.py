@@ -17,16 +17,22 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from speculant import LLM, SamplingParams
-from speculant.cache.factory import paged_cache
-from speculant.cli.main import app
+from speculant.cache import paged_cache
+from speculant.cli import app
 from speculant.errors import ConfigError, ModelError
-from speculant.models.base import Hidden, SequenceInput, build_batch
-from speculant.models.transformers import attention
-from speculant.models.transformers import load as load_module
-from speculant.models.transformers.decoders import CachedDecoder, RecomputedDecoder, leaf_paths
-from speculant.models.transformers.network import growing_bounds
-from speculant.models.transformers.probe import row_errors
-from speculant.models.weights.load import Checkpoint, load_model
+from speculant.models import (
+    CachedDecoder,
+    Checkpoint,
+    Hidden,
+    RecomputedDecoder,
+    SequenceInput,
+    build_batch,
+    growing_bounds,
+    leaf_paths,
+    load_model,
+    row_errors,
+)
+from speculant.models.transformers import attention, load as load_module
 from speculant.types import DraftTree
 from tests.models import VOCAB_SIZE, Checkpoints, write_tokenizer
 from tests.transformers_folders import CACHED, FAMILIES, dtype_of, make_theirs, write_theirs

@@ -12,13 +12,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from speculant.cli import doctor, model_report
-from speculant.cli.main import app
+from speculant.cli import app, doctor, model_report
 from speculant.errors import ModelError
-from speculant.kernels.native import usable_sets
-from speculant.models.native.decoder import NativeDecoder
-from speculant.models.weights.gguf import GOOD
-from speculant.models.weights.load import load_model
+from speculant.kernels import usable_sets
+from speculant.models import GOOD, NativeDecoder, load_model
 from tests.backends import FakeBackend
 from tests.gguf_models import convert
 from tests.models import Shape, write_checkpoint
@@ -187,7 +184,7 @@ def test_doctor_reports_what_torch_computes(file: str, monkeypatch: pytest.Monke
 
 def test_doctor_names_the_kernels_that_compute_a_model(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     backend = FakeBackend(row_invariant=True)
-    monkeypatch.setattr("speculant.models.backends.base.choose_backend", lambda *given, **more: (backend, "fake"))
+    monkeypatch.setattr("speculant.models.choose_backend", lambda *given, **more: (backend, "fake"))
     (found,) = [each for each in report(source)["findings"] if "kernels" in each["what"]]
     assert found["what"].startswith("the fake kernels compute it: the same bits")
 

@@ -11,10 +11,8 @@ import torch
 from transformers import LlamaConfig
 
 from speculant.errors import ModelError
-from speculant.models.description import Rope
+from speculant.models import Rope, Rotary, rope_entries
 from speculant.models.families import llama, mistral, qwen2, qwen3
-from speculant.models.reference.rotary import Rotary
-from speculant.models.rope_config import rope_entries
 from tests.unit.models.families import LLAMA3, SMALL
 
 

@@ -20,9 +20,7 @@ from torch import Tensor
 
 from speculant.errors import ModelError
 from speculant.files import read_json
-from speculant.models.backends.base import RoundsWeights
-from speculant.models.weights.source import read_plain
-from speculant.models.weights.tensors import TensorFiles
+from speculant.models import RoundsWeights, TensorFiles, read_plain
 
 GROUP = 32
 _BITS = {"int4": 4, "int8": 8}

@@ -12,7 +12,7 @@ from speculant.errors import ConfigError
 from speculant.lab.quantize.check import check_model, check_tokenizer
 from speculant.lab.quantize.folder import write_folder
 from speculant.lab.quantize.gguf import read_file, read_folder, write_gguf
-from speculant.models.backends.base import RoundsWeights, find_backends
+from speculant.models import RoundsWeights, find_backends
 
 TYPES = ("int4", "int8", "q8_0", "q4_0")
 

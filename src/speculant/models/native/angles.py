@@ -13,7 +13,7 @@ from array import array
 import torch
 from torch import Tensor
 
-from speculant.kernels.native import Pass, address
+from speculant.kernels import Pass, address
 from speculant.models.description import DecoderConfig
 from speculant.models.reference.decoder import rotaries
 from speculant.models.reference.rotary import Rotary

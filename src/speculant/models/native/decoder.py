@@ -15,21 +15,21 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from speculant.cache.base import KVCache, KVStorage
-from speculant.kernels.memory import Arena
-from speculant.kernels.native import (
+from speculant.cache import KVCache, KVStorage
+from speculant.kernels import (
     CACHE_TYPES,
     MOST_DIM,
     MOST_GROUP,
     TYPES,
+    Arena,
     Bounds,
     Draft,
     Kernels,
     Op,
     Pass,
     address,
+    likely_bytes,
 )
-from speculant.kernels.packing import likely_bytes
 from speculant.models.base import (
     Batch,
     CausalLM,
@@ -54,7 +54,7 @@ from speculant.models.weights.cache import WeightStore
 from speculant.models.weights.reader import WeightReader, WeightTypes, require_finite
 from speculant.models.weights.rounding import ROUNDINGS, Rounding
 from speculant.models.weights.source import WeightSource
-from speculant.sampling.rows import copied
+from speculant.sampling import copied
 from speculant.tree import ids
 
 if TYPE_CHECKING:

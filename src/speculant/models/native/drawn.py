@@ -10,15 +10,11 @@ from itertools import chain as chained
 import torch
 from torch import Tensor
 
-from speculant.cache.base import KVCache
-from speculant.kernels.base import NO_TOKEN, Edits
-from speculant.kernels.memory import Scratch
-from speculant.kernels.native import Draft, Pass, address, settings_array
-from speculant.kernels.native_sampler import NativeEdits
+from speculant.cache import KVCache
+from speculant.kernels import NO_TOKEN, Draft, Edits, NativeEdits, Pass, Scratch, address, settings_array
 from speculant.models.base import NO_TABLE, Chain, ModelNeeds, known
 from speculant.params import SamplingParams
-from speculant.sampling.chance import KeyedNoise, MostLikely, Stream
-from speculant.sampling.distribution import Node, edits_of, sampling_settings
+from speculant.sampling import KeyedNoise, MostLikely, Node, Stream, edits_of, sampling_settings
 from speculant.tree import parents_of
 
 FORESEEABLE = (Stream, KeyedNoise, MostLikely)

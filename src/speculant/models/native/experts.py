@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from speculant.errors import ModelError
-from speculant.kernels.native import Activation, Code, Flag, Op, Weight
+from speculant.kernels import Activation, Code, Flag, Op, Weight
 from speculant.models.description import Experts
 from speculant.models.native.ops import gating, linear, make_op
 from speculant.models.weights.reader import WeightReader

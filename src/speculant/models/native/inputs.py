@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from speculant.kernels.native import Activation, Flag, Op, Weight
+from speculant.kernels import Activation, Flag, Op, Weight
 from speculant.models.description import TokenInputs
 from speculant.models.native.norms import PackedNorm, normalising
 from speculant.models.native.ops import embedding, gating, linear

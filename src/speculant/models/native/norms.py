@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from speculant.kernels.native import Code, Flag, Op
+from speculant.kernels import Code, Flag, Op
 from speculant.models.description import Norm
 from speculant.models.native.ops import make_op
 from speculant.models.weights.reader import WeightReader

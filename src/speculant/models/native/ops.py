@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
-from speculant.kernels.native import Activation, Code, Flag, Op, Sizes, Type, Weight
+from speculant.kernels import Activation, Code, Flag, Op, Sizes, Type, Weight
 
 
 def embedding(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from speculant.errors import ModelError
-from speculant.kernels.native import TYPES, Activation, Type, Weight
+from speculant.kernels import TYPES, Activation, Type, Weight
 from speculant.models.description import Attention, DecoderConfig, Embedding, Encoder, Experts, Layer, Mlp
 from speculant.models.native.distances import DistanceTable
 from speculant.models.native.experts import PackedExperts

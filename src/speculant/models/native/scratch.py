@@ -12,7 +12,7 @@ candidates   tokens that top-k, top-p and min-p choose from      csrc/probs.h, p
 
 from __future__ import annotations
 
-from speculant.kernels.memory import MOST_BYTES
+from speculant.kernels import MOST_BYTES
 from speculant.models.description import Attention
 from speculant.models.native.packed import PackedDecoder
 from speculant.models.reference.rotary import rotations

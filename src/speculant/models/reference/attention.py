@@ -17,8 +17,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from speculant.cache.base import KVStorage, by_length, first_seen
-from speculant.kernels.reference import attend
+from speculant.cache import KVStorage, by_length, first_seen
+from speculant.kernels import attend
 from speculant.models.base import Batch, Segment
 from speculant.models.description import Attention, DistanceBias, Layer
 from speculant.models.distances import buckets_of

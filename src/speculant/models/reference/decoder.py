@@ -13,7 +13,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from speculant.cache.base import CacheShape, KVCache, KVStorage
+from speculant.cache import CacheShape, KVCache, KVStorage
 from speculant.kernels import reference
 from speculant.models.base import (
     Batch,

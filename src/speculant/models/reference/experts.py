@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from speculant.kernels.reference import ACTIVATIONS
+from speculant.kernels import ACTIVATIONS
 from speculant.models.description import Clamped, Experts
 
 

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from speculant.cache.base import KVStorage
+from speculant.cache import KVStorage
 from speculant.errors import ModelError
-from speculant.kernels.reference import attend
+from speculant.kernels import attend
 from speculant.models.base import Batch
 from speculant.models.reference.attention import context_slots, visible_keys
 

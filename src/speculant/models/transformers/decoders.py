@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from speculant.cache.base import CacheShape, KVCache, KVStorage
+from speculant.cache import CacheShape, KVCache, KVStorage
 from speculant.errors import ModelError
 from speculant.models.base import Batch, Chain, Hidden, ModelNeeds, Segment, check_embeddings
 from speculant.models.reference.attention import context_slots

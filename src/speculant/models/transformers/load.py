@@ -15,8 +15,7 @@ import torch
 
 from speculant.config import MODEL_BACKENDS
 from speculant.errors import ConfigError, Converts, ModelError, suggest
-from speculant.kernels.base import Sampler
-from speculant.kernels.reference_sampler import REFERENCE
+from speculant.kernels import REFERENCE, Sampler
 from speculant.models.backends.base import AUTO, PLAIN
 from speculant.models.transformers.decoders import TransformersDecoder
 from speculant.models.transformers.probe import choose_decoder

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from speculant import __version__
-from speculant.kernels.native import Kernels, Type, Weight, library_path
+from speculant.kernels import Kernels, Type, Weight, library_path
 from speculant.models import background
 from speculant.models.weights.file import DamagedFileError, map_weights, write_weights
 

@@ -20,8 +20,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from speculant.kernels.memory import ALIGNMENT
-from speculant.kernels.native import Kernels, Type, Weight
+from speculant.kernels import ALIGNMENT, Kernels, Type, Weight
 
 MAGIC = b"speculant-weight"
 END = struct.Struct("<QQ16s")

@@ -17,9 +17,7 @@ from functools import partial
 import torch
 
 from speculant.files import BUSY_KEPT_S, Run, costs_folder, key_of, read_measured, spread_of, write_file
-from speculant.kernels.memory import Arena, aligned
-from speculant.kernels.native import Kernels, Op, Pass, Type, Weight
-from speculant.kernels.packing import panel_rows
+from speculant.kernels import Arena, Kernels, Op, Pass, Type, Weight, aligned, panel_rows
 from speculant.models.backends.base import AS_STORED, CODED, PLAIN, Packing
 from speculant.models.description import DecoderConfig
 from speculant.models.native.ops import linear
