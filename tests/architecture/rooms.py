@@ -70,12 +70,25 @@ def inner_imports(path: Path) -> Iterator[str]:
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom) and not node.level:
-            names = [node.module or ""]
+            base = node.module or ""
+            files = [f"{base}.{alias.name}" for alias in node.names if _is_file(f"{base}.{alias.name}")]
+            names = files or [base]
         for name in names:
             inner = name.removeprefix(PACKAGE + ".")
             room = room_of(inner) if inner != name else None
             if room not in (None, here) and inner != room:
                 yield f"{relative}:{getattr(node, 'lineno', 1)}: {name} is inside {room}"
+
+
+def _is_file(name: str) -> bool:
+    inner = name.removeprefix(PACKAGE + ".")
+    path = SOURCE_ROOT / inner.replace(".", "/")
+    own = inner.rpartition(".")
+    return (
+        own[2] not in rooms().get(own[0], {})
+        and inner not in rooms()
+        and (path.is_dir() or path.with_suffix(".py").exists())
+    )
 
 
 def size(room: str) -> tuple[int, int]:

@@ -138,7 +138,7 @@ def test_debugging_shows_the_traceback() -> None:
 
 
 def test_a_full_cache_is_a_runtime_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    from speculant.cli.main import main as module
+    from speculant.cli import main as module
     from speculant.errors import CapacityError
 
     def fail() -> None:
@@ -204,7 +204,7 @@ def test_a_folder_that_cannot_be_made_is_explained(command: Command, monkeypatch
 
 
 def test_a_fault_of_ours_has_no_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    from speculant.cli.main import main as module
+    from speculant.cli import main as module
 
     def fail() -> None:
         raise KeyError("a fault")

@@ -162,7 +162,7 @@ def test_head_that_is_not_faster_is_not_written(
     checkpoints: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, short_s: float, written: bool
 ) -> None:
     sizes = [head_size(VOCAB_SIZE, 1 / 2.0), head_size(40, 1 / short_s)]
-    monkeypatch.setattr(head_sizes, "measure_sizes", lambda *arguments: sizes)
+    monkeypatch.setattr("speculant.lab.bench.measure_sizes", lambda *arguments: sizes)
     file = tmp_path / "head.json"
     command = ["--target", checkpoints.target, "--draft", checkpoints.near, "--out", str(file)]
     run = CliRunner().invoke(app, ["train", "head-tokens", str(texts_in(tmp_path)), *command], catch_exceptions=False)
