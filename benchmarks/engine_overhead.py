@@ -18,7 +18,7 @@ from speculant import LLM, SamplingParams
 from speculant.drafting.model.drafter import ModelDrafter
 from speculant.kernels.native import Kernels
 from speculant.lab.bench.runner import Benchmark, quartiles
-from speculant.models.reference.decoder import Decoder
+from speculant.models.reference import Decoder
 
 PASSES = [(Decoder, "forward"), (Decoder, "logits"), (Kernels, "run"), (Kernels, "draft")]
 NATIVE = [(Kernels, "probs"), (Kernels, "draw"), (Kernels, "draw_rows")]

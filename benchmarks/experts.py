@@ -35,7 +35,7 @@ from speculant.lengths.costs import ROW_SHARE
 from speculant.models.base import CausalLM, SequenceInput, build_batch, relative_reads_of
 from speculant.models.description import Experts
 from speculant.models.families.qwen3_moe import read_config
-from speculant.models.reference.experts import RoutedMlp
+from speculant.models.reference import RoutedMlp
 from speculant.models.sizes import parameters, tensor_shapes
 from speculant.models.source import read_model_config, resolve_source
 from speculant.models.weights.load import load_model

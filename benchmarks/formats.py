@@ -55,7 +55,7 @@ from speculant.lab.bench.measuring import interleave
 from speculant.lab.bench.quality import Compared, QualityText, document
 from speculant.lab.bench.runner import Benchmark, markdown, quartiles, ratio
 from speculant.lab.inflation.kept import decoded_model, rescaled_model
-from speculant.lab.quantize.job import TYPES, quantize
+from speculant.lab.quantize.folder import TYPES, quantize
 from speculant.lab.training.corpus import read_corpus, standard_library
 from speculant.models.source import resolve_source
 from speculant.models.weights.load import Checkpoint, load_model

@@ -34,8 +34,8 @@ from speculant.kernels.native import (
     open_kernels,
 )
 from speculant.lab.bench.runner import Benchmark, quartiles, ratio, timed
-from speculant.models.native.ops import linear
-from speculant.models.weights.rounding import ROUNDINGS
+from speculant.models.native.packed import linear
+from speculant.models.weights.reader import ROUNDINGS
 
 HIDDEN, INSIDE, QKV, LAYERS = 2048, 8192, 3072, 16
 SHAPES = [

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from speculant.cache.base import KVCache
 from speculant.kernels.base import Edits, RowDraw, Sampler, SamplingSettings
-from speculant.kernels.reference_sampler import REFERENCE
+from speculant.kernels.reference import REFERENCE
 from speculant.models.backends.reference import ReferenceBackend
 from speculant.models.base import CausalLM, Chain, SequenceInput, build_batch
 from speculant.models.description import DecoderConfig
-from speculant.models.reference.decoder import Decoder
+from speculant.models.reference import Decoder
 from speculant.models.weights.source import WeightSource
 from speculant.types import DraftTree
 

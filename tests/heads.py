@@ -15,8 +15,7 @@ from speculant.cache.base import KVCache
 from speculant.cache.factory import paged_cache, slotted_cache
 from speculant.cache.sources import Source
 from speculant.drafting.base import Drafter, DrafterContext, StatelessDrafter
-from speculant.models.base import CausalLM, SequenceInput, build_batch
-from speculant.models.encoding import encode_sources
+from speculant.models.base import CausalLM, SequenceInput, build_batch, encode_sources
 from speculant.sampling.chance import KeyedChances
 from speculant.types import CommittedRows, DraftTree, Request
 

@@ -17,7 +17,7 @@ from speculant import plugins
 from speculant.kernels.native import usable_sets
 from speculant.lab.checkpoints import save_tensors
 from speculant.metrics import RequestMetrics, TimingMetrics
-from speculant.models.reference.decoder import Decoder
+from speculant.models.reference import Decoder
 from speculant.params import SamplingParams
 from speculant.types import Request
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from speculant.cache.base import CacheShape, KVCache, KVStorage
 from speculant.models.base import Batch, Chain, Hidden, ModelNeeds, Segment
-from speculant.models.reference.attention import context_slots, visible_keys
+from speculant.models.reference import context_slots, visible_keys
 from speculant.sampling.chance import Chance
 from speculant.sampling.distribution import Node, distribution
 from speculant.types import Request

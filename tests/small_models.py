@@ -10,7 +10,7 @@ import torch
 from speculant.kernels.native import open_kernels, usable_sets
 from speculant.models.backends.base import CODED
 from speculant.models.base import CausalLM
-from speculant.models.weights.rounding import ROUNDINGS
+from speculant.models.weights.reader import ROUNDINGS
 from tests.exactness.test_native_decoder import make_decoder, packed
 
 NATIVE = pytest.mark.skipif(not usable_sets(), reason="the native kernels are not built")

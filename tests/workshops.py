@@ -14,7 +14,7 @@ from speculant.cache.base import CacheShape, KVCache
 from speculant.cache.factory import paged_cache
 from speculant.cache.sources import Source
 from speculant.drafting.base import Drafter, DrafterContext, Method, StatelessDrafter
-from speculant.models.encoding import encode_sources
+from speculant.models.base import encode_sources
 from speculant.models.weights.load import Checkpoint, load_model
 from speculant.sampling.chance import KeyedChances
 from speculant.types import CommittedRows, Request

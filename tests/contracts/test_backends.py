@@ -21,12 +21,12 @@ from torch import Tensor
 from speculant import LLM, SamplingParams, plugins
 from speculant.errors import ConfigError, ModelError
 from speculant.kernels.base import SamplingSettings
-from speculant.kernels.reference_sampler import REFERENCE
+from speculant.kernels.reference import REFERENCE
 from speculant.models.backends.base import KIND, Backend, choose_backend, find_backends
 from speculant.models.backends.reference import ReferenceBackend
 from speculant.models.base import ModelNeeds
 from speculant.models.description import DecoderConfig
-from speculant.models.reference.decoder import Decoder
+from speculant.models.reference import Decoder
 from speculant.models.sizes import tensor_shapes
 from speculant.models.weights import load as loading
 from speculant.models.weights.load import load_model

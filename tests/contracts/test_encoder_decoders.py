@@ -20,7 +20,7 @@ from torch import Tensor
 from speculant.errors import ModelError, RequestError
 from speculant.kernels.native import usable_sets
 from speculant.models.base import SequenceInput, build_batch
-from speculant.models.reference.decoder import Decoder
+from speculant.models.reference import Decoder
 from speculant.models.sizes import NORM
 from speculant.models.weights.load import load_model
 from speculant.types import DraftTree

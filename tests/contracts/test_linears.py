@@ -10,7 +10,7 @@ from torch import Tensor
 
 from speculant.kernels.native import usable_sets
 from speculant.models.base import CausalLM
-from speculant.models.linears import linears_of
+from speculant.models.heads import linears_of
 from speculant.models.weights.load import load_model
 from tests.models import write_checkpoint
 

@@ -30,8 +30,8 @@ from speculant.kernels.native import (
     open_kernels,
     usable_sets,
 )
-from speculant.models.native.ops import gating, linear, linears
-from speculant.models.weights.rounding import ROUNDINGS
+from speculant.models.native.packed import gating, linear, linears
+from speculant.models.weights.reader import ROUNDINGS
 from tests.gguf_blocks import SCALES, block_bytes, block_weights, decode, encode, random_blocks
 
 SETS = usable_sets()

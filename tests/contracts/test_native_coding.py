@@ -24,7 +24,7 @@ from speculant.kernels.native import (
     usable_sets,
 )
 from speculant.kernels.packing import panel_rows
-from speculant.models.native.ops import linear
+from speculant.models.native.packed import linear
 from tests.examples import examples
 
 SETS = usable_sets()

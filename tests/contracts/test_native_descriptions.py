@@ -14,8 +14,7 @@ from torch import Tensor
 from speculant.cache.base import KVCache
 from speculant.cache.factory import paged_cache
 from speculant.drafting.model.runner import grow
-from speculant.kernels.native import open_kernels, usable_sets
-from speculant.kernels.native_sampler import NativeSampler
+from speculant.kernels.native import NativeSampler, open_kernels, usable_sets
 from speculant.models.base import CausalLM, Chain, SequenceInput, build_batch
 from speculant.models.description import (
     ACTIVATIONS,
@@ -32,7 +31,7 @@ from speculant.models.description import (
 from speculant.models.families import gemma4_text
 from speculant.models.heads import HeadConfig, HeadDecoder, StateEntry, attach
 from speculant.models.native.decoder import NativeDecoder
-from speculant.models.reference.decoder import Decoder
+from speculant.models.reference import Decoder
 from speculant.models.weights.source import ModuleWeights
 from speculant.params import SamplingParams
 from speculant.sampling.chance import MostLikely

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from speculant.kernels.native import Activation, Code, Flag, Kernels, Op, Pass, Type, Weight, open_kernels, usable_sets
-from speculant.models.native.ops import linear, make_op
+from speculant.models.native.packed import linear, make_op
 from tests import fp8, gguf_blocks
 
 SETS = usable_sets()

@@ -15,7 +15,7 @@ from torch.nn import functional
 from speculant.errors import ConfigError
 from speculant.kernels import reference
 from speculant.kernels.native import Activation, Code, Flag, Kernels, Op, Pass, Type, open_kernels, usable_sets
-from speculant.models.native.ops import gating, linear
+from speculant.models.native.packed import gating, linear
 from tests import fp8
 from tests.examples import examples
 

@@ -13,8 +13,7 @@ from torch import Tensor
 from speculant.kernels import reference
 from speculant.kernels.native import Activation, Code, Flag, Kernels, Op, Pass, Type, address, open_kernels, usable_sets
 from speculant.models.description import Norm
-from speculant.models.native.norms import PackedNorm, normalising
-from speculant.models.native.ops import copying, embedding, gating, linear
+from speculant.models.native.packed import PackedNorm, copying, embedding, gating, linear, normalising
 
 SETS = usable_sets()
 pytestmark = pytest.mark.skipif(not SETS, reason="the native kernels are not built")

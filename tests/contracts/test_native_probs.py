@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from speculant.kernels.base import NO_TOKEN, RowDraw
-from speculant.kernels.native import open_kernels, usable_sets
-from speculant.kernels.native_sampler import NativeSampler
-from speculant.kernels.reference_sampler import ReferenceSampler
+from speculant.kernels.native import NativeSampler, open_kernels, usable_sets
+from speculant.kernels.reference import ReferenceSampler
 from speculant.params import SamplingParams
 from speculant.sampling.chance import KeyedNoise, Purpose, Stream, mix, mix_in
 from speculant.sampling.distribution import Node, distribution

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from speculant.kernels.native import BLOCK_SIZES, Kernels, Type, open_kernels, usable_sets
-from speculant.models.weights.rounding import ROUNDED, ROUNDINGS
+from speculant.models.weights.reader import ROUNDED, ROUNDINGS
 from tests.gguf_blocks import decode, encode
 
 SETS = usable_sets()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from speculant.kernels.native import BLOCK_TYPES, Kernels, Op, Pass, Type, Weight, open_kernels, usable_sets
-from speculant.models.native.ops import linear
+from speculant.models.native.packed import linear
 from tests import fp8
 from tests.gguf_blocks import random_blocks
 

@@ -17,7 +17,7 @@ from speculant.kernels.native import MOST_DIM, MOST_GROUP, open_kernels, usable_
 from speculant.models.base import SequenceInput, build_batch
 from speculant.models.description import Mlp
 from speculant.models.native.decoder import NativeDecoder
-from speculant.models.reference.decoder import Decoder
+from speculant.models.reference import Decoder
 from speculant.types import DraftTree
 from tests.descriptions import describe_pair
 from tests.exactness.test_native_decoder import make_native, packed
@@ -162,7 +162,7 @@ DRAFT = (
     + """
 from speculant.cache.factory import slotted_cache
 from speculant.kernels.native import Pass
-from speculant.kernels.native_sampler import NativeSampler
+from speculant.kernels.native import NativeSampler
 from speculant.models.base import Chain, SequenceInput, build_batch
 from speculant.sampling.chance import KeyedChances
 from speculant.types import DraftTree

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from speculant.kernels.native import Op, Pass, Type, open_kernels, usable_sets
-from speculant.models.native.ops import linear
+from speculant.models.native.packed import linear
 
 pytestmark = pytest.mark.skipif(not usable_sets(), reason="the native kernels are not built")
 TASKS = "/proc/self/task"  # a folder for each thread

@@ -21,9 +21,8 @@ from speculant.drafting.model.runner import DraftModelRunner
 from speculant.drafting.topology import StaticTree
 from speculant.engine.drafters import Drafters
 from speculant.engine.engine import Engine, EngineOptions
-from speculant.kernels.native import open_kernels
-from speculant.kernels.native_sampler import NativeSampler
-from speculant.kernels.reference_sampler import REFERENCE
+from speculant.kernels.native import NativeSampler, open_kernels
+from speculant.kernels.reference import REFERENCE
 from speculant.lengths.fixed import Fixed
 from speculant.models.base import CausalLM
 from speculant.models.weights.load import load_model

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from speculant.lab.checkpoints import save_tensors, stored_tensors
-from speculant.models.tensor_map import Columns, Plus, Rows, Stacked, TensorMap, Transposed, Unpaired
+from speculant.models.description import Columns, Plus, Rows, Stacked, TensorMap, Transposed, Unpaired
 from speculant.models.weights.load import CheckpointFiles
 from speculant.models.weights.source import Mapped
 from speculant.models.weights.tensors import TensorFiles

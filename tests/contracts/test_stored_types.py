@@ -10,7 +10,7 @@ import torch
 from speculant.kernels.native import Code, Kernels, Type, open_kernels, usable_sets
 from speculant.models.native.decoder import NativeDecoder
 from speculant.models.native.packed import PackedDecoder, PackedMlp
-from speculant.models.reference.decoder import Decoder
+from speculant.models.reference import Decoder
 from speculant.models.weights import cache as weight_cache
 from speculant.models.weights.cache import WeightCache, WeightStore
 from speculant.models.weights.source import ModuleWeights

@@ -13,9 +13,14 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from speculant.kernels.native_suffix_index import open_native
-from speculant.kernels.suffix_index import Continuation, SuffixAutomaton, SuffixIndex, SuffixSettings
-from speculant.kernels.suffix_indexes import open_suffix_index
+from speculant.kernels.suffix_index import (
+    Continuation,
+    SuffixAutomaton,
+    SuffixIndex,
+    SuffixSettings,
+    open_native,
+    open_suffix_index,
+)
 from tests.examples import examples
 
 OpenIndex = Callable[[SuffixSettings], SuffixIndex]
@@ -204,7 +209,7 @@ def test_the_reference_serves_without_the_library() -> None:
     code = (
         "from speculant.kernels import native\n"
         "native.library_path = lambda: None\n"
-        "from speculant.kernels.suffix_indexes import open_suffix_index\n"
+        "from speculant.kernels.suffix_index import open_suffix_index\n"
         "from speculant.kernels.suffix_index import SuffixSettings\n"
         "index = open_suffix_index(SuffixSettings())\n"
         "index.extend([1, 2, 3, 1])\n"

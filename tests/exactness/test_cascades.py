@@ -18,8 +18,8 @@ from speculant.drafting.model.drafter import ModelDrafter
 from speculant.drafting.model.runner import DraftModelRunner
 from speculant.drafting.topology import StaticTree
 from speculant.kernels.base import Sampler
-from speculant.kernels.native_sampler import NativeSampler
-from speculant.kernels.reference_sampler import REFERENCE
+from speculant.kernels.native import NativeSampler
+from speculant.kernels.reference import REFERENCE
 from speculant.models.base import Batch, CausalLM, Chain, Hidden
 from speculant.models.native.decoder import NativeDecoder
 from speculant.params import SamplingParams

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from speculant.kernels import reference_sampler
-from speculant.kernels.reference_sampler import gumbel
+from speculant.kernels import reference
+from speculant.kernels.reference import gumbel
 from speculant.lab.exactness.enumeration import Branches, EnumeratingChance, enumerate_outcomes
 from speculant.metrics import RequestMetrics, TimingMetrics
 from speculant.params import SamplingParams
@@ -258,7 +258,7 @@ def test_equal_distributions_always_agree() -> None:
 
 
 def test_a_tie_goes_to_the_lowest_id(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reference_sampler, "gumbel", lambda key, tokens: torch.zeros(len(tokens), dtype=torch.float64))
+    monkeypatch.setattr(reference, "gumbel", lambda key, tokens: torch.zeros(len(tokens), dtype=torch.float64))
     assert KeyedNoise(0, 0).draw(torch.tensor([0, 0.25, 0.5, 0, 0.5])) == 2
 
 

@@ -18,13 +18,12 @@ from speculant.drafting.base import Drafter, DrafterContext
 from speculant.drafting.heads.folder import HeadFolder
 from speculant.drafting.model.runner import grow
 from speculant.drafting.topology import StaticTree
-from speculant.kernels.native_sampler import NativeSampler
+from speculant.kernels.native import NativeSampler
 from speculant.lab.exactness.distributions import EXACT, FULL_SUPPORT, Pair
 from speculant.lab.exactness.tables import TableModel
 from speculant.models.base import Chain
 from speculant.models.native import decoder as native_decoder
-from speculant.models.native.decoder import NativeDecoder
-from speculant.models.native.drawn import is_foreseeable
+from speculant.models.native.decoder import NativeDecoder, is_foreseeable
 from speculant.params import SamplingParams
 from speculant.sampling.chance import Chances, KeyedChances
 from tests.exactness.selection import combinations, slow_but

@@ -10,12 +10,11 @@ import torch
 from speculant.cache.base import CacheShape, KVCache
 from speculant.cache.factory import paged_cache, slotted_cache
 from speculant.drafting.model.runner import grow
-from speculant.kernels.native_sampler import NativeSampler
+from speculant.kernels.native import NativeSampler
 from speculant.models.base import Chain, SequenceInput, build_batch
 from speculant.models.native import decoder as native_decoder
-from speculant.models.native.decoder import NativeDecoder
-from speculant.models.native.drawn import is_foreseeable
-from speculant.models.weights.rounding import ROUNDINGS
+from speculant.models.native.decoder import NativeDecoder, is_foreseeable
+from speculant.models.weights.reader import ROUNDINGS
 from speculant.params import SamplingParams
 from speculant.sampling.chance import KeyedChances, MostLikely
 from speculant.types import DraftTree

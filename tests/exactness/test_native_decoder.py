@@ -15,8 +15,8 @@ from speculant.kernels.native import Kernels, open_kernels, usable_sets
 from speculant.models.base import SequenceInput, build_batch
 from speculant.models.description import Clamped, Experts
 from speculant.models.native.decoder import NativeDecoder
-from speculant.models.reference.decoder import Decoder
-from speculant.models.weights.rounding import ROUNDINGS, Rounding
+from speculant.models.reference import Decoder
+from speculant.models.weights.reader import ROUNDINGS, Rounding
 from speculant.models.weights.source import ModuleWeights
 from speculant.types import DraftTree
 from tests.descriptions import describe

@@ -15,14 +15,13 @@ from speculant.cache.factory import paged_cache, slotted_cache
 from speculant.drafting.heads import eagle
 from speculant.drafting.heads.folder import HeadFolder
 from speculant.errors import RequestError
-from speculant.kernels.native import Kernels, Type, open_kernels, usable_sets
-from speculant.kernels.native_sampler import NativeSampler
+from speculant.kernels.native import Kernels, NativeSampler, Type, open_kernels, usable_sets
 from speculant.models.base import Chain, SequenceInput, build_batch
 from speculant.models.description import Norm
 from speculant.models.native.decoder import NativeDecoder
-from speculant.models.reference.decoder import Decoder
+from speculant.models.reference import Decoder
 from speculant.models.sizes import pass_matrices, tensor_shapes
-from speculant.models.weights.rounding import ROUNDINGS, Rounding
+from speculant.models.weights.reader import ROUNDINGS, Rounding
 from speculant.models.weights.source import ModuleWeights
 from speculant.params import SamplingParams
 from speculant.sampling.chance import KeyedChances

@@ -17,7 +17,7 @@ from speculant.drafting.heads.hidden_runner import HiddenStateRunner
 from speculant.drafting.model.drafter import ModelDrafter
 from speculant.drafting.model.runner import DraftModelRunner
 from speculant.drafting.topology import DynamicTree, read_tree
-from speculant.kernels.native_sampler import NativeSampler
+from speculant.kernels.native import NativeSampler
 from speculant.models.native import decoder as native_decoder
 from speculant.models.native.decoder import NativeDecoder
 from speculant.params import SamplingParams

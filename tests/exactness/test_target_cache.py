@@ -18,9 +18,8 @@ from speculant.drafting.topology import StaticTree, TreeTopology
 from speculant.engine.drafters import Drafters
 from speculant.engine.engine import Engine, EngineOptions
 from speculant.kernels.base import Sampler
-from speculant.kernels.native import usable_sets
-from speculant.kernels.native_sampler import NativeSampler
-from speculant.kernels.reference_sampler import REFERENCE
+from speculant.kernels.native import NativeSampler, usable_sets
+from speculant.kernels.reference import REFERENCE
 from speculant.lengths.fixed import Fixed
 from speculant.models.base import CausalLM
 from speculant.models.heads import Truncatable

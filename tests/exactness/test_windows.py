@@ -23,9 +23,8 @@ from speculant.engine.drafters import Drafters
 from speculant.engine.engine import Engine, EngineOptions
 from speculant.engine.memory import Need
 from speculant.errors import CapacityError
-from speculant.kernels.native import open_kernels, usable_sets
-from speculant.kernels.native_sampler import NativeSampler
-from speculant.kernels.reference_sampler import REFERENCE
+from speculant.kernels.native import NativeSampler, open_kernels, usable_sets
+from speculant.kernels.reference import REFERENCE
 from speculant.lengths.fixed import Fixed
 from speculant.models.base import CausalLM, SequenceInput, build_batch
 from speculant.models.native.decoder import NativeDecoder

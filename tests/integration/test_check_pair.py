@@ -20,7 +20,7 @@ from speculant.cli.main import app
 from speculant.config import EngineConfig
 from speculant.errors import ModelError, PairError, SpeculantError
 from speculant.kernels.native import usable_sets
-from speculant.kernels.reference_sampler import REFERENCE
+from speculant.kernels.reference import REFERENCE
 from speculant.lab.bench import pair, vocabularies
 from speculant.lab.bench import step_costs as steps
 from speculant.lab.bench.acceptance import Text, TextAcceptance, TextReader

@@ -15,7 +15,7 @@ from speculant.config import EngineConfig
 from speculant.engine.build import build_engine
 from speculant.errors import ConfigError, RequestError
 from speculant.kernels.native import usable_sets
-from speculant.kernels.reference_sampler import REFERENCE
+from speculant.kernels.reference import REFERENCE
 from speculant.lab.bench.acceptance import Text, TextReader
 from speculant.lab.bench.workloads import WorkloadConfig, added_tokens, make_workload, require_room
 from speculant.lab.exactness.texts import TargetReader, complete, longest_of, reread

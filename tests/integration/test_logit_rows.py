@@ -12,7 +12,7 @@ from torch import Tensor
 from speculant import LLM, SamplingParams
 from speculant.kernels.native import Draft, Kernels, Op, Pass, usable_sets
 from speculant.models.native.decoder import NativeDecoder
-from speculant.models.reference.decoder import Decoder
+from speculant.models.reference import Decoder
 from tests.models import Shape, write_checkpoint
 
 CHUNK, OUTPUT = 16, 20

@@ -20,12 +20,17 @@ from speculant import LLM, SamplingParams
 from speculant.cache.factory import paged_cache
 from speculant.cli.main import app
 from speculant.errors import ConfigError, ModelError
+from speculant.models import transformers as backend
 from speculant.models.base import Hidden, SequenceInput, build_batch
-from speculant.models.transformers import attention
-from speculant.models.transformers import load as load_module
-from speculant.models.transformers.decoders import CachedDecoder, RecomputedDecoder, leaf_paths
-from speculant.models.transformers.network import growing_bounds
-from speculant.models.transformers.probe import row_errors
+from speculant.models.transformers import (
+    CachedDecoder,
+    MaskRule,
+    RecomputedDecoder,
+    attention,
+    growing_bounds,
+    leaf_paths,
+    row_errors,
+)
 from speculant.models.weights.load import Checkpoint, load_model
 from speculant.types import DraftTree
 from tests.models import VOCAB_SIZE, Checkpoints, write_tokenizer
@@ -179,8 +184,8 @@ def test_a_draft_may_draw_some_tokens_alone(write: Any) -> None:
 
 def test_a_wrong_attention_is_noticed(write: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, theirs = write("stablelm")
-    exact = attention.attention
-    monkeypatch.setattr(attention, "attention", lambda *given: 1.001 * exact(*given))
+    exact = attention
+    monkeypatch.setattr(backend, "attention", lambda *given: 1.001 * exact(*given))
     llm = engine(folder, "stablelm")
     assert "without a cache: each pass computes whole texts again, because its logits differ" in llm.kernels
     assert texts(llm) == their_texts(theirs, llm)
@@ -188,8 +193,8 @@ def test_a_wrong_attention_is_noticed(write: Any, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize(("factor", "kind"), [(1.0, CachedDecoder), (1.5, RecomputedDecoder)])
 def test_the_probe_works_in_bfloat16(factor: float, kind: type, write: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    exact = attention.attention
-    monkeypatch.setattr(attention, "attention", lambda *given: factor * exact(*given))
+    exact = attention
+    monkeypatch.setattr(backend, "attention", lambda *given: factor * exact(*given))
     for family in ("stablelm", "gpt_oss"):
         model = load_model(write(family)[0], "bfloat16", model_backend="transformers").model
         assert isinstance(model, kind)
@@ -204,7 +209,7 @@ def test_errors_of_rows() -> None:
 
 def test_a_cache_of_wrong_positions_is_noticed(write: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the rule of its window a model differs once a text is longer than the window."""
-    monkeypatch.setattr(attention.MaskRule, "__call__", lambda _rule, rows, keys: rows[:, None] >= keys[None, :])
+    monkeypatch.setattr(MaskRule, "__call__", lambda _rule, rows, keys: rows[:, None] >= keys[None, :])
     assert isinstance(load(write("cohere2")[0], "cohere2").model, RecomputedDecoder)
 
 
@@ -276,7 +281,7 @@ def forward(model: Any, taps: Sequence[int] = (), given: SequenceInput | None = 
 
 
 def test_the_extra_is_named_where_it_is_missing(write: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load_module, "find_spec", lambda name: None)
+    monkeypatch.setattr(backend, "find_spec", lambda name: None)
     with pytest.raises(ConfigError) as caught:
         LLM(write("stablelm")[0], model_backend="transformers")
     assert 'pip install "speculant[transformers]" -c constraints.txt' in caught.value.fix

@@ -293,8 +293,8 @@ def measure_speeds() -> Speeds:
 
     from speculant.kernels.memory import aligned
     from speculant.kernels.native import Op, Pass, Type, open_kernels
-    from speculant.models.native.ops import linear
-    from speculant.models.weights.packings import choose, measure_gains, timed_bytes
+    from speculant.models.native.packed import linear
+    from speculant.models.native.speeds import choose, measure_gains, timed_bytes
 
     kernels = open_kernels()
     weight, x = torch.ones(N, K, dtype=torch.bfloat16), torch.ones(1, K)

@@ -159,7 +159,7 @@ def _kept(files: CheckpointFiles, backend: Backend, dtype: torch.dtype) -> Kept:
 def _unified(files: CheckpointFiles, types: WeightTypes) -> Iterator[str]:
     """Yield the names of matrices that do not keep their types; see `WeightReader.unified`."""
     from speculant.models.description import Experts
-    from speculant.models.native.experts import expert_matrices
+    from speculant.models.native.packed import expert_matrices
     from speculant.models.sizes import LAYER, TABLE
 
     if types.have_orders([TABLE]):
@@ -254,7 +254,7 @@ def _kernel_finding(backend: Backend, says: str) -> Finding:
 
 def _type_findings(matrices: Sequence[Matrix]) -> list[Finding]:
     """Find the types of a model's matrices that are slow."""
-    from speculant.models.weights.gguf import GOOD
+    from speculant.models.gguf import GOOD
     from speculant.models.weights.source import listed_kinds
 
     decoded = [each for each in matrices if each.kind not in FLOATS and each.kept_as != each.kind]

@@ -161,7 +161,7 @@ def _by_use(counts: np.ndarray[Any, Any], ends: frozenset[int]) -> list[int]:
 
 def _ends(folder: Path, vocab_size: int) -> frozenset[int]:
     """Return the model's end tokens; a folder with only a tokenizer has none."""
-    from speculant.models.generation import read_end_tokens, read_generation
+    from speculant.models.source import read_end_tokens, read_generation
 
     config = read_optional_config(folder)
     return read_end_tokens(read_generation(folder), config, vocab_size) if config else frozenset()

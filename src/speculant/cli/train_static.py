@@ -10,9 +10,8 @@ import typer
 
 from speculant.cli.terminal import examples, messages, print_json, progress
 from speculant.errors import ConfigError
-from speculant.models.entries import count
-from speculant.models.generation import read_generation, read_start_tokens
-from speculant.models.source import read_optional_config, resolve_source
+from speculant.models.config import count
+from speculant.models.source import read_generation, read_optional_config, read_start_tokens, resolve_source
 
 if TYPE_CHECKING:
     from speculant.text.tokenizer import Tokenizer

@@ -20,7 +20,7 @@ from speculant.cache.sources import Source
 from speculant.drafting.selection import Selection
 from speculant.errors import ConfigError, suggest
 from speculant.kernels.base import Sampler
-from speculant.kernels.reference_sampler import REFERENCE
+from speculant.kernels.reference import REFERENCE
 from speculant.models.base import CausalLM
 from speculant.models.vocabulary import MappedVocabulary
 from speculant.sampling.chance import Chances

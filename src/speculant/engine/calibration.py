@@ -38,8 +38,7 @@ from speculant.files import Run, costs_folder, is_steady, key_of, read_measured,
 from speculant.kernels.base import Sampler
 from speculant.lengths.costs import UNKNOWN_COSTS, CostCurve, KeyCosts, Reading, StepCosts
 from speculant.metrics import RequestMetrics, TimingMetrics
-from speculant.models.base import CausalLM, relative_reads_of
-from speculant.models.encoding import encode_sources
+from speculant.models.base import CausalLM, encode_sources, relative_reads_of
 from speculant.params import SamplingParams
 from speculant.sampling.distribution import Node, distribution, row_maxima
 from speculant.scheduling.schedule import Scheduled

@@ -29,8 +29,7 @@ from speculant.engine.calibration import requests, spread_token, timed
 from speculant.errors import ModelError, PairError, SpeculantError
 from speculant.files import Run, costs_folder, is_steady, key_of, read_measured, spread_of, write_file
 from speculant.models.backends.base import TimesWeights, why_not
-from speculant.models.base import CausalLM, Chain, SequenceInput, build_batch, known
-from speculant.models.encoding import encode_sources
+from speculant.models.base import CausalLM, Chain, SequenceInput, build_batch, encode_sources, known
 from speculant.models.sizes import matrix_weights
 from speculant.models.vocabulary import DraftVocabulary, MappedVocabulary, TargetVocabulary
 from speculant.models.weights.load import Checkpoint, CheckpointFiles

@@ -21,11 +21,11 @@ from speculant.engine.runner import check_target
 from speculant.engine.step import StepContext, step
 from speculant.errors import RequestError, SpeculantError
 from speculant.kernels.base import Sampler
-from speculant.kernels.reference_sampler import REFERENCE
+from speculant.kernels.reference import REFERENCE
 from speculant.lengths.base import DraftLength
 from speculant.metrics import EngineMetrics, StepTiming
 from speculant.models.base import CausalLM, check_taps
-from speculant.models.generation import NO_RULES, OutputRules
+from speculant.models.source import NO_RULES, OutputRules
 from speculant.params import SamplingParams
 from speculant.sampling.chance import Chances
 from speculant.scheduling.schedule import Schedule

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from speculant.constraints import Constraint
-from speculant.models.generation import OutputRules
+from speculant.models.source import OutputRules
 from speculant.structured.vocabulary import JoinedConstraint, Vocabulary
 from speculant.types import Request
 

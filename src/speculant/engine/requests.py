@@ -16,7 +16,7 @@ from speculant.engine.output_rules import OutputVocabulary
 from speculant.engine.verify import choose_verifier, verifier_for
 from speculant.errors import ConfigError, RequestError, suggest
 from speculant.metrics import PassTotals, RequestMetrics, TimingMetrics
-from speculant.models.generation import NO_RULES, OutputRules
+from speculant.models.source import NO_RULES, OutputRules
 from speculant.params import SamplingParams
 from speculant.sampling.chance import Purpose, mix
 from speculant.speculation import is_whole

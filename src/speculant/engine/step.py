@@ -21,10 +21,9 @@ from speculant.engine.propose import propose
 from speculant.engine.runner import forward_target, with_successors
 from speculant.engine.verify import verify
 from speculant.kernels.base import Sampler
-from speculant.kernels.reference_sampler import REFERENCE
+from speculant.kernels.reference import REFERENCE
 from speculant.metrics import StepTiming
-from speculant.models.base import CausalLM
-from speculant.models.encoding import encode_sources
+from speculant.models.base import CausalLM, encode_sources
 from speculant.sampling.chance import Chances
 from speculant.scheduling.schedule import Schedule
 from speculant.verification.base import Verifier

@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from speculant.models.description import DecoderConfig
-from speculant.models.tensor_map import (
+from speculant.models.description import (
     Columns,
+    DecoderConfig,
     Expression,
     Plus,
     Rows,
@@ -26,7 +26,7 @@ from speculant.models.tensor_map import (
     Unpaired,
     stored_name,
 )
-from speculant.models.tensor_map import stored_shape as shape_of_stored
+from speculant.models.description import stored_shape as shape_of_stored
 from speculant.models.weights.load import read_description
 
 

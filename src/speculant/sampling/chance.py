@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from speculant.kernels.base import Sampler
-from speculant.kernels.reference_sampler import REFERENCE, gumbel
+from speculant.kernels.reference import REFERENCE, gumbel
 from speculant.types import Request
 
 _MASK = (1 << 64) - 1

@@ -15,7 +15,7 @@ from speculant.constraints import checked_mask
 from speculant.counts import TokenCounts
 from speculant.errors import ConstraintError
 from speculant.kernels.base import Edits, Sampler, SamplingSettings
-from speculant.kernels.reference_sampler import REFERENCE
+from speculant.kernels.reference import REFERENCE
 from speculant.params import SamplingParams
 from speculant.types import Request
 

@@ -16,8 +16,8 @@ from speculant.cli import doctor, model_report
 from speculant.cli.main import app
 from speculant.errors import ModelError
 from speculant.kernels.native import usable_sets
+from speculant.models.gguf import GOOD
 from speculant.models.native.decoder import NativeDecoder
-from speculant.models.weights.gguf import GOOD
 from speculant.models.weights.load import load_model
 from tests.backends import FakeBackend
 from tests.gguf_models import convert

@@ -13,7 +13,7 @@ from speculant import LLM, SamplingParams
 from speculant.cli.main import app
 from speculant.errors import ConfigError, RequestError
 from speculant.kernels.native import usable_sets
-from speculant.lab.quantize.job import quantize
+from speculant.lab.quantize.folder import quantize
 from speculant.models.weights.load import CheckpointFiles
 from speculant.models.weights.source import QuantizedBlocks, read_plain
 from tests.encoder_decoders import make_t5, write_t5

@@ -97,7 +97,7 @@ def test_the_gap_is_how_much_the_target_prefers_its_token(checkpoints: Checkpoin
 
 
 def noise(seed: int, position: int, vocab_size: int) -> Tensor:
-    from speculant.kernels.reference_sampler import gumbel
+    from speculant.kernels.reference import gumbel
     from speculant.sampling.chance import mix_in
 
     key = KeyedNoise(seed, position).take_keys(1)

@@ -17,9 +17,7 @@ from speculant.config import Limits
 from speculant.drafting.lookup.reading import match_score
 from speculant.drafting.lookup.suffix import PART, SuffixDrafter, SuffixOptions, SuffixStore
 from speculant.errors import ConfigError
-from speculant.kernels.native_suffix_index import NativeSuffixIndex
-from speculant.kernels.suffix_index import SuffixSettings
-from speculant.kernels.suffix_indexes import open_suffix_index
+from speculant.kernels.suffix_index import NativeSuffixIndex, SuffixSettings, open_suffix_index
 from speculant.lab.exactness.distributions import FULL_SUPPORT, Pair
 from speculant.lab.exactness.tables import TableModel
 from speculant.models.source import resolve_source

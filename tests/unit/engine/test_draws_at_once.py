@@ -14,9 +14,8 @@ from speculant.engine.runner import TargetOutput
 from speculant.engine.verify import Decision, verify
 from speculant.errors import SpeculantError
 from speculant.kernels.base import Sampler
-from speculant.kernels.native import open_kernels
-from speculant.kernels.native_sampler import NativeSampler
-from speculant.kernels.reference_sampler import REFERENCE
+from speculant.kernels.native import NativeSampler, open_kernels
+from speculant.kernels.reference import REFERENCE
 from speculant.params import SamplingParams
 from speculant.sampling.chance import Chance, KeyedChances
 from speculant.scheduling.schedule import Scheduled

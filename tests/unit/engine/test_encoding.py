@@ -27,7 +27,7 @@ from speculant.lengths.base import DraftOutcome
 from speculant.lengths.fixed import Fixed
 from speculant.metrics import StepTiming
 from speculant.models.base import Batch, Hidden
-from speculant.models.generation import OutputRules
+from speculant.models.source import OutputRules
 from speculant.params import SamplingParams
 from speculant.sampling.chance import KeyedChances
 from speculant.scheduling.schedule import Schedule

@@ -21,7 +21,7 @@ from speculant import plugins
 from speculant.cache.factory import slotted_cache
 from speculant.lab.checkpoints import save_tensors
 from speculant.models.base import CausalLM, EncodesSources, SequenceInput, build_batch
-from speculant.models.reference.decoder import Decoder
+from speculant.models.reference import Decoder
 from speculant.models.weights.load import load_model
 from speculant.types import DraftTree
 

@@ -7,7 +7,7 @@ from array import array
 import torch
 
 from speculant.models.base import Batch, Segment
-from speculant.models.reference.attention import context_slots, visible_keys
+from speculant.models.reference import context_slots, visible_keys
 from speculant.types import DraftTree
 
 

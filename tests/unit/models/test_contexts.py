@@ -11,10 +11,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from speculant import LLM, SamplingParams, plugins
 from speculant.kernels.native import usable_sets
-from speculant.models.config import ACTIVATIONS
+from speculant.models.config import ACTIVATIONS, longest_context
 from speculant.models.families import gpt_neox
-from speculant.models.rope_config import longest_context
-from speculant.models.transformers.network import _extended
+from speculant.models.transformers import _extended
 from speculant.models.weights.load import load_model
 from tests.models import Shape, write_checkpoint
 from tests.quantised_folders import edit_config

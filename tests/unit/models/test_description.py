@@ -21,11 +21,16 @@ from speculant.models.description import (
     Encoder,
     Experts,
     Layer,
+    Rows,
+    Stacked,
+    TensorMap,
     TokenInputs,
+    Transposed,
+    stored_shape,
 )
-from speculant.models.distances import buckets_of
 from speculant.models.families import gemma4_text, t5, umt5
-from speculant.models.reference.decoder import Decoder
+from speculant.models.positions import buckets_of
+from speculant.models.reference import Decoder
 from speculant.models.sizes import (
     activations,
     matrix_weights,
@@ -36,7 +41,6 @@ from speculant.models.sizes import (
     tensor_shapes,
     values_per_position,
 )
-from speculant.models.tensor_map import Rows, Stacked, TensorMap, Transposed, stored_shape
 from tests.descriptions import describe
 from tests.timing import is_within
 from tests.unit.models.families import SMALL, VARIANTS

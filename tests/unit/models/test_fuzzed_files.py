@@ -17,7 +17,7 @@ from speculant import plugins
 from speculant.errors import ModelError
 from speculant.models.description import DecoderConfig
 from speculant.models.families import llama
-from speculant.models.reference.rotary import Rotary
+from speculant.models.positions import Rotary
 from speculant.models.weights.load import Checkpoint, load_model
 from tests.examples import examples
 from tests.json_faults import EXTREMES, changed, changed_deep, values

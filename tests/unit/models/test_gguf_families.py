@@ -19,8 +19,7 @@ from speculant.errors import ModelError
 from speculant.gguf_file import GgufFile
 from speculant.lab.quantize.layouts import LAYOUTS
 from speculant.models.description import DecoderConfig
-from speculant.models.gguf import FAMILIES, read_gguf_config, read_gguf_decoder
-from speculant.models.gguf_family import GgufFamily, Number, Truth
+from speculant.models.gguf import FAMILIES, GgufFamily, Number, Truth, read_gguf_config, read_gguf_decoder
 from speculant.models.weights.load import CheckpointFiles, load_model
 from tests.gguf_models import convert
 from tests.unit.models.families import EXPERTS, MULTIPLIED, PADDED, SCALED, T5, VARIANTS, Pair, Session, make_pair

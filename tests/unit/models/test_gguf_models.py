@@ -17,12 +17,10 @@ from speculant import plugins
 from speculant.errors import ConfigError, ModelError
 from speculant.gguf_file import GgufFile
 from speculant.kernels.native import BLOCK_TYPES
-from speculant.models.description import Rope
-from speculant.models.gguf import NEUTRAL, read_gguf_config, read_gguf_decoder
+from speculant.models.description import Rope, TensorMap, Unpaired
+from speculant.models.gguf import NEUTRAL, GgufWeights, read_gguf_config, read_gguf_decoder
 from speculant.models.sizes import HEAD, TABLE
-from speculant.models.tensor_map import TensorMap, Unpaired
 from speculant.models.vocabulary import TableRows
-from speculant.models.weights.gguf import GgufWeights
 from speculant.models.weights.load import Checkpoint, load_model
 from speculant.models.weights.source import Mapped, QuantizedBlocks, ShortHead, decode, read_plain
 from speculant.params import SamplingParams

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from speculant.models.tensor_map import Columns, Rows, TensorMap, Transposed
-from speculant.models.weights import grouped
-from speculant.models.weights.grouped import InputGroups, as_blocks, as_floats, layout_for, unpacked, why_no_halves
+from speculant.models.description import Columns, Rows, TensorMap, Transposed
+from speculant.models.weights import scaled
+from speculant.models.weights.scaled import InputGroups, as_blocks, as_floats, layout_for, unpacked, why_no_halves
 from speculant.models.weights.source import Mapped, QuantizedBlocks, decode, order_of, read_plain, stored_bytes
 
 N, K, SIZE = 5, 192, 64
@@ -58,7 +58,7 @@ def test_few_rows_are_decoded_at_a_time(has_zeros: bool, at_once: int, monkeypat
     zeros = RANDOM.integers(0, 16, (N, groups.count)).astype(np.uint8) if has_zeros else None
     scales = torch.from_numpy(RANDOM.standard_normal((N, groups.count))).float()
     whole = as_floats(q, scales, zeros, 4, groups)
-    monkeypatch.setattr(grouped, "DECODED_AT_ONCE", at_once)
+    monkeypatch.setattr(scaled, "DECODED_AT_ONCE", at_once)
     assert torch.equal(as_floats(q, scales, zeros, 4, groups), whole)
 
 

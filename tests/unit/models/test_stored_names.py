@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from speculant.errors import ModelError
-from speculant.models.tensor_map import Columns, Plus, Rows, TensorMap, Transposed, Unpaired, map_modules, stored_shape
+from speculant.models.description import Columns, Plus, Rows, TensorMap, Transposed, Unpaired, map_modules, stored_shape
 from speculant.models.weights.load import load_model
 from speculant.models.weights.source import Mapped, kind_of, read_plain
 from tests.unit.models.families import Session, make_pair, random_tokens

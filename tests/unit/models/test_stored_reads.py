@@ -17,9 +17,8 @@ from speculant.errors import ModelError
 from speculant.kernels.native import usable_sets
 from speculant.models.weights import tensors as stored
 from speculant.models.weights.load import load_model
-from speculant.models.weights.modules import ModuleFiles
 from speculant.models.weights.schemes.gptq import read_scheme
-from speculant.models.weights.tensors import TensorFiles
+from speculant.models.weights.tensors import ModuleFiles, TensorFiles
 from tests.models import Shape, write_checkpoint
 from tests.quantised_folders import Gptq, quantise
 from tests.scaled_folders import FORMATS

@@ -27,10 +27,17 @@ from speculant.files import TICK, cache_folder
 from speculant.kernels.native import Kernels, Type, Weight, open_kernels, usable_sets
 from speculant.models.base import SequenceInput
 from speculant.models.weights import cache as weight_cache
-from speculant.models.weights import file as weight_file
 from speculant.models.weights import tensors
-from speculant.models.weights.cache import KEPT, MAPPED, PACKED, WeightCache, cache_files
-from speculant.models.weights.file import DamagedFileError, map_weights, write_weights
+from speculant.models.weights.cache import (
+    KEPT,
+    MAPPED,
+    PACKED,
+    DamagedFileError,
+    WeightCache,
+    cache_files,
+    map_weights,
+    write_weights,
+)
 from speculant.models.weights.load import Checkpoint, load_model
 from speculant.tree import DraftTree
 from tests.contracts.test_input_embeddings import Session
@@ -194,9 +201,9 @@ def test_damaged_file_is_found(
 
 
 def facts_of(content: bytes) -> list[str]:
-    length, _, _ = weight_file.END.unpack(content[-weight_file.END.size :])
-    table = content[-weight_file.END.size - length : -weight_file.END.size]
-    facts: list[str] = weight_file.json.loads(table)["facts"]
+    length, _, _ = weight_cache.END.unpack(content[-weight_cache.END.size :])
+    table = content[-weight_cache.END.size - length : -weight_cache.END.size]
+    facts: list[str] = weight_cache.json.loads(table)["facts"]
     return facts
 
 
@@ -380,7 +387,7 @@ def test_writers_that_are_killed_at_any_moment(
     source: str, folder: Path, expected: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache, facts, weights = store_of(source, folder, monkeypatch)
-    monkeypatch.setattr(weight_file, "PIECE", 64)
+    monkeypatch.setattr(weight_cache, "PIECE", 64)
     started = time.perf_counter()
     os.waitpid(in_a_child(lambda: cache.keep(facts, weights)), 0)
     takes, chance, killed, tries = time.perf_counter() - started, random.Random(5), 0, 0

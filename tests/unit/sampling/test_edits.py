@@ -14,9 +14,8 @@ from torch import Tensor
 from speculant.constraints import unpacked
 from speculant.errors import RequestError
 from speculant.kernels.base import Sampler
-from speculant.kernels.native import open_kernels, usable_sets
-from speculant.kernels.native_sampler import NativeEdits, NativeSampler
-from speculant.kernels.reference_sampler import REFERENCE, edit
+from speculant.kernels.native import NativeEdits, NativeSampler, open_kernels, usable_sets
+from speculant.kernels.reference import REFERENCE, edit
 from speculant.params import SamplingParams
 from speculant.sampling.distribution import Node, distribution, edits_of, sampling_settings
 from speculant.types import Request

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from speculant.kernels.base import SamplingSettings
-from speculant.kernels.reference_sampler import REFERENCE
+from speculant.kernels.reference import REFERENCE
 from speculant.sampling.rows import GROUP, most_likely, top_tokens
 
 

@@ -20,8 +20,8 @@ from speculant.drafting.heads.parts import HeadParts, Part, Role
 from speculant.drafting.heads.short import short_heads, short_tokens
 from speculant.drafting.topology import StaticTree
 from speculant.models.base import CausalLM
-from speculant.models.entries import count
-from speculant.models.future_heads import FeedForwardHeads, FutureShape, PlacedHeads
+from speculant.models.config import count
+from speculant.models.heads import FeedForwardHeads, FutureShape, PlacedHeads
 
 KIND = "blockwise"
 METHOD = Method(default_length=3, uses_model=True, uses_head=True)

@@ -27,7 +27,7 @@ from speculant.drafting.heads.hidden_runner import HiddenStateRunner
 from speculant.drafting.model.drafter import Drafting
 from speculant.drafting.model.runner import fit_vocabulary
 from speculant.kernels.base import Sampler
-from speculant.kernels.reference_sampler import REFERENCE
+from speculant.kernels.reference import REFERENCE
 from speculant.models.base import Chain, SequenceInput, build_batch, known
 from speculant.sampling.distribution import Node, distribution
 from speculant.types import CommittedRows, DraftTree, Request

@@ -41,11 +41,9 @@ from speculant.drafting.topology import StaticTree, tree_option
 from speculant.errors import ConfigError, ModelError, PairError
 from speculant.kernels.reference import rms_norm
 from speculant.models.base import CausalLM, Chain, SequenceInput, build_batch, known
-from speculant.models.config import read_windows
+from speculant.models.config import POSITIVE, count, flag, number, read_windows, show
 from speculant.models.description import DecoderConfig, Layer
-from speculant.models.entries import POSITIVE, count, flag, number, show
-from speculant.models.heads import HeadConfig, StateEntry
-from speculant.models.linears import linears_of
+from speculant.models.heads import HeadConfig, StateEntry, linears_of
 from speculant.sampling.chance import Chances
 from speculant.types import DraftTree
 

@@ -17,7 +17,7 @@ from speculant.drafting.methods import REFUSED, WITH_BLOCKS, WITH_MASKS
 from speculant.errors import ConfigError, ModelError, PairError
 from speculant.files import read_json
 from speculant.models.base import CausalLM
-from speculant.models.entries import is_whole, show
+from speculant.models.config import is_whole, show
 from speculant.models.source import resolve_folder
 from speculant.models.weights.formats import no_weights
 from speculant.models.weights.source import FLOATS

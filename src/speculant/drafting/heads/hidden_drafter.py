@@ -14,7 +14,7 @@ from speculant.drafting.heads.hidden_runner import Encode, HiddenStateRunner
 from speculant.drafting.model.drafter import ModelDrafter
 from speculant.drafting.topology import DynamicTree, TreeTopology, growing_tree_option
 from speculant.kernels.base import Sampler
-from speculant.kernels.reference_sampler import REFERENCE
+from speculant.kernels.reference import REFERENCE
 from speculant.models.base import CausalLM
 from speculant.types import CommittedRows, DraftTree, Request
 

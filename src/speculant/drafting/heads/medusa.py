@@ -32,9 +32,8 @@ from speculant.drafting.heads.short import short_heads, short_tokens, spread_hea
 from speculant.drafting.topology import StaticTree, read_tree
 from speculant.errors import ConfigError, ModelError
 from speculant.models.base import CausalLM
-from speculant.models.entries import is_whole, show
-from speculant.models.future_heads import FutureShape, PlacedHeads, ResidualHeads
-from speculant.models.linears import linears_of
+from speculant.models.config import is_whole, show
+from speculant.models.heads import FutureShape, PlacedHeads, ResidualHeads, linears_of
 
 KIND = "medusa"
 CHAIN = "chain"

@@ -36,8 +36,8 @@ from speculant.drafting.heads.hidden_drafter import HiddenDrafter, make_head_dra
 from speculant.drafting.heads.layers import load_layers, read_sizes, renamed
 from speculant.errors import ModelError
 from speculant.models.base import CausalLM
+from speculant.models.config import count, text_config
 from speculant.models.description import DecoderConfig
-from speculant.models.entries import count, text_config
 from speculant.models.heads import HeadConfig, StateEntry
 from speculant.models.weights.source import WeightSource, read_plain
 

@@ -20,9 +20,8 @@ from speculant.drafting.model.head_tokens import KEY, read_head_tokens
 from speculant.errors import PairError
 from speculant.kernels.reference import soft_cap
 from speculant.models.base import CausalLM
-from speculant.models.heads import Described
-from speculant.models.linears import linears_of
-from speculant.models.reference.decoder import spread
+from speculant.models.heads import Described, linears_of
+from speculant.models.reference import spread
 from speculant.models.weights.source import WeightSource, kind_of
 
 FILE = f"{KEY}.json"

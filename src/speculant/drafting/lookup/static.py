@@ -23,7 +23,7 @@ from speculant.drafting.draws import draw_chains, new_chains
 from speculant.drafting.lookup.tables import BigramTables
 from speculant.errors import ConfigError
 from speculant.kernels.base import Sampler
-from speculant.kernels.reference_sampler import REFERENCE
+from speculant.kernels.reference import REFERENCE
 from speculant.sampling.chance import Chances
 from speculant.sampling.distribution import Node, distribution
 from speculant.types import DraftTree, Request

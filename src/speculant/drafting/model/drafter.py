@@ -18,7 +18,7 @@ from speculant.drafting.model.trees import grow_trees, plan_trees
 from speculant.drafting.topology import USUAL_NODES, DynamicTree, TreeTopology
 from speculant.errors import ConfigError, PairError
 from speculant.kernels.base import Sampler
-from speculant.kernels.reference_sampler import REFERENCE
+from speculant.kernels.reference import REFERENCE
 from speculant.models.base import CausalLM
 from speculant.types import DraftTree, Request
 

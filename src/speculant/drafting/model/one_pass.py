@@ -25,7 +25,7 @@ from speculant.drafting.model.drafter import Drafting, ModelDrafter, make_drafte
 from speculant.drafting.model.runner import DraftModelRunner, fit_vocabulary
 from speculant.drafting.topology import DynamicTree, StaticTree, TreeTopology
 from speculant.kernels.base import Sampler
-from speculant.kernels.reference_sampler import REFERENCE
+from speculant.kernels.reference import REFERENCE
 from speculant.models.base import CausalLM, Chain, SequenceInput, build_batch, known
 from speculant.sampling.distribution import Node
 from speculant.types import DraftTree

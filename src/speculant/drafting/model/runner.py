@@ -28,7 +28,7 @@ from speculant.cache.sources import Source
 from speculant.drafting.base import DrafterContext
 from speculant.drafting.model.sources import DraftSources
 from speculant.kernels.base import Sampler
-from speculant.kernels.reference_sampler import REFERENCE
+from speculant.kernels.reference import REFERENCE
 from speculant.models.base import CausalLM, Chain, Hidden, SequenceInput, build_batch, known
 from speculant.models.vocabulary import MappedVocabulary
 from speculant.sampling.chance import Chances, MostLikely

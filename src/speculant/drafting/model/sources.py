@@ -14,8 +14,7 @@ from torch import Tensor
 
 from speculant.cache.base import KVCache
 from speculant.cache.sources import Source, Sources
-from speculant.models.base import CausalLM
-from speculant.models.encoding import encode_sources
+from speculant.models.base import CausalLM, encode_sources
 from speculant.types import Request
 
 

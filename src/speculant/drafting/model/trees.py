@@ -15,7 +15,7 @@ from torch import Tensor
 from speculant.drafting.model.runner import DraftModelRunner, fit_vocabulary
 from speculant.drafting.topology import Distributions, Pick, StaticTree, TreeTopology
 from speculant.kernels.base import Sampler
-from speculant.kernels.reference_sampler import REFERENCE
+from speculant.kernels.reference import REFERENCE
 from speculant.models.base import Chain, SequenceInput, build_batch, known
 from speculant.sampling.chance import KeyedNoise, MostLikely
 from speculant.sampling.distribution import Node, distribution

@@ -18,8 +18,7 @@ from speculant.drafting.model.runner import fit_vocabulary
 from speculant.kernels.base import Sampler
 from speculant.lab.theory.acceptance import acceptance
 from speculant.metrics import SpeculationMetrics
-from speculant.models.base import CausalLM, SequenceInput, build_batch, known
-from speculant.models.encoding import encode_sources
+from speculant.models.base import CausalLM, SequenceInput, build_batch, encode_sources, known
 from speculant.params import SamplingParams
 from speculant.sampling.distribution import sampling_settings
 from speculant.types import DraftTree

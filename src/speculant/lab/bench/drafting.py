@@ -206,8 +206,8 @@ def stored_parameters(source: str | None, method: str) -> int:
     from math import prod
 
     from speculant.gguf_file import GgufFile
+    from speculant.models.gguf import GgufWeights
     from speculant.models.source import resolve_source
-    from speculant.models.weights.gguf import GgufWeights
     from speculant.models.weights.tensors import TensorFiles
 
     if source is None:

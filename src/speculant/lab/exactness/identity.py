@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from speculant.engine.build import Runtime
-from speculant.kernels.reference_sampler import gumbel
+from speculant.kernels.reference import gumbel
 from speculant.lab.exactness.texts import TargetReader, complete, longest_of, reread
 from speculant.params import SamplingParams
 from speculant.sampling.chance import KeyedNoise, mix_in

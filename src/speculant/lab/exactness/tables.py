@@ -20,7 +20,7 @@ from speculant.models.base import (
     check_taps,
     check_tokens,
 )
-from speculant.models.reference.attention import context_slots, visible_keys
+from speculant.models.reference import context_slots, visible_keys
 
 History = tuple[int, ...]
 Table = Callable[[History], Sequence[float]]  # all tokens so far -> logits of the next

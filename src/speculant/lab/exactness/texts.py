@@ -18,7 +18,7 @@ from speculant.engine.build import Runtime, build_drafters
 from speculant.engine.runner import forward_target
 from speculant.errors import SpeculantError
 from speculant.lab.exactness.scores import Scores
-from speculant.models.encoding import encode_sources
+from speculant.models.base import encode_sources
 from speculant.params import SamplingParams
 from speculant.sampling.distribution import Node, distribution
 from speculant.scheduling.schedule import Scheduled

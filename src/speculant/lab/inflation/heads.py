@@ -29,7 +29,7 @@ from speculant.lab.inflation.config import decoder_shape
 from speculant.lab.inflation.matrices import Enlargement, NoisyFiles
 from speculant.lab.inflation.model import make_folder
 from speculant.lab.inflation.shapes import Shape
-from speculant.models.entries import count, show
+from speculant.models.config import count, show
 from speculant.models.families.llama import read_config
 
 _LAYER_CONFIG = "transformer_layer_config"  # of the `speculators` package

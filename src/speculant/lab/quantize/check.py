@@ -11,17 +11,16 @@ from typing import Any
 
 from speculant.errors import ModelError
 from speculant.gguf_file import GgufFile
-from speculant.models.description import DecoderConfig
-from speculant.models.entries import show
-from speculant.models.generation import (
+from speculant.models.config import show
+from speculant.models.description import SAME_NAMES, DecoderConfig
+from speculant.models.gguf import read_gguf_config
+from speculant.models.source import (
     read_end_tokens,
     read_generation,
     read_output_rules,
     read_sampling,
     read_start_tokens,
 )
-from speculant.models.gguf import read_gguf_config
-from speculant.models.tensor_map import SAME_NAMES
 from speculant.models.weights.load import CheckpointFiles, read_description
 from speculant.text.gguf_tokenizer import ROLE_KEYS
 from speculant.text.tokenizer import Tokenizer

@@ -28,10 +28,9 @@ from speculant.lab.quantize.entries import rope_tensors, sampled_entries, start_
 from speculant.lab.quantize.layouts import LAYOUTS, GgufLayout, described, stored_tensors
 from speculant.lab.quantize.vocabulary import end_entries, tokenizer_entries
 from speculant.models.backends.base import RoundsWeights
-from speculant.models.description import DecoderConfig
+from speculant.models.description import DecoderConfig, stored_name
+from speculant.models.gguf import GgufWeights
 from speculant.models.sizes import tensor_shapes
-from speculant.models.tensor_map import stored_name
-from speculant.models.weights.gguf import GgufWeights
 from speculant.models.weights.load import CheckpointFiles
 from speculant.models.weights.source import WeightSource, read_plain
 

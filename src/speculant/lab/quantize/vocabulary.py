@@ -14,9 +14,9 @@ from typing import Any
 
 from speculant.errors import ModelError
 from speculant.files import read_json, read_optional_json
-from speculant.models.entries import text_config
-from speculant.models.generation import read_generation
+from speculant.models.config import text_config
 from speculant.models.gguf import END_KEYS, ENDS
+from speculant.models.source import read_generation
 from speculant.text.chat import TOOL_USE, find_template
 from speculant.text.gguf_splits import SPLITS
 from speculant.text.gguf_tokenizer import ROLE_KEYS

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 from speculant.lab.checkpoints import save_tensors
 from speculant.lab.training.tokenizer import END_OF_TEXT
-from speculant.models.reference.decoder import Decoder
+from speculant.models.reference import Decoder
 from speculant.models.weights.load import read_description
 
 # The model is trained on program text only, so a conversation becomes comments.

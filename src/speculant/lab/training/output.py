@@ -10,7 +10,7 @@ from torch import Tensor
 
 from speculant.errors import ModelError
 from speculant.kernels.reference import soft_cap
-from speculant.models.reference.decoder import Decoder
+from speculant.models.reference import Decoder
 
 _ROWS = 256  # distributions computed at a time
 

@@ -15,9 +15,8 @@ from torch.nn import functional
 
 from speculant.kernels.reference import attend
 from speculant.models.description import Attention
-from speculant.models.distances import buckets_of
-from speculant.models.reference.attention import Attend, Learned, distance_scores
-from speculant.models.reference.decoder import Decoder
+from speculant.models.positions import buckets_of
+from speculant.models.reference import Attend, Decoder, Learned, distance_scores
 from speculant.models.weights.load import load_model
 
 

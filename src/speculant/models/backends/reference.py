@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from speculant.kernels.base import Sampler
-from speculant.kernels.reference_sampler import REFERENCE
+from speculant.kernels.reference import REFERENCE
 from speculant.models.description import DecoderConfig
-from speculant.models.reference.decoder import Decoder
+from speculant.models.reference import Decoder
 from speculant.models.weights.source import WeightSource, read_plain
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from speculant.kernels.reference_sampler import REFERENCE
+from speculant.kernels.reference import REFERENCE
 from speculant.lab.bench.acceptance import BLOCK, Text, TextReader, compare, estimate, measure_acceptance
 from speculant.models.weights.load import load_model
 from speculant.params import SamplingParams

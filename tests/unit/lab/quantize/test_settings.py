@@ -22,8 +22,8 @@ from speculant.lab.quantize.check import check_model, differences
 from speculant.lab.quantize.folder import write_folder
 from speculant.lab.quantize.layouts import LAYOUTS
 from speculant.models.backends.base import RoundsWeights, find_backends
+from speculant.models.config import _KNOWN as ROPE_KEYS
 from speculant.models.description import DecoderConfig
-from speculant.models.rope_config import _KNOWN as ROPE_KEYS
 from speculant.models.weights.load import CheckpointFiles, read_description
 from speculant.models.weights.source import read_plain
 from tests.unit.models.families import SMALL, VARIANTS, write_own
@@ -34,7 +34,7 @@ pytestmark = [
     pytest.mark.usefixtures("families_are_looked_up_once"),
 ]
 FULL, SLIDES = "full_attention", "sliding_attention"
-SHARED = [f"speculant.models.{name}" for name in ("config", "rope_config", "entries")]
+SHARED = ["speculant.models.config"]
 NAME = re.compile(r"[a-z][a-z_0-9]+")
 WRONG = "?"  # no entry may have this value, so a family that reads the entry says so
 ABSENT = object()

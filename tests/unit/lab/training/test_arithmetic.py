@@ -16,7 +16,7 @@ from speculant.lab.training.objective import DistillObjective, TextObjective
 from speculant.lab.training.optimizer import Muon, orthogonalize
 from speculant.lab.training.passes import hidden_states
 from speculant.models.base import SequenceInput, build_batch
-from speculant.models.reference.decoder import Decoder
+from speculant.models.reference import Decoder
 from speculant.types import DraftTree
 
 

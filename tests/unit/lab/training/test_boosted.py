@@ -19,7 +19,7 @@ from speculant.lab.training.boosted.objective import MissedObjective, known_rows
 from speculant.lab.training.heads.texts import Texts, open_texts, save_texts
 from speculant.lab.training.output import OutputHead
 from speculant.lab.training.passes import hidden_states, load_plain
-from speculant.models.reference.decoder import Decoder
+from speculant.models.reference import Decoder
 from tests.models import END, Shape, write_checkpoint
 from tests.unit.models.families import VARIANTS, thinned_cases
 

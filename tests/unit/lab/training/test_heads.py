@@ -30,9 +30,9 @@ from speculant.lab.training.optimizer import Optimizer
 from speculant.lab.training.output import OutputHead
 from speculant.lab.training.trainer import Trainer
 from speculant.models.base import CausalLM, SequenceInput, build_batch
+from speculant.models.config import read_rope
 from speculant.models.description import Rope
-from speculant.models.reference.decoder import Decoder
-from speculant.models.rope_config import read_rope
+from speculant.models.reference import Decoder
 from speculant.models.sizes import inner_width
 from speculant.models.weights.load import load_model
 from speculant.types import DraftTree

@@ -21,7 +21,7 @@ from speculant.lab.training.boosted.parallel import ParallelObjective, masked_st
 from speculant.lab.training.heads.texts import Texts, open_texts, save_texts
 from speculant.lab.training.passes import hidden_states, load_plain
 from speculant.models.base import SequenceInput, build_batch
-from speculant.models.reference.decoder import Decoder
+from speculant.models.reference import Decoder
 from speculant.types import DraftTree
 from tests.models import END, VOCAB_SIZE, Checkpoints, Shape, write_checkpoint
 

@@ -24,7 +24,7 @@ from speculant.lab.training.output import OutputHead
 from speculant.lab.training.passes import hidden_states, load_plain
 from speculant.lab.training.trainer import Trainer
 from speculant.models.config import MASK
-from speculant.models.reference.decoder import Decoder
+from speculant.models.reference import Decoder
 from speculant.models.source import read_model_config, resolve_folder, resolve_source
 
 MEASURED = "measured.json"

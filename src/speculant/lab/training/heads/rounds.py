@@ -19,11 +19,10 @@ from speculant.lab.training.heads.config import HeadTrainingConfig
 from speculant.lab.training.heads.distance import distances, overlaps, weighted
 from speculant.lab.training.heads.texts import Texts
 from speculant.lab.training.output import OutputHead
+from speculant.models.config import rope_entries
 from speculant.models.description import Attention, DecoderConfig, Embedding, Head, Layer, Mlp, Norm, Rope
 from speculant.models.heads import HeadDecoder
-from speculant.models.reference.attention import Learned
-from speculant.models.reference.decoder import Decoder
-from speculant.models.rope_config import rope_entries
+from speculant.models.reference import Decoder, Learned
 from speculant.models.sizes import inner_width
 
 RANKS = 8

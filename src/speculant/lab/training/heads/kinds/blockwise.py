@@ -6,8 +6,8 @@ import torch
 
 from speculant.lab.training.heads.config import HeadTrainingConfig
 from speculant.lab.training.heads.future import FutureObjective
-from speculant.models.future_heads import FeedForwardHeads, FutureShape
-from speculant.models.reference.decoder import Decoder
+from speculant.models.heads import FeedForwardHeads, FutureShape
+from speculant.models.reference import Decoder
 
 
 def make(config: HeadTrainingConfig, target: Decoder) -> FutureObjective:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from speculant.lab.training.heads.config import HeadTrainingConfig
 from speculant.lab.training.heads.future import FutureObjective
-from speculant.models.future_heads import FutureShape, ResidualHeads
-from speculant.models.reference.decoder import Decoder
+from speculant.models.heads import FutureShape, ResidualHeads
+from speculant.models.reference import Decoder
 
 
 def make(config: HeadTrainingConfig, target: Decoder) -> FutureObjective:
