@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from speculant.kernels.native import TYPES, Code, Kernels, Op, Pass, address, open_kernels
-from speculant.lab.bench.runner import Benchmark
+from speculant.kernels import TYPES, Code, Kernels, Op, Pass, address, open_kernels
+from speculant.lab.bench import Benchmark
 
 BLOCK = 16
 PROMPT_ROWS = 256

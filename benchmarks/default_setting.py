@@ -17,14 +17,23 @@ from typing import Any
 import numpy as np
 import torch
 
-from speculant.engine.build import Runtime
-from speculant.lab.bench.acceptance import Text, TextReader, measure_acceptance
-from speculant.lab.bench.decoding import DRAFT, PLAIN, Decoded, LoadedPair, alpha, decode
-from speculant.lab.bench.oracle_costs import oracle_seconds
-from speculant.lab.bench.runner import Benchmark, ratio
-from speculant.lab.bench.step_costs import measure_steps
-from speculant.lab.inflation.successors import VOCABULARY, write_pair
-from speculant.models.weights.load import Checkpoint, load_model
+from speculant.engine import Runtime
+from speculant.lab.bench import (
+    DRAFT,
+    Benchmark,
+    Decoded,
+    LoadedPair,
+    Text,
+    TextReader,
+    decode,
+    measure_acceptance,
+    measure_steps,
+    oracle_seconds,
+    ratio,
+)
+from speculant.lab.bench.decoding import PLAIN, alpha
+from speculant.lab.inflation import VOCABULARY, write_pair
+from speculant.models import Checkpoint, load_model
 from speculant.params import SamplingParams
 
 PROMPT, TOKENS, AGREEMENT, LONGEST = 128, 256, 0.85, 16

@@ -15,10 +15,10 @@ from contextlib import contextmanager
 from typing import Any
 
 from speculant import LLM, SamplingParams
-from speculant.drafting.model.drafter import ModelDrafter
-from speculant.kernels.native import Kernels
-from speculant.lab.bench.runner import Benchmark, quartiles
-from speculant.models.reference import Decoder
+from speculant.drafting import ModelDrafter
+from speculant.kernels import Kernels
+from speculant.lab.bench import Benchmark, quartiles
+from speculant.models import Decoder
 
 PASSES = [(Decoder, "forward"), (Decoder, "logits"), (Kernels, "run"), (Kernels, "draft")]
 NATIVE = [(Kernels, "probs"), (Kernels, "draw"), (Kernels, "draw_rows")]

@@ -27,18 +27,36 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from speculant.cache.factory import slotted_cache
-from speculant.engine.calibration import spread_token
-from speculant.lab.bench.decoding import EDIT, PLAIN, UNSEEN, Decoded, LoadedPair, alpha, decode, prompts_of
-from speculant.lab.bench.runner import Benchmark, quartiles, ratio, timed
-from speculant.lengths.costs import ROW_SHARE
-from speculant.models.base import CausalLM, SequenceInput, build_batch, relative_reads_of
-from speculant.models.description import Experts
+from speculant.cache import slotted_cache
+from speculant.engine import spread_token
+from speculant.lab.bench import (
+    EDIT,
+    UNSEEN,
+    Benchmark,
+    Decoded,
+    LoadedPair,
+    decode,
+    prompts_of,
+    quartiles,
+    ratio,
+    timed,
+)
+from speculant.lab.bench.decoding import PLAIN, alpha
+from speculant.lengths import ROW_SHARE
+from speculant.models import (
+    CausalLM,
+    Experts,
+    RoutedMlp,
+    SequenceInput,
+    build_batch,
+    load_model,
+    parameters,
+    read_model_config,
+    relative_reads_of,
+    resolve_source,
+    tensor_shapes,
+)
 from speculant.models.families.qwen3_moe import read_config
-from speculant.models.reference import RoutedMlp
-from speculant.models.sizes import parameters, tensor_shapes
-from speculant.models.source import read_model_config, resolve_source
-from speculant.models.weights.load import load_model
 from speculant.types import DraftTree
 
 ROWS = (1, 2, 5, 8, 16)

@@ -15,9 +15,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from speculant.lab.bench.runner import Benchmark, markdown
-from speculant.lab.fleet.config import ReplicaLimits, TrafficConfig
-from speculant.lab.fleet.traffic import Arrival, arrivals
+from speculant.lab.bench import Benchmark, markdown
+from speculant.lab.fleet import Arrival, ReplicaLimits, TrafficConfig, arrivals
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # `python benchmarks/fleet.py` finds the parts too
 

@@ -47,20 +47,28 @@ from benchmarks.quantised.gptq import solve, sums_of_inputs
 
 from speculant import LLM, SamplingParams
 from speculant.config import EngineConfig
-from speculant.engine.build import build_around
+from speculant.engine import build_around
 from speculant.files import cache_folder
-from speculant.lab.bench.acceptance import read_text
-from speculant.lab.bench.decoding import COMPLETION, PLAIN, decode, prompts_of
-from speculant.lab.bench.measuring import interleave
-from speculant.lab.bench.quality import Compared, QualityText, document
-from speculant.lab.bench.runner import Benchmark, markdown, quartiles, ratio
-from speculant.lab.inflation.kept import decoded_model, rescaled_model
-from speculant.lab.quantize.folder import TYPES, quantize
-from speculant.lab.training.corpus import read_corpus, standard_library
-from speculant.models.source import resolve_source
-from speculant.models.weights.load import Checkpoint, load_model
-from speculant.text.prompt_files import read_prompts
-from speculant.text.tokenizer import Tokenizer
+from speculant.lab.bench import (
+    COMPLETION,
+    Benchmark,
+    Compared,
+    QualityText,
+    decode,
+    interleave,
+    markdown,
+    prompts_of,
+    quartiles,
+    ratio,
+    read_text,
+)
+from speculant.lab.bench.decoding import PLAIN
+from speculant.lab.bench.quality import document
+from speculant.lab.inflation import decoded_model, rescaled_model
+from speculant.lab.quantize import TYPES, quantize
+from speculant.lab.training import read_corpus, standard_library
+from speculant.models import Checkpoint, load_model, resolve_source
+from speculant.text import Tokenizer, read_prompts
 from tests.gguf_models import convert
 from tests.quantised_folders import Gptq, awq_config, awq_module, edit_config, gptq_module, is_linear, rounded
 from tests.real.llama_cpp import BaseFile, LlamaCpp

@@ -29,21 +29,33 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from speculant.engine.build import Runtime
+from speculant.engine import Runtime
 from speculant.errors import SpeculantError
 from speculant.files import read_json
-from speculant.lab.bench.decoding import DRAFT, HELD_OUT, PLAIN, SHAPE, TEXTS, LoadedPair, prompts_of
+from speculant.lab.bench import (
+    DRAFT,
+    HELD_OUT,
+    SHAPE,
+    TEXTS,
+    Bench,
+    Benchmark,
+    BenchRun,
+    LengthCosts,
+    LoadedPair,
+    Mode,
+    Spread,
+    Workload,
+    markdown,
+    measure_steps,
+    prompts_of,
+    quartiles,
+)
+from speculant.lab.bench.decoding import PLAIN
 from speculant.lab.bench.gains import gains
-from speculant.lab.bench.measuring import Spread
-from speculant.lab.bench.runner import Benchmark, markdown, quartiles
-from speculant.lab.bench.runs import Bench, BenchRun, Mode
-from speculant.lab.bench.step_costs import LengthCosts, measure_steps
-from speculant.lab.bench.workloads import Workload
-from speculant.lab.inflation.pair import inflated_head
-from speculant.lab.theory.curve import VerificationCurve
-from speculant.lab.theory.speedup import speedups, step_costs, survival
+from speculant.lab.inflation import inflated_head
+from speculant.lab.theory import VerificationCurve, speedups, step_costs, survival
 from speculant.metrics import SpeculationMetrics
-from speculant.models.source import embedded_heads, resolve_source
+from speculant.models import embedded_heads, resolve_source
 from speculant.params import SamplingParams
 
 UNDRAFTED, ADAPTIVE, TREE = "plain", "adaptive", "tree"

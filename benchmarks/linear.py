@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from speculant.kernels.memory import aligned
-from speculant.kernels.native import (
+from speculant.kernels import (
     BLOCK_SIZES,
     BLOCK_TYPES,
     FP8_BLOCK,
@@ -31,11 +30,11 @@ from speculant.kernels.native import (
     Pass,
     Type,
     Weight,
+    aligned,
     open_kernels,
 )
-from speculant.lab.bench.runner import Benchmark, quartiles, ratio, timed
-from speculant.models.native.packed import linear
-from speculant.models.weights.reader import ROUNDINGS
+from speculant.lab.bench import Benchmark, quartiles, ratio, timed
+from speculant.models import ROUNDINGS, linear
 
 HIDDEN, INSIDE, QKV, LAYERS = 2048, 8192, 3072, 16
 SHAPES = [

@@ -20,9 +20,8 @@ from typing import Any
 import torch
 
 from speculant import LLM, SamplingParams
-from speculant.cli.main import app
-from speculant.lab.bench.runner import Benchmark, ratio, timed
-from speculant.lab.bench.workloads import code_prompt
+from speculant.cli import app
+from speculant.lab.bench import Benchmark, code_prompt, ratio, timed
 from speculant.types import RequestOutput
 
 NUM_HEADS, TRAINED, SEQ, RATE = 3, 40_000, 256, 0.01

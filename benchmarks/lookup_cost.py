@@ -19,17 +19,14 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from speculant.drafting.base import Drafter
+from speculant.drafting import Drafter, LookupDrafter, LookupOptions, NgramDrafter, SuffixDrafter
 from speculant.drafting.lookup import ngram, prompt_lookup, suffix
-from speculant.drafting.lookup.ngram import NgramDrafter
-from speculant.drafting.lookup.recent_match import LookupDrafter, LookupOptions
-from speculant.drafting.lookup.suffix import SuffixDrafter
-from speculant.kernels.suffix_index import SuffixAutomaton
-from speculant.lab.bench.runner import Benchmark, quartiles
+from speculant.kernels import SuffixAutomaton
+from speculant.lab.bench import Benchmark, quartiles
 from speculant.metrics import RequestMetrics, TimingMetrics
-from speculant.models.source import resolve_source
+from speculant.models import resolve_source
 from speculant.params import SamplingParams
-from speculant.text.tokenizer import Tokenizer
+from speculant.text import Tokenizer
 from speculant.types import CommittedRows, Request
 
 HISTORIES, STEPS, VOCABULARY = (1024, 8192, 32768), 400, 128_000

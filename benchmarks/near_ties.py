@@ -16,7 +16,7 @@ from typing import Any
 sys.path.append(str(Path(__file__).parents[1]))  # for `tests`, however the script is started
 
 from speculant import LLM, RequestOutput, SamplingParams
-from speculant.lab.bench.runner import Benchmark
+from speculant.lab.bench import Benchmark
 from tests.exactness.test_identity import PROMPTS, speculative
 
 DRAFTERS = ("draft_model", "ngram", "specinfer", "synthetic")

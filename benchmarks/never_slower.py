@@ -16,20 +16,20 @@ import argparse
 from collections.abc import Iterator
 from typing import Any
 
-from speculant.lab.bench.decoding import (
+from speculant.lab.bench import (  # fmt: skip
     DRAFT,
-    PLAIN,
     SHAPE,
     TARGET,
     TEXTS,
+    Benchmark,
     Decoded,
     LoadedPair,
-    alpha,
     by_text_and_method,
     decode,
     prompts_of,
-)  # fmt: skip
-from speculant.lab.bench.runner import Benchmark, ratio
+    ratio,
+)
+from speculant.lab.bench.decoding import PLAIN, alpha  # fmt: skip
 
 METHODS: dict[str, dict[str, Any]] = {
     "draft_model": {"model": DRAFT, "method": "draft_model"},

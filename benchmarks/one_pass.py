@@ -16,23 +16,26 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from speculant.engine.build import Runtime
-from speculant.lab.bench.decoding import (
+from speculant.engine import Runtime
+from speculant.lab.bench import (
     COMPLETION,
     DRAFT,
-    PLAIN,
     SHAPE,
     TARGET,
+    Benchmark,
     Decoded,
+    LengthCosts,
     LoadedPair,
     decode,
+    markdown,
+    measure_steps,
     prompts_of,
+    ratio,
 )
-from speculant.lab.bench.runner import Benchmark, markdown, ratio
-from speculant.lab.bench.step_costs import LengthCosts, measure_steps
-from speculant.lab.inflation.pair import inflated_pair
+from speculant.lab.bench.decoding import PLAIN
+from speculant.lab.inflation import inflated_pair
 from speculant.metrics import SpeculationMetrics
-from speculant.models.source import resolve_source
+from speculant.models import resolve_source
 from speculant.params import SamplingParams
 
 LENGTHS, DRAFTED = (0, 1, 2, 4, 8), (2, 4, 8)

@@ -17,8 +17,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from speculant.lab.bench.runner import Benchmark, quartiles
-from speculant.lab.inflation.pair import inflated_pair
+from speculant.lab.bench import Benchmark, quartiles
+from speculant.lab.inflation import inflated_pair
 
 HERE = Path(__file__).parents[1]
 THIS, OTHER = "this", "other"

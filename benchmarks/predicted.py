@@ -20,10 +20,10 @@ from typing import Any
 
 import numpy as np
 
-from speculant.engine.build import Runtime
-from speculant.lab.bench.decoding import DRAFT, PLAIN, SHAPE, LoadedPair, by_text_and_method, decode, prompts_of
-from speculant.lab.bench.runner import Benchmark, quartiles
-from speculant.lengths.base import DraftOutcome
+from speculant.engine import Runtime
+from speculant.lab.bench import DRAFT, SHAPE, Benchmark, LoadedPair, by_text_and_method, decode, prompts_of, quartiles
+from speculant.lab.bench.decoding import PLAIN
+from speculant.lengths import DraftOutcome
 from speculant.metrics import StepTiming
 
 METHODS = ["draft_model", "suffix", "prompt_lookup", "ngram", "token_recycling", "fallback", "random"]

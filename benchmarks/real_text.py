@@ -32,24 +32,36 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from speculant.engine.build import Runtime
+from speculant.engine import Runtime
 from speculant.files import cache_folder
-from speculant.lab.bench.acceptance import Text, TextReader, estimate, measure_acceptance
-from speculant.lab.bench.decoding import COMPLETION, DRAFT, PLAIN, TARGET, LoadedPair, prompts_of
-from speculant.lab.bench.oracle_costs import oracle_seconds
-from speculant.lab.bench.runner import Benchmark, markdown, quartiles, ratio
-from speculant.lab.bench.runs import Bench, BenchRun, Mode
-from speculant.lab.bench.step_costs import LengthCosts, measure_steps
-from speculant.lab.bench.workloads import Workload
-from speculant.lab.inflation.heads import head_kind, inflate_head
-from speculant.lab.inflation.kept import decoded_model, inflated_model, kept_model
-from speculant.lab.inflation.shapes import Shape
+from speculant.lab.bench import (
+    COMPLETION,
+    DRAFT,
+    TARGET,
+    Bench,
+    Benchmark,
+    BenchRun,
+    LengthCosts,
+    LoadedPair,
+    Mode,
+    Text,
+    TextReader,
+    Workload,
+    estimate,
+    markdown,
+    measure_acceptance,
+    measure_steps,
+    oracle_seconds,
+    prompts_of,
+    quartiles,
+    ratio,
+)
+from speculant.lab.bench.decoding import PLAIN
+from speculant.lab.inflation import Shape, decoded_model, head_kind, inflate_head, inflated_model, kept_model
 from speculant.metrics import SpeculationMetrics
-from speculant.models.source import resolve_source
-from speculant.models.weights.load import Checkpoint, load_model
+from speculant.models import Checkpoint, load_model, resolve_source
 from speculant.params import SamplingParams
-from speculant.text.prompt_files import read_prompts
-from speculant.text.tokenizer import Tokenizer
+from speculant.text import Tokenizer, read_prompts
 
 MODEL = Path(os.environ.get("SPECULANT_REAL_MODELS") or cache_folder("models")) / "SmolLM2-135M-Instruct.Q4_1.gguf"
 PROMPTS = Path(__file__).with_suffix(".jsonl")

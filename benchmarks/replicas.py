@@ -20,13 +20,10 @@ from typing import Any
 from ray import serve
 from ray.serve._private.request_router import PowerOfTwoChoicesRequestRouter
 
-from speculant.lab.bench.runner import Benchmark, quartiles
-from speculant.ray.fleet import Fleet
-from speculant.ray.local import LocalReplicas
-from speculant.ray.options import ReplicaOptions
+from speculant.lab.bench import Benchmark, quartiles
+from speculant.ray import Fleet, LocalReplicas, ReplicaOptions
 from speculant.ray.routed import routed
-from speculant.serving.inside import InsideRequest, ResponseHead
-from speculant.serving.options import ServerOptions
+from speculant.serving import InsideRequest, ResponseHead, ServerOptions
 
 WORDS = ("value", "number", "result", "items", "index", "count", "total", "left", "right", "name", "size", "queue")
 AT_A_TIME = 4  # requests

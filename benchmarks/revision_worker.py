@@ -17,9 +17,8 @@ from typing import Any
 import torch
 
 from speculant import LLM, SamplingParams
-from speculant.cache.factory import slotted_cache
-from speculant.models.base import SequenceInput, build_batch
-from speculant.models.weights.load import load_model
+from speculant.cache import slotted_cache
+from speculant.models import SequenceInput, build_batch, load_model
 from speculant.types import DraftTree
 
 CODE = [

@@ -19,8 +19,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from speculant.lab.bench.runner import Benchmark, quartiles
-from speculant.lab.inflation.successors import write_pair
+from speculant.lab.bench import Benchmark, quartiles
+from speculant.lab.inflation import write_pair
 
 HERE = Path(__file__).parents[1]
 SMALL = [

@@ -28,23 +28,27 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from speculant import SamplingParams
-from speculant.cache.factory import paged_cache
+from speculant.cache import paged_cache
 from speculant.config import EngineConfig
-from speculant.engine.build import Runtime, build_engine
-from speculant.lab.bench.measuring import interleave
-from speculant.lab.bench.runner import Benchmark, quartiles, ratio
-from speculant.lab.bench.runs import Bench, BenchRun, Mode
-from speculant.lab.bench.workloads import Workload, WorkloadConfig, make_workload
-from speculant.lab.theory.siblings import own_noise_rates, rejection_rates, shared_noise_rates
-from speculant.lab.theory.trees import best_tree, expected_accepted
+from speculant.engine import Runtime, build_engine
+from speculant.lab.bench import (
+    Bench,
+    Benchmark,
+    BenchRun,
+    Mode,
+    Workload,
+    WorkloadConfig,
+    interleave,
+    make_workload,
+    quartiles,
+    ratio,
+)
+from speculant.lab.theory import best_tree, expected_accepted, own_noise_rates, rejection_rates, shared_noise_rates
 from speculant.metrics import SpeculationMetrics
-from speculant.models.base import CausalLM, SequenceInput, build_batch
-from speculant.models.weights.load import load_model
-from speculant.sampling.chance import Chance
+from speculant.models import CausalLM, SequenceInput, build_batch, load_model
+from speculant.sampling import Chance
 from speculant.types import DraftTree, Verdict
-from speculant.verification.base import VerifierNeeds
-from speculant.verification.match import Match
-from speculant.verification.rejection import Rejection, draft_probs
+from speculant.verification import Match, Rejection, VerifierNeeds, draft_probs
 
 Array = NDArray[np.float64]
 Rates = Mapping[str, Sequence[float]]  # by name of a measure and by rank

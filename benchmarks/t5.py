@@ -30,25 +30,41 @@ from benchmarks.peers.t5_models import TOKENS, made_pair
 from benchmarks.theory import TABLE_4, interval
 from torch import Tensor
 
-from speculant.cli.train_static import decoder_texts
+from speculant.cli import decoder_texts
 from speculant.config import EngineConfig
-from speculant.drafting.lookup.tables import BigramTables
-from speculant.engine.build import Runtime, build_around
-from speculant.lab.bench.acceptance import Estimate, Text, TextAcceptance, TextReader, compare, pooled
-from speculant.lab.bench.measuring import PLAIN, SPECULATIVE, BenchCase, both_ways, measure, ways_of
-from speculant.lab.bench.pair import LENGTHS, SpeedPrediction, predict, write_texts
-from speculant.lab.bench.runner import Benchmark, markdown
-from speculant.lab.bench.runs import Bench
-from speculant.lab.bench.step_costs import measure_steps
-from speculant.lab.bench.workloads import Workload, WorkloadConfig, make_workload
-from speculant.lab.theory.curve import FLAT, VerificationCurve
-from speculant.lab.theory.speedup import speedups, step_costs, survival
-from speculant.lab.training.bigrams import count_bigrams
-from speculant.models.weights.load import Checkpoint, load_model
+from speculant.drafting import BigramTables
+from speculant.engine import Runtime, build_around
+from speculant.lab.bench import (
+    LENGTHS,
+    SPECULATIVE,
+    Bench,
+    BenchCase,
+    Benchmark,
+    Estimate,
+    SpeedPrediction,
+    Text,
+    TextAcceptance,
+    TextReader,
+    Workload,
+    WorkloadConfig,
+    both_ways,
+    make_workload,
+    markdown,
+    measure,
+    measure_steps,
+    pooled,
+    predict,
+    ways_of,
+    write_texts,
+)
+from speculant.lab.bench.acceptance import compare
+from speculant.lab.bench.measuring import PLAIN
+from speculant.lab.theory import FLAT, VerificationCurve, speedups, step_costs, survival
+from speculant.lab.training import count_bigrams
+from speculant.models import Checkpoint, load_model
 from speculant.params import SamplingParams
-from speculant.sampling.distribution import sampling_settings
-from speculant.text.prompt_files import read_prompts
-from speculant.text.tokenizer import Tokenizer
+from speculant.sampling import sampling_settings
+from speculant.text import Tokenizer, read_prompts
 
 TASKS = ("docstring", "line")
 TEMPERATURES = (0.0, 1.0)

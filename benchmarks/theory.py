@@ -23,23 +23,41 @@ from torch import Tensor
 
 import speculant
 from speculant.config import EngineConfig
-from speculant.drafting.lookup.tables import BigramTables
-from speculant.lab.bench.acceptance import Text, TextReader, estimate
-from speculant.lab.bench.alpha import measure_alpha
-from speculant.lab.bench.pair import Candidate, load_pair, write_texts
-from speculant.lab.bench.runner import Benchmark, markdown
-from speculant.lab.bench.workloads import WorkloadConfig, make_workload
-from speculant.lab.theory.acceptance import acceptance, divergence, greedy_acceptance, rejection_sampling_acceptance
-from speculant.lab.theory.correlation import correlated_tokens
-from speculant.lab.theory.curve import FLAT, VerificationCurve
-from speculant.lab.theory.oracle import oracle_speedup
-from speculant.lab.theory.speedup import best_length, expected_tokens, operations, speedups, step_costs, survival
-from speculant.lab.training.bigrams import count_bigrams
-from speculant.models.base import CausalLM
-from speculant.models.weights.load import Checkpoint
+from speculant.drafting import BigramTables
+from speculant.lab.bench import (
+    Benchmark,
+    Candidate,
+    Text,
+    TextReader,
+    WorkloadConfig,
+    estimate,
+    load_pair,
+    make_workload,
+    markdown,
+    measure_alpha,
+    write_texts,
+)
+from speculant.lab.theory import (
+    FLAT,
+    VerificationCurve,
+    best_length,
+    correlated_tokens,
+    divergence,
+    expected_tokens,
+    greedy_acceptance,
+    operations,
+    oracle_speedup,
+    rejection_sampling_acceptance,
+    speedups,
+    step_costs,
+    survival,
+)
+from speculant.lab.theory.acceptance import acceptance
+from speculant.lab.training import count_bigrams
+from speculant.models import CausalLM, Checkpoint
 from speculant.params import SamplingParams
-from speculant.sampling.distribution import sampling_settings
-from speculant.text.token_files import read_sequences
+from speculant.sampling import sampling_settings
+from speculant.text import read_sequences
 
 Array = NDArray[np.float64]
 Source = Callable[[Text, SamplingParams], Array]

@@ -18,15 +18,25 @@ from typing import Any, NamedTuple
 
 import torch
 
-from speculant.cache.factory import slotted_cache
-from speculant.lab.bench.decoding import DRAFT, HELD_OUT, PLAIN, SHAPE, LoadedPair, prompts_of
-from speculant.lab.bench.runner import Benchmark, markdown, ratio
-from speculant.lab.bench.runs import Bench, BenchRun, Mode
-from speculant.lab.bench.workloads import Workload
-from speculant.lab.inflation.pair import inflated_head
+from speculant.cache import slotted_cache
+from speculant.lab.bench import (
+    DRAFT,
+    HELD_OUT,
+    SHAPE,
+    Bench,
+    Benchmark,
+    BenchRun,
+    LoadedPair,
+    Mode,
+    Workload,
+    markdown,
+    prompts_of,
+    ratio,
+)
+from speculant.lab.bench.decoding import PLAIN
+from speculant.lab.inflation import inflated_head
 from speculant.metrics import SpeculationMetrics
-from speculant.models.base import CausalLM, SequenceInput, build_batch
-from speculant.models.source import embedded_heads, resolve_source
+from speculant.models import CausalLM, SequenceInput, build_batch, embedded_heads, resolve_source
 from speculant.params import SamplingParams
 from speculant.types import DraftTree
 

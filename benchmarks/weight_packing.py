@@ -22,11 +22,10 @@ sys.path.append(str(Path(__file__).parents[1]))  # for its neighbour, however th
 from benchmarks.linear import LAYERS, SHAPES, Native
 
 from speculant import LLM, SamplingParams
-from speculant.kernels.memory import aligned
-from speculant.kernels.native import Kernels, Type, open_kernels
-from speculant.lab.bench.runner import Benchmark, quartiles, ratio, timed
-from speculant.lab.inflation.successors import VOCABULARY, write_pair
-from speculant.models.native.decoder import NativeDecoder
+from speculant.kernels import Kernels, Type, aligned, open_kernels
+from speculant.lab.bench import Benchmark, quartiles, ratio, timed
+from speculant.lab.inflation import VOCABULARY, write_pair
+from speculant.models import NativeDecoder
 
 PACKINGS = {"plain": Type.BF16, "12bit": Type.BF12}
 FEW, PROMPTS = (1, 2, 4, 5, 8), (64, 256)

@@ -7,7 +7,7 @@ pip writes it into the package's metadata. Here the metadata is the folder examp
 from collections.abc import Sequence
 
 from speculant import LLM, SamplingParams
-from speculant.drafting.base import DrafterContext, DrafterNeeds, Method
+from speculant.drafting import DrafterContext, DrafterNeeds, Method
 from speculant.types import DraftTree, Request
 
 METHOD = Method(default_length=4)

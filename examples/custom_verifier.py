@@ -8,9 +8,9 @@ from math import exp
 from torch import Tensor
 
 from speculant import LLM, SamplingParams
-from speculant.sampling.chance import Chance
+from speculant.sampling import Chance
 from speculant.types import DraftTree, Verdict
-from speculant.verification.base import VerifierNeeds
+from speculant.verification import VerifierNeeds
 
 
 class Typical:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from speculant import AsyncEngine, StreamPiece
-from speculant.engine.engine import Engine
+from speculant.engine import Engine
 from tests.models import EXACT_DTYPE, Checkpoints
 
 MakeEngine = Callable[..., AsyncEngine]

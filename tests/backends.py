@@ -9,14 +9,18 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from speculant.cache.base import KVCache
-from speculant.kernels.base import Edits, RowDraw, Sampler, SamplingSettings
-from speculant.kernels.reference import REFERENCE
-from speculant.models.backends.reference import ReferenceBackend
-from speculant.models.base import CausalLM, Chain, SequenceInput, build_batch
-from speculant.models.description import DecoderConfig
-from speculant.models.reference import Decoder
-from speculant.models.weights.source import WeightSource
+from speculant.cache import KVCache
+from speculant.kernels import REFERENCE, Edits, RowDraw, Sampler, SamplingSettings
+from speculant.models import (
+    CausalLM,
+    Chain,
+    Decoder,
+    DecoderConfig,
+    ReferenceBackend,
+    SequenceInput,
+    WeightSource,
+    build_batch,
+)
 from speculant.types import DraftTree
 
 

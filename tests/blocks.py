@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from speculant.cache.base import BlockManager, KVCache, Moves
-from speculant.cache.grouped import GroupedBlockManager
+from speculant.cache import BlockManager, GroupedBlockManager, KVCache, Moves
 
 
 class TokenStorage:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from speculant.cache.base import CacheShape, KVCache
+from speculant.cache import CacheShape, KVCache
 from tests.blocks import held_slots, managers_of
 
 SHAPE = CacheShape(num_layers=2, num_kv_heads=2, head_dim=3, dtype=torch.float64, device=torch.device("cpu"))

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from speculant.models.config import windowed
-from speculant.models.description import (
+from speculant.models import (
     Attention,
     DecoderConfig,
     DistanceBias,
@@ -16,6 +15,7 @@ from speculant.models.description import (
     Mlp,
     Norm,
     Rope,
+    windowed,
 )
 
 SMALL: dict[str, Any] = {

@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 
 from speculant import plugins
-from speculant.drafting.base import Method
-from speculant.drafting.lookup.tables import BigramTables
-from speculant.lab.training.bigrams import count_bigrams
-from speculant.models.source import resolve_source
+from speculant.drafting import BigramTables, Method
+from speculant.lab.training import count_bigrams
+from speculant.models import resolve_source
 from speculant.params import SamplingParams
 from tests.heads import WRITERS
 

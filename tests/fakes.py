@@ -8,24 +8,17 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from speculant.cache.base import CacheShape, KVCache
-from speculant.cache.factory import paged_cache, slotted_cache
+from speculant.cache import CacheShape, KVCache, paged_cache, slotted_cache
 from speculant.config import Limits
 from speculant.constraints import Constraint
-from speculant.drafting.base import Drafter, DrafterNeeds, StatelessDrafter
-from speculant.drafting.model.drafter import ModelDrafter
-from speculant.drafting.model.runner import DraftModelRunner
-from speculant.drafting.topology import TreeTopology
-from speculant.engine.build import load_verifiers
-from speculant.engine.drafters import Drafters
-from speculant.engine.engine import Engine, EngineOptions
-from speculant.lab.exactness.tables import TableModel
-from speculant.lengths.base import DraftLength
-from speculant.lengths.fixed import Fixed
+from speculant.drafting import Drafter, DrafterNeeds, DraftModelRunner, ModelDrafter, StatelessDrafter, TreeTopology
+from speculant.engine import Drafters, Engine, EngineOptions, load_verifiers
+from speculant.lab.exactness import TableModel
+from speculant.lengths import DraftLength, Fixed
 from speculant.params import SamplingParams
-from speculant.sampling.chance import Chances, KeyedChances
+from speculant.sampling import Chances, KeyedChances
 from speculant.types import ANYONE, Client, DraftTree, Request, StepOutput, StopChecker
-from speculant.verification.base import Verifier
+from speculant.verification import Verifier
 from tests.beams import is_fed
 from tests.caches import read
 

@@ -9,7 +9,7 @@ import pytest
 from torch import Tensor
 
 from speculant.drafting.model import drafter
-from speculant.models.base import CausalLM, Chain
+from speculant.models import CausalLM, Chain
 from speculant.types import DraftTree
 from speculant.verification import rejection
 

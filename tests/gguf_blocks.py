@@ -10,8 +10,7 @@ from collections.abc import Callable
 from functools import partial
 
 import numpy as np
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
-from gguf import quants as gguf_quants
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants as gguf_quants
 
 FLOATS = {"F32": np.dtype("f4"), "F16": np.dtype("f2"), "BF16": np.dtype("u2")}
 SCALES = {  # the places of a block's float16 numbers; all other bytes may have any value

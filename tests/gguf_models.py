@@ -17,9 +17,8 @@ from gguf.quants import dequantize, quantize
 from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 
-from speculant.lab.quantize.entries import rope_tensors, start_entries
-from speculant.lab.quantize.layouts import LAYOUTS, GgufLayout, described, stored_tensors
-from speculant.models.weights.load import CheckpointFiles
+from speculant.lab.quantize import LAYOUTS, GgufLayout, described, rope_tensors, start_entries, stored_tensors
+from speculant.models import CheckpointFiles
 from tests import gguf_blocks
 
 FLOATS = ("F32", "F16", "BF16")

@@ -11,12 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from speculant.cache.base import KVCache
-from speculant.cache.factory import paged_cache, slotted_cache
-from speculant.cache.sources import Source
-from speculant.drafting.base import Drafter, DrafterContext, StatelessDrafter
-from speculant.models.base import CausalLM, SequenceInput, build_batch, encode_sources
-from speculant.sampling.chance import KeyedChances
+from speculant.cache import KVCache, Source, paged_cache, slotted_cache
+from speculant.drafting import Drafter, DrafterContext, StatelessDrafter
+from speculant.models import CausalLM, SequenceInput, build_batch, encode_sources
+from speculant.sampling import KeyedChances
 from speculant.types import CommittedRows, DraftTree, Request
 
 LAYER = {

@@ -13,18 +13,11 @@ from collections.abc import Callable, Mapping, Sequence
 
 import pytest
 
-from speculant.cache.base import KVCache
-from speculant.cache.factory import slotted_cache
-from speculant.cache.paged import PagedBlockManager
-from speculant.cache.storage import TensorStorage
-from speculant.drafting.base import Drafter
-from speculant.drafting.model.runner import DraftModelRunner
-from speculant.engine.build import load_verifiers
-from speculant.engine.drafters import Drafters
-from speculant.engine.engine import Engine, EngineOptions
-from speculant.engine.memory import Need
+from speculant.cache import KVCache, PagedBlockManager, TensorStorage, slotted_cache
+from speculant.drafting import Drafter, DraftModelRunner
+from speculant.engine import Drafters, Engine, EngineOptions, Need, load_verifiers
 from speculant.errors import CapacityError, RequestError
-from speculant.lengths.fixed import Fixed
+from speculant.lengths import Fixed
 from speculant.params import SamplingParams
 from speculant.types import ANYONE, Client, Request, StepOutput
 from tests.beams import found_by, is_fed

@@ -9,12 +9,9 @@ from pathlib import Path
 
 from safetensors.torch import load_file, save_file
 
-from speculant.drafting.base import Drafter
-from speculant.drafting.model.drafter import ModelDrafter
-from speculant.drafting.model.runner import DraftModelRunner
-from speculant.drafting.topology import TreeTopology
-from speculant.lab.exactness.tables import History, Table, TableModel
-from speculant.models.vocabulary import MappedVocabulary
+from speculant.drafting import Drafter, DraftModelRunner, ModelDrafter, TreeTopology
+from speculant.lab.exactness import History, Table, TableModel
+from speculant.models import MappedVocabulary
 from tests.models import ALPHABET, Shape, write_checkpoint
 
 

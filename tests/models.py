@@ -14,10 +14,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
 from speculant import plugins
-from speculant.kernels.native import usable_sets
+from speculant.kernels import usable_sets
 from speculant.lab.checkpoints import save_tensors
 from speculant.metrics import RequestMetrics, TimingMetrics
-from speculant.models.reference import Decoder
+from speculant.models import Decoder
 from speculant.params import SamplingParams
 from speculant.types import Request
 

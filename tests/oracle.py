@@ -21,11 +21,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from speculant.cache.base import CacheShape, KVCache, KVStorage
-from speculant.models.base import Batch, Chain, Hidden, ModelNeeds, Segment
-from speculant.models.reference import context_slots, visible_keys
-from speculant.sampling.chance import Chance
-from speculant.sampling.distribution import Node, distribution
+from speculant.cache import CacheShape, KVCache, KVStorage
+from speculant.models import Batch, Chain, Hidden, ModelNeeds, Segment, context_slots, visible_keys
+from speculant.sampling import Chance, Node
+from speculant.sampling.distribution import distribution
 from speculant.types import Request
 from tests.blocks import managers_of
 from tests.caches import read, seen_from

@@ -12,10 +12,8 @@ import ray
 from ray import serve
 from ray.cluster_utils import Cluster
 
-from speculant.ray.front import make_front
-from speculant.ray.local import LocalReplicas
-from speculant.ray.options import ReplicaOptions
-from speculant.serving.options import ServerOptions
+from speculant.ray import LocalReplicas, ReplicaOptions, make_front
+from speculant.serving import ServerOptions
 from tests.servers import LiveServer
 
 PATIENCE = 300.0  # seconds for processes of Ray to start on a busy machine

@@ -17,10 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from speculant.cache.base import CacheShape, KVCache, Moves
-from speculant.cache.storage import TensorStorage
-from speculant.models.base import Batch, CausalLM, Chain, Hidden, ModelNeeds
-from speculant.models.weights.load import load_model
+from speculant.cache import CacheShape, KVCache, Moves, TensorStorage
+from speculant.models import Batch, CausalLM, Chain, Hidden, ModelNeeds, load_model
 
 SECONDS = 120  # that an answer may take
 

@@ -22,10 +22,7 @@ import uvicorn.server
 from fastapi import FastAPI
 
 from speculant import AsyncEngine
-from speculant.serving.app import make_app
-from speculant.serving.options import ServerOptions
-from speculant.serving.server import Server
-from speculant.serving.state import ServerState
+from speculant.serving import Server, ServerOptions, ServerState, make_app
 
 _PATIENCE = 30.0
 

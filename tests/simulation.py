@@ -6,10 +6,10 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from speculant.lengths.base import DraftLength, DraftOutcome, ScoredDraft
+from speculant.lengths import DraftLength, DraftOutcome, ScoredDraft
 from speculant.metrics import StepTiming
 from speculant.params import SamplingParams
-from speculant.scheduling.schedule import Schedule, Scheduled
+from speculant.scheduling import Schedule, Scheduled
 from speculant.types import Request
 from tests.models import make_request
 

@@ -7,10 +7,8 @@ import functools
 import pytest
 import torch
 
-from speculant.kernels.native import open_kernels, usable_sets
-from speculant.models.backends.base import CODED
-from speculant.models.base import CausalLM
-from speculant.models.weights.reader import ROUNDINGS
+from speculant.kernels import open_kernels, usable_sets
+from speculant.models import CODED, ROUNDINGS, CausalLM
 from tests.exactness.test_native_decoder import make_decoder, packed
 
 NATIVE = pytest.mark.skipif(not usable_sets(), reason="the native kernels are not built")

@@ -10,9 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from speculant.models.reference import Decoder
-from speculant.models.sizes import tensor_shapes
-from speculant.models.weights.source import FLOATS, ModuleWeights, QuantizedBlocks, WeightSource, read_plain
+from speculant.models import FLOATS, Decoder, ModuleWeights, QuantizedBlocks, WeightSource, read_plain, tensor_shapes
 from tests.gguf_blocks import encode
 
 

@@ -6,11 +6,10 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from tokenizers import AddedToken, decoders, models, pre_tokenizers
-from tokenizers import Tokenizer as Backend
+from tokenizers import AddedToken, Tokenizer as Backend, decoders, models, pre_tokenizers
 
 from speculant.constraints import unpacked
-from speculant.text.tokenizer import Tokenizer
+from speculant.text import Tokenizer
 from tests.models import ALPHABET
 
 HARMONY = ("<|channel|>", "<|constrain|>", "<|message|>", "<|start|>", "<|end|>", "<|call|>", "<|return|>")

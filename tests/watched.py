@@ -11,12 +11,9 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor
 
-from speculant.cache.base import KVStorage, Moves, Slots
-from speculant.cache.grouped import GroupedBlockManager
-from speculant.cache.paged import PagedBlockManager
-from speculant.drafting.base import DrafterNeeds, StatelessDrafter
-from speculant.drafting.model.drafter import ModelDrafter
-from speculant.models.base import Batch, Hidden
+from speculant.cache import GroupedBlockManager, KVStorage, Moves, PagedBlockManager, Slots
+from speculant.drafting import DrafterNeeds, ModelDrafter, StatelessDrafter
+from speculant.models import Batch, Hidden
 from speculant.types import DraftTree, Request
 from tests.blocks import managers_of
 from tests.oracle import OracleModel, V, extended, hashes_of, likeliest, prefix_hashes, require, scrambled

@@ -10,13 +10,10 @@ from typing import Any
 import torch
 
 from speculant import LLM, SamplingParams, plugins
-from speculant.cache.base import CacheShape, KVCache
-from speculant.cache.factory import paged_cache
-from speculant.cache.sources import Source
-from speculant.drafting.base import Drafter, DrafterContext, Method, StatelessDrafter
-from speculant.models.base import encode_sources
-from speculant.models.weights.load import Checkpoint, load_model
-from speculant.sampling.chance import KeyedChances
+from speculant.cache import CacheShape, KVCache, Source, paged_cache
+from speculant.drafting import Drafter, DrafterContext, Method, StatelessDrafter
+from speculant.models import Checkpoint, encode_sources, load_model
+from speculant.sampling import KeyedChances
 from speculant.types import CommittedRows, Request
 from tests.drafters import model_of, options_of
 from tests.heads import Shown

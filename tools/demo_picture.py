@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from speculant import LLM, RequestOutput, SamplingParams
-from speculant.cli.demo import ACCEPTED, CHOSEN, DTYPE, PROMPT, SPEC_LENGTH
+from speculant.cli import ACCEPTED, CHOSEN, DTYPE, PROMPT, SPEC_LENGTH
 
 PICTURE = Path(__file__).parents[1] / "docs" / "figures" / "demo.svg"
 WIDTH = 108  # columns

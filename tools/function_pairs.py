@@ -20,7 +20,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from speculant.lab.training.corpus import Document, read_corpus, standard_library
+from speculant.lab.training import Document, read_corpus, standard_library
 
 MOST_CHARACTERS = 1500  # of a source
 TARGET_CHARACTERS = 12, 400

@@ -15,8 +15,12 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from speculant import plugins  # noqa: E402
-from speculant.models.description import DecoderConfig, Experts, Layer  # noqa: E402
-from speculant.models.native.decoder import NativeDecoder  # noqa: E402
+from speculant.models import (  # noqa: E402
+    DecoderConfig,
+    Experts,
+    Layer,
+    NativeDecoder,
+)
 from tests.unit.models.families import SMALL, VARIANTS  # noqa: E402
 
 PAGE = ROOT / "docs" / "models.md"

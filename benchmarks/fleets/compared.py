@@ -7,12 +7,17 @@ from typing import Any
 
 import numpy as np
 
-from speculant.lab.fleet.config import FleetConfig, ReplicaLimits, TrafficConfig
-from speculant.lab.fleet.costs import EngineCosts
-from speculant.lab.fleet.fleet import simulate_fleet
-from speculant.lab.fleet.report import figures
-from speculant.lab.fleet.traffic import Arrival, arrivals
-from speculant.lab.theory.curve import VerificationCurve
+from speculant.lab.fleet import (
+    Arrival,
+    EngineCosts,
+    FleetConfig,
+    ReplicaLimits,
+    TrafficConfig,
+    arrivals,
+    figures,
+    simulate_fleet,
+)
+from speculant.lab.theory import VerificationCurve
 
 LOADS = (0.3, 0.6, 0.85)  # of the capacity
 SEEDS = 5  # of the simulator

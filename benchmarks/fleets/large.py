@@ -13,13 +13,19 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from speculant.lab.bench.runner import markdown
-from speculant.lab.fleet.config import FleetConfig, ReplicaLimits, Scaling, TrafficConfig
-from speculant.lab.fleet.costs import EngineCosts
-from speculant.lab.fleet.fleet import FleetRun, simulate_fleet
-from speculant.lab.fleet.report import figures
-from speculant.lab.fleet.traffic import arrivals
-from speculant.lab.theory.curve import VerificationCurve
+from speculant.lab.bench import markdown
+from speculant.lab.fleet import (
+    EngineCosts,
+    FleetConfig,
+    FleetRun,
+    ReplicaLimits,
+    Scaling,
+    TrafficConfig,
+    arrivals,
+    figures,
+    simulate_fleet,
+)
+from speculant.lab.theory import VerificationCurve
 
 LARGE = (
     "two choices come within 20% of the least loaded of all in the p99 of the first token. Loads that are a second old "

@@ -29,15 +29,19 @@ import httpx
 import numpy as np
 from benchmarks.fleets.compared import LOADS, NAMES, capacity, compared, measured, simulated
 
-from speculant.lab.bench.server_process import own_server
-from speculant.lab.bench.workloads import code_prompt
-from speculant.lab.fleet.config import FleetConfig, ReplicaLimits, TrafficConfig
-from speculant.lab.fleet.costs import EngineCosts
-from speculant.lab.fleet.fleet import simulate_fleet
-from speculant.lab.fleet.traffic import Arrival, arrivals
-from speculant.lab.theory.curve import VerificationCurve
-from speculant.models.source import resolve_source
-from speculant.text.tokenizer import Tokenizer
+from speculant.lab.bench import code_prompt, own_server
+from speculant.lab.fleet import (
+    Arrival,
+    EngineCosts,
+    FleetConfig,
+    ReplicaLimits,
+    TrafficConfig,
+    arrivals,
+    simulate_fleet,
+)
+from speculant.lab.theory import VerificationCurve
+from speculant.models import resolve_source
+from speculant.text import Tokenizer
 
 SERVERS = (
     "44 of 48 figures within 15%; beyond are 99th percentiles, and first tokens at 85%, because an error of 3% in "

@@ -31,10 +31,10 @@ from benchmarks.peers.own_engine import OwnEngine
 from benchmarks.peers.report import case_value, tables
 from benchmarks.peers.vllm_cpu import VLLM
 
-from speculant.cli.doctor import inspect_machine
+from speculant.cli import inspect_machine
 from speculant.files import cache_folder
-from speculant.lab.bench.runner import origin
-from speculant.text.tokenizer import Tokenizer
+from speculant.lab.bench import origin
+from speculant.text import Tokenizer
 
 FEWEST_ROUNDS = 3
 INTERPRETERS = ("transformers", "openvino", "vllm", "ctranslate2")

@@ -9,9 +9,9 @@ from pathlib import Path
 from benchmarks.peers.base import Job, Measurement, Mode, Pair, Peer, PeerError, Workload
 from benchmarks.peers.models import Workloads
 
-from speculant.cli.doctor import measure_speeds
-from speculant.lab.bench.measuring import interleave
-from speculant.text.tokenizer import Tokenizer
+from speculant.cli import measure_speeds
+from speculant.lab.bench import interleave
+from speculant.text import Tokenizer
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,11 @@ from pathlib import Path
 from benchmarks.peers.base import Pair, Workload
 from benchmarks.peers.t5_models import made_pair
 
-from speculant.lab.bench.workloads import code_prompt
-from speculant.lab.inflation.pair import SHAPES, inflated_pair
-from speculant.models.source import resolve_source
-from speculant.text.tokenizer import Tokenizer
+from speculant.lab.bench import code_prompt
+from speculant.lab.inflation import inflated_pair
+from speculant.lab.inflation.pair import SHAPES
+from speculant.models import resolve_source
+from speculant.text import Tokenizer
 
 DEMO = "demo"  # the embedded pair at its own size
 T5 = {"t5-tiny": ("tiny", "tiny"), "t5-base": ("base", "small"), "t5-large": ("large", "small")}

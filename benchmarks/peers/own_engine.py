@@ -26,7 +26,7 @@ from benchmarks.peers.base import (
 from benchmarks.peers.llama_cpp import LlamaCpp
 
 if TYPE_CHECKING:
-    from speculant.engine.build import Runtime
+    from speculant.engine import Runtime
 
 _NO_ROUNDING, _FLOAT = "bfloat16", "float32"
 _ROUNDED = ("int8", "int4")  # while a model is loaded
@@ -55,8 +55,8 @@ class OwnEngine(PythonPeer):
 
 def measure(job: Job) -> Iterator[tuple[str, Measurement]]:
     """Measure each mode; the target is loaded once."""
-    from speculant.engine.build import build_around
-    from speculant.models.weights.load import load_model
+    from speculant.engine import build_around
+    from speculant.models import load_model
 
     quantization = job.format if job.format in _ROUNDED else None
     target = load_model(job.models.target, _dtype(job), kernels="auto", quantization=quantization)

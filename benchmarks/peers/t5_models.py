@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from speculant.files import cache_folder
-from speculant.lab.inflation.successors import write_pair
+from speculant.lab.inflation import write_pair
 
 _COMMON = {
     "architectures": ["T5ForConditionalGeneration"], "model_type": "t5", "is_encoder_decoder": True,

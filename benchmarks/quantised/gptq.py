@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from speculant.lab.bench.acceptance import read_text
-from speculant.models.base import CausalLM
+from speculant.lab.bench import read_text
+from speculant.models import CausalLM
 from tests.quantised_folders import Gptq, Rounded
 
 DAMPING = 0.01  # of the mean diagonal of the sums, as the authors have it

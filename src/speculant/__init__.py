@@ -7,19 +7,27 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from speculant.config import EngineConfig
-    from speculant.engine.async_engine import AsyncEngine
-    from speculant.engine.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
-    from speculant.engine.generation import StreamPiece
-    from speculant.engine.llm import LLM
-    from speculant.engine.prompts import ExplicitEncoderDecoderPrompt, TextPrompt, TokensPrompt
-    from speculant.engine.readings import Counter, Gauge, Histogram, Metric, Vector
+    from speculant.engine import (
+        LLM,
+        AsyncEngine,
+        BeamSearchOutput,
+        BeamSearchParams,
+        BeamSearchSequence,
+        Counter,
+        ExplicitEncoderDecoderPrompt,
+        Gauge,
+        Histogram,
+        Metric,
+        StreamPiece,
+        TextPrompt,
+        TokensPrompt,
+        Vector,
+    )
     from speculant.errors import SpeculantError
     from speculant.params import SamplingParams
-    from speculant.structured.spec import StructuredOutputs
-    from speculant.structured.spec import StructuredOutputs as StructuredOutputsParams
+    from speculant.structured import StructuredOutputs, StructuredOutputs as StructuredOutputsParams
     from speculant.types import Client, CompletionOutput, DraftTree, Logprob, RequestOutput, Verdict
-    from speculant.verification.execution import Speculated, speculate
-    from speculant.verification.multi_draft import iterative_speculative_sample
+    from speculant.verification import Speculated, iterative_speculative_sample, speculate
 
 __version__ = "0.1.0"
 

@@ -14,9 +14,13 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 from speculant.errors import ConfigError, suggest
-from speculant.speculation import MAX_SPECULATIVE_TOKENS as MAX_SPECULATIVE_TOKENS
-from speculant.speculation import Speculation, is_whole, read_speculation
-from speculant.structured.spec import StructuredOutputs, read_structured
+from speculant.speculation import (
+    MAX_SPECULATIVE_TOKENS as MAX_SPECULATIVE_TOKENS,
+    Speculation,
+    is_whole,
+    read_speculation,
+)
+from speculant.structured import StructuredOutputs, read_structured
 
 MAX_N = 128
 MAX_LOGPROBS = 100  # the engine's default max_logprobs

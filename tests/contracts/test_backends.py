@@ -20,18 +20,26 @@ from torch import Tensor
 
 from speculant import LLM, SamplingParams, plugins
 from speculant.errors import ConfigError, ModelError
-from speculant.kernels.base import SamplingSettings
-from speculant.kernels.reference import REFERENCE
-from speculant.models.backends.base import KIND, Backend, choose_backend, find_backends
-from speculant.models.backends.reference import ReferenceBackend
-from speculant.models.base import ModelNeeds
-from speculant.models.description import DecoderConfig
-from speculant.models.reference import Decoder
-from speculant.models.sizes import tensor_shapes
+from speculant.kernels import REFERENCE, SamplingSettings
+from speculant.models import (
+    KIND,
+    Backend,
+    CheckedWeights,
+    Decoder,
+    DecoderConfig,
+    ModelNeeds,
+    ModuleWeights,
+    QuantizedBlocks,
+    ReferenceBackend,
+    WeightSource,
+    choose_backend,
+    find_backends,
+    kind_of,
+    load_model,
+    tensor_shapes,
+)
 from speculant.models.weights import load as loading
-from speculant.models.weights.load import load_model
-from speculant.models.weights.source import CheckedWeights, ModuleWeights, QuantizedBlocks, WeightSource, kind_of
-from speculant.sampling.chance import mix
+from speculant.sampling import mix
 from tests.backends import FakeBackend
 from tests.descriptions import describe, describe_pair
 from tests.models import Checkpoints

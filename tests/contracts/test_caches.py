@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import settings
-from hypothesis import strategies as st
+from hypothesis import settings, strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
     initialize,
@@ -20,8 +19,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from speculant.cache.base import BlockManager, CacheShape, KVCache
-from speculant.cache.factory import paged_cache, slotted_cache
+from speculant.cache import BlockManager, CacheShape, KVCache, paged_cache, slotted_cache
 from speculant.errors import CapacityError
 from tests.blocks import managers_of, table_of
 from tests.caches import SHAPE, assert_holds, feed, seen_from

@@ -10,12 +10,11 @@ import pytest
 from speculant import plugins
 from speculant.config import Limits
 from speculant.errors import ConfigError
-from speculant.lab.exactness.distributions import FULL_SUPPORT, Pair
-from speculant.lab.exactness.tables import TableModel
-from speculant.lengths.base import DraftLength, DraftLengthContext, DraftOutcome
+from speculant.lab.exactness import FULL_SUPPORT, Pair, TableModel
+from speculant.lengths import DraftLength, DraftLengthContext, DraftOutcome
 from speculant.metrics import StepTiming
 from speculant.params import SamplingParams
-from speculant.scheduling.schedule import Schedule
+from speculant.scheduling import Schedule
 from tests.fakes import Rig, build_rig, model_drafter
 from tests.unit.scheduling.driver import Driver, slots
 

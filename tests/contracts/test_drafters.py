@@ -10,15 +10,14 @@ from dataclasses import replace
 import pytest
 import torch
 from _pytest.mark import ParameterSet
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from speculant import LLM, SamplingParams, plugins
 from speculant.beams import Beams, Scored
-from speculant.drafting.base import Drafter, DrafterContext
-from speculant.kernels.native import usable_sets
-from speculant.models.base import CausalLM
-from speculant.sampling.chance import KeyedChances
+from speculant.drafting import Drafter, DrafterContext
+from speculant.kernels import usable_sets
+from speculant.models import CausalLM
+from speculant.sampling import KeyedChances
 from speculant.types import CommittedRows, DraftTree, Request, RequestOutput
 from tests.beams import beams_of, give_search, hypotheses
 from tests.drafters import predicting

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from speculant import LLM, SamplingParams
-from speculant.engine import calibration
-from speculant.engine.calibration import read_curves
+from speculant.engine import calibration, read_curves
 from speculant.files import costs_folder
-from speculant.kernels.native import usable_sets
+from speculant.kernels import usable_sets
 from tests.examples import examples
 from tests.models import Checkpoints, Shape, write_checkpoint
 

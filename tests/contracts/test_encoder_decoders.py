@@ -18,11 +18,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from speculant.errors import ModelError, RequestError
-from speculant.kernels.native import usable_sets
-from speculant.models.base import SequenceInput, build_batch
-from speculant.models.reference import Decoder
-from speculant.models.sizes import NORM
-from speculant.models.weights.load import load_model
+from speculant.kernels import usable_sets
+from speculant.models import NORM, Decoder, SequenceInput, build_batch, load_model
 from speculant.types import DraftTree
 from tests.unit.models.families import (
     ENCODER_DECODERS,

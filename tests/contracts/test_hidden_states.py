@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from speculant.cache.factory import paged_cache
+from speculant.cache import paged_cache
 from speculant.errors import ConfigError
-from speculant.models.base import CausalLM, Hidden, SequenceInput, build_batch
-from speculant.models.native.decoder import NativeDecoder
+from speculant.models import CausalLM, Hidden, NativeDecoder, SequenceInput, build_batch
 from speculant.types import DraftTree
 from tests.small_models import MODELS, NATIVE, make_model
 from tests.unit.models.families import Pair, make_pair, random_tokens

@@ -9,15 +9,11 @@ import pytest
 import torch
 
 from speculant import SamplingParams, plugins
-from speculant.cache.base import KVCache
-from speculant.cache.factory import paged_cache
-from speculant.drafting.base import Drafter
-from speculant.drafting.combine.composite import SubDrafter
-from speculant.drafting.model.cascade import InnerDrafter
-from speculant.drafting.model.runner import DraftModelRunner
-from speculant.lab.exactness.distributions import FULL_SUPPORT, Pair
-from speculant.models.base import Chain
-from speculant.sampling.chance import KeyedChances
+from speculant.cache import KVCache, paged_cache
+from speculant.drafting import Drafter, DraftModelRunner, InnerDrafter, SubDrafter
+from speculant.lab.exactness import FULL_SUPPORT, Pair
+from speculant.models import Chain
+from speculant.sampling import KeyedChances
 from speculant.types import CommittedRows, Request
 from tests.mapped import WORDS, mapped_drafter, table_of
 from tests.models import VOCAB_SIZE, Checkpoints, make_request

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from speculant.cache.factory import paged_cache
+from speculant.cache import paged_cache
 from speculant.errors import RequestError
-from speculant.lab.exactness.tables import TableModel
-from speculant.models.base import CausalLM, SequenceInput, build_batch
+from speculant.lab.exactness import TableModel
+from speculant.models import CausalLM, SequenceInput, build_batch
 from speculant.types import DraftTree
 from tests.small_models import MODELS, NATIVE, make_model
 from tests.unit.models.families import random_tokens

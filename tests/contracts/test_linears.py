@@ -8,10 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from speculant.kernels.native import usable_sets
-from speculant.models.base import CausalLM
-from speculant.models.heads import linears_of
-from speculant.models.weights.load import load_model
+from speculant.kernels import usable_sets
+from speculant.models import CausalLM, linears_of, load_model
 from tests.models import write_checkpoint
 
 KERNELS = ["reference", *(["native"] if usable_sets() else [])]

@@ -11,8 +11,8 @@ import torch
 from _pytest.mark import ParameterSet
 from transformers import PreTrainedModel
 
-from speculant.kernels.native import usable_sets
-from speculant.models.base import SequenceInput
+from speculant.kernels import usable_sets
+from speculant.models import SequenceInput
 from speculant.types import DraftTree
 from tests.unit.models.families import FEW, REPEATING, Pair, Session, make_pair, random_tokens, thinned_cases
 

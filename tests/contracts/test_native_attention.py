@@ -9,15 +9,11 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
-from speculant.cache.base import SCALE_BYTES
-from speculant.cache.rounding import read_heads, round_heads
-from speculant.kernels import reference
-from speculant.kernels.native import Code, Flag, Kernels, Op, Pass, Type, open_kernels, usable_sets
-from speculant.models.native.decoder import address
+from speculant.cache import SCALE_BYTES, read_heads, round_heads
+from speculant.kernels import Code, Flag, Kernels, Op, Pass, Type, address, open_kernels, reference, usable_sets
 from tests.examples import examples
 from tests.timing import cpu_seconds
 

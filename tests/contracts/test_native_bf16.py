@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from speculant.kernels.native import Type, open_kernels, usable_sets
+from speculant.kernels import Type, open_kernels, usable_sets
 from tests.contracts.test_native_kernels import random, run_linear
 
 SET = "avx512bf16"

@@ -10,10 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from speculant.kernels import packing
-from speculant.kernels.memory import Arena
-from speculant.kernels.native import BLOCK_TYPES, Flag, Kernels, usable_sets
-from speculant.kernels.packing import Lane, Packer, Read, allocate
+from speculant.kernels import BLOCK_TYPES, Arena, Flag, Kernels, Lane, Packer, Read, allocate, packing, usable_sets
 from tests.contracts.test_native_blocks import (
     KINDS,
     blocks_of,

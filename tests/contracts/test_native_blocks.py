@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from speculant.kernels.native import (
+from speculant.kernels import (
     BLOCK_TYPES,
     Activation,
     Code,
@@ -30,8 +30,7 @@ from speculant.kernels.native import (
     open_kernels,
     usable_sets,
 )
-from speculant.models.native.packed import gating, linear, linears
-from speculant.models.weights.reader import ROUNDINGS
+from speculant.models import ROUNDINGS, gating, linear, linears
 from tests.gguf_blocks import SCALES, block_bytes, block_weights, decode, encode, random_blocks
 
 SETS = usable_sets()

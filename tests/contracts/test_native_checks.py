@@ -10,11 +10,9 @@ import pytest
 import torch
 
 from speculant.errors import ModelError
-from speculant.kernels.native import Bounds, Code, Op, Sizes, usable_sets
-from speculant.models.description import DecoderConfig, Experts
+from speculant.kernels import Bounds, Code, Op, Sizes, usable_sets
+from speculant.models import DecoderConfig, EncoderProgram, Experts, NativeDecoder, Program
 from speculant.models.families import gemma4_text
-from speculant.models.native.decoder import NativeDecoder
-from speculant.models.native.program import EncoderProgram, Program
 from tests.contracts.test_native_descriptions import make_models, random_description
 from tests.descriptions import BART, describe, describe_pair
 from tests.unit.models.families import SMALL, VARIANTS

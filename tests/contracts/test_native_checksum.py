@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
-from speculant.kernels.native import open_kernels, usable_sets
+from speculant.kernels import open_kernels, usable_sets
 from tests.examples import examples
 
 SETS = usable_sets()

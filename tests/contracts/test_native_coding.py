@@ -6,11 +6,10 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
-from speculant.kernels.native import (
+from speculant.kernels import (
     INDEX_BYTES,
     Activation,
     Code,
@@ -21,10 +20,10 @@ from speculant.kernels.native import (
     Type,
     Weight,
     open_kernels,
+    panel_rows,
     usable_sets,
 )
-from speculant.kernels.packing import panel_rows
-from speculant.models.native.packed import linear
+from speculant.models import linear
 from tests.examples import examples
 
 SETS = usable_sets()

@@ -7,34 +7,38 @@ from random import Random
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
-from speculant.cache.base import KVCache
-from speculant.cache.factory import paged_cache
+from speculant.cache import KVCache, paged_cache
 from speculant.drafting.model.runner import grow
-from speculant.kernels.native import NativeSampler, open_kernels, usable_sets
-from speculant.models.base import CausalLM, Chain, SequenceInput, build_batch
-from speculant.models.description import (
-    ACTIVATIONS,
+from speculant.kernels import NativeSampler, open_kernels, usable_sets
+from speculant.models import (
     NORMS,
     Attention,
+    CausalLM,
+    Chain,
+    Decoder,
     DecoderConfig,
     Embedding,
     Head,
+    HeadConfig,
+    HeadDecoder,
     Layer,
     Mlp,
+    ModuleWeights,
+    NativeDecoder,
     Norm,
     Rope,
+    SequenceInput,
+    StateEntry,
+    attach,
+    build_batch,
 )
+from speculant.models.description import ACTIVATIONS
 from speculant.models.families import gemma4_text
-from speculant.models.heads import HeadConfig, HeadDecoder, StateEntry, attach
-from speculant.models.native.decoder import NativeDecoder
-from speculant.models.reference import Decoder
-from speculant.models.weights.source import ModuleWeights
 from speculant.params import SamplingParams
-from speculant.sampling.chance import MostLikely
+from speculant.sampling import MostLikely
 from speculant.types import DraftTree
 from tests.examples import examples
 from tests.models import make_request

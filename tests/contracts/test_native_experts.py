@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from speculant.kernels.native import Activation, Code, Flag, Kernels, Op, Pass, Type, Weight, open_kernels, usable_sets
-from speculant.models.native.packed import linear, make_op
+from speculant.kernels import Activation, Code, Flag, Kernels, Op, Pass, Type, Weight, open_kernels, usable_sets
+from speculant.models import linear, make_op
 from tests import fp8, gguf_blocks
 
 SETS = usable_sets()

@@ -7,15 +7,13 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor
 from torch.nn import functional
 
 from speculant.errors import ConfigError
-from speculant.kernels import reference
-from speculant.kernels.native import Activation, Code, Flag, Kernels, Op, Pass, Type, open_kernels, usable_sets
-from speculant.models.native.packed import gating, linear
+from speculant.kernels import Activation, Code, Flag, Kernels, Op, Pass, Type, open_kernels, reference, usable_sets
+from speculant.models import gating, linear
 from tests import fp8
 from tests.examples import examples
 

@@ -6,12 +6,10 @@ import ctypes
 import mmap
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
-from speculant.kernels.memory import Arena, aligned
-from speculant.kernels.native import Kernels, open_kernels, usable_sets
+from speculant.kernels import Arena, Kernels, aligned, open_kernels, usable_sets
 from tests.examples import examples
 
 SETS = usable_sets()

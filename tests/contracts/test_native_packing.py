@@ -8,9 +8,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from speculant.kernels import packing
-from speculant.kernels.native import Code, Kernels, Op, Pass, Type, Weight, open_kernels, usable_sets
-from speculant.kernels.packing import Lane, allocate, panel_rows
+from speculant.kernels import (
+    Code,
+    Kernels,
+    Lane,
+    Op,
+    Pass,
+    Type,
+    Weight,
+    allocate,
+    open_kernels,
+    packing,
+    panel_rows,
+    usable_sets,
+)
 from tests import fp8
 
 SETS = usable_sets()

@@ -10,10 +10,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from speculant.kernels import reference
-from speculant.kernels.native import Activation, Code, Flag, Kernels, Op, Pass, Type, address, open_kernels, usable_sets
-from speculant.models.description import Norm
-from speculant.models.native.packed import PackedNorm, copying, embedding, gating, linear, normalising
+from speculant.kernels import (
+    Activation,
+    Code,
+    Flag,
+    Kernels,
+    Op,
+    Pass,
+    Type,
+    address,
+    open_kernels,
+    reference,
+    usable_sets,
+)
+from speculant.models import Norm, PackedNorm, copying, embedding, gating, linear, normalising
 
 SETS = usable_sets()
 pytestmark = pytest.mark.skipif(not SETS, reason="the native kernels are not built")

@@ -6,16 +6,13 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
-from speculant.kernels.base import NO_TOKEN, RowDraw
-from speculant.kernels.native import NativeSampler, open_kernels, usable_sets
-from speculant.kernels.reference import ReferenceSampler
+from speculant.kernels import NO_TOKEN, NativeSampler, ReferenceSampler, RowDraw, open_kernels, usable_sets
 from speculant.params import SamplingParams
-from speculant.sampling.chance import KeyedNoise, Purpose, Stream, mix, mix_in
-from speculant.sampling.distribution import Node, distribution
+from speculant.sampling import KeyedNoise, Node, Purpose, Stream, mix, mix_in
+from speculant.sampling.distribution import distribution
 from tests.examples import examples
 from tests.models import make_request
 

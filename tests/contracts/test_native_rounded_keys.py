@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from speculant.cache.rounding import round_heads
-from speculant.kernels.native import Code, Op, Pass, Type, open_kernels, usable_sets
-from speculant.models.native.decoder import address
+from speculant.cache import round_heads
+from speculant.kernels import Code, Op, Pass, Type, address, open_kernels, usable_sets
 
 SETS = usable_sets()
 pytestmark = pytest.mark.skipif(not SETS, reason="the native kernels are not built")

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from speculant.kernels.native import BLOCK_SIZES, Kernels, Type, open_kernels, usable_sets
-from speculant.models.weights.reader import ROUNDED, ROUNDINGS
+from speculant.kernels import BLOCK_SIZES, Kernels, Type, open_kernels, usable_sets
+from speculant.models import ROUNDED, ROUNDINGS
 from tests.gguf_blocks import decode, encode
 
 SETS = usable_sets()

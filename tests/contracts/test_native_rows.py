@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from speculant.kernels.native import BLOCK_TYPES, Kernels, Op, Pass, Type, Weight, open_kernels, usable_sets
-from speculant.models.native.packed import linear
+from speculant.kernels import BLOCK_TYPES, Kernels, Op, Pass, Type, Weight, open_kernels, usable_sets
+from speculant.models import linear
 from tests import fp8
 from tests.gguf_blocks import random_blocks
 

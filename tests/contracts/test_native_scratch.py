@@ -12,12 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from speculant.cache.factory import slotted_cache
-from speculant.kernels.native import MOST_DIM, MOST_GROUP, open_kernels, usable_sets
-from speculant.models.base import SequenceInput, build_batch
-from speculant.models.description import Mlp
-from speculant.models.native.decoder import NativeDecoder
-from speculant.models.reference import Decoder
+from speculant.cache import slotted_cache
+from speculant.kernels import MOST_DIM, MOST_GROUP, open_kernels, usable_sets
+from speculant.models import Decoder, Mlp, NativeDecoder, SequenceInput, build_batch
 from speculant.types import DraftTree
 from tests.descriptions import describe_pair
 from tests.exactness.test_native_decoder import make_native, packed

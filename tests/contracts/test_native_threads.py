@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from speculant.kernels.native import Op, Pass, Type, open_kernels, usable_sets
-from speculant.models.native.packed import linear
+from speculant.kernels import Op, Pass, Type, open_kernels, usable_sets
+from speculant.models import linear
 
 pytestmark = pytest.mark.skipif(not usable_sets(), reason="the native kernels are not built")
 TASKS = "/proc/self/task"  # a folder for each thread

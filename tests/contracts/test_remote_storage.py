@@ -10,24 +10,24 @@ from typing import Any
 import pytest
 import torch
 
-from speculant.cache.base import BlockManager, CacheShape, KVCache, KVStorage, Moves
-from speculant.cache.paged import PagedBlockManager
-from speculant.cache.slotted import SlottedBlockManager
-from speculant.cache.storage import TensorStorage
+from speculant.cache import (
+    BlockManager,
+    CacheShape,
+    KVCache,
+    KVStorage,
+    Moves,
+    PagedBlockManager,
+    SlottedBlockManager,
+    TensorStorage,
+)
 from speculant.config import Limits
-from speculant.drafting.base import Drafter
-from speculant.drafting.model.drafter import ModelDrafter
-from speculant.drafting.model.runner import DraftModelRunner
-from speculant.drafting.topology import StaticTree
-from speculant.engine.drafters import Drafters
-from speculant.engine.engine import Engine, EngineOptions
-from speculant.kernels.native import NativeSampler, open_kernels
-from speculant.kernels.reference import REFERENCE
-from speculant.lengths.fixed import Fixed
-from speculant.models.base import CausalLM
-from speculant.models.weights.load import load_model
+from speculant.drafting import Drafter, DraftModelRunner, ModelDrafter, StaticTree
+from speculant.engine import Drafters, Engine, EngineOptions
+from speculant.kernels import REFERENCE, NativeSampler, open_kernels
+from speculant.lengths import Fixed
+from speculant.models import CausalLM, load_model
 from speculant.params import SamplingParams
-from speculant.sampling.chance import KeyedChances
+from speculant.sampling import KeyedChances
 from speculant.types import Request
 from tests.fakes import known_verifiers
 from tests.models import PRINTABLE, Checkpoints

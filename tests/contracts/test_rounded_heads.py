@@ -13,12 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from speculant import LLM, SamplingParams, plugins
-from speculant.drafting.base import Drafter, Method
-from speculant.engine import head_precision
-from speculant.engine.draft_loading import Precision
-from speculant.engine.head_precision import DraftSample
+from speculant.drafting import Drafter, Method
+from speculant.engine import DraftSample, Precision, head_precision
 from speculant.errors import ConfigError, ModelError
-from speculant.models.weights.load import load_model
+from speculant.models import load_model
 from speculant.types import DraftTree
 from tests.exactness.test_native_decoder import SETS, make_native, tokens_of
 from tests.heads import WRITERS, Shown, head_context

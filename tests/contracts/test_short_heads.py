@@ -10,12 +10,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from speculant.cache.factory import slotted_cache
-from speculant.drafting.heads.short import output_rows
+from speculant.cache import slotted_cache
+from speculant.drafting import output_rows
 from speculant.errors import ConfigError, PairError
-from speculant.kernels.native import usable_sets
-from speculant.models.base import SequenceInput, build_batch
-from speculant.models.weights.load import Checkpoint, load_model
+from speculant.kernels import usable_sets
+from speculant.models import Checkpoint, SequenceInput, build_batch, load_model
 from speculant.types import DraftTree
 from tests.encoder_decoders import make_bart, write_t5
 from tests.models import VOCAB_SIZE, write_checkpoint

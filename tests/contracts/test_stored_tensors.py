@@ -9,10 +9,18 @@ import torch
 from safetensors.torch import load_file
 
 from speculant.lab.checkpoints import save_tensors, stored_tensors
-from speculant.models.description import Columns, Plus, Rows, Stacked, TensorMap, Transposed, Unpaired
-from speculant.models.weights.load import CheckpointFiles
-from speculant.models.weights.source import Mapped
-from speculant.models.weights.tensors import TensorFiles
+from speculant.models import (
+    CheckpointFiles,
+    Columns,
+    Mapped,
+    Plus,
+    Rows,
+    Stacked,
+    TensorFiles,
+    TensorMap,
+    Transposed,
+    Unpaired,
+)
 from tests.unit.models.families import FEW, make_pair, thinned_cases
 
 

@@ -7,13 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from speculant.kernels.native import Code, Kernels, Type, open_kernels, usable_sets
-from speculant.models.native.decoder import NativeDecoder
-from speculant.models.native.packed import PackedDecoder, PackedMlp
-from speculant.models.reference import Decoder
+from speculant.kernels import Code, Kernels, Type, open_kernels, usable_sets
+from speculant.models import Decoder, ModuleWeights, NativeDecoder, PackedDecoder, PackedMlp, WeightCache, WeightStore
 from speculant.models.weights import cache as weight_cache
-from speculant.models.weights.cache import WeightCache, WeightStore
-from speculant.models.weights.source import ModuleWeights
 from tests.exactness.test_native_decoder import CACHES, feed, make_decoder, packed, tokens_of
 from tests.stored_weights import StoredAs, decoded, stored
 

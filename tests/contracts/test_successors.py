@@ -8,16 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from speculant.cache.base import KVCache
-from speculant.cache.factory import paged_cache, slotted_cache
+from speculant.cache import KVCache, paged_cache, slotted_cache
 from speculant.config import Limits
-from speculant.drafting.base import DrafterNeeds, StatelessDrafter
-from speculant.engine.drafters import Drafters
-from speculant.engine.engine import Engine, EngineOptions
-from speculant.lengths.fixed import Fixed
-from speculant.models.base import CausalLM, SequenceInput, build_batch
+from speculant.drafting import DrafterNeeds, StatelessDrafter
+from speculant.engine import Drafters, Engine, EngineOptions
+from speculant.lengths import Fixed
+from speculant.models import CausalLM, SequenceInput, build_batch
 from speculant.params import SamplingParams
-from speculant.sampling.chance import KeyedChances
+from speculant.sampling import KeyedChances
 from speculant.types import CommittedRows, DraftTree, Request
 from tests.fakes import known_verifiers
 from tests.small_models import MODELS, make_model

@@ -9,18 +9,9 @@ import tracemalloc
 from collections.abc import Callable, Sequence
 
 import pytest
-from hypothesis import given
-from hypothesis import settings as hypothesis_settings
-from hypothesis import strategies as st
+from hypothesis import given, settings as hypothesis_settings, strategies as st
 
-from speculant.kernels.suffix_index import (
-    Continuation,
-    SuffixAutomaton,
-    SuffixIndex,
-    SuffixSettings,
-    open_native,
-    open_suffix_index,
-)
+from speculant.kernels import Continuation, SuffixAutomaton, SuffixIndex, SuffixSettings, open_native, open_suffix_index
 from tests.examples import examples
 
 OpenIndex = Callable[[SuffixSettings], SuffixIndex]

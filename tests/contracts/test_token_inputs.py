@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from speculant.kernels.native import usable_sets
-from speculant.models.base import SequenceInput, build_batch
+from speculant.kernels import usable_sets
+from speculant.models import SequenceInput, build_batch
 from speculant.types import DraftTree
 from tests.unit.models.families import Pair, Session, make_pair, random_tokens
 

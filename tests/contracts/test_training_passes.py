@@ -11,13 +11,17 @@ import pytest
 import torch
 
 from speculant.errors import ModelError
-from speculant.lab.training.heads.look_ahead import look_ahead_states
-from speculant.lab.training.objective import DistillObjective, TextObjective
-from speculant.lab.training.output import OutputHead
-from speculant.lab.training.passes import decoded_states, encoded_sources, hidden_states, states_of_layers
-from speculant.models.config import read_rope, rope_entries
-from speculant.models.reference import Decoder, RoutedMlp
-from speculant.models.weights.load import load_model
+from speculant.lab.training import (
+    DistillObjective,
+    OutputHead,
+    TextObjective,
+    decoded_states,
+    encoded_sources,
+    hidden_states,
+    look_ahead_states,
+    states_of_layers,
+)
+from speculant.models import Decoder, RoutedMlp, load_model, read_rope, rope_entries
 from tests.heads import fresh_ahead, fresh_states
 from tests.unit.models.families import ENCODER_DECODERS, FEW, Session, random_tokens, thinned_cases, write_variant
 

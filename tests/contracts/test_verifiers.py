@@ -8,14 +8,13 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch import Tensor
 
 from speculant import plugins
-from speculant.sampling.chance import Chance, KeyedNoise, Purpose, Stream
+from speculant.sampling import Chance, KeyedNoise, Purpose, Stream
 from speculant.types import DraftTree, Verdict
-from speculant.verification.base import Verifier
+from speculant.verification import Verifier
 
 KIND = "speculant.verification"
 VERIFIERS = plugins.names(KIND)

@@ -6,14 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from speculant.config import Limits
-from speculant.drafting.base import Drafter
-from speculant.lab.exactness import speculation
-from speculant.lab.exactness.distributions import Pair
-from speculant.lab.exactness.enumeration import EnumeratingChances
-from speculant.lab.exactness.speculation import Enumerated
-from speculant.lab.exactness.tables import History, TableModel
-from speculant.lengths.base import DraftLength
-from speculant.sampling.chance import Chances
+from speculant.drafting import Drafter
+from speculant.lab.exactness import Enumerated, EnumeratingChances, History, Pair, TableModel, speculation
+from speculant.lengths import DraftLength
+from speculant.sampling import Chances
 from tests.exactness.distributions import transformed
 from tests.fakes import MakeCache, Rig, build_rig, model_drafter, slotted
 

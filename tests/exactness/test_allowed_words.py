@@ -10,13 +10,10 @@ from typing import Any
 import pytest
 
 from speculant.config import Limits
-from speculant.drafting.base import Drafter
-from speculant.drafting.lookup.ngram import NgramDrafter, NgramOptions
-from speculant.drafting.topology import ParallelChains, StaticTree, TreeTopology
-from speculant.lab.exactness.distributions import EXACT, FULL_SUPPORT, Pair
-from speculant.lab.exactness.tables import History, TableModel
+from speculant.drafting import Drafter, NgramDrafter, NgramOptions, ParallelChains, StaticTree, TreeTopology
+from speculant.lab.exactness import EXACT, FULL_SUPPORT, History, Pair, TableModel
 from speculant.params import SamplingParams
-from speculant.sampling.chance import Chances
+from speculant.sampling import Chances
 from tests.exactness import speculation
 from tests.exactness.distributions import transformed
 from tests.exactness.selection import combinations

@@ -10,18 +10,21 @@ import pytest
 import torch
 
 from speculant.config import Limits
-from speculant.drafting.base import Drafter, DrafterNeeds
-from speculant.lab.exactness.distributions import (
+from speculant.drafting import Drafter, DrafterNeeds
+from speculant.lab.exactness import (
     EXACT,
     FULL_SUPPORT,
+    Branches,
+    EnumeratingChances,
+    History,
     Joint,
     Pair,
+    TableModel,
     completed,
     deviation,
+    enumerate_outcomes,
     joint_distribution,
 )
-from speculant.lab.exactness.enumeration import Branches, EnumeratingChances, enumerate_outcomes
-from speculant.lab.exactness.tables import History, TableModel
 from speculant.params import SamplingParams
 from speculant.types import DraftTree, Request
 from tests.exactness.distributions import transformed

@@ -9,21 +9,22 @@ from typing import Any
 import pytest
 import torch
 
-from speculant.cache.base import CacheShape, KVCache, KVStorage
-from speculant.cache.factory import paged_cache, slotted_cache
-from speculant.drafting.base import Drafter, DrafterContext, DrafterNeeds
-from speculant.drafting.combine.composite import SubDrafter, build_sub_drafter
-from speculant.drafting.model.cascade import CascadeDrafter
-from speculant.drafting.model.drafter import ModelDrafter
-from speculant.drafting.model.runner import DraftModelRunner
-from speculant.drafting.topology import StaticTree
-from speculant.kernels.base import Sampler
-from speculant.kernels.native import NativeSampler
-from speculant.kernels.reference import REFERENCE
-from speculant.models.base import Batch, CausalLM, Chain, Hidden
-from speculant.models.native.decoder import NativeDecoder
+from speculant.cache import CacheShape, KVCache, KVStorage, paged_cache, slotted_cache
+from speculant.drafting import (
+    CascadeDrafter,
+    Drafter,
+    DrafterContext,
+    DrafterNeeds,
+    DraftModelRunner,
+    ModelDrafter,
+    StaticTree,
+    SubDrafter,
+    build_sub_drafter,
+)
+from speculant.kernels import REFERENCE, NativeSampler, Sampler
+from speculant.models import Batch, CausalLM, Chain, Hidden, NativeDecoder
 from speculant.params import SamplingParams
-from speculant.sampling.chance import KeyedChances, mix
+from speculant.sampling import KeyedChances, mix
 from speculant.types import CommittedRows, DraftTree, Request
 from tests.automata import Automaton
 from tests.examples import sizes

@@ -11,15 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from speculant.kernels import reference
-from speculant.kernels.reference import gumbel
-from speculant.lab.exactness.enumeration import Branches, EnumeratingChance, enumerate_outcomes
+from speculant.kernels import gumbel, reference
+from speculant.lab.exactness import Branches, EnumeratingChance, enumerate_outcomes
 from speculant.metrics import RequestMetrics, TimingMetrics
 from speculant.params import SamplingParams
-from speculant.sampling import chance as chance_module
-from speculant.sampling.chance import Chance, KeyedChances, KeyedNoise, Purpose, Stream, mix
+from speculant.sampling import Chance, KeyedChances, KeyedNoise, Purpose, Stream, chance as chance_module, mix
 from speculant.types import DraftTree, Request
-from speculant.verification.rejection import Rejection
+from speculant.verification import Rejection
 from tests.exactness.selection import slow_but
 
 SIGMAS = 5

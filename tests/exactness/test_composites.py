@@ -10,19 +10,14 @@ import pytest
 
 from speculant import SamplingParams
 from speculant.config import Limits, SpeculativeConfig
-from speculant.drafting.base import Drafter
-from speculant.drafting.combine.fallback import FallbackDrafter
-from speculant.engine.drafters import Drafters
-from speculant.lab.exactness import speculation
-from speculant.lab.exactness.distributions import EXACT, FULL_SUPPORT, Pair
-from speculant.lab.exactness.drafts import of_method
-from speculant.lab.exactness.tables import TableModel
-from speculant.sampling.chance import Chances, KeyedChances
+from speculant.drafting import Drafter, FallbackDrafter
+from speculant.engine import Drafters
+from speculant.lab.exactness import EXACT, FULL_SUPPORT, Pair, TableModel, of_method, speculation
+from speculant.sampling import Chances, KeyedChances
 from speculant.types import Request
 from tests.exactness.selection import combinations, slow_but
 from tests.exactness.speculation import Case, MakeDrafter, enumerate_case
-from tests.exactness.test_constraints import Case as ConstrainedCase
-from tests.exactness.test_constraints import Constrained
+from tests.exactness.test_constraints import Case as ConstrainedCase, Constrained
 from tests.examples import examples
 from tests.fakes import ROOMY, MakeCache, build_rig, known_verifiers, paged, slotted
 

@@ -10,17 +10,18 @@ from typing import Any
 import pytest
 
 from speculant.config import Limits
-from speculant.drafting.base import Drafter
-from speculant.drafting.lookup.ngram import NgramDrafter, NgramOptions
-from speculant.drafting.lookup.synthetic import SyntheticDrafter
-from speculant.drafting.lookup.synthetic import SyntheticOptions as Rate
-from speculant.drafting.topology import ParallelChains, StaticTree
-from speculant.lab.exactness import speculation
-from speculant.lab.exactness.distributions import EXACT, FULL_SUPPORT, Pair
-from speculant.lab.exactness.enumeration import EnumeratingChances
-from speculant.lab.exactness.tables import History, TableModel
+from speculant.drafting import (
+    Drafter,
+    NgramDrafter,
+    NgramOptions,
+    ParallelChains,
+    StaticTree,
+    SyntheticDrafter,
+    SyntheticOptions as Rate,
+)
+from speculant.lab.exactness import EXACT, FULL_SUPPORT, EnumeratingChances, History, Pair, TableModel, speculation
 from speculant.params import SamplingParams
-from speculant.sampling.chance import Chances
+from speculant.sampling import Chances
 from speculant.types import Request
 from tests.automata import Automaton, AutomatonConstraint, ForcingAutomaton, ForcingConstraint
 from tests.exactness.distributions import transformed

@@ -16,15 +16,20 @@ import pytest
 import torch
 
 from speculant.config import Limits
-from speculant.drafting.base import Drafter, DrafterNeeds
-from speculant.drafting.lookup.ngram import NgramDrafter, NgramOptions
-from speculant.drafting.lookup.recent_match import LookupDrafter, LookupOptions
-from speculant.drafting.lookup.suffix import SuffixDrafter, SuffixOptions
-from speculant.drafting.model.drafter import ModelDrafter
-from speculant.lab.exactness.distributions import EXACT, FULL_SUPPORT, NODE_KINDS, Pair
-from speculant.lab.exactness.tables import TableModel
+from speculant.drafting import (
+    Drafter,
+    DrafterNeeds,
+    LookupDrafter,
+    LookupOptions,
+    ModelDrafter,
+    NgramDrafter,
+    NgramOptions,
+    SuffixDrafter,
+    SuffixOptions,
+)
+from speculant.lab.exactness import EXACT, FULL_SUPPORT, NODE_KINDS, Pair, TableModel
 from speculant.params import SamplingParams
-from speculant.sampling.chance import Chances
+from speculant.sampling import Chances
 from speculant.types import DraftTree, Request
 from tests.exactness.distributions import mean_accepted
 from tests.exactness.speculation import Case, MakeDrafter, draft_model, enumerate_case

@@ -12,21 +12,21 @@ from dataclasses import replace
 import pytest
 
 from speculant.config import Limits
-from speculant.drafting.base import Drafter
-from speculant.drafting.combine.composite import SubDrafter
-from speculant.drafting.combine.fallback import FallbackDrafter
-from speculant.drafting.lookup.ngram import NgramDrafter, NgramOptions
-from speculant.drafting.selection import Selection
-from speculant.lab.exactness.distributions import EXACT, Pair
-from speculant.lengths import adaptive as adaptive_length
-from speculant.lengths.adaptive import Adaptive
-from speculant.lengths.base import DraftOutcome, ScoredDraft
-from speculant.lengths.confidence import Confidence
-from speculant.lengths.costs import CostCurve, StepCosts
+from speculant.drafting import Drafter, FallbackDrafter, NgramDrafter, NgramOptions, Selection, SubDrafter
+from speculant.lab.exactness import EXACT, Pair
+from speculant.lengths import (
+    Adaptive,
+    Confidence,
+    CostCurve,
+    DraftOutcome,
+    ScoredDraft,
+    StepCosts,
+    adaptive as adaptive_length,
+)
 from speculant.metrics import StepTiming
 from speculant.params import SamplingParams
-from speculant.sampling.chance import Chances
-from speculant.scheduling.schedule import Schedule
+from speculant.sampling import Chances
+from speculant.scheduling import Schedule
 from speculant.types import Request
 from tests.exactness.speculation import Case, draft_model, enumerate_case
 from tests.examples import examples, sizes

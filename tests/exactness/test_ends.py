@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from speculant.config import Limits
-from speculant.drafting.base import Drafter
-from speculant.lab.exactness.tables import History, TableModel
+from speculant.drafting import Drafter
+from speculant.lab.exactness import History, TableModel
 from speculant.params import SamplingParams
 from speculant.types import Request, StepOutput
 from tests.fakes import (

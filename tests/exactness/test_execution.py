@@ -12,10 +12,16 @@ import torch
 
 from speculant import SpeculantError, speculate
 from speculant.errors import DistributionError
-from speculant.lab.exactness.distributions import EXACT, NODE_KINDS, two_distributions
-from speculant.lab.exactness.enumeration import Branches, EnumeratingChance, enumerate_outcomes
-from speculant.sampling.chance import Purpose, Stream
-from speculant.verification.execution import Weights
+from speculant.lab.exactness import (
+    EXACT,
+    NODE_KINDS,
+    Branches,
+    EnumeratingChance,
+    enumerate_outcomes,
+    two_distributions,
+)
+from speculant.sampling import Purpose, Stream
+from speculant.verification import Weights
 from tests.examples import examples
 
 PATIENCE = 20.0  # seconds until a test that waits for another thread gives up

@@ -13,7 +13,7 @@ import pytest
 from transformers import AutoConfig
 
 from speculant import LLM, SamplingParams, plugins
-from speculant.kernels.native import usable_sets
+from speculant.kernels import usable_sets
 from tests.drafters import BLIND, model_of, options_of, predicting
 from tests.exactness.selection import combinations
 from tests.examples import examples

@@ -12,20 +12,16 @@ import pytest
 import torch
 
 from speculant import plugins
-from speculant.cache.factory import paged_cache
+from speculant.cache import paged_cache
 from speculant.config import Limits
-from speculant.drafting.base import Drafter, DrafterContext
-from speculant.drafting.heads.folder import HeadFolder
+from speculant.drafting import Drafter, DrafterContext, HeadFolder, StaticTree
 from speculant.drafting.model.runner import grow
-from speculant.drafting.topology import StaticTree
-from speculant.kernels.native import NativeSampler
-from speculant.lab.exactness.distributions import EXACT, FULL_SUPPORT, Pair
-from speculant.lab.exactness.tables import TableModel
-from speculant.models.base import Chain
+from speculant.kernels import NativeSampler
+from speculant.lab.exactness import EXACT, FULL_SUPPORT, Pair, TableModel
+from speculant.models import Chain, NativeDecoder, is_foreseeable
 from speculant.models.native import decoder as native_decoder
-from speculant.models.native.decoder import NativeDecoder, is_foreseeable
 from speculant.params import SamplingParams
-from speculant.sampling.chance import Chances, KeyedChances
+from speculant.sampling import Chances, KeyedChances
 from tests.exactness.selection import combinations, slow_but
 from tests.exactness.speculation import Case, enumerate_case
 from tests.exactness.test_native_chains import COUPLED, DISTRIBUTIONS, LIMITS, assert_same

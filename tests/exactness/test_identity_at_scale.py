@@ -19,8 +19,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from speculant import LLM, SamplingParams, plugins
-from speculant.kernels.native import usable_sets
-from speculant.models.source import resolve_source
+from speculant.kernels import usable_sets
+from speculant.models import resolve_source
 from tests.covering import covering
 from tests.drafters import BLIND, HEADS, model_of, options_of, predicting
 

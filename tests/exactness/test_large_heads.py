@@ -11,12 +11,9 @@ import torch
 from torch import Tensor
 
 from speculant import plugins
-from speculant.cache.factory import paged_cache
-from speculant.drafting.base import Drafter
-from speculant.drafting.heads.folder import HeadFolder
-from speculant.models.base import CausalLM, SequenceInput, build_batch
-from speculant.models.heads import HeadDecoder
-from speculant.models.native.head import NativeHead
+from speculant.cache import paged_cache
+from speculant.drafting import Drafter, HeadFolder
+from speculant.models import CausalLM, HeadDecoder, NativeHead, SequenceInput, build_batch
 from speculant.types import DraftTree
 from tests.exactness.test_native_decoder import SETS, make_decoder, make_native, tokens_of
 from tests.heads import Shown, head_context, write_eagle, write_eagle3

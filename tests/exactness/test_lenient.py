@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from speculant import LLM, SamplingParams
-from speculant.engine.verify import verifier_for
+from speculant.engine import verifier_for
 from speculant.errors import ConfigError
-from speculant.lab.exactness.distributions import EXACT, FULL_SUPPORT, Pair, softmax
+from speculant.lab.exactness import EXACT, FULL_SUPPORT, Pair, softmax
 from speculant.params import SamplingParams as Params
 from speculant.types import DraftTree
-from speculant.verification.base import Verifier
+from speculant.verification import Verifier
 from speculant.verification.lenient import build
 from tests.exactness.selection import slow_but
 from tests.exactness.verdicts import (

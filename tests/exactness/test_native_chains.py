@@ -7,16 +7,13 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from speculant.cache.base import CacheShape, KVCache
-from speculant.cache.factory import paged_cache, slotted_cache
+from speculant.cache import CacheShape, KVCache, paged_cache, slotted_cache
 from speculant.drafting.model.runner import grow
-from speculant.kernels.native import NativeSampler
-from speculant.models.base import Chain, SequenceInput, build_batch
+from speculant.kernels import NativeSampler
+from speculant.models import ROUNDINGS, Chain, NativeDecoder, SequenceInput, build_batch, is_foreseeable
 from speculant.models.native import decoder as native_decoder
-from speculant.models.native.decoder import NativeDecoder, is_foreseeable
-from speculant.models.weights.reader import ROUNDINGS
 from speculant.params import SamplingParams
-from speculant.sampling.chance import KeyedChances, MostLikely
+from speculant.sampling import KeyedChances, MostLikely
 from speculant.types import DraftTree
 from tests.automata import Automaton
 from tests.exactness.test_native_decoder import SETS, make_decoder, make_native, packed, tokens_of

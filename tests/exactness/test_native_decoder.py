@@ -8,16 +8,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from speculant.cache.base import CacheShape, KVCache
-from speculant.cache.factory import paged_cache, slotted_cache
+from speculant.cache import CacheShape, KVCache, paged_cache, slotted_cache
 from speculant.errors import ModelError
-from speculant.kernels.native import Kernels, open_kernels, usable_sets
-from speculant.models.base import SequenceInput, build_batch
-from speculant.models.description import Clamped, Experts
-from speculant.models.native.decoder import NativeDecoder
-from speculant.models.reference import Decoder
-from speculant.models.weights.reader import ROUNDINGS, Rounding
-from speculant.models.weights.source import ModuleWeights
+from speculant.kernels import Kernels, open_kernels, usable_sets
+from speculant.models import (
+    ROUNDINGS,
+    Clamped,
+    Decoder,
+    Experts,
+    ModuleWeights,
+    NativeDecoder,
+    Rounding,
+    SequenceInput,
+    build_batch,
+)
 from speculant.types import DraftTree
 from tests.descriptions import describe
 

@@ -10,22 +10,26 @@ import pytest
 import torch
 from torch import Tensor
 
-from speculant.cache.base import CacheShape, KVCache
-from speculant.cache.factory import paged_cache, slotted_cache
+from speculant.cache import CacheShape, KVCache, paged_cache, slotted_cache
+from speculant.drafting import HeadFolder
 from speculant.drafting.heads import eagle
-from speculant.drafting.heads.folder import HeadFolder
 from speculant.errors import RequestError
-from speculant.kernels.native import Kernels, NativeSampler, Type, open_kernels, usable_sets
-from speculant.models.base import Chain, SequenceInput, build_batch
-from speculant.models.description import Norm
-from speculant.models.native.decoder import NativeDecoder
-from speculant.models.reference import Decoder
-from speculant.models.sizes import pass_matrices, tensor_shapes
-from speculant.models.weights.reader import ROUNDINGS, Rounding
-from speculant.models.weights.source import ModuleWeights
+from speculant.kernels import Kernels, NativeSampler, Type, open_kernels, usable_sets
+from speculant.models import (
+    ROUNDINGS,
+    Chain,
+    Decoder,
+    ModuleWeights,
+    NativeDecoder,
+    Norm,
+    Rounding,
+    SequenceInput,
+    build_batch,
+    pass_matrices,
+    tensor_shapes,
+)
 from speculant.params import SamplingParams
-from speculant.sampling.chance import KeyedChances
-from speculant.sampling.distribution import sampling_settings
+from speculant.sampling import KeyedChances, sampling_settings
 from speculant.types import DraftTree
 from tests.descriptions import BART, describe_pair
 from tests.heads import write_eagle

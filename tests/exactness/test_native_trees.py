@@ -11,17 +11,13 @@ import pytest
 import torch
 
 from speculant import plugins
-from speculant.cache.factory import paged_cache, slotted_cache
-from speculant.drafting.heads.folder import HeadFolder
-from speculant.drafting.heads.hidden_runner import HiddenStateRunner
-from speculant.drafting.model.drafter import ModelDrafter
-from speculant.drafting.model.runner import DraftModelRunner
-from speculant.drafting.topology import DynamicTree, read_tree
-from speculant.kernels.native import NativeSampler
+from speculant.cache import paged_cache, slotted_cache
+from speculant.drafting import DraftModelRunner, DynamicTree, HeadFolder, HiddenStateRunner, ModelDrafter, read_tree
+from speculant.kernels import NativeSampler
+from speculant.models import NativeDecoder
 from speculant.models.native import decoder as native_decoder
-from speculant.models.native.decoder import NativeDecoder
 from speculant.params import SamplingParams
-from speculant.sampling.chance import KeyedChances
+from speculant.sampling import KeyedChances
 from speculant.types import CommittedRows, DraftTree, Request
 from tests.automata import Automaton
 from tests.exactness.test_heads import HEADS

@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from speculant.config import Limits
-from speculant.drafting.base import Drafter
-from speculant.lab.exactness.distributions import EXACT, FULL_SUPPORT, Pair, softmax
-from speculant.lab.exactness.enumeration import EnumeratingChance
+from speculant.drafting import Drafter
+from speculant.lab.exactness import EXACT, FULL_SUPPORT, EnumeratingChance, Pair, softmax
 from speculant.params import SamplingParams
-from speculant.sampling.chance import Chances
+from speculant.sampling import Chances
 from speculant.types import DraftTree, Request, Verdict
 from speculant.verification import rejection
 from tests.exactness.speculation import Case, MakeDrafter, draft_model, enumerate_case

@@ -12,17 +12,12 @@ import pytest
 import torch
 
 from speculant.config import Limits
-from speculant.drafting.base import Drafter
-from speculant.drafting.model.drafter import ModelDrafter
-from speculant.drafting.model.runner import DraftModelRunner
-from speculant.drafting.topology import read_tree
-from speculant.kernels.native import usable_sets
-from speculant.lab.exactness.distributions import EXACT, FULL_SUPPORT, MIXED, Pair
-from speculant.lab.exactness.tables import TableModel
-from speculant.models.base import CausalLM
-from speculant.models.weights.load import load_model
+from speculant.drafting import Drafter, DraftModelRunner, ModelDrafter, read_tree
+from speculant.kernels import usable_sets
+from speculant.lab.exactness import EXACT, FULL_SUPPORT, MIXED, Pair, TableModel
+from speculant.models import CausalLM, load_model
 from speculant.params import SamplingParams
-from speculant.sampling.chance import Chances, KeyedChances
+from speculant.sampling import Chances, KeyedChances
 from speculant.types import DraftTree, Request
 from tests.exactness.speculation import Case, enumerate_case
 from tests.examples import examples

@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from speculant.config import POLICIES, Limits
-from speculant.drafting.base import Drafter, DrafterNeeds
-from speculant.lab.exactness.distributions import FULL_SUPPORT, Pair
-from speculant.lab.exactness.tables import TableModel
+from speculant.drafting import Drafter, DrafterNeeds
+from speculant.lab.exactness import FULL_SUPPORT, Pair, TableModel
 from speculant.params import SamplingParams
 from speculant.scheduling import scheduler as scheduler_module
 from speculant.types import ANYONE, Client, CommittedRows, DraftTree, Request

@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, Phi3Config
 
 from speculant import LLM, SamplingParams
-from speculant.kernels.native import usable_sets
+from speculant.kernels import usable_sets
 from tests.exactness.selection import slow_but
 from tests.examples import examples, sizes
 from tests.heads import WRITERS

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from speculant import LLM, SamplingParams, plugins
-from speculant.kernels.native import usable_sets
-from speculant.models.base import CausalLM
-from speculant.models.weights.load import load_model
+from speculant.kernels import usable_sets
+from speculant.models import CausalLM, load_model
 from tests.drafters import BLIND, FEW_METHODS, model_of, options_of, predicting
 from tests.exactness.selection import combinations, slow_but
 from tests.exactness.test_native_decoder import CACHES, NUM_TOKENS, VARIANTS, feed, make_decoder, make_native, tokens_of

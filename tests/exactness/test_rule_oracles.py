@@ -7,10 +7,9 @@ import itertools
 import pytest
 import torch
 
-from speculant.lab.exactness.distributions import EXACT, FULL_SUPPORT, Pair, softmax
-from speculant.lab.exactness.enumeration import Branches, EnumeratingChance, enumerate_outcomes
+from speculant.lab.exactness import EXACT, FULL_SUPPORT, Branches, EnumeratingChance, Pair, enumerate_outcomes, softmax
 from speculant.types import DraftTree
-from speculant.verification.multi_draft import iterative_speculative_sample
+from speculant.verification import iterative_speculative_sample
 from tests.exactness.verdicts import MakeTree, Shape, chain_of, deterministic, sampled, target_distributions
 from tests.examples import examples
 from tests.fakes import known_verifiers

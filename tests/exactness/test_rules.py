@@ -8,11 +8,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from speculant.lab.exactness.distributions import EXACT, NODE_KINDS, Pair
-from speculant.lab.exactness.enumeration import EnumeratingChance, enumerate_outcomes
+from speculant.lab.exactness import EXACT, NODE_KINDS, EnumeratingChance, Pair, enumerate_outcomes
 from speculant.types import DraftTree, Verdict
-from speculant.verification.base import Verifier
-from speculant.verification.rejection import Rejection
+from speculant.verification import Rejection, Verifier
 from tests.exactness.verdicts import Shape, chain_of, deterministic, distance, sampled
 from tests.examples import examples
 from tests.fakes import known_verifiers

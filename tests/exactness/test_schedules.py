@@ -16,17 +16,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import Phase, given, seed, settings
-from hypothesis import strategies as st
+from hypothesis import Phase, given, seed, settings, strategies as st
 
-from speculant.cache.base import NO_MOVES, KVCache, Moves
-from speculant.cache.factory import paged_cache
-from speculant.cache.paged import PagedBlockManager
-from speculant.cache.pool import BlockPool
-from speculant.cache.sources import Source, Sources
-from speculant.drafting.model.drafter import ModelDrafter
-from speculant.models.base import SequenceInput, build_batch
-from speculant.scheduling.schedule import Schedule
+from speculant.cache import NO_MOVES, BlockPool, KVCache, Moves, PagedBlockManager, Source, Sources, paged_cache
+from speculant.drafting import ModelDrafter
+from speculant.models import SequenceInput, build_batch
+from speculant.scheduling import Schedule
 from speculant.types import DraftTree, Request
 from tests.exactness.selection import slow_but
 from tests.machine import run_schedule

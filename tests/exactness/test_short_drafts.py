@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from speculant import LLM, SamplingParams
-from speculant.kernels.native import usable_sets
-from speculant.models.weights.load import load_model
+from speculant.kernels import usable_sets
+from speculant.models import load_model
 from tests.examples import examples
 from tests.models import Shape, write_checkpoint
 from tests.unit.models.families import Session

@@ -8,11 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from speculant.cache.factory import paged_cache
-from speculant.kernels.native import open_kernels, usable_sets
-from speculant.models.base import SequenceInput, build_batch
-from speculant.models.native.decoder import NativeDecoder
-from speculant.models.weights.reader import ROUNDINGS
+from speculant.cache import paged_cache
+from speculant.kernels import open_kernels, usable_sets
+from speculant.models import ROUNDINGS, NativeDecoder, SequenceInput, build_batch
 from speculant.types import DraftTree
 from tests.exactness.test_native_decoder import VARIANTS, make_decoder, packed
 

@@ -15,21 +15,24 @@ import pytest
 import torch
 from torch import Tensor
 
-from speculant.cache.base import CacheShape, KVCache, KVStorage
-from speculant.cache.factory import slotted_cache
-from speculant.cache.sources import Source, Sources
+from speculant.cache import CacheShape, KVCache, KVStorage, Source, Sources, slotted_cache
 from speculant.config import POLICIES, Limits
-from speculant.drafting.base import Drafter, DrafterNeeds
-from speculant.drafting.lookup.ngram import NgramDrafter, NgramOptions
-from speculant.drafting.model.drafter import ModelDrafter
-from speculant.drafting.model.runner import DraftModelRunner
-from speculant.drafting.model.sources import DraftSources
-from speculant.drafting.topology import ParallelChains, StaticTree, TreeTopology
-from speculant.lab.exactness.distributions import EXACT, FULL_SUPPORT, Pair, deviation
-from speculant.lab.exactness.tables import TableModel, conditioned
-from speculant.models.base import Batch, Hidden
+from speculant.drafting import (
+    Drafter,
+    DrafterNeeds,
+    DraftModelRunner,
+    DraftSources,
+    ModelDrafter,
+    NgramDrafter,
+    NgramOptions,
+    ParallelChains,
+    StaticTree,
+    TreeTopology,
+)
+from speculant.lab.exactness import EXACT, FULL_SUPPORT, Pair, TableModel, conditioned, deviation
+from speculant.models import Batch, Hidden
 from speculant.params import SamplingParams
-from speculant.sampling.chance import Chances, KeyedChances
+from speculant.sampling import Chances, KeyedChances
 from speculant.types import ANYONE, Client, DraftTree, Request
 from tests.exactness.plain_beams import exact_distribution, plain_beams
 from tests.exactness.searches import assert_found, wide

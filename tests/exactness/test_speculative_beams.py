@@ -11,12 +11,10 @@ import torch
 
 from speculant import LLM, SamplingParams
 from speculant.config import Limits
-from speculant.drafting.base import DrafterNeeds
-from speculant.drafting.topology import StaticTree
+from speculant.drafting import DrafterNeeds, StaticTree
 from speculant.errors import RequestError
-from speculant.kernels.native import usable_sets
-from speculant.lab.exactness.distributions import FULL_SUPPORT, Pair
-from speculant.lab.exactness.tables import Table, TableModel
+from speculant.kernels import usable_sets
+from speculant.lab.exactness import FULL_SUPPORT, Pair, Table, TableModel
 from speculant.types import DraftTree, Request
 from tests.exactness.searches import (
     CROWD_ENDS,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from speculant import LLM, SamplingParams, plugins
-from speculant.kernels.native import usable_sets
+from speculant.kernels import usable_sets
 from tests import scaled_folders
 from tests.drafters import FEW_METHODS, model_of, options_of, predicting
 from tests.exactness.selection import slow_but

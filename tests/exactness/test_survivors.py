@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from speculant import LLM, SamplingParams
-from speculant.engine.engine import Engine
-from speculant.kernels.native import usable_sets
+from speculant.engine import Engine
+from speculant.kernels import usable_sets
 from speculant.types import Request
 from tests.exactness.selection import slow_but
 

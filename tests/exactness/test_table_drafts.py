@@ -10,17 +10,12 @@ import pytest
 import torch
 
 from speculant.config import Limits, SpeculativeConfig
-from speculant.drafting.base import Drafter
-from speculant.drafting.lookup.random import RandomDrafter
-from speculant.drafting.lookup.static import StaticDrafter
-from speculant.drafting.lookup.tables import BigramTables
-from speculant.engine.build import build_verifiers
-from speculant.lab.exactness.distributions import EXACT, FULL_SUPPORT, Pair
-from speculant.lab.exactness.drafts import choose_draft, of_method
-from speculant.lab.exactness.proofs import Claim, prove
-from speculant.lab.training.bigrams import count_bigrams
+from speculant.drafting import BigramTables, Drafter, RandomDrafter, StaticDrafter
+from speculant.engine import build_verifiers
+from speculant.lab.exactness import EXACT, FULL_SUPPORT, Claim, Pair, choose_draft, of_method, prove
+from speculant.lab.training import count_bigrams
 from speculant.params import SamplingParams
-from speculant.sampling.chance import Chances
+from speculant.sampling import Chances
 from speculant.types import DraftTree, Request
 from tests.exactness.speculation import Case, enumerate_case
 from tests.examples import examples

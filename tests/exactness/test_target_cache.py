@@ -7,24 +7,22 @@ from typing import Any
 import pytest
 import torch
 
-from speculant.cache.base import CacheShape, KVCache
-from speculant.cache.factory import paged_cache, slotted_cache
+from speculant.cache import CacheShape, KVCache, paged_cache, slotted_cache
 from speculant.config import Limits
-from speculant.drafting.base import Drafter, DrafterContext
-from speculant.drafting.model.drafter import ModelDrafter
-from speculant.drafting.model.runner import DraftModelRunner
-from speculant.drafting.model.target_cache import make_target_drafter
-from speculant.drafting.topology import StaticTree, TreeTopology
-from speculant.engine.drafters import Drafters
-from speculant.engine.engine import Engine, EngineOptions
-from speculant.kernels.base import Sampler
-from speculant.kernels.native import NativeSampler, usable_sets
-from speculant.kernels.reference import REFERENCE
-from speculant.lengths.fixed import Fixed
-from speculant.models.base import CausalLM
-from speculant.models.heads import Truncatable
-from speculant.models.native.decoder import NativeDecoder
-from speculant.sampling.chance import KeyedChances
+from speculant.drafting import (
+    Drafter,
+    DrafterContext,
+    DraftModelRunner,
+    ModelDrafter,
+    StaticTree,
+    TreeTopology,
+    make_target_drafter,
+)
+from speculant.engine import Drafters, Engine, EngineOptions
+from speculant.kernels import REFERENCE, NativeSampler, Sampler, usable_sets
+from speculant.lengths import Fixed
+from speculant.models import CausalLM, NativeDecoder, Truncatable
+from speculant.sampling import KeyedChances
 from speculant.types import Request
 from tests.blocks import managers_of
 from tests.exactness.test_windows import BACKENDS, BLOCK, LIMITS, decoder_of, run, small_cache

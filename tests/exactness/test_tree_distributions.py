@@ -7,14 +7,10 @@ import functools
 import pytest
 
 from speculant.config import Limits
-from speculant.drafting.base import Drafter
-from speculant.drafting.model.runner import DraftModelRunner
-from speculant.drafting.model.specinfer import SpecInfer
-from speculant.drafting.topology import ParallelChains, StaticTree, TreeTopology
-from speculant.lab.exactness.distributions import EXACT, FULL_SUPPORT, Pair
-from speculant.lab.exactness.tables import TableModel
+from speculant.drafting import Drafter, DraftModelRunner, ParallelChains, SpecInfer, StaticTree, TreeTopology
+from speculant.lab.exactness import EXACT, FULL_SUPPORT, Pair, TableModel
 from speculant.params import SamplingParams
-from speculant.sampling.chance import Chances, KeyedChances
+from speculant.sampling import Chances, KeyedChances
 from tests.exactness.selection import combinations, slow_but
 from tests.exactness.speculation import Case, enumerate_case
 from tests.examples import examples

@@ -11,16 +11,11 @@ import pytest
 import torch
 
 from speculant.config import Limits
-from speculant.drafting.base import Drafter
-from speculant.drafting.model.drafter import ModelDrafter
-from speculant.drafting.model.runner import DraftModelRunner
-from speculant.drafting.topology import read_tree
-from speculant.kernels.native import usable_sets
-from speculant.lab.exactness.distributions import EXACT, FULL_SUPPORT, MIXED, Pair
-from speculant.models.base import CausalLM
-from speculant.models.vocabulary import DraftVocabulary
-from speculant.models.weights.load import load_model
-from speculant.sampling.chance import Chances, KeyedChances
+from speculant.drafting import Drafter, DraftModelRunner, ModelDrafter, read_tree
+from speculant.kernels import usable_sets
+from speculant.lab.exactness import EXACT, FULL_SUPPORT, MIXED, Pair
+from speculant.models import CausalLM, DraftVocabulary, load_model
+from speculant.sampling import Chances, KeyedChances
 from tests.exactness.selection import combinations
 from tests.exactness.speculation import Case, enumerate_case
 from tests.examples import examples

@@ -11,25 +11,16 @@ from typing import Any
 import pytest
 import torch
 
-from speculant.cache.base import CacheShape, KVCache
-from speculant.cache.factory import paged_cache, slotted_cache
+from speculant.cache import CacheShape, KVCache, paged_cache, slotted_cache
 from speculant.config import EngineConfig, Limits
-from speculant.drafting.base import Drafter
-from speculant.drafting.model.drafter import ModelDrafter
-from speculant.drafting.model.runner import DraftModelRunner
-from speculant.drafting.topology import StaticTree
-from speculant.engine.build import build_engine
-from speculant.engine.drafters import Drafters
-from speculant.engine.engine import Engine, EngineOptions
-from speculant.engine.memory import Need
+from speculant.drafting import Drafter, DraftModelRunner, ModelDrafter, StaticTree
+from speculant.engine import Drafters, Engine, EngineOptions, Need, build_engine
 from speculant.errors import CapacityError
-from speculant.kernels.native import NativeSampler, open_kernels, usable_sets
-from speculant.kernels.reference import REFERENCE
-from speculant.lengths.fixed import Fixed
-from speculant.models.base import CausalLM, SequenceInput, build_batch
-from speculant.models.native.decoder import NativeDecoder
+from speculant.kernels import REFERENCE, NativeSampler, open_kernels, usable_sets
+from speculant.lengths import Fixed
+from speculant.models import CausalLM, NativeDecoder, SequenceInput, build_batch
 from speculant.params import SamplingParams
-from speculant.sampling.chance import KeyedChances
+from speculant.sampling import KeyedChances
 from speculant.types import DraftTree, Request
 from tests.blocks import managers_of, table_of
 from tests.caches import seen_from

@@ -7,11 +7,20 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from speculant.lab.exactness.distributions import Joint, Pair, completed, deviation, joint_distribution, softmax
-from speculant.lab.exactness.enumeration import Branches, EnumeratingChance, enumerate_outcomes
-from speculant.lab.exactness.tables import History
+from speculant.lab.exactness import (
+    Branches,
+    EnumeratingChance,
+    History,
+    Joint,
+    Pair,
+    completed,
+    deviation,
+    enumerate_outcomes,
+    joint_distribution,
+    softmax,
+)
 from speculant.types import DraftTree, Verdict
-from speculant.verification.base import Verifier
+from speculant.verification import Verifier
 
 Shape = tuple[int, ...]  # parents of a draft's nodes
 MakeTree = Callable[[EnumeratingChance], DraftTree]

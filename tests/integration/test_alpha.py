@@ -8,13 +8,21 @@ import numpy as np
 import pytest
 
 from speculant.config import EngineConfig
-from speculant.lab.bench.acceptance import Estimate, estimate, pooled
-from speculant.lab.bench.alpha import Alpha, along_texts, measure_alpha
-from speculant.lab.bench.pair import Candidate, load_pair
-from speculant.lab.bench.workloads import WorkloadConfig, make_workload
-from speculant.lab.theory.correlation import correlated_tokens
+from speculant.lab.bench import (
+    Alpha,
+    Candidate,
+    Estimate,
+    WorkloadConfig,
+    along_texts,
+    estimate,
+    load_pair,
+    make_workload,
+    measure_alpha,
+    pooled,
+)
+from speculant.lab.theory import correlated_tokens
 from speculant.metrics import SpeculationMetrics
-from speculant.models.weights.load import Checkpoint
+from speculant.models import Checkpoint
 from speculant.params import SamplingParams
 from tests.models import Checkpoints
 

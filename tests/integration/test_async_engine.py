@@ -14,10 +14,9 @@ import pytest
 import torch
 
 from speculant import AsyncEngine, Client, SamplingParams, StreamPiece
-from speculant.engine.generation import Generation
-from speculant.engine.thread import PieceStream
+from speculant.engine import Generation, PieceStream
 from speculant.errors import CapacityError, ConfigError, RequestError
-from speculant.text.tokenizer import Tokenizer
+from speculant.text import Tokenizer
 from tests.async_engines import MakeEngine, core, engine_of, read_into, run, until, until_idle
 from tests.integration.conftest import MakeLLM
 from tests.models import VOCAB_SIZE

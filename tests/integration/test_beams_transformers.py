@@ -10,16 +10,13 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from speculant.cache.factory import paged_cache
+from speculant.cache import paged_cache
 from speculant.config import Limits
-from speculant.drafting.model.drafter import ModelDrafter
-from speculant.drafting.model.runner import DraftModelRunner
-from speculant.engine.build import load_verifiers
-from speculant.engine.drafters import Drafters
-from speculant.engine.engine import Engine, EngineOptions
-from speculant.lengths.fixed import Fixed
+from speculant.drafting import DraftModelRunner, ModelDrafter
+from speculant.engine import Drafters, Engine, EngineOptions, load_verifiers
+from speculant.lengths import Fixed
 from speculant.params import SamplingParams
-from speculant.sampling.chance import KeyedChances
+from speculant.sampling import KeyedChances
 from tests.beams import found_by
 from tests.unit.models.families import SOURCE, Pair, make_pair, random_tokens
 

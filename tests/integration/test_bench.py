@@ -13,9 +13,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from speculant.cli.bench import BenchSampling
-from speculant.cli.flags import NEW_TOKENS, SamplingFlags
-from speculant.cli.main import app
+from speculant.cli import NEW_TOKENS, BenchSampling, SamplingFlags, app
 from speculant.errors import SpeculantError
 from speculant.params import SamplingParams
 from tests.models import Checkpoints

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from speculant.cli.main import app
+from speculant.cli import app
 from speculant.errors import SpeculantError
 from speculant.lab.bench import step_costs, sweep
 from tests.integration.test_bench_report import Page

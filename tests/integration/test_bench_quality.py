@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from speculant.cli.main import app
+from speculant.cli import app
 from speculant.errors import ConfigError, PairError, RequestError
-from speculant.kernels.native import usable_sets
-from speculant.lab.bench.quality import ChunkScores, Compared, QualityText
+from speculant.kernels import usable_sets
+from speculant.lab.bench import ChunkScores, Compared, QualityText
 from tests.gguf_models import convert
 from tests.models import ALPHABET, Checkpoints, write_checkpoint
 

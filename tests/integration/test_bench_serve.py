@@ -15,10 +15,9 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from speculant import AsyncEngine
-from speculant.cli.main import app
+from speculant.cli import app
 from speculant.errors import ConfigError, ServerError, SpeculantError
-from speculant.lab.bench import server_process
-from speculant.lab.bench.server_process import own_server
+from speculant.lab.bench import own_server, server_process
 from tests.models import Checkpoints
 from tests.servers import LiveServer, serve
 

@@ -13,16 +13,13 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from speculant.cli.main import app
+from speculant.cli import app
 from speculant.config import EngineConfig
 from speculant.drafting.model import early_exit
 from speculant.errors import ConfigError, PairError, SpeculantError
-from speculant.lab.bench import drafting, pair, step_costs
-from speculant.lab.bench.acceptance import Estimate
-from speculant.lab.bench.step_costs import LengthCosts
-from speculant.lab.bench.workloads import Workload
-from speculant.lab.theory.speedup import expected_tokens, survival
-from speculant.models.base import CausalLM
+from speculant.lab.bench import Estimate, LengthCosts, Workload, drafting, pair, step_costs
+from speculant.lab.theory import expected_tokens, survival
+from speculant.models import CausalLM
 from speculant.params import SamplingParams
 from tests.exactness.test_native_decoder import SETS
 from tests.heads import WRITERS, write_blockwise, write_medusa

@@ -16,21 +16,25 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner, Result
 
-from speculant.cli.main import app
+from speculant.cli import app
 from speculant.config import EngineConfig
 from speculant.errors import ModelError, PairError, SpeculantError
-from speculant.kernels.native import usable_sets
-from speculant.kernels.reference import REFERENCE
-from speculant.lab.bench import pair, vocabularies
-from speculant.lab.bench import step_costs as steps
-from speculant.lab.bench.acceptance import Text, TextAcceptance, TextReader
-from speculant.lab.bench.measuring import SPECULATIVE, both_ways
-from speculant.lab.bench.runs import Bench
-from speculant.lab.bench.step_costs import LengthCosts
-from speculant.lab.bench.workloads import Workload
-from speculant.lab.theory.curve import FLAT
-from speculant.lab.theory.speedup import expected_costs, speedups, step_costs, survival
-from speculant.models.weights.load import load_model
+from speculant.kernels import REFERENCE, usable_sets
+from speculant.lab.bench import (
+    SPECULATIVE,
+    Bench,
+    LengthCosts,
+    Text,
+    TextAcceptance,
+    TextReader,
+    Workload,
+    both_ways,
+    pair,
+    step_costs as steps,
+    vocabularies,
+)
+from speculant.lab.theory import FLAT, expected_costs, speedups, step_costs, survival
+from speculant.models import load_model
 from speculant.params import SamplingParams
 from tests.mapped import in_order
 from tests.models import Checkpoints, Shape, write_checkpoint

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from speculant import LLM, SamplingParams
-from speculant.kernels.native import usable_sets
+from speculant.kernels import usable_sets
 from tests.automata import Automaton, AutomatonConstraint
 from tests.integration.conftest import MakeLLM
 

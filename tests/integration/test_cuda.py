@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from speculant import LLM, SamplingParams
-from speculant.models.weights.load import load_model
+from speculant.models import load_model
 from tests.encoder_decoders import make_t5, write_t5
 from tests.models import write_checkpoint
 

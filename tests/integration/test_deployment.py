@@ -16,8 +16,8 @@ import pytest
 from typer.testing import CliRunner
 
 from speculant import AsyncEngine
-from speculant.cli.main import app
-from speculant.serving.options import ServerOptions
+from speculant.cli import app
+from speculant.serving import ServerOptions
 from speculant.serving.server import _LAST_EVENTS
 from tests.models import Checkpoints
 from tests.servers import LiveServer, serve

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from speculant import LLM, SamplingParams, plugins
-from speculant.drafting.model.drafter import ModelDrafter
+from speculant.drafting import ModelDrafter
 from speculant.errors import ConfigError, PairError
-from speculant.kernels.native import usable_sets
+from speculant.kernels import usable_sets
 from speculant.types import RequestOutput
 from tests.drafters import HEADS, PREDICTED, model_of, options_of
 from tests.encoder_decoders import make_t5, write_t5

@@ -12,15 +12,13 @@ import torch
 
 from speculant import LLM, AsyncEngine, ExplicitEncoderDecoderPrompt, SamplingParams
 from speculant.config import EngineConfig
-from speculant.engine.build import build_engine
+from speculant.engine import build_engine
 from speculant.errors import ConfigError, RequestError
-from speculant.kernels.native import usable_sets
-from speculant.kernels.reference import REFERENCE
-from speculant.lab.bench.acceptance import Text, TextReader
-from speculant.lab.bench.workloads import WorkloadConfig, added_tokens, make_workload, require_room
-from speculant.lab.exactness.texts import TargetReader, complete, longest_of, reread
-from speculant.sampling.distribution import Node
-from speculant.structured.spec import StructuredOutputs
+from speculant.kernels import REFERENCE, usable_sets
+from speculant.lab.bench import Text, TextReader, WorkloadConfig, added_tokens, make_workload, require_room
+from speculant.lab.exactness import TargetReader, complete, longest_of, reread
+from speculant.sampling import Node
+from speculant.structured import StructuredOutputs
 from speculant.types import RequestOutput
 from tests.encoder_decoders import make_bart, make_t5, write_t5
 from tests.integration.conftest import MakeLLM

@@ -9,12 +9,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from speculant.cli.main import app
+from speculant.cli import app
 from speculant.errors import ModelError
 from speculant.lab.bench import pair
-from speculant.models.description import Experts
-from speculant.models.source import read_model_config
-from speculant.models.weights.load import read_description
+from speculant.models import Experts, read_description, read_model_config
 from tests.models import Shape, write_checkpoint
 from tests.unit.models.families import VARIANTS, cases_with
 

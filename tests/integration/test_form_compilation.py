@@ -9,10 +9,8 @@ import pytest
 
 from speculant import AsyncEngine, SamplingParams
 from speculant.errors import CapacityError
-from speculant.structured.constraint import Grammar
-from speculant.structured.spec import GrammarSource
-from tests.async_engines import MakeEngine, run, until
-from tests.async_engines import engine_of as engine_of
+from speculant.structured import Grammar, GrammarSource
+from tests.async_engines import MakeEngine, engine_of as engine_of, run, until
 
 
 def asking(text: str) -> SamplingParams:

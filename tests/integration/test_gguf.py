@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from speculant import LLM, SamplingParams
-from speculant.cli.main import app
+from speculant.cli import app
 from speculant.errors import ConfigError
 from speculant.lab.bench import pair
 from tests.gguf_models import convert, decoded

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from speculant import LLM, SamplingParams
-from speculant.kernels.native import usable_sets
-from speculant.models.source import resolve_source
+from speculant.kernels import usable_sets
+from speculant.models import resolve_source
 from speculant.types import RequestOutput
 
 REFERENCE_SLOW = [pytest.param("reference", marks=pytest.mark.slow), *(["native"] if usable_sets() else [])]

@@ -17,11 +17,9 @@ from starlette.routing import Route
 from typer.testing import CliRunner
 
 from speculant import AsyncEngine
-from speculant.cli.main import app
-from speculant.cli.serve import ServerFlags
+from speculant.cli import ServerFlags, app
 from speculant.config import EngineConfig
-from speculant.serving.app import make_app
-from speculant.serving.options import ServerOptions
+from speculant.serving import ServerOptions, make_app
 from speculant.serving.server import _LAST_EVENTS
 from tests.endpoint_picker import read_load
 from tests.kubernetes_kinds import KINDS

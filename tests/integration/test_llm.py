@@ -13,12 +13,10 @@ import torch
 from torch import Tensor
 
 from speculant import LLM, BeamSearchOutput, BeamSearchParams, RequestOutput, SamplingParams
-from speculant.cache.factory import slotted_cache
-from speculant.engine import build
-from speculant.engine import step as step_module
+from speculant.cache import slotted_cache
+from speculant.engine import build, step as step_module
 from speculant.errors import ConfigError, RequestError
-from speculant.models.base import SequenceInput, build_batch
-from speculant.models.weights.load import load_model
+from speculant.models import SequenceInput, build_batch, load_model
 from speculant.types import DraftTree
 from tests.integration.conftest import MakeLLM
 from tests.models import EXACT_DTYPE, VOCAB_SIZE, Checkpoints

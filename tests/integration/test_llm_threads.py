@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from speculant import LLM, SamplingParams
-from speculant.engine.generation import Generation
+from speculant.engine import Generation
 from speculant.types import StepOutput
 from tests.models import EXACT_DTYPE, Checkpoints
 

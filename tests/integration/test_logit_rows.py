@@ -10,9 +10,8 @@ import pytest
 from torch import Tensor
 
 from speculant import LLM, SamplingParams
-from speculant.kernels.native import Draft, Kernels, Op, Pass, usable_sets
-from speculant.models.native.decoder import NativeDecoder
-from speculant.models.reference import Decoder
+from speculant.kernels import Draft, Kernels, Op, Pass, usable_sets
+from speculant.models import Decoder, NativeDecoder
 from tests.models import Shape, write_checkpoint
 
 CHUNK, OUTPUT = 16, 20

@@ -11,7 +11,7 @@ import pytest
 
 from speculant import LLM, SamplingParams
 from speculant.errors import ConfigError, PairError
-from speculant.kernels.native import usable_sets
+from speculant.kernels import usable_sets
 from tests.examples import examples
 from tests.mapped import in_order
 from tests.models import EXACT_DTYPE, Checkpoints, Shape, write_checkpoint

@@ -8,9 +8,7 @@ from typing import Any
 import pytest
 
 from speculant import LLM, RequestOutput, SamplingParams
-from speculant.engine import runner as runner_module
-from speculant.engine import step as step_module
-from speculant.engine.generation import StreamPiece
+from speculant.engine import StreamPiece, runner as runner_module, step as step_module
 from speculant.errors import CapacityError, SpeculantError
 from tests.integration.conftest import MakeLLM
 

@@ -10,9 +10,8 @@ import torch
 
 from speculant import LLM, SamplingParams
 from speculant.errors import ConfigError, PairError, SpeculantError
-from speculant.kernels.native import usable_sets
-from speculant.models.vocabulary import DraftVocabulary
-from speculant.models.weights.load import load_model
+from speculant.kernels import usable_sets
+from speculant.models import DraftVocabulary, load_model
 from tests.integration.conftest import MakeLLM
 from tests.models import ALPHABET, EXACT_DTYPE, VOCAB_SIZE, Checkpoints, Shape, write_checkpoint
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from speculant.kernels.native import usable_sets
+from speculant.kernels import usable_sets
+from speculant.models import tensor_shapes
 from speculant.models.families.llama import read_config
-from speculant.models.sizes import tensor_shapes
 from tests.gguf_models import convert
 
 pytestmark = pytest.mark.slow  # each loads 100 MB and more in a new process

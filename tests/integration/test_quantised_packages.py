@@ -22,7 +22,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from speculant.models.weights.load import load_model
+from speculant.models import load_model
 from tests.models import Shape, write_checkpoint
 from tests.quantised_folders import Gptq, Rounded, Tensors, awq_config, edit_config, quantise
 from tests.unit.models.families import Session, random_tokens

@@ -16,26 +16,26 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from speculant import LLM, SamplingParams
-from speculant.cli.main import app
+from speculant.cli import app
 from speculant.errors import ConfigError, ModelError, SpeculantError
 from speculant.gguf_file import GgufFile
-from speculant.kernels.native import usable_sets
-from speculant.lab.quantize.folder import TYPES, quantize
-from speculant.lab.quantize.layouts import LAYOUTS
-from speculant.models.gguf import read_gguf_config
-from speculant.models.sizes import tensor_shapes
-from speculant.models.source import resolve_source
-from speculant.models.weights.load import CheckpointFiles, load_model
-from speculant.models.weights.source import QuantizedBlocks, read_plain
-from speculant.text.gguf_tokenizer import read_gguf_tokenizer
-from speculant.text.tokenizer import Tokenizer
+from speculant.kernels import usable_sets
+from speculant.lab.quantize import LAYOUTS, TYPES, quantize
+from speculant.models import (
+    CheckpointFiles,
+    QuantizedBlocks,
+    load_model,
+    read_gguf_config,
+    read_plain,
+    resolve_source,
+    tensor_shapes,
+)
+from speculant.text import Tokenizer, read_gguf_tokenizer
 from tests.gguf_models import convert
 from tests.models import ALPHABET, Shape, write_checkpoint
 from tests.unit.models.families import VARIANTS, make_pair
 from tests.unit.models.test_gguf_families import STORED, pair_of
-from tests.unit.text.test_sentencepiece import T5 as T5_PIECES
-from tests.unit.text.test_sentencepiece import model as spiece
-from tests.unit.text.test_sentencepiece import write_t5 as write_t5_tokenizer
+from tests.unit.text.test_sentencepiece import T5 as T5_PIECES, model as spiece, write_t5 as write_t5_tokenizer
 
 pytestmark = pytest.mark.skipif(not usable_sets(), reason="the native kernels are not built")
 TEXTS = ["def read(path):", "Once upon a time"]

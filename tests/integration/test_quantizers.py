@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from speculant.kernels.native import Type, usable_sets
-from speculant.models.native.decoder import NativeDecoder
-from speculant.models.weights.load import load_model
+from speculant.kernels import Type, usable_sets
+from speculant.models import NativeDecoder, load_model
 from tests.models import Shape, write_checkpoint
 from tests.package_checkpoints import (
     BITSANDBYTES,

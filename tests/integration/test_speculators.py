@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from speculant import LLM
-from speculant.drafting.heads.hidden_drafter import HiddenDrafter
-from speculant.kernels.native import usable_sets
+from speculant.drafting import HiddenDrafter
+from speculant.kernels import usable_sets
 from speculant.params import SamplingParams
 from speculant.types import DraftTree, Request
 from tests.examples import examples

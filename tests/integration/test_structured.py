@@ -14,17 +14,15 @@ from typing import Any
 import hypothesis
 import jsonschema
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from speculant import LLM, AsyncEngine, RequestOutput, SamplingParams, StructuredOutputs, plugins
 from speculant.config import Limits
 from speculant.errors import RequestError
-from speculant.kernels.native import usable_sets
-from speculant.lab.exactness.distributions import FULL_SUPPORT, Pair
-from speculant.lab.exactness.tables import TableModel
-from speculant.structured.grammars import Grammars
-from speculant.text.tokenizer import Tokenizer
+from speculant.kernels import usable_sets
+from speculant.lab.exactness import FULL_SUPPORT, Pair, TableModel
+from speculant.structured import Grammars
+from speculant.text import Tokenizer
 from tests.drafters import OPTIONS, UNSHIPPED, model_of, options_of, predicting
 from tests.examples import examples
 from tests.fakes import ScriptedDrafter, build_rig, few_blocks

@@ -10,7 +10,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer
 
 from speculant import LLM, SamplingParams
-from speculant.kernels.native import usable_sets
+from speculant.kernels import usable_sets
 from tests.models import Shape, write_checkpoint
 
 pytest.importorskip("llguidance")

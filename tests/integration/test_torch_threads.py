@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from speculant.kernels.native import usable_sets
+from speculant.kernels import usable_sets
 
 SCRIPT = """
 import json, os, sys, time

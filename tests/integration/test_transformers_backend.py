@@ -17,21 +17,24 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from speculant import LLM, SamplingParams
-from speculant.cache.factory import paged_cache
-from speculant.cli.main import app
+from speculant.cache import paged_cache
+from speculant.cli import app
 from speculant.errors import ConfigError, ModelError
-from speculant.models import transformers as backend
-from speculant.models.base import Hidden, SequenceInput, build_batch
-from speculant.models.transformers import (
+from speculant.models import (
     CachedDecoder,
+    Checkpoint,
+    Hidden,
     MaskRule,
     RecomputedDecoder,
+    SequenceInput,
     attention,
+    build_batch,
     growing_bounds,
     leaf_paths,
+    load_model,
     row_errors,
+    transformers as backend,
 )
-from speculant.models.weights.load import Checkpoint, load_model
 from speculant.types import DraftTree
 from tests.models import VOCAB_SIZE, Checkpoints, write_tokenizer
 from tests.transformers_folders import CACHED, FAMILIES, dtype_of, make_theirs, write_theirs

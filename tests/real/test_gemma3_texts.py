@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from speculant import LLM, RequestOutput, SamplingParams, plugins
-from speculant.text.tokenizer import Tokenizer
+from speculant.text import Tokenizer
 from tests.drafters import HEADS, options_of, predicting
 from tests.real.test_gemma3_logits import WINDOW
 from tests.real.texts import SUBJECTS, chunks, pages

@@ -14,11 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from speculant.cache.factory import slotted_cache
-from speculant.kernels.native import usable_sets
-from speculant.models.base import CausalLM, SequenceInput, build_batch
-from speculant.models.weights.load import load_model
-from speculant.text.tokenizer import Tokenizer
+from speculant.cache import slotted_cache
+from speculant.kernels import usable_sets
+from speculant.models import CausalLM, SequenceInput, build_batch, load_model
+from speculant.text import Tokenizer
 from speculant.types import DraftTree
 from tests.real.llama_cpp import BaseFile, LlamaCpp, divergence
 from tests.real.texts import chunks

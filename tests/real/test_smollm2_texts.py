@@ -15,9 +15,8 @@ import torch
 from jsonschema import validate
 
 from speculant import LLM, AsyncEngine, RequestOutput, SamplingParams, plugins
-from speculant.models.base import CausalLM
-from speculant.models.weights.load import load_model
-from speculant.text.tokenizer import Tokenizer
+from speculant.models import CausalLM, load_model
+from speculant.text import Tokenizer
 from tests.drafters import HEADS, options_of, predicting
 from tests.real.llama_cpp import END, LlamaCpp
 from tests.real.test_smollm2_logits import logits_of

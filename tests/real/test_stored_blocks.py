@@ -9,7 +9,7 @@ import pytest
 import torch
 from gguf import GGUFReader
 
-from speculant.kernels.native import BLOCK_TYPES, usable_sets
+from speculant.kernels import BLOCK_TYPES, usable_sets
 from tests.contracts.test_native_blocks import bits, error, look_up, on, pack, random, run
 from tests.gguf_blocks import decode
 from tests.real.conftest import file_of

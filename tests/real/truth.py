@@ -10,8 +10,8 @@ import torch
 from gguf import GGUFReader
 from torch import Tensor
 
-from speculant.lab.quantize.layouts import LAYOUTS
-from speculant.models.weights.load import read_description
+from speculant.lab.quantize import LAYOUTS
+from speculant.models import read_description
 from tests.gguf_blocks import decode
 
 

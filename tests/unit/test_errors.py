@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models
+from tokenizers import Tokenizer as Backend, decoders, models
 
 from speculant.errors import Converts, ModelError, RequestError
-from speculant.text.tokenizer import Tokenizer
+from speculant.text import Tokenizer
 
 READING = Converts(ModelError, "it can't be read", "download it again.")
 

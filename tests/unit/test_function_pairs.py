@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tools.function_pairs import pairs_of, write_pairs
 
-from speculant.lab.training.corpus import Document
+from speculant.lab.training import Document
 
 CODE = '''\
 class Stack:

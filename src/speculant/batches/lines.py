@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from speculant.batches.origin import Origin
 from speculant.files import parse_json
-from speculant.serving.wire import encode
+from speculant.serving import encode
 
 URLS = ("/v1/chat/completions", "/v1/completions")
 MOST_BYTES = 64 * 2**20  # of a line

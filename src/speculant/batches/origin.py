@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from speculant.config import EngineConfig
-from speculant.serving.options import ServerOptions
+from speculant.serving import ServerOptions
 
 # Others change speed, or which requests are refused: with a lossless rule, neither drafts nor neighbours change a text.
 SETTINGS = ("dtype", "quantization", "kv_cache_dtype", "model_backend", "kernels", "seed", "device")

@@ -23,17 +23,16 @@ from speculant.cli.terminal import counted_progress, end_at_once, examples, mess
 from speculant.config import EngineConfig
 from speculant.errors import ConfigError
 from speculant.gguf_file import name_of
-from speculant.models.source import resolve_tokenizer
+from speculant.models import resolve_tokenizer
 from speculant.params import MAX_SPECULATIVE_TOKENS
-from speculant.ray.extra import check_ray
-from speculant.ray.options import ReplicaOptions
-from speculant.serving.options import MOST_MESSAGES, ServerOptions
+from speculant.ray import ReplicaOptions, check_ray
+from speculant.serving import MOST_MESSAGES, ServerOptions
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-    from speculant.batches.job import BatchJob
-    from speculant.engine.async_engine import AsyncEngine
+    from speculant.batches import BatchJob
+    from speculant.engine import AsyncEngine
     from speculant.metrics import EngineMetrics
 
 _SHOWN_S = 0.5  # between two updates of the progress
@@ -111,8 +110,7 @@ def batch(
     an error.
     """
     try:
-        from speculant.batches.job import BatchJob
-        from speculant.batches.origin import Origin
+        from speculant.batches import BatchJob, Origin
     except ImportError as error:
         raise ConfigError(
             f"the server's packages are not installed: {error}", 'pip install -c constraints.txt "speculant[serve]"'
@@ -140,7 +138,7 @@ def batch(
 
 def _here(job: BatchJob, values: dict[str, Any], options: ServerOptions) -> tuple[float, EngineMetrics | None]:
     """Answer all lines with one engine of this process; return when that began, and the engine's totals."""
-    from speculant.serving.process import load_app
+    from speculant.serving import load_app
 
     with progress("Loading the models"):
         app = load_app(values, options, _names(values))
@@ -158,8 +156,7 @@ def _on_ray(
 ) -> tuple[float, EngineMetrics | None]:
     """Answer all lines with engines on a Ray cluster; return when that began, and no totals."""
     check_ray()
-    from speculant.ray.batches import answer_on_ray
-    from speculant.ray.local import connect
+    from speculant.ray import answer_on_ray, connect
 
     with progress("Connecting to Ray"):
         connect(pool)
@@ -189,7 +186,7 @@ def _names(values: Mapping[str, Any]) -> list[str]:
 
 async def _answer(job: BatchJob, engine: AsyncEngine, app: FastAPI) -> signal.Signals | None:
     """Answer all lines; return the signal that stopped this, if one did."""
-    from speculant.batches.run import answer_lines, inside, places_of
+    from speculant.batches import answer_lines, inside, places_of
 
     answering = asyncio.create_task(answer_lines(job, inside(app), places_of(app)))
     with _stopped_by_signals(answering) as stopped, counted_progress("Answering", job.count) as show:

@@ -37,14 +37,12 @@ from speculant.cli.generate import fetch
 from speculant.cli.terminal import command_group, examples, progress, progress_of_runs
 from speculant.config import EngineConfig
 from speculant.errors import ConfigError
-from speculant.lab.bench.outputs import OutputFiles
-from speculant.lab.bench.workloads import CODE, WorkloadConfig, make_workload, require_room
+from speculant.lab.bench import CODE, OutputFiles, WorkloadConfig, make_workload, require_room
 from speculant.params import SamplingParams
 
 if TYPE_CHECKING:
-    from speculant.engine.build import Runtime
-    from speculant.lab.bench.measuring import BenchCase, Way
-    from speculant.lab.bench.workloads import Workload
+    from speculant.engine import Runtime
+    from speculant.lab.bench import BenchCase, Way, Workload
 
 THROUGHPUT_EXAMPLES = examples(
     "speculant bench throughput --model demo --draft-model demo",
@@ -178,21 +176,20 @@ def _run(plan: Plan, sampling: SamplingFlags, engine: EngineFlags, as_json: bool
 
 
 def _build(config: EngineConfig) -> Runtime:
-    from speculant.engine.build import build_engine
+    from speculant.engine import build_engine
 
     return build_engine(config)
 
 
 def _ways(plan: Plan, params: SamplingParams, runtime: Runtime) -> dict[str, Way]:
-    from speculant.lab.bench.measuring import both_ways, one_at_a_time, ways_of
-    from speculant.lab.bench.runs import Bench
+    from speculant.lab.bench import Bench, both_ways, one_at_a_time, ways_of
 
     modes = both_ways(params, runtime.drafting, sequential=plan.alone)
     return ways_of(Bench(runtime), {**modes, **one_at_a_time(modes)} if plan.alone_too else modes)
 
 
 def _measure(plan: Plan, runtime: Runtime, workloads: Sequence[Workload], ways: Mapping[str, Way]) -> list[BenchCase]:
-    from speculant.lab.bench.measuring import measure
+    from speculant.lab.bench import measure
 
     num_runs = len(workloads) * len(ways) * plan.rounds
     with profiling(runtime.engine, plan.files.profile), progress_of_runs(num_runs) as runs:

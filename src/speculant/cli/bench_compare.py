@@ -26,16 +26,13 @@ from speculant.cli.generate import fetch
 from speculant.cli.terminal import examples, progress, progress_of_runs
 from speculant.config import EngineConfig
 from speculant.errors import ConfigError
-from speculant.lab.bench.outputs import OutputFiles
-from speculant.lab.bench.workloads import CODE, WorkloadConfig, make_workload, require_room
+from speculant.lab.bench import CODE, OutputFiles, WorkloadConfig, make_workload, require_room
 from speculant.params import SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from speculant.lab.bench.compare import Setting
-    from speculant.lab.bench.measuring import BenchCase, Way
-    from speculant.lab.bench.workloads import Workload
+    from speculant.lab.bench import BenchCase, Setting, Way, Workload
 
 EXAMPLES = examples(
     "speculant bench compare demo --draft-model demo",
@@ -107,7 +104,7 @@ def compare(
     for workload in workloads:
         require_room(workload, params.max_tokens or 1, runtime.limits)
     cases = _measure(ways, workloads, rounds)
-    from speculant.lab.bench.compare import compared
+    from speculant.lab.bench import compared
 
     value = compared(config, chosen, ways, cases)
     write_files(files, value, cases, [ways] * len(cases))
@@ -122,7 +119,7 @@ def _build(
     params: SamplingParams,
     together: bool,
 ) -> tuple[list[Setting], dict[str, Way]]:
-    from speculant.lab.bench.compare import build_ways, settings, usual_settings
+    from speculant.lab.bench import build_ways, settings, usual_settings
 
     others = [parse_mapping("--setting", text) for text in given]
     chosen = settings(methods, lengths, others) or usual_settings(config)
@@ -130,7 +127,7 @@ def _build(
 
 
 def _measure(ways: Mapping[str, Way], workloads: Sequence[Workload], rounds: int) -> list[BenchCase]:
-    from speculant.lab.bench.measuring import measure
+    from speculant.lab.bench import measure
 
     with progress_of_runs(len(workloads) * len(ways) * rounds) as runs:
         return [measure(ways, workload, rounds, runs.begin, runs.show) for workload in workloads]

@@ -14,7 +14,7 @@ from speculant.cli.bench_io import AsJson
 from speculant.cli.terminal import examples, print_json, results
 
 if TYPE_CHECKING:
-    from speculant.lab.bench.history import Comparison
+    from speculant.lab.bench import Comparison
 
 EXAMPLES = examples(
     "speculant bench latency --model demo --draft-model demo --history history.jsonl",
@@ -38,7 +38,8 @@ def history(
     slower if its quartiles lie below the quartiles of a typical run, and below those of the runs' medians. The exit
     code is 1 if any figure is slower.
     """
-    from speculant.lab.bench.history import compare, read
+    from speculant.lab.bench import read
+    from speculant.lab.bench.history import compare
 
     benchmarks = [_document(each) for each in compare(read(path))]
     slower = [change for each in benchmarks for change in each["figures"] if change["verdict"] == "slower"]
@@ -65,7 +66,7 @@ def _document(comparison: Comparison) -> dict[str, Any]:
 
 
 def _show(benchmarks: Sequence[Mapping[str, Any]], slower: Sequence[Mapping[str, Any]]) -> None:
-    from speculant.lab.bench.tables import cell
+    from speculant.lab.bench import cell
 
     console = results()
     for each in benchmarks:

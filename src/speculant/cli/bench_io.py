@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from speculant.cli.terminal import messages, print_json, results
-from speculant.lab.bench.outputs import OutputFiles
+from speculant.lab.bench import OutputFiles
 
 if TYPE_CHECKING:
-    from speculant.lab.bench.measuring import BenchCase, Way
+    from speculant.lab.bench import BenchCase, Way
 
 MANY, FEW = 32, 4  # default numbers of prompts that run together, and one at a time
 
@@ -56,7 +56,7 @@ def show(value: Mapping[str, Any], *, as_json: bool) -> None:
     if as_json:
         print_json(value)
         return
-    from speculant.lab.bench.report import conclusions, heading
+    from speculant.lab.bench import conclusions, heading
     from speculant.lab.bench.tables import tables
 
     console, speculation = results(), value["speculation"]

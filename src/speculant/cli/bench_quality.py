@@ -18,7 +18,7 @@ from speculant.config import EngineConfig
 from speculant.errors import ConfigError
 
 if TYPE_CHECKING:
-    from speculant.lab.bench.quality import ChunkScores, Compared, QualityText
+    from speculant.lab.bench import ChunkScores, Compared, QualityText
 
 EXAMPLES = examples(
     "speculant bench quality ./llama --quantization-b int4 --text book.txt",
@@ -113,9 +113,9 @@ def _prepare(
     reference: EngineConfig, judged: EngineConfig, path: Path, context: int, tokens: int
 ) -> tuple[Compared, QualityText]:
     """Read the text, then load both models."""
-    from speculant.lab.bench.quality import Compared, QualityText
-    from speculant.models.source import resolve_source
-    from speculant.text.tokenizer import Tokenizer
+    from speculant.lab.bench import Compared, QualityText
+    from speculant.models import resolve_source
+    from speculant.text import Tokenizer
 
     text = QualityText.read(path, Tokenizer.load(resolve_source(reference.model)), context, tokens)
     models = Compared.load(reference, judged)

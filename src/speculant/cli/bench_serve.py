@@ -17,8 +17,7 @@ from speculant.cli.generate import fetch
 from speculant.cli.terminal import examples, messages, print_json, progress, progress_of_runs, results
 from speculant.config import EngineConfig
 from speculant.errors import ConfigError
-from speculant.lab.bench.outputs import OutputFiles
-from speculant.lab.bench.workloads import CODE, server_prompts
+from speculant.lab.bench import CODE, OutputFiles, server_prompts
 
 EXAMPLES = examples(
     "speculant bench serve demo --draft-model demo",
@@ -86,8 +85,8 @@ def serve(
 
     Without --url a server is started in a process of its own, which ends with the command.
     """
-    from speculant.lab.bench.http_load import Load, connector
-    from speculant.lab.bench.serving_load import LoadPlan, document, measure_serving
+    from speculant.lab.bench import Load, LoadPlan, connector, measure_serving
+    from speculant.lab.bench.serving_load import document
 
     files = OutputFiles(history=history)
     engine.name_model(target)
@@ -140,7 +139,7 @@ def _running(url: str | None, config: EngineConfig | None, engine: EngineFlags) 
         assert url is not None
         yield url.rstrip("/").removesuffix("/v1")
         return
-    from speculant.lab.bench.server_process import own_server
+    from speculant.lab.bench import own_server
 
     fetch(config)
     with ExitStack() as running:
@@ -151,7 +150,8 @@ def _running(url: str | None, config: EngineConfig | None, engine: EngineFlags) 
 
 def _modes(server: RemoteChatBackend, fields: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Return the fields of each mode's requests: plain ones and, if the server drafts for them, speculative ones."""
-    from speculant.lab.bench.measuring import PLAIN, SPECULATIVE
+    from speculant.lab.bench import SPECULATIVE
+    from speculant.lab.bench.measuring import PLAIN
 
     every = {"model": server.served["id"], **fields}
     modes = {PLAIN: {**every, "speculation": False} if server.can_switch else every}
@@ -161,7 +161,7 @@ def _modes(server: RemoteChatBackend, fields: Mapping[str, Any]) -> dict[str, di
 
 
 def _show(introduction: str, value: Mapping[str, Any]) -> None:
-    from speculant.lab.bench.report import conclusions, described_rounds
+    from speculant.lab.bench import conclusions, described_rounds
     from speculant.lab.bench.tables import tables
 
     console, plan = results(), value["plan"]

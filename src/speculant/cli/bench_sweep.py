@@ -23,8 +23,7 @@ from speculant.cli.flags import BenchSampling, EngineFlags, accepts_flags
 from speculant.cli.generate import fetch
 from speculant.cli.terminal import examples, progress_of_parts, progress_of_runs
 from speculant.config import EngineConfig
-from speculant.lab.bench.outputs import OutputFiles
-from speculant.lab.bench.workloads import CODE, WorkloadConfig
+from speculant.lab.bench import CODE, OutputFiles, WorkloadConfig
 
 EXAMPLES = examples(
     "speculant bench sweep demo --draft-model demo",

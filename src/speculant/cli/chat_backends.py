@@ -16,7 +16,7 @@ from speculant.cli.describe import figures
 from speculant.errors import RequestError, ServerError
 
 if TYPE_CHECKING:
-    from speculant.engine.llm import LLM
+    from speculant.engine import LLM
     from speculant.params import SamplingParams
 
 Messages = Sequence[Mapping[str, Any]]

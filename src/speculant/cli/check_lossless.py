@@ -14,11 +14,11 @@ from speculant.cli.generate import fetch
 from speculant.cli.terminal import Parts, examples, print_json, progress, progress_of_parts, results
 from speculant.config import EngineConfig
 from speculant.errors import ConfigError
-from speculant.lab.bench.workloads import code_prompt
+from speculant.lab.bench import code_prompt
 
 if TYPE_CHECKING:
-    from speculant.engine.build import Runtime
-    from speculant.lab.exactness.check import Found, Report, Tell
+    from speculant.engine import Runtime
+    from speculant.lab.exactness import Found, Report, Tell
     from speculant.params import SamplingParams
 
 EXAMPLES = examples(
@@ -127,7 +127,7 @@ def _check_settings(config: EngineConfig, params: SamplingParams, sizes: Mapping
 
 
 def _build(config: EngineConfig) -> Runtime:
-    from speculant.engine.build import build_engine
+    from speculant.engine import build_engine
 
     return build_engine(config)
 
@@ -141,7 +141,8 @@ def _check(
     tell: Tell,
     found: Found,
 ) -> Report:
-    from speculant.lab.exactness.check import Subject, check
+    from speculant.lab.exactness import Subject
+    from speculant.lab.exactness.check import check
 
     given = [runtime.tokenizer.encode(prompt) for prompt in prompts or ()]
     made = given or [code_prompt(runtime.tokenizer, index) for index in range(NUM_PROMPTS)]

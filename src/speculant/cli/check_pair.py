@@ -16,13 +16,11 @@ from speculant.cli.generate import fetch
 from speculant.cli.terminal import examples, print_json, progress_of_parts, results
 from speculant.config import EngineConfig
 from speculant.errors import ConfigError
-from speculant.lab.bench.workloads import CODE, WorkloadConfig
+from speculant.lab.bench import CODE, WorkloadConfig
 from speculant.params import SamplingParams
 
 if TYPE_CHECKING:
-    from speculant.lab.bench.measuring import Spread
-    from speculant.lab.bench.pair import Findings, Notify, SpeedPrediction
-    from speculant.lab.bench.step_costs import LengthCosts
+    from speculant.lab.bench import Findings, LengthCosts, Notify, SpeedPrediction, Spread
 
 EXAMPLES = examples(
     "speculant check-pair demo demo",
@@ -102,8 +100,7 @@ def check_pair(
 
 
 def _check(config: EngineConfig, workload: WorkloadConfig, params: SamplingParams, notify: Notify) -> Findings:
-    from speculant.lab.bench.drafting import check_drafts
-    from speculant.lab.bench.pair import check_pair
+    from speculant.lab.bench import check_drafts, check_pair
 
     measure = check_drafts if config.speculative_config else check_pair
     return measure(config, workload, params, notify)
@@ -160,7 +157,8 @@ def _prediction(each: SpeedPrediction) -> dict[str, Any]:
 
 
 def _measured(findings: Findings) -> dict[str, Any]:
-    from speculant.lab.bench.measuring import PLAIN, SPECULATIVE
+    from speculant.lab.bench import SPECULATIVE
+    from speculant.lab.bench.measuring import PLAIN
 
     case = findings.case
     return {

@@ -18,8 +18,7 @@ from speculant.metrics import SpeculationMetrics
 from speculant.params import SamplingParams
 
 if TYPE_CHECKING:
-    from speculant.engine.generation import StreamPiece
-    from speculant.engine.llm import LLM
+    from speculant.engine import LLM, StreamPiece
 
 EXAMPLES = examples(
     "speculant demo",
@@ -81,10 +80,9 @@ def demo(
 
 def _load(spec_length: int | None, shape: str | None, method: str | None) -> LLM:
     """Load the embedded models. A method that needs no model gets none; a method with a head gets its embedded head."""
-    from speculant.drafting.methods import method_facts
-    from speculant.engine.drafters import head_parts
-    from speculant.engine.llm import LLM
-    from speculant.lab.inflation.pair import inflated_head, inflated_pair
+    from speculant.drafting import method_facts
+    from speculant.engine import LLM, head_parts
+    from speculant.lab.inflation import inflated_head, inflated_pair
 
     target, draft = ("demo", "demo") if shape is None else map(str, inflated_pair(shape))
     dtype = DTYPE if shape is None else "bfloat16"

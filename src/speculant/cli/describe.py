@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from speculant.engine.llm import LLM
+    from speculant.engine import LLM
     from speculant.types import CompletionOutput, Logprobs, RequestOutput
 
 

@@ -20,10 +20,10 @@ from speculant.cli.report import Finding, show_report
 from speculant.cli.terminal import examples, print_json, progress
 from speculant.errors import ModelError
 from speculant.files import cache_folder
-from speculant.models.source import resolve_source
+from speculant.models import resolve_source
 
 if TYPE_CHECKING:
-    from speculant.models.backends.base import Packing
+    from speculant.models import Packing
 
 EXAMPLES = examples(
     "speculant doctor",
@@ -145,7 +145,7 @@ def _memory(speeds: Speeds) -> dict[str, Any]:
     """Return sizes and speed, with the most that keys and values take by default: it bounds a large model's context."""
     import torch
 
-    from speculant.engine.memory import SHARE_OF_FREE, free_memory
+    from speculant.engine import SHARE_OF_FREE, free_memory
 
     page = os.sysconf("SC_PAGE_SIZE")
     available = re.search(r"^MemAvailable:\s*(\d+) kB$", _read("/proc/meminfo"), re.MULTILINE)
@@ -227,7 +227,7 @@ def _model_findings() -> list[Finding]:
 
 def _kernels(speeds: Speeds) -> dict[str, Any]:
     """Return the kernels in use on the CPU, and how fast they read bfloat16 weights when one row is decoded."""
-    from speculant.kernels.native import open_kernels, usable_sets
+    from speculant.kernels import open_kernels, usable_sets
 
     kernels = open_kernels()
     facts: dict[str, Any] = {"in_use": "reference", "native": "not built"}
@@ -241,7 +241,7 @@ def _kernels(speeds: Speeds) -> dict[str, Any]:
 
 def _weight_cache() -> str:
     """Return the content of the default folder of packed weights."""
-    from speculant.models.weights.cache import LIMIT_BYTES, cache_files
+    from speculant.models import LIMIT_BYTES, cache_files
 
     folder = cache_folder("weights")
     sizes = [status.st_size for _, status in cache_files(folder)]
@@ -291,10 +291,8 @@ def measure_speeds() -> Speeds:
     """Measure the speeds; takes one or two seconds."""
     import torch
 
-    from speculant.kernels.memory import aligned
-    from speculant.kernels.native import Op, Pass, Type, open_kernels
-    from speculant.models.native.packed import linear
-    from speculant.models.native.speeds import choose, measure_gains, timed_bytes
+    from speculant.kernels import Op, Pass, Type, aligned, open_kernels
+    from speculant.models import choose, linear, measure_gains, timed_bytes
 
     kernels = open_kernels()
     weight, x = torch.ones(N, K, dtype=torch.bfloat16), torch.ones(1, K)

@@ -22,13 +22,13 @@ import typer
 
 from speculant.cli.terminal import messages
 from speculant.config import EngineConfig
-from speculant.engine.profiling import profiled
+from speculant.engine import profiled
 from speculant.errors import ConfigError
 from speculant.files import MOST_DEPTH, is_deep
 from speculant.params import SamplingParams
 
 if TYPE_CHECKING:
-    from speculant.engine.engine import Engine
+    from speculant.engine import Engine
 
 NEW_TOKENS = 128  # the command line's max_tokens; the 16 of SamplingParams is meant for programs
 FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"

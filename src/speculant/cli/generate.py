@@ -12,13 +12,12 @@ from speculant.cli.describe import document, figures
 from speculant.cli.flags import EngineFlags, Profile, SamplingFlags, accepts_flags, profiling
 from speculant.cli.terminal import examples, messages, print_json, progress, results
 from speculant.config import EngineConfig
-from speculant.engine.profiling import check_trace_path
+from speculant.engine import check_trace_path
 from speculant.errors import RequestError
-from speculant.models.source import resolve_source
+from speculant.models import resolve_source
 
 if TYPE_CHECKING:
-    from speculant.engine.llm import LLM
-    from speculant.engine.prompts import Prompt
+    from speculant.engine import LLM, Prompt
     from speculant.params import SamplingParams
     from speculant.types import RequestOutput
 
@@ -129,7 +128,7 @@ def fetch(config: EngineConfig) -> Path:
 
 def load(values: dict[str, object]) -> LLM:
     """Make the engine."""
-    from speculant.engine.llm import LLM
+    from speculant.engine import LLM
 
     return LLM(**values)  # type: ignore[arg-type]
 

@@ -13,7 +13,7 @@ from speculant.cli.terminal import examples, messages, print_json, progress
 from speculant.errors import ConfigError, suggest
 
 if TYPE_CHECKING:
-    from speculant.lab.inflation.shapes import Shape
+    from speculant.lab.inflation import Shape
 
 EXAMPLES = examples(
     "speculant inflate demo 1b-target --shape 1b",
@@ -47,9 +47,8 @@ def inflate(
     Text and acceptance are those of the small model, the cost is that of the shape: it is for measurements, not for
     use. A head is written for its model at the same shape.
     """
-    from speculant.lab.inflation.heads import head_kind, inflate_head
-    from speculant.lab.inflation.model import inflate as inflate_model
-    from speculant.models.source import embedded_heads, resolve_folder
+    from speculant.lab.inflation import head_kind, inflate as inflate_model, inflate_head
+    from speculant.models import embedded_heads, resolve_folder
 
     heads = embedded_heads()
     if role not in (roles := ["target", "draft", *heads]):
@@ -69,11 +68,8 @@ def inflate(
 
 def _shape(folder: Path, is_head: bool, name: str | None, sizes: Mapping[str, int]) -> Shape:
     """Return the named shape, or else the model's own, with other sizes."""
-    from speculant.lab.inflation.config import fitting_shape
-    from speculant.lab.inflation.heads import head_shape
-    from speculant.lab.inflation.model import shape_of
-    from speculant.lab.inflation.shapes import named_shape
-    from speculant.models.source import read_model_config
+    from speculant.lab.inflation import fitting_shape, head_shape, named_shape, shape_of
+    from speculant.models import read_model_config
 
     if is_head and "num_hidden_layers" in sizes:
         raise ConfigError("a head keeps its number of layers", "leave out --layers.")
@@ -89,7 +85,7 @@ def _shape(folder: Path, is_head: bool, name: str | None, sizes: Mapping[str, in
 def _written_sizes(folder: Path) -> dict[str, int]:
     """Return the sizes that config.json has, with those of a head's blocks."""
     from speculant.files import read_json
-    from speculant.lab.inflation.shapes import Shape
+    from speculant.lab.inflation import Shape
 
     config = read_json(folder / "config.json")
     names = [*(field.name for field in fields(Shape)), "inner_size"]

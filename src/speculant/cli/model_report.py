@@ -22,10 +22,7 @@ from speculant.gguf_file import GgufFile
 if TYPE_CHECKING:
     import torch
 
-    from speculant.models.backends.base import Backend
-    from speculant.models.description import DecoderConfig
-    from speculant.models.weights.load import Checkpoint, CheckpointFiles
-    from speculant.models.weights.reader import WeightTypes
+    from speculant.models import Backend, Checkpoint, CheckpointFiles, DecoderConfig, WeightTypes
 
 KIB, MIB = 2**10, 2**20
 FLOATS = ("f64", "f32", "f16", "bf16")
@@ -62,9 +59,7 @@ def inspect_model(source: str, model_backend: str = "auto") -> ModelReport:
     """
     import torch
 
-    from speculant.models.backends.base import choose_backend
-    from speculant.models.source import resolve_source
-    from speculant.models.weights.load import CheckpointFiles, load_model
+    from speculant.models import CheckpointFiles, choose_backend, load_model, resolve_source
 
     if model_backend != "auto":
         return _inspect_loaded(load_model(source, model_backend=model_backend))
@@ -111,7 +106,7 @@ def _inspect_loaded(checkpoint: Checkpoint) -> ModelReport:
 
 
 def _model(files: CheckpointFiles, place: Path) -> dict[str, Any]:
-    from speculant.models.sizes import parameters
+    from speculant.models import parameters
 
     decoder = files.decoder
     return {
@@ -141,11 +136,8 @@ def _tokenizer_kind(place: Path) -> str | None:
 
 def _kept(files: CheckpointFiles, backend: Backend, dtype: torch.dtype) -> Kept:
     """Return the function from a matrix's name and shape to its type and bytes in memory."""
-    from speculant.kernels.packing import likely_bytes
-    from speculant.models.backends.base import CODED, packing_of
-    from speculant.models.backends.native import NativeBackend
-    from speculant.models.sizes import tensor_shapes
-    from speculant.models.weights.reader import WeightTypes
+    from speculant.kernels import likely_bytes
+    from speculant.models import CODED, NativeBackend, WeightTypes, packing_of, tensor_shapes
 
     if isinstance(backend, NativeBackend) and (kernels := backend.kernels) is not None:
         types = WeightTypes(files.weights, dtype, packing_of(backend).name == CODED)
@@ -158,9 +150,7 @@ def _kept(files: CheckpointFiles, backend: Backend, dtype: torch.dtype) -> Kept:
 
 def _unified(files: CheckpointFiles, types: WeightTypes) -> Iterator[str]:
     """Yield the names of matrices that do not keep their types; see `WeightReader.unified`."""
-    from speculant.models.description import Experts
-    from speculant.models.native.packed import expert_matrices
-    from speculant.models.sizes import LAYER, TABLE
+    from speculant.models import LAYER, TABLE, Experts, expert_matrices
 
     if types.have_orders([TABLE]):
         yield TABLE
@@ -172,8 +162,7 @@ def _unified(files: CheckpointFiles, types: WeightTypes) -> Iterator[str]:
 
 
 def _matrices(files: CheckpointFiles, kept: Kept) -> list[Matrix]:
-    from speculant.models.sizes import tensor_shapes
-    from speculant.models.weights.source import stored_bytes
+    from speculant.models import stored_bytes, tensor_shapes
 
     kind, shapes = files.weights.kind, tensor_shapes(files.decoder)
     return [
@@ -201,7 +190,7 @@ def _by_kind(matrices: Sequence[Matrix]) -> dict[str, dict[str, Any]]:
 
 def _memory(files: CheckpointFiles, matrices: Sequence[Matrix], dtype: torch.dtype) -> dict[str, Any]:
     """Return the size of a model in memory, and the part that each pass reads."""
-    from speculant.models.sizes import pass_matrices, source_matrices
+    from speculant.models import pass_matrices, source_matrices
 
     parts = {"read_in_each_pass_mib": {name for name, _, _ in pass_matrices(files.decoder)}}
     if files.decoder.encoder is not None:
@@ -218,7 +207,7 @@ def _cache_sizes(decoder: DecoderConfig, dtype: torch.dtype) -> dict[str, float]
     """Return the size of keys and values in a type, and in int8, which kv_cache_dtype chooses."""
     import torch
 
-    from speculant.models.sizes import cache_shape
+    from speculant.models import cache_shape
 
     found, length = dict[str, float](), decoder.max_positions
     for name, stored in (("", None), ("_in_int8", torch.int8)):
@@ -229,7 +218,7 @@ def _cache_sizes(decoder: DecoderConfig, dtype: torch.dtype) -> dict[str, float]
 
 
 def _tokenizer_finding(place: Path) -> Finding:
-    from speculant.text.tokenizer import Tokenizer
+    from speculant.text import Tokenizer
 
     try:
         Tokenizer.load(place)
@@ -254,8 +243,7 @@ def _kernel_finding(backend: Backend, says: str) -> Finding:
 
 def _type_findings(matrices: Sequence[Matrix]) -> list[Finding]:
     """Find the types of a model's matrices that are slow."""
-    from speculant.models.gguf import GOOD
-    from speculant.models.weights.source import listed_kinds
+    from speculant.models import GOOD, listed_kinds
 
     decoded = [each for each in matrices if each.kind not in FLOATS and each.kept_as != each.kind]
     wide = [each for each in matrices if each.kept_as == "f32" and each not in decoded]

@@ -19,7 +19,7 @@ from speculant.errors import ConfigError
 from speculant.params import MAX_SPECULATIVE_TOKENS
 
 if TYPE_CHECKING:
-    from speculant.lab.theory.curve import VerificationCurve
+    from speculant.lab.theory import VerificationCurve
 
 EXAMPLES = examples(
     "speculant plan --alpha 0.8 --cost-ratio 0.05",
@@ -148,12 +148,12 @@ def plan(
 
 def document(given: Assumptions, curve: VerificationCurve) -> dict[str, Any]:
     """Return the plan as `--json` prints it."""
-    from speculant.lab.theory.oracle import oracle_speedup
-    from speculant.lab.theory.speedup import (
+    from speculant.lab.theory import (
         best_length,
         expected_tokens,
         least_acceptance,
         operations,
+        oracle_speedup,
         speedups,
         step_costs,
         survival,

@@ -15,12 +15,11 @@ from speculant.cli.flags import FlagGroup, accepts_flags
 from speculant.cli.measured_costs import read_curve, read_object, read_pair, read_rates
 from speculant.cli.terminal import Parts, examples, print_json, progress_of_parts, results
 from speculant.errors import ConfigError
-from speculant.lab.fleet.config import FleetConfig, ReplicaLimits, Routing, Scaling, TrafficConfig
+from speculant.lab.fleet import FleetConfig, ReplicaLimits, Routing, Scaling, TrafficConfig
 
 if TYPE_CHECKING:
-    from speculant.lab.fleet.costs import EngineCosts
-    from speculant.lab.fleet.traffic import Arrival
-    from speculant.lab.theory.curve import VerificationCurve
+    from speculant.lab.fleet import Arrival, EngineCosts
+    from speculant.lab.theory import VerificationCurve
 
 EXAMPLES = examples(
     "speculant check-pair demo demo --json > pair.json",
@@ -79,7 +78,7 @@ class GivenCosts:
 
     def engine_costs(self, limits: ReplicaLimits) -> tuple[EngineCosts, list[str]]:
         """Return the costs, and notes about guesses among them. Raises ConfigError."""
-        from speculant.lab.fleet.costs import EngineCosts
+        from speculant.lab.fleet import EngineCosts
 
         content = {} if self.costs is None else read_object(self.costs)
         rates, ratio = read_pair(self.costs)
@@ -104,7 +103,7 @@ class GivenCosts:
 
         prompt_rate is that of passes of `rows` tokens. Without a file, it gives the curve its second point.
         """
-        from speculant.lab.theory.curve import FLAT, VerificationCurve
+        from speculant.lab.theory import FLAT, VerificationCurve
 
         first_ms, rate = content.get("step_ms") if self.step_ms is None else self.step_ms, self.prompt_rate
         if not isinstance(first_ms, int | float) or not 0 < first_ms < float("inf"):
@@ -234,8 +233,7 @@ def fleet(
     Each replica is an engine whose steps take the measured time. Give a report of `check-pair`, or --step-ms and what
     else you know. The output has a row for each number of replicas and each routing. Equal flags give equal figures.
     """
-    from speculant.lab.fleet.fleet import environment
-    from speculant.lab.fleet.traffic import arrivals, read_trace
+    from speculant.lab.fleet import arrivals, environment, read_trace
 
     environment()  # first: without simpy nothing else matters
     engine = ReplicaLimits(**limits.given)
@@ -288,8 +286,7 @@ def _row(
     config: FleetConfig, costs: EngineCosts, limits: ReplicaLimits, requests: Sequence[Arrival], parts: Parts
 ) -> dict[str, Any]:
     """Simulate a fleet, and return its figures."""
-    from speculant.lab.fleet.fleet import simulate_fleet
-    from speculant.lab.fleet.report import figures
+    from speculant.lab.fleet import figures, simulate_fleet
 
     name = f"Simulating {config.replicas} replicas, {config.routing}"
     parts.begin(name)

@@ -34,10 +34,8 @@ def quantize(
     llama.cpp reads a file NAME.gguf too; its weights are those that --quantization computes with. A folder is in the
     format of compressed-tensors, which vLLM and transformers read. Its embedding and head are not rounded.
     """
-    from speculant.lab.quantize.folder import TYPES
-    from speculant.lab.quantize.folder import quantize as write
-    from speculant.models.source import resolve_source
-    from speculant.models.weights.load import CheckpointFiles
+    from speculant.lab.quantize import TYPES, quantize as write
+    from speculant.models import CheckpointFiles, resolve_source
 
     if type_ not in TYPES:
         raise ConfigError(f"--type {type_} is unknown", suggest(type_, TYPES))

@@ -18,15 +18,14 @@ from speculant.cli.terminal import end_at_once, examples, messages
 from speculant.config import EngineConfig
 from speculant.errors import ConfigError
 from speculant.gguf_file import name_of
-from speculant.lab.bench.server_process import LISTENING
-from speculant.ray.extra import check_ray
-from speculant.ray.options import ReplicaOptions
-from speculant.serving.options import ServerOptions
+from speculant.lab.bench import LISTENING
+from speculant.ray import ReplicaOptions, check_ray
+from speculant.serving import ServerOptions
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-    from speculant.engine.async_engine import AsyncEngine
+    from speculant.engine import AsyncEngine
 
 EXAMPLES = examples(
     "speculant serve demo --draft-model demo",
@@ -139,8 +138,7 @@ def run(
     Raises the error of a load that failed, and ConfigError for an address in use.
     """
     try:
-        from speculant.serving.app import make_app
-        from speculant.serving.server import Server
+        from speculant.serving import Server, make_app
     except ImportError as error:
         raise ConfigError(
             f"the server's packages are not installed: {error}", 'pip install -c constraints.txt "speculant[serve]"'
@@ -177,7 +175,7 @@ def run(
 
 def _load(values: dict[str, Any], describe: Callable[..., None]) -> AsyncEngine:
     """Load an engine in this process, and describe it."""
-    from speculant.serving.process import load_engine
+    from speculant.serving import load_engine
 
     engine = load_engine(values)
     describe(engine.speculating, engine.speculation, engine.context)
@@ -189,8 +187,7 @@ def _front(
 ) -> FastAPI:
     """Return the application in front of replicas, which it deploys when it starts and ends with itself."""
     check_ray()
-    from speculant.ray.front import make_front
-    from speculant.ray.local import LocalReplicas
+    from speculant.ray import LocalReplicas, make_front
 
     return make_front(LocalReplicas(values, options, replicas, describe), options)
 
@@ -204,7 +201,7 @@ class LinePrinter(logging.StreamHandler[TextIO]):
 
 def _print_access_log() -> None:
     """Print the access log's lines to standard output."""
-    from speculant.serving.access_log import logger
+    from speculant.serving import logger
 
     handler = LinePrinter(sys.stdout)
     handler.setFormatter(logging.Formatter("%(message)s"))

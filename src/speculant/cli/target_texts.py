@@ -9,9 +9,9 @@ from speculant.cli.terminal import progress, shown_progress
 from speculant.errors import ConfigError
 
 if TYPE_CHECKING:
-    from speculant.engine.llm import LLM
-    from speculant.lab.training.heads.texts import TextsPlan
-    from speculant.text.tokenizer import Tokenizer
+    from speculant.engine import LLM
+    from speculant.lab.training import TextsPlan
+    from speculant.text import Tokenizer
 
 _AT_A_TIME = 256  # texts that are written together, and kept together
 _SEQUENCES = 64  # of a pass
@@ -25,8 +25,8 @@ def prepare_texts(plan: TextsPlan, hidden_size: int, layers: Sequence[int] = ())
 
     hidden_size: the target's. layers: see `open_texts`. An interrupted run keeps the texts that it has written.
     """
-    from speculant.engine.llm import LLM
-    from speculant.lab.training.heads.texts import missing_states, open_texts, wanted_texts
+    from speculant.engine import LLM
+    from speculant.lab.training import missing_states, open_texts, wanted_texts
 
     count = wanted_texts(plan, hidden_size * (1 + len(layers)))
     if count is None and not missing_states(plan.out, hidden_size, layers):
@@ -41,7 +41,7 @@ def prepare_texts(plan: TextsPlan, hidden_size: int, layers: Sequence[int] = ())
 
 def _write_texts(llm: LLM, plan: TextsPlan, count: int) -> None:
     """Write texts in parts. The last texts are held out, and so are the files or questions of their prompts."""
-    from speculant.lab.training.heads.texts import PartialTexts
+    from speculant.lab.training import PartialTexts
 
     with progress("Reading prompts"):
         write = _conversations(llm, plan, count) if plan.chat else _continuations(llm, plan, count)
@@ -54,7 +54,7 @@ def _write_texts(llm: LLM, plan: TextsPlan, count: int) -> None:
 
 def _continuations(llm: LLM, plan: TextsPlan, count: int) -> Write:
     """Return a function that continues prompts cut from files."""
-    from speculant.lab.training.heads.texts import num_held_out
+    from speculant.lab.training import num_held_out
 
     held_out = num_held_out(count)
     prompts = _prompts(plan, llm.tokenizer, (count - held_out, held_out))
@@ -69,7 +69,7 @@ def _continuations(llm: LLM, plan: TextsPlan, count: int) -> Write:
 
 def _conversations(llm: LLM, plan: TextsPlan, count: int) -> Write:
     """Return a function that writes conversations; without data, the target writes the first questions too."""
-    from speculant.lab.training.heads.conversations import Turns, write_conversations
+    from speculant.lab.training import Turns, write_conversations
 
     turns = Turns.of(llm.tokenizer)
     questions = _questions(llm.tokenizer, plan, count)
@@ -89,8 +89,8 @@ def _questions(tokenizer: Tokenizer, plan: TextsPlan, count: int) -> list[list[i
 
     Held-out texts have questions of their own.
     """
-    from speculant.lab.training.heads.texts import num_held_out
-    from speculant.text.prompt_files import read_prompts
+    from speculant.lab.training import num_held_out
+    from speculant.text import read_prompts
 
     if not plan.data:
         _check_variety(plan, count, 1)
@@ -123,7 +123,7 @@ def _check_variety(plan: TextsPlan, count: int, beginnings: int) -> None:
 
 def _prompts(plan: TextsPlan, tokenizer: Tokenizer, counts: tuple[int, int]) -> list[list[int]]:
     """Return prompts from the files that `train lm` trains on, then from held-out ones; counts: how many of each."""
-    from speculant.lab.training.corpus import read_corpus, standard_library
+    from speculant.lab.training import read_corpus, standard_library
     from speculant.lab.training.heads import job
 
     begins = tokenizer.encode("")[:1] or sorted(tokenizer.special_ids)[:1] or [0]

@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress
     from rich.status import Status
 
-    from speculant.lab.training.evaluation import Watcher
-    from speculant.lab.training.trainer import Trainer, TrainingReport
+    from speculant.lab.training import Trainer, TrainingReport, Watcher
 
 SPINNER = "dots"
 _CONTROL = (*range(9), *range(11, 32), *range(127, 160))  # characters that control a terminal, but not tab and newline

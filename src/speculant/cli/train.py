@@ -20,10 +20,10 @@ from speculant.cli.terminal import (
     shown_progress,
 )
 from speculant.errors import ConfigError
-from speculant.lab.training.config import TrainingConfig
+from speculant.lab.training import TrainingConfig
 
 if TYPE_CHECKING:
-    from speculant.lab.training.card import Outcome
+    from speculant.lab.training import Outcome
 
 EXAMPLES = examples(
     "speculant train lm --out target --minutes 75",

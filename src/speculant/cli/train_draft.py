@@ -12,10 +12,10 @@ from speculant.cli.flags import FlagGroup, accepts_flags
 from speculant.cli.target_texts import prepare_texts
 from speculant.cli.terminal import examples, messages, print_json, progress, show_training
 from speculant.errors import ConfigError
-from speculant.lab.training.boosted.config import BoostedConfig
+from speculant.lab.training import BoostedConfig
 
 if TYPE_CHECKING:
-    from speculant.lab.training.boosted.job import BoostedOutcome
+    from speculant.lab.training import BoostedOutcome
 
 EXAMPLES = examples(
     "speculant train draft --boosted 2 --target demo --out drafts --minutes 10",
@@ -90,10 +90,8 @@ def draft(
 
 
 def _run(config: BoostedConfig, resume: bool) -> list[BoostedOutcome]:
+    from speculant.lab.training import FILE_NAME, load_plain, open_texts
     from speculant.lab.training.boosted import job
-    from speculant.lab.training.checkpoint import FILE_NAME
-    from speculant.lab.training.heads.texts import open_texts
-    from speculant.lab.training.passes import load_plain
 
     job.check_folder(config, resume)
     with progress("Loading the target"):

@@ -12,10 +12,10 @@ from speculant.cli.flags import FlagGroup, accepts_flags
 from speculant.cli.target_texts import prepare_texts
 from speculant.cli.terminal import examples, messages, print_json, progress, show_training
 from speculant.errors import ConfigError
-from speculant.lab.training.heads.config import HeadTrainingConfig
+from speculant.lab.training import HeadTrainingConfig
 
 if TYPE_CHECKING:
-    from speculant.lab.training.heads.job import HeadOutcome
+    from speculant.lab.training import HeadOutcome
 
 EXAMPLES = examples(
     "speculant train head --kind eagle --target demo --out eagle-head --minutes 20",

@@ -15,12 +15,12 @@ from speculant.cli.terminal import examples, messages, print_json, progress, pro
 from speculant.cli.train_static import require_folder, vocab_size_of
 from speculant.config import EngineConfig
 from speculant.errors import ConfigError
-from speculant.models.source import read_optional_config, resolve_source
+from speculant.models import read_optional_config, resolve_source
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from speculant.lab.bench.head_sizes import HeadSize
+    from speculant.lab.bench import HeadSize
 
 EXAMPLES = examples(
     "speculant train head-tokens README.md docs/*.md --target demo --out head.json",
@@ -98,10 +98,9 @@ def _show(console: Console, out: Path, outcome: Mapping[str, Any]) -> None:
 def _make(files: list[Path], config: EngineConfig, out: Path, size: int | None) -> dict[str, Any]:
     import numpy as np
 
-    from speculant.drafting.model.head_tokens import save_head_tokens
-    from speculant.lab.training.bigrams import count_tokens
-    from speculant.text.token_files import read_sequences
-    from speculant.text.tokenizer import Tokenizer
+    from speculant.drafting import save_head_tokens
+    from speculant.lab.training import count_tokens
+    from speculant.text import Tokenizer, read_sequences
 
     require_folder(out)
     folder = resolve_source(config.model, "target")
@@ -140,7 +139,7 @@ def _keeping_first(sequences: Iterable[Sequence[int]], texts: list[Sequence[int]
 def _measure(
     config: EngineConfig, counts: np.ndarray[Any, Any], order: Sequence[int], least: int, texts: Sequence[Sequence[int]]
 ) -> list[HeadSize]:
-    from speculant.lab.bench.head_sizes import measure_sizes
+    from speculant.lab.bench import measure_sizes
 
     with progress_of_parts() as parts:
         return measure_sizes(config, counts, order, least, texts, parts.begin)
@@ -148,7 +147,7 @@ def _measure(
 
 def _best(sizes: Sequence[HeadSize]) -> int:
     """Return the fastest size; 0 = none was measured."""
-    from speculant.lab.bench.head_sizes import best_size
+    from speculant.lab.bench import best_size
 
     return best_size(sizes).size if sizes else 0
 
@@ -161,7 +160,7 @@ def _by_use(counts: np.ndarray[Any, Any], ends: frozenset[int]) -> list[int]:
 
 def _ends(folder: Path, vocab_size: int) -> frozenset[int]:
     """Return the model's end tokens; a folder with only a tokenizer has none."""
-    from speculant.models.source import read_end_tokens, read_generation
+    from speculant.models import read_end_tokens, read_generation
 
     config = read_optional_config(folder)
     return read_end_tokens(read_generation(folder), config, vocab_size) if config else frozenset()

@@ -11,10 +11,10 @@ import typer
 from speculant.cli.flags import FlagGroup, accepts_flags
 from speculant.cli.terminal import examples, messages, print_json, progress, show_training, shown_progress
 from speculant.errors import ConfigError
-from speculant.lab.training.seq2seq.config import Seq2SeqConfig
+from speculant.lab.training import Seq2SeqConfig
 
 if TYPE_CHECKING:
-    from speculant.lab.training.seq2seq.job import Seq2SeqOutcome
+    from speculant.lab.training import Seq2SeqOutcome
 
 EXAMPLES = examples(
     "speculant train seq2seq english.txt german.txt --out target --minutes 60",

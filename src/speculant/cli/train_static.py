@@ -10,11 +10,10 @@ import typer
 
 from speculant.cli.terminal import examples, messages, print_json, progress
 from speculant.errors import ConfigError
-from speculant.models.config import count
-from speculant.models.source import read_generation, read_optional_config, read_start_tokens, resolve_source
+from speculant.models import count, read_generation, read_optional_config, read_start_tokens, resolve_source
 
 if TYPE_CHECKING:
-    from speculant.text.tokenizer import Tokenizer
+    from speculant.text import Tokenizer
 
 EXAMPLES = examples(
     "speculant train static README.md docs/*.md --tokenizer demo --out tables.safetensors",
@@ -50,9 +49,9 @@ def static(
 
 
 def _make(files: list[Path], model: str, out: Path, continuations: int) -> dict[str, Any]:
-    from speculant.drafting.lookup.tables import BigramTables
-    from speculant.lab.training.bigrams import count_bigrams
-    from speculant.text.tokenizer import Tokenizer
+    from speculant.drafting import BigramTables
+    from speculant.lab.training import count_bigrams
+    from speculant.text import Tokenizer
 
     require_folder(out)
     folder = resolve_source(model, "target")
@@ -72,8 +71,8 @@ def _make(files: list[Path], model: str, out: Path, continuations: int) -> dict[
 
 def _sequences(files: list[Path], folder: Path, tokenizer: Tokenizer) -> Iterator[Sequence[int]]:
     """Yield the sequences of files; those of an encoder-decoder model begin with its start token."""
-    from speculant.models.weights.load import read_description
-    from speculant.text.token_files import read_sequences
+    from speculant.models import read_description
+    from speculant.text import read_sequences
 
     config = read_optional_config(folder)
     if not config or read_description(config).encoder is None:
@@ -84,7 +83,7 @@ def _sequences(files: list[Path], folder: Path, tokenizer: Tokenizer) -> Iterato
 
 def decoder_texts(files: Sequence[Path], tokenizer: Tokenizer, start: Sequence[int]) -> Iterator[list[int]]:
     """Yield the text of each line after the start tokens, with the end tokens that the tokenizer adds to a text."""
-    from speculant.text.token_files import read_lines
+    from speculant.text import read_lines
 
     for path in files:
         for line in read_lines(path):

@@ -15,16 +15,13 @@ from typing import Any, Protocol, TypeVar, cast
 
 import torch
 
-from speculant.cache.base import CacheShape, KVCache
-from speculant.cache.sources import Source
+from speculant.cache import CacheShape, KVCache, Source
 from speculant.drafting.selection import Selection
 from speculant.errors import ConfigError, suggest
-from speculant.kernels.base import Sampler
-from speculant.kernels.reference import REFERENCE
-from speculant.models.base import CausalLM
-from speculant.models.vocabulary import MappedVocabulary
-from speculant.sampling.chance import Chances
-from speculant.text.tokenizer import Tokenizer
+from speculant.kernels import REFERENCE, Sampler
+from speculant.models import CausalLM, MappedVocabulary
+from speculant.sampling import Chances
+from speculant.text import Tokenizer
 from speculant.types import CommittedRows, DraftTree, Request
 
 T = TypeVar("T")

@@ -12,7 +12,7 @@ from operator import index
 
 from torch import Tensor
 
-from speculant.cache.sources import Source
+from speculant.cache import Source
 from speculant.drafting.base import Drafter, complete, is_built_in, listens
 from speculant.errors import DraftError, Guard
 from speculant.types import CommittedRows, DraftTree, Request

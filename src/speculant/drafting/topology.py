@@ -12,8 +12,7 @@ from torch import Tensor
 
 from speculant.drafting.base import DrafterContext, require_no_stop
 from speculant.errors import ConfigError
-from speculant.kernels.base import Sampler
-from speculant.kernels.reference import REFERENCE
+from speculant.kernels import REFERENCE, Sampler
 
 DYNAMIC = "dynamic"
 USUAL_TOPK, USUAL_DEPTH, USUAL_NODES = 3, 6, 8  # of dynamic trees

@@ -7,7 +7,7 @@ from typing import Any
 
 from speculant.errors import ConfigError
 from speculant.params import SamplingParams
-from speculant.text.tokenizer import Tokenizer
+from speculant.text import Tokenizer
 from speculant.types import CompletionOutput, Logprobs, RequestOutput
 
 

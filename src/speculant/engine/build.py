@@ -14,22 +14,25 @@ from pathlib import Path
 from typing import Any
 
 from speculant import plugins
-from speculant.cache.base import CacheShape, KVCache
+from speculant.cache import CacheShape, KVCache
 from speculant.config import DEFAULT_POLICY, EngineConfig, Limits, SpeculativeConfig, resolve
-from speculant.drafting.base import Drafter, DrafterContext, build_method
-from speculant.drafting.heads.folder import check_kind
-from speculant.drafting.methods import (
+from speculant.drafting import (
     DEFAULT,
-    KIND,
     LOOKUPS,
     PREDICTION,
     WITH_MODEL,
+    Drafter,
+    DrafterContext,
+    Selection,
+    Selector,
+    build_method,
+    check_kind,
     first_installed,
     installed,
     method_facts,
     takes_model,
 )
-from speculant.drafting.selection import Selection, Selector
+from speculant.drafting.methods import KIND
 from speculant.engine.calibration import START_S, Calibration
 from speculant.engine.draft_loading import (
     AUTO,
@@ -47,17 +50,25 @@ from speculant.engine.head_precision import HeadRounding
 from speculant.engine.memory import CacheMemory
 from speculant.errors import ConfigError, RequestError
 from speculant.files import forget_measured
-from speculant.lengths.base import DraftLength, DraftLengthContext
+from speculant.lengths import DraftLength, DraftLengthContext
 from speculant.lengths.plan import LONGEST
-from speculant.models import background
-from speculant.models.backends.base import find_backends
-from speculant.models.base import CausalLM, scratch_of
-from speculant.models.source import read_model_config, resolve_source, resolve_tokenizer
-from speculant.models.vocabulary import MappedVocabulary, TargetVocabulary
-from speculant.models.weights.load import Checkpoint, check_loading, load_model
-from speculant.sampling.chance import KeyedChances
-from speculant.text.tokenizer import Tokenizer
-from speculant.verification.base import Verifier
+from speculant.models import (
+    CausalLM,
+    Checkpoint,
+    MappedVocabulary,
+    TargetVocabulary,
+    background,
+    check_loading,
+    find_backends,
+    load_model,
+    read_model_config,
+    resolve_source,
+    resolve_tokenizer,
+    scratch_of,
+)
+from speculant.sampling import KeyedChances
+from speculant.text import Tokenizer
+from speculant.verification import Verifier
 
 logger = logging.getLogger(__name__)
 

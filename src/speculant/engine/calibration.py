@@ -27,21 +27,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from speculant.cache.base import KVCache, Moves, Slots
-from speculant.cache.sources import MEASURED, Source
+from speculant.cache import MEASURED, KVCache, Moves, Slots, Source
 from speculant.config import Limits
-from speculant.drafting.base import Drafter
+from speculant.drafting import Drafter
 from speculant.engine.measuring import SLICE_S, Measurement
 from speculant.engine.runner import forward_target
 from speculant.errors import CapacityError, Guard
 from speculant.files import Run, costs_folder, is_steady, key_of, read_measured, spread_of, write_file
-from speculant.kernels.base import Sampler
-from speculant.lengths.costs import UNKNOWN_COSTS, CostCurve, KeyCosts, Reading, StepCosts
+from speculant.kernels import Sampler
+from speculant.lengths import UNKNOWN_COSTS, CostCurve, KeyCosts, Reading, StepCosts
 from speculant.metrics import RequestMetrics, TimingMetrics
-from speculant.models.base import CausalLM, encode_sources, relative_reads_of
+from speculant.models import CausalLM, encode_sources, relative_reads_of
 from speculant.params import SamplingParams
-from speculant.sampling.distribution import Node, distribution, row_maxima
-from speculant.scheduling.schedule import Scheduled
+from speculant.sampling import Node, row_maxima
+from speculant.sampling.distribution import distribution
+from speculant.scheduling import Scheduled
 from speculant.types import CommittedRows, DraftTree, Request
 
 logger = logging.getLogger(__name__)

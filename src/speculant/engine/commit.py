@@ -10,15 +10,15 @@ from itertools import zip_longest
 from typing import NamedTuple
 
 from speculant.beams import Beams, Hypothesis, common_prefix
-from speculant.cache.base import KVCache
+from speculant.cache import KVCache
 from speculant.engine.drafters import Drafters
 from speculant.engine.logprobs import record_logprobs, record_prompt
 from speculant.engine.runner import TargetOutput
 from speculant.engine.verify import Decision
 from speculant.errors import RequestError, SpeculantError
-from speculant.lengths.base import DraftOutcome
+from speculant.lengths import DraftOutcome
 from speculant.metrics import StepTiming
-from speculant.models.base import CausalLM
+from speculant.models import CausalLM
 from speculant.types import DraftTree, Request, StepOutput, Verdict
 
 logger = logging.getLogger(__name__)

@@ -19,23 +19,31 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from speculant.cache.base import KVCache
-from speculant.cache.factory import slotted_cache
-from speculant.cache.sources import MEASURED, Source
-from speculant.drafting.model.intersection import intersect
-from speculant.drafting.model.one_pass import mask_of
-from speculant.drafting.model.runner import fit_vocabulary, grow
+from speculant.cache import MEASURED, KVCache, Source, slotted_cache
+from speculant.drafting import fit_vocabulary, intersect, mask_of
+from speculant.drafting.model.runner import grow
 from speculant.engine.calibration import requests, spread_token, timed
 from speculant.errors import ModelError, PairError, SpeculantError
 from speculant.files import Run, costs_folder, is_steady, key_of, read_measured, spread_of, write_file
-from speculant.models.backends.base import TimesWeights, why_not
-from speculant.models.base import CausalLM, Chain, SequenceInput, build_batch, encode_sources, known
-from speculant.models.sizes import matrix_weights
-from speculant.models.vocabulary import DraftVocabulary, MappedVocabulary, TargetVocabulary
-from speculant.models.weights.load import Checkpoint, CheckpointFiles
+from speculant.models import (
+    CausalLM,
+    Chain,
+    Checkpoint,
+    CheckpointFiles,
+    DraftVocabulary,
+    MappedVocabulary,
+    SequenceInput,
+    TargetVocabulary,
+    TimesWeights,
+    build_batch,
+    encode_sources,
+    known,
+    matrix_weights,
+    why_not,
+)
 from speculant.params import SamplingParams
-from speculant.sampling.chance import KeyedChances
-from speculant.text.tokenizer import Tokenizer, compare_vocabularies, substitute_token
+from speculant.sampling import KeyedChances
+from speculant.text import Tokenizer, compare_vocabularies, substitute_token
 from speculant.types import DraftTree
 
 logger = logging.getLogger(__name__)

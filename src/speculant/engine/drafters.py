@@ -8,11 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 
 from speculant import plugins
-from speculant.cache.base import KVCache
-from speculant.cache.sources import Source
-from speculant.drafting.base import Drafter, DrafterNeeds, loaded
-from speculant.drafting.guard import GuardedDrafter, Proposals
-from speculant.drafting.heads.parts import HeadParts
+from speculant.cache import KVCache, Source
+from speculant.drafting import Drafter, DrafterNeeds, GuardedDrafter, HeadParts, Proposals, loaded
 from speculant.drafting.methods import KIND
 from speculant.errors import Guard
 from speculant.metrics import EngineMetrics

@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from speculant.cache.base import KVCache
+from speculant.cache import KVCache
 from speculant.config import Limits
 from speculant.constraints import Constraint
 from speculant.engine.commit import Committed, ending_with, fail
@@ -20,18 +20,15 @@ from speculant.engine.requests import CheckedRequest, RequestFactory, RequestRul
 from speculant.engine.runner import check_target
 from speculant.engine.step import StepContext, step
 from speculant.errors import RequestError, SpeculantError
-from speculant.kernels.base import Sampler
-from speculant.kernels.reference import REFERENCE
-from speculant.lengths.base import DraftLength
+from speculant.kernels import REFERENCE, Sampler
+from speculant.lengths import DraftLength
 from speculant.metrics import EngineMetrics, StepTiming
-from speculant.models.base import CausalLM, check_taps
-from speculant.models.source import NO_RULES, OutputRules
+from speculant.models import NO_RULES, CausalLM, OutputRules, check_taps
 from speculant.params import SamplingParams
-from speculant.sampling.chance import Chances
-from speculant.scheduling.schedule import Schedule
-from speculant.scheduling.scheduler import Scheduler
+from speculant.sampling import Chances
+from speculant.scheduling import Schedule, Scheduler
 from speculant.types import ANYONE, Client, Request, StepOutput, StopChecker
-from speculant.verification.base import Verifier
+from speculant.verification import Verifier
 
 logger = logging.getLogger(__name__)
 

@@ -25,17 +25,21 @@ from speculant.engine.prompts import (
 from speculant.engine.requests import check_client
 from speculant.engine.vllm_arguments import read_arguments
 from speculant.errors import RequestError
-from speculant.models.weights.load import Checkpoint
+from speculant.models import Checkpoint
 from speculant.params import SamplingParams
-from speculant.structured.constraint import Grammar
-from speculant.structured.grammars import Grammars
-from speculant.structured.reasoned import ReasonedConstraint, Reasoning
-from speculant.structured.vocabulary import banned_tokens
-from speculant.text.chat import read_template
-from speculant.text.messages import check_roles, check_variables, read_messages, up_to_mark, with_mark
-from speculant.text.reasoning import ExpectedReasoning, expect_reasoning
-from speculant.text.stop import compile_stops
-from speculant.text.user_tokenizer import UserTokenizer
+from speculant.structured import Grammar, Grammars, ReasonedConstraint, Reasoning, banned_tokens
+from speculant.text import (
+    ExpectedReasoning,
+    UserTokenizer,
+    check_roles,
+    check_variables,
+    compile_stops,
+    expect_reasoning,
+    read_messages,
+    read_template,
+    up_to_mark,
+    with_mark,
+)
 from speculant.types import ANYONE, Client
 
 Message = Mapping[str, Any]

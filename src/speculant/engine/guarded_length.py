@@ -8,9 +8,9 @@ from operator import index
 
 from speculant.engine.measuring import Measurement
 from speculant.errors import DraftLengthError, Guard
-from speculant.lengths.base import DraftLength, DraftOutcome, ScoredDraft
+from speculant.lengths import DraftLength, DraftOutcome, ScoredDraft
 from speculant.metrics import StepTiming
-from speculant.scheduling.schedule import Schedule
+from speculant.scheduling import Schedule
 from speculant.types import DraftTree, Request
 
 logger = logging.getLogger(__name__)

@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from speculant.cache.factory import slotted_cache
-from speculant.drafting.base import Build, Drafter, DrafterContext, complete
+from speculant.cache import slotted_cache
+from speculant.drafting import Build, Drafter, DrafterContext, complete
 from speculant.engine.calibration import requests, timed
 from speculant.engine.draft_loading import (
     AUTO,
@@ -37,9 +37,7 @@ from speculant.engine.draft_loading import (
 )
 from speculant.errors import ConfigError, ModelError, SpeculantError
 from speculant.files import Run, read_measured
-from speculant.models.base import CausalLM, Hidden, SequenceInput, build_batch
-from speculant.models.heads import RoundsHeads
-from speculant.models.weights.load import Checkpoint
+from speculant.models import CausalLM, Checkpoint, Hidden, RoundsHeads, SequenceInput, build_batch
 from speculant.types import CommittedRows, DraftTree, Request
 
 logger = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ from speculant.engine.readings import Metric, read_metrics
 from speculant.engine.vllm_arguments import check_call
 from speculant.errors import ConfigError, RequestError
 from speculant.params import SamplingParams
-from speculant.text.tokenizer import Tokenizer
+from speculant.text import Tokenizer
 from speculant.types import RequestOutput, StepOutput
 
 ShowProgress = bool | Callable[..., Any]

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from speculant.engine.verify import not_finite
-from speculant.models.base import CausalLM
+from speculant.models import CausalLM
 from speculant.types import Logprob, Logprobs, Request
 
 TextOf = Callable[[int], str | None]

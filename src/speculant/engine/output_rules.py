@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from speculant.constraints import Constraint
-from speculant.models.source import OutputRules
-from speculant.structured.vocabulary import JoinedConstraint, Vocabulary
+from speculant.models import OutputRules
+from speculant.structured import JoinedConstraint, Vocabulary
 from speculant.types import Request
 
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from speculant.errors import RequestError, suggest
 from speculant.speculation import is_whole
-from speculant.structured.reasoned import Reasoning
-from speculant.text.reasoning import ExpectedReasoning
+from speculant.structured import Reasoning
+from speculant.text import ExpectedReasoning
 
 
 class TextPrompt(TypedDict):

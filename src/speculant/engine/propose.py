@@ -9,10 +9,10 @@ from typing import NamedTuple
 from speculant.constraints import forced_tokens, prepare_masks
 from speculant.engine.drafters import Drafters
 from speculant.engine.guarded_length import GuardedLength
-from speculant.lengths.base import DraftOutcome, num_rows
-from speculant.models.base import CausalLM, ModelNeeds
+from speculant.lengths import DraftOutcome, num_rows
+from speculant.models import CausalLM, ModelNeeds
 from speculant.params import MAX_SPECULATIVE_TOKENS
-from speculant.scheduling.schedule import Schedule, Scheduled
+from speculant.scheduling import Schedule, Scheduled
 from speculant.types import DraftTree, Request
 
 MOST_PROBS_BYTES = 2**28  # of the distributions after all draft nodes of a step

@@ -10,19 +10,19 @@ from functools import lru_cache, partial
 from speculant.beams import Beams, BeamSearch
 from speculant.config import Limits
 from speculant.constraints import Constraint
-from speculant.drafting.base import DrafterNeeds
+from speculant.drafting import DrafterNeeds
 from speculant.engine.drafters import Drafters
 from speculant.engine.output_rules import OutputVocabulary
 from speculant.engine.verify import choose_verifier, verifier_for
 from speculant.errors import ConfigError, RequestError, suggest
 from speculant.metrics import PassTotals, RequestMetrics, TimingMetrics
-from speculant.models.source import NO_RULES, OutputRules
+from speculant.models import NO_RULES, OutputRules
 from speculant.params import SamplingParams
-from speculant.sampling.chance import Purpose, mix
+from speculant.sampling import Purpose, mix
 from speculant.speculation import is_whole
-from speculant.structured.vocabulary import Vocabulary, constrain_all
+from speculant.structured import Vocabulary, constrain_all
 from speculant.types import ANYONE, Client, Request, StopChecker
-from speculant.verification.base import Verifier
+from speculant.verification import Verifier
 from speculant.work import NO_WORK, StepWork, WorkRate
 
 _VOCABULARIES = 8  # kept: prompts of a request, which come one after another, have the same

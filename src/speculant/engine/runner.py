@@ -8,11 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from speculant.cache.base import KVCache
-from speculant.cache.sources import MEASURED, Source
-from speculant.models.base import CausalLM, Hidden, SequenceInput, build_batch, encode_sources
-from speculant.sampling.rows import take_rows, top_tokens
-from speculant.scheduling.schedule import NO_DRAFT, Scheduled
+from speculant.cache import MEASURED, KVCache, Source
+from speculant.models import CausalLM, Hidden, SequenceInput, build_batch, encode_sources
+from speculant.sampling import take_rows, top_tokens
+from speculant.scheduling import NO_DRAFT, Scheduled
 from speculant.types import CommittedRows, DraftTree, Request, Successors, state_rows
 
 _NO_REQUEST = 0  # a sequence id; those of requests count from 1

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from speculant.cache.base import KVCache
+from speculant.cache import KVCache
 from speculant.config import Limits
 from speculant.engine.commit import Committed, commit_output, notify
 from speculant.engine.drafters import Drafters
@@ -20,13 +20,12 @@ from speculant.engine.profiling import ENCODE, Mark, unmarked
 from speculant.engine.propose import propose
 from speculant.engine.runner import forward_target, with_successors
 from speculant.engine.verify import verify
-from speculant.kernels.base import Sampler
-from speculant.kernels.reference import REFERENCE
+from speculant.kernels import REFERENCE, Sampler
 from speculant.metrics import StepTiming
-from speculant.models.base import CausalLM, encode_sources
-from speculant.sampling.chance import Chances
-from speculant.scheduling.schedule import Schedule
-from speculant.verification.base import Verifier
+from speculant.models import CausalLM, encode_sources
+from speculant.sampling import Chances
+from speculant.scheduling import Schedule
+from speculant.verification import Verifier
 from speculant.work import NO_WORK
 
 logger = logging.getLogger(__name__)

@@ -17,13 +17,12 @@ from speculant.beams import Beams
 from speculant.constraints import checked_mask
 from speculant.engine.runner import TargetOutput
 from speculant.errors import ConstraintError, RequestError, SpeculantError
-from speculant.kernels.base import NO_TOKEN, RowDraw, Sampler
+from speculant.kernels import NO_TOKEN, RowDraw, Sampler
 from speculant.params import SamplingParams
-from speculant.sampling.chance import Chance, Chances, KeyedNoise, Noise, Stream, foresee
-from speculant.sampling.distribution import Node, distribution, row_maxima
-from speculant.sampling.rows import most_likely, rank
+from speculant.sampling import Chance, Chances, KeyedNoise, Node, Noise, Stream, foresee, most_likely, rank, row_maxima
+from speculant.sampling.distribution import distribution
 from speculant.types import DraftTree, Request, Verdict
-from speculant.verification.base import Verifier, follow, is_following
+from speculant.verification import Verifier, follow, is_following
 
 _Chosen = tuple[TargetOutput, Verifier]  # an output with logits, and the verifier of its draft
 Decision = Verdict | Beams | SpeculantError  # `Beams` of an advanced search; an error ends that request alone

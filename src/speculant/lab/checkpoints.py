@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from speculant.models.description import (
+from speculant.models import (
     Columns,
     DecoderConfig,
     Expression,
@@ -24,10 +24,10 @@ from speculant.models.description import (
     TensorMap,
     Transposed,
     Unpaired,
+    read_description,
     stored_name,
+    stored_shape as shape_of_stored,
 )
-from speculant.models.description import stored_shape as shape_of_stored
-from speculant.models.weights.load import read_description
 
 
 def written_description(config: Mapping[str, Any]) -> DecoderConfig:

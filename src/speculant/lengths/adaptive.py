@@ -34,7 +34,7 @@ from speculant.lengths.plan import (
     most_nodes,
 )
 from speculant.metrics import StepTiming
-from speculant.scheduling.schedule import Schedule
+from speculant.scheduling import Schedule
 from speculant.types import Request
 
 PROBE = 1  # nodes of a draft that is tried

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 from speculant.lengths.costs import StepCosts
 from speculant.metrics import StepTiming
-from speculant.scheduling.schedule import Schedule
+from speculant.scheduling import Schedule
 from speculant.types import Request
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from speculant.errors import ConfigError
 from speculant.lengths.base import DraftLengthContext, DraftOutcome
 from speculant.metrics import StepTiming
-from speculant.scheduling.schedule import Schedule
+from speculant.scheduling import Schedule
 
 
 class Fixed:

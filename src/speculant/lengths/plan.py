@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from speculant.lengths.costs import NO_ATTENTION, AttentionSeconds, StepCosts
-from speculant.scheduling.schedule import Schedule
+from speculant.scheduling import Schedule
 from speculant.types import Request
 
 Array = np.ndarray[Any, Any]

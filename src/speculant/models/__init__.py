@@ -1,1 +1,5 @@
 """Decoders of several families over one cache interface: file name = Hugging Face model_type."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -11,10 +11,9 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from speculant.cache.base import CacheShape, KVCache, KVStorage
-from speculant.cache.sources import Source
+from speculant.cache import CacheShape, KVCache, KVStorage, Source
 from speculant.errors import ConfigError, ModelError, RequestError
-from speculant.sampling.chance import Chance
+from speculant.sampling import Chance
 from speculant.tree import ids
 from speculant.types import DraftTree, Request
 

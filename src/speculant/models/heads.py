@@ -42,8 +42,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from speculant.cache.base import CacheShape, KVCache, KVStorage
-from speculant.kernels.reference import soft_cap
+from speculant.cache import CacheShape, KVCache, KVStorage
+from speculant.kernels import soft_cap
 from speculant.models.base import Batch, CausalLM, Chain, Hidden, ModelNeeds
 from speculant.models.description import DecoderConfig, Layer
 from speculant.models.reference import (

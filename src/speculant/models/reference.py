@@ -21,9 +21,8 @@ from typing import NamedTuple, Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from speculant.cache.base import CacheShape, KVCache, KVStorage, by_length, first_seen
-from speculant.kernels import reference
-from speculant.kernels.reference import ACTIVATIONS, attend
+from speculant.cache import CacheShape, KVCache, KVStorage, by_length, first_seen
+from speculant.kernels import ACTIVATIONS, attend, reference
 from speculant.models.base import (
     Batch,
     Chain,

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from speculant.cache.base import CacheShape, LayerShape
+from speculant.cache import CacheShape, LayerShape
 from speculant.models.description import Attention, DecoderConfig, Embedding, Experts, Layer, Mlp, Norm, TokenInputs
 
 if TYPE_CHECKING:

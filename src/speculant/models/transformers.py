@@ -35,12 +35,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from speculant.cache.base import CacheShape, KVCache, KVStorage
-from speculant.cache.factory import paged_cache
+from speculant.cache import CacheShape, KVCache, KVStorage, paged_cache
 from speculant.config import MODEL_BACKENDS
 from speculant.errors import ConfigError, Converts, ModelError, suggest
-from speculant.kernels.base import Sampler
-from speculant.kernels.reference import REFERENCE, attend
+from speculant.kernels import REFERENCE, Sampler, attend
 from speculant.models.backends.base import AUTO, PLAIN
 from speculant.models.base import (
     Batch,

@@ -23,7 +23,7 @@ from speculant.ray.front import make_front
 from speculant.ray.options import ReplicaOptions, with_absolute_paths
 from speculant.ray.placing import cores_of_each
 from speculant.ray.replica import EngineReplica
-from speculant.serving.options import ServerOptions
+from speculant.serving import ServerOptions
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 from speculant.config import EngineConfig
 from speculant.errors import ConfigError, suggest
 from speculant.ray.options import REPLICA_FIELDS, ReplicaOptions, replica_range
-from speculant.serving.options import ServerOptions
+from speculant.serving import ServerOptions
 
 # What Ray's proxies do in place of our server, or what Ray's own commands set.
 PROXIES = frozenset(

@@ -13,15 +13,12 @@ from ray.data import ActorPoolStrategy, DataContext
 from ray.data.exceptions import ExecutionTimeoutError, SystemException
 from ray.exceptions import RayError
 
-from speculant.batches.job import BatchJob
-from speculant.batches.lines import BatchLine, LineAnswer, LineError
-from speculant.batches.run import answer_lines, inside, places_of
+from speculant.batches import BatchJob, BatchLine, LineAnswer, LineError, answer_lines, inside, places_of
 from speculant.errors import ServerError
 from speculant.ray.cores import Cores
 from speculant.ray.options import ReplicaOptions, with_absolute_paths
 from speculant.ray.placing import cores_of_each
-from speculant.serving.options import ServerOptions
-from speculant.serving.process import load_app
+from speculant.serving import ServerOptions, load_app
 
 TASK_LINES = 64  # that an actor gets at a time: as many are answered again if it dies
 _RETRIES = 3  # of a task whose actor died: a line may be what kills it

@@ -13,9 +13,7 @@ from ray.exceptions import RayActorError, RayError, TaskCancelledError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, ReplicaUnavailableError
 
 from speculant.ray.routed import RoutedRequest
-from speculant.serving.errors import ApiError, timed_out, unavailable
-from speculant.serving.inside import ResponseHead
-from speculant.serving.service import error_event
+from speculant.serving import ApiError, ResponseHead, error_event, timed_out, unavailable
 
 logger = logging.getLogger(__name__)
 

@@ -20,15 +20,22 @@ from speculant.errors import SpeculantError
 from speculant.ray.fleet import Fleet
 from speculant.ray.pages import joined
 from speculant.ray.routed import RoutedRequest, routed
-from speculant.serving.app import add_guards, add_page
-from speculant.serving.clients import API_KEY, USER
-from speculant.serving.errors import ApiError, unavailable
-from speculant.serving.inside import InsideRequest, ResponseHead
-from speculant.serving.options import ServerOptions
-from speculant.serving.records import REQUEST_ID
-from speculant.serving.streams import EventStream, while_connected
-from speculant.serving.text_lanes import LARGE
-from speculant.serving.wire import json_response
+from speculant.serving import (
+    API_KEY,
+    LARGE,
+    REQUEST_ID,
+    USER,
+    ApiError,
+    EventStream,
+    InsideRequest,
+    ResponseHead,
+    ServerOptions,
+    add_guards,
+    add_page,
+    json_response,
+    unavailable,
+    while_connected,
+)
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from speculant.errors import ConfigError, ServerError
 from speculant.ray.application import NAME, engine_deployment
 from speculant.ray.options import ReplicaOptions
 from speculant.ray.placing import check_fit
-from speculant.serving.options import ServerOptions
+from speculant.serving import ServerOptions
 
 _PATIENCE_S = 300.0  # for the replicas to describe themselves: the router starts a process first
 

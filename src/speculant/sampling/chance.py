@@ -14,8 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from speculant.kernels.base import Sampler
-from speculant.kernels.reference import REFERENCE, gumbel
+from speculant.kernels import REFERENCE, Sampler, gumbel
 from speculant.types import Request
 
 _MASK = (1 << 64) - 1

@@ -14,8 +14,7 @@ from torch import Tensor
 from speculant.constraints import checked_mask
 from speculant.counts import TokenCounts
 from speculant.errors import ConstraintError
-from speculant.kernels.base import Edits, Sampler, SamplingSettings
-from speculant.kernels.reference import REFERENCE
+from speculant.kernels import REFERENCE, Edits, Sampler, SamplingSettings
 from speculant.params import SamplingParams
 from speculant.types import Request
 

@@ -25,8 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter
 
-from speculant.cache.base import KVCache, ReservationPlan
-from speculant.cache.sources import Source, Sources
+from speculant.cache import KVCache, ReservationPlan, Source, Sources
 from speculant.config import Limits
 from speculant.errors import CapacityError
 from speculant.scheduling.fairness import TURN, Accounts, Holding, by_client, divide, last_of, surplus, yields

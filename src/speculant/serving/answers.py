@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from speculant.engine.generation import StreamPiece
+from speculant.engine import StreamPiece
 from speculant.params import SamplingParams
 from speculant.serving.prompts import Prompt
 from speculant.serving.token_texts import TokenTexts

@@ -21,7 +21,7 @@ from starlette.responses import Response
 from starlette.routing import Match, Route
 
 from speculant import __version__
-from speculant.engine.async_engine import AsyncEngine
+from speculant.engine import AsyncEngine
 from speculant.errors import SpeculantError
 from speculant.serving.access_log import AccessLog
 from speculant.serving.errors import ApiError, api_error

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from speculant.engine.generation import StreamPiece
+from speculant.engine import StreamPiece
 from speculant.serving.answers import Answer, Call, Chunk, new_id
 from speculant.serving.messages import MessageReader, joined_calls
 from speculant.serving.prompts import Prompt

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from speculant.engine.generation import StreamPiece
+from speculant.engine import StreamPiece
 from speculant.serving.answers import Answer, Call, Chunk, new_id
 from speculant.serving.prompts import Prompt
 from speculant.serving.token_texts import completion_logprobs, prompt_logprobs
-from speculant.text.stream import TokenOffsets
+from speculant.text import TokenOffsets
 from speculant.types import Logprobs
 
 

@@ -17,7 +17,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
-from speculant.engine.generation import StreamPiece
+from speculant.engine import StreamPiece
 from speculant.metrics import STEP_TOKENS, EngineMetrics, TimingMetrics
 from speculant.params import SamplingParams
 from speculant.serving.errors import api_error

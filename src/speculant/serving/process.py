@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-    from speculant.engine.async_engine import AsyncEngine
+    from speculant.engine import AsyncEngine
     from speculant.serving.options import ServerOptions
 
 _SWITCH = 0.5e-3  # seconds for which busy threads make another one wait: requests without end would delay all steps
@@ -21,7 +21,7 @@ def load_engine(values: Mapping[str, Any]) -> AsyncEngine:
 
     Torch is imported here, so that its threads start on the cores that the process has by now.
     """
-    from speculant.engine.async_engine import AsyncEngine
+    from speculant.engine import AsyncEngine
 
     engine = AsyncEngine(**values)
     sys.setswitchinterval(_SWITCH)

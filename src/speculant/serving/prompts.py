@@ -7,9 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from speculant.engine.async_engine import AsyncEngine
-from speculant.engine.prompts import PlainPrompt, PromptPair, RenderedPrompt
-from speculant.engine.prompts import Prompt as GivenPrompt
+from speculant.engine import AsyncEngine, PlainPrompt, Prompt as GivenPrompt, PromptPair, RenderedPrompt
 from speculant.params import SamplingParams
 from speculant.serving.errors import refusal, timed_out
 from speculant.serving.options import ServerOptions
@@ -22,7 +20,7 @@ from speculant.serving.protocol import (
     TokenizeBody,
 )
 from speculant.serving.text_lanes import TextLanes
-from speculant.text.stream import TokenOffsets
+from speculant.text import TokenOffsets
 
 T = TypeVar("T")
 

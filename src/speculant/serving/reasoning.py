@@ -7,11 +7,11 @@ from collections.abc import Generator, Iterable
 from contextlib import suppress
 from itertools import groupby
 
-from speculant.engine.prompts import RenderedPrompt
+from speculant.engine import RenderedPrompt
 from speculant.params import SamplingParams
 from speculant.serving.tools.base import SPACE, ReasoningDelta, TextDelta
-from speculant.structured.reasoned import Reasoning
-from speculant.text.tokenizer import Tokenizer
+from speculant.structured import Reasoning
+from speculant.text import Tokenizer
 
 _SPACE = frozenset(SPACE)
 

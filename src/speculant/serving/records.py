@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from speculant.engine.generation import StreamPiece
+from speculant.engine import StreamPiece
 from speculant.params import SamplingParams
 from speculant.types import RequestOutput
 

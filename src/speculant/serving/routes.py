@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from speculant import __version__
-from speculant.engine.async_engine import AsyncEngine
+from speculant.engine import AsyncEngine
 from speculant.params import SamplingParams
 from speculant.serving.chat_answers import ChatAnswer
 from speculant.serving.completion_answers import CompletionAnswer

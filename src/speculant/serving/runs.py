@@ -7,8 +7,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
-from speculant.engine.async_engine import AsyncEngine
-from speculant.engine.generation import StreamPiece
+from speculant.engine import AsyncEngine, StreamPiece
 from speculant.errors import SpeculantError
 from speculant.params import SamplingParams
 from speculant.serving.errors import timed_out, unavailable

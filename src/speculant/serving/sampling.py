@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from speculant.engine.async_engine import AsyncEngine
+from speculant.engine import AsyncEngine
 from speculant.params import SamplingParams
 from speculant.serving.errors import refusal
 from speculant.serving.protocol import (

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Scope
 
-from speculant.engine.async_engine import AsyncEngine
+from speculant.engine import AsyncEngine
 from speculant.errors import SpeculantError
 from speculant.params import SamplingParams
 from speculant.serving.answers import Answer, Call, Chunk

@@ -9,9 +9,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from speculant.engine.async_engine import AsyncEngine
+from speculant.engine import AsyncEngine
 from speculant.errors import SpeculantError
-from speculant.scheduling.fairness import places_of
+from speculant.scheduling import places_of
 from speculant.serving.errors import ApiError, api_error, overloaded, refusal, unavailable
 from speculant.serving.text_lanes import TextLanes
 from speculant.types import ANYONE, Client

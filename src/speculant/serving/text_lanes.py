@@ -14,7 +14,7 @@ from threading import Lock
 from typing import Any, TypeVar
 
 from speculant.serving.errors import overloaded, unavailable
-from speculant.structured.lanes import ClientLane
+from speculant.structured import ClientLane
 
 T = TypeVar("T")
 LARGE = 32_768  # bytes of a body that count as large

@@ -7,9 +7,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 from speculant.serving.wire import Deferred
-from speculant.text.stream import TokenOffsets
-from speculant.text.token_bytes import byte_table, fallback_byte
-from speculant.text.tokenizer import Tokenizer
+from speculant.text import Tokenizer, TokenOffsets, byte_table, fallback_byte
 from speculant.types import Logprob, Logprobs
 
 LOWEST = -9999.0  # in place of minus infinity, which JSON can't hold; OpenAI's value

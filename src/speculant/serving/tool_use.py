@@ -25,9 +25,8 @@ from speculant.serving.tools import (
     form_symbol,
     read_tools,
 )
-from speculant.structured.spec import StructuredOutputs
-from speculant.text.reasoning import TAGS, find_tags
-from speculant.text.tokenizer import Tokenizer
+from speculant.structured import StructuredOutputs
+from speculant.text import TAGS, Tokenizer, find_tags
 
 C = TypeVar("C", bound=ConversationBody)
 MOST_TOOLS = 128  # OpenAI's limit

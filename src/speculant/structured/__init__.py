@@ -1,1 +1,5 @@
 """Structured outputs: JSON schemas, regular expressions, choices and grammars as constraints on a request's tokens."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

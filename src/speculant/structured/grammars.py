@@ -22,7 +22,7 @@ from speculant.structured.prober import Prober
 from speculant.structured.reasons import has_no_text, is_of_schema, reason_of
 from speculant.structured.spec import GrammarSource, StructuredOutputs
 from speculant.structured.spelling import read_vocabulary
-from speculant.text.tokenizer import Tokenizer
+from speculant.text import Tokenizer
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer

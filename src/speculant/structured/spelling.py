@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, cast
 if TYPE_CHECKING:
     from llguidance import LLTokenizer, TokenizerWrapper
 
-    from speculant.text.tokenizer import Tokenizer
+    from speculant.text import Tokenizer
 
 
 def read_vocabulary(tokenizer: Tokenizer, size: int, end_token_ids: Sequence[int]) -> LLTokenizer:

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tokenizers import AddedToken, processors
-from tokenizers import Tokenizer as Backend
+from tokenizers import AddedToken, Tokenizer as Backend, processors
 
 from speculant.errors import Converts, ModelError
 from speculant.files import read_json

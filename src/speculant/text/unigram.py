@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
-from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
-from tokenizers import Tokenizer as Backend
+from tokenizers import Regex, Tokenizer as Backend, decoders, models, normalizers, pre_tokenizers
 
 SPACE = "\u2581"  # SentencePiece's mark of a space
 BYTES = tuple(f"<0x{byte:02X}>" for byte in range(256))  # tokens of bytes of unknown characters

@@ -8,7 +8,7 @@ from typing import Protocol, TypeVar
 
 from torch import Tensor
 
-from speculant.sampling.chance import Chance
+from speculant.sampling import Chance
 from speculant.types import DraftTree, Verdict
 
 

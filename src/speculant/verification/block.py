@@ -13,7 +13,7 @@ import math
 
 from torch import Tensor
 
-from speculant.sampling.chance import Chance
+from speculant.sampling import Chance
 from speculant.types import DraftTree, Verdict
 from speculant.verification.base import VerifierNeeds, require_chain
 from speculant.verification.rejection import draft_probs, likelihood_ratios, residual

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from speculant.errors import DistributionError
-from speculant.sampling.chance import Chance, Purpose, Stream
+from speculant.sampling import Chance, Purpose, Stream
 from speculant.verification.multi_draft import choose
 
 Result = TypeVar("Result")

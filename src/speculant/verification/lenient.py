@@ -10,7 +10,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from speculant.errors import ConfigError
-from speculant.sampling.chance import Chance
+from speculant.sampling import Chance
 from speculant.types import DraftTree, Verdict
 from speculant.verification.base import VerifierNeeds, require_chain
 from speculant.verification.rejection import verify_in_turn

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from speculant.sampling.chance import Chance
+from speculant.sampling import Chance
 from speculant.types import DraftTree, Verdict
 from speculant.verification.base import VerifierNeeds
 from speculant.verification.rejection import draft_probs, ratio_of, residual

@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from speculant.sampling.chance import Chance
+from speculant.sampling import Chance
 from speculant.types import DraftTree, Verdict
 from speculant.verification.base import VerifierNeeds, require_chain
 

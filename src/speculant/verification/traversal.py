@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from speculant.sampling.chance import Chance
+from speculant.sampling import Chance
 from speculant.types import DraftTree, Verdict
 from speculant.verification.base import VerifierNeeds
 from speculant.verification.block import share

@@ -18,8 +18,8 @@ import pytest
 from typer.testing import CliRunner
 
 from speculant import AsyncEngine
-from speculant.cli.main import app
-from speculant.models.source import resolve_source
+from speculant.cli import app
+from speculant.models import resolve_source
 from tests.batches import check_complete, read, request, write
 from tests.servers import LiveServer
 

@@ -10,10 +10,8 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
-from speculant.cli import demo
-from speculant.cli.demo import ComparedPrompt, DecodedPrompt, pool, run, summary
-from speculant.cli.main import app
-from speculant.engine.llm import LLM
+from speculant.cli import ComparedPrompt, DecodedPrompt, app, demo, pool, run, summary
+from speculant.engine import LLM
 from speculant.metrics import SpeculationMetrics
 from speculant.params import SamplingParams
 from tests.models import EXACT_DTYPE, Checkpoints

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from speculant.cli.main import app
+from speculant.cli import app
 from tests.gguf_models import convert
 from tests.models import Shape, write_checkpoint
 

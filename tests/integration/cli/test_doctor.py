@@ -12,13 +12,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from speculant.cli import doctor, model_report
-from speculant.cli.main import app
+from speculant.cli import app, doctor, model_report
 from speculant.errors import ModelError
-from speculant.kernels.native import usable_sets
-from speculant.models.gguf import GOOD
-from speculant.models.native.decoder import NativeDecoder
-from speculant.models.weights.load import load_model
+from speculant.kernels import usable_sets
+from speculant.models import GOOD, NativeDecoder, load_model
 from tests.backends import FakeBackend
 from tests.gguf_models import convert
 from tests.models import Shape, write_checkpoint

@@ -10,12 +10,11 @@ import pytest
 from typer.testing import CliRunner
 
 from speculant import LLM, SamplingParams
-from speculant.cli.main import app
+from speculant.cli import app
 from speculant.errors import ConfigError, RequestError
-from speculant.kernels.native import usable_sets
-from speculant.lab.quantize.folder import quantize
-from speculant.models.weights.load import CheckpointFiles
-from speculant.models.weights.source import QuantizedBlocks, read_plain
+from speculant.kernels import usable_sets
+from speculant.lab.quantize import quantize
+from speculant.models import CheckpointFiles, QuantizedBlocks, read_plain
 from tests.encoder_decoders import make_t5, write_t5
 
 TEXT = "hello world"

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from speculant.cli.generate import read_prompt
-from speculant.cli.main import app
+from speculant.cli import app, read_prompt
 from speculant.errors import RequestError
 from tests.models import Checkpoints
 

@@ -9,8 +9,7 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from speculant.cli.flags import LogLevel
-from speculant.cli.main import app
+from speculant.cli import LogLevel, app
 from tests.models import Checkpoints
 
 COMMANDS = (["generate"], ["demo"], ["doctor"], ["check-lossless"], ["bench", "throughput"], ["train", "lm"])

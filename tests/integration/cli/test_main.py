@@ -12,7 +12,8 @@ import typer.main
 from typer.testing import CliRunner
 
 from speculant import __version__
-from speculant.cli.main import COMMANDS, app, main
+from speculant.cli import COMMANDS, app
+from speculant.cli.main import main
 from tests.models import Checkpoints
 
 _COMMAND = f"{sys.executable} -m speculant.cli.main"

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from speculant.cli.main import app
-from speculant.engine.profiling import PHASES
+from speculant.cli import app
+from speculant.engine import PHASES
 from speculant.errors import ConfigError
 from tests.models import Checkpoints
 

@@ -14,9 +14,7 @@ from typing import Any
 
 import pytest
 
-from speculant.cli import terminal
-from speculant.cli.main import app
-from speculant.cli.terminal import Parts, counted_progress, progress, progress_of_runs
+from speculant.cli import Parts, app, counted_progress, progress, progress_of_runs, terminal
 from tests.models import Checkpoints
 
 CHECK = ("check-lossless", "--cases", "12", "--texts", "16", "--max-tokens", "32")

@@ -11,14 +11,22 @@ import torch
 from torch import Tensor
 
 from speculant.config import EngineConfig
-from speculant.engine.build import Runtime, build_engine
-from speculant.lab.exactness.identity import ROUNDING, WAYS, TextComparison, compare, explained, first_gap
-from speculant.lab.exactness.texts import TargetReader, complete, reread
+from speculant.engine import Runtime, build_engine
+from speculant.lab.exactness import (
+    ROUNDING,
+    WAYS,
+    TargetReader,
+    TextComparison,
+    compare,
+    complete,
+    explained,
+    first_gap,
+    reread,
+)
 from speculant.params import SamplingParams
-from speculant.sampling.chance import Chance, KeyedNoise
-from speculant.sampling.distribution import Node
+from speculant.sampling import Chance, KeyedNoise, Node
 from speculant.types import DraftTree, Verdict
-from speculant.verification.match import Match
+from speculant.verification import Match
 from tests.models import Checkpoints
 
 PROMPTS = [[70, 71, 72], [80] * 9, [90]]
@@ -97,8 +105,8 @@ def test_the_gap_is_how_much_the_target_prefers_its_token(checkpoints: Checkpoin
 
 
 def noise(seed: int, position: int, vocab_size: int) -> Tensor:
-    from speculant.kernels.reference import gumbel
-    from speculant.sampling.chance import mix_in
+    from speculant.kernels import gumbel
+    from speculant.sampling import mix_in
 
     key = KeyedNoise(seed, position).take_keys(1)
     return gumbel(mix_in(*key), torch.arange(vocab_size))

@@ -9,15 +9,24 @@ import pytest
 from torch import Tensor
 
 from speculant.config import SpeculativeConfig
-from speculant.drafting.base import DrafterContext
+from speculant.drafting import DrafterContext
 from speculant.drafting.model import draft_model
-from speculant.engine.build import build_verifiers, load_verifiers
-from speculant.lab.exactness import proofs
-from speculant.lab.exactness.distributions import EXACT
-from speculant.lab.exactness.drafts import Likeliest, TableDrafter, choose_draft
-from speculant.lab.exactness.proofs import CHAINS, TREES, Claim, Proof, claims, prove
+from speculant.engine import build_verifiers, load_verifiers
+from speculant.lab.exactness import (
+    CHAINS,
+    EXACT,
+    TREES,
+    Claim,
+    Likeliest,
+    Proof,
+    TableDrafter,
+    choose_draft,
+    claims,
+    proofs,
+    prove,
+)
 from speculant.params import SamplingParams
-from speculant.sampling.chance import Chance
+from speculant.sampling import Chance
 from speculant.types import DraftTree, Request, Verdict
 from speculant.verification import rejection
 from tests.faults import accept_always, report_flatter_distributions

@@ -11,15 +11,23 @@ import torch
 
 from speculant import plugins
 from speculant.config import EngineConfig
-from speculant.engine.build import Runtime, build_engine
+from speculant.engine import Runtime, build_engine
 from speculant.errors import SpeculantError
-from speculant.lab.exactness.check import ScoredTexts, Subject, draw_and_score
-from speculant.lab.exactness.texts import Second, TargetReader, complete, reread, score_texts
-from speculant.models.weights.load import load_model
+from speculant.lab.exactness import (
+    ScoredTexts,
+    Second,
+    Subject,
+    TargetReader,
+    complete,
+    draw_and_score,
+    reread,
+    score_texts,
+)
+from speculant.models import load_model
 from speculant.params import SamplingParams
-from speculant.sampling.distribution import Node
+from speculant.sampling import Node
 from speculant.types import Request
-from speculant.verification.rejection import Rejection
+from speculant.verification import Rejection
 from tests.drafters import HEADS, model_of, options_of
 from tests.faults import accept_always, report_flatter_distributions
 from tests.models import HIDDEN_SIZE, VOCAB_SIZE, Checkpoints
@@ -125,7 +133,7 @@ def test_the_reader_sees_the_distributions_drawn_from(checkpoints: Checkpoints, 
 
 
 def distribution_draw(request: Request, distribution: torch.Tensor) -> int:
-    from speculant.sampling.chance import KeyedNoise
+    from speculant.sampling import KeyedNoise
 
     return KeyedNoise(request.seed, len(request.tokens)).draw(distribution)
 

@@ -16,10 +16,9 @@ import pytest
 import ray
 
 from speculant import LLM, SamplingParams
-from speculant.batches.job import BatchJob
-from speculant.ray.batches import answer_on_ray
-from speculant.ray.options import ReplicaOptions
-from speculant.serving.options import ServerOptions
+from speculant.batches import BatchJob
+from speculant.ray import ReplicaOptions, answer_on_ray
+from speculant.serving import ServerOptions
 from tests.ray_cluster import PAIR, PATIENCE, cluster, kill
 
 __all__ = ["cluster"]

@@ -21,7 +21,7 @@ import httpx
 import pytest
 
 from speculant import AsyncEngine
-from speculant.engine.engine import Engine
+from speculant.engine import Engine
 from tests.examples import sizes
 from tests.servers import LiveServer
 

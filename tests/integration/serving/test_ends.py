@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from speculant import AsyncEngine
-from speculant.engine.engine import Engine
+from speculant.engine import Engine
 from speculant.errors import ModelError
 from tests.async_engines import assert_nothing_is_held, core
 from tests.models import Checkpoints, checkpoints

@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from speculant import AsyncEngine
 from speculant.errors import ModelError
-from speculant.serving.access_log import logger as access_logger
+from speculant.serving import logger as access_logger
 from tests.async_engines import core
 from tests.integration.serving.test_ends import SlowEngine
 from tests.models import Checkpoints, checkpoints

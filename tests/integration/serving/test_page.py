@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from speculant import AsyncEngine
-from speculant.serving.app import PAGE
+from speculant.serving import PAGE
 from tests.models import Checkpoints, checkpoints
 from tests.servers import LiveServer
 

@@ -7,10 +7,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from speculant.cli.serve import ServerFlags
-from speculant.serving.fields import ACCEPTED, REFUSED
-from speculant.serving.options import ServerOptions
-from speculant.serving.protocol import ChatBody, CompletionBody, ResponseBody
+from speculant.cli import ServerFlags
+from speculant.serving import ACCEPTED, REFUSED, ChatBody, CompletionBody, ResponseBody, ServerOptions
 from tests.servers import LiveServer
 
 TEXT = (Path(__file__).parents[3] / "docs" / "serving.md").read_text(encoding="utf-8")

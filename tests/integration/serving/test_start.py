@@ -12,9 +12,7 @@ from speculant.cli import serve as command
 from speculant.cli.main import main
 from speculant.config import EngineConfig
 from speculant.errors import ConfigError
-from speculant.serving.app import make_app
-from speculant.serving.options import ServerOptions
-from speculant.serving.server import Server
+from speculant.serving import Server, ServerOptions, make_app
 from tests.servers import LiveServer
 
 

@@ -12,8 +12,8 @@ import httpx
 import pytest
 
 from speculant import AsyncEngine
-from speculant.serving.text_lanes import LARGE
-from speculant.text.tokenizer import Tokenizer
+from speculant.serving import LARGE
+from speculant.text import Tokenizer
 from tests.models import Checkpoints, checkpoints
 from tests.raw_clients import encoded
 from tests.servers import LiveServer, serve

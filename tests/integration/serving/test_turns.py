@@ -18,11 +18,7 @@ from uvicorn.server import ServerState as UvicornState
 
 from speculant import AsyncEngine
 from speculant.errors import ModelError
-from speculant.serving.connections import Connections
-from speculant.serving.http1 import HttpConnection, Surroundings
-from speculant.serving.options import ServerOptions
-from speculant.serving.request_heads import ChunkCount
-from speculant.serving.round_robin import RoundRobin
+from speculant.serving import ChunkCount, Connections, HttpConnection, RoundRobin, ServerOptions, Surroundings
 from tests.raw_clients import exchange
 from tests.servers import LiveServer, serve
 

@@ -12,12 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from speculant.batches import job as jobs
-from speculant.batches.job import BatchJob
-from speculant.batches.lines import BatchLine, LineAnswer, LineError
-from speculant.batches.origin import Origin
-from speculant.batches.results import Write
-from speculant.batches.run import answer_lines
+from speculant.batches import BatchJob, BatchLine, LineAnswer, LineError, Origin, Write, answer_lines, job as jobs
 from speculant.errors import ConfigError, RequestError, SpeculantError
 from tests.batches import Killed, check_complete, echo, read, request, write
 

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from speculant.batches.lines import (
+from speculant.batches import (
     MOST_BYTES,
     LineAnswer,
     LineError,
+    Origin,
     custom_id_of,
     digest_of,
     failure,
@@ -21,7 +22,6 @@ from speculant.batches.lines import (
     read_record,
     success,
 )
-from speculant.batches.origin import Origin
 from tests.batches import request
 
 MADE_WITH = Origin("01234567", "89abcdef")

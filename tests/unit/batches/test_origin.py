@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from speculant.batches.origin import Origin
+from speculant.batches import Origin
 from speculant.config import EngineConfig
-from speculant.serving.options import ServerOptions
+from speculant.serving import ServerOptions
 from tests.models import Checkpoints, checkpoints
 
 __all__ = ["checkpoints"]

@@ -10,10 +10,7 @@ from pathlib import Path
 import pytest
 from starlette.types import Receive, Scope, Send
 
-from speculant.batches import run
-from speculant.batches.job import BatchJob
-from speculant.batches.lines import BatchLine, LineAnswer
-from speculant.batches.run import Answerer, answer_lines, inside
+from speculant.batches import Answerer, BatchJob, BatchLine, LineAnswer, answer_lines, inside, run
 from speculant.errors import ServerError
 from tests.batches import check_complete, echo, read, request, write
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from speculant.cache.pool import BlockPool
-from speculant.cache.prefixes import PrefixIndex, PrefixNode, PrefixTree
+from speculant.cache import BlockPool, PrefixIndex, PrefixNode, PrefixTree
 
 
 @pytest.fixture

@@ -6,9 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from speculant.cache.base import Moves, first_seen
-from speculant.cache.factory import paged_cache, slotted_cache
-from speculant.cache.grouped import GroupedBlockManager
+from speculant.cache import GroupedBlockManager, Moves, first_seen, paged_cache, slotted_cache
 from speculant.errors import CapacityError
 from tests.blocks import table_of
 from tests.caches import SHAPE, assert_holds, feed

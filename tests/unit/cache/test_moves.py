@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from speculant.cache.base import NO_MOVES, BlockManager, Slots
-from speculant.cache.paged import PagedBlockManager
-from speculant.cache.slotted import SlottedBlockManager
+from speculant.cache import NO_MOVES, BlockManager, PagedBlockManager, Slots, SlottedBlockManager
 from speculant.errors import CapacityError
 from tests.blocks import held_slots
 

@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from speculant.cache.base import KVCache
-from speculant.cache.paged import PagedBlockManager
+from speculant.cache import KVCache, PagedBlockManager
 from speculant.errors import CapacityError
 from tests.blocks import assert_holds, feed, token_cache
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from speculant.cache.prefixes import PrefixIndex, PrefixTree
+from speculant.cache import PrefixIndex, PrefixTree
 
 
 def insert(index: PrefixIndex, tokens: Sequence[int], blocks: Sequence[int], cache_salt: str = "") -> None:

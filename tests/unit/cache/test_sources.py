@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from speculant.cache.base import CacheShape, KVCache
-from speculant.cache.factory import paged_cache
-from speculant.cache.sources import MEASURED, Sources
+from speculant.cache import MEASURED, CacheShape, KVCache, Sources, paged_cache
 
 SHAPE = CacheShape(1, 1, 1, torch.float32, torch.device("cpu"))
 

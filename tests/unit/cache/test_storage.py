@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from speculant.cache.base import CacheShape, LayerShape, Moves
-from speculant.cache.factory import paged_cache
-from speculant.cache.storage import TensorStorage
+from speculant.cache import CacheShape, LayerShape, Moves, TensorStorage, paged_cache
 from speculant.errors import CapacityError
 from tests.caches import SHAPE, contents
 

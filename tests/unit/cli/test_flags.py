@@ -13,21 +13,22 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from speculant.cli.flags import (
+from speculant.cli import (
     NEW_TOKENS,
     EngineFlags,
     FlagGroup,
+    LinePrinter,
     SamplingFlags,
+    ServerFlags,
     accepts_flags,
     parse_mapping,
     parse_speculation,
 )
-from speculant.cli.serve import LinePrinter, ServerFlags
 from speculant.config import EngineConfig
 from speculant.errors import ConfigError
 from speculant.params import SamplingParams
-from speculant.serving.options import ServerOptions
-from speculant.structured.spec import StructuredOutputs
+from speculant.serving import ServerOptions
+from speculant.structured import StructuredOutputs
 
 
 def _run(*arguments: str, env: dict[str, str] | None = None) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from speculant.cli.main import app
+from speculant.cli import app
 from speculant.errors import ConfigError
 
 GIVEN = ("--alpha", "0.8", "--cost-ratio", "0.05")

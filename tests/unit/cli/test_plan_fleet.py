@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from speculant.cli.main import app
+from speculant.cli import app
 from speculant.errors import ConfigError, SpeculantError
 
 STEP = ("--step-ms", "20", "--prompt-rate", "8000", "--requests", "60")

@@ -10,7 +10,7 @@ import pytest
 from rich.table import Table
 
 import speculant.cli
-from speculant.cli.terminal import messages, print_json, results, show_error
+from speculant.cli import messages, print_json, results, show_error
 from speculant.errors import SpeculantError
 
 HOSTILE = "a\x1b]0;title\x07b\n\tc\x9b2J\r:smile:[bold]d\x7f"

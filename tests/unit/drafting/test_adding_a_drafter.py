@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from speculant import LLM, SamplingParams, plugins
-from speculant.drafting import lookup
-from speculant.drafting.base import DrafterNeeds, Method, StatelessDrafter
+from speculant.drafting import DrafterNeeds, Method, StatelessDrafter, lookup
 from speculant.errors import ConfigError
 from speculant.types import CommittedRows
 from tests.architecture.drafters import drafter_names, leaks

@@ -13,13 +13,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from speculant import LLM, plugins
-from speculant.cache.base import CacheShape, KVCache
-from speculant.cache.factory import paged_cache, slotted_cache
-from speculant.drafting.base import Drafter
+from speculant.cache import CacheShape, KVCache, paged_cache, slotted_cache
+from speculant.drafting import Drafter
 from speculant.errors import ConfigError, ModelError, PairError, SpeculantError
-from speculant.kernels.native import usable_sets
-from speculant.models.base import CausalLM
-from speculant.models.weights.load import load_model
+from speculant.kernels import usable_sets
+from speculant.models import CausalLM, load_model
 from speculant.params import SamplingParams
 from speculant.types import DraftTree, Request
 from tests.heads import Shown, fresh_states, head_context, write_dflash

@@ -12,12 +12,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from speculant import plugins
-from speculant.cache.base import CacheShape, KVCache
-from speculant.cache.factory import paged_cache
-from speculant.drafting.base import Drafter
-from speculant.kernels.native import usable_sets
-from speculant.models.base import CausalLM
-from speculant.models.weights.load import load_model
+from speculant.cache import CacheShape, KVCache, paged_cache
+from speculant.drafting import Drafter
+from speculant.kernels import usable_sets
+from speculant.models import CausalLM, load_model
 from speculant.params import SamplingParams
 from speculant.types import CommittedRows, DraftTree, Request
 from tests.heads import Shown, fresh_states, head_context, write_mtp

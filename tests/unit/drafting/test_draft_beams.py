@@ -5,12 +5,10 @@ from __future__ import annotations
 import pytest
 
 from speculant.config import Limits
-from speculant.drafting.model.beams import draft_beams
-from speculant.drafting.model.runner import DraftModelRunner
-from speculant.lab.exactness.distributions import FULL_SUPPORT, Pair
-from speculant.lab.exactness.tables import TableModel
+from speculant.drafting import DraftModelRunner, draft_beams
+from speculant.lab.exactness import FULL_SUPPORT, Pair, TableModel
 from speculant.params import SamplingParams
-from speculant.sampling.chance import KeyedChances
+from speculant.sampling import KeyedChances
 from speculant.types import DraftTree, Request
 from tests.beams import beams_of, give_search, scored, text_of
 from tests.fakes import MakeCache, Rig, both_caches, build_rig, few_blocks, paged, stored_tokens

@@ -9,14 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from speculant.cache.base import KVStorage
-from speculant.cache.factory import paged_cache, slotted_cache
-from speculant.drafting.model.drafter import ModelDrafter
-from speculant.drafting.model.runner import DraftModelRunner, fit_vocabulary
-from speculant.models.base import Batch, CausalLM, Hidden
-from speculant.models.weights.load import load_model
+from speculant.cache import KVStorage, paged_cache, slotted_cache
+from speculant.drafting import DraftModelRunner, ModelDrafter, fit_vocabulary
+from speculant.models import Batch, CausalLM, Hidden, load_model
 from speculant.params import SamplingParams
-from speculant.sampling.chance import KeyedChances
+from speculant.sampling import KeyedChances
 from speculant.types import Request
 from tests.models import VOCAB_SIZE, Checkpoints, Shape, make_request, write_checkpoint
 

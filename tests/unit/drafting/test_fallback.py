@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from speculant.drafting.base import DrafterNeeds, StatelessDrafter, listens
-from speculant.drafting.combine.composite import SubDrafter
-from speculant.drafting.combine.fallback import FallbackDrafter
-from speculant.drafting.selection import Selection
+from speculant.drafting import DrafterNeeds, FallbackDrafter, Selection, StatelessDrafter, SubDrafter, listens
 from speculant.types import CommittedRows, DraftTree, Request
 from tests.fakes import ScriptedDrafter
 from tests.models import make_request

@@ -20,19 +20,15 @@ from torch import Tensor
 from torch.nn import functional
 
 from speculant import LLM, plugins
-from speculant.cache.factory import paged_cache
+from speculant.cache import paged_cache
 from speculant.config import Limits
-from speculant.drafting.base import Drafter, DrafterContext
-from speculant.drafting.draws import likeliest
-from speculant.drafting.heads.future import UNKNOWN, product_tree
-from speculant.drafting.model.head_tokens import save_head_tokens
-from speculant.engine.calibration import Calibration
+from speculant.drafting import UNKNOWN, Drafter, DrafterContext, likeliest, product_tree, save_head_tokens
+from speculant.engine import Calibration
 from speculant.errors import ConfigError, ModelError, PairError, SpeculantError
-from speculant.kernels.native import usable_sets
-from speculant.models.base import CausalLM
-from speculant.models.weights.load import load_model
+from speculant.kernels import usable_sets
+from speculant.models import CausalLM, load_model
 from speculant.params import SamplingParams
-from speculant.sampling.chance import KeyedChances
+from speculant.sampling import KeyedChances
 from speculant.types import CommittedRows, DraftTree, Request
 from tests.heads import (
     LAYER,
@@ -46,9 +42,9 @@ from tests.heads import (
     write_eagle,
     write_eagle3,
     write_head,
+    write_medusa as write_medusa_head,
     write_mtp,
 )
-from tests.heads import write_medusa as write_medusa_head
 from tests.models import HIDDEN_SIZE, VOCAB_SIZE, Checkpoints, make_request
 
 pytestmark = pytest.mark.covering(1)

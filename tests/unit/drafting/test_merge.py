@@ -7,12 +7,9 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
-from speculant.drafting.base import DrafterNeeds
-from speculant.drafting.combine.composite import SubDrafter
-from speculant.drafting.combine.merge import Merge, MergeDrafter
+from speculant.drafting import DrafterNeeds, Merge, MergeDrafter, SubDrafter
 from speculant.types import DraftTree
 from tests.fakes import ScriptedDrafter
 from tests.models import make_request

@@ -7,7 +7,7 @@ import pytest
 from speculant import plugins
 from speculant.config import EngineConfig
 from speculant.drafting import methods
-from speculant.engine.build import method_name
+from speculant.engine import method_name
 from speculant.errors import ConfigError
 
 NAMED = (methods.DEFAULT, methods.WITH_MODEL, methods.PREDICTION, *methods.LOOKUPS)

@@ -8,18 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
-from speculant.cache.base import CacheShape
-from speculant.cache.factory import paged_cache
-from speculant.drafting.lookup.ngram import METHOD, NgramDrafter, NgramOptions, Predictor, context_hash
-from speculant.drafting.lookup.reading import match_score
+from speculant.cache import CacheShape, paged_cache
+from speculant.drafting import NgramDrafter, NgramOptions, Predictor, context_hash, match_score
+from speculant.drafting.lookup.ngram import METHOD
 from speculant.errors import ConfigError
-from speculant.models.base import SequenceInput, build_batch
-from speculant.sampling.chance import KeyedChances
+from speculant.models import SequenceInput, build_batch
+from speculant.sampling import KeyedChances
 from speculant.types import DraftTree, Verdict
-from speculant.verification.match import Match
+from speculant.verification import Match
 from tests.models import make_request
 
 

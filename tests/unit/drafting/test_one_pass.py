@@ -11,16 +11,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from speculant import LLM, SamplingParams
-from speculant.cache.base import KVStorage
-from speculant.cache.factory import slotted_cache
-from speculant.drafting.model.one_pass import OnePassDrafter, mask_of
-from speculant.drafting.model.runner import DraftModelRunner
-from speculant.drafting.topology import StaticTree
+from speculant.cache import KVStorage, slotted_cache
+from speculant.drafting import DraftModelRunner, OnePassDrafter, StaticTree, mask_of
 from speculant.errors import ModelError, PairError
-from speculant.models.base import Batch, CausalLM, Hidden
-from speculant.models.vocabulary import DraftVocabulary
-from speculant.models.weights.load import load_model
-from speculant.sampling.chance import KeyedChances
+from speculant.models import Batch, CausalLM, DraftVocabulary, Hidden, load_model
+from speculant.sampling import KeyedChances
 from speculant.types import DraftTree, Request
 from tests.drafters import with_mask
 from tests.models import VOCAB_SIZE, Checkpoints, make_request

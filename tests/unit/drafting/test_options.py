@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from speculant.drafting.base import DrafterContext, no_options, read_options
+from speculant.drafting import DrafterContext, no_options, read_options
 from speculant.errors import ConfigError
-from speculant.sampling.chance import KeyedChances
+from speculant.sampling import KeyedChances
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,10 @@ import torch
 from torch import Tensor
 
 from speculant import LLM
-from speculant.drafting.base import Drafter, DrafterNeeds, StatelessDrafter
-from speculant.drafting.guard import Proposals, check_ahead, propose_checked
+from speculant.drafting import Drafter, DrafterNeeds, Proposals, StatelessDrafter, check_ahead, propose_checked
 from speculant.errors import ConfigError, DraftError, PairError
-from speculant.kernels.native import usable_sets
-from speculant.models.base import CausalLM
-from speculant.models.weights.load import load_model
+from speculant.kernels import usable_sets
+from speculant.models import CausalLM, load_model
 from speculant.params import SamplingParams
 from speculant.tree import depths_of
 from speculant.types import CommittedRows, DraftTree, Request

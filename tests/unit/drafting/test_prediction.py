@@ -6,16 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from speculant import LLM, AsyncEngine, SamplingParams
-from speculant.drafting.base import DrafterNeeds
-from speculant.drafting.lookup.prediction import LONGEST_MATCH, Alignment, PredictionDrafter
-from speculant.engine.drafters import Drafters
+from speculant.drafting import LONGEST_MATCH, Alignment, DrafterNeeds, PredictionDrafter
+from speculant.engine import Drafters
 from speculant.errors import ConfigError, RequestError
-from speculant.lab.exactness.distributions import FULL_SUPPORT, Pair
-from speculant.lab.exactness.tables import TableModel
+from speculant.lab.exactness import FULL_SUPPORT, Pair, TableModel
 from speculant.speculation import MAX_PREDICTION
 from tests.fakes import ScriptedDrafter, build_rig
 from tests.models import VOCAB_SIZE, Checkpoints, make_request

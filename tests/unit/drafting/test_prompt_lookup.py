@@ -8,15 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
+from hypothesis import example, given, settings, strategies as st
 
-from speculant.drafting.base import DrafterContext
+from speculant.drafting import LONGEST_SCORED, DrafterContext, LookupDrafter, LookupOptions, NgramDrafter, RecentMatches
 from speculant.drafting.lookup import ngram, prompt_lookup
-from speculant.drafting.lookup.ngram import NgramDrafter
-from speculant.drafting.lookup.recent_match import LONGEST_SCORED, LookupDrafter, LookupOptions, RecentMatches
 from speculant.errors import ConfigError
-from speculant.sampling.chance import KeyedChances
+from speculant.sampling import KeyedChances
 from tests.examples import examples
 from tests.models import make_request
 

@@ -6,11 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from speculant.drafting.base import Drafter
+from speculant.drafting import Drafter, RecyclingOptions, SequenceReader, TokenRecycling, copy_of
 from speculant.drafting.lookup import ngram, recent_match, suffix
-from speculant.drafting.lookup.reading import SequenceReader
-from speculant.drafting.lookup.token_recycling import RecyclingOptions, TokenRecycling
-from speculant.drafting.model.cascade import copy_of
 from speculant.types import Request
 from tests.models import VOCAB_SIZE, make_request
 

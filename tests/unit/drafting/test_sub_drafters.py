@@ -10,22 +10,25 @@ import torch
 
 from speculant import LLM, SamplingParams, plugins
 from speculant.config import Limits
-from speculant.drafting import methods
-from speculant.drafting.base import Drafter, DrafterContext, DrafterNeeds, Method, StatelessDrafter
-from speculant.drafting.combine.composite import (
+from speculant.drafting import (
     CompositeDrafter,
+    Drafter,
+    DrafterContext,
+    DrafterNeeds,
+    FallbackDrafter,
+    Method,
+    StatelessDrafter,
     SubDrafter,
     bound,
     build_sub_drafter,
     build_sub_drafters,
-    combine,
+    methods,
 )
-from speculant.drafting.combine.fallback import FallbackDrafter
-from speculant.engine.drafters import Drafters
+from speculant.drafting.combine.composite import combine
+from speculant.engine import Drafters
 from speculant.errors import ConfigError
-from speculant.lab.exactness.distributions import FULL_SUPPORT, Pair
-from speculant.lab.exactness.tables import TableModel
-from speculant.sampling.chance import KeyedChances
+from speculant.lab.exactness import FULL_SUPPORT, Pair, TableModel
+from speculant.sampling import KeyedChances
 from speculant.types import CommittedRows, DraftTree, Request
 from tests.fakes import Rig, ScriptedDrafter, build_rig
 from tests.models import Checkpoints, make_request

@@ -9,20 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from speculant import LLM
 from speculant.config import Limits
-from speculant.drafting.lookup.reading import match_score
-from speculant.drafting.lookup.suffix import PART, SuffixDrafter, SuffixOptions, SuffixStore
+from speculant.drafting import PART, SuffixDrafter, SuffixOptions, SuffixStore, match_score
 from speculant.errors import ConfigError
-from speculant.kernels.suffix_index import NativeSuffixIndex, SuffixSettings, open_suffix_index
-from speculant.lab.exactness.distributions import FULL_SUPPORT, Pair
-from speculant.lab.exactness.tables import TableModel
-from speculant.models.source import resolve_source
+from speculant.kernels import NativeSuffixIndex, SuffixSettings, open_suffix_index
+from speculant.lab.exactness import FULL_SUPPORT, Pair, TableModel
+from speculant.models import resolve_source
 from speculant.params import SamplingParams
-from speculant.text.tokenizer import Tokenizer
+from speculant.text import Tokenizer
 from speculant.types import CommittedRows, DraftTree, Request
 from tests.fakes import build_rig, few_blocks
 from tests.models import make_request

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from speculant.drafting.lookup.synthetic import SyntheticDrafter, SyntheticOptions
+from speculant.drafting import SyntheticDrafter, SyntheticOptions
 from speculant.errors import ConfigError
 from tests.models import make_request
 

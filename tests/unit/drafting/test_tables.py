@@ -8,19 +8,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
 
 from speculant.constraints import Constraint
-from speculant.drafting.base import DrafterContext
-from speculant.drafting.lookup.static import StaticDrafter, build
-from speculant.drafting.lookup.tables import FORMAT, BigramTables
+from speculant.drafting import FORMAT, BigramTables, DrafterContext, StaticDrafter, build
 from speculant.errors import ConfigError
-from speculant.lab.training.bigrams import count_bigrams
+from speculant.lab.training import count_bigrams
 from speculant.params import SamplingParams
-from speculant.sampling.chance import KeyedChances
+from speculant.sampling import KeyedChances
 from tests.models import make_request
 
 V = 6

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from speculant import LLM, SamplingParams
-from speculant.drafting.topology import ParallelChains, StaticTree, read_tree
+from speculant.drafting import ParallelChains, StaticTree, read_tree
 from speculant.errors import ConfigError
 
 DISTRIBUTION = torch.tensor([0.1, 0.4, 0.3, 0.2], dtype=torch.float64)

@@ -9,11 +9,9 @@ import pytest
 import torch
 
 from speculant.config import EngineConfig, resolve
-from speculant.engine.build import Runtime, build_engine
-from speculant.engine.memory import CacheMemory
-from speculant.engine.vllm_arguments import read_arguments
+from speculant.engine import CacheMemory, Runtime, build_engine, read_arguments
 from speculant.errors import ConfigError
-from speculant.models.weights.load import load_model
+from speculant.models import load_model
 from tests.models import Checkpoints, checkpoints
 
 __all__ = ["checkpoints"]

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 
 from speculant import LLM, SamplingParams, files
-from speculant.drafting.model.drafter import ModelDrafter
+from speculant.drafting import ModelDrafter
 from speculant.engine import calibration
 from speculant.files import Run
-from speculant.kernels.native import usable_sets
-from speculant.lengths.costs import LEARNT, NO_ATTENTION
+from speculant.kernels import usable_sets
+from speculant.lengths import LEARNT, NO_ATTENTION
 from speculant.metrics import StepTiming
-from speculant.scheduling.schedule import Scheduled
+from speculant.scheduling import Scheduled
 from speculant.types import DraftTree, Request
 from tests.models import Checkpoints
 

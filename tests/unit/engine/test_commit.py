@@ -11,14 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from speculant.cache.base import CacheShape, KVCache
-from speculant.cache.factory import slotted_cache
-from speculant.engine.commit import Committed, commit, fail, roll_back
-from speculant.engine.logprobs import record_prompt, token_logprobs
-from speculant.engine.runner import TargetOutput
-from speculant.lab.exactness.tables import TableModel
+from speculant.cache import CacheShape, KVCache, slotted_cache
+from speculant.engine import Committed, TargetOutput, fail, record_prompt, roll_back, token_logprobs
+from speculant.engine.commit import commit
+from speculant.lab.exactness import TableModel
 from speculant.params import SamplingParams
-from speculant.scheduling.schedule import Scheduled
+from speculant.scheduling import Scheduled
 from speculant.types import DraftTree, Request, Verdict
 from tests.caches import read
 from tests.models import make_request

@@ -10,10 +10,8 @@ from torch import Tensor
 
 from speculant.config import Limits
 from speculant.errors import ConstraintError, RequestError
-from speculant.lab.exactness.distributions import FULL_SUPPORT, Pair
-from speculant.lab.exactness.tables import TableModel
-from speculant.lengths.base import DraftOutcome
-from speculant.lengths.fixed import Fixed
+from speculant.lab.exactness import FULL_SUPPORT, Pair, TableModel
+from speculant.lengths import DraftOutcome, Fixed
 from speculant.metrics import StepTiming
 from speculant.params import SamplingParams
 from speculant.types import DraftTree, Request

@@ -12,14 +12,12 @@ from torch import Tensor
 
 from speculant import LLM, SamplingParams
 from speculant.beams import Hypothesis
-from speculant.cache.base import CacheShape, KVStorage
-from speculant.cache.factory import slotted_cache
+from speculant.cache import CacheShape, KVStorage, slotted_cache
 from speculant.config import Limits
-from speculant.engine.build import load_verifiers
-from speculant.engine.engine import Engine, EngineOptions
-from speculant.lengths.fixed import Fixed
-from speculant.models.base import Batch, Hidden, ModelNeeds
-from speculant.sampling.chance import KeyedChances
+from speculant.engine import Engine, EngineOptions, load_verifiers
+from speculant.lengths import Fixed
+from speculant.models import Batch, Hidden, ModelNeeds
+from speculant.sampling import KeyedChances
 from speculant.tree import depths_of
 from speculant.types import Request
 from tests.beams import beams_of, hypotheses, text_of

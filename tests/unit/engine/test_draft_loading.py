@@ -11,12 +11,10 @@ from typing import Any, cast
 import pytest
 
 from speculant import LLM, SamplingParams, files
-from speculant.engine import calibration, draft_loading
-from speculant.engine.draft_loading import LargeDraft, Precision, choose_precision, draft_vocabulary
+from speculant.engine import LargeDraft, Precision, calibration, choose_precision, draft_loading, draft_vocabulary
 from speculant.errors import ModelError
-from speculant.models.backends.base import TimesWeights
-from speculant.models.weights.load import Checkpoint, load_model
-from speculant.text.tokenizer import Tokenizer
+from speculant.models import Checkpoint, TimesWeights, load_model
+from speculant.text import Tokenizer
 from tests.models import Checkpoints
 
 PARAMS = [SamplingParams(temperature=0, max_tokens=24), SamplingParams(seed=5, max_tokens=24)]

@@ -8,10 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from speculant.engine import calibration, draft_loading
-from speculant.engine.draft_loading import Precision, choose_precision
-from speculant.engine.head_precision import DraftSample
-from speculant.models.weights.load import load_model
+from speculant.engine import DraftSample, Precision, calibration, choose_precision, draft_loading
+from speculant.models import load_model
 from tests.encoder_decoders import make_t5, write_t5
 from tests.models import VOCAB_SIZE, write_checkpoint
 

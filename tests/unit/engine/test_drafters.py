@@ -9,16 +9,13 @@ import pytest
 import torch
 
 from speculant.config import Limits
-from speculant.drafting.base import DrafterNeeds, StatelessDrafter, complete, listens
-from speculant.drafting.guard import check_draft, check_extends
-from speculant.engine.drafters import Drafters
+from speculant.drafting import DrafterNeeds, StatelessDrafter, check_draft, check_extends, complete, listens
+from speculant.engine import Drafters
 from speculant.errors import ConfigError, DraftError
-from speculant.lab.exactness.distributions import FULL_SUPPORT, Pair
-from speculant.lab.exactness.tables import TableModel
-from speculant.lengths.base import ScoredDraft
-from speculant.lengths.fixed import Fixed
+from speculant.lab.exactness import FULL_SUPPORT, Pair, TableModel
+from speculant.lengths import Fixed, ScoredDraft
 from speculant.params import SamplingParams
-from speculant.scheduling.schedule import Schedule
+from speculant.scheduling import Schedule
 from speculant.types import CommittedRows, DraftTree, Request
 from tests.fakes import Rig, ScriptedDrafter, build_rig, few_blocks
 

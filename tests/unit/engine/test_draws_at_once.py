@@ -10,18 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from speculant.engine.runner import TargetOutput
-from speculant.engine.verify import Decision, verify
+from speculant.engine import Decision, TargetOutput
+from speculant.engine.verify import verify
 from speculant.errors import SpeculantError
-from speculant.kernels.base import Sampler
-from speculant.kernels.native import NativeSampler, open_kernels
-from speculant.kernels.reference import REFERENCE
+from speculant.kernels import REFERENCE, NativeSampler, Sampler, open_kernels
 from speculant.params import SamplingParams
-from speculant.sampling.chance import Chance, KeyedChances
-from speculant.scheduling.schedule import Scheduled
+from speculant.sampling import Chance, KeyedChances
+from speculant.scheduling import Scheduled
 from speculant.types import DraftTree, Verdict
-from speculant.verification.base import Verifier
-from speculant.verification.match import Match
+from speculant.verification import Match, Verifier
 from speculant.verification.rejection import build as rejection
 from tests.examples import sizes
 from tests.models import make_request

@@ -11,26 +11,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from speculant.cache.base import KVStorage
-from speculant.cache.sources import Source
+from speculant.cache import KVStorage, Source
 from speculant.config import Limits
 from speculant.constraints import forced_tokens
-from speculant.drafting.base import DrafterNeeds
-from speculant.drafting.combine.composite import SubDrafter
-from speculant.drafting.combine.fallback import FallbackDrafter
-from speculant.engine import runner as runner_module
-from speculant.engine.engine import Engine, EngineOptions
+from speculant.drafting import DrafterNeeds, FallbackDrafter, SubDrafter
+from speculant.engine import Engine, EngineOptions, runner as runner_module
 from speculant.errors import RequestError
-from speculant.lab.exactness.distributions import FULL_SUPPORT, Pair
-from speculant.lab.exactness.tables import TableModel
-from speculant.lengths.base import DraftOutcome
-from speculant.lengths.fixed import Fixed
+from speculant.lab.exactness import FULL_SUPPORT, Pair, TableModel
+from speculant.lengths import DraftOutcome, Fixed
 from speculant.metrics import StepTiming
-from speculant.models.base import Batch, Hidden
-from speculant.models.source import OutputRules
+from speculant.models import Batch, Hidden, OutputRules
 from speculant.params import SamplingParams
-from speculant.sampling.chance import KeyedChances
-from speculant.scheduling.schedule import Schedule
+from speculant.sampling import KeyedChances
+from speculant.scheduling import Schedule
 from speculant.types import DraftTree, Request
 from tests.fakes import BLOCK, Rig, ScriptedDrafter, build_rig, few_blocks, known_verifiers
 

@@ -7,22 +7,15 @@ from typing import Any
 
 import pytest
 
-from speculant.cache.base import KVCache, KVStorage
-from speculant.cache.factory import paged_cache
+from speculant.cache import KVCache, KVStorage, paged_cache
 from speculant.config import Limits
-from speculant.drafting.base import Drafter
-from speculant.drafting.lookup.ngram import NgramDrafter, NgramOptions
-from speculant.drafting.model.drafter import ModelDrafter
-from speculant.drafting.model.runner import DraftModelRunner
-from speculant.engine.build import load_verifiers
-from speculant.engine.drafters import Drafters
-from speculant.engine.engine import Engine, EngineOptions
+from speculant.drafting import Drafter, DraftModelRunner, ModelDrafter, NgramDrafter, NgramOptions
+from speculant.engine import Drafters, Engine, EngineOptions, load_verifiers
 from speculant.errors import ConfigError, RequestError
-from speculant.lengths.fixed import Fixed
-from speculant.models.base import Batch, CausalLM, Hidden
-from speculant.models.weights.load import load_model
+from speculant.lengths import Fixed
+from speculant.models import Batch, CausalLM, Hidden, load_model
 from speculant.params import SamplingParams
-from speculant.sampling.chance import KeyedChances
+from speculant.sampling import KeyedChances
 from tests.models import END, VOCAB_SIZE, Checkpoints
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)

@@ -16,13 +16,12 @@ from safetensors.torch import load_file, save_file
 from speculant import LLM, RequestOutput, SamplingParams
 from speculant.beams import Beams
 from speculant.config import Limits
-from speculant.drafting.base import DrafterNeeds
-from speculant.engine.verify import advance_sound, verify_sound
+from speculant.drafting import DrafterNeeds
+from speculant.engine import advance_sound, verify_sound
 from speculant.errors import RequestError, SpeculantError
-from speculant.kernels.native import usable_sets
-from speculant.lab.exactness.distributions import FULL_SUPPORT, Pair
-from speculant.lab.exactness.tables import History, Table, TableModel
-from speculant.sampling.chance import Purpose, Stream
+from speculant.kernels import usable_sets
+from speculant.lab.exactness import FULL_SUPPORT, History, Pair, Table, TableModel
+from speculant.sampling import Purpose, Stream
 from speculant.types import DraftTree, Request, Verdict
 from tests.fakes import Rig, ScriptedDrafter, build_rig, known_verifiers, model_drafter
 from tests.models import VOCAB_SIZE, write_checkpoint

@@ -10,18 +10,17 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from speculant.cache.base import KVStorage
+from speculant.cache import KVStorage
 from speculant.config import Limits
-from speculant.drafting.base import Drafter
-from speculant.engine.engine import Engine
+from speculant.drafting import Drafter
+from speculant.engine import Engine
 from speculant.errors import SpeculantError
-from speculant.lab.exactness.distributions import FULL_SUPPORT, Pair
-from speculant.lab.exactness.tables import History, Table, TableModel
-from speculant.models.base import Batch, Hidden
+from speculant.lab.exactness import FULL_SUPPORT, History, Pair, Table, TableModel
+from speculant.models import Batch, Hidden
 from speculant.params import SamplingParams
-from speculant.sampling.chance import Chance
+from speculant.sampling import Chance
 from speculant.types import CommittedRows, DraftTree, Request, Verdict
-from speculant.verification.match import Match
+from speculant.verification import Match
 from tests.fakes import (
     MakeCache,
     Rig,

@@ -12,10 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from speculant.engine import logprobs
-from speculant.engine.logprobs import LogprobRow, record_prompt, token_logprobs
+from speculant.engine import LogprobRow, logprobs, record_prompt, token_logprobs
 from speculant.errors import SpeculantError
-from speculant.lab.exactness.tables import TableModel
+from speculant.lab.exactness import TableModel
 from speculant.params import SamplingParams
 from speculant.types import Logprob, Logprobs
 from tests.models import make_request

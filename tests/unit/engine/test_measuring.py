@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 
 from speculant import LLM, SamplingParams
-from speculant.engine import build, calibration
-from speculant.engine.engine import Engine
-from speculant.engine.measuring import Measurement
+from speculant.engine import Engine, Measurement, build, calibration
 from speculant.types import StepOutput
 from tests.models import Checkpoints
 

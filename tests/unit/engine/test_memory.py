@@ -10,18 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import assume, given
-from hypothesis import strategies as st
+from hypothesis import assume, given, strategies as st
 
-from speculant.cache.base import CacheShape, KVCache
-from speculant.cache.paged import PagedBlockManager
-from speculant.cache.slotted import SlottedBlockManager
+from speculant.cache import CacheShape, KVCache, PagedBlockManager, SlottedBlockManager
 from speculant.config import EngineConfig, Limits
-from speculant.engine import memory as memory_module
-from speculant.engine.build import build_engine
-from speculant.engine.memory import FALLBACK, CacheMemory, Need, free_memory
+from speculant.engine import FALLBACK, CacheMemory, Need, build_engine, free_memory, memory as memory_module
 from speculant.errors import CapacityError
-from speculant.kernels.native import usable_sets
+from speculant.kernels import usable_sets
 from tests.blocks import managers_of
 from tests.models import Checkpoints
 

@@ -8,14 +8,12 @@ from typing import Any
 import pytest
 
 from speculant import LLM, SamplingParams
-from speculant.drafting.model.drafter import ModelDrafter
-from speculant.engine.calibration import Calibration
-from speculant.kernels.native import usable_sets
-from speculant.lengths.adaptive import Adaptive
-from speculant.lengths.base import DraftOutcome
-from speculant.lengths.costs import UNKNOWN_COSTS, CostCurve, StepCosts
+from speculant.drafting import ModelDrafter
+from speculant.engine import Calibration
+from speculant.kernels import usable_sets
+from speculant.lengths import UNKNOWN_COSTS, Adaptive, CostCurve, DraftOutcome, StepCosts
 from speculant.metrics import StepTiming
-from speculant.scheduling.schedule import Schedule
+from speculant.scheduling import Schedule
 from tests.models import Checkpoints, Shape, write_checkpoint
 
 BACKENDS = ["reference", *(["native"] if usable_sets() else [])]

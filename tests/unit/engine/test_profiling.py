@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from speculant import LLM, SamplingParams
-from speculant.engine.profiling import PHASES, check_trace_path, profiled, unmarked
+from speculant.engine import PHASES, check_trace_path, profiled, unmarked
 from speculant.errors import ConfigError
 from tests.models import Checkpoints
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from speculant.engine.llm import progress
+from speculant.engine import progress
 from speculant.errors import ConfigError
 
 

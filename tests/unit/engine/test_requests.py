@@ -9,15 +9,12 @@ import pytest
 
 from speculant import LLM, SamplingParams
 from speculant.config import Limits
-from speculant.drafting.base import DrafterNeeds
-from speculant.engine.drafters import Drafters
-from speculant.engine.engine import Engine, EngineOptions
-from speculant.engine.requests import CheckedRequest, RequestFactory
+from speculant.drafting import DrafterNeeds
+from speculant.engine import CheckedRequest, Drafters, Engine, EngineOptions, RequestFactory
 from speculant.errors import CapacityError, RequestError, SpeculantError
-from speculant.lab.exactness.distributions import FULL_SUPPORT, Pair
-from speculant.lab.exactness.tables import TableModel
-from speculant.lengths.fixed import Fixed
-from speculant.sampling.chance import KeyedChances
+from speculant.lab.exactness import FULL_SUPPORT, Pair, TableModel
+from speculant.lengths import Fixed
+from speculant.sampling import KeyedChances
 from tests.fakes import ScriptedDrafter, known_verifiers, paged
 from tests.models import Checkpoints
 

@@ -6,7 +6,7 @@ import pytest
 
 from speculant.config import Limits
 from speculant.errors import CapacityError
-from speculant.lab.exactness.tables import History, TableModel
+from speculant.lab.exactness import History, TableModel
 from speculant.params import SamplingParams
 from tests.fakes import (
     BLOCK,

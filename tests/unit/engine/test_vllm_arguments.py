@@ -10,16 +10,7 @@ import pytest
 import torch
 
 from speculant.config import EngineConfig
-from speculant.engine.vllm_arguments import (
-    QUANTISED,
-    RENAMED,
-    ROUNDED,
-    RULES,
-    SPECULATIVE_RULES,
-    VALUES,
-    check_call,
-    read_arguments,
-)
+from speculant.engine import QUANTISED, RENAMED, ROUNDED, RULES, SPECULATIVE_RULES, VALUES, check_call, read_arguments
 from speculant.errors import ConfigError
 
 FIELDS = {field.name: field.default for field in dataclasses.fields(EngineConfig)}

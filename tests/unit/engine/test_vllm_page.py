@@ -9,9 +9,7 @@ from pathlib import Path
 import pytest
 
 from speculant.config import EngineConfig
-from speculant.engine.llm import LLM
-from speculant.engine.prompts import REFUSED
-from speculant.engine.vllm_arguments import RENAMED, RULES, SPECULATIVE_RULES, VALUES
+from speculant.engine import LLM, REFUSED, RENAMED, RULES, SPECULATIVE_RULES, VALUES
 from speculant.params import FOREIGN, SamplingParams
 from speculant.structured import spec
 from speculant.types import CompletionOutput, Logprob, RequestOutput

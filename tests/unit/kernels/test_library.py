@@ -10,8 +10,7 @@ import pytest
 from numpy._core import _multiarray_umath
 
 from speculant.errors import ConfigError
-from speculant.kernels import native
-from speculant.kernels.native import load_library
+from speculant.kernels import load_library, native
 
 
 class Library:

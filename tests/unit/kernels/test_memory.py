@@ -7,8 +7,7 @@ import threading
 import pytest
 import torch
 
-from speculant.kernels import memory as memory_module
-from speculant.kernels.memory import LEAST_BYTES, Scratch
+from speculant.kernels import LEAST_BYTES, Scratch, memory as memory_module
 
 ROWS, WIDTH = 40, 8192  # 2.6 MB of float64
 

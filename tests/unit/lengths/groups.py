@@ -9,7 +9,7 @@ from itertools import product
 from statistics import median
 from typing import Any
 
-from speculant.lengths.base import DraftLength, DraftLengthContext
+from speculant.lengths import DraftLength, DraftLengthContext
 from tests.unit.lengths.machines import FixedChoice, Machine, fixed_choices, fixed_run
 from tests.unit.lengths.simulated import context_of, run
 

@@ -13,13 +13,11 @@ from unittest.mock import patch
 
 import numpy as np
 
-from speculant.engine.calibration import DEPTHS, ROWS, SEQUENCES
-from speculant.engine.guarded_length import GuardedLength
-from speculant.lengths.base import DraftLength, DraftLengthContext
-from speculant.lengths.costs import CostCurve, KeyCosts, Reading, StepCosts
+from speculant.engine import DEPTHS, ROWS, SEQUENCES, GuardedLength
+from speculant.lengths import CostCurve, DraftLength, DraftLengthContext, KeyCosts, Reading, StepCosts
 from speculant.metrics import StepTiming
 from speculant.params import SamplingParams
-from speculant.scheduling.schedule import Schedule, Scheduled
+from speculant.scheduling import Schedule, Scheduled
 from speculant.types import DraftTree, Request
 from tests.models import make_request
 from tests.simulation import outcome_of

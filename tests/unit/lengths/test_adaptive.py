@@ -9,14 +9,20 @@ from typing import Any
 
 import pytest
 
-from speculant.lengths.acceptance import MethodAcceptance
-from speculant.lengths.adaptive import Adaptive
-from speculant.lengths.base import DraftLength, DraftOutcome, ScoredDraft
-from speculant.lengths.costs import CostCurve, KeyCosts, StepCosts
-from speculant.lengths.fixed import Fixed
+from speculant.lengths import (
+    Adaptive,
+    CostCurve,
+    DraftLength,
+    DraftOutcome,
+    Fixed,
+    KeyCosts,
+    MethodAcceptance,
+    ScoredDraft,
+    StepCosts,
+)
 from speculant.metrics import StepTiming
 from speculant.params import SamplingParams
-from speculant.scheduling.schedule import Schedule, Scheduled
+from speculant.scheduling import Schedule, Scheduled
 from speculant.types import Request
 from tests.models import make_request
 from tests.simulation import LONG, World, outcome_of

@@ -9,7 +9,7 @@ import pytest
 
 from speculant import LLM, SamplingParams, lengths, plugins
 from speculant.errors import ConfigError
-from speculant.lengths.base import DraftLength, DraftLengthContext, DraftOutcome
+from speculant.lengths import DraftLength, DraftLengthContext, DraftOutcome
 from speculant.metrics import StepTiming
 from speculant.types import Request
 from tests.models import Checkpoints

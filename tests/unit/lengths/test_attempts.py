@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 
-from speculant.lengths.fixed import Fixed
+from speculant.lengths import Fixed
 from tests.simulation import World
 from tests.unit.lengths.test_adaptive import Setting, pass_s
 

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from speculant.lengths.adaptive import Adaptive
-from speculant.lengths.backlog import Backlogs
-from speculant.lengths.base import DraftOutcome, ScoredDraft
-from speculant.lengths.costs import CostCurve, Reading, StepCosts
+from speculant.lengths import Adaptive, Backlogs, CostCurve, DraftOutcome, Reading, ScoredDraft, StepCosts
 from speculant.metrics import StepTiming
 from speculant.params import SamplingParams
-from speculant.scheduling.schedule import Schedule, Scheduled
+from speculant.scheduling import Schedule, Scheduled
 from speculant.types import Request
 from tests.models import make_request
 

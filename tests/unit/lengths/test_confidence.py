@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from speculant.errors import ConfigError
-from speculant.lengths.base import DraftLengthContext, ScoredDraft
-from speculant.lengths.confidence import LONGEST, Confidence, build, stop_below
+from speculant.lengths import Confidence, DraftLengthContext, ScoredDraft, build, stop_below
+from speculant.lengths.confidence import LONGEST
 from tests.models import make_request
 from tests.unit.scheduling.driver import Driver, slots
 

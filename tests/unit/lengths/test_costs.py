@@ -5,15 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from speculant.lengths.costs import (
-    NEAR,
-    NO_ATTENTION,
-    ROW_SHARE,
-    AttentionSeconds,
-    CostCurve,
-    KeyCosts,
-    StepCosts,
-)
+from speculant.lengths import NEAR, NO_ATTENTION, ROW_SHARE, AttentionSeconds, CostCurve, KeyCosts, StepCosts
 from speculant.metrics import StepTiming
 
 

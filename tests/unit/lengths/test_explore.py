@@ -6,8 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from speculant.lengths.costs import LEARNT
-from speculant.lengths.explore import BUDGET, Experiments
+from speculant.lengths import BUDGET, LEARNT, Experiments
 
 STEPS = 50_000
 

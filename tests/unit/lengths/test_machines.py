@@ -7,8 +7,7 @@ from statistics import median
 import numpy as np
 import pytest
 
-from speculant.lengths import adaptive
-from speculant.lengths.fixed import Fixed
+from speculant.lengths import Fixed, adaptive
 from tests.unit.lengths.groups import LEAST_OVER_PLAIN, PolicyScore, judge, make_machines
 from tests.unit.lengths.machines import FURTHER, PLAIN, FixedChoice, Machine, fixed_run
 from tests.unit.lengths.simulated import CALL_S, CALL_SEQUENCE_S, context_of, run

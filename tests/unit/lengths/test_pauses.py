@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from speculant.engine.guarded_length import GuardedLength
-from speculant.lengths.base import DraftOutcome
+from speculant.engine import GuardedLength
+from speculant.lengths import DraftOutcome
 from speculant.metrics import StepTiming
-from speculant.scheduling.schedule import Schedule
+from speculant.scheduling import Schedule
 from tests.unit.scheduling.driver import Driver, slots
 
 

@@ -8,7 +8,7 @@ from operator import mul
 import numpy as np
 import pytest
 
-from speculant.lengths.plan import Array, Offers, choose_jointly, choose_scored
+from speculant.lengths import Array, Offers, choose_jointly, choose_scored
 
 DEPTH = 3
 

@@ -18,11 +18,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_L
 from transformers.utils import logging
 
 from speculant import plugins
-from speculant.cache.factory import slotted_cache
+from speculant.cache import slotted_cache
 from speculant.lab.checkpoints import save_tensors
-from speculant.models.base import CausalLM, EncodesSources, SequenceInput, build_batch
-from speculant.models.reference import Decoder
-from speculant.models.weights.load import load_model
+from speculant.models import CausalLM, Decoder, EncodesSources, SequenceInput, build_batch, load_model
 from speculant.types import DraftTree
 
 logging.disable_progress_bar()

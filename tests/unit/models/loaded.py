@@ -10,9 +10,8 @@ from typing import Any
 from torch import Tensor
 
 from speculant.files import TICK
-from speculant.models.native.decoder import NativeDecoder
+from speculant.models import Checkpoint, NativeDecoder, load_model
 from speculant.models.weights import cache as weight_cache
-from speculant.models.weights.load import Checkpoint, load_model
 from tests.unit.models.families import Session, random_tokens
 
 PROMPT = random_tokens(24)

@@ -9,10 +9,7 @@ import pytest
 import torch
 
 from speculant import LLM, SamplingParams, plugins
-from speculant.models import backends
-from speculant.models.backends.base import KIND, Backend, choose_backend
-from speculant.models.sizes import tensor_shapes
-from speculant.models.weights.source import CheckedWeights, ModuleWeights
+from speculant.models import KIND, Backend, CheckedWeights, ModuleWeights, backends, choose_backend, tensor_shapes
 from tests.contracts.test_backends import VARIANTS, random_decoder
 from tests.descriptions import describe
 from tests.models import Checkpoints

@@ -12,7 +12,7 @@ import torch
 from safetensors import safe_open
 
 from speculant import models, plugins
-from speculant.kernels.native import usable_sets
+from speculant.kernels import usable_sets
 from speculant.models import description
 from speculant.models.families import granite
 from tests.contracts import test_model_families as contracts

@@ -6,8 +6,7 @@ from array import array
 
 import torch
 
-from speculant.models.base import Batch, Segment
-from speculant.models.reference import context_slots, visible_keys
+from speculant.models import Batch, Segment, context_slots, visible_keys
 from speculant.types import DraftTree
 
 

@@ -8,10 +8,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from speculant.cache.base import CacheShape, KVCache
-from speculant.cache.factory import paged_cache, slotted_cache
-from speculant.models.base import Batch, SequenceInput, build_batch
-from speculant.models.weights.load import load_model
+from speculant.cache import CacheShape, KVCache, paged_cache, slotted_cache
+from speculant.models import Batch, SequenceInput, build_batch, load_model
 from speculant.types import DraftTree
 from tests.models import Checkpoints
 

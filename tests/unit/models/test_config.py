@@ -11,10 +11,8 @@ import torch
 from transformers import LlamaConfig
 
 from speculant.errors import ModelError
-from speculant.models.config import rope_entries
-from speculant.models.description import Rope
+from speculant.models import Rope, Rotary, rope_entries
 from speculant.models.families import llama, mistral, qwen2, qwen3
-from speculant.models.positions import Rotary
 from tests.unit.models.families import LLAMA3, SMALL
 
 

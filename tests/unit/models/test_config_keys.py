@@ -15,8 +15,8 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from speculant import plugins
 from speculant.errors import ModelError
+from speculant.models import load_model
 from speculant.models.config import ACTIVATIONS
-from speculant.models.weights.load import load_model
 from tests.quantised_folders import edit_config
 from tests.unit.models.families import SMALL, VARIANTS, Session, cases, spread_weights
 

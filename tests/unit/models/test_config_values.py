@@ -10,7 +10,7 @@ from transformers import CONFIG_MAPPING, AutoConfig
 
 from speculant import plugins
 from speculant.errors import ModelError
-from speculant.models.description import DecoderConfig
+from speculant.models import DecoderConfig
 from tests.unit.models.families import SMALL, VARIANTS, cases
 
 VALUES: list[Any] = [

@@ -12,10 +12,11 @@ import torch
 from transformers.models.t5.modeling_t5 import T5Attention
 
 from speculant.errors import ModelError
-from speculant.models.description import (
+from speculant.models import (
     MOST_WEIGHTS,
     Attention,
     Clamped,
+    Decoder,
     DecoderConfig,
     DistanceBias,
     Encoder,
@@ -26,21 +27,18 @@ from speculant.models.description import (
     TensorMap,
     TokenInputs,
     Transposed,
-    stored_shape,
-)
-from speculant.models.families import gemma4_text, t5, umt5
-from speculant.models.positions import buckets_of
-from speculant.models.reference import Decoder
-from speculant.models.sizes import (
     activations,
+    buckets_of,
     matrix_weights,
     parameters,
     pass_matrices,
     relative_reads,
     source_matrices,
+    stored_shape,
     tensor_shapes,
     values_per_position,
 )
+from speculant.models.families import gemma4_text, t5, umt5
 from tests.descriptions import describe
 from tests.timing import is_within
 from tests.unit.models.families import SMALL, VARIANTS

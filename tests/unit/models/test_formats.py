@@ -13,7 +13,7 @@ from transformers import AutoConfig
 from speculant import plugins
 from speculant.config import EngineConfig, resolve
 from speculant.errors import ConfigError, ModelError
-from speculant.models.weights.load import load_model
+from speculant.models import load_model
 from tests.unit.models.families import SMALL, VARIANTS, Pair, Session, make_pair
 from tests.unit.models.test_loading import PROMPT, edit, edit_tensors
 

@@ -10,15 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from speculant import plugins
 from speculant.errors import ModelError
-from speculant.models.description import DecoderConfig
+from speculant.models import Checkpoint, DecoderConfig, Rotary, load_model
 from speculant.models.families import llama
-from speculant.models.positions import Rotary
-from speculant.models.weights.load import Checkpoint, load_model
 from tests.examples import examples
 from tests.json_faults import EXTREMES, changed, changed_deep, values
 from tests.models import Shape, write_checkpoint

@@ -12,9 +12,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from speculant.errors import ModelError
-from speculant.models.config import text_config
+from speculant.models import load_model, text_config
 from speculant.models.families.gemma4_text import read_config
-from speculant.models.weights.load import load_model
 from tests.unit.models.families import FULL, SLIDES, SMALL, VARIANTS, Session, make_pair, random_tokens
 
 SMALLEST = {**SMALL, "hidden_size_per_layer_input": 0, "num_hidden_layers": 6}

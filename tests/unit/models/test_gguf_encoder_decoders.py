@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from speculant.errors import ModelError
-from speculant.kernels.native import usable_sets
-from speculant.models.weights.load import load_model
+from speculant.kernels import usable_sets
+from speculant.models import load_model
 from tests.gguf_models import convert
 from tests.unit.models.families import Session
 from tests.unit.models.test_gguf_families import TOKENS, pair_of

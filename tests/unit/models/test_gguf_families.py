@@ -17,10 +17,18 @@ from safetensors.torch import load_file, save_file
 from speculant import plugins
 from speculant.errors import ModelError
 from speculant.gguf_file import GgufFile
-from speculant.lab.quantize.layouts import LAYOUTS
-from speculant.models.description import DecoderConfig
-from speculant.models.gguf import FAMILIES, GgufFamily, Number, Truth, read_gguf_config, read_gguf_decoder
-from speculant.models.weights.load import CheckpointFiles, load_model
+from speculant.lab.quantize import LAYOUTS
+from speculant.models import (
+    FAMILIES,
+    CheckpointFiles,
+    DecoderConfig,
+    GgufFamily,
+    Number,
+    Truth,
+    load_model,
+    read_gguf_config,
+    read_gguf_decoder,
+)
 from tests.gguf_models import convert
 from tests.unit.models.families import EXPERTS, MULTIPLIED, PADDED, SCALED, T5, VARIANTS, Pair, Session, make_pair
 from tests.unit.models.test_gguf_models import same_as_decoded

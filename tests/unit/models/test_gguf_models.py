@@ -16,15 +16,28 @@ import torch
 from speculant import plugins
 from speculant.errors import ConfigError, ModelError
 from speculant.gguf_file import GgufFile
-from speculant.kernels.native import BLOCK_TYPES
-from speculant.models.description import Rope, TensorMap, Unpaired
-from speculant.models.gguf import NEUTRAL, GgufWeights, read_gguf_config, read_gguf_decoder
-from speculant.models.sizes import HEAD, TABLE
-from speculant.models.vocabulary import TableRows
-from speculant.models.weights.load import Checkpoint, load_model
-from speculant.models.weights.source import Mapped, QuantizedBlocks, ShortHead, decode, read_plain
+from speculant.kernels import BLOCK_TYPES
+from speculant.models import (
+    HEAD,
+    NEUTRAL,
+    TABLE,
+    Checkpoint,
+    GgufWeights,
+    Mapped,
+    QuantizedBlocks,
+    Rope,
+    ShortHead,
+    TableRows,
+    TensorMap,
+    Unpaired,
+    decode,
+    load_model,
+    read_gguf_config,
+    read_gguf_decoder,
+    read_plain,
+)
 from speculant.params import SamplingParams
-from speculant.text.gguf_tokenizer import read_gguf_tokenizer
+from speculant.text import read_gguf_tokenizer
 from tests.gguf_models import DECODED, FLOATS, LARGE_BLOCKS, SMALL_BLOCKS, convert, decoded
 from tests.models import ALPHABET, END, HIDDEN_SIZE, VOCAB_SIZE, Shape, write_checkpoint
 from tests.unit.models.families import Session, make_pair

@@ -12,8 +12,8 @@ import torch
 
 from speculant.errors import ModelError
 from speculant.gguf_file import GgufFile
-from speculant.models.weights.load import load_model
-from speculant.text.tokenizer import Tokenizer
+from speculant.models import load_model
+from speculant.text import Tokenizer
 from tests.examples import examples
 from tests.gguf_models import convert
 from tests.models import Shape, write_checkpoint

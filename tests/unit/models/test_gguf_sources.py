@@ -12,8 +12,7 @@ import pytest
 from huggingface_hub.errors import OfflineModeIsEnabled
 
 from speculant.errors import ModelError
-from speculant.models.source import read_model_config, resolve_folder, resolve_source, resolve_tokenizer
-from speculant.models.weights.load import load_model
+from speculant.models import load_model, read_model_config, resolve_folder, resolve_source, resolve_tokenizer
 from tests.gguf_models import convert
 from tests.models import Shape, write_checkpoint
 

@@ -10,10 +10,25 @@ import pytest
 import torch
 from torch import Tensor
 
-from speculant.models.description import Columns, Rows, TensorMap, Transposed
+from speculant.models import (
+    Columns,
+    InputGroups,
+    Mapped,
+    QuantizedBlocks,
+    Rows,
+    TensorMap,
+    Transposed,
+    as_blocks,
+    as_floats,
+    decode,
+    layout_for,
+    order_of,
+    read_plain,
+    stored_bytes,
+    unpacked,
+    why_no_halves,
+)
 from speculant.models.weights import scaled
-from speculant.models.weights.scaled import InputGroups, as_blocks, as_floats, layout_for, unpacked, why_no_halves
-from speculant.models.weights.source import Mapped, QuantizedBlocks, decode, order_of, read_plain, stored_bytes
 
 N, K, SIZE = 5, 192, 64
 RANDOM = np.random.default_rng(0)

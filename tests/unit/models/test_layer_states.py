@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from speculant.drafting.heads.hidden_runner import Pending
-from speculant.models.native.program import TAPPED_ROWS, TapMemory
+from speculant.drafting import Pending
+from speculant.models import TAPPED_ROWS, TapMemory
 from speculant.types import LayerStates, state_rows
 
 WIDTH = 3

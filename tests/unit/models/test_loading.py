@@ -16,10 +16,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from speculant.config import EngineConfig
-from speculant.engine.build import build_engine, load_tokenizer
+from speculant.engine import build_engine, load_tokenizer
 from speculant.errors import ConfigError, ModelError
-from speculant.models.source import OutputRules, resolve_source
-from speculant.models.weights.load import load_model
+from speculant.models import OutputRules, load_model, resolve_source
 from speculant.params import SamplingParams
 from tests.unit.models.families import LLAMA3, Pair, Session, make_pair, random_tokens
 

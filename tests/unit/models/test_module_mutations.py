@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from speculant.errors import ModelError
-from speculant.models.weights.load import load_model
+from speculant.models import load_model
 from tests import scaled_folders
 from tests.examples import sizes
 from tests.models import Shape, write_checkpoint

@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from speculant.errors import ConfigError, ModelError
-from speculant.kernels.native import usable_sets
-from speculant.models.weights.load import load_model
+from speculant.kernels import usable_sets
+from speculant.models import load_model
 from tests.unit.models.families import EXPERTS, VARIANTS, Session, make_pair, random_tokens
 
 SIZES: dict[str, Any] = {**EXPERTS, "hidden_size": 64, "intermediate_size": 96, "head_dim": 16}

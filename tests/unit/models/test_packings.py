@@ -11,13 +11,25 @@ import torch
 from speculant import LLM, SamplingParams, files
 from speculant.errors import ConfigError
 from speculant.files import Run, cache_folder
-from speculant.kernels.native import Kernels, open_kernels, usable_sets
-from speculant.models.backends.base import AS_STORED, AUTO, CODED, PLAIN, Packing, choose_backend, packing_of
-from speculant.models.backends.native import NativeBackend
+from speculant.kernels import Kernels, open_kernels, usable_sets
+from speculant.models import (
+    AS_STORED,
+    AUTO,
+    CODED,
+    PLAIN,
+    ModuleWeights,
+    NativeBackend,
+    Packing,
+    choose,
+    choose_backend,
+    fastest_packing,
+    kept_gains,
+    matrix_weights,
+    measure_gains,
+    narrow_weights,
+    packing_of,
+)
 from speculant.models.native import speeds
-from speculant.models.native.speeds import choose, fastest_packing, kept_gains, measure_gains, narrow_weights
-from speculant.models.sizes import matrix_weights
-from speculant.models.weights.source import ModuleWeights
 from tests.contracts.test_backends import CONFIG, SIZES
 from tests.descriptions import describe
 from tests.exactness.test_native_decoder import make_decoder

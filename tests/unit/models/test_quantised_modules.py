@@ -15,12 +15,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from speculant.cli.model_report import inspect_model
+from speculant.cli import inspect_model
 from speculant.errors import ModelError
-from speculant.kernels.native import Type, usable_sets
-from speculant.models.native.packed import PackedExperts, PackedMlp
+from speculant.kernels import Type, usable_sets
+from speculant.models import PackedExperts, PackedMlp, load_model
 from speculant.models.weights import cache as weight_cache
-from speculant.models.weights.load import load_model
 from tests.models import Shape, write_checkpoint
 from tests.quantised_folders import Gptq, Tensors, awq_config, awq_module, edit_config, quantise
 from tests.unit.models.families import EXPERTS, PADDED, VARIANTS, make_pair

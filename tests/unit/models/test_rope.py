@@ -31,9 +31,7 @@ from transformers.models.olmo3.modeling_olmo3 import Olmo3RotaryEmbedding
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
 from speculant.errors import ModelError
-from speculant.models.config import read_rope, rope_entries
-from speculant.models.description import Rope, restart_of
-from speculant.models.positions import Rotary
+from speculant.models import Rope, Rotary, read_rope, restart_of, rope_entries
 from tests.unit.models.families import LLAMA3, SMALL
 
 POSITIONS = torch.cat((torch.arange(200), torch.arange(200, 4096, 97), torch.tensor([4095])))

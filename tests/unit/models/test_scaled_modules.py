@@ -15,11 +15,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from speculant.errors import ModelError
-from speculant.kernels.native import Type, usable_sets
-from speculant.models.native.packed import PackedExperts, PackedMlp
+from speculant.kernels import Type, usable_sets
+from speculant.models import PackedExperts, PackedMlp, e4m3_numbers
 from speculant.models.weights import cache as weight_cache
 from speculant.models.weights.schemes import bitsandbytes
-from speculant.models.weights.source import e4m3_numbers
 from tests.models import Shape, write_checkpoint
 from tests.quantised_folders import Tensors, edit_config
 from tests.scaled_folders import (

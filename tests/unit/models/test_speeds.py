@@ -11,13 +11,9 @@ import torch
 
 from speculant import files
 from speculant.files import cache_folder
-from speculant.kernels.native import Kernels, Type, open_kernels, usable_sets
-from speculant.kernels.packing import likely_bytes
-from speculant.models.description import Experts
+from speculant.kernels import Kernels, Type, likely_bytes, open_kernels, usable_sets
+from speculant.models import ROUNDINGS, Experts, ModuleWeights, matrix_weights, pass_matrices
 from speculant.models.native import speeds
-from speculant.models.sizes import matrix_weights, pass_matrices
-from speculant.models.weights.reader import ROUNDINGS
-from speculant.models.weights.source import ModuleWeights
 from tests.descriptions import describe, describe_pair
 from tests.exactness.test_native_decoder import make_decoder
 

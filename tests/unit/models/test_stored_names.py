@@ -13,9 +13,20 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from speculant.errors import ModelError
-from speculant.models.description import Columns, Plus, Rows, TensorMap, Transposed, Unpaired, map_modules, stored_shape
-from speculant.models.weights.load import load_model
-from speculant.models.weights.source import Mapped, kind_of, read_plain
+from speculant.models import (
+    Columns,
+    Mapped,
+    Plus,
+    Rows,
+    TensorMap,
+    Transposed,
+    Unpaired,
+    kind_of,
+    load_model,
+    map_modules,
+    read_plain,
+    stored_shape,
+)
 from tests.unit.models.families import Session, make_pair, random_tokens
 
 pytestmark = pytest.mark.usefixtures("families_are_looked_up_once")

@@ -14,15 +14,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from speculant.errors import ModelError
-from speculant.kernels.native import usable_sets
+from speculant.kernels import usable_sets
+from speculant.models import ModuleFiles, TensorFiles, load_model
 from speculant.models.weights import tensors as stored
-from speculant.models.weights.load import load_model
 from speculant.models.weights.schemes.gptq import read_scheme
-from speculant.models.weights.tensors import ModuleFiles, TensorFiles
 from tests.models import Shape, write_checkpoint
 from tests.quantised_folders import Gptq, quantise
-from tests.scaled_folders import FORMATS
-from tests.scaled_folders import quantise as quantise_scaled
+from tests.scaled_folders import FORMATS, quantise as quantise_scaled
 from tests.unit.models.families import PADDED, VARIANTS, make_pair
 
 native = pytest.mark.skipif(not usable_sets(), reason="the native kernels are not built")

@@ -16,36 +16,34 @@ from typing import BinaryIO
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from speculant import LLM, SamplingParams
-from speculant.cli.describe import figures
+from speculant.cli import figures
 from speculant.files import TICK, cache_folder
-from speculant.kernels.native import Kernels, Type, Weight, open_kernels, usable_sets
-from speculant.models.base import SequenceInput
-from speculant.models.weights import cache as weight_cache
-from speculant.models.weights import tensors
-from speculant.models.weights.cache import (
+from speculant.kernels import Kernels, Type, Weight, open_kernels, usable_sets
+from speculant.models import (
     KEPT,
     MAPPED,
     PACKED,
+    Checkpoint,
     DamagedFileError,
+    SequenceInput,
     WeightCache,
     cache_files,
+    load_model,
     map_weights,
     write_weights,
 )
-from speculant.models.weights.load import Checkpoint, load_model
+from speculant.models.weights import cache as weight_cache, tensors
 from speculant.tree import DraftTree
 from tests.contracts.test_input_embeddings import Session
 from tests.examples import examples
 from tests.gguf_models import convert
 from tests.models import Checkpoints, Shape, write_checkpoint
-from tests.unit.models.families import Session as SourceSession
-from tests.unit.models.families import write_variant
+from tests.unit.models.families import Session as SourceSession, write_variant
 
 pytestmark = pytest.mark.skipif(not usable_sets(), reason="the native kernels are not built")
 WAYS = [("plain", None), ("12bit", None), ("plain", "int8"), ("plain", "int4")]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from speculant.ray.cores import Cores
+from speculant.ray import Cores
 
 HOLDER = """
 import sys, time

@@ -9,7 +9,7 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from speculant.cli.main import app
+from speculant.cli import app
 from speculant.errors import ConfigError
 
 INSTALL = 'pip install -c constraints.txt "speculant[ray]"'

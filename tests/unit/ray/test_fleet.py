@@ -12,10 +12,8 @@ import pytest
 from ray.exceptions import RayActorError, RayTaskError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 
-from speculant.ray.fleet import TRIES, Fleet
-from speculant.ray.routed import RoutedRequest
-from speculant.serving.errors import ApiError
-from speculant.serving.inside import InsideRequest, ResponseHead
+from speculant.ray import TRIES, Fleet, RoutedRequest
+from speculant.serving import ApiError, InsideRequest, ResponseHead
 from tests.ray_fakes import SILENT, Answer, FakeHandle, saying
 
 JSON = ResponseHead(200, ((b"content-type", b"application/json"),))

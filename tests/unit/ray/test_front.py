@@ -15,11 +15,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from speculant import AsyncEngine
 from speculant.errors import ConfigError
-from speculant.ray.front import REPLICA, make_front
-from speculant.ray.routed import RoutedRequest
-from speculant.serving.app import OPEN_PATHS, make_app
-from speculant.serving.inside import InsideRequest, ResponseHead, responses, whole_response
-from speculant.serving.options import ServerOptions
+from speculant.ray import REPLICA, RoutedRequest, make_front
+from speculant.serving import OPEN_PATHS, InsideRequest, ResponseHead, ServerOptions, make_app, whole_response
+from speculant.serving.inside import responses
 from tests.ray_fakes import FakeHandle, FakeReplicas, answering, saying
 
 T = TypeVar("T")

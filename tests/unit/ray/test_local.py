@@ -9,9 +9,8 @@ import ray
 from ray import serve
 
 from speculant.errors import ConfigError, ServerError
-from speculant.ray.local import LocalReplicas, connect
-from speculant.ray.options import ReplicaOptions
-from speculant.serving.options import ServerOptions
+from speculant.ray import LocalReplicas, ReplicaOptions, connect
+from speculant.serving import ServerOptions
 
 LATE = Exception("The current node timed out during startup. This could happen because\nthe GCS is overloaded.")
 

@@ -10,9 +10,16 @@ import pytest
 from ray.serve.config import AutoscalingContext
 
 from speculant.errors import ConfigError
-from speculant.ray.arguments import PROXIES, read_arguments
-from speculant.ray.options import ReplicaOptions, replica_range, with_absolute_paths
-from speculant.ray.scaling import FULL, needed, wanted_replicas
+from speculant.ray import (
+    FULL,
+    PROXIES,
+    ReplicaOptions,
+    needed,
+    read_arguments,
+    replica_range,
+    wanted_replicas,
+    with_absolute_paths,
+)
 
 
 @pytest.mark.parametrize(("text", "wanted"), [("4", (4, 4)), ("1:4", (1, 4)), (3, (3, 3)), ("2:2", (2, 2))])

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 
-from prometheus_client import CollectorRegistry, Gauge, Histogram, generate_latest
-from prometheus_client import Counter as Count
+from prometheus_client import CollectorRegistry, Counter as Count, Gauge, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from speculant.ray.pages import joined
+from speculant.ray import joined
 
 AWKWARD = 'a "b" engine="0" \\ \n{}'
 

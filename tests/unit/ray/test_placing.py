@@ -8,8 +8,7 @@ import pytest
 import ray
 
 from speculant.errors import ConfigError
-from speculant.ray.options import ReplicaOptions
-from speculant.ray.placing import check_fit, cores_of_each, equal_share, fitting
+from speculant.ray import ReplicaOptions, check_fit, cores_of_each, equal_share, fitting
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,11 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
-from speculant.ray.routed import MOST_CHARACTERS, routed
-from speculant.serving.inside import InsideRequest
+from speculant.ray import MOST_CHARACTERS
+from speculant.ray.routed import routed
+from speculant.serving import InsideRequest
 
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello."}]
 VALUES = st.recursive(

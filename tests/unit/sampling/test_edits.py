@@ -7,17 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from speculant.constraints import unpacked
 from speculant.errors import RequestError
-from speculant.kernels.base import Sampler
-from speculant.kernels.native import NativeEdits, NativeSampler, open_kernels, usable_sets
-from speculant.kernels.reference import REFERENCE, edit
+from speculant.kernels import REFERENCE, NativeEdits, NativeSampler, Sampler, edit, open_kernels, usable_sets
 from speculant.params import SamplingParams
-from speculant.sampling.distribution import Node, distribution, edits_of, sampling_settings
+from speculant.sampling import Node, edits_of, sampling_settings
+from speculant.sampling.distribution import distribution
 from speculant.types import Request
 from tests.automata import bitset
 from tests.examples import examples

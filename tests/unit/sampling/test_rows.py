@@ -7,9 +7,8 @@ import math
 import pytest
 import torch
 
-from speculant.kernels.base import SamplingSettings
-from speculant.kernels.reference import REFERENCE
-from speculant.sampling.rows import GROUP, most_likely, top_tokens
+from speculant.kernels import REFERENCE, SamplingSettings
+from speculant.sampling import GROUP, most_likely, top_tokens
 
 
 @pytest.mark.parametrize("count", [1, 8, 100])

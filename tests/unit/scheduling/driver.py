@@ -6,12 +6,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from speculant.cache.base import CacheShape, KVCache
-from speculant.cache.factory import paged_cache, slotted_cache
+from speculant.cache import CacheShape, KVCache, paged_cache, slotted_cache
 from speculant.config import Limits
 from speculant.params import SamplingParams
-from speculant.scheduling.schedule import Schedule
-from speculant.scheduling.scheduler import Scheduler
+from speculant.scheduling import Schedule, Scheduler
 from speculant.types import ANYONE, Client, Request
 from speculant.work import NO_WORK, StepWork
 from tests.models import make_request

@@ -6,14 +6,13 @@ import dataclasses
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from speculant.beams import Beams
-from speculant.engine.propose import DraftBounds, DraftBudget, room
-from speculant.lengths.fixed import Fixed
+from speculant.engine import DraftBounds, DraftBudget, room
+from speculant.lengths import Fixed
 from speculant.params import SamplingParams
-from speculant.scheduling.schedule import Schedule, Scheduled
+from speculant.scheduling import Schedule, Scheduled
 from speculant.types import Request
 from tests.beams import beams_of, give_search, hypotheses, scored
 from tests.models import make_request

@@ -5,13 +5,20 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from speculant.config import POLICIES
 from speculant.errors import CapacityError, RequestError
-from speculant.scheduling import scheduler as scheduler_module
-from speculant.scheduling.fairness import TURN, Account, Accounts, Holding, divide, places_of, yields
+from speculant.scheduling import (
+    TURN,
+    Account,
+    Accounts,
+    Holding,
+    divide,
+    places_of,
+    scheduler as scheduler_module,
+    yields,
+)
 from speculant.types import ANYONE, Client, Request
 from tests.unit.scheduling.driver import BLOCK, Driver, blocks, counts, slots
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from speculant.config import POLICIES
 from speculant.errors import CapacityError
-from speculant.scheduling.policy import Key
-from speculant.scheduling.schedule import Scheduled
+from speculant.scheduling import Key, Scheduled
 from speculant.types import ANYONE, Request
 from tests.examples import examples
 from tests.models import make_request

@@ -6,7 +6,7 @@ import pytest
 
 from speculant.config import POLICIES, Limits
 from speculant.params import SamplingParams
-from speculant.scheduling.schedule import Schedule
+from speculant.scheduling import Schedule
 from speculant.types import Client
 from tests.unit.scheduling.driver import BLOCK, Driver, blocks, counts, slots
 

@@ -16,8 +16,7 @@ from speculant.errors import (
     RequestError,
     SpeculantError,
 )
-from speculant.serving.errors import ApiError, api_error, refusal, scrub
-from speculant.serving.protocol import ChatBody
+from speculant.serving import ApiError, ChatBody, api_error, refusal, scrub
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from speculant import SamplingParams, StreamPiece
 from speculant.errors import RequestError, SpeculantError
 from speculant.metrics import EngineMetrics, RequestMetrics, StepTiming, TimingMetrics
-from speculant.serving.errors import refusal
-from speculant.serving.metrics import RequestMeter, ServerMetrics, token_buckets
+from speculant.serving import RequestMeter, ServerMetrics, refusal, token_buckets
 from speculant.types import CompletionOutput, RequestOutput
 
 CACHE = {"block_size": "16", "num_gpu_blocks": "4", "cache_dtype": "int8", "enable_prefix_caching": "True"}

@@ -11,9 +11,7 @@ import httpx
 import pytest
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from speculant.serving.clients import API_KEY
-from speculant.serving.middleware import ApiKeys, RequestIds, RequestLimits
-from speculant.serving.options import ServerOptions
+from speculant.serving import API_KEY, ApiKeys, RequestIds, RequestLimits, ServerOptions
 
 
 async def echo(scope: Scope, receive: Receive, send: Send) -> None:

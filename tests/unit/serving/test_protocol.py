@@ -7,20 +7,20 @@ import time
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
-from speculant.serving import protocol
-from speculant.serving.errors import ApiError, refusal
-from speculant.serving.fields import REFUSED
-from speculant.serving.protocol import (
+from speculant.serving import (
     MOST_ENTRIES,
+    REFUSED,
+    ApiError,
     Body,
     ChatBody,
     CompletionBody,
     ResponseBody,
     count_entries,
+    protocol,
     read_body,
+    refusal,
 )
 
 

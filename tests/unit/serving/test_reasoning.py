@@ -6,14 +6,12 @@ import itertools
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
-from speculant.engine.prompts import RenderedPrompt
-from speculant.serving.reasoning import ReasoningDelta, ReasoningParser, find_reasoning
-from speculant.serving.tools import TextDelta
-from speculant.structured.reasoned import Reasoning
-from speculant.text.reasoning import expect_reasoning
+from speculant.engine import RenderedPrompt
+from speculant.serving import ReasoningDelta, ReasoningParser, TextDelta, find_reasoning
+from speculant.structured import Reasoning
+from speculant.text import expect_reasoning
 from tests.examples import examples
 from tests.timing import cpu_seconds, is_within
 

@@ -12,9 +12,18 @@ from pydantic import ValidationError
 
 from speculant import SamplingParams
 from speculant.errors import ConfigError
-from speculant.serving.errors import ApiError
-from speculant.serving.protocol import SETTINGS, ChatBody, CompletionBody, GeneratingBody, ResponseBody
-from speculant.serving.sampling import chat_params, completion_params, response_params, with_bounded_drafts
+from speculant.serving import (
+    SETTINGS,
+    ApiError,
+    ChatBody,
+    CompletionBody,
+    GeneratingBody,
+    ResponseBody,
+    chat_params,
+    completion_params,
+    response_params,
+    with_bounded_drafts,
+)
 from tests.documented_fields import VALUES
 from tests.whole_numbers import WRONG, places
 

@@ -11,16 +11,26 @@ import pytest
 
 from speculant.errors import ConfigError
 from speculant.metrics import SpeculationMetrics
-from speculant.serving.clients import API_KEY, USER, salt_of
-from speculant.serving.errors import ApiError
-from speculant.serving.messages import MessageReader, joined_calls
-from speculant.serving.options import ServerOptions
-from speculant.serving.reasoning import ReasoningParser
-from speculant.serving.state import Admission
-from speculant.serving.token_texts import LOWEST, TokenTexts, chat_logprob, completion_logprobs, prompt_logprobs
-from speculant.serving.tools import find_parser
-from speculant.serving.wire import encode, event
-from speculant.text.tokenizer import Tokenizer
+from speculant.serving import (
+    API_KEY,
+    LOWEST,
+    USER,
+    Admission,
+    ApiError,
+    MessageReader,
+    ReasoningParser,
+    ServerOptions,
+    TokenTexts,
+    chat_logprob,
+    completion_logprobs,
+    encode,
+    event,
+    find_parser,
+    joined_calls,
+    prompt_logprobs,
+    salt_of,
+)
+from speculant.text import Tokenizer
 from speculant.types import Client, Logprob
 from tests.models import Checkpoints
 

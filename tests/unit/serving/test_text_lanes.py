@@ -10,9 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from speculant.serving import text_lanes
-from speculant.serving.errors import ApiError
-from speculant.serving.text_lanes import LARGE, TextLane, TextLanes
+from speculant.serving import LARGE, ApiError, TextLane, TextLanes, text_lanes
 
 PATIENCE = 30.0
 

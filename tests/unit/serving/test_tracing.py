@@ -12,8 +12,7 @@ import pytest
 from speculant import SamplingParams, StreamPiece
 from speculant.errors import ConfigError
 from speculant.metrics import RequestMetrics, SpeculationMetrics, StepTiming, TimingMetrics
-from speculant.serving.records import REQUEST_ID, RequestRecord
-from speculant.serving.tracing import Tracer, phases, traces_url
+from speculant.serving import REQUEST_ID, RequestRecord, Tracer, phases, traces_url
 from speculant.types import CompletionOutput, RequestOutput
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"

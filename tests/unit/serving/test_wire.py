@@ -7,11 +7,9 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
-from speculant.serving import wire
-from speculant.serving.wire import Deferred, encode, encode_in_parts
+from speculant.serving import Deferred, encode, encode_in_parts, wire
 
 LEAVES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
 DOCUMENTS = st.recursive(

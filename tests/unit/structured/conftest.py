@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from speculant.structured.grammars import Grammars
-from speculant.text.tokenizer import Tokenizer
+from speculant.structured import Grammars
+from speculant.text import Tokenizer
 from tests.models import END, Checkpoints
 
 

@@ -15,10 +15,8 @@ from torch import Tensor
 
 from speculant.constraints import Constraint, unpacked
 from speculant.errors import RequestError
-from speculant.structured.constraint import Grammar, GrammarConstraint
-from speculant.structured.grammars import Grammars
-from speculant.structured.spec import StructuredOutputs
-from speculant.text.tokenizer import Tokenizer
+from speculant.structured import Grammar, GrammarConstraint, Grammars, StructuredOutputs
+from speculant.text import Tokenizer
 from tests.examples import examples
 from tests.models import END, VOCAB_SIZE
 

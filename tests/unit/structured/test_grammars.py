@@ -10,10 +10,8 @@ from dataclasses import replace
 import pytest
 
 from speculant.errors import CapacityError, ConfigError, RequestError
-from speculant.structured.constraint import Grammar, GrammarConstraint
-from speculant.structured.grammars import Grammars
-from speculant.structured.spec import GrammarSource, StructuredOutputs
-from speculant.text.tokenizer import Tokenizer
+from speculant.structured import Grammar, GrammarConstraint, Grammars, GrammarSource, StructuredOutputs
+from speculant.text import Tokenizer
 from tests.models import END
 
 WORD = StructuredOutputs(regex="[a-z]+")

@@ -15,13 +15,17 @@ from unittest.mock import MagicMock
 import pytest
 
 from speculant.errors import CapacityError, RequestError
-from speculant.structured import grammars as module
-from speculant.structured.constraint import Grammar
-from speculant.structured.grammars import Grammars
-from speculant.structured.probe import Probed, ProbeLimits
-from speculant.structured.prober import Prober
-from speculant.structured.spec import GrammarSource, StructuredOutputs
-from speculant.text.tokenizer import Tokenizer
+from speculant.structured import (
+    Grammar,
+    Grammars,
+    GrammarSource,
+    Probed,
+    ProbeLimits,
+    Prober,
+    StructuredOutputs,
+    grammars as module,
+)
+from speculant.text import Tokenizer
 from tests.hostile_forms import combinations
 from tests.models import END
 

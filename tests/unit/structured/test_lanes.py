@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 
-from speculant.structured.lanes import ClientLane
+from speculant.structured import ClientLane
 
 
 class Held:

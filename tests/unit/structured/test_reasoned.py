@@ -7,11 +7,8 @@ import random
 import pytest
 from torch import Tensor
 
-from speculant.structured.constraint import Grammar
-from speculant.structured.grammars import Grammars
-from speculant.structured.reasoned import ReasonedConstraint, Reasoning
-from speculant.structured.spec import StructuredOutputs
-from speculant.text.tokenizer import Tokenizer
+from speculant.structured import Grammar, Grammars, ReasonedConstraint, Reasoning, StructuredOutputs
+from speculant.text import Tokenizer
 from tests.models import END
 
 START, STOP = 3, 4  # tokens that stand for the tags

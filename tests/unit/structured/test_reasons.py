@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 from speculant.errors import RequestError
-from speculant.serving.tools import call_grammar, call_schema
-from speculant.structured.grammars import Grammars, _check_probe
-from speculant.structured.probe import Probed, ProbeLimits
-from speculant.structured.spec import StructuredOutputs
+from speculant.serving import call_grammar, call_schema
+from speculant.structured import Grammars, Probed, ProbeLimits, StructuredOutputs
+from speculant.structured.grammars import _check_probe
 
 SCHEMAS: list[tuple[dict[str, Any], str]] = [
     ({"$ref": "#"}, "refers only to itself"),

@@ -10,7 +10,7 @@ import pytest
 
 from speculant.errors import ConfigError, RequestError, SpeculantError
 from speculant.params import SamplingParams
-from speculant.structured.spec import MAX_CHARACTERS, MAX_CHOICES, StructuredOutputs
+from speculant.structured import MAX_CHARACTERS, MAX_CHOICES, StructuredOutputs
 
 SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"type": "null"}}}
 

@@ -10,11 +10,8 @@ from typing import Any
 
 import pytest
 
-from speculant.structured.constraint import Grammar
-from speculant.structured.grammars import Grammars
-from speculant.structured.reasoned import ReasonedConstraint, Reasoning
-from speculant.structured.spec import StructuredOutputs
-from speculant.text.tokenizer import Tokenizer
+from speculant.structured import Grammar, Grammars, ReasonedConstraint, Reasoning, StructuredOutputs
+from speculant.text import Tokenizer
 from tests.tagged import tokenizer_with_tags, write
 
 pytest.importorskip("llguidance")

@@ -9,7 +9,7 @@ import pytest
 
 from speculant.constraints import Constraint, unpacked
 from speculant.errors import RequestError
-from speculant.structured.vocabulary import JoinedConstraint, Vocabulary, banned_tokens, constrain_all
+from speculant.structured import JoinedConstraint, Vocabulary, banned_tokens, constrain_all
 from tests.automata import Automaton, ForcingAutomaton
 from tests.timing import is_within
 

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from speculant.errors import ModelError, RequestError
-from speculant.text.chat import TOOL_USE, ChatTemplate, find_template
-from speculant.text.tokenizer import Tokenizer
+from speculant.text import TOOL_USE, ChatTemplate, Tokenizer, find_template
 from tests.unit.text.tokenizers_for_tests import SETTINGS, byte_level
 
 MESSAGES = [{"role": "user", "content": "Hi & <hello>"}, {"role": "assistant", "content": "Yes?"}]

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
-from speculant.text.stream import IncrementalDetokenizer
-from speculant.text.tokenizer import Tokenizer
+from speculant.text import IncrementalDetokenizer, Tokenizer
 from tests.examples import examples
 from tests.unit.text.tokenizers_for_tests import byte_level, metaspace_style, sentencepiece_style
 

@@ -8,14 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from speculant.errors import ModelError, RequestError
 from speculant.params import SamplingParams
-from speculant.text.stop import compile_stops
-from speculant.text.stream import TextStream
-from speculant.text.tokenizer import Tokenizer
+from speculant.text import TextStream, Tokenizer, compile_stops
 from tests.examples import examples
 from tests.json_faults import changed, changed_deep, values
 from tests.unit.text.tokenizers_for_tests import byte_level, metaspace_style, sentencepiece_style

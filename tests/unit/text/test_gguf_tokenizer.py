@@ -11,16 +11,11 @@ from typing import Any
 
 import pytest
 from gguf import GGUFWriter
-from tokenizers import Tokenizer as Backend
-from tokenizers import pre_tokenizers
+from tokenizers import Tokenizer as Backend, pre_tokenizers
 
 from speculant.errors import ModelError
-from speculant.models.source import resolve_source
-from speculant.text.gguf_splits import SPLITS
-from speculant.text.gguf_tokenizer import read_gguf_tokenizer
-from speculant.text.stream import IncrementalDetokenizer
-from speculant.text.tokenizer import Tokenizer
-from speculant.text.unigram import TokenType
+from speculant.models import resolve_source
+from speculant.text import SPLITS, IncrementalDetokenizer, Tokenizer, TokenType, read_gguf_tokenizer
 from tests.examples import examples
 from tests.gguf_tokenizers import metadata_of
 from tests.texts import texts

@@ -8,12 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors
-from tokenizers import Tokenizer as Backend
+from tokenizers import Regex, Tokenizer as Backend, decoders, models, normalizers, pre_tokenizers, processors
 
 from speculant.errors import ModelError
-from speculant.text.length_bounds import MOST_TIMES, check_length_bounds
-from speculant.text.tokenizer import Tokenizer
+from speculant.text import MOST_TIMES, Tokenizer, check_length_bounds
 from tests.unit.text.tokenizers_for_tests import byte_level, metaspace_style, sentencepiece_style
 
 TEXTS = ["", "a", "a b", "aaaa", "é", "中ﷺ", "``''", "ab" * 20]

@@ -14,8 +14,7 @@ from jinja2.exceptions import SecurityError
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from speculant.errors import ModelError, RequestError, SpeculantError
-from speculant.text import costs
-from speculant.text.chat import ChatTemplate
+from speculant.text import ChatTemplate, costs
 
 
 def nested(value: str) -> str:

@@ -11,9 +11,7 @@ from typing import Any
 import pytest
 
 from speculant.errors import ModelError
-from speculant.text.stream import IncrementalDetokenizer
-from speculant.text.tokenizer import Tokenizer
-from speculant.text.unigram import TokenType
+from speculant.text import IncrementalDetokenizer, Tokenizer, TokenType
 from tests.texts import texts
 from tests.unit.text.test_gguf_unigram import AWKWARD, CHARSMAP, ENDS, SCORES, slow_tokens, theirs
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from speculant.errors import RequestError
-from speculant.text.stop import Released, StopSearch, StopStrings
+from speculant.text import Released, StopSearch, StopStrings
 from tests.examples import examples
 from tests.timing import cpu_seconds, is_within
 

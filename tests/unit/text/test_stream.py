@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from speculant.errors import RequestError
 from speculant.params import SamplingParams
-from speculant.text.stop import compile_stops
-from speculant.text.stream import TextStream
-from speculant.text.tokenizer import Tokenizer
+from speculant.text import TextStream, Tokenizer, compile_stops
 from tests.unit.text.tokenizers_for_tests import byte_level, sentencepiece_style
 
 TOKENIZERS = {make.__name__: make() for make in (byte_level, sentencepiece_style)}

@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models
+from tokenizers import Tokenizer as Backend, decoders, models
 
+from speculant.text import Tokenizer
 from speculant.text.token_bytes import token_bytes
-from speculant.text.tokenizer import Tokenizer
 from tests.unit.text.tokenizers_for_tests import byte_level, metaspace_style, sentencepiece_style
 
 TEXT = " abé 世 naïve 👍🏽 <tool>\n\tab"

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers.models import WordLevel
 
 from speculant.errors import ModelError, PairError
-from speculant.text.tokenizer import Tokenizer, compare_vocabularies, substitute_token
+from speculant.text import Tokenizer, compare_vocabularies, substitute_token
 from tests.unit.text.tokenizers_for_tests import byte_level, sentencepiece_style
 
 

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from speculant.errors import RequestError
-from speculant.models.source import resolve_source
-from speculant.text.tokenizer import Tokenizer
-from speculant.text.user_tokenizer import UserTokenizer
+from speculant.models import resolve_source
+from speculant.text import Tokenizer, UserTokenizer
 
 TEXTS = ["Hello, world", "  äöü 🎈\n", ""]
 TALK = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes?"}, {"role": "user", "content": "?"}]

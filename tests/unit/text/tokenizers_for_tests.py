@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
-from tokenizers import Tokenizer as Backend
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer as Backend,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 
-from speculant.text.tokenizer import Tokenizer
+from speculant.text import Tokenizer
 
 CORPUS = ["the quick brown fox jumps over the lazy dog", "größer, naïve café", "こんにちは 世界", "👍🏽 👨‍👩‍👧"] * 4
 SETTINGS = {"bos_token": "<s>", "eos_token": {"content": "</s>"}}

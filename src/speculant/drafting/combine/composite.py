@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from speculant import plugins
-from speculant.cache.sources import Source
+from speculant.cache import Source
 from speculant.drafting.base import (
     Drafter,
     DrafterContext,

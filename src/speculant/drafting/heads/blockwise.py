@@ -19,9 +19,7 @@ from speculant.drafting.heads.future import MOST_HEADS, FutureDrafter
 from speculant.drafting.heads.parts import HeadParts, Part, Role
 from speculant.drafting.heads.short import short_heads, short_tokens
 from speculant.drafting.topology import StaticTree
-from speculant.models.base import CausalLM
-from speculant.models.config import count
-from speculant.models.heads import FeedForwardHeads, FutureShape, PlacedHeads
+from speculant.models import CausalLM, FeedForwardHeads, FutureShape, PlacedHeads, count
 
 KIND = "blockwise"
 METHOD = Method(default_length=3, uses_model=True, uses_head=True)

@@ -26,10 +26,10 @@ from speculant.drafting.heads.hidden_drafter import HiddenDrafter
 from speculant.drafting.heads.hidden_runner import HiddenStateRunner
 from speculant.drafting.model.drafter import Drafting
 from speculant.drafting.model.runner import fit_vocabulary
-from speculant.kernels.base import Sampler
-from speculant.kernels.reference import REFERENCE
-from speculant.models.base import Chain, SequenceInput, build_batch, known
-from speculant.sampling.distribution import Node, distribution
+from speculant.kernels import REFERENCE, Sampler
+from speculant.models import Chain, SequenceInput, build_batch, known
+from speculant.sampling import Node
+from speculant.sampling.distribution import distribution
 from speculant.types import CommittedRows, DraftTree, Request
 
 

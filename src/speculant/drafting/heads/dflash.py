@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from speculant.cache.base import KVCache
+from speculant.cache import KVCache
 from speculant.drafting.base import DrafterContext, Method, read_options
 from speculant.drafting.heads.folder import BLOCKS, SPECULATORS, HeadFolder, Renamed, require_target
 from speculant.drafting.heads.hidden_drafter import HiddenDrafter
@@ -39,12 +39,26 @@ from speculant.drafting.model.one_pass import Mask, OnePass
 from speculant.drafting.model.runner import fit_vocabulary
 from speculant.drafting.topology import StaticTree, tree_option
 from speculant.errors import ConfigError, ModelError, PairError
-from speculant.kernels.reference import rms_norm
-from speculant.models.base import CausalLM, Chain, SequenceInput, build_batch, known
-from speculant.models.config import POSITIVE, count, flag, number, read_windows, show
-from speculant.models.description import DecoderConfig, Layer
-from speculant.models.heads import HeadConfig, StateEntry, linears_of
-from speculant.sampling.chance import Chances
+from speculant.kernels import rms_norm
+from speculant.models import (
+    POSITIVE,
+    CausalLM,
+    Chain,
+    DecoderConfig,
+    HeadConfig,
+    Layer,
+    SequenceInput,
+    StateEntry,
+    build_batch,
+    count,
+    flag,
+    known,
+    linears_of,
+    number,
+    read_windows,
+    show,
+)
+from speculant.sampling import Chances
 from speculant.types import DraftTree
 
 KIND = "dflash"

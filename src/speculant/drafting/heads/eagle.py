@@ -21,9 +21,7 @@ from speculant.drafting.heads.hidden_drafter import HiddenDrafter, make_head_dra
 from speculant.drafting.heads.layers import load_layers, read_sizes, renamed
 from speculant.drafting.heads.parts import LAYER_PARTS, HeadParts, Part, Role
 from speculant.drafting.heads.short import WithRows, output_cap, output_rows, short_tokens
-from speculant.models.base import CausalLM
-from speculant.models.description import Head
-from speculant.models.heads import HeadConfig, StateEntry, attach, head_shapes
+from speculant.models import CausalLM, Head, HeadConfig, StateEntry, attach, head_shapes
 
 KIND = "eagle"
 METHOD = Method(default_length=4, uses_model=True, uses_head=True)

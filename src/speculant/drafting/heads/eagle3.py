@@ -30,7 +30,7 @@ from speculant.drafting.heads.three_states import (
     rename,
     require_named_layers,
 )
-from speculant.models.base import CausalLM
+from speculant.models import CausalLM
 
 KIND = "eagle3"
 METHOD = Method(default_length=4, uses_model=True, uses_head=True)

@@ -12,16 +12,10 @@ from typing import Any
 from torch import Tensor
 
 from speculant import plugins
-from speculant.drafting.methods import KIND as DRAFTERS
-from speculant.drafting.methods import REFUSED, WITH_BLOCKS, WITH_MASKS
+from speculant.drafting.methods import KIND as DRAFTERS, REFUSED, WITH_BLOCKS, WITH_MASKS
 from speculant.errors import ConfigError, ModelError, PairError
 from speculant.files import read_json
-from speculant.models.base import CausalLM
-from speculant.models.config import is_whole, show
-from speculant.models.source import resolve_folder
-from speculant.models.weights.formats import no_weights
-from speculant.models.weights.source import FLOATS
-from speculant.models.weights.tensors import TensorFiles
+from speculant.models import FLOATS, CausalLM, TensorFiles, is_whole, no_weights, resolve_folder, show
 
 KIND = "speculant_head"  # our own key of config.json: the method that a head is made for
 SPECULATORS = "speculators_model_type"  # that of the `speculators` package

@@ -18,12 +18,9 @@ from torch import Tensor
 from speculant.drafting.base import DrafterNeeds, StatelessDrafter
 from speculant.drafting.draws import DepthProbs, draw_trees, likeliest, new_chains
 from speculant.drafting.topology import StaticTree
-from speculant.kernels.base import Sampler
-from speculant.kernels.reference import REFERENCE
-from speculant.models.base import CausalLM
-from speculant.models.heads import FutureHeads
-from speculant.sampling.chance import Chances
-from speculant.sampling.distribution import Node
+from speculant.kernels import REFERENCE, Sampler
+from speculant.models import CausalLM, FutureHeads
+from speculant.sampling import Chances, Node
 from speculant.types import CommittedRows, DraftTree, Request
 
 MOST_NODES = 64

@@ -13,9 +13,8 @@ from speculant.drafting.base import DrafterContext
 from speculant.drafting.heads.hidden_runner import Encode, HiddenStateRunner
 from speculant.drafting.model.drafter import ModelDrafter
 from speculant.drafting.topology import DynamicTree, TreeTopology, growing_tree_option
-from speculant.kernels.base import Sampler
-from speculant.kernels.reference import REFERENCE
-from speculant.models.base import CausalLM
+from speculant.kernels import REFERENCE, Sampler
+from speculant.models import CausalLM
 from speculant.types import CommittedRows, DraftTree, Request
 
 MOST_PENDING = 512  # states of a sequence that wait for its next draft

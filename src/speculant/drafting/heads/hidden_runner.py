@@ -19,10 +19,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from speculant.cache.base import KVCache
+from speculant.cache import KVCache
 from speculant.drafting.model.runner import DraftModelRunner
-from speculant.models.base import CausalLM, Hidden, SequenceInput
-from speculant.sampling.chance import Chances
+from speculant.models import CausalLM, Hidden, SequenceInput
+from speculant.sampling import Chances
 from speculant.types import CommittedRows, DraftTree, LayerStates, Request, state_rows
 
 PROBE = -(2**62)  # the sequence id for queries of the prefix index

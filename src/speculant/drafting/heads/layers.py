@@ -9,11 +9,22 @@ from typing import Any
 
 from speculant.drafting.heads.folder import HeadFolder, Renamed
 from speculant.errors import ModelError
-from speculant.models.base import CausalLM
-from speculant.models.config import read_attention, read_decoder, read_mlp, read_norm, read_windows, show, windowed
-from speculant.models.description import DecoderConfig, Layer
-from speculant.models.heads import HeadConfig, attach, head_shapes
-from speculant.models.weights.source import WeightSource
+from speculant.models import (
+    CausalLM,
+    DecoderConfig,
+    HeadConfig,
+    Layer,
+    WeightSource,
+    attach,
+    head_shapes,
+    read_attention,
+    read_decoder,
+    read_mlp,
+    read_norm,
+    read_windows,
+    show,
+    windowed,
+)
 
 LAYER_KEYS = ("transformer_layer_config", "model")  # of config.json, whose value has the layers' sizes
 

@@ -31,9 +31,7 @@ from speculant.drafting.heads.parts import HeadParts, Part, Role
 from speculant.drafting.heads.short import short_heads, short_tokens, spread_heads
 from speculant.drafting.topology import StaticTree, read_tree
 from speculant.errors import ConfigError, ModelError
-from speculant.models.base import CausalLM
-from speculant.models.config import is_whole, show
-from speculant.models.heads import FutureShape, PlacedHeads, ResidualHeads, linears_of
+from speculant.models import CausalLM, FutureShape, PlacedHeads, ResidualHeads, is_whole, linears_of, show
 
 KIND = "medusa"
 CHAIN = "chain"

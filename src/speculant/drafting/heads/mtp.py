@@ -35,11 +35,16 @@ from speculant.drafting.heads.folder import SPECULATORS, HeadFolder, Renamed, re
 from speculant.drafting.heads.hidden_drafter import HiddenDrafter, make_head_drafter, newest
 from speculant.drafting.heads.layers import load_layers, read_sizes, renamed
 from speculant.errors import ModelError
-from speculant.models.base import CausalLM
-from speculant.models.config import count, text_config
-from speculant.models.description import DecoderConfig
-from speculant.models.heads import HeadConfig, StateEntry
-from speculant.models.weights.source import WeightSource, read_plain
+from speculant.models import (
+    CausalLM,
+    DecoderConfig,
+    HeadConfig,
+    StateEntry,
+    WeightSource,
+    count,
+    read_plain,
+    text_config,
+)
 
 KIND = "mtp"
 METHOD = Method(default_length=3, uses_model=True, uses_head=True)

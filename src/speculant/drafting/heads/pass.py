@@ -31,11 +31,9 @@ from speculant.drafting.heads.folder import HeadFolder, Renamed, require_target
 from speculant.drafting.heads.future import FutureDrafter
 from speculant.drafting.heads.parts import HeadParts, Part, Role
 from speculant.drafting.topology import StaticTree
-from speculant.kernels.base import Sampler
-from speculant.kernels.reference import REFERENCE
-from speculant.models.base import CausalLM
-from speculant.models.config import count
-from speculant.sampling.chance import Chances
+from speculant.kernels import REFERENCE, Sampler
+from speculant.models import CausalLM, count
+from speculant.sampling import Chances
 from speculant.types import CommittedRows, DraftTree, Request
 
 KIND = "pass"

@@ -26,7 +26,7 @@ from speculant.drafting.heads.hidden_runner import Encode, HiddenStateRunner
 from speculant.drafting.heads.three_states import NUM_STATES, load_head, read_layers
 from speculant.drafting.model.one_pass import USUAL_LENGTH, Mask, OnePass
 from speculant.drafting.topology import StaticTree, tree_option
-from speculant.models.base import CausalLM
+from speculant.models import CausalLM
 
 KIND = "peagle"
 METHOD = Method(default_length=USUAL_LENGTH, uses_model=True, uses_head=True)

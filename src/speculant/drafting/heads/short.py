@@ -18,11 +18,8 @@ from speculant.drafting.heads.folder import HeadFolder
 from speculant.drafting.heads.future import OwnHeads
 from speculant.drafting.model.head_tokens import KEY, read_head_tokens
 from speculant.errors import PairError
-from speculant.kernels.reference import soft_cap
-from speculant.models.base import CausalLM
-from speculant.models.heads import Described, linears_of
-from speculant.models.reference import spread
-from speculant.models.weights.source import WeightSource, kind_of
+from speculant.kernels import soft_cap
+from speculant.models import CausalLM, Described, WeightSource, kind_of, linears_of, spread
 
 FILE = f"{KEY}.json"
 ROWS = "lm_head.weight"

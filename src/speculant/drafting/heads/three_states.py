@@ -14,10 +14,8 @@ from speculant.drafting.heads.folder import HeadFolder, Renamed
 from speculant.drafting.heads.hidden_runner import Encode
 from speculant.drafting.heads.layers import load_layers, read_sizes, renamed
 from speculant.errors import ModelError, PairError
-from speculant.kernels.reference import rms_norm
-from speculant.models.base import CausalLM
-from speculant.models.config import flag, is_whole, show
-from speculant.models.heads import HeadConfig, StateEntry, linears_of, usual_taps
+from speculant.kernels import rms_norm
+from speculant.models import CausalLM, HeadConfig, StateEntry, flag, is_whole, linears_of, show, usual_taps
 
 ENCODER = "encoder.weight"  # fc in the files
 ENCODER_NORM = "encoder.norm"  # input_norm in the files, or fc_norm.0 and so on

@@ -22,10 +22,9 @@ from speculant.drafting.base import DrafterContext, DrafterNeeds, Method, Statel
 from speculant.drafting.draws import draw_chains, new_chains
 from speculant.drafting.lookup.tables import BigramTables
 from speculant.errors import ConfigError
-from speculant.kernels.base import Sampler
-from speculant.kernels.reference import REFERENCE
-from speculant.sampling.chance import Chances
-from speculant.sampling.distribution import Node, distribution
+from speculant.kernels import REFERENCE, Sampler
+from speculant.sampling import Chances, Node
+from speculant.sampling.distribution import distribution
 from speculant.types import DraftTree, Request
 
 METHOD = Method(default_length=2)  # a bigram hardly ever guesses three tokens

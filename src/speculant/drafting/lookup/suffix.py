@@ -25,8 +25,8 @@ from weakref import WeakKeyDictionary
 from speculant.drafting.base import DrafterContext, Method, read_options
 from speculant.drafting.lookup.reading import ReadingDrafter, match_score
 from speculant.errors import ConfigError
-from speculant.kernels.suffix_index import Continuation, SuffixIndex, SuffixSettings, open_suffix_index
-from speculant.text.token_files import read_sequences
+from speculant.kernels import Continuation, SuffixIndex, SuffixSettings, open_suffix_index
+from speculant.text import read_sequences
 from speculant.types import DraftTree, Request
 
 METHOD = Method(default_length=8, learns=True, varies=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from speculant.drafting.base import DrafterContext, Method, StatelessDrafter, read_options
 from speculant.errors import ConfigError
-from speculant.sampling.chance import mix
+from speculant.sampling import mix
 from speculant.types import DraftTree, Request
 
 METHOD = Method(default_length=5, learns=True, on_request=False, varies=True)

@@ -14,11 +14,10 @@ from torch import Tensor
 
 from speculant.beams import Beams, Hypothesis, Scored, tree_of
 from speculant.drafting.model.runner import DraftModelRunner, fit_vocabulary
-from speculant.kernels.base import Sampler
-from speculant.kernels.reference import REFERENCE
-from speculant.models.base import Chain, SequenceInput, build_batch, known
-from speculant.sampling.distribution import Node, distribution
-from speculant.sampling.rows import rank
+from speculant.kernels import REFERENCE, Sampler
+from speculant.models import Chain, SequenceInput, build_batch, known
+from speculant.sampling import Node, rank
+from speculant.sampling.distribution import distribution
 from speculant.types import DraftTree, Request
 
 

@@ -18,13 +18,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from speculant.cache.sources import Source
+from speculant.cache import Source
 from speculant.drafting.base import DrafterContext, Method, read_options
 from speculant.drafting.combine.composite import CompositeDrafter, SubDrafter, build_sub_drafter
 from speculant.drafting.model.drafter import ModelDrafter
 from speculant.drafting.model.head_tokens import read_head_tokens
 from speculant.drafting.model.runner import DraftModelRunner
-from speculant.models.base import Chain
+from speculant.models import Chain
 from speculant.types import CommittedRows, DraftTree, Request
 
 METHOD = Method(default_length=5, uses_model=True)

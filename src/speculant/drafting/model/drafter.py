@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from speculant.cache.sources import Source
+from speculant.cache import Source
 from speculant.drafting.base import DrafterContext, DrafterNeeds, StatelessDrafter
 from speculant.drafting.guard import Proposals
 from speculant.drafting.model.beams import draft_beams
@@ -17,9 +17,8 @@ from speculant.drafting.model.runner import DraftModelRunner, Guess, grow
 from speculant.drafting.model.trees import grow_trees, plan_trees
 from speculant.drafting.topology import USUAL_NODES, DynamicTree, TreeTopology
 from speculant.errors import ConfigError, PairError
-from speculant.kernels.base import Sampler
-from speculant.kernels.reference import REFERENCE
-from speculant.models.base import CausalLM
+from speculant.kernels import REFERENCE, Sampler
+from speculant.models import CausalLM
 from speculant.types import DraftTree, Request
 
 NODES_PER_BEAM = 2

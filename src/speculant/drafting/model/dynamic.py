@@ -22,9 +22,9 @@ from speculant.drafting.guard import Proposals
 from speculant.drafting.model.runner import DraftModelRunner
 from speculant.drafting.model.trees import Tree, first_probs, next_probs
 from speculant.drafting.topology import DynamicTree
-from speculant.kernels.base import Sampler
-from speculant.models.base import Chain, known
-from speculant.sampling.chance import KeyedNoise, MostLikely
+from speculant.kernels import Sampler
+from speculant.models import Chain, known
+from speculant.sampling import KeyedNoise, MostLikely
 from speculant.types import DraftTree, Request
 
 

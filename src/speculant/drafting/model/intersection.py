@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from speculant.errors import PairError
-from speculant.models.vocabulary import MappedVocabulary
-from speculant.text.token_bytes import fallback_byte, token_bytes
-from speculant.text.tokenizer import Tokenizer, substitute_token
+from speculant.models import MappedVocabulary
+from speculant.text import Tokenizer, fallback_byte, substitute_token
+from speculant.text.token_bytes import token_bytes
 
 _BEFORE = ("", "\n", "a")  # prefixes of an encoded piece: some tokenizers put a space before a text
 _Spelling = bytes | str  # the bytes of a usual token, the name of a special one

@@ -24,10 +24,9 @@ from speculant.drafting.guard import Proposals
 from speculant.drafting.model.drafter import Drafting, ModelDrafter, make_drafter
 from speculant.drafting.model.runner import DraftModelRunner, fit_vocabulary
 from speculant.drafting.topology import DynamicTree, StaticTree, TreeTopology
-from speculant.kernels.base import Sampler
-from speculant.kernels.reference import REFERENCE
-from speculant.models.base import CausalLM, Chain, SequenceInput, build_batch, known
-from speculant.sampling.distribution import Node
+from speculant.kernels import REFERENCE, Sampler
+from speculant.models import CausalLM, Chain, SequenceInput, build_batch, known
+from speculant.sampling import Node
 from speculant.types import DraftTree
 
 USUAL_LENGTH = 8  # PARD's models are trained for 8 to 16

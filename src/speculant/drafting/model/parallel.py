@@ -17,7 +17,7 @@ from speculant.drafting.model.head_tokens import read_head_tokens
 from speculant.drafting.model.one_pass import USUAL_LENGTH, make_one_pass, mask_of
 from speculant.drafting.topology import tree_option
 from speculant.errors import PairError
-from speculant.models.config import MASK
+from speculant.models import MASK
 
 METHOD = Method(default_length=USUAL_LENGTH, uses_model=True, reads_masks=True)
 

@@ -23,16 +23,13 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from speculant.cache.base import KVCache, ReservationPlan
-from speculant.cache.sources import Source
+from speculant.cache import KVCache, ReservationPlan, Source
 from speculant.drafting.base import DrafterContext
 from speculant.drafting.model.sources import DraftSources
-from speculant.kernels.base import Sampler
-from speculant.kernels.reference import REFERENCE
-from speculant.models.base import CausalLM, Chain, Hidden, SequenceInput, build_batch, known
-from speculant.models.vocabulary import MappedVocabulary
-from speculant.sampling.chance import Chances, MostLikely
-from speculant.sampling.distribution import Node, distribution
+from speculant.kernels import REFERENCE, Sampler
+from speculant.models import CausalLM, Chain, Hidden, MappedVocabulary, SequenceInput, build_batch, known
+from speculant.sampling import Chances, MostLikely, Node
+from speculant.sampling.distribution import distribution
 from speculant.types import DraftTree, Request
 
 # A chain, its next input tokens, and the hidden states that they take in, if the model takes in any.

@@ -12,9 +12,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from speculant.cache.base import KVCache
-from speculant.cache.sources import Source, Sources
-from speculant.models.base import CausalLM, encode_sources
+from speculant.cache import KVCache, Source, Sources
+from speculant.models import CausalLM, encode_sources
 from speculant.types import Request
 
 

@@ -22,8 +22,7 @@ from speculant.drafting.model.runner import DraftModelRunner
 from speculant.drafting.model.trees import grow_trees, plan_trees
 from speculant.drafting.topology import ParallelChains
 from speculant.errors import ConfigError
-from speculant.kernels.base import Sampler
-from speculant.kernels.reference import REFERENCE
+from speculant.kernels import REFERENCE, Sampler
 from speculant.types import DraftTree, Request
 
 USUAL_DRAWS, USUAL_DEPTH = 3, 4

@@ -18,14 +18,13 @@ import sys
 from collections.abc import Sequence
 from functools import cached_property
 
-from speculant.cache.base import KVCache
-from speculant.cache.part import part_of
+from speculant.cache import KVCache, part_of
 from speculant.drafting.base import DrafterContext
 from speculant.drafting.model.drafter import ModelDrafter
 from speculant.drafting.model.runner import DraftModelRunner
 from speculant.drafting.model.sources import DraftSources, TargetSources
 from speculant.drafting.topology import DynamicTree, TreeTopology
-from speculant.models.base import CausalLM
+from speculant.models import CausalLM
 from speculant.types import DraftTree, Request
 
 

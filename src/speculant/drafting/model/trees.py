@@ -14,11 +14,10 @@ from torch import Tensor
 
 from speculant.drafting.model.runner import DraftModelRunner, fit_vocabulary
 from speculant.drafting.topology import Distributions, Pick, StaticTree, TreeTopology
-from speculant.kernels.base import Sampler
-from speculant.kernels.reference import REFERENCE
-from speculant.models.base import Chain, SequenceInput, build_batch, known
-from speculant.sampling.chance import KeyedNoise, MostLikely
-from speculant.sampling.distribution import Node, distribution
+from speculant.kernels import REFERENCE, Sampler
+from speculant.models import Chain, SequenceInput, build_batch, known
+from speculant.sampling import KeyedNoise, MostLikely, Node
+from speculant.sampling.distribution import distribution
 from speculant.tree import tokens_to
 from speculant.types import DraftTree, Request
 

@@ -12,15 +12,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from speculant.cache.factory import slotted_cache
-from speculant.cache.sources import MEASURED, Source
-from speculant.drafting.model.runner import fit_vocabulary
-from speculant.kernels.base import Sampler
+from speculant.cache import MEASURED, Source, slotted_cache
+from speculant.drafting import fit_vocabulary
+from speculant.kernels import Sampler
 from speculant.lab.theory.acceptance import acceptance
 from speculant.metrics import SpeculationMetrics
-from speculant.models.base import CausalLM, SequenceInput, build_batch, encode_sources, known
+from speculant.models import CausalLM, SequenceInput, build_batch, encode_sources, known
 from speculant.params import SamplingParams
-from speculant.sampling.distribution import sampling_settings
+from speculant.sampling import sampling_settings
 from speculant.types import DraftTree
 
 Array = NDArray[np.float64]

@@ -10,9 +10,8 @@ from speculant.lab.bench.acceptance import Estimate, TextAcceptance, TextReader,
 from speculant.lab.bench.pair import Candidate, write_texts
 from speculant.lab.bench.runs import Bench, Mode
 from speculant.lab.bench.workloads import Workload
-from speculant.lab.theory.correlation import correlation_of
-from speculant.lab.theory.speedup import expected_costs
-from speculant.models.weights.load import Checkpoint
+from speculant.lab.theory import correlation_of, expected_costs
+from speculant.models import Checkpoint
 from speculant.params import SamplingParams
 
 RULE = "rejection"  # the verifier; both estimates are of its acceptance

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from speculant.engine.profiling import PHASES
+from speculant.engine import PHASES
 from speculant.errors import ConfigError
 from speculant.lab.bench.samples import Span
-from speculant.lab.theory.speedup import accepted_lengths, survival
+from speculant.lab.theory import accepted_lengths, survival
 from speculant.metrics import SpeculationMetrics
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from speculant.config import EngineConfig
-from speculant.drafting.methods import LOOKUPS, WITH_MODEL, installed, takes_model
-from speculant.engine.build import build_around, load_target
+from speculant.drafting import LOOKUPS, WITH_MODEL, installed, takes_model
+from speculant.engine import build_around, load_target
 from speculant.errors import ConfigError
 from speculant.lab.bench.measuring import PLAIN, BenchCase, Way
 from speculant.lab.bench.report import document, keeps_answers

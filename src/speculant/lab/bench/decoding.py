@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from speculant.config import EngineConfig
-from speculant.engine.build import Runtime, build_around
+from speculant.engine import Runtime, build_around
 from speculant.lab.bench.workloads import code_prompt
-from speculant.lab.inflation.pair import SHAPES, inflated_pair
-from speculant.lab.training.corpus import read_corpus, standard_library
+from speculant.lab.inflation import inflated_pair
+from speculant.lab.inflation.pair import SHAPES
+from speculant.lab.training import read_corpus, standard_library
 from speculant.metrics import SpeculationMetrics
-from speculant.models.source import resolve_source
-from speculant.models.weights.load import Checkpoint, load_model
+from speculant.models import Checkpoint, load_model, resolve_source
 from speculant.params import SamplingParams
-from speculant.text.tokenizer import Tokenizer
+from speculant.text import Tokenizer
 from speculant.types import Request
 
 EDIT, COMPLETION, UNSEEN, HELD_OUT = "edit", "completion", "unseen", "held-out"

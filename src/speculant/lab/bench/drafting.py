@@ -17,10 +17,8 @@ from numpy.typing import NDArray
 
 from speculant import plugins
 from speculant.config import EngineConfig
-from speculant.drafting.base import Method
-from speculant.drafting.methods import method_facts
-from speculant.engine.build import build_around, load_target
-from speculant.engine.draft_loading import UNCHANGED
+from speculant.drafting import Method, method_facts
+from speculant.engine import UNCHANGED, build_around, load_target
 from speculant.errors import ConfigError, RequestError
 from speculant.lab.bench.acceptance import Estimate, pooled
 from speculant.lab.bench.pair import (
@@ -38,8 +36,7 @@ from speculant.lab.bench.runs import Bench, Mode
 from speculant.lab.bench.step_costs import LengthCosts, measure_steps
 from speculant.lab.bench.workloads import Workload, WorkloadConfig, make_workload, require_room
 from speculant.metrics import TimingMetrics
-from speculant.models.heads import RoundsHeads
-from speculant.models.weights.load import Checkpoint
+from speculant.models import Checkpoint, RoundsHeads
 from speculant.params import SamplingParams
 
 Array = NDArray[np.float64]
@@ -206,9 +203,7 @@ def stored_parameters(source: str | None, method: str) -> int:
     from math import prod
 
     from speculant.gguf_file import GgufFile
-    from speculant.models.gguf import GgufWeights
-    from speculant.models.source import resolve_source
-    from speculant.models.weights.tensors import TensorFiles
+    from speculant.models import GgufWeights, TensorFiles, resolve_source
 
     if source is None:
         return 0

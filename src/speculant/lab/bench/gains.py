@@ -10,8 +10,7 @@ import statistics
 from collections.abc import Sequence
 
 from speculant.lab.bench.runs import BenchRun
-from speculant.lab.theory.curve import VerificationCurve
-from speculant.lab.theory.speedup import best_length, expected_tokens, speedups, step_costs, survival
+from speculant.lab.theory import VerificationCurve, best_length, expected_tokens, speedups, step_costs, survival
 
 LONGEST = 32  # the longest draft that is considered
 LEAST = 1e-6  # of a cost

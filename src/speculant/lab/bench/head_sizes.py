@@ -17,16 +17,22 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from speculant.cache.factory import slotted_cache
+from speculant.cache import slotted_cache
 from speculant.config import EngineConfig
-from speculant.drafting.base import Drafter
-from speculant.drafting.heads.short import FILE
-from speculant.drafting.model.head_tokens import KEY, save_head_tokens
-from speculant.engine.build import build_drafters, load_target, load_tokenizer, method_name
-from speculant.engine.draft_loading import LEAST_GAIN, Precision, pass_seconds
-from speculant.engine.head_precision import ROOM, DraftSample
+from speculant.drafting import FILE, KEY, Drafter, save_head_tokens
+from speculant.engine import (
+    LEAST_GAIN,
+    ROOM,
+    DraftSample,
+    Precision,
+    build_drafters,
+    load_target,
+    load_tokenizer,
+    method_name,
+    pass_seconds,
+)
 from speculant.errors import ConfigError
-from speculant.models.weights.load import Checkpoint
+from speculant.models import Checkpoint
 
 HALVINGS = 6  # sizes below the whole vocabulary
 FEWEST = 32  # tokens of a head

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from speculant.engine.profiling import check_trace_path
+from speculant.engine import check_trace_path
 
 if TYPE_CHECKING:
     from speculant.lab.bench.measuring import BenchCase, Way

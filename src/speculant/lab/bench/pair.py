@@ -10,8 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from speculant.config import EngineConfig
-from speculant.engine.build import Runtime, build_around, load_target
-from speculant.engine.draft_loading import UNCHANGED, draft_vocabulary
+from speculant.engine import UNCHANGED, Runtime, build_around, draft_vocabulary, load_target
 from speculant.lab.bench.acceptance import (
     Estimate,
     Split,
@@ -28,11 +27,8 @@ from speculant.lab.bench.sizes import Size
 from speculant.lab.bench.step_costs import LengthCosts, measure_steps
 from speculant.lab.bench.vocabularies import SharedTokens, measure_shared, split_of
 from speculant.lab.bench.workloads import Workload, WorkloadConfig, make_workload, require_room
-from speculant.lab.theory.correlation import correlation_of
-from speculant.lab.theory.speedup import best_length, expected_costs
-from speculant.models.source import resolve_source
-from speculant.models.vocabulary import MappedVocabulary, TargetVocabulary
-from speculant.models.weights.load import Checkpoint, load_model
+from speculant.lab.theory import best_length, correlation_of, expected_costs
+from speculant.models import Checkpoint, MappedVocabulary, TargetVocabulary, load_model, resolve_source
 from speculant.params import SamplingParams
 
 Array = NDArray[np.float64]

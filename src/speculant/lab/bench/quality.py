@@ -26,11 +26,8 @@ from speculant.config import EngineConfig
 from speculant.errors import ConfigError, ModelError, PairError, RequestError
 from speculant.lab.bench.acceptance import NORMAL, read_text
 from speculant.lab.bench.pair import Model
-from speculant.models.backends.base import PLAIN
-from speculant.models.base import CausalLM, HoldsWeights
-from speculant.models.source import resolve_source
-from speculant.models.weights.load import Checkpoint, load_model
-from speculant.text.tokenizer import Tokenizer, compare_vocabularies
+from speculant.models import PLAIN, CausalLM, Checkpoint, HoldsWeights, load_model, resolve_source
+from speculant.text import Tokenizer, compare_vocabularies
 
 Array = NDArray[np.float64]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from speculant import plugins
 from speculant.config import EngineConfig
-from speculant.engine.build import Runtime
+from speculant.engine import Runtime
 from speculant.lab.bench.acceptance import pooled
 from speculant.lab.bench.gains import gains
 from speculant.lab.bench.measuring import ONE_AT_A_TIME, PLAIN, SPECULATIVE, BenchCase, Spread, base_of, ratios, spreads

@@ -10,13 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from speculant.engine.build import Runtime
+from speculant.engine import Runtime
 from speculant.lab.bench.workloads import Workload
 from speculant.metrics import SpeculationMetrics, TimingMetrics, percentile
 from speculant.params import SamplingParams
-from speculant.structured.vocabulary import banned_tokens
-from speculant.text.stop import compile_stops
-from speculant.text.stream import TextStream
+from speculant.structured import banned_tokens
+from speculant.text import TextStream, compile_stops
 from speculant.types import Request, StepOutput
 
 WARM_UP_TOKENS = 8

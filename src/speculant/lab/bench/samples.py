@@ -10,13 +10,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from speculant.engine.engine import Engine
-from speculant.engine.profiling import unmarked
+from speculant.engine import Engine, unmarked
 from speculant.errors import ConfigError, Converts
 from speculant.lab.bench.measuring import Way
 from speculant.lab.bench.runs import Bench
 from speculant.lab.bench.workloads import Workload
-from speculant.text.stream import IncrementalDetokenizer
+from speculant.text import IncrementalDetokenizer
 
 NO_TEXT = "\ufffd"  # shown for a rejected token without one
 LINE_END = "\u21b5"  # shown for a rejected line's end

@@ -8,10 +8,8 @@ from typing import Any
 
 from speculant import plugins
 from speculant.config import EngineConfig
-from speculant.engine.build import Runtime
-from speculant.models.description import DecoderConfig
-from speculant.models.sizes import parameters, values_per_position
-from speculant.models.source import read_model_config, resolve_source
+from speculant.engine import Runtime
+from speculant.models import DecoderConfig, parameters, read_model_config, resolve_source, values_per_position
 
 
 @dataclass(frozen=True)

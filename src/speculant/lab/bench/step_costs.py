@@ -11,7 +11,7 @@ from functools import partial
 
 import numpy as np
 
-from speculant.engine.build import Runtime
+from speculant.engine import Runtime
 from speculant.errors import RequestError
 from speculant.lab.bench.measuring import Spread, interleave
 from speculant.metrics import EngineMetrics

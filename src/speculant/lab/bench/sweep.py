@@ -11,9 +11,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from speculant.config import EngineConfig
-from speculant.drafting.methods import WITH_MODEL
-from speculant.engine.build import Runtime, build_around, load_target
-from speculant.engine.draft_loading import AUTO, draft_vocabulary, rounded
+from speculant.drafting import WITH_MODEL
+from speculant.engine import AUTO, Runtime, build_around, draft_vocabulary, load_target, rounded
 from speculant.errors import ConfigError
 from speculant.lab.bench.acceptance import TextAcceptance, TextReader, measure_acceptance
 from speculant.lab.bench.measuring import PLAIN, BenchCase, Notify, Tell, Way, measure, ways_of
@@ -24,8 +23,7 @@ from speculant.lab.bench.step_costs import measure_steps
 from speculant.lab.bench.tables import SWEPT
 from speculant.lab.bench.vocabularies import split_of
 from speculant.lab.bench.workloads import Workload, WorkloadConfig, make_workload, require_room
-from speculant.models.source import resolve_source
-from speculant.models.weights.load import Checkpoint, load_model
+from speculant.models import Checkpoint, load_model, resolve_source
 from speculant.params import MAX_SPECULATIVE_TOKENS, SamplingParams
 
 LENGTHS, BATCHES = (1, 2, 3, 4, 6, 8), (1,)  # defaults

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from speculant.config import EngineConfig
 from speculant.lab.bench.acceptance import Split, Text, TextReader
-from speculant.models.vocabulary import MappedVocabulary, TargetVocabulary
-from speculant.models.weights.load import Checkpoint, load_model
+from speculant.models import Checkpoint, MappedVocabulary, TargetVocabulary, load_model
 
 
 @dataclass(frozen=True)

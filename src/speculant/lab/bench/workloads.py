@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from speculant.errors import ConfigError, RequestError
-from speculant.text.prompt_files import FilePrompt, read_prompts
+from speculant.text import FilePrompt, read_prompts
 
 if TYPE_CHECKING:
     from speculant.config import Limits
-    from speculant.engine.build import Runtime
-    from speculant.text.tokenizer import Tokenizer
+    from speculant.engine import Runtime
+    from speculant.text import Tokenizer
 
 USUAL_LENGTH = 128  # default tokens of a random prompt
 EDIT_LENGTH = 240  # default tokens of a prompt to be edited

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from speculant.config import EngineConfig
-from speculant.engine.build import Runtime, build_verifiers
+from speculant.engine import Runtime, build_verifiers
 from speculant.lab.exactness.drafts import choose_draft
 from speculant.lab.exactness.identity import TextComparison, compare, is_filtered
 from speculant.lab.exactness.proofs import Proof, claims, prove

@@ -9,21 +9,18 @@ from dataclasses import dataclass, replace
 import torch
 
 from speculant import plugins
-from speculant.cache.base import CacheShape, KVCache
-from speculant.cache.factory import slotted_cache
+from speculant.cache import CacheShape, KVCache, slotted_cache
 from speculant.config import Limits, SpeculativeConfig
-from speculant.drafting.base import Drafter, DrafterContext, DrafterNeeds, StatelessDrafter, complete
-from speculant.engine.build import build_verifiers, method_name
-from speculant.engine.drafters import Drafters
-from speculant.engine.engine import Engine, EngineOptions
+from speculant.drafting import Drafter, DrafterContext, DrafterNeeds, StatelessDrafter, complete
+from speculant.engine import Drafters, Engine, EngineOptions, build_verifiers, method_name
 from speculant.lab.exactness.distributions import FULL_SUPPORT, Pair
 from speculant.lab.exactness.speculation import Case
 from speculant.lab.exactness.tables import History, TableModel
-from speculant.lengths.fixed import Fixed
+from speculant.lengths import Fixed
 from speculant.params import SamplingParams
-from speculant.sampling.chance import Chances, KeyedChances
+from speculant.sampling import Chances, KeyedChances
 from speculant.types import CommittedRows, DraftTree, Request
-from speculant.verification.base import Verifier
+from speculant.verification import Verifier
 
 MakeCache = Callable[[CacheShape], KVCache]
 MakeDrafter = Callable[[Pair, Chances, Limits, MakeCache], Drafter]

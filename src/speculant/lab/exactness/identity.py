@@ -10,12 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from speculant.engine.build import Runtime
-from speculant.kernels.reference import gumbel
+from speculant.engine import Runtime
+from speculant.kernels import gumbel
 from speculant.lab.exactness.texts import TargetReader, complete, longest_of, reread
 from speculant.params import SamplingParams
-from speculant.sampling.chance import KeyedNoise, mix_in
-from speculant.sampling.distribution import Node
+from speculant.sampling import KeyedNoise, Node, mix_in
 from speculant.types import Request
 
 # Differences of log-probabilities, in nats, that rounding explains where a row's bits depend on other rows.

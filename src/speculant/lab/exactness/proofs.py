@@ -13,7 +13,7 @@ from speculant.lab.exactness.enumeration import TooManyWaysError
 from speculant.lab.exactness.speculation import Case, enumerate_case
 from speculant.params import SamplingParams
 from speculant.types import Request
-from speculant.verification.base import Verifier
+from speculant.verification import Verifier
 
 Size = tuple[int, int]
 

@@ -14,7 +14,8 @@ from speculant.lab.exactness.enumeration import Branches, EnumeratingChances, en
 from speculant.lab.exactness.tables import History, Table, conditioned
 from speculant.metrics import RequestMetrics, TimingMetrics
 from speculant.params import SamplingParams
-from speculant.sampling.distribution import Node, distribution
+from speculant.sampling import Node
+from speculant.sampling.distribution import distribution
 from speculant.types import Request, StepOutput
 
 Result = tuple[tuple[int, ...], int]  # output, accepted draft tokens

@@ -9,8 +9,8 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from speculant.cache.base import CacheShape, KVCache, KVStorage
-from speculant.models.base import (
+from speculant.cache import CacheShape, KVCache, KVStorage
+from speculant.models import (
     Batch,
     Chain,
     Hidden,
@@ -19,8 +19,9 @@ from speculant.models.base import (
     check_embeddings,
     check_taps,
     check_tokens,
+    context_slots,
+    visible_keys,
 )
-from speculant.models.reference import context_slots, visible_keys
 
 History = tuple[int, ...]
 Table = Callable[[History], Sequence[float]]  # all tokens so far -> logits of the next

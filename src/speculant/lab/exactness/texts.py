@@ -10,20 +10,17 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from speculant.cache.base import CacheShape, KVCache
-from speculant.cache.factory import slotted_cache
-from speculant.cache.sources import Source, Sources
+from speculant.cache import CacheShape, KVCache, Source, Sources, slotted_cache
 from speculant.config import EngineConfig
-from speculant.engine.build import Runtime, build_drafters
-from speculant.engine.runner import forward_target
+from speculant.engine import Runtime, build_drafters, forward_target
 from speculant.errors import SpeculantError
 from speculant.lab.exactness.scores import Scores
-from speculant.models.base import encode_sources
+from speculant.models import encode_sources
 from speculant.params import SamplingParams
-from speculant.sampling.distribution import Node, distribution
-from speculant.scheduling.schedule import Scheduled
-from speculant.text.stop import compile_stops
-from speculant.text.stream import TextStream
+from speculant.sampling import Node
+from speculant.sampling.distribution import distribution
+from speculant.scheduling import Scheduled
+from speculant.text import TextStream, compile_stops
 from speculant.types import CommittedRows, DraftTree, Request
 
 

@@ -9,8 +9,7 @@ import numpy as np
 
 from speculant.errors import ConfigError
 from speculant.lab.fleet.config import LONGEST, ReplicaLimits
-from speculant.lab.theory.curve import VerificationCurve
-from speculant.lab.theory.speedup import expected_tokens, survival
+from speculant.lab.theory import VerificationCurve, expected_tokens, survival
 
 
 @dataclass(frozen=True)

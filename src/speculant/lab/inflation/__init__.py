@@ -1,1 +1,5 @@
 """Gives small models the cost of large ones, for measurements."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -8,8 +8,7 @@ from typing import Any
 
 from speculant.errors import ConfigError, ModelError
 from speculant.lab.inflation.shapes import Shape
-from speculant.models.description import DecoderConfig, Experts, Layer, Mlp
-from speculant.models.weights.load import read_description
+from speculant.models import DecoderConfig, Experts, Layer, Mlp, read_description
 
 _OTHER_NAMES = {
     "hidden_size": ("n_embd", "word_embed_proj_dim"),

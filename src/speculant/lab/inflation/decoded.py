@@ -12,9 +12,8 @@ import torch
 
 from speculant.gguf_file import GgufFile
 from speculant.lab.checkpoints import save_tensors
-from speculant.models.weights.load import CheckpointFiles, read_description
-from speculant.models.weights.source import read_plain
-from speculant.text.gguf_tokenizer import read_gguf_tokenizer
+from speculant.models import CheckpointFiles, read_description, read_plain
+from speculant.text import read_gguf_tokenizer
 
 
 def write_decoded(source: Path, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:

@@ -19,17 +19,16 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
-from speculant.drafting.heads.folder import KIND, HeadFolder
-from speculant.drafting.heads.parts import HeadParts, Part
-from speculant.drafting.heads.short import FILE as SHORT_HEAD
-from speculant.engine.drafters import head_parts
+from speculant.drafting import FILE as SHORT_HEAD, HeadFolder, HeadParts, Part
+from speculant.drafting.heads.folder import KIND
+from speculant.engine import head_parts
 from speculant.errors import ConfigError, ModelError
 from speculant.files import read_json
 from speculant.lab.inflation.config import decoder_shape
 from speculant.lab.inflation.matrices import Enlargement, NoisyFiles
 from speculant.lab.inflation.model import make_folder
 from speculant.lab.inflation.shapes import Shape
-from speculant.models.config import count, show
+from speculant.models import count, show
 from speculant.models.families.llama import read_config
 
 _LAYER_CONFIG = "transformer_layer_config"  # of the `speculators` package

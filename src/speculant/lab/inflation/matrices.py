@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from speculant.drafting.heads.parts import Part, Role
+from speculant.drafting import Part, Role
 from speculant.errors import ConfigError, ModelError
 from speculant.lab.inflation.shapes import Shape
-from speculant.models.weights.source import WeightSource, read_plain
+from speculant.models import WeightSource, read_plain
 
 _SEED, _NOISE_SEED, _SCALE = 0, 1, 0.02  # of the random weights, and of noise
 

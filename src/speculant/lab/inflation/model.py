@@ -22,16 +22,23 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from speculant.drafting.heads.parts import Part, Role
+from speculant.drafting import Part, Role
 from speculant.errors import ConfigError, ModelError
 from speculant.lab.checkpoints import stored_tensors
 from speculant.lab.inflation.config import decoder_shape, grown_config
 from speculant.lab.inflation.matrices import Enlargement, NoisyFiles
 from speculant.lab.inflation.shapes import Shape
-from speculant.models.description import DecoderConfig
-from speculant.models.sizes import HEAD, LAYER, TABLE, parameters, tensor_shapes
-from speculant.models.source import read_model_config
-from speculant.models.weights.load import CheckpointFiles, read_description
+from speculant.models import (
+    HEAD,
+    LAYER,
+    TABLE,
+    CheckpointFiles,
+    DecoderConfig,
+    parameters,
+    read_description,
+    read_model_config,
+    tensor_shapes,
+)
 
 PARTS: Mapping[str, Part] = {
     r"model\.embed_(tokens|positions)\.weight": Part(Role.TABLE),

@@ -9,7 +9,7 @@ from speculant.lab.inflation.heads import head_kind, head_shape, inflate_head
 from speculant.lab.inflation.kept import kept_model
 from speculant.lab.inflation.model import inflate, shape_of
 from speculant.lab.inflation.shapes import named_shape
-from speculant.models.source import resolve_source
+from speculant.models import resolve_source
 
 SHAPES = {"1b": "50m", "3b": "50m"}  # of a target, and of the draft model beside it
 

@@ -21,10 +21,17 @@ from torch import Tensor
 
 from speculant.errors import ModelError
 from speculant.lab.checkpoints import save_tensors
-from speculant.models.description import DecoderConfig
-from speculant.models.sizes import BEFORE_ATTENTION, BEFORE_MLP, HEAD, LAYER, NORM, TABLE
-from speculant.models.weights.load import CheckpointFiles
-from speculant.models.weights.source import read_plain
+from speculant.models import (
+    BEFORE_ATTENTION,
+    BEFORE_MLP,
+    HEAD,
+    LAYER,
+    NORM,
+    TABLE,
+    CheckpointFiles,
+    DecoderConfig,
+    read_plain,
+)
 
 SIGMA, SEED = 0.3, 0
 _READERS = {

@@ -18,9 +18,7 @@ import torch
 from torch import Tensor
 
 from speculant.lab.checkpoints import save_tensors, written_description
-from speculant.models.description import DecoderConfig
-from speculant.models.sizes import HEAD, TABLE, tensor_shapes
-from speculant.models.source import resolve_source
+from speculant.models import HEAD, TABLE, DecoderConfig, resolve_source, tensor_shapes
 
 VOCABULARY = 32000
 _TINY = 1e-9

@@ -1,1 +1,5 @@
 """Writes quantised checkpoints that other programs read too: GGUF files and compressed-tensors folders."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

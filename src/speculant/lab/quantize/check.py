@@ -11,19 +11,20 @@ from typing import Any
 
 from speculant.errors import ModelError
 from speculant.gguf_file import GgufFile
-from speculant.models.config import show
-from speculant.models.description import SAME_NAMES, DecoderConfig
-from speculant.models.gguf import read_gguf_config
-from speculant.models.source import (
+from speculant.models import (
+    SAME_NAMES,
+    CheckpointFiles,
+    DecoderConfig,
+    read_description,
     read_end_tokens,
     read_generation,
+    read_gguf_config,
     read_output_rules,
     read_sampling,
     read_start_tokens,
+    show,
 )
-from speculant.models.weights.load import CheckpointFiles, read_description
-from speculant.text.gguf_tokenizer import ROLE_KEYS
-from speculant.text.tokenizer import Tokenizer
+from speculant.text import ROLE_KEYS, Tokenizer
 
 _FIX = "name a folder as OUT."
 _LAYERS = {".layers", ".encoder.layers"}  # whose number differs

@@ -13,9 +13,16 @@ from typing import Any
 
 import numpy as np
 
-from speculant.models.config import FULL
-from speculant.models.description import DecoderConfig, Experts, Rope
-from speculant.models.source import read_generation, read_sampling, read_start_tokens, sampling_entries
+from speculant.models import (
+    FULL,
+    DecoderConfig,
+    Experts,
+    Rope,
+    read_generation,
+    read_sampling,
+    read_start_tokens,
+    sampling_entries,
+)
 
 Config = Mapping[str, Any]
 Entries = dict[str, Any]

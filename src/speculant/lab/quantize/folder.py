@@ -24,9 +24,7 @@ from speculant.errors import ConfigError, ModelError
 from speculant.files import read_json
 from speculant.lab.quantize.check import check_model, check_tokenizer
 from speculant.lab.quantize.gguf import read_file, read_folder, write_gguf
-from speculant.models.backends.base import RoundsWeights, find_backends
-from speculant.models.weights.source import read_plain
-from speculant.models.weights.tensors import TensorFiles
+from speculant.models import RoundsWeights, TensorFiles, find_backends, read_plain
 
 GROUP = 32
 _BITS = {"int4": 4, "int8": 8}

@@ -27,12 +27,16 @@ from speculant.gguf_file import GgufFile
 from speculant.lab.quantize.entries import rope_tensors, sampled_entries, start_entries
 from speculant.lab.quantize.layouts import LAYOUTS, GgufLayout, described, stored_tensors
 from speculant.lab.quantize.vocabulary import end_entries, tokenizer_entries
-from speculant.models.backends.base import RoundsWeights
-from speculant.models.description import DecoderConfig, stored_name
-from speculant.models.gguf import GgufWeights
-from speculant.models.sizes import tensor_shapes
-from speculant.models.weights.load import CheckpointFiles
-from speculant.models.weights.source import WeightSource, read_plain
+from speculant.models import (
+    CheckpointFiles,
+    DecoderConfig,
+    GgufWeights,
+    RoundsWeights,
+    WeightSource,
+    read_plain,
+    stored_name,
+    tensor_shapes,
+)
 
 _ROLES = {  # names in the model by names in the file; attn_qkv has a type between those of queries and values
     "token_embd": "embed_tokens",

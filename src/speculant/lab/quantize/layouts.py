@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from speculant.lab.quantize.entries import Config, Entries, decoder_entries, encoder_decoder_entries
-from speculant.models.description import Attention, DecoderConfig, Experts
+from speculant.models import Attention, DecoderConfig, Experts
 
 _ARCHITECTURE = "general.architecture"
 _EXPERT = re.compile(r"experts\.[0-9]+\.")  # whose tensors are stacked

@@ -14,14 +14,9 @@ from typing import Any
 
 from speculant.errors import ModelError
 from speculant.files import read_json, read_optional_json
-from speculant.models.config import text_config
-from speculant.models.gguf import END_KEYS, ENDS
-from speculant.models.source import read_generation
-from speculant.text.chat import TOOL_USE, find_template
-from speculant.text.gguf_splits import SPLITS
-from speculant.text.gguf_tokenizer import ROLE_KEYS
-from speculant.text.sentencepiece import ROLES, find_sentencepiece
-from speculant.text.unigram import BYTES, TokenType
+from speculant.models import END_KEYS, ENDS, read_generation, text_config
+from speculant.text import BYTES, ROLE_KEYS, SPLITS, TOOL_USE, TokenType, find_sentencepiece, find_template
+from speculant.text.sentencepiece import ROLES
 
 _FOLDER = "name a folder as OUT instead of a .gguf file."
 _EOS, *_OTHER_ENDS = (f"tokenizer.ggml.{key}" for key in END_KEYS)

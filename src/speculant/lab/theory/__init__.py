@@ -1,1 +1,5 @@
 """The expected gain of speculation, computed from distributions and measured rates; numpy only."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

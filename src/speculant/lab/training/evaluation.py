@@ -11,7 +11,7 @@ from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
 from speculant.lab.training.passes import hidden_states
-from speculant.models.reference import Decoder
+from speculant.models import Decoder
 
 _TOKENS_A_PASS = 2048
 

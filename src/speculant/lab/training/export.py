@@ -11,8 +11,7 @@ from tokenizers import Tokenizer
 
 from speculant.lab.checkpoints import save_tensors
 from speculant.lab.training.tokenizer import END_OF_TEXT
-from speculant.models.reference import Decoder
-from speculant.models.weights.load import read_description
+from speculant.models import Decoder, read_description
 
 # The model is trained on program text only, so a conversation becomes comments.
 CHAT_TEMPLATE = """\

@@ -26,8 +26,7 @@ from speculant.lab.training.optimizer import Optimizer
 from speculant.lab.training.tokenizer import encode, end_of_text, line_starts, load_tokenizer, train_tokenizer
 from speculant.lab.training.trainer import Trainer
 from speculant.lab.training.windows import Windows, held_out_windows
-from speculant.models.reference import Decoder
-from speculant.models.weights.load import load_model
+from speculant.models import Decoder, load_model
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from speculant.lab.checkpoints import written_description
 from speculant.lab.training.config import TrainingConfig
-from speculant.models.reference import Decoder
+from speculant.models import Decoder
 
 
 def hf_config(config: TrainingConfig, vocab_size: int) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from speculant.lab.training.output import OutputHead, chunks
 from speculant.lab.training.passes import hidden_states
-from speculant.models.reference import Decoder
+from speculant.models import Decoder
 
 _VARIATION_WEIGHT = 4.0  # total variation is below 1 where the divergence is a few nats
 

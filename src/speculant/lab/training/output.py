@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from speculant.errors import ModelError
-from speculant.kernels.reference import soft_cap
-from speculant.models.reference import Decoder
+from speculant.kernels import soft_cap
+from speculant.models import Decoder
 
 _ROWS = 256  # distributions computed at a time
 

@@ -13,11 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from speculant.kernels.reference import attend
-from speculant.models.description import Attention
-from speculant.models.positions import buckets_of
-from speculant.models.reference import Attend, Decoder, Learned, distance_scores
-from speculant.models.weights.load import load_model
+from speculant.kernels import attend
+from speculant.models import Attend, Attention, Decoder, Learned, buckets_of, distance_scores, load_model
 
 
 def load_plain(source: str, role: str = "target", device: str = "cpu") -> Decoder:

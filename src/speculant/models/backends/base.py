@@ -16,7 +16,7 @@ from torch import Tensor
 
 from speculant import plugins
 from speculant.errors import ConfigError, suggest
-from speculant.kernels.base import Sampler
+from speculant.kernels import Sampler
 from speculant.models.base import CausalLM
 from speculant.models.description import DecoderConfig
 from speculant.models.weights.source import (

@@ -9,8 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from speculant.kernels.base import Sampler
-from speculant.kernels.native import BLOCK_TYPES, TYPES, Kernels, NativeSampler, Type, open_kernels
+from speculant.kernels import BLOCK_TYPES, TYPES, Kernels, NativeSampler, Sampler, Type, open_kernels
 from speculant.models.backends.base import AS_THEY_ARE, CODED, PLAIN, Packing
 from speculant.models.description import DecoderConfig
 from speculant.models.native.decoder import NativeDecoder

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from speculant.kernels.base import Sampler
-from speculant.kernels.reference import REFERENCE
+from speculant.kernels import REFERENCE, Sampler
 from speculant.models.description import DecoderConfig
 from speculant.models.reference import Decoder
 from speculant.models.weights.source import WeightSource, read_plain

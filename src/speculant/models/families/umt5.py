@@ -9,8 +9,7 @@ from typing import Any
 from speculant.models.config import filled
 from speculant.models.description import DecoderConfig
 from speculant.models.families.mt5 import DEFAULTS
-from speculant.models.families.t5 import GGUF as T5_GGUF
-from speculant.models.families.t5 import describe, renamed, scales
+from speculant.models.families.t5 import GGUF as T5_GGUF, describe, renamed, scales
 
 GGUF = replace(T5_GGUF, needs="dec.blk.1.attn_rel_b.weight")
 

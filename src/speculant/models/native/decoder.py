@@ -23,24 +23,26 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from speculant.cache.base import KVCache, KVStorage
-from speculant.kernels.base import NO_TOKEN, Edits
-from speculant.kernels.memory import Arena, Scratch
-from speculant.kernels.native import (
+from speculant.cache import KVCache, KVStorage
+from speculant.kernels import (
     CACHE_TYPES,
     MOST_DIM,
     MOST_GROUP,
+    NO_TOKEN,
     TYPES,
+    Arena,
     Bounds,
     Draft,
+    Edits,
     Kernels,
     NativeEdits,
     Op,
     Pass,
+    Scratch,
     address,
+    likely_bytes,
     settings_array,
 )
-from speculant.kernels.packing import likely_bytes
 from speculant.models.base import (
     NO_TABLE,
     Batch,
@@ -64,9 +66,7 @@ from speculant.models.weights.cache import WeightStore
 from speculant.models.weights.reader import ROUNDINGS, Rounding, WeightReader, WeightTypes, require_finite
 from speculant.models.weights.source import WeightSource
 from speculant.params import SamplingParams
-from speculant.sampling.chance import KeyedNoise, MostLikely, Stream
-from speculant.sampling.distribution import Node, edits_of, sampling_settings
-from speculant.sampling.rows import copied
+from speculant.sampling import KeyedNoise, MostLikely, Node, Stream, copied, edits_of, sampling_settings
 from speculant.tree import ids, parents_of
 
 if TYPE_CHECKING:

@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from speculant.cache.base import CacheShape, KVCache, KVStorage
-from speculant.kernels.memory import Arena
-from speculant.kernels.native import Draft, Flag, Op, Weight
+from speculant.cache import CacheShape, KVCache, KVStorage
+from speculant.kernels import Arena, Draft, Flag, Op, Weight
 from speculant.models.base import Batch, CausalLM, Chain, Hidden
 from speculant.models.description import DecoderConfig
 from speculant.models.heads import HeadConfig, StateEntry, head_cache_shape
@@ -28,7 +27,7 @@ from speculant.models.native.packed import (
 from speculant.models.native.program import Buffers, Program
 from speculant.models.weights.reader import WeightReader, WeightTypes
 from speculant.models.weights.source import QuantizedBlocks, WeightSource, order_of, read_plain
-from speculant.sampling.rows import copied
+from speculant.sampling import copied
 
 _QUERIES = ("q_proj.weight", "k_proj.weight", "v_proj.weight")
 

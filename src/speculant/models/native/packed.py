@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from speculant.errors import ModelError
-from speculant.kernels.native import TYPES, Activation, Code, Flag, Op, Sizes, Type, Weight
+from speculant.kernels import TYPES, Activation, Code, Flag, Op, Sizes, Type, Weight
 from speculant.models.description import (
     Attention,
     DecoderConfig,

@@ -30,9 +30,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from speculant.cache.base import by_length
-from speculant.kernels.memory import MOST_BYTES
-from speculant.kernels.native import Bounds, Code, Flag, Kernels, Op, Pass, Type, Weight
+from speculant.cache import by_length
+from speculant.kernels import MOST_BYTES, Bounds, Code, Flag, Kernels, Op, Pass, Type, Weight
 from speculant.models.description import Attention
 from speculant.models.native.packed import (
     PackedAttention,

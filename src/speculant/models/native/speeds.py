@@ -25,9 +25,19 @@ import torch
 from torch import Tensor
 
 from speculant.files import BUSY_KEPT_S, Run, costs_folder, key_of, read_measured, spread_of, write_file
-from speculant.kernels.memory import ALIGNMENT, Arena, aligned
-from speculant.kernels.native import Kernels, Op, Pass, Type, Weight
-from speculant.kernels.packing import Packer, likely_bytes, panel_rows
+from speculant.kernels import (
+    ALIGNMENT,
+    Arena,
+    Kernels,
+    Op,
+    Packer,
+    Pass,
+    Type,
+    Weight,
+    aligned,
+    likely_bytes,
+    panel_rows,
+)
 from speculant.models.backends.base import AS_STORED, CODED, PLAIN, Packing
 from speculant.models.description import DecoderConfig
 from speculant.models.native.packed import linear

@@ -36,8 +36,7 @@ import torch
 from torch import Tensor
 
 from speculant import __version__
-from speculant.kernels.memory import ALIGNMENT
-from speculant.kernels.native import Kernels, Type, Weight, library_path
+from speculant.kernels import ALIGNMENT, Kernels, Type, Weight, library_path
 from speculant.models import background
 
 MAGIC = b"speculant-weight"

@@ -16,9 +16,7 @@ import torch
 from torch import Tensor
 
 from speculant.errors import ModelError
-from speculant.kernels.memory import Arena
-from speculant.kernels.native import BLOCK_SIZES, BLOCK_TYPES, TYPES, Kernels, Type, Weight
-from speculant.kernels.packing import Packer, likely_bytes
+from speculant.kernels import BLOCK_SIZES, BLOCK_TYPES, TYPES, Arena, Kernels, Packer, Type, Weight, likely_bytes
 from speculant.models.weights.cache import WeightStore, say_once
 from speculant.models.weights.source import QuantizedBlocks, WeightSource, decode, has_blocks, order_of, read_plain
 

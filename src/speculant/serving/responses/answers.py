@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from speculant.engine.generation import StreamPiece
+from speculant.engine import StreamPiece
 from speculant.serving.answers import Answer, Call, Chunk, new_id
 from speculant.serving.errors import ApiError
 from speculant.serving.messages import MessagePart, MessageReader

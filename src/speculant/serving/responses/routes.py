@@ -12,7 +12,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from speculant.engine.async_engine import AsyncEngine
+from speculant.engine import AsyncEngine
 from speculant.params import SamplingParams
 from speculant.serving.clients import client_of
 from speculant.serving.errors import ApiError, api_error, refusal

@@ -22,7 +22,7 @@ from speculant.serving.tools.schema import (
     object_shape,
     read_tools,
 )
-from speculant.text.chat import answer_in
+from speculant.text import answer_in
 
 _ARGUMENTS = {"word": "sea"}
 _SCHEMA = {"type": "object", "properties": {"word": {"type": "string", "description": "A word."}}, "required": ["word"]}

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from speculant.kernels.reference import REFERENCE
-from speculant.lab.bench.acceptance import BLOCK, Text, TextReader, compare, estimate, measure_acceptance
-from speculant.models.weights.load import load_model
+from speculant.kernels import REFERENCE
+from speculant.lab.bench import BLOCK, Text, TextReader, estimate, measure_acceptance
+from speculant.lab.bench.acceptance import compare
+from speculant.models import load_model
 from speculant.params import SamplingParams
 from tests.models import Checkpoints
 

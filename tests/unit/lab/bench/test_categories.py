@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from speculant.lab.bench.measuring import BenchCase
-from speculant.lab.bench.report import by_category
-from speculant.lab.bench.runs import BenchRun
-from speculant.lab.bench.workloads import Workload
+from speculant.lab.bench import BenchCase, BenchRun, Workload, by_category
 from speculant.metrics import SpeculationMetrics, TimingMetrics
 from speculant.params import SamplingParams
 

@@ -8,15 +8,8 @@ import pytest
 
 from speculant.config import EngineConfig
 from speculant.errors import ConfigError, SpeculantError
-from speculant.lab.bench.compare import (
-    Setting,
-    _conclusions,
-    _fastest,
-    build_ways,
-    configured,
-    settings,
-    usual_settings,
-)
+from speculant.lab.bench import Setting, build_ways, configured, settings, usual_settings
+from speculant.lab.bench.compare import _conclusions, _fastest
 from speculant.params import SamplingParams
 from tests.models import Checkpoints
 

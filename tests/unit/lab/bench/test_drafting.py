@@ -9,10 +9,9 @@ import pytest
 
 from speculant import plugins
 from speculant.config import EngineConfig
-from speculant.drafting.base import Method
-from speculant.drafting.methods import LOOKUPS, PREDICTION
+from speculant.drafting import LOOKUPS, PREDICTION, Method
 from speculant.errors import ConfigError
-from speculant.lab.bench.drafting import require_lengths, stored_parameters
+from speculant.lab.bench import require_lengths, stored_parameters
 from tests.gguf_models import convert
 from tests.models import write_checkpoint
 

@@ -7,10 +7,9 @@ import dataclasses
 import pytest
 
 from speculant.config import EngineConfig
-from speculant.engine.build import build_engine
-from speculant.lab.bench.gains import gain, gains
-from speculant.lab.bench.runs import BenchRun
-from speculant.lab.bench.sizes import Size, memory
+from speculant.engine import build_engine
+from speculant.lab.bench import BenchRun, Size, gain, memory
+from speculant.lab.bench.gains import gains
 from speculant.metrics import SpeculationMetrics, TimingMetrics
 from tests.models import Checkpoints
 

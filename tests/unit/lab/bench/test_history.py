@@ -11,9 +11,8 @@ import pytest
 
 from speculant import __version__
 from speculant.errors import ConfigError
-from speculant.lab.bench import history
-from speculant.lab.bench.history import Change, HistoryEntry, append, command_of, compare, entry_of, read, typical
-from speculant.lab.bench.measuring import Spread
+from speculant.lab.bench import Change, HistoryEntry, Spread, append, command_of, entry_of, history, read, typical
+from speculant.lab.bench.history import compare
 
 MACHINE = {"processor": "a", "threads": 2}
 DOCUMENT = {

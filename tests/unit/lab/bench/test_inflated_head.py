@@ -14,15 +14,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from speculant import plugins
-from speculant.drafting.model.head_tokens import save_head_tokens
-from speculant.engine.drafters import head_parts
+from speculant.drafting import save_head_tokens
+from speculant.engine import head_parts
 from speculant.errors import ConfigError, ModelError, SpeculantError
-from speculant.kernels.native import usable_sets
-from speculant.lab.inflation.heads import inflate_head
-from speculant.lab.inflation.model import inflate
-from speculant.lab.inflation.pair import inflated_head
-from speculant.lab.inflation.shapes import Shape
-from speculant.models.weights.load import load_model
+from speculant.kernels import usable_sets
+from speculant.lab.inflation import Shape, inflate, inflate_head, inflated_head
+from speculant.models import load_model
 from speculant.params import SamplingParams
 from tests.heads import WRITERS, Shown, head_context, write_eagle, write_eagle3, write_medusa, write_pass
 from tests.models import HIDDEN_SIZE, VOCAB_SIZE, Checkpoints, make_request

@@ -16,14 +16,10 @@ from torch import Tensor
 
 from speculant import LLM, SamplingParams
 from speculant.errors import ConfigError, ModelError
-from speculant.kernels.native import usable_sets
-from speculant.lab.inflation.config import fitting_shape
-from speculant.lab.inflation.model import inflate
-from speculant.lab.inflation.shapes import SHAPES, Shape, named_shape
-from speculant.models.description import Experts
-from speculant.models.source import read_model_config, resolve_source
-from speculant.models.weights.load import load_model, read_description
-from speculant.models.weights.tensors import TensorFiles
+from speculant.kernels import usable_sets
+from speculant.lab.inflation import Shape, fitting_shape, inflate, named_shape
+from speculant.lab.inflation.shapes import SHAPES
+from speculant.models import Experts, TensorFiles, load_model, read_description, read_model_config, resolve_source
 from tests.unit.models.families import FEW, Session, random_tokens, thinned_cases, write_variant
 
 NATIVE = pytest.mark.skipif(not usable_sets(), reason="the native kernels are not built")

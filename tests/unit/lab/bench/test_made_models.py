@@ -11,15 +11,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from speculant import LLM, SamplingParams
-from speculant.cache.factory import slotted_cache
+from speculant.cache import slotted_cache
 from speculant.errors import ModelError
-from speculant.lab.bench.oracle_costs import oracle_seconds
-from speculant.lab.bench.step_costs import LengthCosts
-from speculant.lab.inflation.kept import decoded_model, inflated_model, rescaled_model
-from speculant.lab.inflation.model import shape_of
-from speculant.lab.inflation.rescaled import write_rescaled
-from speculant.models.base import SequenceInput, build_batch
-from speculant.models.weights.load import load_model
+from speculant.lab.bench import LengthCosts, oracle_seconds
+from speculant.lab.inflation import decoded_model, inflated_model, rescaled_model, shape_of, write_rescaled
+from speculant.models import SequenceInput, build_batch, load_model
 from speculant.types import DraftTree
 from tests.gguf_models import convert
 from tests.models import Checkpoints, Shape, write_checkpoint

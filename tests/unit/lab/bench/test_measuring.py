@@ -7,10 +7,14 @@ from collections.abc import Sequence
 import pytest
 
 from speculant.config import EngineConfig
-from speculant.engine.build import build_engine
-from speculant.lab.bench.measuring import (
+from speculant.engine import build_engine
+from speculant.lab.bench import (
+    Bench,
     BenchCase,
+    BenchRun,
+    Mode,
     Spread,
+    Workload,
     both_ways,
     interleave,
     measure,
@@ -19,8 +23,6 @@ from speculant.lab.bench.measuring import (
     spreads,
     ways_of,
 )
-from speculant.lab.bench.runs import Bench, BenchRun, Mode
-from speculant.lab.bench.workloads import Workload
 from speculant.metrics import SpeculationMetrics, TimingMetrics
 from speculant.params import SamplingParams
 from tests.models import Checkpoints

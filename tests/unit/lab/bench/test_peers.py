@@ -22,9 +22,9 @@ from benchmarks.peers.base import (
     Pair,
     PeerError,
     Progress,
+    Workload as PeerWorkload,
     content_key,
 )
-from benchmarks.peers.base import Workload as PeerWorkload
 from benchmarks.peers.compare import Case, CaseResult, Entry, Plan, Run
 from benchmarks.peers.ctranslate2_t5 import CTranslate2, Tensors
 from benchmarks.peers.gguf_export import arrange, gguf_name
@@ -46,11 +46,11 @@ from benchmarks.peers.report import case_value, tables
 from benchmarks.peers.t5_models import SHAPES
 from safetensors.torch import save_file
 
-from speculant.cli.doctor import Speeds
-from speculant.lab.inflation.successors import write_pair
-from speculant.models.source import read_json, resolve_source
-from speculant.models.weights.tensors import TensorFiles
-from speculant.text.tokenizer import Tokenizer
+from speculant.cli import Speeds
+from speculant.files import read_json
+from speculant.lab.inflation import write_pair
+from speculant.models import TensorFiles, resolve_source
+from speculant.text import Tokenizer
 
 COMPLETED = """\
 common_perf_print:    sampling time =      10.00 ms

@@ -13,12 +13,11 @@ from tokenizers.processors import TemplateProcessing
 
 from speculant.config import EngineConfig
 from speculant.errors import ConfigError, ModelError, PairError, RequestError
-from speculant.kernels.native import usable_sets
-from speculant.lab.bench import quality
-from speculant.lab.bench.acceptance import read_text
-from speculant.lab.bench.quality import Compared, Interval, QualityText, compare, document
-from speculant.models.weights.load import load_model
-from speculant.text.tokenizer import Tokenizer
+from speculant.kernels import usable_sets
+from speculant.lab.bench import Compared, Interval, QualityText, quality, read_text
+from speculant.lab.bench.quality import compare, document
+from speculant.models import load_model
+from speculant.text import Tokenizer
 from tests.models import ALPHABET, BEGIN, VOCAB_SIZE, Checkpoints, Shape, write_checkpoint
 
 CONTEXT = 16

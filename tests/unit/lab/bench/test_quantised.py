@@ -11,9 +11,8 @@ from benchmarks.quantised.gptq import solve, sums_of_inputs
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from speculant.lab.bench.acceptance import read_text
-from speculant.models.reference import Decoder
-from speculant.models.weights.load import load_model
+from speculant.lab.bench import read_text
+from speculant.models import Decoder, load_model
 from tests.models import Checkpoints
 from tests.quantised_folders import Gptq, Rounded, rounded
 

@@ -9,12 +9,22 @@ import pytest
 from rich.console import Console
 
 from speculant.config import EngineConfig
-from speculant.engine.build import build_engine
-from speculant.lab.bench.measuring import BenchCase, both_ways, measure, one_at_a_time, ways_of
-from speculant.lab.bench.report import conclusions, described_rounds, document, heading
-from speculant.lab.bench.runs import Bench
-from speculant.lab.bench.tables import ROWS, tables
-from speculant.lab.bench.workloads import Workload
+from speculant.engine import build_engine
+from speculant.lab.bench import (
+    ROWS,
+    Bench,
+    BenchCase,
+    Workload,
+    both_ways,
+    conclusions,
+    described_rounds,
+    heading,
+    measure,
+    one_at_a_time,
+    ways_of,
+)
+from speculant.lab.bench.report import document
+from speculant.lab.bench.tables import tables
 from speculant.params import SamplingParams
 from tests.models import Checkpoints
 from tests.unit.lab.bench.test_measuring import make_run

@@ -5,15 +5,21 @@ from __future__ import annotations
 import pytest
 
 from speculant.config import EngineConfig
-from speculant.engine.build import build_engine
-from speculant.engine.profiling import PHASES, unmarked
-from speculant.lab.bench import samples
-from speculant.lab.bench.measuring import both_ways, ways_of
-from speculant.lab.bench.runs import Bench
-from speculant.lab.bench.samples import LINE_END, Span, chrome_trace, recorded, take_samples
-from speculant.lab.bench.workloads import Workload
+from speculant.engine import PHASES, build_engine, unmarked
+from speculant.lab.bench import (
+    LINE_END,
+    Bench,
+    Span,
+    Workload,
+    both_ways,
+    chrome_trace,
+    recorded,
+    samples,
+    take_samples,
+    ways_of,
+)
 from speculant.params import SamplingParams
-from speculant.text.stream import IncrementalDetokenizer
+from speculant.text import IncrementalDetokenizer
 from tests.models import Checkpoints
 
 PARAMS = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)

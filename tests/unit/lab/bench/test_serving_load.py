@@ -12,9 +12,8 @@ import pytest
 from rich.console import Console
 
 from speculant.errors import ConfigError, ServerError
-from speculant.lab.bench.http_load import Exchange, Load, LoadRun
-from speculant.lab.bench.report import conclusions
-from speculant.lab.bench.serving_load import Level, LoadPlan, document, measure_serving
+from speculant.lab.bench import Exchange, Level, Load, LoadPlan, LoadRun, conclusions, measure_serving
+from speculant.lab.bench.serving_load import document
 from speculant.lab.bench.tables import tables
 from speculant.metrics import TimingMetrics
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 
 from speculant.config import EngineConfig
-from speculant.engine.build import Runtime, build_around, build_engine
+from speculant.engine import Runtime, build_around, build_engine
 from speculant.errors import RequestError
-from speculant.lab.bench import step_costs
-from speculant.lab.bench.step_costs import LengthCosts, measure_steps
+from speculant.lab.bench import LengthCosts, measure_steps, step_costs
 from speculant.params import SamplingParams
 from tests.models import Checkpoints
 

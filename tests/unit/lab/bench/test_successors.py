@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from speculant import LLM, SamplingParams
-from speculant.lab.inflation.successors import LLAMA_50M, write_pair
+from speculant.lab.inflation import LLAMA_50M, write_pair
 from tests.examples import examples
 
 SIZES = {"vocab_size": 9000, "num_hidden_layers": 2}

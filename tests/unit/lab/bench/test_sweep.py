@@ -8,10 +8,7 @@ import pytest
 
 from speculant.config import EngineConfig
 from speculant.errors import ConfigError
-from speculant.lab.bench import sweep
-from speculant.lab.bench.step_costs import measure_steps
-from speculant.lab.bench.sweep import SweepPlan, chains_of, predict_sweep, sweep_params
-from speculant.lab.bench.workloads import WorkloadConfig
+from speculant.lab.bench import SweepPlan, WorkloadConfig, chains_of, measure_steps, predict_sweep, sweep, sweep_params
 from speculant.params import SamplingParams
 from tests.models import Checkpoints
 from tests.unit.lab.bench.test_step_costs import make_runtime

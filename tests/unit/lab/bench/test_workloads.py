@@ -10,9 +10,9 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 
 from speculant.config import EngineConfig, Limits
-from speculant.engine.build import Runtime, build_engine
+from speculant.engine import Runtime, build_engine
 from speculant.errors import ConfigError, RequestError, SpeculantError
-from speculant.lab.bench.workloads import (
+from speculant.lab.bench import (
     EDIT_LENGTH,
     OPENINGS,
     USUAL_LENGTH,

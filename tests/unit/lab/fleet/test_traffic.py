@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from speculant.errors import ConfigError
-from speculant.lab.fleet.config import TrafficConfig
-from speculant.lab.fleet.traffic import Arrival, arrivals, read_trace
+from speculant.lab.fleet import Arrival, TrafficConfig, arrivals, read_trace
 
 
 def test_means_and_variations_are_those_asked_for() -> None:

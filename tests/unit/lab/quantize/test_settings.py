@@ -16,16 +16,10 @@ from typing import Any
 import pytest
 
 from speculant.errors import ModelError
-from speculant.kernels.native import usable_sets
-from speculant.lab.quantize import gguf
-from speculant.lab.quantize.check import check_model, differences
-from speculant.lab.quantize.folder import write_folder
-from speculant.lab.quantize.layouts import LAYOUTS
-from speculant.models.backends.base import RoundsWeights, find_backends
+from speculant.kernels import usable_sets
+from speculant.lab.quantize import LAYOUTS, check_model, differences, gguf, write_folder
+from speculant.models import CheckpointFiles, DecoderConfig, RoundsWeights, find_backends, read_description, read_plain
 from speculant.models.config import _KNOWN as ROPE_KEYS
-from speculant.models.description import DecoderConfig
-from speculant.models.weights.load import CheckpointFiles, read_description
-from speculant.models.weights.source import read_plain
 from tests.unit.models.families import SMALL, VARIANTS, write_own
 from tests.unit.models.test_gguf_families import STORED
 

@@ -10,12 +10,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from speculant.drafting.topology import Pick, StaticTree
-from speculant.lab.exactness.distributions import EXACT, two_distributions
-from speculant.lab.exactness.enumeration import Branches, EnumeratingChance, enumerate_outcomes
-from speculant.lab.theory.siblings import own_noise_rates, rejection_rates, shared_noise_rates
-from speculant.sampling.chance import KeyedNoise
-from speculant.verification.multi_draft import choose
+from speculant.drafting import Pick, StaticTree
+from speculant.lab.exactness import EXACT, Branches, EnumeratingChance, enumerate_outcomes, two_distributions
+from speculant.lab.theory import own_noise_rates, rejection_rates, shared_noise_rates
+from speculant.sampling import KeyedNoise
+from speculant.verification import choose
 
 Array = NDArray[np.float64]
 MANY = 100_000  # contexts: a mean's standard error is at most 0.0016

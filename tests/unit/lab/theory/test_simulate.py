@@ -7,18 +7,22 @@ from functools import partial
 import numpy as np
 import pytest
 
-from speculant.lab.theory.correlation import correlated_tokens, correlation_of, marks
-from speculant.lab.theory.curve import FLAT, VerificationCurve
-from speculant.lab.theory.simulate import Simulation, simulate
-from speculant.lab.theory.speedup import (
+from speculant.lab.theory import (
+    FLAT,
+    Simulation,
+    VerificationCurve,
     accepted_lengths,
+    correlated_tokens,
+    correlation_of,
     expected_costs,
     expected_tokens,
+    marks,
     operations,
     speedups,
     step_costs,
     survival,
 )
+from speculant.lab.theory.simulate import simulate
 from tests.unit.lab.theory.process import within_three_errors
 
 ANSWERS, TOKENS = 400, 1500

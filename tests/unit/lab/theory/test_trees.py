@@ -10,14 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from speculant.drafting.topology import StaticTree, read_tree
-from speculant.lab.exactness.distributions import EXACT, two_distributions
-from speculant.lab.exactness.enumeration import Branches, EnumeratingChance, enumerate_outcomes
-from speculant.lab.theory.trees import best_tree, expected_accepted
+from speculant.drafting import StaticTree, read_tree
+from speculant.lab.exactness import EXACT, Branches, EnumeratingChance, enumerate_outcomes, two_distributions
+from speculant.lab.theory import best_tree, expected_accepted
 from speculant.types import DraftTree
-from speculant.verification.base import Verifier
-from speculant.verification.match import Match
-from speculant.verification.multi_draft import MultiDraft
+from speculant.verification import Match, MultiDraft, Verifier
 from tests.examples import sizes
 
 Path = tuple[int, ...]

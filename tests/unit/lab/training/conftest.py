@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from speculant.lab.training import job
-from speculant.lab.training.config import TrainingConfig
+from speculant.lab.training import TrainingConfig, job
 from tests.unit.lab.training.runs import tiny, train
 
 NAMES = [f"package/module_{i}.py" for i in range(90)]  # one of them, 64, falls under the held-out rule

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from speculant.lab.training import job
-from speculant.lab.training.config import TrainingConfig
-from speculant.lab.training.trainer import Trainer
+from speculant.lab.training import Trainer, TrainingConfig, job
 
 
 def tiny(corpus: Path, out: Path) -> TrainingConfig:

@@ -9,14 +9,20 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from speculant.cache.factory import slotted_cache
-from speculant.lab.training.config import TrainingConfig, TrainingSchedule
-from speculant.lab.training.network import hf_config, new_network, project_embedding
-from speculant.lab.training.objective import DistillObjective, TextObjective
-from speculant.lab.training.optimizer import Muon, orthogonalize
-from speculant.lab.training.passes import hidden_states
-from speculant.models.base import SequenceInput, build_batch
-from speculant.models.reference import Decoder
+from speculant.cache import slotted_cache
+from speculant.lab.training import (
+    DistillObjective,
+    Muon,
+    TextObjective,
+    TrainingConfig,
+    TrainingSchedule,
+    hf_config,
+    hidden_states,
+    new_network,
+    orthogonalize,
+    project_embedding,
+)
+from speculant.models import Decoder, SequenceInput, build_batch
 from speculant.types import DraftTree
 
 

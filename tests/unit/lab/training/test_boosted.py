@@ -11,15 +11,22 @@ import torch
 from typer.testing import CliRunner
 
 from speculant import LLM, SamplingParams
-from speculant.cli.main import app
+from speculant.cli import app
 from speculant.errors import ConfigError, ModelError
+from speculant.lab.training import (
+    BoostedConfig,
+    MissedObjective,
+    OutputHead,
+    Texts,
+    hidden_states,
+    known_rows,
+    likeliest,
+    load_plain,
+    open_texts,
+    save_texts,
+)
 from speculant.lab.training.boosted import job
-from speculant.lab.training.boosted.config import BoostedConfig
-from speculant.lab.training.boosted.objective import MissedObjective, known_rows, likeliest
-from speculant.lab.training.heads.texts import Texts, open_texts, save_texts
-from speculant.lab.training.output import OutputHead
-from speculant.lab.training.passes import hidden_states, load_plain
-from speculant.models.reference import Decoder
+from speculant.models import Decoder
 from tests.models import END, Shape, write_checkpoint
 from tests.unit.models.families import VARIANTS, thinned_cases
 

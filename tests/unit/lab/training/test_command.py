@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from speculant.cli import train
 from speculant.errors import ConfigError
-from speculant.lab.training.config import TrainingConfig
+from speculant.lab.training import TrainingConfig
 from tests.unit.lab.training.runs import prepare
 
 SMALL = (

@@ -11,13 +11,20 @@ import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from speculant.cli.main import app
+from speculant.cli import app
 from speculant.errors import ConfigError
-from speculant.lab.training.heads.config import HeadTrainingConfig
-from speculant.lab.training.heads.conversations import Turns, write_conversations
-from speculant.lab.training.heads.texts import FILE, PART, PartialTexts, Texts, wanted_texts
-from speculant.models.source import resolve_source
-from speculant.text.tokenizer import Tokenizer
+from speculant.lab.training import (
+    FILE,
+    PART,
+    HeadTrainingConfig,
+    PartialTexts,
+    Texts,
+    Turns,
+    wanted_texts,
+    write_conversations,
+)
+from speculant.models import resolve_source
+from speculant.text import Tokenizer
 
 END = 9
 TURNS = Turns(begin=[1, 2], asked=[3], answered=[4, 5])

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from speculant.errors import ConfigError
-from speculant.lab.training.corpus import is_held_out, read_corpus, standard_library
+from speculant.lab.training import is_held_out, read_corpus, standard_library
 
 
 def test_the_held_out_rule_never_changes() -> None:

@@ -11,13 +11,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from speculant.cli.main import app
-from speculant.cli.train import TrainingFlags
-from speculant.cli.train_draft import BoostedFlags
-from speculant.cli.train_head import HeadFlags
-from speculant.cli.train_seq2seq import Seq2SeqFlags
-from speculant.lab.training import config as configuration
-from speculant.lab.training.config import TrainingConfig
+from speculant.cli import BoostedFlags, HeadFlags, Seq2SeqFlags, TrainingFlags, app
+from speculant.lab.training import TrainingConfig, config as configuration
 
 PAGE = (Path(__file__).parents[4] / "docs/training.md").read_text()
 

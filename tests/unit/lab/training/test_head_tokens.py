@@ -12,13 +12,12 @@ import torch
 from typer.testing import CliRunner
 
 from speculant import LLM, SamplingParams
-from speculant.cli.main import app
+from speculant.cli import app
 from speculant.config import EngineConfig
-from speculant.drafting.model.head_tokens import read_head_tokens, save_head_tokens
+from speculant.drafting import read_head_tokens, save_head_tokens
 from speculant.errors import ConfigError
-from speculant.kernels.native import usable_sets
-from speculant.lab.bench import head_sizes
-from speculant.lab.bench.head_sizes import HeadSize, best_size, overlaps, sizes_of
+from speculant.kernels import usable_sets
+from speculant.lab.bench import HeadSize, best_size, head_sizes, overlaps, sizes_of
 from tests.heads import write_eagle
 from tests.models import END, HIDDEN_SIZE, VOCAB_SIZE, Checkpoints, checkpoints
 

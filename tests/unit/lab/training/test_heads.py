@@ -14,27 +14,30 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from speculant import LLM, SamplingParams
-from speculant.cache.factory import slotted_cache
-from speculant.cli.main import app
+from speculant.cache import slotted_cache
+from speculant.cli import app
+from speculant.drafting import HeadFolder
 from speculant.drafting.heads import eagle3, three_states
-from speculant.drafting.heads.folder import HeadFolder
 from speculant.errors import ConfigError
 from speculant.files import read_json
+from speculant.lab.training import (
+    HeadTrainingConfig,
+    Optimizer,
+    OutputHead,
+    RoundsObjective,
+    Texts,
+    Trainer,
+    distances,
+    kind_names,
+    load_kind,
+    look_ahead_states,
+    most_texts,
+    open_texts,
+    overlaps,
+    save_texts,
+)
 from speculant.lab.training.heads import job
-from speculant.lab.training.heads.config import HeadTrainingConfig, kind_names, load_kind
-from speculant.lab.training.heads.distance import distances, overlaps
-from speculant.lab.training.heads.look_ahead import look_ahead_states
-from speculant.lab.training.heads.rounds import RoundsObjective
-from speculant.lab.training.heads.texts import Texts, most_texts, open_texts, save_texts
-from speculant.lab.training.optimizer import Optimizer
-from speculant.lab.training.output import OutputHead
-from speculant.lab.training.trainer import Trainer
-from speculant.models.base import CausalLM, SequenceInput, build_batch
-from speculant.models.config import read_rope
-from speculant.models.description import Rope
-from speculant.models.reference import Decoder
-from speculant.models.sizes import inner_width
-from speculant.models.weights.load import load_model
+from speculant.models import CausalLM, Decoder, Rope, SequenceInput, build_batch, inner_width, load_model, read_rope
 from speculant.types import DraftTree
 from tests.examples import examples
 from tests.gguf_models import convert

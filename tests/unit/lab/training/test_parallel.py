@@ -12,16 +12,23 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from speculant import LLM, SamplingParams
-from speculant.cache.factory import slotted_cache
-from speculant.cli.main import app
+from speculant.cache import slotted_cache
+from speculant.cli import app
 from speculant.errors import ConfigError
+from speculant.lab.training import (
+    BoostedConfig,
+    ParallelObjective,
+    Texts,
+    hidden_states,
+    load_plain,
+    masked_states,
+    open_texts,
+    overlap_by_depth,
+    save_texts,
+    with_mask,
+)
 from speculant.lab.training.boosted import parallel
-from speculant.lab.training.boosted.config import BoostedConfig
-from speculant.lab.training.boosted.parallel import ParallelObjective, masked_states, overlap_by_depth, with_mask
-from speculant.lab.training.heads.texts import Texts, open_texts, save_texts
-from speculant.lab.training.passes import hidden_states, load_plain
-from speculant.models.base import SequenceInput, build_batch
-from speculant.models.reference import Decoder
+from speculant.models import Decoder, SequenceInput, build_batch
 from speculant.types import DraftTree
 from tests.models import END, VOCAB_SIZE, Checkpoints, Shape, write_checkpoint
 

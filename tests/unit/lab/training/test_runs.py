@@ -10,15 +10,18 @@ import pytest
 import torch
 
 from speculant.errors import ConfigError
-from speculant.lab.training import job
-from speculant.lab.training.checkpoint import FILE_NAME
-from speculant.lab.training.config import TrainingConfig
-from speculant.lab.training.evaluation import evaluate, overlap
-from speculant.lab.training.export import export_model
-from speculant.lab.training.passes import hidden_states
-from speculant.lab.training.trainer import Trainer
-from speculant.lab.training.windows import held_out_windows
-from speculant.text.tokenizer import Tokenizer
+from speculant.lab.training import (
+    FILE_NAME,
+    Trainer,
+    TrainingConfig,
+    evaluate,
+    export_model,
+    held_out_windows,
+    hidden_states,
+    job,
+    overlap,
+)
+from speculant.text import Tokenizer
 from tests.unit.lab.training.runs import prepare, tiny, train
 
 

@@ -15,14 +15,21 @@ from tokenizers import Tokenizer
 from typer.testing import CliRunner
 
 from speculant.cli import train
-from speculant.engine.llm import LLM
+from speculant.engine import LLM
 from speculant.errors import ConfigError
-from speculant.lab.training.passes import load_plain
+from speculant.lab.training import (
+    PairBatches,
+    PairObjective,
+    Pairs,
+    Seq2SeqConfig,
+    Trainer,
+    load_plain,
+    loss_of_pairs,
+    overlap_of_pairs,
+    read_texts,
+    states_of_pairs,
+)
 from speculant.lab.training.seq2seq import job, objective
-from speculant.lab.training.seq2seq.config import Seq2SeqConfig
-from speculant.lab.training.seq2seq.objective import PairObjective, loss_of_pairs, overlap_of_pairs, states_of_pairs
-from speculant.lab.training.seq2seq.pairs import PairBatches, Pairs, read_texts
-from speculant.lab.training.trainer import Trainer
 from speculant.params import SamplingParams
 
 WORDS = "zero one two three four five six seven eight nine".split()

@@ -10,10 +10,10 @@ import torch
 from typer.testing import CliRunner
 
 from speculant import LLM, SamplingParams
-from speculant.cli.main import app
-from speculant.drafting.lookup.tables import BigramTables
+from speculant.cli import app
+from speculant.drafting import BigramTables
 from speculant.errors import ConfigError, ModelError
-from speculant.text.tokenizer import Tokenizer
+from speculant.text import Tokenizer
 from tests.encoder_decoders import make_t5, write_t5
 from tests.models import BEGIN, END, VOCAB_SIZE, Checkpoints, checkpoints
 

@@ -8,16 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from speculant.serving.responses.routes import page_of
-from speculant.serving.responses.store import (
-    PER_ITEM,
-    PER_RESPONSE,
-    SHARE,
-    ResponseStore,
-    StoredItem,
-    StoredResponse,
-    Turn,
-)
+from speculant.serving import PER_ITEM, PER_RESPONSE, SHARE, ResponseStore, StoredItem, StoredResponse, Turn, page_of
 
 
 class Clock:

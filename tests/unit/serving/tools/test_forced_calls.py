@@ -8,19 +8,24 @@ from typing import Any
 
 import jsonschema
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from speculant import plugins
 from speculant.errors import RequestError
 from speculant.params import SamplingParams
-from speculant.serving.errors import ApiError
-from speculant.serving.messages import joined_calls
-from speculant.serving.prompts import Prompt
-from speculant.serving.protocol import ChatBody, Message
-from speculant.serving.tool_use import finish_reason_of_calls, reader_for, with_allowed_tools, with_tools
-from speculant.structured.grammars import Grammars
-from speculant.text.tokenizer import Tokenizer
+from speculant.serving import (
+    ApiError,
+    ChatBody,
+    Message,
+    Prompt,
+    finish_reason_of_calls,
+    joined_calls,
+    reader_for,
+    with_allowed_tools,
+    with_tools,
+)
+from speculant.structured import Grammars
+from speculant.text import Tokenizer
 from tests.examples import examples
 from tests.tagged import tokenizer_with_tags, write
 

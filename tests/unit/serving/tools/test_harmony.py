@@ -10,17 +10,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from speculant.params import SamplingParams
-from speculant.serving.errors import ApiError
-from speculant.serving.messages import MessageReader, joined_calls
-from speculant.serving.prompts import Prompt
-from speculant.serving.protocol import ChatBody, Message
-from speculant.serving.tool_use import reader_for, with_tools
-from speculant.structured.grammars import Grammars
-from speculant.text.tokenizer import Tokenizer
+from speculant.serving import ApiError, ChatBody, Message, MessageReader, Prompt, joined_calls, reader_for, with_tools
+from speculant.structured import Grammars
+from speculant.text import Tokenizer
 from tests.examples import examples
 from tests.tagged import HARMONY, HARMONY_TEMPLATE, tokenizer_with_tags, write
 

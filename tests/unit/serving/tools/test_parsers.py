@@ -8,12 +8,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from speculant.errors import ConfigError
-from speculant.serving.tools import Delta, TextDelta, ToolDelta, find_format, find_parser
-from speculant.serving.tools.base import parse
+from speculant.serving import Delta, TextDelta, ToolDelta, find_format, find_parser, parse
 from tests.examples import examples
 from tests.timing import cpu_seconds, is_within
 

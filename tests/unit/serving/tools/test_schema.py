@@ -6,11 +6,10 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from speculant.errors import RequestError
-from speculant.serving.tools import (
+from speculant.serving import (
     CallShape,
     ToolDelta,
     call_grammar,
@@ -18,8 +17,8 @@ from speculant.serving.tools import (
     find_format,
     find_parser,
     json_symbol,
+    parse,
 )
-from speculant.serving.tools.base import parse
 from tests.examples import examples
 
 SCHEMA = {

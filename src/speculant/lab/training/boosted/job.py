@@ -23,9 +23,7 @@ from speculant.lab.training.optimizer import Optimizer
 from speculant.lab.training.output import OutputHead
 from speculant.lab.training.passes import hidden_states, load_plain
 from speculant.lab.training.trainer import Trainer
-from speculant.models.config import MASK
-from speculant.models.reference import Decoder
-from speculant.models.source import read_model_config, resolve_folder, resolve_source
+from speculant.models import MASK, Decoder, read_model_config, resolve_folder, resolve_source
 
 MEASURED = "measured.json"
 _OF_TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "special_tokens_map.json")

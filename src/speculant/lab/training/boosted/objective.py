@@ -11,7 +11,7 @@ from speculant.lab.training.heads.texts import Texts
 from speculant.lab.training.objective import distribution_distance
 from speculant.lab.training.output import OutputHead, chunks
 from speculant.lab.training.passes import hidden_states
-from speculant.models.reference import Decoder
+from speculant.models import Decoder
 
 
 class MissedObjective:

@@ -18,8 +18,7 @@ from speculant.lab.training.heads.texts import Texts
 from speculant.lab.training.objective import distribution_distance
 from speculant.lab.training.output import OutputHead, chunks
 from speculant.lab.training.passes import attend_masked, within_window
-from speculant.models.description import Attention
-from speculant.models.reference import Decoder, Learned
+from speculant.models import Attention, Decoder, Learned
 
 STRIDE = 4  # tokens from one chain of masks to the next, on average
 _AT_A_TIME = 8  # texts

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from speculant.errors import ConfigError, SpeculantError
-from speculant.text.tokenizer import Tokenizer
+from speculant.text import Tokenizer
 
 MOST_OF_QUESTION = 4  # a question that the target writes takes at most a quarter of a text
 _MARKS = ("first-question", "first-answer", "second-question")

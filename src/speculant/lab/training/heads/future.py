@@ -11,8 +11,7 @@ from speculant.lab.training.heads.base import HeadAcceptance
 from speculant.lab.training.heads.distance import distances, overlaps, weighted
 from speculant.lab.training.heads.texts import Texts
 from speculant.lab.training.output import OutputHead
-from speculant.models.heads import FeedForwardHeads, ResidualHeads
-from speculant.models.reference import Decoder
+from speculant.models import Decoder, FeedForwardHeads, ResidualHeads
 
 RANKS = 8
 _AT_A_TIME = 8

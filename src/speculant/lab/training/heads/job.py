@@ -19,7 +19,7 @@ from speculant.lab.training.heads.texts import Texts, TextsPlan
 from speculant.lab.training.optimizer import Optimizer
 from speculant.lab.training.passes import load_plain
 from speculant.lab.training.trainer import Trainer
-from speculant.models.reference import Decoder
+from speculant.models import Decoder
 
 PROMPT_SHARE = 8  # a prompt is the first eighth of a text
 _WATCHED = 16  # held-out texts that are measured during training

@@ -17,8 +17,7 @@ from speculant.lab.training.heads.future import RANKS
 from speculant.lab.training.heads.texts import Texts
 from speculant.lab.training.output import OutputHead
 from speculant.lab.training.passes import attend_causally, attend_masked, within_window
-from speculant.models.description import Attention
-from speculant.models.reference import Decoder, Learned
+from speculant.models import Attention, Decoder, Learned
 
 STRIDE = 8  # tokens of a text from one place to the next
 _AT_A_TIME = 8

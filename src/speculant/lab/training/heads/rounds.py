@@ -19,11 +19,21 @@ from speculant.lab.training.heads.config import HeadTrainingConfig
 from speculant.lab.training.heads.distance import distances, overlaps, weighted
 from speculant.lab.training.heads.texts import Texts
 from speculant.lab.training.output import OutputHead
-from speculant.models.config import rope_entries
-from speculant.models.description import Attention, DecoderConfig, Embedding, Head, Layer, Mlp, Norm, Rope
-from speculant.models.heads import HeadDecoder
-from speculant.models.reference import Decoder, Learned
-from speculant.models.sizes import inner_width
+from speculant.models import (
+    Attention,
+    Decoder,
+    DecoderConfig,
+    Embedding,
+    Head,
+    HeadDecoder,
+    Layer,
+    Learned,
+    Mlp,
+    Norm,
+    Rope,
+    inner_width,
+    rope_entries,
+)
 
 RANKS = 8
 _PLAIN = Rope(10000.0)  # of a layer whose target has no rotary positions

@@ -21,7 +21,7 @@ from speculant.lab.training.seq2seq.objective import PairObjective, loss_of_pair
 from speculant.lab.training.seq2seq.pairs import PairBatches, Pairs, PairTexts, read_texts
 from speculant.lab.training.tokenizer import END_OF_TEXT, end_of_text, load_tokenizer, train_tokenizer
 from speculant.lab.training.trainer import Trainer
-from speculant.models.reference import Decoder
+from speculant.models import Decoder
 
 _WATCHED = 512  # held-out pairs that are measured during training
 

@@ -11,7 +11,7 @@ from speculant.lab.training.objective import distribution_distance, text_loss
 from speculant.lab.training.output import OutputHead, chunks
 from speculant.lab.training.passes import decoded_states, encoded_sources
 from speculant.lab.training.seq2seq.pairs import PairBatch, Pairs
-from speculant.models.reference import Decoder
+from speculant.models import Decoder
 
 _AT_A_TIME = 32  # pairs in a pass
 

@@ -6,8 +6,7 @@ import torch
 
 from speculant.lab.training.heads.config import HeadTrainingConfig
 from speculant.lab.training.heads.future import FutureObjective
-from speculant.models.heads import FeedForwardHeads, FutureShape
-from speculant.models.reference import Decoder
+from speculant.models import Decoder, FeedForwardHeads, FutureShape
 
 
 def make(config: HeadTrainingConfig, target: Decoder) -> FutureObjective:

@@ -8,8 +8,7 @@ from torch.nn import functional
 
 from speculant.lab.training.heads.config import HeadTrainingConfig
 from speculant.lab.training.heads.rounds import RoundsObjective, begin_small, layer_sizes
-from speculant.models.heads import HeadConfig, HeadDecoder, StateEntry
-from speculant.models.reference import Decoder
+from speculant.models import Decoder, HeadConfig, HeadDecoder, StateEntry
 
 REGRESSION = 0.5  # weight of the distance of states; it falls to zero at the end of a run
 

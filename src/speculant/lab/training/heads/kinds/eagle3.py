@@ -19,8 +19,7 @@ from speculant.lab.training.heads.config import HeadTrainingConfig
 from speculant.lab.training.heads.rounds import RoundsObjective, begin_small, layer_sizes
 from speculant.lab.training.heads.texts import Texts
 from speculant.lab.training.output import OutputHead
-from speculant.models.heads import HeadConfig, HeadDecoder, StateEntry, usual_taps
-from speculant.models.reference import Decoder
+from speculant.models import Decoder, HeadConfig, HeadDecoder, StateEntry, usual_taps
 
 OWN_OUTPUT_HEAD = True  # see `may_have_output_head`
 _MEASURED = 16  # texts for measuring the size of states

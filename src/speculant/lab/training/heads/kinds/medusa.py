@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from speculant.lab.training.heads.config import HeadTrainingConfig
 from speculant.lab.training.heads.future import FutureObjective
-from speculant.models.heads import FutureShape, ResidualHeads
-from speculant.models.reference import Decoder
+from speculant.models import Decoder, FutureShape, ResidualHeads
 
 
 def make(config: HeadTrainingConfig, target: Decoder) -> FutureObjective:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from speculant.errors import ConfigError
 from speculant.lab.training.heads.config import HeadTrainingConfig
 from speculant.lab.training.heads.look_ahead import LookAhead, LookAheadObjective
-from speculant.models.reference import Decoder
+from speculant.models import Decoder
 
 
 def make(config: HeadTrainingConfig, target: Decoder) -> LookAheadObjective:

@@ -1,0 +1,102 @@
+from .base import (
+    Build as Build,
+    Drafter as Drafter,
+    DrafterContext as DrafterContext,
+    DrafterNeeds as DrafterNeeds,
+    Method as Method,
+    StatelessDrafter as StatelessDrafter,
+    build_method as build_method,
+    complete as complete,
+    listens as listens,
+    loaded as loaded,
+    no_options as no_options,
+    read_options as read_options,
+)
+from .combine.composite import (
+    CompositeDrafter as CompositeDrafter,
+    SubDrafter as SubDrafter,
+    bound as bound,
+    build_sub_drafter as build_sub_drafter,
+    build_sub_drafters as build_sub_drafters,
+)
+from .combine.fallback import FallbackDrafter as FallbackDrafter
+from .combine.merge import Merge as Merge, MergeDrafter as MergeDrafter
+from .draws import likeliest as likeliest
+from .guard import (
+    GuardedDrafter as GuardedDrafter,
+    Proposals as Proposals,
+    check_ahead as check_ahead,
+    check_draft as check_draft,
+    check_extends as check_extends,
+    propose_checked as propose_checked,
+)
+from .heads.folder import HeadFolder as HeadFolder, check_kind as check_kind
+from .heads.future import UNKNOWN as UNKNOWN, product_tree as product_tree
+from .heads.hidden_drafter import HiddenDrafter as HiddenDrafter
+from .heads.hidden_runner import HiddenStateRunner as HiddenStateRunner, Pending as Pending
+from .heads.parts import HeadParts as HeadParts, Part as Part, Role as Role
+from .heads.short import FILE as FILE, output_rows as output_rows
+from .lookup.ngram import (
+    NgramDrafter as NgramDrafter,
+    NgramOptions as NgramOptions,
+    Predictor as Predictor,
+    context_hash as context_hash,
+)
+from .lookup.prediction import (
+    LONGEST_MATCH as LONGEST_MATCH,
+    Alignment as Alignment,
+    PredictionDrafter as PredictionDrafter,
+)
+from .lookup.random import RandomDrafter as RandomDrafter
+from .lookup.reading import SequenceReader as SequenceReader, match_score as match_score
+from .lookup.recent_match import (
+    LONGEST_SCORED as LONGEST_SCORED,
+    LookupDrafter as LookupDrafter,
+    LookupOptions as LookupOptions,
+    RecentMatches as RecentMatches,
+)
+from .lookup.static import StaticDrafter as StaticDrafter, build as build
+from .lookup.suffix import (
+    PART as PART,
+    SuffixDrafter as SuffixDrafter,
+    SuffixOptions as SuffixOptions,
+    SuffixStore as SuffixStore,
+)
+from .lookup.synthetic import SyntheticDrafter as SyntheticDrafter, SyntheticOptions as SyntheticOptions
+from .lookup.tables import FORMAT as FORMAT, BigramTables as BigramTables
+from .lookup.token_recycling import (
+    PRIOR as PRIOR,
+    NodeAcceptance as NodeAcceptance,
+    RecyclingOptions as RecyclingOptions,
+    TokenRecycling as TokenRecycling,
+    tree_shape as tree_shape,
+)
+from .methods import (
+    DEFAULT as DEFAULT,
+    LOOKUPS as LOOKUPS,
+    PREDICTION as PREDICTION,
+    WITH_MODEL as WITH_MODEL,
+    first_installed as first_installed,
+    installed as installed,
+    method_facts as method_facts,
+    takes_model as takes_model,
+)
+from .model.beams import draft_beams as draft_beams
+from .model.cascade import CascadeDrafter as CascadeDrafter, InnerDrafter as InnerDrafter, copy_of as copy_of
+from .model.drafter import ModelDrafter as ModelDrafter
+from .model.head_tokens import KEY as KEY, read_head_tokens as read_head_tokens, save_head_tokens as save_head_tokens
+from .model.intersection import intersect as intersect
+from .model.one_pass import OnePassDrafter as OnePassDrafter, mask_of as mask_of
+from .model.runner import DraftModelRunner as DraftModelRunner, fit_vocabulary as fit_vocabulary
+from .model.sources import DraftSources as DraftSources
+from .model.specinfer import SpecInfer as SpecInfer
+from .model.target_cache import make_target_drafter as make_target_drafter
+from .selection import Selection as Selection, Selector as Selector
+from .topology import (
+    DynamicTree as DynamicTree,
+    ParallelChains as ParallelChains,
+    Pick as Pick,
+    StaticTree as StaticTree,
+    TreeTopology as TreeTopology,
+    read_tree as read_tree,
+)

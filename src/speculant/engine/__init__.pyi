@@ -1,0 +1,89 @@
+from .async_engine import AsyncEngine as AsyncEngine
+from .beam_search import (
+    BeamSearchOutput as BeamSearchOutput,
+    BeamSearchParams as BeamSearchParams,
+    BeamSearchSequence as BeamSearchSequence,
+)
+from .build import (
+    Runtime as Runtime,
+    build_around as build_around,
+    build_drafters as build_drafters,
+    build_engine as build_engine,
+    build_verifiers as build_verifiers,
+    load_target as load_target,
+    load_tokenizer as load_tokenizer,
+    load_verifiers as load_verifiers,
+    method_name as method_name,
+)
+from .calibration import (
+    DEPTHS as DEPTHS,
+    ROWS as ROWS,
+    SEQUENCES as SEQUENCES,
+    Calibration as Calibration,
+    read_curves as read_curves,
+    spread_token as spread_token,
+)
+from .commit import Committed as Committed, fail as fail, roll_back as roll_back
+from .draft_loading import (
+    AUTO as AUTO,
+    LEAST_GAIN as LEAST_GAIN,
+    UNCHANGED as UNCHANGED,
+    LargeDraft as LargeDraft,
+    Precision as Precision,
+    choose_precision as choose_precision,
+    draft_vocabulary as draft_vocabulary,
+    pass_seconds as pass_seconds,
+    rounded as rounded,
+)
+from .drafters import Drafters as Drafters, head_parts as head_parts
+from .engine import Engine as Engine, EngineOptions as EngineOptions
+from .generation import Generation as Generation, StreamPiece as StreamPiece
+from .guarded_length import GuardedLength as GuardedLength
+from .head_precision import ROOM as ROOM, DraftSample as DraftSample
+from .llm import LLM as LLM, progress as progress
+from .logprobs import LogprobRow as LogprobRow, record_prompt as record_prompt, token_logprobs as token_logprobs
+from .measuring import Measurement as Measurement
+from .memory import (
+    FALLBACK as FALLBACK,
+    SHARE_OF_FREE as SHARE_OF_FREE,
+    CacheMemory as CacheMemory,
+    Need as Need,
+    free_memory as free_memory,
+)
+from .profiling import (
+    PHASES as PHASES,
+    check_trace_path as check_trace_path,
+    profiled as profiled,
+    unmarked as unmarked,
+)
+from .prompts import (
+    REFUSED as REFUSED,
+    ExplicitEncoderDecoderPrompt as ExplicitEncoderDecoderPrompt,
+    PlainPrompt as PlainPrompt,
+    Prompt as Prompt,
+    PromptPair as PromptPair,
+    RenderedPrompt as RenderedPrompt,
+    TextPrompt as TextPrompt,
+    TokensPrompt as TokensPrompt,
+)
+from .propose import DraftBounds as DraftBounds, DraftBudget as DraftBudget, room as room
+from .readings import Counter as Counter, Gauge as Gauge, Histogram as Histogram, Metric as Metric, Vector as Vector
+from .requests import CheckedRequest as CheckedRequest, RequestFactory as RequestFactory
+from .runner import TargetOutput as TargetOutput, forward_target as forward_target
+from .thread import PieceStream as PieceStream
+from .verify import (
+    Decision as Decision,
+    advance_sound as advance_sound,
+    verifier_for as verifier_for,
+    verify_sound as verify_sound,
+)
+from .vllm_arguments import (
+    QUANTISED as QUANTISED,
+    RENAMED as RENAMED,
+    ROUNDED as ROUNDED,
+    RULES as RULES,
+    SPECULATIVE_RULES as SPECULATIVE_RULES,
+    VALUES as VALUES,
+    check_call as check_call,
+    read_arguments as read_arguments,
+)
