@@ -1,4 +1,4 @@
-// Changes to the logits of single tokens before the distribution is computed, defined by `edit` in kernels/reference_sampler.py, in
+// Changes to the logits of single tokens before the distribution is computed, defined by `edit` in kernels/reference.py, in
 // float32 and in the same order. `known` is the number of logits; tokens outside 0 .. known - 1 are skipped.
 #pragma once
 #include <math.h>

@@ -1,4 +1,4 @@
-// Distributions from logits, and draws from them, as defined in kernels/reference_sampler.py. Distributions are doubles. A row is cut
+// Distributions from logits, and draws from them, as defined in kernels/reference.py. Distributions are doubles. A row is cut
 // into chunks of fixed size; sums run within a chunk, then over the chunks, always in the same order.
 #pragma once
 #include <float.h>

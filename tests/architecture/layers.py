@@ -65,13 +65,11 @@ ALLOWED: dict[str, frozenset[str]] = {
 # What is written for the native library. Others hold a `Backend` or a `Sampler`.
 NATIVE = frozenset(
     {
-        *("kernels.native", "kernels.native_sampler", "kernels.native_suffix_index"),
-        *("kernels.packing", "models.native", "models.backends.native"),
-        *("models.weights.reader", "models.weights.cache", "models.weights.file", "models.weights.packings"),
-        "models.weights.rounding",
+        *("kernels.native", "kernels.packing", "models.native", "models.backends.native"),
+        *("models.weights.reader", "models.weights.cache"),
     }
 )
-CHOOSERS = frozenset({"kernels.suffix_indexes"})  # takes what is native where it was built, else the reference
+CHOOSERS = frozenset({"kernels.suffix_index"})  # takes what is native where it was built, else the reference
 INSPECTORS = frozenset({"cli.doctor", "cli.model_report"})  # `speculant doctor` looks at the library itself
 OUTSIDE_OF_THEORY = frozenset({"numpy", "lazy_loader"})
 

@@ -42,7 +42,7 @@ def room_of(module: str) -> str | None:
 def defined(module: str) -> set[str]:
     """Return the names that a module defines at its top level."""
     path = SOURCE_ROOT / module.replace(".", "/")
-    path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    path = path / "__init__.py" if (path / "__init__.py").exists() else path.with_suffix(".py")
     body = ast.parse(path.read_text(encoding="utf-8")).body
     stored = (
         target.id
@@ -87,7 +87,7 @@ def _is_file(name: str) -> bool:
     return (
         own[2] not in rooms().get(own[0], {})
         and inner not in rooms()
-        and (path.is_dir() or path.with_suffix(".py").exists())
+        and ((path / "__init__.py").exists() or path.with_suffix(".py").exists())
     )
 
 

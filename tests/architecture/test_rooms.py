@@ -10,7 +10,7 @@ import pytest
 from tests.architecture.rooms import ROOT, USERS, defined, home, inner_imports, rooms, size
 
 SLACK = 0.05  # of a budget, which follows a room that shrinks
-INNER_IMPORTS = 251  # of names that two files of a room have, of names that are also a file's; may only fall
+INNER_IMPORTS = 248  # of names that two files of a room have, of names that are also a file's; may only fall
 # Lines and files. A commit that adds a feature may raise those of its room.
 BUDGETS: dict[str, tuple[int, int]] = {
     "batches": (787, 8),
@@ -18,16 +18,16 @@ BUDGETS: dict[str, tuple[int, int]] = {
     "cli": (6342, 38),
     "drafting": (7211, 58),
     "engine": (6095, 30),
-    "kernels": (1656, 12),
+    "kernels": (1629, 8),
     "lab.bench": (4657, 30),
     "lab.exactness": (1625, 12),
     "lab.fleet": (1253, 10),
     "lab.inflation": (1072, 12),
-    "lab.quantize": (1213, 9),
+    "lab.quantize": (1202, 8),
     "lab.theory": (708, 10),
     "lab.training": (4125, 44),
     "lengths": (1322, 11),
-    "models": (13949, 102),
+    "models": (13702, 68),
     "ray": (1434, 17),
     "sampling": (437, 5),
     "scheduling": (1096, 8),

@@ -30,8 +30,7 @@ from speculant.kernels import (
     open_kernels,
     usable_sets,
 )
-from speculant.models import ROUNDINGS, gating, linear
-from speculant.models.native.ops import linears
+from speculant.models import ROUNDINGS, gating, linear, linears
 from tests.gguf_blocks import SCALES, block_bytes, block_weights, decode, encode, random_blocks
 
 SETS = usable_sets()

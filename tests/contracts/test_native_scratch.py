@@ -159,7 +159,7 @@ DRAFT = (
     + """
 from speculant.cache.factory import slotted_cache
 from speculant.kernels.native import Pass
-from speculant.kernels.native_sampler import NativeSampler
+from speculant.kernels.native import NativeSampler
 from speculant.models.base import Chain, SequenceInput, build_batch
 from speculant.sampling.chance import KeyedChances
 from speculant.types import DraftTree

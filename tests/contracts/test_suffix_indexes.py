@@ -200,7 +200,7 @@ def test_the_reference_serves_without_the_library() -> None:
     code = (
         "from speculant.kernels import native\n"
         "native.library_path = lambda: None\n"
-        "from speculant.kernels.suffix_indexes import open_suffix_index\n"
+        "from speculant.kernels.suffix_index import open_suffix_index\n"
         "from speculant.kernels.suffix_index import SuffixSettings\n"
         "index = open_suffix_index(SuffixSettings())\n"
         "index.extend([1, 2, 3, 1])\n"

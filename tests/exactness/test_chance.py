@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from speculant.kernels import gumbel, reference_sampler
+from speculant.kernels import gumbel, reference
 from speculant.lab.exactness import Branches, EnumeratingChance, enumerate_outcomes
 from speculant.metrics import RequestMetrics, TimingMetrics
 from speculant.params import SamplingParams
@@ -256,7 +256,7 @@ def test_equal_distributions_always_agree() -> None:
 
 
 def test_a_tie_goes_to_the_lowest_id(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reference_sampler, "gumbel", lambda key, tokens: torch.zeros(len(tokens), dtype=torch.float64))
+    monkeypatch.setattr(reference, "gumbel", lambda key, tokens: torch.zeros(len(tokens), dtype=torch.float64))
     assert KeyedNoise(0, 0).draw(torch.tensor([0, 0.25, 0.5, 0, 0.5])) == 2
 
 

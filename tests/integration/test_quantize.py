@@ -340,7 +340,7 @@ def test_command(tmp_path: Path) -> None:
 def test_files_of_families(tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Experts are stacked, matrices transposed, and rows in another order. These checkpoints have no tokenizer."""
     monkeypatch.setattr("speculant.lab.quantize.gguf.text_entries", lambda *_: {})
-    monkeypatch.setattr("speculant.lab.quantize.job.check_tokenizer", lambda *_: None)
+    monkeypatch.setattr("speculant.lab.quantize.folder.check_tokenizer", lambda *_: None)
     (source := tmp_path / "source").mkdir()
     pair_of(source, family, next(iter(STORED[family])))
     file = written(source, tmp_path / "model.gguf", "int8")

@@ -24,15 +24,17 @@ from speculant.models import (
     CachedDecoder,
     Checkpoint,
     Hidden,
+    MaskRule,
     RecomputedDecoder,
     SequenceInput,
+    attention,
     build_batch,
     growing_bounds,
     leaf_paths,
     load_model,
     row_errors,
+    transformers as backend,
 )
-from speculant.models.transformers import attention, load as load_module
 from speculant.types import DraftTree
 from tests.models import VOCAB_SIZE, Checkpoints, write_tokenizer
 from tests.transformers_folders import CACHED, FAMILIES, dtype_of, make_theirs, write_theirs
@@ -185,8 +187,8 @@ def test_a_draft_may_draw_some_tokens_alone(write: Any) -> None:
 
 def test_a_wrong_attention_is_noticed(write: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, theirs = write("stablelm")
-    exact = attention.attention
-    monkeypatch.setattr(attention, "attention", lambda *given: 1.001 * exact(*given))
+    exact = attention
+    monkeypatch.setattr(backend, "attention", lambda *given: 1.001 * exact(*given))
     llm = engine(folder, "stablelm")
     assert "without a cache: each pass computes whole texts again, because its logits differ" in llm.kernels
     assert texts(llm) == their_texts(theirs, llm)
@@ -194,8 +196,8 @@ def test_a_wrong_attention_is_noticed(write: Any, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize(("factor", "kind"), [(1.0, CachedDecoder), (1.5, RecomputedDecoder)])
 def test_the_probe_works_in_bfloat16(factor: float, kind: type, write: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    exact = attention.attention
-    monkeypatch.setattr(attention, "attention", lambda *given: factor * exact(*given))
+    exact = attention
+    monkeypatch.setattr(backend, "attention", lambda *given: factor * exact(*given))
     for family in ("stablelm", "gpt_oss"):
         model = load_model(write(family)[0], "bfloat16", model_backend="transformers").model
         assert isinstance(model, kind)
@@ -210,7 +212,7 @@ def test_errors_of_rows() -> None:
 
 def test_a_cache_of_wrong_positions_is_noticed(write: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the rule of its window a model differs once a text is longer than the window."""
-    monkeypatch.setattr(attention.MaskRule, "__call__", lambda _rule, rows, keys: rows[:, None] >= keys[None, :])
+    monkeypatch.setattr(MaskRule, "__call__", lambda _rule, rows, keys: rows[:, None] >= keys[None, :])
     assert isinstance(load(write("cohere2")[0], "cohere2").model, RecomputedDecoder)
 
 
@@ -282,7 +284,7 @@ def forward(model: Any, taps: Sequence[int] = (), given: SequenceInput | None = 
 
 
 def test_the_extra_is_named_where_it_is_missing(write: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load_module, "find_spec", lambda name: None)
+    monkeypatch.setattr(backend, "find_spec", lambda name: None)
     with pytest.raises(ConfigError) as caught:
         LLM(write("stablelm")[0], model_backend="transformers")
     assert 'pip install "speculant[transformers]" -c constraints.txt' in caught.value.fix

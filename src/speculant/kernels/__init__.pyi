@@ -29,6 +29,8 @@ from .native import (
     Draft as Draft,
     Flag as Flag,
     Kernels as Kernels,
+    NativeEdits as NativeEdits,
+    NativeSampler as NativeSampler,
     Op as Op,
     Pass as Pass,
     Sizes as Sizes,
@@ -41,8 +43,6 @@ from .native import (
     settings_array as settings_array,
     usable_sets as usable_sets,
 )
-from .native_sampler import NativeEdits as NativeEdits, NativeSampler as NativeSampler
-from .native_suffix_index import NativeSuffixIndex as NativeSuffixIndex, open_native as open_native
 from .packing import (
     Lane as Lane,
     Packer as Packer,
@@ -51,17 +51,22 @@ from .packing import (
     likely_bytes as likely_bytes,
     panel_rows as panel_rows,
 )
-from .reference import ACTIVATIONS as ACTIVATIONS, attend as attend, rms_norm as rms_norm, soft_cap as soft_cap
-from .reference_sampler import (
+from .reference import (
+    ACTIVATIONS as ACTIVATIONS,
     REFERENCE as REFERENCE,
     ReferenceSampler as ReferenceSampler,
+    attend as attend,
     edit as edit,
     gumbel as gumbel,
+    rms_norm as rms_norm,
+    soft_cap as soft_cap,
 )
 from .suffix_index import (
     Continuation as Continuation,
+    NativeSuffixIndex as NativeSuffixIndex,
     SuffixAutomaton as SuffixAutomaton,
     SuffixIndex as SuffixIndex,
     SuffixSettings as SuffixSettings,
+    open_native as open_native,
+    open_suffix_index as open_suffix_index,
 )
-from .suffix_indexes import open_suffix_index as open_suffix_index

@@ -1,4 +1,4 @@
-"""The native kernels: one shared library, called through ctypes with raw pointers (csrc/speculant.h).
+"""The native kernels: one shared library, called through ctypes with raw pointers (csrc/speculant.h), and its sampler.
 
 It is loaded at its first use with the best instruction set of the processor; SPECULANT_ISA names another one. Without
 the library everything runs on `reference`.
@@ -22,9 +22,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from speculant.counts import TokenCounts
 from speculant.errors import ConfigError, Converts, ModelError, suggest
-from speculant.kernels.base import RowDraw, SamplingSettings
+from speculant.kernels.base import Edits, RowDraw, SamplingSettings
 from speculant.kernels.memory import Scratch, aligned
+from speculant.kernels.reference import REFERENCE, own_scores
 
 VERSION = 24
 MOST_DIM, MOST_GROUP = 512, 32  # of a head; query heads per key head, which bound the scratch memory of a thread
@@ -285,7 +287,7 @@ class Kernels:
         """Pack rows into every `step`-th panel, the first at an address.
 
         Rows are [n, k] of float32 or bfloat16 for the types F32 and BF16, float16 for F16, and uint8 [n, bytes] for
-        rows of a layout (models/weights/layouts.py). Floats for the other types are rounded first; see `round`.
+        rows of a layout (models/weights/source.py). Floats for the other types are rounded first; see `round`.
         """
         rows, k = rows.detach().contiguous(), depth_of(type_, rows)
         if type_ >= Type.INT8 and rows.dtype != torch.uint8:
@@ -296,7 +298,7 @@ class Kernels:
     def round(self, type_: Type, rows: Tensor) -> Tensor:
         """Return rows [n, k] of finite floats in a layout, uint8 [n, bytes], the same on every instruction set.
 
-        type_: one of ROUNDED (models/weights/rounding.py), or INT8. If a row ends within a block, the rest of it is 0.
+        type_: one of ROUNDED (models/weights/reader.py), or INT8. If a row ends within a block, the rest of it is 0.
         """
         (n, k), source, rows = rows.shape, SOURCES[rows.dtype], rows.detach().contiguous()
         weights, size = BLOCK_SIZES.get(type_, (k, k + SCALE_BYTES))
@@ -479,3 +481,73 @@ _FUNCTIONS: tuple[tuple[str, Any, list[Any]], ...] = (
     ("sp_stage_items", c_int64, [c_int, c_void_p, c_int64]),
     ("sp_checksum", c_uint64, [c_int, c_int, c_void_p, c_int64]),
 )
+
+
+@dataclass(frozen=True)
+class NativeSampler:
+    """See `Sampler`. The kernels take logits in float32 and weights in float64; the reference takes other types."""
+
+    kernels: Kernels
+
+    def distribution(
+        self, logits: Tensor, settings: Sequence[SamplingSettings], edits: Sequence[Edits | None]
+    ) -> Tensor:
+        """See `Sampler.distribution`."""
+        if logits.dtype == torch.float64:
+            return REFERENCE.distribution(logits, settings, edits)
+        if not any(edits):
+            return self.kernels.probs(logits.float(), settings, 0)
+        native = NativeEdits(edits)
+        return self.kernels.probs(own_scores(logits, edits), settings, native.address)
+
+    def draw(self, weights: Tensor, shared_noise: bool, key: int) -> int:
+        """See `Sampler.draw`."""
+        if weights.dtype != torch.float64:
+            return REFERENCE.draw(weights, shared_noise, key)
+        return self.kernels.draw(weights, shared_noise, key)
+
+    def draw_rows(self, weights: Tensor, draws: Sequence[RowDraw]) -> list[int]:
+        """See `Sampler.draw_rows`."""
+        if weights.dtype != torch.float64:
+            return REFERENCE.draw_rows(weights, draws)
+        return self.kernels.draw_rows(weights, draws)
+
+    def normalise(self, weights: Tensor) -> Tensor:
+        """See `Sampler.normalise`."""
+        return REFERENCE.normalise(weights) if weights.dtype != torch.float64 else self.kernels.normalise(weights)
+
+
+class NativeEdits:
+    """The edits of rows in the native kernels' layout. They point to memory that this object owns.
+
+    address: of an array with one pointer per row; 0 if no row is edited.
+    """
+
+    def __init__(self, edits: Sequence[Edits | None]) -> None:
+        self._owners: list[object] = []
+        self.address = 0
+        if any(edits):
+            self._pointers = array("Q", [0 if own is None else self._convert(own) for own in edits])
+            self.address = address(self._pointers)
+
+    def _convert(self, edits: Edits) -> int:
+        drafted, banned = array("q", edits.drafted), array("q", edits.banned)
+        made = SpEdits(drafted=address(drafted), num_drafted=len(drafted), ban_below=edits.ban_below)
+        made.banned, made.num_banned = address(banned), len(banned)
+        if edits.mask is not None:
+            made.allowed, made.words, made.masked = edits.mask.data_ptr(), len(edits.mask), 1
+        if edits.biased is not None and edits.biases is not None:
+            biases = array("f", edits.biases)
+            made.biased, made.biases, made.num_biased = address(edits.biased), address(biases), len(biases)
+            self._owners.append(biases)
+        if edits.counts is not None:
+            self._convert_penalties(made, edits, edits.counts)
+        self._owners += (made, edits, banned, drafted)
+        return ctypes.addressof(made)
+
+    def _convert_penalties(self, made: SpEdits, edits: Edits, counts: TokenCounts) -> None:
+        tokens, numbers = counts.tokens, counts.counts
+        made.seen, made.counts, made.num_seen = tokens.data_ptr(), numbers.data_ptr(), len(tokens)
+        made.penalises, made.repetition = 1, edits.repetition
+        made.presence, made.frequency = edits.presence, edits.frequency
+        self._owners += (tokens, numbers)

@@ -1,4 +1,4 @@
-"""Counts of the tokens that followed each string: the index protocol, and its reference, a suffix automaton.
+"""Counts of the tokens that followed each string: the index protocol, its reference, and the native one.
 
 An index of depth D counts, for every string of up to D - 1 tokens in its texts, the tokens that followed it. A
 continuation takes the most frequent token again and again, until match and draft together have D tokens.
@@ -7,14 +7,22 @@ The automaton (Blumer et al.; docs/references.md, suffix automaton) has one stat
 places, at most 2n states and 3n edges for n tokens. A state's link leads to its longest suffix that also ends at other
 places, so the links from a text's end visit all of its suffixes. A new token adds one to an edge of each suffix of up
 to D - 1 tokens. An update takes amortised O(1) for the automaton and at most D - 1 steps for counts.
+
+The native index (csrc/suffix.cpp) has the same results.
 """
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import weakref
 from array import array
 from collections.abc import Sequence
+from ctypes import c_double, c_int, c_int64, c_void_p
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
+
+from speculant.kernels.native import address, load_library
 
 NONE = -1  # no state, or no edge
 ROOT = 0  # the state of the empty string
@@ -233,3 +241,70 @@ class SuffixAutomaton:
         self._first[state] = edge
         self._edges[state << TOKEN_BITS | token] = edge
         return edge
+
+
+_FUNCTIONS: tuple[tuple[str, Any, list[Any]], ...] = (
+    ("sp_suffix_new", c_void_p, [c_int64, c_double, c_double]),
+    ("sp_suffix_delete", None, [c_void_p]),
+    ("sp_suffix_begin", None, [c_void_p]),
+    ("sp_suffix_extend", c_int, [c_void_p, c_void_p, c_int64]),
+    ("sp_suffix_continuation", c_int64, [c_void_p, c_void_p, c_int64, c_int64, *[c_void_p] * 3]),
+    ("sp_suffix_bytes", c_int64, [c_void_p]),
+)
+
+
+class NativeSuffixIndex:
+    """See `SuffixIndex`. The library owns the memory for the life of this object."""
+
+    def __init__(self, library: ctypes.CDLL, settings: SuffixSettings) -> None:
+        self._library, self._depth = library, settings.depth
+        self._tokens = array("q", bytes(16 * settings.depth))  # the best continuation, and a candidate
+        self._ratios = array("d", bytes(16 * settings.depth))
+        self._length = array("q", [0])
+        self._results = address(self._tokens), address(self._ratios), address(self._length)
+        self._index = library.sp_suffix_new(settings.depth, settings.factor, settings.min_prob)
+        if self._index is None:
+            raise MemoryError("no memory for a suffix index")
+        weakref.finalize(self, library.sp_suffix_delete, self._index)
+
+    def begin(self) -> None:
+        """See `SuffixIndex.begin`."""
+        self._library.sp_suffix_begin(self._index)
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """See `SuffixIndex.extend`."""
+        given = array("q", tokens)
+        if not self._library.sp_suffix_extend(self._index, address(given), len(given)):
+            raise MemoryError(f"no memory for {len(given)} more tokens in a suffix index")
+
+    def continuation(self, context: Sequence[int], limit: int) -> Continuation:
+        """See `SuffixIndex.continuation`."""
+        given = array("q", context[-self._depth :])
+        found = self._library.sp_suffix_continuation(self._index, address(given), len(given), limit, *self._results)
+        return Continuation(self._tokens[:found].tolist(), self._ratios[:found].tolist(), self._length[0])
+
+    @property
+    def num_bytes(self) -> int:
+        """See `SuffixIndex.num_bytes`."""
+        return int(self._library.sp_suffix_bytes(self._index))
+
+
+def open_native(settings: SuffixSettings) -> NativeSuffixIndex | None:
+    """Return an empty index; None if the library was not built."""
+    library = _load()
+    return None if library is None else NativeSuffixIndex(library, settings)
+
+
+@functools.cache
+def _load() -> ctypes.CDLL | None:
+    library = load_library()
+    if library is not None:
+        for name, result, arguments in _FUNCTIONS:
+            function = getattr(library, name)
+            function.restype, function.argtypes = result, arguments
+    return library
+
+
+def open_suffix_index(settings: SuffixSettings) -> SuffixIndex:
+    """Return an empty index."""
+    return open_native(settings) or SuffixAutomaton(settings)

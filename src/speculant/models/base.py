@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from speculant.cache import CacheShape, KVCache, KVStorage
+from speculant.cache import CacheShape, KVCache, KVStorage, Source
 from speculant.errors import ConfigError, ModelError, RequestError
 from speculant.sampling import Chance
 from speculant.tree import ids
@@ -470,3 +470,32 @@ def known(tokens: Sequence[int], vocab_size: int) -> list[int]:
     if not tokens or max(tokens) < vocab_size:
         return list(tokens)
     return [token if token < vocab_size else 0 for token in tokens]
+
+
+@torch.inference_mode()
+def encode_sources(
+    model: CausalLM,
+    cache: KVCache,
+    sources: Sequence[Source],
+    keeps_states: bool = False,
+    given: Sequence[Tensor] | None = None,
+) -> None:
+    """Encode whole sources in one pass; after an error none of them is in the cache.
+
+    keeps_states: their `states` are kept. given: the encoder's result [tokens, hidden] of each; None = it is computed.
+    """
+    assert isinstance(model, EncodesSources), "the model has no encoder"
+    states: Sequence[Tensor | None] = [None] * len(sources) if given is None else given
+    inputs = [
+        SequenceInput(source.seq_id, known(source.tokens, model.vocab_size), DraftTree.empty(), hidden=own)
+        for source, own in zip(sources, states, strict=True)
+    ]
+    try:
+        encoded, first = model.encode(build_batch(inputs, cache, model.cache_shape.device), cache.storage), 0
+    except BaseException:
+        for source in sources:
+            cache.release(source.seq_id)
+        raise
+    for source in sources:
+        end = first + len(source.tokens)
+        source.states, first = encoded[first:end].clone() if keeps_states else None, end

@@ -14,12 +14,25 @@ else is computed for them. Rows of tokens are those of a usual decoder.
 
 The embedding table and the output head are the target's unless the head's files have their own. Embeddings have the
 target's scale, with CONTEXT that of `decoder`.
+
+`FutureHeads` are heads on the target's last hidden state, one for each further token (Stern et al. 2018; arXiv
+2401.10774). The state of a token predicts the next one by the target's output head. Head i = 0, 1, ... turns it into a
+state from which an output head predicts the token i + 2 places after it: the target's own, or one of the head's.
+
+    residual blocks     x + SiLU(W x + b), several in a row           (Medusa)
+    feed-forward        x + V ReLU(U x + u) + v                       (blockwise parallel decoding)
+
+They are trained as modules of torch; `FutureModule.on` puts them on the kernels of their target.
+
+All are multiplied on the kernels of the target: torch has threads of its own, which spin for a while after an
+operation. A native pass that follows takes up to half as long again.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import repeat
@@ -27,22 +40,64 @@ from typing import Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from speculant.cache import CacheShape, KVCache, KVStorage
 from speculant.kernels import soft_cap
 from speculant.models.base import Batch, CausalLM, Chain, Hidden, ModelNeeds
 from speculant.models.description import DecoderConfig, Layer
-from speculant.models.reference.attention import Attend, StoredKeys, groups_of
-from speculant.models.reference.decoder import (
+from speculant.models.reference import (
+    Attend,
     DecoderLayer,
     LayerAttention,
     NormLayer,
+    StoredKeys,
     angles_of,
+    groups_of,
     rotaries,
     spread,
 )
 from speculant.models.sizes import cache_shape
 from speculant.models.weights.source import WeightSource, read_plain
+
+
+class Linears(Protocol):
+    """y = W x + b of several matrices side by side."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return [count, r, n], by the first `count` matrices, for [count, r, k]."""
+        ...
+
+
+@runtime_checkable
+class LinearHost(Protocol):
+    """A `CausalLM` that multiplies by further matrices with kernels of its own."""
+
+    def linears(self, matrices: Sequence[Tensor], biases: Tensor | None) -> Linears:
+        """See `linears_of`; results are float32."""
+        ...
+
+
+@dataclass(frozen=True)
+class TorchLinears:
+    """In plain PyTorch: weight [h, n, k] and bias [h, n] or None; results are of their type."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """See `Linears`."""
+        count, x = len(x), x.to(self.weight.dtype)
+        matrices = self.weight[:count].mT
+        return torch.bmm(x, matrices) if self.bias is None else torch.baddbmm(self.bias[:count, None], x, matrices)
+
+
+def linears_of(model: CausalLM, matrices: Sequence[Tensor], biases: Tensor | None = None) -> Linears:
+    """Return the `Linears` of matrices [n, k] of one shape and of the model's dtype, and of biases [h, n]."""
+    if isinstance(model, LinearHost):
+        return model.linears(matrices, biases)
+    return TorchLinears(torch.stack(tuple(matrices)), biases)
+
 
 logger = logging.getLogger(__name__)
 
@@ -296,3 +351,166 @@ def head_cache_shape(config: HeadConfig, target: CausalLM) -> CacheShape:
     """Return the shape of one position of a head's cache: of the target's types, on its device."""
     of = target.cache_shape
     return cache_shape(config.decoder, of.dtype, of.device, of.stored)
+
+
+@dataclass(frozen=True)
+class FutureShape:
+    """The sizes of some heads.
+
+    num_layers: residual blocks of each head. inner: the width of each feed-forward block. vocab_size: rows of each
+    head's own output head; None = all use the target's. biased: residual blocks have a bias.
+    """
+
+    num_heads: int
+    hidden_size: int
+    num_layers: int = 1
+    inner: int = 0
+    vocab_size: int | None = None
+    biased: bool = True
+
+
+class FutureHeads(Protocol):
+    """Maps states to states."""
+
+    def states(self, hidden: Tensor, count: int) -> Tensor:
+        """Return the states [count, r, hidden] of the first `count` heads, for the target's states [r, hidden]."""
+        ...
+
+
+@dataclass(frozen=True)
+class PlacedHeads:
+    """Heads on the kernels of a model. apply: computes [count, r, hidden] by the layers of the first `count` heads."""
+
+    shape: FutureShape
+    layers: Sequence[Linears]
+    apply: Callable[[Sequence[Linears], Tensor], Tensor]
+
+    def states(self, hidden: Tensor, count: int) -> Tensor:
+        """See `FutureHeads.states`."""
+        return self.apply(self.layers, hidden.expand(count, *hidden.shape))
+
+
+class FutureModule(nn.Module, ABC):
+    """Heads in plain PyTorch."""
+
+    apply_layers: Callable[[Sequence[Linears], Tensor], Tensor]
+
+    def __init__(self, shape: FutureShape) -> None:
+        super().__init__()
+        self.shape = shape
+
+    @abstractmethod
+    def layers(self) -> list[TorchLinears]:
+        """Return the matrices of all heads, in the order in which they are applied."""
+
+    def states(self, hidden: Tensor, count: int) -> Tensor:
+        """See `FutureHeads.states`."""
+        return PlacedHeads(self.shape, self.layers(), self.apply_layers).states(hidden, count)
+
+    def on(self, model: CausalLM) -> PlacedHeads:
+        """Return these heads on the kernels of a model, of its dtype."""
+        of = model.cache_shape
+        self.to(of.device, of.dtype).requires_grad_(False)
+        placed = [linears_of(model, [*each.weight], each.bias) for each in self.layers()]
+        return PlacedHeads(self.shape, placed, self.apply_layers)
+
+
+def residual(layers: Sequence[Linears], x: Tensor) -> Tensor:
+    """Return the output of residual blocks."""
+    for layer in layers:
+        x = x + functional.silu(layer(x))
+    return x
+
+
+def feed_forward(layers: Sequence[Linears], x: Tensor) -> Tensor:
+    """Return the output of a feed-forward block."""
+    up, down = layers
+    return x + down(up(x).relu())
+
+
+class ResidualHeads(FutureModule):
+    """Heads of residual blocks. The weights of all heads lie side by side: [layers, heads, hidden, hidden]."""
+
+    apply_layers = staticmethod(residual)
+
+    def __init__(self, shape: FutureShape) -> None:
+        super().__init__(shape)
+        size = (shape.num_layers, shape.num_heads, shape.hidden_size)
+        self.weight = nn.Parameter(torch.zeros(*size, shape.hidden_size))
+        self.bias = nn.Parameter(torch.zeros(size))
+
+    def layers(self) -> list[TorchLinears]:
+        """See the base."""
+        return [*map(TorchLinears, self.weight, self.bias)]
+
+    def stored(self) -> dict[str, tuple[int, ...]]:
+        """Return names and shapes of the tensors in a file; the names are those of Medusa's own."""
+        size, layers = self.shape.hidden_size, range(self.shape.num_layers)
+        names: dict[str, tuple[int, ...]] = {}
+        for head in range(self.shape.num_heads):
+            for layer in layers:
+                names[f"{head}.{layer}.linear.weight"] = (size, size)
+                if self.shape.biased:
+                    names[f"{head}.{layer}.linear.bias"] = (size,)
+            if self.shape.vocab_size is not None:
+                names[f"{head}.{len(layers)}.weight"] = (self.shape.vocab_size, size)
+        return names
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take the weights of a file; see `stored`."""
+        with torch.no_grad():
+            for layer in range(self.shape.num_layers):
+                for head in range(self.shape.num_heads):
+                    self.weight[layer, head] = tensors[f"{head}.{layer}.linear.weight"]
+                    self.bias[layer, head] = tensors[f"{head}.{layer}.linear.bias"] if self.shape.biased else 0.0
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the weights as a file has them, without own output heads."""
+        found: dict[str, Tensor] = {}
+        for layer in range(self.shape.num_layers):
+            for head in range(self.shape.num_heads):
+                found[f"{head}.{layer}.linear.weight"] = self.weight[layer, head].detach().contiguous()
+                found[f"{head}.{layer}.linear.bias"] = self.bias[layer, head].detach().contiguous()
+        return found
+
+
+class FeedForwardHeads(FutureModule):
+    """Heads of one feed-forward block each. The weights of all heads lie side by side."""
+
+    apply_layers = staticmethod(feed_forward)
+    NAMES = ("up.weight", "up.bias", "down.weight", "down.bias")
+
+    def __init__(self, shape: FutureShape) -> None:
+        super().__init__(shape)
+        heads, size, inner = shape.num_heads, shape.hidden_size, shape.inner
+        self.up, self.up_bias = nn.Parameter(torch.zeros(heads, inner, size)), nn.Parameter(torch.zeros(heads, inner))
+        self.down, self.down_bias = (
+            nn.Parameter(torch.zeros(heads, size, inner)),
+            nn.Parameter(torch.zeros(heads, size)),
+        )
+
+    def layers(self) -> list[TorchLinears]:
+        """See the base."""
+        return [TorchLinears(self.up, self.up_bias), TorchLinears(self.down, self.down_bias)]
+
+    def stored(self) -> dict[str, tuple[int, ...]]:
+        """Return names and shapes of the tensors in a file."""
+        return {name: tuple(parameter.shape) for name, parameter in self._named()}
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take the weights of a file; see `stored`."""
+        with torch.no_grad():
+            for name, parameter in self._named():
+                parameter.copy_(tensors[name])
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the weights as a file has them."""
+        return {name: parameter.detach().contiguous() for name, parameter in self._named()}
+
+    def _named(self) -> list[tuple[str, Tensor]]:
+        parts = (self.up, self.up_bias, self.down, self.down_bias)
+        return [
+            (f"heads.{head}.{name}", part[head])
+            for head in range(self.shape.num_heads)
+            for name, part in zip(self.NAMES, parts, strict=True)
+        ]

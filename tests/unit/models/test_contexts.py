@@ -14,7 +14,7 @@ from speculant.kernels import usable_sets
 from speculant.models import load_model, longest_context
 from speculant.models.config import ACTIVATIONS
 from speculant.models.families import gpt_neox
-from speculant.models.transformers.network import _extended
+from speculant.models.transformers import _extended
 from tests.models import Shape, write_checkpoint
 from tests.quantised_folders import edit_config
 from tests.unit.models.families import SMALL, Session, spread_weights

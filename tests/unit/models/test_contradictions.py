@@ -15,7 +15,7 @@ from torch import Tensor
 
 from speculant.errors import ModelError
 from speculant.models import ModuleFiles, QuantizedBlocks, TensorFiles, decode
-from speculant.models.weights.modules import read_scheme
+from speculant.models.weights.tensors import read_scheme
 from tests.quantised_folders import Gptq, Rounded, awq_config, awq_module, gptq_module, rounded
 from tests.scaled_folders import FORMATS, NF4, Made
 

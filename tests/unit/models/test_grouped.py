@@ -28,7 +28,7 @@ from speculant.models import (
     unpacked,
     why_no_halves,
 )
-from speculant.models.weights import grouped
+from speculant.models.weights import scaled
 
 N, K, SIZE = 5, 192, 64
 RANDOM = np.random.default_rng(0)
@@ -73,7 +73,7 @@ def test_few_rows_are_decoded_at_a_time(has_zeros: bool, at_once: int, monkeypat
     zeros = RANDOM.integers(0, 16, (N, groups.count)).astype(np.uint8) if has_zeros else None
     scales = torch.from_numpy(RANDOM.standard_normal((N, groups.count))).float()
     whole = as_floats(q, scales, zeros, 4, groups)
-    monkeypatch.setattr(grouped, "DECODED_AT_ONCE", at_once)
+    monkeypatch.setattr(scaled, "DECODED_AT_ONCE", at_once)
     assert torch.equal(as_floats(q, scales, zeros, 4, groups), whole)
 
 

@@ -29,7 +29,7 @@ from speculant.models import (
     narrow_weights,
     packing_of,
 )
-from speculant.models.weights import packings
+from speculant.models.native import speeds
 from tests.contracts.test_backends import CONFIG, SIZES
 from tests.descriptions import describe
 from tests.exactness.test_native_decoder import make_decoder
@@ -66,13 +66,13 @@ def test_packing_is_chosen_where_it_pays(gains: dict[int, float], name: str) -> 
 @native
 def test_gains_are_measured_for_all_rows(kernels: Kernels) -> None:
     gains = measure_gains(kernels, [64, 300], 2**20)
-    assert list(gains) == [*packings.ROWS]
+    assert list(gains) == [*speeds.ROWS]
     assert all(0.01 < gain < 100 for gain in gains.values())
 
 
 @native
 def test_small_and_quantised_models_are_not_timed(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packings, "kept_gains", None)  # a call fails
+    monkeypatch.setattr(speeds, "kept_gains", None)  # a call fails
     assert fastest_packing(kernels, CONFIG, None).name == PLAIN
     assert "int8" in fastest_packing(kernels, LARGE, "int8").why
 
@@ -94,7 +94,7 @@ def test_weights_in_blocks_are_not_timed(kernels: Kernels) -> None:
 @native
 @pytest.mark.parametrize(("gain", "name"), [(1.3, CODED), (0.7, PLAIN)])
 def test_auto_takes_the_faster_packing(monkeypatch: pytest.MonkeyPatch, gain: float, name: str) -> None:
-    monkeypatch.setattr(packings, "kept_gains", lambda *_: dict.fromkeys(packings.ROWS, gain))
+    monkeypatch.setattr(speeds, "kept_gains", lambda *_: dict.fromkeys(speeds.ROWS, gain))
     backend, says = choose_backend("native", None, LARGE, torch.bfloat16, CPU)
     assert packing_of(backend).name == name
     assert f"{gain:.2f} x at 1 row" in packing_of(backend).why
@@ -106,17 +106,17 @@ def test_auto_takes_the_faster_packing(monkeypatch: pytest.MonkeyPatch, gain: fl
 def test_gains_are_kept_a_while_if_the_machine_was_busy(
     kernels: Kernels, typical: float, is_steady: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def measured(*_: object) -> packings.Times:
+    def measured(*_: object) -> speeds.Times:
         runs = [Run(each, 1.0) for each in (1.0, typical, typical)]
-        return {(name, rows): {64: runs} for name in (PLAIN, CODED) for rows in packings.ROWS}
+        return {(name, rows): {64: runs} for name in (PLAIN, CODED) for rows in speeds.ROWS}
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(files, "STEADY", 1.5)
-    monkeypatch.setattr(packings, "time_packings", measured)
+    monkeypatch.setattr(speeds, "time_packings", measured)
     gains = kept_gains(kernels, [64], 2**20)
-    assert gains == dict.fromkeys(packings.ROWS, 1.0)
+    assert gains == dict.fromkeys(speeds.ROWS, 1.0)
     [file] = cache_folder("costs").glob("*")
-    monkeypatch.setattr(packings, "time_packings", lambda *_: {})
+    monkeypatch.setattr(speeds, "time_packings", lambda *_: {})
     assert kept_gains(kernels, [64], 2**20) == gains, "a start soon after takes the same packing"
     os.utime(file, (0, 0))
     if is_steady:
@@ -128,7 +128,7 @@ def test_gains_are_kept_a_while_if_the_machine_was_busy(
 
 @native
 def test_the_named_packing_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packings, "kept_gains", None)
+    monkeypatch.setattr(speeds, "kept_gains", None)
     for name in (PLAIN, CODED):
         backend, _ = choose_backend("auto", None, LARGE, torch.bfloat16, CPU, name)
         assert packing_of(backend) == Packing(name)

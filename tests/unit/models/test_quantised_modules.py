@@ -314,9 +314,9 @@ def test_unknown_options_are_named(written: Written, tmp_path: Path, caplog: pyt
     packed, expected = written.copy(Gptq(), tmp_path)
     entry = json.loads((packed / "config.json").read_text())["quantization_config"]
     edit_config(packed, quantization_config={**entry, "damp_percent": 0.1, "novelty": 3, "absent": None})
-    with caplog.at_level(logging.WARNING, "speculant.models.weights.options"):
+    with caplog.at_level(logging.WARNING, "speculant.models.weights.formats"):
         assert torch.equal(logits(packed), expected)
-    (text,) = [record.getMessage() for record in caplog.records if record.name.endswith("options")]
+    (text,) = [record.getMessage() for record in caplog.records if record.name.endswith("formats")]
     assert text.endswith("have no effect: novelty = 3")
 
 

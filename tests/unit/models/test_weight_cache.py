@@ -37,7 +37,7 @@ from speculant.models import (
     map_weights,
     write_weights,
 )
-from speculant.models.weights import cache as weight_cache, file as weight_file, tensors
+from speculant.models.weights import cache as weight_cache, tensors
 from speculant.tree import DraftTree
 from tests.contracts.test_input_embeddings import Session
 from tests.examples import examples
@@ -199,9 +199,9 @@ def test_damaged_file_is_found(
 
 
 def facts_of(content: bytes) -> list[str]:
-    length, _, _ = weight_file.END.unpack(content[-weight_file.END.size :])
-    table = content[-weight_file.END.size - length : -weight_file.END.size]
-    facts: list[str] = weight_file.json.loads(table)["facts"]
+    length, _, _ = weight_cache.END.unpack(content[-weight_cache.END.size :])
+    table = content[-weight_cache.END.size - length : -weight_cache.END.size]
+    facts: list[str] = weight_cache.json.loads(table)["facts"]
     return facts
 
 
@@ -385,7 +385,7 @@ def test_writers_that_are_killed_at_any_moment(
     source: str, folder: Path, expected: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache, facts, weights = store_of(source, folder, monkeypatch)
-    monkeypatch.setattr(weight_file, "PIECE", 64)
+    monkeypatch.setattr(weight_cache, "PIECE", 64)
     started = time.perf_counter()
     os.waitpid(in_a_child(lambda: cache.keep(facts, weights)), 0)
     takes, chance, killed, tries = time.perf_counter() - started, random.Random(5), 0, 0

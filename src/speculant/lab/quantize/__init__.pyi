@@ -1,7 +1,6 @@
 from .check import check_model as check_model, differences as differences
 from .entries import rope_tensors as rope_tensors, start_entries as start_entries
-from .folder import write_folder as write_folder
-from .job import TYPES as TYPES, quantize as quantize
+from .folder import TYPES as TYPES, quantize as quantize, write_folder as write_folder
 from .layouts import (
     LAYOUTS as LAYOUTS,
     GgufLayout as GgufLayout,

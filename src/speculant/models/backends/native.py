@@ -13,10 +13,9 @@ from speculant.kernels import BLOCK_TYPES, TYPES, Kernels, NativeSampler, Sample
 from speculant.models.backends.base import AS_THEY_ARE, CODED, PLAIN, Packing
 from speculant.models.description import DecoderConfig
 from speculant.models.native.decoder import NativeDecoder
-from speculant.models.native.speeds import row_seconds
+from speculant.models.native.speeds import fastest_packing, row_seconds
 from speculant.models.weights.cache import WeightCache, WeightStore
-from speculant.models.weights.packings import fastest_packing
-from speculant.models.weights.rounding import ROUNDINGS, Rounding
+from speculant.models.weights.reader import ROUNDINGS, Rounding
 from speculant.models.weights.source import QuantizedBlocks, WeightSource
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from speculant.kernels import REFERENCE, Sampler
 from speculant.models.description import DecoderConfig
-from speculant.models.reference.decoder import Decoder
+from speculant.models.reference import Decoder
 from speculant.models.weights.source import WeightSource, read_plain
 
 

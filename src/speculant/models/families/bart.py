@@ -6,11 +6,19 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from speculant.models.config import read_attention, read_decoder, read_mlp
-from speculant.models.description import DecoderConfig, Encoder, Layer, Norm
-from speculant.models.entries import MOST, MOST_LAYERS, count, filled, flag
+from speculant.models.config import MOST, MOST_LAYERS, count, filled, flag, read_attention, read_decoder, read_mlp
+from speculant.models.description import (
+    DecoderConfig,
+    Encoder,
+    Expression,
+    Layer,
+    Norm,
+    Rows,
+    Stacked,
+    TensorMap,
+    map_modules,
+)
 from speculant.models.sizes import ENCODER_LAYER, LAYER
-from speculant.models.tensor_map import Expression, Rows, Stacked, TensorMap, map_modules
 
 PARTS = ("encoder", "decoder")
 UNUSED_POSITIONS = 2  # rows of the stored tables before that of position 0

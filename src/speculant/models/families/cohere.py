@@ -5,13 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from speculant.models.config import count_layers, read_attention, read_decoder, read_mlp, read_norm
-from speculant.models.description import Attention, DecoderConfig, Layer
-from speculant.models.entries import POSITIVE, check_unset, count, filled, flag, number
-from speculant.models.gguf_family import GgufFamily, Number
-from speculant.models.rope_config import read_rope
+from speculant.models.config import (
+    POSITIVE,
+    check_unset,
+    count,
+    count_layers,
+    filled,
+    flag,
+    number,
+    read_attention,
+    read_decoder,
+    read_mlp,
+    read_norm,
+    read_rope,
+)
+from speculant.models.description import Attention, DecoderConfig, Layer, TensorMap, Unpaired, map_modules
+from speculant.models.gguf import GgufFamily, Number
 from speculant.models.sizes import LAYER
-from speculant.models.tensor_map import TensorMap, Unpaired, map_modules
 
 GGUF = GgufFamily(
     "command-r", paired=True, norm_eps="layer_norm_eps", config={"logit_scale": Number("logit_scale", zero=1.0)}

@@ -6,7 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from speculant.models.config import (
+    SLIDING,
+    check_unset,
+    count,
+    filled,
+    flag,
     layers_of,
+    optional_number,
     read_attention,
     read_decoder,
     read_layer_types,
@@ -14,11 +20,9 @@ from speculant.models.config import (
     read_norm,
     window,
 )
-from speculant.models.description import DecoderConfig, Layer
-from speculant.models.entries import SLIDING, check_unset, count, filled, flag, optional_number
-from speculant.models.gguf_family import GgufFamily, Number, WindowPattern
+from speculant.models.description import DecoderConfig, Layer, map_modules
+from speculant.models.gguf import GgufFamily, Number, WindowPattern
 from speculant.models.sizes import LAYER
-from speculant.models.tensor_map import map_modules
 
 TENSORS = map_modules(LAYER, LAYER, {
     "attention_output_norm": "post_attention_layernorm",

@@ -6,19 +6,24 @@ from collections.abc import Mapping
 from typing import Any
 
 from speculant.models.config import (
+    SLIDING,
+    check_unset,
+    count,
+    filled,
+    flag,
     layers_of,
+    optional_number,
     read_attention,
     read_decoder,
     read_layer_types,
     read_mlp,
     read_norm,
+    read_rope,
     window,
 )
 from speculant.models.description import DecoderConfig, Layer
-from speculant.models.entries import SLIDING, check_unset, count, filled, flag, optional_number
 from speculant.models.families.gemma2 import TENSORS, score_scalar
-from speculant.models.gguf_family import GgufFamily, Number, WindowPattern
-from speculant.models.rope_config import read_rope
+from speculant.models.gguf import GgufFamily, Number, WindowPattern
 
 DEFAULTS = {
     "vocab_size": 262_208,

@@ -8,16 +8,6 @@ from typing import Any, NamedTuple
 
 from speculant.errors import ModelError
 from speculant.models.config import (
-    layers_of,
-    read_attention,
-    read_decoder,
-    read_layer_types,
-    read_mlp,
-    read_norm,
-    window,
-)
-from speculant.models.description import DecoderConfig, Layer, Norm, TokenInputs
-from speculant.models.entries import (
     FULL,
     MOST_HEAD_DIM,
     SLIDING,
@@ -26,12 +16,19 @@ from speculant.models.entries import (
     filled,
     flag,
     is_whole,
+    layers_of,
     optional_number,
+    read_attention,
+    read_decoder,
+    read_layer_types,
+    read_mlp,
+    read_norm,
+    read_rope,
     show,
+    window,
 )
-from speculant.models.rope_config import read_rope
+from speculant.models.description import Columns, DecoderConfig, Expression, Layer, Norm, Rows, TensorMap, TokenInputs
 from speculant.models.sizes import LAYER
-from speculant.models.tensor_map import Columns, Expression, Rows, TensorMap
 
 DEFAULTS = {
     "vocab_size": 262_144,

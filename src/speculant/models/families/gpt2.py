@@ -5,12 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from speculant.models.config import count_layers, read_attention, read_decoder, read_mlp, read_norm
-from speculant.models.description import Attention, DecoderConfig, Layer
-from speculant.models.entries import check_unset, count, filled, flag
-from speculant.models.gguf_family import Count, GgufFamily
+from speculant.models.config import (
+    check_unset,
+    count,
+    count_layers,
+    filled,
+    flag,
+    read_attention,
+    read_decoder,
+    read_mlp,
+    read_norm,
+)
+from speculant.models.description import Attention, DecoderConfig, Layer, Rows, TensorMap, Transposed, map_modules
+from speculant.models.gguf import Count, GgufFamily
 from speculant.models.sizes import LAYER
-from speculant.models.tensor_map import Rows, TensorMap, Transposed, map_modules
 
 OTHER_NAMES = {
     "hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head",

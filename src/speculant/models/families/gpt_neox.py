@@ -5,13 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from speculant.models.config import count_layers, read_attention, read_decoder, read_mlp, read_norm
-from speculant.models.description import Attention, DecoderConfig, Layer
-from speculant.models.entries import count, filled, flag
-from speculant.models.gguf_family import GgufFamily, Truth
-from speculant.models.rope_config import read_rope
+from speculant.models.config import (
+    count,
+    count_layers,
+    filled,
+    flag,
+    read_attention,
+    read_decoder,
+    read_mlp,
+    read_norm,
+    read_rope,
+)
+from speculant.models.description import Attention, DecoderConfig, Layer, Rows, TensorMap, map_modules
+from speculant.models.gguf import GgufFamily, Truth
 from speculant.models.sizes import LAYER
-from speculant.models.tensor_map import Rows, TensorMap, map_modules
 
 GGUF = GgufFamily(
     "gptneox", norm_eps="layer_norm_eps", config={"use_parallel_residual": Truth("use_parallel_residual", True)}

@@ -6,19 +6,23 @@ from collections.abc import Mapping
 from typing import Any
 
 from speculant.models.config import (
+    POSITIVE,
+    SLIDING,
+    count,
+    filled,
+    flag,
     layers_of,
+    number,
     read_attention,
     read_decoder,
     read_experts,
     read_layer_types,
     read_norm,
+    read_rope,
     window,
 )
-from speculant.models.description import Clamped, DecoderConfig, Layer
-from speculant.models.entries import POSITIVE, SLIDING, count, filled, flag, number
-from speculant.models.rope_config import read_rope
+from speculant.models.description import Clamped, DecoderConfig, Expression, Layer, Rows, Stacked, TensorMap, Transposed
 from speculant.models.sizes import EXPERT, LAYER
-from speculant.models.tensor_map import Expression, Rows, Stacked, TensorMap, Transposed
 
 DEFAULTS = {"num_key_value_heads": 8, "head_dim": 64, "sliding_window": 128, "rms_norm_eps": 1e-5}
 

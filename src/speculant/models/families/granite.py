@@ -5,10 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from speculant.models.config import count_layers, read_attention, read_decoder, read_mlp, read_norm
+from speculant.models.config import (
+    POSITIVE,
+    count_layers,
+    flag,
+    number,
+    read_attention,
+    read_decoder,
+    read_mlp,
+    read_norm,
+)
 from speculant.models.description import DecoderConfig, Layer
-from speculant.models.entries import POSITIVE, flag, number
-from speculant.models.gguf_family import GgufFamily, Number
+from speculant.models.gguf import GgufFamily, Number
 
 GGUF = GgufFamily("granite", paired=True, neutral={"rope.scaling.finetuned": (True,)}, config={
     "embedding_multiplier": Number("embedding_scale", 1.0, zero=1.0),

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from speculant.errors import ModelError
+from speculant.models.config import count, filled, flag
 from speculant.models.description import DecoderConfig
-from speculant.models.entries import count, filled, flag
 from speculant.models.families.bart import describe
 
 

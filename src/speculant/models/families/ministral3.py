@@ -7,7 +7,7 @@ from typing import Any
 
 from speculant.models.config import count_layers, read_attention, read_decoder, read_mlp, read_norm, window
 from speculant.models.description import DecoderConfig, Layer
-from speculant.models.gguf_family import GgufFamily, Number
+from speculant.models.gguf import GgufFamily, Number
 
 YARN = {
     "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16384,

@@ -7,7 +7,7 @@ from typing import Any
 
 from speculant.models.config import count_layers, read_attention, read_decoder, read_mlp, read_norm, window
 from speculant.models.description import DecoderConfig, Layer
-from speculant.models.gguf_family import GgufFamily
+from speculant.models.gguf import GgufFamily
 
 GGUF = GgufFamily("mistral3", paired=True)
 

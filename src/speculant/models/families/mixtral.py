@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from speculant.models.config import count_layers, read_attention, read_decoder, read_experts, read_norm, window
-from speculant.models.description import DecoderConfig, Layer
-from speculant.models.gguf_family import Count, GgufFamily
+from speculant.models.description import DecoderConfig, Layer, map_modules
+from speculant.models.gguf import Count, GgufFamily
 from speculant.models.sizes import LAYER
-from speculant.models.tensor_map import map_modules
 
 TENSORS = map_modules(LAYER, LAYER, {
     "mlp.router": "block_sparse_moe.gate",

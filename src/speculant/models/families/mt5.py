@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from speculant.models.config import filled
 from speculant.models.description import DecoderConfig
-from speculant.models.entries import filled
 from speculant.models.families.t5 import describe, renamed
 
 DEFAULTS = {

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from speculant.models.config import count_layers, read_attention, read_decoder, read_mlp, read_norm
-from speculant.models.description import DecoderConfig, Layer
-from speculant.models.entries import flag
-from speculant.models.gguf_family import GgufFamily
+from speculant.models.config import count_layers, flag, read_attention, read_decoder, read_mlp, read_norm
+from speculant.models.description import DecoderConfig, Layer, map_modules
+from speculant.models.gguf import GgufFamily
 from speculant.models.sizes import LAYER
-from speculant.models.tensor_map import map_modules
 
 TENSORS = map_modules(LAYER, LAYER, {
     "attention_output_norm": "post_attention_layernorm", "mlp_output_norm": "post_feedforward_layernorm",

@@ -6,19 +6,21 @@ from collections.abc import Mapping
 from typing import Any
 
 from speculant.models.config import (
+    SLIDING,
+    count,
+    flag,
     layers_of,
     read_attention,
     read_decoder,
     read_layer_types,
     read_mlp,
     read_norm,
+    read_rope,
     window,
 )
 from speculant.models.description import DecoderConfig, Layer
-from speculant.models.entries import SLIDING, count, flag
 from speculant.models.families.olmo2 import TENSORS
-from speculant.models.gguf_family import GgufFamily, Number, WindowPattern
-from speculant.models.rope_config import read_rope
+from speculant.models.gguf import GgufFamily, Number, WindowPattern
 
 GGUF = GgufFamily("olmo2", needs="attention.sliding_window", windows=WindowPattern(4), config={
     "rope_local_base_freq": Number("rope.freq_base_swa", lambda config: config["rope_theta"]),

@@ -5,12 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from speculant.models.config import count_layers, read_attention, read_decoder, read_experts, read_norm
-from speculant.models.description import DecoderConfig, Layer
-from speculant.models.entries import check_unset, flag
-from speculant.models.gguf_family import Count, GgufFamily, Truth
+from speculant.models.config import (
+    check_unset,
+    count_layers,
+    flag,
+    read_attention,
+    read_decoder,
+    read_experts,
+    read_norm,
+)
+from speculant.models.description import DecoderConfig, Layer, map_modules
+from speculant.models.gguf import Count, GgufFamily, Truth
 from speculant.models.sizes import LAYER
-from speculant.models.tensor_map import map_modules
 
 GGUF = GgufFamily("olmoe", config={
     "num_experts": Count("expert_count"),

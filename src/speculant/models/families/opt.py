@@ -6,11 +6,19 @@ from collections.abc import Mapping
 from typing import Any
 
 from speculant.errors import ModelError
-from speculant.models.config import count_layers, read_attention, read_decoder, read_mlp, read_norm
-from speculant.models.description import DecoderConfig, Layer
-from speculant.models.entries import count, filled, flag, show
+from speculant.models.config import (
+    count,
+    count_layers,
+    filled,
+    flag,
+    read_attention,
+    read_decoder,
+    read_mlp,
+    read_norm,
+    show,
+)
+from speculant.models.description import DecoderConfig, Layer, Rows, TensorMap, map_modules
 from speculant.models.sizes import LAYER
-from speculant.models.tensor_map import Rows, TensorMap, map_modules
 
 UNUSED_POSITIONS = 2  # rows of the stored table before that of position 0
 

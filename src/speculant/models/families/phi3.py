@@ -5,13 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from speculant.models.config import count_layers, read_attention, read_decoder, read_mlp, read_norm, window
-from speculant.models.description import Attention, DecoderConfig, Layer, Mlp
-from speculant.models.entries import count, filled
-from speculant.models.gguf_family import GgufFamily, Number
-from speculant.models.rope_config import read_rope
+from speculant.models.config import (
+    count,
+    count_layers,
+    filled,
+    read_attention,
+    read_decoder,
+    read_mlp,
+    read_norm,
+    read_rope,
+    window,
+)
+from speculant.models.description import Attention, DecoderConfig, Layer, Mlp, Rows, TensorMap, map_modules
+from speculant.models.gguf import GgufFamily, Number
 from speculant.models.sizes import LAYER
-from speculant.models.tensor_map import Rows, TensorMap, map_modules
 
 GGUF = GgufFamily("phi3", config={
     "original_max_position_embeddings": Number("rope.scaling.original_context_length", None),

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from speculant.models.config import read_attention, read_decoder, read_mlp, read_norm, read_windows, windowed
+from speculant.models.config import flag, read_attention, read_decoder, read_mlp, read_norm, read_windows, windowed
 from speculant.models.description import DecoderConfig, Layer
-from speculant.models.entries import flag
-from speculant.models.gguf_family import GgufFamily
+from speculant.models.gguf import GgufFamily
 
 GGUF = GgufFamily("qwen3")
 

@@ -6,20 +6,21 @@ from collections.abc import Mapping
 from typing import Any
 
 from speculant.models.config import (
+    count,
     count_layers,
+    flag,
     layers_of,
     read_attention,
     read_decoder,
     read_experts,
     read_mlp,
     read_norm,
+    whole_numbers,
     window,
 )
-from speculant.models.description import DecoderConfig, Layer
-from speculant.models.entries import count, flag, whole_numbers
-from speculant.models.gguf_family import Count, GgufFamily, Truth
+from speculant.models.description import DecoderConfig, Layer, map_modules
+from speculant.models.gguf import Count, GgufFamily, Truth
 from speculant.models.sizes import LAYER
-from speculant.models.tensor_map import map_modules
 
 GGUF = GgufFamily("qwen3moe", config={
     "num_experts": Count("expert_count"),

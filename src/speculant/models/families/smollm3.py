@@ -7,19 +7,24 @@ from typing import Any
 
 from speculant.errors import ModelError
 from speculant.models.config import (
+    SLIDING,
+    count,
     count_layers,
+    filled,
+    flag,
+    is_whole,
     layers_of,
     read_attention,
     read_decoder,
     read_layer_types,
     read_mlp,
     read_norm,
+    read_rope,
+    show,
     window,
 )
 from speculant.models.description import DecoderConfig, Layer
-from speculant.models.entries import SLIDING, count, filled, flag, is_whole, show
-from speculant.models.gguf_family import GgufFamily
-from speculant.models.rope_config import read_rope
+from speculant.models.gguf import GgufFamily
 
 GGUF = GgufFamily("smollm3", paired=True)
 

@@ -5,12 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from speculant.models.config import count_layers, read_attention, read_decoder, read_mlp, read_norm, window
-from speculant.models.description import DecoderConfig, Layer
-from speculant.models.entries import filled, flag
-from speculant.models.gguf_family import GgufFamily
+from speculant.models.config import (
+    count_layers,
+    filled,
+    flag,
+    read_attention,
+    read_decoder,
+    read_mlp,
+    read_norm,
+    window,
+)
+from speculant.models.description import DecoderConfig, Layer, map_modules
+from speculant.models.gguf import GgufFamily
 from speculant.models.sizes import LAYER
-from speculant.models.tensor_map import map_modules
 
 TENSORS = map_modules(LAYER, LAYER, {"mlp.up_proj": "mlp.c_fc", "mlp.down_proj": "mlp.c_proj"})
 

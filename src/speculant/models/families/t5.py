@@ -6,12 +6,30 @@ from collections.abc import Mapping
 from typing import Any
 
 from speculant.errors import ModelError
-from speculant.models.config import count_layers, read_attention, read_decoder, read_mlp, read_norm
-from speculant.models.description import Attention, DecoderConfig, DistanceBias, Encoder, Layer
-from speculant.models.entries import MOST_LAYERS, count, filled, flag, show
-from speculant.models.gguf_family import GGUF_HEAD, GGUF_TABLE, Count, GgufFamily, HasTensor, Number, TokenId
+from speculant.models.config import (
+    MOST_LAYERS,
+    count,
+    count_layers,
+    filled,
+    flag,
+    read_attention,
+    read_decoder,
+    read_mlp,
+    read_norm,
+    show,
+)
+from speculant.models.description import (
+    Attention,
+    DecoderConfig,
+    DistanceBias,
+    Encoder,
+    Expression,
+    Layer,
+    TensorMap,
+    map_modules,
+)
+from speculant.models.gguf import GGUF_HEAD, GGUF_TABLE, Count, GgufFamily, HasTensor, Number, TokenId
 from speculant.models.sizes import ENCODER_LAYER, LAYER
-from speculant.models.tensor_map import Expression, TensorMap, map_modules
 
 OTHER_NAMES = {
     "hidden_size": "d_model", "head_dim": "d_kv", "num_hidden_layers": "num_layers", "num_attention_heads": "num_heads",

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from speculant.models.config import filled
 from speculant.models.description import DecoderConfig
-from speculant.models.entries import filled
 from speculant.models.families.mt5 import DEFAULTS
 from speculant.models.families.t5 import GGUF as T5_GGUF, describe, renamed, scales
 

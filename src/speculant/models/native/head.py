@@ -14,9 +14,16 @@ from speculant.models.base import Batch, CausalLM, Chain, Hidden
 from speculant.models.description import DecoderConfig
 from speculant.models.heads import HeadConfig, StateEntry, head_cache_shape
 from speculant.models.native.decoder import NativeDecoder
-from speculant.models.native.norms import PackedNorm, normalising
-from speculant.models.native.ops import copying, embedding, linear, linears
-from speculant.models.native.packed import PackedDecoder, PackedLayer
+from speculant.models.native.packed import (
+    PackedDecoder,
+    PackedLayer,
+    PackedNorm,
+    copying,
+    embedding,
+    linear,
+    linears,
+    normalising,
+)
 from speculant.models.native.program import Buffers, Program
 from speculant.models.weights.reader import WeightReader, WeightTypes
 from speculant.models.weights.source import QuantizedBlocks, WeightSource, order_of, read_plain

@@ -1,22 +1,42 @@
-"""A decoder's weights, read and packed for the native program."""
+"""A decoder's weights, read and packed for the native program, and the program's operations.
+
+Operations do not own tensors and weights: their caller must keep them alive. Some layers have arrays of their own:
+
+embedded   the input embeddings                                [T, hidden]
+inputs     a layer's inputs by token, see `TokenInputs`        [T, size]
+projected  a term that is added to these, or a factor          [T, size]
+scores     the result of a router of experts                   [T, count]
+gated      activation(gate) * up of each pair                  [T * used, size]
+results    each pair's result                                  [T * used, hidden]
+
+A pair is a row and one of its experts. The kernels select the pairs; csrc/experts.h describes their order.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from speculant.errors import ModelError
-from speculant.kernels import TYPES, Activation, Type, Weight
-from speculant.models.description import Attention, DecoderConfig, Embedding, Encoder, Experts, Layer, Mlp
-from speculant.models.native.distances import DistanceTable
-from speculant.models.native.experts import PackedExperts
-from speculant.models.native.inputs import PackedInputs
-from speculant.models.native.norms import PackedNorm
-from speculant.models.sinusoids import sinusoids
+from speculant.kernels import TYPES, Activation, Code, Flag, Op, Sizes, Type, Weight
+from speculant.models.description import (
+    Attention,
+    DecoderConfig,
+    DistanceBias,
+    Embedding,
+    Encoder,
+    Experts,
+    Layer,
+    Mlp,
+    Norm,
+    TokenInputs,
+)
+from speculant.models.positions import buckets_of, sinusoids
 from speculant.models.sizes import (
     AFTER_ATTENTION,
     AFTER_MLP,
@@ -25,6 +45,7 @@ from speculant.models.sizes import (
     BEFORE_MLP,
     CROSS,
     DECODER,
+    DISTANCES,
     EMBEDDING_NORM,
     ENCODER,
     ENCODER_LAYER,
@@ -41,10 +62,339 @@ from speculant.models.sizes import (
     SELF,
     TABLE,
     TOKEN_INPUTS,
+    TOKEN_TABLE,
     activations,
     learned_positions,
 )
 from speculant.models.weights.reader import WeightReader
+
+
+def embedding(
+    table: Weight, out: Tensor, factor: float = 1.0, learned: Tensor | None = None, flags: Flag = Flag.NONE
+) -> Op:
+    """Return the operation that looks tokens up in a table packed from [vocabulary, hidden].
+
+    learned: rows [positions, hidden] that are added by position. With the flag TOKENS, rows with input embeddings of
+    their own are looked up too.
+    """
+    return make_op(
+        Code.EMBED, table.type, n=table.k, k=table.n, weight=table, out=out, factor=factor, learned=learned, flags=flags
+    )  # fmt: skip
+
+
+def copying(source: Tensor, out: Tensor, factor: float = 1.0) -> Op:
+    """Return the operation out = factor * source, of the same width."""
+    return make_op(Code.COPY, n=source.shape[1], source=source, out=out, factor=factor)
+
+
+def gating(source: Tensor, out: Tensor, n: int, activation: Activation) -> Op:
+    """Return the operation out = activation(source) * out, of rows of n numbers."""
+    return make_op(Code.GATE, n=n, source=source, out=out, activation=activation)
+
+
+def linear(
+    weight: Weight, source: Tensor | None, out: Tensor | None, bias: Tensor | None = None, flags: Flag = Flag.NONE,
+    *, activation: Activation = Activation.NONE, factor: float = 1.0, softcap: float | None = None,
+) -> Op:  # fmt: skip
+    """Return the operation out (+)= activation(factor * (source weight^T + bias)), limited by a soft cap if given.
+
+    With the flag GATED the operation is out = activation(gate) * up instead, from the same source, without factor and
+    soft cap.
+    """
+    return make_op(
+        Code.LINEAR, weight.type, n=weight.n, k=weight.k, weight=weight, source=source, out=out, bias=bias,
+        flags=flags, activation=activation, factor=factor, softcap=softcap, order=weight.order,
+    )  # fmt: skip
+
+
+def linears(
+    weights: Sequence[Weight], source: Tensor, out: Tensor, bias: Tensor | None = None, flags: Flag = Flag.NONE
+) -> Iterator[Op]:
+    """Yield the operations of a matrix that consists of these weights, by rows; each writes its own columns."""
+    first = 0
+    for weight in weights:
+        op = linear(weight, source, out[:, first:], None if bias is None else bias[first:], flags)
+        op.stride = out.stride(0)
+        yield op
+        first += weight.n
+
+
+def make_op(code: Code, type_: Type = Type.F32, **fields: Tensor | Weight | float | None) -> Op:
+    """Return an operation; None = a field is not set. It does not keep tensors and weights alive."""
+    values = {name: _address(value) for name, value in fields.items() if value is not None}
+    arrays = {name: value for name, value in fields.items() if isinstance(value, Tensor | Weight)}
+    return Op(code=code, type=type_, has=Sizes(**{name: _extent(value) for name, value in arrays.items()}), **values)
+
+
+def _extent(array: Tensor | Weight) -> int:
+    """Return the bytes of a weight, or the number of a tensor's items from the first to the last, gaps included."""
+    if isinstance(array, Weight):
+        return array.memory.numel()
+    gaps = zip(array.shape, array.stride(), strict=True)
+    return 1 + sum((size - 1) * stride for size, stride in gaps) if array.numel() else 0
+
+
+def _address(value: Tensor | Weight | float) -> float:
+    if isinstance(value, Tensor):
+        return value.data_ptr()
+    return value.address if isinstance(value, Weight) else value
+
+
+class PackedNorm(NamedTuple):
+    """The vectors of a norm, in float32. `scale` includes the description's offset."""
+
+    of: Norm
+    scale: Tensor
+    bias: Tensor | None
+
+    @classmethod
+    def read(cls, of: Norm | None, weights: WeightReader, name: str, width: int = 0) -> PackedNorm | None:
+        """Read a norm's vectors, which are called name.weight and name.bias; None = the model does not have it.
+
+        width: that of a norm without scales.
+        """
+        if of is None:
+            return None
+        scale = weights.vector(f"{name}.weight") if of.scaled else torch.ones(width)
+        bias = weights.vector(f"{name}.bias") if of.bias else None
+        return cls(of, scale + of.offset if of.offset else scale, bias)
+
+    @property
+    def flag(self) -> Flag:
+        """The kind of norm."""
+        return Flag.CENTRED if self.of.kind == "layer" else Flag.NONE
+
+
+def normalising(
+    norm: PackedNorm, source: Tensor, out: Tensor, flags: Flag = Flag.NONE, *, copy: Tensor | None = None,
+    factor: float = 1.0,
+) -> Op:  # fmt: skip
+    """Return the operation out = norm(source), or out += factor * norm(source) with the flag ADD.
+
+    copy: where `source` is copied to.
+    """
+    return make_op(
+        Code.NORM, n=len(norm.scale), scale=norm.scale, bias=norm.bias, eps=norm.of.eps, source=source, out=out,
+        copy=copy, flags=flags | norm.flag, factor=factor,
+    )  # fmt: skip
+
+
+class DistanceTable(NamedTuple):
+    """The numbers of the distances from -before to after, whose ends stand for all distances beyond.
+
+    A distance is the position of a key minus that of a row.
+    """
+
+    numbers: Tensor  # float32 [heads, before + 1 + after]
+    before: int
+    after: int
+
+    @classmethod
+    def read(cls, of: DistanceBias | None, attention: WeightReader) -> DistanceTable | None:
+        """Read a layer's table; None = it has none, or shares another layer's."""
+        if of is None or of.shares is not None:
+            return None
+        before, after = of.max_distance, of.max_distance if of.both_ways else 0
+        buckets = buckets_of(of, torch.arange(before, -after - 1, -1))
+        by_bucket = attention.vector(DISTANCES)  # [buckets, heads]
+        return cls(by_bucket[buckets].T.contiguous(), before, after)
+
+
+@dataclass(frozen=True)
+class PackedInputs:
+    """The weights of a layer's inputs by token. The table is never rounded."""
+
+    of: TokenInputs
+    table: Weight
+    projection: Weight
+    norm: PackedNorm
+    gate: Weight
+    out: Weight
+    output_norm: PackedNorm
+
+    @classmethod
+    def read(cls, of: TokenInputs | None, inputs: WeightReader) -> PackedInputs | None:
+        """Read and pack the weights; None = the layer has none."""
+        if of is None:
+            return None
+        norm, output_norm = (PackedNorm.read(of.norm, inputs, name) for name in ("norm", "output_norm"))
+        assert norm is not None
+        assert output_norm is not None
+        return cls(
+            of=of,
+            table=inputs.unrounded().matrix(TOKEN_TABLE),
+            projection=inputs.matrix("projection.weight"),
+            norm=norm,
+            gate=inputs.matrix("gate_proj.weight"),
+            out=inputs.matrix("out_proj.weight"),
+            output_norm=output_norm,
+        )
+
+    @property
+    def matrices(self) -> tuple[Weight, ...]:
+        """All its matrices but the table."""
+        return (self.projection, self.gate, self.out)
+
+
+def adding_inputs(
+    layer: PackedInputs, x: Tensor, y: Tensor, embedded: Tensor, inputs: Tensor, projected: Tensor
+) -> Iterator[Op]:
+    """Yield the operations that add a layer's inputs to x; y is scratch memory."""
+    of = layer.of
+    yield embedding(layer.table, inputs, of.table_factor * of.factor, flags=Flag.TOKENS)
+    yield linear(layer.projection, embedded, projected, factor=of.projection_factor)
+    yield normalising(layer.norm, projected, inputs, Flag.ADD, factor=of.factor)
+    yield linear(layer.gate, x, projected)
+    yield gating(projected, inputs, of.size, Activation[of.activation.upper()])
+    yield linear(layer.out, inputs, y)
+    yield normalising(layer.output_norm, y, x, Flag.ADD)
+
+
+def expert_matrices(of: Experts) -> list[list[str]]:
+    """Return the names of all experts' gates, those of their matrices up, and down, in the module `mlp`."""
+    return [
+        [f"experts.{index}.{matrix}.weight" for index in range(of.count)]
+        for matrix in ("gate_proj", "up_proj", "down_proj")
+    ]
+
+
+@dataclass(frozen=True)
+class ExpertMatrices:
+    """A matrix of each expert, all of the same type and shape, and without an order of inputs."""
+
+    weights: Sequence[Weight]
+
+    def __post_init__(self) -> None:
+        types = {weight.type.name.lower() for weight in self.weights}
+        if len(types) > 1:
+            raise ModelError(
+                f"the experts of a layer are stored in different types ({', '.join(sorted(types))}), which is not"
+                " implemented",
+                "use a file whose experts have one type.",
+            )
+
+    @cached_property
+    def addresses(self) -> Tensor:
+        """The address of each matrix."""
+        return torch.tensor([weight.address for weight in self.weights], dtype=torch.int64)
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of all."""
+        return sum(weight.memory.numel() for weight in self.weights)
+
+
+@dataclass(frozen=True)
+class PackedExperts:
+    """The weights of a layer's router and experts. Biases are float32, by expert; None = it has none.
+
+    The router is never rounded, because its scores decide which experts are used. inner: gate and up interleaved, or
+    one after the other if their types differ.
+    """
+
+    of: Experts
+    router: Weight
+    router_bias: Tensor | None
+    inner: Sequence[ExpertMatrices]
+    inner_bias: Tensor | None  # [count, 2, size]
+    down: ExpertMatrices
+    down_bias: Tensor | None  # [count, hidden]
+
+    @classmethod
+    def read(cls, of: Experts, mlp: WeightReader) -> PackedExperts:
+        """Read and pack the weights, one expert after the other."""
+        inner, down, biases = list[tuple[Weight, ...]](), list[Weight](), list[tuple[Tensor, Tensor]]()
+        router = mlp.unrounded().matrix("router.weight")
+        experts = mlp.unified(*expert_matrices(of))
+        for index in range(of.count):
+            one = experts.inside(f"experts.{index}.")
+            inner.append(one.interleaved("gate_proj.weight", "up_proj.weight"))
+            down.append(one.matrix("down_proj.weight"))
+            if of.bias:
+                biases.append((one.vector("gate_proj.bias", "up_proj.bias"), one.vector("down_proj.bias")))
+        inner_bias, down_bias = (torch.stack(each) for each in zip(*biases, strict=True)) if biases else (None, None)
+        return cls(
+            of, router, mlp.vector("router.bias") if of.bias else None,
+            [ExpertMatrices(each) for each in zip(*inner, strict=True)], inner_bias, ExpertMatrices(down), down_bias,
+        )  # fmt: skip
+
+    @property
+    def apart(self) -> bool:
+        """Whether gates are computed separately, because their type differs."""
+        return len(self.inner) > 1
+
+    @property
+    def bytes_per_pass(self) -> int:
+        """How many bytes a pass of one row reads. Several rows read those of all experts that they use."""
+        return self.router.memory.numel() + self._expert_bytes * self.of.used // self.of.count
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of all matrices."""
+        return self.router.memory.numel() + self._expert_bytes
+
+    @property
+    def _expert_bytes(self) -> int:
+        return sum(each.num_bytes for each in (*self.inner, self.down))
+
+    def computing(
+        self, source: Tensor, scores: Tensor, gated: Tensor, gates: Tensor | None, results: Tensor
+    ) -> Iterator[Op]:
+        """Yield the operations that select each row's experts and compute their results from `source` [T, hidden]."""
+        of, flags = self.of, Flag.RENORMALISE if self.of.renormalise else Flag.NONE
+        scored = linear(self.router, source, scores, self.router_bias)
+        scored.stride = of.count
+        yield scored
+        yield make_op(Code.ROUTE, n=of.count, source=scores, used=of.used, flags=flags)
+        if not self.apart:
+            yield self._multiplying(
+                self.inner[0], source, gated, self.inner_bias, Flag.GATED | Flag.GATHER, **self._activation
+            )
+        else:
+            assert gates is not None
+            yield from self._apart(source, gated, gates)
+        yield self._multiplying(self.down, gated, results, self.down_bias)
+
+    def _apart(self, source: Tensor, gated: Tensor, gates: Tensor) -> Iterator[Op]:
+        biases = (None, None) if self.inner_bias is None else self._apart_biases
+        for matrices, out, bias in zip(self.inner, (gates, gated), biases, strict=True):
+            yield self._multiplying(matrices, source, out, bias, Flag.GATHER)
+        made = gating(gates, gated, self.of.used * self.of.size, Activation.NONE)
+        for name, value in self._activation.items():
+            setattr(made, name, value)
+        yield made
+
+    @cached_property
+    def _apart_biases(self) -> tuple[Tensor, Tensor]:
+        assert self.inner_bias is not None
+        gate, up = self.inner_bias.view(self.of.count, 2, -1).unbind(1)
+        return gate.contiguous(), up.contiguous()
+
+    def combining(self, results: Tensor, out: Tensor, flags: Flag = Flag.NONE, factor: float = 1.0) -> Op:
+        """Return the operation out (+)= factor * the weighted sum of each row's results."""
+        return make_op(
+            Code.COMBINE, n=out.shape[1], source=results, out=out, used=self.of.used, flags=flags, factor=factor
+        )
+
+    @property
+    def _activation(self) -> dict[str, float]:
+        clamped = self.of.clamped
+        if clamped is None:
+            return {"activation": Activation[self.of.activation.upper()]}
+        return {"activation": Activation.CLAMPED, "factor": clamped.gain, "softcap": clamped.limit}
+
+    def _multiplying(
+        self, matrices: ExpertMatrices, source: Tensor, out: Tensor, bias: Tensor | None, flags: Flag = Flag.NONE,
+        **activation: float,
+    ) -> Op:  # fmt: skip
+        """Return the operation that multiplies each pair by the matrix of its expert."""
+        one = matrices.weights[0]
+        made = make_op(
+            Code.EXPERTS, one.type, n=one.n, k=one.k, weight=matrices.addresses, source=source, out=out, bias=bias,
+            used=self.of.used, flags=flags, **activation,
+        )  # fmt: skip
+        made.has.matrix = min(weight.memory.numel() for weight in matrices.weights)
+        return made
 
 
 @dataclass(frozen=True)

@@ -30,9 +30,11 @@ from speculant.models.backends.base import (
     packing_of,
 )
 from speculant.models.base import CausalLM, ConvertsKeys, check_needs
+from speculant.models.config import text_config
 from speculant.models.description import DecoderConfig
-from speculant.models.entries import text_config
-from speculant.models.generation import (
+from speculant.models.gguf import GgufWeights, read_gguf_config, read_gguf_decoder
+from speculant.models.sizes import HEAD, TABLE, matrix_weights, tensor_shapes
+from speculant.models.source import (
     NO_RULES,
     OutputRules,
     read_end_tokens,
@@ -40,18 +42,29 @@ from speculant.models.generation import (
     read_output_rules,
     read_sampling,
     read_start_tokens,
+    resolve_source,
 )
-from speculant.models.gguf import read_gguf_config, read_gguf_decoder
-from speculant.models.sizes import HEAD, TABLE, matrix_weights, tensor_shapes
-from speculant.models.source import resolve_source
-from speculant.models.transformers.load import LoadedByTransformers, check_options, load_by_transformers
+from speculant.models.transformers import LoadedByTransformers, check_options, load_by_transformers
 from speculant.models.vocabulary import TargetVocabulary
 from speculant.models.weights.formats import check_readable, quantization_of, unknown_family, with_options_beside
-from speculant.models.weights.gguf import GgufWeights
-from speculant.models.weights.layouts import DECODED_BITS
-from speculant.models.weights.modules import SCHEMES, open_modules, read_scheme
-from speculant.models.weights.source import CheckedWeights, Mapped, ShortHead, StoredWeights, WeightSource, listed_kinds
-from speculant.models.weights.tensors import TensorFiles, check_layers, check_tensors, with_stored_head
+from speculant.models.weights.source import (
+    DECODED_BITS,
+    CheckedWeights,
+    Mapped,
+    ShortHead,
+    StoredWeights,
+    WeightSource,
+    listed_kinds,
+)
+from speculant.models.weights.tensors import (
+    SCHEMES,
+    TensorFiles,
+    check_layers,
+    check_tensors,
+    open_modules,
+    read_scheme,
+    with_stored_head,
+)
 from speculant.params import SamplingParams
 
 logger = logging.getLogger(__name__)

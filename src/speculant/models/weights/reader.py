@@ -1,9 +1,14 @@
-"""Reads a decoder's tensors for the native kernels. Each one is packed before the next is read."""
+"""Reads a decoder's tensors for the native kernels. Each one is packed before the next is read.
+
+Matrices may be rounded, to types by their roles. Least squares choose the scales (csrc/rounding.h). int4 keeps more
+bits where errors cost most: in the embedding, the head and the values, and in matrices whose results are added to the
+residual stream. Rows whose length is not a multiple of 256 have types with blocks of 32, which have more bits.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import chain, groupby
 
@@ -11,10 +16,41 @@ import torch
 from torch import Tensor
 
 from speculant.errors import ModelError
-from speculant.kernels import BLOCK_TYPES, TYPES, Arena, Kernels, Packer, Type, Weight, likely_bytes
+from speculant.kernels import BLOCK_SIZES, BLOCK_TYPES, TYPES, Arena, Kernels, Packer, Type, Weight, likely_bytes
 from speculant.models.weights.cache import WeightStore, say_once
-from speculant.models.weights.rounding import ROUNDINGS, Rounding
 from speculant.models.weights.source import QuantizedBlocks, WeightSource, decode, has_blocks, order_of, read_plain
+
+ROUNDED = (
+    Type.Q8_0, Type.Q4_0, Type.Q5_0, Type.Q5_1, Type.Q4_K, Type.Q5_K, Type.Q6_K, Type.ZERO4, Type.ZERO8,
+)  # fmt: skip
+"""The types that csrc/rounding.h rounds to."""
+_UNDIVIDED = {Type.Q4_K: Type.Q5_0, Type.Q5_K: Type.Q5_1, Type.Q6_K: Type.Q8_0}
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """The type of most matrices, and those of matrices with a certain part in their name."""
+
+    most: Type
+    roles: Mapping[str, Type] = field(default_factory=dict)
+
+    def type_of(self, name: str, k: int) -> Type:
+        """Return the type of a matrix [n, k]. name: as in `tensor_shapes`; "" = a matrix without a role."""
+        type_ = next((type_ for part, type_ in self.roles.items() if part in name.split(".")), self.most)
+        return type_ if k % BLOCK_SIZES[type_][0] == 0 else _UNDIVIDED.get(type_, type_)
+
+
+ROUNDINGS: Mapping[str, Rounding] = {
+    "int8": Rounding(Type.Q8_0),
+    "int4": Rounding(
+        Type.Q4_K,
+        {
+            **dict.fromkeys(("embed_tokens", "lm_head", "v_proj"), Type.Q6_K),
+            **dict.fromkeys(("o_proj", "down_proj"), Type.Q5_K),
+        },
+    ),
+}
+
 
 KINDS = {
     "F64": Type.F32, "F32": Type.F32, "F16": Type.F16, "BF16": Type.BF16,

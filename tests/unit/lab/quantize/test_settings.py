@@ -19,7 +19,7 @@ from speculant.errors import ModelError
 from speculant.kernels import usable_sets
 from speculant.lab.quantize import LAYOUTS, check_model, differences, gguf, write_folder
 from speculant.models import CheckpointFiles, DecoderConfig, RoundsWeights, find_backends, read_description, read_plain
-from speculant.models.rope_config import _KNOWN as ROPE_KEYS
+from speculant.models.config import _KNOWN as ROPE_KEYS
 from tests.unit.models.families import SMALL, VARIANTS, write_own
 from tests.unit.models.test_gguf_families import STORED
 
@@ -28,7 +28,7 @@ pytestmark = [
     pytest.mark.usefixtures("families_are_looked_up_once"),
 ]
 FULL, SLIDES = "full_attention", "sliding_attention"
-SHARED = [f"speculant.models.{name}" for name in ("config", "rope_config", "entries")]
+SHARED = ["speculant.models.config"]
 NAME = re.compile(r"[a-z][a-z_0-9]+")
 WRONG = "?"  # no entry may have this value, so a family that reads the entry says so
 ABSENT = object()

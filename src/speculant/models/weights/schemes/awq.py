@@ -17,18 +17,18 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from speculant.models.weights.grouped import (
+from speculant.models.weights.formats import HARMLESS, Options
+from speculant.models.weights.scaled import (
     InputGroups,
     as_blocks,
     as_floats,
     layout_for,
+    read_scales,
     unpacked,
     why_scales_are_decoded,
 )
-from speculant.models.weights.modules import ModuleParts
-from speculant.models.weights.options import HARMLESS, Options
-from speculant.models.weights.scaled import read_scales
 from speculant.models.weights.source import QuantizedBlocks
+from speculant.models.weights.tensors import ModuleParts
 
 QWEIGHT, QZEROS, SCALES = ".qweight", ".qzeros", ".scales"
 SCALE_KINDS = ("BF16", "F16", "F32")

@@ -22,11 +22,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from speculant.models.entries import is_whole, show
-from speculant.models.weights.modules import ModuleParts, StoredMatrix
-from speculant.models.weights.options import OTHER, Options
+from speculant.models.config import is_whole, show
+from speculant.models.weights.formats import OTHER, Options
 from speculant.models.weights.scaled import int8_rows, matrix_shape, read_scales
 from speculant.models.weights.source import DECODED_AT_ONCE, QuantizedBlocks
+from speculant.models.weights.tensors import ModuleParts, StoredMatrix
 
 WEIGHT, SCB = ".weight", ".SCB"
 TILES = (".weight_format", ".weight.weight_format")  # 0 = rows; others are orders that GPUs had

@@ -21,13 +21,21 @@ from typing import Any
 from torch import Tensor
 
 from speculant.errors import ModelError
-from speculant.models.entries import is_whole, show
-from speculant.models.weights.grouped import unpacked
-from speculant.models.weights.modules import ModuleParts, StoredMatrix
-from speculant.models.weights.options import BELONGS, OTHER, Options
-from speculant.models.weights.scaled import OF_CACHE, WORD, Fp8Matrix, IntegerEnds, IntegerMatrix, Tile, matrix_shape
+from speculant.models.config import is_whole, show
+from speculant.models.weights.formats import BELONGS, OTHER, Options
+from speculant.models.weights.scaled import (
+    OF_CACHE,
+    WORD,
+    Fp8Matrix,
+    IntegerEnds,
+    IntegerMatrix,
+    Tile,
+    matrix_shape,
+    unpacked,
+)
 from speculant.models.weights.schemes.mxfp4 import BLOCK, as_mxfp4, read_exponents
 from speculant.models.weights.source import QuantizedBlocks
+from speculant.models.weights.tensors import ModuleParts, StoredMatrix
 
 logger = logging.getLogger(__name__)
 

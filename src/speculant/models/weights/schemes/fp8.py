@@ -13,10 +13,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from speculant.models.entries import is_whole
-from speculant.models.weights.modules import ModuleParts
-from speculant.models.weights.options import Options
+from speculant.models.config import is_whole
+from speculant.models.weights.formats import Options
 from speculant.models.weights.scaled import OF_CACHE, Fp8Matrix, Tile
+from speculant.models.weights.tensors import ModuleParts
 
 WEIGHT, INVERSE, SCALE = ".weight", ".weight_scale_inv", ".weight_scale"
 OF_ACTIVATIONS = (".input_scale", ".activation_scale", ".output_scale")

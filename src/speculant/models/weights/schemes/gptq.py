@@ -21,18 +21,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from speculant.models.weights.grouped import (
+from speculant.models.weights.formats import BELONGS, HARMLESS, Options
+from speculant.models.weights.scaled import (
     InputGroups,
     as_blocks,
     as_floats,
     layout_for,
+    read_scales,
     unpacked,
     why_scales_are_decoded,
 )
-from speculant.models.weights.modules import ModuleParts
-from speculant.models.weights.options import BELONGS, HARMLESS, Options
-from speculant.models.weights.scaled import read_scales
 from speculant.models.weights.source import QuantizedBlocks
+from speculant.models.weights.tensors import ModuleParts
 
 logger = logging.getLogger(__name__)
 

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from speculant.models.weights.modules import AGAIN, ModuleParts
 from speculant.models.weights.source import QuantizedBlocks
+from speculant.models.weights.tensors import AGAIN, ModuleParts
 
 BLOCKS, SCALES = "_blocks", "_scales"
 BLOCK, BYTES = 32, 16  # numbers of a block, and their bytes

@@ -1,13 +1,14 @@
-"""Rotary position embedding and its scalings. An angle depends on the position only, not on the batch."""
+"""Positions: rotary angles, sinusoids, and buckets of distances. None of them depends on the batch."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from speculant.models.description import Attention, DecoderConfig, Rope
+from speculant.models.description import Attention, DecoderConfig, DistanceBias, Rope
 
 
 class Rotary:
@@ -92,3 +93,24 @@ def _divided(frequencies: Tensor, factors: tuple[float, ...]) -> Tensor:
     if not factors:
         return frequencies
     return (frequencies.double() / torch.tensor(factors, dtype=torch.float64, device="cpu")).float()
+
+
+def sinusoids(positions: Tensor, width: int) -> Tensor:
+    """Return the vectors float32 [n, width] of positions [n]: the sines of all frequencies, then the cosines."""
+    places = torch.arange(0, width, 2, dtype=torch.float64, device=positions.device)
+    angles = positions[:, None] / 10_000 ** (places / width)
+    return torch.cat((angles.sin(), angles[:, : width // 2].cos()), dim=1).float()
+
+
+def buckets_of(of: DistanceBias, distances: Tensor) -> Tensor:
+    """Return the bucket int64 of each distance int64 from a row back to a key; a key after the row has a negative one.
+
+    The logarithm is in float32, as in transformers: at the edge of a bucket its last bit decides.
+    """
+    count, first = of.buckets, torch.zeros_like(distances)
+    if of.both_ways:
+        count //= 2
+        first, distances = (distances < 0) * count, distances.abs()
+    distances, single = distances.clamp(min=0), count // 2
+    wide = torch.log(distances.clamp(min=1).float() / single) / math.log(of.max_distance / single) * (count - single)
+    return first + torch.where(distances < single, distances, (single + wide.long()).clamp(max=count - 1))

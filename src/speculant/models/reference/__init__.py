@@ -1,1 +1,0 @@
-"""Models in plain PyTorch: the definition of correct."""

@@ -1,1 +1,0 @@
-"""Models that the package transformers computes: slower than our kernels, but any of its causal language models."""
