@@ -30,7 +30,6 @@ from benchmarks.peers.t5_models import TOKENS, made_pair
 from benchmarks.theory import TABLE_4, interval
 from torch import Tensor
 
-from speculant.cli.train_static import decoder_texts
 from speculant.config import EngineConfig
 from speculant.drafting.lookup.tables import BigramTables
 from speculant.engine.build import Runtime, build_around
@@ -41,6 +40,7 @@ from speculant.lab.bench.runner import Benchmark, markdown
 from speculant.lab.bench.runs import Bench
 from speculant.lab.bench.step_costs import measure_steps
 from speculant.lab.bench.workloads import Workload, WorkloadConfig, make_workload
+from speculant.lab.cli.train_static import decoder_texts
 from speculant.lab.theory.curve import FLAT, VerificationCurve
 from speculant.lab.theory.speedup import speedups, step_costs, survival
 from speculant.lab.training.bigrams import count_bigrams

@@ -29,8 +29,8 @@ import httpx
 import numpy as np
 from benchmarks.fleets.compared import LOADS, NAMES, capacity, compared, measured, simulated
 
-from speculant.lab.bench.server_process import own_server
 from speculant.lab.bench.workloads import code_prompt
+from speculant.lab.cli.server_process import own_server
 from speculant.lab.fleet.config import FleetConfig, ReplicaLimits, TrafficConfig
 from speculant.lab.fleet.costs import EngineCosts
 from speculant.lab.fleet.fleet import simulate_fleet

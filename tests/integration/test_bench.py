@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from speculant.cli.bench import BenchSampling
 from speculant.cli.flags import NEW_TOKENS, SamplingFlags
 from speculant.cli.main import app
 from speculant.errors import SpeculantError
+from speculant.lab.cli.bench_io import BenchSampling
 from speculant.params import SamplingParams
 from tests.models import Checkpoints
 

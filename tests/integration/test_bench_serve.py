@@ -17,8 +17,8 @@ from typer.testing import CliRunner, Result
 from speculant import AsyncEngine
 from speculant.cli.main import app
 from speculant.errors import ConfigError, ServerError, SpeculantError
-from speculant.lab.bench import server_process
-from speculant.lab.bench.server_process import own_server
+from speculant.lab.cli import server_process
+from speculant.lab.cli.server_process import own_server
 from tests.models import Checkpoints
 from tests.servers import LiveServer, serve
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from speculant.cli.check_lossless import CheckedEngine, CheckedSampling
 from speculant.cli.main import app
 from speculant.errors import SpeculantError
+from speculant.lab.cli.check_lossless import CheckedEngine, CheckedSampling
 from speculant.verification.rejection import Rejection
 from tests.faults import accept_always, report_flatter_distributions
 from tests.models import Checkpoints

@@ -18,7 +18,6 @@ from speculant.cli.terminal import end_at_once, examples, messages
 from speculant.config import EngineConfig
 from speculant.errors import ConfigError
 from speculant.gguf_file import name_of
-from speculant.lab.bench.server_process import LISTENING
 from speculant.ray.extra import check_ray
 from speculant.ray.options import ReplicaOptions
 from speculant.serving.options import ServerOptions
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
 
     from speculant.engine.async_engine import AsyncEngine
 
+LISTENING = "Listening at"  # the address follows
 EXAMPLES = examples(
     "speculant serve demo --draft-model demo",
     "speculant serve ./llama --draft-model ./llama-small --host 0.0.0.0 --api-key secret --served-model-name llama",

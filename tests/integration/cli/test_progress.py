@@ -16,7 +16,8 @@ import pytest
 
 from speculant.cli import terminal
 from speculant.cli.main import app
-from speculant.cli.terminal import Parts, counted_progress, progress, progress_of_runs
+from speculant.cli.terminal import Parts, counted_progress, progress
+from speculant.lab.cli.progress import progress_of_runs
 from tests.models import Checkpoints
 
 CHECK = ("check-lossless", "--cases", "12", "--texts", "16", "--max-tokens", "32")

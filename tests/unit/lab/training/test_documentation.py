@@ -12,10 +12,10 @@ import pytest
 from typer.testing import CliRunner
 
 from speculant.cli.main import app
-from speculant.cli.train import TrainingFlags
-from speculant.cli.train_draft import BoostedFlags
-from speculant.cli.train_head import HeadFlags
-from speculant.cli.train_seq2seq import Seq2SeqFlags
+from speculant.lab.cli.train import TrainingFlags
+from speculant.lab.cli.train_draft import BoostedFlags
+from speculant.lab.cli.train_head import HeadFlags
+from speculant.lab.cli.train_seq2seq import Seq2SeqFlags
 from speculant.lab.training import config as configuration
 from speculant.lab.training.config import TrainingConfig
 

@@ -14,9 +14,9 @@ import transformers
 from tokenizers import Tokenizer
 from typer.testing import CliRunner
 
-from speculant.cli import train
 from speculant.engine.llm import LLM
 from speculant.errors import ConfigError
+from speculant.lab.cli import train
 from speculant.lab.training.passes import load_plain
 from speculant.lab.training.seq2seq import job, objective
 from speculant.lab.training.seq2seq.config import Seq2SeqConfig

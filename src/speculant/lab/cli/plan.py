@@ -11,11 +11,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from speculant.cli import plan_fleet
 from speculant.cli.flags import accepts_log_level
-from speculant.cli.measured_costs import read_curve, read_pair, read_rates
 from speculant.cli.terminal import command_group, examples, print_json, results
 from speculant.errors import ConfigError
+from speculant.lab.cli import plan_fleet
+from speculant.lab.cli.measured_costs import read_curve, read_pair, read_rates
 from speculant.params import MAX_SPECULATIVE_TOKENS
 
 if TYPE_CHECKING:

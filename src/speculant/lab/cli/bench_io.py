@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
+from speculant.cli.flags import SamplingFlags
 from speculant.cli.terminal import messages, print_json, results
 from speculant.lab.bench.outputs import OutputFiles
+from speculant.params import SamplingParams
 
 if TYPE_CHECKING:
     from speculant.lab.bench.measuring import BenchCase, Way
@@ -41,6 +43,16 @@ History = Annotated[
     typer.Option("--history", help="Append a line with the ratios to this file, for speculant bench history."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print everything that was measured as JSON.")]
+
+
+class BenchSampling(SamplingFlags):
+    """The same flags with other defaults: greedy, and continuing after end tokens, so that runs can be compared."""
+
+    defaults: ClassVar[Mapping[str, object]] = {**SamplingFlags.defaults, "temperature": 0, "ignore_eos": "on"}
+
+    def params(self, defaults: SamplingParams | None = None) -> SamplingParams:
+        """See `SamplingFlags.params`."""
+        return super().params(defaults or SamplingParams(temperature=0.0, ignore_eos=True))
 
 
 def write_files(

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from speculant.cli.terminal import progress, shown_progress
+from speculant.cli.terminal import progress
 from speculant.errors import ConfigError
+from speculant.lab.cli.progress import shown_progress
 
 if TYPE_CHECKING:
     from speculant.engine.llm import LLM

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from speculant.cli.bench_io import AsJson
 from speculant.cli.terminal import examples, print_json, results
+from speculant.lab.cli.bench_io import AsJson
 
 if TYPE_CHECKING:
     from speculant.lab.bench.history import Comparison

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from speculant.cli.flags import FlagGroup, accepts_flags
-from speculant.cli.terminal import examples, messages, print_json, progress, show_training, shown_progress
+from speculant.cli.terminal import examples, messages, print_json, progress
 from speculant.errors import ConfigError
+from speculant.lab.cli.progress import show_training, shown_progress
 from speculant.lab.training.seq2seq.config import Seq2SeqConfig
 
 if TYPE_CHECKING:

@@ -7,9 +7,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from speculant.cli.bench_io import (
+from speculant.cli.flags import EngineFlags, accepts_flags, parse_mapping
+from speculant.cli.generate import fetch
+from speculant.cli.terminal import examples, progress
+from speculant.config import EngineConfig
+from speculant.errors import ConfigError
+from speculant.lab.bench.outputs import OutputFiles
+from speculant.lab.bench.workloads import CODE, WorkloadConfig, make_workload, require_room
+from speculant.lab.cli.bench_io import (
     FEW,
     AsJson,
+    BenchSampling,
     FewNumber,
     History,
     Lengths,
@@ -21,13 +29,7 @@ from speculant.cli.bench_io import (
     show,
     write_files,
 )
-from speculant.cli.flags import BenchSampling, EngineFlags, accepts_flags, parse_mapping
-from speculant.cli.generate import fetch
-from speculant.cli.terminal import examples, progress, progress_of_runs
-from speculant.config import EngineConfig
-from speculant.errors import ConfigError
-from speculant.lab.bench.outputs import OutputFiles
-from speculant.lab.bench.workloads import CODE, WorkloadConfig, make_workload, require_room
+from speculant.lab.cli.progress import progress_of_runs
 from speculant.params import SamplingParams
 
 if TYPE_CHECKING:

@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.table import Table
 
 from speculant.cli.flags import FlagGroup, accepts_flags
-from speculant.cli.measured_costs import read_curve, read_object, read_pair, read_rates
 from speculant.cli.terminal import Parts, examples, print_json, progress_of_parts, results
 from speculant.errors import ConfigError
+from speculant.lab.cli.measured_costs import read_curve, read_object, read_pair, read_rates
 from speculant.lab.fleet.config import FleetConfig, ReplicaLimits, Routing, Scaling, TrafficConfig
 
 if TYPE_CHECKING:

@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.table import Table
 
 from speculant.cli.terminal import examples, messages, print_json, progress, progress_of_parts
-from speculant.cli.train_static import require_folder, vocab_size_of
 from speculant.config import EngineConfig
 from speculant.errors import ConfigError
+from speculant.lab.cli.train_static import require_folder, vocab_size_of
 from speculant.models.source import read_optional_config, resolve_source
 
 if TYPE_CHECKING:

@@ -8,11 +8,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from speculant.cli import bench_compare, bench_history, bench_quality, bench_serve, bench_sweep
-from speculant.cli.bench_io import (
+from speculant.cli.flags import EngineFlags, Profile, SamplingFlags, accepts_flags, accepts_log_level, profiling
+from speculant.cli.generate import fetch
+from speculant.cli.terminal import command_group, examples, progress
+from speculant.config import EngineConfig
+from speculant.errors import ConfigError
+from speculant.lab.bench.outputs import OutputFiles
+from speculant.lab.bench.workloads import CODE, WorkloadConfig, make_workload, require_room
+from speculant.lab.cli import bench_compare, bench_history, bench_quality, bench_serve, bench_sweep
+from speculant.lab.cli.bench_io import (
     FEW,
     MANY,
     AsJson,
+    BenchSampling,
     FewNumber,
     History,
     Lengths,
@@ -24,21 +32,7 @@ from speculant.cli.bench_io import (
     show,
     write_files,
 )
-from speculant.cli.flags import (
-    BenchSampling,
-    EngineFlags,
-    Profile,
-    SamplingFlags,
-    accepts_flags,
-    accepts_log_level,
-    profiling,
-)
-from speculant.cli.generate import fetch
-from speculant.cli.terminal import command_group, examples, progress, progress_of_runs
-from speculant.config import EngineConfig
-from speculant.errors import ConfigError
-from speculant.lab.bench.outputs import OutputFiles
-from speculant.lab.bench.workloads import CODE, WorkloadConfig, make_workload, require_room
+from speculant.lab.cli.progress import progress_of_runs
 from speculant.params import SamplingParams
 
 if TYPE_CHECKING:

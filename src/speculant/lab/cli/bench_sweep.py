@@ -6,9 +6,16 @@ from typing import Annotated
 
 import typer
 
-from speculant.cli.bench_io import (
+from speculant.cli.flags import EngineFlags, accepts_flags
+from speculant.cli.generate import fetch
+from speculant.cli.terminal import examples, progress_of_parts
+from speculant.config import EngineConfig
+from speculant.lab.bench.outputs import OutputFiles
+from speculant.lab.bench.workloads import CODE, WorkloadConfig
+from speculant.lab.cli.bench_io import (
     FEW,
     AsJson,
+    BenchSampling,
     FewNumber,
     History,
     Prompts,
@@ -19,12 +26,7 @@ from speculant.cli.bench_io import (
     show,
     write_files,
 )
-from speculant.cli.flags import BenchSampling, EngineFlags, accepts_flags
-from speculant.cli.generate import fetch
-from speculant.cli.terminal import examples, progress_of_parts, progress_of_runs
-from speculant.config import EngineConfig
-from speculant.lab.bench.outputs import OutputFiles
-from speculant.lab.bench.workloads import CODE, WorkloadConfig
+from speculant.lab.cli.progress import progress_of_runs
 
 EXAMPLES = examples(
     "speculant bench sweep demo --draft-model demo",

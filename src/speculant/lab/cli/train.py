@@ -8,18 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from speculant.cli import train_draft, train_head, train_head_tokens, train_seq2seq, train_static
 from speculant.cli.flags import FlagGroup, accepts_flags, accepts_log_level
-from speculant.cli.terminal import (
-    command_group,
-    examples,
-    messages,
-    print_json,
-    progress,
-    show_training,
-    shown_progress,
-)
+from speculant.cli.terminal import command_group, examples, messages, print_json, progress
 from speculant.errors import ConfigError
+from speculant.lab.cli import train_draft, train_head, train_head_tokens, train_seq2seq, train_static
+from speculant.lab.cli.progress import show_training, shown_progress
 from speculant.lab.training.config import TrainingConfig
 
 if TYPE_CHECKING:

@@ -16,9 +16,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from speculant.cli.serve import LISTENING
 from speculant.errors import ServerError
 
-LISTENING = "Listening at"  # the server prints its address after this
 _COMMAND = (sys.executable, "-m", "speculant.cli.main", "serve", "--host", "127.0.0.1", "--port", "0")
 _POLL = 0.05  # seconds between looks at a starting server
 _END = 40.0  # seconds before it is killed

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from speculant.cli.flags import FlagGroup, accepts_flags
-from speculant.cli.target_texts import prepare_texts
-from speculant.cli.terminal import examples, messages, print_json, progress, show_training
+from speculant.cli.terminal import examples, messages, print_json, progress
 from speculant.errors import ConfigError
+from speculant.lab.cli.progress import show_training
+from speculant.lab.cli.target_texts import prepare_texts
 from speculant.lab.training.heads.config import HeadTrainingConfig
 
 if TYPE_CHECKING:

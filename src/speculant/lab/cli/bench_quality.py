@@ -10,12 +10,13 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from speculant.cli.bench_io import AsJson
 from speculant.cli.entry import EXIT_INTERRUPTED
 from speculant.cli.generate import fetch
-from speculant.cli.terminal import examples, print_json, progress, results, shown_progress
+from speculant.cli.terminal import examples, print_json, progress, results
 from speculant.config import EngineConfig
 from speculant.errors import ConfigError
+from speculant.lab.cli.bench_io import AsJson
+from speculant.lab.cli.progress import shown_progress
 
 if TYPE_CHECKING:
     from speculant.lab.bench.quality import ChunkScores, Compared, QualityText

@@ -10,15 +10,16 @@ from typing import Annotated, Any
 
 import typer
 
-from speculant.cli.bench_io import AsJson, History
 from speculant.cli.chat_backends import RemoteChatBackend
-from speculant.cli.flags import NEW_TOKENS, BenchSampling, EngineFlags, accepts_flags
+from speculant.cli.flags import NEW_TOKENS, EngineFlags, accepts_flags
 from speculant.cli.generate import fetch
-from speculant.cli.terminal import examples, messages, print_json, progress, progress_of_runs, results
+from speculant.cli.terminal import examples, messages, print_json, progress, results
 from speculant.config import EngineConfig
 from speculant.errors import ConfigError
 from speculant.lab.bench.outputs import OutputFiles
 from speculant.lab.bench.workloads import CODE, server_prompts
+from speculant.lab.cli.bench_io import AsJson, BenchSampling, History
+from speculant.lab.cli.progress import progress_of_runs
 
 EXAMPLES = examples(
     "speculant bench serve demo --draft-model demo",
@@ -140,7 +141,7 @@ def _running(url: str | None, config: EngineConfig | None, engine: EngineFlags) 
         assert url is not None
         yield url.rstrip("/").removesuffix("/v1")
         return
-    from speculant.lab.bench.server_process import own_server
+    from speculant.lab.cli.server_process import own_server
 
     fetch(config)
     with ExitStack() as running:
