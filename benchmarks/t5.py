@@ -30,7 +30,6 @@ from benchmarks.peers.t5_models import TOKENS, made_pair
 from benchmarks.theory import TABLE_4, interval
 from torch import Tensor
 
-from speculant.cli import decoder_texts
 from speculant.config import EngineConfig
 from speculant.drafting import BigramTables
 from speculant.engine import Runtime, build_around
@@ -59,6 +58,7 @@ from speculant.lab.bench import (
 )
 from speculant.lab.bench.acceptance import compare
 from speculant.lab.bench.measuring import PLAIN
+from speculant.lab.cli import decoder_texts
 from speculant.lab.theory import FLAT, VerificationCurve, speedups, step_costs, survival
 from speculant.lab.training import count_bigrams
 from speculant.models import Checkpoint, load_model

@@ -51,7 +51,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "serving": EVERYWHERE | ENGINE_AND_BELOW,
     "batches": EVERYWHERE | {"engine.async_engine", "serving"},
     "ray": EVERYWHERE | {"engine.async_engine", "serving", "batches"},
-    "cli": EVERYWHERE | ENGINE_AND_BELOW - {"plugins"} | {"lab", "serving", "batches", "ray"},
+    "cli": EVERYWHERE | ENGINE_AND_BELOW - {"plugins"} | {"serving", "batches", "ray"},
     "lab": frozenset(),
     "lab.theory": frozenset({"metrics"}),
     "lab.fleet": frozenset({"errors", "lab.theory"}),
@@ -60,6 +60,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "lab.training": EVERYWHERE | MODELS_AND_BELOW | {"text", "lab.checkpoints"},
     "lab.exactness": EVERYWHERE | ENGINE_AND_BELOW,
     "lab.inflation": EVERYWHERE | ENGINE_AND_BELOW | {"lab.checkpoints"},
+    "lab.cli": EVERYWHERE | ENGINE_AND_BELOW - {"plugins"} | {"cli", "lab"},
     "lab.bench": EVERYWHERE | ENGINE_AND_BELOW | {"lab.theory", "lab.training", "lab.inflation"},
 }
 # What is written for the native library. Others hold a `Backend` or a `Sampler`.

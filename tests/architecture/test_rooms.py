@@ -10,21 +10,22 @@ import pytest
 from tests.architecture.rooms import ROOT, USERS, defined, home, inner_imports, rooms, size
 
 SLACK = 0.05  # of a budget, which follows a room that shrinks
-INNER_IMPORTS = 248  # of names that two files of a room have, of names that are also a file's; may only fall
+INNER_IMPORTS = 240  # of names that two files of a room have, of names that are also a file's; may only fall
 # Lines and files. A commit that adds a feature may raise those of its room.
 BUDGETS: dict[str, tuple[int, int]] = {
     "batches": (787, 8),
     "cache": (1625, 13),
-    "cli": (6342, 38),
-    "drafting": (7211, 58),
-    "engine": (6095, 30),
+    "cli": (3024, 17),
+    "drafting": (7209, 58),
+    "engine": (6094, 30),
     "kernels": (1629, 8),
-    "lab.bench": (4657, 30),
+    "lab.bench": (4557, 29),
+    "lab.cli": (3510, 26),
     "lab.exactness": (1625, 12),
     "lab.fleet": (1253, 10),
     "lab.inflation": (1072, 12),
     "lab.quantize": (1202, 8),
-    "lab.theory": (708, 10),
+    "lab.theory": (627, 9),
     "lab.training": (4125, 44),
     "lengths": (1322, 11),
     "models": (13702, 68),
@@ -34,7 +35,7 @@ BUDGETS: dict[str, tuple[int, int]] = {
     "serving": (8271, 53),
     "structured": (1788, 15),
     "text": (2705, 20),
-    "verification": (571, 10),
+    "verification": (567, 10),
 }
 
 

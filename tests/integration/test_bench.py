@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from speculant.cli import NEW_TOKENS, BenchSampling, SamplingFlags, app
+from speculant.cli import NEW_TOKENS, SamplingFlags, app
 from speculant.errors import SpeculantError
+from speculant.lab.cli import BenchSampling
 from speculant.params import SamplingParams
 from tests.models import Checkpoints
 

@@ -17,7 +17,7 @@ from typer.testing import CliRunner, Result
 from speculant import AsyncEngine
 from speculant.cli import app
 from speculant.errors import ConfigError, ServerError, SpeculantError
-from speculant.lab.bench import own_server, server_process
+from speculant.lab.cli import own_server, server_process
 from tests.models import Checkpoints
 from tests.servers import LiveServer, serve
 

@@ -10,16 +10,10 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = [
-    ["benchmarks/engine_overhead.py", "--steps", "3"],
     ["benchmarks/first_token.py"],
-    ["benchmarks/fleet.py", "--part", "large"],
     ["benchmarks/formats.py", "--models", "embedded", "--forms", "int8", "q8_0", "--answer", "8"],
     ["benchmarks/heads.py", "--methods", "medusa", "suffix", "default", "--tokens", "16"],
-    ["benchmarks/lookup_cost.py"],
-    ["benchmarks/near_ties.py", "--prompts", "1", "--tokens", "8"],
     ["benchmarks/never_slower.py", "--texts", "edit", "--methods", "suffix", "--lengths", "2", "--tokens", "16"],
-    ["benchmarks/predicted.py", "--texts", "edit", "--methods", "suffix", "--tokens", "24", "--prompts", "2"],
-    ["benchmarks/rules.py"],
     ["-m", "benchmarks.t5", "--made", "tiny tiny"],
     ["-m", "benchmarks.theory", "--measure", "--prompts", "2", "--tokens", "16"],
 ]  # the others take minutes or gigabytes

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from speculant.cli import CheckedEngine, CheckedSampling, app
+from speculant.cli import app
 from speculant.errors import SpeculantError
+from speculant.lab.cli import CheckedEngine, CheckedSampling
 from speculant.verification import Rejection
 from tests.faults import accept_always, report_flatter_distributions
 from tests.models import Checkpoints

@@ -7,7 +7,6 @@ from .chat_backends import (
     RemoteChatBackend as RemoteChatBackend,
     Summary as Summary,
 )
-from .check_lossless import CheckedEngine as CheckedEngine, CheckedSampling as CheckedSampling
 from .demo import (
     ACCEPTED as ACCEPTED,
     CHOSEN as CHOSEN,
@@ -22,33 +21,37 @@ from .demo import (
 )
 from .describe import figures as figures
 from .doctor import Speeds as Speeds, inspect_machine as inspect_machine, measure_speeds as measure_speeds
+from .entry import EXIT_INTERRUPTED as EXIT_INTERRUPTED
 from .flags import (
     NEW_TOKENS as NEW_TOKENS,
-    BenchSampling as BenchSampling,
     EngineFlags as EngineFlags,
     FlagGroup as FlagGroup,
     LogLevel as LogLevel,
+    Profile as Profile,
     SamplingFlags as SamplingFlags,
     accepts_flags as accepts_flags,
+    accepts_log_level as accepts_log_level,
     parse_mapping as parse_mapping,
     parse_speculation as parse_speculation,
+    profiling as profiling,
 )
-from .generate import read_prompt as read_prompt
-from .main import COMMANDS as COMMANDS, app as app
+from .generate import fetch as fetch, read_prompt as read_prompt
+from .main import all_commands as all_commands, app as app
 from .model_report import inspect_model as inspect_model
-from .serve import LinePrinter as LinePrinter, ServerFlags as ServerFlags
+from .serve import LISTENING as LISTENING, LinePrinter as LinePrinter, ServerFlags as ServerFlags
 from .terminal import (
+    LINE_S as LINE_S,
+    PAUSE_S as PAUSE_S,
     Parts as Parts,
+    command_group as command_group,
     counted_progress as counted_progress,
+    examples as examples,
     messages as messages,
+    minutes_left as minutes_left,
     print_json as print_json,
     progress as progress,
-    progress_of_runs as progress_of_runs,
+    progress_bar as progress_bar,
+    progress_of_parts as progress_of_parts,
     results as results,
     show_error as show_error,
 )
-from .train import TrainingFlags as TrainingFlags
-from .train_draft import BoostedFlags as BoostedFlags
-from .train_head import HeadFlags as HeadFlags
-from .train_seq2seq import Seq2SeqFlags as Seq2SeqFlags
-from .train_static import decoder_texts as decoder_texts

@@ -23,7 +23,6 @@ from speculant.cli.terminal import counted_progress, end_at_once, examples, mess
 from speculant.config import EngineConfig
 from speculant.errors import ConfigError
 from speculant.gguf_file import name_of
-from speculant.models import resolve_tokenizer
 from speculant.params import MAX_SPECULATIVE_TOKENS
 from speculant.ray import ReplicaOptions, check_ray
 from speculant.serving import MOST_MESSAGES, ServerOptions
@@ -126,6 +125,8 @@ def batch(
         if job.left:
             places = [fetch(config)]
             if config.tokenizer is not None:
+                from speculant.models import resolve_tokenizer
+
                 places.append(resolve_tokenizer(config.tokenizer, config.tokenizer_revision, config.download_dir))
             job.made_with(Origin.of(places, config, options), config.model)
             started, metrics = (_here if pool is None else partial(_on_ray, pool))(job, values, options)

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from speculant.cli.terminal import examples, print_json, progress, results
+from speculant.errors import ConfigError
 from speculant.metrics import SpeculationMetrics
 from speculant.params import SamplingParams
 
@@ -82,17 +83,25 @@ def _load(spec_length: int | None, shape: str | None, method: str | None) -> LLM
     """Load the embedded models. A method that needs no model gets none; a method with a head gets its embedded head."""
     from speculant.drafting import method_facts
     from speculant.engine import LLM, head_parts
-    from speculant.lab.inflation import inflated_head, inflated_pair
 
-    target, draft = ("demo", "demo") if shape is None else map(str, inflated_pair(shape))
+    target, draft = ("demo", "demo") if shape is None else map(str, _shapes().inflated_pair(shape))
     dtype = DTYPE if shape is None else "bfloat16"
     if method is None:
         return LLM(target, draft, spec_length=spec_length or SPEC_LENGTH, dtype=dtype, max_num_seqs=1)
     config = {"method": method, "draft_length": "fixed"}
     model = draft if method_facts(method).uses_model else None
     if shape is not None and head_parts(method) is not None:
-        model = str(inflated_head(method, shape))
+        model = str(_shapes().inflated_head(method, shape))
     return LLM(target, model, spec_length=spec_length, speculative_config=config, dtype=dtype, max_num_seqs=1)
+
+
+def _shapes() -> Any:
+    """Return the laboratory's module that writes the embedded models at larger shapes."""
+    from importlib.metadata import entry_points
+
+    for point in entry_points(group="speculant.demo", name="shapes"):
+        return point.load()
+    raise ConfigError("--shape needs the laboratory, which is not installed", "leave out --shape.")
 
 
 def _introduce(console: Console, llm: LLM, params: SamplingParams, shape: str | None) -> None:

@@ -20,7 +20,6 @@ from speculant.cli.report import Finding, show_report
 from speculant.cli.terminal import examples, print_json, progress
 from speculant.errors import ModelError
 from speculant.files import cache_folder
-from speculant.models import resolve_source
 
 if TYPE_CHECKING:
     from speculant.models import Packing
@@ -194,6 +193,8 @@ def _embedded_models() -> dict[str, Any]:
 
 
 def _model_files(role: str) -> list[Path]:
+    from speculant.models import resolve_source
+
     try:
         return sorted(resolve_source("demo", role).glob("*"))
     except ModelError:

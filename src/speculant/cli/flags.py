@@ -138,16 +138,6 @@ class SamplingFlags(FlagGroup):
         return values
 
 
-class BenchSampling(SamplingFlags):
-    """The same flags with other defaults: greedy, and continuing after end tokens, so that runs can be compared."""
-
-    defaults: ClassVar[Mapping[str, object]] = {**SamplingFlags.defaults, "temperature": 0, "ignore_eos": "on"}
-
-    def params(self, defaults: SamplingParams | None = None) -> SamplingParams:
-        """See `SamplingFlags.params`."""
-        return super().params(defaults or SamplingParams(temperature=0.0, ignore_eos=True))
-
-
 class EngineFlags(FlagGroup):
     """The engine's arguments."""
 

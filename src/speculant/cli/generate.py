@@ -14,7 +14,6 @@ from speculant.cli.terminal import examples, messages, print_json, progress, res
 from speculant.config import EngineConfig
 from speculant.engine import check_trace_path
 from speculant.errors import RequestError
-from speculant.models import resolve_source
 
 if TYPE_CHECKING:
     from speculant.engine import LLM, Prompt
@@ -119,6 +118,8 @@ def _read_file(path: Path) -> str:
 
 def fetch(config: EngineConfig) -> Path:
     """Download models that are not in the local cache, and return the target's place. The downloader shows progress."""
+    from speculant.models import resolve_source
+
     drafting = config.speculative()
     place = resolve_source(config.model, "target", config.revision, config.download_dir)
     if drafting is not None and drafting.model is not None:

@@ -21,16 +21,22 @@ COMMANDS = {  # with the first paragraph of each one's help, so that the list of
     "chat": "Talk to a model.",
     "demo": "Compare plain and speculative decoding with the embedded models.",
     "doctor": "Report this machine's features and the cost of missing ones; or a model's sizes and types.",
-    "check-lossless": "Check that speculation preserves the target's distribution, for a pair of models and a drafter.",
-    "check-pair": "Measure whether a draft model or a head speeds up a target, and recommend flags.",
-    "inflate": "Write a model of a larger shape that computes the same function.",
-    "quantize": "Write a model whose weights are rounded to fewer bits.",
-    "plan": "Compute the best draft length, its speed and its extra operations.",
     "serve": "Serve a model over HTTP, in the shape of OpenAI's API.",
     "batch": "Answer a file of requests.",
-    "bench": "Measure how fast a model is on this machine, plain and speculative in the same run.",
-    "train": "Train small models: a target, a draft for a target, or a head.",
 }
+FURTHER = "speculant.commands"  # entry points of tables like COMMANDS; each one's commands stand beside it
+OWN = "speculant.cli"
+
+
+def all_commands() -> dict[str, tuple[str, str]]:
+    """Return the commands of this package and of entry points: by name, the package and the summary of each."""
+    from importlib.metadata import entry_points
+
+    found = {name: (OWN, summary) for name, summary in COMMANDS.items()}
+    for point in entry_points(group=FURTHER):
+        package = point.module.rpartition(".")[0]
+        found |= {name: (package, summary) for name, summary in point.load().items()}
+    return found
 
 
 class LazyCommands(WholeSummaries):
@@ -38,25 +44,26 @@ class LazyCommands(WholeSummaries):
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Return the names of the commands."""
-        return list(COMMANDS)
+        return list(all_commands())
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """Return the command of a name; None if there is none."""
-        for name in [cmd_name] if cmd_name in COMMANDS else COMMANDS:
+        wanted = {cmd_name: (OWN, "")} if cmd_name in COMMANDS else all_commands()
+        for name in [cmd_name] if cmd_name in wanted else wanted:
             if name not in self.commands:
-                self.add_command(_import(name), name)
+                self.add_command(_import(wanted[name][0], name), name)
         return super().get_command(ctx, cmd_name)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Write the list of commands."""
         with formatter.section("Commands"):
-            formatter.write_dl(list(COMMANDS.items()))
+            formatter.write_dl([(name, summary) for name, (_, summary) in all_commands().items()])
 
 
-def _import(name: str) -> Any:
+def _import(package: str, name: str) -> Any:
     """Return the command of a module: its function of the same name, or the group `app`."""
     function = name.replace("-", "_")
-    module = importlib.import_module(f"speculant.cli.{function}")
+    module = importlib.import_module(f"{package}.{function}")
     group: typer.Typer | None = getattr(module, "app", None)
     if group is None:
         from speculant.cli.flags import accepts_log_level

@@ -18,7 +18,6 @@ from speculant.cli.terminal import end_at_once, examples, messages
 from speculant.config import EngineConfig
 from speculant.errors import ConfigError
 from speculant.gguf_file import name_of
-from speculant.lab.bench import LISTENING
 from speculant.ray import ReplicaOptions, check_ray
 from speculant.serving import ServerOptions
 
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
 
     from speculant.engine import AsyncEngine
 
+LISTENING = "Listening at"  # the address follows
 EXAMPLES = examples(
     "speculant serve demo --draft-model demo",
     "speculant serve ./llama --draft-model ./llama-small --host 0.0.0.0 --api-key secret --served-model-name llama",

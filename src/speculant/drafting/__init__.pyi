@@ -95,7 +95,6 @@ from .selection import Selection as Selection, Selector as Selector
 from .topology import (
     DynamicTree as DynamicTree,
     ParallelChains as ParallelChains,
-    Pick as Pick,
     StaticTree as StaticTree,
     TreeTopology as TreeTopology,
     read_tree as read_tree,

@@ -21,7 +21,6 @@ from .calibration import (
     SEQUENCES as SEQUENCES,
     Calibration as Calibration,
     read_curves as read_curves,
-    spread_token as spread_token,
 )
 from .commit import Committed as Committed, fail as fail, roll_back as roll_back
 from .draft_loading import (

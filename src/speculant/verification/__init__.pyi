@@ -1,9 +1,5 @@
 from .base import Verifier as Verifier, VerifierNeeds as VerifierNeeds, follow as follow, is_following as is_following
 from .execution import Speculated as Speculated, Weights as Weights, speculate as speculate
 from .match import Match as Match
-from .multi_draft import (
-    MultiDraft as MultiDraft,
-    choose as choose,
-    iterative_speculative_sample as iterative_speculative_sample,
-)
-from .rejection import Rejection as Rejection, draft_probs as draft_probs
+from .multi_draft import MultiDraft as MultiDraft, iterative_speculative_sample as iterative_speculative_sample
+from .rejection import Rejection as Rejection

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from speculant import LLM, SamplingParams
-from speculant.lab.bench import own_server
+from speculant.lab.cli import own_server
 
 HERE = Path(__file__).resolve().parent
 TASKS = "speculant_choice,speculant_text"

@@ -12,10 +12,11 @@ import typer.main
 from typer.testing import CliRunner
 
 from speculant import __version__
-from speculant.cli import COMMANDS, app
+from speculant.cli import all_commands, app
 from speculant.cli.main import main
 from tests.models import Checkpoints
 
+COMMANDS = {name: summary for name, (_, summary) in all_commands().items()}
 _COMMAND = f"{sys.executable} -m speculant.cli.main"
 
 
@@ -71,6 +72,7 @@ def test_version() -> None:
 def test_help_lists_every_command() -> None:
     result = _speculant("--help")
     assert result.returncode == 0
+    assert {"generate", "serve", "bench", "train"} < COMMANDS.keys(), "the laboratory's are found by an entry point"
     assert all(name in result.stdout for name in COMMANDS)
 
 

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from speculant.cli import Parts, app, counted_progress, progress, progress_of_runs, terminal
+from speculant.cli import Parts, app, counted_progress, progress, terminal
+from speculant.lab.cli import progress_of_runs
 from tests.models import Checkpoints
 
 CHECK = ("check-lossless", "--cases", "12", "--texts", "16", "--max-tokens", "32")

@@ -10,6 +10,7 @@ import pytest
 from rich.table import Table
 
 import speculant.cli
+import speculant.lab.cli
 from speculant.cli import messages, print_json, results, show_error
 from speculant.errors import SpeculantError
 
@@ -63,7 +64,8 @@ def test_json_escapes_what_a_terminal_obeys(capsys: pytest.CaptureFixture[str]) 
 def test_commands_print_through_these_consoles_alone() -> None:
     """Another way to print would let a text through."""
     found = []
-    for path in sorted(Path(speculant.cli.__file__).parent.glob("*.py")):
+    folders = [Path(package.__path__[0]) for package in (speculant.cli, speculant.lab.cli)]
+    for path in sorted(path for folder in folders for path in folder.glob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Attribute) and ast.unparse(node) in ("sys.stdout.write", "sys.stderr.write"):
                 found.append(path.name)

@@ -2,7 +2,7 @@
 
 The tokens after the longest match of up to `prompt_lookup_max` tokens are copied; the latest of equal matches counts.
 The tables of a sequence (recent_match.py) take at most 220 bytes per token of its text. Proposing and
-observing take 3 to 13 microseconds a token, whatever the history (benchmarks/lookup_cost.py).
+observing take 3 to 13 microseconds a token, whatever the history.
 """
 
 from __future__ import annotations

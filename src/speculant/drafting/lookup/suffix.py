@@ -10,8 +10,8 @@ The match with the largest sum of products wins, the request's own index on a ti
 Memory: with the native library at most 190 bytes per token of a running request, of the store and of the corpus (65 to
 100 on code), without it at most 580 (260), and 3 kB for each salt in the store. The store holds at most
 suffix_decoding_max_cached_requests texts and suffix_decoding_corpus_tokens tokens, at most 95 MiB with the defaults.
-Proposing and observing take 7 to 22 microseconds a token, whatever the history, and 13 to 24 without the native library
-(benchmarks/lookup_cost.py).
+Proposing and observing take 7 to 22 microseconds a token, whatever the history, and 13 to 24 without the native
+library.
 """
 
 from __future__ import annotations

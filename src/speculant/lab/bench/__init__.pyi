@@ -26,7 +26,6 @@ from .decoding import (
     SHAPE as SHAPE,
     TARGET as TARGET,
     TEXTS as TEXTS,
-    UNSEEN as UNSEEN,
     Decoded as Decoded,
     LoadedPair as LoadedPair,
     by_text_and_method as by_text_and_method,
@@ -107,7 +106,6 @@ from .samples import (
     recorded as recorded,
     take_samples as take_samples,
 )
-from .server_process import LISTENING as LISTENING, own_server as own_server
 from .serving_load import Level as Level, LoadPlan as LoadPlan, measure_serving as measure_serving
 from .sizes import Size as Size, memory as memory
 from .step_costs import LengthCosts as LengthCosts, measure_steps as measure_steps

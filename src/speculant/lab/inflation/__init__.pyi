@@ -10,4 +10,4 @@ from .model import inflate as inflate, shape_of as shape_of
 from .pair import inflated_head as inflated_head, inflated_pair as inflated_pair
 from .rescaled import write_rescaled as write_rescaled
 from .shapes import Shape as Shape, named_shape as named_shape
-from .successors import LLAMA_50M as LLAMA_50M, VOCABULARY as VOCABULARY, write_pair as write_pair
+from .successors import LLAMA_50M as LLAMA_50M, write_pair as write_pair

@@ -6,11 +6,6 @@ from .acceptance import (
 from .correlation import correlated_tokens as correlated_tokens, correlation_of as correlation_of, marks as marks
 from .curve import FLAT as FLAT, VerificationCurve as VerificationCurve
 from .oracle import oracle_speedup as oracle_speedup
-from .siblings import (
-    own_noise_rates as own_noise_rates,
-    rejection_rates as rejection_rates,
-    shared_noise_rates as shared_noise_rates,
-)
 from .simulate import Simulation as Simulation
 from .speedup import (
     accepted_lengths as accepted_lengths,

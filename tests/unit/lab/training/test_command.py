@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from speculant.cli import train
 from speculant.errors import ConfigError
+from speculant.lab.cli import train
 from speculant.lab.training import TrainingConfig
 from tests.unit.lab.training.runs import prepare
 

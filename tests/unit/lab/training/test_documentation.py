@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from speculant.cli import BoostedFlags, HeadFlags, Seq2SeqFlags, TrainingFlags, app
+from speculant.cli import app
+from speculant.lab.cli import BoostedFlags, HeadFlags, Seq2SeqFlags, TrainingFlags
 from speculant.lab.training import TrainingConfig, config as configuration
 
 PAGE = (Path(__file__).parents[4] / "docs/training.md").read_text()

@@ -14,9 +14,9 @@ import transformers
 from tokenizers import Tokenizer
 from typer.testing import CliRunner
 
-from speculant.cli import train
 from speculant.engine import LLM
 from speculant.errors import ConfigError
+from speculant.lab.cli import train
 from speculant.lab.training import (
     PairBatches,
     PairObjective,

@@ -1,0 +1,290 @@
+"""`speculant check-pair`: whether a draft model or a head speeds up a target here, and with which settings."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from speculant.cli import (
+    EngineFlags,
+    SamplingFlags,
+    accepts_flags,
+    examples,
+    fetch,
+    print_json,
+    progress_of_parts,
+    results,
+)
+from speculant.config import EngineConfig
+from speculant.errors import ConfigError
+from speculant.lab.bench import CODE, WorkloadConfig
+from speculant.params import SamplingParams
+
+if TYPE_CHECKING:
+    from speculant.lab.bench import Findings, LengthCosts, Notify, SpeedPrediction, Spread
+
+EXAMPLES = examples(
+    "speculant check-pair demo demo",
+    "speculant check-pair demo demo --method medusa",
+    "speculant check-pair ./llama ./llama-small --prompts prompts.txt --tokens 128",
+    "speculant check-pair ./llama ./llama-small --temperature 0.8 --top-p 0.95 --dtype bfloat16",
+    "speculant check-pair demo demo --json > pair.json",
+    "speculant plan --verify-curve pair.json",
+)
+FEWEST_TOKENS = 8
+SHOWN = (1, 2, 3, 5, 9, 17)  # tokens of a pass whose cost is printed
+VERDICTS = {True: "bold green", False: "bold red", None: "bold yellow"}  # styles
+BEST = "bold green"
+
+
+class PairFlags(EngineFlags):
+    """The flags for computing both models; the result names the others."""
+
+    left_out = frozenset(EngineFlags.names()) - {"dtype", "device", "kernels", "quantization"}
+
+
+class PairSampling(SamplingFlags):
+    """The flags that determine distributions; greedy by default."""
+
+    left_out = frozenset(SamplingFlags.names()) - {"temperature", "top_k", "top_p", "min_p"}
+    defaults: ClassVar[Mapping[str, object]] = {"temperature": 0}
+
+
+Target = Annotated[str, typer.Argument(help="The target: a folder or GGUF file, a Hugging Face id, or demo.")]
+Draft = Annotated[str | None, typer.Argument(help="The draft model or head: a folder or GGUF file, an id, or demo.")]
+Method = Annotated[
+    str | None, typer.Option(help="How it drafts, such as medusa, eagle or early_exit [default: as a draft model].")
+]
+Prompts = Annotated[str, typer.Option(help="code (built in), random (token ids), or a file with one prompt per line.")]
+Tokens = Annotated[int, typer.Option(help="Tokens that the target generates for each prompt.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print everything that was measured as JSON.")]
+
+
+@accepts_flags
+def check_pair(
+    target: Target,
+    draft: Draft = None,
+    method: Method = None,
+    prompts: Prompts = CODE,
+    tokens: Tokens = 64,
+    as_json: AsJson = False,
+    *,
+    sampling: PairSampling,
+    engine: PairFlags,
+) -> None:
+    """Measure whether a draft model or a head speeds up a target, and recommend flags.
+
+    The command compares sizes, and tokenizers, which may differ. On texts that the target writes, it measures
+    how often draft tokens are accepted and how long steps with drafts of several lengths take, for each type
+    of draft weights that the kernels support. From this it predicts the speed of each draft length, and
+    measures the best one against plain decoding. With --method it measures several draft lengths directly; for
+    early_exit it compares exit layers in place of types. The embedded pair takes about 20 seconds.
+    """
+    if tokens < FEWEST_TOKENS:
+        raise ConfigError(f"tokens={tokens} is too few to measure", f"use --tokens {FEWEST_TOKENS} or more.")
+    if draft is None and method is None:
+        raise ConfigError("no draft is named", "give a draft model after the target, or --method with a head.")
+    speculative = None if method is None else {"method": method}
+    config = EngineConfig.from_arguments(
+        model=target, draft_model=draft, speculative_config=speculative, **engine.parsed()
+    )
+    params = replace(sampling.params(SamplingParams(temperature=0.0)), max_tokens=tokens)
+    workload = WorkloadConfig(prompts)
+    fetch(config)
+    with progress_of_parts() as parts:
+        findings = _check(config, workload, params, parts.begin)
+    value = document(config, findings)
+    if as_json:
+        print_json(value)
+    else:
+        _show(results(), value)
+
+
+def _check(config: EngineConfig, workload: WorkloadConfig, params: SamplingParams, notify: Notify) -> Findings:
+    from speculant.lab.bench import check_drafts, check_pair
+
+    measure = check_drafts if config.speculative_config else check_pair
+    return measure(config, workload, params, notify)
+
+
+def document(config: EngineConfig, findings: Findings) -> dict[str, Any]:
+    """Return the findings as `--json` prints them; `speculant plan` reads `verify_curve`."""
+    usual, chosen = findings.usual.costs, findings.predictions[findings.chosen]
+    costs = [time / usual.other_s[0] for time in usual.other_s]
+    tokens = [length + 1 for length in usual.lengths]
+    overhead = chosen.costs.overhead
+    flags = _flags(config, findings)
+    return {
+        "target": asdict(findings.target),
+        "draft": asdict(findings.draft),
+        "draft_lacks_tokens": findings.lacks,
+        "vocabulary": _vocabulary(findings),
+        "size_ratio": findings.draft.parameters / findings.target.parameters,
+        "sampling": {name: getattr(findings.params, name) for name in PairSampling.names()},
+        "texts": findings.num_texts,
+        "step_ms": 1e3 * usual.plain_s,
+        "verification": {"tokens": tokens, "cost": costs},
+        "verify_curve": {"tokens": tokens, "cost": [costs[0], *(cost + overhead for cost in costs[1:])]},
+        "precisions": {name: _prediction(each) for name, each in findings.predictions.items()},
+        "best": {"precision": findings.chosen, "length": findings.length, "options": dict(findings.options)},
+        "measured": _measured(findings),
+        "pays": findings.pays,
+        "verdict": _verdict(config, findings, flags),
+        "flags": flags,
+    }
+
+
+def _vocabulary(findings: Findings) -> dict[str, Any] | None:
+    """Return what both vocabularies share; None if the draft has the target's tokenizer."""
+    return asdict(findings.shared) | {"verdict": findings.shared.verdict} if findings.shared else None
+
+
+def _prediction(each: SpeedPrediction) -> dict[str, Any]:
+    costs: LengthCosts = each.costs
+    return {
+        "alpha": asdict(each.alpha),
+        "correlation": each.correlation,
+        "rates": list(each.rates),
+        "cost_ratio": costs.cost_ratio,
+        "draft_overhead": costs.overhead,
+        "draft_ms": {str(length): 1e3 * time for length, time in zip(costs.lengths, costs.draft_s, strict=True)},
+        "lengths": [
+            {"length": length, "tokens_per_pass": float(tokens), "speed": float(speed)}
+            for length, (tokens, speed) in enumerate(zip(each.tokens, each.speeds, strict=True))
+        ],
+        "best_length": each.best_length,
+        "best_speed": float(each.speeds[each.best_length]),
+    }
+
+
+def _measured(findings: Findings) -> dict[str, Any]:
+    from speculant.lab.bench import SPECULATIVE
+    from speculant.lab.bench.measuring import PLAIN
+
+    case = findings.case
+    return {
+        "speed": asdict(findings.speed),
+        "predicted": findings.predicted,
+        "alpha": asdict(findings.accepted) if findings.accepted else None,
+        "verification": case.runs[SPECULATIVE][0].verifier,
+        "prompts": len(case.workload.prompts),
+        "rounds": len(case.runs[PLAIN]),
+        "tokens_per_s": {mode: asdict(case.spreads(mode)["request_tokens_per_s"]) for mode in case.runs},
+        "outputs": case.num_outputs,
+        "identical_outputs": case.num_identical(SPECULATIVE) if case.comparable else None,
+    }
+
+
+def _flags(config: EngineConfig, findings: Findings) -> str:
+    """Return the flags for the measured setting."""
+    given = {"model": config.model, "draft-model": config.draft_model, "spec-length": findings.length}
+    given = {name: value for name, value in given.items() if value is not None}
+    usual = EngineConfig(config.model)
+    for name in PairFlags.names():
+        if getattr(config, name) != getattr(usual, name):
+            given[name] = getattr(config, name)
+    if config.speculative_config:
+        keys = {"method": config.speculative_config["method"], **findings.options}
+        given["speculative-config"] = ",".join(f"{key}={value}" for key, value in keys.items())
+    if not config.speculative_config or (len(findings.predictions) > 1 and not findings.options):
+        given["draft-quantization"] = findings.chosen
+    return " ".join(f"--{name} {shlex.quote(str(value))}" for name, value in given.items())
+
+
+def _verdict(config: EngineConfig, findings: Findings, flags: str) -> str:
+    speed = findings.speed
+    if findings.pays:
+        return f"it pays: {speed.median:.2f} times the speed of plain decoding with {flags}"
+    if findings.pays is None:
+        return f"it makes no clear difference: {_range(speed)} times the speed of plain decoding with {flags}"
+    return (
+        f"it does not pay: {speed.median:.2f} times the speed of plain decoding at the best length, {findings.length}; "
+        f"use --model {shlex.quote(config.model)} without this draft"
+    )
+
+
+def _range(speed: Spread) -> str:
+    return f"{speed.median:.2f} ({speed.q1:.2f}-{speed.q3:.2f})"
+
+
+def _show(console: Console, value: Mapping[str, Any]) -> None:
+    for role in ("target", "draft"):
+        model = value[role]
+        size = f"{model['parameters'] / 1e6:.4g} million parameters"
+        console.print(f"{role}: {model['name']}, {size}, {model['dtype']}, kernels: {model['kernels']}")
+    console.print(f"the draft fits the target, and has {value['size_ratio']:.3g} of its parameters")
+    if value["vocabulary"]:
+        console.print(value["vocabulary"]["verdict"])
+    elif value["draft_lacks_tokens"]:
+        console.print(f"the draft lacks {value['draft_lacks_tokens']} of the target's tokens and never drafts them")
+    _show_acceptance(console, value)
+    _show_lengths(console, value)
+    measured = value["measured"]
+    speed = measured["speed"]
+    console.print(
+        f"\nmeasured: {speed['median']:.2f} ({speed['q1']:.2f}-{speed['q3']:.2f}) times the speed of plain decoding, "
+        f"{measured['rounds']} rounds of {measured['prompts']} prompts; predicted: {measured['predicted']:.2f}"
+    )
+    if measured["alpha"] is not None:
+        console.print(
+            f"accepted / tested tokens: {_interval(measured['alpha'])}, verified by {measured['verification']}"
+        )
+    if measured["identical_outputs"] is not None:
+        console.print(f"outputs identical to plain: {measured['identical_outputs']} of {measured['outputs']}")
+    console.print(value["verdict"], style=VERDICTS[value["pays"]])
+
+
+def _show_acceptance(console: Console, value: Mapping[str, Any]) -> None:
+    """Print alpha and the costs of drafting for each setting, and the costs of verification."""
+    usual = next(iter(value["precisions"].values()))
+    first = usual["alpha"]
+    greedy = value["sampling"]["temperature"] == 0
+    kind = "greedy" if greedy else f"at temperature {value['sampling']['temperature']:g}"
+    console.print(f"\n{value['texts']} texts of the target, {kind}, {first['tokens']} tokens", style="bold")
+    table = Table(box=None, pad_edge=False)
+    table.add_column("setting" if value["best"]["options"] else "draft weights")
+    for heading in ("alpha (95%)", "per token", "per draft", "best", "predicted"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for name, each in value["precisions"].items():
+        table.add_row(
+            value["draft"]["dtype"] if name == "none" else name,
+            _interval(each["alpha"]),
+            f"{each['cost_ratio']:.3f}",
+            f"{each['draft_overhead']:.3f}",
+            str(each["best_length"]),
+            f"{each['best_speed']:.2f}",
+        )
+    console.print(table)
+    if usual["correlation"] is not None:
+        console.print(f"correlation of acceptance between neighbouring tokens: {usual['correlation']:.2f}")
+    by_tokens = dict(zip(value["verification"]["tokens"], value["verification"]["cost"], strict=True))
+    shown = ", ".join(f"{tokens}: {by_tokens[tokens]:.2f}" for tokens in SHOWN if tokens in by_tokens)
+    console.print(
+        f"costs are relative to a step of plain decoding, {value['step_ms']:.2f} ms; steps by tokens per pass: {shown}"
+    )
+
+
+def _interval(alpha: Mapping[str, float]) -> str:
+    return f"{alpha['mean']:.3f} ({alpha['low']:.3f}-{alpha['high']:.3f})"
+
+
+def _show_lengths(console: Console, value: Mapping[str, Any]) -> None:
+    best = value["best"]
+    setting = value["draft"]["dtype"] if best["precision"] == "none" else best["precision"]
+    kind = "" if best["options"] else " draft weights"
+    console.print(f"\nPredicted with {setting}{kind}", style="bold")
+    table = Table(box=None, pad_edge=False)
+    for heading in ("length", "tokens/pass", "speed", ""):
+        table.add_column(heading, justify="right")
+    chosen = value["precisions"][best["precision"]]
+    for row in chosen["lengths"]:
+        is_best = row["length"] == chosen["best_length"]
+        figures = (f"{row['tokens_per_pass']:.2f}", f"{row['speed']:.2f}")
+        table.add_row(str(row["length"]), *figures, "best" if is_best else "", style=BEST if is_best else None)
+    console.print(table)
