@@ -21,10 +21,10 @@ from ray import serve
 from ray.serve._private.request_router import PowerOfTwoChoicesRequestRouter
 
 from speculant.lab.bench.runner import Benchmark, quartiles
-from speculant.ray.fleet import Fleet
-from speculant.ray.local import LocalReplicas
-from speculant.ray.options import ReplicaOptions
-from speculant.ray.routed import routed
+from speculant.scale.fleet import Fleet
+from speculant.scale.local import LocalReplicas
+from speculant.scale.options import ReplicaOptions
+from speculant.scale.routed import routed
 from speculant.serving.inside import InsideRequest, ResponseHead
 from speculant.serving.options import ServerOptions
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from speculant.batches.lines import BatchLine, LineAnswer
+from speculant.scale.batch_lines import BatchLine, LineAnswer
 
 
 class Killed(BaseException):

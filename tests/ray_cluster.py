@@ -12,9 +12,9 @@ import ray
 from ray import serve
 from ray.cluster_utils import Cluster
 
-from speculant.ray.front import make_front
-from speculant.ray.local import LocalReplicas
-from speculant.ray.options import ReplicaOptions
+from speculant.scale.front import make_front
+from speculant.scale.local import LocalReplicas
+from speculant.scale.options import ReplicaOptions
 from speculant.serving.options import ServerOptions
 from tests.servers import LiveServer
 

@@ -25,16 +25,16 @@ from speculant.errors import ConfigError
 from speculant.gguf_file import name_of
 from speculant.models.source import resolve_tokenizer
 from speculant.params import MAX_SPECULATIVE_TOKENS
-from speculant.ray.extra import check_ray
-from speculant.ray.options import ReplicaOptions
+from speculant.scale.extra import check_ray
+from speculant.scale.options import ReplicaOptions
 from speculant.serving.options import MOST_MESSAGES, ServerOptions
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-    from speculant.batches.job import BatchJob
     from speculant.engine.async_engine import AsyncEngine
     from speculant.metrics import EngineMetrics
+    from speculant.scale.batch_job import BatchJob
 
 _SHOWN_S = 0.5  # between two updates of the progress
 _SEQS = 32  # that run at a time: benchmarks/batch.py
@@ -111,8 +111,8 @@ def batch(
     an error.
     """
     try:
-        from speculant.batches.job import BatchJob
-        from speculant.batches.origin import Origin
+        from speculant.scale.batch_job import BatchJob
+        from speculant.scale.batch_origin import Origin
     except ImportError as error:
         raise ConfigError(
             f"the server's packages are not installed: {error}", 'pip install -c constraints.txt "speculant[serve]"'
@@ -158,8 +158,8 @@ def _on_ray(
 ) -> tuple[float, EngineMetrics | None]:
     """Answer all lines with engines on a Ray cluster; return when that began, and no totals."""
     check_ray()
-    from speculant.ray.batches import answer_on_ray
-    from speculant.ray.local import connect
+    from speculant.scale.local import connect
+    from speculant.scale.ray_batches import answer_on_ray
 
     with progress("Connecting to Ray"):
         connect(pool)
@@ -189,7 +189,7 @@ def _names(values: Mapping[str, Any]) -> list[str]:
 
 async def _answer(job: BatchJob, engine: AsyncEngine, app: FastAPI) -> signal.Signals | None:
     """Answer all lines; return the signal that stopped this, if one did."""
-    from speculant.batches.run import answer_lines, inside, places_of
+    from speculant.scale.batch_run import answer_lines, inside, places_of
 
     answering = asyncio.create_task(answer_lines(job, inside(app), places_of(app)))
     with _stopped_by_signals(answering) as stopped, counted_progress("Answering", job.count) as show:

@@ -19,8 +19,8 @@ from speculant.config import EngineConfig
 from speculant.errors import ConfigError
 from speculant.gguf_file import name_of
 from speculant.lab.bench.server_process import LISTENING
-from speculant.ray.extra import check_ray
-from speculant.ray.options import ReplicaOptions
+from speculant.scale.extra import check_ray
+from speculant.scale.options import ReplicaOptions
 from speculant.serving.options import ServerOptions
 
 if TYPE_CHECKING:
@@ -189,8 +189,8 @@ def _front(
 ) -> FastAPI:
     """Return the application in front of replicas, which it deploys when it starts and ends with itself."""
     check_ray()
-    from speculant.ray.front import make_front
-    from speculant.ray.local import LocalReplicas
+    from speculant.scale.front import make_front
+    from speculant.scale.local import LocalReplicas
 
     return make_front(LocalReplicas(values, options, replicas, describe), options)
 
