@@ -21,10 +21,9 @@ from ray import serve
 from ray.serve._private.request_router import PowerOfTwoChoicesRequestRouter
 
 from speculant.lab.bench.runner import Benchmark, quartiles
-from speculant.scale.fleet import Fleet
-from speculant.scale.local import LocalReplicas
+from speculant.scale.fleet import Fleet, routed
 from speculant.scale.options import ReplicaOptions
-from speculant.scale.routed import routed
+from speculant.scale.replicas import LocalReplicas
 from speculant.serving.inside import InsideRequest, ResponseHead
 from speculant.serving.options import ServerOptions
 

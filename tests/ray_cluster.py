@@ -13,8 +13,8 @@ from ray import serve
 from ray.cluster_utils import Cluster
 
 from speculant.scale.front import make_front
-from speculant.scale.local import LocalReplicas
 from speculant.scale.options import ReplicaOptions
+from speculant.scale.replicas import LocalReplicas
 from speculant.serving.options import ServerOptions
 from tests.servers import LiveServer
 

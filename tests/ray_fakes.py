@@ -11,7 +11,7 @@ from typing import Any
 from fastapi import FastAPI
 from ray.serve.exceptions import RequestCancelledError
 
-from speculant.scale.routed import RoutedRequest
+from speculant.scale.fleet import RoutedRequest
 from speculant.serving.inside import responses
 
 SILENT = object()

@@ -12,7 +12,7 @@ def __getattr__(name: str) -> Any:
     """
     if name != "app":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from speculant.scale.extra import check_ray
+    from speculant.scale.options import check_ray
 
     check_ray()
     from speculant.scale.application import app

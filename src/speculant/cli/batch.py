@@ -25,8 +25,7 @@ from speculant.errors import ConfigError
 from speculant.gguf_file import name_of
 from speculant.models.source import resolve_tokenizer
 from speculant.params import MAX_SPECULATIVE_TOKENS
-from speculant.scale.extra import check_ray
-from speculant.scale.options import ReplicaOptions
+from speculant.scale.options import ReplicaOptions, check_ray
 from speculant.serving.options import MOST_MESSAGES, ServerOptions
 
 if TYPE_CHECKING:
@@ -112,7 +111,7 @@ def batch(
     """
     try:
         from speculant.scale.batch_job import BatchJob
-        from speculant.scale.batch_origin import Origin
+        from speculant.scale.batch_lines import Origin
     except ImportError as error:
         raise ConfigError(
             f"the server's packages are not installed: {error}", 'pip install -c constraints.txt "speculant[serve]"'
@@ -158,8 +157,8 @@ def _on_ray(
 ) -> tuple[float, EngineMetrics | None]:
     """Answer all lines with engines on a Ray cluster; return when that began, and no totals."""
     check_ray()
-    from speculant.scale.local import connect
     from speculant.scale.ray_batches import answer_on_ray
+    from speculant.scale.replicas import connect
 
     with progress("Connecting to Ray"):
         connect(pool)

@@ -19,8 +19,7 @@ from speculant.config import EngineConfig
 from speculant.errors import ConfigError
 from speculant.gguf_file import name_of
 from speculant.lab.bench.server_process import LISTENING
-from speculant.scale.extra import check_ray
-from speculant.scale.options import ReplicaOptions
+from speculant.scale.options import ReplicaOptions, check_ray
 from speculant.serving.options import ServerOptions
 
 if TYPE_CHECKING:
@@ -190,7 +189,7 @@ def _front(
     """Return the application in front of replicas, which it deploys when it starts and ends with itself."""
     check_ray()
     from speculant.scale.front import make_front
-    from speculant.scale.local import LocalReplicas
+    from speculant.scale.replicas import LocalReplicas
 
     return make_front(LocalReplicas(values, options, replicas, describe), options)
 

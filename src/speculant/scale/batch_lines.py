@@ -10,20 +10,64 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
+from speculant.config import EngineConfig
 from speculant.files import parse_json
-from speculant.scale.batch_origin import Origin
+from speculant.serving.options import ServerOptions
 from speculant.serving.wire import encode
 
+# Others change speed, or which requests are refused: with a lossless rule, neither drafts nor neighbours change a text.
+SETTINGS = ("dtype", "quantization", "kv_cache_dtype", "model_backend", "kernels", "seed", "device")
+_OPTIONS = ("tool_parser", "per_request_spec_decode_metrics")
+_KINDS = frozenset({".gguf", ".jinja", ".json", ".model", ".safetensors", ".txt"})
+_SAMPLES, _SAMPLE = 64, 16_384  # of a file: how many, and their bytes; weights of two models differ almost everywhere
+_BYTES = 4  # of each digest
 URLS = ("/v1/chat/completions", "/v1/completions")
 MOST_BYTES = 64 * 2**20  # of a line
 RECORD_HEAD = b'{"id":"batch_req_'  # the beginning of every result
 _RECORD = re.compile(rb'\{\s*"id"\s*:\s*"batch_req_(\d{1,15})_([0-9a-f]{16})_([0-9a-f]{8})([0-9a-f]{8})"')
 _REST = 2**20  # bytes of a long line to skip at a time
 _FORM = 'write {"custom_id": "...", "method": "POST", "url": "/v1/chat/completions", "body": {...}}'
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The digests of a model and of settings."""
+
+    model: str = "0" * 2 * _BYTES
+    settings: str = "0" * 2 * _BYTES
+
+    @classmethod
+    def of(cls, places: Iterable[Path], config: EngineConfig, options: ServerOptions) -> Origin:
+        """Return the origin of a server's answers. places: of the target, and of a tokenizer that replaces its own."""
+        drafting = config.speculative()
+        settings = [getattr(config, name) for name in SETTINGS] + [getattr(options, name) for name in _OPTIONS]
+        settings.append("auto" if drafting is None else drafting.verification)
+        return cls(_digest(_facts(places)), _digest([json.dumps(settings, default=str).encode()]))
+
+
+def _digest(parts: Iterable[bytes]) -> str:
+    found = hashlib.blake2b(digest_size=_BYTES)
+    for part in parts:
+        found.update(len(part).to_bytes(8, "little") + part)
+    return found.hexdigest()
+
+
+def _facts(places: Iterable[Path]) -> Iterator[bytes]:
+    """Yield names, sizes and samples of models' files. A folder may have moved."""
+    for place in places:
+        inner = sorted(each for each in place.iterdir() if each.suffix.lower() in _KINDS) if place.is_dir() else [place]
+        for path in inner:
+            size = path.stat().st_size
+            yield from (path.name.encode(), str(size).encode())
+            with path.open("rb") as file:
+                for start in range(0, size, max(_SAMPLE, size // _SAMPLES)):
+                    file.seek(start)
+                    yield file.read(_SAMPLE)
 
 
 @dataclass(frozen=True)

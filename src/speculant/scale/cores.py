@@ -1,16 +1,66 @@
-"""Gives each replica of a machine cores of its own. Replicas that share cores are slower than one alone."""
+"""How many replicas the load needs, and how many cores each has.
+
+Each claims cores of its own: replicas that share cores are slower than one alone.
+"""
 
 from __future__ import annotations
 
 import fcntl
 import logging
+import math
 import os
 import stat
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING, Any
+
+from speculant.errors import ConfigError
+from speculant.scale.options import ReplicaOptions
+
+if TYPE_CHECKING:
+    from ray.serve.config import AutoscalingContext
 
 logger = logging.getLogger(__name__)
+FULL = 0.75  # share of places, or of cache memory, that a replica should have in use
+
+
+def cores_of_each(replicas: ReplicaOptions) -> int:
+    """Return the cores of each replica: the given number, or as many as all replicas can have.
+
+    Warns if the smallest number of replicas does not fit on the machines that are in the cluster now.
+    """
+    import ray
+
+    machines = [int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]]
+    cores = replicas.cores or equal_share(machines, replicas.replicas[1])
+    if (problem := _misfit(machines, cores, replicas)) is not None:
+        logger.warning("%s: they wait until there are more machines", problem)
+    return cores
+
+
+def check_fit(replicas: ReplicaOptions, machine: int) -> None:
+    """Raise ConfigError if the smallest number of replicas does not fit on one machine. machine: its cores."""
+    cores = replicas.cores or equal_share([machine], replicas.replicas[1])
+    if (problem := _misfit([machine], cores, replicas)) is not None:
+        raise ConfigError(problem, "lower --replicas or --replica-cores.")
+
+
+def _misfit(machines: Sequence[int], cores: int, replicas: ReplicaOptions) -> str | None:
+    low = replicas.replicas[0]
+    if fitting(machines, cores) >= low:
+        return None
+    return f"{low} replicas with {cores} cores each do not fit on machines with {', '.join(map(str, machines))} cores"
+
+
+def equal_share(machines: Sequence[int], count: int) -> int:
+    """Return the most cores that each of `count` replicas can have; at least 1. machines: the cores of each machine."""
+    return next((cores for cores in range(max(machines, default=1), 1, -1) if fitting(machines, cores) >= count), 1)
+
+
+def fitting(machines: Sequence[int], cores: int) -> int:
+    """Return how many replicas fit. machines: the cores of each machine. cores: those of a replica."""
+    return sum(machine // cores for machine in machines)
 
 
 class Cores:
@@ -72,3 +122,21 @@ def _locked(path: Path) -> IO[str] | None:
         file.close()
         return None
     return file
+
+
+def wanted_replicas(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
+    """Return how many replicas the load needs, before bounds and delays, which Ray Serve applies."""
+    metrics = context.aggregated_metrics or {}
+    return needed([metrics.get("places", {}), metrics.get("tokens", {})], context.current_num_replicas), {}
+
+
+def needed(shares: list[Mapping[Any, float]], current: int) -> int:
+    """Return the replicas that bring the larger of these loads to `FULL`.
+
+    shares: by replica, the share of its places in use or waited for, and the share of its memory in use. Without any
+    figure the number stays.
+    """
+    sums = [sum(by_replica.values()) for by_replica in shares if by_replica]
+    if not sums:
+        return current
+    return max(1, math.ceil(max(sums) / FULL - 1e-9))

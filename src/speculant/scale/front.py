@@ -6,7 +6,7 @@ import asyncio
 import logging
 import signal
 import threading
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, Protocol
 
@@ -17,9 +17,7 @@ from starlette.responses import Response
 
 from speculant import __version__
 from speculant.errors import SpeculantError
-from speculant.scale.fleet import Fleet
-from speculant.scale.pages import joined
-from speculant.scale.routed import RoutedRequest, routed
+from speculant.scale.fleet import Fleet, RoutedRequest, routed
 from speculant.serving.app import add_guards, add_page
 from speculant.serving.clients import API_KEY, USER
 from speculant.serving.errors import ApiError, unavailable
@@ -32,9 +30,32 @@ from speculant.serving.wire import json_response
 
 logger = logging.getLogger(__name__)
 
+_ENGINE = 'engine="0"'  # within a label's value the quotes would be escaped
 REPLICA = "x-speculant-replica"  # a response's header: the replica that answered
 _METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
 _HOP = frozenset({b"connection", b"transfer-encoding", b"x-request-id", b"host", b"origin", b"content-length"})
+
+
+def joined(pages: Mapping[str, str]) -> str:
+    """Return one page with the samples of all: the label `engine` is the name of their replica.
+
+    A sample without that label, which describes no engine, is that of the first page.
+    """
+    described: dict[str, list[str]] = {}
+    samples: dict[str, list[str]] = {}
+    for number, (replica, page) in enumerate(pages.items()):
+        family = ""
+        for line in page.splitlines():
+            if line.startswith("# "):
+                family = line.split(" ", 3)[2]
+                if line not in described.setdefault(family, []):
+                    described[family].append(line)
+            elif _ENGINE in line:
+                samples.setdefault(family, []).append(line.replace(_ENGINE, f'engine="{replica}"'))
+            elif number == 0:
+                samples.setdefault(family, []).append(line)
+    families = (line for family, about in described.items() for line in (*about, *samples.get(family, ())))
+    return "".join(f"{line}\n" for line in families)
 
 
 class Replicas(Protocol):

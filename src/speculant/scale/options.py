@@ -1,9 +1,10 @@
-"""How many replicas there are, and how requests are routed to them."""
+"""How many replicas there are, how requests are routed to them, and whether Ray is installed."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -73,3 +74,9 @@ def replica_range(text: str) -> tuple[int, int]:
         return int(low), int(high if colon else low)
     except ValueError:
         raise ConfigError(f"replicas {text!r} is not N or LOW:HIGH", "use for example 4, or 1:4.") from None
+
+
+def check_ray() -> None:
+    """Raise ConfigError unless Ray is installed; it is not imported."""
+    if find_spec("ray") is None or find_spec("pyarrow") is None:
+        raise ConfigError("Ray is not installed", 'pip install -c constraints.txt "speculant[ray]"')

@@ -17,9 +17,8 @@ from speculant.errors import ServerError
 from speculant.scale.batch_job import BatchJob
 from speculant.scale.batch_lines import BatchLine, LineAnswer, LineError
 from speculant.scale.batch_run import answer_lines, inside, places_of
-from speculant.scale.cores import Cores
+from speculant.scale.cores import Cores, cores_of_each
 from speculant.scale.options import ReplicaOptions, with_absolute_paths
-from speculant.scale.placing import cores_of_each
 from speculant.serving.options import ServerOptions
 from speculant.serving.process import load_app
 

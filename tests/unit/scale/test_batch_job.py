@@ -14,10 +14,8 @@ import pytest
 
 from speculant.errors import ConfigError, RequestError, SpeculantError
 from speculant.scale import batch_job as jobs
-from speculant.scale.batch_job import BatchJob
-from speculant.scale.batch_lines import BatchLine, LineAnswer, LineError
-from speculant.scale.batch_origin import Origin
-from speculant.scale.batch_results import Write
+from speculant.scale.batch_job import BatchJob, Write
+from speculant.scale.batch_lines import BatchLine, LineAnswer, LineError, Origin
 from speculant.scale.batch_run import answer_lines
 from tests.batches import Killed, check_complete, echo, read, request, write
 

@@ -12,6 +12,7 @@ from speculant.scale.batch_lines import (
     MOST_BYTES,
     LineAnswer,
     LineError,
+    Origin,
     custom_id_of,
     digest_of,
     failure,
@@ -21,7 +22,6 @@ from speculant.scale.batch_lines import (
     read_record,
     success,
 )
-from speculant.scale.batch_origin import Origin
 from tests.batches import request
 
 MADE_WITH = Origin("01234567", "89abcdef")

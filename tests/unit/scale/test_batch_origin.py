@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from speculant.config import EngineConfig
-from speculant.scale.batch_origin import Origin
+from speculant.scale.batch_lines import Origin
 from speculant.serving.options import ServerOptions
 from tests.models import Checkpoints, checkpoints
 

@@ -12,8 +12,7 @@ import pytest
 from ray.exceptions import RayActorError, RayTaskError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 
-from speculant.scale.fleet import TRIES, Fleet
-from speculant.scale.routed import RoutedRequest
+from speculant.scale.fleet import TRIES, Fleet, RoutedRequest
 from speculant.serving.errors import ApiError
 from speculant.serving.inside import InsideRequest, ResponseHead
 from tests.ray_fakes import SILENT, Answer, FakeHandle, saying

@@ -15,8 +15,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from speculant import AsyncEngine
 from speculant.errors import ConfigError
+from speculant.scale.fleet import RoutedRequest
 from speculant.scale.front import REPLICA, make_front
-from speculant.scale.routed import RoutedRequest
 from speculant.serving.app import OPEN_PATHS, make_app
 from speculant.serving.inside import InsideRequest, ResponseHead, responses, whole_response
 from speculant.serving.options import ServerOptions

@@ -9,8 +9,8 @@ import ray
 from ray import serve
 
 from speculant.errors import ConfigError, ServerError
-from speculant.scale.local import LocalReplicas, connect
 from speculant.scale.options import ReplicaOptions
+from speculant.scale.replicas import LocalReplicas, connect
 from speculant.serving.options import ServerOptions
 
 LATE = Exception("The current node timed out during startup. This could happen because\nthe GCS is overloaded.")

@@ -10,9 +10,9 @@ import pytest
 from ray.serve.config import AutoscalingContext
 
 from speculant.errors import ConfigError
-from speculant.scale.arguments import PROXIES, read_arguments
+from speculant.scale.application import PROXIES, read_arguments
+from speculant.scale.cores import FULL, needed, wanted_replicas
 from speculant.scale.options import ReplicaOptions, replica_range, with_absolute_paths
-from speculant.scale.scaling import FULL, needed, wanted_replicas
 
 
 @pytest.mark.parametrize(("text", "wanted"), [("4", (4, 4)), ("1:4", (1, 4)), (3, (3, 3)), ("2:2", (2, 2))])

@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Gauge, Histogram, generate_late
 from prometheus_client import Counter as Count
 from prometheus_client.parser import text_string_to_metric_families
 
-from speculant.scale.pages import joined
+from speculant.scale.front import joined
 
 AWKWARD = 'a "b" engine="0" \\ \n{}'
 

@@ -8,8 +8,8 @@ import pytest
 import ray
 
 from speculant.errors import ConfigError
+from speculant.scale.cores import check_fit, cores_of_each, equal_share, fitting
 from speculant.scale.options import ReplicaOptions
-from speculant.scale.placing import check_fit, cores_of_each, equal_share, fitting
 
 
 @pytest.mark.parametrize(

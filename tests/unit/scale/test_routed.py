@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from speculant.scale.routed import MOST_CHARACTERS, routed
+from speculant.scale.fleet import MOST_CHARACTERS, routed
 from speculant.serving.inside import InsideRequest
 
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello."}]
