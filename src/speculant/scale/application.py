@@ -85,8 +85,16 @@ class _Deployed(Replicas):
     """Replicas that Ray Serve deploys, and ends, together with their front."""
 
     @override
+    def connect(self) -> None:
+        pass
+
+    @override
     def start(self) -> Any:
         return serve.get_deployment_handle(DEPLOYMENT, serve.get_replica_context().app_name)
+
+    @override
+    def stop(self) -> None:
+        pass
 
 
 class _WithoutId:
