@@ -21,8 +21,7 @@ from ray import serve
 from ray.serve._private.request_router import PowerOfTwoChoicesRequestRouter
 
 from speculant.lab.bench import Benchmark, quartiles
-from speculant.ray import Fleet, LocalReplicas, ReplicaOptions
-from speculant.ray.routed import routed
+from speculant.scale import Fleet, LocalReplicas, ReplicaOptions, routed
 from speculant.serving import InsideRequest, ResponseHead, ServerOptions
 
 WORDS = ("value", "number", "result", "items", "index", "count", "total", "left", "right", "name", "size", "queue")

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from speculant.batches import BatchLine, LineAnswer
+from speculant.scale import BatchLine, LineAnswer
 
 
 class Killed(BaseException):

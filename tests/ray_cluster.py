@@ -12,7 +12,7 @@ import ray
 from ray import serve
 from ray.cluster_utils import Cluster
 
-from speculant.ray import LocalReplicas, ReplicaOptions, make_front
+from speculant.scale import LocalReplicas, ReplicaOptions, make_front
 from speculant.serving import ServerOptions
 from tests.servers import LiveServer
 

@@ -11,7 +11,7 @@ from typing import Any
 from fastapi import FastAPI
 from ray.serve.exceptions import RequestCancelledError
 
-from speculant.ray import RoutedRequest
+from speculant.scale import RoutedRequest
 from speculant.serving.inside import responses
 
 SILENT = object()

@@ -10,10 +10,9 @@ import pytest
 from tests.architecture.rooms import ROOT, USERS, defined, home, inner_imports, rooms, size
 
 SLACK = 0.05  # of a budget, which follows a room that shrinks
-INNER_IMPORTS = 240  # of names that two files of a room have, of names that are also a file's; may only fall
+INNER_IMPORTS = 237  # of names that two files of a room have, of names that are also a file's; may only fall
 # Lines and files. A commit that adds a feature may raise those of its room.
 BUDGETS: dict[str, tuple[int, int]] = {
-    "batches": (787, 8),
     "cache": (1625, 13),
     "cli": (3024, 17),
     "drafting": (7209, 58),
@@ -29,8 +28,8 @@ BUDGETS: dict[str, tuple[int, int]] = {
     "lab.training": (4125, 44),
     "lengths": (1322, 11),
     "models": (13702, 68),
-    "ray": (1434, 17),
     "sampling": (437, 5),
+    "scale": (1971, 12),
     "scheduling": (1096, 8),
     "serving": (8271, 53),
     "structured": (1788, 15),

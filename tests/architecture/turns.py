@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from tests.architecture.source import Function, Module
 
 FRONT_ENDS = ("llm", "async_engine", "thread", "frontend", "generation", "beam_search", "readings")
-SURFACES = ("serving", "ray", "batches")
+SURFACES = ("serving", "scale")
 LENDER = "EngineTurn"
 FOR_ONE_THREAD = ("LLM", "engine")  # the property that measurements and tests use
 

@@ -24,15 +24,15 @@ from speculant.config import EngineConfig
 from speculant.errors import ConfigError
 from speculant.gguf_file import name_of
 from speculant.params import MAX_SPECULATIVE_TOKENS
-from speculant.ray import ReplicaOptions, check_ray
+from speculant.scale import ReplicaOptions, check_ray
 from speculant.serving import MOST_MESSAGES, ServerOptions
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-    from speculant.batches import BatchJob
     from speculant.engine import AsyncEngine
     from speculant.metrics import EngineMetrics
+    from speculant.scale import BatchJob
 
 _SHOWN_S = 0.5  # between two updates of the progress
 _SEQS = 32  # that run at a time: benchmarks/batch.py
@@ -109,7 +109,7 @@ def batch(
     an error.
     """
     try:
-        from speculant.batches import BatchJob, Origin
+        from speculant.scale import BatchJob, Origin
     except ImportError as error:
         raise ConfigError(
             f"the server's packages are not installed: {error}", 'pip install -c constraints.txt "speculant[serve]"'
@@ -157,7 +157,7 @@ def _on_ray(
 ) -> tuple[float, EngineMetrics | None]:
     """Answer all lines with engines on a Ray cluster; return when that began, and no totals."""
     check_ray()
-    from speculant.ray import answer_on_ray, connect
+    from speculant.scale import answer_on_ray, connect
 
     with progress("Connecting to Ray"):
         connect(pool)
@@ -187,7 +187,7 @@ def _names(values: Mapping[str, Any]) -> list[str]:
 
 async def _answer(job: BatchJob, engine: AsyncEngine, app: FastAPI) -> signal.Signals | None:
     """Answer all lines; return the signal that stopped this, if one did."""
-    from speculant.batches import answer_lines, inside, places_of
+    from speculant.scale import answer_lines, inside, places_of
 
     answering = asyncio.create_task(answer_lines(job, inside(app), places_of(app)))
     with _stopped_by_signals(answering) as stopped, counted_progress("Answering", job.count) as show:

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar
 
 from speculant.cli.flags import FlagGroup
 from speculant.errors import ConfigError
-from speculant.ray import REPLICA_FIELDS, ReplicaOptions, replica_range
+from speculant.scale import REPLICA_FIELDS, ReplicaOptions, replica_range
 
 
 class ReplicaFlags(FlagGroup):

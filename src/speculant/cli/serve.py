@@ -18,7 +18,7 @@ from speculant.cli.terminal import end_at_once, examples, messages
 from speculant.config import EngineConfig
 from speculant.errors import ConfigError
 from speculant.gguf_file import name_of
-from speculant.ray import ReplicaOptions, check_ray
+from speculant.scale import ReplicaOptions, check_ray
 from speculant.serving import ServerOptions
 
 if TYPE_CHECKING:
@@ -187,7 +187,7 @@ def _front(
 ) -> FastAPI:
     """Return the application in front of replicas, which it deploys when it starts and ends with itself."""
     check_ray()
-    from speculant.ray import LocalReplicas, make_front
+    from speculant.scale import LocalReplicas, make_front
 
     return make_front(LocalReplicas(values, options, replicas, describe), options)
 

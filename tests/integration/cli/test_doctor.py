@@ -59,7 +59,7 @@ def test_missing_embedded_models_are_found(monkeypatch: pytest.MonkeyPatch) -> N
     def missing(source: str, role: str) -> None:
         raise ModelError("gone", "reinstall")
 
-    monkeypatch.setattr(doctor, "resolve_source", missing)
+    monkeypatch.setattr("speculant.models.resolve_source", missing)
     monkeypatch.setattr(doctor, "measure_speeds", lambda: doctor.Speeds(20.0, 8.0, None))
     findings = [finding for finding in doctor.inspect_machine().findings if "embedded" in finding.what]
     assert [finding.status for finding in findings] == ["missing"]
