@@ -221,6 +221,8 @@ class ConversationBody(Body):
 class ChatBody(ConversationBody, GeneratingBody):
     """A body of /v1/chat/completions."""
 
+    # A form of the answer beside a required call: False = it is refused, True = it has no effect.
+    call_replaces_form: ClassVar[bool] = False
     aliases = MappingProxyType(
         {
             "max_tokens": ("max_completion_tokens", "max_tokens"),

@@ -16,23 +16,9 @@ from speculant.serving.protocol import (
     CompletionBody,
     GeneratingBody,
     Prediction,
-    ResponseBody,
 )
 
-LOGPROBS = "message.output_text.logprobs"  # a response has log-probabilities if its `include` has this
-_OF_NOTHING = frozenset(  # values of `include` about items that no response here has, and reasoning is not encrypted
-    {
-        "reasoning.encrypted_content",
-        "file_search_call.results",
-        "web_search_call.results",
-        "web_search_call.action.sources",
-        "code_interpreter_call.outputs",
-        "computer_call_output.output.image_url",
-        "message.input_image.image_url",
-    }
-)
 _WHITESPACE = frozenset({"disable_any_whitespace"})
-_MOST_METADATA = (16, 64, 512)  # entries, characters of a name and of a text: OpenAI's limits
 
 
 def completion_params(engine: AsyncEngine, body: CompletionBody) -> SamplingParams:
@@ -67,57 +53,6 @@ def chat_params(engine: AsyncEngine, body: ChatBody) -> SamplingParams:
     if body.max_completion_tokens is not None:
         given["max_tokens"] = body.max_completion_tokens
     return _merge(engine, given, (body.top_logprobs or 0) if body.logprobs else None)
-
-
-def response_params(engine: AsyncEngine, body: ResponseBody) -> SamplingParams:
-    """Return the settings of a response; without a limit it may fill the context."""
-    _check_response(body)
-    if body.prompt_logprobs is not None:
-        raise refusal("A response has no prompt_logprobs: use /v1/chat/completions.", "prompt_logprobs")
-    if body.stream_options is not None and body.stream_options.continuous_usage_stats:
-        raise refusal("A response has its usage in the last event only.", "stream_options")
-    given = {"max_tokens": None, **_given(engine, body)}
-    if body.max_output_tokens is not None:
-        given["max_tokens"] = body.max_output_tokens
-    form = (body.text or {}).get("format")
-    if form is not None and not isinstance(form, Mapping):
-        raise refusal("text.format is not an object.", "text")
-    if form is not None and form.get("type", "text") != "text":
-        wrapped = {"type": form.get("type"), "json_schema": form}
-        given["structured_outputs"] = _form(body.model_copy(update={"response_format": wrapped}))
-    return _merge(engine, given, (body.top_logprobs or 0) if LOGPROBS in (body.include or ()) else None)
-
-
-def _check_response(body: ResponseBody) -> None:
-    """Raise ApiError (400) for fields of OpenAI's Responses that would have no effect here."""
-    included = set(body.include or ())
-    reasoning = _set_keys(body.reasoning, {"summary": "auto"})  # there are none, and none are required
-    text = _set_keys(body.text, {"verbosity": "medium"})
-    asked = f'include=["{LOGPROBS}"]'
-    refused = {
-        "n": (body.n not in (None, 1), "a response has one answer; leave it out"),
-        "include": (bool(included - {LOGPROBS} - _OF_NOTHING), f"this server supports only {asked}"),
-        "top_logprobs": (bool(body.top_logprobs) and LOGPROBS not in included, f"it needs {asked}"),
-        "reasoning": (bool(reasoning - {"effort"}), "only effort is supported; reasoning is not summarised"),
-        "text": (bool(text - {"format"}), "only format is supported"),
-        "truncation": (
-            body.truncation not in (None, "disabled", "auto"),
-            'use "disabled"; a conversation is never cut',
-        ),
-        "response_format": (body.response_format is not None and "format" in text, "text.format is given too"),
-    }
-    for name, (wrong, instead) in refused.items():
-        if wrong:
-            raise refusal(f"{name} is not supported here: {instead}.", name, "unsupported_parameter")
-    given, (entries, name_length, text_length) = body.metadata or {}, _MOST_METADATA
-    if len(given) > entries or any(len(name) > name_length or len(text) > text_length for name, text in given.items()):
-        limits = f"{entries} entries, with names of {name_length} characters and texts of {text_length}"
-        raise refusal(f"metadata may have at most {limits}.", "metadata")
-
-
-def _set_keys(value: Mapping[str, Any] | None, usual: Mapping[str, str]) -> set[str]:
-    """Return the keys whose values are neither null nor the usual ones."""
-    return {key for key, each in (value or {}).items() if each is not None and each != usual.get(key)}
 
 
 def _given(engine: AsyncEngine, body: GeneratingBody) -> dict[str, Any]:

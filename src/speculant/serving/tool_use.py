@@ -65,7 +65,8 @@ def with_tools(tokenizer: Tokenizer, params: SamplingParams, body: ChatBody, nam
     name: the format of calls; None = the template's. JSON of a given form may be written in place of calls that the
     model may make. Raises RequestError for invalid tools or an invalid choice.
     """
-    calls, required, form = _has_calls(body), requires_call(body), params.structured_outputs
+    calls, required = _has_calls(body), requires_call(body)
+    form = None if required and body.call_replaces_form else params.structured_outputs
     if not calls and required:
         raise refusal("tool_choice needs tools.", "tool_choice")
     _check_count(len(body.tools or ()) if calls else 0, "tools")

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from speculant.engine.async_engine import AsyncEngine
-from speculant.params import SamplingParams
+from speculant.serving.chat_answers import read_chat
 from speculant.serving.clients import client_of
 from speculant.serving.errors import ApiError, api_error, refusal
 from speculant.serving.options import ServerOptions
@@ -24,10 +24,8 @@ from speculant.serving.responses.answers import ResponseAnswer
 from speculant.serving.responses.chat import as_chat
 from speculant.serving.responses.items import REFERENCE, Item, as_messages, kind_of, read_items, reference_of
 from speculant.serving.responses.store import ResponseStore, StoredItem, StoredResponse, Turn
-from speculant.serving.sampling import requires_call, response_params
 from speculant.serving.service import Job, Service
 from speculant.serving.streams import EventStream, while_connected
-from speculant.serving.tool_use import reader_for, with_tools
 from speculant.serving.wire import encode, encode_in_parts, json_response
 
 _COMPLETE, _RUNNING = ("completed", "incomplete"), ("queued", "in_progress")
@@ -73,33 +71,27 @@ class ResponseRoutes:
         """Answer in the shape of OpenAI's Responses: text or calls, after reasoning if there is any."""
         service, engine = self._service, self._service.state.engine
         body = await service.read(ResponseBody, request)
-        engine.check_chats()
         stores = body.store is not False and self.store.most > 0
-        _check_background(body, stores)
-        tokenizer, name, making = engine.tokenizer, service.options.tool_parser, service.prompts(request)
 
-        def settings() -> tuple[ChatBody, SamplingParams]:
-            chat = as_chat(body)
-            params = response_params(engine, body)
-            if requires_call(chat):
-                params = replace(params, structured_outputs=None)  # the form of a text; a forced call has its own
-            return chat, with_tools(tokenizer, params, chat, name)
+        def translated() -> ChatBody:
+            _check_background(body, stores)
+            return as_chat(body)
 
-        chat, params = await service.apart(request, settings)
-        reader = reader_for(tokenizer, chat, name, params.structured_outputs is not None)
-        answer = ResponseAnswer(service.call(engine, body, params), body, reader, stores)
-        owner = client_of(request.scope)
+        chat = await read_chat(service, engine, request, translated)
+        answer = ResponseAnswer(chat.call, body, chat.make_reader, stores)
+        owner, making = client_of(request.scope), service.prompts(request)
         conversation = self._conversation(owner, body)
         making = replace(making, size=making.size + conversation.stored_bytes)
 
         async def prompts() -> list[Prompt]:
             messages = await making.in_thread(conversation.read)
-            return [await making.of_chat(engine, chat.model_copy(update={"messages": messages}))]
+            return [await making.of_chat(engine, chat.body.model_copy(update={"messages": messages}))]
 
         async def keep() -> None:
             self.store.add(StoredResponse(answer.id, owner, *await _finished(answer, conversation)))
 
-        job = Job(body, params, 1, prompts, answer, named_events=True, before_end=keep if stores else None)
+        before_end = keep if stores else None
+        job = Job(chat.body, chat.params, 1, prompts, answer, named_events=True, before_end=before_end)
         if body.background:
             return await self._begin(engine, request, job, conversation)
         return await service.answer(engine, request, job)
@@ -252,7 +244,7 @@ class ResponseRoutes:
         except Exception as error:
             if not begun.is_set():
                 raise
-            document = answer.unfinished("failed", api_error(error, job.body.sent_as))
+            document = answer.unfinished("failed", api_error(error, request.state.body.sent_as))
             self.store.update(stored, "failed", await encode_in_parts(document))
 
 
