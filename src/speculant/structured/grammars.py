@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import Counter, OrderedDict
@@ -26,6 +27,8 @@ from speculant.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
+
+logger = logging.getLogger(__name__)
 
 CAPACITY = 64  # grammars to keep
 MOST_BYTES = 512 * 2**20  # of memory that compiling the kept grammars took
@@ -124,7 +127,7 @@ class Grammars:
             stage = compilation.stage
         waiter.add_done_callback(partial(self._leave, compilation, client))
         if joins:
-            self._lanes[stage].submit(client, partial(self._attempt, compilation, stage))
+            self._submit(client, compilation, stage)
         return waiter
 
     def metered(self, grammar: Grammar, form: StructuredOutputs, client: str = "") -> Grammar:
@@ -164,6 +167,10 @@ class Grammars:
                 f" client's, and max_waiting is {self._most_waiting}; one client may have as many as stay free",
                 "try again later, or raise max_waiting.",
             )
+
+    def _submit(self, client: str, compilation: _Compilation, stage: int) -> None:
+        work = self._lanes[stage].submit(client, partial(self._attempt, compilation, stage))
+        work.add_done_callback(_log_failure)
 
     def _attempt(self, compilation: _Compilation, stage: int) -> None:
         """Compile a form within the limits of a stage, unless that is done already or nobody waits for it."""
@@ -205,7 +212,7 @@ class Grammars:
                 del self._known[compilation.source]
             clients, stage = list(compilation.clients), compilation.stage
         for client in clients:
-            self._lanes[stage].submit(client, partial(self._attempt, compilation, stage))
+            self._submit(client, compilation, stage)
 
     def _deliver(self, compilation: _Compilation, result: Grammar | BaseException) -> None:
         """Pass a result on to the callers, and drop forms beyond the capacity."""
@@ -290,6 +297,12 @@ class Grammars:
     def _prober(self) -> Prober:
         _ = self._tokens  # a vocabulary that the library can't read has its own error; the process would only fail
         return Prober(self._tokenizer.backend.to_str(), *self._facts)
+
+
+def _log_failure(work: Future[None]) -> None:
+    """Log an error of this module itself; those of forms are delivered to their callers."""
+    if (error := work.exception()) is not None:
+        logger.error("compiling a form failed", exc_info=error)
 
 
 def _noted(notes: OrderedDict[K, V], key: K, make: Callable[[], V]) -> V:
