@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from speculant.engine.generation import StreamPiece
     from speculant.engine.llm import LLM
     from speculant.engine.prompts import ExplicitEncoderDecoderPrompt, TextPrompt, TokensPrompt
-    from speculant.engine.readings import Counter, Gauge, Histogram, Metric, Vector
     from speculant.errors import SpeculantError
+    from speculant.metrics import Counter, Gauge, Histogram, Metric, Vector
     from speculant.params import SamplingParams
     from speculant.structured.spec import StructuredOutputs
     from speculant.structured.spec import StructuredOutputs as StructuredOutputsParams
@@ -26,7 +26,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "AsyncEngine": "speculant.engine.async_engine",
     **dict.fromkeys(("BeamSearchOutput", "BeamSearchParams", "BeamSearchSequence"), "speculant.engine.beam_search"),
-    **dict.fromkeys(("Counter", "Gauge", "Histogram", "Metric", "Vector"), "speculant.engine.readings"),
+    **dict.fromkeys(("Counter", "Gauge", "Histogram", "Metric", "Vector"), "speculant.metrics"),
     **dict.fromkeys(("ExplicitEncoderDecoderPrompt", "TextPrompt", "TokensPrompt"), "speculant.engine.prompts"),
     "LLM": "speculant.engine.llm",
     "StreamPiece": "speculant.engine.generation",
