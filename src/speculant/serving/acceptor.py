@@ -18,7 +18,7 @@ _LACKS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 
 class Acceptor:
-    """Accepts the connections of a listening socket: the parts of an asyncio server that uvicorn uses.
+    """Accepts the connections of a listening socket.
 
     Reason: while the process has too many open files, asyncio's own server logs hundreds of tracebacks a second.
     """
@@ -44,9 +44,6 @@ class Acceptor:
             self._retry.cancel()
         self._loop.remove_reader(self._socket)
         self._socket.close()
-
-    async def wait_closed(self) -> None:
-        """Return at once: uvicorn itself waits for the open connections."""
 
     def _resume(self) -> None:
         self._loop.add_reader(self._socket, self._accept_some)

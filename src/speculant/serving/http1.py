@@ -1,4 +1,4 @@
-"""One connection to a client: uvicorn's HTTP/1.1, with deadlines and bounds against attacks.
+"""One connection to a client: HTTP/1.1 on h11's parser, with deadlines and bounds against attacks.
 
 The client's deadlines: header_timeout for the head of each request, body_timeout for its body, send_timeout to read.
 """
@@ -6,17 +6,18 @@ The client's deadlines: header_timeout for the head of each request, body_timeou
 from __future__ import annotations
 
 import asyncio
+import http
+import logging
 import select
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, cast
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import unquote
 
 import h11
-import uvicorn
-from starlette.types import Message, Receive, Scope, Send
-from uvicorn.protocols.http.h11_impl import H11Protocol
-from uvicorn.server import ServerState as UvicornState
+from starlette.types import ASGIApp, Message, Scope
+from typing_extensions import override
 
 from speculant.serving.clients import network_of
 from speculant.serving.connections import Connections
@@ -34,8 +35,11 @@ from speculant.serving.round_robin import RoundRobin
 from speculant.serving.streams import ABORT
 from speculant.serving.wire import event, raw_error
 
+logger = logging.getLogger(__name__)
+
 _PIECE = 16 * 2**10  # bytes that are received and parsed at a time
 _MOST_EVENTS = 32  # that are parsed at a time: heads, and parts of bodies
+_MOST_BODY = 2**16  # bytes of a body that wait for the application before no more are received
 _LEAST_READ = 64 * 2**10  # bytes of an answer that a client has to read within send_timeout
 _END = getattr(select, "POLLRDHUP", 0)  # where it is missing, only a connection that is closed both ways is noticed
 _CLOSE = (b"connection", b"close")
@@ -46,37 +50,164 @@ _PROVISIONALLY = 5.0  # seconds that a connection beyond the places may take for
 Address = tuple[str, int]  # host and port
 
 
-@dataclass(frozen=True)
+@dataclass
 class Surroundings:
-    """The parts of a server that all its connections share."""
+    """The parts of a server that all its connections share. date: the header of answers."""
 
-    config: uvicorn.Config
-    state: UvicornState
+    app: ASGIApp
     options: ServerOptions
-    connections: Connections
+    places: Connections
     turns: RoundRobin
+    date: bytes = b""
+    connections: set[HttpConnection] = field(default_factory=set)
+    tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
 
-class HttpConnection(H11Protocol, asyncio.BufferedProtocol):
+class Flow:
+    """Whether a connection receives data, and whether its client reads."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport, self._readable = transport, asyncio.Event()
+        self._readable.set()
+        self.read_paused = False
+
+    @property
+    def write_paused(self) -> bool:
+        """Whether so much is unread that nothing more should be sent."""
+        return not self._readable.is_set()
+
+    def pause_reading(self) -> None:
+        """Receive nothing until `resume_reading`."""
+        if not self.read_paused:
+            self.read_paused = True
+            self._transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        """Receive data again."""
+        if self.read_paused:
+            self.read_paused = False
+            self._transport.resume_reading()
+
+    def pause_writing(self) -> None:
+        """Let `drain` wait until `resume_writing`."""
+        self._readable.clear()
+
+    def resume_writing(self) -> None:
+        """Let `drain` return."""
+        self._readable.set()
+
+    async def drain(self) -> None:
+        """Wait until the client has read enough."""
+        await self._readable.wait()
+
+
+class HttpExchange:
+    """A request and its answer, between an application and a connection; see ASGI."""
+
+    def __init__(self, connection: HttpConnection, scope: Scope) -> None:
+        self._http, self._flow, self._transport = connection.conn.h11, connection.flow, connection.transport
+        self._date, self._scope = connection.server.date, scope
+        self._on_complete: Callable[[], None] = connection.on_response_complete
+        self.disconnected, self.keep_alive = False, True
+        self.waiting_for_100_continue = self._http.they_are_waiting_for_100_continue
+        self.body, self.more_body, self.arrived = bytearray(), True, asyncio.Event()
+        self.response_started = self.response_complete = self.sends_events = False
+
+    async def run(self, app: ASGIApp) -> None:
+        """Let the application answer. If it fails, the answer says so, or ends with the connection."""
+        try:
+            await app(self._scope, self.receive, self.send)
+            if not (self.response_complete or self.disconnected):
+                raise RuntimeError("the application ended without a whole response")
+        except BaseException as error:
+            logger.error("a request failed", exc_info=error)
+            if self.response_started:
+                self._transport.close()
+            else:
+                await self._send_failure()
+        finally:
+            self._on_complete = _nothing  # without the connection the buffers are freed at once
+
+    async def _send_failure(self) -> None:
+        headers = [(b"content-type", b"text/plain; charset=utf-8"), _CLOSE]
+        await self.send({"type": "http.response.start", "status": 500, "headers": headers})
+        await self.send({"type": "http.response.body", "body": b"Internal Server Error"})
+
+    async def receive(self) -> Message:
+        """Return the next part of the body, or that the client has disconnected."""
+        if self.waiting_for_100_continue and not self._transport.is_closing():
+            self._write(h11.InformationalResponse(status_code=100, headers=[], reason="Continue"))
+            self.waiting_for_100_continue = False
+        if not (self.disconnected or self.response_complete):
+            self._flow.resume_reading()
+            await self.arrived.wait()
+            self.arrived.clear()
+        if self.disconnected or self.response_complete:
+            return {"type": "http.disconnect"}
+        body, self.body = bytes(self.body), bytearray()
+        return {"type": "http.request", "body": body, "more_body": self.more_body}
+
+    async def send(self, message: Message) -> None:
+        """Send a part of the response."""
+        if self._flow.write_paused and not self.disconnected:
+            await self._flow.drain()
+        if self.disconnected:
+            return
+        expected = "http.response.body" if self.response_started else "http.response.start"
+        if self.response_complete or message["type"] != expected:
+            raise RuntimeError(f"the application sent {message['type']!r} out of order")
+        if self.response_started:
+            self._send_body(message)
+        else:
+            self._send_head(message)
+
+    def _send_head(self, message: Message) -> None:
+        self.response_started, self.waiting_for_100_continue = True, False
+        headers = [(b"date", self._date), *message.get("headers", ())]
+        kinds = [value for name, value in headers if name == b"content-type"]
+        self.sends_events = bool(kinds) and kinds[0].startswith(b"text/event-stream")
+        if _CLOSE in self._scope["headers"] and _CLOSE not in headers:
+            headers.append(_CLOSE)
+        status = message["status"]
+        self._write(h11.Response(status_code=status, headers=headers, reason=_phrase(status)))
+
+    def _send_body(self, message: Message) -> None:
+        body = b"" if self._scope["method"] == "HEAD" else message.get("body", b"")
+        self._write(h11.Data(data=body))
+        if message.get("more_body", False):
+            return
+        self.response_complete = True
+        self.arrived.set()
+        self._write(h11.EndOfMessage())
+        if self._http.our_state is h11.MUST_CLOSE or not self.keep_alive:
+            self._http.send(h11.ConnectionClosed())
+            self._transport.close()
+        self._on_complete()
+
+    def _write(self, sent: Any) -> None:
+        self._transport.write(self._http.send(sent))
+
+
+class HttpConnection(asyncio.BufferedProtocol):
     """A connection with deadlines: its client can't keep it open without use. A request can close it (`ABORT`)."""
 
-    transport: Any  # None before the connection is made
-    cycle: Any  # None before the first request
-    conn: _CheckedHttp
+    transport: Any = None  # before the connection is made
+    flow: Flow
+    cycle: HttpExchange | None = None  # before the first request
 
-    def __init__(self, server: Surroundings, app_state: dict[str, Any], address: Address) -> None:
+    def __init__(self, server: Surroundings, address: Address) -> None:
         """address: the client's. The system does not tell it any more once the client has reset the connection."""
-        super().__init__(server.config, server.state, app_state)
+        self.server, self.loop = server, asyncio.get_running_loop()
         self._options, self._turns = server.options, server.turns
-        self._places = self._connections = server.connections  # the latter has taken this connection in
+        self._places = self._connections = server.places  # the latter has taken this connection in
         self._address, self._network = address, network_of(address[0])  # networks take turns
         self._accepted: socket.socket | None = None  # while it waits for its turn to begin
-        self.conn = _CheckedHttp(server.options.max_header_bytes, self._refuse)
+        self.conn = CheckedHttp(server.options.max_header_bytes, self._refuse)
         self._received = bytearray()  # and not parsed yet
         self._deadline: float | None = None  # of the next head, in the loop's time
         self._unread: tuple[int, float] | None = None  # bytes of an answer that the client had not read, and when
         self._ends: float | None = None  # when a connection beyond the places is closed, in the loop's time
-        self._dropped = self._refused = self._sends_events = False
+        self._dropped = self._refused = False
 
     def begin(self, accepted: socket.socket, connections: Connections) -> None:
         """Begin, in the client's turn, with an accepted socket. connections: those that have taken this one in."""
@@ -99,43 +230,46 @@ class HttpConnection(H11Protocol, asyncio.BufferedProtocol):
 
     # --- asyncio's events
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """See `asyncio.Protocol`."""
-        super().connection_made(transport)
-        self.client = self._address
-        inner: Any = self.app
-
-        async def app(scope: Scope, receive: Receive, send: Send) -> None:
-            async def send_noted(message: Message) -> None:
-                if message["type"] == "http.response.start":
-                    self._sends_events = _has_events(message)
-                await send(message)
-
-            scope.setdefault("extensions", {})[ABORT] = transport.abort
-            await inner(scope, receive, send_noted)
-
-        self.app = cast(Any, app)
+    @override
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self.transport, self.flow = transport, Flow(transport)
+        self.server.connections.add(self)
         if self._dropped:
             transport.abort()
         self._follow()
 
+    @override
     def connection_lost(self, exc: Exception | None) -> None:
-        """See `asyncio.Protocol`."""
-        super().connection_lost(exc)
-        self._unset_keepalive_if_required()  # uvicorn leaves it if the client has reset the connection
+        self.server.connections.discard(self)
+        if self.cycle is not None:
+            self.cycle.disconnected |= not self.cycle.response_complete
+            self.cycle.arrived.set()
+        self.flow.resume_writing()
+        self.transport.close()
         self._connections.remove(self)
         self._turns.withdraw(self._network, self)
         self.conn.refuse, self.conn.admit = _ignore, _unchanged  # without the others the buffers are freed at once
 
+    @override
     def get_buffer(self, sizehint: int) -> bytearray:
-        """See `asyncio.BufferedProtocol`."""
         self._space = bytearray(_PIECE)
         return self._space
 
+    @override
     def buffer_updated(self, nbytes: int) -> None:
         """Keep received data until it is this connection's turn."""
         self._received += memoryview(self._space)[:nbytes]
         self._take_turn()
+
+    @override
+    def pause_writing(self) -> None:
+        self.flow.pause_writing()
+
+    @override
+    def resume_writing(self) -> None:
+        self._unread = None
+        self.flow.resume_writing()
 
     def _take_turn(self) -> None:
         self.transport.pause_reading()
@@ -158,43 +292,83 @@ class HttpConnection(H11Protocol, asyncio.BufferedProtocol):
         if self._refused or not (self._has_turn or self.flow.read_paused):
             self.transport.resume_reading()
 
+    # --- requests and answers
+
     def _handle(self, data: bytes) -> None:
-        """Parse data, and pass the events on to uvicorn. Many events take more than one turn."""
+        """Parse data, and pass the events on. Many events take more than one turn."""
         if data:  # to h11 no data are the connection's end
-            self.conn.receive_data(data)
+            self.conn.h11.receive_data(data)
         self.conn.events_left = _MOST_EVENTS
-        super().handle_events()
+        while (found := self.conn.next_event()) is not h11.NEED_DATA:
+            if found is h11.PAUSED:  # the next request waits for the end of this one's answer
+                self.flow.pause_reading()
+                break
+            self._take(found)
+            if isinstance(found, h11.EndOfMessage) and self.conn.h11.their_state is h11.MUST_CLOSE:
+                break  # what follows the last request is no concern of ours
         self._follow()
         if not (self.conn.events_left or self._refused):
             self._take_turn()
 
-    def resume_writing(self) -> None:
-        """See `asyncio.Protocol`."""
-        self._unread = None
-        super().resume_writing()
+    def _take(self, found: Any) -> None:
+        """Take an event. After an answer that did not wait for its request's end, the rest of it is dropped."""
+        if isinstance(found, h11.Request):
+            self.cycle = HttpExchange(self, self._scope_of(found))
+            task = self.loop.create_task(self.cycle.run(self.server.app))
+            self.server.tasks.add(task)
+            task.add_done_callback(self.server.tasks.discard)
+            return
+        cycle, is_over = self.cycle, self.conn.h11.our_state is h11.DONE
+        assert cycle is not None, "a request comes before its body"
+        if isinstance(found, h11.Data) and not is_over:
+            cycle.body += found.data
+            if len(cycle.body) > _MOST_BODY:
+                self.flow.pause_reading()
+            cycle.arrived.set()
+        elif isinstance(found, h11.EndOfMessage) and is_over:
+            self.transport.resume_reading()
+            self.conn.h11.start_next_cycle()
+        elif isinstance(found, h11.EndOfMessage):
+            cycle.more_body = False
+            cycle.arrived.set()
 
-    # --- uvicorn's events
-
-    def handle_events(self) -> None:
-        """Let the next request, if it has arrived, begin in its turn."""
-        if self.conn.trailing_data[0]:
-            self._take_turn()
+    def _scope_of(self, request: h11.Request) -> Scope:
+        path, _, query = request.target.partition(b"?")
+        return {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "http_version": request.http_version.decode("ascii"),
+            "server": self.transport.get_extra_info("sockname")[:2],
+            "client": self._address,
+            "scheme": "http",
+            "method": request.method.decode("ascii"),
+            "root_path": "",
+            "path": unquote(path.decode("ascii")),
+            "raw_path": path,
+            "query_string": query,
+            "headers": list(request.headers),
+            "state": {},
+            "extensions": {ABORT: self.transport.abort},
+        }
 
     def on_response_complete(self) -> None:
         """Begin to wait for the next request, which may have arrived."""
-        super().on_response_complete()
-        self._unset_keepalive_if_required()  # header_timeout counts instead
+        http = self.conn.h11
+        if not self.transport.is_closing():
+            self.flow.resume_reading()
+            if http.our_state is h11.DONE and http.their_state is h11.DONE:
+                http.start_next_cycle()
+                if http.trailing_data[0]:
+                    self._take_turn()
         self._follow()
 
     def shutdown(self) -> None:
         """Close the connection once its answer is complete."""
-        if self._refused:
-            self.transport.close()
+        if self._answering and not self._refused:
+            assert self.cycle is not None
+            self.cycle.keep_alive = False
         else:
-            super().shutdown()
-
-    def _should_upgrade(self) -> bool:
-        return False  # requests to change the protocol are answered as HTTP/1.1, without a warning for each
+            self.transport.close()
 
     # --- bounds
 
@@ -210,7 +384,7 @@ class HttpConnection(H11Protocol, asyncio.BufferedProtocol):
             self._deadline = None
         elif self._deadline is None and self._options.header_timeout is not None:
             self._deadline = self.loop.time() + self._options.header_timeout
-        if self._answering and self.conn.their_state is not h11.SEND_BODY:
+        if self._answering and self.conn.h11.their_state is not h11.SEND_BODY:
             self._connections.work(self)
         else:
             self._connections.wait(self)
@@ -226,23 +400,25 @@ class HttpConnection(H11Protocol, asyncio.BufferedProtocol):
         self._connections, self._ends, self.conn.admit = self._places, None, _unchanged
         return request
 
-    def _end_answer(self) -> None:
+    def _end_answer(self, cycle: HttpExchange) -> None:
         """Tell the client that its request ends, unless an answer in another form than events has begun."""
         error = unavailable("This connection is needed for another request. Try again later.", "connection_taken")
-        if not self.cycle.response_started:
+        if not cycle.response_started:
             self.transport.write(raw_error(error))
-        elif self._sends_events and self.conn.our_state is h11.SEND_BODY:
+        elif cycle.sends_events and self.conn.h11.our_state is h11.SEND_BODY:
             for each in (h11.Data(data=event(error.body())), h11.EndOfMessage()):
-                self.transport.write(self.conn.send(each))
-        self.cycle.disconnected = True  # nothing else may be sent
+                self.transport.write(self.conn.h11.send(each))
+        cycle.disconnected = True  # nothing else may be sent
 
     def drop(self) -> None:
         """See `OpenConnection.drop`."""
         self._dropped = True
         self._connections.remove(self)
         if self.transport is not None:
-            if self._answering and not (self._refused or self.transport.get_write_buffer_size()):
-                self._end_answer()
+            if self.cycle is not None and not (
+                self.cycle.response_complete or self._refused or self.transport.get_write_buffer_size()
+            ):
+                self._end_answer(self.cycle)
             self.transport.abort()
         elif self._accepted is not None:
             self._turns.withdraw(self._network, self)
@@ -257,7 +433,7 @@ class HttpConnection(H11Protocol, asyncio.BufferedProtocol):
         late = self._deadline is not None and now >= self._deadline
         waits_for_us = self._has_turn and not self._refused
         if late and not waits_for_us and not self.transport.is_closing():
-            if not self._refused and self.conn.their_state is h11.IDLE and self.conn.trailing_data[0]:
+            if not self._refused and self.conn.h11.their_state is h11.IDLE and self.conn.h11.trailing_data[0]:
                 self._refuse(ApiError(408, "The headers did not arrive in time.", code="timeout"))
             else:
                 self.transport.close()
@@ -281,28 +457,27 @@ class HttpConnection(H11Protocol, asyncio.BufferedProtocol):
         if self._refused:
             return
         self._refused = True
-        if self._answering:  # the body is malformed
+        if self.cycle is not None and self._answering:  # the body is malformed
             self.cycle.disconnected, self.cycle.waiting_for_100_continue = True, False
-            self.cycle.message_event.set()
-        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):  # else the request's answer has begun
+            self.cycle.arrived.set()
+        if self.conn.h11.our_state in (h11.IDLE, h11.SEND_RESPONSE):  # else the request's answer has begun
             self.transport.write(raw_error(error))
         self.transport.write_eof()
-        self._unset_keepalive_if_required()
         self._deadline = self.loop.time() + _LINGER
         self._connections.wait(self)
 
 
-class _CheckedHttp(h11.Connection):
-    """h11's parser, with further checks. A malformed request is refused, instead of an error for uvicorn to log."""
+class CheckedHttp:
+    """h11's parser, with further checks. A malformed request is refused, instead of an error."""
 
     def __init__(self, most_head_bytes: int, refuse: Callable[[ApiError], None]) -> None:
-        super().__init__(h11.SERVER, most_head_bytes)
         self._most, self.refuse, self._chunks = most_head_bytes, refuse, ChunkCount()
+        self.h11 = h11.Connection(h11.SERVER, most_head_bytes)
         self.admit: Callable[[h11.Request], h11.Request] = _unchanged  # raises ApiError for a request without a place
         self.events_left, self._has_blank = 0, False  # before the request
 
     def next_event(self) -> Any:
-        """See `h11.Connection.next_event`. If no events are left for this turn, it seems to need more data."""
+        """Return h11's next event. If no events are left for this turn, it seems to need more data."""
         if not self.events_left:
             return h11.NEED_DATA
         self.events_left -= 1
@@ -316,20 +491,35 @@ class _CheckedHttp(h11.Connection):
         return h11.NEED_DATA
 
     def _checked_event(self) -> Any:
-        if self.their_state is h11.IDLE:
-            blank = 0 if self._has_blank else blank_line(self.trailing_data[0])
+        if self.h11.their_state is h11.IDLE:
+            blank = 0 if self._has_blank else blank_line(self.h11.trailing_data[0])
             if blank is None:
                 return h11.NEED_DATA
-            self._has_blank |= self._receive_buffer.maybe_extract_at_most(blank) is not None
-            if (head := find_head(self.trailing_data[0])) is not None:
+            if blank:
+                self._skip(blank)
+            if (head := find_head(self.h11.trailing_data[0])) is not None:
                 check_head(head, self._most)
-        event = super().next_event()
+        event = self.h11.next_event()
         if isinstance(event, h11.Request):
             self._chunks, self._has_blank = ChunkCount(), False
             return self.admit(check_request(event))
         if isinstance(event, h11.Data):
             self._chunks.add(event)
         return event
+
+    def _skip(self, count: int) -> None:
+        """Begin anew, between two requests, without the first bytes of what was received."""
+        rest = self.h11.trailing_data[0][count:]
+        self.h11, self._has_blank = h11.Connection(h11.SERVER, self._most), True
+        if rest:
+            self.h11.receive_data(rest)
+
+
+def _phrase(status: int) -> bytes:
+    try:
+        return http.HTTPStatus(status).phrase.encode()
+    except ValueError:
+        return b""
 
 
 def _has_left(client: socket.socket) -> bool:
@@ -339,10 +529,8 @@ def _has_left(client: socket.socket) -> bool:
     return bool(looking.poll(0))
 
 
-def _has_events(head: Message) -> bool:
-    """Whether a response is a stream of server-sent events."""
-    kinds = [value for name, value in head["headers"] if name == b"content-type"]
-    return bool(kinds) and kinds[0].startswith(b"text/event-stream")
+def _nothing() -> None:
+    pass
 
 
 def _ignore(_: ApiError) -> None:

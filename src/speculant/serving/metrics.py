@@ -286,7 +286,7 @@ class _EngineTotals(Collector):
 
     def _figure(self, figure: EngineFigure, value: Any) -> Metric:
         labels = (*_LABELS, "position") if figure.kind is Vector else _LABELS
-        family = _FAMILIES[figure.kind](f"{self._prefix}:{figure.name}", figure.text, labels=labels)
+        family: Metric = _FAMILIES[figure.kind](f"{self._prefix}:{figure.name}", figure.text, labels=labels)
         for place, each in enumerate(value if figure.kind is Vector else [value]):
             family.add_metric([self._model, _ENGINE, str(place)][: len(labels)], each)
         return family

@@ -1,21 +1,21 @@
-"""Runs an application under uvicorn. It drains on SIGTERM, and ends if the model can't be loaded."""
+"""Serves an application. It drains on SIGTERM, and ends if the model can't be loaded."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 import socket
-from collections.abc import Callable
-from contextlib import ExitStack
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from email.utils import formatdate
 from errno import EADDRNOTAVAIL
 from types import FrameType
-from typing import Any, Protocol, cast
+from typing import Any, ClassVar, Protocol, cast
 
-import uvicorn
 from fastapi import FastAPI
 from starlette.types import ASGIApp
-from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from speculant.errors import ConfigError
 from speculant.serving.acceptor import Acceptor
@@ -26,7 +26,10 @@ from speculant.serving.middleware import NamedUsers
 from speculant.serving.options import ServerOptions
 from speculant.serving.round_robin import RoundRobin
 
-_CHECK_TICKS = 5  # between two checks of all connections' deadlines; a tick is a tenth of a second
+logger = logging.getLogger(__name__)
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_CHECK_TICKS, _DATE_TICKS = 5, 10  # between two checks of all connections' deadlines, and two readings of the date
 _ADDRESS = "use an address of this machine as --host, such as 127.0.0.1, or 0.0.0.0 for all of them."
 _BACKLOG = 2048  # connections that wait to be accepted
 _LAST_EVENTS = 5  # seconds in which the last events of aborted streams are sent
@@ -46,8 +49,10 @@ class Lifecycle(Protocol):
         """Let running requests end for this long, then abort them."""
 
 
-class Server(uvicorn.Server):
+class Server:
     """Serves an application until a signal. The first signal lets running requests end, the second one aborts them."""
+
+    tick_s: ClassVar[float] = 0.1  # seconds between two looks at deadlines and ends
 
     def __init__(
         self,
@@ -63,62 +68,91 @@ class Server(uvicorn.Server):
         loading, which can't be stopped: a draining server would wait for its end. on_ready: called once requests are
         accepted.
         """
-        config = uvicorn.Config(
-            _behind_proxies(app, options),
-            host=options.host,
-            port=options.port,
-            http=H11Protocol,  # and not a parser that happens to be installed: HttpConnection derives from it
-            ws="none",
-            loop="asyncio",  # and not uvloop if it happens to be installed: RoundRobin is written for asyncio's loop
-            proxy_headers=False,  # see `_behind_proxies`
-            timeout_graceful_shutdown=_LAST_EVENTS,
-            log_config=None,
-            access_log=False,
-            server_header=False,
-        )
-        super().__init__(config)
+        self._app, self._options = app, options
         self._state: Lifecycle = app.state.server
-        self._options, self._on_listening = options, on_listening
-        self._on_early_interrupt, self._on_ready = on_early_interrupt, on_ready
-        self._is_ready = False
-        self._connections, self._provisional = bounded_connections(options), provisional_connections()
+        self._on_listening, self._on_early_interrupt, self._on_ready = on_listening, on_early_interrupt, on_ready
+        self._is_ready = self._must_end = False
+        self._places, self._provisional = bounded_connections(options), provisional_connections()
         self._socket = _listen(options)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._draining: asyncio.Task[None] | None = None
+        self.should_exit = False
 
-    async def startup(self, sockets: list[Any] | None = None) -> None:
-        """See `uvicorn.Server.startup`."""
-        await super().startup([])
+    def run(self) -> None:
+        """Serve in an event loop of its own."""
+        asyncio.run(self.serve())
+
+    async def serve(self) -> None:
+        """Serve until a signal, an error of loading, or until `should_exit` is set."""
         self._loop = asyncio.get_running_loop()
-        if self.started:
-            turns = RoundRobin(self._loop)
-            shared = Surroundings(self.config, self.server_state, self._options, self._connections, turns)
-            acceptor = Acceptor(
-                self._socket,
-                self._connections,
-                self._provisional,
-                lambda address: HttpConnection(shared, self.lifespan.state, address),
-            )
-            self.servers.append(cast(Any, acceptor))
-            host, port = self._socket.getsockname()[:2]
-            self._on_listening(f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
+        self.server_state = Surroundings(
+            _behind_proxies(self._app, self._options), self._options, self._places, RoundRobin(self._loop)
+        )
+        with self._signals():
+            async with self._app.router.lifespan_context(self._app):
+                acceptor = Acceptor(
+                    self._socket,
+                    self._places,
+                    self._provisional,
+                    lambda address: HttpConnection(self.server_state, address),
+                )
+                host, port = self._socket.getsockname()[:2]
+                self._on_listening(f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
+                await self._until_exit()
+                acceptor.close()
+                await self._end_connections()
 
-    async def on_tick(self, counter: int) -> bool:
-        """See `uvicorn.Server.on_tick`."""
-        if self._loop is not None and counter % _CHECK_TICKS == 0:
-            for places in (self._connections, self._provisional):
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        """Handle signals, of which a program tells its main thread alone."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.signal(number, self.handle_exit) for number in _SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    async def _until_exit(self) -> None:
+        ticks = 0
+        while not (self.should_exit or self._state.load_error):
+            self._tick(ticks)
+            ticks += 1
+            await asyncio.sleep(self.tick_s)
+
+    def _tick(self, count: int) -> None:
+        assert self._loop is not None
+        if count % _DATE_TICKS == 0:
+            self.server_state.date = formatdate(usegmt=True).encode()
+        if count % _CHECK_TICKS == 0:
+            for places in (self._places, self._provisional):
                 places.check(self._loop.time())
         if not (self._is_ready or self._state.loading or self._state.load_error):
             self._is_ready = True
             self._on_ready()
-        return await super().on_tick(counter) or self._state.load_error is not None
 
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+    async def _end_connections(self) -> None:
+        """Let answers end for a few seconds, then cancel them."""
+        for connection in tuple(self.server_state.connections):
+            connection.shutdown()
+        tasks = self.server_state.tasks
+        try:
+            async with asyncio.timeout(_LAST_EVENTS):
+                while (self.server_state.connections or tasks) and not self._must_end:
+                    await asyncio.sleep(self.tick_s)
+        except TimeoutError:
+            logger.error("cancelling %s requests that did not end", len(tasks))
+            for task in tasks:
+                task.cancel()
+
+    def handle_exit(self, number: int, frame: FrameType | None) -> None:
         """Drain at the first signal, which /health then reports; exit at the second."""
-        if sig == signal.SIGINT and self._state.loading:
+        if number == signal.SIGINT and self._state.loading:
             self._on_early_interrupt()
         if self._loop is None or self._state.draining:
-            self.should_exit = self.force_exit = True
+            self.should_exit = self._must_end = True
         else:
             self._state.draining = True
             self._loop.call_soon_threadsafe(self._begin_draining)
@@ -137,6 +171,8 @@ def _behind_proxies(app: ASGIApp, options: ServerOptions) -> ASGIApp:
     """Return an application that learns from trusted proxies who their clients are."""
     if not options.trusted_proxies:
         return app
+    from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
+
     named = cast(ASGIApp, ProxyHeadersMiddleware(cast(Any, app), with_mapped(options.trusted_proxies)))
     return named if options.client_header is None else NamedUsers(named, options.client_header, options.trusted_proxies)
 
