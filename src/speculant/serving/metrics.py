@@ -28,6 +28,7 @@ from speculant.metrics import (
     EngineFigure,
     EngineMetrics,
     Gauge,
+    Kind,
     TimingMetrics,
     Vector,
 )
@@ -48,7 +49,9 @@ _LABELS = ("model_name", "engine")
 _ENGINE = "0"  # one server has one engine
 _VLLM = "vllm"  # the prefix of vLLM's metrics
 _OWN_NAMES = frozenset(each.name for each in ENGINE_FIGURES if not each.vllm)
-_FAMILIES = MappingProxyType({Counter: CounterMetricFamily, Vector: CounterMetricFamily, Gauge: GaugeMetricFamily})
+_FAMILIES: Mapping[Kind, type[CounterMetricFamily | GaugeMetricFamily]] = MappingProxyType(
+    {Counter: CounterMetricFamily, Vector: CounterMetricFamily, Gauge: GaugeMetricFamily}
+)
 
 Read = Callable[[RequestOutput, SamplingParams], Iterable[float | None]]  # None = there is no such figure
 
@@ -286,7 +289,7 @@ class _EngineTotals(Collector):
 
     def _figure(self, figure: EngineFigure, value: Any) -> Metric:
         labels = (*_LABELS, "position") if figure.kind is Vector else _LABELS
-        family: Metric = _FAMILIES[figure.kind](f"{self._prefix}:{figure.name}", figure.text, labels=labels)
+        family = _FAMILIES[figure.kind](f"{self._prefix}:{figure.name}", figure.text, labels=labels)
         for place, each in enumerate(value if figure.kind is Vector else [value]):
             family.add_metric([self._model, _ENGINE, str(place)][: len(labels)], each)
         return family
