@@ -27,9 +27,8 @@ from speculant.engine.vllm_arguments import read_arguments
 from speculant.errors import RequestError
 from speculant.models.weights.load import Checkpoint
 from speculant.params import SamplingParams
-from speculant.structured.constraint import Grammar
+from speculant.structured.constraint import Grammar, ReasonedConstraint, Reasoning
 from speculant.structured.grammars import Grammars
-from speculant.structured.reasoned import ReasonedConstraint, Reasoning
 from speculant.structured.vocabulary import banned_tokens
 from speculant.text.chat import read_template
 from speculant.text.messages import check_roles, check_variables, read_messages, up_to_mark, with_mark

@@ -10,7 +10,7 @@ from itertools import groupby
 from speculant.engine.prompts import RenderedPrompt
 from speculant.params import SamplingParams
 from speculant.serving.tools.base import SPACE, ReasoningDelta, TextDelta
-from speculant.structured.reasoned import Reasoning
+from speculant.structured.constraint import Reasoning
 from speculant.text.tokenizer import Tokenizer
 
 _SPACE = frozenset(SPACE)

@@ -14,15 +14,19 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from speculant.errors import CapacityError, ConfigError, Converts, RequestError
-from speculant.structured.allowance import CLIENT_SHARE, REFUSED_S, SLOW_S, Allowance, ClientTime
 from speculant.structured.constraint import SIMPLIFY, Grammar
-from speculant.structured.lanes import ClientLane
-from speculant.structured.library import STRANGERS, StepLimits, make_matcher
-from speculant.structured.probe import STACK_BYTES, Probed, ProbeLimits
-from speculant.structured.prober import Prober
-from speculant.structured.reasons import has_no_text, is_of_schema, reason_of
+from speculant.structured.lanes import CLIENT_SHARE, REFUSED_S, SLOW_S, Allowance, ClientLane, ClientTime
+from speculant.structured.library import (
+    STRANGERS,
+    StepLimits,
+    has_no_text,
+    is_of_schema,
+    make_matcher,
+    read_vocabulary,
+    reason_of,
+)
+from speculant.structured.probe import STACK_BYTES, Probed, ProbeLimits, Prober
 from speculant.structured.spec import GrammarSource, StructuredOutputs
-from speculant.structured.spelling import read_vocabulary
 from speculant.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from speculant.structured.allowance import CLIENT_SHARE, FREE_S, REFUSED_S, SLOW_S, SPARE_S, Allowance, ClientTime
+from speculant.structured.lanes import CLIENT_SHARE, FREE_S, REFUSED_S, SLOW_S, SPARE_S, Allowance, ClientTime
 
 
 class Clock:

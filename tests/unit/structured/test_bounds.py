@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from speculant.errors import RequestError
-from speculant.structured.bounds import with_written_bounds
 from speculant.structured.grammars import Grammars
-from speculant.structured.spec import StructuredOutputs
+from speculant.structured.spec import StructuredOutputs, with_written_bounds
 from tests.models import END
 
 INT64, SAFE, DOUBLE = 2**63, 2**53, 1.7976931348623157e308

@@ -18,8 +18,7 @@ from speculant.errors import CapacityError, RequestError
 from speculant.structured import grammars as module
 from speculant.structured.constraint import Grammar
 from speculant.structured.grammars import Grammars
-from speculant.structured.probe import Probed, ProbeLimits
-from speculant.structured.prober import Prober
+from speculant.structured.probe import Probed, ProbeLimits, Prober
 from speculant.structured.spec import GrammarSource, StructuredOutputs
 from speculant.text.tokenizer import Tokenizer
 from tests.hostile_forms import combinations

@@ -7,9 +7,8 @@ import random
 import pytest
 from torch import Tensor
 
-from speculant.structured.constraint import Grammar
+from speculant.structured.constraint import Grammar, ReasonedConstraint, Reasoning
 from speculant.structured.grammars import Grammars
-from speculant.structured.reasoned import ReasonedConstraint, Reasoning
 from speculant.structured.spec import StructuredOutputs
 from speculant.text.tokenizer import Tokenizer
 from tests.models import END

@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from speculant.structured.constraint import Grammar
+from speculant.structured.constraint import Grammar, ReasonedConstraint, Reasoning
 from speculant.structured.grammars import Grammars
-from speculant.structured.reasoned import ReasonedConstraint, Reasoning
 from speculant.structured.spec import StructuredOutputs
 from speculant.text.tokenizer import Tokenizer
 from tests.tagged import tokenizer_with_tags, write

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from speculant.errors import RequestError, suggest
-from speculant.structured.bounds import with_written_bounds
-from speculant.structured.spec import GrammarSource
+from speculant.structured.spec import GrammarSource, with_written_bounds
 
 TokenId = Callable[[str], int | None]  # the id of a text that is one added token; None for other texts
 CUSTOM = "a tool of type 'custom' takes free text, and this server reads only calls with JSON arguments"
