@@ -1,4 +1,4 @@
-"""A chat: the request for one, in whatever shape it came, and the answer of /v1/chat/completions."""
+"""The answer of /v1/chat/completions."""
 
 from __future__ import annotations
 
@@ -6,45 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from starlette.requests import Request
-
-from speculant.engine.async_engine import AsyncEngine
 from speculant.engine.generation import StreamPiece
-from speculant.params import SamplingParams
 from speculant.serving.answers import Answer, Call, Chunk, new_id
 from speculant.serving.messages import MessageReader, joined_calls
 from speculant.serving.prompts import Prompt
-from speculant.serving.protocol import ChatBody
-from speculant.serving.sampling import chat_params
-from speculant.serving.service import Service
 from speculant.serving.token_texts import chat_logprob, prompt_logprobs
-from speculant.serving.tool_use import reader_for, with_allowed_tools, with_tools
-
-MakeReader = Callable[[Prompt], MessageReader]
-
-
-@dataclass(frozen=True)
-class Chat:
-    """A request for a chat that was read: its body, its settings, and what its answer needs."""
-
-    body: ChatBody
-    params: SamplingParams
-    call: Call
-    make_reader: MakeReader
-
-
-async def read_chat(service: Service, engine: AsyncEngine, request: Request, body: Callable[[], ChatBody]) -> Chat:
-    """Return a chat. body: returns it, perhaps from a body in another shape, whose size decides where it is called."""
-    engine.check_chats()
-    tokenizer, name = engine.tokenizer, service.options.tool_parser
-
-    def settings() -> tuple[ChatBody, SamplingParams]:
-        allowed = with_allowed_tools(body())
-        return allowed, with_tools(tokenizer, chat_params(engine, allowed), allowed, name)
-
-    chat, params = await service.apart(request, settings)
-    reader = reader_for(tokenizer, chat, name, params.structured_outputs is not None)
-    return Chat(chat, params, service.call(engine, chat, params), reader)
 
 
 @dataclass
@@ -57,7 +23,9 @@ class _ChatChoice:
 class ChatAnswer(Answer):
     """One choice for each sample. Its reader separates reasoning, content and tool calls."""
 
-    def __init__(self, call: Call, make_reader: MakeReader, calls_reason: str = "tool_calls") -> None:
+    def __init__(
+        self, call: Call, make_reader: Callable[[Prompt], MessageReader], calls_reason: str = "tool_calls"
+    ) -> None:
         """calls_reason: `finish_reason` after calls."""
         super().__init__(call, 1)
         self._id, self._make_reader, self._calls_reason = new_id("chatcmpl-"), make_reader, calls_reason

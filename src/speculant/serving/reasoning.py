@@ -9,7 +9,8 @@ from itertools import groupby
 
 from speculant.engine.prompts import RenderedPrompt
 from speculant.params import SamplingParams
-from speculant.serving.tools.base import SPACE, ReasoningDelta, TextDelta
+from speculant.serving.tools import ReasoningDelta, TextDelta
+from speculant.serving.tools.base import SPACE
 from speculant.structured.constraint import Reasoning
 from speculant.text.tokenizer import Tokenizer
 

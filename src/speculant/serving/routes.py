@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from speculant import __version__
 from speculant.engine.async_engine import AsyncEngine
-from speculant.serving.chat_answers import ChatAnswer, read_chat
+from speculant.serving.chat_answers import ChatAnswer
 from speculant.serving.completion_answers import CompletionAnswer
 from speculant.serving.errors import ApiError, refusal
 from speculant.serving.prompts import Prompt, Prompts, count_prompts
@@ -44,7 +44,7 @@ class Routes:
         """Continue a conversation."""
         service, engine = self._service, self._service.state.engine
         body = await service.read(ChatBody, request)
-        chat = await read_chat(service, engine, request, lambda: body)
+        chat = await service.chat(engine, request, lambda: body)
         answer = ChatAnswer(chat.call, chat.make_reader, finish_reason_of_calls(chat.body))
 
         async def prompts() -> list[Prompt]:

@@ -20,17 +20,19 @@ from speculant.params import SamplingParams
 from speculant.serving.answers import Answer, Call, Chunk
 from speculant.serving.clients import client_of, read_weights, salt_of
 from speculant.serving.errors import ApiError, api_error, refusal
+from speculant.serving.messages import MessageReader
 from speculant.serving.metrics import RequestMeter, ServerMetrics
 from speculant.serving.options import ServerOptions
 from speculant.serving.prompts import Prompt, Prompts
-from speculant.serving.protocol import Body, GeneratingBody, check_kind, read_body
+from speculant.serving.protocol import Body, ChatBody, GeneratingBody, check_kind, read_body
 from speculant.serving.records import RECORD, REQUEST_ID, RequestRecord, note_end
 from speculant.serving.runs import Work, run
-from speculant.serving.sampling import predicts, with_bounded_drafts
+from speculant.serving.sampling import chat_params, predicts, with_bounded_drafts
 from speculant.serving.state import ServerState
 from speculant.serving.streams import EventStream, document_response, while_connected
 from speculant.serving.text_lanes import LARGE
 from speculant.serving.token_texts import TokenTexts
+from speculant.serving.tool_use import reader_for, with_allowed_tools, with_tools
 from speculant.serving.wire import DONE, event
 from speculant.types import Client
 
@@ -55,6 +57,16 @@ class Job:
     answer: Answer
     named_events: bool = False
     before_end: Callable[[], Awaitable[None]] | None = None
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A request for a chat that was read: its body, its settings, and what its answer needs."""
+
+    body: ChatBody
+    params: SamplingParams
+    call: Call
+    make_reader: Callable[[Prompt], MessageReader]
 
 
 class Service:
@@ -125,6 +137,19 @@ class Service:
             lists_tokens=lists_tokens,
             returns_ids=bool(getattr(body, "return_token_ids", False)),
         )
+
+    async def chat(self, engine: AsyncEngine, request: Request, translated: Callable[[], ChatBody]) -> Chat:
+        """Return a chat. translated: returns its body, perhaps from a body in another shape."""
+        engine.check_chats()
+        tokenizer, name = engine.tokenizer, self.options.tool_parser
+
+        def settings() -> tuple[ChatBody, SamplingParams]:
+            body = with_allowed_tools(translated())
+            return body, with_tools(tokenizer, chat_params(engine, body), body, name)
+
+        body, params = await self.apart(request, settings)
+        reader = reader_for(tokenizer, body, name, params.structured_outputs is not None)
+        return Chat(body, params, self.call(engine, body, params), reader)
 
     @cached_property
     def texts(self) -> TokenTexts:

@@ -45,7 +45,7 @@ def as_chat(body: ResponseBody) -> ChatBody:
     if effort is not None and not isinstance(effort, str):
         raise refusal("reasoning.effort is not text.", "reasoning")
     for name in ("tools", "tool_choice", "text"):
-        _check_size(name, getattr(body, name))
+        _check_values(name, getattr(body, name))
     tools = None if body.tools is None else [_chat_tool(tool) for tool in body.tools]
     choice = _chat_choice(body.tool_choice)
     _check(body)
@@ -130,7 +130,7 @@ def _chat_form(body: ResponseBody) -> dict[str, Any] | None:
     return None if form.get("type", "text") == "text" else {"type": form.get("type"), "json_schema": form}
 
 
-def _check_size(name: str, given: Any) -> None:
+def _check_values(name: str, given: Any) -> None:
     """Raise ApiError (400) if a field has too many values. Long texts take less time than many values."""
     left = [given]
     for _ in range(_MOST_VALUES):

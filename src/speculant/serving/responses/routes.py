@@ -13,7 +13,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from speculant.engine.async_engine import AsyncEngine
-from speculant.serving.chat_answers import read_chat
 from speculant.serving.clients import client_of
 from speculant.serving.errors import ApiError, api_error, refusal
 from speculant.serving.options import ServerOptions
@@ -77,7 +76,7 @@ class ResponseRoutes:
             _check_background(body, stores)
             return as_chat(body)
 
-        chat = await read_chat(service, engine, request, translated)
+        chat = await service.chat(engine, request, translated)
         answer = ResponseAnswer(chat.call, body, chat.make_reader, stores)
         owner, making = client_of(request.scope), service.prompts(request)
         conversation = self._conversation(owner, body)
