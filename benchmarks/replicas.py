@@ -25,8 +25,8 @@ from speculant.ray.fleet import Fleet
 from speculant.ray.local import LocalReplicas
 from speculant.ray.options import ReplicaOptions
 from speculant.ray.routed import routed
-from speculant.serving.inside import InsideRequest, ResponseHead
 from speculant.serving.options import ServerOptions
+from speculant.serving.process import InsideRequest, ResponseHead
 
 WORDS = ("value", "number", "result", "items", "index", "count", "total", "left", "right", "name", "size", "queue")
 AT_A_TIME = 4  # requests

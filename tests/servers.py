@@ -22,8 +22,8 @@ from fastapi import FastAPI
 
 from speculant import AsyncEngine
 from speculant.serving.app import make_app
+from speculant.serving.http.server import Server
 from speculant.serving.options import ServerOptions
-from speculant.serving.server import Server
 from speculant.serving.state import ServerState
 
 _PATIENCE = 30.0

@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 
 from speculant import AsyncEngine
 from speculant.cli.main import app
+from speculant.serving.http.server import _LAST_EVENTS
 from speculant.serving.options import ServerOptions
-from speculant.serving.server import _LAST_EVENTS
 from tests.models import Checkpoints
 from tests.servers import LiveServer, serve
 

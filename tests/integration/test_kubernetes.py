@@ -21,8 +21,8 @@ from speculant.cli.main import app
 from speculant.cli.serve import ServerFlags
 from speculant.config import EngineConfig
 from speculant.serving.app import make_app
+from speculant.serving.http.server import _LAST_EVENTS
 from speculant.serving.options import ServerOptions
-from speculant.serving.server import _LAST_EVENTS
 from tests.endpoint_picker import read_load
 from tests.kubernetes_kinds import KINDS
 from tests.models import Checkpoints

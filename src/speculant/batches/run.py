@@ -13,7 +13,7 @@ from starlette.types import ASGIApp
 
 from speculant.batches.lines import BatchLine, LineAnswer, LineError
 from speculant.errors import ServerError, SpeculantError
-from speculant.serving.inside import InsideRequest, whole_response
+from speculant.serving.process import InsideRequest, whole_response
 
 logger = logging.getLogger(__name__)
 

@@ -140,7 +140,7 @@ def run(
     """
     try:
         from speculant.serving.app import make_app
-        from speculant.serving.server import Server
+        from speculant.serving.http.server import Server
     except ImportError as error:
         raise ConfigError(
             f"the server's packages are not installed: {error}", 'pip install -c constraints.txt "speculant[serve]"'

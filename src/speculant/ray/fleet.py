@@ -14,8 +14,8 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, 
 
 from speculant.ray.routed import RoutedRequest
 from speculant.serving.errors import ApiError, timed_out, unavailable
-from speculant.serving.inside import ResponseHead
-from speculant.serving.service import error_event
+from speculant.serving.openai.service import error_event
+from speculant.serving.process import ResponseHead
 
 logger = logging.getLogger(__name__)
 

@@ -20,15 +20,14 @@ from speculant.errors import SpeculantError
 from speculant.ray.fleet import Fleet
 from speculant.ray.pages import joined
 from speculant.ray.routed import RoutedRequest, routed
+from speculant.serving.access_log import REQUEST_ID
 from speculant.serving.app import add_guards, add_page
-from speculant.serving.clients import API_KEY, USER
 from speculant.serving.errors import ApiError, unavailable
-from speculant.serving.inside import InsideRequest, ResponseHead
+from speculant.serving.http.clients import API_KEY, USER
 from speculant.serving.options import ServerOptions
-from speculant.serving.records import REQUEST_ID
-from speculant.serving.streams import EventStream, while_connected
-from speculant.serving.text_lanes import LARGE
-from speculant.serving.wire import json_response
+from speculant.serving.process import InsideRequest, ResponseHead
+from speculant.serving.state import LARGE
+from speculant.serving.wire import EventStream, json_response, while_connected
 
 logger = logging.getLogger(__name__)
 

@@ -15,9 +15,8 @@ from contextlib import aclosing
 from typing import Any
 
 from speculant.errors import ConfigError
-from speculant.serving.inside import InsideRequest, ResponseHead, responses, whole_response
 from speculant.serving.options import ServerOptions
-from speculant.serving.process import load_app
+from speculant.serving.process import InsideRequest, ResponseHead, load_app, responses, whole_response
 
 _JSON = ((b"content-type", b"application/json"),)
 # The public module has no models of tokens.

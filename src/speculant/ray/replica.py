@@ -13,9 +13,8 @@ from ray import serve
 
 from speculant.ray.cores import Cores
 from speculant.ray.routed import RoutedRequest
-from speculant.serving.inside import ResponseHead, responses
 from speculant.serving.options import ServerOptions
-from speculant.serving.process import load_app
+from speculant.serving.process import ResponseHead, load_app, responses
 
 logger = logging.getLogger(__name__)
 

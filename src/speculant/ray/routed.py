@@ -6,8 +6,8 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from speculant.serving.clients import key_digest
-from speculant.serving.inside import InsideRequest
+from speculant.serving.http.clients import key_digest
+from speculant.serving.process import InsideRequest
 
 MOST_CHARACTERS = 8192  # of a text; the router keeps texts, and compares them character by character
 _TAG = 8  # characters of a client's key or salt

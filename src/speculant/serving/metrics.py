@@ -33,8 +33,8 @@ from speculant.metrics import (
     Vector,
 )
 from speculant.params import SamplingParams
+from speculant.serving.access_log import RequestRecord
 from speculant.serving.errors import api_error
-from speculant.serving.records import RequestRecord
 from speculant.types import CompletionOutput, RequestOutput
 
 # vLLM's buckets, after smaller ones for small models.
@@ -56,7 +56,7 @@ _FAMILIES: Mapping[Kind, type[CounterMetricFamily | GaugeMetricFamily]] = Mappin
 Read = Callable[[RequestOutput, SamplingParams], Iterable[float | None]]  # None = there is no such figure
 
 
-class Measured(NamedTuple):
+class ServerHistogram(NamedTuple):
     """A histogram of what a server measures.
 
     read: its values for a prompt whose samples have all ended; None = it is measured when pieces arrive. buckets: empty
@@ -80,40 +80,40 @@ def _time(read: Callable[[TimingMetrics], float | None]) -> Read:
 
 FIRST_TOKEN, REQUEST = "time_to_first_token_seconds", "e2e_request_latency_seconds"
 NEXT_TOKEN, NEXT_TOKEN_BY_OLD_NAME = "inter_token_latency_seconds", "time_per_output_token_seconds"
-HISTOGRAMS: Mapping[str, Measured] = MappingProxyType(
+HISTOGRAMS: Mapping[str, ServerHistogram] = MappingProxyType(
     {
-        FIRST_TOKEN: Measured("Time to the first token.", FIRST_TOKEN_BUCKETS),
-        NEXT_TOKEN: Measured("Time between a token and the next one.", TOKEN_BUCKETS),
-        NEXT_TOKEN_BY_OLD_NAME: Measured("The same under its older name.", TOKEN_BUCKETS),
-        REQUEST: Measured("Time from a sample's arrival to its end.", REQUEST_BUCKETS),
-        "request_params_n": Measured("Samples of a prompt, n.", N_BUCKETS, lambda _, params: [params.n]),
-        "request_queue_time_seconds": Measured(
+        FIRST_TOKEN: ServerHistogram("Time to the first token.", FIRST_TOKEN_BUCKETS),
+        NEXT_TOKEN: ServerHistogram("Time between a token and the next one.", TOKEN_BUCKETS),
+        NEXT_TOKEN_BY_OLD_NAME: ServerHistogram("The same under its older name.", TOKEN_BUCKETS),
+        REQUEST: ServerHistogram("Time from a sample's arrival to its end.", REQUEST_BUCKETS),
+        "request_params_n": ServerHistogram("Samples of a prompt, n.", N_BUCKETS, lambda _, params: [params.n]),
+        "request_queue_time_seconds": ServerHistogram(
             "Time from a sample's arrival to its first step.", REQUEST_BUCKETS, _time(lambda timing: timing.queue_s)
         ),
-        "request_prefill_time_seconds": Measured(
+        "request_prefill_time_seconds": ServerHistogram(
             "Time from a sample's first step to its first token.",
             REQUEST_BUCKETS,
             _time(lambda timing: timing.prompt_s),
         ),
-        "request_decode_time_seconds": Measured(
+        "request_decode_time_seconds": ServerHistogram(
             "Time from a sample's first token to its last.",
             REQUEST_BUCKETS,
             _time(lambda timing: None if timing.first_token is None else timing.decode_s),
         ),
-        "request_inference_time_seconds": Measured(
+        "request_inference_time_seconds": ServerHistogram(
             "Time from a sample's first step to its last token.",
             REQUEST_BUCKETS,
             _time(lambda timing: None if timing.prompt_s is None else timing.prompt_s + timing.decode_s),
         ),
-        "request_time_per_output_token_seconds": Measured(
+        "request_time_per_output_token_seconds": ServerHistogram(
             "Mean time between the tokens of a sample.",
             TOKEN_BUCKETS,
             _time(lambda timing: timing.decode_s / (timing.num_tokens - 1) if timing.num_tokens > 1 else None),
         ),
-        "request_prompt_tokens": Measured(
+        "request_prompt_tokens": ServerHistogram(
             "Tokens of a sample's prompt.", (), _of_each(lambda _, output, __: output.num_prompt_tokens)
         ),
-        "request_prefill_kv_computed_tokens": Measured(
+        "request_prefill_kv_computed_tokens": ServerHistogram(
             "Tokens of a sample's prompt that were not found in the prefix cache.",
             (),
             _of_each(
@@ -122,15 +122,15 @@ HISTOGRAMS: Mapping[str, Measured] = MappingProxyType(
                 )
             ),
         ),
-        "request_generation_tokens": Measured(
+        "request_generation_tokens": ServerHistogram(
             "Tokens of a sample.", (), _of_each(lambda sample, *_: len(sample.token_ids))
         ),
-        "request_max_num_generation_tokens": Measured(
+        "request_max_num_generation_tokens": ServerHistogram(
             "Tokens of the longest sample of a prompt.",
             (),
             lambda output, _: [max(len(each.token_ids) for each in output.outputs)],
         ),
-        "request_params_max_tokens": Measured(
+        "request_params_max_tokens": ServerHistogram(
             "max_tokens of a sample's request, if it is given.", (), _of_each(lambda _, __, params: params.max_tokens)
         ),
     }

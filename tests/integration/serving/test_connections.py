@@ -24,8 +24,8 @@ from starlette.responses import Response
 
 from speculant import AsyncEngine
 from speculant.errors import ModelError
-from speculant.serving.clients import client_of, key_digest
-from speculant.serving.streams import EventStream, while_connected
+from speculant.serving.http.clients import client_of, key_digest
+from speculant.serving.wire import EventStream, while_connected
 from tests.async_engines import core
 from tests.attackers import ATTACKS, attacked
 from tests.models import Checkpoints, checkpoints

@@ -18,7 +18,7 @@ import pytest
 from speculant import AsyncEngine
 from speculant.cli.serve import ServerFlags
 from speculant.errors import ConfigError
-from speculant.serving.clients import client_of, key_digest, read_weights
+from speculant.serving.http.clients import client_of, key_digest, read_weights
 from tests.integration.serving.test_ends import LONG, SlowEngine
 from tests.models import Checkpoints, checkpoints
 from tests.servers import LiveServer, ServerProcess, serve, serve_process

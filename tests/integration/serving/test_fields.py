@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from speculant.serving.fields import ACCEPTED, REFUSED
-from speculant.serving.protocol import BODIES, SETTINGS, GeneratingBody
+from speculant.serving.openai.protocol import ACCEPTED, BODIES, REFUSED, SETTINGS, GeneratingBody
 from tests.documented_fields import NAMES, VALUES, value_of
 from tests.servers import LiveServer
 

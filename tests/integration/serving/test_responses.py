@@ -21,7 +21,7 @@ from pydantic import TypeAdapter
 from tokenizers import Tokenizer
 
 from speculant import AsyncEngine, Client
-from speculant.serving.responses.store import ResponseStore
+from speculant.serving.openai.store import ResponseStore
 from tests.models import Shape, write_checkpoint
 from tests.openai_schema import Check, Recorder
 from tests.raw_clients import Connection, encoded

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from speculant.cli.serve import ServerFlags
-from speculant.serving.fields import ACCEPTED, REFUSED
+from speculant.serving.openai.protocol import ACCEPTED, REFUSED, ChatBody, CompletionBody, ResponseBody
 from speculant.serving.options import ServerOptions
-from speculant.serving.protocol import ChatBody, CompletionBody, ResponseBody
 from tests.servers import LiveServer
 
 TEXT = (Path(__file__).parents[3] / "docs" / "serving.md").read_text(encoding="utf-8")

@@ -15,9 +15,9 @@ from starlette.routing import Route
 from speculant import AsyncEngine
 from speculant.errors import ConfigError
 from speculant.serving.app import PAGE, make_app
-from speculant.serving.inside import InsideRequest, whole_response
+from speculant.serving.openai.protocol import BODIES
 from speculant.serving.options import ServerOptions
-from speculant.serving.protocol import BODIES
+from speculant.serving.process import InsideRequest, whole_response
 from tests.models import Checkpoints, checkpoints
 from tests.raw_clients import exchange
 from tests.servers import LiveServer, serve

@@ -13,8 +13,8 @@ from speculant.cli.main import main
 from speculant.config import EngineConfig
 from speculant.errors import ConfigError
 from speculant.serving.app import make_app
+from speculant.serving.http.server import Server
 from speculant.serving.options import ServerOptions
-from speculant.serving.server import Server
 from tests.servers import LiveServer
 
 

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from speculant import AsyncEngine
-from speculant.serving.text_lanes import LARGE
+from speculant.serving.state import LARGE
 from speculant.text.tokenizer import Tokenizer
 from tests.models import Checkpoints, checkpoints
 from tests.raw_clients import encoded

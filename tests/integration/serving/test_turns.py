@@ -16,11 +16,9 @@ from starlette.responses import Response
 
 from speculant import AsyncEngine
 from speculant.errors import ModelError
-from speculant.serving.connections import Connections
-from speculant.serving.http1 import HttpConnection, Surroundings
+from speculant.serving.http.connection import ChunkCount, HttpConnection, Surroundings
+from speculant.serving.http.places import Connections, RoundRobin
 from speculant.serving.options import ServerOptions
-from speculant.serving.request_heads import ChunkCount
-from speculant.serving.round_robin import RoundRobin
 from tests.raw_clients import exchange
 from tests.servers import LiveServer, serve
 

@@ -15,7 +15,7 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from speculant.ray.fleet import TRIES, Fleet
 from speculant.ray.routed import RoutedRequest
 from speculant.serving.errors import ApiError
-from speculant.serving.inside import InsideRequest, ResponseHead
+from speculant.serving.process import InsideRequest, ResponseHead
 from tests.ray_fakes import SILENT, Answer, FakeHandle, saying
 
 JSON = ResponseHead(200, ((b"content-type", b"application/json"),))

@@ -18,8 +18,8 @@ from speculant.errors import ConfigError
 from speculant.ray.front import REPLICA, make_front
 from speculant.ray.routed import RoutedRequest
 from speculant.serving.app import OPEN_PATHS, make_app
-from speculant.serving.inside import InsideRequest, ResponseHead, responses, whole_response
 from speculant.serving.options import ServerOptions
+from speculant.serving.process import InsideRequest, ResponseHead, responses, whole_response
 from tests.ray_fakes import FakeHandle, FakeReplicas, answering, saying
 
 T = TypeVar("T")

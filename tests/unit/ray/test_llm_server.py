@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict
 from speculant.errors import ConfigError
 from speculant.ray.llm_server import LLMServer
 from speculant.serving.errors import ApiError
-from speculant.serving.inside import InsideRequest, whole_response
+from speculant.serving.process import InsideRequest, whole_response
 
 T = TypeVar("T")
 PROMPT = {"model": "demo", "prompt": "def add(a, b):", "max_tokens": 12, "temperature": 0}

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from speculant.ray.routed import MOST_CHARACTERS, routed
-from speculant.serving.inside import InsideRequest
+from speculant.serving.process import InsideRequest
 
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello."}]
 VALUES = st.recursive(

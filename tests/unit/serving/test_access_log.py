@@ -12,10 +12,9 @@ import pytest
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from speculant import SamplingParams, StreamPiece
-from speculant.serving.access_log import FORMS, AccessLog
-from speculant.serving.clients import API_KEY, USER, key_digest
-from speculant.serving.middleware import ApiKeys, Heads, RequestIds
-from speculant.serving.records import RECORD, RequestRecord, RequestRecords, note_end
+from speculant.serving.access_log import FORMS, RECORD, AccessLog, RequestRecord, RequestRecords, note_end
+from speculant.serving.http.clients import API_KEY, USER, key_digest
+from speculant.serving.http.limits import ApiKeys, Heads, RequestIds
 
 FIELDS = ["time", "client", "method", "path", "status", "bytes", "seconds", "first_token_seconds", "prompt_tokens",
           "generated_tokens", "accepted_tokens", "end", "request_id"]  # fmt: skip

@@ -7,8 +7,8 @@ import asyncio
 import pytest
 from starlette.types import Receive, Scope, Send
 
-from speculant.serving.clients import API_KEY, USER, client_of, key_digest, network_of
-from speculant.serving.middleware import NamedUsers
+from speculant.serving.http.clients import API_KEY, USER, client_of, key_digest, network_of
+from speculant.serving.http.limits import NamedUsers
 
 
 @pytest.mark.parametrize(

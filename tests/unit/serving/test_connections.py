@@ -15,14 +15,13 @@ import h11
 import pytest
 
 from speculant.errors import ConfigError
-from speculant.serving.acceptor import Acceptor
-from speculant.serving.clients import is_within, with_mapped
-from speculant.serving.connections import Connections, Rarely, bounded_connections
 from speculant.serving.errors import ApiError
-from speculant.serving.middleware import BodyBytes
+from speculant.serving.http.clients import is_within, with_mapped
+from speculant.serving.http.connection import MOST_HEADERS, ChunkCount, check_head, check_request, find_head
+from speculant.serving.http.limits import BodyBytes
+from speculant.serving.http.places import Connections, Rarely, RoundRobin, bounded_connections
+from speculant.serving.http.server import Acceptor
 from speculant.serving.options import ServerOptions
-from speculant.serving.request_heads import MOST_HEADERS, ChunkCount, check_head, check_request, find_head
-from speculant.serving.round_robin import RoundRobin
 
 FAR, NEAR, OTHER = "192.0.2.1", "192.0.2.2", "192.0.2.3"
 

@@ -17,7 +17,7 @@ from speculant.errors import (
     SpeculantError,
 )
 from speculant.serving.errors import ApiError, api_error, refusal, scrub
-from speculant.serving.protocol import ChatBody
+from speculant.serving.openai.protocol import ChatBody
 
 
 @pytest.mark.parametrize(

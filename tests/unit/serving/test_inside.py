@@ -8,7 +8,7 @@ from contextlib import aclosing
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
-from speculant.serving.inside import InsideRequest, ResponseHead, responses, whole_response
+from speculant.serving.process import InsideRequest, ResponseHead, responses, whole_response
 
 REQUEST = InsideRequest("POST", "/echo", b"body", ((b"x-name", b"value"),), b"a=1", "10.0.0.7")
 

@@ -11,8 +11,8 @@ import httpx
 import pytest
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from speculant.serving.clients import API_KEY
-from speculant.serving.middleware import ApiKeys, RequestIds, RequestLimits
+from speculant.serving.http.clients import API_KEY
+from speculant.serving.http.limits import ApiKeys, RequestIds, RequestLimits
 from speculant.serving.options import ServerOptions
 
 

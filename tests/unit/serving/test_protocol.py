@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from speculant.serving import protocol
 from speculant.serving.errors import ApiError, refusal
-from speculant.serving.fields import REFUSED
-from speculant.serving.protocol import (
+from speculant.serving.openai import protocol
+from speculant.serving.openai.protocol import (
     MOST_ENTRIES,
+    REFUSED,
     Body,
     ChatBody,
     CompletionBody,

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from speculant.engine.prompts import RenderedPrompt
-from speculant.serving.reasoning import ReasoningDelta, ReasoningParser, find_reasoning
+from speculant.serving.openai.messages import ReasoningDelta, ReasoningParser, find_reasoning
 from speculant.serving.tools import TextDelta
 from speculant.structured.constraint import Reasoning
 from speculant.text.reasoning import expect_reasoning

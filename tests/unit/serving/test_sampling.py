@@ -13,9 +13,9 @@ from pydantic import ValidationError
 from speculant import SamplingParams
 from speculant.errors import ConfigError
 from speculant.serving.errors import ApiError
-from speculant.serving.protocol import SETTINGS, ChatBody, CompletionBody, GeneratingBody, ResponseBody
-from speculant.serving.responses.chat import as_chat
-from speculant.serving.sampling import chat_params, completion_params, with_bounded_drafts
+from speculant.serving.openai.items import as_chat
+from speculant.serving.openai.protocol import SETTINGS, ChatBody, CompletionBody, GeneratingBody, ResponseBody
+from speculant.serving.openai.settings import chat_params, completion_params, with_bounded_drafts
 from tests.documented_fields import VALUES
 from tests.whole_numbers import WRONG, places
 

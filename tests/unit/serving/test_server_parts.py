@@ -11,13 +11,12 @@ import pytest
 
 from speculant.errors import ConfigError
 from speculant.metrics import SpeculationMetrics
-from speculant.serving.clients import API_KEY, USER, salt_of
 from speculant.serving.errors import ApiError
-from speculant.serving.messages import MessageReader, joined_calls
+from speculant.serving.http.clients import API_KEY, USER, salt_of
+from speculant.serving.openai.answers import LOWEST, TokenTexts, chat_logprob, completion_logprobs, prompt_logprobs
+from speculant.serving.openai.messages import MessageReader, ReasoningParser, joined_calls
 from speculant.serving.options import ServerOptions
-from speculant.serving.reasoning import ReasoningParser
 from speculant.serving.state import Admission
-from speculant.serving.token_texts import LOWEST, TokenTexts, chat_logprob, completion_logprobs, prompt_logprobs
 from speculant.serving.tools import find_parser
 from speculant.serving.wire import encode, event
 from speculant.text.tokenizer import Tokenizer

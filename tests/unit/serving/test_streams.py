@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from speculant.serving.streams import ABORT, ClientGoneError, EventStream, while_connected
+from speculant.serving.wire import ABORT, ClientGoneError, EventStream, while_connected
 
 
 class Client:

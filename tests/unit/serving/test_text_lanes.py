@@ -8,7 +8,7 @@ from concurrent.futures import CancelledError
 import pytest
 
 from speculant.serving.errors import ApiError
-from speculant.serving.text_lanes import LARGE, TextLanes
+from speculant.serving.state import LARGE, TextLanes
 
 PATIENCE = 30.0
 

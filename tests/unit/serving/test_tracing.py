@@ -12,7 +12,7 @@ import pytest
 from speculant import SamplingParams, StreamPiece
 from speculant.errors import ConfigError
 from speculant.metrics import RequestMetrics, SpeculationMetrics, StepTiming, TimingMetrics
-from speculant.serving.records import REQUEST_ID, RequestRecord
+from speculant.serving.access_log import REQUEST_ID, RequestRecord
 from speculant.serving.tracing import Tracer, phases, traces_url
 from speculant.types import CompletionOutput, RequestOutput
 

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from speculant.serving.errors import ApiError
-from speculant.serving.protocol import ResponseBody
-from speculant.serving.responses.chat import as_chat, shown_settings
-from speculant.serving.responses.items import as_messages, read_items
+from speculant.serving.openai.items import as_chat, as_messages, read_items, shown_settings
+from speculant.serving.openai.protocol import ResponseBody
 
 CALL = {"type": "function_call", "call_id": "c1", "name": "cut", "arguments": '{"a":1}'}
 OUTPUT = {"type": "function_call_output", "call_id": "c1", "output": "done"}

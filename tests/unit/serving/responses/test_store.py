@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
-from speculant.serving.responses.routes import page_of
-from speculant.serving.responses.store import (
+from speculant.serving.openai.responses import page_of
+from speculant.serving.openai.store import (
     PER_ITEM,
     PER_RESPONSE,
     SHARE,

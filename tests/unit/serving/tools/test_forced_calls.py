@@ -15,10 +15,10 @@ from speculant import plugins
 from speculant.errors import RequestError
 from speculant.params import SamplingParams
 from speculant.serving.errors import ApiError
-from speculant.serving.messages import joined_calls
-from speculant.serving.prompts import Prompt
-from speculant.serving.protocol import ChatBody, Message
-from speculant.serving.tool_use import finish_reason_of_calls, reader_for, with_allowed_tools, with_tools
+from speculant.serving.openai.messages import joined_calls
+from speculant.serving.openai.prompts import Prompt
+from speculant.serving.openai.protocol import ChatBody, Message
+from speculant.serving.openai.settings import finish_reason_of_calls, reader_for, with_allowed_tools, with_tools
 from speculant.structured.grammars import Grammars
 from speculant.text.tokenizer import Tokenizer
 from tests.examples import examples

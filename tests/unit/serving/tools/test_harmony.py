@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from speculant.params import SamplingParams
 from speculant.serving.errors import ApiError
-from speculant.serving.messages import MessageReader, joined_calls
-from speculant.serving.prompts import Prompt
-from speculant.serving.protocol import ChatBody, Message
-from speculant.serving.tool_use import reader_for, with_tools
+from speculant.serving.openai.messages import MessageReader, joined_calls
+from speculant.serving.openai.prompts import Prompt
+from speculant.serving.openai.protocol import ChatBody, Message
+from speculant.serving.openai.settings import reader_for, with_tools
 from speculant.structured.grammars import Grammars
 from speculant.text.tokenizer import Tokenizer
 from tests.examples import examples

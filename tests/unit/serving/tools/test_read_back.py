@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from speculant.serving.tool_use import unknown_formats
+from speculant.serving.openai.settings import unknown_formats
 from speculant.serving.tools import find_format
 from speculant.text.reasoning import find_tags
 from tests.tagged import HARMONY_TEMPLATE, tokenizer_with_tags

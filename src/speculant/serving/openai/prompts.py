@@ -12,8 +12,7 @@ from speculant.engine.prompts import PlainPrompt, PromptPair, RenderedPrompt
 from speculant.engine.prompts import Prompt as GivenPrompt
 from speculant.params import SamplingParams
 from speculant.serving.errors import refusal, timed_out
-from speculant.serving.options import ServerOptions
-from speculant.serving.protocol import (
+from speculant.serving.openai.protocol import (
     DEFAULT_COMPLETION_TOKENS,
     ChatBody,
     CompletionBody,
@@ -21,7 +20,8 @@ from speculant.serving.protocol import (
     Message,
     TokenizeBody,
 )
-from speculant.serving.text_lanes import TextLanes
+from speculant.serving.options import ServerOptions
+from speculant.serving.state import TextLanes
 from speculant.text.stream import TokenOffsets
 
 T = TypeVar("T")

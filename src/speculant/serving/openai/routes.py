@@ -10,16 +10,13 @@ from starlette.responses import Response
 
 from speculant import __version__
 from speculant.engine.async_engine import AsyncEngine
-from speculant.serving.chat_answers import ChatAnswer
-from speculant.serving.completion_answers import CompletionAnswer
 from speculant.serving.errors import ApiError, refusal
-from speculant.serving.prompts import Prompt, Prompts, count_prompts
-from speculant.serving.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from speculant.serving.sampling import completion_params
-from speculant.serving.service import Job, Service
-from speculant.serving.streams import while_connected
-from speculant.serving.tool_use import finish_reason_of_calls, with_allowed_tools
-from speculant.serving.wire import encode_in_parts, encode_long, json_response
+from speculant.serving.openai.answers import ChatAnswer, CompletionAnswer
+from speculant.serving.openai.prompts import Prompt, Prompts, count_prompts
+from speculant.serving.openai.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from speculant.serving.openai.service import Job, Service
+from speculant.serving.openai.settings import completion_params, finish_reason_of_calls, with_allowed_tools
+from speculant.serving.wire import encode_in_parts, encode_long, json_response, while_connected
 
 
 class Routes:

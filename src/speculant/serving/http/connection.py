@@ -1,6 +1,7 @@
 """One connection to a client: HTTP/1.1 on h11's parser, with deadlines and bounds against attacks.
 
 The client's deadlines: header_timeout for the head of each request, body_timeout for its body, send_timeout to read.
+A head is its first line and its headers.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import http
 import logging
+import re
 import select
 import socket
 from collections.abc import Callable
@@ -19,21 +21,11 @@ import h11
 from starlette.types import ASGIApp, Message, Scope
 from typing_extensions import override
 
-from speculant.serving.clients import network_of
-from speculant.serving.connections import Connections
 from speculant.serving.errors import ApiError, refusal, unavailable
+from speculant.serving.http.clients import network_of
+from speculant.serving.http.places import Connections, RoundRobin
 from speculant.serving.options import PROBED_PATHS, ServerOptions
-from speculant.serving.request_heads import (
-    ChunkCount,
-    blank_line,
-    check_head,
-    check_request,
-    find_head,
-    headers_too_large,
-)
-from speculant.serving.round_robin import RoundRobin
-from speculant.serving.streams import ABORT
-from speculant.serving.wire import event, raw_error
+from speculant.serving.wire import ABORT, event, raw_error
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +33,7 @@ _PIECE = 16 * 2**10  # bytes that are received and parsed at a time
 _MOST_EVENTS = 32  # that are parsed at a time: heads, and parts of bodies
 _MOST_BODY = 2**16  # bytes of a body that wait for the application before no more are received
 _LEAST_READ = 64 * 2**10  # bytes of an answer that a client has to read within send_timeout
-_END = getattr(select, "POLLRDHUP", 0)  # where it is missing, only a connection that is closed both ways is noticed
+_LEFT = getattr(select, "POLLRDHUP", 0)  # where it is missing, only a connection that is closed both ways is noticed
 _CLOSE = (b"connection", b"close")
 _LINGER = 1.0  # seconds of discarding the rest of a refused request, so that the client reads the answer
 _PROVISIONALLY = 5.0  # seconds that a connection beyond the places may take for the head of its request and its answer
@@ -525,7 +517,7 @@ def _phrase(status: int) -> bytes:
 def _has_left(client: socket.socket) -> bool:
     """Whether a client has closed its end, although data from it have not been read: its next requests."""
     looking = select.poll()
-    looking.register(client, _END)
+    looking.register(client, _LEFT)
     return bool(looking.poll(0))
 
 
@@ -539,3 +531,79 @@ def _ignore(_: ApiError) -> None:
 
 def _unchanged(request: h11.Request) -> h11.Request:
     return request
+
+
+MOST_HEADERS = 128  # each takes time in the event loop
+_HEAD_END = re.compile(rb"\n\r?\n")
+_LENGTH = re.compile(rb"^content-length:(.*)$", re.IGNORECASE | re.MULTILINE)
+_ABSOLUTE = re.compile(rb"https?://[^/?]+", re.IGNORECASE)
+
+
+def find_head(data: bytes) -> bytes | None:
+    """Return the head that data begin with, up to its blank line; None = it is not complete."""
+    end = _HEAD_END.search(data)
+    return None if end is None else data[: end.end()]
+
+
+def blank_line(data: bytes) -> int | None:
+    """Return the bytes of an empty line before a request, which is ignored (RFC 9112, 2.2). None = more data tell."""
+    return None if data == b"\r" else 2 if data.startswith(b"\r\n") else 1 if data.startswith(b"\n") else 0
+
+
+def headers_too_large(most: int) -> ApiError:
+    """Return the error for a head of too many bytes."""
+    return ApiError(431, f"The headers have over {most} bytes.", code="headers_too_large")
+
+
+def check_head(head: bytes, most_bytes: int) -> None:
+    """Check a head before it is parsed: its size, the number of its headers, and that it has one length at most."""
+    if len(head) > most_bytes:
+        raise headers_too_large(most_bytes)
+    if head.count(b"\n") - 2 > MOST_HEADERS:
+        raise ApiError(431, f"The request has over {MOST_HEADERS} headers.", code="headers_too_large")
+    lengths = _LENGTH.findall(head)
+    if len(lengths) > 1 or not all(each.strip().isdigit() for each in lengths):
+        raise refusal("The request has more than one Content-Length, or one that is not a number.")
+
+
+def check_request(request: h11.Request) -> h11.Request:
+    """Check a parsed head; return it with a target that is a path, as routes expect it."""
+    names = {name for name, _ in request.headers}
+    if request.http_version not in (b"1.0", b"1.1"):
+        raise refusal("Only HTTP/1.1 and HTTP/1.0 are supported.")
+    if b"transfer-encoding" in names and (b"content-length" in names or request.http_version == b"1.0"):
+        raise refusal("The length of the body is ambiguous: send either Content-Length or, in HTTP/1.1, chunks.")
+    target = _path_of(request)
+    if target == request.target:
+        return request
+    return h11.Request(method=request.method, headers=request.headers, target=target, http_version=request.http_version)
+
+
+def _path_of(request: h11.Request) -> bytes:
+    """Return a target without scheme and host, which clients send to proxies."""
+    target = request.target
+    if b"#" in target:
+        raise refusal("The address has a fragment (#), which clients keep to themselves.")
+    if target.startswith(b"/") or (request.method, target) == (b"OPTIONS", b"*"):
+        return target
+    absolute = _ABSOLUTE.match(target)
+    if absolute is None:
+        raise refusal("The address is neither a path nor a URL of http.")
+    path = target[absolute.end() :]
+    return path if path.startswith(b"/") else b"/" + path
+
+
+class ChunkCount:
+    """Refuses bodies in many tiny chunks, each of which takes as much time as a large one."""
+
+    _FREE, _LEAST_BYTES = 256, 64  # chunks of any size; the least mean size of the others
+
+    def __init__(self) -> None:
+        self._chunks = self._bytes = 0
+
+    def add(self, data: h11.Data) -> None:
+        """Count a part of the body."""
+        self._chunks += data.chunk_start
+        self._bytes += len(data.data)
+        if self._chunks > self._FREE + self._bytes // self._LEAST_BYTES:
+            raise refusal(f"The body has many chunks of less than {self._LEAST_BYTES} bytes: send larger ones.")
