@@ -12,7 +12,7 @@ from fastapi import FastAPI
 from ray.serve.exceptions import RequestCancelledError
 
 from speculant.scale import RoutedRequest
-from speculant.serving.inside import responses
+from speculant.serving import responses
 
 SILENT = object()
 Answer = Callable[[RoutedRequest], AsyncIterator[Any]]

@@ -18,7 +18,6 @@ from typing import Any
 
 import httpx
 import pytest
-import uvicorn.server
 from fastapi import FastAPI
 
 from speculant import AsyncEngine
@@ -27,17 +26,7 @@ from speculant.serving import Server, ServerOptions, ServerState, make_app
 _PATIENCE = 30.0
 
 
-class _ShortPauses:
-    """asyncio as uvicorn sees it: a pause takes a tenth of its time, so that servers notice ends and deadlines soon."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(asyncio, name)
-
-    async def sleep(self, seconds: float) -> None:
-        await asyncio.sleep(seconds / 10)
-
-
-uvicorn.server.asyncio = _ShortPauses()  # type: ignore[attr-defined, assignment]
+Server.tick_s = 0.01  # so that servers notice ends and deadlines soon
 
 
 class LiveServer:

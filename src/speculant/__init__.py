@@ -13,17 +13,13 @@ if TYPE_CHECKING:
         BeamSearchOutput,
         BeamSearchParams,
         BeamSearchSequence,
-        Counter,
         ExplicitEncoderDecoderPrompt,
-        Gauge,
-        Histogram,
-        Metric,
         StreamPiece,
         TextPrompt,
         TokensPrompt,
-        Vector,
     )
     from speculant.errors import SpeculantError
+    from speculant.metrics import Counter, Gauge, Histogram, Metric, Vector
     from speculant.params import SamplingParams
     from speculant.structured import StructuredOutputs, StructuredOutputs as StructuredOutputsParams
     from speculant.types import Client, CompletionOutput, DraftTree, Logprob, RequestOutput, Verdict
@@ -34,7 +30,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "AsyncEngine": "speculant.engine.async_engine",
     **dict.fromkeys(("BeamSearchOutput", "BeamSearchParams", "BeamSearchSequence"), "speculant.engine.beam_search"),
-    **dict.fromkeys(("Counter", "Gauge", "Histogram", "Metric", "Vector"), "speculant.engine.readings"),
+    **dict.fromkeys(("Counter", "Gauge", "Histogram", "Metric", "Vector"), "speculant.metrics"),
     **dict.fromkeys(("ExplicitEncoderDecoderPrompt", "TextPrompt", "TokensPrompt"), "speculant.engine.prompts"),
     "LLM": "speculant.engine.llm",
     "StreamPiece": "speculant.engine.generation",

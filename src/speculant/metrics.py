@@ -1,4 +1,4 @@
-"""Counters and timings of requests and of the engine. Nothing here prints."""
+"""Counters and timings of requests and of the engine, and the metrics that show an engine's. Nothing here prints."""
 
 from __future__ import annotations
 
@@ -144,15 +144,37 @@ class StepTiming(NamedTuple):
         return (self.verified if self.passed is None else self.passed) - self.drafted
 
 
-@dataclass
-class PassTotals:
-    """The target passes that any sample of a prompt took part in, each counted once, and their steps' times."""
+@dataclass(kw_only=True)
+class StageTimes:
+    """The times of steps by stage, in seconds.
 
-    passes: int = 0
+    pass_s is the part of verify_s that the target's passes took. encode_s: the encoder's passes over any request's
+    source, in the same steps.
+    """
+
     encode_s: float = 0.0
     draft_s: float = 0.0
     verify_s: float = 0.0
     pass_s: float = 0.0
+
+    def count_stages(self, step: StepTiming) -> None:
+        """Add the times of a step."""
+        self.encode_s += step.encode_s
+        self.draft_s += step.draft_s
+        self.verify_s += step.verify_s
+        self.pass_s += step.pass_s
+
+    def copy_stages(self, other: StageTimes) -> None:
+        """Take over the times of others."""
+        self.encode_s, self.draft_s = other.encode_s, other.draft_s
+        self.verify_s, self.pass_s = other.verify_s, other.pass_s
+
+
+@dataclass
+class PassTotals(StageTimes):
+    """The target passes that any sample of a prompt took part in, each counted once, and their steps' times."""
+
+    passes: int = 0
     newest: float | None = None  # when the newest step started, which identifies it
 
     def record(self, step: StepTiming) -> None:
@@ -160,22 +182,17 @@ class PassTotals:
         if step.started != self.newest:
             self.newest = step.started
             self.passes += 1
-            self.encode_s += step.encode_s
-            self.draft_s += step.draft_s
-            self.verify_s += step.verify_s
-            self.pass_s += step.pass_s
+            self.count_stages(step)
 
 
 @dataclass
-class TimingMetrics:
+class TimingMetrics(StageTimes):
     """Wall-clock figures of one sample, or of all samples of a request (`pooled`).
 
     Readings of `time.perf_counter` and durations, in seconds. started: when the first step that it took part in began.
-    pass_s is the part of verify_s that the target's passes took. encode_s: the encoder's passes over any request's
-    source, in the same steps. target_passes: passes that it took part in.
-    sampled_passes: those that gave it tokens; passes that only process a part of the prompt are left out. A pass that
-    serves k samples of a request adds 1 to its target_passes and k to its sampled_passes. together: the totals that the
-    samples of one prompt share; None = it is the only one.
+    target_passes: passes that it took part in. sampled_passes: those that gave it tokens; passes that only process a
+    part of the prompt are left out. A pass that serves k samples of a request adds 1 to its target_passes and k to its
+    sampled_passes. together: the totals that the samples of one prompt share; None = it is the only one.
     """
 
     arrival: float
@@ -185,10 +202,6 @@ class TimingMetrics:
     num_tokens: int = 0
     target_passes: int = 0
     sampled_passes: int = 0
-    encode_s: float = 0.0
-    draft_s: float = 0.0
-    verify_s: float = 0.0
-    pass_s: float = 0.0
     gaps: list[float] = field(default_factory=list)  # between one token and the next; 0 within a step
     together: PassTotals | None = None
 
@@ -203,7 +216,7 @@ class TimingMetrics:
         starts = [each.started for each in samples if each.started is not None]
         firsts = [each.first_token for each in samples if each.first_token is not None]
         lasts = [each.last_token for each in samples if each.last_token is not None]
-        return cls(
+        whole = cls(
             first.arrival,
             min(starts, default=None),
             min(firsts, default=None),
@@ -211,30 +224,24 @@ class TimingMetrics:
             num_tokens=sum(each.num_tokens for each in samples),
             target_passes=totals.passes,
             sampled_passes=sum(each.sampled_passes for each in samples),
-            encode_s=totals.encode_s,
-            draft_s=totals.draft_s,
-            verify_s=totals.verify_s,
-            pass_s=totals.pass_s,
             gaps=[gap for each in samples for gap in each.gaps],
         )
+        whole.copy_stages(totals)
+        return whole
 
     def record_pass(self, step: StepTiming) -> None:
         """Count the target pass of a step that the sample took part in."""
         if self.started is None:
             self.started = step.started
         self.target_passes += 1
-        self.encode_s += step.encode_s
-        self.draft_s += step.draft_s
-        self.verify_s += step.verified - step.drafted
-        self.pass_s += step.pass_s
+        self.count_stages(step)
         if self.together is not None:
             self.together.record(step)
 
     def share_passes(self, other: TimingMetrics) -> None:
         """Copy the passes of another sample and their times: both samples share their passes."""
         self.target_passes, self.sampled_passes = other.target_passes, other.sampled_passes
-        self.encode_s, self.draft_s = other.encode_s, other.draft_s
-        self.verify_s, self.pass_s = other.verify_s, other.pass_s
+        self.copy_stages(other)
         self.started = other.started
 
     def record_tokens(self, now: float, n: int) -> None:
@@ -427,6 +434,11 @@ class EngineMetrics:
         self.accepted_per_position = tuple(counts)
 
     @property
+    def blocks_share(self) -> float:
+        """The share of the cache's blocks that are in use, 1 = all."""
+        return _ratio(self.blocks_used, self.blocks_total)
+
+    @property
     def tokens_per_step(self) -> float:
         """Committed tokens per step, of all sequences of the batch together."""
         return _ratio(self.tokens, self.steps)
@@ -439,6 +451,116 @@ class EngineMetrics:
     def to_dict(self) -> dict[str, Any]:
         """Return all figures as plain values for JSON."""
         return {**asdict(self), "tokens_per_step": self.tokens_per_step, "tokens_per_pass": self.tokens_per_pass}
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A metric that was read. labels: model_name and others."""
+
+    name: str
+    labels: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Counter(Metric):
+    """A total that only grows."""
+
+    value: int
+
+
+@dataclass(frozen=True)
+class Vector(Metric):
+    """Totals by place: accepted draft tokens at each position of a draft."""
+
+    values: list[int]
+
+
+@dataclass(frozen=True)
+class Gauge(Metric):
+    """A number that goes up and down."""
+
+    value: float
+
+
+@dataclass(frozen=True)
+class Histogram(Metric):
+    """How many observations do not exceed each bound of `buckets`, "+Inf" among them; their number and sum.
+
+    An engine measures none; a server does, because requests arrive and end there.
+    """
+
+    count: int
+    sum: float
+    buckets: dict[str, int]
+
+
+Kind = type[Counter] | type[Gauge] | type[Vector]
+
+
+class EngineFigure(NamedTuple):
+    """A metric of an engine's totals. field: of `EngineMetrics`. name: vLLM's, where vLLM has it.
+
+    vllm: "engine" = vLLM's servers have it, and its engine's `get_metrics`; "server" = its servers only; "" = neither.
+    """
+
+    name: str
+    field: str
+    kind: Kind
+    vllm: str
+    text: str
+
+
+_PASSES = (
+    "Target passes that gave a sequence tokens, per sequence; generation_tokens over these is the tokens per pass."
+)
+_PER_POSITION = "spec_decode_num_accepted_tokens_per_pos"
+_FIGURES: tuple[tuple[str, str, Kind, str, str], ...] = (
+    ("prompt_tokens", "prompt_tokens", Counter, "engine", "Tokens of the prompts of ended requests."),
+    (
+        "prompt_tokens_cached",
+        "prefix_hit_tokens",
+        Counter,
+        "server",
+        "Those of them that were found in the prefix cache.",
+    ),
+    ("generation_tokens", "tokens", Counter, "engine", "Tokens generated."),
+    ("generation_passes", "sampled_passes", Counter, "", _PASSES),
+    ("num_preemptions", "preemptions", Counter, "engine", "Sequences preempted, for memory or for another client."),
+    ("prefix_cache_queries", "prompt_tokens", Counter, "engine", "Prompt tokens looked up in the prefix cache."),
+    ("prefix_cache_hits", "prefix_hit_tokens", Counter, "engine", "Prompt tokens found in the prefix cache."),
+    ("gpu_prefix_cache_queries", "prompt_tokens", Counter, "server", "prefix_cache_queries under its older name."),
+    ("gpu_prefix_cache_hits", "prefix_hit_tokens", Counter, "server", "prefix_cache_hits under its older name."),
+    ("spec_decode_num_drafts", "drafts", Counter, "engine", "Drafts verified."),
+    ("spec_decode_num_draft_tokens", "draft_tokens", Counter, "engine", "Draft tokens verified."),
+    ("spec_decode_num_accepted_tokens", "accepted_tokens", Counter, "engine", "Draft tokens accepted."),
+    ("num_requests_running", "running", Gauge, "engine", "Sequences that run."),
+    ("num_requests_waiting", "waiting", Gauge, "engine", "Sequences that wait for their first step, or for memory."),
+    ("kv_cache_usage_perc", "blocks_share", Gauge, "engine", "Share of the cache in use, 1 = all."),
+    ("gpu_cache_usage_perc", "blocks_share", Gauge, "server", "The same under its older name."),
+    (_PER_POSITION, "accepted_per_position", Vector, "engine", "Draft tokens accepted at each position."),
+)
+ENGINE_FIGURES = tuple(EngineFigure(*row) for row in _FIGURES)
+_STATE = ("waiting", "running", "blocks_used", "blocks_total", "block_size")  # fields that are no totals
+
+
+def read_metrics(totals: EngineMetrics, model: str) -> list[Metric]:
+    """Return the totals under vLLM's names ("vllm:prompt_tokens"), then each under its own ("speculant:steps")."""
+    labels = {"model_name": model}
+    shown = [each for each in ENGINE_FIGURES if each.vllm == "engine"]
+    found = [_metric(f"vllm:{each.name}", labels, each.kind, getattr(totals, each.field)) for each in shown]
+    return found + [
+        _metric(f"speculant:{name}", labels, _kind(name, value), value) for name, value in totals.to_dict().items()
+    ]
+
+
+def _kind(name: str, value: Any) -> Kind:
+    return Vector if isinstance(value, tuple) else Gauge if isinstance(value, float) or name in _STATE else Counter
+
+
+def _metric(name: str, labels: dict[str, str], kind: Kind, value: Any) -> Metric:
+    if kind is Vector:
+        return Vector(name, labels, list(value))
+    return Gauge(name, labels, float(value)) if kind is Gauge else Counter(name, labels, int(value))
 
 
 def percentile(values: Sequence[float], q: int) -> float | None:

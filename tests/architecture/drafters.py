@@ -13,7 +13,7 @@ FOREIGN_WORDS = {
     ("text.costs", "random"),  # a filter of jinja2
     ("text.length_bounds", "suffix"),  # a key of tokenizer.json
     ("text.token_bytes", "suffix"),  # the same
-    ("serving.sampling", "suffix"),  # a field of OpenAI's requests
+    ("serving.openai.settings", "suffix"),  # a field of OpenAI's requests
 }
 
 

@@ -10,13 +10,13 @@ import pytest
 from tests.architecture.rooms import ROOT, USERS, defined, home, inner_imports, rooms, size
 
 SLACK = 0.05  # of a budget, which follows a room that shrinks
-INNER_IMPORTS = 237  # of names that two files of a room have, of names that are also a file's; may only fall
+INNER_IMPORTS = 233  # of names that two files of a room have, of names that are also a file's; may only fall
 # Lines and files. A commit that adds a feature may raise those of its room.
 BUDGETS: dict[str, tuple[int, int]] = {
     "cache": (1625, 13),
     "cli": (3024, 17),
     "drafting": (7209, 58),
-    "engine": (6094, 30),
+    "engine": (6012, 29),
     "kernels": (1629, 8),
     "lab.bench": (4557, 29),
     "lab.cli": (3510, 26),
@@ -29,10 +29,10 @@ BUDGETS: dict[str, tuple[int, int]] = {
     "lengths": (1322, 11),
     "models": (13702, 68),
     "sampling": (437, 5),
-    "scale": (1971, 12),
+    "scale": (1970, 12),
     "scheduling": (1096, 8),
-    "serving": (8271, 53),
-    "structured": (1788, 15),
+    "serving": (8310, 36),
+    "structured": (1813, 9),
     "text": (2705, 20),
     "verification": (567, 10),
 }

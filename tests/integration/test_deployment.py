@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from speculant import AsyncEngine
 from speculant.cli import app
 from speculant.serving import ServerOptions
-from speculant.serving.server import _LAST_EVENTS
+from speculant.serving.http.server import _LAST_EVENTS
 from tests.models import Checkpoints
 from tests.servers import LiveServer, serve
 

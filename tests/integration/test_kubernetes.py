@@ -20,7 +20,7 @@ from speculant import AsyncEngine
 from speculant.cli import ServerFlags, app
 from speculant.config import EngineConfig
 from speculant.serving import ServerOptions, make_app
-from speculant.serving.server import _LAST_EVENTS
+from speculant.serving.http.server import _LAST_EVENTS
 from tests.endpoint_picker import read_load
 from tests.kubernetes_kinds import KINDS
 from tests.models import Checkpoints

@@ -66,7 +66,6 @@ from .prompts import (
     TokensPrompt as TokensPrompt,
 )
 from .propose import DraftBounds as DraftBounds, DraftBudget as DraftBudget, room as room
-from .readings import Counter as Counter, Gauge as Gauge, Histogram as Histogram, Metric as Metric, Vector as Vector
 from .requests import CheckedRequest as CheckedRequest, RequestFactory as RequestFactory
 from .runner import TargetOutput as TargetOutput, forward_target as forward_target
 from .thread import PieceStream as PieceStream

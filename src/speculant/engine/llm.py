@@ -17,9 +17,9 @@ from speculant.engine.engine import Engine
 from speculant.engine.frontend import Frontend, Message
 from speculant.engine.generation import Generation, StreamPiece, with_token_texts
 from speculant.engine.prompts import Prompt, split_prompts
-from speculant.engine.readings import Metric, read_metrics
 from speculant.engine.vllm_arguments import check_call
 from speculant.errors import ConfigError, RequestError
+from speculant.metrics import Metric, read_metrics
 from speculant.params import SamplingParams
 from speculant.text import Tokenizer
 from speculant.types import RequestOutput, StepOutput

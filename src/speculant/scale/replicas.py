@@ -22,8 +22,7 @@ from speculant.gguf_file import name_of
 from speculant.scale.cores import Cores, check_fit, cores_of_each
 from speculant.scale.fleet import RoutedRequest
 from speculant.scale.options import ReplicaOptions, with_absolute_paths
-from speculant.serving import ResponseHead, ServerOptions, load_app
-from speculant.serving.inside import responses
+from speculant.serving import ResponseHead, ServerOptions, load_app, responses
 
 logger = logging.getLogger(__name__)
 NAME = "speculant"  # of the application

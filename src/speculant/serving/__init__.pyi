@@ -1,5 +1,13 @@
-from .acceptor import Acceptor as Acceptor
-from .access_log import FORMS as FORMS, AccessLog as AccessLog, logger as logger
+from .access_log import (
+    FORMS as FORMS,
+    RECORD as RECORD,
+    REQUEST_ID as REQUEST_ID,
+    AccessLog as AccessLog,
+    RequestRecord as RequestRecord,
+    RequestRecords as RequestRecords,
+    logger as logger,
+    note_end as note_end,
+)
 from .app import (
     OPEN_PATHS as OPEN_PATHS,
     PAGE as PAGE,
@@ -7,7 +15,15 @@ from .app import (
     add_page as add_page,
     make_app as make_app,
 )
-from .clients import (
+from .errors import (
+    ApiError as ApiError,
+    api_error as api_error,
+    refusal as refusal,
+    scrub as scrub,
+    timed_out as timed_out,
+    unavailable as unavailable,
+)
+from .http.clients import (
     API_KEY as API_KEY,
     USER as USER,
     client_of as client_of,
@@ -18,21 +34,16 @@ from .clients import (
     salt_of as salt_of,
     with_mapped as with_mapped,
 )
-from .connections import Connections as Connections, Rarely as Rarely, bounded_connections as bounded_connections
-from .errors import (
-    ApiError as ApiError,
-    api_error as api_error,
-    refusal as refusal,
-    scrub as scrub,
-    timed_out as timed_out,
-    unavailable as unavailable,
+from .http.connection import (
+    MOST_HEADERS as MOST_HEADERS,
+    ChunkCount as ChunkCount,
+    HttpConnection as HttpConnection,
+    Surroundings as Surroundings,
+    check_head as check_head,
+    check_request as check_request,
+    find_head as find_head,
 )
-from .fields import ACCEPTED as ACCEPTED, REFUSED as REFUSED
-from .http1 import HttpConnection as HttpConnection, Surroundings as Surroundings
-from .inside import InsideRequest as InsideRequest, ResponseHead as ResponseHead, whole_response as whole_response
-from .messages import MessageReader as MessageReader, joined_calls as joined_calls
-from .metrics import RequestMeter as RequestMeter, ServerMetrics as ServerMetrics, token_buckets as token_buckets
-from .middleware import (
+from .http.limits import (
     ApiKeys as ApiKeys,
     BodyBytes as BodyBytes,
     Heads as Heads,
@@ -40,12 +51,39 @@ from .middleware import (
     RequestIds as RequestIds,
     RequestLimits as RequestLimits,
 )
-from .options import MOST_MESSAGES as MOST_MESSAGES, ServerOptions as ServerOptions
-from .process import load_app as load_app, load_engine as load_engine
-from .prompts import Prompt as Prompt
-from .protocol import (
+from .http.places import (
+    Connections as Connections,
+    Rarely as Rarely,
+    RoundRobin as RoundRobin,
+    bounded_connections as bounded_connections,
+)
+from .http.server import Acceptor as Acceptor, Server as Server
+from .metrics import RequestMeter as RequestMeter, ServerMetrics as ServerMetrics, token_buckets as token_buckets
+from .openai.answers import (
+    LOWEST as LOWEST,
+    TokenTexts as TokenTexts,
+    chat_logprob as chat_logprob,
+    completion_logprobs as completion_logprobs,
+    prompt_logprobs as prompt_logprobs,
+)
+from .openai.items import (
+    as_chat as as_chat,
+    as_messages as as_messages,
+    read_items as read_items,
+    shown_settings as shown_settings,
+)
+from .openai.messages import (
+    MessageReader as MessageReader,
+    ReasoningParser as ReasoningParser,
+    find_reasoning as find_reasoning,
+    joined_calls as joined_calls,
+)
+from .openai.prompts import Prompt as Prompt
+from .openai.protocol import (
+    ACCEPTED as ACCEPTED,
     BODIES as BODIES,
     MOST_ENTRIES as MOST_ENTRIES,
+    REFUSED as REFUSED,
     SETTINGS as SETTINGS,
     Body as Body,
     ChatBody as ChatBody,
@@ -56,25 +94,19 @@ from .protocol import (
     count_entries as count_entries,
     read_body as read_body,
 )
-from .reasoning import ReasoningParser as ReasoningParser, find_reasoning as find_reasoning
-from .records import (
-    RECORD as RECORD,
-    REQUEST_ID as REQUEST_ID,
-    RequestRecord as RequestRecord,
-    RequestRecords as RequestRecords,
-    note_end as note_end,
+from .openai.responses import page_of as page_of
+from .openai.service import error_event as error_event
+from .openai.settings import (
+    chat_params as chat_params,
+    completion_params as completion_params,
+    finish_reason_of_calls as finish_reason_of_calls,
+    reader_for as reader_for,
+    unknown_formats as unknown_formats,
+    with_allowed_tools as with_allowed_tools,
+    with_bounded_drafts as with_bounded_drafts,
+    with_tools as with_tools,
 )
-from .request_heads import (
-    MOST_HEADERS as MOST_HEADERS,
-    ChunkCount as ChunkCount,
-    check_head as check_head,
-    check_request as check_request,
-    find_head as find_head,
-)
-from .responses.chat import as_chat as as_chat, shown_settings as shown_settings
-from .responses.items import as_messages as as_messages, read_items as read_items
-from .responses.routes import page_of as page_of
-from .responses.store import (
+from .openai.store import (
     PER_ITEM as PER_ITEM,
     PER_RESPONSE as PER_RESPONSE,
     SHARE as SHARE,
@@ -83,37 +115,16 @@ from .responses.store import (
     StoredResponse as StoredResponse,
     Turn as Turn,
 )
-from .round_robin import RoundRobin as RoundRobin
-from .sampling import (
-    chat_params as chat_params,
-    completion_params as completion_params,
-    response_params as response_params,
-    with_bounded_drafts as with_bounded_drafts,
+from .options import MOST_MESSAGES as MOST_MESSAGES, ServerOptions as ServerOptions
+from .process import (
+    InsideRequest as InsideRequest,
+    ResponseHead as ResponseHead,
+    load_app as load_app,
+    load_engine as load_engine,
+    responses as responses,
+    whole_response as whole_response,
 )
-from .server import Server as Server
-from .service import error_event as error_event
-from .state import Admission as Admission, ServerState as ServerState
-from .streams import (
-    ABORT as ABORT,
-    ClientGoneError as ClientGoneError,
-    EventStream as EventStream,
-    while_connected as while_connected,
-)
-from .text_lanes import LARGE as LARGE, TextLane as TextLane, TextLanes as TextLanes
-from .token_texts import (
-    LOWEST as LOWEST,
-    TokenTexts as TokenTexts,
-    chat_logprob as chat_logprob,
-    completion_logprobs as completion_logprobs,
-    prompt_logprobs as prompt_logprobs,
-)
-from .tool_use import (
-    finish_reason_of_calls as finish_reason_of_calls,
-    reader_for as reader_for,
-    unknown_formats as unknown_formats,
-    with_allowed_tools as with_allowed_tools,
-    with_tools as with_tools,
-)
+from .state import LARGE as LARGE, Admission as Admission, ServerState as ServerState, TextLanes as TextLanes
 from .tools import call_schema as call_schema, find_format as find_format, find_parser as find_parser
 from .tools.base import (
     Delta as Delta,
@@ -125,9 +136,13 @@ from .tools.base import (
 from .tools.schema import CallShape as CallShape, call_grammar as call_grammar, json_symbol as json_symbol
 from .tracing import Tracer as Tracer, phases as phases, traces_url as traces_url
 from .wire import (
+    ABORT as ABORT,
+    ClientGoneError as ClientGoneError,
     Deferred as Deferred,
+    EventStream as EventStream,
     encode as encode,
     encode_in_parts as encode_in_parts,
     event as event,
     json_response as json_response,
+    while_connected as while_connected,
 )

@@ -23,22 +23,18 @@ from starlette.routing import Match, Route
 from speculant import __version__
 from speculant.engine import AsyncEngine
 from speculant.errors import SpeculantError
-from speculant.serving.access_log import AccessLog
+from speculant.serving.access_log import REQUEST_ID, AccessLog, Report, RequestRecords, note_end
 from speculant.serving.errors import ApiError, api_error
-from speculant.serving.middleware import ApiKeys, Heads, RequestIds, RequestLimits
+from speculant.serving.http.limits import ApiKeys, Heads, RequestIds, RequestLimits, Sites
+from speculant.serving.openai.protocol import BODIES, Body
+from speculant.serving.openai.responses import ResponseRoutes
+from speculant.serving.openai.routes import Routes
+from speculant.serving.openai.service import Service
+from speculant.serving.openai.settings import unknown_formats
 from speculant.serving.options import PROBED_PATHS, ServerOptions
-from speculant.serving.protocol import BODIES, Body
-from speculant.serving.records import REQUEST_ID, Report, RequestRecords, note_end
-from speculant.serving.responses.routes import ResponseRoutes
-from speculant.serving.routes import Routes
-from speculant.serving.service import Service
-from speculant.serving.sites import Sites
-from speculant.serving.state import ServerState, Source
-from speculant.serving.streams import ClientGoneError
-from speculant.serving.text_lanes import TextLanes
-from speculant.serving.tool_use import unknown_formats
+from speculant.serving.state import ServerState, Source, TextLanes
 from speculant.serving.tracing import Tracer
-from speculant.serving.wire import encode, error_response
+from speculant.serving.wire import ClientGoneError, encode, error_response
 
 logger = logging.getLogger(__name__)
 

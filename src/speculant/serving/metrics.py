@@ -8,21 +8,34 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from types import MappingProxyType
+from typing import Any, NamedTuple
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+import prometheus_client
+from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
+from typing_extensions import override
 
 from speculant.engine import StreamPiece
-from speculant.metrics import STEP_TOKENS, EngineMetrics, TimingMetrics
+from speculant.metrics import (
+    ENGINE_FIGURES,
+    STEP_TOKENS,
+    Counter,
+    EngineFigure,
+    EngineMetrics,
+    Gauge,
+    Kind,
+    TimingMetrics,
+    Vector,
+)
 from speculant.params import SamplingParams
+from speculant.serving.access_log import RequestRecord
 from speculant.serving.errors import api_error
-from speculant.serving.records import RequestRecord
-from speculant.types import RequestOutput
+from speculant.types import CompletionOutput, RequestOutput
 
 # vLLM's buckets, after smaller ones for small models.
 FIRST_TOKEN_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0,
@@ -35,73 +48,91 @@ N_BUCKETS = (1, 2, 5, 10, 20)
 _LABELS = ("model_name", "engine")
 _ENGINE = "0"  # one server has one engine
 _VLLM = "vllm"  # the prefix of vLLM's metrics
-_OWN_NAMES = frozenset({"generation_passes"})  # vLLM has no such metrics
-
-# Totals of the engine: name, description, and the field of `EngineMetrics`.
-_COUNTERS = (
-    ("prompt_tokens", "Tokens of the prompts of ended requests.", "prompt_tokens"),
-    ("prompt_tokens_cached", "Those of them that were found in the prefix cache.", "prefix_hit_tokens"),
-    ("generation_tokens", "Tokens generated.", "tokens"),
-    (
-        "generation_passes",
-        "Target passes that gave a sequence tokens, per sequence; generation_tokens over these is the tokens per pass.",
-        "sampled_passes",
-    ),
-    ("num_preemptions", "Sequences preempted, for memory or for another client.", "preemptions"),
-    ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", "prompt_tokens"),
-    ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", "prefix_hit_tokens"),
-    ("gpu_prefix_cache_queries", "prefix_cache_queries under its older name.", "prompt_tokens"),
-    ("gpu_prefix_cache_hits", "prefix_cache_hits under its older name.", "prefix_hit_tokens"),
-    ("spec_decode_num_drafts", "Drafts verified.", "drafts"),
-    ("spec_decode_num_draft_tokens", "Draft tokens verified.", "draft_tokens"),
-    ("spec_decode_num_accepted_tokens", "Draft tokens accepted.", "accepted_tokens"),
-)
-_GAUGES = (
-    ("num_requests_running", "Sequences that run.", "running"),
-    ("num_requests_waiting", "Sequences that wait for their first step, or for memory.", "waiting"),
-)
-_USAGE = (
-    ("kv_cache_usage_perc", "Share of the cache in use, 1 = all."),
-    ("gpu_cache_usage_perc", "The same under its older name."),
+_OWN_NAMES = frozenset(each.name for each in ENGINE_FIGURES if not each.vllm)
+_FAMILIES: Mapping[Kind, type[CounterMetricFamily | GaugeMetricFamily]] = MappingProxyType(
+    {Counter: CounterMetricFamily, Vector: CounterMetricFamily, Gauge: GaugeMetricFamily}
 )
 
-# Histograms of the times of samples that came to their end; None = the sample has no such time.
-_TIMES: Mapping[str, tuple[str, tuple[float, ...], Callable[[TimingMetrics], float | None]]] = MappingProxyType(
+Read = Callable[[RequestOutput, SamplingParams], Iterable[float | None]]  # None = there is no such figure
+
+
+class ServerHistogram(NamedTuple):
+    """A histogram of what a server measures.
+
+    read: its values for a prompt whose samples have all ended; None = it is measured when pieces arrive. buckets: empty
+    = those of tokens, up to the context's length.
+    """
+
+    text: str
+    buckets: tuple[float, ...]
+    read: Read | None = None
+
+
+def _of_each(read: Callable[[CompletionOutput, RequestOutput, SamplingParams], float | None]) -> Read:
+    """Return a function that reads a value of each sample."""
+    return lambda output, params: [read(sample, output, params) for sample in output.outputs]
+
+
+def _time(read: Callable[[TimingMetrics], float | None]) -> Read:
+    """Return a function that reads a time of each sample that was measured."""
+    return _of_each(lambda sample, *_: None if sample.metrics is None else read(sample.metrics.timing))
+
+
+FIRST_TOKEN, REQUEST = "time_to_first_token_seconds", "e2e_request_latency_seconds"
+NEXT_TOKEN, NEXT_TOKEN_BY_OLD_NAME = "inter_token_latency_seconds", "time_per_output_token_seconds"
+HISTOGRAMS: Mapping[str, ServerHistogram] = MappingProxyType(
     {
-        "request_queue_time_seconds": (
-            "Time from a sample's arrival to its first step.",
-            REQUEST_BUCKETS,
-            lambda timing: timing.queue_s,
+        FIRST_TOKEN: ServerHistogram("Time to the first token.", FIRST_TOKEN_BUCKETS),
+        NEXT_TOKEN: ServerHistogram("Time between a token and the next one.", TOKEN_BUCKETS),
+        NEXT_TOKEN_BY_OLD_NAME: ServerHistogram("The same under its older name.", TOKEN_BUCKETS),
+        REQUEST: ServerHistogram("Time from a sample's arrival to its end.", REQUEST_BUCKETS),
+        "request_params_n": ServerHistogram("Samples of a prompt, n.", N_BUCKETS, lambda _, params: [params.n]),
+        "request_queue_time_seconds": ServerHistogram(
+            "Time from a sample's arrival to its first step.", REQUEST_BUCKETS, _time(lambda timing: timing.queue_s)
         ),
-        "request_prefill_time_seconds": (
+        "request_prefill_time_seconds": ServerHistogram(
             "Time from a sample's first step to its first token.",
             REQUEST_BUCKETS,
-            lambda timing: timing.prompt_s,
+            _time(lambda timing: timing.prompt_s),
         ),
-        "request_decode_time_seconds": (
+        "request_decode_time_seconds": ServerHistogram(
             "Time from a sample's first token to its last.",
             REQUEST_BUCKETS,
-            lambda timing: None if timing.first_token is None else timing.decode_s,
+            _time(lambda timing: None if timing.first_token is None else timing.decode_s),
         ),
-        "request_inference_time_seconds": (
+        "request_inference_time_seconds": ServerHistogram(
             "Time from a sample's first step to its last token.",
             REQUEST_BUCKETS,
-            lambda timing: None if timing.prompt_s is None else timing.prompt_s + timing.decode_s,
+            _time(lambda timing: None if timing.prompt_s is None else timing.prompt_s + timing.decode_s),
         ),
-        "request_time_per_output_token_seconds": (
+        "request_time_per_output_token_seconds": ServerHistogram(
             "Mean time between the tokens of a sample.",
             TOKEN_BUCKETS,
-            lambda timing: timing.decode_s / (timing.num_tokens - 1) if timing.num_tokens > 1 else None,
+            _time(lambda timing: timing.decode_s / (timing.num_tokens - 1) if timing.num_tokens > 1 else None),
         ),
-    }
-)
-_SIZES: Mapping[str, str] = MappingProxyType(  # histograms of tokens, with buckets up to the context's length
-    {
-        "request_prompt_tokens": "Tokens of a sample's prompt.",
-        "request_prefill_kv_computed_tokens": "Tokens of a sample's prompt that were not found in the prefix cache.",
-        "request_generation_tokens": "Tokens of a sample.",
-        "request_max_num_generation_tokens": "Tokens of the longest sample of a prompt.",
-        "request_params_max_tokens": "max_tokens of a sample's request, if it is given.",
+        "request_prompt_tokens": ServerHistogram(
+            "Tokens of a sample's prompt.", (), _of_each(lambda _, output, __: output.num_prompt_tokens)
+        ),
+        "request_prefill_kv_computed_tokens": ServerHistogram(
+            "Tokens of a sample's prompt that were not found in the prefix cache.",
+            (),
+            _of_each(
+                lambda sample, output, _: (
+                    None if sample.metrics is None else output.num_prompt_tokens - sample.metrics.cached_tokens
+                )
+            ),
+        ),
+        "request_generation_tokens": ServerHistogram(
+            "Tokens of a sample.", (), _of_each(lambda sample, *_: len(sample.token_ids))
+        ),
+        "request_max_num_generation_tokens": ServerHistogram(
+            "Tokens of the longest sample of a prompt.",
+            (),
+            lambda output, _: [max(len(each.token_ids) for each in output.outputs)],
+        ),
+        "request_params_max_tokens": ServerHistogram(
+            "max_tokens of a sample's request, if it is given.", (), _of_each(lambda _, __, params: params.max_tokens)
+        ),
     }
 )
 
@@ -130,23 +161,10 @@ class ServerMetrics:
         self.registry = CollectorRegistry()
         self.registry.register(_EngineTotals(prefix, model, read, read_cache))
         self._prefix, self._model, self._read, self._longest = prefix, model, read, longest
-        self.first_token = self._histogram(
-            "time_to_first_token_seconds", "Time to the first token.", FIRST_TOKEN_BUCKETS
-        )
-        self.next_token, self.next_token_by_old_name = (
-            self._histogram(name, text, TOKEN_BUCKETS)
-            for name, text in (
-                ("inter_token_latency_seconds", "Time between a token and the next one."),
-                ("time_per_output_token_seconds", "The same under its older name."),
-            )
-        )
-        self.request = self._histogram(
-            "e2e_request_latency_seconds", "Time from a sample's arrival to its end.", REQUEST_BUCKETS
-        )
-        self._n = self._histogram("request_params_n", "Samples of a prompt, n.", N_BUCKETS)
-        self._times = {name: self._histogram(name, text, buckets) for name, (text, buckets, _) in _TIMES.items()}
-        self._sizes: dict[str, Histogram] = {}
-        self._ended = Counter(
+        self._histograms = {
+            name: self._histogram(name, each.buckets) for name, each in HISTOGRAMS.items() if each.buckets
+        }
+        self._ended = prometheus_client.Counter(
             f"{prefix}:request_success", "Samples ended.", (*_LABELS, "finished_reason"), registry=self.registry
         )
         for reason in ("stop", "length", "abort", "error"):
@@ -156,43 +174,39 @@ class ServerMetrics:
         """Count a sample that ended: stop, length, abort or error."""
         self._ended.labels(self._model, _ENGINE, reason).inc()
 
+    def measure(self, name: str, value: float) -> None:
+        """Add a value to a histogram."""
+        self._histograms[name].observe(value)
+
     def observe(self, output: RequestOutput, params: SamplingParams) -> None:
         """Measure a prompt's samples, all of which have ended."""
-        sizes, prompt = self._size_histograms(), output.num_prompt_tokens
-        self._n.observe(params.n)
-        sizes["request_max_num_generation_tokens"].observe(max(len(each.token_ids) for each in output.outputs))
-        for sample in output.outputs:
-            sizes["request_prompt_tokens"].observe(prompt)
-            sizes["request_generation_tokens"].observe(len(sample.token_ids))
-            if params.max_tokens is not None:
-                sizes["request_params_max_tokens"].observe(params.max_tokens)
-            if sample.metrics is not None:
-                sizes["request_prefill_kv_computed_tokens"].observe(prompt - sample.metrics.cached_tokens)
-                self._observe_times(sample.metrics.timing)
+        self._add_sizes()
+        for name, each in HISTOGRAMS.items():
+            for value in () if each.read is None else each.read(output, params):
+                if value is not None:
+                    self.measure(name, value)
 
     def page(self) -> tuple[bytes, str]:
         """Return the metrics in Prometheus' text format, and its media type."""
         if self._read() is not None:
-            self._size_histograms()
+            self._add_sizes()
         page = generate_latest(self.registry)
         if self._prefix != _VLLM:
             page += b"".join(_under_vllm_prefix(page, self._prefix))
         return page, CONTENT_TYPE_LATEST
 
-    def _observe_times(self, timing: TimingMetrics) -> None:
-        for name, (_, _, seconds_of) in _TIMES.items():
-            if (seconds := seconds_of(timing)) is not None:
-                self._times[name].observe(seconds)
-
-    def _size_histograms(self) -> dict[str, Histogram]:
-        """Return the histograms of tokens, whose buckets depend on the engine."""
-        if not self._sizes:
+    def _add_sizes(self) -> None:
+        """Add the histograms of tokens, whose buckets depend on the engine, if they are missing."""
+        missing = HISTOGRAMS.keys() - self._histograms.keys()
+        if missing:
             buckets = token_buckets(self._longest())
-            self._sizes = {name: self._histogram(name, text, buckets) for name, text in _SIZES.items()}
-        return self._sizes
+            self._histograms |= {name: self._histogram(name, buckets) for name in HISTOGRAMS if name in missing}
 
-    def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
-        made = Histogram(f"{self._prefix}:{name}", text, _LABELS, buckets=buckets, registry=self.registry)
+    def _histogram(self, name: str, buckets: Sequence[float]) -> prometheus_client.Histogram:
+        text = HISTOGRAMS[name].text
+        made = prometheus_client.Histogram(
+            f"{self._prefix}:{name}", text, _LABELS, buckets=buckets, registry=self.registry
+        )
         return made.labels(self._model, _ENGINE)
 
 
@@ -217,15 +231,15 @@ class RequestMeter:
         sample = prompt, piece.index
         if piece.token is not None:
             if (last := self._last.get(sample)) is None:
-                self._metrics.first_token.observe(now - self._started)
+                self._metrics.measure(FIRST_TOKEN, now - self._started)
             else:
-                self._metrics.next_token.observe(now - last)
-                self._metrics.next_token_by_old_name.observe(now - last)
+                self._metrics.measure(NEXT_TOKEN, now - last)
+                self._metrics.measure(NEXT_TOKEN_BY_OLD_NAME, now - last)
             self._last[sample] = now
         if piece.finish_reason is not None:
             self._open -= 1
             self._metrics.count_end(piece.finish_reason)
-            self._metrics.request.observe(now - self._started)
+            self._metrics.measure(REQUEST, now - self._started)
         if piece.output is not None:
             self._metrics.observe(piece.output, self._params)
 
@@ -259,17 +273,11 @@ class _EngineTotals(Collector):
     ) -> None:
         self._prefix, self._model, self._read, self._read_cache = prefix, model, read, read_cache
 
+    @override
     def collect(self) -> Iterator[Metric]:
-        """See `Collector.collect`."""
         totals = self._read() or EngineMetrics()
-        for name, text, field in _COUNTERS:
-            yield self._sample(CounterMetricFamily, name, text, getattr(totals, field))
-        for name, text, field in _GAUGES:
-            yield self._sample(GaugeMetricFamily, name, text, getattr(totals, field))
-        usage = totals.blocks_used / totals.blocks_total if totals.blocks_total else 0.0
-        for name, text in _USAGE:
-            yield self._sample(GaugeMetricFamily, name, text, usage)
-        yield self._per_position(totals)
+        for each in ENGINE_FIGURES:
+            yield self._figure(each, getattr(totals, each.field))
         yield self._tokens_of_steps(totals)
         yield self._adapters()
         if (cache := self._read_cache()) is not None:
@@ -279,18 +287,11 @@ class _EngineTotals(Collector):
             family.add_metric([*(cache[each] for each in names), _ENGINE], 1)
             yield family
 
-    def _sample(
-        self, kind: type[CounterMetricFamily | GaugeMetricFamily], name: str, text: str, value: float
-    ) -> Metric:
-        family = kind(f"{self._prefix}:{name}", text, labels=_LABELS)
-        family.add_metric([self._model, _ENGINE], value)
-        return family
-
-    def _per_position(self, totals: EngineMetrics) -> Metric:
-        name = f"{self._prefix}:spec_decode_num_accepted_tokens_per_pos"
-        family = CounterMetricFamily(name, "Draft tokens accepted at each position.", labels=(*_LABELS, "position"))
-        for position, count in enumerate(totals.accepted_per_position):
-            family.add_metric([self._model, _ENGINE, str(position)], count)
+    def _figure(self, figure: EngineFigure, value: Any) -> Metric:
+        labels = (*_LABELS, "position") if figure.kind is Vector else _LABELS
+        family = _FAMILIES[figure.kind](f"{self._prefix}:{figure.name}", figure.text, labels=labels)
+        for place, each in enumerate(value if figure.kind is Vector else [value]):
+            family.add_metric([self._model, _ENGINE, str(place)][: len(labels)], each)
         return family
 
     def _tokens_of_steps(self, totals: EngineMetrics) -> Metric:

@@ -26,7 +26,7 @@ from starlette.types import Scope
 from speculant.errors import ConfigError
 from speculant.metrics import RequestMetrics, SpeculationMetrics
 from speculant.params import SamplingParams
-from speculant.serving.records import REQUEST_ID, RequestRecord
+from speculant.serving.access_log import REQUEST_ID, RequestRecord
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import SpanProcessor

@@ -1,25 +1,30 @@
-from .allowance import (
+from .constraint import (
+    Grammar as Grammar,
+    GrammarConstraint as GrammarConstraint,
+    ReasonedConstraint as ReasonedConstraint,
+    Reasoning as Reasoning,
+)
+from .grammars import Grammars as Grammars
+from .lanes import (
     CLIENT_SHARE as CLIENT_SHARE,
     FREE_S as FREE_S,
     REFUSED_S as REFUSED_S,
     SLOW_S as SLOW_S,
     SPARE_S as SPARE_S,
     Allowance as Allowance,
+    ClientLane as ClientLane,
     ClientTime as ClientTime,
+    LaneClosedError as LaneClosedError,
+    LaneFullError as LaneFullError,
 )
-from .bounds import with_written_bounds as with_written_bounds
-from .constraint import Grammar as Grammar, GrammarConstraint as GrammarConstraint
-from .grammars import Grammars as Grammars
-from .lanes import ClientLane as ClientLane
-from .probe import Probed as Probed, ProbeLimits as ProbeLimits
-from .prober import Prober as Prober
-from .reasoned import ReasonedConstraint as ReasonedConstraint, Reasoning as Reasoning
+from .probe import Probed as Probed, ProbeLimits as ProbeLimits, Prober as Prober
 from .spec import (
     MAX_CHARACTERS as MAX_CHARACTERS,
     MAX_CHOICES as MAX_CHOICES,
     GrammarSource as GrammarSource,
     StructuredOutputs as StructuredOutputs,
     read_structured as read_structured,
+    with_written_bounds as with_written_bounds,
 )
 from .vocabulary import (
     JoinedConstraint as JoinedConstraint,

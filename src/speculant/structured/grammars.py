@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import Counter, OrderedDict
@@ -13,19 +14,25 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from speculant.errors import CapacityError, ConfigError, Converts, RequestError
-from speculant.structured.allowance import CLIENT_SHARE, REFUSED_S, SLOW_S, Allowance, ClientTime
 from speculant.structured.constraint import SIMPLIFY, Grammar
-from speculant.structured.lanes import ClientLane
-from speculant.structured.library import STRANGERS, StepLimits, make_matcher
-from speculant.structured.probe import STACK_BYTES, Probed, ProbeLimits
-from speculant.structured.prober import Prober
-from speculant.structured.reasons import has_no_text, is_of_schema, reason_of
+from speculant.structured.lanes import CLIENT_SHARE, REFUSED_S, SLOW_S, Allowance, ClientLane, ClientTime
+from speculant.structured.library import (
+    STRANGERS,
+    StepLimits,
+    has_no_text,
+    is_of_schema,
+    make_matcher,
+    read_vocabulary,
+    reason_of,
+)
+from speculant.structured.probe import STACK_BYTES, Probed, ProbeLimits, Prober
 from speculant.structured.spec import GrammarSource, StructuredOutputs
-from speculant.structured.spelling import read_vocabulary
 from speculant.text import Tokenizer
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
+
+logger = logging.getLogger(__name__)
 
 CAPACITY = 64  # grammars to keep
 MOST_BYTES = 512 * 2**20  # of memory that compiling the kept grammars took
@@ -124,7 +131,7 @@ class Grammars:
             stage = compilation.stage
         waiter.add_done_callback(partial(self._leave, compilation, client))
         if joins:
-            self._lanes[stage].submit(client, partial(self._attempt, compilation, stage))
+            self._submit(client, compilation, stage)
         return waiter
 
     def metered(self, grammar: Grammar, form: StructuredOutputs, client: str = "") -> Grammar:
@@ -164,6 +171,10 @@ class Grammars:
                 f" client's, and max_waiting is {self._most_waiting}; one client may have as many as stay free",
                 "try again later, or raise max_waiting.",
             )
+
+    def _submit(self, client: str, compilation: _Compilation, stage: int) -> None:
+        work = self._lanes[stage].submit(client, partial(self._attempt, compilation, stage))
+        work.add_done_callback(_log_failure)
 
     def _attempt(self, compilation: _Compilation, stage: int) -> None:
         """Compile a form within the limits of a stage, unless that is done already or nobody waits for it."""
@@ -205,7 +216,7 @@ class Grammars:
                 del self._known[compilation.source]
             clients, stage = list(compilation.clients), compilation.stage
         for client in clients:
-            self._lanes[stage].submit(client, partial(self._attempt, compilation, stage))
+            self._submit(client, compilation, stage)
 
     def _deliver(self, compilation: _Compilation, result: Grammar | BaseException) -> None:
         """Pass a result on to the callers, and drop forms beyond the capacity."""
@@ -290,6 +301,12 @@ class Grammars:
     def _prober(self) -> Prober:
         _ = self._tokens  # a vocabulary that the library can't read has its own error; the process would only fail
         return Prober(self._tokenizer.backend.to_str(), *self._facts)
+
+
+def _log_failure(work: Future[None]) -> None:
+    """Log an error of this module itself; those of forms are delivered to their callers."""
+    if (error := work.exception()) is not None:
+        logger.error("compiling a form failed", exc_info=error)
 
 
 def _noted(notes: OrderedDict[K, V], key: K, make: Callable[[], V]) -> V:

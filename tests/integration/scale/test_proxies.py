@@ -12,7 +12,7 @@ import ray
 from ray import serve
 
 from speculant import LLM, SamplingParams
-from speculant.ray import app
+from speculant.scale import app
 from tests.ray_cluster import PAIR, PATIENCE, cluster
 
 __all__ = ["cluster"]

@@ -119,7 +119,7 @@ def test_a_bug_s_log_line_has_the_request_s_id(
 ) -> None:
     engine = engine_of(checkpoints)
     server = serve(engine, access_log="json").ready()
-    fails = "speculant.serving.completion_answers.CompletionAnswer." + ("end" if stream else "document")
+    fails = "speculant.serving.openai.answers.CompletionAnswer." + ("end" if stream else "document")
     monkeypatch.setattr(fails, lambda _: 1 / 0)
     response = server.http.post("/v1/completions", json={**BODY, "stream": stream}, headers={"X-Request-Id": "mine"})
     assert response.headers["x-request-id"] == "mine"

@@ -11,10 +11,8 @@ from contextlib import ExitStack
 from typing import Any
 
 import pytest
-import uvicorn
 from starlette.requests import Request
 from starlette.responses import Response
-from uvicorn.server import ServerState as UvicornState
 
 from speculant import AsyncEngine
 from speculant.errors import ModelError
@@ -102,13 +100,12 @@ def test_who_is_dropped_before_its_turn_is_forgotten() -> None:
     async def main() -> None:
         loop = asyncio.get_running_loop()
         turns, connections = RoundRobin(loop), Connections(2, 0)
-        config = uvicorn.Config(lambda: None, log_config=None)
-        surroundings = Surroundings(config, UvicornState(), ServerOptions(), connections, turns)
+        surroundings = Surroundings(Response(), ServerOptions(), connections, turns)
         with ExitStack() as stack:
             pairs = [tuple(map(stack.enter_context, socket.socketpair())) for _ in range(3)]
             made = []
             for _, accepted in pairs:
-                made.append(HttpConnection(surroundings, {}, ("192.0.2.1", 1)))
+                made.append(HttpConnection(surroundings, ("192.0.2.1", 1)))
                 assert connections.add(made[-1], "192.0.2.1")
                 made[-1].begin(accepted, connections)
             assert [turns.has("192.0.2.1", each) for each in made] == [False, True, True]

@@ -16,8 +16,15 @@ from prometheus_client.parser import text_string_to_metric_families
 from speculant import AsyncEngine
 from speculant.errors import ConfigError
 from speculant.scale import REPLICA, RoutedRequest, make_front
-from speculant.serving import OPEN_PATHS, InsideRequest, ResponseHead, ServerOptions, make_app, whole_response
-from speculant.serving.inside import responses
+from speculant.serving import (
+    OPEN_PATHS,
+    InsideRequest,
+    ResponseHead,
+    ServerOptions,
+    make_app,
+    responses,
+    whole_response,
+)
 from tests.ray_fakes import FakeHandle, FakeReplicas, answering, saying
 
 T = TypeVar("T")

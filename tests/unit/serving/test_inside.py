@@ -8,8 +8,7 @@ from contextlib import aclosing
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
-from speculant.serving import InsideRequest, ResponseHead, whole_response
-from speculant.serving.inside import responses
+from speculant.serving import InsideRequest, ResponseHead, responses, whole_response
 
 REQUEST = InsideRequest("POST", "/echo", b"body", ((b"x-name", b"value"),), b"a=1", "10.0.0.7")
 

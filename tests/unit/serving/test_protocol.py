@@ -18,10 +18,10 @@ from speculant.serving import (
     CompletionBody,
     ResponseBody,
     count_entries,
-    protocol,
     read_body,
     refusal,
 )
+from speculant.serving.openai import protocol
 
 
 def refused(raw: bytes) -> ApiError:

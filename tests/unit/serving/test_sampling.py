@@ -19,9 +19,9 @@ from speculant.serving import (
     CompletionBody,
     GeneratingBody,
     ResponseBody,
+    as_chat,
     chat_params,
     completion_params,
-    response_params,
     with_bounded_drafts,
 )
 from tests.documented_fields import VALUES
@@ -30,7 +30,7 @@ from tests.whole_numbers import WRONG, places
 ROUTES: dict[str, tuple[type[GeneratingBody], dict[str, Any], Callable[[Any, Any], SamplingParams]]] = {
     "completions": (CompletionBody, {"prompt": "x"}, completion_params),
     "chat": (ChatBody, {"messages": [{"role": "user", "content": "x"}]}, chat_params),
-    "responses": (ResponseBody, {"input": "x"}, response_params),
+    "responses": (ResponseBody, {"input": "x"}, lambda engine, body: chat_params(engine, as_chat(body))),
 }
 OWN = {"beam_width": 2, "speculation": False}
 BESIDE = {"length_penalty": {"beam_width": 2}}  # other settings that a setting needs

@@ -11,8 +11,7 @@ import re
 from collections.abc import Callable, Generator
 from typing import Self
 
-from speculant.serving.tools.base import ToolParser
-from speculant.serving.tools.json_text import Emit, MalformedError, Script, read_object, skip_space
+from speculant.serving.tools.base import Emit, MalformedError, Script, ToolParser, read_object, skip_space
 from speculant.serving.tools.schema import CallShape, TokenId, Tool, check_word, literals, parameters
 
 _CHANNEL, _CONSTRAIN, _MESSAGE, _START = "<|channel|>", "<|constrain|>", "<|message|>", "<|start|>"

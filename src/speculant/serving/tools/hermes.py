@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from speculant.serving.tools.base import ToolParser
-from speculant.serving.tools.json_text import Script, skip_space
+from speculant.serving.tools.base import Script, ToolParser, skip_space
 from speculant.serving.tools.schema import CallShape, Tool, object_shape
 
 _OTHERS = ("<function=", "<arg_key>")  # formats that share the marker: Qwen3-Coder's, GLM's

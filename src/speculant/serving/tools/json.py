@@ -5,8 +5,7 @@ No template uses this format. It is the form of calls that a request requires if
 
 from __future__ import annotations
 
-from speculant.serving.tools.base import ToolParser
-from speculant.serving.tools.json_text import Script, drop, skip_space, take
+from speculant.serving.tools.base import Script, ToolParser, drop, skip_space, take
 from speculant.serving.tools.schema import CallShape, Tool, object_shape
 
 

@@ -7,8 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Generator
 
-from speculant.serving.tools.base import ToolParser, short_id
-from speculant.serving.tools.json_text import MalformedError, Script, drop, read_object, require, skip_space, take
+from speculant.serving.tools.base import (
+    MalformedError,
+    Script,
+    ToolParser,
+    drop,
+    read_object,
+    require,
+    short_id,
+    skip_space,
+    take,
+)
 from speculant.serving.tools.schema import WORD, CallShape, Tool, check_word, object_shape, parameters
 
 _ARGUMENTS = "[ARGS]"

@@ -10,8 +10,7 @@ from typing import Any, TypeVar
 from speculant.engine import AsyncEngine, PlainPrompt, Prompt as GivenPrompt, PromptPair, RenderedPrompt
 from speculant.params import SamplingParams
 from speculant.serving.errors import refusal, timed_out
-from speculant.serving.options import ServerOptions
-from speculant.serving.protocol import (
+from speculant.serving.openai.protocol import (
     DEFAULT_COMPLETION_TOKENS,
     ChatBody,
     CompletionBody,
@@ -19,7 +18,8 @@ from speculant.serving.protocol import (
     Message,
     TokenizeBody,
 )
-from speculant.serving.text_lanes import TextLanes
+from speculant.serving.options import ServerOptions
+from speculant.serving.state import TextLanes
 from speculant.text import TokenOffsets
 
 T = TypeVar("T")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -14,25 +15,29 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Scope
 
-from speculant.engine import AsyncEngine
+from speculant.engine import AsyncEngine, StreamPiece
 from speculant.errors import SpeculantError
 from speculant.params import SamplingParams
-from speculant.serving.answers import Answer, Call, Chunk
-from speculant.serving.clients import client_of, read_weights, salt_of
-from speculant.serving.errors import ApiError, api_error, refusal
+from speculant.serving.access_log import RECORD, REQUEST_ID, RequestRecord, note_end
+from speculant.serving.errors import ApiError, api_error, refusal, timed_out, unavailable
+from speculant.serving.http.clients import client_of, read_weights, salt_of
 from speculant.serving.metrics import RequestMeter, ServerMetrics
+from speculant.serving.openai.answers import Answer, Call, Chunk, TokenTexts
+from speculant.serving.openai.messages import MessageReader
+from speculant.serving.openai.prompts import Prompt, Prompts
+from speculant.serving.openai.protocol import Body, ChatBody, GeneratingBody, check_kind, read_body
+from speculant.serving.openai.settings import (
+    chat_params,
+    predicts,
+    reader_for,
+    with_allowed_tools,
+    with_bounded_drafts,
+    with_tools,
+)
 from speculant.serving.options import ServerOptions
-from speculant.serving.prompts import Prompt, Prompts
-from speculant.serving.protocol import Body, GeneratingBody, check_kind, read_body
-from speculant.serving.records import RECORD, REQUEST_ID, RequestRecord, note_end
-from speculant.serving.runs import Work, run
-from speculant.serving.sampling import predicts, with_bounded_drafts
-from speculant.serving.state import ServerState
-from speculant.serving.streams import EventStream, document_response, while_connected
-from speculant.serving.text_lanes import LARGE
-from speculant.serving.token_texts import TokenTexts
-from speculant.serving.wire import DONE, event
-from speculant.types import Client
+from speculant.serving.state import LARGE, ServerState
+from speculant.serving.wire import DONE, EventStream, document_response, event, while_connected
+from speculant.types import ANYONE, Client
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +60,16 @@ class Job:
     answer: Answer
     named_events: bool = False
     before_end: Callable[[], Awaitable[None]] | None = None
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A request for a chat that was read: its body, its settings, and what its answer needs."""
+
+    body: ChatBody
+    params: SamplingParams
+    call: Call
+    make_reader: Callable[[Prompt], MessageReader]
 
 
 class Service:
@@ -125,6 +140,19 @@ class Service:
             lists_tokens=lists_tokens,
             returns_ids=bool(getattr(body, "return_token_ids", False)),
         )
+
+    async def chat(self, engine: AsyncEngine, request: Request, translated: Callable[[], ChatBody]) -> Chat:
+        """Return a chat. translated: returns its body, perhaps from a body in another shape."""
+        engine.check_chats()
+        tokenizer, name = engine.tokenizer, self.options.tool_parser
+
+        def settings() -> tuple[ChatBody, SamplingParams]:
+            body = with_allowed_tools(translated())
+            return body, with_tools(tokenizer, chat_params(engine, body), body, name)
+
+        body, params = await self.apart(request, settings)
+        reader = reader_for(tokenizer, body, name, params.structured_outputs is not None)
+        return Chat(body, params, self.call(engine, body, params), reader)
 
     @cached_property
     def texts(self) -> TokenTexts:
@@ -259,3 +287,109 @@ def error_event(error: ApiError, number: int, named: bool) -> bytes:
         return event(error.body())
     value = {"type": "error", "code": error.code, "message": error.message, "param": error.param}
     return event({**value, "sequence_number": number}, "error")
+
+
+@dataclass(frozen=True)
+class Work:
+    """The prompts of one request, all with the same settings."""
+
+    request_id: str
+    prompts: Sequence[Prompt]
+    params: SamplingParams
+    priority: int = 0
+    cache_salt: str = ""
+    client: Client = ANYONE
+
+
+Numbered = tuple[int, StreamPiece]  # the number of a prompt, and a piece of one of its samples
+
+
+async def run(
+    engine: AsyncEngine, work: Work, options: ServerOptions, meter: RequestMeter
+) -> AsyncGenerator[Sequence[Numbered], None]:
+    """Yield the pieces of all prompts as they are committed, in batches. Closing the iterator aborts the request.
+
+    Raises ApiError for a missed deadline, and the errors of `AsyncEngine.stream`; of several errors the first.
+    """
+    arrived: asyncio.Queue[Numbered | Exception | None] = asyncio.Queue()
+    readers = [asyncio.create_task(_read(engine, work, place, options, arrived)) for place in range(len(work.prompts))]
+    try:
+        left = len(readers)
+        while left:
+            items = [await arrived.get()]
+            while not arrived.empty():
+                items.append(arrived.get_nowait())
+            failed = next((item for item in items if isinstance(item, Exception)), None)
+            before = items if failed is None else items[: items.index(failed)]
+            pieces = [item for item in before if isinstance(item, tuple)]
+            for piece in pieces:
+                meter.record(*piece)
+            if pieces:
+                yield pieces
+            if failed is not None:
+                raise failed
+            left -= items.count(None)
+    finally:
+        for reader in readers:
+            reader.cancel()
+        await asyncio.gather(*readers, return_exceptions=True)
+
+
+async def _read(
+    engine: AsyncEngine,
+    work: Work,
+    place: int,
+    options: ServerOptions,
+    arrived: asyncio.Queue[Numbered | Exception | None],
+) -> None:
+    """Put a prompt's pieces into the queue, then None or the error that ended it."""
+    request_id = f"{work.request_id}-{place}"
+    pieces = engine.stream(
+        work.prompts[place].given,
+        work.params,
+        request_id=request_id,
+        priority=work.priority,
+        cache_salt=work.cache_salt,
+        client=replace(work.client, call=work.request_id),
+    )
+    try:
+        async with asyncio.timeout(options.request_timeout), aclosing(pieces):
+            piece: StreamPiece | None = await _first(engine, pieces, request_id, options)
+            last = piece
+            while piece is not None:
+                arrived.put_nowait((place, piece))
+                last, piece = piece, await anext(pieces, None)
+            _check_output(last)
+        arrived.put_nowait(None)
+    except TimeoutError:
+        arrived.put_nowait(timed_out(f"The answer was not complete after {options.request_timeout} s."))
+    except Exception as error:  # noqa: BLE001 - any error ends the request
+        arrived.put_nowait(error)
+
+
+def _check_output(piece: StreamPiece | None) -> None:
+    """Raise, after the last piece, the error of a sample that failed while others succeeded."""
+    if piece is not None and piece.output is not None and piece.output.error is not None:
+        problem, _, fix = piece.output.error.partition("\n  Fix: ")
+        raise SpeculantError(problem, fix)
+
+
+async def _first(
+    engine: AsyncEngine, pieces: AsyncGenerator[StreamPiece, None], request_id: str, options: ServerOptions
+) -> StreamPiece | None:
+    """Return the first piece; raises ApiError if the queue or the first token takes too long."""
+    waiting = asyncio.ensure_future(anext(pieces, None))
+    queue, total = options.queue_timeout, options.first_token_timeout
+    try:
+        if queue is not None and (total is None or queue < total):
+            await asyncio.wait({waiting}, timeout=queue)
+            if not waiting.done() and not engine.has_begun(request_id):
+                raise unavailable(f"The request waited for {queue} s without being started.", "queue_timeout")
+            total = None if total is None else total - queue
+        await asyncio.wait({waiting}, timeout=total)
+        if not waiting.done():
+            raise timed_out(f"There was no first token after {options.first_token_timeout} s.")
+        return waiting.result()
+    finally:
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)

@@ -10,17 +10,13 @@ from starlette.responses import Response
 
 from speculant import __version__
 from speculant.engine import AsyncEngine
-from speculant.params import SamplingParams
-from speculant.serving.chat_answers import ChatAnswer
-from speculant.serving.completion_answers import CompletionAnswer
 from speculant.serving.errors import ApiError, refusal
-from speculant.serving.prompts import Prompt, Prompts, count_prompts
-from speculant.serving.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from speculant.serving.sampling import chat_params, completion_params
-from speculant.serving.service import Job, Service
-from speculant.serving.streams import while_connected
-from speculant.serving.tool_use import finish_reason_of_calls, reader_for, with_allowed_tools, with_tools
-from speculant.serving.wire import encode_in_parts, encode_long, json_response
+from speculant.serving.openai.answers import ChatAnswer, CompletionAnswer
+from speculant.serving.openai.prompts import Prompt, Prompts, count_prompts
+from speculant.serving.openai.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from speculant.serving.openai.service import Job, Service
+from speculant.serving.openai.settings import completion_params, finish_reason_of_calls, with_allowed_tools
+from speculant.serving.wire import encode_in_parts, encode_long, json_response, while_connected
 
 
 class Routes:
@@ -45,22 +41,13 @@ class Routes:
         """Continue a conversation."""
         service, engine = self._service, self._service.state.engine
         body = await service.read(ChatBody, request)
-        engine.check_chats()
-        tokenizer, name = engine.tokenizer, service.options.tool_parser
-
-        def settings() -> tuple[ChatBody, SamplingParams]:
-            allowed = with_allowed_tools(body)
-            return allowed, with_tools(tokenizer, chat_params(engine, allowed), allowed, name)
-
-        body, params = await service.apart(request, settings)
-        reader = reader_for(tokenizer, body, name, params.structured_outputs is not None)
-        call = service.call(engine, body, params)
-        answer = ChatAnswer(call, reader, finish_reason_of_calls(body))
+        chat = await service.chat(engine, request, lambda: body)
+        answer = ChatAnswer(chat.call, chat.make_reader, finish_reason_of_calls(chat.body))
 
         async def prompts() -> list[Prompt]:
-            return [await service.prompts(request).of_chat(engine, body)]
+            return [await service.prompts(request).of_chat(engine, chat.body)]
 
-        return await service.answer(engine, request, Job(body, params, 1, prompts, answer))
+        return await service.answer(engine, request, Job(chat.body, chat.params, 1, prompts, answer))
 
     async def tokenize(self, request: Request) -> Response:
         """Return the token ids of a prompt or of messages."""

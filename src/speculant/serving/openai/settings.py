@@ -1,0 +1,306 @@
+"""Turns a request's fields into `SamplingParams`, with the form of the calls that a `tool_choice` requires."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+from speculant import plugins
+from speculant.engine import AsyncEngine
+from speculant.params import SamplingParams
+from speculant.serving.errors import refusal
+from speculant.serving.openai.messages import MessageReader, find_reasoning, with_tags
+from speculant.serving.openai.prompts import Prompt
+from speculant.serving.openai.protocol import (
+    DEFAULT_COMPLETION_TOKENS,
+    SETTINGS,
+    ChatBody,
+    CompletionBody,
+    ConversationBody,
+    GeneratingBody,
+    Prediction,
+)
+from speculant.serving.tools import (
+    TokenId,
+    ToolParser,
+    call_grammar,
+    call_schema,
+    choose_tools,
+    find_format,
+    form_symbol,
+    read_tools,
+)
+from speculant.structured import StructuredOutputs
+from speculant.text import TAGS, Tokenizer, find_tags
+
+_WHITESPACE = frozenset({"disable_any_whitespace"})
+
+
+def completion_params(engine: AsyncEngine, body: CompletionBody) -> SamplingParams:
+    """Return the settings of a completion. Raises ApiError or ConfigError for invalid ones."""
+    if body.suffix:
+        raise refusal("suffix is not supported: leave it out.", "suffix", "unsupported_parameter")
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        raise refusal("best_of must be n: set only n.", "best_of", "unsupported_parameter")
+    given = {"max_tokens": DEFAULT_COMPLETION_TOKENS, **_given(engine, body)}
+    if body.echo:
+        given |= _echoing(body)
+    return _merge(engine, given, body.logprobs)
+
+
+def _echoing(body: CompletionBody) -> dict[str, Any]:
+    """Return the settings of a completion that repeats its prompt. If max_tokens is 0, a token is made and left out."""
+    if body.stream and body.logprobs is not None:
+        raise refusal("echo with logprobs is not streamed: leave out stream, or logprobs.", "echo")
+    given = {} if body.max_tokens != 0 else {"max_tokens": 1}
+    if body.prompt_logprobs is None and body.logprobs is not None:
+        given["prompt_logprobs"] = body.logprobs
+    return given
+
+
+def chat_params(engine: AsyncEngine, body: ChatBody) -> SamplingParams:
+    """Return the settings of a chat; without a limit the answer may fill the context."""
+    if body.modalities is not None and body.modalities != ["text"]:
+        raise refusal("This server makes only text.", "modalities", "unsupported_value")
+    if body.top_logprobs is not None and not body.logprobs:
+        raise refusal("top_logprobs needs logprobs=true.", "top_logprobs")
+    given = {"max_tokens": None, **_given(engine, body)}
+    if body.max_completion_tokens is not None:
+        given["max_tokens"] = body.max_completion_tokens
+    return _merge(engine, given, (body.top_logprobs or 0) if body.logprobs else None)
+
+
+def _given(engine: AsyncEngine, body: GeneratingBody) -> dict[str, Any]:
+    """Return the settings that a body has."""
+    if body.stream and body.prompt_logprobs is not None:
+        raise refusal("prompt_logprobs are not streamed: leave out stream.", "prompt_logprobs")
+    values = {name: value for name in SETTINGS if (value := getattr(body, name, None)) is not None}
+    if (form := _form(body)) is not None:
+        values["structured_outputs"] = form
+    if body.prediction is not None:
+        values["speculation"] = _with_prediction(engine, body.speculation, body.prediction)
+    return values
+
+
+def _merge(engine: AsyncEngine, given: Mapping[str, Any], logprobs: int | None) -> SamplingParams:
+    """Return settings whose defaults are the checkpoint's; a beam search does not use sampling defaults."""
+    defaults = SamplingParams() if "beam_width" in given else engine.default_params
+    return dataclasses.replace(defaults, **given, logprobs=logprobs)
+
+
+def with_bounded_drafts(params: SamplingParams, most: int) -> SamplingParams:
+    """Return a client's settings with drafts of at most `most` tokens: a longer draft delays every other sequence."""
+    wanted = params.speculation
+    if not isinstance(wanted, Mapping) or wanted.get("num_speculative_tokens", 0) <= most:
+        return params
+    return dataclasses.replace(params, speculation={**wanted, "num_speculative_tokens": most})
+
+
+def _with_prediction(
+    engine: AsyncEngine, speculation: bool | Mapping[str, Any] | None, prediction: Prediction
+) -> bool | Mapping[str, Any] | None:
+    """Return the speculation of a request with a prediction.
+
+    Its drafts come from the prediction alone unless it names a method. Without a method that drafts from predictions,
+    the prediction is ignored, which changes only the speed.
+    """
+    if prediction.type != "content":
+        raise refusal(f"A prediction of type {prediction.type!r} is unknown: use content.")
+    if speculation is False or engine.prediction_method is None:
+        return speculation
+    own = dict(speculation) if isinstance(speculation, Mapping) else {}
+    return {"method": engine.prediction_method, **own} | dict(prediction=_text_of(prediction.content))
+
+
+def _form(body: GeneratingBody) -> Mapping[str, Any] | None:
+    """Return the fields of `StructuredOutputs` that a body sets, by response_format or as in vLLM."""
+    given, own = body.response_format, body.structured_outputs
+    kind = "text" if given is None else given.get("type")
+    if given is None or kind == "text":
+        return None if own is not None and requires_call(body) and own.keys() <= _WHITESPACE else own
+    if own is not None and not own.keys() <= _WHITESPACE:
+        raise refusal("response_format and structured_outputs are both given: keep one.", "response_format")
+    compact = {"disable_any_whitespace": wants_compact(body)}
+    if kind not in ("json_object", "json_schema"):
+        raise refusal('response_format has no type "text", "json_object" or "json_schema".', "response_format")
+    named = given.get("json_schema", given)  # in llama.cpp the schema is next to the type
+    schema = named.get("schema") if isinstance(named, Mapping) else None
+    if kind == "json_object" and schema is None:
+        return {"json_object": True, **compact}
+    if not isinstance(schema, Mapping):
+        raise refusal('response_format needs {"json_schema": {"name": ..., "schema": {...}}}.', "response_format")
+    return {"json": schema, **compact}
+
+
+def requires_call(body: GeneratingBody) -> bool:
+    """Whether a request requires a tool call."""
+    return getattr(body, "tool_choice", None) not in (None, "none", "auto")
+
+
+def wants_compact(body: GeneratingBody) -> bool:
+    """Whether JSON has no white space between its parts, by response_format or in a required tool call.
+
+    `structured_outputs={"disable_any_whitespace": false}` in the same request allows it.
+    """
+    compact = (body.structured_outputs or {}).get("disable_any_whitespace", True)
+    if not isinstance(compact, bool):
+        raise refusal("disable_any_whitespace must be true or false.", "structured_outputs")
+    return compact
+
+
+def predicts(engine: AsyncEngine, body: GeneratingBody, params: SamplingParams) -> bool:
+    """Whether a request's drafts come from its prediction alone, so that their counts are those of the prediction.
+
+    With a given form of the output, forced tokens are drafts too.
+    """
+    asked = params.speculation
+    named = isinstance(asked, Mapping) and asked.get("method") == engine.prediction_method
+    return named and body.prediction is not None and params.structured_outputs is None
+
+
+def _text_of(content: str | Sequence[Mapping[str, Any]]) -> str:
+    """Return the text of a content: itself, or its parts joined. Raises ApiError for parts that are not text."""
+    return content if isinstance(content, str) else "".join(map(_part, content))
+
+
+def _part(part: Mapping[str, Any]) -> str:
+    text = part.get("text")
+    if part.get("type", "text") != "text" or not isinstance(text, str):
+        raise refusal("A content part is not text: only parts of type text are supported.")
+    return text
+
+
+C = TypeVar("C", bound=ConversationBody)
+MOST_TOOLS = 128  # OpenAI's limit
+_UNKNOWN = "json"  # the format of required calls if the model's own is unknown
+
+
+def with_allowed_tools(body: C) -> C:
+    """Return a body without the tools that a `tool_choice` of type "allowed_tools" leaves out; its mode is the choice.
+
+    Raises ApiError (400) or RequestError for a choice that names tools that are not there.
+    """
+    choice = body.tool_choice
+    if not isinstance(choice, Mapping) or choice.get("type") != "allowed_tools":
+        return body
+    allowed = choice.get("allowed_tools")
+    mode, listed = (allowed.get("mode"), allowed.get("tools")) if isinstance(allowed, Mapping) else (None, None)
+    if mode not in ("auto", "required") or not isinstance(listed, list) or not listed:
+        raise refusal('allowed_tools needs a mode, "auto" or "required", and tools.', "tool_choice")
+    _check_count(len(body.tools or ()), "tools")
+    _check_count(len(listed), "tool_choice")
+    tools = read_tools(body.tools or ())
+    names = {tool.name for each in listed for tool in choose_tools(tools, each)}
+    kept = [given for given, tool in zip(body.tools or (), tools, strict=True) if tool.name in names]
+    return body.model_copy(update={"tools": kept, "tool_choice": mode})
+
+
+def _check_count(tools: int, param: str) -> None:
+    if tools > MOST_TOOLS:
+        raise refusal(f"There are {tools} tools and at most {MOST_TOOLS} are allowed.", param)
+
+
+def with_tools(tokenizer: Tokenizer, params: SamplingParams, body: ChatBody, name: str | None) -> SamplingParams:
+    """Return settings under which reasoning and calls can be read, and must be made if the request requires a call.
+
+    name: the format of calls; None = the template's. JSON of a given form may be written in place of calls that the
+    model may make. Raises RequestError for invalid tools or an invalid choice.
+    """
+    calls, required = _has_calls(body), requires_call(body)
+    form = None if required and body.call_replaces_form else params.structured_outputs
+    if not calls and required:
+        raise refusal("tool_choice needs tools.", "tool_choice")
+    _check_count(len(body.tools or ()) if calls else 0, "tools")
+    template, found = tokenizer.template_for(bool(body.tools)), _format_of(tokenizer, body, name)
+    params = with_tags(tokenizer, params, (*(find_tags(template) or ()), *(found.markers() if found else ())))
+    if found is None:
+        return params
+    if required and form is not None:
+        raise refusal("tool_choice and the form of the answer are both given: keep one.", "tool_choice")
+    choice, token_id = (body.tool_choice if required else None) or "required", partial(_added_id, tokenizer)
+    shapes = call_schema(body.tools or (), choice, template, name) if calls else []
+    instead = None if form is None or body.continue_final_message else _symbols_of(form, found, token_id)
+    if not required and instead is None:
+        return params
+    several = body.tool_choice in (None, "auto", "required") and body.parallel_tool_calls is not False
+    separator = found.separator(template) if several else None
+    compact = wants_compact(body) if form is None else form.disable_any_whitespace
+    grammar = call_grammar(shapes, token_id, separator, compact, instead, found.thought(token_id))
+    return dataclasses.replace(params, structured_outputs={"grammar": grammar})  # type: ignore[arg-type]
+
+
+def _has_calls(body: ChatBody) -> bool:
+    return bool(body.tools) and body.tool_choice != "none"
+
+
+def _symbols_of(form: StructuredOutputs, found: type[ToolParser], token_id: TokenId) -> str | None:
+    """Return the symbols of a form in the grammar of calls; None for forms other than JSON, which leave no calls.
+
+    In a format that reads all, the symbols of every form begin with the header of a message.
+    """
+    if not found.reads_all:
+        return form_symbol(form.source) if form.source.kind == "json" else None
+    symbol = form_symbol(form.source)
+    if symbol is None:
+        raise refusal("This model's answers have channels, so a grammar can't be their form.", "structured_outputs")
+    return f"{found.opening(token_id)} {symbol}"
+
+
+def reader_for(
+    tokenizer: Tokenizer, body: ChatBody, name: str | None, has_form: bool
+) -> Callable[[Prompt], MessageReader]:
+    """Return a function that makes the reader of an answer from its prompt. has_form: the answer has a given form."""
+
+    def make(prompt: Prompt) -> MessageReader:
+        found = _format_of(tokenizer, body, name)
+        tools = None if found is None else found().after(prompt.text or "", _has_calls(body))
+        reasoning = None if found is not None and found.reads_all else find_reasoning(prompt.rendered, has_form)
+        return MessageReader(reasoning, tools, requires_call(body))
+
+    return make
+
+
+def finish_reason_of_calls(body: ChatBody) -> str:
+    """Return the finish_reason of an answer that ends with calls: as in OpenAI, "stop" if one function was named."""
+    return "tool_calls" if body.tool_choice in (None, "auto", "required") else "stop"
+
+
+def _format_of(tokenizer: Tokenizer, body: ChatBody, name: str | None) -> type[ToolParser] | None:
+    """Return the format in which calls are read, and written if the request requires one.
+
+    None: the request allows no calls, and nothing else needs the format. Raises ApiError (400) if the model decides
+    whether it makes calls, and its format is unknown.
+    """
+    found = find_format(tokenizer.template_for(tools=_has_calls(body)), name)
+    if not _has_calls(body):
+        return found if found is not None and found.reads_all else None
+    if found is None and requires_call(body):
+        found = find_format(None, _UNKNOWN)
+    if found is None:
+        known = ", ".join(plugins.names("speculant.serving.tools"))
+        raise refusal(
+            "The format of this model's tool calls is unknown, so they can't be separated from text. "
+            f'Start the server with --tool-parser ({known}), or send tool_choice="required" or a named function.',
+            "tool_choice",
+        )
+    return found
+
+
+def unknown_formats(tokenizer: Tokenizer, name: str | None) -> list[str]:
+    """Return what can't be separated from a model's text, for the server's operator: calls, or reasoning."""
+    template, found = tokenizer.template_for(tools=True) or "", []
+    if "tools" in template and find_format(template, name) is None:
+        known = ", ".join(plugins.names("speculant.serving.tools"))
+        found.append(f"the format of this model's tool calls is unknown; --tool-parser sets one of {known}")
+    plain = tokenizer.chat_template or ""
+    if any(tags.end in plain for tags in TAGS) and find_tags(plain) is None:
+        found.append("the format of this model's reasoning is unknown, so it stays in the content of answers")
+    return found
+
+
+def _added_id(tokenizer: Tokenizer, text: str) -> int | None:
+    """Return the id of a text that is one added token, special or not."""
+    token: int | None = tokenizer.backend.token_to_id(text)
+    return token if token in tokenizer.backend.get_added_tokens_decoder() else None
