@@ -33,7 +33,7 @@ from .fleet import (
     RoutedRequest as RoutedRequest,
     routed as routed,
 )
-from .front import joined as joined, make_front as make_front
+from .front import REPLICA as REPLICA, joined as joined, make_front as make_front
 from .options import (
     REPLICA_FIELDS as REPLICA_FIELDS,
     ReplicaOptions as ReplicaOptions,
