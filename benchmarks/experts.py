@@ -27,7 +27,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from speculant.cache.factory import slotted_cache
+from speculant.cache.storage import slotted_cache
 from speculant.engine.calibration import spread_token
 from speculant.lab.bench.decoding import EDIT, PLAIN, UNSEEN, Decoded, LoadedPair, alpha, decode, prompts_of
 from speculant.lab.bench.runner import Benchmark, quartiles, ratio, timed

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from speculant import LLM, SamplingParams
-from speculant.cache.factory import slotted_cache
+from speculant.cache.storage import slotted_cache
 from speculant.models.base import SequenceInput, build_batch
 from speculant.models.weights.load import load_model
 from speculant.types import DraftTree

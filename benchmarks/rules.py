@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from speculant import SamplingParams
-from speculant.cache.factory import paged_cache
+from speculant.cache.storage import paged_cache
 from speculant.config import EngineConfig
 from speculant.engine.build import Runtime, build_engine
 from speculant.lab.bench.measuring import interleave

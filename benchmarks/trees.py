@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from speculant.cache.factory import slotted_cache
+from speculant.cache.storage import slotted_cache
 from speculant.lab.bench.decoding import DRAFT, HELD_OUT, PLAIN, SHAPE, LoadedPair, prompts_of
 from speculant.lab.bench.runner import Benchmark, markdown, ratio
 from speculant.lab.bench.runs import Bench, BenchRun, Mode

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from speculant.cache.base import KVCache
+from speculant.cache.paged import KVCache
 from speculant.kernels.base import Edits, RowDraw, Sampler, SamplingSettings
 from speculant.kernels.reference_sampler import REFERENCE
 from speculant.models.backends.reference import ReferenceBackend

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from speculant.cache.base import CacheShape, KVCache
-from speculant.cache.factory import paged_cache, slotted_cache
+from speculant.cache.base import CacheShape
+from speculant.cache.paged import KVCache
+from speculant.cache.storage import paged_cache, slotted_cache
 from speculant.config import Limits
 from speculant.constraints import Constraint
 from speculant.drafting.base import Drafter, DrafterNeeds, StatelessDrafter

@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from speculant.cache.base import KVCache
-from speculant.cache.factory import paged_cache, slotted_cache
+from speculant.cache.paged import KVCache
 from speculant.cache.sources import Source
+from speculant.cache.storage import paged_cache, slotted_cache
 from speculant.drafting.base import Drafter, DrafterContext, StatelessDrafter
 from speculant.models.base import CausalLM, SequenceInput, build_batch
 from speculant.models.encoding import encode_sources

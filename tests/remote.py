@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from speculant.cache.base import CacheShape, KVCache, Moves
+from speculant.cache.base import CacheShape, Moves
+from speculant.cache.paged import KVCache
 from speculant.cache.storage import TensorStorage
 from speculant.models.base import Batch, CausalLM, Chain, Hidden, ModelNeeds
 from speculant.models.weights.load import load_model

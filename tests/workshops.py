@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from speculant import LLM, SamplingParams, plugins
-from speculant.cache.base import CacheShape, KVCache
-from speculant.cache.factory import paged_cache
+from speculant.cache.base import CacheShape
+from speculant.cache.paged import KVCache
 from speculant.cache.sources import Source
+from speculant.cache.storage import paged_cache
 from speculant.drafting.base import Drafter, DrafterContext, Method, StatelessDrafter
 from speculant.models.encoding import encode_sources
 from speculant.models.weights.load import Checkpoint, load_model

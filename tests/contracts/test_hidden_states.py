@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from speculant.cache.factory import paged_cache
+from speculant.cache.storage import paged_cache
 from speculant.errors import ConfigError
 from speculant.models.base import CausalLM, Hidden, SequenceInput, build_batch
 from speculant.models.native.decoder import NativeDecoder

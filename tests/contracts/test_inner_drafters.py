@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from speculant import SamplingParams, plugins
-from speculant.cache.base import KVCache
-from speculant.cache.factory import paged_cache
+from speculant.cache.paged import KVCache
+from speculant.cache.storage import paged_cache
 from speculant.drafting.base import Drafter
 from speculant.drafting.combine.composite import SubDrafter
 from speculant.drafting.model.cascade import InnerDrafter

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from speculant.cache.factory import paged_cache
+from speculant.cache.storage import paged_cache
 from speculant.errors import RequestError
 from speculant.lab.exactness.tables import TableModel
 from speculant.models.base import CausalLM, SequenceInput, build_batch

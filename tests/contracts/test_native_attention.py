@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from speculant.cache.base import SCALE_BYTES
-from speculant.cache.rounding import read_heads, round_heads
+from speculant.cache.storage import read_heads, round_heads
 from speculant.kernels import reference
 from speculant.kernels.native import Code, Flag, Kernels, Op, Pass, Type, open_kernels, usable_sets
 from speculant.models.native.decoder import address

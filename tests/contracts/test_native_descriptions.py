@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from speculant.cache.base import KVCache
-from speculant.cache.factory import paged_cache
+from speculant.cache.paged import KVCache
+from speculant.cache.storage import paged_cache
 from speculant.drafting.model.runner import grow
 from speculant.kernels.native import open_kernels, usable_sets
 from speculant.kernels.native_sampler import NativeSampler

@@ -1,4 +1,4 @@
-"""Every instruction set stores keys and values in int8 with the bits of cache/rounding.py."""
+"""Every instruction set stores keys and values in int8 with the bits of cache/storage.py."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from speculant.cache.rounding import round_heads
+from speculant.cache.storage import round_heads
 from speculant.kernels.native import Code, Op, Pass, Type, open_kernels, usable_sets
 from speculant.models.native.decoder import address
 

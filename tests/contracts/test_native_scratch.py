@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from speculant.cache.factory import slotted_cache
+from speculant.cache.storage import slotted_cache
 from speculant.kernels.native import MOST_DIM, MOST_GROUP, open_kernels, usable_sets
 from speculant.models.base import SequenceInput, build_batch
 from speculant.models.description import Mlp
@@ -117,7 +117,6 @@ def small_model(**changes: object) -> NativeDecoder:
 PASSES = (
     SETUP
     + """
-from speculant.cache.factory import slotted_cache
 from speculant.kernels.native import Pass
 from speculant.models.base import SequenceInput, build_batch
 from speculant.sampling.distribution import sampling_settings
@@ -160,7 +159,6 @@ def test_passes_keep_no_more_scratch_than_is_counted() -> None:
 DRAFT = (
     SETUP
     + """
-from speculant.cache.factory import slotted_cache
 from speculant.kernels.native import Pass
 from speculant.kernels.native_sampler import NativeSampler
 from speculant.models.base import Chain, SequenceInput, build_batch

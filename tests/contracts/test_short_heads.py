@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from speculant.cache.factory import slotted_cache
+from speculant.cache.storage import slotted_cache
 from speculant.drafting.heads.short import output_rows
 from speculant.errors import ConfigError, PairError
 from speculant.kernels.native import usable_sets

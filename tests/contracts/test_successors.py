@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from speculant.cache.base import KVCache
-from speculant.cache.factory import paged_cache, slotted_cache
+from speculant.cache.paged import KVCache
+from speculant.cache.storage import paged_cache, slotted_cache
 from speculant.config import Limits
 from speculant.drafting.base import DrafterNeeds, StatelessDrafter
 from speculant.engine.drafters import Drafters

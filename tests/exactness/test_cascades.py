@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from speculant.cache.base import CacheShape, KVCache, KVStorage
-from speculant.cache.factory import paged_cache, slotted_cache
+from speculant.cache.base import CacheShape, KVStorage
+from speculant.cache.paged import KVCache
+from speculant.cache.storage import paged_cache, slotted_cache
 from speculant.drafting.base import Drafter, DrafterContext, DrafterNeeds
 from speculant.drafting.combine.composite import SubDrafter, build_sub_drafter
 from speculant.drafting.model.cascade import CascadeDrafter

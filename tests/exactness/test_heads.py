@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from speculant import plugins
-from speculant.cache.factory import paged_cache
+from speculant.cache.storage import paged_cache
 from speculant.config import Limits
 from speculant.drafting.base import Drafter, DrafterContext
 from speculant.drafting.heads.folder import HeadFolder

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from speculant import plugins
-from speculant.cache.factory import paged_cache
+from speculant.cache.storage import paged_cache
 from speculant.drafting.base import Drafter
 from speculant.drafting.heads.folder import HeadFolder
 from speculant.models.base import CausalLM, SequenceInput, build_batch

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from speculant.cache.base import CacheShape, KVCache
-from speculant.cache.factory import paged_cache, slotted_cache
+from speculant.cache.base import CacheShape
+from speculant.cache.paged import KVCache
+from speculant.cache.storage import paged_cache, slotted_cache
 from speculant.drafting.model.runner import grow
 from speculant.kernels.native_sampler import NativeSampler
 from speculant.models.base import Chain, SequenceInput, build_batch

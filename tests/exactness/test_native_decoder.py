@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from speculant.cache.base import CacheShape, KVCache
-from speculant.cache.factory import paged_cache, slotted_cache
+from speculant.cache.base import CacheShape
+from speculant.cache.paged import KVCache
+from speculant.cache.storage import paged_cache, slotted_cache
 from speculant.errors import ModelError
 from speculant.kernels.native import Kernels, open_kernels, usable_sets
 from speculant.models.base import SequenceInput, build_batch

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from speculant.cache.base import CacheShape, KVCache
-from speculant.cache.factory import paged_cache, slotted_cache
+from speculant.cache.base import CacheShape
+from speculant.cache.paged import KVCache
+from speculant.cache.storage import paged_cache, slotted_cache
 from speculant.drafting.heads import eagle
 from speculant.drafting.heads.folder import HeadFolder
 from speculant.errors import RequestError

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from speculant import plugins
-from speculant.cache.factory import paged_cache, slotted_cache
+from speculant.cache.storage import paged_cache, slotted_cache
 from speculant.drafting.heads.folder import HeadFolder
 from speculant.drafting.heads.hidden_runner import HiddenStateRunner
 from speculant.drafting.model.drafter import ModelDrafter

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from speculant.cache.factory import paged_cache
+from speculant.cache.storage import paged_cache
 from speculant.kernels.native import open_kernels, usable_sets
 from speculant.models.base import SequenceInput, build_batch
 from speculant.models.native.decoder import NativeDecoder

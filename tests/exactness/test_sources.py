@@ -15,9 +15,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from speculant.cache.base import CacheShape, KVCache, KVStorage
-from speculant.cache.factory import slotted_cache
+from speculant.cache.base import CacheShape, KVStorage
+from speculant.cache.paged import KVCache
 from speculant.cache.sources import Source, Sources
+from speculant.cache.storage import slotted_cache
 from speculant.config import POLICIES, Limits
 from speculant.drafting.base import Drafter, DrafterNeeds
 from speculant.drafting.lookup.ngram import NgramDrafter, NgramOptions

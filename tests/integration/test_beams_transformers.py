@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from speculant.cache.factory import paged_cache
+from speculant.cache.storage import paged_cache
 from speculant.config import Limits
 from speculant.drafting.model.drafter import ModelDrafter
 from speculant.drafting.model.runner import DraftModelRunner

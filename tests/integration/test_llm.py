@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from speculant import LLM, BeamSearchOutput, BeamSearchParams, RequestOutput, SamplingParams
-from speculant.cache.factory import slotted_cache
+from speculant.cache.storage import slotted_cache
 from speculant.engine import build
 from speculant.engine import step as step_module
 from speculant.errors import ConfigError, RequestError

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from speculant import LLM, SamplingParams
-from speculant.cache.factory import paged_cache
+from speculant.cache.storage import paged_cache
 from speculant.cli.main import app
 from speculant.errors import ConfigError, ModelError
 from speculant.models.base import Hidden, SequenceInput, build_batch

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from speculant.cache.factory import slotted_cache
+from speculant.cache.storage import slotted_cache
 from speculant.kernels.native import usable_sets
 from speculant.models.base import CausalLM, SequenceInput, build_batch
 from speculant.models.weights.load import load_model

@@ -15,7 +15,8 @@ from typing import Any, Protocol, TypeVar, cast
 
 import torch
 
-from speculant.cache.base import CacheShape, KVCache
+from speculant.cache.base import CacheShape
+from speculant.cache.paged import KVCache
 from speculant.cache.sources import Source
 from speculant.drafting.selection import Selection
 from speculant.errors import ConfigError, suggest

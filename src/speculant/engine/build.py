@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from speculant import plugins
-from speculant.cache.base import CacheShape, KVCache
+from speculant.cache.base import CacheShape
+from speculant.cache.paged import KVCache
 from speculant.config import DEFAULT_POLICY, EngineConfig, Limits, SpeculativeConfig, resolve
 from speculant.drafting.base import Drafter, DrafterContext, build_method
 from speculant.drafting.heads.folder import check_kind

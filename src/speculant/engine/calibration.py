@@ -27,7 +27,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from speculant.cache.base import KVCache, Moves, Slots
+from speculant.cache.base import Moves, Slots
+from speculant.cache.paged import KVCache
 from speculant.cache.sources import MEASURED, Source
 from speculant.config import Limits
 from speculant.drafting.base import Drafter

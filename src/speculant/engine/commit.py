@@ -10,7 +10,7 @@ from itertools import zip_longest
 from typing import NamedTuple
 
 from speculant.beams import Beams, Hypothesis, common_prefix
-from speculant.cache.base import KVCache
+from speculant.cache.paged import KVCache
 from speculant.engine.drafters import Drafters
 from speculant.engine.logprobs import record_logprobs, record_prompt
 from speculant.engine.runner import TargetOutput

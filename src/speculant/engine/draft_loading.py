@@ -19,9 +19,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from speculant.cache.base import KVCache
-from speculant.cache.factory import slotted_cache
+from speculant.cache.paged import KVCache
 from speculant.cache.sources import MEASURED, Source
+from speculant.cache.storage import slotted_cache
 from speculant.drafting.model.intersection import intersect
 from speculant.drafting.model.one_pass import mask_of
 from speculant.drafting.model.runner import fit_vocabulary, grow

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 
 from speculant import plugins
-from speculant.cache.base import KVCache
+from speculant.cache.paged import KVCache
 from speculant.cache.sources import Source
 from speculant.drafting.base import Drafter, DrafterNeeds, loaded
 from speculant.drafting.guard import GuardedDrafter, Proposals

@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from speculant.cache.base import KVCache
+from speculant.cache.paged import KVCache
 from speculant.config import Limits
 from speculant.constraints import Constraint
 from speculant.engine.commit import Committed, ending_with, fail

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from speculant.cache.factory import slotted_cache
+from speculant.cache.storage import slotted_cache
 from speculant.drafting.base import Build, Drafter, DrafterContext, complete
 from speculant.engine.calibration import requests, timed
 from speculant.engine.draft_loading import (

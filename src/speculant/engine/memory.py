@@ -27,8 +27,9 @@ from pathlib import Path
 
 import torch
 
-from speculant.cache.base import CacheShape, KVCache
-from speculant.cache.factory import paged_cache, slotted_cache
+from speculant.cache.base import CacheShape
+from speculant.cache.paged import KVCache
+from speculant.cache.storage import paged_cache, slotted_cache
 from speculant.config import USUAL_CONTEXT, EngineConfig, Limits
 from speculant.engine.calibration import DEPTHS
 from speculant.engine.cgroups import free_in_cgroups

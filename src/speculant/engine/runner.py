@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from speculant.cache.base import KVCache
+from speculant.cache.paged import KVCache
 from speculant.cache.sources import MEASURED, Source
 from speculant.models.base import CausalLM, Hidden, SequenceInput, build_batch
 from speculant.models.encoding import encode_sources

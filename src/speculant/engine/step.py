@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from speculant.cache.base import KVCache
+from speculant.cache.paged import KVCache
 from speculant.config import Limits
 from speculant.engine.commit import Committed, commit_output, notify
 from speculant.engine.drafters import Drafters

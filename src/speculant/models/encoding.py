@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from speculant.cache.base import KVCache
+from speculant.cache.paged import KVCache
 from speculant.cache.sources import Source
 from speculant.models.base import CausalLM, EncodesSources, SequenceInput, build_batch, known
 from speculant.types import DraftTree

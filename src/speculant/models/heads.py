@@ -28,7 +28,8 @@ from typing import Protocol, cast, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from speculant.cache.base import CacheShape, KVCache, KVStorage
+from speculant.cache.base import CacheShape, KVStorage
+from speculant.cache.paged import KVCache
 from speculant.kernels.reference import soft_cap
 from speculant.models.base import Batch, CausalLM, Chain, Hidden, ModelNeeds
 from speculant.models.description import DecoderConfig, Layer

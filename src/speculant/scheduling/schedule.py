@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from speculant.cache.base import KVCache, ReservationPlan
+from speculant.cache.paged import KVCache, ReservationPlan
 from speculant.cache.sources import Source
 from speculant.scheduling.work_budget import WorkBudget
 from speculant.types import DraftTree, Request

@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter
 
-from speculant.cache.base import KVCache, ReservationPlan
+from speculant.cache.paged import KVCache, ReservationPlan
 from speculant.cache.sources import Source, Sources
 from speculant.config import Limits
 from speculant.errors import CapacityError

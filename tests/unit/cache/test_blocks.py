@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from speculant.cache.pool import BlockPool
+from speculant.cache.paged import BlockPool
 from speculant.cache.prefixes import PrefixIndex, PrefixNode, PrefixTree
 
 

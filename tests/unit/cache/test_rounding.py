@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from speculant.cache.base import CacheShape, Moves
-from speculant.cache.rounding import read_heads, round_heads
-from speculant.cache.storage import TensorStorage
+from speculant.cache.storage import TensorStorage, read_heads, round_heads
 
 CPU = torch.device("cpu")
 NUMBERS = torch.randn(5, 2, 7, generator=torch.Generator().manual_seed(0))

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from speculant.cache.base import CacheShape, KVCache
-from speculant.cache.factory import paged_cache
+from speculant.cache.base import CacheShape
+from speculant.cache.paged import KVCache
 from speculant.cache.sources import MEASURED, Sources
+from speculant.cache.storage import paged_cache
 
 SHAPE = CacheShape(1, 1, 1, torch.float32, torch.device("cpu"))
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from speculant.cache.base import CacheShape, LayerShape, Moves
-from speculant.cache.factory import paged_cache
-from speculant.cache.storage import TensorStorage
+from speculant.cache.storage import TensorStorage, paged_cache
 from speculant.errors import CapacityError
 from tests.caches import SHAPE, contents
 

@@ -13,8 +13,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from speculant import LLM, plugins
-from speculant.cache.base import CacheShape, KVCache
-from speculant.cache.factory import paged_cache, slotted_cache
+from speculant.cache.base import CacheShape
+from speculant.cache.paged import KVCache
+from speculant.cache.storage import paged_cache, slotted_cache
 from speculant.drafting.base import Drafter
 from speculant.errors import ConfigError, ModelError, PairError, SpeculantError
 from speculant.kernels.native import usable_sets

@@ -12,8 +12,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from speculant import plugins
-from speculant.cache.base import CacheShape, KVCache
-from speculant.cache.factory import paged_cache
+from speculant.cache.base import CacheShape
+from speculant.cache.paged import KVCache
+from speculant.cache.storage import paged_cache
 from speculant.drafting.base import Drafter
 from speculant.kernels.native import usable_sets
 from speculant.models.base import CausalLM

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from speculant.cache.base import KVStorage
-from speculant.cache.factory import paged_cache, slotted_cache
+from speculant.cache.storage import paged_cache, slotted_cache
 from speculant.drafting.model.drafter import ModelDrafter
 from speculant.drafting.model.runner import DraftModelRunner, fit_vocabulary
 from speculant.models.base import Batch, CausalLM, Hidden

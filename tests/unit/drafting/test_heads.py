@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from speculant import LLM, plugins
-from speculant.cache.factory import paged_cache
+from speculant.cache.storage import paged_cache
 from speculant.config import Limits
 from speculant.drafting.base import Drafter, DrafterContext
 from speculant.drafting.draws import likeliest

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from speculant.cache.base import CacheShape
-from speculant.cache.factory import paged_cache
+from speculant.cache.storage import paged_cache
 from speculant.drafting.lookup.ngram import METHOD, NgramDrafter, NgramOptions, Predictor, context_hash
 from speculant.drafting.lookup.reading import match_score
 from speculant.errors import ConfigError

@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from speculant.cache.base import CacheShape, KVCache
-from speculant.cache.factory import slotted_cache
+from speculant.cache.base import CacheShape
+from speculant.cache.paged import KVCache
+from speculant.cache.storage import slotted_cache
 from speculant.engine.commit import Committed, commit, fail, roll_back
 from speculant.engine.logprobs import record_prompt, token_logprobs
 from speculant.engine.runner import TargetOutput

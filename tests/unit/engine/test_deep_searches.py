@@ -13,7 +13,7 @@ from torch import Tensor
 from speculant import LLM, SamplingParams
 from speculant.beams import Hypothesis
 from speculant.cache.base import CacheShape, KVStorage
-from speculant.cache.factory import slotted_cache
+from speculant.cache.storage import slotted_cache
 from speculant.config import Limits
 from speculant.engine.build import load_verifiers
 from speculant.engine.engine import Engine, EngineOptions

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from speculant.cache.base import KVCache, KVStorage
-from speculant.cache.factory import paged_cache
+from speculant.cache.base import KVStorage
+from speculant.cache.paged import KVCache
+from speculant.cache.storage import paged_cache
 from speculant.config import Limits
 from speculant.drafting.base import Drafter
 from speculant.drafting.lookup.ngram import NgramDrafter, NgramOptions

@@ -18,7 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_L
 from transformers.utils import logging
 
 from speculant import plugins
-from speculant.cache.factory import slotted_cache
+from speculant.cache.storage import slotted_cache
 from speculant.lab.checkpoints import save_tensors
 from speculant.models.base import CausalLM, EncodesSources, SequenceInput, build_batch
 from speculant.models.reference.decoder import Decoder

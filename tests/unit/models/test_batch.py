@@ -8,8 +8,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from speculant.cache.base import CacheShape, KVCache
-from speculant.cache.factory import paged_cache, slotted_cache
+from speculant.cache.base import CacheShape
+from speculant.cache.paged import KVCache
+from speculant.cache.storage import paged_cache, slotted_cache
 from speculant.models.base import Batch, SequenceInput, build_batch
 from speculant.models.weights.load import load_model
 from speculant.types import DraftTree

@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from speculant.cache.base import CacheShape, KVCache
-from speculant.cache.factory import paged_cache, slotted_cache
+from speculant.cache.base import CacheShape
+from speculant.cache.paged import KVCache
+from speculant.cache.storage import paged_cache, slotted_cache
 from speculant.config import Limits
 from speculant.params import SamplingParams
 from speculant.scheduling.schedule import Schedule

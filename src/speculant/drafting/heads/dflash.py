@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from speculant.cache.base import KVCache
+from speculant.cache.paged import KVCache
 from speculant.drafting.base import DrafterContext, Method, read_options
 from speculant.drafting.heads.folder import BLOCKS, SPECULATORS, HeadFolder, Renamed, require_target
 from speculant.drafting.heads.hidden_drafter import HiddenDrafter

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from speculant.cache.base import KVCache
+from speculant.cache.paged import KVCache
 from speculant.drafting.model.runner import DraftModelRunner
 from speculant.models.base import CausalLM, Hidden, SequenceInput
 from speculant.sampling.chance import Chances

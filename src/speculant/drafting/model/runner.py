@@ -23,7 +23,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from speculant.cache.base import KVCache, ReservationPlan
+from speculant.cache.paged import KVCache, ReservationPlan
 from speculant.cache.sources import Source
 from speculant.drafting.base import DrafterContext
 from speculant.drafting.model.sources import DraftSources

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from speculant.cache.base import KVCache
+from speculant.cache.paged import KVCache
 from speculant.cache.sources import Source, Sources
 from speculant.models.base import CausalLM
 from speculant.models.encoding import encode_sources

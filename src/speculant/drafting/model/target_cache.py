@@ -18,8 +18,7 @@ import sys
 from collections.abc import Sequence
 from functools import cached_property
 
-from speculant.cache.base import KVCache
-from speculant.cache.part import part_of
+from speculant.cache.paged import KVCache, part_of
 from speculant.drafting.base import DrafterContext
 from speculant.drafting.model.drafter import ModelDrafter
 from speculant.drafting.model.runner import DraftModelRunner

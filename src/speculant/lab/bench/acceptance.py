@@ -12,8 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from speculant.cache.factory import slotted_cache
 from speculant.cache.sources import MEASURED, Source
+from speculant.cache.storage import slotted_cache
 from speculant.drafting.model.runner import fit_vocabulary
 from speculant.kernels.base import Sampler
 from speculant.lab.theory.acceptance import acceptance

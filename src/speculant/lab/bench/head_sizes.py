@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from speculant.cache.factory import slotted_cache
+from speculant.cache.storage import slotted_cache
 from speculant.config import EngineConfig
 from speculant.drafting.base import Drafter
 from speculant.drafting.heads.short import FILE

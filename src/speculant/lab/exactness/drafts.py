@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from speculant import plugins
-from speculant.cache.base import CacheShape, KVCache
-from speculant.cache.factory import slotted_cache
+from speculant.cache.base import CacheShape
+from speculant.cache.paged import KVCache
+from speculant.cache.storage import slotted_cache
 from speculant.config import Limits, SpeculativeConfig
 from speculant.drafting.base import Drafter, DrafterContext, DrafterNeeds, StatelessDrafter, complete
 from speculant.engine.build import build_verifiers, method_name

@@ -9,7 +9,8 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from speculant.cache.base import CacheShape, KVCache, KVStorage
+from speculant.cache.base import CacheShape, KVStorage
+from speculant.cache.paged import KVCache
 from speculant.models.base import (
     Batch,
     Chain,

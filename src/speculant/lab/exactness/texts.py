@@ -10,9 +10,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from speculant.cache.base import CacheShape, KVCache
-from speculant.cache.factory import slotted_cache
+from speculant.cache.base import CacheShape
+from speculant.cache.paged import KVCache
 from speculant.cache.sources import Source, Sources
+from speculant.cache.storage import slotted_cache
 from speculant.config import EngineConfig
 from speculant.engine.build import Runtime, build_drafters
 from speculant.engine.runner import forward_target

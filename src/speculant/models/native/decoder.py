@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from speculant.cache.base import KVCache, KVStorage
+from speculant.cache.base import KVStorage
+from speculant.cache.paged import KVCache
 from speculant.kernels.memory import Arena
 from speculant.kernels.native import (
     CACHE_TYPES,

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from speculant.cache.base import CacheShape, KVCache, KVStorage
+from speculant.cache.base import CacheShape, KVStorage
+from speculant.cache.paged import KVCache
 from speculant.kernels.memory import Arena
 from speculant.kernels.native import Draft, Flag, Op, Weight
 from speculant.models.base import Batch, CausalLM, Chain, Hidden

@@ -13,7 +13,8 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from speculant.cache.base import CacheShape, KVCache, KVStorage
+from speculant.cache.base import CacheShape, KVStorage
+from speculant.cache.paged import KVCache
 from speculant.kernels import reference
 from speculant.models.base import (
     Batch,

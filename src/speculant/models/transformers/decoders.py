@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from speculant.cache.base import CacheShape, KVCache, KVStorage
+from speculant.cache.base import CacheShape, KVStorage
+from speculant.cache.paged import KVCache
 from speculant.errors import ModelError
 from speculant.models.base import Batch, Chain, Hidden, ModelNeeds, Segment, check_embeddings
 from speculant.models.reference.attention import context_slots

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from speculant.cache.factory import paged_cache
+from speculant.cache.storage import paged_cache
 from speculant.errors import ModelError
 from speculant.models.base import SequenceInput, build_batch
 from speculant.models.transformers.attention import AttentionSwitch, registered

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from speculant import LLM, SamplingParams
-from speculant.cache.factory import slotted_cache
+from speculant.cache.storage import slotted_cache
 from speculant.errors import ModelError
 from speculant.lab.bench.oracle_costs import oracle_seconds
 from speculant.lab.bench.step_costs import LengthCosts

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from speculant.cache.factory import slotted_cache
+from speculant.cache.storage import slotted_cache
 from speculant.lab.training.config import TrainingConfig, TrainingSchedule
 from speculant.lab.training.network import hf_config, new_network, project_embedding
 from speculant.lab.training.objective import DistillObjective, TextObjective

@@ -14,7 +14,7 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from speculant import LLM, SamplingParams
-from speculant.cache.factory import slotted_cache
+from speculant.cache.storage import slotted_cache
 from speculant.cli.main import app
 from speculant.drafting.heads import eagle3, three_states
 from speculant.drafting.heads.folder import HeadFolder

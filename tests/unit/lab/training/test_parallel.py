@@ -12,7 +12,7 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from speculant import LLM, SamplingParams
-from speculant.cache.factory import slotted_cache
+from speculant.cache.storage import slotted_cache
 from speculant.cli.main import app
 from speculant.errors import ConfigError
 from speculant.lab.training.boosted import parallel

@@ -18,7 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from speculant.cache.factory import slotted_cache
+from speculant.cache.storage import slotted_cache
 from speculant.errors import ConfigError
 from speculant.models.base import CausalLM, SequenceInput, build_batch
 from speculant.types import DraftTree
