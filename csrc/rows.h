@@ -96,7 +96,7 @@ static inline int64_t cached_bytes(const SpOp &op) {
   return op.type == SP_INT8 ? op.dim + (int64_t)sizeof(float) : op.dim * (op.type == SP_F32 ? 4 : 2);
 }
 
-// Round a head to integers and a scale, as round_group rounds a group; cache/rounding.py defines it.
+// Round a head to integers and a scale, as round_group rounds a group; cache/storage.py defines it.
 static inline void round_head(const float *x, int64_t dim, char *to) {
   const auto part = [&](int64_t i) { return dim - i < LANES ? load_part(x + i, dim - i) : load(x + i); };
   Vec largest = zero();

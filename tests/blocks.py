@@ -1,49 +1,61 @@
-"""A cache without tensors: each slot holds a token, so that a block manager can be tested by itself."""
+"""A cache without tensors: each slot holds a token, so that the bookkeeping can be tested by itself."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
-from speculant.cache import BlockManager, GroupedBlockManager, KVCache, Moves
+from speculant.cache import KVCache, Moves
 
 
 class TokenStorage:
-    """Slots that hold a token each, and that move like those of a `KVStorage`."""
+    """Slots of the first group that hold a token each, and that move like those of a `KVStorage`; lists the moves."""
 
     def __init__(self) -> None:
         self.tokens: dict[int, int] = {}
+        self.moved: list[Moves] = []
 
     def move(self, moves: Moves) -> None:
         """See `KVStorage.move`."""
-        moved = [self.tokens[source] for source in moves.sources]
+        self.moved.append(moves)
+        moved = [self.tokens.get(source, -1) for source in moves.sources]
         assert len(set(moves.targets)) == len(moved), "a target twice"
         self.tokens.update(zip(moves.targets, moved, strict=True))
 
 
-def managers_of(cache: KVCache | BlockManager) -> list[BlockManager]:
-    """Return the block manager of each group of layers."""
-    manager = cache.manager if isinstance(cache, KVCache) else cache
-    return [*manager.managers] if isinstance(manager, GroupedBlockManager) else [manager]
-
-
-def token_cache(manager: BlockManager) -> KVCache:
-    """Pair a block manager with slots for tokens."""
+def token_cache(
+    num_blocks: int | Sequence[int],
+    block_size: int,
+    keep_prefixes: bool = True,
+    windows: Sequence[int | None] = (None,),
+    max_len: int = sys.maxsize,
+) -> KVCache:
+    """Make a cache whose slots are for tokens."""
     storage: Any = TokenStorage()
-    return KVCache(manager, storage)
+    counts = [num_blocks] if isinstance(num_blocks, int) else num_blocks
+    return KVCache(storage, counts, block_size, keep_prefixes, windows, max_len)
 
 
-def table_of(manager: BlockManager | KVCache, seq_id: int, group: int) -> list[int]:
+def moves_of(cache: KVCache) -> list[Moves]:
+    """Return the moves since the last call."""
+    storage: Any = cache.storage
+    moved, storage.moved = storage.moved, []
+    found: list[Moves] = moved
+    return found
+
+
+def table_of(cache: KVCache, seq_id: int, group: int) -> list[int]:
     """Return the part of a sequence's block table that belongs to a group of layers."""
-    table = manager.table(seq_id).tolist()
-    count = len(table) // manager.num_groups
+    table = cache.table(seq_id).tolist()
+    count = len(table) // cache.num_groups
     return table[group * count : (group + 1) * count]
 
 
-def held_slots(manager: BlockManager | KVCache, seq_id: int, group: int = 0, first: int = 0) -> list[int]:
+def held_slots(cache: KVCache, seq_id: int, group: int = 0, first: int = 0) -> list[int]:
     """Return the slots of a sequence's positions from `first` on, in order, by its block table."""
-    table, size = table_of(manager, seq_id, group), manager.block_size
-    return [table[position // size] * size + position % size for position in range(first, manager.length(seq_id))]
+    table, size = table_of(cache, seq_id, group), cache.block_size
+    return [table[position // size] * size + position % size for position in range(first, cache.length(seq_id))]
 
 
 def feed(cache: KVCache, seq_id: int, tokens: Sequence[int]) -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from speculant.cache import CacheShape, KVCache
-from tests.blocks import held_slots, managers_of
+from tests.blocks import held_slots
 
 SHAPE = CacheShape(num_layers=2, num_kv_heads=2, head_dim=3, dtype=torch.float64, device=torch.device("cpu"))
 
@@ -61,9 +60,8 @@ def assert_holds(
     windows: of each layer; None = the cache's. Positions that no later row sees may hold anything.
     """
     assert cache.length(seq_id) == len(tokens)
-    managers: list[Any] = managers_of(cache)
     for layer in range(SHAPE.num_layers):
-        window = windows[layer] if windows else getattr(managers[group_of(cache, layer)], "window", None)
+        window = windows[layer] if windows else cache.pools[group_of(cache, layer)].window
         first = seen_from(window, len(tokens))
         for found, walked, expected in zip(
             read(cache, layer, seq_id, first),

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import pytest
 
-from speculant.cache import KVCache, PagedBlockManager, TensorStorage, slotted_cache
+from speculant.cache import KVCache, TensorStorage, slotted_cache
 from speculant.drafting import Drafter, DraftModelRunner
 from speculant.engine import Drafters, Engine, EngineOptions, Need, load_verifiers
 from speculant.errors import CapacityError, RequestError
@@ -21,7 +21,7 @@ from speculant.lengths import Fixed
 from speculant.params import SamplingParams
 from speculant.types import ANYONE, Client, Request, StepOutput
 from tests.beams import found_by, is_fed
-from tests.blocks import managers_of, table_of
+from tests.blocks import table_of
 from tests.caches import seen_from
 from tests.exactness.plain_beams import Found, exact_distribution, plain_beams
 from tests.figures import assert_figures
@@ -39,8 +39,7 @@ from tests.oracle import (
 )
 from tests.schedules import MAX_LEN, Digits, Kind, Setup, drawn_params, drawn_prompt, drawn_source, read_schedule
 from tests.watched import (
-    CountedBlocks,
-    CountedGroups,
+    CountedCache,
     Fault,
     FragileModel,
     Guesser,
@@ -187,13 +186,9 @@ class Machine:
         need = Need(shape, size, limits.max_num_seqs, rows, rows)
         counts = need.counts(need.blocks_for(MAX_LEN) + -(-source // size) + spare_blocks)
         windows = [group.window for group in shape.groups]
-        manager: CountedBlocks | CountedGroups
-        if len(counts) == 1:
-            manager = CountedBlocks(counts[0], size, setup.keep_prefixes, *windows)
-        else:
-            manager = CountedGroups(windows, counts, size, setup.keep_prefixes)
         storage = TensorStorage(shape, [count * size for count in counts], "lower the test's size.")
-        return KVCache(manager.watch(self.ledger.live, self.tally), storage)
+        cache = CountedCache(storage, counts, size, setup.keep_prefixes, windows)
+        return cache.watch(self.ledger.live, self.tally)
 
     def _make_drafter(self) -> Drafter | None:
         setup = self.setup
@@ -320,8 +315,8 @@ class Machine:
                 self.check()
         assert not self.engine.has_unfinished(), "somebody does not come to an end"
         self.check()
-        managers = [manager for cache in self.caches for manager in managers_of(cache)]
-        assert all(each.free_tokens() == each.num_blocks * each.block_size for each in managers), "a leak"
+        pools = [pool for cache in self.caches for pool in cache.pools]
+        assert all(pool.num_free == pool.num_blocks for pool in pools), "a leak"
 
     @property
     def live(self) -> dict[int, Request]:
@@ -343,13 +338,13 @@ class Machine:
     def _check_memory(self, running: Sequence[Request]) -> None:
         """Assert that just the running requests hold blocks, and one of them its own slots; a leak stays till seen."""
         for cache in self.caches:
-            for group, manager in enumerate(managers_of(cache)):
+            for group, pool in enumerate(cache.pools):
                 held_ids = [request.seq_id for request in running]
                 if cache is self.caches[0]:
                     held_ids += [source.seq_id for source in self.engine._scheduler.sources._by_key.values()]
                 tables = [self._held_blocks(cache, seq_id, group) for seq_id in held_ids]
                 held = {block for table in tables for block in table}
-                assert manager.free_tokens() == (manager.num_blocks - len(held)) * cache.block_size, "a block is lost"
+                assert pool.num_free == pool.num_blocks - len(held), "a block is lost"
         if running:
             request = running[self.num_actions // 4 % len(running)]
             tokens = request.tokens[: self.caches[0].length(request.seq_id)]
@@ -360,12 +355,10 @@ class Machine:
 
         A draft's cache has blocks of rows that were not committed when others were given back.
         """
-        table, manager = table_of(cache, seq_id, group), managers_of(cache)[group]
-        if not table or not isinstance(manager, PagedBlockManager):
-            return table
+        table = table_of(cache, seq_id, group)
         if cache is self.caches[0]:
             return table[seen_from(self.setup.windows[group], cache.length(seq_id)) // cache.block_size :]
-        return table[manager._held[seq_id].given_back :]
+        return table[cache.held(seq_id).tables[group].given_back :]
 
 
 # each as often as it is named

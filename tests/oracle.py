@@ -15,7 +15,7 @@ import functools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -26,7 +26,6 @@ from speculant.models import Batch, Chain, Hidden, ModelNeeds, Segment, context_
 from speculant.sampling import Chance, Node
 from speculant.sampling.distribution import distribution
 from speculant.types import Request
-from tests.blocks import managers_of
 from tests.caches import read, seen_from
 
 V = 8
@@ -251,10 +250,9 @@ def assert_holds(cache: KVCache, seq_id: int, tokens: Sequence[int], source: Seq
     source: the text was computed after it.
     """
     length = cache.length(seq_id)
-    managers: list[Any] = managers_of(cache)
     assert length == len(tokens)
-    for layer, manager in enumerate(managers):
-        first = seen_from(getattr(manager, "window", None), length)
+    for layer, pool in enumerate(cache.pools):
+        first = seen_from(pool.window, length)
         held = stored_prefix(*read(cache, layer, seq_id, first), seq_id, length, first)
         assert held.tokens == list(tokens[first:]), f"sequence {seq_id} holds {held.tokens} and not {tokens[first:]}"
         assert not held.tokens or held.begins(origin(source)), f"sequence {seq_id} was computed after another source"

@@ -6,16 +6,15 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from speculant.cache import GroupedBlockManager, KVStorage, Moves, PagedBlockManager, Slots
+from speculant.cache import KVCache, KVStorage, Slots
 from speculant.drafting import DrafterNeeds, ModelDrafter, StatelessDrafter
 from speculant.models import Batch, Hidden
 from speculant.types import DraftTree, Request
-from tests.blocks import managers_of
 from tests.oracle import OracleModel, V, extended, hashes_of, likeliest, prefix_hashes, require, scrambled
 
 
@@ -84,14 +83,8 @@ class FragileModel(OracleModel):
             raise self._raised[-1][0]
 
 
-if TYPE_CHECKING:
-    _Manager = PagedBlockManager
-else:
-    _Manager = object
-
-
-class _Counting(_Manager):
-    """A paged block manager that counts what happens in it, and knows which prefixes may be adopted: committed ones.
+class CountedCache(KVCache):
+    """A cache that counts what happens in it, and knows which prefixes may be adopted: committed ones.
 
     `live` has the requests by sequence.
     """
@@ -100,9 +93,8 @@ class _Counting(_Manager):
         """Begin to count."""
         self._live, self._tally = live, tally
         self._committed: set[tuple[str, tuple[int, ...]]] = set()  # whole blocks of tokens, by salt
-        for manager in managers_of(self):
-            assert isinstance(manager, PagedBlockManager)
-            index = manager._index
+        for pool in self.pools:
+            index = pool.index
             index.remove = partial(self._evict, index.remove)  # type: ignore[method-assign]
         return self
 
@@ -111,32 +103,30 @@ class _Counting(_Manager):
         return forget(block)
 
     def reserve(self, seq_id: int, n: int) -> Slots:
-        """See `BlockManager.reserve`; all that it takes beyond new blocks are copies."""
-        first, *_ = managers_of(self)
-        assert isinstance(first, PagedBlockManager)
-        held = -(-self.length(seq_id) // self.block_size)
-        needed = -(-(self.length(seq_id) + n) // self.block_size) if n else held
-        self._tally["copies on write"] += first.missing(seq_id, n) - (needed - held)
+        """Reserve; all that it takes beyond new blocks are copies."""
+        length = self.length(seq_id)
+        added = -(-(length + n) // self.block_size) - -(-length // self.block_size)
+        self._tally["copies on write"] += self.held(seq_id).tables[0].missing(length, n) - added if n else 0
         return super().reserve(seq_id, n)
 
     def drop_unseen(self, seq_id: int) -> None:
-        """See `BlockManager.drop_unseen`."""
-        free = sum(manager.free_tokens() for manager in managers_of(self))
+        """Count what is given back."""
+        free = sum(pool.num_free for pool in self.pools)
         super().drop_unseen(seq_id)
-        self._tally["blocks given back"] += sum(manager.free_tokens() for manager in managers_of(self)) > free
+        self._tally["blocks given back"] += sum(pool.num_free for pool in self.pools) > free
 
-    def compact(self, seq_id: int, base: int, path: Sequence[int]) -> Moves:
-        """See `BlockManager.compact`."""
+    def compact(self, seq_id: int, base: int, path: Sequence[int]) -> None:
+        """Count paths that move."""
         self._tally["compactions"] += list(path) != list(range(len(path)))
-        return super().compact(seq_id, base, path)
+        super().compact(seq_id, base, path)
 
-    def fork(self, src: int, dst: int) -> Moves:
-        """See `BlockManager.fork`."""
+    def fork(self, src: int, dst: int) -> None:
+        """Count forks."""
         self._tally["forks"] += self.length(src) > 0
-        return super().fork(src, dst)
+        super().fork(src, dst)
 
     def match_prefix(self, seq_id: int, tokens: Sequence[int], cache_salt: str = "", limit: int | None = None) -> int:
-        """See `BlockManager.match_prefix`."""
+        """Check that what is adopted was committed."""
         adopted = super().match_prefix(seq_id, tokens, cache_salt, limit)
         self._tally["prefix hits"] += adopted > 0
         blocks = (self._live[seq_id].full_salt, tuple(tokens[: -(-adopted // self.block_size) * self.block_size]))
@@ -144,20 +134,12 @@ class _Counting(_Manager):
         return adopted
 
     def insert_prefix(self, seq_id: int, tokens: Sequence[int]) -> None:
-        """See `BlockManager.insert_prefix`."""
+        """Check that what is indexed was committed."""
         super().insert_prefix(seq_id, tokens)
         request = self._live[seq_id]
         for end in range(self.block_size, min(self.length(seq_id), len(tokens)) + 1, self.block_size):
             require(tokens[:end] == request.tokens[:end], "tokens are indexed that were not committed")
             self._committed.add((request.full_salt, tuple(tokens[:end])))
-
-
-class CountedBlocks(_Counting, PagedBlockManager):
-    """A watched manager of one group of layers."""
-
-
-class CountedGroups(_Counting, GroupedBlockManager):
-    """A watched manager of several groups of layers."""
 
 
 class WatchedDrafter(ModelDrafter):

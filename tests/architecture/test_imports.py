@@ -43,8 +43,8 @@ def test_native_import_is_found(name: str, line: str, found: int) -> None:
         ("drafting.tree", "from speculant.verification.base import Verifier"),
         ("verification.base", "from speculant.scheduling import policy"),
         ("verification.base", "from ..drafting.base import Drafter"),
-        ("scheduling.scheduler", "from speculant.cache.slotted import SlottedCache"),
-        ("scheduling.scheduler", "from speculant.cache import slotted"),
+        ("scheduling.scheduler", "from speculant.cache.storage import TensorStorage"),
+        ("scheduling.scheduler", "from speculant.cache import storage"),
         ("scheduling.scheduler", "from speculant.models.base import Batch"),
         ("cache.base", "from speculant.plugins import load"),
         ("sampling.chance", "from speculant.cache.base import KVCache"),
@@ -113,7 +113,7 @@ def test_import_is_cheap(statement: str) -> None:
     assert _heavy_modules_after(statement) == ""
 
 
-@pytest.mark.parametrize("module", ["base", "paged", "slotted"])
+@pytest.mark.parametrize("module", ["base", "paged", "prefixes", "sources"])
 def test_cache_bookkeeping_imports_no_torch(module: str) -> None:
     """Tables may live in another process than tensors."""
     assert _heavy_modules_after(f"import speculant.cache.{module}") == ""

@@ -13,7 +13,7 @@ SLACK = 0.05  # of a budget, which follows a room that shrinks
 INNER_IMPORTS = 233  # of names that two files of a room have, of names that are also a file's; may only fall
 # Lines and files. A commit that adds a feature may raise those of its room.
 BUDGETS: dict[str, tuple[int, int]] = {
-    "cache": (1625, 13),
+    "cache": (1211, 7),
     "cli": (3024, 17),
     "drafting": (7209, 58),
     "engine": (6012, 29),
@@ -67,7 +67,7 @@ def test_an_import_from_inside_is_found(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr("tests.architecture.rooms.ROOT", tmp_path)
     file = tmp_path / "test_it.py"
     file.write_text(
-        "from speculant.cache import KVCache\nfrom speculant.cache.base import Slots\nimport speculant.types\n"
+        "from speculant.cache import KVCache\nfrom speculant.cache.paged import Slots\nimport speculant.types\n"
     )
-    assert list(inner_imports(file)) == ["test_it.py:2: speculant.cache.base is inside cache"]
-    assert home("cache.KVCache") == "cache.base.KVCache"
+    assert list(inner_imports(file)) == ["test_it.py:2: speculant.cache.paged is inside cache"]
+    assert home("cache.KVCache") == "cache.paged.KVCache"

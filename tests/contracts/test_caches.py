@@ -19,9 +19,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from speculant.cache import BlockManager, CacheShape, KVCache, paged_cache, slotted_cache
+from speculant.cache import BlockPool, CacheShape, KVCache, paged_cache, slotted_cache
 from speculant.errors import CapacityError
-from tests.blocks import managers_of, table_of
+from tests.blocks import table_of
 from tests.caches import SHAPE, assert_holds, feed, seen_from
 from tests.examples import examples
 
@@ -321,10 +321,10 @@ class CacheMachine(RuleBasedStateMachine):
         for seq_id, tokens in self.held.items():
             if tokens:
                 assert_holds(self.cache, seq_id, tokens, self.windows)
-        for group, manager in enumerate(managers_of(self.cache)):
-            self._check_blocks(group, manager)
+        for group, pool in enumerate(self.cache.pools):
+            self._check_blocks(group, pool)
 
-    def _check_blocks(self, group: int, manager: BlockManager) -> None:
+    def _check_blocks(self, group: int, pool: BlockPool) -> None:
         """Assert that the blocks of a group's tables are all that is not free."""
         blocks = set[int]()
         for seq_id in self.held:
@@ -332,15 +332,14 @@ class CacheMachine(RuleBasedStateMachine):
             gone = self.gone[seq_id][group] if self.name in WINDOWS else 0
             assert table[:gone] == [0] * gone
             blocks.update(table[gone:])
-        assert manager.free_tokens() == (manager.num_blocks - len(blocks)) * manager.block_size, "a block is lost"
+        assert pool.num_free == pool.num_blocks - len(blocks), "a block is lost"
 
     def teardown(self) -> None:
         for seq_id in list(self.held):
             self.cache.release(seq_id)
         self.cache.check()
         assert self.cache.free_tokens() == self.capacity, "a leak"
-        free = {manager.free_tokens() // manager.block_size - manager.num_blocks for manager in managers_of(self.cache)}
-        assert free == {0}, "a leak"
+        assert all(pool.num_free == pool.num_blocks for pool in self.cache.pools), "a leak"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Every instruction set stores keys and values in int8 with the bits of cache/rounding.py."""
+"""Every instruction set stores keys and values in int8 with the bits of cache/storage.py."""
 
 from __future__ import annotations
 

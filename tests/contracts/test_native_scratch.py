@@ -114,7 +114,6 @@ def small_model(**changes: object) -> NativeDecoder:
 PASSES = (
     SETUP
     + """
-from speculant.cache.factory import slotted_cache
 from speculant.kernels.native import Pass
 from speculant.models.base import SequenceInput, build_batch
 from speculant.sampling.distribution import sampling_settings
@@ -157,7 +156,6 @@ def test_passes_keep_no_more_scratch_than_is_counted() -> None:
 DRAFT = (
     SETUP
     + """
-from speculant.cache.factory import slotted_cache
 from speculant.kernels.native import Pass
 from speculant.kernels.native import NativeSampler
 from speculant.models.base import Chain, SequenceInput, build_batch

@@ -10,16 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from speculant.cache import (
-    BlockManager,
-    CacheShape,
-    KVCache,
-    KVStorage,
-    Moves,
-    PagedBlockManager,
-    SlottedBlockManager,
-    TensorStorage,
-)
+from speculant.cache import CacheShape, KVCache, KVStorage, Moves, TensorStorage
 from speculant.config import Limits
 from speculant.drafting import Drafter, DraftModelRunner, ModelDrafter, StaticTree
 from speculant.engine import Drafters, Engine, EngineOptions
@@ -37,10 +28,7 @@ LIMITS = Limits(max_model_len=32, max_num_seqs=4, max_num_batched_tokens=40)
 BLOCK, NUM_BLOCKS = 4, 14  # one sequence needs up to eight
 SPEC_LENGTH = 6
 BACKENDS = {"reference": ("float64", "reference"), "native": ("float32", "native")}  # dtype, kernels
-MANAGERS: dict[str, Callable[[], BlockManager]] = {
-    "paged": lambda: PagedBlockManager(NUM_BLOCKS, BLOCK),
-    "slotted": lambda: SlottedBlockManager(LIMITS.max_num_seqs, LIMITS.max_model_len),
-}
+SIZES = {"paged": (NUM_BLOCKS, BLOCK), "slotted": (LIMITS.max_num_seqs, LIMITS.max_model_len)}
 TOPOLOGIES = {"chain": None, "tree": StaticTree.of_widths([2, 1, 2])}
 
 PROMPT = PRINTABLE[:10]  # two blocks and a half
@@ -71,7 +59,7 @@ class Site:
         """Put an engine together; return the storages of its target and its draft model, too."""
         kernels = open_kernels() if self.native else None
         sampler = NativeSampler(kernels) if kernels is not None else REFERENCE
-        caches = [self._cache(MANAGERS[kind](), model.cache_shape) for model in (self.target, self.draft)]
+        caches = [self._cache(kind, model.cache_shape) for model in (self.target, self.draft)]
         drafter: Drafter | None = None
         if drafts != "none":
             runner = DraftModelRunner(self.draft, caches[1], KeyedChances(sampler), LIMITS.max_num_batched_tokens)
@@ -82,8 +70,10 @@ class Site:
         )  # fmt: skip
         return engine, [cache.storage for cache in caches]
 
-    def _cache(self, manager: BlockManager, shape: CacheShape) -> KVCache:
-        return KVCache(manager, self.make_storage(shape, manager.num_blocks * manager.block_size))
+    def _cache(self, kind: str, shape: CacheShape) -> KVCache:
+        num_blocks, size = SIZES[kind]
+        storage, is_paged = self.make_storage(shape, num_blocks * size), kind == "paged"
+        return KVCache(storage, [num_blocks], size, is_paged, max_len=LIMITS.max_model_len)
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +126,7 @@ def local_texts(site: Site, kind: str, drafts: str) -> Texts:
 
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("drafts", ["none", "chain", "tree"])
-@pytest.mark.parametrize("kind", MANAGERS)
+@pytest.mark.parametrize("kind", SIZES)
 def test_remote_storage_changes_no_text(sites: dict[str, Site], kind: str, drafts: str) -> None:
     engine, storages = sites["there"].engine(kind, drafts)
     assert run(engine) == local_texts(sites["here"], kind, drafts)
@@ -160,7 +150,7 @@ class Unmoved(RemoteStorage):
         """Do nothing."""
 
 
-@pytest.mark.parametrize("kind", MANAGERS)
+@pytest.mark.parametrize("kind", SIZES)
 def test_storage_that_ignores_moves_is_found(sites: dict[str, Site], worker: Worker, kind: str) -> None:
     there = sites["there"]
     site = Site(there.target, there.draft, lambda shape, n: Unmoved(worker, shape, n), there.native)

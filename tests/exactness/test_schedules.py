@@ -18,7 +18,7 @@ import pytest
 import torch
 from hypothesis import Phase, given, seed, settings, strategies as st
 
-from speculant.cache import NO_MOVES, BlockPool, KVCache, Moves, PagedBlockManager, Source, Sources, paged_cache
+from speculant.cache import BlockPool, KVCache, Source, Sources, paged_cache
 from speculant.drafting import ModelDrafter
 from speculant.models import SequenceInput, build_batch
 from speculant.scheduling import Schedule
@@ -90,19 +90,19 @@ def test_nothing_is_lost_leaked_or_mixed_up(shard: int, schedules: int) -> None:
 # --- the machine notices what it is there for
 
 
-def keep_one_too_many(manager: PagedBlockManager, seq_id: int, n: int, original: Callable[..., None]) -> None:
-    original(manager, seq_id, min(n + 1, manager.length(seq_id)))
+def keep_one_too_many(cache: KVCache, seq_id: int, n: int, original: Callable[..., None]) -> None:
+    original(cache, seq_id, min(n + 1, cache.length(seq_id)))
 
 
-def give_back_too_early(manager: PagedBlockManager, seq_id: int, original: Callable[..., None]) -> None:
-    held = manager._held.get(seq_id)
+def give_back_too_early(cache: KVCache, seq_id: int, original: Callable[..., None]) -> None:
+    held = cache._held.get(seq_id)
     if held is not None:
         held.length += 1
-        original(manager, seq_id)
+        original(cache, seq_id)
         held.length -= 1
 
 
-def never_copy(pool: BlockPool, block: int, original: Callable[..., bool]) -> bool:
+def never_copy(pool: BlockPool, block: int, *others: int, original: Callable[..., bool]) -> bool:
     return True
 
 
@@ -115,22 +115,19 @@ def free_twice(pool: BlockPool, block: int, original: Callable[..., None]) -> No
     original(pool, block)
 
 
-def move_nothing(
-    manager: PagedBlockManager, seq_id: int, base: int, path: Sequence[int], original: Callable[..., Moves]
-) -> Moves:
-    manager.truncate_to(seq_id, base + len(path))
-    return NO_MOVES
+def move_nothing(cache: KVCache, seq_id: int, base: int, path: Sequence[int], original: Callable[..., None]) -> None:
+    cache.truncate_to(seq_id, base + len(path))
 
 
 def share_across_salts(
-    manager: PagedBlockManager,
+    cache: KVCache,
     seq_id: int,
     tokens: Sequence[int],
     cache_salt: str,
     limit: int | None,
     original: Callable[..., int],
 ) -> int:
-    return original(manager, seq_id, tokens, "", limit)
+    return original(cache, seq_id, tokens, "", limit)
 
 
 def keep_drafts_of_the_preempted(drafter: ModelDrafter, request: Request, original: Callable[..., None]) -> None:
@@ -139,10 +136,10 @@ def keep_drafts_of_the_preempted(drafter: ModelDrafter, request: Request, origin
 
 
 FAULTS: list[tuple[type, str, Callable[..., object], str]] = [
-    (PagedBlockManager, "truncate_to", keep_one_too_many, "chain"),
-    (PagedBlockManager, "compact", move_nothing, "tree"),
-    (PagedBlockManager, "drop_unseen", give_back_too_early, "none"),
-    (PagedBlockManager, "match_prefix", share_across_salts, "none"),
+    (KVCache, "truncate_to", keep_one_too_many, "chain"),
+    (KVCache, "compact", move_nothing, "tree"),
+    (KVCache, "drop_unseen", give_back_too_early, "none"),
+    (KVCache, "match_prefix", share_across_salts, "none"),
     (BlockPool, "is_writable", never_copy, "tree"),
     (BlockPool, "free", never_free, "none"),
     (BlockPool, "free", free_twice, "none"),

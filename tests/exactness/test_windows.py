@@ -22,7 +22,7 @@ from speculant.models import CausalLM, NativeDecoder, SequenceInput, build_batch
 from speculant.params import SamplingParams
 from speculant.sampling import KeyedChances
 from speculant.types import DraftTree, Request
-from tests.blocks import managers_of, table_of
+from tests.blocks import table_of
 from tests.caches import seen_from
 from tests.exactness.test_native_decoder import make_decoder, packed, tokens_of
 from tests.fakes import known_verifiers
@@ -121,8 +121,7 @@ def test_no_text_changes(windows: str, drafts: str, backend: str) -> None:
     if None in WINDOWS[windows]:
         assert engine.metrics.preemptions > 0, "there was room for all: a weak test"
     for cache in caches:
-        free = [manager.free_tokens() - manager.num_blocks * BLOCK for manager in managers_of(cache)]
-        assert not any(free), "a leak"
+        assert all(pool.num_free == pool.num_blocks for pool in cache.pools), "a leak"
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -158,14 +157,14 @@ def feed(model: CausalLM, cache: KVCache, tokens: Sequence[int], chunks: Sequenc
 
 def spoil(shape: CacheShape, cache: KVCache) -> None:
     """Fill the blocks that a cache's only sequence does not hold."""
-    for index, (group, manager) in enumerate(zip(shape.groups, managers_of(cache), strict=False)):
+    for index, (group, pool) in enumerate(zip(shape.groups, cache.pools, strict=False)):
         held = table_of(cache, 1, index)
         if cache.block_size == BLOCK:
             held = held[seen_from(group.window, cache.length(1)) // BLOCK :]
-        free = torch.tensor([block not in held for block in range(manager.num_blocks)])
+        free = torch.tensor([block not in held for block in range(pool.num_blocks)])
         for layer in group.layers:
             for part in cache.storage.layer(layer):
-                part.view(manager.num_blocks, -1)[free] = torch.nan
+                part.view(pool.num_blocks, -1)[free] = torch.nan
 
 
 @pytest.mark.parametrize("window", [1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 9])
@@ -173,14 +172,14 @@ def test_a_long_text_holds_no_more_than_the_window(window: int) -> None:
     """One block is the most that is held beyond the window - 1 positions which a next row sees."""
     model = make_decoder(torch.float32, windows=(None, window))
     cache = paged_cache(model.cache_shape, 100, BLOCK)
-    full, windowed = managers_of(cache)
+    full, windowed = cache.pools
     for length in range(1, 100):
         cache.reserve(1, 1)
         cache.drop_unseen(1)
-        held = windowed.num_blocks - windowed.free_tokens() // BLOCK
+        held = windowed.num_blocks - windowed.num_free
         assert held == -(-length // BLOCK) - seen_from(window, length) // BLOCK
         assert held <= -(-(window + BLOCK - 2) // BLOCK)
-        assert full.num_blocks - full.free_tokens() // BLOCK == -(-length // BLOCK)
+        assert full.num_blocks - full.num_free == -(-length // BLOCK)
 
 
 def test_a_prefix_is_found_as_far_as_every_group_has_its_window() -> None:
@@ -189,7 +188,7 @@ def test_a_prefix_is_found_as_far_as_every_group_has_its_window() -> None:
     A prefix of 24 tokens needs 4 and 5, one of 20 needs 3 and 4, one of 16 needs 2 and 3, a shorter one 0 or 1.
     """
     cache = paged_cache(CacheShape(2, 1, 1, torch.float32, CPU, (None, 6)), [20, 8], BLOCK)
-    text, (_, windowed) = list(range(24)), managers_of(cache)
+    text, (_, windowed) = list(range(24)), cache.pools
     for length in range(0, 24, BLOCK):
         cache.reserve(1, BLOCK)
         cache.insert_prefix(1, text[: length + BLOCK])
@@ -198,7 +197,7 @@ def test_a_prefix_is_found_as_far_as_every_group_has_its_window() -> None:
     cache.reserve(3, 2 * BLOCK)  # from here on, no block is free without an eviction
     found = []
     for num_evicted in range(6):
-        assert windowed.free_tokens() == (6 - num_evicted) * BLOCK
+        assert windowed.num_free == 6 - num_evicted
         known = [cache.match_prefix(2, [*text, 99])]
         cache.release(2)
         known.append(cache.match_prefix(2, [*text[:17], 99]))

@@ -1,4 +1,4 @@
-"""A block manager of small blocks: a sequence holds as many as its positions need, some shared with other sequences.
+"""The KV cache: each sequence holds as many blocks as its positions need, some shared with other sequences.
 
     sequence 1   [ b7 | b2 | b5 . . ]      . = room in its last block
     sequence 2   [ b7 | b2 | b9 . ]        b7 and b2 are shared: held by both, written by neither
@@ -7,183 +7,387 @@ A block with one holder that is not in the prefix index is writable. A sequence 
 copy of it first (copy on write).
 
 In layers with a window, blocks that no later row sees are given back. Their entries in the table are 0, so that a
-position still has its block at position // block_size.
+position still has its block at position // block_size:
+
+    no window   [ b7 | b2 | b5 | b1 . ]
+    window      [  0 |  0 | b4 | b6 . ]     0 = given back; nothing reads it
+
+A sequence has the same length in every group of layers. The first group keeps the most positions and decides how much
+room there is. A later group needs no more blocks than the first: if sequences share a block of the first group, they
+share that of a later group or have given it back. So a later group with as many blocks is never full before the first.
+It may have fewer if they suffice for all that can be in use at once.
 """
 
 from __future__ import annotations
 
+import sys
 from array import array
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from speculant.cache.base import NO_MOVES, Moves, Slots, first_seen, require_path
-from speculant.cache.pool import BlockPool
+from typing_extensions import override
+
+from speculant.cache.base import CacheShape, KVStorage, Moves, Slots, first_seen
 from speculant.cache.prefixes import PrefixIndex, PrefixNode, PrefixTree
 from speculant.errors import CapacityError
 
 
-@dataclass
-class _Sequence:
-    """One sequence's blocks, of which the first `given_back` are no longer its own; `prefix` are their nodes."""
+class BlockPool:
+    """The blocks of one group of layers: which are free, which are held, and which are kept for later.
 
-    cache_salt: str
-    length: int = 0
-    blocks: list[int] = field(default_factory=list)
-    prefix: list[PrefixNode] = field(default_factory=list)
-    given_back: int = 0
-    table: array[int] | None = None  # its blocks, made on first use
-
-
-_NOTHING = _Sequence("")  # an unknown sequence
-
-
-class PagedBlockManager:
-    """A `BlockManager` of `num_blocks` blocks of `block_size` positions, shared by copy on write.
-
-    With `keep_prefixes` full committed blocks stay after their sequence until the space is needed, and
-    other sequences may begin with them.
-    window: the positions that a row of the layers sees, None = all. tree: the known prefixes, if other groups of layers
-    have blocks of them too.
+    free ---allocate---> held (count >= 1) ---free to 0---> free, or kept if it is in `index`
+      ^                    ^                                   |
+      |                    +---------------share---------------+
+      +------------------------evict (least recently used)-----+
     """
 
-    num_groups = 1
+    def __init__(self, num_blocks: int, index: PrefixIndex) -> None:
+        self.num_blocks, self.index = num_blocks, index
+        self.window, self.block_size = index.window, index.tree.block_size
+        self._indexed = index.nodes
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._holders = [0] * num_blocks
+        self._kept: OrderedDict[int, None] = OrderedDict()  # the least recently used first
+        index.on_removed = self._forget
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that can be allocated, the kept ones included."""
+        return len(self._free) + len(self._kept)
+
+    @property
+    def num_kept(self) -> int:
+        """Indexed blocks that no sequence holds."""
+        return len(self._kept)
+
+    def is_writable(self, block: int, others: int = 0) -> bool:
+        """Whether its holder may write to it: it is not indexed, and all its other holders will have copied it.
+
+        others: the number of other holders that get copies before.
+        """
+        return block not in self._indexed and self._holders[block] - others <= 1
+
+    def is_kept(self, block: int) -> bool:
+        """Whether it is indexed and not held, so that sharing it takes one of the free blocks."""
+        return block in self._kept
+
+    def allocate(self) -> int:
+        """Take a free block, evicting the least recently used one if necessary; `num_free` must not be 0."""
+        if not self._free:
+            self._evict()
+        block = self._free.pop()
+        self._holders[block] = 1
+        return block
+
+    def share(self, block: int) -> None:
+        """Add a holder to a held or kept block."""
+        self._kept.pop(block, None)
+        self._holders[block] += 1
+
+    def free(self, block: int) -> None:
+        """Remove a holder from a held block."""
+        self._holders[block] -= 1
+        if self._holders[block] == 0:
+            if block in self._indexed:
+                self._kept[block] = None
+            else:
+                self._free.append(block)
+
+    def drop_kept(self) -> None:
+        """Free every kept block. Blocks below one in the index are kept too, so that no held block leaves the index."""
+        while self._kept:
+            self._evict()
+
+    def require(self, missing: int, seq_id: int, why: str = "needs") -> None:
+        """Raise CapacityError unless so many blocks are free for a sequence."""
+        if missing > self.num_free:
+            kind = "" if self.window is None else f" for layers with a window of {self.window} positions"
+            raise CapacityError(
+                f"sequence {seq_id} {why} {missing} more cache blocks{kind} and "
+                f"{self.num_free} of {self.num_blocks} are free",
+                "raise kv_memory, lower max_num_seqs, or wait for a request to end.",
+            )
+
+    def _evict(self) -> None:
+        """Remove the least recently used block and its descendants from the index."""
+        for block in self.index.remove(next(iter(self._kept))):
+            self._forget(block)
+
+    def _forget(self, block: int) -> None:
+        """Free a block that left the index, unless a sequence holds it."""
+        if block in self._kept:
+            del self._kept[block]
+            self._free.append(block)
+
+    def check(self, held: Mapping[int, int]) -> None:
+        """Assert that the reference counts are `held` and that every block is in exactly one state."""
+        counts = {block: count for block, count in enumerate(self._holders) if count}
+        assert counts == dict(held), f"holders {counts} but {dict(held)} in tables"
+        everywhere = sorted(block for part in (self._free, self._kept, counts) for block in part)
+        assert everywhere == list(range(self.num_blocks)), "a block is lost or doubled"
+        assert all(block in self._indexed for block in self._kept), "a kept block is not indexed"
+        assert not any(block in self._indexed for block in self._free), "a free block is indexed"
+        self.index.check()
+
+
+@dataclass(slots=True)
+class BlockTable:
+    """A sequence's blocks in one group of layers, of which the first `given_back` are no longer its own."""
+
+    pool: BlockPool
+    blocks: list[int] = field(default_factory=list)
+    given_back: int = 0
+
+    def missing(self, length: int, n: int) -> int:
+        """Return how many blocks are needed to grow from `length` by n > 0 positions, copies on write included."""
+        size = self.pool.block_size
+        missing = -(-(length + n) // size) - len(self.blocks)
+        return missing + 1 if length % size and not self.pool.is_writable(self.blocks[-1]) else missing
+
+    def shared(self, start: int, end: int) -> list[int]:
+        """Return which blocks, by index, are touched by positions start to end - 1 and not writable."""
+        touched = range(start // self.pool.block_size, -(-end // self.pool.block_size))
+        return [index for index in touched if not self.pool.is_writable(self.blocks[index])]
+
+    def replace(self, index: int, block: int) -> None:
+        """Hold another block in the place of the one at this index."""
+        self.pool.free(self.blocks[index])
+        self.blocks[index] = block
+
+    def rearrange(self, base: int, kept: Sequence[int], shared: Sequence[int]) -> Moves:
+        """Copy on write: replace the `shared` blocks from `base` on by new ones; return the slots to move.
+
+        Positions `kept` become base, base + 1, ...; positions below base keep their content.
+        """
+        first = min(base, shared[0] * self.pool.block_size) if shared else base
+        kept = [*range(first, base), *kept]
+        sources = self._slots(kept)
+        for index in reversed(shared):  # the last one first, as in `drop`
+            self.replace(index, self.pool.allocate())
+        targets = self._slots(range(first, first + len(kept)))
+        changed = [pair for pair in zip(sources, targets, strict=True) if pair[0] != pair[1]]
+        return Moves([source for source, _ in changed], [target for _, target in changed])
+
+    def drop(self, keep: int) -> None:
+        """Free all blocks but the first `keep`, the last one first: a prefix's end is evicted before its start."""
+        while len(self.blocks) > max(keep, self.given_back):
+            self.pool.free(self.blocks.pop())
+        if keep < self.given_back:
+            self.blocks, self.given_back = [], 0
+
+    def drop_unseen(self, length: int) -> bool:
+        """Give back the blocks that a row at position `length` does not see; return whether there were any."""
+        first, before = first_seen(self.pool.window, length) // self.pool.block_size, self.given_back
+        if first <= before:
+            return False
+        for index in range(before, first):
+            self.pool.free(self.blocks[index])
+            self.blocks[index] = 0
+        self.given_back = first
+        return True
+
+    def copy(self) -> BlockTable:
+        """Return a table that shares all blocks."""
+        for block in self.blocks[self.given_back :]:
+            self.pool.share(block)
+        return BlockTable(self.pool, list(self.blocks), self.given_back)
+
+    def slots(self, start: int, end: int) -> list[int]:
+        """Return the slots of positions start to end - 1, block by block."""
+        size, slots = self.pool.block_size, list[int]()
+        index, offset = divmod(start, size)
+        left = end - start
+        while offset + left > size:
+            first = self.blocks[index] * size
+            slots += range(first + offset, first + size)
+            index, offset, left = index + 1, 0, left - size + offset
+        first = self.blocks[index] * size + offset
+        slots += range(first, first + left)
+        return slots
+
+    def _slots(self, positions: Iterable[int]) -> list[int]:
+        """Return the slots of any positions."""
+        size, blocks = self.pool.block_size, self.blocks
+        return [blocks[position // size] * size + position % size for position in positions]
+
+
+@dataclass(slots=True)
+class CachedSequence:
+    """A sequence's length, and its table for each group of layers; `prefix` are the nodes of its first full blocks."""
+
+    cache_salt: str
+    tables: list[BlockTable]
+    length: int = 0
+    prefix: list[PrefixNode] = field(default_factory=list)
+    table: array[int] | None = None  # the tables in one, made on first use
+
+
+class KVCache:
+    """The sequences of a cache, and the storage that has their keys and values. It works with plain integers.
+
+    The rollback contract (docs/references.md, rollback): after a pass, `truncate_to` or `compact` drops rejected nodes,
+    and the next pass overwrites stale slots. Copies are made in the storage at once.
+
+    num_blocks: of each group of layers. windows: the positions that a row of each group sees, the longest first; None =
+    all. With `keep_prefixes` full committed blocks stay after their sequence until the space is needed, and other
+    sequences may begin with them. max_len: the most positions of a sequence.
+    """
 
     def __init__(
         self,
-        num_blocks: int,
+        storage: KVStorage,
+        num_blocks: Sequence[int],
         block_size: int,
         keep_prefixes: bool = True,
-        window: int | None = None,
-        tree: PrefixTree | None = None,
+        windows: Sequence[int | None] = (None,),
+        max_len: int = sys.maxsize,
     ) -> None:
-        self.block_size = block_size
-        self.num_blocks = num_blocks
-        self._keep_prefixes, self.window = keep_prefixes, window
-        self._tree = tree or PrefixTree(block_size)
-        self._index = PrefixIndex(self._tree, windowed=window is not None)
-        self._pool = BlockPool(num_blocks, self._index)
-        self._held: dict[int, _Sequence] = {}
+        self.storage, self.num_blocks, self.block_size = storage, num_blocks[0], block_size
+        self.num_groups, self.max_len, self._keep_prefixes = len(windows), max_len, keep_prefixes
+        self._is_windowed = any(window is not None for window in windows)
+        self._tree = PrefixTree(block_size)
+        self.pools = [
+            BlockPool(count, PrefixIndex(self._tree, window)) for count, window in zip(num_blocks, windows, strict=True)
+        ]
+        self._held: dict[int, CachedSequence] = {}
+        self._nothing = self._new("")  # an unknown sequence
 
     def reserve(self, seq_id: int, n: int) -> Slots:
-        """See `BlockManager.reserve`."""
-        held = self._held.get(seq_id) or _Sequence("")
+        """Extend a sequence by n positions (n >= 0) and return their slots. An unknown sequence starts empty.
+
+        Raises CapacityError, and changes nothing, when there is no room. n = 0 changes nothing.
+        """
+        held = self._held.get(seq_id) or self._new("")
         start, end = held.length, held.length + n
         if n == 0:
-            return Slots(seq_id, start, ())
-        moves, copies, more = NO_MOVES, self._copies(held), -(-end // self.block_size) - len(held.blocks)
-        if copies or more:
-            self._require(more + copies, seq_id)
+            return Slots(seq_id, start, (), ((),) * (self.num_groups - 1))
+        missing, slots = list[int](), list[list[int]]()  # by loops: each comprehension would be a call
+        for table in held.tables:
+            missing.append(table.missing(start, n))
+        if any(missing):
+            self._require(seq_id, held, end, missing)
             self._held[seq_id] = held
-            moves = self._rearrange(held, start, (), [len(held.blocks) - 1]) if copies else NO_MOVES
-            self._extend(held, more)
+            self._grow(held, end)
         held.length = end
-        return Slots(seq_id, start, self._consecutive_slots(held, start, end), moves)
+        for table in held.tables:
+            slots.append(table.slots(start, end))
+        return Slots(seq_id, start, slots[0], slots[1:])
 
-    def __contains__(self, seq_id: int) -> bool:
-        return seq_id in self._held
-
-    def plan(self) -> PagedPlan:
-        """See `BlockManager.plan`."""
-        return PagedPlan(self)
+    def plan(self) -> ReservationPlan:
+        """Return an empty plan; it is valid until a sequence changes. `reserve` succeeds for everything taken."""
+        return ReservationPlan(self)
 
     def table(self, seq_id: int) -> array[int]:
-        """See `BlockManager.table`."""
-        held = self._held.get(seq_id) or _Sequence("")
+        """Return a sequence's block table [groups * b] of 64-bit integers, empty for an unknown one.
+
+        A group's part lists b blocks. Those that were given back are 0. Callers must not change the table; later
+        changes of the sequence make a new one.
+        """
+        held = self._held.get(seq_id, self._nothing)
         if held.table is None:
-            held.table = array("q", held.blocks)
+            held.table = array("q")
+            for table in held.tables:
+                held.table.extend(table.blocks)
         return held.table
 
+    def held(self, seq_id: int) -> CachedSequence:
+        """Return a sequence's length and tables; an unknown one is empty."""
+        return self._held.get(seq_id, self._nothing)
+
     def length(self, seq_id: int) -> int:
-        """See `BlockManager.length`."""
+        """Return how many positions are held; 0 for an unknown sequence."""
         held = self._held.get(seq_id)
         return held.length if held else 0
 
     def truncate_to(self, seq_id: int, n: int) -> None:
-        """See `BlockManager.truncate_to`: blocks from position n on are freed (docs/references.md, rollback)."""
-        held = self._held.get(seq_id, _NOTHING)
+        """Drop every position from n on (docs/references.md, rollback).
+
+        Raises ValueError, and changes nothing, unless the sequence holds what a row at position n sees.
+        """
+        held = self._held.get(seq_id, self._nothing)
         if not 0 <= n <= held.length:
             raise ValueError(f"truncate_to({n}) of sequence {seq_id} with {held.length} positions")
-        self._require_window(seq_id, n)
+        if self._is_windowed:
+            self._require_window(seq_id, n, "truncate_to")
         if n < held.length:
             held.length = n
-            self._unlist(held, n // self.block_size)
-            self._drop_blocks(held, self._num_blocks_for(n))
+            if len(held.prefix) * self.block_size > n:
+                self._unlist(held, n // self.block_size)
+            self._drop_blocks(held, -(-n // self.block_size))
 
     def holds_window(self, seq_id: int, n: int) -> bool:
-        """See `BlockManager.holds_window`."""
-        held = self._held.get(seq_id, _NOTHING)
-        return n == 0 or held.given_back <= first_seen(self.window, n) // self.block_size
+        """Whether `truncate_to(seq_id, n)` is possible: nothing was given back that a row at position n sees."""
+        if n == 0 or not self._is_windowed:
+            return True
+        tables = self._held.get(seq_id, self._nothing).tables
+        return all(table.given_back <= first_seen(table.pool.window, n) // self.block_size for table in tables)
 
     def drop_unseen(self, seq_id: int) -> None:
-        """See `BlockManager.drop_unseen`."""
+        """Give back the blocks that no later row of the sequence sees; all its positions must be committed."""
         held = self._held.get(seq_id)
-        if held is None or self.window is None:
+        if held is None or not self._is_windowed:
             return
-        first = first_seen(self.window, held.length) // self.block_size
-        if first > held.given_back:
-            for index in range(held.given_back, first):
-                self._pool.free(held.blocks[index])
-                held.blocks[index] = 0
-            held.given_back, held.table = first, None
+        for table in held.tables:
+            if table.drop_unseen(held.length):
+                held.table = None
 
-    def compact(self, seq_id: int, base: int, path: Sequence[int]) -> Moves:
-        """See `BlockManager.compact`."""
-        shared = self.check_compaction(seq_id, base, path)
-        moves = NO_MOVES
+    def compact(self, seq_id: int, base: int, path: Sequence[int]) -> None:
+        """Keep positions below `base` and, of the tree nodes from `base` on, those on `path`, the accepted path.
+
+        Node i was written at position base + i; the path's are moved to base, base + 1, ... Parents come
+        before children, so a path is increasing. Raises CapacityError, and changes nothing, where a move into
+        shared positions finds no room for a copy.
+        """
+        held = self._held.get(seq_id, self._nothing)
+        nodes = range(held.length - base)
+        if not 0 <= base <= held.length or (path and list(path) != sorted(set(path).intersection(nodes))):
+            raise ValueError(f"compact({base}, {list(path)}) of sequence {seq_id} with {held.length} positions")
+        for n in (base, base + len(path)) if self._is_windowed else ():
+            self._require_window(seq_id, n, "compact")
         if path and path[-1] >= len(path):  # else they are in place
-            moves = self._rearrange(self._held[seq_id], base, [base + node for node in path], shared)
+            self._move_path(seq_id, held, base, path)
         self.truncate_to(seq_id, base + len(path))
-        return moves
 
-    def check_compaction(self, seq_id: int, base: int, path: Sequence[int]) -> Sequence[int]:
-        """Raise the errors of `compact`; return which blocks, by index in the table, are copied on write."""
-        require_path(seq_id, self.length(seq_id), base, path)
-        for n in (base, base + len(path)):
-            self._require_window(seq_id, n)
-        if not path or path[-1] < len(path):
-            return ()
-        held = self._held[seq_id]
-        if held.given_back and not base:
-            raise ValueError(f"compact(0) of sequence {seq_id}, which has given back its first positions")
-        shared = self._shared(held, base, base + len(path))
-        self._require(len(shared), seq_id, "has to move shared positions and needs")
-        return shared
+    def fork(self, src: int, dst: int) -> None:
+        """Give the new sequence `dst` everything that `src` holds.
 
-    def fork(self, src: int, dst: int) -> Moves:
-        """See `BlockManager.fork`; blocks are copied when one of the two sequences writes to them."""
+        Blocks are copied when one of the two sequences writes to them.
+        """
         if dst in self._held:
             raise ValueError(f"fork to sequence {dst}, which is already held")
         if src in self._held:
-            source = self._held[src]
-            self._hold(dst, source.cache_salt, source.length, list(source.blocks), source.prefix, source.given_back)
-        return NO_MOVES
+            held = self._held[src]
+            self._hold(dst, held.cache_salt, held.length, [table.copy() for table in held.tables], held.prefix)
 
     def match_prefix(self, seq_id: int, tokens: Sequence[int], cache_salt: str = "", limit: int | None = None) -> int:
-        """See `BlockManager.match_prefix`; the sequence gets the salt even if no prefix matches."""
-        return match_in_all([self], self._tree, seq_id, tokens, cache_salt, limit)
+        """Give a new sequence the longest prefix of `tokens` in the prefix index; return its number of positions.
 
-    def known(self, nodes: Sequence[PrefixNode], length: int) -> int:
-        """Return `length`, or a shorter one, if the group lacks a block that a row after that many positions sees."""
-        if self.window is None:
-            return length
-        for index in range(first_seen(self.window, length) // self.block_size, self._num_blocks_for(length)):
-            if self._index.block(nodes[index]) is None:
-                return index * self.block_size
+        `limit` is the most positions to take over; None = any number. The last token is never among them: it has to
+        be computed to get the next one. Only sequences of the same salt share prefixes: the sequence gets the salt even
+        if no prefix matches. A prefix matches as far as every group has the blocks that the next row sees.
+        """
+        if seq_id in self._held:
+            raise ValueError(f"match_prefix for sequence {seq_id}, which is already held")
+        nodes, size = self._tree.match(tokens, cache_salt), self.block_size
+        most = len(tokens) - 1 if limit is None else min(limit, len(tokens) - 1)
+        length = max(0, min(len(nodes) * size, most))
+        while (shorter := min(_known(pool, nodes, length) for pool in self.pools)) < length:
+            length = shorter
+        tables = list[BlockTable]()
+        for pool in self.pools:
+            gone = first_seen(pool.window, length) // size
+            own = [_block_of(pool.index, node) for node in nodes[gone : -(-length // size)]]
+            tables.append(BlockTable(pool, [0] * gone + own, gone).copy())
+        self._hold(seq_id, cache_salt, length, tables, nodes[: length // size])
         return length
 
-    def adopt(self, seq_id: int, cache_salt: str, length: int, nodes: Sequence[PrefixNode]) -> None:
-        """Give a new sequence the first `length` positions of a prefix that `known` has returned."""
-        given_back = first_seen(self.window, length) // self.block_size
-        used = nodes[given_back : self._num_blocks_for(length)]
-        blocks = [0] * given_back + [self._block_of(node) for node in used]
-        self._hold(seq_id, cache_salt, length, blocks, nodes[: length // self.block_size], given_back)
-
     def insert_prefix(self, seq_id: int, tokens: Sequence[int]) -> None:
-        """See `BlockManager.insert_prefix`; only full blocks are indexed, and an indexed one replaces an equal one.
+        """Add the sequence's positions of the committed `tokens`, its first ones in order, to the prefix index.
 
-        A sequence that holds an indexed block without a window thus holds all blocks before it, and none of them can be
-        evicted.
+        Only full blocks are indexed. Where the index already has these tokens, the sequence switches to the indexed
+        block. A sequence that holds an indexed block without a window thus holds all blocks before it, and none of them
+        can be evicted.
         """
         held = self._held.get(seq_id)
         if held is None or not self._keep_prefixes:
@@ -191,148 +395,113 @@ class PagedBlockManager:
         for index in range(len(held.prefix), min(held.length, len(tokens)) // self.block_size):
             parent = held.prefix[-1] if held.prefix else self._tree.root(held.cache_salt)
             node = self._tree.child(parent, tokens, index)
-            if index >= held.given_back:
-                block = self._index.insert(node, held.blocks[index])
-                if block != held.blocks[index]:
-                    self._pool.share(block)
-                    self._replace(held, index, block)
+            for table in held.tables:
+                if index >= table.given_back:
+                    block = table.pool.index.insert(node, table.blocks[index])
+                    if block != table.blocks[index]:
+                        table.pool.share(block)
+                        table.replace(index, block)
+                        held.table = None
             node.users += 1
             held.prefix.append(node)
 
     def forget_prefixes(self) -> bool:
-        """See `BlockManager.forget_prefixes`."""
-        self._pool.drop_kept()
-        return not self._index.nodes
+        """Empty the prefix index, except for positions that sequences hold; return whether it is empty."""
+        for pool in self.pools:
+            pool.drop_kept()
+        return not any(pool.index.nodes for pool in self.pools)
 
     def release(self, seq_id: int) -> None:
-        """See `BlockManager.release`."""
-        if seq_id in self._held:
-            held = self._held.pop(seq_id)
+        """Free a sequence; an unknown one is ignored."""
+        held = self._held.pop(seq_id, None)
+        if held is not None:
             self._drop_blocks(held, 0)
             self._unlist(held, 0)
 
     def free_tokens(self) -> int:
-        """See `BlockManager.free_tokens`; blocks that no sequence holds count as free."""
-        return self._pool.num_free * self.block_size
+        """Return how many positions new sequences can still reserve in the first group.
+
+        Blocks that no sequence holds count as free.
+        """
+        return self.pools[0].num_free * self.block_size
 
     def check(self) -> None:
-        """See `BlockManager.check`."""
-        self.check_blocks()
-        self._tree.check(self.listed())
-
-    def check_blocks(self) -> None:
-        """Assert the integrity of all but the tree of prefixes, which other groups may use too."""
-        self._pool.check(Counter(block for held in self._held.values() for block in held.blocks[held.given_back :]))
-        self._index.check()
-        for held in self._held.values():
-            assert len(held.blocks) == self._num_blocks_for(held.length), "blocks that the length does not need"
+        """Assert the integrity of the bookkeeping; for tests, after every step."""
+        sequences = self._held.values()
+        for place, pool in enumerate(self.pools):
+            tables = [held.tables[place] for held in sequences]
+            pool.check(Counter(block for table in tables for block in table.blocks[table.given_back :]))
+        for held in sequences:
+            assert held.length <= self.max_len, "a sequence is too long"
             assert len(held.prefix) * self.block_size <= held.length, "a block was indexed before it was full"
-            indexed = [self._index.block(node) for node in held.prefix[held.given_back :]]
-            own = held.blocks[held.given_back : len(held.prefix)]
-            assert indexed == own, "the index has another block than the sequence"
-            assert held.given_back * self.block_size <= first_seen(self.window, held.length), "a block is missing"
+            for table in held.tables:
+                first, index = table.given_back, table.pool.index
+                assert len(table.blocks) == -(-held.length // self.block_size), "blocks that the length does not need"
+                indexed, own = [index.block(node) for node in held.prefix[first:]], table.blocks[first:]
+                assert indexed == own[: len(indexed)], "the index has another block than the sequence"
+                assert first * self.block_size <= first_seen(table.pool.window, held.length), "a block is missing"
+        self._tree.check(node for held in sequences for node in held.prefix)
 
-    def lengths(self) -> list[tuple[int, int]]:
-        """Return the sequences and their lengths."""
-        return sorted((seq_id, held.length) for seq_id, held in self._held.items())
-
-    def listed(self) -> list[PrefixNode]:
-        """Return the nodes that sequences list, as often as they do."""
-        return [node for held in self._held.values() for node in held.prefix]
+    def _new(self, cache_salt: str) -> CachedSequence:
+        return CachedSequence(cache_salt, [BlockTable(pool) for pool in self.pools])
 
     def _hold(
-        self,
-        seq_id: int,
-        cache_salt: str,
-        length: int,
-        blocks: list[int],
-        prefix: Sequence[PrefixNode],
-        given_back: int,
+        self, seq_id: int, cache_salt: str, length: int, tables: list[BlockTable], prefix: Sequence[PrefixNode]
     ) -> None:
-        for block in blocks[given_back:]:
-            self._pool.share(block)
         for node in prefix:
             node.users += 1
-        self._held[seq_id] = _Sequence(cache_salt, length, blocks, list(prefix), given_back)
+        self._held[seq_id] = CachedSequence(cache_salt, tables, length, list(prefix))
 
-    def require(self, seq_id: int, n: int) -> None:
-        """Raise the error of `reserve`, if any."""
-        self._require(self.missing(seq_id, n), seq_id)
-
-    def _require(self, missing: int, seq_id: int, why: str = "needs") -> None:
-        if missing > self._pool.num_free:
-            free = f"{self._pool.num_free} of {self.num_blocks} are free"
-            kind = "" if self.window is None else f" for layers with a window of {self.window} positions"
+    def _require(self, seq_id: int, held: CachedSequence, length: int, missing: Sequence[int]) -> None:
+        """Raise CapacityError unless a sequence may have that length, and each group has the missing blocks."""
+        if length > self.max_len:
             raise CapacityError(
-                f"sequence {seq_id} {why} {missing} more cache blocks{kind} and {free}",
-                "raise kv_memory, lower max_num_seqs, or wait for a request to end.",
+                f"sequence {seq_id} would hold {length} positions but its cache block has {self.max_len}",
+                "raise max_model_len or send a shorter prompt.",
             )
+        for table, count in zip(held.tables, missing, strict=True):
+            table.pool.require(count, seq_id)
 
-    def _require_window(self, seq_id: int, n: int) -> None:
+    def _require_window(self, seq_id: int, n: int, call: str) -> None:
         if not self.holds_window(seq_id, n):
-            raise ValueError(f"sequence {seq_id} has given back positions that a row at position {n} sees")
+            raise ValueError(f"{call}({n}) of sequence {seq_id}: keys that its next row would see were given back")
 
-    def _block_of(self, node: PrefixNode) -> int:
-        block = self._index.block(node)
-        assert block is not None, "a removed block was matched"
-        return block
-
-    def missing(self, seq_id: int, n: int) -> int:
-        """Return how many blocks a sequence needs to grow by n positions, copies on write included."""
-        if n == 0:
-            return 0
-        held = self._held.get(seq_id, _NOTHING)
-        return -(-(held.length + n) // self.block_size) - len(held.blocks) + self._copies(held)
-
-    def most(self, seq_id: int, num_blocks: int) -> int:
-        """Return by how many positions a sequence can grow with `num_blocks` new blocks."""
-        held = self._held.get(seq_id, _NOTHING)
-        return max(0, (len(held.blocks) + num_blocks - self._copies(held)) * self.block_size - held.length)
-
-    def _copies(self, held: _Sequence) -> int:
-        """Return how many blocks are copied when the sequence grows: its last one, if that has room and is shared."""
-        return 1 if held.length % self.block_size and not self._pool.is_writable(held.blocks[-1]) else 0
-
-    def _shared(self, held: _Sequence, start: int, end: int) -> list[int]:
-        """Return which held blocks, by index in the table, are touched by positions start to end and not writable."""
-        touched = range(start // self.block_size, self._num_blocks_for(end))
-        return [index for index in touched if not self._pool.is_writable(held.blocks[index])]
-
-    def _rearrange(self, held: _Sequence, base: int, kept: Sequence[int], shared: Sequence[int]) -> Moves:
-        """Copy on write: replace the `shared` blocks from `base` on by new ones; return the slots to move.
-
-        Positions `kept` become base, base + 1, ...; positions below base keep their content.
-        """
-        first = min(base, shared[0] * self.block_size) if shared else base
-        kept = [*range(first, base), *kept]
-        sources = self._slots(held, kept)
-        for index in reversed(shared):  # the last one first, as in _drop_blocks
-            self._unlist(held, index)
-            self._replace(held, index, self._pool.allocate())
-        targets = self._slots(held, range(first, first + len(kept)))
-        changed = [pair for pair in zip(sources, targets, strict=True) if pair[0] != pair[1]]
-        return Moves([source for source, _ in changed], [target for _, target in changed])
-
-    def _replace(self, held: _Sequence, index: int, block: int) -> None:
-        """Replace the block at this index of the table."""
-        self._pool.free(held.blocks[index])
-        held.blocks[index] = block
+    def _grow(self, held: CachedSequence, end: int) -> None:
+        """Copy the last block where it is shared, and add blocks for positions up to `end`."""
+        start, full = held.length, -(-held.length // self.block_size) * self.block_size
+        shared = [table.shared(start, full) for table in held.tables]
+        if any(shared):
+            self._rearrange(held, start, (), shared)
+        for table in held.tables:
+            while len(table.blocks) * self.block_size < end:
+                table.blocks.append(table.pool.allocate())
         held.table = None
 
-    def _extend(self, held: _Sequence, more: int) -> None:
-        if more > 0:
-            held.blocks += [self._pool.allocate() for _ in range(more)]
-            held.table = None
+    def _move_path(self, seq_id: int, held: CachedSequence, base: int, path: Sequence[int]) -> None:
+        """Move the nodes of a path to positions base, base + 1, ..."""
+        if not base and any(table.given_back for table in held.tables):
+            raise ValueError(f"compact(0) of sequence {seq_id}, which has given back its first positions")
+        shared = [table.shared(base, base + len(path)) for table in held.tables]
+        for table, own in zip(held.tables, shared, strict=True):
+            table.pool.require(len(own), seq_id, "has to move shared positions and needs")
+        self._rearrange(held, base, [base + node for node in path], shared)
 
-    def _drop_blocks(self, held: _Sequence, keep: int) -> None:
-        """Free all blocks but the first `keep`, the last one first: a prefix's end is evicted before its start."""
-        while len(held.blocks) > max(keep, held.given_back):
-            self._pool.free(held.blocks.pop())
-            held.table = None
-        if keep < held.given_back:
-            held.blocks, held.given_back, held.table = [], 0, None
+    def _rearrange(self, held: CachedSequence, base: int, kept: Sequence[int], shared: Sequence[Sequence[int]]) -> None:
+        """Move positions in every group, see `BlockTable.rearrange`; blocks that are written to leave the prefix."""
+        self._unlist(held, min((own[0] for own in shared if own), default=len(held.prefix)))
+        moves = [table.rearrange(base, kept, own) for table, own in zip(held.tables, shared, strict=True)]
+        held.table = None
+        if any(moves):
+            self.storage.move(Moves(moves[0].sources, moves[0].targets, tuple(moves[1:])))
 
-    def _unlist(self, held: _Sequence, keep: int) -> None:
+    def _drop_blocks(self, held: CachedSequence, keep: int) -> None:
+        """Free all blocks but the first `keep` of each group."""
+        for table in held.tables:
+            if len(table.blocks) > keep:
+                table.drop(keep)
+                held.table = None
+
+    def _unlist(self, held: CachedSequence, keep: int) -> None:
         """List only the first `keep` nodes of a sequence's prefix; others stay in the index if they have blocks."""
         while len(held.prefix) > keep:
             node = held.prefix.pop()
@@ -340,68 +509,99 @@ class PagedBlockManager:
             if not node.blocks:
                 self._tree.prune(node)
 
-    def _slots(self, held: _Sequence, positions: Iterable[int]) -> list[int]:
-        """Return the slots of a sequence's positions."""
-        size, blocks = self.block_size, held.blocks
-        return [blocks[position // size] * size + position % size for position in positions]
 
-    def _consecutive_slots(self, held: _Sequence, start: int, end: int) -> list[int]:
-        """Return the slots of positions start to end - 1, block by block."""
-        size, slots = self.block_size, list[int]()
-        index, offset = divmod(start, size)
-        left = end - start
-        while offset + left > size:
-            first = held.blocks[index] * size
-            slots += range(first + offset, first + size)
-            index, offset, left = index + 1, 0, left - size + offset
-        first = held.blocks[index] * size + offset
-        slots += range(first, first + left)
-        return slots
-
-    def _num_blocks_for(self, n: int) -> int:
-        return -(-n // self.block_size)
+def _known(pool: BlockPool, nodes: Sequence[PrefixNode], length: int) -> int:
+    """Return `length`, or a shorter one, if a group lacks a block that a row after that many positions sees."""
+    size = pool.block_size
+    if pool.window is not None:
+        for index in range(first_seen(pool.window, length) // size, -(-length // size)):
+            if pool.index.block(nodes[index]) is None:
+                return index * size
+    return length
 
 
-class PagedPlan:
-    """A `ReservationPlan`: the blocks that are left when everything taken so far has been reserved."""
+def _block_of(index: PrefixIndex, node: PrefixNode) -> int:
+    block = index.block(node)
+    assert block is not None, "a removed block was matched"
+    return block
 
-    def __init__(self, manager: PagedBlockManager) -> None:
-        self._manager = manager
-        self._num_free = manager.free_tokens() // manager.block_size
-        self._taken: dict[int, tuple[int, int]] = {}  # positions, and the blocks that they need
+
+class ReservationPlan:
+    """The positions that one step will reserve, counted before anything is reserved.
+
+    It counts the blocks that are left when everything taken so far has been reserved. Of several sequences that write
+    to a block that they share, the last one needs no copy.
+    """
+
+    def __init__(self, cache: KVCache) -> None:
+        self._cache, self._num_free = cache, cache.pools[0].num_free
+        self._taken: dict[int, tuple[int, int, int]] = {}  # positions, the blocks that they need, copies among these
+        self._writers = Counter[int]()  # by block: the sequences that will have written to it
 
     def room(self, seq_id: int) -> int:
-        """See `ReservationPlan.room`."""
-        taken, blocks = self._taken.get(seq_id, (0, 0))
-        return self._manager.most(seq_id, self._num_free + blocks) - taken
+        """Return how many more positions can be taken for a sequence."""
+        size, held = self._cache.block_size, self._cache.held(seq_id)
+        table = held.tables[0]
+        taken, blocks, copies = self._taken.get(seq_id) or (0, 0, self._copies(held))
+        most = (len(table.blocks) + self._num_free + blocks - copies) * size
+        return max(0, min(most, self._cache.max_len) - held.length) - taken
 
     def take(self, seq_id: int, n: int) -> bool:
-        """See `ReservationPlan.take`."""
-        taken, blocks = self._taken.get(seq_id, (0, 0))
-        needed = self._manager.missing(seq_id, taken + n)
-        if needed - blocks > self._num_free:
+        """Count n positions (n >= 0) for a sequence if there is room for them; return whether there is."""
+        cache, held, before = self._cache, self._cache.held(seq_id), self._taken.get(seq_id)
+        taken, blocks, copies = before or (0, 0, self._copies(held))
+        size, end, own = cache.block_size, held.length + taken + n, held.tables[0].blocks
+        if end == held.length:
+            return True
+        needed = -(-end // size) - len(own) + copies
+        if needed - blocks > self._num_free or end > cache.max_len:
             return False
+        if before is None and held.length % size:
+            self._writers[own[-1]] += 1
         self._num_free -= needed - blocks
-        self._taken[seq_id] = taken + n, needed
+        self._taken[seq_id] = taken + n, needed, copies
         return True
 
+    def _copies(self, held: CachedSequence) -> int:
+        """Return how many blocks a sequence that has taken nothing has to copy."""
+        if not held.length % self._cache.block_size:
+            return 0
+        table = held.tables[0]
+        return 0 if table.pool.is_writable(table.blocks[-1], self._writers[table.blocks[-1]]) else 1
 
-def match_in_all(
-    managers: Sequence[PagedBlockManager],
-    tree: PrefixTree,
-    seq_id: int,
-    tokens: Sequence[int],
-    cache_salt: str,
-    limit: int | None,
-) -> int:
-    """Give a new sequence the longest prefix that every group of layers knows; see `BlockManager.match_prefix`."""
-    if seq_id in managers[0]:
-        raise ValueError(f"match_prefix for sequence {seq_id}, which is already held")
-    nodes = tree.match(tokens, cache_salt)
-    most = len(tokens) - 1 if limit is None else min(limit, len(tokens) - 1)
-    length = max(0, min(len(nodes) * tree.block_size, most))
-    while (shorter := min(manager.known(nodes, length) for manager in managers)) < length:
-        length = shorter
-    for manager in managers:
-        manager.adopt(seq_id, cache_salt, length, nodes)
-    return length
+
+class PartialCache(KVCache):
+    """A view of a cache for some groups of its layers; each change applies to all groups.
+
+    groups: the numbers of the groups that it shows, in order.
+    """
+
+    def __init__(self, cache: KVCache, groups: Sequence[int]) -> None:
+        vars(self).update(vars(cache), num_groups=len(groups))
+        self._whole, self._shown = cache, tuple(groups)
+
+    @override
+    def reserve(self, seq_id: int, n: int) -> Slots:
+        _, start, slots, others = self._whole.reserve(seq_id, n)
+        first, *shown = ((slots, *others)[group] for group in self._shown)
+        return Slots(seq_id, start, first, shown)
+
+    @override
+    def table(self, seq_id: int) -> array[int]:
+        table = self._whole.table(seq_id)
+        size, shown = len(table) // self._whole.num_groups, array("q")
+        for group in self._shown:
+            shown += table[group * size : (group + 1) * size]
+        return shown
+
+
+def part_of(cache: KVCache, whole: CacheShape, part: CacheShape) -> KVCache:
+    """Return a view of a cache for the first layers of its model; `part` is their shape. It shares all positions.
+
+    A layer has the same window in both, and both have their groups in the order of `by_length`.
+    """
+    windows = [group.window for group in whole.groups]
+    groups = [windows.index(group.window) for group in part.groups]
+    if cache.num_groups == 1 or len(groups) == len(windows):
+        return cache
+    return PartialCache(cache, groups)

@@ -105,12 +105,12 @@ class PrefixTree:
 class PrefixIndex:
     """The blocks of one group of layers in a tree. nodes: by block.
 
-    windowed: whether the group's layers have a window, so that a block serves without those before it. on_removed:
-    called for a block that leaves because the whole prefix does.
+    window: the positions that a row of the group's layers sees, None = all. With a window a block serves without those
+    before it. on_removed: called for a block that leaves because the whole prefix does.
     """
 
-    def __init__(self, tree: PrefixTree, windowed: bool = False) -> None:
-        self.tree, self._windowed = tree, windowed
+    def __init__(self, tree: PrefixTree, window: int | None = None) -> None:
+        self.tree, self.window = tree, window
         self.nodes: dict[int, PrefixNode] = {}
         self.on_removed: Callable[[int], None] = lambda block: None
 
@@ -131,7 +131,7 @@ class PrefixIndex:
     def remove(self, block: int) -> list[int]:
         """Remove a block, and all blocks that serve nobody without it; return those of this group."""
         node = self.nodes[block]
-        if self._windowed:
+        if self.window is not None:
             del self.nodes[block], node.blocks[self]
             self.tree.prune(node)
             return [block]
@@ -147,7 +147,7 @@ class PrefixIndex:
         """Assert that the tree and the table by block agree."""
         reached = {node.blocks[self]: node for node in self.tree.nodes() if self in node.blocks}
         assert reached == self.nodes, "a block in the index can't be reached, or is reached twice"
-        assert self._windowed or len(reached) == len([*self.tree.nodes()]), "a prefix with a gap"
+        assert self.window is not None or len(reached) == len([*self.tree.nodes()]), "a prefix with a gap"
 
 
 def _subtree(top: PrefixNode) -> Iterator[PrefixNode]:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from speculant.cache.base import KVCache
+from speculant.cache.paged import KVCache
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -1,8 +1,16 @@
 """The memory of a cache: tensors with one slot per position, for every layer.
 
 Each group of layers has a storage [layers, 2, slots, kv_heads, head_dim] for each shape of its keys; 2 = keys and
-values. Rounded heads have a scale after their numbers (cache/rounding.py). A layer that reads another's keys has none.
-A kernel that reads block tables gets a layer's whole storage and computes the slots itself.
+values. A layer that reads another's keys has none. A kernel that reads block tables gets a layer's whole storage and
+computes the slots itself.
+
+Keys and values in int8 have a scale for each head of a position:
+
+    a head of a position    [ dim int8 | float32 scale ]        number i = scale * int8 i
+
+The scale is max |x| / 127, and x / scale is rounded to the nearest integer, ties to even. A head of zeros has the
+scale 0. A head with an infinity or NaN has the scale NaN, so that each result that depends on it is NaN too.
+csrc/rows.h rounds in the same way, with the same bits.
 """
 
 from __future__ import annotations
@@ -11,15 +19,20 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
-from speculant.cache.base import NO_MOVES, CacheShape, LayerGroup, Moves
-from speculant.cache.rounding import read_heads, round_heads
+from speculant.cache.base import NO_MOVES, SCALE_BYTES, CacheShape, KVStorage, LayerGroup, Moves
+from speculant.cache.paged import KVCache
 from speculant.errors import CapacityError
 from speculant.tree import ids
 
+ROUNDED = torch.int8
+LARGEST = 127.0
+LEAST = 1e-36  # a smaller max |x|, unless it is 0, counts as this: 127 / max |x| must not overflow
 
-class TensorStorage:
-    """A `KVStorage` in this process: tensors on the shape's device, allocated once."""
+
+class TensorStorage(KVStorage):
+    """A storage in this process: tensors on the shape's device, allocated once."""
 
     def __init__(self, shape: CacheShape, num_slots: int | Sequence[int], fix: str) -> None:
         """Allocate slots for each group of layers, or as many for all layers; `fix` is the advice in a CapacityError.
@@ -50,29 +63,29 @@ class TensorStorage:
         self._groups = [group for group, _, _ in kinds]  # of the data
         self._layers = [stored[layer if own.shares is None else own.shares] for layer, own in enumerate(shape.layers)]
 
+    @override
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-        """See `KVStorage.write`."""
         for stored, new in zip(self._layers[layer], (keys, values), strict=True):
             stored.index_copy_(0, slots, round_heads(new) if self._shape.is_rounded else new.to(stored.dtype))
 
+    @override
     def read(self, layer: int, slots: Tensor | slice) -> tuple[Tensor, Tensor]:
-        """See `KVStorage.read`."""
         keys, values = (
             stored[slots] if isinstance(slots, slice) else stored.index_select(0, slots)
             for stored in self._layers[layer]
         )
         return self._read(keys), self._read(values)
 
+    @override
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
-        """See `KVStorage.layer`."""
         return self._layers[layer]
 
+    @override
     def move(self, moves: Moves) -> None:
-        """See `KVStorage.move`; the gather makes a copy, so sources and targets may overlap."""
         parts = moves.by_group()
         for group, data in zip(self._groups, self._data, strict=True):
             own = parts[group] if group < len(parts) else NO_MOVES
-            if own.sources:
+            if own.sources:  # the gather makes a copy, so sources and targets may overlap
                 data.index_copy_(2, self._ids(own.targets), data.index_select(2, self._ids(own.sources)))
 
     def _read(self, stored: Tensor) -> Tensor:
@@ -92,3 +105,43 @@ def _alike(shape: CacheShape, groups: Sequence[LayerGroup]) -> dict[tuple[int, i
             if shares is None:
                 found.setdefault((index, heads, dim), []).append(layer)
     return found
+
+
+def round_heads(x: Tensor) -> Tensor:
+    """Return heads [..., dim] of floats as int8 [..., dim + SCALE_BYTES]; the last bytes are the scale's."""
+    wide = x.float()
+    bound = wide.new_tensor(LARGEST)  # torch divides in two steps if one operand is a Python number
+    largest = wide.abs().amax(-1, keepdim=True)
+    finite, most = largest.isfinite(), largest.clamp_min(LEAST)
+    numbers = torch.where(finite, (wide * (bound / most)).round(), 0.0).to(ROUNDED)
+    scales = torch.where(largest == 0, 0.0, most / bound).masked_fill(~finite, torch.nan)
+    return torch.cat((numbers, scales.view(ROUNDED)), dim=-1)
+
+
+def read_heads(stored: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the numbers [..., dim] of rounded heads [..., dim + SCALE_BYTES] in a type of floats."""
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    scales = stored[..., -SCALE_BYTES:].clone(memory_format=torch.contiguous_format).view(torch.float32)
+    return (stored[..., :-SCALE_BYTES].to(wide) * scales.to(wide)).to(dtype)
+
+
+def paged_cache(
+    shape: CacheShape, num_blocks: int | Sequence[int], block_size: int, keep_prefixes: bool = True
+) -> KVCache:
+    """Make a cache of small blocks; raises CapacityError if the memory can't be allocated.
+
+    num_blocks: of each group of layers, or one number for every group.
+    """
+    windows = [group.window for group in shape.groups]
+    counts = [num_blocks] * len(windows) if isinstance(num_blocks, int) else num_blocks
+    storage = TensorStorage(shape, [count * block_size for count in counts], "lower kv_memory.")
+    return KVCache(storage, counts, block_size, keep_prefixes, windows)
+
+
+def slotted_cache(shape: CacheShape, num_seqs: int, max_len: int) -> KVCache:
+    """Make a cache of one block per sequence, whose slots are consecutive; raises CapacityError too.
+
+    It keeps all positions of every layer, even of those with a window, and no prefixes.
+    """
+    storage = TensorStorage(shape, num_seqs * max_len, "lower max_num_seqs or max_model_len.")
+    return KVCache(storage, [num_seqs], max_len, keep_prefixes=False, max_len=max_len)

@@ -27,7 +27,7 @@ class Segment(NamedTuple):
     """One sequence's rows in a flat batch, at the cache positions start .. end - 1.
 
     The last `len(parents)` rows are draft nodes, the others a chain of committed tokens that ends with the root.
-    `table` is the sequence's block table, for every group of layers (`BlockManager.table`). `seq_id` appears in error
+    `table` is the sequence's block table, for every group of layers (`KVCache.table`). `seq_id` appears in error
     messages. `length`: see `SequenceInput`. `source_table` and `source_length` are the block table and the positions of
     its encoded source, which is a sequence of the same cache.
     """
@@ -390,7 +390,7 @@ def build_batch(inputs: Sequence[SequenceInput], cache: KVCache, device: torch.d
         if own_embeddings:
             embeddings.update(_embedded_rows(sequence, len(tokens)))
         count = len(own_tokens)
-        _, start, slots, _, own = cache.reserve(seq_id, count + tree.size)
+        _, start, slots, own = cache.reserve(seq_id, count + tree.size)
         segment = Segment(seq_id, start, count + tree.size, cache.table(seq_id), tree.parent_list, length)
         if source is not None:
             segment = segment._replace(source_table=cache.table(source), source_length=cache.length(source))

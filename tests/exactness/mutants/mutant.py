@@ -19,7 +19,7 @@ class Mutant:
 CHANCE, DISTRIBUTION = "sampling/chance.py", "sampling/distribution.py"
 SAMPLER = "kernels/reference.py"
 DRAFT_RUNNER, ATTENTION = "drafting/model/runner.py", "models/reference.py"
-CACHE, CACHES = "cache/base.py", {"slotted": "cache/slotted.py", "paged": "cache/paged.py"}
+CACHE = "cache/paged.py"
 RUNNER, COMMIT, ENGINE = "engine/runner.py", "engine/commit.py", "engine/engine.py"
 LOGPROBS, COUNTS, VERIFY, PROPOSE = "engine/logprobs.py", "counts.py", "engine/verify.py", "engine/propose.py"
 REJECTION, MATCH = "verification/rejection.py", "verification/match.py"

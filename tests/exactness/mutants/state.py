@@ -5,7 +5,6 @@ from __future__ import annotations
 from tests.exactness.mutants.mutant import (
     ATTENTION,
     CACHE,
-    CACHES,
     COMMIT,
     DRAFT_RUNNER,
     DRAFT_VOCABULARY,
@@ -30,25 +29,25 @@ ASIDE = "test_preemption.py::test_a_preempted_request_writes_the_same_text[{}]"
 
 ROLLBACK = [
     mutant
-    for name, file in CACHES.items()
+    for name in ("slotted", "paged")
     for mutant in (
         Mutant(
             f"rollback off by one, {name}",
-            file,
+            CACHE,
             "self.truncate_to(seq_id, base + len(path))",
             "self.truncate_to(seq_id, base + max(len(path) - 1, 0))",
             END.format(f"auto-right-5-{name}"),
         ),
         Mutant(
             f"rollback that does nothing, {name}",
-            file,
+            CACHE,
             "        self.truncate_to(seq_id, base + len(path))\n",
             "",
             END.format(f"auto-wrong-3-{name}"),
         ),
         Mutant(
             f"accepted nodes of a tree not moved together, {name}",
-            file,
+            CACHE,
             "if path and path[-1] >= len(path):",
             "if False:",
             OWN_TOKENS.format(f"greedy-tree-{name}"),
@@ -59,37 +58,37 @@ ROLLBACK = [
 BLOCKS = [
     Mutant(
         "rollback leaves blocks behind",
-        CACHES["paged"],
-        "            self._drop_blocks(held, self._num_blocks_for(n))\n",
+        CACHE,
+        "            self._drop_blocks(held, -(-n // self.block_size))\n",
         "",
         END.format("auto-wrong-3-paged"),
     ),
     Mutant(
         "shared blocks written to",
-        CACHES["paged"],
-        "return 1 if held.length % self.block_size and not self._pool.is_writable(held.blocks[-1]) else 0",
-        "return 0",
+        CACHE,
+        "return block not in self._indexed and self._holders[block] - others <= 1",
+        "return True",
         "test_prefixes.py::test_samples_share_the_blocks_of_their_prompt[none]",
     ),
     Mutant(
         "copies on write not made",
         CACHE,
-        "            self.storage.move(slots.moves)\n",
+        "            self.storage.move(Moves(moves[0].sources, moves[0].targets, tuple(moves[1:])))\n",
         "            pass\n",
         "test_prefixes.py::test_samples_share_the_blocks_of_their_prompt[none]",
     ),
     Mutant(
         "the accepted path not moved",
         CACHE,
-        "        moves = self.manager.compact(seq_id, base, path)\n",
-        "        self.manager.compact(seq_id, base, path)\n        moves = NO_MOVES\n",
+        "            self._move_path(seq_id, held, base, path)\n",
+        "            pass\n",
         OWN_TOKENS.format("greedy-tree-paged"),
     ),
     Mutant(
         "a block is given back one position too early",
-        CACHES["paged"],
-        "first = first_seen(self.window, held.length) // self.block_size",
-        "first = first_seen(self.window, held.length + 1) // self.block_size",
+        CACHE,
+        "first, before = first_seen(self.pool.window, length)",
+        "first, before = first_seen(self.pool.window, length + 1)",
         "test_windows.py::test_what_was_given_back_is_never_read[full and 4-reference]",
     ),
     Mutant(
@@ -101,21 +100,21 @@ BLOCKS = [
     ),
     Mutant(
         "a prefix is found although its window was evicted",
-        CACHES["paged"],
-        "                return index * self.block_size\n",
+        CACHE,
+        "                return index * size\n",
         "                return length\n",
         "test_windows.py::test_a_prefix_is_found_as_far_as_every_group_has_its_window",
     ),
     Mutant(
         "a known prompt's last token not fed",
-        CACHES["paged"],
-        "min(len(nodes) * tree.block_size, most)",
-        "len(nodes) * tree.block_size",
+        CACHE,
+        "min(len(nodes) * size, most)",
+        "len(nodes) * size",
         "test_prefixes.py::test_the_last_token_of_a_prompt_is_always_fed[8]",
     ),
     Mutant(
         "a block indexed before it is full",
-        CACHES["paged"],
+        CACHE,
         "min(held.length, len(tokens)) // self.block_size",
         "-(-min(held.length, len(tokens)) // self.block_size)",
         LEFT_BEHIND.format("none"),

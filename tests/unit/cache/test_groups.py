@@ -6,30 +6,30 @@ from dataclasses import replace
 
 import pytest
 
-from speculant.cache import GroupedBlockManager, Moves, first_seen, paged_cache, slotted_cache
+from speculant.cache import KVCache, Moves, first_seen, paged_cache, slotted_cache
 from speculant.errors import CapacityError
-from tests.blocks import table_of
+from tests.blocks import moves_of, table_of, token_cache
 from tests.caches import SHAPE, assert_holds, feed
 
 BLOCK, WINDOW = 4, 6
 
 
 @pytest.fixture
-def manager() -> GroupedBlockManager:
-    return GroupedBlockManager([None, WINDOW], [12, 5], BLOCK)
+def cache() -> KVCache:
+    return token_cache([12, 5], BLOCK, windows=[None, WINDOW])
 
 
-def slide(manager: GroupedBlockManager, seq_id: int, tokens: range) -> None:
+def slide(cache: KVCache, seq_id: int, tokens: range) -> None:
     """Reserve, index and give back, block by block."""
-    while manager.length(seq_id) < len(tokens):
-        manager.reserve(seq_id, min(BLOCK, len(tokens) - manager.length(seq_id)))
-        manager.insert_prefix(seq_id, tokens[: manager.length(seq_id)])
-        manager.drop_unseen(seq_id)
-        manager.check()
+    while cache.length(seq_id) < len(tokens):
+        cache.reserve(seq_id, min(BLOCK, len(tokens) - cache.length(seq_id)))
+        cache.insert_prefix(seq_id, tokens[: cache.length(seq_id)])
+        cache.drop_unseen(seq_id)
+        cache.check()
 
 
-def num_free(manager: GroupedBlockManager) -> list[int]:
-    return [each.free_tokens() // BLOCK for each in manager.managers]
+def num_free(cache: KVCache) -> list[int]:
+    return [pool.num_free for pool in cache.pools]
 
 
 def test_the_longest_window_is_the_first_group() -> None:
@@ -45,68 +45,69 @@ def test_a_row_sees_its_window_itself_included(window: int | None, length: int, 
     assert first_seen(window, length) == first
 
 
-def test_a_table_has_a_part_for_each_group(manager: GroupedBlockManager) -> None:
-    slide(manager, 1, range(18))
-    full, windowed = (table_of(manager, 1, group) for group in range(2))
+def test_a_table_has_a_part_for_each_group(cache: KVCache) -> None:
+    slide(cache, 1, range(18))
+    full, windowed = (table_of(cache, 1, group) for group in range(2))
     assert (len(full), len(windowed), windowed[:3]) == (5, 5, [0, 0, 0])
-    assert num_free(manager) == [7, 3]
-    assert manager.table(1) is manager.table(1), "made once"
-    manager.release(1)
-    assert len(manager.table(1)) == 0
-    assert num_free(manager) == [12, 5]
+    assert num_free(cache) == [7, 3]
+    assert cache.table(1) is cache.table(1), "made once"
+    cache.release(1)
+    assert len(cache.table(1)) == 0
+    assert num_free(cache) == [12, 5]
 
 
-def test_a_group_without_room_refuses_and_nothing_changes(manager: GroupedBlockManager) -> None:
-    manager.reserve(1, 15)
-    manager.fork(1, 2)
-    assert manager.plan().take(3, 8), "the first group decides"
+def test_a_group_without_room_refuses_and_nothing_changes(cache: KVCache) -> None:
+    cache.reserve(1, 15)
+    cache.fork(1, 2)
+    assert cache.plan().take(3, 8), "the first group decides"
     with pytest.raises(CapacityError, match="3 more cache blocks for layers with a window of 6 positions and 1 of 5"):
-        manager.reserve(3, 9)
-    assert (manager.length(3), num_free(manager)) == (0, [8, 1])
-    moves = manager.reserve(2, 1).moves
+        cache.reserve(3, 9)
+    assert (cache.length(3), num_free(cache)) == (0, [8, 1])
+    cache.reserve(2, 1)
+    (moves,) = moves_of(cache)
     assert [len(each) for each in moves.by_group()] == [3, 3], "each group copies its shared block"
-    manager.fork(1, 4)
+    cache.fork(1, 4)
     with pytest.raises(CapacityError, match="has to move shared positions"):
-        manager.compact(4, 3, [2, 3])
-    manager.check()
+        cache.compact(4, 3, [2, 3])
+    cache.check()
 
 
-def test_a_length_whose_window_is_gone_is_refused(manager: GroupedBlockManager) -> None:
-    slide(manager, 1, range(18))
+def test_a_length_whose_window_is_gone_is_refused(cache: KVCache) -> None:
+    slide(cache, 1, range(18))
     for n, holds in ((18, True), (17, True), (16, False), (1, False), (0, True)):
-        assert manager.holds_window(1, n) == holds
+        assert cache.holds_window(1, n) == holds
         if not holds:
             with pytest.raises(ValueError, match="were given back"):
-                manager.truncate_to(1, n)
+                cache.truncate_to(1, n)
             with pytest.raises(ValueError, match="given back"):
-                manager.compact(1, n, [])
+                cache.compact(1, n, [])
     with pytest.raises(ValueError, match="given back"):
-        manager.compact(1, 0, [1])
-    assert manager.length(1) == 18
-    manager.truncate_to(1, 0)
-    assert num_free(manager) == [12, 5]
-    manager.check()
+        cache.compact(1, 0, [1])
+    assert cache.length(1) == 18
+    cache.truncate_to(1, 0)
+    assert num_free(cache) == [12, 5]
+    cache.check()
 
 
 def test_a_prefix_that_leaves_the_first_group_leaves_the_others() -> None:
     """Without the blocks of layers that see all positions, other blocks serve nobody, and are free for new ones."""
-    manager = GroupedBlockManager([None, WINDOW], [12, 12], BLOCK)
-    slide(manager, 1, range(16))
-    manager.release(1)
-    manager.reserve(2, 9 * BLOCK)  # 8 blocks are free, and the prefix's end is evicted
-    assert [each._pool.num_kept for each in manager.managers] == [3, 3]
-    manager.check()
-    assert manager.match_prefix(3, range(17)) == 12
-    manager.check()
+    cache = token_cache([12, 12], BLOCK, windows=[None, WINDOW])
+    slide(cache, 1, range(16))
+    cache.release(1)
+    cache.reserve(2, 9 * BLOCK)  # 8 blocks are free, and the prefix's end is evicted
+    assert [pool.num_kept for pool in cache.pools] == [3, 3]
+    cache.check()
+    assert cache.match_prefix(3, range(17)) == 12
+    cache.check()
 
 
-def test_prefixes_of_all_groups_are_forgotten(manager: GroupedBlockManager) -> None:
-    slide(manager, 1, range(12))
-    assert not manager.forget_prefixes()
-    manager.release(1)
-    assert manager.forget_prefixes()
-    assert manager.match_prefix(2, range(12)) == 0
-    manager.check()
+def test_prefixes_of_all_groups_are_forgotten(cache: KVCache) -> None:
+    slide(cache, 1, range(12))
+    assert not cache.forget_prefixes()
+    cache.release(1)
+    assert cache.forget_prefixes()
+    assert cache.match_prefix(2, range(12)) == 0
+    cache.check()
 
 
 def test_storage_moves_each_group_s_slots() -> None:

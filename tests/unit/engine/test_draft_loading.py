@@ -199,7 +199,7 @@ def test_whatever_is_kept_with_costs_is_read_with_its_spread() -> None:
     package = Path(files.__file__).parent
     keeping = [path for path in package.rglob("*.py") if "costs_folder()" in path.read_text(encoding="utf-8")]
     assert {path.name for path in keeping} == {
-        "files.py", "calibration.py", "draft_loading.py", "packings.py", "speeds.py"
+        "files.py", "calibration.py", "draft_loading.py", "speeds.py"
     }  # fmt: skip
     for path in keeping:
         text = path.read_text(encoding="utf-8")

@@ -12,12 +12,11 @@ import pytest
 import torch
 from hypothesis import assume, given, strategies as st
 
-from speculant.cache import CacheShape, KVCache, PagedBlockManager, SlottedBlockManager
+from speculant.cache import CacheShape, KVCache
 from speculant.config import EngineConfig, Limits
 from speculant.engine import FALLBACK, CacheMemory, Need, build_engine, free_memory, memory as memory_module
 from speculant.errors import CapacityError
 from speculant.kernels import usable_sets
-from tests.blocks import managers_of
 from tests.models import Checkpoints
 
 BACKENDS = ["paged", "slotted"]
@@ -130,11 +129,11 @@ def test_an_engine_counts_its_target_s_scratch_memory(
     assert counted == ([0, 0] if kernels == "reference" else sorted(set(counted)))
 
 
-@pytest.mark.parametrize(("backend", "kind"), [("paged", PagedBlockManager), ("slotted", SlottedBlockManager)])
-def test_the_configured_kind_is_made(backend: str, kind: type) -> None:
+@pytest.mark.parametrize("backend", ["paged", "slotted"])
+def test_the_configured_kind_is_made(backend: str) -> None:
     memory = memory_of(kv_cache_backend=backend)
-    assert isinstance(memory.make(DRAFT).manager, kind)
-    assert isinstance(memory.make_target().manager, kind)
+    for cache in (memory.make(DRAFT), memory.make_target()):
+        assert (cache.block_size == memory.limits.max_model_len == cache.max_len) == (backend == "slotted")
 
 
 @pytest.mark.parametrize("keep", [True, False])
@@ -377,7 +376,7 @@ def test_a_window_leaves_room_for_more_positions() -> None:
     )
     rows, per_sequence = LIMITS.max_num_batched_tokens, (16 + 2 * 4 - 3) // 4
     windowed = 3 * (per_sequence + 2) + rows // 4
-    assert managers_of(sliding)[1].num_blocks == windowed
+    assert sliding.pools[1].num_blocks == windowed
     left = 2**20 // (4 * TARGET.bytes_per_token // 6) - 5 * windowed
     assert sliding.num_blocks == left > 5 * plain.num_blocks
 

@@ -171,7 +171,7 @@ class ChainRows:
         self._angles: Tensor | None = None
         for chain in chains:
             seq_id, own, num_positions = chain.request.seq_id, chain.input_tokens, chain.num_positions
-            _, start, reserved, _, others = cache.reserve(seq_id, num_positions)
+            _, start, reserved, others = cache.reserve(seq_id, num_positions)
             table, count = cache.table(seq_id), len(own)
             segments += (len(tokens), count, start, count, -1, address(table), stride(table, cache.num_groups), 0)
             source = NO_TABLE if chain.source is None else cache.table(chain.source)

@@ -1,0 +1,32 @@
+"""A step makes few calls, and a request's way from its prompt to its text passes few files."""
+
+from __future__ import annotations
+
+from statistics import median
+
+import pytest
+
+from tests.architecture.calls import SETTINGS, by_name, count_calls, file_of
+from tests.small_models import NATIVE
+
+# Of the median step, and of a request. A commit that needs fewer lowers them; nothing raises them.
+# Aims: at most 200 calls by default and 130 with a fixed length, and 35 files.
+MOST_CALLS = {"plain": 136, "fixed": 296, "default": 561}
+MOST_FILES = {"plain": 42, "fixed": 50, "default": 64}
+
+
+@NATIVE
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_a_step_makes_few_calls_and_a_request_passes_few_files(setting: str) -> None:
+    counted = count_calls(SETTINGS[setting])
+    assert median(counted.totals) <= MOST_CALLS[setting], by_name(
+        counted.usual, lambda code: f"{file_of(code)} {code.co_qualname}"
+    )
+    assert len(counted.files) <= MOST_FILES[setting], counted.files
+
+
+@NATIVE
+def test_counts_are_the_same_each_time() -> None:
+    first, second = (count_calls(SETTINGS["default"], steps=10) for _ in range(2))
+    assert first.totals == second.totals
+    assert first.files.keys() == second.files.keys()
