@@ -21,7 +21,6 @@ from speculant.errors import ConfigError, ModelError, SpeculantError
 from speculant.gguf_file import GgufFile
 from speculant.kernels.native import usable_sets
 from speculant.lab.quantize.folder import TYPES, quantize
-from speculant.lab.quantize.layouts import LAYOUTS
 from speculant.models.gguf import read_gguf_config
 from speculant.models.sizes import tensor_shapes
 from speculant.models.source import resolve_source
@@ -336,7 +335,7 @@ def test_command(tmp_path: Path) -> None:
     assert isinstance(run("demo", str(out), "--type", "int5").exception, ConfigError)
 
 
-@pytest.mark.parametrize("family", LAYOUTS)
+@pytest.mark.parametrize("family", STORED)
 def test_files_of_families(tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Experts are stacked, matrices transposed, and rows in another order. These checkpoints have no tokenizer."""
     monkeypatch.setattr("speculant.lab.quantize.gguf.text_entries", lambda *_: {})
