@@ -30,7 +30,7 @@ from speculant.models.reference import Decoder
 from speculant.models.sizes import tensor_shapes
 from speculant.models.weights import load as loading
 from speculant.models.weights.load import load_model
-from speculant.models.weights.source import CheckedWeights, ModuleWeights, QuantizedBlocks, WeightSource, kind_of
+from speculant.models.weights.source import Mapped, ModuleWeights, QuantizedBlocks, WeightSource, kind_of
 from speculant.sampling.chance import mix
 from tests.backends import FakeBackend
 from tests.descriptions import describe, describe_pair
@@ -142,7 +142,7 @@ def test_backend_logits_are_the_reference(backend: Backend, variant: str) -> Non
     config, tokens = VARIANTS[variant], list(range(2, 90, 4))
     decoder = random_decoder(config)
     expected = Session(decoder).extend(tokens)
-    weights = CheckedWeights(ModuleWeights(decoder), tensor_shapes(config).keys())
+    weights = Mapped(ModuleWeights(decoder), tensor_shapes(config))
     model = backend.load(config, weights, torch.float32, CPU)
     weights.check(backend.name)
     assert (model.cache_shape, model.vocab_size, model.max_positions) == (decoder.cache_shape, 300, 128)

@@ -17,6 +17,7 @@ from speculant.models.description import (
     Columns,
     DecoderConfig,
     Expression,
+    Picked,
     Plus,
     Rows,
     Shape,
@@ -87,7 +88,7 @@ def _place(made: Expression, shape: Shape, stored: Tensor) -> _Place:
         return _Place(stored, 0, None, 0.0)
     view, dim, chosen, number = of = _place(made.of, made.stored_shape(shape), stored)
     match made:
-        case Rows() | Unpaired():
+        case Rows() | Unpaired() | Picked():
             own = made.rows(shape[0])
             assert chosen is None or dim == 0, "one dimension alone is divided by indices"
             return of._replace(dim=0, chosen=own if chosen is None else [chosen[row] for row in own])

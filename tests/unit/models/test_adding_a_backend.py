@@ -12,7 +12,7 @@ from speculant import LLM, SamplingParams, plugins
 from speculant.models import backends
 from speculant.models.backends.base import KIND, Backend, choose_backend
 from speculant.models.sizes import tensor_shapes
-from speculant.models.weights.source import CheckedWeights, ModuleWeights
+from speculant.models.weights.source import Mapped, ModuleWeights
 from tests.contracts.test_backends import VARIANTS, random_decoder
 from tests.descriptions import describe
 from tests.models import Checkpoints
@@ -38,7 +38,7 @@ def backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Backend:
 def test_backend_page_backend_reads_every_tensor(backend: Backend, variant: str) -> None:
     config, tokens = VARIANTS[variant], list(range(2, 60, 4))
     decoder = random_decoder(config)
-    weights = CheckedWeights(ModuleWeights(decoder), tensor_shapes(config).keys())
+    weights = Mapped(ModuleWeights(decoder), tensor_shapes(config))
     model = backend.load(config, weights, torch.bfloat16, CPU)
     weights.check(backend.name)
     assert model.cache_shape.dtype == torch.float32

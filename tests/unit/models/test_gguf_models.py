@@ -20,9 +20,8 @@ from speculant.kernels.native import BLOCK_TYPES
 from speculant.models.description import Rope, TensorMap, Unpaired
 from speculant.models.gguf import NEUTRAL, GgufWeights, read_gguf_config, read_gguf_decoder
 from speculant.models.sizes import HEAD, TABLE
-from speculant.models.vocabulary import TableRows
 from speculant.models.weights.load import Checkpoint, load_model
-from speculant.models.weights.source import Mapped, QuantizedBlocks, ShortHead, decode, read_plain
+from speculant.models.weights.source import Mapped, QuantizedBlocks, decode, read_plain
 from speculant.params import SamplingParams
 from speculant.text.gguf_tokenizer import read_gguf_tokenizer
 from tests.gguf_models import DECODED, FLOATS, LARGE_BLOCKS, SMALL_BLOCKS, convert, decoded
@@ -215,10 +214,8 @@ def test_rows_are_selected_without_decoding(folder: Path, tmp_path: Path, kind: 
     )
     table = GgufWeights(file).shape("token_embd.weight")
     weights = Mapped(GgufWeights(file), {TABLE: table, HEAD: table, "q": (HIDDEN_SIZE, HIDDEN_SIZE)}, names)
-    short = ShortHead(weights, (3, 7, 200), HEAD)
-    fitted = TableRows(
-        weights, [9 if row in (5, *range(VOCAB_SIZE, VOCAB_SIZE + 3)) else row for row in range(VOCAB_SIZE + 3)]
-    )
+    rows = [9 if row in (5, *range(VOCAB_SIZE, VOCAB_SIZE + 3)) else row for row in range(VOCAB_SIZE + 3)]
+    short, fitted = weights.with_rows({HEAD: (HEAD, (3, 7, 200))}), weights.with_rows({TABLE: (TABLE, rows)})
     for source, name in ((short, HEAD), (fitted, TABLE), (weights, "q")):
         found = source.read(name)
         assert isinstance(found, QuantizedBlocks) == (kind == "Q4_0")
