@@ -77,7 +77,7 @@ FUSED_QKV = "attn_qkv"  # queries, keys and values
 
 
 Function = Callable[[Mapping[str, Any]], Any]
-Described = Callable[[DecoderConfig], Any]  # makes a value from a description
+FromDescription = Callable[[DecoderConfig], Any]  # makes a value from a description
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Number:
     key: str
     default: float | Function | EllipsisType | None = ...
     zero: float | EllipsisType | None = ...
-    of: Described | None = field(default=None, compare=False)
+    of: FromDescription | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ class Truth:
 
     key: str
     default: bool
-    of: Described | None = field(default=None, compare=False)
+    of: FromDescription | None = field(default=None, compare=False)
 
 
 Wanted = Number | Count | Truth | TokenId | HasTensor | Function

@@ -41,6 +41,7 @@ from typing import Protocol, cast, runtime_checkable
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from typing_extensions import override
 
 from speculant.cache.base import CacheShape, KVCache, KVStorage
 from speculant.kernels.reference import soft_cap
@@ -403,6 +404,24 @@ class FutureModule(nn.Module, ABC):
     def layers(self) -> list[TorchLinears]:
         """Return the matrices of all heads, in the order in which they are applied."""
 
+    @abstractmethod
+    def named(self) -> dict[str, Tensor]:
+        """Return the weights by their names in a file, without own output heads."""
+
+    def stored(self) -> dict[str, tuple[int, ...]]:
+        """Return names and shapes of the tensors in a file."""
+        return {name: tuple(tensor.shape) for name, tensor in self.named().items()}
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take the weights of a file; see `stored`."""
+        with torch.no_grad():
+            for name, tensor in self.named().items():
+                tensor.copy_(tensors[name])
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the weights as a file has them."""
+        return {name: tensor.detach().contiguous() for name, tensor in self.named().items()}
+
     def states(self, hidden: Tensor, count: int) -> Tensor:
         """See `FutureHeads.states`."""
         return PlacedHeads(self.shape, self.layers(), self.apply_layers).states(hidden, count)
@@ -439,39 +458,33 @@ class ResidualHeads(FutureModule):
         self.weight = nn.Parameter(torch.zeros(*size, shape.hidden_size))
         self.bias = nn.Parameter(torch.zeros(size))
 
+    @override
     def layers(self) -> list[TorchLinears]:
-        """See the base."""
         return [*map(TorchLinears, self.weight, self.bias)]
 
+    @override
+    def named(self) -> dict[str, Tensor]:
+        """As in Medusa's own files."""
+        parts = {"weight": self.weight, **({"bias": self.bias} if self.shape.biased else {})}
+        return {
+            f"{head}.{layer}.linear.{name}": part[layer, head]
+            for head in range(self.shape.num_heads)
+            for layer in range(self.shape.num_layers)
+            for name, part in parts.items()
+        }
+
+    @override
     def stored(self) -> dict[str, tuple[int, ...]]:
-        """Return names and shapes of the tensors in a file; the names are those of Medusa's own."""
-        size, layers = self.shape.hidden_size, range(self.shape.num_layers)
-        names: dict[str, tuple[int, ...]] = {}
-        for head in range(self.shape.num_heads):
-            for layer in layers:
-                names[f"{head}.{layer}.linear.weight"] = (size, size)
-                if self.shape.biased:
-                    names[f"{head}.{layer}.linear.bias"] = (size,)
-            if self.shape.vocab_size is not None:
-                names[f"{head}.{len(layers)}.weight"] = (self.shape.vocab_size, size)
-        return names
-
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take the weights of a file; see `stored`."""
-        with torch.no_grad():
-            for layer in range(self.shape.num_layers):
-                for head in range(self.shape.num_heads):
-                    self.weight[layer, head] = tensors[f"{head}.{layer}.linear.weight"]
-                    self.bias[layer, head] = tensors[f"{head}.{layer}.linear.bias"] if self.shape.biased else 0.0
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Return the weights as a file has them, without own output heads."""
-        found: dict[str, Tensor] = {}
-        for layer in range(self.shape.num_layers):
-            for head in range(self.shape.num_heads):
-                found[f"{head}.{layer}.linear.weight"] = self.weight[layer, head].detach().contiguous()
-                found[f"{head}.{layer}.linear.bias"] = self.bias[layer, head].detach().contiguous()
+        found, of = super().stored(), self.shape
+        if of.vocab_size is not None:
+            found |= {f"{head}.{of.num_layers}.weight": (of.vocab_size, of.hidden_size) for head in range(of.num_heads)}
         return found
+
+    @override
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        super().load(tensors)
+        if not self.shape.biased:
+            nn.init.zeros_(self.bias)
 
 
 class FeedForwardHeads(FutureModule):
@@ -489,28 +502,11 @@ class FeedForwardHeads(FutureModule):
             nn.Parameter(torch.zeros(heads, size)),
         )
 
+    @override
     def layers(self) -> list[TorchLinears]:
-        """See the base."""
         return [TorchLinears(self.up, self.up_bias), TorchLinears(self.down, self.down_bias)]
 
-    def stored(self) -> dict[str, tuple[int, ...]]:
-        """Return names and shapes of the tensors in a file."""
-        return {name: tuple(parameter.shape) for name, parameter in self._named()}
-
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take the weights of a file; see `stored`."""
-        with torch.no_grad():
-            for name, parameter in self._named():
-                parameter.copy_(tensors[name])
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Return the weights as a file has them."""
-        return {name: parameter.detach().contiguous() for name, parameter in self._named()}
-
-    def _named(self) -> list[tuple[str, Tensor]]:
-        parts = (self.up, self.up_bias, self.down, self.down_bias)
-        return [
-            (f"heads.{head}.{name}", part[head])
-            for head in range(self.shape.num_heads)
-            for name, part in zip(self.NAMES, parts, strict=True)
-        ]
+    @override
+    def named(self) -> dict[str, Tensor]:
+        parts = zip(self.NAMES, (self.up, self.up_bias, self.down, self.down_bias), strict=True)
+        return {f"heads.{head}.{name}": part[head] for name, part in parts for head in range(self.shape.num_heads)}

@@ -124,7 +124,7 @@ def distance_scores(learned: Learned, buckets: Tensor) -> Tensor:
 
 
 # Window, heads per key head, ahead, fixed window, distances, source: layers of one kind see the same keys.
-Kind = tuple[int | None, int, bool, bool, DistanceBias | None, bool]
+_Kind = tuple[int | None, int, bool, bool, DistanceBias | None, bool]
 
 
 class Seen(NamedTuple):
@@ -146,7 +146,7 @@ class StoredKeys:
     batch: Batch
     storage: KVStorage
     groups: dict[int | None, int]  # window -> the group of layers whose slots are used
-    seen: dict[Kind, list[Seen]]  # for each segment
+    seen: dict[_Kind, list[Seen]]  # for each segment
 
     @classmethod
     def build(cls, batch: Batch, storage: KVStorage, layers: Sequence[Layer], dtype: torch.dtype) -> StoredKeys:
@@ -185,7 +185,7 @@ def groups_of(layers: Sequence[Layer], batch: Batch) -> dict[int | None, int]:
     return {window: index if batch.num_groups > 1 else 0 for index, window in enumerate(windows)}
 
 
-def _kind(of: Attention) -> Kind:
+def _kind(of: Attention) -> _Kind:
     distances = of.distances and replace(of.distances, shares=None)
     return of.window, of.groups, of.ahead, of.fixed_window, distances, of.source
 

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from speculant import LLM, SamplingParams, plugins
 from speculant.kernels.native import usable_sets
-from speculant.models.config import ACTIVATIONS, longest_context
+from speculant.models.config import ACTIVATION_NAMES, longest_context
 from speculant.models.families import gpt_neox
 from speculant.models.transformers import _extended
 from speculant.models.weights.load import load_model
@@ -106,6 +106,6 @@ def test_every_name_of_an_activation_is_its_function() -> None:
             continue  # they have parameters
         equal = {own for own, function in reference.ACTIVATIONS.items()
                  if torch.allclose(ACT2FN[name](x), function(x), atol=2e-6, rtol=1e-5)}  # fmt: skip
-        assert equal == ({ACTIVATIONS[name]} if name in ACTIVATIONS else set()), name
+        assert equal == ({ACTIVATION_NAMES[name]} if name in ACTIVATION_NAMES else set()), name
     sizes = {**SMALL, "hidden_act": "gelu_fast"}
     assert gpt_neox.read_config(sizes).layers[0].mlp.activation == "gelu_tanh"  # GPT-NeoX 20B's

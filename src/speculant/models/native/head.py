@@ -26,6 +26,7 @@ from speculant.models.native.packed import (
     normalising,
 )
 from speculant.models.native.program import Buffers, Program
+from speculant.models.sizes import BEFORE_ATTENTION
 from speculant.models.weights.reader import WeightReader, WeightTypes
 from speculant.models.weights.source import Mapped, WeightSource
 from speculant.sampling.rows import copied
@@ -158,10 +159,9 @@ class HeadProgram(Program):
 
     def _enter_by_attention(self) -> Iterator[Op]:
         head, buffers, first = self._head, self._buffers, self._head.decoder.layers[0]
-        assert first.before_attention is not None
         assert head.hidden_norm is not None
         yield embedding(head.decoder.table, buffers.x, head.decoder.config.embedding.scale)
-        yield normalising(first.before_attention, buffers.x, buffers.y)
+        yield normalising(first.norms[BEFORE_ATTENTION], buffers.x, buffers.y)
         yield from linears(first.attention.qkv, buffers.y, buffers.qkv, first.attention.qkv_bias)
         normed = head.config.norm_before_residual
         yield normalising(head.hidden_norm, self.states, buffers.y, copy=None if normed else buffers.x)

@@ -36,7 +36,7 @@ from speculant.models.weights.reader import Rounding, WeightTypes
 from speculant.models.weights.source import WeightSource
 
 MIB = 2**20
-LEAST_BYTES = 64 * MIB  # of a model: the weights of a smaller one may stay in the processor's caches
+LEAST_CODED_BYTES = 64 * MIB  # of a model: the weights of a smaller one may stay in the processor's caches
 TIMED_BYTES = 64 * MIB  # that are read in turn; more if the caches are large
 MOST_TIMED_BYTES = 512 * MIB
 ROWS = (1, 5, 8)  # of plain decoding, of four drafted tokens, and of several sequences
@@ -61,7 +61,7 @@ def fastest_packing(
     size = 2 * (matrix_weights(config) if weights is None else narrow_weights(config, weights))  # bytes
     if not size:
         return AS_STORED
-    if size < LEAST_BYTES:
+    if size < LEAST_CODED_BYTES:
         return Packing(PLAIN, f"{size / MIB:.0f} MiB of weights may stay in the processor's caches")
     depths = sorted({config.hidden_size, *(layer.mlp.size for layer in config.layers)})
     return choose(kept_gains(kernels, depths, min(size, timed_bytes())))
@@ -160,7 +160,7 @@ def _copies(kernels: Kernels, weights: Sequence[Weight], count: int) -> list[Wei
     return [copy(weight) for weight in weights for _ in range(count)]
 
 
-Kind = tuple[Type, int]  # of a matrix: its type and its depth k
+_Kind = tuple[Type, int]  # of a matrix: its type and its depth k
 
 FEW_PANELS = 2  # panels of random weights; the others repeat them
 MATRIX_BYTES = 2**22
@@ -185,7 +185,7 @@ def row_seconds(
 
 def _bytes_by_kind(
     kernels: Kernels, config: DecoderConfig, types: WeightTypes, rounding: Rounding | None
-) -> dict[Kind, int]:
+) -> dict[_Kind, int]:
     """Return how many bytes a pass of one row reads, by type, with the depth that has the most bytes of the type."""
     found = defaultdict[Type, Counter[int]](Counter)
     for name, (n, k), share in pass_matrices(config):
@@ -194,7 +194,7 @@ def _bytes_by_kind(
     return {(type_, depths.most_common(1)[0][0]): depths.total() for type_, depths in found.items()}
 
 
-def kept_speeds(kernels: Kernels, kinds: Collection[Kind]) -> dict[Kind, float]:
+def kept_speeds(kernels: Kernels, kinds: Collection[_Kind]) -> dict[_Kind, float]:
     """Return the seconds per byte of matrices, from disk if they were measured before."""
     facts = ["speeds", kernels.isa, kernels.layout, str(kernels.threads)]
     path = costs_folder() / f"{key_of(facts)}.speeds.json"
@@ -211,7 +211,7 @@ def kept_speeds(kernels: Kernels, kinds: Collection[Kind]) -> dict[Kind, float]:
     return {kind: kept[name] for name, kind in names.items()}
 
 
-def measure_speeds(kernels: Kernels, kinds: Collection[Kind]) -> tuple[list[float], float]:
+def measure_speeds(kernels: Kernels, kinds: Collection[_Kind]) -> tuple[list[float], float]:
     """Return the seconds per byte in a pass of one row, for matrices of each kind, and the spread of the runs.
 
     All kinds are timed in turn, so that other programs slow down all of them. Their memory together is too large for
@@ -228,7 +228,7 @@ def measure_speeds(kernels: Kernels, kinds: Collection[Kind]) -> tuple[list[floa
     return best, spread_of(runs)
 
 
-def _run(kernels: Kernels, kind: Kind, memory: Tensor, x: Tensor, out: Tensor) -> tuple[ctypes.Array[Op], int]:
+def _run(kernels: Kernels, kind: _Kind, memory: Tensor, x: Tensor, out: Tensor) -> tuple[ctypes.Array[Op], int]:
     """Return operations that multiply a row by copies of a matrix, which fill `memory`, and the bytes of the copies."""
     panels = _random_panels(kernels, *kind)
     size = -(-len(panels.memory) // ALIGNMENT) * ALIGNMENT

@@ -24,7 +24,7 @@ from speculant.models.weights.source import (
     DECODED_AT_ONCE,
     FP8_BLOCK,
     GROUP,
-    SCALE,
+    SCALE_SIZE,
     QuantizedBlocks,
     e4m3_numbers,
     layout_of,
@@ -255,12 +255,12 @@ def fp8_matrix(parts: ModuleParts, weight: str, scale: str, named: Tile | None) 
 def fp8_rows(numbers: Tensor, scales: Tensor) -> QuantizedBlocks:
     """Return numbers in e4m3, uint8 [n, k], with scales [n, blocks of 128] in float32, in the layout fp8."""
     (n, k), blocks = numbers.shape, scales.shape[1]
-    rows, whole = torch.empty(n, blocks, SCALE + FP8_BLOCK, dtype=torch.uint8), k // FP8_BLOCK
-    rows[:, :, :SCALE] = scales.contiguous().view(torch.uint8).view(n, blocks, SCALE)
-    rows[:, :whole, SCALE:] = numbers[:, : whole * FP8_BLOCK].reshape(n, whole, FP8_BLOCK)
+    rows, whole = torch.empty(n, blocks, SCALE_SIZE + FP8_BLOCK, dtype=torch.uint8), k // FP8_BLOCK
+    rows[:, :, :SCALE_SIZE] = scales.contiguous().view(torch.uint8).view(n, blocks, SCALE_SIZE)
+    rows[:, :whole, SCALE_SIZE:] = numbers[:, : whole * FP8_BLOCK].reshape(n, whole, FP8_BLOCK)
     if rest := k - whole * FP8_BLOCK:
-        rows[:, whole, SCALE : SCALE + rest] = numbers[:, -rest:]
-    return QuantizedBlocks("fp8", (n, k), rows.view(n, -1)[:, : k + SCALE * blocks].contiguous())
+        rows[:, whole, SCALE_SIZE : SCALE_SIZE + rest] = numbers[:, -rest:]
+    return QuantizedBlocks("fp8", (n, k), rows.view(n, -1)[:, : k + SCALE_SIZE * blocks].contiguous())
 
 
 def int8_rows(numbers: Tensor, scales: Tensor) -> QuantizedBlocks:

@@ -42,7 +42,7 @@ from speculant.models.description import (
 )
 
 GROUP = 32  # weights of a block
-FP8_BLOCK, SCALE = 128, 4  # weights of a block of fp8; bytes of a scale in float32
+FP8_BLOCK, SCALE_SIZE = 128, 4  # weights of a block of fp8; bytes of a scale in float32
 DECODED_BITS = {"GPTQ": 4, "AWQ": 4, "PACKED4": 4, "PACKED8": 8, "E4M3": 8, "NF4": 4, "FP4": 4}
 """Kinds of matrices that a source decodes, because no layout holds them, and the bits of a weight without scales."""
 
@@ -99,19 +99,19 @@ def _decode_with_zeros(rows: np.ndarray, bits: int) -> np.ndarray:
 
 
 def _decode_int8(rows: np.ndarray) -> np.ndarray:
-    scales = np.ascontiguousarray(rows[:, :SCALE]).view(np.float32)
-    decoded: np.ndarray = scales * rows[:, SCALE:].view(np.int8)
+    scales = np.ascontiguousarray(rows[:, :SCALE_SIZE]).view(np.float32)
+    decoded: np.ndarray = scales * rows[:, SCALE_SIZE:].view(np.int8)
     return decoded
 
 
 def _decode_fp8(rows: np.ndarray) -> np.ndarray:
     """Decode rows of e4m3, with a table of all bytes."""
-    size, n = FP8_BLOCK + SCALE, len(rows)
+    size, n = FP8_BLOCK + SCALE_SIZE, len(rows)
     whole = np.zeros((n, -(-rows.shape[1] // size), size), np.uint8)
     whole.reshape(n, -1)[:, : rows.shape[1]] = rows
-    scales = np.ascontiguousarray(whole[:, :, :SCALE]).view(np.float32)
-    decoded: np.ndarray = scales * e4m3_numbers()[whole[:, :, SCALE:]]
-    return decoded.reshape(n, -1)[:, : rows.shape[1] - SCALE * whole.shape[1]]
+    scales = np.ascontiguousarray(whole[:, :, :SCALE_SIZE]).view(np.float32)
+    decoded: np.ndarray = scales * e4m3_numbers()[whole[:, :, SCALE_SIZE:]]
+    return decoded.reshape(n, -1)[:, : rows.shape[1] - SCALE_SIZE * whole.shape[1]]
 
 
 @functools.cache
@@ -126,7 +126,7 @@ def e4m3_numbers() -> np.ndarray:
 
 OWN = {
     "int8": BlockLayout(1, 1, _decode_int8, divides=False),
-    "fp8": BlockLayout(FP8_BLOCK, FP8_BLOCK + SCALE, _decode_fp8),
+    "fp8": BlockLayout(FP8_BLOCK, FP8_BLOCK + SCALE_SIZE, _decode_fp8),
     "zero4": BlockLayout(GROUP, 19, functools.partial(_decode_with_zeros, bits=4)),
     "zero8": BlockLayout(GROUP, 35, functools.partial(_decode_with_zeros, bits=8)),
 }
