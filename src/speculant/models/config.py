@@ -67,6 +67,12 @@ def show(value: Any) -> str:
     return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
 
 
+def listed(names: Sequence[str], most: int = 5, separator: str = ", ") -> str:
+    """Return the first names for an error message, and how many more there are."""
+    more = f"{separator}and {len(names) - most} more" if len(names) > most else ""
+    return separator.join(names[:most]) + more
+
+
 def count(hf: Mapping[str, Any], key: str, default: int | None = None, most: int = MOST) -> int:
     """Return a whole number from 1 to `most`; `default` replaces an absent or null entry."""
     value = hf.get(key)

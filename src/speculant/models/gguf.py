@@ -29,7 +29,7 @@ from speculant import plugins
 from speculant.errors import ModelError
 from speculant.files import Stamp
 from speculant.gguf_file import GgufFile, GgufTensor, end_tokens
-from speculant.models.config import FULL, MOST, MOST_FACTOR, MOST_HEAD_DIM, SLIDING, is_whole, show
+from speculant.models.config import FULL, MOST, MOST_FACTOR, MOST_HEAD_DIM, SLIDING, is_whole, listed, show
 from speculant.models.description import (
     DecoderConfig,
     Experts,
@@ -650,7 +650,6 @@ def _end_tokens(file: GgufFile, vocab_size: int) -> list[int]:
 
 
 GOOD = "Q4_K_M, Q5_K_M, Q6_K or Q8_0"  # files whose blocks the native kernels multiply by
-_SHOWN = 5  # tensors in a message
 
 
 @dataclass(frozen=True)
@@ -703,9 +702,8 @@ class GgufWeights:
         kinds = {name: self.file.tensors[name].kind for name in self.names()}
         wrong = sorted(f"{name} is {kind}" for name, kind in kinds.items() if not _is_readable(kind))
         if wrong:
-            more = f", and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
             raise ModelError(
-                f"{self.place} has tensors of kinds that can't be decoded ({', '.join(wrong[:_SHOWN])}{more})",
+                f"{self.place} has tensors of kinds that can't be decoded ({listed(wrong)})",
                 f"use a file of the model in {GOOD}, or with floating-point weights.",
             )
 

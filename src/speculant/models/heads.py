@@ -43,13 +43,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 from typing_extensions import override
 
-from speculant.cache.base import CacheShape, KVCache, KVStorage
+from speculant.cache.base import CacheShape, KVStorage
 from speculant.kernels.reference import soft_cap
-from speculant.models.base import Batch, CausalLM, Chain, Hidden, ModelNeeds
+from speculant.models.base import Batch, CausalLM, Hidden, ModelNeeds
 from speculant.models.description import DecoderConfig, Layer
 from speculant.models.reference import (
     Attend,
     DecoderLayer,
+    DescribedModule,
     LayerAttention,
     NormLayer,
     StoredKeys,
@@ -221,7 +222,7 @@ def head_shapes(config: HeadConfig, target: CausalLM) -> dict[str, tuple[int, ..
     return {name: tuple(parameter.shape) for name, parameter in head.named_parameters()}
 
 
-class HeadDecoder(nn.Module):
+class HeadDecoder(DescribedModule):
     """A head in plain PyTorch: a `CausalLM` whose batches have `hidden`."""
 
     def __init__(self, config: HeadConfig, target: CausalLM) -> None:
@@ -247,24 +248,9 @@ class HeadDecoder(nn.Module):
         self._rotaries = rotaries(own)
 
     @property
-    def vocab_size(self) -> int:
-        """The target's."""
-        return self.config.decoder.vocab_size
-
-    @property
-    def num_layers(self) -> int:
-        """The number of layers."""
-        return self.config.decoder.num_layers
-
-    @property
-    def hidden_size(self) -> int:
-        """The width of a hidden state and of an embedding."""
-        return self.config.decoder.hidden_size
-
-    @property
-    def max_positions(self) -> int:
-        """The longest context that the head was trained for, in positions."""
-        return self.config.decoder.max_positions
+    @override
+    def described(self) -> DecoderConfig:
+        return self.config.decoder
 
     @property
     def cache_shape(self) -> CacheShape:
@@ -342,10 +328,6 @@ class HeadDecoder(nn.Module):
         own = self.config.decoder.head
         out = soft_cap(self.lm_head(hidden), own.softcap)
         return spread(out, torch.tensor(own.tokens, device=out.device), self.vocab_size) if own.tokens else out
-
-    def grow(self, chains: Sequence[Chain], cache: KVCache, vocab_size: int) -> Sequence[Chain]:
-        """See `CausalLM.grow`; this head draws none by itself."""
-        return chains
 
 
 def head_cache_shape(config: HeadConfig, target: CausalLM) -> CacheShape:

@@ -42,7 +42,6 @@ MOST_TIMED_BYTES = 512 * MIB
 ROWS = (1, 5, 8)  # of plain decoding, of four drafted tokens, and of several sequences
 LAYER_BYTES = 8 * MIB
 SECONDS = 0.06  # after which no further round of runs begins
-DISTINCT = 8  # panels of random weights; the others repeat them
 LEAST_GAIN = 1.03  # at one row
 LEAST_ELSEWHERE = 0.97
 
@@ -122,7 +121,7 @@ def time_packings(kernels: Kernels, depths: Sequence[int], num_bytes: int) -> Ti
     There are small layers of all depths, with `num_bytes` of plain weights together, so that each is read from memory.
     """
     count = max(1, num_bytes // (len(depths) * LAYER_BYTES))
-    plain = [_random_matrix(kernels, depth) for depth in depths]
+    plain = [_random_weight(kernels, Type.BF16, depth, 8, LAYER_BYTES) for depth in depths]
     layers = {
         PLAIN: _copies(kernels, plain, count),
         CODED: _copies(kernels, [kernels.code(each) for each in plain], count),
@@ -138,15 +137,19 @@ def time_packings(kernels: Kernels, depths: Sequence[int], num_bytes: int) -> Ti
     return seconds
 
 
-def _random_matrix(kernels: Kernels, depth: int) -> Weight:
-    """Return a packed matrix of about LAYER_BYTES, of random weights with the exponents of trained ones."""
-    height = DISTINCT * panel_rows(kernels)
-    generator = torch.Generator().manual_seed(0)
-    distinct = kernels.pack(Type.BF16, torch.randn(height, depth, generator=generator).mul_(0.02).bfloat16()).memory
-    times = max(1, LAYER_BYTES // len(distinct))
-    memory = aligned(times * len(distinct))
-    memory.view(times, -1).copy_(distinct)
-    return Weight(memory, Type.BF16, times * height, depth)
+def _random_weight(kernels: Kernels, type_: Type, k: int, panels: int, size: int) -> Weight:
+    """Return a packed matrix of about `size` bytes, of random weights with the exponents of trained ones.
+
+    panels: how many differ; the others repeat them.
+    """
+    height = panels * panel_rows(kernels)
+    rows = torch.randn(height, k, generator=torch.Generator().manual_seed(0)).mul_(0.02).bfloat16()
+    rows = rows.half() if type_ == Type.F16 else rows
+    few = Packer(kernels, torch.bfloat16, Arena(kernels.touch)).pack(type_, height, k, [[lambda: rows]])
+    times = max(1, size // len(few.memory))
+    memory = aligned(times * len(few.memory))
+    memory.view(times, -1).copy_(few.memory)
+    return Weight(memory, type_, times * height, k)
 
 
 def _copies(kernels: Kernels, weights: Sequence[Weight], count: int) -> list[Weight]:
@@ -162,7 +165,6 @@ def _copies(kernels: Kernels, weights: Sequence[Weight], count: int) -> list[Wei
 
 _Kind = tuple[Type, int]  # of a matrix: its type and its depth k
 
-FEW_PANELS = 2  # panels of random weights; the others repeat them
 MATRIX_BYTES = 2**22
 RUNS = 6  # of which the best counts: other programs only add time
 
@@ -230,20 +232,9 @@ def measure_speeds(kernels: Kernels, kinds: Collection[_Kind]) -> tuple[list[flo
 
 def _run(kernels: Kernels, kind: _Kind, memory: Tensor, x: Tensor, out: Tensor) -> tuple[ctypes.Array[Op], int]:
     """Return operations that multiply a row by copies of a matrix, which fill `memory`, and the bytes of the copies."""
-    panels = _random_panels(kernels, *kind)
+    panels = _random_weight(kernels, *kind, 2, MATRIX_BYTES)
     size = -(-len(panels.memory) // ALIGNMENT) * ALIGNMENT
     places = range(-memory.data_ptr() % ALIGNMENT, len(memory) - size + 1, size)
     copies = [memory[place : place + len(panels.memory)].copy_(panels.memory) for place in places]
     ops = [linear(replace(panels, memory=copy), x[:, : panels.k], out[:, : panels.n]) for copy in copies]
     return (Op * len(ops))(*ops), size * len(ops)
-
-
-def _random_panels(kernels: Kernels, type_: Type, k: int) -> Weight:
-    """Return a packed matrix of about MATRIX_BYTES of random weights."""
-    height = FEW_PANELS * panel_rows(kernels)
-    rows = torch.randn(height, k, generator=torch.Generator().manual_seed(0)).mul_(0.02).bfloat16()
-    if type_ == Type.F16:
-        rows = rows.half()
-    few = Packer(kernels, torch.bfloat16, Arena(kernels.touch)).pack(type_, height, k, [[lambda: rows]])
-    times = max(1, MATRIX_BYTES // len(few.memory))
-    return Weight(few.memory.repeat(times), type_, times * height, k)

@@ -32,6 +32,7 @@ from torch import Tensor
 from speculant import plugins
 from speculant.errors import Converts, ModelError
 from speculant.files import Stamp, read_json
+from speculant.models.config import listed
 from speculant.models.description import DecoderConfig, stored_name, stored_shape
 from speculant.models.sizes import HEAD, HEAD_BIAS, TABLE, tensor_shapes
 from speculant.models.weights.formats import method_of, no_weights, quantization_of
@@ -43,7 +44,6 @@ _LAYER = re.compile(r"(?:[A-Za-z_]\w*\.)+?([0-9]{1,10})\.", re.ASCII)  # begins 
 _HARMLESS = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias")
 _PREFIXES = (("language_model.", ""), ("model.language_model.", "model."))  # of language models within larger ones
 _HEADS = ("lm_head", "embed_out")
-_SHOWN = 5
 _LENGTH = 8  # bytes of the header's length, which begin a file
 _TYPES = {
     **FLOATS, "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32,
@@ -114,7 +114,7 @@ class TensorFiles:
         wrong = sorted(f"{name} is {entry.kind}" for name, entry in self.entries.items() if entry.kind not in FLOATS)
         if wrong:
             raise ModelError(
-                f"the weights are stored in a type that is not supported ({_listed(wrong)})",
+                f"the weights are stored in a type that is not supported ({listed(wrong)})",
                 "use a checkpoint in float32, bfloat16 or float16.",
             )
 
@@ -240,7 +240,7 @@ def _read_shards(index: Path) -> dict[str, TensorEntry]:
     wrong = sorted(name for name, entry in found if weight_map.get(name) != entry.file.name)
     if wrong:
         raise ModelError(
-            f"{index.parent} has tensors in files where {_INDEX} does not list them ({_listed(wrong)})",
+            f"{index.parent} has tensors in files where {_INDEX} does not list them ({listed(wrong)})",
             "download the checkpoint again.",
         )
     return dict(found)
@@ -256,7 +256,7 @@ def _read_weight_map(index: Path) -> dict[str, str]:
     missing = sorted(file for file in set(weight_map.values()) if not (index.parent / file).is_file())
     if missing:
         raise ModelError(
-            f"{index.parent} lacks {_listed(missing)}, which {_INDEX} lists", "download the checkpoint again."
+            f"{index.parent} lacks {listed(missing)}, which {_INDEX} lists", "download the checkpoint again."
         )
     return weight_map
 
@@ -327,7 +327,7 @@ def _check_names(weights: StoredWeights, found: Iterable[str], wanted: Iterable[
             "set tie_word_embeddings to true in config.json, or download the checkpoint again.",
         )
     problems = [
-        f"{len(names)} {what} ({_listed(names)})"
+        f"{len(names)} {what} ({listed(names)})"
         for what, names in (("missing", missing), ("unexpected", unexpected))
         if names
     ]
@@ -351,16 +351,11 @@ def _check_shapes(
     ]
     if wrong:
         raise ModelError(
-            f"the weights in {weights.place} do not fit {weights.described_by}: {_listed(wrong, '; ')}",
+            f"the weights in {weights.place} do not fit {weights.described_by}: {listed(wrong, separator='; ')}",
             "check vocab_size, hidden_size, intermediate_size, head_dim and the numbers of heads in config.json."
             if weights.described_by == CONFIG
             else "download the file again.",
         )
-
-
-def _listed(names: list[str], separator: str = ", ") -> str:
-    more = f"{separator}and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return separator.join(names[:_SHOWN]) + more
 
 
 logger = logging.getLogger(__name__)
