@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from speculant import plugins
 from speculant.errors import ModelError
@@ -44,7 +45,7 @@ from speculant.models.description import (
     map_modules,
 )
 from speculant.models.sizes import AFTER_ATTENTION, AFTER_MLP, BEFORE_ATTENTION, BEFORE_MLP, EXPERT, LAYER, layer_norms
-from speculant.models.weights.source import FLOATS, QuantizedBlocks, decodable, decode
+from speculant.models.weights.source import FLOATS, QuantizedBlocks, StoredWeights, decodable, decode
 
 GGUF_TABLE, GGUF_HEAD = "token_embd.weight", "output.weight"
 BLOCK = "blk.{}."  # begins the names of a layer's tensors
@@ -653,43 +654,46 @@ GOOD = "Q4_K_M, Q5_K_M, Q6_K or Q8_0"  # files whose blocks the native kernels m
 
 
 @dataclass(frozen=True)
-class GgufWeights:
+class GgufWeights(StoredWeights):
     """A `WeightSource`: the tensors of a file, or of all parts of a split one."""
 
     file: GgufFile
 
     @property
+    @override
     def described_by(self) -> str:
-        """See `StoredWeights.described_by`."""
         return "its metadata"
 
     @property
+    @override
     def place(self) -> Path:
-        """See `StoredWeights.place`: the file, or the first part."""
+        """The file, or the first part."""
         return self.file.path
 
+    @override
     def names(self) -> Collection[str]:
-        """See `WeightSource.names`; without the factors of rotary positions, which the description holds."""
+        """Without the factors of rotary positions, which the description holds."""
         return [name for name in self.file.tensors if name not in (ROPE_FREQS, ROPE_LONG, ROPE_SHORT)]
 
+    @override
     def shape(self, name: str) -> tuple[int, ...]:
-        """See `WeightSource.shape`."""
         return self.file.tensors[name].shape
 
+    @override
     def kind(self, name: str) -> str:
-        """See `WeightSource.kind`."""
         return self.file.tensors[name].kind
 
+    @override
     def stamps(self) -> list[Stamp]:
-        """See `StoredWeights.stamps`: those of all parts."""
+        """Those of all parts."""
         return [Stamp.of(part) for part in self.file.parts]
 
+    @override
     def quantised_kinds(self) -> list[str]:
-        """See `StoredWeights.quantised_kinds`."""
         return sorted({self.file.tensors[name].kind for name in self.names()} - FLOATS.keys())
 
+    @override
     def common_dtype(self) -> torch.dtype:
-        """See `StoredWeights.common_dtype`."""
         if self.quantised_kinds():
             return torch.bfloat16
         sizes = Counter[str]()
@@ -697,8 +701,8 @@ class GgufWeights:
             sizes[self.kind(name)] += math.prod(self.shape(name))
         return FLOATS[sizes.most_common(1)[0][0]]
 
+    @override
     def check_kinds(self) -> None:
-        """See `StoredWeights.check_kinds`."""
         kinds = {name: self.file.tensors[name].kind for name in self.names()}
         wrong = sorted(f"{name} is {kind}" for name, kind in kinds.items() if not _is_readable(kind))
         if wrong:
@@ -707,8 +711,9 @@ class GgufWeights:
                 f"use a file of the model in {GOOD}, or with floating-point weights.",
             )
 
+    @override
     def read(self, name: str) -> Tensor | QuantizedBlocks:
-        """See `WeightSource.read`. Blocks are mapped; the mapping ends with the tensor."""
+        """Blocks are mapped; the mapping ends with the tensor."""
         tensor = self.file.tensors[name]
         content = _mapped(tensor)
         if tensor.kind in FLOATS:

@@ -81,14 +81,14 @@ class LinearHost(Protocol):
 
 
 @dataclass(frozen=True)
-class TorchLinears:
+class TorchLinears(Linears):
     """In plain PyTorch: weight [h, n, k] and bias [h, n] or None; results are of their type."""
 
     weight: Tensor
     bias: Tensor | None = None
 
+    @override
     def __call__(self, x: Tensor) -> Tensor:
-        """See `Linears`."""
         count, x = len(x), x.to(self.weight.dtype)
         matrices = self.weight[:count].mT
         return torch.bmm(x, matrices) if self.bias is None else torch.baddbmm(self.bias[:count, None], x, matrices)
@@ -361,15 +361,15 @@ class FutureHeads(Protocol):
 
 
 @dataclass(frozen=True)
-class PlacedHeads:
+class PlacedHeads(FutureHeads):
     """Heads on the kernels of a model. apply: computes [count, r, hidden] by the layers of the first `count` heads."""
 
     shape: FutureShape
     layers: Sequence[Linears]
     apply: Callable[[Sequence[Linears], Tensor], Tensor]
 
+    @override
     def states(self, hidden: Tensor, count: int) -> Tensor:
-        """See `FutureHeads.states`."""
         return self.apply(self.layers, hidden.expand(count, *hidden.shape))
 
 

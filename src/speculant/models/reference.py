@@ -95,7 +95,7 @@ class Attend(Protocol):
         ...
 
 
-class Sharing:
+class Sharing(Attend):
     """Calls `attend`; layers without keys, values or distances of their own get those of the layer that they read."""
 
     def __init__(self, attend: Attend, layers: Sequence[Layer]) -> None:
@@ -104,10 +104,11 @@ class Sharing:
         self._kept = dict[int, tuple[Tensor, Tensor]]()
         self._distances = dict[int, Tensor]()  # tables by layer
 
+    @override
     def __call__(
         self, layer: int, of: Attention, query: Tensor, key: Tensor, value: Tensor, learned: Learned
     ) -> Tensor:
-        """See `Attend`. A layer that reads another layer's keys passes empty ones [..., 0, head_dim]."""
+        """A layer that reads another layer's keys passes empty ones [..., 0, head_dim]."""
         if of.shares is not None:
             key, value = self._kept[of.shares]
         elif layer in self._read:
@@ -138,7 +139,7 @@ class Seen(NamedTuple):
 
 
 @dataclass(frozen=True)
-class StoredKeys:
+class StoredKeys(Attend):
     """Attention of a flat batch over the keys and values of a storage, to which it adds its own.
 
     Rows are [T, heads, head_dim]. Every layer uses the slots and the masks of its own sliding window. Keys that no row
@@ -166,10 +167,11 @@ class StoredKeys:
         }
         return cls(batch, storage, groups, seen)
 
+    @override
     def __call__(
         self, layer: int, of: Attention, query: Tensor, key: Tensor, value: Tensor, learned: Learned
     ) -> Tensor:
-        """See `Attend`. Heads that share a key head are folded into rows, so keys and values are not repeated."""
+        """Heads that share a key head are folded into rows, so keys and values are not repeated."""
         storage, segments, seen = self.storage, self.batch.segments, self.seen[_kind(of)]
         if of.shares is None and not of.source:
             storage.write(layer, self.batch.slots_of(self.groups[of.window]), key, value)

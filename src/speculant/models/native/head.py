@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from speculant.cache.base import CacheShape, KVCache, KVStorage
 from speculant.kernels.memory import Arena
@@ -189,8 +190,9 @@ class NativeBlockHead(NativeDecoder):
         self._begin(PackedHead.read(config, weights, target).decoder, target.cache_shape.dtype, target.kernels)
         self._context: ContextProgram | None = None
 
+    @override
     def forward(self, batch: Batch, storage: KVStorage, taps: Sequence[int] = ()) -> Hidden:
-        """See `CausalLM.forward`; rows of states have no result."""
+        """Rows of states have no result."""
         if batch.hidden is None:
             return super().forward(batch, storage, taps)
         layout, rows = self.layout(batch, storage), len(batch.tokens)
@@ -201,8 +203,9 @@ class NativeBlockHead(NativeDecoder):
         self.kernels.run(self._context.ops, layout.on)
         return Hidden(buffers.x[:0])
 
+    @override
     def grow(self, chains: Sequence[Chain], cache: KVCache, vocab_size: int) -> Sequence[Chain]:
-        """See `CausalLM.grow`; this head draws none by itself."""
+        """This head draws none by itself."""
         return chains
 
 
@@ -224,8 +227,9 @@ class NativeHead(NativeDecoder):
         assert isinstance(made, HeadProgram)
         return made
 
+    @override
     def forward(self, batch: Batch, storage: KVStorage, taps: Sequence[int] = ()) -> Hidden:
-        """See `CausalLM.forward`; there are no taps."""
+        """There are no taps."""
         assert batch.hidden is not None, "a head reads a hidden state for each row"
         layout, rows = self.layout(batch, storage), len(batch.tokens)
         program = self.program

@@ -29,11 +29,13 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from speculant.cache.base import by_length
 from speculant.kernels.memory import MOST_BYTES
 from speculant.kernels.native import Bounds, Code, Flag, Kernels, Op, Pass, Type, Weight
 from speculant.models.description import Attention
+from speculant.models.heads import Linears
 from speculant.models.native.packed import (
     PackedAttention,
     PackedDecoder,
@@ -347,7 +349,7 @@ def _tap_field(op: Op, y: Tensor) -> str:
     return "copy" if op.copy == y.data_ptr() else ""
 
 
-class NativeLinears:
+class NativeLinears(Linears):
     """See `Linears` (models/heads.py). A row's result depends on that row alone, bit for bit."""
 
     def __init__(self, kernels: Kernels, type_: Type, matrices: Sequence[Tensor], biases: Tensor | None) -> None:
@@ -362,8 +364,9 @@ class NativeLinears:
         self._ops = (Op * count)(*map(linear, self._weights, self._x, self._out, biases))
         self._kernels.check(self._ops, Bounds(rows=rows))
 
+    @override
     def __call__(self, x: Tensor) -> Tensor:
-        """See `Linears`; float32."""
+        """Float32."""
         count, rows = x.shape[:2]
         if rows > self._x.shape[1]:
             self._take_room(max(rows, 2 * self._x.shape[1]))

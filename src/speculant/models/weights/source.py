@@ -25,6 +25,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from speculant.errors import ModelError
 from speculant.files import Stamp
@@ -332,31 +333,31 @@ def has_blocks(weights: WeightSource) -> bool:
     return any(weights.kind(name) not in FLOATS for name in weights.names())
 
 
-class ModuleWeights:
+class ModuleWeights(WeightSource):
     """The parameters of a module in memory; a parameter that two layers share has the name of the first."""
 
     def __init__(self, module: nn.Module) -> None:
         self._parameters = dict(module.named_parameters())
 
+    @override
     def names(self) -> Collection[str]:
-        """See `WeightSource.names`."""
         return self._parameters.keys()
 
+    @override
     def shape(self, name: str) -> tuple[int, ...]:
-        """See `WeightSource.shape`."""
         return tuple(self._parameters[name].shape)
 
+    @override
     def kind(self, name: str) -> str:
-        """See `WeightSource.kind`."""
         return kind_of(self._parameters[name])
 
+    @override
     def read(self, name: str) -> Tensor:
-        """See `WeightSource.read`."""
         return self._parameters[name].detach()
 
 
 @dataclass(frozen=True)
-class Mapped:
+class Mapped(WeightSource, HasOrders):
     """A source whose tensors have the model's names, and are made from stored ones.
 
     shapes: of each; tensors: how it is made. `check` requires that each was read, or that its shape was compared with
@@ -378,27 +379,27 @@ class Mapped:
         tensors = replace(self.tensors, names=(*self.tensors.names, *made.items()))
         return Mapped(self.source, {**self.shapes, **shapes}, tensors)
 
+    @override
     def names(self) -> Collection[str]:
-        """See `WeightSource.names`."""
         return self.shapes.keys()
 
+    @override
     def shape(self, name: str) -> tuple[int, ...]:
-        """See `WeightSource.shape`."""
         self._used.add(name)
         return self.shapes[name]
 
+    @override
     def kind(self, name: str) -> str:
-        """See `WeightSource.kind`."""
         made = self.tensors.expression(name)
         kind, is_ordered = self.source.kind(stored_name(made)), order_of(self.source, stored_name(made)) is not None
         return kind if kind in FLOATS or _keeps_blocks(made, kind, is_ordered) else "F32"
 
+    @override
     def order(self, name: str) -> Tensor | None:
-        """See `HasOrders.order`."""
         return None if self.kind(name) in FLOATS else order_of(self.source, self.tensors.stored(name))
 
+    @override
     def read(self, name: str) -> Tensor | QuantizedBlocks:
-        """See `WeightSource.read`."""
         self._used.add(name)
         return _made(self.source, self.tensors.expression(name), self.shapes[name])
 
