@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,8 @@ from gguf.quants import dequantize, quantize
 from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 
-from speculant.lab.quantize import LAYOUTS, GgufLayout, described, rope_tensors, start_entries, stored_tensors
-from speculant.models import CheckpointFiles
+from speculant.lab.quantize import model_entries, rope_tensors
+from speculant.models import Attention, CheckpointFiles, gguf_families
 from tests import gguf_blocks
 
 FLOATS = ("F32", "F16", "BF16")
@@ -26,6 +26,9 @@ SMALL_BLOCKS = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL", "MXFP4")  # of
 LARGE_BLOCKS = ("Q4_K", "Q5_K", "Q6_K")  # of 256
 DECODED = ("Q2_K", "Q3_K", "IQ4_XS", "TQ2_0")  # no kernel computes with these
 ZERO = "\u0100"  # the byte 0 in byte-level tokens
+PAIRED = ("llama", "mistral", "mixtral", "smollm3", "granite", "ministral3")  # in the files, but not in checkpoints
+SHIFTED = ("gemma2", "gemma3_text")  # norms, to which 1 is added
+EXPERT = re.compile(r"experts\.[0-9]+\.")  # whose tensors are stacked
 _SCALES = {"Q2_K": (80, 82), "Q3_K": (108,), "IQ4_XS": (0,), "TQ2_0": (64,)}  # places in a block, in float16
 
 
@@ -50,18 +53,16 @@ def convert(
     tensors = load_file(folder / "model.safetensors")
     split = -(-len(tensors) // parts) if parts > 1 else 0
     writer = GGUFWriter(path, "", split_max_tensors=split)
-    layout = LAYOUTS[config["model_type"]]
-    start = {f"{layout.architecture}.{key}": each for key, each in start_entries(folder, config, decoder).items()}
-    entries = {**described(config, decoder), **start, **_tokenizer(folder, config), **(metadata or {})}
+    entries = {**model_entries(folder, config, decoder), **_tokenizer(folder, config), **(metadata or {})}
     for key, value in entries.items():
         if value is not None:
             writer.add_key_value(key, value, _type(value))
-    changed = _stacked({name: layout.stored(name, each, decoder.attention) for name, each in tensors.items()}, layout)
+    changed = converted(tensors, config["model_type"], decoder.attention)
     for stored, tensor in (_fused(changed) if fused else changed).items():
         rows = tensor.float().numpy()
         of_matrix = kind if isinstance(kind, str) else kind(stored)
         _add(writer, stored, rows, of_matrix if rows.ndim > 1 and "ffn_gate_inp" not in stored else "F32")
-    for name, values in {**rope_tensors({**layout.defaults, **config}, decoder), **(extra or {})}.items():
+    for name, values in {**rope_tensors(config, decoder), **(extra or {})}.items():
         _add(writer, name, values, "F32")
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -70,12 +71,64 @@ def convert(
     return path if parts == 1 else next(iter(sorted(path.parent.glob(f"{path.stem}-00001-of-*.gguf"))))
 
 
-def _stacked(tensors: Mapping[str, torch.Tensor], layout: GgufLayout) -> dict[str, torch.Tensor]:
-    """Return tensors by their names in the file; those of one name are the matrices of experts, which become one."""
+# --- the conversion of tensors, by llama.cpp's own names: it shares nothing with the library's readers and writers
+
+
+def stored_names(names: Iterable[str], family: str) -> dict[str, list[str]]:
+    """Return a checkpoint's tensors by their names in the file; several of one name are the matrices of experts."""
+    architectures = {name: architecture for architecture, name in gguf.MODEL_ARCH_NAMES.items()}
+    known = gguf.get_tensor_name_map(architectures[gguf_families()[family].architecture], 64)
+    found: dict[str, list[str]] = {}
+    for name in sorted(names, key=lambda name: [(int(part), "") if part.isdigit() else (0, part)
+                                                for part in name.split(".")]):  # fmt: skip
+        stored = known.get_name(EXPERT.sub("experts.", name), try_suffixes=(".weight", ".bias"))
+        assert stored is not None, name
+        found.setdefault(stored, []).append(name)
+    return found
+
+
+def converted(tensors: Mapping[str, torch.Tensor], family: str, of: Attention) -> dict[str, torch.Tensor]:
+    """Return a checkpoint's tensors as the file has them."""
     return {
-        name: torch.stack([tensors[each] for each in own]) if len(own) > 1 else tensors[own[0]]
-        for name, own in stored_tensors(tensors, layout).items()
+        stored: torch.stack(parts) if len(parts) > 1 else parts[0]
+        for stored, own in stored_names(tensors, family).items()
+        if (parts := [_stored(name, tensors[name], family, of) for name in own])
     }
+
+
+def _stored(name: str, tensor: torch.Tensor, family: str, of: Attention) -> torch.Tensor:
+    if family in SHIFTED and name.endswith("norm.weight"):
+        return tensor + 1
+    order = _order(name, len(tensor), family, of)
+    tensor = tensor if order is None else tensor[order]
+    return tensor.T.contiguous() if _is_turned(name, family) else tensor
+
+
+def loaded(name: str, tensor: torch.Tensor, family: str, of: Attention) -> torch.Tensor:
+    """Return a file's tensor as the checkpoint has it."""
+    if family in SHIFTED and name.endswith("norm.weight"):
+        return tensor - 1
+    tensor = tensor.T if _is_turned(name, family) else tensor
+    order = _order(name, len(tensor), family, of)
+    if order is None:
+        return tensor
+    out = torch.empty_like(tensor)
+    out[order] = tensor
+    return out
+
+
+def _is_turned(name: str, family: str) -> bool:
+    return family == "gpt2" and any(f".{part}.weight" in name for part in ("c_attn", "c_proj", "c_fc"))
+
+
+def _order(name: str, rows: int, family: str, of: Attention) -> torch.Tensor | None:
+    """Return the order of a tensor's rows in the file; None = as they are."""
+    heads = next((n for part, n in (("q_proj", of.heads), ("k_proj", of.kv_heads)) if f".{part}." in name), 0)
+    if family in PAIRED and heads:  # the halves of each head, interleaved
+        return torch.arange(rows).view(heads, 2, -1).transpose(1, 2).reshape(-1)
+    if family == "gpt_neox" and "query_key_value" in name:  # queries of all heads first, then keys, then values
+        return torch.arange(rows).view(of.heads, 3, -1).transpose(0, 1).reshape(-1)
+    return None
 
 
 def _fused(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -90,8 +143,8 @@ def decoded(path: Path, folder: Path | str, out: Path) -> Path:
     """Write a copy of a checkpoint's folder with the weights of a GGUF file, as the gguf package decodes them."""
     shutil.copytree(folder, out)
     config = json.loads((out / "config.json").read_text())
-    layout, of = LAYOUTS[config["model_type"]], CheckpointFiles.open(Path(folder)).decoder.attention
-    names = stored_tensors(load_file(out / "model.safetensors"), layout)
+    family, of = config["model_type"], CheckpointFiles.open(Path(folder)).decoder.attention
+    names = stored_names(load_file(out / "model.safetensors"), family)
     tensors: dict[str, torch.Tensor] = {}
     first, _, rest = path.name.partition("-00001-of-")
     for part in sorted(path.parent.glob(f"{first}-*-of-{rest}")) if rest else [path]:
@@ -100,7 +153,7 @@ def decoded(path: Path, folder: Path | str, out: Path) -> Path:
             values = values.view(*map(int, each.shape[::-1]))
             own = names.get(each.name, [])  # factors of rotary positions are in config.json
             for name, one in zip(own, [values] if len(own) == 1 else values, strict=True):
-                tensors[name] = layout.loaded(name, one, of)
+                tensors[name] = loaded(name, one, family, of)
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, out / "model.safetensors")
     return out
 

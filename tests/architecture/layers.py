@@ -56,7 +56,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "lab.theory": frozenset({"metrics"}),
     "lab.fleet": frozenset({"errors", "lab.theory"}),
     "lab.checkpoints": frozenset({"models"}),
-    "lab.quantize": EVERYWHERE | MODELS_AND_BELOW | {"text"},
+    "lab.quantize": EVERYWHERE | MODELS_AND_BELOW | {"text", "lab.checkpoints"},
     "lab.training": EVERYWHERE | MODELS_AND_BELOW | {"text", "lab.checkpoints"},
     "lab.exactness": EVERYWHERE | ENGINE_AND_BELOW,
     "lab.inflation": EVERYWHERE | ENGINE_AND_BELOW | {"lab.checkpoints"},

@@ -24,9 +24,9 @@ from speculant.kernels import REFERENCE, SamplingSettings
 from speculant.models import (
     KIND,
     Backend,
-    CheckedWeights,
     Decoder,
     DecoderConfig,
+    Mapped,
     ModelNeeds,
     ModuleWeights,
     QuantizedBlocks,
@@ -150,7 +150,7 @@ def test_backend_logits_are_the_reference(backend: Backend, variant: str) -> Non
     config, tokens = VARIANTS[variant], list(range(2, 90, 4))
     decoder = random_decoder(config)
     expected = Session(decoder).extend(tokens)
-    weights = CheckedWeights(ModuleWeights(decoder), tensor_shapes(config).keys())
+    weights = Mapped(ModuleWeights(decoder), tensor_shapes(config))
     model = backend.load(config, weights, torch.float32, CPU)
     weights.check(backend.name)
     assert (model.cache_shape, model.vocab_size, model.max_positions) == (decoder.cache_shape, 300, 128)

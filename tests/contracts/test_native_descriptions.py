@@ -14,6 +14,7 @@ from speculant.cache import KVCache, paged_cache
 from speculant.drafting.model.runner import grow
 from speculant.kernels import NativeSampler, open_kernels, usable_sets
 from speculant.models import (
+    ACTIVATIONS,
     NORMS,
     Attention,
     CausalLM,
@@ -35,7 +36,6 @@ from speculant.models import (
     attach,
     build_batch,
 )
-from speculant.models.description import ACTIVATIONS
 from speculant.models.families import gemma4_text
 from speculant.params import SamplingParams
 from speculant.sampling import MostLikely

@@ -20,7 +20,7 @@ from speculant.cli import app
 from speculant.errors import ConfigError, ModelError, SpeculantError
 from speculant.gguf_file import GgufFile
 from speculant.kernels import usable_sets
-from speculant.lab.quantize import LAYOUTS, TYPES, quantize
+from speculant.lab.quantize import TYPES, quantize
 from speculant.models import (
     CheckpointFiles,
     QuantizedBlocks,
@@ -336,7 +336,7 @@ def test_command(tmp_path: Path) -> None:
     assert isinstance(run("demo", str(out), "--type", "int5").exception, ConfigError)
 
 
-@pytest.mark.parametrize("family", LAYOUTS)
+@pytest.mark.parametrize("family", STORED)
 def test_files_of_families(tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Experts are stacked, matrices transposed, and rows in another order. These checkpoints have no tokenizer."""
     monkeypatch.setattr("speculant.lab.quantize.gguf.text_entries", lambda *_: {})

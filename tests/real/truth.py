@@ -10,9 +10,9 @@ import torch
 from gguf import GGUFReader
 from torch import Tensor
 
-from speculant.lab.quantize import LAYOUTS
 from speculant.models import read_description
 from tests.gguf_blocks import decode
+from tests.gguf_models import loaded, stored_names
 
 
 def load_llama(path: Path) -> Any:
@@ -80,10 +80,9 @@ def _sizes(facts: dict[str, Any]) -> dict[str, Any]:
 def _filled(model: Any, weights: dict[str, Tensor]) -> Any:
     """Return a model with the weights of a file, in the order of rows that it has."""
     config = model.config.to_dict()
-    layout = LAYOUTS[config["model_type"]]
-    own = {name: layout.stored_name(name) for name in model.state_dict()}
-    of = read_description(config).attention
-    found = {name: layout.loaded(name, weights[stored], of) for name, stored in own.items() if stored in weights}
+    family, of = config["model_type"], read_description(config).attention
+    own = {name: stored for stored, (name,) in stored_names(model.state_dict(), family).items()}
+    found = {name: loaded(name, weights[stored], family, of) for name, stored in own.items() if stored in weights}
     assert {own[name] for name in found} == weights.keys()
     missing, unexpected = model.load_state_dict(found, strict=False)
     assert {*missing} <= {"lm_head.weight"}, missing

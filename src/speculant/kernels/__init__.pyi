@@ -52,7 +52,6 @@ from .packing import (
     panel_rows as panel_rows,
 )
 from .reference import (
-    ACTIVATIONS as ACTIVATIONS,
     REFERENCE as REFERENCE,
     ReferenceSampler as ReferenceSampler,
     attend as attend,

@@ -21,10 +21,11 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from speculant.counts import TokenCounts
 from speculant.errors import ConfigError, Converts, ModelError, suggest
-from speculant.kernels.base import Edits, RowDraw, SamplingSettings
+from speculant.kernels.base import Edits, RowDraw, Sampler, SamplingSettings
 from speculant.kernels.memory import Scratch, aligned
 from speculant.kernels.reference import REFERENCE, own_scores
 
@@ -484,15 +485,15 @@ _FUNCTIONS: tuple[tuple[str, Any, list[Any]], ...] = (
 
 
 @dataclass(frozen=True)
-class NativeSampler:
+class NativeSampler(Sampler):
     """See `Sampler`. The kernels take logits in float32 and weights in float64; the reference takes other types."""
 
     kernels: Kernels
 
+    @override
     def distribution(
         self, logits: Tensor, settings: Sequence[SamplingSettings], edits: Sequence[Edits | None]
     ) -> Tensor:
-        """See `Sampler.distribution`."""
         if logits.dtype == torch.float64:
             return REFERENCE.distribution(logits, settings, edits)
         if not any(edits):
@@ -500,20 +501,20 @@ class NativeSampler:
         native = NativeEdits(edits)
         return self.kernels.probs(own_scores(logits, edits), settings, native.address)
 
+    @override
     def draw(self, weights: Tensor, shared_noise: bool, key: int) -> int:
-        """See `Sampler.draw`."""
         if weights.dtype != torch.float64:
             return REFERENCE.draw(weights, shared_noise, key)
         return self.kernels.draw(weights, shared_noise, key)
 
+    @override
     def draw_rows(self, weights: Tensor, draws: Sequence[RowDraw]) -> list[int]:
-        """See `Sampler.draw_rows`."""
         if weights.dtype != torch.float64:
             return REFERENCE.draw_rows(weights, draws)
         return self.kernels.draw_rows(weights, draws)
 
+    @override
     def normalise(self, weights: Tensor) -> Tensor:
-        """See `Sampler.normalise`."""
         return REFERENCE.normalise(weights) if weights.dtype != torch.float64 else self.kernels.normalise(weights)
 
 

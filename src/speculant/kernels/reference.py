@@ -8,6 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 from torch.nn import functional
+from typing_extensions import override
 
 from speculant.constraints import unpacked
 from speculant.kernels.base import NO_TOKEN, Edits, RowDraw, Sampler, SamplingSettings
@@ -83,13 +84,13 @@ _FIRST_LOOK = 64  # candidates of top-p and min-p rows examined first
 _WIDEN = 8  # factor of more candidates if these are too few
 
 
-class ReferenceSampler:
+class ReferenceSampler(Sampler):
     """See `Sampler`. Takes logits and weights of any floating type."""
 
+    @override
     def distribution(
         self, logits: Tensor, settings: Sequence[SamplingSettings], edits: Sequence[Edits | None]
     ) -> Tensor:
-        """See `Sampler.distribution`."""
         scores = own_scores(logits, edits)
         for row, own in zip(scores, edits, strict=True):
             if own is not None:
@@ -101,17 +102,17 @@ class ReferenceSampler:
         nothing = torch.where(best == -torch.inf, 0.0, torch.nan).to(torch.float64)[:, None]
         return torch.where(failed, nothing, _of_sound_rows(scores.masked_fill(failed, 0.0), settings))
 
+    @override
     def draw(self, weights: Tensor, shared_noise: bool, key: int) -> int:
-        """See `Sampler.draw`."""
         return _draw_by_noise(weights, key) if shared_noise else _draw_by_share(weights, key)
 
+    @override
     def draw_rows(self, weights: Tensor, draws: Sequence[RowDraw]) -> list[int]:
-        """See `Sampler.draw_rows`."""
         sound = (weights.amax(-1) > 0).tolist()  # False for NaN
         return [self.draw(weights[row], noise, key) if sound[row] else NO_TOKEN for row, noise, key in draws]
 
+    @override
     def normalise(self, weights: Tensor) -> Tensor:
-        """See `Sampler.normalise`."""
         return weights / weights.sum()
 
 

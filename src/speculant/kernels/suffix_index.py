@@ -22,6 +22,8 @@ from ctypes import c_double, c_int, c_int64, c_void_p
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from typing_extensions import override
+
 from speculant.kernels.native import address, load_library
 
 NONE = -1  # no state, or no edge
@@ -93,7 +95,7 @@ def lengths_of_continuations(settings: SuffixSettings) -> list[int]:
     return [min(int(settings.factor * length), settings.depth - length) for length in range(settings.depth)]
 
 
-class SuffixAutomaton:
+class SuffixAutomaton(SuffixIndex):
     """The reference of `SuffixIndex`, in plain Python: arrays by state and by edge, and a dict of the edges."""
 
     def __init__(self, settings: SuffixSettings) -> None:
@@ -111,13 +113,13 @@ class SuffixAutomaton:
         self._add_state(0)
         self.begin()
 
+    @override
     def begin(self) -> None:
-        """See `SuffixIndex.begin`."""
         self._end = ROOT  # the state of the whole text
         self._recent, self._num_recent = ROOT, 0  # the state of its last tokens, as many as are counted
 
+    @override
     def extend(self, tokens: Sequence[int]) -> None:
-        """See `SuffixIndex.extend`."""
         for token in tokens:
             self._end = self._grow(self._end, token)
             self._recent = self._holder(self._recent, self._num_recent)
@@ -126,8 +128,8 @@ class SuffixAutomaton:
             target = self._targets[self._edges[self._recent << TOKEN_BITS | token]]
             self._recent = self._holder(target, self._num_recent)
 
+    @override
     def continuation(self, context: Sequence[int], limit: int) -> Continuation:
-        """See `SuffixIndex.continuation`."""
         state, length = self._match(context[-self._most_recent :])
         best, best_score = Continuation([], [], 0), 0.0
         while state > ROOT:
@@ -141,8 +143,8 @@ class SuffixAutomaton:
         return best
 
     @property
+    @override
     def num_bytes(self) -> int:
-        """See `SuffixIndex.num_bytes`."""
         return STATE_BYTES * len(self._lengths) + EDGE_BYTES * len(self._tokens)
 
     def _grow(self, end: int, token: int) -> int:
@@ -253,7 +255,7 @@ _FUNCTIONS: tuple[tuple[str, Any, list[Any]], ...] = (
 )
 
 
-class NativeSuffixIndex:
+class NativeSuffixIndex(SuffixIndex):
     """See `SuffixIndex`. The library owns the memory for the life of this object."""
 
     def __init__(self, library: ctypes.CDLL, settings: SuffixSettings) -> None:
@@ -267,25 +269,25 @@ class NativeSuffixIndex:
             raise MemoryError("no memory for a suffix index")
         weakref.finalize(self, library.sp_suffix_delete, self._index)
 
+    @override
     def begin(self) -> None:
-        """See `SuffixIndex.begin`."""
         self._library.sp_suffix_begin(self._index)
 
+    @override
     def extend(self, tokens: Sequence[int]) -> None:
-        """See `SuffixIndex.extend`."""
         given = array("q", tokens)
         if not self._library.sp_suffix_extend(self._index, address(given), len(given)):
             raise MemoryError(f"no memory for {len(given)} more tokens in a suffix index")
 
+    @override
     def continuation(self, context: Sequence[int], limit: int) -> Continuation:
-        """See `SuffixIndex.continuation`."""
         given = array("q", context[-self._depth :])
         found = self._library.sp_suffix_continuation(self._index, address(given), len(given), limit, *self._results)
         return Continuation(self._tokens[:found].tolist(), self._ratios[:found].tolist(), self._length[0])
 
     @property
+    @override
     def num_bytes(self) -> int:
-        """See `SuffixIndex.num_bytes`."""
         return int(self._library.sp_suffix_bytes(self._index))
 
 

@@ -5,9 +5,9 @@ This is the inverse of reading them (models/weights/source.py): fused tensors ar
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import save_file
@@ -17,6 +17,7 @@ from speculant.models import (
     Columns,
     DecoderConfig,
     Expression,
+    Picked,
     Plus,
     Rows,
     Shape,
@@ -26,7 +27,7 @@ from speculant.models import (
     Unpaired,
     read_description,
     stored_name,
-    stored_shape as shape_of_stored,
+    stored_shape,
 )
 
 
@@ -49,8 +50,12 @@ def stored_tensors(tensors: Mapping[str, Tensor], names: TensorMap) -> dict[str,
     for name, tensor in tensors.items():
         expression = names.expression(name)
         stored = stored_name(expression)
-        before = made[stored] if stored in made else _empty(expression, tensor)
-        made[stored] = _put(expression, tensor.detach(), before).contiguous()
+        if isinstance(expression, str):
+            made[stored] = tensor.detach().contiguous()
+            continue
+        if stored not in made:
+            made[stored] = tensor.new_zeros(stored_shape(expression, tuple(tensor.shape)))
+        _put(expression, tensor.detach(), made[stored])
     return made
 
 
@@ -61,46 +66,39 @@ def save_tensors(tensors: Mapping[str, Tensor], names: TensorMap, file: Path, dt
     file.chmod(0o644)  # save_file makes it readable for its owner only
 
 
-def _empty(made: Expression, tensor: Tensor) -> Tensor:
-    return tensor.new_zeros(shape_of_stored(made, tuple(tensor.shape)))
+def _put(made: Expression, part: Tensor, stored: Tensor) -> None:
+    """Write what an expression reads of a stored tensor."""
+    place, dim, chosen, number = _place(made, tuple(part.shape), stored)
+    index = [slice(None) if chosen is None or each != dim else chosen for each in range(place.ndim)]
+    place[tuple(index)] = part - number if number else part
 
 
-def _put(made: Expression, part: Tensor, stored: Tensor) -> Tensor:
-    """Return a stored tensor in which the part that an expression reads is replaced."""
+class _Place(NamedTuple):
+    """What an expression reads of a stored tensor: these indices of a dimension, None = all; and what it adds."""
+
+    view: Tensor
+    dim: int
+    chosen: Sequence[int] | None
+    number: float
+
+
+def _place(made: Expression, shape: Shape, stored: Tensor) -> _Place:
+    """Return the place of what an expression reads, from the shape of its result."""
+    if isinstance(made, str):
+        return _Place(stored, 0, None, 0.0)
+    view, dim, chosen, number = of = _place(made.of, made.stored_shape(shape), stored)
     match made:
-        case str():
-            return part
-        case Rows() | Unpaired():
-            around = _read(made.of, made.stored_shape(tuple(part.shape)), stored).clone()
-            around[made.rows(len(part))] = part
-            return _put(made.of, around, stored)
+        case Rows() | Unpaired() | Picked():
+            own = made.rows(shape[0])
+            assert chosen is None or dim == 0, "one dimension alone is divided by indices"
+            return of._replace(dim=0, chosen=own if chosen is None else [chosen[row] for row in own])
         case Columns():
-            around = _read(made.of, made.stored_shape(tuple(part.shape)), stored).clone()
-            around[..., made.first : made.first + made.size] = part
-            return _put(made.of, around, stored)
+            assert chosen is None or dim == 0, "one dimension alone is divided by indices"
+            return of._replace(view=view[..., made.first : made.first + made.size])
         case Stacked():
-            around = _read(made.of, made.stored_shape(tuple(part.shape)), stored).clone()
-            around[made.index] = part
-            return _put(made.of, around, stored)
+            assert chosen is None, "stacked tensors are whole"
+            return of._replace(view=view[made.index])
         case Transposed():
-            return _put(made.of, part.t(), stored)
+            return of._replace(view=view.t(), dim=view.ndim - 1 - dim)
         case Plus():
-            return _put(made.of, part - made.number, stored)
-
-
-def _read(made: Expression, shape: Shape, stored: Tensor) -> Tensor:
-    """Return what an expression reads of a stored tensor, of this shape."""
-    match made:
-        case str():
-            return stored
-        case Rows() | Unpaired():
-            return _read(made.of, made.stored_shape(shape), stored)[made.rows(shape[0])]
-        case Columns():
-            whole = _read(made.of, made.stored_shape(shape), stored)
-            return whole[..., made.first : made.first + made.size]
-        case Stacked():
-            return _read(made.of, made.stored_shape(shape), stored)[made.index]
-        case Transposed():
-            return _read(made.of, made.stored_shape(shape), stored).t()
-        case Plus():
-            return _read(made.of, shape, stored) + made.number
+            return of._replace(number=number + made.number)

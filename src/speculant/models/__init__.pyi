@@ -35,6 +35,7 @@ from .base import (
     scratch_of as scratch_of,
 )
 from .config import (
+    ACTIVATION_NAMES as ACTIVATION_NAMES,
     FULL as FULL,
     MASK as MASK,
     POSITIVE as POSITIVE,
@@ -55,6 +56,7 @@ from .config import (
     windowed as windowed,
 )
 from .description import (
+    ACTIVATIONS as ACTIVATIONS,
     MOST_WEIGHTS as MOST_WEIGHTS,
     NORMS as NORMS,
     SAME_NAMES as SAME_NAMES,
@@ -71,6 +73,7 @@ from .description import (
     Layer as Layer,
     Mlp as Mlp,
     Norm as Norm,
+    Picked as Picked,
     Plus as Plus,
     Rope as Rope,
     Rows as Rows,
@@ -86,15 +89,21 @@ from .description import (
     stored_shape as stored_shape,
 )
 from .gguf import (
+    ARCHITECTURE as ARCHITECTURE,
     END_KEYS as END_KEYS,
     ENDS as ENDS,
     FAMILIES as FAMILIES,
     GOOD as GOOD,
     NEUTRAL as NEUTRAL,
+    ROPE_FREQS as ROPE_FREQS,
+    ROPE_LONG as ROPE_LONG,
+    ROPE_SHORT as ROPE_SHORT,
     GgufFamily as GgufFamily,
     GgufWeights as GgufWeights,
     Number as Number,
     Truth as Truth,
+    gguf_families as gguf_families,
+    gguf_tensors as gguf_tensors,
     read_gguf_config as read_gguf_config,
     read_gguf_decoder as read_gguf_decoder,
 )
@@ -202,7 +211,6 @@ from .transformers import (
 from .vocabulary import (
     DraftVocabulary as DraftVocabulary,
     MappedVocabulary as MappedVocabulary,
-    TableRows as TableRows,
     TargetVocabulary as TargetVocabulary,
 )
 from .weights.cache import (
@@ -236,11 +244,9 @@ from .weights.scaled import (
 )
 from .weights.source import (
     FLOATS as FLOATS,
-    CheckedWeights as CheckedWeights,
     Mapped as Mapped,
     ModuleWeights as ModuleWeights,
     QuantizedBlocks as QuantizedBlocks,
-    ShortHead as ShortHead,
     WeightSource as WeightSource,
     decode as decode,
     e4m3_numbers as e4m3_numbers,

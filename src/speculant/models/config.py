@@ -67,6 +67,12 @@ def show(value: Any) -> str:
     return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
 
 
+def listed(names: Sequence[str], most: int = 5, separator: str = ", ") -> str:
+    """Return the first names for an error message, and how many more there are."""
+    more = f"{separator}and {len(names) - most} more" if len(names) > most else ""
+    return separator.join(names[:most]) + more
+
+
 def count(hf: Mapping[str, Any], key: str, default: int | None = None, most: int = MOST) -> int:
     """Return a whole number from 1 to `most`; `default` replaces an absent or null entry."""
     value = hf.get(key)
@@ -517,9 +523,9 @@ def _check_whole(hf: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
         )
 
 
-Kind = TypeVar("Kind", bound=Hashable)
+_Kind = TypeVar("_Kind", bound=Hashable)
 MASK = "pard_token"  # key of config.json
-ACTIVATIONS = {
+ACTIVATION_NAMES = {
     **dict.fromkeys(("silu", "swish"), "silu"),
     **dict.fromkeys(("gelu", "gelu_python"), "gelu"),
     **dict.fromkeys(("gelu_new", "gelu_pytorch_tanh", "gelu_python_tanh", "gelu_fast", "gelu_accurate"), "gelu_tanh"),
@@ -593,12 +599,12 @@ def read_experts(hf: Mapping[str, Any], size: str = "intermediate_size", **own: 
 
 def _read_activation(hf: Mapping[str, Any], key: str) -> str:
     name = hf.get(key) or "silu"
-    if not isinstance(name, str) or name not in ACTIVATIONS:
+    if not isinstance(name, str) or name not in ACTIVATION_NAMES:
         raise ModelError(
-            f"config.json asks for {key}={show(name)}; only {', '.join(ACTIVATIONS)} are implemented",
+            f"config.json asks for {key}={show(name)}; only {', '.join(ACTIVATION_NAMES)} are implemented",
             "use a checkpoint of one of the supported families.",
         )
-    return ACTIVATIONS[name]
+    return ACTIVATION_NAMES[name]
 
 
 def read_attention(hf: Mapping[str, Any], **own: Any) -> Attention:
@@ -619,7 +625,7 @@ def windowed(layer: Layer, windows: Sequence[int | None]) -> list[Layer]:
     return layers_of(windows, lambda window: replace(layer, attention=replace(layer.attention, window=window)))
 
 
-def layers_of(kinds: Sequence[Kind], make: Callable[[Kind], Layer]) -> list[Layer]:
+def layers_of(kinds: Sequence[_Kind], make: Callable[[_Kind], Layer]) -> list[Layer]:
     """Return a layer of each of these kinds; layers of one kind are the same object."""
     made = {kind: make(kind) for kind in dict.fromkeys(kinds)}
     return [made[kind] for kind in kinds]

@@ -75,6 +75,23 @@ class Rows:
 
 
 @dataclass(frozen=True)
+class Picked:
+    """Rows of a stored tensor of `total` rows, by their indices; some may be there several times."""
+
+    of: Expression
+    chosen: Sequence[int]
+    total: int
+
+    def stored_shape(self, shape: Shape) -> Shape:
+        """Return the shape of `of`, from the shape of the result."""
+        return (self.total, *shape[1:])
+
+    def rows(self, count: int) -> Sequence[int]:
+        """Return the index of the stored row for each of the result's rows."""
+        return self.chosen
+
+
+@dataclass(frozen=True)
 class Transposed:
     """A stored matrix whose columns are the model's rows. A vector stays as it is."""
 
@@ -128,7 +145,7 @@ class Stacked:
 
 
 # How a model's tensor is made: the name of a stored tensor, which is taken as it is, or an operation.
-Operation = Unpaired | Rows | Columns | Transposed | Plus | Stacked
+Operation = Unpaired | Rows | Picked | Columns | Transposed | Plus | Stacked
 Expression = str | Operation
 
 

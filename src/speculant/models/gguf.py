@@ -24,14 +24,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from speculant import plugins
 from speculant.errors import ModelError
 from speculant.files import Stamp
 from speculant.gguf_file import GgufFile, GgufTensor, end_tokens
-from speculant.models.config import FULL, MOST, MOST_FACTOR, MOST_HEAD_DIM, SLIDING, is_whole, show
+from speculant.models.config import FULL, MOST, MOST_FACTOR, MOST_HEAD_DIM, SLIDING, is_whole, listed, show
 from speculant.models.description import (
     DecoderConfig,
+    Experts,
     Expression,
     Mlp,
     Norm,
@@ -43,7 +45,7 @@ from speculant.models.description import (
     map_modules,
 )
 from speculant.models.sizes import AFTER_ATTENTION, AFTER_MLP, BEFORE_ATTENTION, BEFORE_MLP, EXPERT, LAYER, layer_norms
-from speculant.models.weights.source import FLOATS, QuantizedBlocks, decodable, decode
+from speculant.models.weights.source import FLOATS, QuantizedBlocks, StoredWeights, decodable, decode
 
 GGUF_TABLE, GGUF_HEAD = "token_embd.weight", "output.weight"
 BLOCK = "blk.{}."  # begins the names of a layer's tensors
@@ -76,6 +78,7 @@ FUSED_QKV = "attn_qkv"  # queries, keys and values
 
 
 Function = Callable[[Mapping[str, Any]], Any]
+FromDescription = Callable[[DecoderConfig], Any]  # makes a value from a description
 
 
 @dataclass(frozen=True)
@@ -83,12 +86,13 @@ class Number:
     """A metadata entry that is a positive number.
 
     default: the value if it is absent, or a function that makes it from the config so far. zero: the value that 0
-    stands for. ... in place of either = that is an error.
+    stands for. ... in place of either = that is an error. of: see `GgufFamily.written`.
     """
 
     key: str
     default: float | Function | EllipsisType | None = ...
     zero: float | EllipsisType | None = ...
+    of: FromDescription | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -117,10 +121,11 @@ class HasTensor:
 
 @dataclass(frozen=True)
 class Truth:
-    """A metadata entry that is true or false."""
+    """A metadata entry that is true or false. of: see `GgufFamily.written`."""
 
     key: str
     default: bool
+    of: FromDescription | None = field(default=None, compare=False)
 
 
 Wanted = Number | Count | Truth | TokenId | HasTensor | Function
@@ -173,11 +178,32 @@ class GgufFamily:
         """The metadata entries that `config` reads."""
         return {each.key for each in self.config.values() if isinstance(each, Number | Count | Truth | TokenId)}
 
+    def written(self, decoder: DecoderConfig) -> dict[str, Any]:
+        """Return the family's own entries of a model's metadata, for a file that is written.
 
-def gguf_tensors(config: DecoderConfig, family: GgufFamily, stored: Collection[str]) -> TensorMap:
-    """Return where a file holds a model's tensors. stored: all names in the file; some files fuse tensors."""
+        They are those of `config` with a function `of`, whose result is the value; None = the entry is left out. Other
+        entries are common to all families.
+        """
+        own = [each for each in self.config.values() if isinstance(each, Number | Truth) and each.of]
+        found = {each.key: each.of(decoder) for each in own if each.of}
+        if self.windows and self.windows.size and not decoder.windows:
+            found["attention.sliding_window_pattern"] = 1  # readers take a window for granted
+        return {key: value for key, value in found.items() if value is not None}
+
+
+def renormalised(decoder: DecoderConfig) -> bool | None:
+    """Return whether the weights of a row's experts sum up to 1; None = there are no experts."""
+    return next((layer.mlp.renormalise for layer in decoder.layers if isinstance(layer.mlp, Experts)), None)
+
+
+def gguf_tensors(config: DecoderConfig, family: GgufFamily, stored: Collection[str] | None = None) -> TensorMap:
+    """Return where a file holds a model's tensors. Some files fuse tensors.
+
+    stored: all names in the file; None = it will be written, and fuses what the checkpoint fuses.
+    """
     if family.tensors:
         return family.tensors
+    stored = _unfused(config.tensors) if stored is None else stored
     of = config.attention
     layer: dict[str, Expression] = {**PARTS, **_fused(config, stored), **_stacked(config)}
     if family.paired:
@@ -187,6 +213,16 @@ def gguf_tensors(config: DecoderConfig, family: GgufFamily, stored: Collection[s
         if norm.offset:  # the file has the sum of scale and offset
             made[f"{own}.weight"] = Plus(made[f"{own}.weight"], -norm.offset)
     return TensorMap(tuple(made.items()))
+
+
+def _unfused(checkpoint: TensorMap) -> list[str]:
+    """Return the names that tell what a file fuses, if it fuses what a checkpoint does."""
+
+    def fuses(one: str, other: str) -> bool:
+        return len({checkpoint.stored(f"{LAYER}{name}.weight".format(0)) for name in (one, other)}) == 1
+
+    shown = [*([FUSED_QKV] if fuses(QUERIES, KEYS) else []), *([] if fuses(GATE, UP) else [PARTS[GATE]])]
+    return [f"{BLOCK}{name}.weight".format(0) for name in shown]
 
 
 def _fused(config: DecoderConfig, stored: Collection[str]) -> dict[str, Rows]:
@@ -223,6 +259,7 @@ def _norms(config: DecoderConfig) -> dict[str, Norm]:
 
 
 FAMILIES = "speculant.models"
+ARCHITECTURE = "general.architecture"  # the entry that the names of a model's entries begin with
 # The divisors of the pairs' frequencies; those of long and of short texts. Part of the config, not of the weights.
 ROPE_FREQS, ROPE_LONG, ROPE_SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
 YARN = {
@@ -360,15 +397,19 @@ def read_gguf_decoder(file: GgufFile, config: Mapping[str, Any]) -> DecoderConfi
     return replace(decoder, tensors=gguf_tensors(decoder, family, file.tensors))
 
 
+def gguf_families() -> dict[str, GgufFamily]:
+    """Return the families that GGUF files can hold, by name."""
+    found = {name: getattr(plugins.load(FAMILIES, name), "GGUF", None) for name in plugins.names(FAMILIES)}
+    return {name: family for name, family in found.items() if isinstance(family, GgufFamily)}
+
+
 def _family(file: GgufFile) -> tuple[str, GgufFamily]:
     """Return the name of the family of a file's model, and the family."""
     facts = _Facts(file)
     known: dict[str, list[tuple[str, GgufFamily]]] = {}
-    for name in plugins.names(FAMILIES):
-        family = getattr(plugins.load(FAMILIES, name), "GGUF", None)
-        if isinstance(family, GgufFamily):
-            known.setdefault(family.architecture, []).append((name, family))
-    architecture = file.metadata.get("general.architecture")
+    for name, family in gguf_families().items():
+        known.setdefault(family.architecture, []).append((name, family))
+    architecture = file.metadata.get(ARCHITECTURE)
     if architecture in ENCODERS:
         raise ModelError(
             f"{file.path} has the architecture {architecture}, an encoder alone, which writes no text",
@@ -471,7 +512,7 @@ class _Facts:
         return value
 
     def _name(self, key: str) -> str:
-        return f"{self.file.metadata.get('general.architecture')}.{key}"
+        return f"{self.file.metadata.get(ARCHITECTURE)}.{key}"
 
     def wrong(self, key: str, value: Any, expected: str) -> ModelError:
         return ModelError(f"{self.file.path} has {self._name(key)} = {show(value)}, not {expected}", _DAMAGED)
@@ -610,47 +651,49 @@ def _end_tokens(file: GgufFile, vocab_size: int) -> list[int]:
 
 
 GOOD = "Q4_K_M, Q5_K_M, Q6_K or Q8_0"  # files whose blocks the native kernels multiply by
-_SHOWN = 5  # tensors in a message
 
 
 @dataclass(frozen=True)
-class GgufWeights:
+class GgufWeights(StoredWeights):
     """A `WeightSource`: the tensors of a file, or of all parts of a split one."""
 
     file: GgufFile
 
     @property
+    @override
     def described_by(self) -> str:
-        """See `StoredWeights.described_by`."""
         return "its metadata"
 
     @property
+    @override
     def place(self) -> Path:
-        """See `StoredWeights.place`: the file, or the first part."""
+        """The file, or the first part."""
         return self.file.path
 
+    @override
     def names(self) -> Collection[str]:
-        """See `WeightSource.names`; without the factors of rotary positions, which the description holds."""
+        """Without the factors of rotary positions, which the description holds."""
         return [name for name in self.file.tensors if name not in (ROPE_FREQS, ROPE_LONG, ROPE_SHORT)]
 
+    @override
     def shape(self, name: str) -> tuple[int, ...]:
-        """See `WeightSource.shape`."""
         return self.file.tensors[name].shape
 
+    @override
     def kind(self, name: str) -> str:
-        """See `WeightSource.kind`."""
         return self.file.tensors[name].kind
 
+    @override
     def stamps(self) -> list[Stamp]:
-        """See `StoredWeights.stamps`: those of all parts."""
+        """Those of all parts."""
         return [Stamp.of(part) for part in self.file.parts]
 
+    @override
     def quantised_kinds(self) -> list[str]:
-        """See `StoredWeights.quantised_kinds`."""
         return sorted({self.file.tensors[name].kind for name in self.names()} - FLOATS.keys())
 
+    @override
     def common_dtype(self) -> torch.dtype:
-        """See `StoredWeights.common_dtype`."""
         if self.quantised_kinds():
             return torch.bfloat16
         sizes = Counter[str]()
@@ -658,19 +701,19 @@ class GgufWeights:
             sizes[self.kind(name)] += math.prod(self.shape(name))
         return FLOATS[sizes.most_common(1)[0][0]]
 
+    @override
     def check_kinds(self) -> None:
-        """See `StoredWeights.check_kinds`."""
         kinds = {name: self.file.tensors[name].kind for name in self.names()}
         wrong = sorted(f"{name} is {kind}" for name, kind in kinds.items() if not _is_readable(kind))
         if wrong:
-            more = f", and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
             raise ModelError(
-                f"{self.place} has tensors of kinds that can't be decoded ({', '.join(wrong[:_SHOWN])}{more})",
+                f"{self.place} has tensors of kinds that can't be decoded ({listed(wrong)})",
                 f"use a file of the model in {GOOD}, or with floating-point weights.",
             )
 
+    @override
     def read(self, name: str) -> Tensor | QuantizedBlocks:
-        """See `WeightSource.read`. Blocks are mapped; the mapping ends with the tensor."""
+        """Blocks are mapped; the mapping ends with the tensor."""
         tensor = self.file.tensors[name]
         content = _mapped(tensor)
         if tensor.kind in FLOATS:

@@ -41,14 +41,16 @@ from typing import Protocol, cast, runtime_checkable
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from typing_extensions import override
 
-from speculant.cache import CacheShape, KVCache, KVStorage
+from speculant.cache import CacheShape, KVStorage
 from speculant.kernels import soft_cap
-from speculant.models.base import Batch, CausalLM, Chain, Hidden, ModelNeeds
+from speculant.models.base import Batch, CausalLM, Hidden, ModelNeeds
 from speculant.models.description import DecoderConfig, Layer
 from speculant.models.reference import (
     Attend,
     DecoderLayer,
+    DescribedModule,
     LayerAttention,
     NormLayer,
     StoredKeys,
@@ -79,14 +81,14 @@ class LinearHost(Protocol):
 
 
 @dataclass(frozen=True)
-class TorchLinears:
+class TorchLinears(Linears):
     """In plain PyTorch: weight [h, n, k] and bias [h, n] or None; results are of their type."""
 
     weight: Tensor
     bias: Tensor | None = None
 
+    @override
     def __call__(self, x: Tensor) -> Tensor:
-        """See `Linears`."""
         count, x = len(x), x.to(self.weight.dtype)
         matrices = self.weight[:count].mT
         return torch.bmm(x, matrices) if self.bias is None else torch.baddbmm(self.bias[:count, None], x, matrices)
@@ -220,7 +222,7 @@ def head_shapes(config: HeadConfig, target: CausalLM) -> dict[str, tuple[int, ..
     return {name: tuple(parameter.shape) for name, parameter in head.named_parameters()}
 
 
-class HeadDecoder(nn.Module):
+class HeadDecoder(DescribedModule):
     """A head in plain PyTorch: a `CausalLM` whose batches have `hidden`."""
 
     def __init__(self, config: HeadConfig, target: CausalLM) -> None:
@@ -246,24 +248,9 @@ class HeadDecoder(nn.Module):
         self._rotaries = rotaries(own)
 
     @property
-    def vocab_size(self) -> int:
-        """The target's."""
-        return self.config.decoder.vocab_size
-
-    @property
-    def num_layers(self) -> int:
-        """The number of layers."""
-        return self.config.decoder.num_layers
-
-    @property
-    def hidden_size(self) -> int:
-        """The width of a hidden state and of an embedding."""
-        return self.config.decoder.hidden_size
-
-    @property
-    def max_positions(self) -> int:
-        """The longest context that the head was trained for, in positions."""
-        return self.config.decoder.max_positions
+    @override
+    def described(self) -> DecoderConfig:
+        return self.config.decoder
 
     @property
     def cache_shape(self) -> CacheShape:
@@ -342,10 +329,6 @@ class HeadDecoder(nn.Module):
         out = soft_cap(self.lm_head(hidden), own.softcap)
         return spread(out, torch.tensor(own.tokens, device=out.device), self.vocab_size) if own.tokens else out
 
-    def grow(self, chains: Sequence[Chain], cache: KVCache, vocab_size: int) -> Sequence[Chain]:
-        """See `CausalLM.grow`; this head draws none by itself."""
-        return chains
-
 
 def head_cache_shape(config: HeadConfig, target: CausalLM) -> CacheShape:
     """Return the shape of one position of a head's cache: of the target's types, on its device."""
@@ -378,15 +361,15 @@ class FutureHeads(Protocol):
 
 
 @dataclass(frozen=True)
-class PlacedHeads:
+class PlacedHeads(FutureHeads):
     """Heads on the kernels of a model. apply: computes [count, r, hidden] by the layers of the first `count` heads."""
 
     shape: FutureShape
     layers: Sequence[Linears]
     apply: Callable[[Sequence[Linears], Tensor], Tensor]
 
+    @override
     def states(self, hidden: Tensor, count: int) -> Tensor:
-        """See `FutureHeads.states`."""
         return self.apply(self.layers, hidden.expand(count, *hidden.shape))
 
 
@@ -402,6 +385,24 @@ class FutureModule(nn.Module, ABC):
     @abstractmethod
     def layers(self) -> list[TorchLinears]:
         """Return the matrices of all heads, in the order in which they are applied."""
+
+    @abstractmethod
+    def named(self) -> dict[str, Tensor]:
+        """Return the weights by their names in a file, without own output heads."""
+
+    def stored(self) -> dict[str, tuple[int, ...]]:
+        """Return names and shapes of the tensors in a file."""
+        return {name: tuple(tensor.shape) for name, tensor in self.named().items()}
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take the weights of a file; see `stored`."""
+        with torch.no_grad():
+            for name, tensor in self.named().items():
+                tensor.copy_(tensors[name])
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the weights as a file has them."""
+        return {name: tensor.detach().contiguous() for name, tensor in self.named().items()}
 
     def states(self, hidden: Tensor, count: int) -> Tensor:
         """See `FutureHeads.states`."""
@@ -439,39 +440,33 @@ class ResidualHeads(FutureModule):
         self.weight = nn.Parameter(torch.zeros(*size, shape.hidden_size))
         self.bias = nn.Parameter(torch.zeros(size))
 
+    @override
     def layers(self) -> list[TorchLinears]:
-        """See the base."""
         return [*map(TorchLinears, self.weight, self.bias)]
 
+    @override
+    def named(self) -> dict[str, Tensor]:
+        """As in Medusa's own files."""
+        parts = {"weight": self.weight, **({"bias": self.bias} if self.shape.biased else {})}
+        return {
+            f"{head}.{layer}.linear.{name}": part[layer, head]
+            for head in range(self.shape.num_heads)
+            for layer in range(self.shape.num_layers)
+            for name, part in parts.items()
+        }
+
+    @override
     def stored(self) -> dict[str, tuple[int, ...]]:
-        """Return names and shapes of the tensors in a file; the names are those of Medusa's own."""
-        size, layers = self.shape.hidden_size, range(self.shape.num_layers)
-        names: dict[str, tuple[int, ...]] = {}
-        for head in range(self.shape.num_heads):
-            for layer in layers:
-                names[f"{head}.{layer}.linear.weight"] = (size, size)
-                if self.shape.biased:
-                    names[f"{head}.{layer}.linear.bias"] = (size,)
-            if self.shape.vocab_size is not None:
-                names[f"{head}.{len(layers)}.weight"] = (self.shape.vocab_size, size)
-        return names
-
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take the weights of a file; see `stored`."""
-        with torch.no_grad():
-            for layer in range(self.shape.num_layers):
-                for head in range(self.shape.num_heads):
-                    self.weight[layer, head] = tensors[f"{head}.{layer}.linear.weight"]
-                    self.bias[layer, head] = tensors[f"{head}.{layer}.linear.bias"] if self.shape.biased else 0.0
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Return the weights as a file has them, without own output heads."""
-        found: dict[str, Tensor] = {}
-        for layer in range(self.shape.num_layers):
-            for head in range(self.shape.num_heads):
-                found[f"{head}.{layer}.linear.weight"] = self.weight[layer, head].detach().contiguous()
-                found[f"{head}.{layer}.linear.bias"] = self.bias[layer, head].detach().contiguous()
+        found, of = super().stored(), self.shape
+        if of.vocab_size is not None:
+            found |= {f"{head}.{of.num_layers}.weight": (of.vocab_size, of.hidden_size) for head in range(of.num_heads)}
         return found
+
+    @override
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        super().load(tensors)
+        if not self.shape.biased:
+            nn.init.zeros_(self.bias)
 
 
 class FeedForwardHeads(FutureModule):
@@ -489,28 +484,11 @@ class FeedForwardHeads(FutureModule):
             nn.Parameter(torch.zeros(heads, size)),
         )
 
+    @override
     def layers(self) -> list[TorchLinears]:
-        """See the base."""
         return [TorchLinears(self.up, self.up_bias), TorchLinears(self.down, self.down_bias)]
 
-    def stored(self) -> dict[str, tuple[int, ...]]:
-        """Return names and shapes of the tensors in a file."""
-        return {name: tuple(parameter.shape) for name, parameter in self._named()}
-
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take the weights of a file; see `stored`."""
-        with torch.no_grad():
-            for name, parameter in self._named():
-                parameter.copy_(tensors[name])
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Return the weights as a file has them."""
-        return {name: parameter.detach().contiguous() for name, parameter in self._named()}
-
-    def _named(self) -> list[tuple[str, Tensor]]:
-        parts = (self.up, self.up_bias, self.down, self.down_bias)
-        return [
-            (f"heads.{head}.{name}", part[head])
-            for head in range(self.shape.num_heads)
-            for name, part in zip(self.NAMES, parts, strict=True)
-        ]
+    @override
+    def named(self) -> dict[str, Tensor]:
+        parts = zip(self.NAMES, (self.up, self.up_bias, self.down, self.down_bias), strict=True)
+        return {f"heads.{head}.{name}": part[head] for name, part in parts for head in range(self.shape.num_heads)}

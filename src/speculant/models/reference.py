@@ -12,6 +12,7 @@ Attention that is not causal has other masks: see `Attention.ahead`.
 from __future__ import annotations
 
 import copy
+from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,9 +21,10 @@ from typing import NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from speculant.cache import CacheShape, KVCache, KVStorage, by_length, first_seen
-from speculant.kernels import ACTIVATIONS, attend, reference
+from speculant.kernels import attend, reference
 from speculant.models.base import (
     Batch,
     Chain,
@@ -92,7 +94,7 @@ class Attend(Protocol):
         ...
 
 
-class Sharing:
+class Sharing(Attend):
     """Calls `attend`; layers without keys, values or distances of their own get those of the layer that they read."""
 
     def __init__(self, attend: Attend, layers: Sequence[Layer]) -> None:
@@ -101,10 +103,11 @@ class Sharing:
         self._kept = dict[int, tuple[Tensor, Tensor]]()
         self._distances = dict[int, Tensor]()  # tables by layer
 
+    @override
     def __call__(
         self, layer: int, of: Attention, query: Tensor, key: Tensor, value: Tensor, learned: Learned
     ) -> Tensor:
-        """See `Attend`. A layer that reads another layer's keys passes empty ones [..., 0, head_dim]."""
+        """A layer that reads another layer's keys passes empty ones [..., 0, head_dim]."""
         if of.shares is not None:
             key, value = self._kept[of.shares]
         elif layer in self._read:
@@ -123,7 +126,7 @@ def distance_scores(learned: Learned, buckets: Tensor) -> Tensor:
 
 
 # Window, heads per key head, ahead, fixed window, distances, source: layers of one kind see the same keys.
-Kind = tuple[int | None, int, bool, bool, DistanceBias | None, bool]
+_Kind = tuple[int | None, int, bool, bool, DistanceBias | None, bool]
 
 
 class Seen(NamedTuple):
@@ -135,7 +138,7 @@ class Seen(NamedTuple):
 
 
 @dataclass(frozen=True)
-class StoredKeys:
+class StoredKeys(Attend):
     """Attention of a flat batch over the keys and values of a storage, to which it adds its own.
 
     Rows are [T, heads, head_dim]. Every layer uses the slots and the masks of its own sliding window. Keys that no row
@@ -145,7 +148,7 @@ class StoredKeys:
     batch: Batch
     storage: KVStorage
     groups: dict[int | None, int]  # window -> the group of layers whose slots are used
-    seen: dict[Kind, list[Seen]]  # for each segment
+    seen: dict[_Kind, list[Seen]]  # for each segment
 
     @classmethod
     def build(cls, batch: Batch, storage: KVStorage, layers: Sequence[Layer], dtype: torch.dtype) -> StoredKeys:
@@ -163,10 +166,11 @@ class StoredKeys:
         }
         return cls(batch, storage, groups, seen)
 
+    @override
     def __call__(
         self, layer: int, of: Attention, query: Tensor, key: Tensor, value: Tensor, learned: Learned
     ) -> Tensor:
-        """See `Attend`. Heads that share a key head are folded into rows, so keys and values are not repeated."""
+        """Heads that share a key head are folded into rows, so keys and values are not repeated."""
         storage, segments, seen = self.storage, self.batch.segments, self.seen[_kind(of)]
         if of.shares is None and not of.source:
             storage.write(layer, self.batch.slots_of(self.groups[of.window]), key, value)
@@ -184,7 +188,7 @@ def groups_of(layers: Sequence[Layer], batch: Batch) -> dict[int | None, int]:
     return {window: index if batch.num_groups > 1 else 0 for index, window in enumerate(windows)}
 
 
-def _kind(of: Attention) -> Kind:
+def _kind(of: Attention) -> _Kind:
     distances = of.distances and replace(of.distances, shares=None)
     return of.window, of.groups, of.ahead, of.fixed_window, distances, of.source
 
@@ -293,33 +297,37 @@ def gate_clamped(of: Clamped, gate: Tensor, up: Tensor) -> Tensor:
     return (up.clamp(-of.limit, of.limit) + 1) * gate * torch.sigmoid(of.gain * gate)
 
 
-class Expert(nn.Module):
-    """One expert."""
+class FeedForward(nn.Module):
+    """A feed-forward block, or one expert."""
 
-    def __init__(self, of: Experts, hidden: int) -> None:
+    def __init__(self, of: Mlp | Experts, hidden: int) -> None:
         super().__init__()
-        self._of = of
-        self.gate_proj = nn.Linear(hidden, of.size, bias=of.bias)
+        self._gated, self._clamped = (of.gated, None) if isinstance(of, Mlp) else (True, of.clamped)
+        if self._gated:
+            self.gate_proj = nn.Linear(hidden, of.size, bias=of.bias)
         self.up_proj = nn.Linear(hidden, of.size, bias=of.bias)
         self.down_proj = nn.Linear(of.size, hidden, bias=of.bias)
+        self._activation: Callable[[Tensor], Tensor] = reference.ACTIVATIONS[of.activation]
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x [..., hidden] to a result of the same shape."""
-        gate, up = self.gate_proj(x), self.up_proj(x)
-        of = self._of
-        gated = gate_clamped(of.clamped, gate, up) if of.clamped else ACTIVATIONS[of.activation](gate) * up
-        out: Tensor = self.down_proj(gated)
+        up = self.up_proj(x)
+        if self._clamped:
+            inner = gate_clamped(self._clamped, self.gate_proj(x), up)
+        else:
+            inner = self._activation(self.gate_proj(x)) * up if self._gated else self._activation(up)
+        out: Tensor = self.down_proj(inner)
         return out
 
 
 class RoutedMlp(nn.Module):
-    """The blocks of a layer with experts. One expert after the other computes its rows."""
+    """A router, and a block for each expert. One expert after the other computes its rows."""
 
     def __init__(self, of: Experts, hidden: int) -> None:
         super().__init__()
         self._of = of
         self.router = nn.Linear(hidden, of.count, bias=of.bias)
-        self.experts = nn.ModuleList(Expert(of, hidden) for _ in range(of.count))
+        self.experts = nn.ModuleList(FeedForward(of, hidden) for _ in range(of.count))
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x [..., hidden] to a result of the same shape."""
@@ -465,26 +473,6 @@ class LayerAttention(nn.Module):
         return normed(x.view(*x.shape[:-1], heads, of.head_dim))  # type: ignore[no-any-return]
 
 
-class FeedForward(nn.Module):
-    """The feed-forward block."""
-
-    def __init__(self, of: Mlp, hidden: int) -> None:
-        super().__init__()
-        if of.gated:
-            self.gate_proj = nn.Linear(hidden, of.size, bias=of.bias)
-        self.up_proj = nn.Linear(hidden, of.size, bias=of.bias)
-        self.down_proj = nn.Linear(of.size, hidden, bias=of.bias)
-        self._gated = of.gated
-        self._activation: Callable[[Tensor], Tensor] = reference.ACTIVATIONS[of.activation]
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map x [..., hidden] to a result of the same shape."""
-        up = self.up_proj(x)
-        inner = self._activation(self.gate_proj(x)) * up if self._gated else self._activation(up)
-        out: Tensor = self.down_proj(inner)
-        return out
-
-
 class LayerTokens(nn.Module):
     """The inputs of a layer by token; see `TokenInputs`."""
 
@@ -610,7 +598,40 @@ def _table(rows: int, width: int) -> nn.Embedding:
     return table
 
 
-class Decoder(nn.Module):
+class DescribedModule(nn.Module, ABC):
+    """The sizes of a `CausalLM` that a description determines."""
+
+    @property
+    @abstractmethod
+    def described(self) -> DecoderConfig:
+        """The description."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the output head, padding rows included."""
+        return self.described.vocab_size
+
+    @property
+    def num_layers(self) -> int:
+        """The number of layers."""
+        return self.described.num_layers
+
+    @property
+    def hidden_size(self) -> int:
+        """The width of a hidden state and of an input embedding."""
+        return self.described.hidden_size
+
+    @property
+    def max_positions(self) -> int:
+        """The longest context that the model was trained for, in positions."""
+        return self.described.max_positions
+
+    def grow(self, chains: Sequence[Chain], cache: KVCache, vocab_size: int) -> Sequence[Chain]:
+        """See `CausalLM.grow`; this model draws none by itself."""
+        return chains
+
+
+class Decoder(DescribedModule):
     """A `CausalLM`: embedding, layers, norm, and a head that may share the embedding's weight."""
 
     def __init__(self, config: DecoderConfig) -> None:
@@ -626,29 +647,14 @@ class Decoder(nn.Module):
         self._cache_type: torch.dtype | None = None
 
     @property
-    def vocab_size(self) -> int:
-        """Rows of the output head, padding rows included."""
-        return self.config.vocab_size
+    @override
+    def described(self) -> DecoderConfig:
+        return self.config
 
     @property
     def mask_token(self) -> int | None:
         """The token that stands for an unknown one; None = the model has none."""
         return self.config.embedding.mask
-
-    @property
-    def num_layers(self) -> int:
-        """The number of layers."""
-        return self.config.num_layers
-
-    @property
-    def hidden_size(self) -> int:
-        """The width of a hidden state and of an input embedding."""
-        return self.config.hidden_size
-
-    @property
-    def max_positions(self) -> int:
-        """The longest context that the checkpoint was trained for, in positions."""
-        return self.config.max_positions
 
     @property
     def cache_shape(self) -> CacheShape:
@@ -754,10 +760,6 @@ class Decoder(nn.Module):
         out: Tensor = self.lm_head(hidden)
         out = reference.soft_cap(out if head.scale == 1 else out * head.scale, head.softcap)
         return spread(out, self._head_tokens, self.vocab_size) if self.config.head.tokens else out
-
-    def grow(self, chains: Sequence[Chain], cache: KVCache, vocab_size: int) -> Sequence[Chain]:
-        """See `CausalLM.grow`; this model draws none by itself."""
-        return chains
 
     def truncated(self, num_layers: int) -> Decoder:
         """See `Truncatable.truncated`."""

@@ -177,20 +177,13 @@ def _download(name: str, revision: str | None, folder: str | None) -> Path:
     found = _snapshot(name, revision, folder, _WANTED, _UNWANTED)
     if any(found.glob(_WEIGHTS)):
         return found
-    try:
-        files = _gguf_files(name, revision, folder)
-    except Exception as error:
-        raise _hub_error(name, error) from error
+    files = _gguf_files(name, revision, folder)
     return _download_gguf(name, "", revision, folder) if files else found
 
 
 def _download_gguf(name: str, wanted: str, revision: str | None, folder: str | None) -> Path:
     """Download all parts of one GGUF model."""
-    try:
-        files = _gguf_files(name, revision, folder)
-    except Exception as error:
-        raise _hub_error(name, error) from error
-    parts = _choose(files, wanted, name, ":")
+    parts = _choose(_gguf_files(name, revision, folder), wanted, name, ":")
     return _snapshot(name, revision, folder, parts, None) / parts[0]
 
 
@@ -200,7 +193,7 @@ def _gguf_files(name: str, revision: str | None, folder: str | None) -> list[str
 
     try:
         return [file for file in list_repo_files(name, revision=revision) if file.lower().endswith(SUFFIX)]
-    except Exception:
+    except Exception as error:
         try:
             local = Path(snapshot_download(name, revision=revision, cache_dir=folder, local_files_only=True))
         except Exception:  # noqa: BLE001 - the first error says more
@@ -208,7 +201,7 @@ def _gguf_files(name: str, revision: str | None, folder: str | None) -> list[str
         paths = local.rglob("*") if local else ()
         found = [path.relative_to(local).as_posix() for path in paths if local and path.suffix.lower() == SUFFIX]
         if not found:
-            raise
+            raise _hub_error(name, error) from error
         return found
 
 

@@ -34,6 +34,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from typing_extensions import override
 
 from speculant.cache import CacheShape, KVCache, KVStorage, paged_cache
 from speculant.config import MODEL_BACKENDS
@@ -131,20 +132,21 @@ class AttentionSwitch:
 
 
 @dataclass
-class KeyRecorder:
+class KeyRecorder(AttentionPass):
     """A pass that records the layout of every attention, and computes nothing."""
 
     layouts: list[KeyLayout] = field(default_factory=list)
     dtypes: set[torch.dtype] = field(default_factory=set)
 
+    @override
     def attend(self, query: Tensor, key: Tensor, value: Tensor, rule: MaskRule | None, scores: ScoreRules) -> Tensor:
-        """See `AttentionPass.attend`; zeros."""
+        """Zeros."""
         self.layouts.append(KeyLayout(key.shape[1], key.shape[2], value.shape[2]))
         self.dtypes |= {key.dtype, value.dtype}
         return query.new_zeros(*query.shape[:2], value.shape[2])
 
 
-class StoredPass:
+class StoredPass(AttentionPass):
     """A pass over a flat batch, with keys and values in a storage whose positions are `width` numbers wide."""
 
     def __init__(self, batch: Batch, storage: KVStorage, layouts: list[KeyLayout], width: int) -> None:
@@ -152,8 +154,8 @@ class StoredPass:
         self._slots, self._layer = context_slots(batch), 0
         self._masks: dict[int, tuple[MaskRule | None, list[Tensor]]] = {}  # by the rule's id
 
+    @override
     def attend(self, query: Tensor, key: Tensor, value: Tensor, rule: MaskRule | None, scores: ScoreRules) -> Tensor:
-        """See `AttentionPass.attend`."""
         layout = KeyLayout(key.shape[1], key.shape[2], value.shape[2])
         if self._layer >= len(self._layouts) or self._layouts[self._layer] != layout:
             raise ModelError("the attentions of a pass are not those of the pass before", _REPORT)
@@ -465,8 +467,8 @@ class CachedDecoder(TransformersDecoder):
         shape = CacheShape(len(self._layouts), 1, self._width, recorder.dtypes.pop(), network.device)
         super().__init__(network, shape)
 
+    @override
     def forward(self, batch: Batch, storage: KVStorage, taps: Sequence[int] = ()) -> Hidden:
-        """See `CausalLM.forward`."""
         check_embeddings(batch, self.hidden_size)
         inputs = _flat(self.own_tokens(batch.tokens), batch.positions)
         if batch.embeddings is not None:
@@ -495,8 +497,9 @@ class RecomputedDecoder(TransformersDecoder):
     def __init__(self, network: TransformersNetwork) -> None:
         super().__init__(network, CacheShape(1, 1, 1, torch.float64, network.device))
 
+    @override
     def forward(self, batch: Batch, storage: KVStorage, taps: Sequence[int] = ()) -> Hidden:
-        """See `CausalLM.forward`. Raises ModelError for rows with embeddings of their own."""
+        """Raises ModelError for rows with embeddings of their own."""
         if batch.embeddings is not None:
             raise ModelError("a model that computes whole texts again can't read input embeddings", _OTHER_METHOD)
         tokens = self.own_tokens(batch.tokens)

@@ -7,22 +7,83 @@ the target's ids for the tokens that both have (`MappedVocabulary`): token-level
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from torch import Tensor
+from typing_extensions import override
 
 from speculant.errors import ConfigError
 from speculant.models.description import DecoderConfig
-from speculant.models.sizes import HEAD, TABLE
-from speculant.models.weights.source import QuantizedBlocks, ShortHead, WeightSource, order_of, take_rows
+from speculant.models.sizes import HEAD, HEAD_BIAS, TABLE
+from speculant.models.weights.source import Mapped
 
-Fitted = tuple[DecoderConfig, WeightSource]
+Fitted = tuple[DecoderConfig, Mapped]
+
+
+class TargetVocabulary(ABC):
+    """A target's vocabulary, as a draft model reads and draws it.
+
+    size: rows of the target's head. Its text is all that weights depend on.
+    """
+
+    size: int
+
+    @property
+    @abstractmethod
+    def lacks(self) -> int:
+        """How many of the target's tokens are never drafted."""
+
+    @abstractmethod
+    def drawable(self, rows: int, among: Sequence[int] = ()) -> tuple[int, ...]:
+        """Return the target's ids, ascending, that a model of `rows` tokens may draw; see `fit`."""
+
+    @abstractmethod
+    def head(self, drawn: Sequence[int]) -> list[int]:
+        """Return the row of the model's own head for each drawn id."""
+
+    @abstractmethod
+    def table(self, rows: int) -> list[int]:
+        """Return the row of the model's own table, which has `rows`, for each id that it reads."""
+
+    def fit(self, config: DecoderConfig, weights: Mapped, among: Sequence[int] = ()) -> Fitted:
+        """Return the config and the weights of a model that reads each of these ids and draws shared ones.
+
+        among: at most these of the target's ids are drawn, in ascending order; () = all. A mask token has the last id.
+        Raises ConfigError if none of them is shared.
+        """
+        drawn, table, mask = self.drawable(config.vocab_size, among), self.table(config.vocab_size), None
+        if config.embedding.mask is not None:
+            table, mask = [*table, config.embedding.mask], len(table)
+        embedding = replace(config.embedding, vocab_size=len(table), mask=mask)
+        fitted = replace(config.with_head(drawn), embedding=embedding)
+        return fitted, weights.with_rows({**head_rows(config, weights, self.head(drawn)), TABLE: (TABLE, table)})
+
+
+def head_rows(config: DecoderConfig, weights: Mapped, rows: Sequence[int]) -> dict[str, tuple[str, Sequence[int]]]:
+    """Return of what the head of a model with these rows of its head consists; see `Mapped.with_rows`."""
+    bias = {HEAD_BIAS: (HEAD_BIAS, rows)} if HEAD_BIAS in weights.shapes else {}
+    return {HEAD: (TABLE if config.head.tied else HEAD, rows), **bias}
+
+
+def with_short_head(config: DecoderConfig, weights: Mapped, tokens: tuple[int, ...]) -> Fitted:
+    """Return the config and the weights of a model whose head has the rows of these tokens only; () = all.
+
+    Raises ConfigError for a token that the model does not have.
+    """
+    if not tokens:
+        return config, weights
+    if not 0 <= tokens[0] <= tokens[-1] < config.vocab_size:
+        raise ConfigError(
+            f"head_tokens has the tokens {tokens[0]} to {tokens[-1]} and the draft model has {config.vocab_size}",
+            "make the file with this model's tokenizer.",
+        )
+    return config.with_head(tokens), weights.with_rows(head_rows(config, weights, tokens))
 
 
 @dataclass(frozen=True)
-class DraftVocabulary:
+class DraftVocabulary(TargetVocabulary):
     """The tokens of a target's vocabulary that a draft model reads and draws, where equal ids are equal tokens.
 
     size: rows of the target's head. unknown: ids that only one of the two tokenizers has; they are never drawn.
@@ -35,36 +96,27 @@ class DraftVocabulary:
     substitute: int
     lacks: int = 0
 
-    def fit(self, config: DecoderConfig, weights: WeightSource, among: Sequence[int] = ()) -> Fitted:
-        """Return the config and the weights of a model that reads each of the target's tokens and draws shared ones.
-
-        among: at most these are drawn, in ascending order; () = all. Raises ConfigError if none of them is shared.
-        """
-        drawn = self.drawable(config.vocab_size, among)
-        return _fit(config, weights, drawn, self.head(drawn), self.table(config.vocab_size))
-
+    @override
     def drawable(self, rows: int, among: Sequence[int] = ()) -> tuple[int, ...]:
-        """Return the ids, ascending, that a model of `rows` tokens may draw; see `fit`."""
         return _some([token for token in among or range(rows) if token < rows and self._has(token)])
 
+    @override
     def head(self, drawn: Sequence[int]) -> list[int]:
-        """Return the row of the model's own head for each drawn id."""
         return list(drawn)
 
+    @override
     def table(self, rows: int) -> list[int]:
-        """Return the row of the model's own table, which has `rows`, for each id that it reads."""
         return [token if token < rows and self._has(token) else self.substitute for token in range(self.size)]
 
     def _has(self, token: int) -> bool:
         return token < self.size and token not in self.unknown
 
     def __str__(self) -> str:
-        """All that weights depend on."""
         return f"{self.size} {self.substitute} {sorted(self.unknown)}"
 
 
 @dataclass(frozen=True, eq=False)
-class MappedVocabulary:
+class MappedVocabulary(TargetVocabulary):
     """A target's vocabulary for a draft model whose ids mean other tokens. The model reads and draws ids of both.
 
         id        0 .. size - 1                          size, size + 1, ..
@@ -90,8 +142,8 @@ class MappedVocabulary:
     _pieces: dict[int, list[int]] = field(default_factory=dict, init=False)  # by token, of those that were read so far
 
     @property
+    @override
     def lacks(self) -> int:
-        """How many of the target's ids are never drafted."""
         return self.size - len(self.shared)
 
     def begin(self, tokens: Sequence[int]) -> list[int]:
@@ -125,30 +177,20 @@ class MappedVocabulary:
         """Return the draft's tokens in its own ids."""
         return [self.shared[each] if each < self.size else self.own[each - self.size] for each in read]
 
-    def fit(self, config: DecoderConfig, weights: WeightSource, among: Sequence[int] = ()) -> Fitted:
-        """Return the config and the weights of a model that reads and draws these ids.
-
-        among: at most these of the target's ids are drawn, in ascending order; () = all. Raises ConfigError if none of
-        them is shared.
-        """
-        drawn = self.drawable(config.vocab_size, among)
-        return _fit(config, weights, drawn, self.head(drawn), self.table(config.vocab_size))
-
+    @override
     def drawable(self, rows: int, among: Sequence[int] = ()) -> tuple[int, ...]:
-        """Return the target's ids, ascending, that a model of `rows` tokens may draw; see `fit`."""
         return _some([each for each in among or sorted(self.shared) if self.shared.get(each, rows) < rows])
 
+    @override
     def head(self, drawn: Sequence[int]) -> list[int]:
-        """Return the row of the model's own head for each drawn id."""
         return [self.shared[each] for each in drawn]
 
+    @override
     def table(self, rows: int) -> list[int]:
-        """Return the row of the model's own table, which has `rows`, for each id that it reads."""
         read = [*(self.shared.get(each, self.substitute) for each in range(self.size)), *self.own]
         return [row if row < rows else self.substitute for row in read]
 
     def __str__(self) -> str:
-        """All that weights depend on."""
         facts = f"{sorted(self.shared.items())} {self.own}"
         return f"{self.size} {self.substitute} {hashlib.sha256(facts.encode()).hexdigest()}"
 
@@ -160,50 +202,3 @@ def _some(found: Sequence[int]) -> tuple[int, ...]:
             "make the file with the draft model's tokenizer.",
         )
     return tuple(found)
-
-
-def _fit(
-    config: DecoderConfig, weights: WeightSource, tokens: Sequence[int], head: Sequence[int], table: Sequence[int]
-) -> Fitted:
-    """Return a model that draws `tokens`, by the rows `head` of its own head, and reads the rows `table` of its own.
-
-    Its mask token has the last id.
-    """
-    short, mask = ShortHead(weights, tuple(head), TABLE if config.head.tied else HEAD), config.embedding.mask
-    if mask is not None:
-        table, mask = [*table, mask], len(table)
-    embedding = replace(config.embedding, vocab_size=len(table), mask=mask)
-    fitted = replace(config.with_head(tuple(tokens)), embedding=embedding)
-    return fitted, TableRows(short, table)
-
-
-@dataclass(frozen=True)
-class TableRows:
-    """A source whose embedding table consists of these rows of the stored one."""
-
-    source: WeightSource
-    rows: Sequence[int]
-
-    def names(self) -> Collection[str]:
-        """See `WeightSource.names`."""
-        return self.source.names()
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """See `WeightSource.shape`."""
-        shape = self.source.shape(name)
-        return (len(self.rows), *shape[1:]) if name == TABLE else shape
-
-    def kind(self, name: str) -> str:
-        """See `WeightSource.kind`."""
-        return self.source.kind(name)
-
-    def order(self, name: str) -> Tensor | None:
-        """See `HasOrders.order`."""
-        return order_of(self.source, name)
-
-    def read(self, name: str) -> Tensor | QuantizedBlocks:
-        """See `WeightSource.read`."""
-        return take_rows(self.source.read(TABLE), self.rows) if name == TABLE else self.source.read(name)
-
-
-TargetVocabulary = DraftVocabulary | MappedVocabulary

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from speculant import LLM, SamplingParams, plugins
-from speculant.models import KIND, Backend, CheckedWeights, ModuleWeights, backends, choose_backend, tensor_shapes
+from speculant.models import KIND, Backend, Mapped, ModuleWeights, backends, choose_backend, tensor_shapes
 from tests.contracts.test_backends import VARIANTS, random_decoder
 from tests.descriptions import describe
 from tests.models import Checkpoints
@@ -35,7 +35,7 @@ def backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Backend:
 def test_backend_page_backend_reads_every_tensor(backend: Backend, variant: str) -> None:
     config, tokens = VARIANTS[variant], list(range(2, 60, 4))
     decoder = random_decoder(config)
-    weights = CheckedWeights(ModuleWeights(decoder), tensor_shapes(config).keys())
+    weights = Mapped(ModuleWeights(decoder), tensor_shapes(config))
     model = backend.load(config, weights, torch.bfloat16, CPU)
     weights.check(backend.name)
     assert model.cache_shape.dtype == torch.float32

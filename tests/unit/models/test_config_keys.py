@@ -15,8 +15,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from speculant import plugins
 from speculant.errors import ModelError
-from speculant.models import load_model
-from speculant.models.config import ACTIVATIONS
+from speculant.models import ACTIVATION_NAMES, load_model
 from tests.quantised_folders import edit_config
 from tests.unit.models.families import SMALL, VARIANTS, Session, cases, spread_weights
 
@@ -37,7 +36,7 @@ SHAPES = {  # their values belong to the shapes of tensors, to one another, or t
 
 def values_of(key: str, value: Any) -> Iterator[Any]:
     """Yield other values of an entry."""
-    if isinstance(value, str) and value in ACTIVATIONS:
+    if isinstance(value, str) and value in ACTIVATION_NAMES:
         yield from (name for name in ("relu", "gelu", "gelu_fast", "silu") if name != value)
     elif isinstance(value, bool):
         yield not value

@@ -11,8 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from speculant import LLM, SamplingParams, plugins
 from speculant.kernels import usable_sets
-from speculant.models import load_model, longest_context
-from speculant.models.config import ACTIVATIONS
+from speculant.models import ACTIVATION_NAMES, load_model, longest_context
 from speculant.models.families import gpt_neox
 from speculant.models.transformers import _extended
 from tests.models import Shape, write_checkpoint
@@ -106,6 +105,6 @@ def test_every_name_of_an_activation_is_its_function() -> None:
             continue  # they have parameters
         equal = {own for own, function in reference.ACTIVATIONS.items()
                  if torch.allclose(ACT2FN[name](x), function(x), atol=2e-6, rtol=1e-5)}  # fmt: skip
-        assert equal == ({ACTIVATIONS[name]} if name in ACTIVATIONS else set()), name
+        assert equal == ({ACTIVATION_NAMES[name]} if name in ACTIVATION_NAMES else set()), name
     sizes = {**SMALL, "hidden_act": "gelu_fast"}
     assert gpt_neox.read_config(sizes).layers[0].mlp.activation == "gelu_tanh"  # GPT-NeoX 20B's

@@ -17,14 +17,13 @@ from safetensors.torch import load_file, save_file
 from speculant import plugins
 from speculant.errors import ModelError
 from speculant.gguf_file import GgufFile
-from speculant.lab.quantize import LAYOUTS
 from speculant.models import (
     FAMILIES,
     CheckpointFiles,
     DecoderConfig,
-    GgufFamily,
     Number,
     Truth,
+    gguf_families,
     load_model,
     read_gguf_config,
     read_gguf_decoder,
@@ -150,12 +149,6 @@ WINDOW, PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
 TOKENS = [token % 61 for token in range(40, 72)]
 
 
-def names() -> dict[str, GgufFamily]:
-    """Return the families that GGUF files can hold."""
-    found = {name: getattr(plugins.load(FAMILIES, name), "GGUF", None) for name in plugins.names(FAMILIES)}
-    return {name: family for name, family in found.items() if isinstance(family, GgufFamily)}
-
-
 def pair_of(folder: Path, family: str, variant: str, **settings: Any) -> Pair:
     """Make a checkpoint with settings of STORED."""
     with pytest.MonkeyPatch.context() as patch:
@@ -201,8 +194,8 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Files:
 
 
 def test_each_family_is_tested_or_has_a_reason() -> None:
-    assert names().keys() == STORED.keys() == LAYOUTS.keys()
-    assert set(plugins.names(FAMILIES)) - names().keys() == WITHOUT.keys()
+    assert gguf_families().keys() == STORED.keys()
+    assert set(plugins.names(FAMILIES)) - STORED.keys() == WITHOUT.keys()
 
 
 def differences(own: Any, other: Any, place: str = "") -> list[str]:
@@ -350,7 +343,7 @@ def test_families_of_one_architecture_are_told_apart(files: Files) -> None:
     plain = {WINDOW: 0, PATTERN: None}
     assert windows(described(file, plain)) == [None] * 5
     architectures: dict[str, list[str | None]] = {}
-    for family in names().values():
+    for family in gguf_families().values():
         architectures.setdefault(family.architecture, []).append(family.needs)
     for needs in architectures.values():
         assert len(needs) == len(set(needs)), "two families would read the same files"
@@ -380,7 +373,7 @@ def test_multipliers_that_a_file_lacks_change_nothing(files: Files, value: float
 
 ENTRIES = [
     (family, entry)
-    for family, data in names().items()
+    for family, data in gguf_families().items()
     for entry in (
         *(each for each in data.config.values() if isinstance(each, Number | Truth)),
         Number(data.stored_norm_eps),
@@ -399,20 +392,20 @@ def entry_name(given: Any) -> str:
 def test_own_entries_of_families_are_checked(files: Files, family: str, entry: Number | Truth, value: Any) -> None:
     """A value is used, or refused by its name."""
     file = opened(files, family)
-    absent = isinstance(entry, Truth) or entry.default is not ... or entry.key == names()[family].needs
-    zero = (isinstance(entry, Number) and entry.zero is not ...) or entry.key == names()[family].needs
+    absent = isinstance(entry, Truth) or entry.default is not ... or entry.key == gguf_families()[family].needs
+    zero = (isinstance(entry, Number) and entry.zero is not ...) or entry.key == gguf_families()[family].needs
     unchecked = value in UNCHECKED.get(entry.key, ())
     if (value is None and absent) or (value == 0 and zero) or unchecked:
         described(file, {entry.key: value})
         return
     with pytest.raises(ModelError) as caught:
         described(file, {entry.key: value})
-    known = [key.rpartition(".")[2] for key, each in names()[family].config.items() if each == entry]
-    assert any(name in str(caught.value) for name in (entry.key, *known, names()[family].norm_eps))
+    known = [key.rpartition(".")[2] for key, each in gguf_families()[family].config.items() if each == entry]
+    assert any(name in str(caught.value) for name in (entry.key, *known, gguf_families()[family].norm_eps))
 
 
 @pytest.mark.parametrize(
-    "family", [pytest.param(family, marks=[] if family == "gemma2" else pytest.mark.slow) for family in names()]
+    "family", [pytest.param(family, marks=[] if family == "gemma2" else pytest.mark.slow) for family in gguf_families()]
 )
 def test_damaged_entries_are_errors_or_models(files: Files, family: str) -> None:
     file = opened(files, family)

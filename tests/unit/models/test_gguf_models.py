@@ -26,8 +26,6 @@ from speculant.models import (
     Mapped,
     QuantizedBlocks,
     Rope,
-    ShortHead,
-    TableRows,
     TensorMap,
     Unpaired,
     decode,
@@ -228,10 +226,8 @@ def test_rows_are_selected_without_decoding(folder: Path, tmp_path: Path, kind: 
     )
     table = GgufWeights(file).shape("token_embd.weight")
     weights = Mapped(GgufWeights(file), {TABLE: table, HEAD: table, "q": (HIDDEN_SIZE, HIDDEN_SIZE)}, names)
-    short = ShortHead(weights, (3, 7, 200), HEAD)
-    fitted = TableRows(
-        weights, [9 if row in (5, *range(VOCAB_SIZE, VOCAB_SIZE + 3)) else row for row in range(VOCAB_SIZE + 3)]
-    )
+    rows = [9 if row in (5, *range(VOCAB_SIZE, VOCAB_SIZE + 3)) else row for row in range(VOCAB_SIZE + 3)]
+    short, fitted = weights.with_rows({HEAD: (HEAD, (3, 7, 200))}), weights.with_rows({TABLE: (TABLE, rows)})
     for source, name in ((short, HEAD), (fitted, TABLE), (weights, "q")):
         found = source.read(name)
         assert isinstance(found, QuantizedBlocks) == (kind == "Q4_0")

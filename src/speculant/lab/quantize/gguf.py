@@ -1,14 +1,17 @@
-"""Writes a quantised model as a GGUF file. One tensor at a time is in memory.
+"""Writes a quantised model as a GGUF file, as llama.cpp's conversion does. One tensor at a time is in memory.
 
-The blocks are those that the engine makes when it rounds the weights itself, except that all matrices of a fused
-tensor, such as attn_qkv, have one type.
+Names and orders are those that the readers have (`gguf_tensors`), inverted. The blocks are those that the engine makes
+when it rounds the weights itself, except that all matrices of a fused tensor, such as attn_qkv, have one type.
+
+Values of metadata are those of the description, so that a config.json may leave settings to its family. What has no key
+is left out; `speculant.lab.quantize.check` refuses such a model.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,20 +27,36 @@ from torch import Tensor
 from speculant.errors import ModelError
 from speculant.files import read_json
 from speculant.gguf_file import GgufFile
-from speculant.lab.quantize.entries import rope_tensors, sampled_entries, start_entries
-from speculant.lab.quantize.layouts import LAYOUTS, GgufLayout, described, stored_tensors
+from speculant.lab.checkpoints import stored_tensors
 from speculant.lab.quantize.vocabulary import end_entries, tokenizer_entries
 from speculant.models import (
+    ARCHITECTURE,
+    FULL,
+    ROPE_FREQS,
+    ROPE_LONG,
+    ROPE_SHORT,
     CheckpointFiles,
     DecoderConfig,
+    Experts,
+    GgufFamily,
     GgufWeights,
+    Rope,
     RoundsWeights,
-    WeightSource,
+    gguf_families,
+    gguf_tensors,
+    read_generation,
     read_plain,
+    read_sampling,
+    read_start_tokens,
+    sampling_entries,
     stored_name,
+    stored_shape,
     tensor_shapes,
 )
 
+Config = Mapping[str, Any]
+Entries = dict[str, Any]
+_ORIGINAL = "original_max_position_embeddings"
 _ROLES = {  # names in the model by names in the file; attn_qkv has a type between those of queries and values
     "token_embd": "embed_tokens",
     "output": "lm_head",
@@ -51,10 +70,9 @@ _ROLES = {  # names in the model by names in the file; attn_qkv has a type betwe
     "ffn_down_exps": "down_proj",
 }
 _PLAIN = ("ffn_gate_inp", "position_embd", "per_layer_token_embd", "attn_rel_b")  # matrices that are not rounded
-_ARCHITECTURE = "general.architecture"
 _OWN = (
     "GGUF.",
-    _ARCHITECTURE,
+    ARCHITECTURE,
     "general.file_type",
     "general.quantization_version",
     "general.alignment",
@@ -62,6 +80,10 @@ _OWN = (
 )  # prefixes of entries that are written anew
 _DESCRIBES = "rope_"  # begins the names of tensors that are part of the description, and are written first
 _FILE_TYPES = {"int4": 15, "int8": 7, "q8_0": 7, "q4_0": 2}  # llama.cpp's numbers for the type of most tensors
+
+
+_DEFAULTS: Mapping[str, Mapping[str, Any]] = {"phi3": {"original_max_position_embeddings": 4096}}
+"""Entries that a config.json may leave to its family, and that its description does not show."""
 
 
 class Entry(NamedTuple):
@@ -89,41 +111,47 @@ class GgufModel:
 
 def read_folder(folder: Path) -> GgufModel:
     """Return the content of a GGUF file with a folder's model. Raises ModelError for a model that can't be written."""
-    family = read_json(folder / "config.json").get("model_type")
-    layout = LAYOUTS.get(str(family))
-    if layout is None:
+    name, known = str(read_json(folder / "config.json").get("model_type")), gguf_families()
+    if name not in known:
         raise ModelError(
-            f"models of the type {family!r} are not written as GGUF files",
-            f"name a folder as OUT, or use one of: {', '.join(sorted(LAYOUTS))}.",
+            f"models of the type {name!r} are not written as GGUF files",
+            f"name a folder as OUT, or use one of: {', '.join(sorted(known))}.",
         )
-    checked = CheckpointFiles.open(folder)
-    config, files, decoder = checked.config, checked.tensors, checked.decoder
-    names = {
-        stored_name(decoder.tensors.expression(name)) for name in tensor_shapes(decoder)
-    }  # unused tensors are left out
-    if files.quantised_kinds() or any(len(files.shape(name)) > 2 for name in names):
+    files = CheckpointFiles.open(folder)
+    config, decoder = files.config, files.decoder
+    stored = {stored_name(decoder.tensors.expression(own)) for own in tensor_shapes(decoder)}
+    if files.tensors.quantised_kinds() or any(len(files.tensors.shape(each)) > 2 for each in stored):
         raise ModelError(f"{folder} has weights that are quantised or stacked", "use the checkpoint it was made from.")
-
-    def reading(own: list[str]) -> Callable[[], Tensor]:
-        def read() -> Tensor:
-            found = [layout.stored(name, read_plain(files, name), decoder.attention) for name in own]
-            return found[0] if len(found) == 1 else torch.stack(found)
-
-        return read
-
-    tensors = {
-        name: StoredTensor(_shape(own, files, layout), reading(own))
-        for name, own in stored_tensors(names, layout).items()
-    }
+    tensors = _stored(files, known[name])
     if decoder.encoder is not None and decoder.head.scale == 1:  # readers scale the logits of a file without a head
         tensors.setdefault("output.weight", tensors["token_embd.weight"])
     rope = {
         name: StoredTensor(values.shape, partial(torch.from_numpy, values))
-        for name, values in rope_tensors({**layout.defaults, **config}, decoder).items()
+        for name, values in rope_tensors(config, decoder).items()
     }
-    start = {f"{layout.architecture}.{key}": each for key, each in start_entries(folder, config, decoder).items()}
-    entries = {**described(config, decoder), **start, **sampled_entries(folder), **text_entries(folder, decoder)}
+    entries = {**model_entries(folder, config, decoder), **sampled_entries(folder), **text_entries(folder, decoder)}
     return GgufModel({key: _typed(value) for key, value in entries.items()}, tensors | rope)
+
+
+def _stored(files: CheckpointFiles, family: GgufFamily) -> dict[str, StoredTensor]:
+    """Return the tensors of a file with a checkpoint's weights, in the order of the checkpoint's names."""
+    of, weights, shapes = files.decoder.tensors, files.weights, tensor_shapes(files.decoder)
+    names, found = gguf_tensors(files.decoder, family), dict[str, list[str]]()
+    for own in sorted(shapes, key=lambda own: _numbered(of.stored(own))):
+        found.setdefault(names.stored(own), []).append(own)
+
+    def read(stored: str) -> Tensor:
+        return stored_tensors({own: read_plain(weights, own) for own in found[stored]}, names)[stored]
+
+    return {
+        stored: StoredTensor(stored_shape(names.expression(own[0]), shapes[own[0]]), partial(read, stored))
+        for stored, own in found.items()
+    }
+
+
+def _numbered(name: str) -> list[tuple[int, str]]:
+    """Return a key that sorts names by the values of their numbers."""
+    return [(int(part), "") if part.isdigit() else (0, part) for part in name.split(".")]
 
 
 def text_entries(folder: Path, decoder: DecoderConfig) -> dict[str, Any]:
@@ -144,7 +172,7 @@ def read_file(path: Path) -> GgufModel:
     tensors = {name: StoredTensor(weights.shape(name), partial(read_plain, weights, name)) for name in file.tensors}
     fields = {name: each for name, each in GGUFReader(path).fields.items() if not name.startswith(_OWN)}
     entries = {name: Entry(each.contents(), each.types[0], each.types[-1]) for name, each in fields.items()}
-    return GgufModel({_ARCHITECTURE: _typed(file.metadata[_ARCHITECTURE]), **entries}, tensors)
+    return GgufModel({ARCHITECTURE: _typed(file.metadata[ARCHITECTURE]), **entries}, tensors)
 
 
 def write_gguf(
@@ -159,9 +187,9 @@ def write_gguf(
 
     check: called with the file when all but its weights is there, so that an error costs no time.
     """
-    writer = GGUFWriter(out, model.entries[_ARCHITECTURE].value)
+    writer = GGUFWriter(out, model.entries[ARCHITECTURE].value)
     for key, entry in model.entries.items():
-        if key != _ARCHITECTURE:
+        if key != ARCHITECTURE:
             writer.add_key_value(key, entry.value, entry.type, entry.element)
     writer.add_file_type(_FILE_TYPES[type_])
     writer.add_quantization_version(2)
@@ -206,12 +234,6 @@ def _bytes(tensor: Tensor, kind: GGMLQuantizationType, backend: RoundsWeights, n
     return backend.round(kind.name, tensor.reshape(-1, tensor.shape[-1])).blocks.numpy()
 
 
-def _shape(own: Sequence[str], files: WeightSource, layout: GgufLayout) -> tuple[int, ...]:
-    shape = files.shape(own[0])
-    shape = shape[::-1] if layout.is_turned(own[0]) else shape
-    return (len(own), *shape) if len(own) > 1 else shape
-
-
 def _typed(value: Any) -> Entry:
     """Return an entry with the type that readers expect. Bytes are an array."""
     if isinstance(value, bytes):
@@ -219,3 +241,185 @@ def _typed(value: Any) -> Entry:
     if isinstance(value, int) and not isinstance(value, bool):
         return Entry(value, GGUFValueType.UINT32)
     return Entry(value, GGUFValueType.get_type(value))
+
+
+def model_entries(folder: Path, config: Config, decoder: DecoderConfig) -> Entries:
+    """Return the metadata of a folder's model, except for its tokenizer and its sampling."""
+    name, known = config["model_type"], gguf_families()
+    architecture = known[name].architecture
+    made = _encoder_decoder_entries if decoder.encoder else _decoder_entries
+    own = made({**_DEFAULTS.get(name, {}), **config}, decoder)
+    for family in known.values():
+        if family.architecture == architecture:
+            own |= family.written(decoder)
+    own |= _start_entries(folder, config, decoder)
+    return {ARCHITECTURE: architecture, **{f"{architecture}.{key}": value for key, value in own.items()}}
+
+
+def _decoder_entries(config: Config, decoder: DecoderConfig) -> Entries:
+    """Return the metadata that most families have."""
+    of = decoder.attention
+    return {
+        "vocab_size": decoder.vocab_size,
+        "block_count": decoder.num_layers,
+        "context_length": decoder.max_positions,
+        "embedding_length": decoder.hidden_size,
+        "feed_forward_length": decoder.layers[0].mlp.size,
+        "attention.head_count": of.heads,
+        "attention.head_count_kv": of.kv_heads,
+        "attention.key_length": of.head_dim,
+        "attention.value_length": of.head_dim,
+        f"attention.layer_norm_{'rms_' if decoder.norm.kind == 'rms' else ''}epsilon": decoder.norm.eps,
+        **_positions(config, decoder),
+        **_windows(decoder),
+        **_experts(config, decoder),
+    }
+
+
+def _encoder_decoder_entries(config: Config, decoder: DecoderConfig) -> Entries:
+    """Return the metadata of T5."""
+    assert decoder.encoder is not None
+    of, distances = decoder.attention, decoder.attention.distances
+    assert distances is not None
+    eps = decoder.norm.eps
+    return {
+        "context_length": config.get("n_positions") or 512,
+        "embedding_length": decoder.hidden_size,
+        "feed_forward_length": decoder.layers[0].mlp.size,
+        "block_count": len(decoder.encoder.layers),
+        "decoder_block_count": decoder.num_layers,
+        "attention.head_count": of.heads,
+        "attention.key_length": of.head_dim,
+        "attention.value_length": of.head_dim,
+        "attention.layer_norm_epsilon": eps,
+        "attention.layer_norm_rms_epsilon": eps,
+        "attention.relative_buckets_count": distances.buckets,
+    }
+
+
+def _start_entries(folder: Path, config: Config, decoder: DecoderConfig) -> Entries:
+    """Return the metadata for the token that a decoder's prompt begins with."""
+    if decoder.encoder is None:
+        return {}
+    tokens = read_start_tokens(read_generation(folder), config, decoder.vocab_size)
+    return {"decoder_start_token_id": tokens[0]} if tokens else {}
+
+
+def sampled_entries(folder: Path) -> Entries:
+    """Return the sampling settings that a folder recommends. Raises ModelError for one that is out of range."""
+    generation = read_generation(folder)
+    read_sampling(generation, folder)  # checks them
+    return sampling_entries(generation)
+
+
+def _windows(decoder: DecoderConfig) -> Entries:
+    """Return the sliding window, and which layers have it: all but each n-th, or a list."""
+    size = next((window for window in decoder.windows if window), None)
+    if size is None:
+        return {}
+    slides = [window is not None for window in decoder.windows]
+    periods = {n: [n == 0 or (index + 1) % n != 0 for index in range(len(slides))] for n in range(len(slides) + 1)}
+    pattern = next((n for n, layers in periods.items() if layers == slides), slides)
+    return {"attention.sliding_window": size, "attention.sliding_window_pattern": pattern}
+
+
+def _experts(config: Config, decoder: DecoderConfig) -> Entries:
+    experts = next((layer.mlp for layer in decoder.layers if isinstance(layer.mlp, Experts)), None)
+    if experts is None:
+        return {}
+    found: Entries = {"expert_count": experts.count, "expert_used_count": experts.used}
+    if "moe_intermediate_size" in config:
+        dense = config.get("intermediate_size") or experts.size
+        found |= {"expert_feed_forward_length": experts.size, "feed_forward_length": dense}
+    return found
+
+
+def _positions(config: Config, decoder: DecoderConfig) -> Entries:
+    """Return the rotary positions: those of layers without a window, and the base of the others."""
+    rope, rotated = _rope(decoder)
+    if rope is None:
+        return {}
+    found = {"rope.freq_base": rope.theta, "rope.dimension_count": rotated}
+    sliding = next((layer.attention.rope for layer in decoder.layers if layer.attention.window), None)
+    if sliding:
+        found["rope.freq_base_swa"] = sliding.theta
+    if rope.original_max_positions:
+        found["rope.scaling.original_context_length"] = rope.original_max_positions
+    return found | _scaling(config, rope)
+
+
+def _rope(decoder: DecoderConfig) -> tuple[Rope | None, int]:
+    """Return the rotary positions of layers without a window, or of others, and how many dimensions are rotated."""
+    found = [layer.attention for layer in decoder.layers if layer.attention.rope]
+    of = min(found, key=lambda each: each.window is not None, default=decoder.attention)
+    return of.rope, of.rotated
+
+
+def _settings(config: Config) -> Config:
+    """Return the rotary settings of layers without a window."""
+    scaling, rope = (config.get(key) or {} for key in ("rope_scaling", "rope_parameters"))
+    nested = rope.get(FULL)
+    return {**nested, **scaling} if nested is not None else scaling or rope
+
+
+def _scaling(config: Config, rope: Rope) -> Entries:
+    """Return the entries for the scaling of rotary positions; the rest of it is in tensors."""
+    settings = _settings(config)
+    if rope.long_factors:
+        return {"rope.scaling.type": "longrope", "rope.scaling.attn_factor": rope.scale}
+    match _stated_kind(config):
+        case "linear":
+            return {"rope.scaling.type": "linear", "rope.scaling.factor": float(settings["factor"])}
+        case "yarn":
+            return _yarn(config, rope)
+    return {} if rope.scale == 1 else {"rope.scaling.attn_factor": rope.scale}
+
+
+def _stated_kind(config: Config) -> str | None:
+    """Return the kind of scaling if entries describe all of it: linear, or YaRN with whole pairs as its bounds."""
+    settings = _settings(config)
+    kind = settings.get("rope_type") or settings.get("type")
+    beside = config.get("rope_parameters") or {}
+    is_truncated = False not in (settings.get("truncate"), beside.get("truncate"))
+    is_stated = settings.get("factor") is not None and _original(config) is not None and is_truncated
+    return kind if kind == "linear" or (kind == "yarn" and is_stated) else None
+
+
+def _original(config: Config) -> int | None:
+    """Return the context length before scaling. An entry outside the settings goes first, unless layers differ."""
+    stated: int | None = _settings(config).get(_ORIGINAL)
+    is_nested = FULL in (config.get("rope_parameters") or {})
+    return stated if is_nested else config.get(_ORIGINAL) or stated
+
+
+def _yarn(config: Config, rope: Rope) -> Entries:
+    """Return the entries of YaRN. Its factor of cosines and sines has two entries, of which one is needed."""
+    settings = _settings(config)
+    factor = float(settings["factor"])
+    found = {
+        "rope.scaling.type": "yarn",
+        "rope.scaling.factor": factor,
+        "rope.scaling.original_context_length": _original(config),
+    }
+    for key in ("beta_fast", "beta_slow"):
+        if settings.get(key):
+            found[f"rope.scaling.yarn_{key}"] = float(settings[key])
+    usual = 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
+    if math.isclose(rope.scale, usual):
+        return found
+    if rope.scale >= usual or settings.get("attention_factor") not in (None, 1):
+        return {**found, "rope.scaling.yarn_attn_factor": rope.scale}
+    return {**found, "rope.scaling.yarn_log_multiplier": (usual / rope.scale - 1) / (usual - 1)}
+
+
+def rope_tensors(config: Config, decoder: DecoderConfig) -> dict[str, np.ndarray]:
+    """Return the tensors of factors that some scalings of rotary positions have."""
+    config = {**_DEFAULTS.get(config["model_type"], {}), **config}
+    rope, _ = _rope(decoder)
+    if rope is None or not rope.factors or not all(map(math.isfinite, rope.factors)):
+        return {}
+    if rope.long_factors:
+        names = {ROPE_LONG: rope.long_factors, ROPE_SHORT: rope.factors}
+    else:
+        names = {} if _stated_kind(config) else {ROPE_FREQS: rope.factors}
+    return {name: np.array(factors, np.float32) for name, factors in names.items()}

@@ -8,9 +8,19 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from speculant.kernels import BLOCK_TYPES, TYPES, Kernels, NativeSampler, Sampler, Type, open_kernels
-from speculant.models.backends.base import AS_THEY_ARE, CODED, PLAIN, Packing
+from speculant.models.backends.base import (
+    AS_THEY_ARE,
+    CODED,
+    PLAIN,
+    Packing,
+    PacksWeights,
+    RoundsWeights,
+    StoresWeights,
+    TimesWeights,
+)
 from speculant.models.description import DecoderConfig
 from speculant.models.native.decoder import NativeDecoder
 from speculant.models.native.speeds import fastest_packing, row_seconds
@@ -20,7 +30,7 @@ from speculant.models.weights.source import QuantizedBlocks, WeightSource
 
 
 @dataclass(frozen=True)
-class NativeBackend:
+class NativeBackend(PacksWeights, RoundsWeights, TimesWeights, StoresWeights):
     """See `Backend`. kernels None = they were not built, and the backend can compute no model."""
 
     kernels: Kernels | None
@@ -35,31 +45,33 @@ class NativeBackend:
     store: WeightStore | None = None
 
     @property
+    @override
     def sampler(self) -> Sampler:
-        """See `Backend.sampler`."""
         return NativeSampler(self._built)
 
+    @override
     def why_not(self, config: DecoderConfig) -> str | None:
-        """See `Backend.why_not`."""
         if self.kernels is None:
             return "they were not built"
         return NativeDecoder.why_not(config)
 
+    @override
     def describe(self) -> str:
-        """See `Backend.describe`."""
         stored = ", weights in 12 bits" if self.packing.name == CODED else ""
         return f"{self._built.isa}, {self._built.threads} threads{stored}"
 
+    @override
     def packings(self, dtype: torch.dtype) -> Sequence[str]:
-        """See `PacksWeights.packings`."""
         return (PLAIN, CODED) if dtype == torch.bfloat16 else (PLAIN,)
 
+    @override
     def fastest_packing(
         self, config: DecoderConfig, quantization: str | None, weights: WeightSource | None = None
     ) -> Packing:
-        """See `PacksWeights.fastest_packing`: both ways are timed for a model that is large enough."""
+        """Both ways are timed for a model that is large enough."""
         return fastest_packing(self._built, config, quantization, weights)
 
+    @override
     def row_seconds(
         self,
         config: DecoderConfig,
@@ -67,18 +79,19 @@ class NativeBackend:
         dtype: torch.dtype,
         quantizations: Sequence[str | None],
     ) -> list[float]:
-        """See `TimesWeights.row_seconds`; speeds of types are measured the first time."""
+        """Speeds of types are measured the first time."""
         roundings = [None if each is None else ROUNDINGS[each] for each in quantizations]
         return row_seconds(self._built, config, weights, dtype, roundings)
 
+    @override
     def with_packing(self, packing: Packing) -> NativeBackend:
-        """See `PacksWeights.with_packing`."""
         return replace(self, packing=packing)
 
+    @override
     def with_store(self, folder: Path, facts: Sequence[str]) -> NativeBackend:
-        """See `StoresWeights.with_store`."""
         return replace(self, store=WeightStore(WeightCache(folder, self._built), facts))
 
+    @override
     def load(
         self,
         config: DecoderConfig,
@@ -87,17 +100,17 @@ class NativeBackend:
         device: torch.device,
         quantization: str | None = None,
     ) -> NativeDecoder:
-        """See `Backend.load`: each tensor is packed as it is read."""
+        """Each tensor is packed as it is read."""
         rounding = None if quantization is None else ROUNDINGS[quantization]
         coded = self.packing.name == CODED
         return NativeDecoder(config, weights, dtype, self._built, rounding, coded=coded, store=self.store)
 
+    @override
     def rounded_kind(self, type_: str, name: str, k: int) -> str:
-        """See `RoundsWeights.rounded_kind`."""
         return (ROUNDINGS.get(type_) or Rounding(Type[type_.upper()])).type_of(name, k).name
 
+    @override
     def round(self, kind: str, matrix: Tensor) -> QuantizedBlocks:
-        """See `RoundsWeights.round`."""
         return QuantizedBlocks(kind.lower(), tuple(matrix.shape), self._built.round(Type[kind], matrix))
 
     @property

@@ -7,15 +7,17 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from speculant.kernels import REFERENCE, Sampler
+from speculant.models.backends.base import Backend
 from speculant.models.description import DecoderConfig
 from speculant.models.reference import Decoder
 from speculant.models.weights.source import WeightSource, read_plain
 
 
 @dataclass(frozen=True)
-class ReferenceBackend:
+class ReferenceBackend(Backend):
     """See `Backend`. torch's kernels may round a row differently in another batch."""
 
     name: str = "reference"
@@ -27,14 +29,16 @@ class ReferenceBackend:
     row_invariant: bool = False
     sampler: Sampler = REFERENCE
 
+    @override
     def why_not(self, config: DecoderConfig) -> str | None:
-        """See `Backend.why_not`: it computes every model."""
+        """It computes every model."""
         return None
 
+    @override
     def describe(self) -> str:
-        """See `Backend.describe`."""
         return ""
 
+    @override
     def load(
         self,
         config: DecoderConfig,
@@ -43,7 +47,7 @@ class ReferenceBackend:
         device: torch.device,
         quantization: str | None = None,
     ) -> Decoder:
-        """See `Backend.load`. Tensors are copied to aligned memory, so the file may change afterwards."""
+        """Tensors are copied to aligned memory, so the file may change afterwards."""
         assert quantization is None, "the reference kernels do not quantise"
         with torch.device("meta"):
             model = Decoder(config)

@@ -23,9 +23,9 @@ from speculant.models.description import Attention, DecoderConfig, Layer, Tensor
 from speculant.models.gguf import GgufFamily, Number
 from speculant.models.sizes import LAYER
 
-GGUF = GgufFamily(
-    "command-r", paired=True, norm_eps="layer_norm_eps", config={"logit_scale": Number("logit_scale", zero=1.0)}
-)
+GGUF = GgufFamily("command-r", paired=True, norm_eps="layer_norm_eps", config={
+    "logit_scale": Number("logit_scale", zero=1.0, of=lambda decoder: decoder.head.scale),
+})  # fmt: skip
 
 
 def read_config(hf: Mapping[str, Any]) -> DecoderConfig:

@@ -47,8 +47,8 @@ def score_scalar(config: Mapping[str, Any], largest: int) -> int:
 
 GGUF = GgufFamily("gemma2", windows=WindowPattern(2, 4096), config={
     "query_pre_attn_scalar": lambda config: score_scalar(config, largest=46),
-    "attn_logit_softcapping": Number("attn_logit_softcapping", 50.0),
-    "final_logit_softcapping": Number("final_logit_softcapping", 30.0),
+    "attn_logit_softcapping": Number("attn_logit_softcapping", 50.0, of=lambda decoder: decoder.attention.softcap),
+    "final_logit_softcapping": Number("final_logit_softcapping", 30.0, of=lambda decoder: decoder.head.softcap),
 })  # fmt: skip
 
 

@@ -39,7 +39,7 @@ DEFAULTS = {
 GGUF = GgufFamily("gemma3", windows=WindowPattern(6), config={
     "query_pre_attn_scalar": lambda config: score_scalar(config, largest=62),
     "rope_local_base_freq": Number("rope.freq_base_swa", 10000.0),
-    "final_logit_softcapping": Number("final_logit_softcapping", None, zero=None),
+    "final_logit_softcapping": Number("final_logit_softcapping", None, None, lambda decoder: decoder.head.softcap),
 })  # fmt: skip
 
 

@@ -20,9 +20,9 @@ from speculant.models.description import Attention, DecoderConfig, Layer, Rows, 
 from speculant.models.gguf import GgufFamily, Truth
 from speculant.models.sizes import LAYER
 
-GGUF = GgufFamily(
-    "gptneox", norm_eps="layer_norm_eps", config={"use_parallel_residual": Truth("use_parallel_residual", True)}
-)
+GGUF = GgufFamily("gptneox", norm_eps="layer_norm_eps", config={
+    "use_parallel_residual": Truth("use_parallel_residual", True, lambda decoder: decoder.layers[0].parallel),
+})  # fmt: skip
 
 
 def read_config(hf: Mapping[str, Any]) -> DecoderConfig:

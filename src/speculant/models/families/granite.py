@@ -19,10 +19,10 @@ from speculant.models.description import DecoderConfig, Layer
 from speculant.models.gguf import GgufFamily, Number
 
 GGUF = GgufFamily("granite", paired=True, neutral={"rope.scaling.finetuned": (True,)}, config={
-    "embedding_multiplier": Number("embedding_scale", 1.0, zero=1.0),
-    "attention_multiplier": Number("attention.scale"),
-    "residual_multiplier": Number("residual_scale", 1.0, zero=1.0),
-    "logits_scaling": Number("logit_scale"),
+    "attention_multiplier": Number("attention.scale", of=lambda decoder: decoder.attention.score_scale),
+    "embedding_multiplier": Number("embedding_scale", 1.0, 1.0, lambda decoder: decoder.embedding.scale),
+    "residual_multiplier": Number("residual_scale", 1.0, 1.0, lambda decoder: decoder.layers[0].residual_scale),
+    "logits_scaling": Number("logit_scale", of=lambda decoder: 1 / decoder.head.scale),
 })  # fmt: skip
 
 

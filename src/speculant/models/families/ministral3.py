@@ -15,7 +15,9 @@ YARN = {
 }  # fmt: skip
 
 GGUF = GgufFamily("mistral3", needs="attention.temperature_scale", paired=True, config={
-    "rope_scaling.llama_4_scaling_beta": Number("attention.temperature_scale"),
+    "rope_scaling.llama_4_scaling_beta": Number(
+        "attention.temperature_scale", of=lambda decoder: decoder.ropes[0].query_beta or None
+    ),
 })  # fmt: skip
 
 

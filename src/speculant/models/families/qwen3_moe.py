@@ -19,14 +19,14 @@ from speculant.models.config import (
     window,
 )
 from speculant.models.description import DecoderConfig, Layer, map_modules
-from speculant.models.gguf import Count, GgufFamily, Truth
+from speculant.models.gguf import Count, GgufFamily, Truth, renormalised
 from speculant.models.sizes import LAYER
 
 GGUF = GgufFamily("qwen3moe", config={
     "num_experts": Count("expert_count"),
     "num_experts_per_tok": Count("expert_used_count"),
     "moe_intermediate_size": Count("expert_feed_forward_length"),
-    "norm_topk_prob": Truth("expert_weights_norm", True),
+    "norm_topk_prob": Truth("expert_weights_norm", True, renormalised),
 })  # fmt: skip
 TENSORS = map_modules(LAYER, LAYER, {"mlp.router": "mlp.gate"})
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from speculant.cache import CacheShape, KVCache, KVStorage
 from speculant.kernels import Arena, Draft, Flag, Op, Weight
 from speculant.models.base import Batch, CausalLM, Chain, Hidden
-from speculant.models.description import DecoderConfig
+from speculant.models.description import Columns, DecoderConfig, TensorMap
 from speculant.models.heads import HeadConfig, StateEntry, head_cache_shape
 from speculant.models.native.decoder import NativeDecoder
 from speculant.models.native.packed import (
@@ -25,46 +26,25 @@ from speculant.models.native.packed import (
     normalising,
 )
 from speculant.models.native.program import Buffers, Program
+from speculant.models.sizes import BEFORE_ATTENTION
 from speculant.models.weights.reader import WeightReader, WeightTypes
-from speculant.models.weights.source import QuantizedBlocks, WeightSource, order_of, read_plain
+from speculant.models.weights.source import Mapped, WeightSource
 from speculant.sampling import copied
 
 _QUERIES = ("q_proj.weight", "k_proj.weight", "v_proj.weight")
 
 
-@dataclass(frozen=True)
-class Half:
-    """A source that gives only the columns for e, or only those for h, of the matrices `double`, which multiply [e; h].
-
-    index: 0 = e, 1 = h.
-    """
-
-    source: WeightSource
-    double: frozenset[str]
-    index: int
-
-    def names(self) -> Collection[str]:
-        """See `WeightSource.names`."""
-        return self.source.names()
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """See `WeightSource.shape`."""
-        shape = self.source.shape(name)
-        return (shape[0], shape[1] // 2) if name in self.double else shape
-
-    def kind(self, name: str) -> str:
-        """See `WeightSource.kind`."""
-        return self.source.kind(name)
-
-    def order(self, name: str) -> Tensor | None:
-        """See `HasOrders.order`."""
-        return None if name in self.double else order_of(self.source, name)
-
-    def read(self, name: str) -> Tensor | QuantizedBlocks:
-        """See `WeightSource.read`."""
-        if name not in self.double:
-            return self.source.read(name)
-        return read_plain(self.source, name).chunk(2, dim=1)[self.index]
+def _halves(weights: WeightSource, double: frozenset[str]) -> list[Mapped]:
+    """Return the sources of the columns for e, and of those for h, of the matrices `double`, which multiply [e; h]."""
+    shapes = {name: weights.shape(name) for name in weights.names()}
+    widths = {name: shapes[name][1] for name in double & shapes.keys()}
+    halved = {name: (shapes[name][0], width // 2) for name, width in widths.items()}
+    return [
+        Mapped(weights, {**shapes, **halved}, TensorMap(tuple(
+            (name, Columns(name, index * (width // 2), width // 2, width)) for name, width in widths.items()
+        )))
+        for index in (0, 1)
+    ]  # fmt: skip
 
 
 def _double(config: HeadConfig) -> frozenset[str]:
@@ -97,9 +77,9 @@ class PackedHead:
         host, kernels, dtype = target.packed, target.kernels, target.cache_shape.dtype
         own, arena = config.decoder, Arena(kernels.touch)
         names = {name.removesuffix(".weight") for name in weights.names()}
-        halves = [Half(weights, _double(config), index) for index in (0, 1)]
         of_e, of_h = (
-            WeightReader(WeightTypes(half, dtype), kernels, arena, rounded=target.head_rounding) for half in halves
+            WeightReader(WeightTypes(half, dtype), kernels, arena, rounded=target.head_rounding)
+            for half in _halves(weights, _double(config))
         )
         decoder = PackedDecoder(
             config=_with_parts_of(host.config, config),
@@ -179,10 +159,9 @@ class HeadProgram(Program):
 
     def _enter_by_attention(self) -> Iterator[Op]:
         head, buffers, first = self._head, self._buffers, self._head.decoder.layers[0]
-        assert first.before_attention is not None
         assert head.hidden_norm is not None
         yield embedding(head.decoder.table, buffers.x, head.decoder.config.embedding.scale)
-        yield normalising(first.before_attention, buffers.x, buffers.y)
+        yield normalising(first.norms[BEFORE_ATTENTION], buffers.x, buffers.y)
         yield from linears(first.attention.qkv, buffers.y, buffers.qkv, first.attention.qkv_bias)
         normed = head.config.norm_before_residual
         yield normalising(head.hidden_norm, self.states, buffers.y, copy=None if normed else buffers.x)
@@ -210,8 +189,9 @@ class NativeBlockHead(NativeDecoder):
         self._begin(PackedHead.read(config, weights, target).decoder, target.cache_shape.dtype, target.kernels)
         self._context: ContextProgram | None = None
 
+    @override
     def forward(self, batch: Batch, storage: KVStorage, taps: Sequence[int] = ()) -> Hidden:
-        """See `CausalLM.forward`; rows of states have no result."""
+        """Rows of states have no result."""
         if batch.hidden is None:
             return super().forward(batch, storage, taps)
         layout, rows = self.layout(batch, storage), len(batch.tokens)
@@ -222,8 +202,9 @@ class NativeBlockHead(NativeDecoder):
         self.kernels.run(self._context.ops, layout.on)
         return Hidden(buffers.x[:0])
 
+    @override
     def grow(self, chains: Sequence[Chain], cache: KVCache, vocab_size: int) -> Sequence[Chain]:
-        """See `CausalLM.grow`; this head draws none by itself."""
+        """This head draws none by itself."""
         return chains
 
 
@@ -245,8 +226,9 @@ class NativeHead(NativeDecoder):
         assert isinstance(made, HeadProgram)
         return made
 
+    @override
     def forward(self, batch: Batch, storage: KVStorage, taps: Sequence[int] = ()) -> Hidden:
-        """See `CausalLM.forward`; there are no taps."""
+        """There are no taps."""
         assert batch.hidden is not None, "a head reads a hidden state for each row"
         layout, rows = self.layout(batch, storage), len(batch.tokens)
         program = self.program

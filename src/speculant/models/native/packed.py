@@ -14,7 +14,7 @@ A pair is a row and one of its experts. The kernels select the pairs; csrc/exper
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -38,11 +38,6 @@ from speculant.models.description import (
 )
 from speculant.models.positions import buckets_of, sinusoids
 from speculant.models.sizes import (
-    AFTER_ATTENTION,
-    AFTER_MLP,
-    BEFORE_ATTENTION,
-    BEFORE_CROSS,
-    BEFORE_MLP,
     CROSS,
     DECODER,
     DISTANCES,
@@ -50,9 +45,6 @@ from speculant.models.sizes import (
     ENCODER,
     ENCODER_LAYER,
     ENCODER_NORM,
-    END_ATTENTION,
-    END_CROSS,
-    END_MLP,
     HEAD,
     HEAD_BIAS,
     LAYER,
@@ -64,6 +56,7 @@ from speculant.models.sizes import (
     TOKEN_INPUTS,
     TOKEN_TABLE,
     activations,
+    layer_norms,
     learned_positions,
 )
 from speculant.models.weights.reader import WeightReader
@@ -148,13 +141,8 @@ class PackedNorm(NamedTuple):
     bias: Tensor | None
 
     @classmethod
-    def read(cls, of: Norm | None, weights: WeightReader, name: str, width: int = 0) -> PackedNorm | None:
-        """Read a norm's vectors, which are called name.weight and name.bias; None = the model does not have it.
-
-        width: that of a norm without scales.
-        """
-        if of is None:
-            return None
+    def read(cls, of: Norm, weights: WeightReader, name: str, width: int = 0) -> PackedNorm:
+        """Read a norm's vectors, which are called name.weight and name.bias. width: that of a norm without scales."""
         scale = weights.vector(f"{name}.weight") if of.scaled else torch.ones(width)
         bias = weights.vector(f"{name}.bias") if of.bias else None
         return cls(of, scale + of.offset if of.offset else scale, bias)
@@ -217,17 +205,14 @@ class PackedInputs:
         """Read and pack the weights; None = the layer has none."""
         if of is None:
             return None
-        norm, output_norm = (PackedNorm.read(of.norm, inputs, name) for name in ("norm", "output_norm"))
-        assert norm is not None
-        assert output_norm is not None
         return cls(
             of=of,
             table=inputs.unrounded().matrix(TOKEN_TABLE),
             projection=inputs.matrix("projection.weight"),
-            norm=norm,
+            norm=PackedNorm.read(of.norm, inputs, "norm"),
             gate=inputs.matrix("gate_proj.weight"),
             out=inputs.matrix("out_proj.weight"),
-            output_norm=output_norm,
+            output_norm=PackedNorm.read(of.norm, inputs, "output_norm"),
         )
 
     @property
@@ -467,14 +452,15 @@ class PackedAttention:
         """Read and pack the weights, without a table of distances that it shares."""
         projections = ("q_proj", "k_proj", "v_proj") if of.own_kv_heads else ("q_proj",)
         groups = (projections[:1], projections[1:]) if queries_apart else (projections,)
-        key_norm, value_norm = (of.qk_norm, of.value_norm) if of.own_kv_heads else (None, None)
+        norms = {"q_norm": of.qk_norm, **({"k_norm": of.qk_norm, "v_norm": of.value_norm} if of.own_kv_heads else {})}
+        packed = {name: PackedNorm.read(norm, weights, name, of.head_dim) for name, norm in norms.items() if norm}
         return cls(
             of=of,
             qkv=tuple(matrix for names in groups for matrix in weights.matrices(*(f"{name}.weight" for name in names))),
             qkv_bias=weights.vector(*(f"{name}.bias" for name in projections)) if of.bias else None,
-            query_norm=PackedNorm.read(of.qk_norm, weights, "q_norm"),
-            key_norm=PackedNorm.read(key_norm, weights, "k_norm"),
-            value_norm=PackedNorm.read(value_norm, weights, "v_norm", of.head_dim),
+            query_norm=packed.get("q_norm"),
+            key_norm=packed.get("k_norm"),
+            value_norm=packed.get("v_norm"),
             sinks=weights.vector("sinks") if of.sinks else None,
             distances=DistanceTable.read(of.distances, weights),
             out=weights.matrix("o_proj.weight"),
@@ -506,21 +492,14 @@ class PackedAttention:
 class PackedLayer:
     """The weights of one layer that `of` describes. None = it does not have this one.
 
-    scale: the factor of the residual stream at the end.
+    norms: by the names of their modules, see `layer_norms`. scale: the factor of the residual stream at the end.
     """
 
     of: Layer
-    before_attention: PackedNorm | None
+    norms: Mapping[str, PackedNorm]
     attention: PackedAttention
-    after_attention: PackedNorm | None
-    before_cross: PackedNorm | None
     cross: PackedAttention | None
-    before_mlp: PackedNorm | None
     mlp: PackedMlp | PackedExperts
-    after_mlp: PackedNorm | None
-    end_attention: PackedNorm | None = None
-    end_cross: PackedNorm | None = None
-    end_mlp: PackedNorm | None = None
     inputs: PackedInputs | None = None
     scale: float = 1.0
 
@@ -530,17 +509,10 @@ class PackedLayer:
         mlp, cross = layer.inside("mlp."), layer.inside(CROSS)
         return cls(
             of=of,
-            before_attention=PackedNorm.read(of.before_attention, layer, BEFORE_ATTENTION),
+            norms={name: PackedNorm.read(norm, layer, name) for name, norm in layer_norms(of).items()},
             attention=PackedAttention.read(of.attention, layer.inside(SELF), queries_apart=queries_apart),
-            after_attention=PackedNorm.read(of.after_attention, layer, AFTER_ATTENTION),
-            before_cross=PackedNorm.read(of.before_cross, layer, BEFORE_CROSS),
             cross=PackedAttention.read(of.cross, cross, queries_apart=True) if of.cross else None,
-            before_mlp=PackedNorm.read(of.before_mlp, layer, BEFORE_MLP),
             mlp=PackedExperts.read(of.mlp, mlp) if isinstance(of.mlp, Experts) else PackedMlp.read(of.mlp, mlp),
-            after_mlp=PackedNorm.read(of.after_mlp, layer, AFTER_MLP),
-            end_attention=PackedNorm.read(of.end_attention, layer, END_ATTENTION),
-            end_cross=PackedNorm.read(of.end_cross, layer, END_CROSS),
-            end_mlp=PackedNorm.read(of.end_mlp, layer, END_MLP),
             inputs=PackedInputs.read(of.token_inputs, layer.inside(TOKEN_INPUTS)),
             scale=_read_scale(layer) if of.scaled else 1.0,
         )
@@ -599,7 +571,7 @@ class PackedEmbedding(NamedTuple):
         positions = weights.vector(f"{beginning}{POSITIONS}.weight") if learned_positions(of) else None
         if of.positions and of.sinusoids:
             positions = sinusoids(torch.arange(of.positions), of.hidden_size)
-        return cls(positions, PackedNorm.read(of.norm, weights, beginning + EMBEDDING_NORM))
+        return cls(positions, PackedNorm.read(of.norm, weights, beginning + EMBEDDING_NORM) if of.norm else None)
 
 
 NO_EMBEDDING = PackedEmbedding(None, None)
@@ -618,7 +590,6 @@ class PackedEncoder(NamedTuple):
         if encoder is None:
             return None
         norm = PackedNorm.read(encoder.norm, weights, ENCODER_NORM.removesuffix(".weight"))
-        assert norm is not None
         embedding = PackedEmbedding.read(of, weights, ENCODER)
         return cls(embedding, PackedLayer.read_all(encoder.layers, weights, ENCODER_LAYER), norm)
 

@@ -29,10 +29,12 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from speculant.cache import by_length
 from speculant.kernels import MOST_BYTES, Bounds, Code, Flag, Kernels, Op, Pass, Type, Weight
 from speculant.models.description import Attention
+from speculant.models.heads import Linears
 from speculant.models.native.packed import (
     PackedAttention,
     PackedDecoder,
@@ -52,6 +54,16 @@ from speculant.models.native.packed import (
     normalising,
 )
 from speculant.models.positions import rotation_of, rotations
+from speculant.models.sizes import (
+    AFTER_ATTENTION,
+    AFTER_MLP,
+    BEFORE_ATTENTION,
+    BEFORE_CROSS,
+    BEFORE_MLP,
+    END_ATTENTION,
+    END_CROSS,
+    END_MLP,
+)
 from speculant.types import LayerStates
 
 FLOAT_BYTES = 4
@@ -153,9 +165,9 @@ class Program:
             yield normalising(norm, self._buffers.x, self._buffers.x)
 
     def _layer(self, index: int, layer: PackedLayer) -> Iterator[Op]:
-        yield from self._enter(index, layer.before_attention)
-        own = layer.attention
-        yield from linears(own.qkv, self._normed(layer.before_attention), self._buffers.qkv, own.qkv_bias)
+        own, before = layer.attention, layer.norms.get(BEFORE_ATTENTION)
+        yield from self._enter(index, before)
+        yield from linears(own.qkv, self._normed(before), self._buffers.qkv, own.qkv_bias)
         yield from self._after_queries(index, layer)
 
     def _after_queries(self, index: int, layer: PackedLayer) -> Iterator[Op]:
@@ -166,15 +178,15 @@ class Program:
         buffers, own, scale = self._buffers, layer.attention, layer.of.residual_scale
         yield from self._rotation(index, own, own.of.heads)
         yield self._attention(index, own)
-        attended = [*self._add(own.out, buffers.heads, own.out_bias, layer.after_attention, scale)]
-        attended += [*self._normalise(layer.end_attention), *self._cross(index, layer)]
+        attended = [*self._add(own.out, buffers.heads, own.out_bias, layer.norms.get(AFTER_ATTENTION), scale)]
+        attended += [*self._normalise(layer.norms.get(END_ATTENTION)), *self._cross(index, layer)]
         inner = self._inner(layer)
         yield from (*inner, *attended) if layer.of.parallel else (*attended, *inner)
         if isinstance(layer.mlp, PackedMlp):
-            yield from self._add(layer.mlp.down, buffers.gated, layer.mlp.down_bias, layer.after_mlp, scale)
+            yield from self._add(layer.mlp.down, buffers.gated, layer.mlp.down_bias, layer.norms.get(AFTER_MLP), scale)
         else:
-            yield from self._add_experts(layer.mlp, layer.after_mlp, scale)
-        yield from self._normalise(layer.end_mlp)
+            yield from self._add_experts(layer.mlp, layer.norms.get(AFTER_MLP), scale)
+        yield from self._normalise(layer.norms.get(END_MLP))
         if layer.inputs:
             assert buffers.embedded is not None
             assert buffers.inputs is not None
@@ -188,13 +200,13 @@ class Program:
         """Add attention over the source to x, if the layer has it."""
         if layer.cross is None:
             return
-        buffers, own = self._buffers, layer.cross
-        if layer.before_cross:
-            yield normalising(layer.before_cross, buffers.x, buffers.y)
-        yield from linears(own.qkv[:1], self._normed(layer.before_cross), buffers.qkv, own.query_bias)
+        buffers, own, before = self._buffers, layer.cross, layer.norms.get(BEFORE_CROSS)
+        if before:
+            yield normalising(before, buffers.x, buffers.y)
+        yield from linears(own.qkv[:1], self._normed(before), buffers.qkv, own.query_bias)
         yield self._attention(index, own)
         yield from self._add(own.out, buffers.heads, own.out_bias, None, layer.of.residual_scale)
-        yield from self._normalise(layer.end_cross)
+        yield from self._normalise(layer.norms.get(END_CROSS))
 
     def _add(
         self, weight: Weight, source: Tensor, bias: Tensor | None, norm: PackedNorm | None, scale: float
@@ -219,10 +231,10 @@ class Program:
 
     def _inner(self, layer: PackedLayer) -> Iterator[Op]:
         """Compute `gated` from the block's input, and for experts also their results."""
-        buffers, mlp, before = self._buffers, layer.mlp, layer.before_mlp
+        buffers, mlp, before = self._buffers, layer.mlp, layer.norms.get(BEFORE_MLP)
         if before:
             yield normalising(before, buffers.x, buffers.y)
-        source = self._normed(before or (layer.before_attention if layer.of.parallel else None))
+        source = self._normed(before or (layer.norms.get(BEFORE_ATTENTION) if layer.of.parallel else None))
         if isinstance(mlp, PackedExperts):
             assert buffers.scores is not None
             assert buffers.results is not None
@@ -336,7 +348,7 @@ def _tap_field(op: Op, y: Tensor) -> str:
     return "copy" if op.copy == y.data_ptr() else ""
 
 
-class NativeLinears:
+class NativeLinears(Linears):
     """See `Linears` (models/heads.py). A row's result depends on that row alone, bit for bit."""
 
     def __init__(self, kernels: Kernels, type_: Type, matrices: Sequence[Tensor], biases: Tensor | None) -> None:
@@ -351,8 +363,9 @@ class NativeLinears:
         self._ops = (Op * count)(*map(linear, self._weights, self._x, self._out, biases))
         self._kernels.check(self._ops, Bounds(rows=rows))
 
+    @override
     def __call__(self, x: Tensor) -> Tensor:
-        """See `Linears`; float32."""
+        """Float32."""
         count, rows = x.shape[:2]
         if rows > self._x.shape[1]:
             self._take_room(max(rows, 2 * self._x.shape[1]))

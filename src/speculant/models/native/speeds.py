@@ -46,13 +46,12 @@ from speculant.models.weights.reader import Rounding, WeightTypes
 from speculant.models.weights.source import WeightSource
 
 MIB = 2**20
-LEAST_BYTES = 64 * MIB  # of a model: the weights of a smaller one may stay in the processor's caches
+LEAST_CODED_BYTES = 64 * MIB  # of a model: the weights of a smaller one may stay in the processor's caches
 TIMED_BYTES = 64 * MIB  # that are read in turn; more if the caches are large
 MOST_TIMED_BYTES = 512 * MIB
 ROWS = (1, 5, 8)  # of plain decoding, of four drafted tokens, and of several sequences
 LAYER_BYTES = 8 * MIB
 SECONDS = 0.06  # after which no further round of runs begins
-DISTINCT = 8  # panels of random weights; the others repeat them
 LEAST_GAIN = 1.03  # at one row
 LEAST_ELSEWHERE = 0.97
 
@@ -71,7 +70,7 @@ def fastest_packing(
     size = 2 * (matrix_weights(config) if weights is None else narrow_weights(config, weights))  # bytes
     if not size:
         return AS_STORED
-    if size < LEAST_BYTES:
+    if size < LEAST_CODED_BYTES:
         return Packing(PLAIN, f"{size / MIB:.0f} MiB of weights may stay in the processor's caches")
     depths = sorted({config.hidden_size, *(layer.mlp.size for layer in config.layers)})
     return choose(kept_gains(kernels, depths, min(size, timed_bytes())))
@@ -132,7 +131,7 @@ def time_packings(kernels: Kernels, depths: Sequence[int], num_bytes: int) -> Ti
     There are small layers of all depths, with `num_bytes` of plain weights together, so that each is read from memory.
     """
     count = max(1, num_bytes // (len(depths) * LAYER_BYTES))
-    plain = [_random_matrix(kernels, depth) for depth in depths]
+    plain = [_random_weight(kernels, Type.BF16, depth, 8, LAYER_BYTES) for depth in depths]
     layers = {
         PLAIN: _copies(kernels, plain, count),
         CODED: _copies(kernels, [kernels.code(each) for each in plain], count),
@@ -148,15 +147,19 @@ def time_packings(kernels: Kernels, depths: Sequence[int], num_bytes: int) -> Ti
     return seconds
 
 
-def _random_matrix(kernels: Kernels, depth: int) -> Weight:
-    """Return a packed matrix of about LAYER_BYTES, of random weights with the exponents of trained ones."""
-    height = DISTINCT * panel_rows(kernels)
-    generator = torch.Generator().manual_seed(0)
-    distinct = kernels.pack(Type.BF16, torch.randn(height, depth, generator=generator).mul_(0.02).bfloat16()).memory
-    times = max(1, LAYER_BYTES // len(distinct))
-    memory = aligned(times * len(distinct))
-    memory.view(times, -1).copy_(distinct)
-    return Weight(memory, Type.BF16, times * height, depth)
+def _random_weight(kernels: Kernels, type_: Type, k: int, panels: int, size: int) -> Weight:
+    """Return a packed matrix of about `size` bytes, of random weights with the exponents of trained ones.
+
+    panels: how many differ; the others repeat them.
+    """
+    height = panels * panel_rows(kernels)
+    rows = torch.randn(height, k, generator=torch.Generator().manual_seed(0)).mul_(0.02).bfloat16()
+    rows = rows.half() if type_ == Type.F16 else rows
+    few = Packer(kernels, torch.bfloat16, Arena(kernels.touch)).pack(type_, height, k, [[lambda: rows]])
+    times = max(1, size // len(few.memory))
+    memory = aligned(times * len(few.memory))
+    memory.view(times, -1).copy_(few.memory)
+    return Weight(memory, type_, times * height, k)
 
 
 def _copies(kernels: Kernels, weights: Sequence[Weight], count: int) -> list[Weight]:
@@ -170,9 +173,8 @@ def _copies(kernels: Kernels, weights: Sequence[Weight], count: int) -> list[Wei
     return [copy(weight) for weight in weights for _ in range(count)]
 
 
-Kind = tuple[Type, int]  # of a matrix: its type and its depth k
+_Kind = tuple[Type, int]  # of a matrix: its type and its depth k
 
-FEW_PANELS = 2  # panels of random weights; the others repeat them
 MATRIX_BYTES = 2**22
 RUNS = 6  # of which the best counts: other programs only add time
 
@@ -195,7 +197,7 @@ def row_seconds(
 
 def _bytes_by_kind(
     kernels: Kernels, config: DecoderConfig, types: WeightTypes, rounding: Rounding | None
-) -> dict[Kind, int]:
+) -> dict[_Kind, int]:
     """Return how many bytes a pass of one row reads, by type, with the depth that has the most bytes of the type."""
     found = defaultdict[Type, Counter[int]](Counter)
     for name, (n, k), share in pass_matrices(config):
@@ -204,7 +206,7 @@ def _bytes_by_kind(
     return {(type_, depths.most_common(1)[0][0]): depths.total() for type_, depths in found.items()}
 
 
-def kept_speeds(kernels: Kernels, kinds: Collection[Kind]) -> dict[Kind, float]:
+def kept_speeds(kernels: Kernels, kinds: Collection[_Kind]) -> dict[_Kind, float]:
     """Return the seconds per byte of matrices, from disk if they were measured before."""
     facts = ["speeds", kernels.isa, kernels.layout, str(kernels.threads)]
     path = costs_folder() / f"{key_of(facts)}.speeds.json"
@@ -221,7 +223,7 @@ def kept_speeds(kernels: Kernels, kinds: Collection[Kind]) -> dict[Kind, float]:
     return {kind: kept[name] for name, kind in names.items()}
 
 
-def measure_speeds(kernels: Kernels, kinds: Collection[Kind]) -> tuple[list[float], float]:
+def measure_speeds(kernels: Kernels, kinds: Collection[_Kind]) -> tuple[list[float], float]:
     """Return the seconds per byte in a pass of one row, for matrices of each kind, and the spread of the runs.
 
     All kinds are timed in turn, so that other programs slow down all of them. Their memory together is too large for
@@ -238,22 +240,11 @@ def measure_speeds(kernels: Kernels, kinds: Collection[Kind]) -> tuple[list[floa
     return best, spread_of(runs)
 
 
-def _run(kernels: Kernels, kind: Kind, memory: Tensor, x: Tensor, out: Tensor) -> tuple[ctypes.Array[Op], int]:
+def _run(kernels: Kernels, kind: _Kind, memory: Tensor, x: Tensor, out: Tensor) -> tuple[ctypes.Array[Op], int]:
     """Return operations that multiply a row by copies of a matrix, which fill `memory`, and the bytes of the copies."""
-    panels = _random_panels(kernels, *kind)
+    panels = _random_weight(kernels, *kind, 2, MATRIX_BYTES)
     size = -(-len(panels.memory) // ALIGNMENT) * ALIGNMENT
     places = range(-memory.data_ptr() % ALIGNMENT, len(memory) - size + 1, size)
     copies = [memory[place : place + len(panels.memory)].copy_(panels.memory) for place in places]
     ops = [linear(replace(panels, memory=copy), x[:, : panels.k], out[:, : panels.n]) for copy in copies]
     return (Op * len(ops))(*ops), size * len(ops)
-
-
-def _random_panels(kernels: Kernels, type_: Type, k: int) -> Weight:
-    """Return a packed matrix of about MATRIX_BYTES of random weights."""
-    height = FEW_PANELS * panel_rows(kernels)
-    rows = torch.randn(height, k, generator=torch.Generator().manual_seed(0)).mul_(0.02).bfloat16()
-    if type_ == Type.F16:
-        rows = rows.half()
-    few = Packer(kernels, torch.bfloat16, Arena(kernels.touch)).pack(type_, height, k, [[lambda: rows]])
-    times = max(1, MATRIX_BYTES // len(few.memory))
-    return Weight(few.memory.repeat(times), type_, times * height, k)

@@ -16,7 +16,7 @@ from typing import Any
 
 from speculant.errors import ModelError
 from speculant.files import read_optional_json
-from speculant.models.config import is_whole, show
+from speculant.models.config import is_whole, listed, show
 
 _ROUNDS = '--quantization int4 (in Python quantization="int4") rounds it to 4 bits while it is loaded.'
 _MOST_NAME, _MOST_BITS = 60, 100  # that are shown
@@ -30,7 +30,6 @@ _NO_WEIGHTS = (
 )  # files that trainers write next to weights
 _SNAPSHOT = re.compile(r"models--(.+)/snapshots/([^/]+)")  # the end of a folder in the hub's cache
 _DESCRIBES = re.compile(r"(?!.*\.bin\.)([\w.-]+\.(json|jinja)|tokenizer[\w.-]*)")  # files next to weights
-_SHOWN = 5  # files
 _ENTRIES = {"quantization_config": None, "compression_config": "compressed-tensors"}  # and the format without a name
 _BESIDE = {"quantize_config.json": "gptq", "quant_config.json": "awq"}  # files of options, and their formats
 _BY_TRANSFORMERS = ' Or set model_backend="transformers" (extra transformers), which runs others too, slower.'
@@ -150,13 +149,13 @@ def _error(where: str, lacks: str, files: Sequence[str], folder: Path, before: s
     """Return the error for a place with these files. before: the commands that bring them to the folder."""
     pickles = [file for file in files if _is_weights(file)]
     if not pickles:
-        found = f"its files are {_listed(files)}" if files else "it is empty"
+        found = f"its files are {listed(files)}" if files else "it is empty"
         return ModelError(f"{where} has {lacks}; {found}", "name a folder with safetensors weights.")
     paths = [folder / file for file in ("model.safetensors", *pickles)]
     command = f'{before}python -c "{_CONVERT}" {_words(paths)}'
     then = f", and name the folder {folder}" if before else ""
     return ModelError(
-        f"{where} has only pickled weights ({_listed(pickles)}), and pickles are refused because they can run code"
+        f"{where} has only pickled weights ({listed(pickles)}), and pickles are refused because they can run code"
         " when they are opened",
         f"convert them to safetensors once{then}: {command}",
     )
@@ -178,11 +177,6 @@ def _is_weights(file: str) -> bool:
 
 def _words(values: Iterable[object]) -> str:
     return " ".join(shlex.quote(str(value)) for value in values)
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f", and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
 
 
 logger = logging.getLogger(__name__)

@@ -33,7 +33,7 @@ from speculant.models.base import CausalLM, ConvertsKeys, check_needs
 from speculant.models.config import text_config
 from speculant.models.description import DecoderConfig
 from speculant.models.gguf import GgufWeights, read_gguf_config, read_gguf_decoder
-from speculant.models.sizes import HEAD, TABLE, matrix_weights, tensor_shapes
+from speculant.models.sizes import TABLE, matrix_weights, tensor_shapes
 from speculant.models.source import (
     NO_RULES,
     OutputRules,
@@ -45,13 +45,11 @@ from speculant.models.source import (
     resolve_source,
 )
 from speculant.models.transformers import LoadedByTransformers, check_options, load_by_transformers
-from speculant.models.vocabulary import TargetVocabulary
+from speculant.models.vocabulary import TargetVocabulary, with_short_head
 from speculant.models.weights.formats import check_readable, quantization_of, unknown_family, with_options_beside
 from speculant.models.weights.source import (
     DECODED_BITS,
-    CheckedWeights,
     Mapped,
-    ShortHead,
     StoredWeights,
     WeightSource,
     listed_kinds,
@@ -145,10 +143,9 @@ def load_model(
     chosen, named = files.dtype(dtype), files.weights
     backend, described = choose_backend(kernels, quantization, decoder, chosen, place, weight_packing, named)
     _warn_of_decoding(folder, backend, named)
-    weights = CheckedWeights(named, named.names())
-    decoder, own = _fitted(decoder, weights, head_tokens, vocabulary)
+    decoder, weights = _fitted(decoder, files.weights, head_tokens, vocabulary)
     kept = KeptWeights.of(weight_cache, backend, tensors, _facts(files, chosen, quantization, decoder, vocabulary))
-    loaded = kept.backend.load(decoder, own, chosen, place, quantization)
+    loaded = kept.backend.load(decoder, weights, chosen, place, quantization)
     weights.check(backend.name)
     check_needs(loaded.needs)
     model, stored_as = _with_cache_type(loaded, chosen, kv_cache_dtype, backend)
@@ -316,8 +313,8 @@ def _check_rounding(tensors: StoredWeights, quantization: str | None) -> None:
 
 
 def _fitted(
-    decoder: DecoderConfig, weights: WeightSource, head_tokens: tuple[int, ...], vocabulary: TargetVocabulary | None
-) -> tuple[DecoderConfig, WeightSource]:
+    decoder: DecoderConfig, weights: Mapped, head_tokens: tuple[int, ...], vocabulary: TargetVocabulary | None
+) -> tuple[DecoderConfig, Mapped]:
     """Return a model and its weights with logits for some tokens alone, by the target's ids; see `load_model`."""
     if vocabulary is None:
         return with_short_head(decoder, weights, head_tokens)
@@ -357,23 +354,6 @@ class KeptWeights:
         if self._store is None:
             return ""
         return self._store.keep() if settled and self.tensors.stamps() == self.stamps else "packed"
-
-
-def with_short_head(
-    config: DecoderConfig, weights: WeightSource, tokens: tuple[int, ...]
-) -> tuple[DecoderConfig, WeightSource]:
-    """Return the config and the weights of a model whose head has the rows of these tokens only; () = all.
-
-    Raises ConfigError for a token that the model does not have.
-    """
-    if not tokens:
-        return config, weights
-    if not 0 <= tokens[0] <= tokens[-1] < config.vocab_size:
-        raise ConfigError(
-            f"head_tokens has the tokens {tokens[0]} to {tokens[-1]} and the draft model has {config.vocab_size}",
-            "make the file with this model's tokenizer.",
-        )
-    return config.with_head(tokens), ShortHead(weights, tokens, TABLE if config.head.tied else HEAD)
 
 
 def _check_dtype(dtype: str) -> None:

@@ -11,6 +11,7 @@ their scales.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -23,7 +24,7 @@ from speculant.models.weights.source import (
     DECODED_AT_ONCE,
     FP8_BLOCK,
     GROUP,
-    SCALE,
+    SCALE_SIZE,
     QuantizedBlocks,
     e4m3_numbers,
     layout_of,
@@ -152,6 +153,7 @@ def unpacked(words: Tensor, bits: int, axis: int, places: tuple[int, ...] = ()) 
 
 
 SCALE_KINDS = ("BF16", "F16", "F32", "F8_E8M0")
+SCALES_OF_16 = ("BF16", "F16", "F32")
 WORD = 32  # bits
 OF_CACHE = (
     ".kv_scale", ".q_scale", ".k_scale", ".v_scale", ".q_zero_point", ".k_zero_point", ".v_zero_point",
@@ -216,67 +218,49 @@ def read_scales(parts: ModuleParts, end: str) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Fp8Matrix:
-    """See `StoredMatrix`: numbers in e4m3. weight, scale: the ends of the names of numbers and scales."""
+class KnownMatrix:
+    """A `StoredMatrix` of a kind that its headers tell."""
 
-    parts: ModuleParts
-    weight: str
-    scale: str
-    named: Tile | None = None
+    shape: tuple[int, ...]
+    kind: str
+    read: Callable[[], Tensor | QuantizedBlocks]
+    why_decoded: str = ""
     order: Tensor | None = None
 
-    @cached_property
-    def shape(self) -> tuple[int, ...]:
-        """See `StoredMatrix.shape`."""
-        return matrix_shape(self.parts, self.weight, "F8_E4M3")
 
-    @cached_property
-    def tile(self) -> Tile:
-        """The parts that have a scale. Raises ModelError."""
-        return tile_of(self.parts, self.scale, self.shape, self.named)
+def fp8_matrix(parts: ModuleParts, weight: str, scale: str, named: Tile | None) -> KnownMatrix:
+    """Return a matrix in e4m3. weight, scale: the ends of the names of numbers and scales. named: see `tile_of`.
 
-    def check(self) -> Fp8Matrix:
-        """Return the matrix. Raises ModelError for scales that do not fit it."""
-        self.tile.counts(self.shape)
-        return self
+    Raises ModelError for scales that do not fit it; when it is read, for numbers or scales that are NaN or too large.
+    """
+    shape = matrix_shape(parts, weight, "F8_E4M3")
+    tile = tile_of(parts, scale, shape, named)
+    fits = tile.columns >= shape[1] or tile.columns % FP8_BLOCK == 0
+    why = "" if fits else f"a scale belongs to {tile.columns} inputs, which is not a multiple of {FP8_BLOCK}"
 
-    @property
-    def why_decoded(self) -> str:
-        """See `StoredMatrix.why_decoded`."""
-        columns = self.tile.columns
-        if columns >= self.shape[1] or columns % FP8_BLOCK == 0:
-            return ""
-        return f"a scale belongs to {columns} inputs, which is not a multiple of {FP8_BLOCK}"
-
-    @property
-    def kind(self) -> str:
-        """See `StoredMatrix.kind`."""
-        return "E4M3" if self.why_decoded else "FP8"
-
-    def read(self) -> Tensor | QuantizedBlocks:
-        """See `StoredMatrix.read`. Raises ModelError for numbers or scales that are NaN or too large."""
-        numbers, scales = self.parts.read(self.weight).view(torch.uint8), read_scales(self.parts, self.scale)
+    def read() -> Tensor | QuantizedBlocks:
+        numbers, scales, k = parts.read(weight).view(torch.uint8), read_scales(parts, scale), shape[1]
         if int((numbers & 127).max()) == 127:
-            raise self.parts.error(f"{self.parts.module}{self.weight} has numbers that are NaN", AGAIN)
+            raise parts.error(f"{parts.module}{weight} has numbers that are NaN", AGAIN)
         if not bool((scales * LARGEST).isfinite().all()):
-            raise self.parts.error(f"{self.parts.module}{self.scale} has scales that make weights infinite", AGAIN)
-        by_row, k = self.tile.by_row(scales, self.shape), self.shape[1]
-        if self.why_decoded:
-            decoded = torch.from_numpy(e4m3_numbers()[numbers.numpy()])
-            return decoded * by_row.repeat_interleave(self.tile.columns, 1)[:, :k]
-        blocks = torch.arange(0, k, FP8_BLOCK) // self.tile.columns
-        return fp8_rows(numbers, by_row[:, blocks])
+            raise parts.error(f"{parts.module}{scale} has scales that make weights infinite", AGAIN)
+        by_row = tile.by_row(scales, shape)
+        if fits:
+            return fp8_rows(numbers, by_row[:, torch.arange(0, k, FP8_BLOCK) // tile.columns])
+        return torch.from_numpy(e4m3_numbers()[numbers.numpy()]) * by_row.repeat_interleave(tile.columns, 1)[:, :k]
+
+    return KnownMatrix(shape, "FP8" if fits else "E4M3", read, why)
 
 
 def fp8_rows(numbers: Tensor, scales: Tensor) -> QuantizedBlocks:
     """Return numbers in e4m3, uint8 [n, k], with scales [n, blocks of 128] in float32, in the layout fp8."""
     (n, k), blocks = numbers.shape, scales.shape[1]
-    rows, whole = torch.empty(n, blocks, SCALE + FP8_BLOCK, dtype=torch.uint8), k // FP8_BLOCK
-    rows[:, :, :SCALE] = scales.contiguous().view(torch.uint8).view(n, blocks, SCALE)
-    rows[:, :whole, SCALE:] = numbers[:, : whole * FP8_BLOCK].reshape(n, whole, FP8_BLOCK)
+    rows, whole = torch.empty(n, blocks, SCALE_SIZE + FP8_BLOCK, dtype=torch.uint8), k // FP8_BLOCK
+    rows[:, :, :SCALE_SIZE] = scales.contiguous().view(torch.uint8).view(n, blocks, SCALE_SIZE)
+    rows[:, :whole, SCALE_SIZE:] = numbers[:, : whole * FP8_BLOCK].reshape(n, whole, FP8_BLOCK)
     if rest := k - whole * FP8_BLOCK:
-        rows[:, whole, SCALE : SCALE + rest] = numbers[:, -rest:]
-    return QuantizedBlocks("fp8", (n, k), rows.view(n, -1)[:, : k + SCALE * blocks].contiguous())
+        rows[:, whole, SCALE_SIZE : SCALE_SIZE + rest] = numbers[:, -rest:]
+    return QuantizedBlocks("fp8", (n, k), rows.view(n, -1)[:, : k + SCALE_SIZE * blocks].contiguous())
 
 
 def int8_rows(numbers: Tensor, scales: Tensor) -> QuantizedBlocks:
@@ -285,116 +269,61 @@ def int8_rows(numbers: Tensor, scales: Tensor) -> QuantizedBlocks:
     return QuantizedBlocks("int8", tuple(numbers.shape), rows)
 
 
-def _row_integers(words: Tensor, bits: int) -> np.ndarray:
-    """Return the integers of 4 or 8 bits in rows of words int32 [n, c]; see `unpacked`."""
-    whole: np.ndarray = words.numpy().view(np.uint8)
-    if bits == 8:
-        return whole
-    found = np.empty((*whole.shape, 2), np.uint8)
-    found[..., 0], found[..., 1] = whole & np.uint8(15), whole >> np.uint8(4)
-    return found.reshape(len(whole), -1)
-
-
-@dataclass(frozen=True)
-class IntegerEnds:
-    """The ends of the names of a matrix's tensors: integers, scales, zero points and groups of inputs; "" = none."""
-
-    weight: str
-    scale: str
-    zeros: str = ""
-    groups: str = ""
+def read_groups(parts: ModuleParts, end: str, k: int, size: int) -> InputGroups:
+    """Return the groups of k inputs; neighbours if there is no such tensor. Raises ModelError for other sizes."""
+    expected = InputGroups.of_size(k, size)
+    if not parts.has(end):
+        return expected
+    found = parts.read(end).numpy().astype(np.int64)
+    if np.array_equal(found, expected.of):
+        return expected
+    if not np.array_equal(np.sort(found), expected.of):
+        raise parts.error(f"{parts.module}{end} does not divide the inputs into groups of {size}")
+    return InputGroups(found, expected.count)
 
 
 @dataclass(frozen=True)
 class IntegerMatrix:
-    """See `StoredMatrix`: integers of 4 or 8 bits.
+    """A `StoredMatrix` of integers in groups of columns, each with a scale and a zero point.
 
-    packed: whether words of 32 bits hold several unsigned ones, weights along k and zero points along n; else all are
-    int8.
+    name: its kind if it is decoded. scale: the end of the scales' name; by_row: makes [n, groups] of these. integers:
+    reads them, uint8 [n, k], perhaps a transposed view. zeros: reads the zero points, uint8 [n, groups]; its result
+    None = 2^(bits - 1). find_groups: reads the groups. rows: reads integers of 8 bits as int8, for rows that keep their
+    only scale; None = they become blocks.
     """
 
+    name: str
     parts: ModuleParts
     shape: tuple[int, ...]
-    ends: IntegerEnds
     bits: int
-    packed: bool
-    named: Tile | None = None
-
-    @cached_property
-    def tile(self) -> Tile:
-        """The parts that have a scale. Raises ModelError."""
-        return tile_of(self.parts, self.ends.scale, self.shape, self.named)
-
-    @property
-    def _has_zeros(self) -> bool:
-        return bool(self.ends.zeros) and self.parts.has(self.ends.zeros)
-
-    def check(self) -> IntegerMatrix:
-        """Return the matrix. Raises ModelError for tensors that do not fit each other."""
-        rows, columns = self.tile.counts(self.shape)
-        if self._has_zeros and self.packed:
-            self.parts.check(self.ends.zeros, ["I32"], (-(-rows * self.bits // WORD), columns))
-        elif self._has_zeros and math.prod(self.parts.shape(self.ends.zeros)) != rows * columns:
-            raise self.parts.error(f"{self.parts.module}{self.ends.zeros} does not fit the scales")
-        if self.ends.groups and self.parts.has(self.ends.groups):
-            self.parts.check(self.ends.groups, ["I32", "I64"], self.shape[1:])
-        return self
+    scale: str
+    by_row: Callable[[Tensor], Tensor]
+    integers: Callable[[], np.ndarray]
+    zeros: Callable[[], np.ndarray | None]
+    find_groups: Callable[[], InputGroups]
+    rows: Callable[[], Tensor] | None = None
 
     @cached_property
     def _groups(self) -> InputGroups:
-        """The groups of the inputs. Raises ModelError for groups of other sizes."""
-        expected = InputGroups.of_size(self.shape[1], self.tile.columns)
-        if not self.ends.groups or not self.parts.has(self.ends.groups):
-            return expected
-        found = self.parts.read(self.ends.groups).numpy().astype(np.int64)
-        if (found == -1).all() or np.array_equal(found, expected.of):  # it was never filled, or they are neighbours
-            return expected
-        if not np.array_equal(np.sort(found), expected.of):
-            name = f"{self.parts.module}{self.ends.groups}"
-            raise self.parts.error(f"{name} does not divide the inputs into groups of {self.tile.columns}")
-        return InputGroups(found, expected.count)
-
-    def _zeros(self) -> np.ndarray | None:
-        """Read the zero points, uint8 [n, groups]; None = 2^(bits - 1)."""
-        if not self._has_zeros:
-            return None
-        stored, (rows, columns) = self.parts.read(self.ends.zeros), self.tile.counts(self.shape)
-        if self.packed:
-            zeros = unpacked(stored, self.bits, axis=0)[:rows]
-        elif not torch.equal(stored.to(torch.int8).to(stored.dtype), stored):
-            raise self.parts.error(f"{self.parts.module}{self.ends.zeros} has zero points beyond 8 bits", BELONGS)
-        else:
-            zeros = stored.to(torch.int8).view(torch.uint8).numpy().reshape(rows, columns) ^ np.uint8(MIDDLE)
-        return np.repeat(zeros, self.tile.rows, axis=0)[: self.shape[0]]
-
-    def _integers(self) -> np.ndarray:
-        """Read the integers, uint8 [n, k]."""
-        stored = self.parts.read(self.ends.weight)
-        if self.packed:
-            return np.ascontiguousarray(_row_integers(stored, self.bits)[:, : self.shape[1]])
-        integers: np.ndarray = stored.view(torch.uint8).numpy() ^ np.uint8(MIDDLE)
-        return integers
-
-    def _scales(self) -> Tensor:
-        return self.tile.by_row(read_scales(self.parts, self.ends.scale), self.shape)
+        return self.find_groups()
 
     @cached_property
     def _layout(self) -> str:
         """The layout of the rows, unless they are decoded."""
-        found = layout_for(self.bits, self._zeros())
-        return "int8" if found == "q8_0" and self._groups.count == 1 else found
+        found = layout_for(self.bits, self.zeros())
+        return "int8" if found == "q8_0" and self.rows and self._groups.count == 1 else found
 
     @cached_property
     def why_decoded(self) -> str:
         """See `StoredMatrix.why_decoded`."""
         if self._layout == "int8":
             return ""
-        return self._groups.why_decoded or why_scales_are_decoded(self.parts, self.ends.scale)
+        return self._groups.why_decoded or why_scales_are_decoded(self.parts, self.scale)
 
     @property
     def kind(self) -> str:
         """See `StoredMatrix.kind`."""
-        return f"PACKED{self.bits}" if self.why_decoded else self._layout.upper()
+        return self.name if self.why_decoded else self._layout.upper()
 
     @property
     def order(self) -> Tensor | None:
@@ -403,12 +332,9 @@ class IntegerMatrix:
 
     def read(self) -> Tensor | QuantizedBlocks:
         """See `StoredMatrix.read`. Raises ModelError for scales that are not finite."""
-        scales = self._scales()
-        if self._layout == "int8" and not self.packed:
-            return int8_rows(self.parts.read(self.ends.weight), scales)
-        q = self._integers()
-        if self._layout == "int8":
-            return int8_rows(torch.from_numpy(q ^ np.uint8(MIDDLE)), scales)
+        scales = self.by_row(read_scales(self.parts, self.scale))
+        if self.rows and self._layout == "int8":
+            return int8_rows(self.rows(), scales)
         if self.why_decoded:
-            return as_floats(q, scales, self._zeros(), self.bits, self._groups)
-        return as_blocks(self._layout, q, scales, self._zeros(), self._groups)
+            return as_floats(self.integers(), scales, self.zeros(), self.bits, self._groups)
+        return as_blocks(self._layout, self.integers(), scales, self.zeros(), self._groups)

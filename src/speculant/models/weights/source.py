@@ -18,21 +18,32 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from speculant.errors import ModelError
 from speculant.files import Stamp
-from speculant.models.description import Columns, Expression, Plus, Rows, Stacked, TensorMap, Unpaired, stored_name
-from speculant.models.sizes import HEAD, HEAD_BIAS
+from speculant.models.description import (
+    SAME_NAMES,
+    Columns,
+    Expression,
+    Picked,
+    Plus,
+    Rows,
+    Stacked,
+    TensorMap,
+    Unpaired,
+    stored_name,
+)
 
 GROUP = 32  # weights of a block
-FP8_BLOCK, SCALE = 128, 4  # weights of a block of fp8; bytes of a scale in float32
+FP8_BLOCK, SCALE_SIZE = 128, 4  # weights of a block of fp8; bytes of a scale in float32
 DECODED_BITS = {"GPTQ": 4, "AWQ": 4, "PACKED4": 4, "PACKED8": 8, "E4M3": 8, "NF4": 4, "FP4": 4}
 """Kinds of matrices that a source decodes, because no layout holds them, and the bits of a weight without scales."""
 
@@ -89,19 +100,19 @@ def _decode_with_zeros(rows: np.ndarray, bits: int) -> np.ndarray:
 
 
 def _decode_int8(rows: np.ndarray) -> np.ndarray:
-    scales = np.ascontiguousarray(rows[:, :SCALE]).view(np.float32)
-    decoded: np.ndarray = scales * rows[:, SCALE:].view(np.int8)
+    scales = np.ascontiguousarray(rows[:, :SCALE_SIZE]).view(np.float32)
+    decoded: np.ndarray = scales * rows[:, SCALE_SIZE:].view(np.int8)
     return decoded
 
 
 def _decode_fp8(rows: np.ndarray) -> np.ndarray:
     """Decode rows of e4m3, with a table of all bytes."""
-    size, n = FP8_BLOCK + SCALE, len(rows)
+    size, n = FP8_BLOCK + SCALE_SIZE, len(rows)
     whole = np.zeros((n, -(-rows.shape[1] // size), size), np.uint8)
     whole.reshape(n, -1)[:, : rows.shape[1]] = rows
-    scales = np.ascontiguousarray(whole[:, :, :SCALE]).view(np.float32)
-    decoded: np.ndarray = scales * e4m3_numbers()[whole[:, :, SCALE:]]
-    return decoded.reshape(n, -1)[:, : rows.shape[1] - SCALE * whole.shape[1]]
+    scales = np.ascontiguousarray(whole[:, :, :SCALE_SIZE]).view(np.float32)
+    decoded: np.ndarray = scales * e4m3_numbers()[whole[:, :, SCALE_SIZE:]]
+    return decoded.reshape(n, -1)[:, : rows.shape[1] - SCALE_SIZE * whole.shape[1]]
 
 
 @functools.cache
@@ -116,7 +127,7 @@ def e4m3_numbers() -> np.ndarray:
 
 OWN = {
     "int8": BlockLayout(1, 1, _decode_int8, divides=False),
-    "fp8": BlockLayout(FP8_BLOCK, FP8_BLOCK + SCALE, _decode_fp8),
+    "fp8": BlockLayout(FP8_BLOCK, FP8_BLOCK + SCALE_SIZE, _decode_fp8),
     "zero4": BlockLayout(GROUP, 19, functools.partial(_decode_with_zeros, bits=4)),
     "zero8": BlockLayout(GROUP, 35, functools.partial(_decode_with_zeros, bits=8)),
 }
@@ -322,58 +333,84 @@ def has_blocks(weights: WeightSource) -> bool:
     return any(weights.kind(name) not in FLOATS for name in weights.names())
 
 
-class ModuleWeights:
+class ModuleWeights(WeightSource):
     """The parameters of a module in memory; a parameter that two layers share has the name of the first."""
 
     def __init__(self, module: nn.Module) -> None:
         self._parameters = dict(module.named_parameters())
 
+    @override
     def names(self) -> Collection[str]:
-        """See `WeightSource.names`."""
         return self._parameters.keys()
 
+    @override
     def shape(self, name: str) -> tuple[int, ...]:
-        """See `WeightSource.shape`."""
         return tuple(self._parameters[name].shape)
 
+    @override
     def kind(self, name: str) -> str:
-        """See `WeightSource.kind`."""
         return kind_of(self._parameters[name])
 
+    @override
     def read(self, name: str) -> Tensor:
-        """See `WeightSource.read`."""
         return self._parameters[name].detach()
 
 
 @dataclass(frozen=True)
-class Mapped:
-    """A source whose tensors have the model's names. shapes: of each; tensors: how it is made from a stored one."""
+class Mapped(WeightSource, HasOrders):
+    """A source whose tensors have the model's names, and are made from stored ones.
+
+    shapes: of each; tensors: how it is made. `check` requires that each was read, or that its shape was compared with
+    that of a packed one.
+    """
 
     source: WeightSource
     shapes: Mapping[str, tuple[int, ...]]
-    tensors: TensorMap
+    tensors: TensorMap = SAME_NAMES
+    _used: set[str] = field(default_factory=set, repr=False, compare=False)
 
+    def with_rows(self, chosen: Mapping[str, tuple[str, Sequence[int]]]) -> Mapped:
+        """Return the source in which some tensors consist of rows of others: for each, the other's name, and rows."""
+        made = {
+            name: Picked(self.tensors.expression(other), rows, self.shapes[other][0])
+            for name, (other, rows) in chosen.items()
+        }
+        shapes = {name: (len(rows), *self.shapes[other][1:]) for name, (other, rows) in chosen.items()}
+        tensors = replace(self.tensors, names=(*self.tensors.names, *made.items()))
+        return Mapped(self.source, {**self.shapes, **shapes}, tensors)
+
+    @override
     def names(self) -> Collection[str]:
-        """See `WeightSource.names`."""
         return self.shapes.keys()
 
+    @override
     def shape(self, name: str) -> tuple[int, ...]:
-        """See `WeightSource.shape`."""
+        self._used.add(name)
         return self.shapes[name]
 
+    @override
     def kind(self, name: str) -> str:
-        """See `WeightSource.kind`."""
         made = self.tensors.expression(name)
         kind, is_ordered = self.source.kind(stored_name(made)), order_of(self.source, stored_name(made)) is not None
         return kind if kind in FLOATS or _keeps_blocks(made, kind, is_ordered) else "F32"
 
+    @override
     def order(self, name: str) -> Tensor | None:
-        """See `HasOrders.order`."""
         return None if self.kind(name) in FLOATS else order_of(self.source, self.tensors.stored(name))
 
+    @override
     def read(self, name: str) -> Tensor | QuantizedBlocks:
-        """See `WeightSource.read`."""
+        self._used.add(name)
         return _made(self.source, self.tensors.expression(name), self.shapes[name])
+
+    def check(self, reader: str) -> None:
+        """Check that every tensor was used: without one it is another model. Raises ModelError."""
+        unused = [name for name in self.shapes if name not in self._used]
+        if unused:
+            raise ModelError(
+                f"the {reader} kernels leave {len(unused)} tensors of this model unused ({', '.join(unused[:5])})",
+                'use kernels="reference", and report this model.',
+            )
 
 
 def _keeps_blocks(made: Expression, kind: str, is_ordered: bool = False) -> bool:
@@ -384,7 +421,7 @@ def _keeps_blocks(made: Expression, kind: str, is_ordered: bool = False) -> bool
     if isinstance(made, str):
         return True
     divides = isinstance(made, Columns) and (is_ordered or not _has_whole_blocks(made, kind))
-    selects = isinstance(made, Rows | Unpaired | Stacked | Columns) and not divides
+    selects = isinstance(made, Rows | Unpaired | Picked | Stacked | Columns) and not divides
     return selects and _keeps_blocks(made.of, kind, is_ordered)
 
 
@@ -402,7 +439,7 @@ def _made(source: WeightSource, made: Expression, shape: tuple[int, ...]) -> Ten
     match made:
         case str():
             return source.read(made)
-        case Rows() | Unpaired():
+        case Rows() | Unpaired() | Picked():
             return take_rows(_made(source, made.of, made.stored_shape(shape)), made.rows(shape[0]))
         case Columns():
             return _take_columns(_made(source, made.of, made.stored_shape(shape)), made)
@@ -412,85 +449,3 @@ def _made(source: WeightSource, made: Expression, shape: tuple[int, ...]) -> Ten
             return take_stacked(_made(source, made.of, made.stored_shape(shape)), made.index)
     tensor = _plain(_made(source, made.of, made.stored_shape(shape)), stored_name(made))
     return tensor.float() + made.number if isinstance(made, Plus) else tensor.t().contiguous()
-
-
-HEADS = (HEAD, HEAD_BIAS)  # with a row for each token
-
-
-@dataclass(frozen=True)
-class ShortHead:
-    """A source whose output head has the rows of some tokens only.
-
-    whole: the name of the whole head, which is the embedding's where they are tied.
-    """
-
-    source: WeightSource
-    tokens: tuple[int, ...]
-    whole: str
-
-    def names(self) -> Collection[str]:
-        """See `WeightSource.names`."""
-        return {**dict.fromkeys(self.source.names()), HEAD: None}.keys()
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """See `WeightSource.shape`."""
-        shape = self.source.shape(self._stored(name))
-        return (len(self.tokens), *shape[1:]) if name in HEADS else shape
-
-    def kind(self, name: str) -> str:
-        """See `WeightSource.kind`."""
-        return self.source.kind(self._stored(name))
-
-    def order(self, name: str) -> Tensor | None:
-        """See `HasOrders.order`."""
-        return order_of(self.source, self._stored(name))
-
-    def read(self, name: str) -> Tensor | QuantizedBlocks:
-        """See `WeightSource.read`."""
-        found = self.source.read(self._stored(name))
-        return take_rows(found, self.tokens) if name in HEADS else found
-
-    def _stored(self, name: str) -> str:
-        return self.whole if name == HEAD else name
-
-
-class CheckedWeights:
-    """The tensors of a source that a model consists of.
-
-    `check` requires that each was read, or that its shape was compared with that of a packed one.
-    """
-
-    def __init__(self, source: WeightSource, names: Collection[str]) -> None:
-        self._source, self._names = source, names
-        self._unused = dict.fromkeys(names)
-
-    def names(self) -> Collection[str]:
-        """See `WeightSource.names`."""
-        return self._names
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """See `WeightSource.shape`."""
-        self._unused.pop(name, None)
-        return self._source.shape(name)
-
-    def kind(self, name: str) -> str:
-        """See `WeightSource.kind`."""
-        return self._source.kind(name)
-
-    def order(self, name: str) -> Tensor | None:
-        """See `HasOrders.order`."""
-        return order_of(self._source, name)
-
-    def read(self, name: str) -> Tensor | QuantizedBlocks:
-        """See `WeightSource.read`."""
-        self._unused.pop(name, None)
-        return self._source.read(name)
-
-    def check(self, reader: str) -> None:
-        """Check that every tensor was used: without one it is another model. Raises ModelError."""
-        if self._unused:
-            raise ModelError(
-                f"the {reader} kernels leave {len(self._unused)} tensors of this model unused"
-                f" ({', '.join(list(self._unused)[:5])})",
-                'use kernels="reference", and report this model.',
-            )

@@ -28,14 +28,16 @@ from typing import Any, Protocol
 import torch
 from safetensors import safe_open
 from torch import Tensor
+from typing_extensions import override
 
 from speculant import plugins
 from speculant.errors import Converts, ModelError
 from speculant.files import Stamp, read_json
+from speculant.models.config import listed
 from speculant.models.description import DecoderConfig, stored_name, stored_shape
 from speculant.models.sizes import HEAD, HEAD_BIAS, TABLE, tensor_shapes
 from speculant.models.weights.formats import method_of, no_weights, quantization_of
-from speculant.models.weights.source import FLOATS, QuantizedBlocks, StoredWeights, read_plain
+from speculant.models.weights.source import FLOATS, HasOrders, QuantizedBlocks, ReadsStacks, StoredWeights, read_plain
 
 CONFIG = "config.json"
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -43,7 +45,6 @@ _LAYER = re.compile(r"(?:[A-Za-z_]\w*\.)+?([0-9]{1,10})\.", re.ASCII)  # begins 
 _HARMLESS = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias")
 _PREFIXES = (("language_model.", ""), ("model.language_model.", "model."))  # of language models within larger ones
 _HEADS = ("lm_head", "embed_out")
-_SHOWN = 5
 _LENGTH = 8  # bytes of the header's length, which begin a file
 _TYPES = {
     **FLOATS, "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32,
@@ -71,7 +72,7 @@ class TensorEntry:
 
 
 @dataclass(frozen=True)
-class TensorFiles:
+class TensorFiles(StoredWeights, ReadsStacks):
     """A `WeightSource`: all tensors of a checkpoint by name. Until `read`, only the headers are read."""
 
     entries: dict[str, TensorEntry]
@@ -100,50 +101,53 @@ class TensorFiles:
         return FLOATS[kinds.most_common(1)[0][0]]
 
     @property
+    @override
     def described_by(self) -> str:
-        """See `StoredWeights.described_by`."""
         return CONFIG
 
     @property
+    @override
     def place(self) -> Path:
-        """See `StoredWeights.place`."""
         return self.folder
 
+    @override
     def check_kinds(self) -> None:
-        """See `StoredWeights.check_kinds`."""
         wrong = sorted(f"{name} is {entry.kind}" for name, entry in self.entries.items() if entry.kind not in FLOATS)
         if wrong:
             raise ModelError(
-                f"the weights are stored in a type that is not supported ({_listed(wrong)})",
+                f"the weights are stored in a type that is not supported ({listed(wrong)})",
                 "use a checkpoint in float32, bfloat16 or float16.",
             )
 
+    @override
     def quantised_kinds(self) -> list[str]:
-        """See `StoredWeights.quantised_kinds`."""
         return []
 
+    @override
     def names(self) -> Collection[str]:
-        """See `WeightSource.names`; without tables that can be recomputed."""
+        """Without tables that can be recomputed."""
         return [name for name in self.entries if not _is_harmless(name)]
 
+    @override
     def shape(self, name: str) -> tuple[int, ...]:
-        """See `WeightSource.shape`."""
         return self.entries[name].shape
 
+    @override
     def kind(self, name: str) -> str:
-        """See `WeightSource.kind`."""
         return self.entries[name].kind
 
     def stamps(self) -> list[Stamp]:
         """Return the stamps of all files."""
         return [Stamp.of(file) for file in sorted({entry.file for entry in self.entries.values()})]
 
+    @override
     def read(self, name: str) -> Tensor:
-        """See `WeightSource.read`. Raises ModelError if the file can't be read any longer."""
+        """Raises ModelError if the file can't be read any longer."""
         return _read(self.entries[name])
 
+    @override
     def read_stacked(self, name: str, index: int) -> Tensor:
-        """See `ReadsStacks.read_stacked`. Raises ModelError as `read` does."""
+        """Raises ModelError as `read` does."""
         return _read(self.entries[name].part(index))
 
     def renamed(self, table: str) -> TensorFiles:
@@ -240,7 +244,7 @@ def _read_shards(index: Path) -> dict[str, TensorEntry]:
     wrong = sorted(name for name, entry in found if weight_map.get(name) != entry.file.name)
     if wrong:
         raise ModelError(
-            f"{index.parent} has tensors in files where {_INDEX} does not list them ({_listed(wrong)})",
+            f"{index.parent} has tensors in files where {_INDEX} does not list them ({listed(wrong)})",
             "download the checkpoint again.",
         )
     return dict(found)
@@ -256,7 +260,7 @@ def _read_weight_map(index: Path) -> dict[str, str]:
     missing = sorted(file for file in set(weight_map.values()) if not (index.parent / file).is_file())
     if missing:
         raise ModelError(
-            f"{index.parent} lacks {_listed(missing)}, which {_INDEX} lists", "download the checkpoint again."
+            f"{index.parent} lacks {listed(missing)}, which {_INDEX} lists", "download the checkpoint again."
         )
     return weight_map
 
@@ -327,7 +331,7 @@ def _check_names(weights: StoredWeights, found: Iterable[str], wanted: Iterable[
             "set tie_word_embeddings to true in config.json, or download the checkpoint again.",
         )
     problems = [
-        f"{len(names)} {what} ({_listed(names)})"
+        f"{len(names)} {what} ({listed(names)})"
         for what, names in (("missing", missing), ("unexpected", unexpected))
         if names
     ]
@@ -351,16 +355,11 @@ def _check_shapes(
     ]
     if wrong:
         raise ModelError(
-            f"the weights in {weights.place} do not fit {weights.described_by}: {_listed(wrong, '; ')}",
+            f"the weights in {weights.place} do not fit {weights.described_by}: {listed(wrong, separator='; ')}",
             "check vocab_size, hidden_size, intermediate_size, head_dim and the numbers of heads in config.json."
             if weights.described_by == CONFIG
             else "download the file again.",
         )
-
-
-def _listed(names: list[str], separator: str = ", ") -> str:
-    more = f"{separator}and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return separator.join(names[:_SHOWN]) + more
 
 
 logger = logging.getLogger(__name__)
@@ -473,7 +472,7 @@ def read_scheme(config: Mapping[str, Any]) -> Scheme | None:
 
 
 @dataclass(frozen=True)
-class ModuleFiles:
+class ModuleFiles(StoredWeights, ReadsStacks, HasOrders):
     """`StoredWeights` of files in which some matrices consist of several tensors.
 
     matrices: these, by name. unused: plain tensors that are left out.
@@ -503,52 +502,50 @@ class ModuleFiles:
         return replace(self.files, entries={k: v for k, v in self.files.entries.items() if k not in taken})
 
     @property
+    @override
     def described_by(self) -> str:
-        """See `StoredWeights.described_by`."""
         return self.files.described_by
 
     @property
+    @override
     def place(self) -> Path:
-        """See `StoredWeights.place`."""
         return self.files.place
 
+    @override
     def stamps(self) -> list[Stamp]:
-        """See `StoredWeights.stamps`."""
         return self.files.stamps()
 
+    @override
     def common_dtype(self) -> torch.dtype:
-        """See `StoredWeights.common_dtype`."""
         return torch.bfloat16 if self.matrices else self.files.common_dtype()
 
+    @override
     def quantised_kinds(self) -> list[str]:
-        """See `StoredWeights.quantised_kinds`."""
         return sorted({matrix.kind for matrix in self.matrices.values()})
 
+    @override
     def check_kinds(self) -> None:
-        """See `StoredWeights.check_kinds`."""
         self._plain.check_kinds()
 
+    @override
     def names(self) -> Collection[str]:
-        """See `WeightSource.names`."""
         return [*self._plain.names(), *self.matrices]
 
+    @override
     def shape(self, name: str) -> tuple[int, ...]:
-        """See `WeightSource.shape`."""
         return self.matrices[name].shape if name in self.matrices else self._plain.shape(name)
 
+    @override
     def kind(self, name: str) -> str:
-        """See `WeightSource.kind`."""
         return self.matrices[name].kind if name in self.matrices else self._plain.kind(name)
 
+    @override
     def order(self, name: str) -> Tensor | None:
-        """See `HasOrders.order`."""
         return self.matrices[name].order if name in self.matrices else None
 
+    @override
     def read(self, name: str) -> Tensor | QuantizedBlocks:
-        """See `WeightSource.read`.
-
-        The last matrix is kept until the next read: parts of a fused one, such as Phi-3's qkv_proj, are read in turn.
-        """
+        """The last matrix is kept until the next read: parts of a fused one, such as Phi-3's qkv_proj, follow."""
         found = self._last.get(name)
         if found is None:
             self._last.clear()  # before the next one takes memory
@@ -557,8 +554,8 @@ class ModuleFiles:
             found = self._last[name] = self.matrices[name].read()
         return found
 
+    @override
     def read_stacked(self, name: str, index: int) -> Tensor | QuantizedBlocks:
-        """See `ReadsStacks.read_stacked`."""
         self._last.clear()
         if name not in self.matrices:
             return self._plain.read_stacked(name, index)

@@ -14,14 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from speculant.errors import ModelError
 from speculant.kernels import usable_sets
-from speculant.lab.quantize import LAYOUTS, check_model, differences, gguf, write_folder
+from speculant.lab.quantize import check_model, differences, gguf, write_folder
 from speculant.models import CheckpointFiles, DecoderConfig, RoundsWeights, find_backends, read_description, read_plain
 from speculant.models.config import _KNOWN as ROPE_KEYS
+from tests.gguf_models import converted
 from tests.unit.models.families import SMALL, VARIANTS, write_own
-from tests.unit.models.test_gguf_families import STORED
+from tests.unit.models.test_gguf_families import CASES, STORED
 
 pytestmark = [
     pytest.mark.skipif(not usable_sets(), reason="the native kernels are not built"),
@@ -246,16 +249,31 @@ def same_model(source: Path, made: Path) -> None:
 
 def test_every_entry_has_values() -> None:
     """An entry that a family begins to read needs values here."""
-    read = {name for family in LAYOUTS for name, _ in keys_of(family)}
+    read = {name for family in STORED for name, _ in keys_of(family)}
     assert read == VALUES.keys()
     assert ROPE_VALUES.keys() | NOT_SETTINGS == ROPE_KEYS
+
+
+@pytest.mark.parametrize(("family", "variant"), CASES)
+def test_tensors_are_those_of_llama_cpp(tmp_path: Path, family: str, variant: str) -> None:
+    write_own(tmp_path, family, {**SMALL, "num_experts_per_tok": 2, **STORED[family][variant]})
+    files, tensors = CheckpointFiles.open(tmp_path), load_file(tmp_path / "model.safetensors")
+    used = {files.decoder.tensors.stored(name): name for name in files.weights.names()}
+    expected = converted({name: tensors[name] for name in used}, family, files.decoder.attention)
+    written = {name: each for name, each in gguf.read_folder(tmp_path).tensors.items() if not name.startswith("rope_")}
+    if "t5" in family and files.decoder.head.tied and files.decoder.head.scale == 1:
+        expected["output.weight"] = expected["token_embd.weight"]
+    assert written.keys() == expected.keys()
+    for name, tensor in written.items():
+        assert tensor.shape == expected[name].shape
+        assert torch.equal(tensor.read(), expected[name]), name
 
 
 ROPE = {"rope_type", "llama_4_scaling_beta"}  # dynamic scaling, proportional with a share; of no other architecture
 GEMMA = {"query_pre_attn_scalar", "attn_logit_softcapping", "hidden_activation"}
 T5 = {"relative_attention_max_distance", "feed_forward_proj", "dense_act_fn"}
 REFUSED: dict[str, set[str]] = {  # what GGUF has no key for
-    **{family: {"hidden_act", *ROPE} for family in LAYOUTS},
+    **{family: {"hidden_act", *ROPE} for family in STORED},
     "mistral": {"hidden_act", "rope_type"},
     "ministral3": {"hidden_act", "rope_type"},
     "qwen3_moe": {"hidden_act", "mlp_only_layers", "decoder_sparse_step", *ROPE},
@@ -272,7 +290,7 @@ QUICK = ("llama", "gemma2", "smollm3", "gpt2", "t5")
 
 @pytest.mark.parametrize(
     ("family", "every"),
-    [*((family, False) for family in QUICK), *(pytest.param(each, True, marks=pytest.mark.slow) for each in LAYOUTS)],
+    [*((family, False) for family in QUICK), *(pytest.param(each, True, marks=pytest.mark.slow) for each in STORED)],
 )
 def test_settings_are_equal_in_a_file_or_refused_by_name(tmp_path: Path, family: str, every: bool) -> None:
     found: dict[str, list[str]] = {}
@@ -286,7 +304,7 @@ def test_settings_are_equal_in_a_file_or_refused_by_name(tmp_path: Path, family:
 
 
 @pytest.mark.parametrize(
-    "family", [pytest.param(each, marks=[] if each == "llama" else pytest.mark.slow) for each in LAYOUTS]
+    "family", [pytest.param(each, marks=[] if each == "llama" else pytest.mark.slow) for each in STORED]
 )
 def test_settings_are_equal_in_a_folder(tmp_path: Path, family: str) -> None:
     legal = [settings for _, settings in changes(family, every=False) if described(settings)]

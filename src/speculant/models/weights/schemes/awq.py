@@ -11,27 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
 from speculant.models.weights.formats import HARMLESS, Options
-from speculant.models.weights.scaled import (
-    InputGroups,
-    as_blocks,
-    as_floats,
-    layout_for,
-    read_scales,
-    unpacked,
-    why_scales_are_decoded,
-)
-from speculant.models.weights.source import QuantizedBlocks
+from speculant.models.weights.scaled import SCALES_OF_16, InputGroups, IntegerMatrix, unpacked
 from speculant.models.weights.tensors import ModuleParts
 
 QWEIGHT, QZEROS, SCALES = ".qweight", ".qzeros", ".scales"
-SCALE_KINDS = ("BF16", "F16", "F32")
 BITS, PER_WORD = 4, 8
 PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of a word's integers; place 0 has the lowest bits
 OWN = (
@@ -40,43 +29,6 @@ OWN = (
     "modules_to_fuse",
     "modules_to_not_convert",
 )  # entries without an effect on numbers
-
-
-@dataclass(frozen=True)
-class AwqMatrix:
-    """See `StoredMatrix`."""
-
-    parts: ModuleParts
-    groups: InputGroups
-    order: Tensor | None = None
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """See `StoredMatrix.shape`."""
-        k, words = self.parts.shape(QWEIGHT)
-        return (words * PER_WORD, k)
-
-    @cached_property
-    def why_decoded(self) -> str:
-        """See `StoredMatrix.why_decoded`."""
-        return self.groups.why_decoded or why_scales_are_decoded(self.parts, SCALES)
-
-    def _zeros(self) -> np.ndarray:
-        """Read the zero points, uint8 [groups, n]."""
-        return unpacked(self.parts.read(QZEROS), BITS, 1, PLACES)
-
-    @cached_property
-    def kind(self) -> str:
-        """See `StoredMatrix.kind`."""
-        return "AWQ" if self.why_decoded else layout_for(BITS, self._zeros()).upper()
-
-    def read(self) -> Tensor | QuantizedBlocks:
-        """See `StoredMatrix.read`. Raises ModelError for scales that are not finite."""
-        q = unpacked(self.parts.read(QWEIGHT), BITS, 1, PLACES).T
-        scales, zeros = read_scales(self.parts, SCALES).T, self._zeros().T
-        if self.why_decoded:
-            return as_floats(q, scales, zeros, BITS, self.groups)
-        return as_blocks(self.kind.lower(), q, scales, zeros, self.groups)
 
 
 @dataclass(frozen=True)
@@ -89,7 +41,7 @@ class Awq:
     weight: str = ".weight"
     unread: Sequence[str] = ()
 
-    def matrix(self, parts: ModuleParts) -> AwqMatrix:
+    def matrix(self, parts: ModuleParts) -> IntegerMatrix:
         """See `Scheme.matrix`."""
         shape = parts.shape(QWEIGHT)
         if len(shape) != 2 or 0 in shape:
@@ -98,8 +50,16 @@ class Awq:
         groups = InputGroups.of_size(k, k if self.size == -1 else self.size)
         parts.check(QWEIGHT, ["I32"], shape)
         parts.check(QZEROS, ["I32"], (groups.count, words))
-        parts.check(SCALES, SCALE_KINDS, (groups.count, words * PER_WORD))
-        return AwqMatrix(parts, groups)
+        parts.check(SCALES, SCALES_OF_16, (groups.count, words * PER_WORD))
+        return IntegerMatrix(
+            "AWQ", parts, (words * PER_WORD, k), BITS, SCALES, Tensor.t, lambda: _unpacked(parts, QWEIGHT),
+            lambda: _unpacked(parts, QZEROS), lambda: groups,
+        )  # fmt: skip
+
+
+def _unpacked(parts: ModuleParts, end: str) -> np.ndarray:
+    """Return the integers [n, ...] of a tensor."""
+    return unpacked(parts.read(end), BITS, 1, PLACES).T
 
 
 def read_scheme(options: Mapping[str, Any]) -> Awq:

@@ -16,7 +16,6 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -24,9 +23,9 @@ from torch import Tensor
 
 from speculant.models.config import is_whole, show
 from speculant.models.weights.formats import OTHER, Options
-from speculant.models.weights.scaled import int8_rows, matrix_shape, read_scales
-from speculant.models.weights.source import DECODED_AT_ONCE, QuantizedBlocks
-from speculant.models.weights.tensors import ModuleParts, StoredMatrix
+from speculant.models.weights.scaled import KnownMatrix, int8_rows, matrix_shape, read_scales
+from speculant.models.weights.source import DECODED_AT_ONCE
+from speculant.models.weights.tensors import ModuleParts
 
 WEIGHT, SCB = ".weight", ".SCB"
 TILES = (".weight_format", ".weight.weight_format")  # 0 = rows; others are orders that GPUs had
@@ -48,78 +47,57 @@ class Blocks:
     offset: float
 
 
-@dataclass(frozen=True)
-class FourBitMatrix:
-    """See `StoredMatrix`."""
+def _four_bits(parts: ModuleParts, type_: str) -> KnownMatrix:
+    """Return a matrix of numbers of 4 bits. Raises ModelError for tensors that do not fit each other."""
+    blocks = _blocks(parts, STATE[type_])
+    count = math.prod(blocks.shape)
+    scales = -(-count // blocks.size)
+    parts.check(MAP, ["F32"], (16,))
+    parts.check(ABSMAX, ["F32"] if blocks.nested is None else ["U8"], (scales,))
+    if blocks.nested is not None:
+        parts.check(NESTED, ["F32"], (-(-scales // blocks.nested),))
+        parts.check(NESTED_MAP, ["F32"], (256,))
+    if parts.kind(WEIGHT) != "U8" or math.prod(parts.shape(WEIGHT)) != -(-count // 2):
+        raise parts.error(f"{parts.module}{WEIGHT} does not have {count} numbers of 4 bits")
+    kind = type_.upper()
+    return KnownMatrix(blocks.shape, kind, lambda: _decoded(parts, blocks), f"the kernels can't multiply by {kind}")
 
-    parts: ModuleParts
-    type: str
-    order: Tensor | None = None
 
-    @property
-    def kind(self) -> str:
-        """See `StoredMatrix.kind`."""
-        return self.type.upper()
+def _blocks(parts: ModuleParts, end: str) -> Blocks:
+    """Return the sizes that a quant_state names. Raises ModelError."""
+    stored = parts.shape(end)
+    if parts.kind(end) != "U8" or len(stored) != 1 or stored[0] > MOST_STATE:
+        raise parts.error(f"{parts.module}{end} is {parts.kind(end)} {list(stored)} instead of JSON")
+    try:
+        state = json.loads(bytes(parts.read(end).tolist()))
+    except (ValueError, RecursionError):
+        state = None
+    found = _read_blocks(state) if isinstance(state, dict) else None
+    if found is None:
+        raise parts.error(f"{parts.module}{end} has no usable sizes: {show(state)}")
+    return found
 
-    @property
-    def why_decoded(self) -> str:
-        """See `StoredMatrix.why_decoded`."""
-        return f"the kernels can't multiply by {self.kind}"
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """See `StoredMatrix.shape`."""
-        return self.blocks.shape
+def _scales(parts: ModuleParts, blocks: Blocks) -> Tensor:
+    """Read the scales of all blocks in float32."""
+    if blocks.nested is None:
+        return read_scales(parts, ABSMAX)
+    outer = read_scales(parts, NESTED).repeat_interleave(blocks.nested)
+    inner = read_scales(parts, NESTED_MAP)[parts.read(ABSMAX).long()]
+    return inner * outer[: len(inner)] + blocks.offset
 
-    @cached_property
-    def blocks(self) -> Blocks:
-        """The sizes that the quant_state names. Raises ModelError."""
-        end = STATE[self.type]
-        stored = self.parts.shape(end)
-        if self.parts.kind(end) != "U8" or len(stored) != 1 or stored[0] > MOST_STATE:
-            raise self.parts.error(f"{self.parts.module}{end} is {self.parts.kind(end)} {list(stored)} instead of JSON")
-        try:
-            state = json.loads(bytes(self.parts.read(end).tolist()))
-        except (ValueError, RecursionError):
-            state = None
-        found = _read_blocks(state) if isinstance(state, dict) else None
-        if found is None:
-            raise self.parts.error(f"{self.parts.module}{end} has no usable sizes: {show(state)}")
-        return found
 
-    def check(self) -> FourBitMatrix:
-        """Return the matrix. Raises ModelError for tensors that do not fit each other."""
-        blocks = self.blocks
-        count = math.prod(blocks.shape)
-        scales = -(-count // blocks.size)
-        self.parts.check(MAP, ["F32"], (16,))
-        self.parts.check(ABSMAX, ["F32"] if blocks.nested is None else ["U8"], (scales,))
-        if blocks.nested is not None:
-            self.parts.check(NESTED, ["F32"], (-(-scales // blocks.nested),))
-            self.parts.check(NESTED_MAP, ["F32"], (256,))
-        if self.parts.kind(WEIGHT) != "U8" or math.prod(self.parts.shape(WEIGHT)) != -(-count // 2):
-            raise self.parts.error(f"{self.parts.module}{WEIGHT} does not have {count} numbers of 4 bits")
-        return self
-
-    def _scales(self) -> Tensor:
-        """Read the scales of all blocks in float32."""
-        if self.blocks.nested is None:
-            return read_scales(self.parts, ABSMAX)
-        outer = read_scales(self.parts, NESTED).repeat_interleave(self.blocks.nested)
-        inner = read_scales(self.parts, NESTED_MAP)[self.parts.read(ABSMAX).long()]
-        return inner * outer[: len(inner)] + self.blocks.offset
-
-    def read(self) -> Tensor:
-        """See `StoredMatrix.read`. Raises ModelError for numbers that are not finite."""
-        pairs, numbers, scales = self.parts.read(WEIGHT).flatten(), read_scales(self.parts, MAP), self._scales()
-        found, size = torch.empty(math.prod(self.shape), dtype=torch.float32, device="cpu"), self.blocks.size
-        step = 2 * size * max(1, DECODED_AT_ONCE // (2 * size))  # whole blocks, and whole bytes
-        for first in range(0, len(found), step):
-            part, own = pairs[first // 2 : (first + step) // 2], found[first : first + step]
-            decoded = numbers[torch.stack((part >> 4, part & 15), dim=1).flatten()[: len(own)].int()]
-            by_number = scales[first // size : (first + step) // size].repeat_interleave(size)[: len(own)]
-            torch.mul(decoded, by_number, out=own)
-        return found.view(self.shape)
+def _decoded(parts: ModuleParts, blocks: Blocks) -> Tensor:
+    """Read the numbers in float32. Raises ModelError for numbers that are not finite."""
+    pairs, numbers, scales = parts.read(WEIGHT).flatten(), read_scales(parts, MAP), _scales(parts, blocks)
+    found, size = torch.empty(math.prod(blocks.shape), dtype=torch.float32, device="cpu"), blocks.size
+    step = 2 * size * max(1, DECODED_AT_ONCE // (2 * size))  # whole blocks, and whole bytes
+    for first in range(0, len(found), step):
+        part, own = pairs[first // 2 : (first + step) // 2], found[first : first + step]
+        decoded = numbers[torch.stack((part >> 4, part & 15), dim=1).flatten()[: len(own)].int()]
+        by_number = scales[first // size : (first + step) // size].repeat_interleave(size)[: len(own)]
+        torch.mul(decoded, by_number, out=own)
+    return found.view(blocks.shape)
 
 
 def _read_blocks(state: Mapping[str, Any]) -> Blocks | None:
@@ -140,31 +118,14 @@ def _read_blocks(state: Mapping[str, Any]) -> Blocks | None:
     return Blocks((sizes[0], sizes[1]), sizes[2], nested, float(offset))
 
 
-@dataclass(frozen=True)
-class Int8Rows:
-    """See `StoredMatrix`."""
-
-    parts: ModuleParts
-    kind: str = "INT8"
-    order: Tensor | None = None
-    why_decoded: str = ""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """See `StoredMatrix.shape`."""
-        return matrix_shape(self.parts, WEIGHT, "I8")
-
-    def check(self) -> Int8Rows:
-        """Return the matrix. Raises ModelError for tensors that do not fit each other."""
-        self.parts.check(SCB, ["F16", "F32"], self.shape[:1])
-        for end in filter(self.parts.has, TILES):
-            if self.parts.kind(end) != "U8" or any(self.parts.read(end).flatten().tolist()):
-                raise self.parts.error(f"{self.parts.module}{WEIGHT} is stored in tiles for a GPU", OTHER)
-        return self
-
-    def read(self) -> QuantizedBlocks:
-        """See `StoredMatrix.read`. Raises ModelError for scales that are not finite."""
-        return int8_rows(self.parts.read(WEIGHT), read_scales(self.parts, SCB)[:, None] / 127)
+def _int8(parts: ModuleParts) -> KnownMatrix:
+    """Return rows of int8. Raises ModelError for tensors that do not fit each other."""
+    shape = matrix_shape(parts, WEIGHT, "I8")
+    parts.check(SCB, ["F16", "F32"], shape[:1])
+    for end in filter(parts.has, TILES):
+        if parts.kind(end) != "U8" or any(parts.read(end).flatten().tolist()):
+            raise parts.error(f"{parts.module}{WEIGHT} is stored in tiles for a GPU", OTHER)
+    return KnownMatrix(shape, "INT8", lambda: int8_rows(parts.read(WEIGHT), read_scales(parts, SCB)[:, None] / 127))
 
 
 @dataclass(frozen=True)
@@ -178,11 +139,11 @@ class BitsAndBytes:
     weight: str = WEIGHT
     unread: Sequence[str] = ()
 
-    def matrix(self, parts: ModuleParts) -> StoredMatrix:
+    def matrix(self, parts: ModuleParts) -> KnownMatrix:
         """See `Scheme.matrix`."""
         if parts.has(SCB):
-            return Int8Rows(parts).check()
-        return FourBitMatrix(parts, next(kind for kind, end in STATE.items() if parts.has(end))).check()
+            return _int8(parts)
+        return _four_bits(parts, next(kind for kind, end in STATE.items() if parts.has(end)))
 
 
 def read_scheme(options: Mapping[str, Any]) -> BitsAndBytes:

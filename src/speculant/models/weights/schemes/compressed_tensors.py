@@ -14,27 +14,32 @@ show which group of options it has, so `targets` and `ignore` are not read.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from speculant.errors import ModelError
 from speculant.models.config import is_whole, show
 from speculant.models.weights.formats import BELONGS, OTHER, Options
 from speculant.models.weights.scaled import (
+    MIDDLE,
     OF_CACHE,
     WORD,
-    Fp8Matrix,
-    IntegerEnds,
+    InputGroups,
     IntegerMatrix,
     Tile,
+    fp8_matrix,
     matrix_shape,
+    read_groups,
+    tile_of,
     unpacked,
-)
-from speculant.models.weights.schemes.mxfp4 import BLOCK, as_mxfp4, read_exponents
-from speculant.models.weights.source import QuantizedBlocks
+)  # fmt: skip
+from speculant.models.weights.schemes.mxfp4 import BLOCK, mxfp4_matrix
 from speculant.models.weights.tensors import ModuleParts, StoredMatrix
 
 logger = logging.getLogger(__name__)
@@ -75,17 +80,53 @@ class WeightOptions:
             self._check_middle(parts)
         if self.ordered or (self.is_float and parts.has(G_IDX)):
             self._check_order(parts)
-        if self.is_float and self.bits == 4:
-            return CompressedMxfp4(parts).check()
         if self.is_float:
-            return Fp8Matrix(parts, WEIGHT, SCALE, self.tile).check()
+            return _four_bits(parts) if self.bits == 4 else fp8_matrix(parts, WEIGHT, SCALE, self.tile)
         if not self.symmetric:
             parts.shape(ZEROS)
-        ends = IntegerEnds(PACKED, SCALE, "" if self.symmetric else ZEROS, G_IDX)
-        if parts.has(PACKED):
-            return IntegerMatrix(parts, self._packed_shape(parts), ends, self.bits, True, self.tile).check()
-        ends = IntegerEnds(WEIGHT, SCALE, ends.zeros, G_IDX)
-        return IntegerMatrix(parts, matrix_shape(parts, WEIGHT, "I8"), ends, 8, False, self.tile).check()
+        return self._integers(parts)
+
+    def _integers(self, parts: ModuleParts) -> IntegerMatrix:
+        """Return a matrix of integers. Raises ModelError for tensors that do not fit each other."""
+        packed = parts.has(PACKED)
+        bits, end = (self.bits, PACKED) if packed else (8, WEIGHT)
+        n, k = shape = self._packed_shape(parts) if packed else matrix_shape(parts, WEIGHT, "I8")
+        tile = tile_of(parts, SCALE, shape, self.tile)
+        rows, columns = tile.counts(shape)
+        if not self.symmetric and packed:
+            parts.check(ZEROS, ["I32"], (-(-rows * bits // WORD), columns))
+        elif not self.symmetric and math.prod(parts.shape(ZEROS)) != rows * columns:
+            raise parts.error(f"{parts.module}{ZEROS} does not fit the scales")
+        if parts.has(G_IDX):
+            parts.check(G_IDX, ["I32", "I64"], (k,))
+
+        def integers() -> np.ndarray:
+            stored = parts.read(end)
+            if packed:
+                return np.ascontiguousarray(_row_integers(stored, bits)[:, :k])
+            found: np.ndarray = stored.view(torch.uint8).numpy() ^ np.uint8(MIDDLE)
+            return found
+
+        def zeros() -> np.ndarray | None:
+            if self.symmetric:
+                return None
+            stored = parts.read(ZEROS)
+            if packed:
+                found = unpacked(stored, bits, axis=0)[:rows]
+            elif not torch.equal(stored.to(torch.int8).to(stored.dtype), stored):
+                raise parts.error(f"{parts.module}{ZEROS} has zero points beyond 8 bits", BELONGS)
+            else:
+                found = stored.to(torch.int8).view(torch.uint8).numpy().reshape(rows, columns) ^ np.uint8(MIDDLE)
+            return np.repeat(found, tile.rows, axis=0)[:n]
+
+        def groups() -> InputGroups:
+            unset = parts.has(G_IDX) and bool((parts.read(G_IDX) == -1).all())  # it was never filled
+            return InputGroups.of_size(k, tile.columns) if unset else read_groups(parts, G_IDX, k, tile.columns)
+
+        return IntegerMatrix(
+            f"PACKED{bits}", parts, shape, bits, SCALE, lambda scales: tile.by_row(scales, shape), integers, zeros,
+            groups, lambda: torch.from_numpy(integers() ^ np.uint8(MIDDLE)) if packed else parts.read(end),
+        )  # fmt: skip
 
     def _check_middle(self, parts: ModuleParts) -> None:
         """Raise ModelError for zero points of symmetric integers, or of floats, that are not 0."""
@@ -121,31 +162,23 @@ class WeightOptions:
         return n, k
 
 
-@dataclass(frozen=True)
-class CompressedMxfp4:
-    """See `StoredMatrix`: numbers of 4 bits, two in a byte, in blocks of 32 with an exponent."""
+def _row_integers(words: Tensor, bits: int) -> np.ndarray:
+    """Return the integers of 4 or 8 bits in rows of words int32 [n, c]; see `unpacked`."""
+    whole: np.ndarray = words.numpy().view(np.uint8)
+    if bits == 8:
+        return whole
+    found = np.empty((*whole.shape, 2), np.uint8)
+    found[..., 0], found[..., 1] = whole & np.uint8(15), whole >> np.uint8(4)
+    return found.reshape(len(whole), -1)
 
-    parts: ModuleParts
-    kind: str = "MXFP4"
-    order: Tensor | None = None
-    why_decoded: str = ""
 
-    def check(self) -> CompressedMxfp4:
-        """Return the matrix. Raises ModelError for tensors that do not fit each other."""
-        n, size = matrix_shape(self.parts, PACKED, "U8")
-        self.parts.check(SCALE, ["U8", "F8_E8M0"], (n, 2 * size // BLOCK))
-        self.parts.check(PACKED, ["U8"], (n, self.shape[1] // 2))
-        return self
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """See `StoredMatrix.shape`."""
-        n, blocks = self.parts.shape(SCALE)
-        return (n, blocks * BLOCK)
-
-    def read(self) -> QuantizedBlocks:
-        """See `StoredMatrix.read`. Raises ModelError for exponents that stand for NaN."""
-        return as_mxfp4(self.parts.read(PACKED), read_exponents(self.parts, SCALE), self.shape)
+def _four_bits(parts: ModuleParts) -> StoredMatrix:
+    """Return a matrix in MXFP4. Raises ModelError for tensors that do not fit each other."""
+    n, size = matrix_shape(parts, PACKED, "U8")
+    parts.check(SCALE, ["U8", "F8_E8M0"], (n, 2 * size // BLOCK))
+    shape = (n, parts.shape(SCALE)[1] * BLOCK)
+    parts.check(PACKED, ["U8"], (n, shape[1] // 2))
+    return mxfp4_matrix(parts, PACKED, SCALE, shape)
 
 
 @dataclass(frozen=True)

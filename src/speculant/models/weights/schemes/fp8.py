@@ -15,7 +15,7 @@ from typing import Any
 
 from speculant.models.config import is_whole
 from speculant.models.weights.formats import Options
-from speculant.models.weights.scaled import OF_CACHE, Fp8Matrix, Tile
+from speculant.models.weights.scaled import OF_CACHE, KnownMatrix, Tile, fp8_matrix
 from speculant.models.weights.tensors import ModuleParts
 
 WEIGHT, INVERSE, SCALE = ".weight", ".weight_scale_inv", ".weight_scale"
@@ -41,11 +41,11 @@ class Fp8:
     weight: str = WEIGHT
     unread: Sequence[str] = (*OF_CACHE, *OF_ACTIVATIONS)
 
-    def matrix(self, parts: ModuleParts) -> Fp8Matrix:
+    def matrix(self, parts: ModuleParts) -> KnownMatrix:
         """See `Scheme.matrix`."""
         if parts.has(INVERSE) and parts.has(SCALE):
             raise parts.error(f"{parts.module} has both {INVERSE[1:]} and {SCALE[1:]}, of which one is its scale")
-        return Fp8Matrix(parts, WEIGHT, INVERSE if parts.has(INVERSE) else SCALE, self.tile).check()
+        return fp8_matrix(parts, WEIGHT, INVERSE if parts.has(INVERSE) else SCALE, self.tile)
 
 
 def read_scheme(options: Mapping[str, Any]) -> Fp8:

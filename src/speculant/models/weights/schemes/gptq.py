@@ -14,7 +14,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -22,100 +21,13 @@ import torch
 from torch import Tensor
 
 from speculant.models.weights.formats import BELONGS, HARMLESS, Options
-from speculant.models.weights.scaled import (
-    InputGroups,
-    as_blocks,
-    as_floats,
-    layout_for,
-    read_scales,
-    unpacked,
-    why_scales_are_decoded,
-)
-from speculant.models.weights.source import QuantizedBlocks
+from speculant.models.weights.scaled import SCALES_OF_16, WORD, IntegerMatrix, read_groups, unpacked
 from speculant.models.weights.tensors import ModuleParts
 
 logger = logging.getLogger(__name__)
 
 QWEIGHT, QZEROS, SCALES, G_IDX = ".qweight", ".qzeros", ".scales", ".g_idx"
 BITS = (2, 4, 8)
-SCALE_KINDS = ("BF16", "F16", "F32")
-WORD = 32  # bits
-
-
-@dataclass(frozen=True)
-class GptqMatrix:
-    """See `StoredMatrix`. size: inputs of a group."""
-
-    parts: ModuleParts
-    bits: int
-    size: int
-    scheme: Gptq
-
-    @cached_property
-    def shape(self) -> tuple[int, ...]:
-        """See `StoredMatrix.shape`."""
-        words, n = self.parts.shape(QWEIGHT)
-        return (n, words * WORD // self.bits)
-
-    @cached_property
-    def _groups(self) -> InputGroups:
-        """The groups of the inputs. Raises ModelError if g_idx has groups of other sizes."""
-        expected = InputGroups.of_size(self.shape[1], self.size)
-        if not self.parts.has(G_IDX):
-            return expected
-        found = self.parts.read(G_IDX).numpy().astype(np.int64)
-        if np.array_equal(found, expected.of):
-            return expected
-        if not np.array_equal(np.sort(found), expected.of):
-            raise self.parts.error(f"{self.parts.module}{G_IDX} does not divide the inputs into groups of {self.size}")
-        return InputGroups(found, expected.count)
-
-    @cached_property
-    def _layout(self) -> tuple[str, str]:
-        """The layout of the blocks, and "" or the reason why there are none."""
-        why = self._groups.why_decoded or why_scales_are_decoded(self.parts, SCALES)
-        return layout_for(self.bits, self._zeros()), why
-
-    def _zeros(self) -> np.ndarray:
-        """Read the zero points, uint8 [groups, n]. Raises ModelError if `sym` contradicts them."""
-        words = self.parts.read(QZEROS).numpy().view(np.uint32)
-        one = sum(1 << shift for shift in range(0, WORD, self.bits))
-        add_one, middle = self.scheme.add_one, one << self.bits - 1
-        if self.scheme.symmetric and not bool((words == middle - one * add_one).all()):
-            add_one = not add_one
-            if not bool((words == middle - one * add_one).all()):
-                raise self.parts.error(
-                    f"{self.parts.module}{QZEROS} has other zero points than {2 ** (self.bits - 1)}, and config.json"
-                    " says that the integers are symmetric",
-                    "use the config.json that belongs to these weights: one with sym = false has any zero points.",
-                )
-            self.scheme.say_other_format(self.parts)
-        if add_one:  # to each integer of a word, with carries: they undo the borrows of the subtraction
-            words = words + np.uint32(one)
-        return unpacked(torch.from_numpy(words.view(np.int32)), self.bits, axis=1)
-
-    @property
-    def kind(self) -> str:
-        """See `StoredMatrix.kind`."""
-        return "GPTQ" if self.why_decoded else self._layout[0].upper()
-
-    @property
-    def why_decoded(self) -> str:
-        """See `StoredMatrix.why_decoded`."""
-        return self._layout[1]
-
-    @cached_property
-    def order(self) -> Tensor | None:
-        """See `HasOrders.order`."""
-        return None if self.why_decoded else self._groups.order
-
-    def read(self) -> Tensor | QuantizedBlocks:
-        """See `StoredMatrix.read`. Raises ModelError for scales that are not finite."""
-        q = unpacked(self.parts.read(QWEIGHT), self.bits, axis=0).T
-        scales, zeros = read_scales(self.parts, SCALES).T, self._zeros().T
-        if self.why_decoded:
-            return as_floats(q, scales, zeros, self.bits, self._groups)
-        return as_blocks(self._layout[0], q, scales, zeros, self._groups)
 
 
 @dataclass(frozen=True)
@@ -137,7 +49,7 @@ class Gptq:
     unread: Sequence[str] = ()
     _said: set[str] = field(default_factory=set, repr=False, compare=False)
 
-    def say_other_format(self, parts: ModuleParts) -> None:
+    def _say_other_format(self, parts: ModuleParts) -> None:
         """Say once that the zero points have the format that config.json does not name."""
         if not self._said:
             named, other = ("gptq", "gptq_v2") if self.add_one else ("gptq_v2", "gptq")
@@ -148,7 +60,7 @@ class Gptq:
             )  # fmt: skip
             self._said.add(other)
 
-    def matrix(self, parts: ModuleParts) -> GptqMatrix:
+    def matrix(self, parts: ModuleParts) -> IntegerMatrix:
         """See `Scheme.matrix`."""
         name, shape, zeros = parts.module, parts.shape(QWEIGHT), parts.shape(QZEROS)
         if len(shape) != 2 or len(zeros) != 2 or 0 in shape + zeros:
@@ -164,10 +76,32 @@ class Gptq:
         k = words * WORD // bits
         parts.check(QWEIGHT, ["I32"], shape)
         parts.check(QZEROS, ["I32"], zeros)
-        parts.check(SCALES, SCALE_KINDS, (groups, n))
+        parts.check(SCALES, SCALES_OF_16, (groups, n))
         if self.needs_g_idx or parts.has(G_IDX):
             parts.check(G_IDX, ["I32", "I64"], (k,))
-        return GptqMatrix(parts, bits, self._size(parts, k, groups), self)
+        size = self._size(parts, k, groups)
+        return IntegerMatrix(
+            "GPTQ", parts, (n, k), bits, SCALES, Tensor.t, lambda: unpacked(parts.read(QWEIGHT), bits, axis=0).T,
+            lambda: self._zeros(parts, bits).T, lambda: read_groups(parts, G_IDX, k, size),
+        )  # fmt: skip
+
+    def _zeros(self, parts: ModuleParts, bits: int) -> np.ndarray:
+        """Read the zero points, uint8 [groups, n]. Raises ModelError if `sym` contradicts them."""
+        words = parts.read(QZEROS).numpy().view(np.uint32)
+        one = sum(1 << shift for shift in range(0, WORD, bits))
+        add_one, middle = self.add_one, one << bits - 1
+        if self.symmetric and not bool((words == middle - one * add_one).all()):
+            add_one = not add_one
+            if not bool((words == middle - one * add_one).all()):
+                raise parts.error(
+                    f"{parts.module}{QZEROS} has other zero points than {2 ** (bits - 1)}, and config.json"
+                    " says that the integers are symmetric",
+                    "use the config.json that belongs to these weights: one with sym = false has any zero points.",
+                )
+            self._say_other_format(parts)
+        if add_one:  # to each integer of a word, with carries: they undo the borrows of the subtraction
+            words = words + np.uint32(one)
+        return unpacked(torch.from_numpy(words.view(np.int32)), bits, axis=1)
 
     def _size(self, parts: ModuleParts, k: int, groups: int) -> int:
         """Return the inputs of a group. Raises ModelError for another number of groups than config.json says."""

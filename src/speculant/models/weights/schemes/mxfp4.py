@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from speculant.models.weights.scaled import KnownMatrix
 from speculant.models.weights.source import QuantizedBlocks
 from speculant.models.weights.tensors import AGAIN, ModuleParts
 
@@ -25,40 +25,22 @@ BLOCK, BYTES = 32, 16  # numbers of a block, and their bytes
 NAN = 255  # the only exponent that is no power of two
 
 
-@dataclass(frozen=True)
-class Mxfp4Matrix:
-    """See `StoredMatrix`."""
+def mxfp4_matrix(parts: ModuleParts, pairs: str, scales: str, shape: tuple[int, ...]) -> KnownMatrix:
+    """Return a matrix, or stacked ones, of bytes with two numbers each, and of the exponents of blocks of 32 numbers.
 
-    parts: ModuleParts
-    kind: str = "MXFP4"
-    order: Tensor | None = None
-    why_decoded: str = ""
+    pairs, scales: the ends of the tensors' names. Reading raises ModelError for exponents that stand for NaN.
+    """
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """See `StoredMatrix.shape`."""
-        *rows, blocks, _ = self.parts.shape(BLOCKS)
-        return (*rows, blocks * BLOCK)
+    def read() -> QuantizedBlocks:
+        exponents = parts.read(scales).view(torch.uint8)
+        if bool((exponents == NAN).any()):
+            raise parts.error(f"{parts.module}{scales} has scales that are NaN", AGAIN)
+        stored = parts.read(pairs).reshape(-1, BYTES)
+        numbers = torch.stack((stored & 15, stored >> 4), dim=2).view(-1, 2, BYTES)  # the first and the last 16
+        joined = torch.cat((exponents.reshape(-1, 1), numbers[:, 0] | numbers[:, 1] << 4), dim=1)
+        return QuantizedBlocks("mxfp4", shape, joined.view(math.prod(shape[:-1]), -1))
 
-    def read(self) -> QuantizedBlocks:
-        """See `StoredMatrix.read`. Raises ModelError for exponents that stand for NaN."""
-        return as_mxfp4(self.parts.read(BLOCKS), read_exponents(self.parts, SCALES), self.shape)
-
-
-def read_exponents(parts: ModuleParts, end: str) -> Tensor:
-    """Read the exponents of blocks. Raises ModelError for NaN."""
-    exponents = parts.read(end).view(torch.uint8)
-    if bool((exponents == NAN).any()):
-        raise parts.error(f"{parts.module}{end} has scales that are NaN", AGAIN)
-    return exponents
-
-
-def as_mxfp4(pairs: Tensor, scales: Tensor, shape: tuple[int, ...]) -> QuantizedBlocks:
-    """Return bytes with two numbers each, and the exponents of blocks of 32 numbers, as GGUF's blocks."""
-    pairs, scales = pairs.reshape(-1, BYTES), scales.reshape(-1, 1)
-    numbers = torch.stack((pairs & 15, pairs >> 4), dim=2).view(-1, 2, BYTES)  # the first and the last 16
-    joined = torch.cat((scales, numbers[:, 0] | numbers[:, 1] << 4), dim=1)
-    return QuantizedBlocks("mxfp4", shape, joined.view(math.prod(shape[:-1]), -1))
+    return KnownMatrix(shape, "MXFP4", read)
 
 
 @dataclass(frozen=True)
@@ -70,13 +52,13 @@ class Mxfp4:
     weight: str = ""
     unread: Sequence[str] = ()
 
-    def matrix(self, parts: ModuleParts) -> Mxfp4Matrix:
+    def matrix(self, parts: ModuleParts) -> KnownMatrix:
         """See `Scheme.matrix`."""
         blocks, kind = parts.shape(BLOCKS), parts.kind(BLOCKS)
         scales = parts.shape(SCALES) if parts.has(SCALES) else ()
         if len(blocks) < 3 or (*scales, BYTES) != blocks or {kind, parts.kind(SCALES)} != {"U8"}:
             raise parts.error(f"{parts.module}{BLOCKS} is {kind} {list(blocks)}, and its scales do not fit it", AGAIN)
-        return Mxfp4Matrix(parts)
+        return mxfp4_matrix(parts, BLOCKS, SCALES, (*blocks[:-2], blocks[-2] * BLOCK))
 
 
 def read_scheme(options: Mapping[str, Any]) -> Mxfp4:
