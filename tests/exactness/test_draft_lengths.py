@@ -20,7 +20,7 @@ from speculant.drafting.selection import Selection
 from speculant.lab.exactness.distributions import EXACT, Pair
 from speculant.lengths import adaptive as adaptive_length
 from speculant.lengths.adaptive import Adaptive
-from speculant.lengths.base import DraftOutcome, ScoredDraft
+from speculant.lengths.base import DraftLength, DraftOutcome, ScoredDraft
 from speculant.lengths.confidence import Confidence
 from speculant.lengths.costs import CostCurve, StepCosts
 from speculant.metrics import StepTiming
@@ -35,10 +35,8 @@ TIMING = StepTiming(0.0, 0.5, 1.5)  # about what `adaptive` expects
 Policy = Adaptive | Confidence
 
 
-class Apart:
+class Apart(DraftLength):
     """A policy for each request. `lengths` counts the choices, `cut` the drafts that were cut."""
-
-    keeps_up = False
 
     def __init__(self, make: Callable[[], Policy], lengths: Counter[int], cut: Counter[bool]) -> None:
         self._make, self._lengths, self._cut = make, lengths, cut

@@ -29,7 +29,7 @@ from speculant.drafting.methods import (
     method_facts,
     takes_model,
 )
-from speculant.drafting.selection import Selection, Selector
+from speculant.drafting.selection import Selection
 from speculant.engine.calibration import START_S, Calibration
 from speculant.engine.draft_loading import (
     AUTO,
@@ -47,7 +47,7 @@ from speculant.engine.head_precision import HeadRounding
 from speculant.engine.memory import CacheMemory
 from speculant.errors import ConfigError, RequestError
 from speculant.files import forget_measured
-from speculant.lengths.base import DraftLength, DraftLengthContext
+from speculant.lengths.base import DraftLength, DraftLengthContext, completed
 from speculant.lengths.plan import LONGEST
 from speculant.models import background
 from speculant.models.backends.base import find_backends
@@ -154,7 +154,7 @@ def build_around(config: EngineConfig, target: Checkpoint, tokenizer: Tokenizer 
     identity = (facts, target.kernels, str(target.folder), notes)
     measured = Calibration(target.model, cache, sampler, drafters.known, limits, identity)
     policy = _draft_length(spec, length, drafters, measured)
-    selection.selector = policy if isinstance(policy, Selector) else None
+    selection.selector = policy
     engine = Engine(
         EngineOptions(
             limits,
@@ -293,8 +293,7 @@ def _draft_length(
     plugin, options = _policy(spec)
     longest = spec.num_speculative_tokens if spec else None
     own = drafters.tree, drafters.look_ahead_rows, drafters.selects
-    policy: DraftLength = plugin.build(DraftLengthContext(length, options, longest, measured.costs, *own))
-    return policy
+    return completed(plugin.build(DraftLengthContext(length, options, longest, measured.costs, *own)))
 
 
 def build_drafters(

@@ -31,12 +31,12 @@ from speculant.cache.base import KVCache, Moves, Slots
 from speculant.cache.sources import MEASURED, Source
 from speculant.config import Limits
 from speculant.drafting.base import Drafter
-from speculant.engine.measuring import SLICE_S, Measurement
 from speculant.engine.runner import forward_target
 from speculant.errors import CapacityError, Guard
 from speculant.files import Run, costs_folder, is_steady, key_of, read_measured, spread_of, write_file
 from speculant.kernels.base import Sampler
 from speculant.lengths.costs import UNKNOWN_COSTS, CostCurve, KeyCosts, Reading, StepCosts
+from speculant.lengths.measuring import SLICE_S, Measurement
 from speculant.metrics import RequestMetrics, TimingMetrics
 from speculant.models.base import CausalLM, relative_reads_of
 from speculant.models.encoding import encode_sources

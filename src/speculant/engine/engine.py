@@ -13,8 +13,6 @@ from speculant.config import Limits
 from speculant.constraints import Constraint
 from speculant.engine.commit import Committed, ending_with, fail
 from speculant.engine.drafters import Drafters
-from speculant.engine.guarded_length import GuardedLength
-from speculant.engine.measuring import SLICE_S, Measurement
 from speculant.engine.profiling import Mark, unmarked
 from speculant.engine.requests import CheckedRequest, RequestFactory, RequestRules
 from speculant.engine.runner import check_target
@@ -22,7 +20,8 @@ from speculant.engine.step import StepContext, step
 from speculant.errors import RequestError, SpeculantError
 from speculant.kernels.base import Sampler
 from speculant.kernels.reference_sampler import REFERENCE
-from speculant.lengths.base import DraftLength
+from speculant.lengths.base import DraftLength, GuardedLength
+from speculant.lengths.measuring import SLICE_S, Measurement
 from speculant.metrics import EngineMetrics, StepTiming
 from speculant.models.base import CausalLM, check_taps
 from speculant.models.generation import NO_RULES, OutputRules

@@ -15,13 +15,13 @@ from speculant.cache.base import KVCache
 from speculant.config import Limits
 from speculant.engine.commit import Committed, commit_output, notify
 from speculant.engine.drafters import Drafters
-from speculant.engine.guarded_length import GuardedLength
 from speculant.engine.profiling import ENCODE, Mark, unmarked
 from speculant.engine.propose import propose
 from speculant.engine.runner import forward_target, with_successors
 from speculant.engine.verify import verify
 from speculant.kernels.base import Sampler
 from speculant.kernels.reference_sampler import REFERENCE
+from speculant.lengths.base import GuardedLength
 from speculant.metrics import StepTiming
 from speculant.models.base import CausalLM
 from speculant.models.encoding import encode_sources

@@ -11,7 +11,7 @@ import pytest
 from speculant import LLM, SamplingParams
 from speculant.engine import build, calibration
 from speculant.engine.engine import Engine
-from speculant.engine.measuring import Measurement
+from speculant.lengths.measuring import Measurement
 from speculant.types import StepOutput
 from tests.models import Checkpoints
 

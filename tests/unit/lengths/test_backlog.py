@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from speculant.lengths.adaptive import Adaptive
-from speculant.lengths.backlog import Backlogs
 from speculant.lengths.base import DraftOutcome, ScoredDraft
-from speculant.lengths.costs import CostCurve, Reading, StepCosts
+from speculant.lengths.costs import Backlogs, CostCurve, Reading, StepCosts
 from speculant.metrics import StepTiming
 from speculant.params import SamplingParams
 from speculant.scheduling.schedule import Schedule, Scheduled

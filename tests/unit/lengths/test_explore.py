@@ -6,8 +6,8 @@ from itertools import pairwise
 
 import pytest
 
+from speculant.lengths.adaptive import BUDGET, Experiments
 from speculant.lengths.costs import LEARNT
-from speculant.lengths.explore import BUDGET, Experiments
 
 STEPS = 50_000
 

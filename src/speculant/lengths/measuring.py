@@ -17,35 +17,31 @@ SLICE_S = 0.05  # that every request can wait for
 
 
 class Measurement:
-    """Measures costs slice by slice. While it is `active`, nothing is drafted."""
+    """Measures costs slice by slice. active: slices are left; until they have run, nothing is drafted."""
 
     def __init__(self) -> None:
         self._make: Callable[[], Iterator[None]] = lambda: iter(())
-        self._slices: Iterator[None] | None = None
+        self._slices: Iterator[None] = iter(())
+        self.active = False
         self._guard = Guard(logger, "and drafts have the usual costs")
-
-    @property
-    def active(self) -> bool:
-        """Whether slices are left."""
-        return self._slices is not None
 
     def begin(self, make: Callable[[], Iterator[None]]) -> None:
         """Take over a function that makes the slices; each `next` runs one. After an interrupt they begin anew."""
-        self._make, self._slices = make, make()
+        self._make, self._slices, self.active = make, make(), True
 
     @torch.inference_mode()
     def run(self, seconds: float) -> None:
         """Run the next slice, and further ones until `seconds` are over."""
         started = time.perf_counter()
-        while self._slices is not None:
+        while self.active:
             try:
                 next(self._slices)
             except StopIteration:
-                self._slices = None
+                self.active = False
             except BaseException as error:  # noqa: BLE001 - anything but a failure is raised again
                 self._slices = self._make()
                 self._guard.note("the measurement of costs", error)
-                self._slices = None
+                self.active = False
             if time.perf_counter() - started >= seconds:
                 break
 
