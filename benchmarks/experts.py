@@ -28,10 +28,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from speculant.cache.factory import slotted_cache
-from speculant.engine.calibration import spread_token
 from speculant.lab.bench.decoding import EDIT, PLAIN, UNSEEN, Decoded, LoadedPair, alpha, decode, prompts_of
 from speculant.lab.bench.runner import Benchmark, quartiles, ratio, timed
 from speculant.lengths.costs import ROW_SHARE
+from speculant.lengths.measuring import spread_token
 from speculant.models.base import CausalLM, SequenceInput, build_batch, relative_reads_of
 from speculant.models.description import Experts
 from speculant.models.families.qwen3_moe import read_config

@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 
 from speculant import LLM, RequestOutput, SamplingParams, plugins
-from speculant.engine.calibration import Calibration
 from speculant.kernels.native import usable_sets
 from speculant.lengths.adaptive import Adaptive
 from speculant.lengths.costs import CostCurve, StepCosts
+from speculant.lengths.measuring import Calibration
 from tests.covering import covering
 from tests.drafters import BLIND, model_of, options_of, predicting
 from tests.exactness.selection import combinations, slow_but

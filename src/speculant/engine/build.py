@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import logging
 import math
 import secrets
@@ -30,7 +31,6 @@ from speculant.drafting.methods import (
     takes_model,
 )
 from speculant.drafting.selection import Selection
-from speculant.engine.calibration import START_S, Calibration
 from speculant.engine.draft_loading import (
     AUTO,
     LARGE_BYTES,
@@ -48,6 +48,7 @@ from speculant.engine.memory import CacheMemory
 from speculant.errors import ConfigError, RequestError
 from speculant.files import forget_measured
 from speculant.lengths.base import DraftLength, DraftLengthContext, completed
+from speculant.lengths.measuring import START_S, Calibration
 from speculant.lengths.plan import LONGEST
 from speculant.models import background
 from speculant.models.backends.base import find_backends
@@ -152,7 +153,8 @@ def build_around(config: EngineConfig, target: Checkpoint, tokenizer: Tokenizer 
         logger.warning("max_model_len is %s", context)
     facts = str(replace(config, seed=0, weight_cache="off", measure=False))  # costs do not depend on these three
     identity = (facts, target.kernels, str(target.folder), notes)
-    measured = Calibration(target.model, cache, sampler, drafters.known, limits, identity)
+    seq_ids = itertools.count(1)
+    measured = Calibration(target.model, cache, sampler, drafters.known, limits, identity, seq_ids)
     policy = _draft_length(spec, length, drafters, measured)
     selection.selector = policy
     engine = Engine(
@@ -171,7 +173,8 @@ def build_around(config: EngineConfig, target: Checkpoint, tokenizer: Tokenizer 
         verifiers,
         policy,
         drafters,
-        measured.measurement,
+        measured,
+        seq_ids,
     )
     # A small model takes a second. The slots of a slotted cache may all be taken later.
     whole = 2 * target.weights < LARGE_BYTES or config.kv_cache_backend == "slotted"

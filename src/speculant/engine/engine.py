@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from speculant.cache.base import KVCache
@@ -66,8 +66,9 @@ class Engine:
         draft_length: DraftLength,
         drafters: Drafters | None = None,
         measurement: Measurement | None = None,
+        seq_ids: Iterator[int] | None = None,
     ) -> None:
-        """measurement: measures the costs that the policy compares, between steps."""
+        """measurement: measures the costs that the policy compares, between steps. seq_ids: for its requests."""
         self.measurement = measurement or Measurement()
         self._last_s, self._is_new, self._delays = 0.0, False, 0  # of the last step; see `_measure`
         self._drafters = Drafters() if drafters is None else drafters
@@ -88,7 +89,7 @@ class Engine:
             options.limits, target.vocab_size, options.seed, options.end_token_ids, options.verification,
             target.needs.source, options.start_tokens, options.output_rules,
         )  # fmt: skip
-        self._factory = RequestFactory(rules, verifiers, self._drafters)
+        self._factory = RequestFactory(rules, verifiers, self._drafters, seq_ids)
         self._by_id: dict[str, list[Request]] = {}
         self.metrics = EngineMetrics(blocks_total=cache.num_blocks, block_size=cache.block_size)
         self._drafters.metrics = self.metrics

@@ -26,9 +26,9 @@ from speculant.drafting.base import Drafter, DrafterContext
 from speculant.drafting.draws import likeliest
 from speculant.drafting.heads.future import UNKNOWN, product_tree
 from speculant.drafting.model.head_tokens import save_head_tokens
-from speculant.engine.calibration import Calibration
 from speculant.errors import ConfigError, ModelError, PairError, SpeculantError
 from speculant.kernels.native import usable_sets
+from speculant.lengths.measuring import Calibration
 from speculant.models.base import CausalLM
 from speculant.models.weights.load import load_model
 from speculant.params import SamplingParams
@@ -744,6 +744,6 @@ def test_costs_of_heads_are_those_of_real_drafts(
     identity = (str(tmp_path),)
     calibration = Calibration(target.model, cache, target.backend.sampler, {"head": drafter}, limits, identity)
     calibration.costs()
-    calibration.measurement.finish()
+    calibration.finish()
     assert sizes
     assert set(sizes) == {0}

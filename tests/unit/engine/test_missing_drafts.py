@@ -9,11 +9,11 @@ import pytest
 
 from speculant import LLM, SamplingParams
 from speculant.drafting.model.drafter import ModelDrafter
-from speculant.engine.calibration import Calibration
 from speculant.kernels.native import usable_sets
 from speculant.lengths.adaptive import Adaptive
 from speculant.lengths.base import DraftOutcome
 from speculant.lengths.costs import UNKNOWN_COSTS, CostCurve, StepCosts
+from speculant.lengths.measuring import Calibration
 from speculant.metrics import StepTiming
 from speculant.scheduling.schedule import Schedule
 from tests.models import Checkpoints, Shape, write_checkpoint

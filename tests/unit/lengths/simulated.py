@@ -13,9 +13,9 @@ from unittest.mock import patch
 
 import numpy as np
 
-from speculant.engine.calibration import DEPTHS, ROWS, SEQUENCES
 from speculant.lengths.base import DraftLength, DraftLengthContext, GuardedLength
 from speculant.lengths.costs import CostCurve, KeyCosts, Reading, StepCosts
+from speculant.lengths.measuring import DEPTHS, ROWS, SEQUENCES
 from speculant.metrics import StepTiming
 from speculant.params import SamplingParams
 from speculant.scheduling.schedule import Schedule, Scheduled

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from speculant import LLM, SamplingParams
-from speculant.engine import build, calibration
+from speculant.engine import build
 from speculant.engine.engine import Engine
+from speculant.lengths import measuring
 from speculant.lengths.measuring import Measurement
 from speculant.types import StepOutput
 from tests.models import Checkpoints
@@ -23,7 +24,7 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(build, "START_S", 0.0)
     monkeypatch.setattr(build, "LARGE_BYTES", 0)
-    monkeypatch.setattr(calibration, "BUDGET_S", 0.02)
+    monkeypatch.setattr(measuring, "BUDGET_S", 0.02)
     return tmp_path / "speculant" / "costs"
 
 
