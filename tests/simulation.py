@@ -73,7 +73,7 @@ class World:
             forced = [self.forced(step, index) for index in range(batch)]
             asked = [0] * batch if paused else [*policy.choose(schedule)]
             asked = [0 if own else count for own, count in zip(forced, asked, strict=True)]
-            if not (paused or any(asked)) and hasattr(policy, "pause"):
+            if not (paused or any(asked)):
                 pause = policy.pause()
             self.asks += [step] if any(asked) else []
             chosen = [self.returned(place, count) for place, count in zip(lengths, asked, strict=True)]
@@ -112,7 +112,7 @@ class World:
         self, policy: DraftLength, requests: Sequence[Request], alphas: Sequence[Sequence[float]]
     ) -> list[int]:
         counts = [len(each) for each in alphas]
-        if self.score is None or not hasattr(policy, "trim"):
+        if self.score is None:
             return counts
         places = [index for index, count in enumerate(counts) if count]
         drafts = [

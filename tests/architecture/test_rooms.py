@@ -10,13 +10,13 @@ import pytest
 from tests.architecture.rooms import ROOT, USERS, defined, home, inner_imports, rooms, size
 
 SLACK = 0.05  # of a budget, which follows a room that shrinks
-INNER_IMPORTS = 230  # of names that two files of a room have, of names that are also a file's; may only fall
+INNER_IMPORTS = 227  # of names that two files of a room have, of names that are also a file's; may only fall
 # Lines and files. A commit that adds a feature may raise those of its room.
 BUDGETS: dict[str, tuple[int, int]] = {
     "cache": (1211, 7),
     "cli": (3024, 17),
-    "drafting": (7209, 58),
-    "engine": (6012, 29),
+    "drafting": (7208, 58),
+    "engine": (5399, 26),
     "kernels": (1632, 8),
     "lab.bench": (4557, 29),
     "lab.cli": (3510, 26),
@@ -26,7 +26,7 @@ BUDGETS: dict[str, tuple[int, int]] = {
     "lab.quantize": (932, 6),
     "lab.theory": (627, 9),
     "lab.training": (4125, 44),
-    "lengths": (1322, 11),
+    "lengths": (1952, 10),
     "models": (13443, 68),
     "sampling": (437, 5),
     "scale": (1970, 12),

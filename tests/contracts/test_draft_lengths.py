@@ -11,7 +11,7 @@ from speculant import plugins
 from speculant.config import Limits
 from speculant.errors import ConfigError
 from speculant.lab.exactness import FULL_SUPPORT, Pair, TableModel
-from speculant.lengths import DraftLength, DraftLengthContext, DraftOutcome
+from speculant.lengths import DraftLength, DraftLengthContext, DraftOutcome, completed
 from speculant.metrics import StepTiming
 from speculant.params import SamplingParams
 from speculant.scheduling import Schedule
@@ -54,7 +54,7 @@ def test_policy_refuses_unknown_options(name: str) -> None:
         plugins.load(KIND, name).build(DraftLengthContext(3, {"wndow": 1}))
 
 
-class Recorded:
+class Recorded(DraftLength):
     """Chooses the scripted length for a whole batch, and keeps the outcomes that it observes."""
 
     def __init__(self, script: Sequence[int], keeps_up: bool = False) -> None:
@@ -161,7 +161,9 @@ def test_policy_error_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     assert sum("draft length policy failed" in record.message for record in caplog.records) == 1
 
 
-def test_policy_keeps_up_only_if_it_says_so() -> None:
+def test_policy_of_another_package_need_not_extend_the_class() -> None:
+    """What it does not define is as usual: it never keeps up, pauses, trims or selects."""
+
     class Minimal:
         def choose(self, schedule: Schedule) -> list[int]:
             return [2] * len(schedule.items)
@@ -169,8 +171,7 @@ def test_policy_keeps_up_only_if_it_says_so() -> None:
         def observe(self, outcomes: Sequence[DraftOutcome], timing: StepTiming) -> None:
             pass
 
-    policy: Any = Minimal()
-    rig = run(policy)
+    rig = run(completed(Minimal()))
     requests = list(rig.requests)
     rig.finish()
     assert {request.finish_reason for request in requests} == {"length"}

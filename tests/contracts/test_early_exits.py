@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from speculant import LLM, SamplingParams
-from speculant.engine import calibration, read_curves
 from speculant.files import costs_folder
 from speculant.kernels import usable_sets
+from speculant.lengths import measuring, read_curves
 from tests.examples import examples
 from tests.models import Checkpoints, Shape, write_checkpoint
 
@@ -64,7 +64,7 @@ def test_costs_of_its_drafts_are_measured(
 ) -> None:
     """Sequences that are measured have keys and values in the target's cache, and leave none there."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(calibration, "is_steady", lambda rounds: True)  # however busy the machine is
+    monkeypatch.setattr(measuring, "is_steady", lambda rounds: True)  # however busy the machine is
     llm = LLM(target, speculative_config={**EXIT, "draft_length": "adaptive"}, **engine)
     (file,) = costs_folder().glob("*.json")
     kept = read_curves(file)

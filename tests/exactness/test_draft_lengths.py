@@ -18,6 +18,7 @@ from speculant.lengths import (
     Adaptive,
     Confidence,
     CostCurve,
+    DraftLength,
     DraftOutcome,
     ScoredDraft,
     StepCosts,
@@ -35,10 +36,8 @@ TIMING = StepTiming(0.0, 0.5, 1.5)  # about what `adaptive` expects
 Policy = Adaptive | Confidence
 
 
-class Apart:
+class Apart(DraftLength):
     """A policy for each request. `lengths` counts the choices, `cut` the drafts that were cut."""
-
-    keeps_up = False
 
     def __init__(self, make: Callable[[], Policy], lengths: Counter[int], cut: Counter[bool]) -> None:
         self._make, self._lengths, self._cut = make, lengths, cut

@@ -17,9 +17,8 @@ from typing import Any
 import pytest
 
 from speculant import LLM, RequestOutput, SamplingParams, plugins
-from speculant.engine import Calibration
 from speculant.kernels import usable_sets
-from speculant.lengths import Adaptive, CostCurve, StepCosts
+from speculant.lengths import Adaptive, Calibration, CostCurve, StepCosts
 from tests.covering import covering
 from tests.drafters import BLIND, model_of, options_of, predicting
 from tests.exactness.selection import combinations, slow_but

@@ -3,7 +3,7 @@
     texts     seq 1 ───┐          seq 2 ───┐   seq 3 ───┐
     sources            └─── -1001 ─────────┘            └─── -1002
 
-Their ids are negative, and below those of measurements (engine/calibration.py). A source is encoded as a whole, so it
+Their ids are negative. A source is encoded as a whole, so it
 has no positions in the cache, or all. It is released with the last text that holds it.
 """
 
@@ -18,7 +18,7 @@ from speculant.cache.paged import KVCache
 if TYPE_CHECKING:
     from torch import Tensor
 
-MEASURED = -1000  # the id of the source that measurements use
+MEASURED = -1000  # the id of a source that no request has
 
 Key = tuple[str, tuple[int, ...]]  # salt, tokens
 

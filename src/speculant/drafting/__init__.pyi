@@ -91,7 +91,7 @@ from .model.runner import DraftModelRunner as DraftModelRunner, fit_vocabulary a
 from .model.sources import DraftSources as DraftSources
 from .model.specinfer import SpecInfer as SpecInfer
 from .model.target_cache import make_target_drafter as make_target_drafter
-from .selection import Selection as Selection, Selector as Selector
+from .selection import Selection as Selection
 from .topology import (
     DynamicTree as DynamicTree,
     ParallelChains as ParallelChains,

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 from speculant.types import DraftTree, Request
 
 
-@runtime_checkable
 class Selector(Protocol):
-    """A draft-length policy that estimates the cost of drafts and their acceptance."""
+    """What a draft-length policy decides about the drafts of one sequence."""
 
     def prefers(self, request: Request, scores: Sequence[float], parents: Sequence[int]) -> bool:
         """Whether a deterministic draft with scores is worth more than one that a model would draw.
@@ -31,7 +30,7 @@ class Selector(Protocol):
 
 @dataclass
 class Selection:
-    """Selects by an engine's draft-length policy if that is a `Selector`; None = the first drafter with a draft."""
+    """Selects by an engine's draft-length policy; None = the first drafter with a draft."""
 
     selector: Selector | None = None
 

@@ -15,13 +15,6 @@ from .build import (
     load_verifiers as load_verifiers,
     method_name as method_name,
 )
-from .calibration import (
-    DEPTHS as DEPTHS,
-    ROWS as ROWS,
-    SEQUENCES as SEQUENCES,
-    Calibration as Calibration,
-    read_curves as read_curves,
-)
 from .commit import Committed as Committed, fail as fail, roll_back as roll_back
 from .draft_loading import (
     AUTO as AUTO,
@@ -37,11 +30,9 @@ from .draft_loading import (
 from .drafters import Drafters as Drafters, head_parts as head_parts
 from .engine import Engine as Engine, EngineOptions as EngineOptions
 from .generation import Generation as Generation, StreamPiece as StreamPiece
-from .guarded_length import GuardedLength as GuardedLength
 from .head_precision import ROOM as ROOM, DraftSample as DraftSample
 from .llm import LLM as LLM, progress as progress
 from .logprobs import LogprobRow as LogprobRow, record_prompt as record_prompt, token_logprobs as token_logprobs
-from .measuring import Measurement as Measurement
 from .memory import (
     FALLBACK as FALLBACK,
     SHARE_OF_FREE as SHARE_OF_FREE,

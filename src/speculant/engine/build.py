@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import logging
 import math
 import secrets
@@ -24,7 +25,6 @@ from speculant.drafting import (
     Drafter,
     DrafterContext,
     Selection,
-    Selector,
     build_method,
     check_kind,
     first_installed,
@@ -33,7 +33,6 @@ from speculant.drafting import (
     takes_model,
 )
 from speculant.drafting.methods import KIND
-from speculant.engine.calibration import START_S, Calibration
 from speculant.engine.draft_loading import (
     AUTO,
     LARGE_BYTES,
@@ -50,7 +49,7 @@ from speculant.engine.head_precision import HeadRounding
 from speculant.engine.memory import CacheMemory
 from speculant.errors import ConfigError, RequestError
 from speculant.files import forget_measured
-from speculant.lengths import DraftLength, DraftLengthContext
+from speculant.lengths import START_S, Calibration, DraftLength, DraftLengthContext, completed
 from speculant.lengths.plan import LONGEST
 from speculant.models import (
     CausalLM,
@@ -163,9 +162,10 @@ def build_around(config: EngineConfig, target: Checkpoint, tokenizer: Tokenizer 
         logger.warning("max_model_len is %s", context)
     facts = str(replace(config, seed=0, weight_cache="off", measure=False))  # costs do not depend on these three
     identity = (facts, target.kernels, str(target.folder), notes)
-    measured = Calibration(target.model, cache, sampler, drafters.known, limits, identity)
+    seq_ids = itertools.count(1)
+    measured = Calibration(target.model, cache, sampler, drafters.known, limits, identity, seq_ids)
     policy = _draft_length(spec, length, drafters, measured)
-    selection.selector = policy if isinstance(policy, Selector) else None
+    selection.selector = policy
     engine = Engine(
         EngineOptions(
             limits,
@@ -182,7 +182,8 @@ def build_around(config: EngineConfig, target: Checkpoint, tokenizer: Tokenizer 
         verifiers,
         policy,
         drafters,
-        measured.measurement,
+        measured,
+        seq_ids,
     )
     # A small model takes a second. The slots of a slotted cache may all be taken later.
     whole = 2 * target.weights < LARGE_BYTES or config.kv_cache_backend == "slotted"
@@ -304,8 +305,7 @@ def _draft_length(
     plugin, options = _policy(spec)
     longest = spec.num_speculative_tokens if spec else None
     own = drafters.tree, drafters.look_ahead_rows, drafters.selects
-    policy: DraftLength = plugin.build(DraftLengthContext(length, options, longest, measured.costs, *own))
-    return policy
+    return completed(plugin.build(DraftLengthContext(length, options, longest, measured.costs, *own)))
 
 
 def build_drafters(

@@ -19,12 +19,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from speculant.cache import MEASURED, KVCache, Source, slotted_cache
+from speculant.cache import KVCache, Source, slotted_cache
 from speculant.drafting import fit_vocabulary, intersect, mask_of
 from speculant.drafting.model.runner import grow
-from speculant.engine.calibration import requests, spread_token, timed
 from speculant.errors import ModelError, PairError, SpeculantError
 from speculant.files import Run, costs_folder, is_steady, key_of, read_measured, spread_of, write_file
+from speculant.lengths import make_sequence, spread_token, timed, usual_tokens
 from speculant.models import (
     CausalLM,
     Chain,
@@ -57,6 +57,7 @@ USUAL_ACCEPTANCE = {None: 0.7, "int8": 0.695, "int4": 0.68}  # by type, assumed 
 FURTHER_ROW = 0.05  # of the time of the target's pass of one row, assumed for each further row
 PROMPT, SAMPLE = 8, 48  # tokens
 SOURCE = 64  # tokens of the source of such a text, for encoder-decoder models
+_TEXT, _SOURCE = 0, 1  # sequence ids
 DRAWN = SamplingParams(temperature=1.0, max_tokens=None)
 
 
@@ -261,7 +262,7 @@ def text_cache(model: CausalLM, size: int, length: int) -> tuple[KVCache, int | 
     """
     if not model.needs.source:
         return slotted_cache(model.cache_shape, 1, length), None
-    source = Source(MEASURED, tuple(spread_token(place, size) for place in range(min(SOURCE, model.max_positions))))
+    source = Source(_SOURCE, tuple(spread_token(place, size) for place in range(min(SOURCE, model.max_positions))))
     cache = slotted_cache(model.cache_shape, 2, max(length, len(source.tokens)))
     encode_sources(model, cache, [source])
     return cache, source.seq_id
@@ -269,7 +270,7 @@ def text_cache(model: CausalLM, size: int, length: int) -> tuple[KVCache, int | 
 
 def _draw(draft: Checkpoint, size: int, length: int, cache: KVCache, source: int | None) -> list[int]:
     """Return a text of PROMPT tokens and `length` more, which a model draws at temperature 1."""
-    (request,) = requests(1, PROMPT, size, DRAWN)
+    request = make_sequence(_TEXT, usual_tokens(PROMPT, size), DRAWN)
     chain = Chain(request, request.tokens, length, KeyedChances(draft.backend.sampler).draft(request), source=source)
     grow(draft.model, [chain], cache, size, draft.backend.sampler)
     cache.release(request.seq_id)
@@ -284,7 +285,7 @@ def drawn(draft: Checkpoint, size: int, length: int) -> list[int]:
 def _probs(model: CausalLM, tokens: Sequence[int], size: int) -> Tensor:
     """Return a model's distributions [n, size] at temperature 1 after each of the drawn tokens but the last."""
     cache, source = text_cache(model, size, len(tokens))
-    inputs = SequenceInput(0, known(tokens, model.vocab_size), DraftTree.empty(), source=source)
+    inputs = SequenceInput(_TEXT, known(tokens, model.vocab_size), DraftTree.empty(), source=source)
     batch = build_batch([inputs], cache, model.cache_shape.device)
     hidden = model.forward(batch, cache.storage).last[PROMPT - 1 : -1]
     return torch.softmax(fit_vocabulary(model.logits(hidden), size).double(), -1)
@@ -311,7 +312,7 @@ def pass_seconds(model: CausalLM, runs: list[Sequence[Run]]) -> Callable[[int], 
     cache, source = text_cache(model, model.vocab_size, max(rows))
 
     def run(count: int) -> None:
-        inputs = SequenceInput(0, [0] * count, DraftTree.empty(), source=source)
+        inputs = SequenceInput(_TEXT, [0] * count, DraftTree.empty(), source=source)
         batch = build_batch([inputs], cache, model.cache_shape.device)
         model.logits(model.forward(batch, cache.storage).last)
         cache.release(inputs.seq_id)

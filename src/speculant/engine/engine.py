@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from speculant.cache import KVCache
@@ -13,15 +13,13 @@ from speculant.config import Limits
 from speculant.constraints import Constraint
 from speculant.engine.commit import Committed, ending_with, fail
 from speculant.engine.drafters import Drafters
-from speculant.engine.guarded_length import GuardedLength
-from speculant.engine.measuring import SLICE_S, Measurement
 from speculant.engine.profiling import Mark, unmarked
 from speculant.engine.requests import CheckedRequest, RequestFactory, RequestRules
 from speculant.engine.runner import check_target
 from speculant.engine.step import StepContext, step
 from speculant.errors import RequestError, SpeculantError
 from speculant.kernels import REFERENCE, Sampler
-from speculant.lengths import DraftLength
+from speculant.lengths import SLICE_S, DraftLength, GuardedLength, Measurement
 from speculant.metrics import EngineMetrics, StepTiming
 from speculant.models import NO_RULES, CausalLM, OutputRules, check_taps
 from speculant.params import SamplingParams
@@ -64,8 +62,9 @@ class Engine:
         draft_length: DraftLength,
         drafters: Drafters | None = None,
         measurement: Measurement | None = None,
+        seq_ids: Iterator[int] | None = None,
     ) -> None:
-        """measurement: measures the costs that the policy compares, between steps."""
+        """measurement: measures the costs that the policy compares, between steps. seq_ids: for its requests."""
         self.measurement = measurement or Measurement()
         self._last_s, self._is_new, self._delays = 0.0, False, 0  # of the last step; see `_measure`
         self._drafters = Drafters() if drafters is None else drafters
@@ -86,7 +85,7 @@ class Engine:
             options.limits, target.vocab_size, options.seed, options.end_token_ids, options.verification,
             target.needs.source, options.start_tokens, options.output_rules,
         )  # fmt: skip
-        self._factory = RequestFactory(rules, verifiers, self._drafters)
+        self._factory = RequestFactory(rules, verifiers, self._drafters, seq_ids)
         self._by_id: dict[str, list[Request]] = {}
         self.metrics = EngineMetrics(blocks_total=cache.num_blocks, block_size=cache.block_size)
         self._drafters.metrics = self.metrics

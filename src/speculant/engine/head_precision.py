@@ -20,7 +20,6 @@ from torch import Tensor
 
 from speculant.cache import slotted_cache
 from speculant.drafting import Build, Drafter, DrafterContext, complete
-from speculant.engine.calibration import requests, timed
 from speculant.engine.draft_loading import (
     AUTO,
     DRAWN,
@@ -37,6 +36,7 @@ from speculant.engine.draft_loading import (
 )
 from speculant.errors import ConfigError, ModelError, SpeculantError
 from speculant.files import Run, read_measured
+from speculant.lengths import make_sequence, timed
 from speculant.models import CausalLM, Checkpoint, Hidden, RoundsHeads, SequenceInput, build_batch
 from speculant.types import CommittedRows, DraftTree, Request
 
@@ -167,7 +167,7 @@ class DraftSample:
     def drafts(self, drafter: Drafter) -> Iterator[tuple[DraftTree, Tensor]]:
         """Yield a draft of one node at each token after the first ones, and the target's distribution [V] there."""
         states, last = self.states(tuple(drafter.needs.hidden_layers)), len(self.tokens) - 1
-        (request,), seen = self._requests(min(PROMPT, last)), 0
+        request, seen = self._sequence(min(PROMPT, last)), 0
         drafter.begin(request)
         for place in range(len(request.tokens), last + 1):
             _observe(drafter, request, states, seen)
@@ -179,7 +179,7 @@ class DraftSample:
 
     def seconds(self, drafter: Drafter, runs: list[Sequence[Run]]) -> tuple[float, float]:
         """Time drafts after the text: return the seconds per drafted token, and the fixed seconds per draft."""
-        (request,), states = self._requests(len(self.tokens)), self.states(tuple(drafter.needs.hidden_layers))
+        request, states = self._sequence(len(self.tokens)), self.states(tuple(drafter.needs.hidden_layers))
         drafter.begin(request)
         _observe(drafter, request, states, 0)
         depth = min(DEPTH, drafter.needs.max_nodes or DEPTH)
@@ -188,13 +188,9 @@ class DraftSample:
         token_s = max((seconds[depth] - seconds[1]) / max(1, depth - 1), 1e-9)
         return token_s, max(0.0, seconds[1] - token_s)
 
-    def _requests(self, length: int) -> list[Request]:
-        """Return a request that has the first tokens of the text, and whose drafts have probs."""
-        made = requests(1, 1, self.probs.shape[1], DRAWN)
-        for request in made:
-            request.shared_noise = False
-            request.tokens[:] = self.tokens[:length]
-        return made
+    def _sequence(self, length: int) -> Request:
+        """Return a sequence that has the first tokens of the text, and whose drafts have probs."""
+        return replace(make_sequence(0, self.tokens[:length], DRAWN), shared_noise=False)
 
 
 def _observe(drafter: Drafter, request: Request, states: Sequence[Tensor], seen: int) -> None:

@@ -29,9 +29,9 @@ import torch
 
 from speculant.cache import CacheShape, KVCache, paged_cache, slotted_cache
 from speculant.config import USUAL_CONTEXT, EngineConfig, Limits
-from speculant.engine.calibration import DEPTHS
 from speculant.engine.cgroups import free_in_cgroups
 from speculant.errors import CapacityError
+from speculant.lengths import DEPTHS
 
 logger = logging.getLogger(__name__)
 

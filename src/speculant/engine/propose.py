@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 from speculant.constraints import forced_tokens, prepare_masks
 from speculant.engine.drafters import Drafters
-from speculant.engine.guarded_length import GuardedLength
-from speculant.lengths import DraftOutcome, num_rows
+from speculant.lengths import DraftOutcome, GuardedLength, num_rows
 from speculant.models import CausalLM, ModelNeeds
 from speculant.params import MAX_SPECULATIVE_TOKENS
 from speculant.scheduling import Schedule, Scheduled
@@ -53,11 +52,10 @@ def propose(
     for draft in constrained:
         draft.forced = _forced(draft.item, vocab_size)
         forces = forces or len(draft.forced) > 0
-    paused = bool(drafters and drafts) and draft_length.pauses(schedule)
-    if drafters and drafts and (not paused or forces):
-        requests = [draft.item.request for draft in drafts]
+    lengths = draft_length.choose(schedule) if drafters and drafts else None
+    if lengths is not None or (drafters and forces):
+        requests, lengths = [draft.item.request for draft in drafts], lengths or [0] * len(drafts)
         drafters.begin(requests, [draft.item.source for draft in drafts])
-        lengths = [0] * len(drafts) if paused else draft_length.choose(schedule)
         if any(lengths) or forces or draft_length.keeps_up:
             budget = DraftBudget(schedule, MOST_PROBS_BYTES // (8 * vocab_size))
             for draft, length in zip(drafts, lengths, strict=True):

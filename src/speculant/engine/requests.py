@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 
@@ -63,11 +64,17 @@ class CheckedRequest:
 
 
 class RequestFactory:
-    """Checks requests and makes the `n` sequences of a prompt. Sequence ids count up from 1."""
+    """Checks requests and makes the `n` sequences of a prompt. seq_ids: counts up; None = from 1."""
 
-    def __init__(self, rules: RequestRules, verifiers: Mapping[str, Verifier], drafters: Drafters) -> None:
+    def __init__(
+        self,
+        rules: RequestRules,
+        verifiers: Mapping[str, Verifier],
+        drafters: Drafters,
+        seq_ids: Iterator[int] | None = None,
+    ) -> None:
         self._rules, self._verifiers, self._drafters = rules, verifiers, drafters
-        self._next_seq_id = 0
+        self._seq_ids, self._made = itertools.count(1) if seq_ids is None else seq_ids, 0
         self._output_rules = (
             None
             if rules.output_rules == NO_RULES
@@ -129,12 +136,12 @@ class RequestFactory:
         return samples
 
     def _sample(self, checked: CheckedRequest, request_id: str, index: int) -> Request:
-        self._next_seq_id += 1
+        self._made += 1
         params, seed = checked.params, checked.params.seed
-        own_seed = mix(self._rules.seed, Purpose.REQUEST, self._next_seq_id) if seed is None else seed
+        own_seed = mix(self._rules.seed, Purpose.REQUEST, self._made) if seed is None else seed
         ends, stops = frozenset() if params.ignore_eos else self._rules.end_token_ids, frozenset(params.stop_token_ids)
         request = Request(
-            seq_id=self._next_seq_id,
+            seq_id=next(self._seq_ids),
             request_id=request_id,
             index=index,
             prompt=tuple(checked.prompt),

@@ -15,12 +15,12 @@ from speculant.cache import KVCache
 from speculant.config import Limits
 from speculant.engine.commit import Committed, commit_output, notify
 from speculant.engine.drafters import Drafters
-from speculant.engine.guarded_length import GuardedLength
 from speculant.engine.profiling import ENCODE, Mark, unmarked
 from speculant.engine.propose import propose
 from speculant.engine.runner import forward_target, with_successors
 from speculant.engine.verify import verify
 from speculant.kernels import REFERENCE, Sampler
+from speculant.lengths import GuardedLength
 from speculant.metrics import StepTiming
 from speculant.models import CausalLM, encode_sources
 from speculant.sampling import Chances

@@ -6,9 +6,7 @@ sequence's own rate in proportion.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from itertools import accumulate, takewhile
-from operator import mul
+from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
 from speculant.lengths.base import DraftOutcome, ScoredDraft
@@ -22,40 +20,32 @@ SCORE_PRIOR_TESTS = 4.0  # tests of a score that weigh as much as the score itse
 BUCKETS = 10  # of scores from 0 to 1; the last one has 1 as well
 
 
-@dataclass
 class Rate:
-    """Accepted over tested, where older tests count less."""
+    """Accepted over tested, where older tests count less.
 
-    prior: float
-    prior_tests: float
-    accepted: float = 0.0
-    tested: float = 0.0
+    prior: the estimate without tests, which weighs as much as `prior_tests`.
+    """
 
-    @property
-    def value(self) -> float:
-        """The estimate."""
-        return (self.accepted + self.prior * self.prior_tests) / (self.tested + self.prior_tests)
+    __slots__ = ("accepted", "prior", "prior_tests", "tested")
 
-    def add(self, accepted: int, memory: float, tested: int = 1) -> None:
-        """Count tests."""
+    def __init__(self, prior: float, prior_tests: float) -> None:
+        self.prior, self.prior_tests, self.accepted, self.tested = prior, prior_tests, 0.0, 0.0
+
+    def add(self, accepted: int, memory: float, tested: int = 1) -> float:
+        """Count tests, and return the estimate."""
         kept = memory if tested == 1 else memory**tested
-        self.accepted = kept * self.accepted + accepted
-        self.tested = kept * self.tested + tested
-
-    def forget(self, memory: float) -> None:
-        """Reduce the weight of the tests so far."""
-        self.accepted, self.tested = memory * self.accepted, memory * self.tested
+        self.accepted, self.tested = kept * self.accepted + accepted, kept * self.tested + tested
+        return (self.accepted + self.prior * self.prior_tests) / (self.tested + self.prior_tests)
 
 
 class MethodAcceptance:
     """The estimates of one method."""
 
     def __init__(self) -> None:
-        self._whole = Rate(PRIOR, PRIOR_TESTS)
-        self._by_depth: list[Rate] = []
-        rates = [Rate((bucket + 0.5) / BUCKETS, SCORE_PRIOR_TESTS) for bucket in range(BUCKETS)]
-        self._by_score = [*rates, rates[-1]]
-        self._score_rates = [rate.value for rate in self._by_score]
+        self._whole, self._rate = Rate(PRIOR, PRIOR_TESTS), PRIOR  # of all tests, and its estimate
+        self._by_depth, self._depth_rates = list[Rate](), [PRIOR]
+        self._score_rates = [(bucket + 0.5) / BUCKETS for bucket in range(BUCKETS)]
+        self._by_score = [Rate(prior, SCORE_PRIOR_TESTS) for prior in self._score_rates]
         self._by_sequence: WeakKeyDictionary[Request, Rate] = WeakKeyDictionary()
 
     def survivals(self, request: Request, length: int, least: float = 0.0) -> list[float]:
@@ -63,17 +53,20 @@ class MethodAcceptance:
 
         They end before the first one below `least`.
         """
-        share, rates = self._share(request), self._rates(length) or [PRIOR]
-        factors = [min(1.0, share * rate) for rate in rates]
-        factors += [factors[-1]] * (length - len(factors))
-        return list(takewhile(least.__le__, accumulate(factors[:length], mul)))
+        share, rates, survival, survivals = self._share(request), self._depth_rates, 1.0, list[float]()
+        for depth in range(length):
+            survival *= min(1.0, share * rates[min(depth, len(rates) - 1)])
+            if survival < least:
+                break
+            survivals.append(survival)
+        return survivals
 
     def scored_survivals(self, draft: ScoredDraft, least: float) -> list[float]:
         """Return the estimate that each node of a draft with scores is accepted, up to the first one below `least`."""
-        share, survivals = self._share(draft.request), list[float]()
-        rates = [min(1.0, share * rate) for rate in self._score_rates]
+        share, rates, survivals = self._share(draft.request), self._score_rates, list[float]()
         for score, parent in zip(draft.scores, draft.parents, strict=True):
-            survival = rates[int(score * BUCKETS)] * (survivals[parent] if parent >= 0 else 1.0)
+            rate = min(1.0, share * rates[min(int(score * BUCKETS), BUCKETS - 1)])
+            survival = rate * (survivals[parent] if parent >= 0 else 1.0)
             if survival < least:
                 break
             survivals.append(survival)
@@ -90,39 +83,41 @@ class MethodAcceptance:
             tests.append(0)
         own = self._by_sequence.get(request)
         if own is None:
-            own = self._by_sequence[request] = Rate(self._whole.value, SEQUENCE_PRIOR_TESTS)
+            own = self._by_sequence[request] = Rate(self._rate, SEQUENCE_PRIOR_TESTS)
         if draft is None:
-            while len(self._by_depth) < len(tests):
-                self._by_depth.append(Rate(PRIOR, DEPTH_PRIOR_TESTS if self._by_depth else PRIOR_TESTS))
-            for rate, accepted in zip(self._by_depth, tests, strict=False):
-                rate.add(accepted, METHOD_MEMORY)
+            self._observe_depths(tests)
         else:
             for score, accepted in tested_scores(draft, outcome):
-                self._by_score[int(score * BUCKETS)].add(accepted, METHOD_MEMORY)
-            self._score_rates = [rate.value for rate in self._by_score]
-        self._whole.add(sum(tests), METHOD_MEMORY, len(tests))
+                bucket = min(int(score * BUCKETS), BUCKETS - 1)
+                self._score_rates[bucket] = self._by_score[bucket].add(accepted, METHOD_MEMORY)
+        self._rate = self._whole.add(sum(tests), METHOD_MEMORY, len(tests))
         own.add(sum(tests), SEQUENCE_MEMORY, len(tests))
+
+    def _observe_depths(self, tests: Sequence[int]) -> None:
+        """Count tests at the first depths; few tests at a depth weigh less than the rate at the depth above."""
+        while len(self._by_depth) < len(tests):
+            self._by_depth.append(Rate(PRIOR, DEPTH_PRIOR_TESTS if self._by_depth else PRIOR_TESTS))
+        above, rates = PRIOR, list[float]()
+        for depth, rate in enumerate(self._by_depth):
+            rate.prior = above
+            if depth < len(tests):
+                rate.add(tests[depth], METHOD_MEMORY)
+            above = (rate.accepted + above * rate.prior_tests) / (rate.tested + rate.prior_tests)
+            rates.append(above)
+        self._depth_rates = rates or [PRIOR]
 
     def forget(self, request: Request, steps: int) -> None:
         """Move the rate of a sequence without drafts towards its method's, by a number of steps."""
         if (own := self._by_sequence.get(request)) is not None:
-            own.forget(SEQUENCE_MEMORY**steps)
-
-    def _rates(self, length: int) -> list[float]:
-        """Return the estimates at the first `length` depths; few tests at a depth weigh less than the depth above."""
-        rates = list[float]()
-        for rate in self._by_depth[:length]:
-            rate.prior = rates[-1] if rates else PRIOR
-            rates.append(rate.value)
-        return rates
+            own.accepted *= SEQUENCE_MEMORY**steps
+            own.tested *= SEQUENCE_MEMORY**steps
 
     def _share(self, request: Request) -> float:
         """Return a sequence's rate in proportion to its method's."""
         own = self._by_sequence.get(request)
         if own is None:
             return 1.0
-        own.prior = self._whole.value
-        return own.value / self._whole.value
+        return (own.accepted + self._rate * SEQUENCE_PRIOR_TESTS) / (own.tested + SEQUENCE_PRIOR_TESTS) / self._rate
 
 
 def tested_scores(draft: ScoredDraft, outcome: DraftOutcome) -> list[tuple[float, bool]]:

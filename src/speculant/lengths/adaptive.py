@@ -2,27 +2,35 @@
 
 A plan (plan.py) compares every number of draft nodes, 0 included, for the whole batch at once, by the costs of steps
 (costs.py) and the estimated acceptance (acceptance.py). It holds for some steps. What it leaves out is tried again by
-one schedule of experiments (explore.py). The engine calls, in each step that is not paused:
+one schedule of experiments. The engine calls, in each step that is not paused:
 
     choose  ->  drafts  ->  trim, prefers (drafts with scores)  ->  target pass  ->  observe
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from weakref import WeakSet
 
 import numpy as np
+from typing_extensions import override
 
 from speculant.errors import ConfigError, suggest
 from speculant.lengths.acceptance import MethodAcceptance
-from speculant.lengths.backlog import LEAST, Backlogs
-from speculant.lengths.base import DraftLengthContext, DraftOutcome, ScoredDraft, num_rows
-from speculant.lengths.costs import LEARNT, ROW_SHARE, UNKNOWN_COSTS, CostCurve, Mean, StepCosts
-from speculant.lengths.explore import Experiments
+from speculant.lengths.base import DraftLength, DraftLengthContext, DraftOutcome, ScoredDraft, num_rows
+from speculant.lengths.costs import (
+    LEARNT,
+    LEAST_BACKLOG,
+    ROW_SHARE,
+    UNKNOWN_COSTS,
+    Backlogs,
+    CostCurve,
+    Mean,
+    StepCosts,
+)
 from speculant.lengths.plan import (
     Array,
     Offers,
@@ -30,7 +38,6 @@ from speculant.lengths.plan import (
     asked_length,
     choose_jointly,
     choose_scored,
-    identity_of,
     most_nodes,
 )
 from speculant.metrics import StepTiming
@@ -42,6 +49,7 @@ PLAIN_STEPS = 6  # of an experiment without drafts; its last half is timed, when
 HOLDS, RESTS = 8, 64  # steps for which a plan holds, with drafts and without
 PATIENCE = 8  # calls in a row without a draft, after which a method is only tried, at most once in RESTS steps
 LOOKUP_MEMORY = 0.05  # weight of the newest call
+BUDGET = 0.002  # of the time, for each experiment
 
 
 @dataclass
@@ -56,10 +64,75 @@ class Lookups:
     seconds: Mean = field(default_factory=Mean)
 
 
-class Adaptive:
-    """See the module's docstring, and `DraftLengthContext` for the arguments. costs: None = unknown."""
+@dataclass
+class ObservedStep:
+    """A step's outcomes in sum.
 
-    keeps_up = False
+    scored: methods whose drafts had scores; unscored: those of drafts without; drafted: of both; came: methods that
+    returned draft nodes or look-ahead rows; methods: all that were asked; forced: those of sequences with forced
+    tokens. asked: outcomes of drafters that were asked, with the missing nodes that say something about them.
+    rows: of drafts in the pass, among them `forced_rows`. accepted: nodes. depth: of the deepest draft that was asked
+    for. late: a drafter processed a backlog.
+    """
+
+    scored: set[str]
+    unscored: set[str] = field(default_factory=set)
+    drafted: set[str] = field(default_factory=set)
+    came: set[str] = field(default_factory=set)
+    methods: set[str] = field(default_factory=set)
+    forced: set[str] = field(default_factory=set)
+    asked: list[DraftOutcome] = field(default_factory=list)
+    rows: int = 0
+    forced_rows: int = 0
+    accepted: int = 0
+    depth: int = 0
+    late: bool = False
+
+
+class Experiments:
+    """Now and then retries choices that did not pay or were measured long ago. step: the number of steps so far.
+
+    An experiment has a kind and a method, such as ("draft", "ngram"). Its price is its expected cost, or its measured
+    cost if that is lower, because the expectation may have been wrong. The unit is the time of a step without drafts.
+    Each kind and method may cost the share BUDGET of the time, whatever the others cost: a costly experiment does not
+    delay the others.
+    """
+
+    def __init__(self) -> None:
+        self.step = 0
+        self._due: dict[tuple[str, str], float] = {}  # the step from which one may begin again; at first LEARNT
+        self._prices: dict[tuple[str, str], float] = {}  # expected, of those that have begun and not ended
+        self._lost: dict[tuple[str, str], float] = {}  # by them so far
+
+    def left(self, kind: str, method: str = "") -> int:
+        """Return the steps until an experiment may begin; 0 = now."""
+        return max(0, math.ceil(self._due.get((kind, method), LEARNT)) - self.step)
+
+    def runs(self, kind: str, method: str = "") -> bool:
+        """Whether an experiment has begun and not ended."""
+        return (kind, method) in self._prices
+
+    def begin(self, kind: str, method: str = "", *, price: float) -> None:
+        """Begin an experiment. price: its expected cost, in plain steps."""
+        self._prices[kind, method] = price
+
+    def lose(self, plain_steps: float) -> None:
+        """Add the cost of a step to the experiments that run; it is negative if the step was faster than expected."""
+        for name in self._prices:
+            self._lost[name] = self._lost.get(name, 0.0) + plain_steps
+
+    def end(self, kind: str, method: str = "", least: int = 0) -> bool:
+        """End an experiment; return whether it ran. least: the fewest steps until the next one."""
+        expected = self._prices.pop((kind, method), None)
+        if expected is None:
+            return False
+        price = max(0.0, min(expected, self._lost.pop((kind, method), expected)))
+        self._due[kind, method] = self.step + max(least, price / BUDGET)
+        return True
+
+
+class Adaptive(DraftLength):
+    """See the module's docstring, and `DraftLengthContext` for the arguments. costs: None = unknown."""
 
     def __init__(
         self,
@@ -72,7 +145,8 @@ class Adaptive:
         self._longest, self._trees, self._look_ahead_rows, self._selects = longest, trees, look_ahead_rows, selects
         self._costs = costs or StepCosts(CostCurve(UNKNOWN_COSTS))
         self._experiments, self._backlogs = Experiments(), Backlogs(self._costs)
-        self._acceptance: defaultdict[str, MethodAcceptance] = defaultdict(MethodAcceptance)
+        self._acceptance: defaultdict[str, MethodAcceptance] = defaultdict(MethodAcceptance)  # of drafts without scores
+        self._scored_acceptance: defaultdict[str, MethodAcceptance] = defaultdict(MethodAcceptance)
         self._plan = StepPlan([], [], 0)
         self._lookups: defaultdict[str, Lookups] = defaultdict(Lookups)
         self._silent = Counter[str]()  # each method's calls in a row that returned no draft
@@ -82,18 +156,19 @@ class Adaptive:
         self._drawn: dict[int, int] = {}  # nodes that a model may draw, by sequence id, where this policy selects
         self._plain = PLAIN_STEPS  # steps since the last one with drafts
 
+    @override
     def choose(self, schedule: Schedule) -> list[int]:
-        """See `DraftLength.choose`."""
-        plan = self._plan
-        if not plan.left or plan.made_for != identity_of(schedule):
-            plan = self._plan = self._make(schedule, plan)
+        plan, work = self._plan, [(item.request.seq_id, item.num_rows, item.decodes) for item in schedule.items]
+        if not plan.left or plan.made_for != work:
+            plan = self._plan = self._make(schedule, work, plan)
         plan.left -= 1
         self._experiments.step += 1
         self._scores.clear()
         return plan.lengths
 
+    @override
     def pause(self) -> int:
-        """See `PausingLength.pause`: until a plain step is as usual and is timed, then until the plan's last step."""
+        """Pause until a plain step is as usual and is timed, then until the plan's last step."""
         plan = self._plan
         if (
             not plan.pure
@@ -108,9 +183,9 @@ class Adaptive:
         self._experiments.step += steps
         return steps
 
-    def _make(self, schedule: Schedule, before: StepPlan) -> StepPlan:
-        """Return the plan of the next steps."""
-        plan, by_method = StepPlan.plain(schedule, self._costs, RESTS), dict[str, list[int]]()
+    def _make(self, schedule: Schedule, work: list[tuple[int, int, bool]], before: StepPlan) -> StepPlan:
+        """Return the plan of the next steps; work: see `StepPlan.made_for`."""
+        plan, by_method = StepPlan.plain(schedule, work, self._costs, RESTS), dict[str, list[int]]()
         for place, item in enumerate(schedule.items):
             request, method = item.request, item.request.drafter
             plan.pure = plan.pure and item.decodes and request.search is None
@@ -233,19 +308,25 @@ class Adaptive:
         nodes, depth = tree
         return Offers.of([[sum(acceptance.survivals(request, depth))] for request in requests], depth, nodes)
 
+    @override
     def trim(self, drafts: Sequence[ScoredDraft]) -> list[int]:
-        """See `TrimmingLength.trim`."""
-        self._scores = {draft.request.seq_id: draft for draft in drafts}
-        survivals = [self._scored_survivals(draft) for draft in drafts]
-        pass_s = self._plan.steps_s(self._costs, sum(map(len, survivals)))
-        counts = choose_scored(survivals, [each.parents for each in drafts], pass_s)
+        survivals, parents, most = list[list[float]](), list[Sequence[int]](), 0
+        self._scores.clear()
+        for draft in drafts:
+            self._scores[draft.request.seq_id] = draft
+            acceptance = self._scored_acceptance[str(draft.request.drafter)]
+            survivals.append(acceptance.scored_survivals(draft, ROW_SHARE))
+            parents.append(draft.parents)
+            most += len(survivals[-1])
+        counts = choose_scored(survivals, parents, self._plan.steps_s(self._costs, most))
         for place, draft in enumerate(drafts):
             if asked_length(draft.request) is not None:
                 counts[place] = len(draft.scores)
         return counts
 
+    @override
     def prefers(self, request: Request, scores: Sequence[float], parents: Sequence[int]) -> bool:
-        """See `Selector.prefers`: the draft with the more expected tokens per second is taken.
+        """Take the draft with the more expected tokens per second.
 
         Where a model would draw nothing, the deterministic draft is taken, and cut with those of the batch.
         """
@@ -256,121 +337,123 @@ class Adaptive:
         drawn_s = float(draft_s[1] - draft_s[0])  # of one more sequence
         pass_s = plan.steps_s(self._costs, max(length, len(scores)))
         drawn = sum(self._acceptance[method].survivals(request, length)) - plan.rate * (drawn_s + pass_s[length])
-        gains = accumulate(self._scored_survivals(ScoredDraft(request, scores, parents)))
-        return any(gain - plan.rate * pass_s[nodes] >= drawn for nodes, gain in enumerate(gains, start=1))
+        draft, nodes, gain = ScoredDraft(request, scores, parents), 0, 0.0
+        for survival in self._scored_acceptance[method].scored_survivals(draft, ROW_SHARE):
+            nodes, gain = nodes + 1, gain + survival
+            if gain - plan.rate * pass_s[nodes] >= drawn:
+                return True
+        return False
 
+    @override
     def longest_unscored(self, request: Request) -> int | None:
-        """See `Selector.longest_unscored`."""
         return self._drawn.get(request.seq_id)
-
-    def _scored_survivals(self, draft: ScoredDraft) -> list[float]:
-        return self._acceptance[scored(str(draft.request.drafter))].scored_survivals(draft, ROW_SHARE)
 
     def _most(self, request: Request) -> int:
         method = str(request.drafter)
         return most_nodes(request, self._longest, self._trees(method), self._look_ahead_rows(method))
 
+    @override
     def observe(self, outcomes: Sequence[DraftOutcome], timing: StepTiming) -> None:
-        """See `DraftLength.observe`."""
-        plan, late, forced = self._plan, False, [outcome for outcome in outcomes if outcome.forced]
-        asked = [self._asked(outcome) for outcome in outcomes if not outcome.forced]
-        drafted = [outcome for outcome in asked if outcome.drafted]
-        seen = self._note_silence(asked, forced)
-        for outcome in asked:
-            request, tests = outcome.request, outcome.accepted[: sum(outcome.tested)]
-            draft, method = self._scores.get(request.seq_id), str(request.drafter)
-            if outcome.drafted and draft is None:
-                late = self._backlogs.note(request) > LEAST + sum(tests) or late
-            if outcome.drafted or method in plan.planned:
-                key = method if draft is None else scored(method)
-                self._acceptance[key].observe(outcome, draft)
-        seen |= {str(outcome.request.drafter) for outcome in drafted if outcome.request.seq_id not in self._scores}
-        self._experiments.lose(self._lost(drafted, forced, timing))
-        self._end_experiments(seen)
-        self._note_scores(drafted)
+        plan, step = self._plan, ObservedStep({str(draft.request.drafter) for draft in self._scores.values()})
+        for outcome in outcomes:
+            self._count(step, outcome)
+        silent, draft_s = self._note_silence(step), timing.draft_s
+        step_s, rows = draft_s + timing.verify_s + timing.rest_s, step.forced_rows
+        gained = 1 + step.accepted / max(1, len(plan.lengths))
+        self._experiments.lose(step_s / plan.steps_s(self._costs, rows)[rows] * (1 + plan.gain) - gained)
+        for method in silent | step.unscored:
+            if self._experiments.end("draft", method):
+                plan.left = 0
+        if step.scored - self._scored or (step.drafted & self._scored) - step.scored:
+            self._scored = (self._scored - step.drafted) | step.scored
+            plan.left = 0
         for method in plan.asked:
-            self._note_lookups(method, drafted, timing)
-        if drafted:
+            self._note_lookups(method, step, draft_s)
+        if step.drafted:
             self._plain = 0
             if plan.pure:
-                self._follow(asked, forced, timing, late)
-        elif plan.pure and plan.lengths and not any(plan.lengths) and not forced:
+                self._follow(step, timing, draft_s)
+        elif plan.pure and plan.lengths and not any(plan.lengths) and not step.forced:
             self._follow_plain(timing)
 
-    def _asked(self, outcome: DraftOutcome) -> DraftOutcome:
+    def _count(self, step: ObservedStep, outcome: DraftOutcome) -> None:
+        """Count an outcome, and learn from it how likely the method's drafts are accepted."""
+        request, method, rows = outcome.request, str(outcome.request.drafter), sum(outcome.drafted)
+        rows += outcome.look_ahead_rows
+        step.rows += rows
+        if outcome.forced:
+            step.forced.add(method)
+            step.forced_rows += rows
+            return
+        if outcome.missing:
+            outcome = self._without_usual(outcome, method)
+        draft = self._scores.get(request.seq_id)
+        step.asked.append(outcome)
+        step.methods.add(method)
+        step.depth = max(step.depth, len(outcome.drafted) + outcome.missing)
+        if rows:
+            step.came.add(method)
+        if outcome.drafted:
+            step.drafted.add(method)
+            step.accepted += sum(outcome.accepted)
+            if draft is None:
+                step.unscored.add(method)
+                gained = sum(outcome.accepted[: sum(outcome.tested)])
+                step.late = self._backlogs.note(request) > LEAST_BACKLOG + gained or step.late
+        if outcome.drafted or method in self._plan.planned:
+            (self._acceptance if draft is None else self._scored_acceptance)[method].observe(outcome, draft)
+
+    def _without_usual(self, outcome: DraftOutcome, method: str) -> DraftOutcome:
         """Return an outcome without the missing nodes that say nothing about its drafter.
 
         A model draws up to the length that this policy selected for it, look-ahead rows give as many as there are, and
         a tree may have fewer nodes at the same depth.
         """
-        if not outcome.missing:
-            return outcome
-        method, came = str(outcome.request.drafter), sum(outcome.drafted)
+        came = sum(outcome.drafted)
         most = self._drawn.get(outcome.request.seq_id, came + outcome.missing)
         fewer = self._look_ahead_rows(method) or (came and self._trees(method))
         return outcome._replace(missing=0 if fewer else max(0, most - came))
 
-    def _note_silence(self, asked: Sequence[DraftOutcome], forced: Sequence[DraftOutcome]) -> set[str]:
+    def _note_silence(self, step: ObservedStep) -> set[str]:
         """Count calls that returned no draft; return their methods."""
         plan, silent = self._plan, set[str]()
-        came = {str(each.request.drafter) for each in asked if each.drafted or each.look_ahead_rows}
-        came |= {str(draft.request.drafter) for draft in self._scores.values()}
-        spared = {str(each.request.drafter) for each in forced} - {str(each.request.drafter) for each in asked}
         for method in {*plan.planned, *plan.asked}:
-            if method in came:
+            if method in step.came or method in step.scored:
                 self._silent[method] = 0
-            elif method not in spared and (method in plan.planned or self._silent[method] >= PATIENCE):
+            elif method in step.forced and method not in step.methods:
+                continue
+            elif method in plan.planned or self._silent[method] >= PATIENCE:
                 self._silent[method] += 1
                 silent.add(method)
         return silent
 
-    def _lost(self, drafted: Sequence[DraftOutcome], forced: Sequence[DraftOutcome], timing: StepTiming) -> float:
-        """Return the time, in plain steps, that a step took longer than its tokens usually do."""
-        gained = 1 + sum(sum(outcome.accepted) for outcome in drafted) / max(1, len(self._plan.lengths))
-        step_s, rows = timing.draft_s + timing.verify_s + timing.rest_s, num_drafted(forced)
-        return step_s / self._plan.steps_s(self._costs, rows)[rows] * (1 + self._plan.gain) - gained
-
-    def _end_experiments(self, seen: Collection[str]) -> None:
-        """End those of this step. seen: the methods that drafted without scores, or returned nothing."""
-        for method in seen:
-            if self._experiments.end("draft", method):
-                self._plan.left = 0
-
-    def _note_scores(self, outcomes: Sequence[DraftOutcome]) -> None:
-        """Remember which methods' drafts have scores."""
-        drafted = {str(outcome.request.drafter) for outcome in outcomes}
-        having = {str(draft.request.drafter) for draft in self._scores.values()}
-        if having - self._scored or (drafted & self._scored) - having:
-            self._scored = (self._scored - drafted) | having
-            self._plan.left = 0
-
-    def _note_lookups(self, method: str, outcomes: Sequence[DraftOutcome], timing: StepTiming) -> None:
+    def _note_lookups(self, method: str, step: ObservedStep, draft_s: float) -> None:
         """Update the gain and the time of a call to a method with scores."""
-        own = [outcome for outcome in outcomes if outcome.request.drafter == method]
-        found = [outcome for outcome in own if outcome.request.seq_id in self._scores]
-        lookups = self._lookups[method]
-        accepted, nodes = sum(sum(each.accepted) for each in found), sum(sum(each.drafted) for each in found)
+        lookups, lengths, accepted, nodes, drawn = self._lookups[method], self._plan.lengths, 0, 0, False
+        for outcome in step.asked:
+            if outcome.drafted and outcome.request.drafter == method:
+                if outcome.request.seq_id in self._scores:
+                    accepted += sum(outcome.accepted)
+                    nodes += sum(outcome.drafted)
+                else:
+                    drawn = True
         steps_s = self._plan.steps_s(self._costs, nodes)
-        lost = (steps_s[nodes] / steps_s[0] - 1) * len(self._plan.lengths)
+        lost = (steps_s[nodes] / steps_s[0] - 1) * len(lengths)
         lookups.gain += LOOKUP_MEMORY * (accepted - lost - lookups.gain)
-        if len(found) == len(own):  # else a model drafted as well
-            lookups.seconds.add(timing.draft_s / max(1, sum(map(bool, self._plan.lengths))))
+        if not drawn:
+            lookups.seconds.add(draft_s / max(1, sum(map(bool, lengths))))
         silent = self._silent[method] - PATIENCE
         self._experiments.end("look up", method, least=0 if silent < 0 else min(2**silent, RESTS))
 
-    def _follow(
-        self, asked: Sequence[DraftOutcome], forced: Sequence[DraftOutcome], timing: StepTiming, late: bool
-    ) -> None:
-        """Follow the costs of a step with drafts. late: a drafter processed a backlog."""
-        nodes = num_drafted([*asked, *forced])
-        plan = self._plan
-        self._costs.observe_step(
-            self._experiments.step, plan.rows + nodes, len(plan.lengths), timing, plan.attention.seconds(nodes)
-        )
-        methods = {str(outcome.request.drafter) for outcome in asked}
-        if len(methods) == 1 and not (late or forced or (self._scores and self._drawn)):
-            depth = max(len(outcome.drafted) + outcome.missing for outcome in asked)
-            self._costs.observe_draft(methods.pop(), len(asked), depth, timing.draft_s)
+    def _follow(self, step: ObservedStep, timing: StepTiming, draft_s: float) -> None:
+        """Follow the costs of a step with drafts."""
+        plan, rows = self._plan, step.rows
+        attention_s = plan.attention.seconds(rows)
+        self._costs.observe_step(self._experiments.step, plan.rows + rows, len(plan.lengths), timing, attention_s)
+        if len(step.methods) == 1 and not (step.late or step.forced or (self._scores and self._drawn)):
+            (method,) = step.methods
+            self._costs.observe_draft(method, len(step.asked), step.depth, draft_s)
+        plan.seconds = []
 
     def _follow_plain(self, timing: StepTiming) -> None:
         """Follow the costs of a step without drafts."""
@@ -378,19 +461,7 @@ class Adaptive:
         self._plain += 1
         if self._plain > (PLAIN_STEPS // 2 if tries else PLAIN_STEPS):
             self._costs.observe_plain(self._experiments.step, plan.rows, len(plan.lengths), timing, plan.attention)
-
-
-def num_drafted(outcomes: Sequence[DraftOutcome]) -> int:
-    """Return the rows of drafts in the target's pass."""
-    return sum(sum(outcome.drafted) + outcome.look_ahead_rows for outcome in outcomes)
-
-
-SCORED = ", scored"
-
-
-def scored(method: str) -> str:
-    """Return the key for estimates of a method's drafts with scores; its name is the key for drafts without."""
-    return method + SCORED
+            plan.seconds = []
 
 
 def build(context: DraftLengthContext) -> Adaptive:

@@ -1,4 +1,4 @@
-"""The draft-length policy protocol, and the outcomes that a policy observes.
+"""The draft-length policy, what it is built from and observes, and the guard around it in an engine.
 
 A policy is one module with a function `build(context) -> DraftLength`; the module's name is the policy's name. It may
 also have a function `stop_below(options) -> float`: see `DrafterContext`.
@@ -6,14 +6,24 @@ also have a function `stop_below(options) -> float`: see `DrafterContext`.
 
 from __future__ import annotations
 
+import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from operator import index
+from typing import Any, NamedTuple, cast
 
+from typing_extensions import override
+
+from speculant.errors import DraftLengthError, Guard
 from speculant.lengths.costs import StepCosts
+from speculant.lengths.measuring import Measurement
 from speculant.metrics import StepTiming
 from speculant.scheduling import Schedule
-from speculant.types import Request
+from speculant.types import DraftTree, Request
+
+logger = logging.getLogger(__name__)
+_NAME = "the draft length policy"
 
 
 class DraftOutcome(NamedTuple):
@@ -47,45 +57,70 @@ class ScoredDraft(NamedTuple):
     parents: Sequence[int]
 
 
-class DraftLength(Protocol):
-    """Chooses draft lengths from past outcomes alone.
+class DraftLength(ABC):
+    """Chooses draft lengths from past outcomes alone. A policy extends it and defines at least `choose` and `observe`.
 
     `choose` runs before anything is drawn, so that it can't depend on drawn tokens: that would bias ratio rules.
     keeps_up: whether drafters also process the tokens of sequences whose length is 0, so that no backlog builds up.
     """
 
-    keeps_up: bool
+    keeps_up: bool = False
 
+    @abstractmethod
     def choose(self, schedule: Schedule) -> list[int]:
         """Return the wanted number of nodes for each item of the schedule; 0 = no draft.
 
         The lengths are then cut to the limits of budget, memory, context and drafter. For a beam search they are
         numbers of rounds.
         """
-        ...
 
+    @abstractmethod
     def observe(self, outcomes: Sequence[DraftOutcome], timing: StepTiming) -> None:
         """Record a step: its timing, and the outcomes of all sequences with a draft or a call for one."""
-        ...
-
-
-class TrimmingLength(DraftLength, Protocol):
-    """A policy that also cuts drafts by their scores."""
-
-    def trim(self, drafts: Sequence[ScoredDraft]) -> list[int]:
-        """Return how many nodes of each deterministic draft with scores are kept, counted from its first."""
-        ...
-
-
-class PausingLength(DraftLength, Protocol):
-    """A policy that is not called in every step while nothing is drafted."""
 
     def pause(self) -> int:
         """Return for how many steps after this one, which drafts nothing, neither `choose` nor `observe` is called.
 
-        The pause ends early if a sequence comes or goes, or does anything but decode.
+        The pause ends early if a sequence comes or goes, or does anything but decode. A policy that `keeps_up` has
+        none.
         """
-        ...
+        return 0
+
+    def trim(self, drafts: Sequence[ScoredDraft]) -> list[int]:
+        """Return how many nodes of each deterministic draft with scores are kept, counted from its first."""
+        return [len(draft.scores) for draft in drafts]
+
+    def prefers(self, request: Request, scores: Sequence[float], parents: Sequence[int]) -> bool:
+        """Whether a deterministic draft is worth more than one that a model would draw; see `Selector`."""
+        return True
+
+    def longest_unscored(self, request: Request) -> int | None:
+        """Return the most nodes that a model draws in this step, None = no bound; see `Selector`."""
+        return None
+
+
+_CALLS = ("keeps_up", "choose", "observe", "pause", "trim", "prefers", "longest_unscored")
+
+
+def completed(policy: Any) -> DraftLength:
+    """Return a policy that need not extend `DraftLength`, as one of another package: what it lacks is as usual."""
+    if all(hasattr(policy, call) for call in _CALLS):
+        return cast(DraftLength, policy)
+    found = _Usual()
+    for call in _CALLS:
+        if hasattr(policy, call):
+            setattr(found, call, getattr(policy, call))
+    return found
+
+
+class _Usual(DraftLength):
+    @override
+    def choose(self, schedule: Schedule) -> list[int]:
+        raise DraftLengthError("the policy has no call `choose`", "define it; see docs/adding-a-draft-length.md.")
+
+    @override
+    def observe(self, outcomes: Sequence[DraftOutcome], timing: StepTiming) -> None:
+        """Nothing depends on it."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +140,68 @@ class DraftLengthContext:
     trees: Callable[[str], tuple[int, int] | None] = lambda method: None
     look_ahead_rows: Callable[[str], int] = lambda method: 0
     selects: Callable[[str], bool] = lambda method: False
+
+
+class GuardedLength:
+    """A policy that is checked: after an error, or for lengths that break its contract, the step has no drafts.
+
+    measurement: of the costs that the policy compares. Until it ends, the policy is not called, and nothing is drafted.
+    """
+
+    def __init__(self, policy: DraftLength, measurement: Measurement | None = None) -> None:
+        self._policy, self._measurement, self.keeps_up = policy, measurement or Measurement(), policy.keeps_up
+        self._guard = Guard(logger, "and the step goes on without drafts")
+        self.paused = False  # in this step, which the policy does not observe either
+        self._left, self._spare = 0, 0  # steps of the pause, and the spare tokens of each: the same rows are scheduled
+
+    def choose(self, schedule: Schedule) -> list[int] | None:
+        """Return the policy's draft length for each item; None = it pauses, and every sequence has begun."""
+        count, left, self._left = len(schedule.items), self._left, 0
+        if left and self._spare == schedule.spare_tokens and not (schedule.admitted or schedule.preempted):
+            self.paused, self._left = True, left - 1
+            return None
+        self.paused = self._measurement.active
+        if self.paused:
+            return [0] * count
+        try:
+            lengths = list(map(index, self._policy.choose(schedule)))
+            if len(lengths) != count or (lengths and min(lengths) < 0):
+                raise DraftLengthError(f"the lengths are {lengths!r} for {count} sequences", "give each one from 0 up.")
+            if not (self.keeps_up or any(lengths)):
+                self._left, self._spare = index(self._policy.pause()), schedule.spare_tokens
+        except BaseException as error:  # noqa: BLE001 - anything but a failure is raised again
+            self._guard.note(_NAME, error)
+            return [0] * count
+        return lengths
+
+    def trim(self, requests: Sequence[Request], drafts: Sequence[DraftTree]) -> Sequence[DraftTree]:
+        """Cut the deterministic drafts that have scores; an error of the policy keeps them whole.
+
+        Drafts of a beam search stay whole: they begin with its live hypotheses, which the step has to compute.
+        """
+        places, seen = list[int](), list[ScoredDraft]()
+        for place, (request, draft) in enumerate(zip(requests, drafts, strict=True)):
+            if draft.scores is not None and draft.probs is None and request.search is None:
+                places.append(place)
+                seen.append(ScoredDraft(request, draft.scores, draft.parent_list))
+        if not places:
+            return drafts
+        try:
+            counts = list(map(index, self._policy.trim(seen)))
+        except BaseException as error:  # noqa: BLE001 - anything but a failure is raised again
+            self._guard.note(_NAME, error)
+            return drafts
+        cut = list(drafts)
+        for place, count in zip(places, counts, strict=False):
+            cut[place] = drafts[place].first(max(0, count))
+        return cut
+
+    def observe(self, outcomes: Sequence[DraftOutcome], timing: StepTiming) -> None:
+        """Pass on the outcomes of a step's drafts, which are committed by now."""
+        try:
+            self._policy.observe(outcomes, timing)
+        except BaseException as error:  # noqa: BLE001 - anything but a failure is raised again
+            self._guard.note(_NAME, error)
 
 
 def num_rows(nodes: int, look_ahead_rows: int, sequences: int = 1) -> int:

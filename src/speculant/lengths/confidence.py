@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from typing_extensions import override
+
 from speculant.errors import ConfigError, suggest
 from speculant.lengths.base import DraftLengthContext, ScoredDraft
 from speculant.lengths.fixed import Fixed
@@ -26,8 +28,8 @@ class Confidence(Fixed):
         super().__init__(length)
         self._threshold = threshold
 
+    @override
     def trim(self, drafts: Sequence[ScoredDraft]) -> list[int]:
-        """See `TrimmingLength.trim`."""
         return [self._kept(draft) for draft in drafts]
 
     def _kept(self, draft: ScoredDraft) -> int:

@@ -1,22 +1,24 @@
-"""What steps cost on this machine: a target pass by its rows, and a draft by its depth.
+"""What steps cost on this machine: a target pass by its rows, a draft by its depth, and the reading of a backlog.
 
-Curves are measured once (engine/calibration.py) and follow the times of steps while the engine runs.
+Curves are measured once (measuring.py) and follow the times of steps while the engine runs.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count, repeat
-from operator import add, mul
+from operator import add, itemgetter, mul
 from statistics import median_low
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from speculant.metrics import StepTiming
+from speculant.types import Request
 
 DRIFT = 0.05  # weight of a step's time; the first ones have more
 OUTLIER = 0.1  # logarithm by which a step counts as slower or faster at most
@@ -26,6 +28,7 @@ SMALLEST = 1e-9  # ratio of times
 UNKNOWN_COSTS = {1: 1.0, 64: 1.5}  # of a pass, in any unit, if nothing was measured
 ROW_SHARE = 0.02  # of a pass of one row: what one more row costs that reads nothing more
 LEAST_TABLE = 32  # sizes that are interpolated at once
+LEAST_BACKLOG = 8  # missing tokens; fewer are part of a draft
 
 
 @dataclass
@@ -41,13 +44,13 @@ class Slowness:
 
     def follow(self, ratio: float) -> None:
         """Follow a step, by the logarithm of the ratio of its time to that at the start."""
-        if len(self.first) < LEARNT:
-            self.first.append(ratio)
-            self.value = median_low(self.first)
-            if len(self.first) == LEARNT:
-                self.learnt(self.value)
-        else:
-            self.value += DRIFT * _within(ratio - self.value)
+        if len(self.first) >= LEARNT:
+            self.value += DRIFT * min(max(ratio - self.value, -OUTLIER), OUTLIER)
+            return
+        self.first.append(ratio)
+        self.value = median_low(self.first)
+        if len(self.first) == LEARNT:
+            self.learnt(self.value)
 
 
 @dataclass
@@ -64,14 +67,6 @@ class Mean:
         self.value += max(DRIFT, 1 / self.seen) * (number - self.value)
 
 
-def _within(change: float) -> float:
-    return min(max(change, -OUTLIER), OUTLIER)
-
-
-def _log(seconds: float, expected_s: float) -> float:
-    return math.log(max(seconds / expected_s, SMALLEST))
-
-
 class CostCurve:
     """Seconds as a function of a whole number, linear between the measured points and beyond the last one.
 
@@ -84,48 +79,50 @@ class CostCurve:
     def __init__(self, points: Mapping[int, float], reads: Callable[[int], float] | None = None) -> None:
         self._points = dict(sorted(points.items()))
         self._reads, self._places = reads, list[float]()  # of the sizes from 0 up, between which seconds are linear
-        self._table: list[float] = []
+        self._table: list[float] = []  # seconds by size, without the level; empty after a change
         self._seen = Counter[int]()  # steps by size
         self.level = Slowness()
 
     def at(self, size: int) -> float:
         """Return the seconds at a size."""
-        if size >= len(self._table):
-            self._table = self._interpolated(max(LEAST_TABLE, 2 * size + 2))
-        return self._table[size] * math.exp(self.level.value)
+        table = self._table if size < len(self._table) else self._interpolate(size)
+        return table[size] * math.exp(self.level.value)
 
     def between(self, first: int, end: int) -> list[float]:
         """Return the seconds at the sizes first to end - 1."""
-        self.at(end)
-        return list(map(mul, self._table[first:end], repeat(math.exp(self.level.value))))
+        table = self._table if end < len(self._table) else self._interpolate(end)
+        return list(map(mul, table[first:end], repeat(math.exp(self.level.value))))
 
     def observe(self, size: int, seconds: float) -> None:
         """Follow a step of this size: all seconds move, then those of this size alone. No smaller size takes more."""
-        self.level.follow(_log(seconds, self.at(size)) + self.level.value)
+        self.level.follow(math.log(max(seconds / self.at(size), SMALLEST)) + self.level.value)
         self._seen[size] += 1
-        change = min(_log(seconds, self.at(size)), OUTLIER)  # no other program makes a step fast
-        self._points[size] = own = self._table[size] * math.exp(change / (1 + self._seen[size]))
-        self._points = {each: min(s, own) if each < size else s for each, s in sorted(self._points.items())}
+        change = min(math.log(max(seconds / self.at(size), SMALLEST)), OUTLIER)  # no other program makes a step fast
+        own = self._table[size] * math.exp(change / (1 + self._seen[size]))
+        if size not in self._points:
+            self._points = dict(sorted([*self._points.items(), (size, own)]))
+        self._points[size] = own
+        for each, known in self._points.items():
+            if each < size and known > own:
+                self._points[each] = own
         self._table = []
 
-    def _interpolated(self, count: int) -> list[float]:
-        """Return the seconds at the sizes 0 to count - 1, without the scale."""
-        sizes, known, seconds = np.arange(count), [*self._points], [*self._points.values()]
+    def _interpolate(self, size: int) -> list[float]:
+        """Make and return a table of the sizes up to this one, and of more."""
+        count, known, seconds = max(LEAST_TABLE, 2 * size + 2), [*self._points], [*self._points.values()]
+        sizes = np.arange(count)
         if self._reads is None:
             table = np.interp(sizes, known, seconds)
         else:
-            table = np.interp(self._place(count)[:count], [self._place(1 + size)[size] for size in known], seconds)
+            most = max(count, known[-1] + 1)
+            if len(self._places) < most:
+                self._places += [ROW_SHARE * size + self._reads(size) for size in range(len(self._places), most)]
+            table = np.interp(self._places[:count], [*map(self._places.__getitem__, known)], seconds)
         if len(known) > 1:
             slope = max(0.0, (seconds[-1] - seconds[-2]) / (known[-1] - known[-2]))
             table += slope * np.maximum(0, sizes - known[-1])
-        values: list[float] = table.tolist()
-        return values
-
-    def _place(self, count: int) -> list[float]:
-        """Return the places of at least the sizes 0 to count - 1."""
-        assert self._reads is not None
-        self._places += [ROW_SHARE * size + self._reads(size) for size in range(len(self._places), count)]
-        return self._places
+        self._table = table.tolist()
+        return self._table
 
 
 class KeyCosts(NamedTuple):
@@ -192,13 +189,12 @@ class StepCosts:
     plain_rest: Mean = field(default_factory=Mean)
     last: dict[bool, deque[tuple[int, float]]] = field(default_factory=_last_passes)
 
-    def attention(self, sequences: Iterable[tuple[int, int]]) -> AttentionSeconds:
-        """Return the time that attention adds to a pass of sequences, from each one's rows without a draft and keys."""
-        one_s, shares, counts = self.passes.at(1), list[float](), list[int]()
-        for rows, keys in sequences:
-            shares.append(keys * (self.keys.first + (rows - 1) * self.keys.further))
-            counts.append(keys)
-        return AttentionSeconds(one_s * sum(shares), one_s * self.keys.further * sum(counts) / max(1, len(counts)))
+    def attention(self, rows: Sequence[int], keys: Sequence[int]) -> AttentionSeconds:
+        """Return the time that attention adds to a pass, from each sequence's rows without a draft, and its keys."""
+        one_s, shares = self.passes.at(1), list[float]()
+        for own, length in zip(rows, keys, strict=True):
+            shares.append(length * (self.keys.first + (own - 1) * self.keys.further))
+        return AttentionSeconds(one_s * sum(shares), one_s * self.keys.further * sum(keys) / max(1, len(keys)))
 
     def steps_s(self, rows: int, sequences: int, most: int, attention: AttentionSeconds = NO_ATTENTION) -> list[float]:
         """Return the seconds of steps with `rows` and 0 to `most` nodes, without drafting.
@@ -208,7 +204,7 @@ class StepCosts:
         plain_s = self.plain_s(rows, attention)
         passes = self.passes.between(rows + 1, rows + most + 1)
         if attention != NO_ATTENTION:
-            passes = list(map(add, passes, count(attention.seconds(1), attention.node_s)))
+            passes = list(map(add, passes, count(attention.plain_s + attention.node_s, attention.node_s)))
         rest_s = sequences * max(self.rest.value, self.plain_rest.value)
         return [
             plain_s + sequences * self.plain_rest.value,
@@ -244,8 +240,9 @@ class StepCosts:
         """Follow a draft of one method that took `seconds`."""
         curves = self.drafts.get(method)
         if curves and depth:
-            nearest = min(curves, key=lambda count: abs(count - sequences))
-            if nearest != sequences:
+            nearest = sequences
+            if sequences not in curves:
+                nearest = min(curves, key=lambda count: abs(count - sequences))
                 seconds *= curves[nearest].at(depth) / self.draft_s(method, sequences, depth)
             curves[nearest].observe(depth, seconds)
 
@@ -255,7 +252,7 @@ class StepCosts:
         A deviation from the expected time is shared in proportion with attention.
         """
         short_s = self.passes.at(rows)
-        self._compare(step, True, _log(timing.verify_s, short_s + attention_s) + self.passes.level.value)
+        self._compare(step, True, timing.verify_s / (short_s + attention_s))
         self.passes.observe(rows, timing.verify_s * short_s / (short_s + attention_s))
         self.rest.add(timing.rest_s / sequences)
 
@@ -263,16 +260,66 @@ class StepCosts:
         self, step: int, rows: int, sequences: int, timing: StepTiming, attention: AttentionSeconds
     ) -> None:
         """Follow a step without drafts."""
-        level = _log(timing.verify_s, self.passes.at(rows) + attention.plain_s) + self.passes.level.value
-        self._compare(step, False, level)
+        level = self._compare(step, False, timing.verify_s / (self.passes.at(rows) + attention.plain_s))
         self.passes.level.follow(level - self.share)
         self.plain_rest.add(timing.rest_s / sequences)
 
-    def _compare(self, step: int, drafted: bool, level: float) -> None:
-        """Compare the last passes of both kinds, if both were near this step."""
-        self.last[drafted].append((step, level))
-        with_drafts, without = ([own for at, own in self.last[kind] if at > step - NEAR] for kind in (True, False))
-        if with_drafts and without:
+    def _compare(self, step: int, drafted: bool, ratio: float) -> float:
+        """Compare the last passes of both kinds, if both were near this step; return the level of this one.
+
+        ratio: of its seconds to those that it was expected to take.
+        """
+        level = math.log(max(ratio, SMALLEST)) + self.passes.level.value
+        own, other = self.last[drafted], self.last[not drafted]
+        own.append((step, level))
+        for last in (own, other):
+            while last and last[0][0] <= step - NEAR:
+                last.popleft()
+        if other:
             self.compared += 1
-            change = median_low(without) - median_low(with_drafts) - self.share
-            self.share += max(DRIFT, 1 / self.compared) * _within(change)
+            with_drafts, without = (median_low(map(itemgetter(1), self.last[kind])) for kind in (True, False))
+            change = without - with_drafts - self.share
+            self.share += max(DRIFT, 1 / self.compared) * min(max(change, -OUTLIER), OUTLIER)
+        return level
+
+
+class Backlogs:
+    """How much of each request drafters have processed: one with a cache of its own first computes what it has not.
+
+    After a long prompt, this can take longer than the drafts of a short answer save. The tokens of a source count too:
+    the encoder of a draft model reads them before the first draft.
+    """
+
+    def __init__(self, costs: StepCosts) -> None:
+        self._readings = costs.readings
+        self._seen: WeakKeyDictionary[Request, int] = WeakKeyDictionary()
+
+    def note(self, request: Request) -> int:
+        """Record a draft for a request; return how many tokens it gained since its last draft."""
+        length = len(request.source) + len(request.tokens)
+        count, self._seen[request] = length - self._seen.get(request, 0), length
+        return count
+
+    def seconds(self, method: str, request: Request) -> float:
+        """Return the seconds of a request's backlog."""
+        reading, seen = self._readings.get(method), self._seen.get(request, 0)
+        length = len(request.source) + len(request.tokens)
+        return 0.0 if reading is None or length - seen < LEAST_BACKLOG else reading.seconds(seen, length)
+
+    def affordable(
+        self, method: str, requests: Sequence[Request], counts: Sequence[int], token_s: float
+    ) -> tuple[list[int], float]:
+        """Return counts, 0 where a backlog takes longer than `token_s` for each token that a request may still get.
+
+        The number is the seconds of the backlogs that are left.
+        """
+        left, total_s = list(counts), 0.0
+        for place, request in enumerate(requests):
+            if left[place]:
+                wait_s, most = self.seconds(method, request), request.params.max_tokens
+                gained = request.num_positions - len(request.prompt)
+                if most is None or wait_s <= token_s * (most - gained):
+                    total_s += wait_s
+                else:
+                    left[place] = 0
+        return left, total_s

@@ -4,30 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from typing_extensions import override
+
 from speculant.errors import ConfigError
-from speculant.lengths.base import DraftLengthContext, DraftOutcome
+from speculant.lengths.base import DraftLength, DraftLengthContext, DraftOutcome
 from speculant.metrics import StepTiming
 from speculant.scheduling import Schedule
 
 
-class Fixed:
+class Fixed(DraftLength):
     """See the module's docstring."""
-
-    keeps_up = False
 
     def __init__(self, length: int) -> None:
         self._length = length
 
+    @override
     def choose(self, schedule: Schedule) -> list[int]:
-        """See `DraftLength.choose`."""
         lengths = list[int]()
         for item in schedule.items:
             own = item.request.num_speculative_tokens
             lengths.append(self._length if own is None else own)
         return lengths
 
+    @override
     def observe(self, outcomes: Sequence[DraftOutcome], timing: StepTiming) -> None:
-        """See `DraftLength.observe`; the length stays the same."""
+        """The length stays the same."""
 
 
 def build(context: DraftLengthContext) -> Fixed:

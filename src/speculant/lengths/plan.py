@@ -27,7 +27,8 @@ class StepPlan:
     rows. attention: the seconds of long texts, and of each node after them.
     pure: whether all sequences only decode, and none is a beam search. gain: the share by which drafts without scores
     are expected to raise the tokens per second; rate: these tokens per second. planned: methods without
-    scores that draft. asked: methods that are called because they may draft.
+    scores that draft. asked: methods that are called because they may draft. seconds: of the step by nodes, as far as
+    they are known; none after the costs have changed.
     """
 
     made_for: list[tuple[int, int, bool]]
@@ -40,22 +41,20 @@ class StepPlan:
     rate: float = 0.0
     planned: list[str] = field(default_factory=list)
     asked: list[str] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
 
     @classmethod
-    def plain(cls, schedule: Schedule, costs: StepCosts, left: int) -> StepPlan:
+    def plain(cls, schedule: Schedule, made_for: list[tuple[int, int, bool]], costs: StepCosts, left: int) -> StepPlan:
         """Return the plan that drafts nothing for a number of steps."""
-        rows, items = sum(item.num_rows for item in schedule.items), schedule.items
-        attention = costs.attention((item.num_rows, item.start + item.count) for item in items)
-        return cls(identity_of(schedule), [0] * len(items), rows, attention, left=left)
+        rows, items = [rows for _, rows, _ in made_for], schedule.items
+        attention = costs.attention(rows, [item.start + item.count for item in items])
+        return cls(made_for, [0] * len(items), sum(rows), attention, left=left)
 
     def steps_s(self, costs: StepCosts, most: int) -> list[float]:
-        """Return the seconds of the step with 0 to `most` nodes, without drafting."""
-        return costs.steps_s(self.rows, len(self.lengths), most, self.attention)
-
-
-def identity_of(schedule: Schedule) -> list[tuple[int, int, bool]]:
-    """Return the identity of a step's work: see `StepPlan.made_for`."""
-    return [(item.request.seq_id, item.num_rows, item.decodes) for item in schedule.items]
+        """Return the seconds of the step with 0 to at least `most` nodes, without drafting."""
+        if len(self.seconds) <= most:
+            self.seconds = costs.steps_s(self.rows, len(self.lengths), max(most, LONGEST), self.attention)
+        return self.seconds
 
 
 def choose_scored(

@@ -108,14 +108,14 @@ RANDOMNESS = [
     Mutant(
         "per-request seed ignored",
         REQUESTS,
-        "mix(self._rules.seed, Purpose.REQUEST, self._next_seq_id) if seed is None else seed",
-        "mix(self._rules.seed, Purpose.REQUEST, self._next_seq_id)",
+        "mix(self._rules.seed, Purpose.REQUEST, self._made) if seed is None else seed",
+        "mix(self._rules.seed, Purpose.REQUEST, self._made)",
         REPEATS,
     ),
     Mutant(
         "requests without a seed share one",
         REQUESTS,
-        "mix(self._rules.seed, Purpose.REQUEST, self._next_seq_id) if",
+        "mix(self._rules.seed, Purpose.REQUEST, self._made) if",
         "self._rules.seed if",
         "test_seeds.py::test_without_a_seed_nothing_repeats[none]",
     ),

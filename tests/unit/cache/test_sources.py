@@ -22,7 +22,7 @@ def test_texts_with_the_same_source_and_salt_share_it(cache: KVCache) -> None:
     )  # fmt: skip
     assert first is second
     assert len({first.seq_id, salted.seq_id, other.seq_id}) == 3
-    assert max(each.seq_id for each in (first, salted, other)) < MEASURED, "ids of requests and measurements are above"
+    assert max(each.seq_id for each in (first, salted, other)) < MEASURED, "the ids of other sequences are above"
     assert sources.hold(1, [5, 6]) is first
     assert first.holders == {1, 2}
     assert (sources.of(2), sources.of(9)) == (first, None)

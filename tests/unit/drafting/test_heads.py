@@ -23,9 +23,9 @@ from speculant import LLM, plugins
 from speculant.cache import paged_cache
 from speculant.config import Limits
 from speculant.drafting import UNKNOWN, Drafter, DrafterContext, likeliest, product_tree, save_head_tokens
-from speculant.engine import Calibration
 from speculant.errors import ConfigError, ModelError, PairError, SpeculantError
 from speculant.kernels import usable_sets
+from speculant.lengths import Calibration
 from speculant.models import CausalLM, load_model
 from speculant.params import SamplingParams
 from speculant.sampling import KeyedChances
@@ -740,6 +740,6 @@ def test_costs_of_heads_are_those_of_real_drafts(
     identity = (str(tmp_path),)
     calibration = Calibration(target.model, cache, target.backend.sampler, {"head": drafter}, limits, identity)
     calibration.costs()
-    calibration.measurement.finish()
+    calibration.finish()
     assert sizes
     assert set(sizes) == {0}

@@ -11,8 +11,9 @@ from typing import Any, cast
 import pytest
 
 from speculant import LLM, SamplingParams, files
-from speculant.engine import LargeDraft, Precision, calibration, choose_precision, draft_loading, draft_vocabulary
+from speculant.engine import LargeDraft, Precision, choose_precision, draft_loading, draft_vocabulary
 from speculant.errors import ModelError
+from speculant.lengths import measuring
 from speculant.models import Checkpoint, TimesWeights, load_model
 from speculant.text import Tokenizer
 from tests.models import Checkpoints
@@ -24,7 +25,7 @@ TYPES = ("int8", "int4")
 @pytest.fixture
 def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(calibration, "BUDGET_S", 0.02)
+    monkeypatch.setattr(measuring, "BUDGET_S", 0.02)
     return tmp_path / "speculant" / "costs"
 
 
@@ -199,7 +200,7 @@ def test_whatever_is_kept_with_costs_is_read_with_its_spread() -> None:
     package = Path(files.__file__).parent
     keeping = [path for path in package.rglob("*.py") if "costs_folder()" in path.read_text(encoding="utf-8")]
     assert {path.name for path in keeping} == {
-        "files.py", "calibration.py", "draft_loading.py", "speeds.py"
+        "files.py", "draft_loading.py", "measuring.py", "speeds.py"
     }  # fmt: skip
     for path in keeping:
         text = path.read_text(encoding="utf-8")

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from speculant.engine import DraftSample, Precision, calibration, choose_precision, draft_loading
+from speculant.engine import DraftSample, Precision, choose_precision, draft_loading
+from speculant.lengths import measuring
 from speculant.models import load_model
 from tests.encoder_decoders import make_t5, write_t5
 from tests.models import VOCAB_SIZE, write_checkpoint
@@ -17,7 +18,7 @@ from tests.models import VOCAB_SIZE, write_checkpoint
 def test_drafts_of_models_with_encoders_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They read one source, so that the target as its own draft has an acceptance of 1. Others draw without one."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(calibration, "BUDGET_S", 0.02)
+    monkeypatch.setattr(measuring, "BUDGET_S", 0.02)
     folder, plain = write_t5(tmp_path / "t5", make_t5()), write_checkpoint(tmp_path / "plain")
     target = load_model(folder, "float32", kernels="auto")
     found = list[Precision]()

@@ -9,9 +9,8 @@ import pytest
 
 from speculant import LLM, SamplingParams
 from speculant.drafting import ModelDrafter
-from speculant.engine import Calibration
 from speculant.kernels import usable_sets
-from speculant.lengths import UNKNOWN_COSTS, Adaptive, CostCurve, DraftOutcome, StepCosts
+from speculant.lengths import UNKNOWN_COSTS, Adaptive, Calibration, CostCurve, DraftOutcome, StepCosts
 from speculant.metrics import StepTiming
 from speculant.scheduling import Schedule
 from tests.models import Checkpoints, Shape, write_checkpoint

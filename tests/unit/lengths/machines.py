@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from speculant.engine import ROWS
+from speculant.lengths import ROWS
 
 MOST = 16  # nodes of a draft
 SOME_LENGTHS = (0, 1, 2, 3, 4, 6, 8, 12, 16)

@@ -7,14 +7,24 @@ policy's calls, so that few steps tell policies apart. `context_of` alone knows 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 
-from speculant.engine import DEPTHS, ROWS, SEQUENCES, GuardedLength
-from speculant.lengths import CostCurve, DraftLength, DraftLengthContext, KeyCosts, Reading, StepCosts
+from speculant.lengths import (
+    DEPTHS,
+    ROWS,
+    SEQUENCES,
+    CostCurve,
+    DraftLength,
+    DraftLengthContext,
+    GuardedLength,
+    KeyCosts,
+    Reading,
+    StepCosts,
+)
 from speculant.metrics import StepTiming
 from speculant.params import SamplingParams
 from speculant.scheduling import Schedule, Scheduled
@@ -75,8 +85,9 @@ class SimulatedEngine:
         """Draft, compute a pass, and commit."""
         machine, schedule, self._own_s = self._machine, self._schedule(), 0.0
         requests, started = [item.request for item in schedule.items], self.clock
-        paused = self._length.pauses(schedule)
-        lengths = [0] * len(requests) if paused else self._called(self._length.choose, schedule)
+        chosen = self._length.choose(schedule)
+        paused, lengths = chosen is None, chosen or [0] * len(requests)
+        self._count_call(not paused)
         limits = [min(length, room) for length, room in zip(lengths, self._each("room"), strict=True)]
         counts, by_model = self._drafts(requests, limits) if any(lengths) else (limits, limits)
         self._missing = 1.0 if any(by_model) else machine.lingers * self._missing
@@ -97,7 +108,8 @@ class SimulatedEngine:
         self.clock = timing.verified + rest_s
         outcomes = [outcome_of(*each) for each in self._commit(requests, counts, by_model) if each[1]]
         if outcomes or not paused:
-            self._called(self._length.observe, outcomes, timing)
+            self._length.observe(outcomes, timing)
+            self._count_call(True)
         self.drafted += bool(outcomes)
         self.seconds.append(float(sum(true_s)) + self._own_s)
         self.tokens.append(sum(self._at))
@@ -106,12 +118,10 @@ class SimulatedEngine:
         """Return an array of the texts at the current positions."""
         return [own[at] for own, at in zip(getattr(self._texts, name), self._at, strict=True)]
 
-    def _called(self, method: Callable[..., Any], *arguments: Any) -> Any:
-        """Call the policy, which takes time."""
-        seconds = CALL_S + CALL_SEQUENCE_S * len(self._at)
-        found = method(*arguments)
-        self.clock, self._own_s, self.calls = self.clock + seconds, self._own_s + seconds, self.calls + 1
-        return found
+    def _count_call(self, called: bool) -> None:
+        """Count a call of the policy, which takes time."""
+        seconds = called * (CALL_S + CALL_SEQUENCE_S * len(self._at))
+        self.clock, self._own_s, self.calls = self.clock + seconds, self._own_s + seconds, self.calls + called
 
     def _schedule(self) -> Schedule:
         items, admitted, params = list[Scheduled](), list[Request](), SamplingParams(max_tokens=self._machine.request)
@@ -132,7 +142,7 @@ class SimulatedEngine:
         if self._machine.method == "model":
             return list(limits), list(limits)
         trees, by_model = list[DraftTree](), list[int]()
-        selects = self._machine.method == "both" and hasattr(self._policy, "prefers")
+        selects = self._machine.method == "both"
         for place, (request, limit, found) in enumerate(zip(requests, limits, self._each("found"), strict=True)):
             count, at = min(limit, found), self._at[place]
             tree = DraftTree.chain([0] * count, scores=self._texts.scores[place][at : at + count])
@@ -143,7 +153,8 @@ class SimulatedEngine:
             )
             trees.append(tree if taken else DraftTree.chain([0] * by_model[-1]))
         if any(tree.size and tree.scores for tree in trees):
-            trees = self._called(self._length.trim, requests, trees)
+            trees = self._length.trim(requests, trees)
+            self._count_call(True)
         return [tree.size for tree in trees], by_model
 
     def _unread(self, request: Request) -> int:

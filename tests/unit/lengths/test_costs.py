@@ -85,13 +85,13 @@ def test_drafts_are_interpolated_by_sequences() -> None:
 def test_attention_adds_time_to_passes_after_long_texts() -> None:
     """Two sequences of 100 and 300 keys: 2 s for each key's first row in 100 passes, 1 s for each row more."""
     costs = StepCosts(CostCurve({1: 2.0, 9: 10.0}), keys=KeyCosts(0.01, 0.005))
-    attention = costs.attention([(1, 100), (3, 300)])
+    attention = costs.attention([1, 3], [100, 300])
     assert attention.plain_s == pytest.approx(2.0 * (100 * 0.01 + 300 * (0.01 + 2 * 0.005)))
     assert attention.node_s == pytest.approx(2.0 * 200 * 0.005)
     plain_s = costs.passes.at(4) + attention.plain_s
     expected = [plain_s, 6 + attention.plain_s + attention.node_s, 7 + attention.plain_s + 2 * attention.node_s]
     assert costs.steps_s(4, 2, 2, attention) == pytest.approx(expected)
-    first_alone = StepCosts(costs.passes, keys=KeyCosts(0.01)).attention([(1, 100)])
+    first_alone = StepCosts(costs.passes, keys=KeyCosts(0.01)).attention([1], [100])
     assert costs.steps_s(1, 1, 1, first_alone) == pytest.approx([4.0, 5.0]), "each pass reads the keys"
     assert costs.steps_s(4, 2, 2) == pytest.approx([5.0, 6.0, 7.0]), "no attention unless it is given"
 

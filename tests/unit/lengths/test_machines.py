@@ -85,5 +85,5 @@ def test_a_policy_begins_with_wrong_costs() -> None:
     assert costs is not None
     assert costs.passes.at(8) == pytest.approx(1.4 * 0.8 * machine.passes[8])
     assert costs.draft_s("model", 1, 4) == pytest.approx(0.7 * 0.42 * machine.floor_s)
-    assert costs.attention([(1, 1000)]).plain_s == pytest.approx(1.4 * 0.1 * machine.floor_s)
+    assert costs.attention([1], [1000]).plain_s == pytest.approx(1.4 * 0.1 * machine.floor_s)
     assert costs.keys.further == pytest.approx(FURTHER * costs.keys.first)

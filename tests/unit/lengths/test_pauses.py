@@ -5,29 +5,30 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
+from typing_extensions import override
 
-from speculant.engine import GuardedLength
-from speculant.lengths import DraftOutcome
+from speculant.lengths import DraftLength, DraftOutcome, GuardedLength
 from speculant.metrics import StepTiming
 from speculant.scheduling import Schedule
 from tests.unit.scheduling.driver import Driver, slots
 
 
-class Pausing:
+class Pausing(DraftLength):
     """Chooses drafts of one length, and pauses where that is 0."""
 
     def __init__(self, length: int, steps: int, keeps_up: bool = False) -> None:
         self._length, self._steps, self.keeps_up = length, steps, keeps_up
 
+    @override
     def choose(self, schedule: Schedule) -> list[int]:
-        """See `DraftLength.choose`."""
         return [self._length] * len(schedule.items)
 
+    @override
     def observe(self, outcomes: Sequence[DraftOutcome], timing: StepTiming) -> None:
-        """See `DraftLength.observe`."""
+        """Nothing is learnt."""
 
+    @override
     def pause(self) -> int:
-        """See `PausingLength.pause`."""
         return self._steps
 
 
@@ -42,13 +43,7 @@ def decoding(sequences: int = 2) -> Driver:
 
 def pauses_of(guarded: GuardedLength, driver: Driver, steps: int) -> list[bool]:
     """Return for each step whether the policy is paused; where it is not, it chooses."""
-    pauses = list[bool]()
-    for _ in range(steps):
-        schedule = driver.step()
-        pauses.append(guarded.pauses(schedule))
-        if not pauses[-1]:
-            guarded.choose(schedule)
-    return pauses
+    return [guarded.choose(driver.step()) is None for _ in range(steps)]
 
 
 def test_a_pause_has_the_length_that_the_policy_chose() -> None:

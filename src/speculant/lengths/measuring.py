@@ -13,13 +13,13 @@ is shorter. It is encoded as one token, whose keys and values are copied. The en
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
-from itertools import count, islice
+from dataclasses import replace
+from functools import partial
 from math import exp, inf, log
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,25 +27,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from speculant.cache import MEASURED, KVCache, Moves, Slots, Source
+from speculant.cache import KVCache, Moves, Source
 from speculant.config import Limits
 from speculant.drafting import Drafter
-from speculant.engine.measuring import SLICE_S, Measurement
-from speculant.engine.runner import forward_target
 from speculant.errors import CapacityError, Guard
 from speculant.files import Run, costs_folder, is_steady, key_of, read_measured, spread_of, write_file
 from speculant.kernels import Sampler
-from speculant.lengths import UNKNOWN_COSTS, CostCurve, KeyCosts, Reading, StepCosts
+from speculant.lengths.costs import UNKNOWN_COSTS, CostCurve, KeyCosts, Reading, StepCosts
 from speculant.metrics import RequestMetrics, TimingMetrics
-from speculant.models import CausalLM, encode_sources, relative_reads_of
+from speculant.models import CausalLM, SequenceInput, build_batch, encode_sources, relative_reads_of
 from speculant.params import SamplingParams
-from speculant.sampling import Node, row_maxima
-from speculant.sampling.distribution import distribution
-from speculant.scheduling import Scheduled
+from speculant.sampling import row_maxima, sampling_settings
 from speculant.types import CommittedRows, DraftTree, Request
 
 logger = logging.getLogger(__name__)
 
+SLICE_S = 0.05  # that every request can wait for
 # The most important sizes first: there is time for few of them with a large model.
 ROWS = (1, 8, 16, 4, 2, 48, 24, 6, 3, 12, 5, 7, 9, 10, 32, 14, 17, 20, 64, 40, 96, 128)
 DEPTHS, SEQUENCES = (1, 4, 8, 2, 16), (1, 8)
@@ -64,6 +61,7 @@ DISAGREE = 1.5  # times the spread: a ratio of steps' times to kept ones, or of 
 PROCEDURE = "6"  # changes when the measurements change
 GOLDEN = 2654435769  # the golden ratio's fraction, times 2^32
 GREEDY = SamplingParams(temperature=0, max_tokens=None)
+NO_DRAFT = DraftTree.empty()
 
 
 class Rounds(NamedTuple):
@@ -85,37 +83,79 @@ Slices = Generator[None, None, None]
 Times = dict[int, list[Run]]  # the runs of each size
 
 
-@dataclass(frozen=True)
-class Calibration:
-    """The subjects of the measurements: the target with its cache, and the drafters by method.
+class Measurement:
+    """Measures something in slices. active: some are left, and nothing is drafted until they have run."""
+
+    def __init__(self) -> None:
+        self._make: Callable[[], Iterator[None]] = lambda: iter(())
+        self._slices: Iterator[None] = iter(())
+        self._guard = Guard(logger, "and drafts have the usual costs")
+        self.active = False
+
+    def begin(self, make: Callable[[], Iterator[None]]) -> None:
+        """Take over a function that makes the slices; each `next` runs one. After an interrupt they begin anew."""
+        self._make, self._slices, self.active = make, make(), True
+
+    @torch.inference_mode()
+    def run(self, seconds: float) -> None:
+        """Run the next slice, and further ones until `seconds` are over."""
+        started = time.perf_counter()
+        while self.active:
+            try:
+                next(self._slices)
+            except StopIteration:
+                self.active = False
+            except BaseException as error:  # noqa: BLE001 - anything but a failure is raised again
+                self._slices = self._make()
+                self._guard.note("the measurement of costs", error)
+                self.active = False
+            if time.perf_counter() - started >= seconds:
+                break
+
+    def finish(self) -> None:
+        """Run all slices that are left."""
+        self.run(inf)
+
+
+class Calibration(Measurement):
+    """Measures the costs of a target with its cache, and of drafters by method.
 
     identity: texts that name models, types and kernels; together with the machine they are the key of the kept curves.
-    measurement: runs the slices. missed: sizes of the runs that were left out, because requests held too many blocks.
-    runs: those of passes and drafts, by size.
+    seq_ids: those of sequences that nobody else has; an engine's requests take theirs from it too.
     """
 
-    target: CausalLM
-    cache: KVCache
-    sampler: Sampler
-    drafters: Mapping[str, Drafter]
-    limits: Limits
-    identity: Sequence[str]
-    measurement: Measurement = field(default_factory=Measurement)
-    missed: list[int] = field(default_factory=list)
-    runs: list[Sequence[Run]] = field(default_factory=list)
+    def __init__(
+        self,
+        target: CausalLM,
+        cache: KVCache,
+        sampler: Sampler,
+        drafters: Mapping[str, Drafter],
+        limits: Limits,
+        identity: Sequence[str],
+        seq_ids: Iterator[int] | None = None,
+    ) -> None:
+        super().__init__()
+        self._target, self._cache, self._sampler, self._drafters = target, cache, sampler, drafters
+        self._limits, self._identity = limits, identity
+        self._seq_ids = itertools.count(1) if seq_ids is None else seq_ids
+        self._places = itertools.count()  # of the tokens in measured passes
+        self._source = self._make_source()
+        self._missed = list[int]()  # sizes of the runs that were left out, because requests held too many blocks
+        self._runs = list[Sequence[Run]]()  # of passes and drafts, by size
 
     def costs(self) -> StepCosts:
         """Return the curves: from disk if they are kept there, else usual ones, until the measurement fills them in."""
-        path, costs = costs_folder() / f"{self._key()}.json", StepCosts(CostCurve(UNKNOWN_COSTS))
+        engine = str(torch.get_num_threads()), *self._identity, *sorted(self._drafters), str(self._limits)
+        path, costs = costs_folder() / f"{key_of([PROCEDURE, *engine])}.json", StepCosts(CostCurve(UNKNOWN_COSTS))
         kept = read_curves(path)
         if kept is None:
-            self.measurement.begin(partial(self._measured, costs, path))
+            self.begin(partial(self._measured, costs, path))
         else:
             self._fill(costs, kept, path)
         return costs
 
     def _fill(self, costs: StepCosts, kept: Mapping[str, Any], path: Path) -> None:
-        costs.passes = CostCurve(points(kept["passes"]), partial(relative_reads_of, self.target))
+        costs.passes = CostCurve(points(kept["passes"]), partial(relative_reads_of, self._target))
         costs.passes.level.learnt = partial(drop_if_wrong, path, kept["spread"])
         costs.keys = KeyCosts(*kept["keys"])
         costs.readings = {method: Reading(*seconds) for method, seconds in kept["readings"].items()}
@@ -124,14 +164,10 @@ class Calibration:
             for method, curves in kept["drafts"].items()
         }
 
-    def _key(self) -> str:
-        engine = (str(torch.get_num_threads()), *self.identity, *sorted(self.drafters), str(self.limits))
-        return key_of([PROCEDURE, *engine])
-
     def _measured(self, costs: StepCosts, path: Path) -> Slices:
         """Measure everything, and keep the curves if they are complete and the machine was not busy."""
-        self.missed.clear()
-        self.runs.clear()
+        self._missed.clear()
+        self._runs.clear()
         found = dict[str, Any]({"drafts": {}, "readings": {}})
         yield from self._passes(found)
         if 1 not in found["passes"]:
@@ -140,84 +176,51 @@ class Calibration:
         one_s = found["passes"][1]
         yield from self._keys(found)
         guard = Guard(logger, "and its drafts count as free")
-        for method, drafter in self.drafters.items():
+        for method, drafter in self._drafters.items():
             try:
                 yield from self._measure_drafts(method, drafter, found["drafts"])
                 if drafter.needs.own_cache and not drafter.needs.hidden_layers:
                     yield from self._read(method, drafter, one_s, found["readings"])
             except BaseException as error:  # noqa: BLE001 - anything but a failure is raised again
                 guard.note(f"drafter {method!r}", error)
-                self.missed.append(0)
-        found["spread"] = spread_of(self.runs)
+                self._missed.append(0)
+        found["spread"] = spread_of(self._runs)
         self._fill(costs, found, path)
-        if is_steady(found["spread"]) and not self.missed:
+        if is_steady(found["spread"]) and not self._missed:
             write_file(path, found)
             logger.info("measured the costs of passes and drafts")
         else:
-            why = "some are missing" if self.missed else "other programs were busy"
+            why = "some are missing" if self._missed else "other programs were busy"
             logger.info("measured the costs of passes and drafts; %s: they are measured again at the next start", why)
 
-    def _measure_drafts(self, method: str, drafter: Drafter, drafts: dict[str, dict[int, dict[int, float]]]) -> Slices:
-        curves = dict[int, dict[int, float]]()
-        for many in SEQUENCES:
-            if many <= max(1, self.limits.max_num_seqs):
-                try:
-                    curves[many] = yield from self._drafts(drafter, many)
-                except CapacityError:
-                    self.missed.append(many)
-        if curves:
-            drafts[method] = curves
+    # Passes
 
     def _passes(self, found: dict[str, Any]) -> Slices:
         """Measure the seconds of a pass and its distributions, by rows."""
-        most = min(self.limits.max_model_len, self.limits.max_num_batched_tokens, self._free_tokens())
+        most = min(self._limits.max_model_len, self._limits.max_num_batched_tokens, self._free_tokens())
         sizes = [rows for rows in ROWS if rows <= max(1, most)]
         rounds = yield from self._timing(0, sizes, Rounds(LEAST_ROWS, LEAST_PASSES))
-        self.runs.extend(rounds.values())
+        self._runs.extend(rounds.values())
         found["passes"] = least_seconds(rounds)
 
     def _keys(self, found: dict[str, Any]) -> Slices:
         """Measure the cost of attention after a long text, which consists of copies of one key."""
         short_s, found["keys"] = found["passes"], KeyCosts()
-        length = min(LONG_CONTEXT, self.limits.max_model_len - MANY_ROWS, self._free_tokens() - MANY_ROWS)
+        length = min(LONG_CONTEXT, self._limits.max_model_len - MANY_ROWS, self._free_tokens() - MANY_ROWS)
         if length < LEAST_LONG or not {1, MANY_ROWS} <= short_s.keys():
             return
-        long_s = least_seconds(
-            (yield from self._timing(length, [1, MANY_ROWS], Rounds(share=LONG_SHARE, is_warm=True)))
-        )
+        rounds = yield from self._timing(length, [1, MANY_ROWS], Rounds(share=LONG_SHARE, is_warm=True))
+        long_s = least_seconds(rounds)
         if not {1, MANY_ROWS} <= long_s.keys():
             return
         first_s, many_s = (max(0.0, long_s[rows] - short_s[rows]) / length for rows in (1, MANY_ROWS))
         found["keys"] = KeyCosts(first_s / short_s[1], max(0.0, many_s - first_s) / (MANY_ROWS - 1) / short_s[1])
 
-    def _timing(self, length: int, sizes: Sequence[int], rounds: Rounds = ONCE_WARM) -> Generator[None, None, Times]:
+    def _timing(self, length: int, sizes: Sequence[int], rounds: Rounds) -> Generator[None, None, Times]:
         """Time passes of some rows after a text."""
-        (request,) = requests(1, length + 1, self.target.vocab_size)
-        decode, text = partial(self._decode, request, count()), partial(self._text, request.seq_id, length)
-        return timing(decode, sizes, rounds, text, self.missed)
-
-    @cached_property
-    def _source(self) -> Source | None:
-        """The source of all measured texts; None = they have none."""
-        if not self.target.needs.source:
-            return None
-        length = max(1, min(SOURCE_LENGTH, self.limits.max_source_len))
-        return Source(MEASURED, tuple(spread_token(place, self.target.vocab_size) for place in range(length)))
-
-    def _free_tokens(self) -> int:
-        """Return how many positions a measured text finds in the target's cache beside its source."""
-        return self.cache.free_tokens() - (0 if self._source is None else len(self._source.tokens))
-
-    @contextmanager
-    def _encoded(self) -> Iterator[None]:
-        """Fill the target's cache with the source until the context ends: the keys of a token, and copies of them."""
-        try:
-            if self._source is not None:
-                encode_sources(self.target, self.cache, [replace(self._source, tokens=self._source.tokens[:1])])
-                self._copy_key(MEASURED, len(self._source.tokens))
-            yield
-        finally:
-            self.cache.release(MEASURED)
+        seq_id = next(self._seq_ids)
+        text = partial(self._text, seq_id, length)
+        return timing(partial(self._decode, seq_id, length), sizes, rounds, text, self._missed)
 
     @contextmanager
     def _text(self, seq_id: int, length: int) -> Iterator[None]:
@@ -225,46 +228,95 @@ class Calibration:
         with self._encoded():
             try:
                 if length:
-                    (request,) = requests(1, 2, self.target.vocab_size)
-                    self._pass(Scheduled(request, 0, 1, source=self._source), DraftTree.empty())
+                    self._forward([SequenceInput(seq_id, [0], NO_DRAFT, source=self._source_id)])
                     self._copy_key(seq_id, length)
                 yield
             finally:
-                self.cache.release(seq_id)
+                self._cache.release(seq_id)
 
-    def _copy_key(self, seq_id: int, length: int) -> None:
-        sources = [block * self.cache.block_size for block in self.cache.table(seq_id)]  # one per group of layers
-        chunk = min(COPIED, self.limits.max_num_batched_tokens)
-        for first in range(1, length, chunk):
-            copies = self.cache.reserve(seq_id, min(chunk, length - first))
-            self.cache.storage.move(_repeated(sources, copies))
-            sources = [slots[-1] for slots in (copies.slots, *copies.others)]
-            self.cache.drop_unseen(seq_id)
-
-    def _decode(self, request: Request, places: Iterator[int], rows: int) -> None:
-        """Compute the newest token of a request, and a chain after it.
+    def _decode(self, seq_id: int, length: int, rows: int) -> None:
+        """Compute a text's newest token, and a chain after it.
 
         No two tokens of passes are equal, as far as the vocabulary allows: equal ones would use the same experts.
         """
-        length, vocab_size = len(request.tokens) - 1, self.target.vocab_size
-        request.tokens[-1], *chain = (spread_token(place, vocab_size) for place in islice(places, rows))
-        self._pass(Scheduled(request, length, 1, source=self._source), DraftTree.chain(chain))
-        self.cache.truncate_to(request.seq_id, length)
+        places, vocab_size = itertools.islice(self._places, rows), self._target.vocab_size
+        token, *chain = (spread_token(place, vocab_size) for place in places)
+        inputs = SequenceInput(seq_id, [token], DraftTree.chain(chain), length=length + 1, source=self._source_id)
+        logits = self._target.logits(self._forward([inputs]))
+        row_maxima(self._sampler.distribution(logits, [sampling_settings(GREEDY)] * rows, [None] * rows))
+        self._cache.truncate_to(seq_id, length)
 
-    def _pass(self, item: Scheduled, tree: DraftTree) -> None:
-        (output,), logits = forward_target(self.target, self.cache, [item], [tree])
-        if output.logits is not None:
-            nodes = [Node(item.request, tree.tokens_to(node), False) for node in output.nodes]
-            row_maxima(distribution(logits, nodes, self.sampler))
+    def _forward(self, inputs: Sequence[SequenceInput]) -> Tensor:
+        """Run a pass of the target, and return the hidden states of its rows."""
+        batch = build_batch(inputs, self._cache, self._target.cache_shape.device)
+        return self._target.forward(batch, self._cache.storage).last
+
+    # Sources
+
+    def _make_source(self) -> Source | None:
+        """Return the source of all measured texts; None = they have none."""
+        if not self._target.needs.source:
+            return None
+        length = max(1, min(SOURCE_LENGTH, self._limits.max_source_len))
+        tokens = tuple(spread_token(place, self._target.vocab_size) for place in range(length))
+        return Source(next(self._seq_ids), tokens)
+
+    @property
+    def _source_id(self) -> int | None:
+        return None if self._source is None else self._source.seq_id
+
+    def _free_tokens(self) -> int:
+        """Return how many positions a measured text finds in the target's cache beside its source."""
+        return self._cache.free_tokens() - (0 if self._source is None else len(self._source.tokens))
+
+    @contextmanager
+    def _encoded(self) -> Iterator[None]:
+        """Fill the target's cache with the source until the context ends: the keys of a token, and copies of them."""
+        if self._source is None:
+            yield
+            return
+        try:
+            encode_sources(self._target, self._cache, [replace(self._source, tokens=self._source.tokens[:1])])
+            self._copy_key(self._source.seq_id, len(self._source.tokens))
+            yield
+        finally:
+            self._cache.release(self._source.seq_id)
+
+    def _copy_key(self, seq_id: int, length: int) -> None:
+        """Fill a sequence of one position up to a length with copies of it."""
+        cache = self._cache
+        sources = [block * cache.block_size for block in cache.table(seq_id)]  # one per group of layers
+        chunk = min(COPIED, self._limits.max_num_batched_tokens)
+        for place in range(1, length, chunk):
+            copies = cache.reserve(seq_id, min(chunk, length - place))
+            targets = copies.slots, *copies.others
+            first, *others = (Moves([source] * len(own), own) for source, own in zip(sources, targets, strict=True))
+            cache.storage.move(replace(first, others=tuple(others)))
+            sources = [slots[-1] for slots in targets]
+            cache.drop_unseen(seq_id)
+
+    # Drafters
+
+    def _measure_drafts(self, method: str, drafter: Drafter, drafts: dict[str, dict[int, dict[int, float]]]) -> Slices:
+        """Measure a drafter's curves, by the number of sequences."""
+        curves = dict[int, dict[int, float]]()
+        for many in SEQUENCES:
+            if many <= max(1, self._limits.max_num_seqs):
+                try:
+                    curves[many] = yield from self._drafts(drafter, many)
+                except CapacityError:
+                    self._missed.append(many)
+        if curves:
+            drafts[method] = curves
 
     def _drafts(self, drafter: Drafter, count: int) -> Generator[None, None, dict[int, float]]:
         """Measure the seconds of a draft for `count` sequences, by depth."""
         half = self._longest(drafter) // 2
-        drafting = self._requests(count, min(1 + DRAFTED_AFTER // count, half))
+        drafting = [self._sequence(min(1 + DRAFTED_AFTER // count, half), place) for place in range(count)]
         depths = [depth for depth in DEPTHS if depth <= half]
-        for request in drafting:
-            self._begin(drafter, request)
-            self._observe(drafter, request)
+        for each in drafting:
+            self._begin(drafter, each)
+            self._observe(drafter, each)
         try:
             times = timing(lambda depth: drafter.propose(drafting, [depth] * count), depths)
             if drafter.needs.target_cache:
@@ -273,19 +325,22 @@ class Calibration:
                     rounds = finished(times)  # in one slice, as it takes blocks of the target's cache
             else:
                 rounds = yield from times
-            self.runs.extend(rounds.values())
+            self._runs.extend(rounds.values())
             return least_seconds(rounds)
         finally:
-            for request in drafting:
-                drafter.end(request)
-                self.cache.release(request.seq_id)
+            for each in drafting:
+                drafter.end(each)
+                self._cache.release(each.seq_id)
 
     def _fill_target(self, drafting: Sequence[Request]) -> None:
         """Compute the target's keys and values of all tokens but the newest."""
-        texts, source = [request for request in drafting if len(request.tokens) > 1], self._source
-        items = [Scheduled(request, 0, len(request.tokens) - 1, source=source) for request in texts]
-        if items:
-            forward_target(self.target, self.cache, items, [DraftTree.empty()] * len(items))
+        source, inputs = self._source_id, list[SequenceInput]()
+        for each in drafting:
+            if len(each.tokens) > 1:
+                length = len(each.tokens)
+                inputs.append(SequenceInput(each.seq_id, each.tokens[:-1], NO_DRAFT, length=length, source=source))
+        if inputs:
+            self._forward(inputs)
 
     def _read(self, method: str, drafter: Drafter, slice_s: float, readings: dict[str, tuple[float, float]]) -> Slices:
         """Measure how long a drafter takes to read texts, up to the longest one that it reads within a slice."""
@@ -294,7 +349,7 @@ class Calibration:
             token_s, key_s = readings.get(method, (0.0, 0.0))
             if length <= before[0] or before[1] * length > max(SLICE_S, slice_s):
                 break
-            mean_s = self._reading_s(drafter, index + 1, length) / max(1, length)
+            mean_s = self._reading_s(drafter, self._sequence(length, index + 1)) / max(1, length)
             if index:
                 key_s = max(0.0, mean_s - before[1]) / ((length - before[0]) / 2)
             token_s, before = max(0.0, mean_s - key_s * length / 2), (length, mean_s)
@@ -303,44 +358,43 @@ class Calibration:
 
     def _longest(self, drafter: Drafter) -> int:
         """Return the longest text that the engine has and a drafter can read."""
-        return min(self.limits.max_model_len, drafter.needs.max_positions or self.limits.max_model_len)
+        return min(self._limits.max_model_len, drafter.needs.max_positions or self._limits.max_model_len)
 
-    def _reading_s(self, drafter: Drafter, index: int, length: int) -> float:
+    def _reading_s(self, drafter: Drafter, text: Request) -> float:
         """Return the seconds a drafter takes to read a new text and to draft a token, once it has the source."""
-        request = self._requests(index + 1, length)[index]
-        self._begin(drafter, request)
+        self._begin(drafter, text)
         try:
-            if request.source:
-                drafter.propose([replace(request, tokens=request.tokens[:1])], [1])  # it encodes the source
+            if text.source:
+                drafter.propose([replace(text, tokens=text.tokens[:1])], [1])  # it encodes the source
             started = time.perf_counter()
-            for _ in range(1 + length // max(1, self.limits.max_num_batched_tokens)):
-                if drafter.propose([request], [1])[0].size:
+            for _ in range(1 + len(text.tokens) // max(1, self._limits.max_num_batched_tokens)):
+                if drafter.propose([text], [1])[0].size:
                     break
             return time.perf_counter() - started
         finally:
-            drafter.end(request)
+            drafter.end(text)
 
-    def _requests(self, count: int, length: int) -> list[Request]:
-        """Make requests to draft for; see `requests`."""
+    def _sequence(self, length: int, place: int) -> Request:
+        """Make a sequence to draft for; those of other places have other tokens."""
         source = () if self._source is None else self._source.tokens
-        return [replace(request, source=source) for request in requests(count, length, self.target.vocab_size)]
+        return make_sequence(next(self._seq_ids), usual_tokens(length, self._target.vocab_size, place), source=source)
 
-    def _begin(self, drafter: Drafter, request: Request) -> None:
+    def _begin(self, drafter: Drafter, text: Request) -> None:
         """Begin a sequence; the values of its source's states do not matter here."""
-        drafter.begin(request)
+        drafter.begin(text)
         if self._source is not None and (drafter.needs.reads_encoder or drafter.needs.target_cache):
-            drafter.observe_source(request, replace(self._source, states=self._zeros(len(self._source.tokens))))
+            drafter.observe_source(text, replace(self._source, states=self._zeros(len(self._source.tokens))))
 
-    def _observe(self, drafter: Drafter, request: Request) -> None:
-        """Give a drafter hidden states for a request's prompt; their values do not matter here."""
-        needs, tokens = drafter.needs, request.tokens[:-1]
+    def _observe(self, drafter: Drafter, text: Request) -> None:
+        """Give a drafter hidden states for a sequence's prompt; their values do not matter here."""
+        needs, tokens = drafter.needs, text.tokens[:-1]
         if needs.hidden_layers or needs.target_inputs:
             states, ahead = self._zeros(len(tokens)), self._zeros(needs.target_inputs)
             hidden = (states,) * len(needs.hidden_layers)
-            drafter.observe(request, CommittedRows(0, tokens, request.tokens[-1:], hidden, ahead=ahead))
+            drafter.observe(text, CommittedRows(0, tokens, text.tokens[-1:], hidden, ahead=ahead))
 
     def _zeros(self, rows: int) -> Tensor:
-        return torch.zeros(rows, self.target.hidden_size, dtype=torch.float32, device=self.target.cache_shape.device)
+        return torch.zeros(rows, self._target.hidden_size, dtype=torch.float32, device=self._target.cache_shape.device)
 
 
 def spread_token(place: int, vocab_size: int) -> int:
@@ -348,21 +402,19 @@ def spread_token(place: int, vocab_size: int) -> int:
     return place * GOLDEN % 2**32 * vocab_size >> 32
 
 
-def _repeated(sources: Sequence[int], copies: Slots) -> Moves:
-    """Return the moves that copy one slot of each group of layers to all the slots of `copies`."""
-    targets = copies.slots, *copies.others
-    first, *others = (Moves([source] * len(slots), slots) for source, slots in zip(sources, targets, strict=True))
-    return Moves(first.sources, first.targets, tuple(others))
+def usual_tokens(length: int, vocab_size: int, place: int = 0) -> list[int]:
+    """Return the tokens of a text; those of other places differ."""
+    return [(7 * at + place) % vocab_size for at in range(length)]
 
 
-def requests(count: int, length: int, vocab_size: int, params: SamplingParams = GREEDY) -> list[Request]:
-    """Make requests without a caller; their sequence ids are below all others."""
-    made = []
-    for index in range(count):
-        tokens = [(7 * place + index) % vocab_size for place in range(length)]
-        metrics = RequestMetrics(TimingMetrics(arrival=0.0))
-        made.append(Request(-index, "calibration", 0, tuple(tokens), params, 0, frozenset(), metrics, tokens=tokens))
-    return made
+def make_sequence(
+    seq_id: int, tokens: Sequence[int], params: SamplingParams = GREEDY, source: tuple[int, ...] = ()
+) -> Request:
+    """Make a sequence that is measured, and that no caller waits for."""
+    metrics = RequestMetrics(TimingMetrics(arrival=0.0))
+    return Request(
+        seq_id, "measured", 0, tuple(tokens), params, 0, frozenset(), metrics, source=source, tokens=[*tokens]
+    )
 
 
 def timed(run: Callable[[int], object], sizes: Sequence[int], runs: list[Sequence[Run]]) -> dict[int, float]:

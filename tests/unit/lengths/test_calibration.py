@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -15,12 +15,11 @@ import pytest
 
 from speculant import LLM, SamplingParams, files
 from speculant.drafting import ModelDrafter
-from speculant.engine import calibration
 from speculant.files import Run
 from speculant.kernels import usable_sets
-from speculant.lengths import LEARNT, NO_ATTENTION
+from speculant.lengths import LEARNT, NO_ATTENTION, measuring
 from speculant.metrics import StepTiming
-from speculant.scheduling import Scheduled
+from speculant.models import Batch, SequenceInput
 from speculant.types import DraftTree, Request
 from tests.models import Checkpoints
 
@@ -35,8 +34,8 @@ def _fail(*arguments: Any) -> Any:
 @pytest.fixture
 def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(calibration, "BUDGET_S", 0.05)
-    monkeypatch.setattr(calibration, "MOST_ROUNDS", 2)
+    monkeypatch.setattr(measuring, "BUDGET_S", 0.05)
+    monkeypatch.setattr(measuring, "MOST_ROUNDS", 2)
     return tmp_path / "speculant" / "costs"
 
 
@@ -61,11 +60,11 @@ def test_calibration_is_kept_and_read_again(
 ) -> None:
     with monkeypatch.context() as patch:
         ticks = itertools.count()  # a clock on which everything takes the same time
-        patch.setattr(calibration.time, "perf_counter", lambda: 2e-3 * next(ticks))
+        patch.setattr(measuring.time, "perf_counter", lambda: 2e-3 * next(ticks))
         engine(checkpoints)
     (file,) = kept.glob("*.json")
     assert {"1", "2", "8"} <= json.loads(file.read_text())["passes"].keys()
-    monkeypatch.setattr(calibration, "timing", lambda *given: pytest.fail("it was measured again"))
+    monkeypatch.setattr(measuring, "timing", lambda *given: pytest.fail("it was measured again"))
     engine(checkpoints)
 
 
@@ -73,13 +72,13 @@ def test_calibration_computes_other_tokens_in_each_row(
     checkpoints: Checkpoints, kept: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows of equal tokens would use the same experts, and passes of many rows would seem to be cheap."""
-    passes, own = list[list[int]](), calibration.Calibration._pass
+    passes, own = list[list[int]](), measuring.build_batch
 
-    def record(self: calibration.Calibration, item: Scheduled, tree: DraftTree) -> None:
-        passes.append([item.request.tokens[-1], *tree.token_list])
-        own(self, item, tree)
+    def record(inputs: Sequence[SequenceInput], *rest: Any) -> Batch:
+        passes.extend([*each.tokens, *each.tree.token_list] for each in inputs)
+        return own(inputs, *rest)
 
-    monkeypatch.setattr(calibration.Calibration, "_pass", record)
+    monkeypatch.setattr(measuring, "build_batch", record)
     engine(checkpoints)
     few = [tokens for tokens in passes if 1 < len(tokens) <= 16]
     assert few
@@ -89,8 +88,8 @@ def test_calibration_computes_other_tokens_in_each_row(
 
 
 def test_spread_tokens_differ() -> None:
-    assert len({calibration.spread_token(place, 1000) for place in range(300)}) == 300
-    assert {calibration.spread_token(place, 7) for place in range(100)} == set(range(7))
+    assert len({measuring.spread_token(place, 1000) for place in range(300)}) == 300
+    assert {measuring.spread_token(place, 7) for place in range(100)} == set(range(7))
 
 
 def test_calibration_measures_the_time_of_attention(
@@ -98,11 +97,11 @@ def test_calibration_measures_the_time_of_attention(
 ) -> None:
     """Passes that take 1 us for each key of each row, and 1 ms beside that."""
     seen = list[tuple[int, int]]()
-    timing = calibration.timing
+    timing = measuring.timing
 
-    def rounds(run: partial[None], sizes: list[int], *rest: Any) -> Generator[None, None, calibration.Times]:
+    def rounds(run: partial[None], sizes: list[int], *rest: Any) -> Generator[None, None, measuring.Times]:
         if isinstance(run, partial):
-            keys = len(run.args[0].tokens)
+            keys = 1 + run.args[1]
             seen.extend((keys, size) for size in sizes)
             with rest[1]():
                 run(sizes[0])
@@ -110,9 +109,9 @@ def test_calibration_measures_the_time_of_attention(
             return {rows: [Run(1e-3 + 1e-6 * keys * rows, 1e-3)] for rows in sizes}
         return (yield from timing(run, sizes, *rest))
 
-    monkeypatch.setattr(calibration, "timing", rounds)
+    monkeypatch.setattr(measuring, "timing", rounds)
     costs = engine(checkpoints).engine._context.draft_length._policy._costs  # type: ignore[attr-defined]
-    assert {keys for keys, _ in seen} == {1, 256 - calibration.MANY_ROWS + 1}
+    assert {keys for keys, _ in seen} == {1, 256 - measuring.MANY_ROWS + 1}
     assert [each * (1e-3 + 1e-6) for each in costs.keys] == pytest.approx([1e-6, 1e-6], rel=0.01)
     before = {*kept.glob("*.json")}
     engine(checkpoints, max_model_len=64)
@@ -131,8 +130,8 @@ def test_calibration_measures_the_time_of_reading(
         return [DraftTree.chain([1] * limit) for limit in limits]
 
     monkeypatch.setattr(ModelDrafter, "propose", propose)
-    monkeypatch.setattr(calibration.time, "perf_counter", lambda: clock[0])
-    monkeypatch.setattr(calibration, "TEXTS", (50, 1024))
+    monkeypatch.setattr(measuring.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(measuring, "TEXTS", (50, 1024))
     costs = engine(checkpoints).engine._context.draft_length._policy._costs  # type: ignore[attr-defined]
     (reading,) = costs.readings.values()
     assert tuple(reading) == pytest.approx((1e-5, 1e-6))
@@ -146,11 +145,11 @@ def test_calibration_of_a_slow_model_measures_few_sizes(kept: Path) -> None:
         asked.append(size)
         time.sleep(0.03)
 
-    assert calibration.timed(run, [1, 8, 4, 2], []).keys() == {1, 8}
+    assert measuring.timed(run, [1, 8, 4, 2], []).keys() == {1, 8}
     assert asked == [1, 1, 8]
     asked.clear()
-    wanted = calibration.Rounds(calibration.LEAST_ROWS, calibration.LEAST_PASSES, 0.1, True)
-    rounds = calibration.finished(calibration.timing(run, [1, 8, 16, 4], wanted))
+    wanted = measuring.Rounds(measuring.LEAST_ROWS, measuring.LEAST_PASSES, 0.1, True)
+    rounds = measuring.finished(measuring.timing(run, [1, 8, 16, 4], wanted))
     assert {size: len(own) for size, own in rounds.items()} == {1: 2, 8: 1, 16: 1}
     assert asked == [1, 8, 16, 1], "nothing runs without being counted"
 
@@ -159,15 +158,15 @@ def test_calibration_measures_many_rows_of_slow_models(
     checkpoints: Checkpoints, kept: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A line through a few rows does not show the cost of a batch with drafts."""
-    forward, clock = calibration.forward_target, [0.0]
+    own, clock = measuring.build_batch, [0.0]
 
-    def slow(*arguments: Any) -> Any:
-        (item,), (tree,) = arguments[2:]
-        clock[0] += 0.1 + 0.01 * (item.count + tree.size)
-        return forward(*arguments)
+    def slow(inputs: Sequence[SequenceInput], *rest: Any) -> Batch:
+        (only,) = inputs
+        clock[0] += 0.1 + 0.01 * (len(only.tokens) + only.tree.size)
+        return own(inputs, *rest)
 
-    monkeypatch.setattr(calibration, "forward_target", slow)
-    monkeypatch.setattr(calibration.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(measuring, "build_batch", slow)
+    monkeypatch.setattr(measuring.time, "perf_counter", lambda: clock[0])
     engine(checkpoints)
     (file,) = kept.glob("*.json")
     assert json.loads(file.read_text())["passes"] == pytest.approx({"1": 0.11, "8": 0.18, "16": 0.26})
@@ -175,7 +174,7 @@ def test_calibration_measures_many_rows_of_slow_models(
 
 def test_calibration_takes_the_least_of_equal_and_larger_sizes(kept: Path) -> None:
     sleeps = {1: 0.004, 2: 0.001, 4: 0.002}
-    found = calibration.timed(lambda size: time.sleep(sleeps[size]), [1, 4, 2], [])
+    found = measuring.timed(lambda size: time.sleep(sleeps[size]), [1, 4, 2], [])
     assert found[1] == found[2] <= found[4]
 
 
@@ -198,19 +197,19 @@ def test_spread_is_typical_over_least_processor_time(runs: list[list[Run]], spre
 
 def on_clock(monkeypatch: pytest.MonkeyPatch, clock: list[float], busy: float) -> list[int]:
     """Let passes take 10 ms a row of processor time, and `busy` times this; return a list that gets their rows."""
-    forward, passes, processor = calibration.forward_target, list[int](), [0.0]
+    own, passes, processor = measuring.build_batch, list[int](), [0.0]
 
-    def timed(*arguments: Any) -> Any:
-        (item,), (tree,) = arguments[2:]
-        passes.append(item.count + tree.size)
+    def timed(inputs: Sequence[SequenceInput], *rest: Any) -> Batch:
+        (only,) = inputs
+        passes.append(len(only.tokens) + only.tree.size)
         processor[0] += 0.01 * passes[-1]
         clock[0] += busy * 0.01 * passes[-1]
-        return forward(*arguments)
+        return own(inputs, *rest)
 
     for name, few in (("ROWS", (1, 8, 4)), ("DEPTHS", (1, 2)), ("SEQUENCES", (1,)), ("TEXTS", ()), ("LONG_CONTEXT", 0)):
-        monkeypatch.setattr(calibration, name, few)
+        monkeypatch.setattr(measuring, name, few)
     monkeypatch.setattr(files, "STEADY", 1.5)
-    monkeypatch.setattr(calibration, "forward_target", timed)
+    monkeypatch.setattr(measuring, "build_batch", timed)
     monkeypatch.setattr(files.time, "perf_counter", lambda: clock[0])
     monkeypatch.setattr(files.time, "thread_time", lambda: processor[0])
     return passes
@@ -283,7 +282,7 @@ DAMAGED += [
 @pytest.mark.parametrize("content", DAMAGED)
 def test_calibration_that_is_damaged_is_not_read(tmp_path: Path, content: str) -> None:
     (tmp_path / "costs.json").write_text(content)
-    assert calibration.read_curves(tmp_path / "costs.json") is None
+    assert measuring.read_curves(tmp_path / "costs.json") is None
 
 
 @pytest.mark.parametrize(

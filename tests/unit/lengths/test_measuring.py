@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from speculant import LLM, SamplingParams
-from speculant.engine import Engine, Measurement, build, calibration
+from speculant.engine import Engine, build
+from speculant.lengths import Measurement, measuring
 from speculant.types import StepOutput
 from tests.models import Checkpoints
 
@@ -21,7 +22,7 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(build, "START_S", 0.0)
     monkeypatch.setattr(build, "LARGE_BYTES", 0)
-    monkeypatch.setattr(calibration, "BUDGET_S", 0.02)
+    monkeypatch.setattr(measuring, "BUDGET_S", 0.02)
     return tmp_path / "speculant" / "costs"
 
 
