@@ -13,11 +13,11 @@ from speculant.cache.factory import paged_cache, slotted_cache
 from speculant.config import Limits
 from speculant.constraints import Constraint
 from speculant.drafting.base import Drafter, DrafterNeeds, StatelessDrafter
+from speculant.drafting.composite import Drafters
 from speculant.drafting.model.drafter import ModelDrafter
 from speculant.drafting.model.runner import DraftModelRunner
 from speculant.drafting.topology import TreeTopology
 from speculant.engine.build import load_verifiers
-from speculant.engine.drafters import Drafters
 from speculant.engine.engine import Engine, EngineOptions
 from speculant.lab.exactness.tables import TableModel
 from speculant.lengths.base import DraftLength

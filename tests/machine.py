@@ -18,9 +18,9 @@ from speculant.cache.factory import slotted_cache
 from speculant.cache.paged import PagedBlockManager
 from speculant.cache.storage import TensorStorage
 from speculant.drafting.base import Drafter
+from speculant.drafting.composite import Drafters
 from speculant.drafting.model.runner import DraftModelRunner
 from speculant.engine.build import load_verifiers
-from speculant.engine.drafters import Drafters
 from speculant.engine.engine import Engine, EngineOptions
 from speculant.engine.memory import Need
 from speculant.errors import CapacityError, RequestError

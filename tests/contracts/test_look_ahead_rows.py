@@ -12,7 +12,7 @@ from speculant.cache.base import KVCache
 from speculant.cache.factory import paged_cache, slotted_cache
 from speculant.config import Limits
 from speculant.drafting.base import DrafterNeeds, StatelessDrafter
-from speculant.engine.drafters import Drafters
+from speculant.drafting.composite import Drafters
 from speculant.engine.engine import Engine, EngineOptions
 from speculant.lengths.fixed import Fixed
 from speculant.params import SamplingParams

@@ -16,10 +16,10 @@ from speculant.cache.slotted import SlottedBlockManager
 from speculant.cache.storage import TensorStorage
 from speculant.config import Limits
 from speculant.drafting.base import Drafter
+from speculant.drafting.composite import Drafters
 from speculant.drafting.model.drafter import ModelDrafter
 from speculant.drafting.model.runner import DraftModelRunner
 from speculant.drafting.topology import StaticTree
-from speculant.engine.drafters import Drafters
 from speculant.engine.engine import Engine, EngineOptions
 from speculant.kernels.native import open_kernels
 from speculant.kernels.native_sampler import NativeSampler

@@ -12,7 +12,7 @@ import torch
 from speculant.cache.base import CacheShape, KVCache, KVStorage
 from speculant.cache.factory import paged_cache, slotted_cache
 from speculant.drafting.base import Drafter, DrafterContext, DrafterNeeds
-from speculant.drafting.combine.composite import SubDrafter, build_sub_drafter
+from speculant.drafting.composite import SubDrafter, build_sub_drafter
 from speculant.drafting.model.cascade import CascadeDrafter
 from speculant.drafting.model.drafter import ModelDrafter
 from speculant.drafting.model.runner import DraftModelRunner
@@ -218,7 +218,7 @@ def test_cascade_good_guesses_save_passes(name: str) -> None:
             cascade.begin(request)
         with torch.inference_mode():
             cascade.propose(kinds, [LENGTH] * len(kinds))
-        passes[inner] = cascade._runner.model.passes  # type: ignore[attr-defined]
+        passes[inner] = cascade.guarded[0].drafter._runner.model.passes  # type: ignore[attr-defined]
     assert passes["tree"] in range(2, LENGTH), "a branch behind others is kept"
     assert passes == passes | {"model": 1, "nothing": LENGTH}
 

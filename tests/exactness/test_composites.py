@@ -11,8 +11,8 @@ import pytest
 from speculant import SamplingParams
 from speculant.config import Limits, SpeculativeConfig
 from speculant.drafting.base import Drafter
-from speculant.drafting.combine.fallback import FallbackDrafter
-from speculant.engine.drafters import Drafters
+from speculant.drafting.composite import Drafters
+from speculant.drafting.fallback import FallbackDrafter
 from speculant.lab.exactness import speculation
 from speculant.lab.exactness.distributions import EXACT, FULL_SUPPORT, Pair
 from speculant.lab.exactness.drafts import of_method

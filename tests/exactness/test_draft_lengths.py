@@ -13,8 +13,8 @@ import pytest
 
 from speculant.config import Limits
 from speculant.drafting.base import Drafter
-from speculant.drafting.combine.composite import SubDrafter
-from speculant.drafting.combine.fallback import FallbackDrafter
+from speculant.drafting.composite import SubDrafter
+from speculant.drafting.fallback import FallbackDrafter
 from speculant.drafting.lookup.ngram import NgramDrafter, NgramOptions
 from speculant.drafting.selection import Selection
 from speculant.lab.exactness.distributions import EXACT, Pair

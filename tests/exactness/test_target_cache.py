@@ -11,11 +11,11 @@ from speculant.cache.base import CacheShape, KVCache
 from speculant.cache.factory import paged_cache, slotted_cache
 from speculant.config import Limits
 from speculant.drafting.base import Drafter, DrafterContext
+from speculant.drafting.composite import Drafters
 from speculant.drafting.model.drafter import ModelDrafter
 from speculant.drafting.model.runner import DraftModelRunner
 from speculant.drafting.model.target_cache import make_target_drafter
 from speculant.drafting.topology import StaticTree, TreeTopology
-from speculant.engine.drafters import Drafters
 from speculant.engine.engine import Engine, EngineOptions
 from speculant.kernels.base import Sampler
 from speculant.kernels.native import usable_sets

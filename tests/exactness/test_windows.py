@@ -15,11 +15,11 @@ from speculant.cache.base import CacheShape, KVCache
 from speculant.cache.factory import paged_cache, slotted_cache
 from speculant.config import EngineConfig, Limits
 from speculant.drafting.base import Drafter
+from speculant.drafting.composite import Drafters
 from speculant.drafting.model.drafter import ModelDrafter
 from speculant.drafting.model.runner import DraftModelRunner
 from speculant.drafting.topology import StaticTree
 from speculant.engine.build import build_engine
-from speculant.engine.drafters import Drafters
 from speculant.engine.engine import Engine, EngineOptions
 from speculant.engine.memory import Need
 from speculant.errors import CapacityError

@@ -12,10 +12,10 @@ import torch
 
 from speculant.cache.factory import paged_cache
 from speculant.config import Limits
+from speculant.drafting.composite import Drafters
 from speculant.drafting.model.drafter import ModelDrafter
 from speculant.drafting.model.runner import DraftModelRunner
 from speculant.engine.build import load_verifiers
-from speculant.engine.drafters import Drafters
 from speculant.engine.engine import Engine, EngineOptions
 from speculant.lengths.fixed import Fixed
 from speculant.params import SamplingParams

@@ -17,6 +17,7 @@ from speculant import plugins
 from speculant.cache.base import CacheShape, KVCache
 from speculant.config import DEFAULT_POLICY, EngineConfig, Limits, SpeculativeConfig, resolve
 from speculant.drafting.base import Drafter, DrafterContext, build_method
+from speculant.drafting.composite import Drafters
 from speculant.drafting.heads.folder import check_kind
 from speculant.drafting.methods import (
     DEFAULT,
@@ -41,7 +42,6 @@ from speculant.engine.draft_loading import (
     draft_vocabulary,
     rounded,
 )
-from speculant.engine.drafters import Drafters
 from speculant.engine.engine import Engine, EngineOptions
 from speculant.engine.head_precision import HeadRounding
 from speculant.engine.memory import CacheMemory
@@ -152,7 +152,7 @@ def build_around(config: EngineConfig, target: Checkpoint, tokenizer: Tokenizer 
         logger.warning("max_model_len is %s", context)
     facts = str(replace(config, seed=0, weight_cache="off", measure=False))  # costs do not depend on these three
     identity = (facts, target.kernels, str(target.folder), notes)
-    measured = Calibration(target.model, cache, sampler, drafters.known, limits, identity)
+    measured = Calibration(target.model, cache, sampler, drafters.sub_drafters, limits, identity)
     policy = _draft_length(spec, length, drafters, measured)
     selection.selector = policy if isinstance(policy, Selector) else None
     engine = Engine(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from speculant.drafting.base import DrafterNeeds, StatelessDrafter, listens
-from speculant.drafting.combine.composite import SubDrafter
-from speculant.drafting.combine.fallback import FallbackDrafter
+from speculant.drafting.base import DrafterNeeds, StatelessDrafter
+from speculant.drafting.composite import SubDrafter
+from speculant.drafting.fallback import FallbackDrafter
 from speculant.drafting.selection import Selection
 from speculant.types import CommittedRows, DraftTree, Request
 from tests.fakes import ScriptedDrafter
@@ -134,6 +134,6 @@ def test_a_composite_listens_if_it_or_a_part_of_it_does() -> None:
             """Watch."""
 
     quiet, watching = [SubDrafter("part", Part(), 1)], [SubDrafter("part", WatchingPart(), 1)]
-    assert not listens(FallbackDrafter(quiet, 4))
-    assert listens(FallbackDrafter(watching, 4))
-    assert listens(Watching(quiet, 4))
+    assert not FallbackDrafter(quiet, 4).listens
+    assert FallbackDrafter(watching, 4).listens
+    assert Watching(quiet, 4).listens

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from speculant.drafting.base import DrafterNeeds
-from speculant.drafting.combine.composite import SubDrafter
-from speculant.drafting.combine.merge import Merge, MergeDrafter
+from speculant.drafting.composite import SubDrafter
+from speculant.drafting.merge import Merge, MergeDrafter
 from speculant.types import DraftTree
 from tests.fakes import ScriptedDrafter
 from tests.models import make_request

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from speculant import LLM, AsyncEngine, SamplingParams
 from speculant.drafting.base import DrafterNeeds
+from speculant.drafting.composite import Drafters
 from speculant.drafting.lookup.prediction import LONGEST_MATCH, Alignment, PredictionDrafter
-from speculant.engine.drafters import Drafters
 from speculant.errors import ConfigError, RequestError
 from speculant.lab.exactness.distributions import FULL_SUPPORT, Pair
 from speculant.lab.exactness.tables import TableModel

@@ -12,19 +12,20 @@ from speculant import LLM, SamplingParams, plugins
 from speculant.config import Limits
 from speculant.drafting import methods
 from speculant.drafting.base import Drafter, DrafterContext, DrafterNeeds, Method, StatelessDrafter
-from speculant.drafting.combine.composite import (
+from speculant.drafting.composite import (
     CompositeDrafter,
+    Drafters,
     SubDrafter,
     bound,
     build_sub_drafter,
     build_sub_drafters,
     combine,
 )
-from speculant.drafting.combine.fallback import FallbackDrafter
-from speculant.engine.drafters import Drafters
+from speculant.drafting.fallback import FallbackDrafter
 from speculant.errors import ConfigError
 from speculant.lab.exactness.distributions import FULL_SUPPORT, Pair
 from speculant.lab.exactness.tables import TableModel
+from speculant.metrics import EngineMetrics
 from speculant.sampling.chance import KeyedChances
 from speculant.types import CommittedRows, DraftTree, Request
 from tests.fakes import Rig, ScriptedDrafter, build_rig
@@ -253,9 +254,10 @@ def test_nested_errors_are_counted_once() -> None:
     inner = FallbackDrafter([sub_drafter(Troubled("propose", times=2))], V)
     outer = FallbackDrafter([sub_drafter(inner)], V)
     drafters, request = Drafters.of(outer), make_request([1, 2], drafter="default")
-    drafters.begin([request], [None])
+    drafters.attach(V, EngineMetrics())
+    drafters.begin(request)
     for _ in range(3):
-        drafters.propose([request], [3], V)
+        drafters.propose([request], [3])
     assert (inner.errors, outer.errors, drafters.metrics.drafter_errors) == (2, 2, 2)
 
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from speculant.config import Limits
-from speculant.drafting.base import DrafterNeeds, StatelessDrafter, complete, listens
+from speculant.drafting.base import DrafterNeeds, StatelessDrafter, complete
+from speculant.drafting.composite import Drafters
 from speculant.drafting.guard import check_draft, check_extends
-from speculant.engine.drafters import Drafters
 from speculant.errors import ConfigError, DraftError
 from speculant.lab.exactness.distributions import FULL_SUPPORT, Pair
 from speculant.lab.exactness.tables import TableModel
@@ -328,7 +328,7 @@ def test_drafters_without_observe_are_not_called_in_a_rest() -> None:
     while rig.engine.has_unfinished():
         rig.step()
         steps += 1
-    assert not listens(drafter)
+    assert not drafter.listens
     assert 0 < drafter.calls <= steps / 7 + 1
 
 

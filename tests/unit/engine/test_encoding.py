@@ -16,8 +16,8 @@ from speculant.cache.sources import Source
 from speculant.config import Limits
 from speculant.constraints import forced_tokens
 from speculant.drafting.base import DrafterNeeds
-from speculant.drafting.combine.composite import SubDrafter
-from speculant.drafting.combine.fallback import FallbackDrafter
+from speculant.drafting.composite import SubDrafter
+from speculant.drafting.fallback import FallbackDrafter
 from speculant.engine import runner as runner_module
 from speculant.engine.engine import Engine, EngineOptions
 from speculant.errors import RequestError

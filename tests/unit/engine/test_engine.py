@@ -11,11 +11,11 @@ from speculant.cache.base import KVCache, KVStorage
 from speculant.cache.factory import paged_cache
 from speculant.config import Limits
 from speculant.drafting.base import Drafter
+from speculant.drafting.composite import Drafters
 from speculant.drafting.lookup.ngram import NgramDrafter, NgramOptions
 from speculant.drafting.model.drafter import ModelDrafter
 from speculant.drafting.model.runner import DraftModelRunner
 from speculant.engine.build import load_verifiers
-from speculant.engine.drafters import Drafters
 from speculant.engine.engine import Engine, EngineOptions
 from speculant.errors import ConfigError, RequestError
 from speculant.lengths.fixed import Fixed

@@ -10,7 +10,7 @@ import pytest
 from speculant import LLM, SamplingParams
 from speculant.config import Limits
 from speculant.drafting.base import DrafterNeeds
-from speculant.engine.drafters import Drafters
+from speculant.drafting.composite import Drafters
 from speculant.engine.engine import Engine, EngineOptions
 from speculant.engine.requests import CheckedRequest, RequestFactory
 from speculant.errors import CapacityError, RequestError, SpeculantError

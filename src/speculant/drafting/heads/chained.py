@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from speculant.drafting.draws import draw_chains
 from speculant.drafting.guard import Proposals
@@ -42,8 +43,8 @@ class ModuleRunner(HiddenStateRunner):
     takes_more = False  # the module after this one needs the states of the rows
     texts: Mapping[int, list[int]] = {}
 
+    @override
     def text(self, request: Request) -> list[int]:
-        """See the base."""
         return self.texts.get(request.seq_id, request.tokens)
 
     def start(self, request: Request) -> int:
@@ -75,18 +76,18 @@ class ChainedDrafter(HiddenDrafter):
         self._modules, self.caches = tuple(modules), tuple(module.cache for module in modules)
         self.needs = replace(self.needs, max_nodes=len(modules), usual_nodes=len(modules))
 
+    @override
     def begin(self, request: Request) -> None:
-        """See `Drafter.begin`."""
         for module in self._modules:
             module.begin(request)
 
+    @override
     def end(self, request: Request) -> None:
-        """See `Drafter.end`."""
         for module in self._modules:
             module.end(request)
 
+    @override
     def match_prefix(self, request: Request) -> int:
-        """See `Drafter.match_prefix`."""
         found = super().match_prefix(request)
         if request.search is not None:
             return found

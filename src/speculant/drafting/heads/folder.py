@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+from typing_extensions import override
 
 from speculant import plugins
 from speculant.drafting.methods import KIND as DRAFTERS
@@ -20,7 +21,7 @@ from speculant.models.base import CausalLM
 from speculant.models.entries import is_whole, show
 from speculant.models.source import resolve_folder
 from speculant.models.weights.formats import no_weights
-from speculant.models.weights.source import FLOATS
+from speculant.models.weights.source import FLOATS, WeightSource
 from speculant.models.weights.tensors import TensorFiles
 
 KIND = "speculant_head"  # our own key of config.json: the method that a head is made for
@@ -33,7 +34,7 @@ _OTHER = "use a head that was trained for this target: `speculant train head --t
 
 
 @dataclass(frozen=True)
-class HeadFolder:
+class HeadFolder(WeightSource):
     """An open folder: a `WeightSource` with the names that the file has."""
 
     folder: Path
@@ -77,16 +78,16 @@ class HeadFolder:
         """See `WeightSource.names`; see `stored`."""
         return self.stored.keys()
 
+    @override
     def shape(self, name: str) -> tuple[int, ...]:
-        """See `WeightSource.shape`."""
         return self.files.shape(self.stored[name])
 
+    @override
     def kind(self, name: str) -> str:
-        """See `WeightSource.kind`."""
         return self.files.kind(self.stored[name])
 
+    @override
     def read(self, name: str) -> Tensor:
-        """See `WeightSource.read`."""
         return self.files.read(self.stored[name])
 
     def check_tokens(self, name: str, tokens: Sequence[int], target: CausalLM) -> None:
@@ -117,26 +118,26 @@ class HeadFolder:
 
 
 @dataclass(frozen=True)
-class Renamed:
+class Renamed(WeightSource):
     """A `WeightSource` whose tensors have a model's names: `stored` maps these to the file's."""
 
     source: HeadFolder
     stored: Mapping[str, str]
 
+    @override
     def names(self) -> Collection[str]:
-        """See `WeightSource.names`."""
         return self.stored.keys()
 
+    @override
     def shape(self, name: str) -> tuple[int, ...]:
-        """See `WeightSource.shape`."""
         return self.source.shape(self.stored[name])
 
+    @override
     def kind(self, name: str) -> str:
-        """See `WeightSource.kind`."""
         return self.source.kind(self.stored[name])
 
+    @override
     def read(self, name: str) -> Tensor:
-        """See `WeightSource.read`."""
         return self.source.read(self.stored[name])
 
     def check(self, wanted: Mapping[str, tuple[int, ...]], kind: str) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from speculant.drafting.base import DrafterContext
 from speculant.drafting.heads.hidden_runner import Encode, HiddenStateRunner
@@ -40,8 +41,8 @@ class HiddenDrafter(ModelDrafter):
         super().__init__(runner, vocab_size, sampler, topology)
         self.needs = replace(self.needs, hidden_layers=tuple(layers), nodes_per_beam=None, max_positions=None)
 
+    @override
     def observe(self, request: Request, rows: CommittedRows) -> None:
-        """See `Drafter.observe`."""
         if request.search is not None:
             return
         if self._runner.observe(request, rows) > MOST_PENDING:
@@ -52,8 +53,8 @@ class HiddenDrafter(ModelDrafter):
         known = zip(requests, limits, strict=True)
         return super().propose(requests, [0 if request.num_drafted else limit for request, limit in known])
 
+    @override
     def catch_up(self, requests: Sequence[Request]) -> None:
-        """See `Drafter.catch_up`."""
         committed = [request for request in requests if not request.num_drafted]
         super().catch_up([request for request in committed if self._runner.num_pending(request) > 1])
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from speculant.cache.base import KVCache
 from speculant.drafting.model.runner import DraftModelRunner
@@ -175,8 +176,8 @@ class HiddenStateRunner(DraftModelRunner):
         followed.length += done
         followed.pending.drop(done)
 
+    @override
     def finish(self, request: Request) -> None:
-        """See the base."""
         followed = self._followed[request.seq_id]
         followed.carried = None
         self.cache.truncate_to(request.seq_id, followed.length)
@@ -191,8 +192,8 @@ class HiddenStateRunner(DraftModelRunner):
         states = torch.cat((followed.pending.read().to(handed_on.dtype), handed_on))
         return SequenceInput(request.seq_id, request.tokens[-1:], tree, hidden=states, length=request.num_positions)
 
+    @override
     def keep(self, inputs: Sequence[SequenceInput], hidden: Hidden) -> None:
-        """See the base."""
         assert hidden.carried is not None, "the model hands nothing on"
         end = 0
         for each in inputs:

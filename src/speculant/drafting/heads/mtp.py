@@ -28,6 +28,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from speculant.drafting.base import DrafterContext, Method, read_options
 from speculant.drafting.heads.chained import ChainedDrafter, ModuleRunner
@@ -64,25 +65,25 @@ class MtpOptions:
 
 
 @dataclass(frozen=True)
-class StateFirst:
+class StateFirst(WeightSource):
     """A source whose matrix has the columns for a state before those for an embedding; they change places."""
 
     source: WeightSource
 
+    @override
     def names(self) -> Collection[str]:
-        """See `WeightSource.names`."""
         return self.source.names()
 
+    @override
     def shape(self, name: str) -> tuple[int, ...]:
-        """See `WeightSource.shape`."""
         return self.source.shape(name)
 
+    @override
     def kind(self, name: str) -> str:
-        """See `WeightSource.kind`."""
         return self.source.kind(name)
 
+    @override
     def read(self, name: str) -> Any:
-        """See `WeightSource.read`."""
         if name != MATRIX:
             return self.source.read(name)
         return torch.cat(read_plain(self.source, name).chunk(2, dim=1)[::-1], dim=1)

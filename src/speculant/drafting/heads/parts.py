@@ -7,7 +7,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
+from speculant import plugins
 from speculant.drafting.heads.folder import HeadFolder
+from speculant.drafting.methods import KIND
 
 
 class Role(Enum):
@@ -48,6 +50,12 @@ class HeadParts:
     def part(self, name: str) -> Part | None:
         """Return the part that a model's name has; None = it has none."""
         return next((part for pattern, part in self.parts.items() if re.fullmatch(pattern, name)), None)
+
+
+def head_parts(method: str) -> HeadParts | None:
+    """Return the parts of the heads that a method drafts with; None = it has none. Raises ConfigError if unknown."""
+    parts: HeadParts | None = getattr(plugins.load(KIND, method), "HEAD", None)
+    return parts
 
 
 LAYER_PARTS = {

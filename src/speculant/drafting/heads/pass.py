@@ -25,6 +25,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from torch import Tensor
+from typing_extensions import override
 
 from speculant.drafting.base import DrafterContext, Method, no_options, require_no_stop
 from speculant.drafting.heads.folder import HeadFolder, Renamed, require_target
@@ -35,6 +36,7 @@ from speculant.kernels.base import Sampler
 from speculant.kernels.reference_sampler import REFERENCE
 from speculant.models.base import CausalLM
 from speculant.models.entries import count
+from speculant.models.future_heads import FutureHeads
 from speculant.sampling.chance import Chances
 from speculant.types import CommittedRows, DraftTree, Request
 
@@ -44,11 +46,11 @@ METHOD = Method(default_length=2, uses_model=True)
 HEAD = HeadParts({r"look_ahead\.weight": Part(Role.TABLE)})
 
 
-class LookAheadStates:
+class LookAheadStates(FutureHeads):
     """`FutureHeads` whose input [r, T, hidden] already is a state for each further token."""
 
+    @override
     def states(self, hidden: Tensor, count: int) -> Tensor:
-        """See `FutureHeads.states`."""
         return hidden[:, :count].transpose(0, 1)
 
 
@@ -72,8 +74,8 @@ class LookAheadDrafter(FutureDrafter):
         self._states[request.seq_id] = rows.start + len(rows.tokens) - 1, states[None]
         self._counts[request.seq_id] = len(rows.ahead)
 
+    @override
     def end(self, request: Request) -> None:
-        """See `Drafter.end`."""
         super().end(request)
         self._counts.pop(request.seq_id, None)
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from speculant.drafting.heads.folder import HeadFolder
 from speculant.drafting.heads.future import OwnHeads
@@ -80,24 +81,24 @@ def spread_heads(logits: Tensor, tokens: Tensor, vocab_size: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class WithRows:
+class WithRows(WeightSource):
     """A `WeightSource` of a head's tensors and of its own output head [n, hidden]."""
 
     source: WeightSource
     rows: Tensor
 
+    @override
     def names(self) -> Collection[str]:
-        """See `WeightSource.names`."""
         return [*self.source.names(), ROWS]
 
+    @override
     def shape(self, name: str) -> tuple[int, ...]:
-        """See `WeightSource.shape`."""
         return tuple(self.rows.shape) if name == ROWS else self.source.shape(name)
 
+    @override
     def kind(self, name: str) -> str:
-        """See `WeightSource.kind`."""
         return kind_of(self.rows) if name == ROWS else self.source.kind(name)
 
+    @override
     def read(self, name: str) -> Any:
-        """See `WeightSource.read`."""
         return self.rows if name == ROWS else self.source.read(name)

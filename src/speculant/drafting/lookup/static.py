@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+from typing_extensions import override
 
 from speculant.drafting.base import DrafterContext, DrafterNeeds, Method, StatelessDrafter, read_options
 from speculant.drafting.draws import draw_chains, new_chains
@@ -46,8 +47,8 @@ class StaticDrafter(StatelessDrafter):
     def __init__(self, tables: BigramTables, chances: Chances, sampler: Sampler = REFERENCE) -> None:
         self._tables, self._chances, self._sampler = tables, chances, sampler
 
+    @override
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
-        """See `Drafter.propose`."""
         drafts = draw_chains(new_chains(zip(requests, limits, strict=True), self._chances), self._next_probs)
         return [self._scored(request, draft) for request, draft in zip(requests, drafts, strict=True)]
 

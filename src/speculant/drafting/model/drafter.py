@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from typing_extensions import override
+
 from speculant.cache.sources import Source
 from speculant.drafting.base import DrafterContext, DrafterNeeds, StatelessDrafter
 from speculant.drafting.guard import Proposals
@@ -72,27 +74,27 @@ class ModelDrafter(StatelessDrafter):
             )
         self.needs, self._runner.sources.reads_target = replace(self.needs, reads_encoder=True), True
 
+    @override
     def begin(self, request: Request) -> None:
-        """See `Drafter.begin`."""
         self._runner.begin(request)
 
+    @override
     def end(self, request: Request) -> None:
-        """See `Drafter.end`."""
         self._runner.end(request)
 
+    @override
     def observe_source(self, request: Request, source: Source) -> None:
-        """See `Drafter.observe_source`."""
         self._runner.sources.observe(request, source)
 
     def roll_back(self, request: Request, dropped: Sequence[int]) -> None:
         """See `Drafter.roll_back`; the runner compares the tokens in its cache with the request's anyway."""
 
+    @override
     def catch_up(self, requests: Sequence[Request]) -> None:
-        """See `Drafter.catch_up`."""
         self._draw_chains([(request, 0) for request in requests])
 
+    @override
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
-        """See `Drafter.propose`."""
         drafting, searching = list[tuple[Request, int]](), list[tuple[Request, int]]()
         for request, limit in zip(requests, limits, strict=True):
             if limit > 0:

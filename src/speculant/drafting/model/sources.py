@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from torch import Tensor
+from typing_extensions import override
 
 from speculant.cache.base import KVCache
 from speculant.cache.sources import Source, Sources
@@ -80,6 +81,6 @@ class DraftSources:
 class TargetSources(DraftSources):
     """The target's own sources, for a model that uses the target's cache."""
 
+    @override
     def of(self, request: Request) -> Source | None:
-        """See the base."""
         return self._observed.get(request.seq_id)

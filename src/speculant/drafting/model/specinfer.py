@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from typing_extensions import override
+
 from speculant.drafting.base import (
     DrafterContext,
     DrafterNeeds,
@@ -64,26 +66,26 @@ class SpecInfer(StatelessDrafter):
         self._sources, self._topology = sources, topology
         self._vocab_size, self._sampler = vocab_size, sampler
 
+    @override
     def begin(self, request: Request) -> None:
-        """See `Drafter.begin`."""
         for source in self._sources:
             source.begin(request)
 
+    @override
     def end(self, request: Request) -> None:
-        """See `Drafter.end`."""
         for source in self._sources:
             source.end(request)
 
+    @override
     def catch_up(self, requests: Sequence[Request]) -> None:
-        """See `Drafter.catch_up`."""
         grow_trees(
             self._sources,
             plan_trees(self._sources, [(request, 0) for request in requests]),
             self._topology, self._vocab_size, self._sampler,
         )  # fmt: skip
 
+    @override
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
-        """See `Drafter.propose`."""
         drafting = [(request, limit) for request, limit in zip(requests, limits, strict=True) if limit > 0]
         trees = plan_trees(self._sources, drafting)
         grow_trees(self._sources, trees, self._topology, self._vocab_size, self._sampler)

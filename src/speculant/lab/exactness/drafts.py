@@ -13,8 +13,8 @@ from speculant.cache.base import CacheShape, KVCache
 from speculant.cache.factory import slotted_cache
 from speculant.config import Limits, SpeculativeConfig
 from speculant.drafting.base import Drafter, DrafterContext, DrafterNeeds, StatelessDrafter, complete
+from speculant.drafting.composite import Drafters
 from speculant.engine.build import build_verifiers, method_name
-from speculant.engine.drafters import Drafters
 from speculant.engine.engine import Engine, EngineOptions
 from speculant.lab.exactness.distributions import FULL_SUPPORT, Pair
 from speculant.lab.exactness.speculation import Case

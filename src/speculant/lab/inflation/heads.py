@@ -20,9 +20,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from speculant.drafting.heads.folder import KIND, HeadFolder
-from speculant.drafting.heads.parts import HeadParts, Part
+from speculant.drafting.heads.parts import HeadParts, Part, head_parts
 from speculant.drafting.heads.short import FILE as SHORT_HEAD
-from speculant.engine.drafters import head_parts
 from speculant.errors import ConfigError, ModelError
 from speculant.files import read_json
 from speculant.lab.inflation.config import decoder_shape

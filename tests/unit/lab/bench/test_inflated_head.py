@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from speculant import plugins
+from speculant.drafting.heads.parts import head_parts
 from speculant.drafting.model.head_tokens import save_head_tokens
-from speculant.engine.drafters import head_parts
 from speculant.errors import ConfigError, ModelError, SpeculantError
 from speculant.kernels.native import usable_sets
 from speculant.lab.inflation.heads import inflate_head
