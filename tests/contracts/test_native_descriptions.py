@@ -13,7 +13,7 @@ from torch import Tensor
 
 from speculant.cache.base import KVCache
 from speculant.cache.factory import paged_cache
-from speculant.drafting.model.runner import grow
+from speculant.drafting.growth import grow_chains
 from speculant.kernels.native import open_kernels, usable_sets
 from speculant.kernels.native_sampler import NativeSampler
 from speculant.models.base import CausalLM, Chain, SequenceInput, build_batch
@@ -151,7 +151,7 @@ def test_a_draft_of_any_description_is_its_passes(seed: int) -> None:
         forward(native, cache, TOKENS[:21])
     request = make_request([*TOKENS[:24]], params=SamplingParams(temperature=0.0), seq_id=0)
     chain = Chain(request, TOKENS[21:24], 6, MostLikely())
-    grow(native, [chain], caches[0], native.vocab_size, NativeSampler(native.kernels))
+    grow_chains(native, [chain], caches[0], native.vocab_size, NativeSampler(native.kernels))
     rows, expected = TOKENS[21:24], list[int]()
     for _ in range(6):
         expected.append(int(forward(native, caches[1], rows)[0][-1].argmax()))

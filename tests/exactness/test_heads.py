@@ -15,8 +15,8 @@ from speculant import plugins
 from speculant.cache.factory import paged_cache
 from speculant.config import Limits
 from speculant.drafting.base import Drafter, DrafterContext
+from speculant.drafting.growth import grow_chains
 from speculant.drafting.heads.folder import HeadFolder
-from speculant.drafting.model.runner import grow
 from speculant.drafting.topology import StaticTree
 from speculant.kernels.native_sampler import NativeSampler
 from speculant.lab.exactness.distributions import EXACT, FULL_SUPPORT, Pair
@@ -209,7 +209,7 @@ def grown(name: str, folder: str, shared_noise: Sequence[bool], dtype: torch.dty
         request = make_request(tokens, params=SamplingParams(**distribution), seq_id=seq_id, shared_noise=shares)  # type: ignore[arg-type]
         states = torch.randn(len(tokens) - 1, 32, generator=generator)
         made.append(Chain(request, tokens[1:], limit, chances.draft(request), hidden=states))
-    grow(model, made, cache, 96, NativeSampler(model.kernels))
+    grow_chains(model, made, cache, 96, NativeSampler(model.kernels))
     cache.check()
     return made
 

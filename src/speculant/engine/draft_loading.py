@@ -22,9 +22,9 @@ from torch import Tensor
 from speculant.cache.base import KVCache
 from speculant.cache.factory import slotted_cache
 from speculant.cache.sources import MEASURED, Source
+from speculant.drafting.growth import fit_vocabulary, grow_chains
 from speculant.drafting.model.intersection import intersect
 from speculant.drafting.model.one_pass import mask_of
-from speculant.drafting.model.runner import fit_vocabulary, grow
 from speculant.engine.calibration import requests, spread_token, timed
 from speculant.errors import ModelError, PairError, SpeculantError
 from speculant.files import Run, costs_folder, is_steady, key_of, read_measured, spread_of, write_file
@@ -264,7 +264,7 @@ def _draw(draft: Checkpoint, size: int, length: int, cache: KVCache, source: int
     """Return a text of PROMPT tokens and `length` more, which a model draws at temperature 1."""
     (request,) = requests(1, PROMPT, size, DRAWN)
     chain = Chain(request, request.tokens, length, KeyedChances(draft.backend.sampler).draft(request), source=source)
-    grow(draft.model, [chain], cache, size, draft.backend.sampler)
+    grow_chains(draft.model, [chain], cache, size, draft.backend.sampler)
     cache.release(request.seq_id)
     return [*chain.input_tokens, *chain.tokens]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from speculant.config import Limits
-from speculant.drafting.model.beams import draft_beams
+from speculant.drafting.growth import draft_beams
 from speculant.drafting.model.runner import DraftModelRunner
 from speculant.lab.exactness.distributions import FULL_SUPPORT, Pair
 from speculant.lab.exactness.tables import TableModel

@@ -11,8 +11,9 @@ import torch
 
 from speculant.cache.base import KVStorage
 from speculant.cache.factory import paged_cache, slotted_cache
+from speculant.drafting.growth import fit_vocabulary
 from speculant.drafting.model.drafter import ModelDrafter
-from speculant.drafting.model.runner import DraftModelRunner, fit_vocabulary
+from speculant.drafting.model.runner import DraftModelRunner
 from speculant.models.base import Batch, CausalLM, Hidden
 from speculant.models.weights.load import load_model
 from speculant.params import SamplingParams

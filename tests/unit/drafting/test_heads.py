@@ -23,7 +23,7 @@ from speculant import LLM, plugins
 from speculant.cache.factory import paged_cache
 from speculant.config import Limits
 from speculant.drafting.base import Drafter, DrafterContext
-from speculant.drafting.draws import likeliest
+from speculant.drafting.growth import likeliest
 from speculant.drafting.heads.future import UNKNOWN, product_tree
 from speculant.drafting.model.head_tokens import save_head_tokens
 from speculant.engine.calibration import Calibration

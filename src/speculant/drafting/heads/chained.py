@@ -21,15 +21,13 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from speculant.drafting.draws import draw_chains
+from speculant.drafting.growth import Drafting, chain_input, draw_chains, fit_vocabulary
 from speculant.drafting.guard import Proposals
 from speculant.drafting.heads.hidden_drafter import HiddenDrafter
 from speculant.drafting.heads.hidden_runner import HiddenStateRunner
-from speculant.drafting.model.drafter import Drafting
-from speculant.drafting.model.runner import fit_vocabulary
 from speculant.kernels.base import Sampler
 from speculant.kernels.reference_sampler import REFERENCE
-from speculant.models.base import Chain, SequenceInput, build_batch, known
+from speculant.models.base import Chain, build_batch
 from speculant.sampling.distribution import Node, distribution
 from speculant.types import CommittedRows, DraftTree, Request
 
@@ -93,7 +91,8 @@ class ChainedDrafter(HiddenDrafter):
             return found
         return min(found, *(module.known_prefix(request) for module in self._modules[1:]))
 
-    def _draw_chains(self, drafting: Drafting) -> Proposals:
+    @override
+    def _draw(self, drafting: Drafting, topology: object) -> Proposals:
         most, requests = len(self._modules), [request for request, _ in drafting]
         chains = self._modules[0].plan([(request, min(limit, most)) for request, limit in drafting])
         levels = _Levels(self._modules, requests, chains, self._vocab_size, self._sampler)
@@ -142,11 +141,11 @@ class _Levels:
         self.level += 1
         if not chains:
             return {}
-        model, inputs, states = module.model, list[SequenceInput](), dict[int, Tensor]()
-        for chain in chains:
-            tokens, length = known(chain.input_tokens, model.vocab_size), chain.request.num_positions
-            empty = DraftTree.empty()
-            inputs.append(SequenceInput(chain.request.seq_id, tokens, empty, hidden=chain.hidden, length=length))
+        model, states = module.model, dict[int, Tensor]()
+        inputs = [
+            chain_input(chain, chain.input_tokens, model.vocab_size, DraftTree.empty(), chain.hidden)
+            for chain in chains
+        ]
         hidden = model.forward(build_batch(inputs, module.cache, model.cache_shape.device), module.cache.storage)
         assert hidden.carried is not None, "the model hands nothing on"
         end = 0

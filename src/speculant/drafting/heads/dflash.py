@@ -29,18 +29,17 @@ from torch import Tensor
 
 from speculant.cache.base import KVCache
 from speculant.drafting.base import DrafterContext, Method, read_options
+from speculant.drafting.growth import Drafting, chain_input, fit_vocabulary
 from speculant.drafting.heads.folder import BLOCKS, SPECULATORS, HeadFolder, Renamed, require_target
 from speculant.drafting.heads.hidden_drafter import HiddenDrafter
 from speculant.drafting.heads.hidden_runner import Encode, HiddenStateRunner
 from speculant.drafting.heads.layers import layer_entries, load_layers, read_sizes, renamed
 from speculant.drafting.heads.three_states import ENCODER, TOKEN_MAPS, check_shared, read_tokens
-from speculant.drafting.model.drafter import Drafting
 from speculant.drafting.model.one_pass import Mask, OnePass
-from speculant.drafting.model.runner import fit_vocabulary
 from speculant.drafting.topology import StaticTree, tree_option
 from speculant.errors import ConfigError, ModelError, PairError
 from speculant.kernels.reference import rms_norm
-from speculant.models.base import CausalLM, Chain, SequenceInput, build_batch, known
+from speculant.models.base import CausalLM, Chain, SequenceInput, build_batch
 from speculant.models.config import read_windows
 from speculant.models.description import DecoderConfig, Layer
 from speculant.models.entries import POSITIVE, count, flag, number, show
@@ -82,8 +81,8 @@ class BlockShape(NamedTuple):
 
     def input(self, chain: Chain, rows: int, vocab_size: int) -> SequenceInput:
         """Return the input of a block of some rows after a chain's tokens, for a model of `vocab_size` tokens."""
-        tokens = [*known(chain.input_tokens[-1:], vocab_size), *[self.mask] * (rows - 1)]
-        return SequenceInput(chain.request.seq_id, tokens, DraftTree.empty(), length=chain.request.num_positions)
+        tokens = [*chain.input_tokens[-1:], *[self.mask] * (rows - 1)]
+        return chain_input(chain, tokens, vocab_size, DraftTree.empty(), None)
 
 
 class BlockRunner(HiddenStateRunner):

@@ -36,7 +36,7 @@ NORMS = {"layers.0.input_layernorm.weight": "skip_prenorm", "norm.weight": "skip
 class EagleOptions:
     """tree: children per node at each depth, as [3, 2, 1], or the ranks on the way to every node; None = a chain.
 
-    It may also be "dynamic", or {"topk": 3, "depth": 6} with other numbers: see drafting/model/dynamic.py.
+    It may also be "dynamic", or {"topk": 3, "depth": 6} with other numbers: see drafting/growth.py.
     head_tokens: the file of a short output head, see drafting/heads/short.py; None = the folder's, or all tokens.
     """
 

@@ -40,7 +40,7 @@ METHOD = Method(default_length=4, uses_model=True, uses_head=True)
 class Eagle3Options:
     """tree: children per node at each depth, as [3, 2, 1], or the ranks on the way to every node; None = a chain.
 
-    It may also be "dynamic", or {"topk": 3, "depth": 6} with other numbers: see drafting/model/dynamic.py.
+    It may also be "dynamic", or {"topk": 3, "depth": 6} with other numbers: see drafting/growth.py.
     """
 
     tree: Any = None

@@ -17,7 +17,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from speculant.drafting.base import DrafterNeeds, StatelessDrafter
-from speculant.drafting.draws import DepthProbs, draw_trees, likeliest, new_chains
+from speculant.drafting.growth import DepthProbs, draw_trees, likeliest, new_chains
 from speculant.drafting.topology import StaticTree
 from speculant.kernels.base import Sampler
 from speculant.kernels.reference_sampler import REFERENCE

@@ -22,7 +22,7 @@ from typing_extensions import override
 
 from speculant.cache.base import KVCache
 from speculant.drafting.model.runner import DraftModelRunner
-from speculant.models.base import CausalLM, Hidden, SequenceInput
+from speculant.models.base import CausalLM, SequenceInput, known
 from speculant.sampling.chance import Chances
 from speculant.types import CommittedRows, DraftTree, LayerStates, Request, state_rows
 
@@ -80,8 +80,7 @@ class _Followed:
     first: the target's position that is row 0 here. length: rows in the cache that are made of the target's states.
     pending: the states of the next rows; the newest row's stays here, so that it can be computed again. None = no state
     has been observed.
-    carried [1 + n, hidden]: in a round, the states that the root and each node of the tree so far hand on. salt: see
-    `ModelNeeds.salt`.
+    salt: see `ModelNeeds.salt`.
     """
 
     request: Request
@@ -89,7 +88,6 @@ class _Followed:
     first: int = 0
     length: int = 0
     pending: Pending | None = None
-    carried: Tensor | None = None
 
     @property
     def num_pending(self) -> int:
@@ -178,29 +176,20 @@ class HiddenStateRunner(DraftModelRunner):
 
     @override
     def finish(self, request: Request) -> None:
-        followed = self._followed[request.seq_id]
-        followed.carried = None
-        self.cache.truncate_to(request.seq_id, followed.length)
+        self.cache.truncate_to(request.seq_id, self._followed[request.seq_id].length)
 
-    def tree_input(self, request: Request, tree: DraftTree) -> SequenceInput:
+    def tree_input(self, request: Request, tree: DraftTree, carried: Tensor | None) -> SequenceInput:
         """See the base: each node takes in the state that its parent handed on."""
-        followed = self._followed[request.seq_id]
+        followed, size = self._followed[request.seq_id], self.model.vocab_size
         assert followed.pending is not None
-        assert followed.carried is not None
+        assert carried is not None, "the model hands nothing on"
         self.cache.truncate_to(request.seq_id, followed.length)
-        handed_on = followed.carried[[1 + parent for parent in tree.parent_list]]
+        handed_on = carried[[1 + parent for parent in tree.parent_list]]
         states = torch.cat((followed.pending.read().to(handed_on.dtype), handed_on))
-        return SequenceInput(request.seq_id, request.tokens[-1:], tree, hidden=states, length=request.num_positions)
+        own = DraftTree.of(known(tree.token_list, size), tree.parent_list)
+        return SequenceInput(request.seq_id, request.tokens[-1:], own, hidden=states, length=request.num_positions)
 
-    @override
-    def keep(self, inputs: Sequence[SequenceInput], hidden: Hidden) -> None:
-        assert hidden.carried is not None, "the model hands nothing on"
-        end = 0
-        for each in inputs:
-            end += len(each.tokens) + each.tree.size
-            self._followed[each.seq_id].carried = hidden.carried[end - 1 - each.tree.size : end]
-
-    def _roll_back(self, request: Request) -> int:
+    def _roll_back(self, request: Request) -> tuple[int, list[int]]:
         """See the base; returns the place of the first token that has no row of the target's state."""
         followed = self._followed[request.seq_id]
         self._follow_salt(followed)
@@ -209,14 +198,14 @@ class HiddenStateRunner(DraftModelRunner):
         if not followed.first:
             self.cache.insert_prefix(request.seq_id, request.tokens[self._shift :])
         self.cache.drop_unseen(request.seq_id)
-        return followed.first + followed.length + self._shift
+        return followed.first + followed.length + self._shift, self.text(request)
 
-    def _missing(self, request: Request, start: int, most: int) -> tuple[list[int], Tensor | None]:
-        followed, text = self._followed[request.seq_id], self.text(request)
-        count = min(most, followed.num_pending, len(text) - start)
-        if followed.pending is None or count <= 0:
+    def _missing(self, request: Request, text: list[int], start: int, most: int) -> tuple[list[int], Tensor | None]:
+        pending = self._followed[request.seq_id].pending
+        count = 0 if pending is None else min(most, pending.count, len(text) - start)
+        if pending is None or count <= 0:
             return [], None
-        return text[start : start + count], followed.pending.read()[:count]
+        return text[start : start + count], pending.read()[:count]
 
     def _take_prefix(self, followed: _Followed, start: int) -> None:
         """Take over rows of other sequences for a new one, unless they end before the first observed state."""

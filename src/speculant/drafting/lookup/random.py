@@ -17,7 +17,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from speculant.drafting.base import DrafterContext, DrafterNeeds, Method, StatelessDrafter, no_options
-from speculant.drafting.draws import draw_chains, new_chains
+from speculant.drafting.growth import draw_chains, new_chains
 from speculant.sampling.chance import Chances
 from speculant.sampling.distribution import Node
 from speculant.types import DraftTree, Request

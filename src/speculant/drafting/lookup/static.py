@@ -20,7 +20,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from speculant.drafting.base import DrafterContext, DrafterNeeds, Method, StatelessDrafter, read_options
-from speculant.drafting.draws import draw_chains, new_chains
+from speculant.drafting.growth import draw_chains, new_chains
 from speculant.drafting.lookup.tables import BigramTables
 from speculant.errors import ConfigError
 from speculant.kernels.base import Sampler

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from speculant.cache.factory import slotted_cache
 from speculant.cache.sources import MEASURED, Source
-from speculant.drafting.model.runner import fit_vocabulary
+from speculant.drafting.growth import fit_vocabulary
 from speculant.kernels.base import Sampler
 from speculant.lab.theory.acceptance import acceptance
 from speculant.metrics import SpeculationMetrics
