@@ -13,7 +13,7 @@ import torch
 from speculant import plugins
 from speculant.cache.factory import paged_cache, slotted_cache
 from speculant.drafting.heads.folder import HeadFolder
-from speculant.drafting.heads.hidden_runner import HiddenStateRunner
+from speculant.drafting.heads.hidden import HiddenStateRunner
 from speculant.drafting.model.drafter import ModelDrafter
 from speculant.drafting.model.runner import DraftModelRunner
 from speculant.drafting.topology import DynamicTree, read_tree

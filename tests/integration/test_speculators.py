@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from speculant import LLM
-from speculant.drafting.heads.hidden_drafter import HiddenDrafter
+from speculant.drafting.heads.hidden import HiddenDrafter
 from speculant.kernels.native import usable_sets
 from speculant.params import SamplingParams
 from speculant.types import DraftTree, Request

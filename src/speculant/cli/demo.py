@@ -81,7 +81,7 @@ def demo(
 
 def _load(spec_length: int | None, shape: str | None, method: str | None) -> LLM:
     """Load the embedded models. A method that needs no model gets none; a method with a head gets its embedded head."""
-    from speculant.drafting.heads.parts import head_parts
+    from speculant.drafting.heads.folder import head_parts
     from speculant.drafting.methods import method_facts
     from speculant.engine.llm import LLM
     from speculant.lab.inflation.pair import inflated_head, inflated_pair

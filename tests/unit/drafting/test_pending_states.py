@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from speculant.drafting.heads.hidden_runner import Pending
+from speculant.drafting.heads.hidden import Pending
 
 
 def test_waiting_states_are_encoded_when_they_are_read() -> None:

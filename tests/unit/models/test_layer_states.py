@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from speculant.drafting.heads.hidden_runner import Pending
+from speculant.drafting.heads.hidden import Pending
 from speculant.models.native.program import TAPPED_ROWS, TapMemory
 from speculant.types import LayerStates, state_rows
 

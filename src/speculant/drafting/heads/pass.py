@@ -28,9 +28,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from speculant.drafting.base import DrafterContext, Method, no_options, require_no_stop
-from speculant.drafting.heads.folder import HeadFolder, Renamed, require_target
+from speculant.drafting.heads.folder import HeadFolder, HeadParts, Part, Role, renamed, require_target
 from speculant.drafting.heads.future import FutureDrafter
-from speculant.drafting.heads.parts import HeadParts, Part, Role
 from speculant.drafting.topology import StaticTree
 from speculant.kernels.base import Sampler
 from speculant.kernels.reference_sampler import REFERENCE
@@ -102,9 +101,8 @@ def build(context: DrafterContext) -> LookAheadDrafter:
 
 def load(folder: HeadFolder, target: CausalLM) -> Tensor:
     """Read the embeddings [T, hidden]."""
-    folder.check_size(folder.config.get("hidden_size"), target.hidden_size, "hidden states of")
-    folder.check_size(folder.config.get("vocab_size"), target.vocab_size, "a vocabulary of")
+    folder.check_sizes(target)
     shape = (count(folder.config, "num_look_ahead"), target.hidden_size)
-    Renamed(folder, {name: name for name in folder.names()}).check({TENSOR: shape}, KIND)
+    renamed(folder).check({TENSOR: shape}, KIND)
     of = target.cache_shape
     return folder.read(TENSOR).to(of.device, of.dtype)

@@ -7,13 +7,11 @@ output head with a row for each dimension of the hidden states.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from speculant.drafting.heads.folder import HeadFolder
 from speculant.drafting.heads.future import OwnHeads
@@ -24,7 +22,6 @@ from speculant.models.base import CausalLM
 from speculant.models.heads import Described
 from speculant.models.linears import linears_of
 from speculant.models.reference.decoder import spread
-from speculant.models.weights.source import WeightSource, kind_of
 
 FILE = f"{KEY}.json"
 ROWS = "lm_head.weight"
@@ -78,27 +75,3 @@ def short_heads(target: CausalLM, tokens: Sequence[int]) -> OwnHeads:
 def spread_heads(logits: Tensor, tokens: Tensor, vocab_size: int) -> Tensor:
     """Return logits [k, r, vocab_size] from those [k, r, n] of the tokens [n]; all others are -inf."""
     return spread(logits.flatten(0, 1), tokens, vocab_size).view(*logits.shape[:2], -1)
-
-
-@dataclass(frozen=True)
-class WithRows(WeightSource):
-    """A `WeightSource` of a head's tensors and of its own output head [n, hidden]."""
-
-    source: WeightSource
-    rows: Tensor
-
-    @override
-    def names(self) -> Collection[str]:
-        return [*self.source.names(), ROWS]
-
-    @override
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self.rows.shape) if name == ROWS else self.source.shape(name)
-
-    @override
-    def kind(self, name: str) -> str:
-        return kind_of(self.rows) if name == ROWS else self.source.kind(name)
-
-    @override
-    def read(self, name: str) -> Any:
-        return self.rows if name == ROWS else self.source.read(name)

@@ -19,8 +19,7 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
-from speculant.drafting.heads.folder import KIND, HeadFolder
-from speculant.drafting.heads.parts import HeadParts, Part, head_parts
+from speculant.drafting.heads.folder import KIND, HeadFolder, HeadParts, Part, head_parts
 from speculant.drafting.heads.short import FILE as SHORT_HEAD
 from speculant.errors import ConfigError, ModelError
 from speculant.files import read_json

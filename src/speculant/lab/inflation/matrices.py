@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from speculant.drafting.heads.parts import Part, Role
+from speculant.drafting.heads.folder import Part, Role
 from speculant.errors import ConfigError, ModelError
 from speculant.lab.inflation.shapes import Shape
 from speculant.models.weights.source import WeightSource, read_plain

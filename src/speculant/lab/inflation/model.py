@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from speculant.drafting.heads.parts import Part, Role
+from speculant.drafting.heads.folder import Part, Role
 from speculant.errors import ConfigError, ModelError
 from speculant.lab.checkpoints import stored_tensors
 from speculant.lab.inflation.config import decoder_shape, grown_config

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from speculant import plugins
-from speculant.drafting.heads.parts import head_parts
+from speculant.drafting.heads.folder import head_parts
 from speculant.drafting.model.head_tokens import save_head_tokens
 from speculant.errors import ConfigError, ModelError, SpeculantError
 from speculant.kernels.native import usable_sets

@@ -14,19 +14,24 @@ the first observed one. Rotary positions are relative, so this changes nothing e
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
 from speculant.cache.base import KVCache
+from speculant.drafting.model.drafter import ModelDrafter
 from speculant.drafting.model.runner import DraftModelRunner
+from speculant.drafting.topology import DynamicTree, TreeTopology
+from speculant.kernels.base import Sampler
+from speculant.kernels.reference_sampler import REFERENCE
 from speculant.models.base import CausalLM, SequenceInput, known
 from speculant.sampling.chance import Chances
 from speculant.types import CommittedRows, DraftTree, LayerStates, Request, state_rows
 
 PROBE = -(2**62)  # the sequence id for queries of the prefix index
+MOST_PENDING = 512  # states of a sequence that wait for its next draft
 
 
 Encode = Callable[[Sequence[Tensor]], Tensor]  # states of layers, [n, hidden] each -> the head's input states
@@ -166,8 +171,9 @@ class HiddenStateRunner(DraftModelRunner):
         """Return the requests that have more to process than their newest row."""
         return [followed.request for followed in self._followed.values() if followed.num_pending > 1]
 
+    @override
     def note(self, request: Request, tokens: Sequence[int]) -> None:
-        """See the base: rows of the target's states stay, except the newest one."""
+        """Keep the rows of the target's states, except the newest one."""
         followed = self._followed[request.seq_id]
         assert followed.pending is not None
         done = min(len(tokens), followed.pending.count - 1)
@@ -179,7 +185,7 @@ class HiddenStateRunner(DraftModelRunner):
         self.cache.truncate_to(request.seq_id, self._followed[request.seq_id].length)
 
     def tree_input(self, request: Request, tree: DraftTree, carried: Tensor | None) -> SequenceInput:
-        """See the base: each node takes in the state that its parent handed on."""
+        """Give each node the state that its parent handed on."""
         followed, size = self._followed[request.seq_id], self.model.vocab_size
         assert followed.pending is not None
         assert carried is not None, "the model hands nothing on"
@@ -190,7 +196,7 @@ class HiddenStateRunner(DraftModelRunner):
         return SequenceInput(request.seq_id, request.tokens[-1:], own, hidden=states, length=request.num_positions)
 
     def _roll_back(self, request: Request) -> tuple[int, list[int]]:
-        """See the base; returns the place of the first token that has no row of the target's state."""
+        """Return the place of the first token that has no row of the target's state, and the text."""
         followed = self._followed[request.seq_id]
         self._follow_salt(followed)
         if followed.length < self.cache.length(request.seq_id):
@@ -232,9 +238,60 @@ class HiddenStateRunner(DraftModelRunner):
         return True
 
     def _salt(self, request: Request) -> str:
-        """See the base. The first row depends on the first tokens too, which are not among the keys."""
+        """Add the first tokens, on which the first row depends, and which are not among the keys."""
         return f"{' '.join(map(str, request.tokens[: self._shift]))} {super()._salt(request)}"
 
     def _restart(self, followed: _Followed, start: int) -> None:
         self.cache.release(followed.request.seq_id)
         followed.first, followed.length, followed.pending = start, 0, None
+
+
+class HiddenDrafter(ModelDrafter):
+    """Drafts with the head of `runner`; layers: those whose states it reads.
+
+    Beam searches get no drafts. The length of a sequence is not bounded: see drafting/heads/page.py.
+    """
+
+    _runner: HiddenStateRunner
+
+    def __init__(
+        self,
+        runner: HiddenStateRunner,
+        layers: Sequence[int],
+        vocab_size: int,
+        sampler: Sampler = REFERENCE,
+        topology: TreeTopology | DynamicTree | None = None,
+    ) -> None:
+        super().__init__(runner, vocab_size, sampler, topology)
+        self.needs = replace(self.needs, hidden_layers=tuple(layers), nodes_per_beam=None, max_positions=None)
+
+    @override
+    def observe(self, request: Request, rows: CommittedRows) -> None:
+        if request.search is not None:
+            return
+        if self._runner.observe(request, rows) > MOST_PENDING:
+            self.catch_up([request])
+
+    @override
+    def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
+        """Draft nothing after drafted tokens, whose states are not known."""
+        known = zip(requests, limits, strict=True)
+        return super().propose(requests, [0 if request.num_drafted else limit for request, limit in known])
+
+    @override
+    def catch_up(self, requests: Sequence[Request]) -> None:
+        committed = [request for request in requests if not request.num_drafted]
+        super().catch_up([request for request in committed if self._runner.num_pending(request) > 1])
+
+    @override
+    def match_prefix(self, request: Request) -> int:
+        """Return the positions of which other sequences have computed rows."""
+        if request.search is not None:
+            return len(request.tokens)
+        with torch.inference_mode():
+            self.catch_up(self._runner.backlog())
+        return self._runner.known_prefix(request)
+
+    @override
+    def roll_back(self, request: Request, dropped: Sequence[int]) -> None:
+        """Keep the states: only those of committed tokens were observed."""
