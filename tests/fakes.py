@@ -11,8 +11,16 @@ import pytest
 from speculant.cache import CacheShape, KVCache, paged_cache, slotted_cache
 from speculant.config import Limits
 from speculant.constraints import Constraint
-from speculant.drafting import Drafter, DrafterNeeds, DraftModelRunner, ModelDrafter, StatelessDrafter, TreeTopology
-from speculant.engine import Drafters, Engine, EngineOptions, load_verifiers
+from speculant.drafting import (
+    Drafter,
+    DrafterNeeds,
+    Drafters,
+    DraftModelRunner,
+    ModelDrafter,
+    StatelessDrafter,
+    TreeTopology,
+)
+from speculant.engine import Engine, EngineOptions, load_verifiers
 from speculant.lab.exactness import TableModel
 from speculant.lengths import DraftLength, Fixed
 from speculant.params import SamplingParams

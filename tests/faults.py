@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 from torch import Tensor
 
-from speculant.drafting.model import drafter
-from speculant.models import CausalLM, Chain
+from speculant.drafting import ModelDrafter
+from speculant.models import Chain
 from speculant.types import DraftTree
 from speculant.verification import rejection
 
@@ -26,13 +25,13 @@ def accept_always(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def report_flatter_distributions(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a draft model report flatter distributions for chains than the ones that it drew from."""
-    draw = drafter.grow
+    draw = ModelDrafter._grow
 
-    def flatter(model: CausalLM, chains: Sequence[Chain], *rest: Any) -> None:
-        draw(model, chains, *rest)
+    def flatter(drafter: ModelDrafter, chains: Sequence[Chain]) -> None:
+        draw(drafter, chains)
         for chain in chains:
             if chain.probs is not None:
                 weights = chain.probs**0.3
                 chain.probs = weights / weights.sum(-1, keepdim=True)
 
-    monkeypatch.setattr(drafter, "grow", flatter)
+    monkeypatch.setattr(ModelDrafter, "_grow", flatter)

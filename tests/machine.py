@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 import pytest
 
 from speculant.cache import KVCache, TensorStorage, slotted_cache
-from speculant.drafting import Drafter, DraftModelRunner
-from speculant.engine import Drafters, Engine, EngineOptions, Need, load_verifiers
+from speculant.drafting import Drafter, Drafters, DraftModelRunner
+from speculant.engine import Engine, EngineOptions, Need, load_verifiers
 from speculant.errors import CapacityError, RequestError
 from speculant.lengths import Fixed
 from speculant.params import SamplingParams

@@ -31,9 +31,7 @@ def chain_of(request: Request, tokens: Sequence[int]) -> Chain:
 
 
 def begun(drafter: Drafter, request: Request, vocab_size: int = VOCAB_SIZE) -> InnerDrafter:
-    errors = list[int]()
-    inner = InnerDrafter(SubDrafter("inner", drafter, LIMIT), vocab_size, errors.append)
-    inner.errors = errors  # type: ignore[attr-defined]
+    inner = InnerDrafter(SubDrafter("inner", drafter, LIMIT), vocab_size)
     inner.begin(request)
     return inner
 
@@ -81,22 +79,22 @@ def test_an_inner_drafter_keeps_the_committed_text_alone(checkpoints: Checkpoint
     workshop = Nested("cascade", checkpoints) if name == "nested" else Workshop(name, checkpoints)
     request = workshop.request(params=PARAMS[params])
     inner = begun(workshop.build(), request)
-    if inner.drafter.needs.target_inputs:
+    if inner.needs.target_inputs:
         pytest.skip("it drafts in the target's pass, and can't be within another one")
     for tokens in ROUNDS:
         for length in range(len(DRAWN)):
             guess(inner, request, DRAWN[:length])
-            for cache in inner.drafter.caches:
+            for cache in inner.caches:
                 assert indexed(cache, request, DRAWN[:length]) <= len(request.tokens), "a drawn token is indexed"
                 cache.check()
         commit(inner, request, tokens)
     fresh = begun(workshop.build(), request)
     assert guess(inner, request) == guess(fresh, request)
-    for cache, other in zip(inner.drafter.caches, fresh.drafter.caches, strict=True):
+    for cache, other in zip(inner.caches, fresh.caches, strict=True):
         assert cache.length(request.seq_id) == other.length(request.seq_id)
         for mine, expected in zip(stored(cache, request.seq_id), stored(other, request.seq_id), strict=True):
             torch.testing.assert_close(mine, expected, rtol=0, atol=1e-12)
-    assert inner.errors == fresh.errors == []  # type: ignore[attr-defined]
+    assert inner.errors == fresh.errors == 0
     for each in (inner, fresh):
         each.end(request)
     workshop.check()
@@ -119,4 +117,4 @@ def test_a_text_of_other_tokens_is_read_as_it_is_committed(name: str) -> None:
             fresh = begun(drafter(), request, words.size)
             assert guess(inner, request, drawn[:length]) == guess(fresh, request, drawn[:length])
         commit(inner, request, tokens)
-    assert inner.errors == []  # type: ignore[attr-defined]
+    assert inner.errors == 0

@@ -11,7 +11,7 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from speculant.cache import KVCache, paged_cache
-from speculant.drafting.model.runner import grow
+from speculant.drafting import grow_chains
 from speculant.kernels import NativeSampler, open_kernels, usable_sets
 from speculant.models import (
     ACTIVATIONS,
@@ -154,7 +154,7 @@ def test_a_draft_of_any_description_is_its_passes(seed: int) -> None:
         forward(native, cache, TOKENS[:21])
     request = make_request([*TOKENS[:24]], params=SamplingParams(temperature=0.0), seq_id=0)
     chain = Chain(request, TOKENS[21:24], 6, MostLikely())
-    grow(native, [chain], caches[0], native.vocab_size, NativeSampler(native.kernels))
+    grow_chains(native, [chain], caches[0], native.vocab_size, NativeSampler(native.kernels))
     rows, expected = TOKENS[21:24], list[int]()
     for _ in range(6):
         expected.append(int(forward(native, caches[1], rows)[0][-1].argmax()))

@@ -12,8 +12,8 @@ import torch
 
 from speculant.cache import CacheShape, KVCache, KVStorage, Moves, TensorStorage
 from speculant.config import Limits
-from speculant.drafting import Drafter, DraftModelRunner, ModelDrafter, StaticTree
-from speculant.engine import Drafters, Engine, EngineOptions
+from speculant.drafting import Drafter, Drafters, DraftModelRunner, ModelDrafter, StaticTree
+from speculant.engine import Engine, EngineOptions
 from speculant.kernels import REFERENCE, NativeSampler, open_kernels
 from speculant.lengths import Fixed
 from speculant.models import CausalLM, load_model

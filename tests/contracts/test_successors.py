@@ -10,8 +10,8 @@ from torch import Tensor
 
 from speculant.cache import KVCache, paged_cache, slotted_cache
 from speculant.config import Limits
-from speculant.drafting import DrafterNeeds, StatelessDrafter
-from speculant.engine import Drafters, Engine, EngineOptions
+from speculant.drafting import DrafterNeeds, Drafters, StatelessDrafter
+from speculant.engine import Engine, EngineOptions
 from speculant.lengths import Fixed
 from speculant.models import CausalLM, SequenceInput, build_batch
 from speculant.params import SamplingParams

@@ -219,7 +219,7 @@ def test_cascade_good_guesses_save_passes(name: str) -> None:
             cascade.begin(request)
         with torch.inference_mode():
             cascade.propose(kinds, [LENGTH] * len(kinds))
-        passes[inner] = cascade._runner.model.passes  # type: ignore[attr-defined]
+        passes[inner] = cascade.guarded[0].drafter._runner.model.passes  # type: ignore[attr-defined]
     assert passes["tree"] in range(2, LENGTH), "a branch behind others is kept"
     assert passes == passes | {"model": 1, "nothing": LENGTH}
 

@@ -10,8 +10,7 @@ import pytest
 
 from speculant import SamplingParams
 from speculant.config import Limits, SpeculativeConfig
-from speculant.drafting import Drafter, FallbackDrafter
-from speculant.engine import Drafters
+from speculant.drafting import Drafter, Drafters, FallbackDrafter
 from speculant.lab.exactness import EXACT, FULL_SUPPORT, Pair, TableModel, of_method, speculation
 from speculant.sampling import Chances, KeyedChances
 from speculant.types import Request

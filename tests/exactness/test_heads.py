@@ -14,8 +14,7 @@ import torch
 from speculant import plugins
 from speculant.cache import paged_cache
 from speculant.config import Limits
-from speculant.drafting import Drafter, DrafterContext, HeadFolder, StaticTree
-from speculant.drafting.model.runner import grow
+from speculant.drafting import Drafter, DrafterContext, HeadFolder, StaticTree, grow_chains
 from speculant.kernels import NativeSampler
 from speculant.lab.exactness import EXACT, FULL_SUPPORT, Pair, TableModel
 from speculant.models import Chain, NativeDecoder, is_foreseeable
@@ -204,7 +203,7 @@ def grown(name: str, folder: str, shared_noise: Sequence[bool], dtype: torch.dty
         request = make_request(tokens, params=SamplingParams(**distribution), seq_id=seq_id, shared_noise=shares)  # type: ignore[arg-type]
         states = torch.randn(len(tokens) - 1, 32, generator=generator)
         made.append(Chain(request, tokens[1:], limit, chances.draft(request), hidden=states))
-    grow(model, made, cache, 96, NativeSampler(model.kernels))
+    grow_chains(model, made, cache, 96, NativeSampler(model.kernels))
     cache.check()
     return made
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from speculant.cache import CacheShape, KVCache, paged_cache, slotted_cache
-from speculant.drafting.model.runner import grow
+from speculant.drafting import grow_chains
 from speculant.kernels import NativeSampler
 from speculant.models import ROUNDINGS, Chain, NativeDecoder, SequenceInput, build_batch, is_foreseeable
 from speculant.models.native import decoder as native_decoder
@@ -75,7 +75,7 @@ def grown(
     cache, made = cache_of(model.cache_shape, kind), make_chains(model, shared_noise, stop_below)
     feed_before(model, made, cache)
     for share in [made] if together else [[chain] for chain in made]:
-        grow(model, share, cache, vocab_size, NativeSampler(model.kernels))
+        grow_chains(model, share, cache, vocab_size, NativeSampler(model.kernels))
     for chain in [chain for chain in made if len(chain.tokens) == chain.limit]:
         assert cache.length(chain.request.seq_id) == len(chain.request.tokens) + max(chain.limit - 1, 0)
     cache.check()
@@ -184,7 +184,7 @@ def make_edited(model: NativeDecoder, shared_noise: Sequence[bool]) -> list[Chai
 def grown_edited(model: NativeDecoder, shared_noise: Sequence[bool], vocab_size: int) -> list[Chain]:
     cache, made = cache_of(model.cache_shape, "paged"), make_edited(model, shared_noise)
     feed_before(model, made, cache)
-    grow(model, made, cache, vocab_size, NativeSampler(model.kernels))
+    grow_chains(model, made, cache, vocab_size, NativeSampler(model.kernels))
     return made
 
 
@@ -218,7 +218,7 @@ def test_a_constrained_chain_is_drawn_beside_others(shared_noise: bool) -> None:
     extra = Chain(request, request.tokens, 4, KeyedChances(NativeSampler(model.kernels)).draft(request))
     feed_before(model, made, cache)
     with torch.inference_mode():
-        grow(model, [extra, *made], cache, 96, NativeSampler(model.kernels))
+        grow_chains(model, [extra, *made], cache, 96, NativeSampler(model.kernels))
     assert extra.tokens in ([7, 60], [8, 60])
     assert_same(made, plain)
 

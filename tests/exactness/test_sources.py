@@ -332,7 +332,7 @@ def test_nothing_is_left_behind_where_memory_is_scarce(drafter: str) -> None:
 
 def drafts_of(rig: Rig) -> DraftSources | None:
     """Return the sources of a rig's draft model, checked; None = it has no draft model."""
-    drafter = rig.engine._drafters.known.get("default")
+    drafter = rig.engine._drafters.sub_drafters.get("default")
     if not isinstance(drafter, ModelDrafter):
         return None
     drafter._runner.sources.check()

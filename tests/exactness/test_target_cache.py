@@ -12,13 +12,14 @@ from speculant.config import Limits
 from speculant.drafting import (
     Drafter,
     DrafterContext,
+    Drafters,
     DraftModelRunner,
     ModelDrafter,
     StaticTree,
     TreeTopology,
     make_target_drafter,
 )
-from speculant.engine import Drafters, Engine, EngineOptions
+from speculant.engine import Engine, EngineOptions
 from speculant.kernels import REFERENCE, NativeSampler, Sampler, usable_sets
 from speculant.lengths import Fixed
 from speculant.models import CausalLM, NativeDecoder, Truncatable

@@ -13,8 +13,8 @@ import torch
 
 from speculant.cache import CacheShape, KVCache, paged_cache, slotted_cache
 from speculant.config import EngineConfig, Limits
-from speculant.drafting import Drafter, DraftModelRunner, ModelDrafter, StaticTree
-from speculant.engine import Drafters, Engine, EngineOptions, Need, build_engine
+from speculant.drafting import Drafter, Drafters, DraftModelRunner, ModelDrafter, StaticTree
+from speculant.engine import Engine, EngineOptions, Need, build_engine
 from speculant.errors import CapacityError
 from speculant.kernels import REFERENCE, NativeSampler, open_kernels, usable_sets
 from speculant.lengths import Fixed

@@ -12,8 +12,8 @@ import torch
 
 from speculant.cache import paged_cache
 from speculant.config import Limits
-from speculant.drafting import DraftModelRunner, ModelDrafter
-from speculant.engine import Drafters, Engine, EngineOptions, load_verifiers
+from speculant.drafting import Drafters, DraftModelRunner, ModelDrafter
+from speculant.engine import Engine, EngineOptions, load_verifiers
 from speculant.lengths import Fixed
 from speculant.params import SamplingParams
 from speculant.sampling import KeyedChances

@@ -119,7 +119,7 @@ def assert_nothing_is_left(llm: LLM) -> None:
     assert not engine._scheduler.sources._by_key
     for cache in (engine._context.cache, *engine._drafters.caches):
         assert cache.free_tokens() == cache.num_blocks * cache.block_size
-    for drafter in engine._drafters.known.values():
+    for drafter in engine._drafters.sub_drafters.values():
         if isinstance(drafter, ModelDrafter):
             sources = drafter._runner.sources
             sources.check()

@@ -81,8 +81,8 @@ def demo(
 
 def _load(spec_length: int | None, shape: str | None, method: str | None) -> LLM:
     """Load the embedded models. A method that needs no model gets none; a method with a head gets its embedded head."""
-    from speculant.drafting import method_facts
-    from speculant.engine import LLM, head_parts
+    from speculant.drafting import head_parts, method_facts
+    from speculant.engine import LLM
 
     target, draft = ("demo", "demo") if shape is None else map(str, _shapes().inflated_pair(shape))
     dtype = DTYPE if shape is None else "bfloat16"

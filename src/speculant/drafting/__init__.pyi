@@ -7,34 +7,42 @@ from .base import (
     StatelessDrafter as StatelessDrafter,
     build_method as build_method,
     complete as complete,
-    listens as listens,
-    loaded as loaded,
     no_options as no_options,
     read_options as read_options,
 )
-from .combine.composite import (
+from .composite import (
     CompositeDrafter as CompositeDrafter,
+    Drafters as Drafters,
     SubDrafter as SubDrafter,
     bound as bound,
     build_sub_drafter as build_sub_drafter,
     build_sub_drafters as build_sub_drafters,
+    combine as combine,
 )
-from .combine.fallback import FallbackDrafter as FallbackDrafter
-from .combine.merge import Merge as Merge, MergeDrafter as MergeDrafter
-from .draws import likeliest as likeliest
+from .fallback import FallbackDrafter as FallbackDrafter
+from .growth import (
+    draft_beams as draft_beams,
+    fit_vocabulary as fit_vocabulary,
+    grow_chains as grow_chains,
+    likeliest as likeliest,
+)
 from .guard import (
-    GuardedDrafter as GuardedDrafter,
     Proposals as Proposals,
     check_ahead as check_ahead,
     check_draft as check_draft,
     check_extends as check_extends,
     propose_checked as propose_checked,
 )
-from .heads.folder import HeadFolder as HeadFolder, check_kind as check_kind
+from .heads.folder import (
+    HeadFolder as HeadFolder,
+    HeadParts as HeadParts,
+    Part as Part,
+    Role as Role,
+    check_kind as check_kind,
+    head_parts as head_parts,
+)
 from .heads.future import UNKNOWN as UNKNOWN, product_tree as product_tree
-from .heads.hidden_drafter import HiddenDrafter as HiddenDrafter
-from .heads.hidden_runner import HiddenStateRunner as HiddenStateRunner, Pending as Pending
-from .heads.parts import HeadParts as HeadParts, Part as Part, Role as Role
+from .heads.hidden import HiddenDrafter as HiddenDrafter, HiddenStateRunner as HiddenStateRunner, Pending as Pending
 from .heads.short import FILE as FILE, output_rows as output_rows
 from .lookup.ngram import (
     NgramDrafter as NgramDrafter,
@@ -69,8 +77,10 @@ from .lookup.token_recycling import (
     NodeAcceptance as NodeAcceptance,
     RecyclingOptions as RecyclingOptions,
     TokenRecycling as TokenRecycling,
+    grow as grow,
     tree_shape as tree_shape,
 )
+from .merge import Merge as Merge, MergeDrafter as MergeDrafter
 from .methods import (
     DEFAULT as DEFAULT,
     LOOKUPS as LOOKUPS,
@@ -81,13 +91,12 @@ from .methods import (
     method_facts as method_facts,
     takes_model as takes_model,
 )
-from .model.beams import draft_beams as draft_beams
 from .model.cascade import CascadeDrafter as CascadeDrafter, InnerDrafter as InnerDrafter, copy_of as copy_of
 from .model.drafter import ModelDrafter as ModelDrafter
 from .model.head_tokens import KEY as KEY, read_head_tokens as read_head_tokens, save_head_tokens as save_head_tokens
 from .model.intersection import intersect as intersect
 from .model.one_pass import OnePassDrafter as OnePassDrafter, mask_of as mask_of
-from .model.runner import DraftModelRunner as DraftModelRunner, fit_vocabulary as fit_vocabulary
+from .model.runner import DraftModelRunner as DraftModelRunner
 from .model.sources import DraftSources as DraftSources
 from .model.specinfer import SpecInfer as SpecInfer
 from .model.target_cache import make_target_drafter as make_target_drafter

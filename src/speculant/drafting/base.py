@@ -11,9 +11,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Protocol, TypeVar, cast
 
 import torch
+from typing_extensions import override
 
 from speculant.cache import CacheShape, KVCache, Source
 from speculant.drafting.selection import Selection
@@ -117,6 +119,16 @@ class Drafter(Protocol):
         """How many errors of its sub-drafters have cost drafts so far."""
         ...
 
+    @property
+    def sub_drafters(self) -> Mapping[str, Drafter]:
+        """The drafters within it, by method."""
+        ...
+
+    @property
+    def listens(self) -> bool:
+        """Whether it observes; one that combines others says whether they do."""
+        ...
+
     def begin(self, request: Request) -> None:
         """Start a new sequence."""
         ...
@@ -168,49 +180,52 @@ class Drafter(Protocol):
         ...
 
 
-class StatelessDrafter:
-    """A `Drafter` without state. Subclasses define `propose` and override the other calls that they need."""
+class StatelessDrafter(Drafter):
+    """A `Drafter` without state. Subclasses define `propose` and override the other calls that they need.
+
+    A class that defines `observe` listens, unless it sets `listens` itself.
+    """
 
     needs = DrafterNeeds()
     caches: Sequence[KVCache] = ()
     errors: int = 0
+    sub_drafters: Mapping[str, Drafter] = MappingProxyType({})
+    listens: bool = False
 
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "observe" in vars(cls) and "listens" not in vars(cls):
+            cls.listens = True
+
+    @override
     def begin(self, request: Request) -> None:
-        """See `Drafter.begin`."""
+        pass
 
+    @override
     def observe_source(self, request: Request, source: Source) -> None:
-        """See `Drafter.observe_source`."""
+        pass
 
+    @override
     def catch_up(self, requests: Sequence[Request]) -> None:
-        """See `Drafter.catch_up`."""
+        pass
 
+    @override
     def observe(self, request: Request, rows: CommittedRows) -> None:
-        """See `Drafter.observe`."""
+        pass
 
+    @override
     def roll_back(self, request: Request, dropped: Sequence[int]) -> None:
-        """See `Drafter.roll_back`: the sequence begins again, and the next `propose` catches up with all of it."""
+        """Begin the sequence again; the next `propose` catches up with all of it."""
         self.end(request)
         self.begin(request)
 
+    @override
     def match_prefix(self, request: Request) -> int:
-        """See `Drafter.match_prefix`."""
         return len(request.tokens)
 
+    @override
     def end(self, request: Request) -> None:
-        """See `Drafter.end`."""
-
-
-def loaded(drafter: Drafter) -> Mapping[str, Drafter]:
-    """Return the drafters within a drafter that combines some, by method; their own ones too."""
-    own: Mapping[str, Drafter] = getattr(drafter, "sub_drafters", {})
-    return {name: each for sub in own.values() for name, each in loaded(sub).items()} | dict(own)
-
-
-def listens(drafter: Drafter) -> bool:
-    """Whether a drafter has an `observe` of its own; one that combines others says whether they have."""
-    if isinstance(own := getattr(drafter, "listens", None), bool):
-        return own
-    return getattr(drafter.observe, "__func__", None) is not StatelessDrafter.observe
+        pass
 
 
 def is_built_in(drafter: Drafter) -> bool:
@@ -220,14 +235,16 @@ def is_built_in(drafter: Drafter) -> bool:
 
 
 _CALLS = (
-    "caches", "errors", "begin", "observe_source", "propose", "catch_up", "observe", "roll_back", "match_prefix", "end",
+    "caches", "errors", "sub_drafters", "listens", "begin", "observe_source", "propose", "catch_up", "observe",
+    "roll_back", "match_prefix", "end",
 )  # fmt: skip
 
 
 def complete(drafter: Any, num_layers: int | None = None) -> Drafter:
     """Return a drafter whose missing calls are those of `StatelessDrafter`; `propose` and `needs` must exist.
 
-    Raises ConfigError for needs that a target of `num_layers` layers (None = unknown) can't meet.
+    This is the only place that looks for calls: others' drafters need not derive from `StatelessDrafter`. Raises
+    ConfigError for needs that a target of `num_layers` layers (None = unknown) can't meet.
     """
     name = type(drafter).__name__
     needs = getattr(drafter, "needs", None)
@@ -242,7 +259,8 @@ def complete(drafter: Any, num_layers: int | None = None) -> Drafter:
         raise ConfigError(f"drafter {name} has caches and does not announce them", "set own_cache in its needs.")
     if all(hasattr(drafter, call) for call in _CALLS):
         return cast(Drafter, drafter)
-    completed = StatelessDrafter()
+    completed = cast(Any, StatelessDrafter)()
+    completed.listens = hasattr(drafter, "observe")
     for call in ("needs", *_CALLS):
         if hasattr(drafter, call):
             setattr(completed, call, getattr(drafter, call))

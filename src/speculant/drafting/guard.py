@@ -1,19 +1,18 @@
 """The guard around every drafter: its errors and illegal drafts cost drafts, are counted, and fail no request.
 
-The engine guards its drafters with it, and a drafter that combines others guards its sub-drafters with it.
+Composites guard their sub-drafters with it (drafting/composite.py), and the engine's drafters are one.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
 from operator import index
 
 from torch import Tensor
 
 from speculant.cache import Source
-from speculant.drafting.base import Drafter, complete, is_built_in, listens
+from speculant.drafting.base import Drafter, is_built_in
 from speculant.errors import DraftError, Guard
 from speculant.types import CommittedRows, DraftTree, Request
 
@@ -26,55 +25,49 @@ class GuardedDrafter:
     """Calls a drafter for the sequences that have begun; no call raises an error of the drafter.
 
     After an error the sequence ends, and it may begin again. name: for the log. count: receives the number of errors
-    after each call that had any, those within the drafter included. num_layers: see `complete`.
+    after each call that had any, those within the drafter included.
     """
 
-    def __init__(
-        self,
-        name: str,
-        drafter: Drafter,
-        guard: Guard,
-        count: Callable[[int], None],
-        num_layers: int | None = None,
-    ) -> None:
-        self.drafter = complete(drafter, num_layers)
+    def __init__(self, name: str, drafter: Drafter, guard: Guard, count: Callable[[int], None]) -> None:
+        self.name, self.drafter = name, drafter
         self.begun: set[int] = set()  # the sequences that have begun and not ended
-        self.listens = listens(self.drafter)  # to `observe`
-        self._described = f"drafter {name!r}"
         self._guard, self._count = guard, count
 
     def begin(self, request: Request, source: Source | None = None) -> None:
         """Begin a sequence that has not begun; source: its own, which is encoded."""
-        if request.seq_id not in self.begun and self._succeeds(partial(self.drafter.begin, request)):
+        if request.seq_id not in self.begun and self._succeeds(self.drafter.begin, request):
             self.begun.add(request.seq_id)
             if source is not None:
                 self.observe_source(request, source)
 
     def observe_source(self, request: Request, source: Source) -> None:
-        """Pass on the source of a sequence that has begun, if the drafter announces that it reads it."""
+        """Pass on the source of a sequence, if the drafter announces that it reads it."""
         needs = self.drafter.needs
-        reads = (needs.reads_encoder or needs.target_cache) and request.seq_id in self.begun
-        if reads and not self._succeeds(partial(self.drafter.observe_source, request, source)):
-            self.end(request)
+        if needs.reads_encoder or needs.target_cache:
+            self._call(self.drafter.observe_source, request, source)
 
-    def propose(self, pairs: Sequence[tuple[Request, int]], vocab_size: int) -> Proposals:
+    def propose(self, pairs: Iterable[tuple[Request, int]], vocab_size: int) -> Proposals:
         """Return checked drafts for pairs (request, limit); a sequence without one has not begun or failed.
 
         If the drafter fails for several sequences, it is called for each alone, so that the others keep their drafts.
         """
-        begun, proposals = [pair for pair in pairs if pair[0].seq_id in self.begun], Proposals()
-        if not begun or self._succeeds(partial(propose_checked, self.drafter, begun, vocab_size, proposals)):
+        requests, limits, proposals = list[Request](), list[int](), Proposals()
+        for request, limit in pairs:
+            if request.seq_id in self.begun:
+                requests.append(request)
+                limits.append(limit)
+        if not requests or self._succeeds(propose_checked, self.drafter, requests, limits, vocab_size, proposals):
             return proposals
-        if len(begun) == 1:
-            self.end(begun[0][0])
+        if len(requests) == 1:
+            self.end(requests[0])
             return {}
-        alone = [self.propose([pair], vocab_size) for pair in begun]
+        alone = [self.propose([pair], vocab_size) for pair in zip(requests, limits, strict=True)]
         return {seq_id: tree for each in alone for seq_id, tree in each.items()}
 
     def catch_up(self, requests: Sequence[Request]) -> None:
         """See `Drafter.catch_up`; after an error for each sequence alone, so that only those at fault begin again."""
         begun = [request for request in requests if request.seq_id in self.begun]
-        if not begun or self._succeeds(partial(self.drafter.catch_up, begun)):
+        if not begun or self._succeeds(self.drafter.catch_up, begun):
             return
         if len(begun) == 1:
             self.end(begun[0])
@@ -82,17 +75,11 @@ class GuardedDrafter:
         for request in begun:
             self.catch_up([request])
 
-    def observe(self, request: Request, rows: Callable[[], CommittedRows], layers: Sequence[int]) -> None:
+    def observe(self, request: Request, rows: CommittedRows, layers: Sequence[int]) -> None:
         """Pass on committed rows; the drafter gets the hidden states and the successors that it announces.
 
-        rows: makes the rows if the sequence has begun. layers: those of their hidden states.
+        layers: those of their hidden states.
         """
-        if request.seq_id in self.begun and not self._succeeds(
-            lambda: self.drafter.observe(request, self._announced(rows(), layers))
-        ):
-            self.end(request)
-
-    def _announced(self, rows: CommittedRows, layers: Sequence[int]) -> CommittedRows:
         needs = self.drafter.needs
         if layers != needs.hidden_layers and rows.hidden:
             rows = rows._replace(hidden=tuple(rows.hidden[layers.index(layer)] for layer in needs.hidden_layers))
@@ -100,12 +87,11 @@ class GuardedDrafter:
             count = needs.target_top_k
             fewer = [(token, best[:count]) for token, best in rows.successors] if count else ()
             rows = rows._replace(successors=fewer)
-        return rows
+        self._call(self.drafter.observe, request, rows)
 
     def roll_back(self, request: Request, dropped: Sequence[int]) -> None:
         """See `Drafter.roll_back`."""
-        if request.seq_id in self.begun and not self._succeeds(partial(self.drafter.roll_back, request, dropped)):
-            self.end(request)
+        self._call(self.drafter.roll_back, request, dropped)
 
     def match_prefix(self, request: Request) -> int:
         """See `Drafter.match_prefix`; from 0 to the number of tokens."""
@@ -117,15 +103,20 @@ class GuardedDrafter:
         """End a sequence if it has begun."""
         if request.seq_id in self.begun:
             self.begun.remove(request.seq_id)
-            self._succeeds(partial(self.drafter.end, request))
+            self._succeeds(self.drafter.end, request)
 
-    def _succeeds(self, call: Callable[[], object]) -> bool:
+    def _call(self, call: Callable[..., object], request: Request, *arguments: object) -> None:
+        """Make a call for a sequence that has begun, and end the sequence after an error."""
+        if request.seq_id in self.begun and not self._succeeds(call, request, *arguments):
+            self.end(request)
+
+    def _succeeds(self, call: Callable[..., object], *arguments: object) -> bool:
         """Call the drafter, count its errors and return whether the call raised nothing."""
         before, succeeds = self.drafter.errors, True
         try:
-            call()
+            call(*arguments)
         except BaseException as error:  # noqa: BLE001 - anything but a failure is raised again
-            self._guard.note(self._described, error)
+            self._guard.note(f"drafter {self.name!r}", error)
             succeeds = False
         if errors := self.drafter.errors - before + (not succeeds):
             self._count(errors)
@@ -133,18 +124,17 @@ class GuardedDrafter:
 
 
 def propose_checked(
-    drafter: Drafter, pairs: Sequence[tuple[Request, int]], vocab_size: int, proposals: Proposals
+    drafter: Drafter, requests: list[Request], limits: list[int], vocab_size: int, proposals: Proposals
 ) -> None:
-    """Add a drafter's drafts for pairs (request, limit) to `proposals`; raises DraftError for one that is not legal.
+    """Add a drafter's drafts to `proposals`; raises DraftError for one that is not legal.
 
     The check of probs reads all of them. It is left out for this package's drafters, whose probs the contract tests
     prove.
     """
-    requests, limits = map(list, zip(*pairs, strict=True))
     trees, needs, drafts = drafter.propose(requests, limits), drafter.needs, Proposals()
-    if len(trees) != len(pairs):
-        raise DraftError(f"{len(trees)} drafts came for {len(pairs)} sequences", "return one for each.")
-    for (request, limit), tree in zip(pairs, trees, strict=True):
+    if len(trees) != len(requests):
+        raise DraftError(f"{len(trees)} drafts came for {len(requests)} sequences", "return one for each.")
+    for request, limit, tree in zip(requests, limits, trees, strict=True):
         if request.search is None:
             check_draft(tree, limit, vocab_size, needs.emits_tree)
             if tree.ahead is not None:

@@ -116,7 +116,7 @@ class StaticTree:
 
 @dataclass(frozen=True)
 class DynamicTree:
-    """The most confident nodes (arXiv 2406.16858): the shape depends on the tokens, see drafting/model/dynamic.py.
+    """The most confident nodes (arXiv 2406.16858): the shape depends on the tokens, see drafting/growth.py.
 
     topk: at each depth, this many of the most confident nodes get this many children each; the root gets as many.
     depth: the most levels below the root.

@@ -27,7 +27,6 @@ from .draft_loading import (
     pass_seconds as pass_seconds,
     rounded as rounded,
 )
-from .drafters import Drafters as Drafters, head_parts as head_parts
 from .engine import Engine as Engine, EngineOptions as EngineOptions
 from .generation import Generation as Generation, StreamPiece as StreamPiece
 from .head_precision import ROOM as ROOM, DraftSample as DraftSample

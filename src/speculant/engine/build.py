@@ -24,6 +24,7 @@ from speculant.drafting import (
     WITH_MODEL,
     Drafter,
     DrafterContext,
+    Drafters,
     Selection,
     build_method,
     check_kind,
@@ -43,7 +44,6 @@ from speculant.engine.draft_loading import (
     draft_vocabulary,
     rounded,
 )
-from speculant.engine.drafters import Drafters
 from speculant.engine.engine import Engine, EngineOptions
 from speculant.engine.head_precision import HeadRounding
 from speculant.engine.memory import CacheMemory
@@ -163,7 +163,7 @@ def build_around(config: EngineConfig, target: Checkpoint, tokenizer: Tokenizer 
     facts = str(replace(config, seed=0, weight_cache="off", measure=False))  # costs do not depend on these three
     identity = (facts, target.kernels, str(target.folder), notes)
     seq_ids = itertools.count(1)
-    measured = Calibration(target.model, cache, sampler, drafters.known, limits, identity, seq_ids)
+    measured = Calibration(target.model, cache, sampler, drafters.sub_drafters, limits, identity, seq_ids)
     policy = _draft_length(spec, length, drafters, measured)
     selection.selector = policy
     engine = Engine(

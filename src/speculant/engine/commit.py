@@ -5,13 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import partial
 from itertools import zip_longest
 from typing import NamedTuple
 
 from speculant.beams import Beams, Hypothesis, common_prefix
 from speculant.cache import KVCache
-from speculant.engine.drafters import Drafters
+from speculant.drafting import Drafters
 from speculant.engine.logprobs import record_logprobs, record_prompt
 from speculant.engine.runner import TargetOutput
 from speculant.engine.verify import Decision
@@ -83,10 +82,10 @@ def notify(drafters: Drafters, outputs: Sequence[TargetOutput], committed: Seque
     for each in committed:
         if each.left:
             drafters.end(each.request)
-    if drafters.listening:
+    if drafters.listens:
         for output, each in zip(outputs, committed, strict=True):
-            if not each.left and each.request.error is None:
-                drafters.observe(each.request, partial(output.committed_rows, each.kept, each.tokens))
+            if not each.left and each.request.error is None and drafters.observes(each.request):
+                drafters.observe(each.request, output.committed_rows(each.kept, each.tokens))
 
 
 def commit(output: TargetOutput, verdict: Verdict, cache: KVCache, max_model_len: int, now: float) -> Committed:

@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 
 from speculant.cache import KVCache, Source, slotted_cache
-from speculant.drafting import fit_vocabulary, intersect, mask_of
-from speculant.drafting.model.runner import grow
+from speculant.drafting import fit_vocabulary, grow_chains, intersect, mask_of
 from speculant.errors import ModelError, PairError, SpeculantError
 from speculant.files import Run, costs_folder, is_steady, key_of, read_measured, spread_of, write_file
 from speculant.lengths import make_sequence, spread_token, timed, usual_tokens
@@ -272,7 +271,7 @@ def _draw(draft: Checkpoint, size: int, length: int, cache: KVCache, source: int
     """Return a text of PROMPT tokens and `length` more, which a model draws at temperature 1."""
     request = make_sequence(_TEXT, usual_tokens(PROMPT, size), DRAWN)
     chain = Chain(request, request.tokens, length, KeyedChances(draft.backend.sampler).draft(request), source=source)
-    grow(draft.model, [chain], cache, size, draft.backend.sampler)
+    grow_chains(draft.model, [chain], cache, size, draft.backend.sampler)
     cache.release(request.seq_id)
     return [*chain.input_tokens, *chain.tokens]
 

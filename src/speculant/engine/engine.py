@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from speculant.cache import KVCache
 from speculant.config import Limits
 from speculant.constraints import Constraint
+from speculant.drafting import Drafters
 from speculant.engine.commit import Committed, ending_with, fail
-from speculant.engine.drafters import Drafters
 from speculant.engine.profiling import Mark, unmarked
 from speculant.engine.requests import CheckedRequest, RequestFactory, RequestRules
 from speculant.engine.runner import check_target
@@ -68,7 +68,7 @@ class Engine:
         self.measurement = measurement or Measurement()
         self._last_s, self._is_new, self._delays = 0.0, False, 0  # of the last step; see `_measure`
         self._drafters = Drafters() if drafters is None else drafters
-        taps = [layer for layer in self._drafters.hidden_layers if layer != target.num_layers + 1]
+        taps = [layer for layer in self._drafters.needs.hidden_layers if layer != target.num_layers + 1]
         check_taps(taps, target.num_layers)
         self._scheduler = Scheduler(options.limits, cache, self._drafters.match_prefix, target.needs.salt)
         self._context = StepContext(
@@ -88,7 +88,7 @@ class Engine:
         self._factory = RequestFactory(rules, verifiers, self._drafters, seq_ids)
         self._by_id: dict[str, list[Request]] = {}
         self.metrics = EngineMetrics(blocks_total=cache.num_blocks, block_size=cache.block_size)
-        self._drafters.metrics = self.metrics
+        self._drafters.attach(target.vocab_size, self.metrics)
         self.mark: Mark = unmarked
         self.doubtful = False  # in the last step every sequence failed, and no request caused the error
 

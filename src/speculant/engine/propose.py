@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from speculant.constraints import forced_tokens, prepare_masks
-from speculant.engine.drafters import Drafters
+from speculant.drafting import Drafters
 from speculant.lengths import DraftOutcome, GuardedLength, num_rows
 from speculant.models import CausalLM, ModelNeeds
 from speculant.params import MAX_SPECULATIVE_TOKENS
@@ -47,21 +47,25 @@ def propose(
 ) -> list[SequenceDraft]:
     """Return a draft for each item of a schedule; its tree is empty where nothing is drafted."""
     vocab_size, forces = target.vocab_size, False
-    drafts = [SequenceDraft(item, item.tree) for item in schedule.items]
-    constrained = [draft for draft in drafts if draft.item.request.constraint is not None]
-    for draft in constrained:
-        draft.forced = _forced(draft.item, vocab_size)
-        forces = forces or len(draft.forced) > 0
-    lengths = draft_length.choose(schedule) if drafters and drafts else None
-    if lengths is not None or (drafters and forces):
-        requests, lengths = [draft.item.request for draft in drafts], lengths or [0] * len(drafts)
-        drafters.begin(requests, [draft.item.source for draft in drafts])
+    drafts, constrained, requests = list[SequenceDraft](), list[SequenceDraft](), list[Request]()
+    for item in schedule.items:
+        drafts.append(SequenceDraft(item, item.tree))
+        requests.append(item.request)
+        if item.request.constraint is not None:
+            drafts[-1].forced = _forced(item, vocab_size)
+            forces = forces or len(drafts[-1].forced) > 0
+            constrained.append(drafts[-1])
+    drafting = len(drafters.guarded) > 0 and len(drafts) > 0
+    lengths = draft_length.choose(schedule) if drafting else None
+    if lengths is not None or (drafting and forces):
+        drafters.begin_all((item.request, item.source) for item in schedule.items)
+        lengths = lengths or [0] * len(drafts)
         if any(lengths) or forces or draft_length.keeps_up:
             budget = DraftBudget(schedule, MOST_PROBS_BYTES // (8 * vocab_size))
             for draft, length in zip(drafts, lengths, strict=True):
                 bounds = _bounds(drafters, draft, longest_draft(draft.item.request, max_model_len, target.needs))
                 draft.limit = budget.take(draft.item, len(draft.forced) or length, bounds)
-            _fill(drafts, requests, drafters, draft_length, vocab_size)
+            _fill(drafts, requests, drafters, draft_length)
     for draft in constrained:
         if draft.item.completes:
             with draft.item.request.work:
@@ -83,7 +87,6 @@ def _fill(
     requests: Sequence[Request],
     drafters: Drafters,
     draft_length: GuardedLength,
-    vocab_size: int,
 ) -> None:
     """Set the tree of each draft that has a limit, unless its drafter proposes nothing."""
     limits, silent = list[int](), list[Request]()
@@ -92,7 +95,7 @@ def _fill(
         limits.append(limit)
         if not limit:
             silent.append(draft.item.request)
-    proposed = drafters.propose(requests, limits, vocab_size)
+    proposed = drafters.propose(requests, limits)
     trees = draft_length.trim(requests, proposed)
     if draft_length.keeps_up:
         drafters.catch_up(silent)
@@ -136,7 +139,7 @@ def longest_draft(request: Request, max_model_len: int, needs: ModelNeeds) -> in
 
 def _bounds(drafters: Drafters, draft: SequenceDraft, max_model_len: int) -> DraftBounds:
     """Return the bounds of a draft, as its drafter announces them; forced tokens need no drafter."""
-    needs = drafters.needs(draft.item.request)
+    needs = drafters.needs_of(draft.item.request.drafter)
     if needs is None:
         return DraftBounds(max_len=0)
     if draft.forced:

@@ -11,8 +11,7 @@ from functools import lru_cache, partial
 from speculant.beams import Beams, BeamSearch
 from speculant.config import Limits
 from speculant.constraints import Constraint
-from speculant.drafting import DrafterNeeds
-from speculant.engine.drafters import Drafters
+from speculant.drafting import DrafterNeeds, Drafters
 from speculant.engine.output_rules import OutputVocabulary
 from speculant.engine.verify import choose_verifier, verifier_for
 from speculant.errors import ConfigError, RequestError, suggest
@@ -195,7 +194,7 @@ class RequestFactory:
 
     def _choose_verifier(self, request: Request) -> None:
         """Choose verifier and draft length of a request; without drafts the default, `match`, is plain sampling."""
-        needs, wanted = self._drafters.needs(request), request.params.speculation
+        needs, wanted = self._drafters.needs_of(request.drafter), request.params.speculation
         if needs is None:
             return
         own = wanted if isinstance(wanted, Mapping) else {}

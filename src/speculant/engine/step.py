@@ -13,8 +13,8 @@ import torch
 
 from speculant.cache import KVCache
 from speculant.config import Limits
+from speculant.drafting import Drafters
 from speculant.engine.commit import Committed, commit_output, notify
-from speculant.engine.drafters import Drafters
 from speculant.engine.profiling import ENCODE, Mark, unmarked
 from speculant.engine.propose import propose
 from speculant.engine.runner import forward_target, with_successors
@@ -57,15 +57,15 @@ def step(context: StepContext, schedule: Schedule, mark: Mark = unmarked) -> tup
     try:
         if schedule.sources:
             with mark(ENCODE):
-                encode_sources(target, cache, [each.source for each in schedule.sources], drafters.read_encoder)
+                encode_sources(target, cache, [each.source for each in schedule.sources], drafters.needs.reads_encoder)
             encoded = time.perf_counter()
         with mark("draft"):
             drafts = propose(schedule, drafters, length, max_model_len, target)
         drafted = time.perf_counter()
         with mark("target pass"):
             trees = [draft.tree for draft in drafts]
-            outputs, logits = forward_target(target, cache, schedule.items, trees, drafters.hidden_layers)
-            if drafters.read_successors:
+            outputs, logits = forward_target(target, cache, schedule.items, trees, drafters.needs.hidden_layers)
+            if drafters.needs.target_top_k:
                 outputs = with_successors(outputs, drafters.target_top_k)
         passed = time.perf_counter()
         with mark("verify"):
@@ -84,9 +84,9 @@ def step(context: StepContext, schedule: Schedule, mark: Mark = unmarked) -> tup
                 committed.append(commit_output(output, decision, timing, target, cache, max_model_len))
             if request.work is not NO_WORK:
                 request.work.settle(output.num_results)
-        if drafters:
+        if drafters.guarded:
             notify(drafters, outputs, committed)
-    if drafters and drafts and not length.paused:
+    if drafters.guarded and drafts and not length.paused:
         outcomes = [draft.observed(each.outcome) for draft, each in zip(drafts, committed, strict=True)]
         length.observe([*filter(None, outcomes)], timing._replace(committed=time.perf_counter()))
     return committed, timing

@@ -143,7 +143,7 @@ class Chain:
     of depth; () = a chain. Siblings follow each other and are drawn without replacement, each from the distribution
     without the earlier ones. A node that can't be drawn is left out, with those below it. `parents` are those of the
     tokens; None = a chain.
-    topk: of a dynamic tree (drafting/model/dynamic.py), the children of the root and of the most confident nodes of
+    topk: of a dynamic tree (drafting/growth.py), the children of the root and of the most confident nodes of
     each depth, and the number of these nodes; 0 = another draft. limit is then the number of all children. `scores` are
     those of the tokens, see `DraftTree.scores`. source: see `SequenceInput`.
     """

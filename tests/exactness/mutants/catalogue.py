@@ -7,8 +7,8 @@ from tests.exactness.mutants.mutant import (
     COMMIT,
     COUNTS,
     DISTRIBUTION,
-    DRAFT_RUNNER,
     END,
+    GROWTH,
     INDEPENDENT,
     LOGPROBS,
     MATCH,
@@ -145,14 +145,14 @@ RANDOMNESS = [
 DISTRIBUTIONS = [
     Mutant(
         "q reported raw while drafts are drawn after top-k",
-        DRAFT_RUNNER,
-        "drawn = probs[[first + 1 + node for node in path]]",
-        "drawn = torch.softmax(logits[[first + 1 + node for node in path]].double(), -1)",
+        GROWTH,
+        "drawn = own[[1 + node for node in path]]",
+        "drawn = torch.softmax(own[[1 + node for node in path]].log().clamp(min=-2), -1)",
         TRANSFORM.format("top_k"),
     ),
     Mutant(
         "unlikely drafts thrown away before a ratio test",
-        DRAFT_RUNNER,
+        GROWTH,
         "        path.append(node)\n",
         (
             "        if probs[1 + node][chain.tokens[-1]] < 0.4:\n"
@@ -171,8 +171,8 @@ DISTRIBUTIONS = [
     ),
     Mutant(
         "draft distribution blind to drafted ancestors",
-        DRAFT_RUNNER,
-        "Node(chain.request, [*chain.tokens, *tree.tokens_to(node)], chain.softened)",
+        GROWTH,
+        "Node(chain.request, [*chain.tokens, *guess.tokens_to(node)], chain.softened)",
         "Node(chain.request, [], chain.softened)",
         TRANSFORM.format("frequency"),
     ),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.exactness.mutants.mutant import BLOCK, MULTI_DRAFT, TOPOLOGY, TRAVERSAL, TREES, Mutant
+from tests.exactness.mutants.mutant import BLOCK, GROWTH, MULTI_DRAFT, TOPOLOGY, TRAVERSAL, Mutant
 
 CHAIN = "test_rules.py::test_sampled_chains[{}-3-2]"
 TREE = "test_tree_distributions.py::test_a_tree_keeps_the_distribution[{}]"
@@ -90,9 +90,9 @@ RULES = [
     ),
     Mutant(
         "unlikely nodes of a sampled tree pruned before a ratio test",
-        TREES,
-        "        if len(tree.tokens) < tree.limit:\n",
-        "        if len(tree.tokens) < tree.limit and float(own[token]) > 0.3:\n",
+        GROWTH,
+        "            if len(self.tokens) < self.limit:\n",
+        "            if len(self.tokens) < self.limit and float(own[token]) > 0.3:\n",
         TREE.format("pair-traversal"),
     ),
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from speculant.drafting import DrafterNeeds, FallbackDrafter, Selection, StatelessDrafter, SubDrafter, listens
+from speculant.drafting import DrafterNeeds, FallbackDrafter, Selection, StatelessDrafter, SubDrafter
 from speculant.types import CommittedRows, DraftTree, Request
 from tests.fakes import ScriptedDrafter
 from tests.models import make_request
@@ -131,6 +131,6 @@ def test_a_composite_listens_if_it_or_a_part_of_it_does() -> None:
             """Watch."""
 
     quiet, watching = [SubDrafter("part", Part(), 1)], [SubDrafter("part", WatchingPart(), 1)]
-    assert not listens(FallbackDrafter(quiet, 4))
-    assert listens(FallbackDrafter(watching, 4))
-    assert listens(Watching(quiet, 4))
+    assert not FallbackDrafter(quiet, 4).listens
+    assert FallbackDrafter(watching, 4).listens
+    assert Watching(quiet, 4).listens

@@ -166,10 +166,10 @@ class Overdoing(StatelessDrafter):
 def test_more_look_ahead_rows_than_allowed_are_refused() -> None:
     request = make_request(TEXT, params=GREEDY)
     drafts = Proposals()
-    propose_checked(Overdoing(), [(request, 2)], V, drafts)
+    propose_checked(Overdoing(), [request], [2], V, drafts)
     assert drafts[request.seq_id].num_look_ahead_rows == 2
     with pytest.raises(DraftError, match="1 are allowed"):
-        propose_checked(Overdoing(), [(request, 1)], V, drafts)
+        propose_checked(Overdoing(), [request], [1], V, drafts)
     for wrong in (torch.zeros(0, 4), torch.zeros(4), torch.zeros(3, 4)):
         with pytest.raises(DraftError, match="look-ahead rows of shape"):
             check_ahead(DraftTree.empty().looking_ahead(wrong), 2)

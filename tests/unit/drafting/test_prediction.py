@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from speculant import LLM, AsyncEngine, SamplingParams
-from speculant.drafting import LONGEST_MATCH, Alignment, DrafterNeeds, PredictionDrafter
-from speculant.engine import Drafters
+from speculant.drafting import LONGEST_MATCH, Alignment, DrafterNeeds, Drafters, PredictionDrafter
 from speculant.errors import ConfigError, RequestError
 from speculant.lab.exactness import FULL_SUPPORT, Pair, TableModel
 from speculant.speculation import MAX_PREDICTION

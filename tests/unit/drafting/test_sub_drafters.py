@@ -15,6 +15,7 @@ from speculant.drafting import (
     Drafter,
     DrafterContext,
     DrafterNeeds,
+    Drafters,
     FallbackDrafter,
     Method,
     StatelessDrafter,
@@ -22,12 +23,12 @@ from speculant.drafting import (
     bound,
     build_sub_drafter,
     build_sub_drafters,
+    combine,
     methods,
 )
-from speculant.drafting.combine.composite import combine
-from speculant.engine import Drafters
 from speculant.errors import ConfigError
 from speculant.lab.exactness import FULL_SUPPORT, Pair, TableModel
+from speculant.metrics import EngineMetrics
 from speculant.sampling import KeyedChances
 from speculant.types import CommittedRows, DraftTree, Request
 from tests.fakes import Rig, ScriptedDrafter, build_rig
@@ -256,9 +257,10 @@ def test_nested_errors_are_counted_once() -> None:
     inner = FallbackDrafter([sub_drafter(Troubled("propose", times=2))], V)
     outer = FallbackDrafter([sub_drafter(inner)], V)
     drafters, request = Drafters.of(outer), make_request([1, 2], drafter="default")
-    drafters.begin([request], [None])
+    drafters.attach(V, EngineMetrics())
+    drafters.begin(request)
     for _ in range(3):
-        drafters.propose([request], [3], V)
+        drafters.propose([request], [3])
     assert (inner.errors, outer.errors, drafters.metrics.drafter_errors) == (2, 2, 2)
 
 

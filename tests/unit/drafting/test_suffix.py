@@ -279,7 +279,7 @@ def test_a_corpus_is_continued_from_the_first_request_on(tmp_path: Path, plain: 
 
 
 def drafter_of(llm: LLM) -> SuffixDrafter:
-    drafter = llm.engine._drafters.known["suffix"]
+    drafter = llm.engine._drafters.sub_drafters["suffix"]
     assert isinstance(drafter, SuffixDrafter)
     return drafter
 

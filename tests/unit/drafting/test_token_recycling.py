@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from speculant.drafting import PRIOR, NodeAcceptance, RecyclingOptions, TokenRecycling, tree_shape
-from speculant.drafting.lookup.token_recycling import METHOD, grow
+from speculant.drafting import PRIOR, NodeAcceptance, RecyclingOptions, TokenRecycling, grow, tree_shape
+from speculant.drafting.lookup.token_recycling import METHOD
 from speculant.errors import ConfigError
 from speculant.params import SamplingParams
 from speculant.types import CommittedRows, DraftTree, Request, Successors

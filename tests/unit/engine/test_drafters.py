@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from speculant.config import Limits
-from speculant.drafting import DrafterNeeds, StatelessDrafter, check_draft, check_extends, complete, listens
-from speculant.engine import Drafters
+from speculant.drafting import DrafterNeeds, Drafters, StatelessDrafter, check_draft, check_extends, complete
 from speculant.errors import ConfigError, DraftError
 from speculant.lab.exactness import FULL_SUPPORT, Pair, TableModel
 from speculant.lengths import Fixed, ScoredDraft
@@ -325,7 +324,7 @@ def test_drafters_without_observe_are_not_called_in_a_rest() -> None:
     while rig.engine.has_unfinished():
         rig.step()
         steps += 1
-    assert not listens(drafter)
+    assert not drafter.listens
     assert 0 < drafter.calls <= steps / 7 + 1
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from speculant.cache import KVCache, KVStorage, paged_cache
 from speculant.config import Limits
-from speculant.drafting import Drafter, DraftModelRunner, ModelDrafter, NgramDrafter, NgramOptions
-from speculant.engine import Drafters, Engine, EngineOptions, load_verifiers
+from speculant.drafting import Drafter, Drafters, DraftModelRunner, ModelDrafter, NgramDrafter, NgramOptions
+from speculant.engine import Engine, EngineOptions, load_verifiers
 from speculant.errors import ConfigError, RequestError
 from speculant.lengths import Fixed
 from speculant.models import Batch, CausalLM, Hidden, load_model

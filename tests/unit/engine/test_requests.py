@@ -9,8 +9,8 @@ import pytest
 
 from speculant import LLM, SamplingParams
 from speculant.config import Limits
-from speculant.drafting import DrafterNeeds
-from speculant.engine import CheckedRequest, Drafters, Engine, EngineOptions, RequestFactory
+from speculant.drafting import DrafterNeeds, Drafters
+from speculant.engine import CheckedRequest, Engine, EngineOptions, RequestFactory
 from speculant.errors import CapacityError, RequestError, SpeculantError
 from speculant.lab.exactness import FULL_SUPPORT, Pair, TableModel
 from speculant.lengths import Fixed

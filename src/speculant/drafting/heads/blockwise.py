@@ -14,9 +14,8 @@ from typing import Any
 import torch
 
 from speculant.drafting.base import DrafterContext, Method, read_options, require_no_stop
-from speculant.drafting.heads.folder import HeadFolder, Renamed, require_target
+from speculant.drafting.heads.folder import HeadFolder, HeadParts, Part, Role, renamed, require_target
 from speculant.drafting.heads.future import MOST_HEADS, FutureDrafter
-from speculant.drafting.heads.parts import HeadParts, Part, Role
 from speculant.drafting.heads.short import short_heads, short_tokens
 from speculant.drafting.topology import StaticTree
 from speculant.models import CausalLM, FeedForwardHeads, FutureShape, PlacedHeads, count
@@ -52,12 +51,11 @@ def build(context: DrafterContext) -> FutureDrafter:
 
 def load(folder: HeadFolder, target: CausalLM) -> PlacedHeads:
     """Read the heads."""
-    folder.check_size(folder.config.get("hidden_size"), target.hidden_size, "hidden states of")
-    folder.check_size(folder.config.get("vocab_size"), target.vocab_size, "a vocabulary of")
+    folder.check_sizes(target)
     num_heads, inner = count(folder.config, "num_heads", most=MOST_HEADS), count(folder.config, "inner_size")
     with torch.device("meta"):  # heads that do not fit take no memory
         heads = FeedForwardHeads(FutureShape(num_heads, target.hidden_size, inner=inner))
-    Renamed(folder, {name: name for name in folder.names()}).check(heads.stored(), KIND)
+    renamed(folder).check(heads.stored(), KIND)
     heads.to_empty(device="cpu")
     heads.load({name: folder.read(name) for name in folder.names()})
     return heads.on(target)

@@ -29,31 +29,31 @@ from torch import Tensor
 
 from speculant.cache import KVCache
 from speculant.drafting.base import DrafterContext, Method, read_options
+from speculant.drafting.growth import Drafting, chain_input, fit_vocabulary
 from speculant.drafting.heads.folder import BLOCKS, SPECULATORS, HeadFolder, Renamed, require_target
-from speculant.drafting.heads.hidden_drafter import HiddenDrafter
-from speculant.drafting.heads.hidden_runner import Encode, HiddenStateRunner
-from speculant.drafting.heads.layers import layer_entries, load_layers, read_sizes, renamed
-from speculant.drafting.heads.three_states import ENCODER, TOKEN_MAPS, check_shared, read_tokens
-from speculant.drafting.model.drafter import Drafting
+from speculant.drafting.heads.hidden import Encode, HiddenDrafter, HiddenStateRunner
+from speculant.drafting.heads.page import (
+    ENCODER,
+    TOKEN_MAPS,
+    HeadPage,
+    layer_entries,
+    load_head,
+    with_own_head,
+)
 from speculant.drafting.model.one_pass import Mask, OnePass
-from speculant.drafting.model.runner import fit_vocabulary
 from speculant.drafting.topology import StaticTree, tree_option
 from speculant.errors import ConfigError, ModelError, PairError
-from speculant.kernels import rms_norm
 from speculant.models import (
     POSITIVE,
     CausalLM,
     Chain,
     DecoderConfig,
-    HeadConfig,
     Layer,
     SequenceInput,
     StateEntry,
     build_batch,
     count,
     flag,
-    known,
-    linears_of,
     number,
     read_windows,
     show,
@@ -67,7 +67,7 @@ USUAL_BLOCK = 16
 SCALE = "encoder.norm.weight"
 LAYERS, OUTPUTS = "aux_hidden_state_layer_ids", "target_layer_ids"  # keys: layers whose inputs, or outputs, are read
 EMBEDDING_SCALE = "input_embedding_scale"
-RENAMED = {
+RENAMED: Mapping[str, str | None] = {
     "fc.weight": ENCODER, "hidden_norm.weight": SCALE, "embed_tokens.weight": "embed_tokens",
     **dict.fromkeys(TOKEN_MAPS),
 }  # fmt: skip
@@ -94,8 +94,8 @@ class BlockShape(NamedTuple):
 
     def input(self, chain: Chain, rows: int, vocab_size: int) -> SequenceInput:
         """Return the input of a block of some rows after a chain's tokens, for a model of `vocab_size` tokens."""
-        tokens = [*known(chain.input_tokens[-1:], vocab_size), *[self.mask] * (rows - 1)]
-        return SequenceInput(chain.request.seq_id, tokens, DraftTree.empty(), length=chain.request.num_positions)
+        tokens = [*chain.input_tokens[-1:], *[self.mask] * (rows - 1)]
+        return chain_input(chain, tokens, vocab_size, DraftTree.empty(), None)
 
 
 class BlockRunner(HiddenStateRunner):
@@ -190,14 +190,13 @@ def build(context: DrafterContext) -> BlockDrafter:
     options = read_options(context, BlockOptions)
     target, shape = require_target(context.target), tree_option(context, options.tree)
     folder = HeadFolder.open(str(context.model), KIND)
-    entries = read_entries(folder)
-    layers, block = read_layers(folder, entries, target), read_block(folder, entries, target)
+    layers, block = read_layers(folder, target), read_block(folder, target)
     if shape is not None and shape.depth > block.depth:
         raise ConfigError(
             f"the tree has {shape.depth} levels, and the head in {folder.folder} drafts blocks of {block.depth} tokens",
             "give a tree of at most as many levels.",
         )
-    model, encode = load(folder, entries, len(layers), target)
+    model, encode = load_head(PAGE, folder, target)
     runner = BlockRunner.of(context, model, encode=encode, block=block, shape=shape)
     return BlockDrafter(runner, layers, block, context, shape)
 
@@ -212,8 +211,9 @@ def read_entries(folder: HeadFolder) -> dict[str, Any]:
     return {**folder.config, **inner}
 
 
-def read_layers(folder: HeadFolder, entries: Mapping[str, Any], target: CausalLM) -> tuple[int, ...]:
+def read_layers(folder: HeadFolder, target: CausalLM) -> tuple[int, ...]:
     """Return the target's layers whose inputs the head takes in."""
+    entries = read_entries(folder)
     named, shift = entries.get(LAYERS), 0
     if named is None:
         named, shift = entries.get(OUTPUTS), 1
@@ -226,50 +226,23 @@ def read_layers(folder: HeadFolder, entries: Mapping[str, Any], target: CausalLM
     return tuple(layer + shift for layer in named)
 
 
-def read_block(folder: HeadFolder, entries: Mapping[str, Any], target: CausalLM) -> BlockShape:
+def read_block(folder: HeadFolder, target: CausalLM) -> BlockShape:
     """Return the size and the mask of a block. Raises ModelError."""
+    entries = read_entries(folder)
     size, first = count(entries, "block_size", USUAL_BLOCK), 0 if flag(entries, "sample_from_anchor") else 1
     if size <= first:
         raise ModelError(f"config.json in {folder.folder} has blocks of {size} row, which draft nothing", "correct it.")
     return BlockShape(size, first, folder.check_mask(entries.get("mask_token_id"), "mask_token_id", target))
 
 
-def load(folder: HeadFolder, entries: Mapping[str, Any], num_states: int, target: CausalLM) -> tuple[CausalLM, Encode]:
-    """Read the head, and its map from the states of layers to one."""
-    weights = renamed(folder, lambda name: RENAMED.get(name, name))
-    names = weights.names()
-    windows = read_windows(layer_entries(entries, names, target))
-    sizes = with_blocks(read_sizes(folder.config, names, target), entries, windows)
-    sizes = sizes.with_head(read_tokens(folder, target))
-    config = HeadConfig(
-        sizes, StateEntry.CONTEXT, own_table="embed_tokens" in names, own_head="lm_head.weight" in names
-    )
-    check_shared(folder, config, target)
-    if not config.own_head:
-        config = replace(config, decoder=sizes.with_head(()))
-    matrix = (sizes.hidden_size, num_states * target.hidden_size)
-    model = load_layers(config, weights, target, KIND, {ENCODER: matrix, SCALE: matrix[:1]})
-    return model, encoder(weights, target, sizes.norm.eps)
-
-
-def encoder(weights: Renamed, target: CausalLM, eps: float) -> Encode:
-    """Return the map from the states of layers, [n, hidden] each, to one."""
-    of = target.cache_shape
-    matrix, scale = (weights.read(name).to(of.device, of.dtype) for name in (ENCODER, SCALE))
-    multiply = linears_of(target, [matrix])
-
-    def encode(hidden: Sequence[Tensor]) -> Tensor:
-        return rms_norm(multiply(torch.cat(tuple(hidden), dim=-1)[None])[0], scale, eps)
-
-    return encode
-
-
-def with_blocks(sizes: DecoderConfig, entries: Mapping[str, Any], windows: Sequence[int | None]) -> DecoderConfig:
-    """Return the description with the attention of blocks, and the scale of embeddings. windows: those in config.json.
+def with_blocks(sizes: DecoderConfig, weights: Renamed, target: CausalLM) -> DecoderConfig:
+    """Return the description with the attention of blocks, the scale of embeddings and the head's own output head.
 
     Layers with a window are causal within a block unless an entry says otherwise. Windows of the `speculators` package
     are those before the block, for all its rows.
     """
+    entries = read_entries(weights.source)
+    windows = read_windows(layer_entries(entries, weights.names(), target))
     fixed = SPECULATORS in entries
 
     def of_blocks(layer: Layer, window: int | None) -> Layer:
@@ -282,4 +255,16 @@ def with_blocks(sizes: DecoderConfig, entries: Mapping[str, Any], windows: Seque
         return replace(layer, attention=attention)
 
     embedding = replace(sizes.embedding, scale=number(entries, EMBEDDING_SCALE, 1.0, *POSITIVE))
-    return replace(sizes, embedding=embedding, layers=tuple(map(of_blocks, sizes.layers, windows)))
+    described = replace(sizes, embedding=embedding, layers=tuple(map(of_blocks, sizes.layers, windows)))
+    return with_own_head(described, weights, target)
+
+
+PAGE = HeadPage(
+    KIND,
+    StateEntry.CONTEXT,
+    lambda name: RENAMED.get(name, name),
+    read_layers,
+    with_blocks,
+    norms=lambda folder, target, hidden: {SCALE: (hidden,)},
+    norm_after=True,
+)

@@ -16,12 +16,20 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from speculant.drafting.base import DrafterContext, Method, read_options
-from speculant.drafting.heads.folder import HeadFolder, Renamed, require_target
-from speculant.drafting.heads.hidden_drafter import HiddenDrafter, make_head_drafter, newest
-from speculant.drafting.heads.layers import load_layers, read_sizes, renamed
-from speculant.drafting.heads.parts import LAYER_PARTS, HeadParts, Part, Role
-from speculant.drafting.heads.short import WithRows, output_cap, output_rows, short_tokens
-from speculant.models import CausalLM, Head, HeadConfig, StateEntry, attach, head_shapes
+from speculant.drafting.heads.folder import (
+    LAYER_PARTS,
+    HeadFolder,
+    HeadParts,
+    Part,
+    Renamed,
+    Role,
+    renamed,
+    require_target,
+)
+from speculant.drafting.heads.hidden import HiddenDrafter
+from speculant.drafting.heads.page import HeadPage, last_state, load_head, make_head_drafter, newest
+from speculant.drafting.heads.short import ROWS, output_cap, output_rows, short_tokens
+from speculant.models import CausalLM, DecoderConfig, Head, StateEntry
 
 KIND = "eagle"
 METHOD = Method(default_length=4, uses_model=True, uses_head=True)
@@ -34,7 +42,7 @@ NORMS = {"layers.0.input_layernorm.weight": "skip_prenorm", "norm.weight": "skip
 class EagleOptions:
     """tree: children per node at each depth, as [3, 2, 1], or the ranks on the way to every node; None = a chain.
 
-    It may also be "dynamic", or {"topk": 3, "depth": 6} with other numbers: see drafting/model/dynamic.py.
+    It may also be "dynamic", or {"topk": 3, "depth": 6} with other numbers: see drafting/growth.py.
     head_tokens: the file of a short output head, see drafting/heads/short.py; None = the folder's, or all tokens.
     """
 
@@ -48,23 +56,24 @@ def build(context: DrafterContext) -> HiddenDrafter:
     target = require_target(context.target)
     folder = HeadFolder.open(str(context.model), KIND)
     model = load(folder, target, short_tokens(options.head_tokens, folder, target))
-    return make_head_drafter(context, model, (target.num_layers + 1,), newest, options.tree)
+    return make_head_drafter(context, model, last_state(folder, target), newest, options.tree)
 
 
 def load(folder: HeadFolder, target: CausalLM, tokens: tuple[int, ...] = ()) -> CausalLM:
     """Read the head; tokens: those that it predicts, () = all."""
-    weights = _without_unused_norms(renamed(folder, rename))
-    tokens = tokens or tuple(sorted(_mapped_tokens(folder, target)))
-    sizes = read_sizes(folder.config, weights.names(), target)
-    folder.check_size(sizes.hidden_size, target.hidden_size, "hidden states of")
-    folder.check_size(folder.config.get("vocab_size"), target.vocab_size, "a vocabulary of")
-    config = HeadConfig(sizes, StateEntry.INPUT, fc_bias="fc.bias" in weights.names())
-    if not tokens:
-        return load_layers(config, weights, target, KIND)
-    weights.check(head_shapes(config, target), KIND)
-    own = Head(tokens=tokens, softcap=output_cap(target))
-    short = replace(config, decoder=replace(sizes, head=own), own_head=True)
-    return attach(target, short, WithRows(weights, output_rows(target, tokens)))
+    weights, head = _without_unused_norms(renamed(folder, rename)), None
+    if tokens := tokens or tuple(sorted(_mapped_tokens(folder, target))):
+        weights, head = (
+            replace(weights, made={ROWS: output_rows(target, tokens)}),
+            Head(tokens=tokens, softcap=output_cap(target)),
+        )
+    return load_head(PAGE, folder, target, weights=weights, head=head)[0]
+
+
+def _checked(sizes: DecoderConfig, weights: Renamed, target: CausalLM) -> DecoderConfig:
+    weights.source.check_size(sizes.hidden_size, target.hidden_size, "hidden states of")
+    weights.source.check_size(weights.source.config.get("vocab_size"), target.vocab_size, "a vocabulary of")
+    return sizes
 
 
 def _without_unused_norms(weights: Renamed) -> Renamed:
@@ -97,4 +106,5 @@ def rename(name: str) -> str | None:
     return f"layers.0.{name.removeprefix('transformer.')}" if name.startswith("transformer.") else name
 
 
+PAGE = HeadPage(KIND, StateEntry.INPUT, rename, describe=_checked)
 HEAD = HeadParts({r"fc\.weight": Part(Role.BETWEEN, streams=2), r"fc\.bias": Part(Role.STATE), **LAYER_PARTS}, rename)

@@ -18,29 +18,28 @@ from dataclasses import dataclass
 from typing import Any
 
 from speculant.drafting.base import DrafterContext, Method, read_options
-from speculant.drafting.heads.folder import HeadFolder, require_target
-from speculant.drafting.heads.hidden_drafter import HiddenDrafter, make_head_drafter
-from speculant.drafting.heads.hidden_runner import Encode
-from speculant.drafting.heads.parts import LAYER_PARTS, HeadParts, Part, Role
-from speculant.drafting.heads.three_states import (
+from speculant.drafting.heads.folder import LAYER_PARTS, HeadFolder, HeadParts, Part, Role
+from speculant.drafting.heads.hidden import Encode, HiddenDrafter
+from speculant.drafting.heads.page import (
     NUM_STATES,
     TOKEN_MAPS,
+    build_head,
     load_head,
-    read_layers,
-    rename,
+    rename_three,
     require_named_layers,
+    three_states,
 )
 from speculant.models import CausalLM
 
-KIND = "eagle3"
 METHOD = Method(default_length=4, uses_model=True, uses_head=True)
+PAGE = three_states("eagle3")
 
 
 @dataclass(frozen=True)
 class Eagle3Options:
     """tree: children per node at each depth, as [3, 2, 1], or the ranks on the way to every node; None = a chain.
 
-    It may also be "dynamic", or {"topk": 3, "depth": 6} with other numbers: see drafting/model/dynamic.py.
+    It may also be "dynamic", or {"topk": 3, "depth": 6} with other numbers: see drafting/growth.py.
     """
 
     tree: Any = None
@@ -48,17 +47,12 @@ class Eagle3Options:
 
 def build(context: DrafterContext) -> HiddenDrafter:
     """Load the head; raises SpeculantError for one that does not fit the target."""
-    options = read_options(context, Eagle3Options)
-    target = require_target(context.target)
-    folder = HeadFolder.open(str(context.model), KIND)
-    layers = read_layers(folder, target)
-    model, encode = load(folder, target)
-    return make_head_drafter(context, model, layers, encode, options.tree)
+    return build_head(PAGE, context, read_options(context, Eagle3Options).tree)
 
 
 def load(folder: HeadFolder, target: CausalLM) -> tuple[CausalLM, Encode]:
     """Read the head, and its map from three states to one."""
-    return load_head(folder, target, KIND)
+    return load_head(PAGE, folder, target)
 
 
 HEAD = HeadParts(
@@ -73,6 +67,6 @@ HEAD = HeadParts(
         "|".join(TOKEN_MAPS): Part(Role.TOKENS),
         **LAYER_PARTS,
     },
-    lambda name: name if name in TOKEN_MAPS else rename(name),
+    lambda name: name if name in TOKEN_MAPS else rename_three(name),
     require_named_layers,
 )

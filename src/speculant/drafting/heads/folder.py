@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+from typing_extensions import override
 
 from speculant import plugins
 from speculant.drafting.methods import KIND as DRAFTERS, REFUSED, WITH_BLOCKS, WITH_MASKS
 from speculant.errors import ConfigError, ModelError, PairError
 from speculant.files import read_json
-from speculant.models import FLOATS, CausalLM, TensorFiles, is_whole, no_weights, resolve_folder, show
+from speculant.models import (
+    FLOATS,
+    CausalLM,
+    TensorFiles,
+    WeightSource,
+    is_whole,
+    kind_of,
+    no_weights,
+    resolve_folder,
+    show,
+)
 
 KIND = "speculant_head"  # our own key of config.json: the method that a head is made for
 SPECULATORS = "speculators_model_type"  # that of the `speculators` package
@@ -27,7 +39,7 @@ _OTHER = "use a head that was trained for this target: `speculant train head --t
 
 
 @dataclass(frozen=True)
-class HeadFolder:
+class HeadFolder(WeightSource):
     """An open folder: a `WeightSource` with the names that the file has."""
 
     folder: Path
@@ -71,16 +83,16 @@ class HeadFolder:
         """See `WeightSource.names`; see `stored`."""
         return self.stored.keys()
 
+    @override
     def shape(self, name: str) -> tuple[int, ...]:
-        """See `WeightSource.shape`."""
         return self.files.shape(self.stored[name])
 
+    @override
     def kind(self, name: str) -> str:
-        """See `WeightSource.kind`."""
         return self.files.kind(self.stored[name])
 
+    @override
     def read(self, name: str) -> Tensor:
-        """See `WeightSource.read`."""
         return self.files.read(self.stored[name])
 
     def check_tokens(self, name: str, tokens: Sequence[int], target: CausalLM) -> None:
@@ -99,6 +111,11 @@ class HeadFolder:
                 f"the head in {self.folder} was made for {what} {show(found)}, and the target has {expected}", _OTHER
             )
 
+    def check_sizes(self, target: CausalLM) -> None:
+        """Compare the sizes of the target that config.json names, if any, with the target's. Raises PairError."""
+        self.check_size(self.config.get("hidden_size"), target.hidden_size, "hidden states of")
+        self.check_size(self.config.get("vocab_size"), target.vocab_size, "a vocabulary of")
+
     def check_mask(self, token: Any, key: str, target: CausalLM) -> int:
         """Return the mask's token, if the target has it; config.json names it as `key`. Raises ModelError."""
         if not is_whole(token) or not 0 <= token < target.vocab_size:
@@ -111,48 +128,53 @@ class HeadFolder:
 
 
 @dataclass(frozen=True)
-class Renamed:
-    """A `WeightSource` whose tensors have a model's names: `stored` maps these to the file's."""
+class Renamed(WeightSource):
+    """A `WeightSource` whose tensors have a model's names: `stored` maps these to the file's.
+
+    made: tensors that take the place of the file's, or that it does not have.
+    """
 
     source: HeadFolder
     stored: Mapping[str, str]
+    made: Mapping[str, Tensor] = field(default_factory=dict)
 
+    @override
     def names(self) -> Collection[str]:
-        """See `WeightSource.names`."""
-        return self.stored.keys()
+        return self.stored.keys() | self.made.keys()
 
+    @override
     def shape(self, name: str) -> tuple[int, ...]:
-        """See `WeightSource.shape`."""
-        return self.source.shape(self.stored[name])
+        return tuple(self.made[name].shape) if name in self.made else self.source.shape(self.stored[name])
 
+    @override
     def kind(self, name: str) -> str:
-        """See `WeightSource.kind`."""
-        return self.source.kind(self.stored[name])
+        return kind_of(self.made[name]) if name in self.made else self.source.kind(self.stored[name])
 
+    @override
     def read(self, name: str) -> Tensor:
-        """See `WeightSource.read`."""
-        return self.source.read(self.stored[name])
+        return self.made[name] if name in self.made else self.source.read(self.stored[name])
 
     def check(self, wanted: Mapping[str, tuple[int, ...]], kind: str) -> None:
         """Compare names and shapes with those of a head of this kind for this target.
 
         Raises ModelError for other names, PairError for other shapes, each with the found and the expected ones.
         """
-        missing, unexpected = sorted(wanted.keys() - self.stored.keys()), sorted(self.stored.keys() - wanted.keys())
+        names = set(self.names())
+        missing, unexpected = sorted(wanted.keys() - names), sorted(names - wanted.keys())
         if missing or unexpected:
-            found = [f"{len(names)} {what} ({_listed(names)})" for names, what in ((missing, "missing"),
-                     (unexpected, "unexpected")) if names]  # fmt: skip
+            found = [f"{len(own)} {what} ({_listed(own)})" for own, what in ((missing, "missing"),
+                     (unexpected, "unexpected")) if own]  # fmt: skip
             raise ModelError(
                 f"the tensors in {self.source.folder} are not those of a {kind!r} head: {' and '.join(found)}",
                 "name the method that the head was trained for, or download it again.",
             )
-        kinds = sorted({self.kind(name) for name in self.stored} - FLOATS.keys())
+        kinds = sorted({self.kind(name) for name in names} - FLOATS.keys())
         if kinds:
             raise ModelError(
                 f"{self.source.folder} has weights of the type {_listed(kinds)}", f"store them as {_listed([*FLOATS])}."
             )
         wrong = [
-            f"{self.stored[name]} is {list(self.shape(name))} and must be {list(shape)}"
+            f"{self.stored.get(name, name)} is {list(self.shape(name))} and must be {list(shape)}"
             for name, shape in sorted(wanted.items())
             if self.shape(name) != shape
         ]
@@ -161,6 +183,11 @@ class Renamed:
                 f"the head in {self.source.folder} does not fit the target: {'; '.join(wrong[:_SHOWN])}",
                 _OTHER,
             )
+
+
+def renamed(folder: HeadFolder, rename: Callable[[str], str | None] = str) -> Renamed:
+    """Return the tensors by the model's names; rename: from the file's, None = it is not the model's."""
+    return Renamed(folder, {new: name for name in folder.names() if (new := rename(name)) is not None})
 
 
 def check_kind(folder: Path, config: Mapping[str, Any], kind: str | None = None) -> None:
@@ -216,3 +243,59 @@ def _weights_of(folder: Path) -> Path:
 def _listed(names: Sequence[str]) -> str:
     more = f", and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more
+
+
+# The roles of a head's tensors, as data for code that works on heads of any kind.
+
+
+class Role(Enum):
+    """The sides of a tensor: hidden = the width of a state, n = attention heads or rows of an MLP, V = a vocabulary."""
+
+    STATE = "[hidden], a bias or the scales of a norm"
+    TABLE = "[V, hidden], its rows take a state's place"
+    OUTPUT = "[V, hidden], reads a state"
+    BETWEEN = "[hidden, streams * hidden], reads states and writes one"
+    READER = "[n, streams * hidden], reads states"
+    READER_BIAS = "[n]"
+    WRITER = "[hidden, n], writes a state"
+    HEADS = "[n] or [dimensions of a head], scales of queries or keys"
+    TOKENS = "[V], ids"
+
+
+@dataclass(frozen=True)
+class Part:
+    """A tensor's role; `streams` states lie side by side in its columns."""
+
+    role: Role
+    streams: int = 1
+
+
+@dataclass(frozen=True, eq=False)
+class HeadParts:
+    """The tensors of a kind of head, in the drafter's module under the name HEAD.
+
+    parts: by patterns of names, of which the first that matches counts; the first of all reads the target's states.
+    rename: from a file's name to that name; None = the tensor is one of the target's. check: raises ModelError for a
+    head whose config.json does not name the layers that it reads, which then depend on the target's number of layers.
+    """
+
+    parts: Mapping[str, Part]
+    rename: Callable[[str], str | None] = str
+    check: Callable[[HeadFolder], None] | None = None
+
+    def part(self, name: str) -> Part | None:
+        """Return the part that a model's name has; None = it has none."""
+        return next((part for pattern, part in self.parts.items() if re.fullmatch(pattern, name)), None)
+
+
+def head_parts(method: str) -> HeadParts | None:
+    """Return the parts of the heads that a method drafts with; None = it has none. Raises ConfigError if unknown."""
+    parts: HeadParts | None = getattr(plugins.load(DRAFTERS, method), "HEAD", None)
+    return parts
+
+
+LAYER_PARTS = {
+    r"layers\.\d+\.(input|post_attention)_layernorm\.weight": Part(Role.STATE),
+    r"layers\.\d+\.(self_attn\.[qkv]|mlp\.gate|mlp\.up)_proj\.weight": Part(Role.READER),
+    r"layers\.\d+\.(self_attn\.o|mlp\.down)_proj\.weight": Part(Role.WRITER),
+}

@@ -14,9 +14,10 @@ from itertools import accumulate
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from speculant.drafting.base import DrafterNeeds, StatelessDrafter
-from speculant.drafting.draws import DepthProbs, draw_trees, likeliest, new_chains
+from speculant.drafting.growth import DepthProbs, draw_trees, likeliest, new_chains
 from speculant.drafting.topology import StaticTree
 from speculant.kernels import REFERENCE, Sampler
 from speculant.models import CausalLM, FutureHeads
@@ -37,8 +38,8 @@ class RankedTree(StaticTree):
 
     ranked: tuple[Path, ...] = ()
 
+    @override
     def within(self, size: int) -> StaticTree:
-        """See `TreeTopology.within`."""
         return self if size >= len(self.ranked) else _first_nodes(self.ranked, size)
 
 
@@ -105,8 +106,8 @@ class FutureDrafter(StatelessDrafter):
     def roll_back(self, request: Request, dropped: Sequence[int]) -> None:
         """See `Drafter.roll_back`; only states of committed tokens are kept."""
 
+    @override
     def end(self, request: Request) -> None:
-        """See `Drafter.end`."""
         self._states.pop(request.seq_id, None)
 
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:

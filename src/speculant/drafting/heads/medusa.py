@@ -25,9 +25,8 @@ from typing import Any
 import torch
 
 from speculant.drafting.base import DrafterContext, Method, read_options, require_no_stop
-from speculant.drafting.heads.folder import HeadFolder, Renamed, require_target
+from speculant.drafting.heads.folder import HeadFolder, HeadParts, Part, Renamed, Role, require_target
 from speculant.drafting.heads.future import MOST_HEADS, UNKNOWN, FutureDrafter, OwnHeads, bounded, product_tree
-from speculant.drafting.heads.parts import HeadParts, Part, Role
 from speculant.drafting.heads.short import short_heads, short_tokens, spread_heads
 from speculant.drafting.topology import StaticTree, read_tree
 from speculant.errors import ConfigError, ModelError
@@ -78,8 +77,7 @@ def build(context: DrafterContext) -> FutureDrafter:
 
 def load(folder: HeadFolder, target: CausalLM) -> tuple[PlacedHeads, OwnHeads | None]:
     """Read the heads, and their own output heads if they have some."""
-    folder.check_size(folder.config.get("hidden_size"), target.hidden_size, "hidden states of")
-    folder.check_size(folder.config.get("vocab_size"), target.vocab_size, "a vocabulary of")
+    folder.check_sizes(target)
     weights = Renamed(folder, residual_names(folder))
     tokens = read_token_map(folder, target)
     with torch.device("meta"):  # heads that do not fit take no memory

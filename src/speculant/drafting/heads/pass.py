@@ -25,14 +25,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from torch import Tensor
+from typing_extensions import override
 
 from speculant.drafting.base import DrafterContext, Method, no_options, require_no_stop
-from speculant.drafting.heads.folder import HeadFolder, Renamed, require_target
+from speculant.drafting.heads.folder import HeadFolder, HeadParts, Part, Role, renamed, require_target
 from speculant.drafting.heads.future import FutureDrafter
-from speculant.drafting.heads.parts import HeadParts, Part, Role
 from speculant.drafting.topology import StaticTree
 from speculant.kernels import REFERENCE, Sampler
-from speculant.models import CausalLM, count
+from speculant.models import CausalLM, FutureHeads, count
 from speculant.sampling import Chances
 from speculant.types import CommittedRows, DraftTree, Request
 
@@ -42,11 +42,11 @@ METHOD = Method(default_length=2, uses_model=True)
 HEAD = HeadParts({r"look_ahead\.weight": Part(Role.TABLE)})
 
 
-class LookAheadStates:
+class LookAheadStates(FutureHeads):
     """`FutureHeads` whose input [r, T, hidden] already is a state for each further token."""
 
+    @override
     def states(self, hidden: Tensor, count: int) -> Tensor:
-        """See `FutureHeads.states`."""
         return hidden[:, :count].transpose(0, 1)
 
 
@@ -70,8 +70,8 @@ class LookAheadDrafter(FutureDrafter):
         self._states[request.seq_id] = rows.start + len(rows.tokens) - 1, states[None]
         self._counts[request.seq_id] = len(rows.ahead)
 
+    @override
     def end(self, request: Request) -> None:
-        """See `Drafter.end`."""
         super().end(request)
         self._counts.pop(request.seq_id, None)
 
@@ -98,9 +98,8 @@ def build(context: DrafterContext) -> LookAheadDrafter:
 
 def load(folder: HeadFolder, target: CausalLM) -> Tensor:
     """Read the embeddings [T, hidden]."""
-    folder.check_size(folder.config.get("hidden_size"), target.hidden_size, "hidden states of")
-    folder.check_size(folder.config.get("vocab_size"), target.vocab_size, "a vocabulary of")
+    folder.check_sizes(target)
     shape = (count(folder.config, "num_look_ahead"), target.hidden_size)
-    Renamed(folder, {name: name for name in folder.names()}).check({TENSOR: shape}, KIND)
+    renamed(folder).check({TENSOR: shape}, KIND)
     of = target.cache_shape
     return folder.read(TENSOR).to(of.device, of.dtype)

@@ -21,15 +21,14 @@ from torch import Tensor
 
 from speculant.drafting.base import DrafterContext, Method, read_options
 from speculant.drafting.heads.folder import MASK_STATE, MASK_TOKEN, HeadFolder, require_target
-from speculant.drafting.heads.hidden_drafter import HiddenDrafter
-from speculant.drafting.heads.hidden_runner import Encode, HiddenStateRunner
-from speculant.drafting.heads.three_states import NUM_STATES, load_head, read_layers
+from speculant.drafting.heads.hidden import Encode, HiddenDrafter, HiddenStateRunner
+from speculant.drafting.heads.page import NUM_STATES, load_head, three_states
 from speculant.drafting.model.one_pass import USUAL_LENGTH, Mask, OnePass
 from speculant.drafting.topology import StaticTree, tree_option
 from speculant.models import CausalLM
 
-KIND = "peagle"
 METHOD = Method(default_length=USUAL_LENGTH, uses_model=True, uses_head=True)
+PAGE = three_states("peagle")
 TOKENS = ("mask_token_id", MASK_TOKEN)  # keys of config.json
 
 
@@ -60,9 +59,9 @@ def build(context: DrafterContext) -> ParallelHeadDrafter:
     """Load the head; raises SpeculantError for one that does not fit the target."""
     options = read_options(context, ParallelHeadOptions)
     target, shape = require_target(context.target), tree_option(context, options.tree)
-    folder = HeadFolder.open(str(context.model), KIND)
-    layers = read_layers(folder, target)
-    model, encode = load_head(folder, target, KIND, {MASK_STATE: (1, 1, NUM_STATES * target.hidden_size)})
+    folder = HeadFolder.open(str(context.model), PAGE.kind)
+    layers = PAGE.layers(folder, target)
+    model, encode = load_head(PAGE, folder, target, {MASK_STATE: (1, 1, NUM_STATES * target.hidden_size)})
     mask = Mask(read_token(folder, target), mask_state(folder, target, encode))
     runner = HiddenStateRunner.of(context, model, encode=encode)
     return ParallelHeadDrafter(runner, layers, mask, context, shape)

@@ -7,8 +7,7 @@ output head with a row for each dimension of the hidden states.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from speculant.drafting.heads.future import OwnHeads
 from speculant.drafting.model.head_tokens import KEY, read_head_tokens
 from speculant.errors import PairError
 from speculant.kernels import soft_cap
-from speculant.models import CausalLM, Described, WeightSource, kind_of, linears_of, spread
+from speculant.models import CausalLM, Described, linears_of, spread
 
 FILE = f"{KEY}.json"
 ROWS = "lm_head.weight"
@@ -73,27 +72,3 @@ def short_heads(target: CausalLM, tokens: Sequence[int]) -> OwnHeads:
 def spread_heads(logits: Tensor, tokens: Tensor, vocab_size: int) -> Tensor:
     """Return logits [k, r, vocab_size] from those [k, r, n] of the tokens [n]; all others are -inf."""
     return spread(logits.flatten(0, 1), tokens, vocab_size).view(*logits.shape[:2], -1)
-
-
-@dataclass(frozen=True)
-class WithRows:
-    """A `WeightSource` of a head's tensors and of its own output head [n, hidden]."""
-
-    source: WeightSource
-    rows: Tensor
-
-    def names(self) -> Collection[str]:
-        """See `WeightSource.names`."""
-        return [*self.source.names(), ROWS]
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """See `WeightSource.shape`."""
-        return tuple(self.rows.shape) if name == ROWS else self.source.shape(name)
-
-    def kind(self, name: str) -> str:
-        """See `WeightSource.kind`."""
-        return kind_of(self.rows) if name == ROWS else self.source.kind(name)
-
-    def read(self, name: str) -> Any:
-        """See `WeightSource.read`."""
-        return self.rows if name == ROWS else self.source.read(name)

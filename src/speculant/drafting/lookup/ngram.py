@@ -14,8 +14,10 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from typing_extensions import override
+
 from speculant.drafting.base import DrafterContext, Method, read_options
-from speculant.drafting.lookup.reading import ReadingDrafter, match_score
+from speculant.drafting.lookup.reading import ReadingDrafter, SequenceReader, match_score
 from speculant.drafting.lookup.recent_match import LookupDrafter, LookupOptions
 from speculant.errors import ConfigError
 from speculant.types import DraftTree
@@ -78,7 +80,7 @@ class Table:
         return None if token is None else (token, self.count(context, token) / self._totals[context])
 
 
-class Predictor:
+class Predictor(SequenceReader):
     """The tables of one sequence: a `SequenceReader`."""
 
     def __init__(self, options: NgramOptions) -> None:
@@ -105,8 +107,8 @@ class Predictor:
         """Return up to `limit` likely next tokens, fewer when no context is known."""
         return [token for token, _ in self._predict(limit)]
 
+    @override
     def draft(self, limit: int, ahead: Sequence[int] = ()) -> DraftTree:
-        """See `SequenceReader.draft`."""
         predicted = self._predict(limit, ahead)
         return DraftTree.chain([token for token, _ in predicted], scores=[score for _, score in predicted])
 

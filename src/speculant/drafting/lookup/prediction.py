@@ -18,6 +18,7 @@ from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import override
 
 from speculant.drafting.base import DrafterContext, DrafterNeeds, Method, StatelessDrafter, no_options
 from speculant.types import DraftTree, Request
@@ -87,12 +88,12 @@ class PredictionDrafter(StatelessDrafter):
     def __init__(self) -> None:
         self._alignments: dict[int, Alignment] = {}
 
+    @override
     def begin(self, request: Request) -> None:
-        """See `Drafter.begin`."""
         self._alignments[request.seq_id] = Alignment(request.prediction, len(request.prompt))
 
+    @override
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
-        """See `Drafter.propose`."""
         return [self._propose_one(request, limit) for request, limit in zip(requests, limits, strict=True)]
 
     def _propose_one(self, request: Request, limit: int) -> DraftTree:
@@ -103,8 +104,8 @@ class PredictionDrafter(StatelessDrafter):
         tokens = alignment.ahead(limit)
         return DraftTree.chain(tokens, scores=[_agreement(alignment.run + i) for i in range(len(tokens))])
 
+    @override
     def end(self, request: Request) -> None:
-        """See `Drafter.end`."""
         self._alignments.pop(request.seq_id, None)
 
 

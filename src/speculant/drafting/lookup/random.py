@@ -14,9 +14,10 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from speculant.drafting.base import DrafterContext, DrafterNeeds, Method, StatelessDrafter, no_options
-from speculant.drafting.draws import draw_chains, new_chains
+from speculant.drafting.growth import draw_chains, new_chains
 from speculant.sampling import Chances, Node
 from speculant.types import DraftTree, Request
 
@@ -32,8 +33,8 @@ class RandomDrafter(StatelessDrafter):
         self._chances = chances
         self._uniform = torch.full((1, vocab_size), 1 / vocab_size, dtype=torch.float64, device=device)
 
+    @override
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
-        """See `Drafter.propose`."""
         return draw_chains(new_chains(zip(requests, limits, strict=True), self._chances), self._next_probs)
 
     def _next_probs(self, nodes: Sequence[Node]) -> Tensor:

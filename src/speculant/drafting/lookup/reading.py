@@ -11,17 +11,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from typing_extensions import override
+
 from speculant.drafting.base import StatelessDrafter
 from speculant.types import DraftTree, Request
 
 
 class SequenceReader(Protocol):
-    """Reads one sequence and drafts its next tokens."""
+    """Reads one sequence and drafts its next tokens. seen: how many it has read, those of the source included."""
 
-    @property
-    def seen(self) -> int:
-        """The number of tokens that were read, those of the source included."""
-        ...
+    seen: int
 
     def update(self, tokens: Sequence[int]) -> None:
         """Read tokens that follow everything seen so far."""
@@ -39,19 +38,19 @@ class ReadingDrafter(StatelessDrafter):
         self._make = make
         self._readers: dict[int, SequenceReader] = {}
 
+    @override
     def begin(self, request: Request) -> None:
-        """See `Drafter.begin`."""
         self._readers[request.seq_id] = self._make(request)
 
+    @override
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
-        """See `Drafter.propose`."""
         return [self._propose_one(request, limit) for request, limit in zip(requests, limits, strict=True)]
 
     def roll_back(self, request: Request, dropped: Sequence[int]) -> None:
         """See `Drafter.roll_back`; only committed tokens were read."""
 
+    @override
     def end(self, request: Request) -> None:
-        """See `Drafter.end`."""
         self._readers.pop(request.seq_id, None)
 
     def _propose_one(self, request: Request, limit: int) -> DraftTree:

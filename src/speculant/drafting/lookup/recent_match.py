@@ -13,7 +13,9 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from speculant.drafting.lookup.reading import ReadingDrafter, match_score
+from typing_extensions import override
+
+from speculant.drafting.lookup.reading import ReadingDrafter, SequenceReader, match_score
 from speculant.errors import ConfigError
 from speculant.tree import DraftTree
 
@@ -37,7 +39,7 @@ class LookupOptions:
             )
 
 
-class RecentMatches:
+class RecentMatches(SequenceReader):
     """The `SequenceReader` of one sequence. A place is the position of the token that followed a string."""
 
     def __init__(self, options: LookupOptions) -> None:
@@ -45,19 +47,16 @@ class RecentMatches:
         self._longest = options.prompt_lookup_max
         self._tables: list[tuple[int, dict[bytes, int]]] = [(length, {}) for length in lengths]
         self._tokens: list[int] = []
+        self.seen = 0
         self._packed = bytearray()  # the tokens as bytes, of which keys are slices
 
-    @property
-    def seen(self) -> int:
-        """The number of tokens that were read."""
-        return len(self._tokens)
-
+    @override
     def update(self, tokens: Sequence[int]) -> None:
-        """See `SequenceReader.update`."""
         self._packed += array("i", tokens).tobytes()
         for token in tokens:
             self._enter(len(self._tokens))
             self._tokens.append(token)
+        self.seen += len(tokens)
 
     def draft(self, limit: int, ahead: Sequence[int] = ()) -> DraftTree:
         """See `SequenceReader.draft`. A copy that reaches the end of the text goes on with its own tokens."""

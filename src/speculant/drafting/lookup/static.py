@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+from typing_extensions import override
 
 from speculant.drafting.base import DrafterContext, DrafterNeeds, Method, StatelessDrafter, read_options
-from speculant.drafting.draws import draw_chains, new_chains
+from speculant.drafting.growth import draw_chains, new_chains
 from speculant.drafting.lookup.tables import BigramTables
 from speculant.errors import ConfigError
 from speculant.kernels import REFERENCE, Sampler
@@ -45,8 +46,8 @@ class StaticDrafter(StatelessDrafter):
     def __init__(self, tables: BigramTables, chances: Chances, sampler: Sampler = REFERENCE) -> None:
         self._tables, self._chances, self._sampler = tables, chances, sampler
 
+    @override
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
-        """See `Drafter.propose`."""
         drafts = draw_chains(new_chains(zip(requests, limits, strict=True), self._chances), self._next_probs)
         return [self._scored(request, draft) for request, draft in zip(requests, drafts, strict=True)]
 

@@ -22,8 +22,10 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from typing_extensions import override
+
 from speculant.drafting.base import DrafterContext, Method, read_options
-from speculant.drafting.lookup.reading import ReadingDrafter, match_score
+from speculant.drafting.lookup.reading import ReadingDrafter, SequenceReader, match_score
 from speculant.errors import ConfigError
 from speculant.kernels import Continuation, SuffixIndex, SuffixSettings, open_suffix_index
 from speculant.text import read_sequences
@@ -146,7 +148,7 @@ class SuffixStore:
             self._older = TextGeneration()
 
 
-class SuffixReader:
+class SuffixReader(SequenceReader):
     """The `SequenceReader` of one sequence: its own index, and the store's texts of its salt."""
 
     def __init__(self, index: SuffixIndex, store: SuffixStore, salt: str, most_recent: int) -> None:
@@ -154,14 +156,14 @@ class SuffixReader:
         self._recent, self._most_recent = list[int](), most_recent  # the newest tokens, which a match can have
         self.seen = 0
 
+    @override
     def update(self, tokens: Sequence[int]) -> None:
-        """See `SequenceReader.update`."""
         self._index.extend(tokens)
         self._recent = [*self._recent, *tokens[-self._most_recent :]][-self._most_recent :]
         self.seen += len(tokens)
 
+    @override
     def draft(self, limit: int, ahead: Sequence[int] = ()) -> DraftTree:
-        """See `SequenceReader.draft`."""
         recent = [*self._recent, *ahead][-self._most_recent :]
         own = self._index.continuation(recent, limit)
         found = max([own, *self._store.continuations(self._salt, recent, limit)], key=lambda each: each.score)

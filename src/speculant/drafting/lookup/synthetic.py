@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from typing_extensions import override
+
 from speculant.drafting.base import DrafterContext, Method, StatelessDrafter, read_options
 from speculant.errors import ConfigError
 from speculant.sampling import mix
@@ -39,8 +41,8 @@ class SyntheticDrafter(StatelessDrafter):
         self._vocab_size = vocab_size
         self._scripts: dict[tuple[tuple[int, ...], ...], list[int]] = {}  # by source and prompt
 
+    @override
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
-        """See `Drafter.propose`."""
         return [self._propose_one(request, limit) for request, limit in zip(requests, limits, strict=True)]
 
     def _propose_one(self, request: Request, limit: int) -> DraftTree:

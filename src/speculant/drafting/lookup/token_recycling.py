@@ -25,6 +25,7 @@ from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import override
 
 from speculant.drafting.base import DrafterContext, DrafterNeeds, Method, StatelessDrafter, read_options
 from speculant.errors import ConfigError
@@ -109,16 +110,16 @@ class TokenRecycling(StatelessDrafter):
         self._sequences: dict[int, Recycled] = {}
         self._acceptance = NodeAcceptance()
 
+    @override
     def begin(self, request: Request) -> None:
-        """See `Drafter.begin`."""
         self._sequences[request.seq_id] = Recycled()
 
+    @override
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
-        """See `Drafter.propose`."""
         return [self._propose_one(request, limit) for request, limit in zip(requests, limits, strict=True)]
 
+    @override
     def observe(self, request: Request, rows: CommittedRows) -> None:
-        """See `Drafter.observe`."""
         sequence = self._sequences[request.seq_id]
         self._acceptance.learn(sequence.draft, sequence.ranks, rows.gained)
         sequence.draft = DraftTree.empty()
@@ -126,8 +127,8 @@ class TokenRecycling(StatelessDrafter):
             tokens, best = zip(*rows.successors, strict=True)
             self._matrix(request.cache_salt)[list(tokens), : len(best[0])] = best
 
+    @override
     def end(self, request: Request) -> None:
-        """See `Drafter.end`."""
         self._sequences.pop(request.seq_id, None)
 
     def _matrix(self, cache_salt: str) -> NDArray[np.int32]:

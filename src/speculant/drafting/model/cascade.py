@@ -14,13 +14,16 @@ passes of the draft model for n tokens, 145 microseconds more than a native chai
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from typing_extensions import override
+
 from speculant.cache import Source
 from speculant.drafting.base import DrafterContext, Method, read_options
-from speculant.drafting.combine.composite import CompositeDrafter, SubDrafter, build_sub_drafter
+from speculant.drafting.composite import CompositeDrafter, SubDrafter, build_sub_drafter
+from speculant.drafting.methods import WITH_MODEL
 from speculant.drafting.model.drafter import ModelDrafter
 from speculant.drafting.model.head_tokens import read_head_tokens
 from speculant.drafting.model.runner import DraftModelRunner
@@ -71,41 +74,51 @@ def copy_of(request: Request) -> DraftedRequest:
     )
 
 
-class InnerDrafter:
-    """Guesses the tokens that a draft model draws next. Its errors cost guesses and go to `count`."""
+class InnerDrafter(CompositeDrafter):
+    """Guesses the tokens that a draft model draws next; its sub-drafter sees a copy of each request."""
 
-    def __init__(self, sub_drafter: SubDrafter, vocab_size: int, count: Callable[[int], None]) -> None:
-        self.drafter = CompositeDrafter([sub_drafter], vocab_size, count)
+    listens = False  # unless the sub-drafter does
+
+    def __init__(self, sub_drafter: SubDrafter, vocab_size: int) -> None:
+        super().__init__([sub_drafter], vocab_size)
         self._copies: dict[int, DraftedRequest] = {}
 
+    @override
     def begin(self, request: Request) -> None:
-        """See `Drafter.begin`."""
         self._copies[request.seq_id] = copy = copy_of(request)
-        self.drafter.begin(copy)
+        super().begin(copy)
 
+    @override
     def observe_source(self, request: Request, source: Source) -> None:
-        """See `Drafter.observe_source`."""
-        self.drafter.observe_source(self._copies[request.seq_id], source)
+        super().observe_source(self._copies[request.seq_id], source)
 
+    @override
     def end(self, request: Request) -> None:
-        """See `Drafter.end`."""
         if request.seq_id in self._copies:
-            self.drafter.end(self._committed(request))
+            super().end(self._committed(request))
             del self._copies[request.seq_id]
 
+    @override
     def catch_up(self, requests: Sequence[Request]) -> None:
-        """See `Drafter.catch_up`."""
-        self.drafter.catch_up([self._committed(request) for request in requests])
+        super().catch_up([self._committed(request) for request in requests])
 
+    @override
     def observe(self, request: Request, rows: CommittedRows) -> None:
-        """See `Drafter.observe`."""
-        self.drafter.observe(self._committed(request), rows)
+        super().observe(self._committed(request), rows)
+
+    @override
+    def roll_back(self, request: Request, dropped: Sequence[int]) -> None:
+        """Wait for the next call, which compares the copy with the request."""
+
+    @override
+    def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
+        """Propose nothing by itself: the draft model asks for guesses."""
+        return [DraftTree.empty()] * len(requests)
 
     def guess(self, chains: Sequence[Chain]) -> list[DraftTree]:
         """Return, for each chain, a guess of the tokens that it draws next; see `Guess`."""
         pairs = [(self._drafted(chain), chain.limit - len(chain.tokens) - 1) for chain in chains]
-        (guarded,) = self.drafter.guarded
-        guesses = self.drafter.propose_with(guarded, pairs)
+        guesses = self.propose_with(self.guarded[0], pairs)
         return [guesses.get(chain.request.seq_id, DraftTree.empty()) for chain in chains]
 
     def _drafted(self, chain: Chain) -> DraftedRequest:
@@ -127,7 +140,7 @@ class InnerDrafter:
         dropped = copy.tokens[keep:]
         if dropped:
             copy.shorten(keep)
-            self.drafter.roll_back(copy, dropped)
+            super().roll_back(copy, dropped)
         copy.extend(request.tokens[keep:])
         copy.agreed, copy.num_drafted = len(request.tokens) - request.num_drafted, request.num_drafted
         copy.rounds = request.rounds
@@ -135,52 +148,34 @@ class InnerDrafter:
         return copy
 
 
-class CascadeDrafter(ModelDrafter):
-    """See the module's docstring. Drafts for beam searches are those of the model alone."""
+class CascadeDrafter(CompositeDrafter):
+    """A draft model and its inner drafter, of which the model drafts; see the module's docstring.
+
+    Drafts for beam searches are those of the model alone.
+    """
 
     def __init__(self, runner: DraftModelRunner, inner: SubDrafter, context: DrafterContext) -> None:
-        super().__init__(runner, context.vocab_size, context.sampler)
-        self._inner = InnerDrafter(inner, context.vocab_size, self._count)
-        self.guess = self._inner.guess
-        own = inner.drafter.needs
+        model, guessing = (
+            ModelDrafter(runner, context.vocab_size, context.sampler),
+            InnerDrafter(inner, context.vocab_size),
+        )
+        model.guess, own = guessing.guess, inner.drafter.needs
+        members = [SubDrafter(WITH_MODEL, model, METHOD.default_length), SubDrafter(inner.method, guessing, 1)]
+        super().__init__(members, context.vocab_size)
         self.needs = replace(
-            self.needs,
+            model.needs,
             hidden_layers=own.hidden_layers,
             target_cache=own.target_cache,
             reads_encoder=own.reads_encoder,
         )
-        self.listens, self.sub_drafters = self._inner.drafter.listens, self._inner.drafter.sub_drafters
-        self.caches = (runner.cache, *inner.drafter.caches)
+        self._guessing, self.sub_drafters = guessing, guessing.sub_drafters
 
-    def begin(self, request: Request) -> None:
-        """See `Drafter.begin`."""
-        super().begin(request)
-        self._inner.begin(request)
-
-    def observe_source(self, request: Request, source: Source) -> None:
-        """See `Drafter.observe_source`."""
-        self._inner.observe_source(request, source)
-
-    def catch_up(self, requests: Sequence[Request]) -> None:
-        """See `Drafter.catch_up`."""
-        super().catch_up(requests)
-        self._inner.catch_up(requests)
-
-    def observe(self, request: Request, rows: CommittedRows) -> None:
-        """See `Drafter.observe`."""
-        self._inner.observe(request, rows)
-
-    def match_prefix(self, request: Request) -> int:
-        """See `Drafter.match_prefix`."""
-        return self._inner.drafter.match_prefix(request)
-
-    def end(self, request: Request) -> None:
-        """See `Drafter.end`."""
-        super().end(request)
-        self._inner.end(request)
-
-    def _count(self, errors: int) -> None:
-        self.errors += errors
+    @override
+    def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
+        before = self._guessing.errors
+        drafts = self.propose_with(self.guarded[0], zip(requests, limits, strict=True))
+        self.count(self._guessing.errors - before)  # of guesses, which the model asks for
+        return [drafts.get(request.seq_id, DraftTree.empty()) for request in requests]
 
 
 def build(context: DrafterContext) -> CascadeDrafter:

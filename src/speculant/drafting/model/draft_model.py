@@ -25,7 +25,7 @@ METHOD = Method(default_length=5, uses_model=True)  # docs/references.md, config
 class DraftModelOptions:
     """tree: children per node at each depth, as [3, 2, 1], or the ranks on the way to every node; None = a chain.
 
-    It may also be "dynamic", or {"topk": 3, "depth": 6} with other numbers: see drafting/model/dynamic.py.
+    It may also be "dynamic", or {"topk": 3, "depth": 6} with other numbers: see drafting/growth.py.
     head_tokens: the file of a short head, see drafting/model/head_tokens.py; None = all tokens can be drawn.
     parallel: False = a model that could draft in one pass drafts token by token. encoder: "own", or "target" = an
     encoder-decoder draft model reads the results of the target's encoder, and its own encoder does not run.

@@ -8,22 +8,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from typing_extensions import override
+
 from speculant.cache import Source
 from speculant.drafting.base import DrafterContext, DrafterNeeds, StatelessDrafter
+from speculant.drafting.growth import Drafting, Guess, draft_beams, draft_shaped, grow_chains, grow_trees
 from speculant.drafting.guard import Proposals
-from speculant.drafting.model.beams import draft_beams
-from speculant.drafting.model.dynamic import grow_dynamic
-from speculant.drafting.model.runner import DraftModelRunner, Guess, grow
-from speculant.drafting.model.trees import grow_trees, plan_trees
-from speculant.drafting.topology import USUAL_NODES, DynamicTree, TreeTopology
+from speculant.drafting.model.runner import DraftModelRunner
+from speculant.drafting.topology import USUAL_NODES, DynamicTree, StaticTree, TreeTopology
 from speculant.errors import ConfigError, PairError
 from speculant.kernels import REFERENCE, Sampler
-from speculant.models import CausalLM
+from speculant.models import CausalLM, Chain
 from speculant.types import DraftTree, Request
 
 NODES_PER_BEAM = 2
-
-Drafting = Sequence[tuple[Request, int]]  # requests with their limits
 
 
 class ModelDrafter(StatelessDrafter):
@@ -71,60 +69,66 @@ class ModelDrafter(StatelessDrafter):
             )
         self.needs, self._runner.sources.reads_target = replace(self.needs, reads_encoder=True), True
 
+    @override
     def begin(self, request: Request) -> None:
-        """See `Drafter.begin`."""
         self._runner.begin(request)
 
+    @override
     def end(self, request: Request) -> None:
-        """See `Drafter.end`."""
         self._runner.end(request)
 
+    @override
     def observe_source(self, request: Request, source: Source) -> None:
-        """See `Drafter.observe_source`."""
         self._runner.sources.observe(request, source)
 
     def roll_back(self, request: Request, dropped: Sequence[int]) -> None:
         """See `Drafter.roll_back`; the runner compares the tokens in its cache with the request's anyway."""
 
+    @override
     def catch_up(self, requests: Sequence[Request]) -> None:
-        """See `Drafter.catch_up`."""
-        self._draw_chains([(request, 0) for request in requests])
+        self._draw([(request, 0) for request in requests], None)
 
+    @override
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
-        """See `Drafter.propose`."""
         drafting, searching = list[tuple[Request, int]](), list[tuple[Request, int]]()
         for request, limit in zip(requests, limits, strict=True):
             if limit > 0:
                 (drafting if request.search is None else searching).append((request, limit))
-        drafts = self._draft(drafting, self._topology)
+        topology = self._topology
+        if isinstance(topology, DynamicTree):
+            drafts = self._draft_dynamic(drafting, topology)
+        else:
+            drafts = self._draw(drafting, topology)
         if searching:
             drafts |= self._draft_beams(searching)
-        return [drafts.get(request.seq_id, DraftTree.empty()) for request in requests]
+        empty = DraftTree.empty()
+        return [drafts.get(request.seq_id, empty) for request in requests]
 
-    def _draft(self, drafting: Drafting, topology: TreeTopology | DynamicTree | None) -> Proposals:
-        if topology is None:
-            return self._draw_chains(drafting)
-        if not isinstance(topology, DynamicTree):
-            return self._draw_trees(drafting, topology)
+    def _draft_dynamic(self, drafting: Drafting, topology: DynamicTree) -> Proposals:
+        """Draft dynamic trees, and chains as deep for requests with ratio rules, which such a shape would bias."""
         ranked = [(request, limit) for request, limit in drafting if request.shared_noise]
         others = [(request, min(limit, topology.depth)) for request, limit in drafting if not request.shared_noise]
-        drafts = self._draw_chains(others) if others else Proposals()
-        return drafts | grow_dynamic(self._runner, ranked, topology, self._vocab_size, self._sampler)
+        drafts = self._draw(others, None) if others else Proposals()
+        return drafts | self._draw(ranked, topology)
 
-    def _draw_chains(self, drafting: Drafting) -> Proposals:
+    def _draw(self, drafting: Drafting, topology: TreeTopology | DynamicTree | None) -> Proposals:
+        """Draft for pairs (request, limit); topology None = chains."""
         runner, drafts = self._runner, Proposals()
+        if isinstance(topology, StaticTree | DynamicTree):
+            return draft_shaped(runner, drafting, topology, self._vocab_size, self._sampler)
+        if topology is not None:
+            return grow_trees([runner], drafting, topology, self._vocab_size, self._sampler)
         chains = runner.plan(drafting)
-        grow(runner.model, chains, runner.cache, self._vocab_size, self._sampler, self.guess)
+        self._grow(chains)
         for chain in chains:
             runner.note(chain.request, [*chain.input_tokens, *chain.tokens[:-1]])
             if chain.tokens:
                 drafts[chain.request.seq_id] = chain.draft()
         return drafts
 
-    def _draw_trees(self, drafting: Drafting, topology: TreeTopology) -> Proposals:
-        trees = plan_trees([self._runner], drafting)
-        grow_trees([self._runner], trees, topology, self._vocab_size, self._sampler)
-        return {tree.request.seq_id: draft for tree in trees if (draft := tree.draft()).size}
+    def _grow(self, chains: Sequence[Chain]) -> None:
+        runner = self._runner
+        grow_chains(runner.model, chains, runner.cache, self._vocab_size, self._sampler, self.guess)
 
     def _draft_beams(self, drafting: Drafting) -> Proposals:
         """Draft for beam searches, at most as deep as the configured tree."""

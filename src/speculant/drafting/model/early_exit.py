@@ -30,7 +30,7 @@ class EarlyExitOptions:
     """layers: how many of the target's layers draft; None = a quarter of them.
 
     tree: children per node at each depth, as [3, 2, 1], or the ranks on the way to every node; "dynamic", or
-    {"topk": 3, "depth": 6} with other numbers: see drafting/model/dynamic.py; None = a chain.
+    {"topk": 3, "depth": 6} with other numbers: see drafting/growth.py; None = a chain.
     """
 
     layers: Any = None

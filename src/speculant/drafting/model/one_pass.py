@@ -17,15 +17,24 @@ from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from speculant.drafting.base import DrafterContext
-from speculant.drafting.draws import DepthProbs, draw_chains, draw_trees, likeliest
+from speculant.drafting.growth import (
+    DepthProbs,
+    Drafting,
+    chain_input,
+    draw_chains,
+    draw_trees,
+    fit_vocabulary,
+    likeliest,
+)
 from speculant.drafting.guard import Proposals
-from speculant.drafting.model.drafter import Drafting, ModelDrafter, make_drafter
-from speculant.drafting.model.runner import DraftModelRunner, fit_vocabulary
-from speculant.drafting.topology import DynamicTree, StaticTree, TreeTopology
+from speculant.drafting.model.drafter import ModelDrafter, make_drafter
+from speculant.drafting.model.runner import DraftModelRunner
+from speculant.drafting.topology import DynamicTree, StaticTree
 from speculant.kernels import REFERENCE, Sampler
-from speculant.models import CausalLM, Chain, SequenceInput, build_batch, known
+from speculant.models import CausalLM, Chain, SequenceInput, build_batch
 from speculant.sampling import Node
 from speculant.types import DraftTree
 
@@ -56,12 +65,11 @@ class Mask:
 
     def input(self, chain: Chain, count: int, vocab_size: int) -> SequenceInput:
         """Return the input of a chain's tokens and of `count` masks after them, for a model of `vocab_size` tokens."""
-        tokens, states = [*known(chain.input_tokens, vocab_size), *[self.token] * count], chain.hidden
+        states = chain.hidden
         if states is not None and self.state is not None:
             states = torch.cat((states, self.state.to(states.dtype).expand(count, -1)))
-        request, empty = chain.request, DraftTree.empty()
-        length = request.num_positions
-        return SequenceInput(request.seq_id, tokens, empty, hidden=states, length=length, source=chain.source)
+        tokens = [*chain.input_tokens, *[self.token] * count]
+        return chain_input(chain, tokens, vocab_size, DraftTree.empty(), states)
 
 
 class OnePass(ModelDrafter):
@@ -70,13 +78,8 @@ class OnePass(ModelDrafter):
     mask: Mask
     shape: StaticTree | None
 
-    def _draw_chains(self, drafting: Drafting) -> Proposals:
-        return self._draw(drafting)
-
-    def _draw_trees(self, drafting: Drafting, topology: TreeTopology) -> Proposals:
-        return self._draw(drafting)
-
-    def _draw(self, drafting: Drafting) -> Proposals:
+    @override
+    def _draw(self, drafting: Drafting, topology: object) -> Proposals:
         chains, drafts, others = self._runner.plan(drafting), Proposals(), list[Chain]()
         shapes = [self._drafted_shape(chain.limit) for chain in chains]
         logits, first = self._pass(chains, [shape.depth if shape else 0 for shape in shapes])

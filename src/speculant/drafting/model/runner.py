@@ -13,163 +13,20 @@ The tokens are those that the model reads: a model of another tokenizer reads a 
 
 from __future__ import annotations
 
-import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Self
 
-import torch
 from torch import Tensor
 
 from speculant.cache import KVCache, ReservationPlan, Source
 from speculant.drafting.base import DrafterContext
 from speculant.drafting.model.sources import DraftSources
-from speculant.kernels import REFERENCE, Sampler
-from speculant.models import CausalLM, Chain, Hidden, MappedVocabulary, SequenceInput, build_batch, known
-from speculant.sampling import Chances, MostLikely, Node
-from speculant.sampling.distribution import distribution
+from speculant.models import CausalLM, Chain, MappedVocabulary, SequenceInput, known
+from speculant.sampling import Chances, MostLikely
 from speculant.types import DraftTree, Request
-
-# A chain, its next input tokens, and the hidden states that they take in, if the model takes in any.
-Growing = tuple[Chain, list[int], Tensor | None]
-# For each chain, a tree of tokens that it may draw next, of fewer nodes than it has tokens to draw.
-Guess = Callable[[Sequence[Chain]], Sequence[DraftTree]]
-
-
-def guess_nothing(chains: Sequence[Chain]) -> list[DraftTree]:
-    """Return empty trees: every pass draws one token."""
-    return [DraftTree.empty()] * len(chains)
-
-
-def grow(
-    model: CausalLM,
-    chains: Sequence[Chain],
-    cache: KVCache,
-    vocab_size: int,
-    sampler: Sampler = REFERENCE,
-    guess: Guess | None = None,
-) -> None:
-    """Draw every chain's tokens, over a vocabulary of `vocab_size`; the cache must have room for all.
-
-    A native model draws a chain in one call, without guesses; other chains are drawn pass by pass.
-
-    On row-invariant kernels a chain's tokens and distributions do not depend on the rest of the batch, nor on `guess`:
-    each pass computes the rows of a guess too, and a token that was guessed needs no pass of its own (arXiv 2211.17192,
-    section 6). Every token is drawn by the chain's own chance from the model's own distribution.
-    """
-    others = chains if guess else model.grow(chains, cache, vocab_size)
-    if others:
-        stepwise = _Stepwise(model, cache, vocab_size, sampler, guess or guess_nothing)
-        stepwise.grow([(chain, chain.input_tokens, chain.hidden) for chain in others])
-
-
-@dataclass(frozen=True)
-class _Stepwise:
-    """Passes that draw at least one token for each chain; `CausalLM.grow` must give the same result."""
-
-    model: CausalLM
-    cache: KVCache
-    vocab_size: int
-    sampler: Sampler
-    guess: Guess
-
-    def grow(self, growing: list[Growing]) -> None:
-        """Draw until every chain is complete."""
-        while growing:
-            growing = self._step(growing)
-
-    def _step(self, growing: Sequence[Growing]) -> list[Growing]:
-        """Run a pass over the chains' input tokens and guesses; return the next pass's chains."""
-        trees, size = self.guess([chain for chain, _, _ in growing]), self.model.vocab_size
-        inputs, drawing, rows, end = list[SequenceInput](), list[tuple[Chain, DraftTree]](), list[int](), 0
-        roots = dict[Chain, int]()
-        for (chain, tokens, states), tree in zip(growing, trees, strict=True):
-            inputs.append(
-                SequenceInput(
-                    chain.request.seq_id,
-                    known(tokens, size),
-                    _known_tree(tree, size),
-                    hidden=states,
-                    length=chain.request.num_positions,
-                    source=chain.source,
-                )
-            )
-            root, end = end + len(tokens) - 1, end + len(tokens) + tree.size
-            roots[chain] = root
-            if chain.limit:
-                drawing.append((chain, tree))
-                rows += range(root, end)
-        batch = build_batch(inputs, self.cache, self.model.cache_shape.device)
-        hidden = self.model.forward(batch, self.cache.storage)
-        drawn = self._draw(drawing, hidden.last[rows]) if drawing else []
-        return [(chain, chain.tokens[-1:], _carried(hidden, roots[chain])) for chain in drawn]
-
-    def _draw(self, drawing: Sequence[tuple[Chain, DraftTree]], hidden: Tensor) -> list[Chain]:
-        """Draw along the guesses, drop the rest of them from the cache and return the chains that go on.
-
-        hidden has the rows of each guess's root and nodes.
-        """
-        logits = fit_vocabulary(self.model.logits(hidden), self.vocab_size)
-        nodes = [
-            Node(chain.request, [*chain.tokens, *tree.tokens_to(node)], chain.softened)
-            for chain, tree in drawing
-            for node in range(-1, tree.size)
-        ]
-        probs = distribution(logits, nodes, self.sampler)
-        totals, unfinished, first = probs.sum(-1).tolist(), list[Chain](), 0
-        for chain, tree in drawing:
-            end = first + 1 + tree.size
-            path, goes_on = draw_along(chain, tree, probs[first:end], totals[first:end])
-            if path and chain.emits_probs:
-                drawn = probs[[first + 1 + node for node in path]]
-                chain.probs = drawn if chain.probs is None else torch.cat([chain.probs, drawn])
-            if tree.size:
-                seq_id = chain.request.seq_id
-                self.cache.compact(seq_id, self.cache.length(seq_id) - tree.size, path[1:])
-            if goes_on:
-                unfinished.append(chain)
-            first = end
-        return unfinished
-
-
-def draw_along(chain: Chain, tree: DraftTree, probs: Tensor, totals: Sequence[float]) -> tuple[list[int], bool]:
-    """Draw a chain's tokens after the root of a guess and after each node that is drawn.
-
-    probs [n + 1, V] and their sums `totals` are those after the root and after each node. Returns the nodes after which
-    a token was drawn, -1 = the root, and whether the chain goes on: see `Chain` for its ends.
-    """
-    path, node = list[int](), -1
-    while 0 < totals[1 + node] < math.inf:
-        token = chain.chance.draw(probs[1 + node])
-        chain.tokens = [*chain.tokens, token]
-        path.append(node)
-        if len(chain.tokens) == chain.limit or (chain.stop_below and float(probs[1 + node, token]) < chain.stop_below):
-            return path, False
-        child = tree.child(node, token)
-        if child is None:
-            return path, True
-        node = child
-    return path, False
-
-
-def _carried(hidden: Hidden, row: int) -> Tensor | None:
-    return None if hidden.carried is None else hidden.carried[row : row + 1]
-
-
-def _known_tree(tree: DraftTree, vocab_size: int) -> DraftTree:
-    """Return a tree as a model of `vocab_size` tokens can read it: see `known`."""
-    tokens = known(tree.token_list, vocab_size)
-    return tree if tokens == tree.token_list else DraftTree.of(tokens, tree.parent_list)
-
-
-def fit_vocabulary(logits: Tensor, vocab_size: int) -> Tensor:
-    """Cut or pad logits [r, v] to [r, vocab_size]; padding is impossible to draw."""
-    missing = vocab_size - logits.shape[-1]
-    if missing <= 0:
-        return logits[:, :vocab_size]
-    return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)
 
 
 @dataclass
@@ -269,34 +126,33 @@ class DraftModelRunner:
         """Drop the drafted tokens from a sequence's cache."""
         self.cache.truncate_to(request.seq_id, len(self.text(request)))
 
-    def root(self, request: Request) -> list[int]:
-        """Return the input token of a draft's root, after dropping it and what follows from the cache."""
-        text = self.text(request)
+    def tree_input(self, request: Request, tree: DraftTree, carried: Tensor | None) -> SequenceInput:
+        """Return the input of a root and the tree below it, after dropping them from the cache.
+
+        carried [1 + n, hidden]: the states that the root and each node of the last pass hand on, if any.
+        """
+        text, size = self.text(request), self.model.vocab_size
         self.cache.truncate_to(request.seq_id, len(text) - 1)
-        return text[-1:]
-
-    def tree_input(self, request: Request, tree: DraftTree) -> SequenceInput:
-        """Return the input of a root and the tree below it, after dropping them from the cache."""
-        tokens = known(self.root(request), self.model.vocab_size)
+        tokens, own = known(text[-1:], size), DraftTree.of(known(tree.token_list, size), tree.parent_list)
         source = self.sources.id_of(request)
-        return SequenceInput(request.seq_id, tokens, tree, length=request.num_positions, source=source)
-
-    def keep(self, inputs: Sequence[SequenceInput], hidden: Hidden) -> None:
-        """Keep the states that later rows of these sequences take in; most models take in tokens alone."""
+        return SequenceInput(request.seq_id, tokens, own, length=request.num_positions, source=source)
 
     def plan(self, drafting: Sequence[tuple[Request, int]]) -> list[Chain]:
         """Plan input tokens and draws for pairs (request, wanted nodes), within the token budget and the cache.
 
         A chain without enough room gets a lower limit; limit 0 = only catch up. The sources of all chains are encoded.
         """
-        (chains, sources), plan = self._plan_inputs(drafting), self.cache.plan()
-        needs = [(source.seq_id, len(source.tokens)) for source in sources]
-        needs += [(chain.request.seq_id, chain.num_positions) for chain in chains]
-        if not all(plan.take(*need) for need in needs):
+        (chains, sources), plan, fits = self._plan_inputs(drafting), self.cache.plan(), True
+        for source in sources:
+            fits = fits and plan.take(source.seq_id, len(source.tokens))
+        for chain in chains:
+            fits = fits and plan.take(chain.request.seq_id, chain.num_positions)
+        if not fits:
             plan = self.cache.plan()
             chains, sources = self._plan_inputs(drafting, plan)
             _take_in_turn(plan, chains)
-        self.sources.encode(sources)
+        if sources:
+            self.sources.encode(sources)
         return chains
 
     def _plan_inputs(
@@ -309,23 +165,26 @@ class DraftModelRunner:
         plan: the room; None = unlimited.
         """
         budget, stop, chains, sources = self._budget, self._stop_below, list[Chain](), list[Source]()
-        source_budget = self._budget
+        source_budget, source = self._budget, None
         for request, limit in drafting:
-            source = self.sources.of(request)
-            if source is not None and source not in sources and (rows := self.sources.missing_rows(source)):
-                if rows > min(source_budget, self.sources.most_rows) or (plan and not plan.take(source.seq_id, rows)):
-                    continue
-                sources.append(source)
-                source_budget -= rows
-            start, total = self._roll_back(request), len(self.text(request))
-            left = self._positions_after(start)
+            if self.model.needs.source and (source := self.sources.of(request)) is not None and source not in sources:
+                rows = self.sources.missing_rows(source)
+                if rows:
+                    if rows > min(source_budget, self.sources.most_rows) or (
+                        plan and not plan.take(source.seq_id, rows)
+                    ):
+                        continue
+                    sources.append(source)
+                    source_budget -= rows
+            start, text = self._roll_back(request)
+            left = sys.maxsize if self.vocabulary is None else max(0, self.model.max_positions - start)
             most = min(budget, left) if plan is None else min(budget, left, plan.room(request.seq_id))
-            missing, hidden = self._missing(request, start, most)
+            missing, hidden = self._missing(request, text, start, most)
             if missing:
                 if plan is not None:
                     plan.take(request.seq_id, len(missing))
                 budget -= len(missing)
-                drawn = min(limit, left - len(missing) + 1) if start + len(missing) == total else 0
+                drawn = min(limit, left - len(missing) + 1) if start + len(missing) == len(text) else 0
                 chance = MostLikely() if stop and request.params.greedy else self._chances.draft(request)
                 source_id = None if source is None else source.seq_id
                 chains.append(Chain(request, missing, drawn, chance, [], None, stop, hidden, source=source_id))
@@ -334,22 +193,19 @@ class DraftModelRunner:
     def _salt(self, request: Request) -> str:
         return self.model.needs.salt(request)
 
-    def _missing(self, request: Request, start: int, most: int) -> tuple[list[int], Tensor | None]:
-        """Return the next input tokens, those from `start` on, with the hidden states that they take in."""
-        return self.text(request)[start : start + most], None
+    def _missing(self, request: Request, text: list[int], start: int, most: int) -> tuple[list[int], Tensor | None]:
+        """Return the next input tokens, those of `text` from `start` on, with the hidden states that they take in."""
+        return text[start : start + most], None
 
-    def _positions_after(self, length: int) -> int:
-        """Return how many positions follow these; the engine bounds the length of texts in the target's tokens."""
-        return sys.maxsize if self.vocabulary is None else max(0, self.model.max_positions - length)
-
-    def _roll_back(self, request: Request) -> int:
+    def _roll_back(self, request: Request) -> tuple[int, list[int]]:
         """Drop cached tokens that were not committed or that a failed pass reserved; the newest token is dropped too.
 
         A new sequence, and one whose salt has changed, takes over matching prefixes of other sequences. Returns how
-        many tokens are left.
+        many tokens are left, and the text.
         """
         cached, held, salt = self._cached[request.seq_id], self.cache.length(request.seq_id), self._salt(request)
-        text, committed = self.text(request), self.committed(request)
+        text = request.tokens if self.vocabulary is None else self.text(request)
+        committed = self.committed(request) if request.num_drafted or self.vocabulary is not None else text
         if cached.salt != salt or (not cached.tokens and not held):
             self.cache.release(request.seq_id)
             held = self.cache.match_prefix(request.seq_id, committed, salt)
@@ -364,7 +220,7 @@ class DraftModelRunner:
         self.cache.insert_prefix(request.seq_id, committed)
         if keep <= len(committed):
             self.cache.drop_unseen(request.seq_id)
-        return keep
+        return keep, text
 
 
 def _take_in_turn(plan: ReservationPlan, chains: Sequence[Chain]) -> None:

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from torch import Tensor
+from typing_extensions import override
 
 from speculant.cache import KVCache, Source, Sources
 from speculant.models import CausalLM, encode_sources
@@ -78,6 +79,6 @@ class DraftSources:
 class TargetSources(DraftSources):
     """The target's own sources, for a model that uses the target's cache."""
 
+    @override
     def of(self, request: Request) -> Source | None:
-        """See the base."""
         return self._observed.get(request.seq_id)

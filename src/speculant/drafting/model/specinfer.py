@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from typing_extensions import override
+
 from speculant.drafting.base import (
     DrafterContext,
     DrafterNeeds,
@@ -18,8 +20,9 @@ from speculant.drafting.base import (
     read_options,
     require_no_stop,
 )
+from speculant.drafting.growth import Drafting, grow_trees
+from speculant.drafting.guard import Proposals
 from speculant.drafting.model.runner import DraftModelRunner
-from speculant.drafting.model.trees import grow_trees, plan_trees
 from speculant.drafting.topology import ParallelChains
 from speculant.errors import ConfigError
 from speculant.kernels import REFERENCE, Sampler
@@ -63,31 +66,27 @@ class SpecInfer(StatelessDrafter):
         self._sources, self._topology = sources, topology
         self._vocab_size, self._sampler = vocab_size, sampler
 
+    @override
     def begin(self, request: Request) -> None:
-        """See `Drafter.begin`."""
         for source in self._sources:
             source.begin(request)
 
+    @override
     def end(self, request: Request) -> None:
-        """See `Drafter.end`."""
         for source in self._sources:
             source.end(request)
 
+    @override
     def catch_up(self, requests: Sequence[Request]) -> None:
-        """See `Drafter.catch_up`."""
-        grow_trees(
-            self._sources,
-            plan_trees(self._sources, [(request, 0) for request in requests]),
-            self._topology, self._vocab_size, self._sampler,
-        )  # fmt: skip
+        self._draw([(request, 0) for request in requests])
 
+    @override
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
-        """See `Drafter.propose`."""
-        drafting = [(request, limit) for request, limit in zip(requests, limits, strict=True) if limit > 0]
-        trees = plan_trees(self._sources, drafting)
-        grow_trees(self._sources, trees, self._topology, self._vocab_size, self._sampler)
-        made = {tree.request.seq_id: tree.draft() for tree in trees if tree.tokens}
-        return [made.get(request.seq_id, DraftTree.empty()) for request in requests]
+        drafts = self._draw([pair for pair in zip(requests, limits, strict=True) if pair[1] > 0])
+        return [drafts.get(request.seq_id, DraftTree.empty()) for request in requests]
+
+    def _draw(self, drafting: Drafting) -> Proposals:
+        return grow_trees(self._sources, drafting, self._topology, self._vocab_size, self._sampler)
 
 
 def build(context: DrafterContext) -> SpecInfer:

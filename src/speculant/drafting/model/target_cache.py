@@ -79,9 +79,9 @@ class TargetCacheRunner(DraftModelRunner):
                 self.cache.truncate_to(seq_id, length)
         self._held.clear()
 
-    def _roll_back(self, request: Request) -> int:
+    def _roll_back(self, request: Request) -> tuple[int, list[int]]:
         """See the base: the target's positions are committed."""
-        return self._held.setdefault(request.seq_id, self.cache.length(request.seq_id))
+        return self._held.setdefault(request.seq_id, self.cache.length(request.seq_id)), self.text(request)
 
 
 class TargetCacheDrafter(ModelDrafter):

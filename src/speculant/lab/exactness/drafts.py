@@ -11,8 +11,8 @@ import torch
 from speculant import plugins
 from speculant.cache import CacheShape, KVCache, slotted_cache
 from speculant.config import Limits, SpeculativeConfig
-from speculant.drafting import Drafter, DrafterContext, DrafterNeeds, StatelessDrafter, complete
-from speculant.engine import Drafters, Engine, EngineOptions, build_verifiers, method_name
+from speculant.drafting import Drafter, DrafterContext, DrafterNeeds, Drafters, StatelessDrafter, complete
+from speculant.engine import Engine, EngineOptions, build_verifiers, method_name
 from speculant.lab.exactness.distributions import FULL_SUPPORT, Pair
 from speculant.lab.exactness.speculation import Case
 from speculant.lab.exactness.tables import History, TableModel

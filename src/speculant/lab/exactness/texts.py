@@ -142,7 +142,7 @@ class Second:
         drafters, _ = build_drafters(config, config.speculative(), runtime.checkpoint, runtime.tokenizer, make_cache)
         assert drafters.default is not None, "nothing drafts"
         drafter = self._drafter = drafters.find(drafters.default)
-        self.layers = drafters.hidden_layers  # layers whose states the observed rows must have
+        self.layers = drafters.needs.hidden_layers  # layers whose states the observed rows must have
         self.num_look_ahead_rows = drafter.needs.target_inputs
         self.ahead: Tensor | None = None  # the look-ahead rows of its last drafts
         self._longest = min(drafter.needs.max_positions or longest, longest)

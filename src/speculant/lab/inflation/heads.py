@@ -19,9 +19,8 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
-from speculant.drafting import FILE as SHORT_HEAD, HeadFolder, HeadParts, Part
+from speculant.drafting import FILE as SHORT_HEAD, HeadFolder, HeadParts, Part, head_parts
 from speculant.drafting.heads.folder import KIND
-from speculant.engine import head_parts
 from speculant.errors import ConfigError, ModelError
 from speculant.files import read_json
 from speculant.lab.inflation.config import decoder_shape

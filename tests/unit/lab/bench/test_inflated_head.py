@@ -14,8 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from speculant import plugins
-from speculant.drafting import save_head_tokens
-from speculant.engine import head_parts
+from speculant.drafting import head_parts, save_head_tokens
 from speculant.errors import ConfigError, ModelError, SpeculantError
 from speculant.kernels import usable_sets
 from speculant.lab.inflation import Shape, inflate, inflate_head, inflated_head

@@ -14,18 +14,23 @@ the first observed one. Rotary positions are relative, so this changes nothing e
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from speculant.cache import KVCache
+from speculant.drafting.model.drafter import ModelDrafter
 from speculant.drafting.model.runner import DraftModelRunner
-from speculant.models import CausalLM, Hidden, SequenceInput
+from speculant.drafting.topology import DynamicTree, TreeTopology
+from speculant.kernels import REFERENCE, Sampler
+from speculant.models import CausalLM, SequenceInput, known
 from speculant.sampling import Chances
 from speculant.types import CommittedRows, DraftTree, LayerStates, Request, state_rows
 
 PROBE = -(2**62)  # the sequence id for queries of the prefix index
+MOST_PENDING = 512  # states of a sequence that wait for its next draft
 
 
 Encode = Callable[[Sequence[Tensor]], Tensor]  # states of layers, [n, hidden] each -> the head's input states
@@ -79,8 +84,7 @@ class _Followed:
     first: the target's position that is row 0 here. length: rows in the cache that are made of the target's states.
     pending: the states of the next rows; the newest row's stays here, so that it can be computed again. None = no state
     has been observed.
-    carried [1 + n, hidden]: in a round, the states that the root and each node of the tree so far hand on. salt: see
-    `ModelNeeds.salt`.
+    salt: see `ModelNeeds.salt`.
     """
 
     request: Request
@@ -88,7 +92,6 @@ class _Followed:
     first: int = 0
     length: int = 0
     pending: Pending | None = None
-    carried: Tensor | None = None
 
     @property
     def num_pending(self) -> int:
@@ -167,40 +170,32 @@ class HiddenStateRunner(DraftModelRunner):
         """Return the requests that have more to process than their newest row."""
         return [followed.request for followed in self._followed.values() if followed.num_pending > 1]
 
+    @override
     def note(self, request: Request, tokens: Sequence[int]) -> None:
-        """See the base: rows of the target's states stay, except the newest one."""
+        """Keep the rows of the target's states, except the newest one."""
         followed = self._followed[request.seq_id]
         assert followed.pending is not None
         done = min(len(tokens), followed.pending.count - 1)
         followed.length += done
         followed.pending.drop(done)
 
+    @override
     def finish(self, request: Request) -> None:
-        """See the base."""
-        followed = self._followed[request.seq_id]
-        followed.carried = None
-        self.cache.truncate_to(request.seq_id, followed.length)
+        self.cache.truncate_to(request.seq_id, self._followed[request.seq_id].length)
 
-    def tree_input(self, request: Request, tree: DraftTree) -> SequenceInput:
-        """See the base: each node takes in the state that its parent handed on."""
-        followed = self._followed[request.seq_id]
+    def tree_input(self, request: Request, tree: DraftTree, carried: Tensor | None) -> SequenceInput:
+        """Give each node the state that its parent handed on."""
+        followed, size = self._followed[request.seq_id], self.model.vocab_size
         assert followed.pending is not None
-        assert followed.carried is not None
+        assert carried is not None, "the model hands nothing on"
         self.cache.truncate_to(request.seq_id, followed.length)
-        handed_on = followed.carried[[1 + parent for parent in tree.parent_list]]
+        handed_on = carried[[1 + parent for parent in tree.parent_list]]
         states = torch.cat((followed.pending.read().to(handed_on.dtype), handed_on))
-        return SequenceInput(request.seq_id, request.tokens[-1:], tree, hidden=states, length=request.num_positions)
+        own = DraftTree.of(known(tree.token_list, size), tree.parent_list)
+        return SequenceInput(request.seq_id, request.tokens[-1:], own, hidden=states, length=request.num_positions)
 
-    def keep(self, inputs: Sequence[SequenceInput], hidden: Hidden) -> None:
-        """See the base."""
-        assert hidden.carried is not None, "the model hands nothing on"
-        end = 0
-        for each in inputs:
-            end += len(each.tokens) + each.tree.size
-            self._followed[each.seq_id].carried = hidden.carried[end - 1 - each.tree.size : end]
-
-    def _roll_back(self, request: Request) -> int:
-        """See the base; returns the place of the first token that has no row of the target's state."""
+    def _roll_back(self, request: Request) -> tuple[int, list[int]]:
+        """Return the place of the first token that has no row of the target's state, and the text."""
         followed = self._followed[request.seq_id]
         self._follow_salt(followed)
         if followed.length < self.cache.length(request.seq_id):
@@ -208,14 +203,14 @@ class HiddenStateRunner(DraftModelRunner):
         if not followed.first:
             self.cache.insert_prefix(request.seq_id, request.tokens[self._shift :])
         self.cache.drop_unseen(request.seq_id)
-        return followed.first + followed.length + self._shift
+        return followed.first + followed.length + self._shift, self.text(request)
 
-    def _missing(self, request: Request, start: int, most: int) -> tuple[list[int], Tensor | None]:
-        followed, text = self._followed[request.seq_id], self.text(request)
-        count = min(most, followed.num_pending, len(text) - start)
-        if followed.pending is None or count <= 0:
+    def _missing(self, request: Request, text: list[int], start: int, most: int) -> tuple[list[int], Tensor | None]:
+        pending = self._followed[request.seq_id].pending
+        count = 0 if pending is None else min(most, pending.count, len(text) - start)
+        if pending is None or count <= 0:
             return [], None
-        return text[start : start + count], followed.pending.read()[:count]
+        return text[start : start + count], pending.read()[:count]
 
     def _take_prefix(self, followed: _Followed, start: int) -> None:
         """Take over rows of other sequences for a new one, unless they end before the first observed state."""
@@ -242,9 +237,60 @@ class HiddenStateRunner(DraftModelRunner):
         return True
 
     def _salt(self, request: Request) -> str:
-        """See the base. The first row depends on the first tokens too, which are not among the keys."""
+        """Add the first tokens, on which the first row depends, and which are not among the keys."""
         return f"{' '.join(map(str, request.tokens[: self._shift]))} {super()._salt(request)}"
 
     def _restart(self, followed: _Followed, start: int) -> None:
         self.cache.release(followed.request.seq_id)
         followed.first, followed.length, followed.pending = start, 0, None
+
+
+class HiddenDrafter(ModelDrafter):
+    """Drafts with the head of `runner`; layers: those whose states it reads.
+
+    Beam searches get no drafts. The length of a sequence is not bounded: see drafting/heads/page.py.
+    """
+
+    _runner: HiddenStateRunner
+
+    def __init__(
+        self,
+        runner: HiddenStateRunner,
+        layers: Sequence[int],
+        vocab_size: int,
+        sampler: Sampler = REFERENCE,
+        topology: TreeTopology | DynamicTree | None = None,
+    ) -> None:
+        super().__init__(runner, vocab_size, sampler, topology)
+        self.needs = replace(self.needs, hidden_layers=tuple(layers), nodes_per_beam=None, max_positions=None)
+
+    @override
+    def observe(self, request: Request, rows: CommittedRows) -> None:
+        if request.search is not None:
+            return
+        if self._runner.observe(request, rows) > MOST_PENDING:
+            self.catch_up([request])
+
+    @override
+    def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
+        """Draft nothing after drafted tokens, whose states are not known."""
+        known = zip(requests, limits, strict=True)
+        return super().propose(requests, [0 if request.num_drafted else limit for request, limit in known])
+
+    @override
+    def catch_up(self, requests: Sequence[Request]) -> None:
+        committed = [request for request in requests if not request.num_drafted]
+        super().catch_up([request for request in committed if self._runner.num_pending(request) > 1])
+
+    @override
+    def match_prefix(self, request: Request) -> int:
+        """Return the positions of which other sequences have computed rows."""
+        if request.search is not None:
+            return len(request.tokens)
+        with torch.inference_mode():
+            self.catch_up(self._runner.backlog())
+        return self._runner.known_prefix(request)
+
+    @override
+    def roll_back(self, request: Request, dropped: Sequence[int]) -> None:
+        """Keep the states: only those of committed tokens were observed."""

@@ -19,8 +19,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from typing_extensions import override
+
 from speculant.drafting.base import DrafterContext, Method, read_options
-from speculant.drafting.combine.composite import CompositeDrafter, SubDrafter, build_sub_drafters
+from speculant.drafting.composite import CompositeDrafter, SubDrafter, build_sub_drafters
 from speculant.tree import depths_of
 from speculant.types import DraftTree, Request
 
@@ -55,8 +57,8 @@ class MergeDrafter(CompositeDrafter):
         )
         self._warned = False
 
+    @override
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
-        """See `Drafter.propose`."""
         merges = {request.seq_id: Merge() for request in requests}
         pairs = list(zip(requests, limits, strict=True))
         for guarded in self.guarded:

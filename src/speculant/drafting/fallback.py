@@ -17,8 +17,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from typing_extensions import override
+
 from speculant.drafting.base import DrafterContext, Method, read_options
-from speculant.drafting.combine.composite import CompositeDrafter, SubDrafter, build_sub_drafters
+from speculant.drafting.composite import CompositeDrafter, SubDrafter, build_sub_drafters
 from speculant.drafting.guard import Proposals
 from speculant.drafting.selection import Selection
 from speculant.types import DraftTree, Request
@@ -48,8 +50,8 @@ class FallbackDrafter(CompositeDrafter):
         self._selection = selection or Selection()
         self.needs = replace(self.needs, selects=any(follows))
 
+    @override
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
-        """See `Drafter.propose`."""
         drafts: Proposals = {}
         waiting = list(zip(requests, limits, strict=True))
         for guarded, is_model, model_follows in self._stages:

@@ -1,0 +1,363 @@
+"""Drafters that consist of others: one fan-out, which passes each call on to the guarded sub-drafters.
+
+A method that combines others calls all of them. The engine's drafter is a composite that routes by request: each
+sequence has the sub-drafter of its own method. An error of a sub-drafter costs its own drafts and fails no request.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from typing_extensions import override
+
+from speculant import plugins
+from speculant.cache import KVCache, Source
+from speculant.drafting.base import (
+    Drafter,
+    DrafterContext,
+    DrafterNeeds,
+    StatelessDrafter,
+    build_method,
+    complete,
+)
+from speculant.drafting.guard import GuardedDrafter, Proposals
+from speculant.drafting.methods import KIND, WITH_MODEL, installed, lookup_methods, method_facts, takes_model
+from speculant.errors import ConfigError, Guard
+from speculant.metrics import EngineMetrics
+from speculant.types import CommittedRows, DraftTree, Request
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class SubDrafter:
+    """A drafter within another one. usual_nodes: nodes that it proposes unless the user sets a number."""
+
+    method: str
+    drafter: Drafter
+    usual_nodes: int
+
+    @classmethod
+    def of(cls, method: str, made: object, default_length: int, num_layers: int | None = None) -> SubDrafter:
+        """Return a drafter with the calls that it lacks; num_layers: see `complete`."""
+        drafter = complete(made, num_layers)
+        return cls(method, drafter, drafter.needs.usual_nodes or default_length)
+
+
+Routes = Iterable[tuple[GuardedDrafter, Sequence[Request]]]  # sub-drafters, each with its own requests
+
+
+class CompositeDrafter(StatelessDrafter):
+    """Passes every call but `propose` to the sub-drafters of a request: to all, unless `route` says otherwise.
+
+    vocab_size: the target's. `errors` counts the errors of all.
+    """
+
+    listens = False
+
+    def __init__(self, sub_drafters: Sequence[SubDrafter], vocab_size: int) -> None:
+        self._guard = Guard(logger, "and the step goes on without its draft")
+        self._listed, self._vocab_size = list[SubDrafter](), vocab_size
+        self.guarded = list[GuardedDrafter]()
+        self._sources: dict[int, Source] = {}  # by sequence id
+        self.add(*sub_drafters)
+
+    def add(self, *added: SubDrafter) -> None:
+        """Add sub-drafters; of two of a method, the first counts as the drafter of the method."""
+        for each in added:
+            self._listed.append(each)
+            self.guarded.append(GuardedDrafter(each.method, each.drafter, self._guard, self.count))
+        self.sub_drafters = {each.method: each.drafter for each in reversed(self._listed)}
+        self.needs = combine(self._listed)
+        self.listens = self.listens or any(each.drafter.listens for each in self._listed)
+
+    @property
+    def caches(self) -> Sequence[KVCache]:  # type: ignore[override]  # those of sub-drafters that are added later too
+        """The caches of all sub-drafters."""
+        return tuple(cache for each in self._listed for cache in each.drafter.caches)
+
+    def route(self, requests: Sequence[Request]) -> Routes:
+        """Return the sub-drafters, each with those of the requests that it drafts for."""
+        return [(each, requests) for each in self.guarded]
+
+    def count(self, errors: int) -> None:
+        """Count errors of a sub-drafter."""
+        self.errors += errors
+
+    def propose_with(self, guarded: GuardedDrafter, pairs: Iterable[tuple[Request, int]]) -> Proposals:
+        """Return a sub-drafter's non-empty drafts for pairs (request, limit), within its own limits too."""
+        needs, wanted = guarded.drafter.needs, list[tuple[Request, int]]()
+        for request, limit in pairs:
+            own = bound(needs, request, limit)
+            if own > 0:
+                if request.seq_id not in guarded.begun:  # one that failed has ended
+                    guarded.begin(request, self._sources.get(request.seq_id))
+                wanted.append((request, own))
+        if not wanted:
+            return {}
+        return {seq_id: tree for seq_id, tree in guarded.propose(wanted, self._vocab_size).items() if tree.size}
+
+    @override
+    def begin(self, request: Request) -> None:
+        for each, _ in self.route([request]):
+            each.begin(request)
+
+    @override
+    def observe_source(self, request: Request, source: Source) -> None:
+        self._sources[request.seq_id] = source
+        for each, _ in self.route([request]):
+            each.observe_source(request, source)
+
+    @override
+    def catch_up(self, requests: Sequence[Request]) -> None:
+        for each, own in self.route(requests):
+            each.catch_up(own)
+
+    @override
+    def observe(self, request: Request, rows: CommittedRows) -> None:
+        """Give each sub-drafter the hidden states of its own layers."""
+        for each, _ in self.route([request]):
+            if each.drafter.listens:
+                each.observe(request, rows, self.needs.hidden_layers)
+
+    @override
+    def roll_back(self, request: Request, dropped: Sequence[int]) -> None:
+        for each, _ in self.route([request]):
+            each.roll_back(request, dropped)
+
+    @override
+    def match_prefix(self, request: Request) -> int:
+        """Return the least of the sub-drafters' answers."""
+        return min([each.match_prefix(request) for each, _ in self.route([request])], default=len(request.tokens))
+
+    @override
+    def end(self, request: Request) -> None:
+        self._sources.pop(request.seq_id, None)
+        for each in self.guarded:
+            each.end(request)
+
+
+class Drafters(CompositeDrafter):
+    """The drafter of an engine: each sequence has the sub-drafter that its `Request.drafter` names, or none.
+
+    drafters: those that exist from the start, by method. default: the method of requests that name none; None = none.
+    make: makes a drafter when a request first names it; it raises ConfigError for a method that a request can't use.
+    default_length: how many tokens a method drafts unless its drafter announces a number. absence: why there is no
+    default method. num_layers: the target's; a drafter that needs another layer is refused.
+    """
+
+    def __init__(
+        self,
+        drafters: Mapping[str, Drafter] | None = None,
+        default: str | None = None,
+        make: Callable[[str], Drafter] | None = None,
+        default_length: Callable[[str], int] = lambda method: 1,
+        absence: str = "it was made without a drafter",
+        num_layers: int | None = None,
+    ) -> None:
+        self.default, self._make, self._default_length, self.absence = default, make, default_length, absence
+        self._num_layers, self._by_method = num_layers, dict[str, GuardedDrafter]()
+        self.metrics = EngineMetrics()
+        super().__init__([self._completed(method, each) for method, each in (drafters or {}).items()], 0)
+
+    def attach(self, vocab_size: int, metrics: EngineMetrics) -> None:
+        """Draft for an engine: check drafts against its target's vocabulary, and count errors in its metrics."""
+        self._vocab_size, self.metrics = vocab_size, metrics
+
+    @classmethod
+    def of(cls, drafter: Drafter | None) -> Drafters:
+        """Return the drafters of an engine that has one, for every request; None = none."""
+        return cls() if drafter is None else cls({"default": drafter}, "default")
+
+    def _completed(self, method: str, drafter: Drafter) -> SubDrafter:
+        return SubDrafter.of(method, drafter, self._default_length(method), self._num_layers)
+
+    @override
+    def add(self, *added: SubDrafter) -> None:
+        super().add(*added)
+        self._by_method = {each.name: each for each in self.guarded}
+
+    @override
+    def route(self, requests: Sequence[Request]) -> Routes:
+        if len(self.guarded) == 1:  # as nearly always
+            own = [request for request in requests if request.drafter in self._by_method]
+            return [(self.guarded[0], own)] if own else []
+        by_method: dict[str | None, list[Request]] = {}
+        for request in requests:
+            by_method.setdefault(request.drafter, []).append(request)
+        return [(each, by_method[method]) for method, each in self._by_method.items() if method in by_method]
+
+    @override
+    def count(self, errors: int) -> None:
+        self.metrics.drafter_errors += errors
+
+    def needs_of(self, method: str | None) -> DrafterNeeds | None:
+        """Return the needs of a method's drafter; None if it was not made, or there is no method."""
+        guarded = None if method is None else self._by_method.get(method)
+        return None if guarded is None else guarded.drafter.needs
+
+    def usual_length(self, method: str) -> int:
+        """Return how many tokens a method drafts by default."""
+        needs = self.needs_of(method)
+        return (needs and needs.usual_nodes) or self._default_length(method)
+
+    def tree(self, method: str) -> tuple[int, int] | None:
+        """Return nodes and depth of a method's usual tree; None if it drafts chains, or its nodes have scores."""
+        needs = self.needs_of(method)
+        if needs is None or needs.usual_nodes is None or needs.tree_depth is None:
+            return None
+        return needs.usual_nodes, needs.tree_depth
+
+    def look_ahead_rows(self, method: str) -> int:
+        """Return the most look-ahead rows that a method adds to the target's pass below each node."""
+        needs = self.needs_of(method)
+        return 0 if needs is None else needs.target_inputs
+
+    def selects(self, method: str) -> bool:
+        """Whether the draft-length policy selects between several drafters' drafts of a method."""
+        needs = self.needs_of(method)
+        return needs is not None and needs.selects
+
+    def find(self, method: str) -> Drafter:
+        """Return a method's drafter: one that was loaded within another, or a new one.
+
+        Raises ConfigError if it can't be made.
+        """
+        if method not in self._by_method:
+            drafter = next((own[method] for each in self.guarded if method in (own := within(each.drafter))), None)
+            if drafter is None:
+                assert self._make is not None, f"nothing makes the drafter {method!r}"
+                drafter = self._make(method)
+            self.add(self._completed(method, drafter))
+        return self._by_method[method].drafter
+
+    def target_top_k(self, request: Request) -> int:
+        """Return how many of the target's most likely tokens the drafter of a sequence needs, for each row."""
+        needs = self.needs_of(request.drafter)
+        return 0 if needs is None else needs.target_top_k
+
+    def begin_all(self, sequences: Iterable[tuple[Request, Source | None]]) -> None:
+        """Begin the sequences that have not begun, each with its source, which is encoded."""
+        for request, source in sequences:
+            if request.drafter is not None and request.seq_id not in (own := self._by_method[request.drafter]).begun:
+                own.begin(request, source)
+
+    @override
+    def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
+        """Return a checked draft for each sequence; an empty one where there is no drafter or it fails."""
+        proposed, limit_of = Proposals(), dict(zip(requests, limits, strict=True))
+        for each, own in self.route(requests):
+            proposed |= each.propose([(request, limit_of[request]) for request in own], self._vocab_size)
+        empty = DraftTree.empty()
+        return [proposed.get(request.seq_id, empty) for request in requests]
+
+    def observes(self, request: Request) -> bool:
+        """Whether the drafter of a sequence observes."""
+        if not self.listens or request.drafter is None:
+            return False
+        own = self._by_method[request.drafter]
+        return own.drafter.listens and request.seq_id in own.begun
+
+    def check(self) -> None:
+        """Assert the integrity of the drafters' caches."""
+        for cache in self.caches:
+            cache.check()
+
+
+def within(drafter: Drafter) -> Mapping[str, Drafter]:
+    """Return the drafters within a drafter, at any depth, by method; its own ones count first."""
+    deeper = [within(each) for each in drafter.sub_drafters.values()]
+    return {name: each for own in deeper for name, each in own.items()} | dict(drafter.sub_drafters)
+
+
+def combine(sub_drafters: Sequence[SubDrafter]) -> DrafterNeeds:
+    """Return the needs of a drafter that proposes one of its sub-drafters' drafts at a time; of none, no needs."""
+    needs = [each.drafter.needs for each in sub_drafters] or [DrafterNeeds()]
+    return DrafterNeeds(
+        max_nodes=_largest([each.max_nodes for each in needs]),
+        emits_probs=any(each.emits_probs for each in needs),
+        emits_tree=any(each.emits_tree for each in needs),
+        usual_nodes=max([each.usual_nodes for each in sub_drafters], default=None),
+        own_cache=any(each.own_cache for each in needs),
+        target_cache=any(each.target_cache for each in needs),
+        hidden_layers=tuple(sorted({layer for each in needs for layer in each.hidden_layers})),
+        target_top_k=max(each.target_top_k for each in needs),
+        reads_encoder=any(each.reads_encoder for each in needs),
+        reads_prediction=any(each.reads_prediction for each in needs),
+        max_positions=_largest([each.max_positions for each in needs]),
+        nodes_per_beam=max(each.nodes_per_beam or 0 for each in needs) or None,
+    )
+
+
+def _largest(values: Sequence[int | None]) -> int | None:
+    """Return the largest bound; None = unbounded."""
+    known = [value for value in values if value is not None]
+    return max(known) if len(known) == len(values) else None
+
+
+def bound(needs: DrafterNeeds, request: Request, limit: int) -> int:
+    """Return a limit cut to the number of nodes that a drafter with these needs can draft for a sequence.
+
+    In a beam search the limit counts the nodes after the live hypotheses.
+    """
+    room = limit if needs.max_positions is None else needs.max_positions - request.num_positions - 1
+    if request.search is not None:
+        per_round = request.search.beams.width * (needs.nodes_per_beam or 0)
+        return max(0, min(limit, room * per_round))
+    return max(0, min(limit, room, limit if needs.max_nodes is None else needs.max_nodes))
+
+
+def build_sub_drafters(context: DrafterContext, given: object) -> list[SubDrafter]:
+    """Build the drafters that an option lists; None = those of `usual_methods`.
+
+    Each is a method's name, or a mapping with the key `method`, the method's own options and, for one that drafts with
+    a model, possibly a `model` of its own. Raises ConfigError.
+    """
+    listed = usual_methods(context.model is not None) if given is None else given
+    if not isinstance(listed, Sequence) or isinstance(listed, str) or not listed:
+        raise ConfigError(f"{given!r} is not a list of drafting methods", 'give names, or mappings {"method": name}.')
+    read = [read_method(each) for each in listed]
+    if context.model is not None and not any(takes_model(method) for method, _ in read):
+        raise ConfigError(
+            f"draft model {context.model!r} is named and none of the listed methods drafts with a model",
+            "leave out the model, or list a method that uses it.",
+        )
+    return [_build(context, method, options) for method, options in read]
+
+
+def build_sub_drafter(context: DrafterContext, given: object) -> SubDrafter:
+    """Build one such drafter; None = the first of the methods that look drafts up in text. Raises ConfigError."""
+    return _build(context, *read_method(lookup_methods()[0] if given is None else given))
+
+
+def usual_methods(with_model: bool) -> list[str]:
+    """Return the methods that look drafts up in text, then the one that drafts with a model if there is a model."""
+    return [*lookup_methods(), *(installed(WITH_MODEL) if with_model else [])]
+
+
+def read_method(given: object) -> tuple[str, dict[str, Any]]:
+    """Read a method's name, or a mapping with the key `method`; return the name and the other keys."""
+    options = dict(given) if isinstance(given, Mapping) else {"method": given}
+    method = options.pop("method", None)
+    if not isinstance(method, str):
+        raise ConfigError(f"{given!r} is not a drafting method", 'give a name, or a mapping {"method": name, ...}.')
+    return method, options
+
+
+def _build(context: DrafterContext, method: str, options: Mapping[str, Any]) -> SubDrafter:
+    facts, options = method_facts(method), dict(options)
+    model = options.pop("model", context.model) if takes_model(method) else None
+    if facts.uses_model and model is None:
+        raise ConfigError(f"method {method!r} drafts with a model and none is named", 'give "model" too.')
+    build = plugins.load(KIND, method).build
+    made = build_method(facts, build, replace(context, options=options, model=model))
+    sub_drafter = SubDrafter.of(method, made, facts.default_length)
+    if sub_drafter.drafter.needs.target_inputs:
+        raise ConfigError(
+            f"method {method!r} drafts in the target's own pass and can't be used within another method",
+            "use it alone.",
+        )
+    return sub_drafter
