@@ -12,8 +12,7 @@ import torch
 
 from speculant.errors import ModelError
 from speculant.lab.training.heads.look_ahead import look_ahead_states
-from speculant.lab.training.objective import DistillObjective, TextObjective
-from speculant.lab.training.output import OutputHead
+from speculant.lab.training.losses import DistillObjective, OutputHead, TextObjective
 from speculant.lab.training.passes import decoded_states, encoded_sources, hidden_states, states_of_layers
 from speculant.models.reference.decoder import Decoder
 from speculant.models.reference.experts import RoutedMlp

@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress
     from rich.status import Status
 
-    from speculant.lab.training.evaluation import Watcher
-    from speculant.lab.training.trainer import Trainer, TrainingReport
+    from speculant.lab.training.trainer import Trainer, TrainingReport, Watch
 
 SPINNER = "dots"
 _CONTROL = (*range(9), *range(11, 32), *range(127, 160))  # characters that control a terminal, but not tab and newline
@@ -267,7 +266,7 @@ def _minutes_left(elapsed_s: float, done: float) -> str:
 
 
 @contextmanager
-def shown_progress(doing: str) -> Iterator[Watcher]:
+def shown_progress(doing: str) -> Iterator[Watch]:
     """Yield a function that shows the fraction done: a bar on a terminal, otherwise a line about once a minute."""
     console = messages()
     if not console.is_terminal:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from speculant.lab.training import job
 from speculant.lab.training.config import TrainingConfig
+from speculant.lab.training.lm import LanguageRun
+from speculant.lab.training.runs import begin_folder
 from speculant.lab.training.trainer import Trainer
 
 
@@ -28,17 +29,16 @@ def tiny(corpus: Path, out: Path) -> TrainingConfig:
     )
 
 
-def prepare(config: TrainingConfig) -> tuple[job.Texts, Trainer]:
+def prepare(config: TrainingConfig) -> tuple[LanguageRun, Trainer]:
     """Do everything before the first step."""
-    job.check_folder(config, resume=True)
-    corpus = job.read_files(config)
-    texts = job.tokenise(corpus, job.choose_tokenizer(config, corpus))
-    return texts, job.new_trainer(config, texts)
+    begin_folder(config.out, resume=True)
+    run = LanguageRun(config)
+    return run, run.trainer()
 
 
-def train(config: TrainingConfig) -> tuple[job.Texts, Trainer]:
+def train(config: TrainingConfig) -> tuple[LanguageRun, Trainer]:
     """Train to the end, without measuring."""
-    texts, trainer = prepare(config)
+    run, trainer = prepare(config)
     for _ in trainer.run():
         pass
-    return texts, trainer
+    return run, trainer

@@ -11,8 +11,8 @@ from torch.nn import functional
 
 from speculant.cache.factory import slotted_cache
 from speculant.lab.training.config import TrainingConfig, TrainingSchedule
+from speculant.lab.training.losses import DistillObjective, TextObjective
 from speculant.lab.training.network import hf_config, new_network, project_embedding
-from speculant.lab.training.objective import DistillObjective, TextObjective
 from speculant.lab.training.optimizer import Muon, orthogonalize
 from speculant.lab.training.passes import hidden_states
 from speculant.models.base import SequenceInput, build_batch

@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 
 from speculant.cli.main import app
 from speculant.errors import ConfigError
-from speculant.lab.training.heads.config import HeadTrainingConfig
-from speculant.lab.training.heads.conversations import Turns, write_conversations
-from speculant.lab.training.heads.texts import FILE, PART, PartialTexts, Texts, wanted_texts
+from speculant.lab.training.config import HeadTrainingConfig
+from speculant.lab.training.texts import FILE, Texts
+from speculant.lab.training.written_texts import PART, PartialTexts, Turns, wanted_texts, write_conversations
 from speculant.models.source import resolve_source
 from speculant.text.tokenizer import Tokenizer
 

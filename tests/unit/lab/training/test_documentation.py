@@ -12,10 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from speculant.cli.main import app
-from speculant.cli.train import TrainingFlags
-from speculant.cli.train_draft import BoostedFlags
-from speculant.cli.train_head import HeadFlags
-from speculant.cli.train_seq2seq import Seq2SeqFlags
+from speculant.cli.train import BoostedFlags, HeadFlags, Seq2SeqFlags, TrainingFlags
 from speculant.lab.training import config as configuration
 from speculant.lab.training.config import TrainingConfig
 

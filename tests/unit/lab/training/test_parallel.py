@@ -15,11 +15,10 @@ from speculant import LLM, SamplingParams
 from speculant.cache.factory import slotted_cache
 from speculant.cli.main import app
 from speculant.errors import ConfigError
-from speculant.lab.training.boosted import parallel
-from speculant.lab.training.boosted.config import BoostedConfig
-from speculant.lab.training.boosted.parallel import ParallelObjective, masked_states, overlap_by_depth, with_mask
-from speculant.lab.training.heads.texts import Texts, open_texts, save_texts
+from speculant.lab.training.config import BoostedConfig
+from speculant.lab.training.parallel import STRIDE, ParallelObjective, masked_states, overlap_by_depth, with_mask
 from speculant.lab.training.passes import hidden_states, load_plain
+from speculant.lab.training.texts import Texts, open_texts, save_texts
 from speculant.models.base import SequenceInput, build_batch
 from speculant.models.reference.decoder import Decoder
 from speculant.types import DraftTree
@@ -80,7 +79,7 @@ def test_the_loss_is_the_mean_distance_over_tokens_and_masks(
     loss = ParallelObjective(target, texts, DEPTH, seed=3).loss(model, windows, 0.0)
     generator = torch.Generator().manual_seed(3 + int(windows[:, 0].sum()))
     count = SEQ - DEPTH + 1
-    places = torch.randperm(count, generator=generator)[: count // parallel.STRIDE].sort().values.tolist()
+    places = torch.randperm(count, generator=generator)[: count // STRIDE].sort().values.tolist()
     own, expected = texts.states_of(windows[:, 0]), list[Tensor]()
     for text, states in zip(windows[:, 1:].tolist(), own, strict=True):
         p = target.logits(states).log_softmax(-1)
@@ -101,7 +100,7 @@ def test_the_overlap_at_each_depth(checkpoints: Checkpoints, target: Decoder, te
     model, sums, rows = draft_of(checkpoints), torch.zeros(DEPTH), 0
     for place in range(texts.num_training, len(texts.tokens)):
         text, states = texts.tokens[place].tolist(), texts.states_of(torch.tensor([place]))[0]
-        for i in range(0, SEQ - DEPTH + 1, parallel.STRIDE):
+        for i in range(0, SEQ - DEPTH + 1, STRIDE):
             p = target.logits(states[i : i + DEPTH]).softmax(-1)
             q = model.logits(drafted(model, text[: i + 1], DEPTH - 1))[:, :VOCAB_SIZE].softmax(-1)
             sums, rows = sums + torch.minimum(p, q).sum(-1), rows + 1

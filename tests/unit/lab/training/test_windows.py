@@ -7,8 +7,7 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from speculant.lab.training.tokenizer import line_starts, train_tokenizer
-from speculant.lab.training.windows import Windows, held_out_windows
+from speculant.lab.training.corpus import Windows, held_out_windows, line_starts, train_tokenizer
 
 LENGTH, END = 8, 0
 
