@@ -25,7 +25,7 @@ from typing import Any
 from speculant.lab.bench.decoding import COMPLETION, EDIT, SHAPE, prompts_of
 from speculant.lab.bench.measuring import interleave
 from speculant.lab.bench.runner import Benchmark, quartiles
-from speculant.lab.inflation.pair import inflated_pair
+from speculant.lab.inflation.kept import inflated_pair
 from speculant.models.source import resolve_source
 from speculant.text.tokenizer import Tokenizer
 

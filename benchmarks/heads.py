@@ -39,7 +39,7 @@ from speculant.lab.bench.runner import Benchmark, markdown, quartiles
 from speculant.lab.bench.runs import Bench, BenchRun, Mode
 from speculant.lab.bench.step_costs import LengthCosts, measure_steps
 from speculant.lab.bench.workloads import Workload
-from speculant.lab.inflation.pair import inflated_head
+from speculant.lab.inflation.kept import inflated_head
 from speculant.lab.theory.curve import VerificationCurve
 from speculant.lab.theory.speedup import speedups, step_costs, survival
 from speculant.metrics import SpeculationMetrics

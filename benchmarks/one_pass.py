@@ -30,7 +30,7 @@ from speculant.lab.bench.decoding import (
 )
 from speculant.lab.bench.runner import Benchmark, markdown, ratio
 from speculant.lab.bench.step_costs import LengthCosts, measure_steps
-from speculant.lab.inflation.pair import inflated_pair
+from speculant.lab.inflation.kept import inflated_pair
 from speculant.metrics import SpeculationMetrics
 from speculant.models.source import resolve_source
 from speculant.params import SamplingParams

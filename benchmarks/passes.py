@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from speculant.lab.bench.runner import Benchmark, quartiles
-from speculant.lab.inflation.pair import inflated_pair
+from speculant.lab.inflation.kept import inflated_pair
 
 HERE = Path(__file__).parents[1]
 THIS, OTHER = "this", "other"

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from speculant.lab.bench.runner import Benchmark, quartiles
-from speculant.lab.inflation.pair import inflated_pair
+from speculant.lab.inflation.kept import inflated_pair
 
 MIB, PAUSE_S = 2**20, 6.0  # during the pause the pages of the last process return to the host
 FIRST, CACHED, WITHOUT = "first", "cached", "cache off"

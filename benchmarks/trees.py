@@ -23,7 +23,7 @@ from speculant.lab.bench.decoding import DRAFT, HELD_OUT, PLAIN, SHAPE, LoadedPa
 from speculant.lab.bench.runner import Benchmark, markdown, ratio
 from speculant.lab.bench.runs import Bench, BenchRun, Mode
 from speculant.lab.bench.workloads import Workload
-from speculant.lab.inflation.pair import inflated_head
+from speculant.lab.inflation.kept import inflated_head
 from speculant.metrics import SpeculationMetrics
 from speculant.models.base import CausalLM, SequenceInput, build_batch
 from speculant.models.source import embedded_heads, resolve_source

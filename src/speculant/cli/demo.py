@@ -84,7 +84,7 @@ def _load(spec_length: int | None, shape: str | None, method: str | None) -> LLM
     from speculant.drafting.methods import method_facts
     from speculant.engine.drafters import head_parts
     from speculant.engine.llm import LLM
-    from speculant.lab.inflation.pair import inflated_head, inflated_pair
+    from speculant.lab.inflation.kept import inflated_head, inflated_pair
 
     target, draft = ("demo", "demo") if shape is None else map(str, inflated_pair(shape))
     dtype = DTYPE if shape is None else "bfloat16"

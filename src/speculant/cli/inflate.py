@@ -69,10 +69,9 @@ def inflate(
 
 def _shape(folder: Path, is_head: bool, name: str | None, sizes: Mapping[str, int]) -> Shape:
     """Return the named shape, or else the model's own, with other sizes."""
-    from speculant.lab.inflation.config import fitting_shape
     from speculant.lab.inflation.heads import head_shape
     from speculant.lab.inflation.model import shape_of
-    from speculant.lab.inflation.shapes import named_shape
+    from speculant.lab.inflation.shapes import fitting_shape, named_shape
     from speculant.models.source import read_model_config
 
     if is_head and "num_hidden_layers" in sizes:

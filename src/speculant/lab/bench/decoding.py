@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from speculant.config import EngineConfig
 from speculant.engine.build import Runtime, build_around
 from speculant.lab.bench.workloads import code_prompt
-from speculant.lab.inflation.pair import SHAPES, inflated_pair
+from speculant.lab.inflation.kept import PAIRS, inflated_pair
 from speculant.lab.training.corpus import read_corpus, standard_library
 from speculant.metrics import SpeculationMetrics
 from speculant.models.source import resolve_source
@@ -26,7 +26,7 @@ EDIT, COMPLETION, UNSEEN, HELD_OUT = "edit", "completion", "unseen", "held-out"
 TEXTS = (EDIT, COMPLETION, UNSEEN, HELD_OUT)
 DRAFT, TARGET = "the draft", "the target"  # stand for the models' folders in configurations
 PLAIN: dict[str, Any] = {"use_speculative_decoding": False}
-SHAPE = {"choices": ["demo", *SHAPES], "default": "demo"}  # the option --shape
+SHAPE = {"choices": ["demo", *PAIRS], "default": "demo"}  # the option --shape
 
 
 class LoadedPair(NamedTuple):

@@ -19,8 +19,8 @@ from speculant.engine.drafters import head_parts
 from speculant.errors import ConfigError, ModelError, SpeculantError
 from speculant.kernels.native import usable_sets
 from speculant.lab.inflation.heads import inflate_head
+from speculant.lab.inflation.kept import inflated_head
 from speculant.lab.inflation.model import inflate
-from speculant.lab.inflation.pair import inflated_head
 from speculant.lab.inflation.shapes import Shape
 from speculant.models.weights.load import load_model
 from speculant.params import SamplingParams

@@ -17,9 +17,8 @@ from torch import Tensor
 from speculant import LLM, SamplingParams
 from speculant.errors import ConfigError, ModelError
 from speculant.kernels.native import usable_sets
-from speculant.lab.inflation.config import fitting_shape
 from speculant.lab.inflation.model import inflate
-from speculant.lab.inflation.shapes import SHAPES, Shape, named_shape
+from speculant.lab.inflation.shapes import SHAPES, Shape, fitting_shape, named_shape
 from speculant.models.description import Experts
 from speculant.models.source import read_model_config, resolve_source
 from speculant.models.weights.load import load_model, read_description

@@ -15,9 +15,8 @@ from speculant.cache.factory import slotted_cache
 from speculant.errors import ModelError
 from speculant.lab.bench.oracle_costs import oracle_seconds
 from speculant.lab.bench.step_costs import LengthCosts
-from speculant.lab.inflation.kept import decoded_model, inflated_model, rescaled_model
+from speculant.lab.inflation.kept import decoded_model, inflated_model, rescaled_model, write_rescaled
 from speculant.lab.inflation.model import shape_of
-from speculant.lab.inflation.rescaled import write_rescaled
 from speculant.models.base import SequenceInput, build_batch
 from speculant.models.weights.load import load_model
 from speculant.types import DraftTree
