@@ -47,11 +47,6 @@ class Corpus:
     training: tuple[Document, ...]
     held_out: tuple[Document, ...]
 
-    @property
-    def training_bytes(self) -> int:
-        """Size of the training text in UTF-8."""
-        return sum(len(document.text.encode()) for document in self.training)
-
 
 def standard_library() -> Path:
     """Return the folder with the running interpreter's own Python sources."""

@@ -341,14 +341,6 @@ def test_a_head_is_trained_for_any_family(case: tuple[str, str, str], tmp_path: 
         assert head["intermediate_size"] == inner_width(target.config.layers[0].mlp)
 
 
-def test_a_second_run_in_a_folder_is_refused(tmp_path: Path, target_folder: str) -> None:
-    (tmp_path / "checkpoint.pt").write_bytes(b"")
-    arguments = ["train", "head", "--kind", "medusa", "--target", target_folder, "--steps", "1", "--out", str(tmp_path)]
-    result = CliRunner().invoke(app, arguments)
-    assert result.exit_code
-    assert isinstance(result.exception, ConfigError | SystemExit)
-
-
 @torch.inference_mode()
 def test_look_ahead_rows_are_those_of_a_draft(target: Decoder) -> None:
     """After each place of a text, the rows equal those of the target's pass in a draft."""

@@ -268,9 +268,6 @@ def test_the_command_trains_a_target_and_its_draft(files: tuple[Path, Path], tmp
     run = runner.invoke(train.app, again)
     assert run.exit_code == 0, run.output
     assert "sum min(p, q) with the target" in run.stderr
-    run = runner.invoke(train.app, again)
-    assert isinstance(run.exception, ConfigError)
-    assert "--resume" in str(run.exception)
 
 
 def test_overlap_is_that_of_all_tokens(config: Seq2SeqConfig, monkeypatch: pytest.MonkeyPatch) -> None:
