@@ -1,6 +1,6 @@
 """Formats of weights compared with bfloat16: bytes, divergence, agreement, speed, and llama.cpp's divergence.
 
-The models are SmolLM2-135M-Instruct with weights on no grid (`lab/inflation/rescaled.py`; `make real-models` gets the
+The models are SmolLM2-135M-Instruct with weights on no grid (`lab/inflation/kept.py`; `make real-models` gets the
 original) and the embedded target. The reference is each model's bfloat16 weights on the reference kernels in float32.
 `speculant bench quality` measures the same way.
 

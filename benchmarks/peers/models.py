@@ -12,14 +12,13 @@ from benchmarks.peers.base import Pair, Workload
 from benchmarks.peers.t5_models import made_pair
 
 from speculant.lab.bench import code_prompt
-from speculant.lab.inflation import inflated_pair
-from speculant.lab.inflation.pair import SHAPES
+from speculant.lab.inflation import PAIRS, inflated_pair
 from speculant.models import resolve_source
 from speculant.text import Tokenizer
 
 DEMO = "demo"  # the embedded pair at its own size
 T5 = {"t5-tiny": ("tiny", "tiny"), "t5-base": ("base", "small"), "t5-large": ("large", "small")}
-CHOICES = (DEMO, *SHAPES, *T5)
+CHOICES = (DEMO, *PAIRS, *T5)
 POSITIONS = 8192  # in config.json; the pair was trained on 1,024: longer texts have the same cost and less sense
 _SPARE, _WARM_UP = 64, 512  # tokens
 _TRIES = 10  # pieces of code for each prompt

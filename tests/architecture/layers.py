@@ -57,7 +57,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "lab.fleet": frozenset({"errors", "lab.theory"}),
     "lab.checkpoints": frozenset({"models"}),
     "lab.quantize": EVERYWHERE | MODELS_AND_BELOW | {"text", "lab.checkpoints"},
-    "lab.training": EVERYWHERE | MODELS_AND_BELOW | {"text", "lab.checkpoints"},
+    "lab.training": EVERYWHERE | ENGINE_AND_BELOW | {"lab.checkpoints"},
     "lab.exactness": EVERYWHERE | ENGINE_AND_BELOW,
     "lab.inflation": EVERYWHERE | ENGINE_AND_BELOW | {"lab.checkpoints"},
     "lab.cli": EVERYWHERE | ENGINE_AND_BELOW - {"plugins"} | {"cli", "lab"},

@@ -56,7 +56,7 @@ def test_native_import_is_found(name: str, line: str, found: int) -> None:
         ("errors", "from speculant.types import Request"),
         ("lab.theory.speedup", "import torch"),
         ("lab.theory.speedup", "from speculant.models import base"),
-        ("lab.training.lm", "from speculant.engine.llm import LLM"),
+        ("lab.training.lm", "from speculant.lab.bench import workloads"),
         ("serving.app", "from speculant.cli import main"),
         ("cli.doctor", "from speculant.lab.bench import runs"),
         ("lab.bench.runs", "from speculant.lab.exactness.laws import Pair"),

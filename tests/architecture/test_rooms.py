@@ -10,22 +10,22 @@ import pytest
 from tests.architecture.rooms import ROOT, USERS, defined, home, inner_imports, rooms, size
 
 SLACK = 0.05  # of a budget, which follows a room that shrinks
-INNER_IMPORTS = 216  # of names that two files of a room have, of names that are also a file's; may only fall
+INNER_IMPORTS = 202  # of names that two files of a room have, of names that are also a file's; may only fall
 # Lines and files. A commit that adds a feature may raise those of its room.
 BUDGETS: dict[str, tuple[int, int]] = {
     "cache": (1211, 7),
-    "cli": (3024, 17),
+    "cli": (3025, 17),
     "drafting": (7231, 50),
     "engine": (5217, 25),
     "kernels": (1632, 8),
-    "lab.bench": (4557, 29),
-    "lab.cli": (3510, 26),
+    "lab.bench": (4556, 29),
+    "lab.cli": (3083, 22),
     "lab.exactness": (1625, 12),
     "lab.fleet": (1253, 10),
-    "lab.inflation": (1071, 12),
+    "lab.inflation": (1013, 8),
     "lab.quantize": (932, 6),
     "lab.theory": (627, 9),
-    "lab.training": (4125, 44),
+    "lab.training": (4236, 31),
     "lengths": (1952, 10),
     "models": (13443, 68),
     "sampling": (437, 5),

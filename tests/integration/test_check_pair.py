@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -319,13 +316,8 @@ def test_colour_and_progress_keep_off_the_result(checkpoints: Checkpoints, promp
 
 
 @pytest.mark.slow  # test_main.py has the help of every command, and imports
-def test_help_has_examples_and_needs_no_torch() -> None:
+def test_help_has_examples() -> None:
     shown = _invoke("--help", COLUMNS="200").stdout
     assert "Examples:" in shown
     assert "speculant check-pair demo demo" in shown
     assert "[default: 0]" in shown
-    code = (
-        "import sys\nfrom speculant.cli.main import app\n"
-        "app(['check-pair', '--help'], standalone_mode=False)\nassert 'torch' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, env=dict(os.environ))

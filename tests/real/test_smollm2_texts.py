@@ -1,34 +1,24 @@
-"""SmolLM2-135M-Instruct in Q4_1: its texts are the same with every drafter, and it chats, calls tools and writes JSON.
-
-Drafters with a trained head are left out: there is none for this model.
-"""
+"""SmolLM2-135M-Instruct in Q4_1: it writes llama.cpp's greedy texts, chats, calls tools and writes JSON."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from jsonschema import validate
 
-from speculant import LLM, AsyncEngine, RequestOutput, SamplingParams, plugins
+from speculant import LLM, AsyncEngine, SamplingParams
 from speculant.models import CausalLM, load_model
 from speculant.text import Tokenizer
-from tests.drafters import HEADS, options_of, predicting
 from tests.real.llama_cpp import END, LlamaCpp
-from tests.real.test_smollm2_logits import logits_of
+from tests.real.test_drafters import GREEDY, SEEDED, smollm2_texts, tokens_of
+from tests.real.test_logits import logits_of
 from tests.real.texts import SUBJECTS
 from tests.servers import LiveServer
 
-DRAFTERS = [name for name in plugins.names("speculant.drafting") if name not in HEADS]
-TOKENS = 40
-KINDS: dict[str, dict[str, float]] = {
-    "greedy": {"temperature": 0.0},
-    "seeded": {"temperature": 0.8, "top_p": 0.95, "repetition_penalty": 1.1},
-}
 TIE = 0.5  # between log-probabilities; rounding moves each by about 0.08: half its square is the divergence, 0.0035
 SCHEMA = {
     "type": "object",
@@ -41,56 +31,6 @@ SCHEMA = {
     "additionalProperties": False,
 }
 QUESTION = [{"role": "user", "content": "What is the capital of Germany?"}]  # no token of the answer is nearly a tie
-
-
-def params(kind: str) -> list[SamplingParams]:
-    """Return the settings of each prompt; seeded ones have a seed each."""
-    seeds = range(100, 100 + len(SUBJECTS))
-    return [
-        SamplingParams(**KINDS[kind], seed=None if kind == "greedy" else seed, max_tokens=TOKENS, ignore_eos=True)
-        for seed in seeds
-    ]
-
-
-def tokens_of(outputs: list[RequestOutput]) -> list[list[int]]:
-    return [out.outputs[0].token_ids for out in outputs]
-
-
-def llm_of(path: Path, **arguments: Any) -> LLM:
-    return LLM(str(path), max_model_len=512, **arguments)
-
-
-@pytest.fixture(scope="module")
-def plain(smollm2: Path) -> dict[str, list[list[int]]]:
-    """Return the texts without speculation, each prompt alone."""
-    llm = llm_of(smollm2, max_num_seqs=1, use_speculative_decoding=False)
-    return {kind: tokens_of(llm.generate([*SUBJECTS], params(kind))) for kind in KINDS}
-
-
-def test_plain_texts_differ(plain: dict[str, list[list[int]]]) -> None:
-    """Otherwise equal texts would show little."""
-    for texts in plain.values():
-        assert len({tuple(text) for text in texts}) == len(SUBJECTS)
-    assert plain["greedy"] != plain["seeded"]
-
-
-@pytest.mark.parametrize("batch", [1, 8])
-@pytest.mark.parametrize("drafter", ["none", *DRAFTERS])
-def test_no_drafter_changes_a_text(smollm2: Path, plain: dict[str, list[list[int]]], drafter: str, batch: int) -> None:
-    config: dict[str, Any] = {"use_speculative_decoding": False}
-    if drafter != "none":
-        facts = plugins.load("speculant.drafting", drafter).METHOD
-        options = options_of(drafter, 49152, plain["greedy"])
-        config = {"speculative_config": {"method": drafter, **options}, "spec_length": 4}
-        config |= {"draft_model": str(smollm2)} if facts.uses_model else {}
-    llm = llm_of(smollm2, max_num_seqs=batch, **config)
-    accepted = 0
-    for kind, expected in plain.items():
-        settings = [predicting(drafter, own, text) for own, text in zip(params(kind), expected, strict=True)]
-        outputs = llm.generate([*SUBJECTS], settings)
-        assert tokens_of(outputs) == expected, kind
-        accepted += sum(out.metrics.speculative_decoding.num_accepted_draft_tokens for out in outputs)
-    assert accepted > 0 or drafter in ("none", "random"), "no draft was accepted: a weak test"
 
 
 class Reader:
@@ -127,12 +67,13 @@ class Reader:
         return float(log_probs[own] - max(log_probs[token] for token in others)) if others else None
 
 
-def test_greedy_texts_are_llama_cpps_up_to_ties(
-    smollm2: Path, plain: dict[str, list[list[int]]], llama_cpp: LlamaCpp
-) -> None:
-    reader = Reader(smollm2)
-    theirs = [llama_cpp.complete(smollm2, prompt, TOKENS) for prompt in SUBJECTS]
-    found = [reader.compare(*each) for each in zip(SUBJECTS, plain["greedy"], theirs, strict=True)]
+def test_greedy_texts_are_llama_cpps_up_to_ties(smollm2: Path, llama_cpp: LlamaCpp) -> None:
+    reader, own = Reader(smollm2), smollm2_texts()
+    ours = tokens_of(
+        own.llm(max_num_seqs=1, use_speculative_decoding=False).generate([*SUBJECTS], own.params("greedy"))
+    )
+    theirs = [llama_cpp.complete(smollm2, prompt, own.tokens) for prompt in SUBJECTS]
+    found = [reader.compare(*each) for each in zip(SUBJECTS, ours, theirs, strict=True)]
     parted = sorted(abs(preference) for _, preference in found if preference is not None)
     equal, most = sum(same for same, _ in found), max(parted, default=0.0)
     print(f"\n{len(parted)} of {len(SUBJECTS)} texts differ from llama.cpp's, after {equal} equal tokens in all")
@@ -143,7 +84,7 @@ def test_greedy_texts_are_llama_cpps_up_to_ties(
 
 @pytest.fixture(scope="module")
 def llm(smollm2: Path) -> LLM:
-    return llm_of(smollm2)
+    return smollm2_texts().llm()
 
 
 def test_it_chats_by_its_template(llm: LLM) -> None:
@@ -157,10 +98,10 @@ def test_it_chats_by_its_template(llm: LLM) -> None:
     assert sample.finish_reason == "stop", "the template's end of a turn ends the text"
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_it_writes_json(llm: LLM, kind: str) -> None:
+@pytest.mark.parametrize("kind", [GREEDY, {**SEEDED, "repetition_penalty": 1.1}], ids=["greedy", "seeded"])
+def test_it_writes_json(llm: LLM, kind: dict[str, float]) -> None:
     messages = [{"role": "user", "content": "Describe a cat called Mia as JSON with name, age and kind."}]
-    settings = SamplingParams(**KINDS[kind], seed=5, max_tokens=120, structured_outputs={"json": SCHEMA})
+    settings = SamplingParams(**kind, seed=5, max_tokens=120, structured_outputs={"json": SCHEMA})
     (answer,) = llm.chat(messages, settings)
     validate(json.loads(answer.outputs[0].text), SCHEMA)
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress
     from rich.status import Status
 
+
 SPINNER = "dots"
 _CONTROL = (*range(9), *range(11, 32), *range(127, 160))  # characters that control a terminal, but not tab and newline
 SOON_S, PAUSE_S = 1.0, 5.0  # without a terminal: before the first line of progress, and between lines

@@ -5,6 +5,7 @@ This is the inverse of reading them (models/weights/source.py): fused tensors ar
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -61,9 +62,20 @@ def stored_tensors(tensors: Mapping[str, Tensor], names: TensorMap) -> dict[str,
 
 def save_tensors(tensors: Mapping[str, Tensor], names: TensorMap, file: Path, dtype: torch.dtype | None = None) -> None:
     """Write a model's tensors to a safetensors file as `stored_tensors` has them. dtype: None = as they are."""
-    made = {name: tensor.to(dtype or tensor.dtype) for name, tensor in stored_tensors(tensors, names).items()}
-    save_file(made, file, metadata={"format": "pt"})
+    write_tensors(
+        file, {name: tensor.to(dtype or tensor.dtype) for name, tensor in stored_tensors(tensors, names).items()}
+    )
+
+
+def write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write tensors to a safetensors file."""
+    save_file(dict(tensors), file, metadata={"format": "pt"})
     file.chmod(0o644)  # save_file makes it readable for its owner only
+
+
+def write_json(file: Path, content: Any) -> None:
+    """Write a JSON file."""
+    file.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _put(made: Expression, part: Tensor, stored: Tensor) -> None:

@@ -107,8 +107,8 @@ def test_help_has_every_option_and_default_in_full(width: int) -> None:
 def test_help_needs_no_torch() -> None:
     code = (
         "import sys\nfrom speculant.cli.main import app\n"
-        "for command in ('generate', 'bench', 'check-lossless', 'check-pair'):\n"
-        "    app([command, '--help'], standalone_mode=False)\nassert 'torch' not in sys.modules"
+        "for command in ('generate', 'bench', 'check-lossless', 'check-pair', 'train', 'train head'):\n"
+        "    app([*command.split(), '--help'], standalone_mode=False)\nassert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 

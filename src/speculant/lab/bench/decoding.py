@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 from speculant.config import EngineConfig
 from speculant.engine import Runtime, build_around
 from speculant.lab.bench.workloads import code_prompt
-from speculant.lab.inflation import inflated_pair
-from speculant.lab.inflation.pair import SHAPES
+from speculant.lab.inflation import PAIRS, inflated_pair
 from speculant.lab.training import read_corpus, standard_library
 from speculant.metrics import SpeculationMetrics
 from speculant.models import Checkpoint, load_model, resolve_source
@@ -26,7 +25,7 @@ EDIT, COMPLETION, UNSEEN, HELD_OUT = "edit", "completion", "unseen", "held-out"
 TEXTS = (EDIT, COMPLETION, UNSEEN, HELD_OUT)
 DRAFT, TARGET = "the draft", "the target"  # stand for the models' folders in configurations
 PLAIN: dict[str, Any] = {"use_speculative_decoding": False}
-SHAPE = {"choices": ["demo", *SHAPES], "default": "demo"}  # the option --shape
+SHAPE = {"choices": ["demo", *PAIRS], "default": "demo"}  # the option --shape
 
 
 class LoadedPair(NamedTuple):

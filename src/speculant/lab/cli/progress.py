@@ -17,7 +17,7 @@ from speculant.cli import LINE_S, PAUSE_S, messages, minutes_left, progress_bar
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-    from speculant.lab.training import Trainer, TrainingReport, Watcher
+    from speculant.lab.training import Trainer, TrainingReport, Watch
 
 _LOG_STEPS = 50  # steps per line of output without a terminal
 
@@ -91,7 +91,7 @@ def _line(trainer: Trainer, report: TrainingReport) -> str:
 
 
 @contextmanager
-def shown_progress(doing: str) -> Iterator[Watcher]:
+def shown_progress(doing: str) -> Iterator[Watch]:
     """Yield a function that shows the fraction done: a bar on a terminal, otherwise a line about once a minute."""
     console = messages()
     if not console.is_terminal:

@@ -15,7 +15,6 @@ from speculant.cli import examples, messages, print_json, progress, progress_of_
 from speculant.config import EngineConfig
 from speculant.errors import ConfigError
 from speculant.lab.cli.train_static import require_folder, vocab_size_of
-from speculant.models import read_optional_config, resolve_source
 
 if TYPE_CHECKING:
     import numpy as np
@@ -100,6 +99,7 @@ def _make(files: list[Path], config: EngineConfig, out: Path, size: int | None) 
 
     from speculant.drafting import save_head_tokens
     from speculant.lab.training import count_tokens
+    from speculant.models import resolve_source
     from speculant.text import Tokenizer, read_sequences
 
     require_folder(out)
@@ -160,7 +160,7 @@ def _by_use(counts: np.ndarray[Any, Any], ends: frozenset[int]) -> list[int]:
 
 def _ends(folder: Path, vocab_size: int) -> frozenset[int]:
     """Return the model's end tokens; a folder with only a tokenizer has none."""
-    from speculant.models import read_end_tokens, read_generation
+    from speculant.models import read_end_tokens, read_generation, read_optional_config
 
     config = read_optional_config(folder)
     return read_end_tokens(read_generation(folder), config, vocab_size) if config else frozenset()

@@ -10,7 +10,6 @@ import typer
 
 from speculant.cli import examples, messages, print_json, progress
 from speculant.errors import ConfigError
-from speculant.models import count, read_generation, read_optional_config, read_start_tokens, resolve_source
 
 if TYPE_CHECKING:
     from speculant.text import Tokenizer
@@ -51,6 +50,7 @@ def static(
 def _make(files: list[Path], model: str, out: Path, continuations: int) -> dict[str, Any]:
     from speculant.drafting import BigramTables
     from speculant.lab.training import count_bigrams
+    from speculant.models import resolve_source
     from speculant.text import Tokenizer
 
     require_folder(out)
@@ -71,7 +71,7 @@ def _make(files: list[Path], model: str, out: Path, continuations: int) -> dict[
 
 def _sequences(files: list[Path], folder: Path, tokenizer: Tokenizer) -> Iterator[Sequence[int]]:
     """Yield the sequences of files; those of an encoder-decoder model begin with its start token."""
-    from speculant.models import read_description
+    from speculant.models import read_description, read_generation, read_optional_config, read_start_tokens
     from speculant.text import read_sequences
 
     config = read_optional_config(folder)
@@ -99,5 +99,7 @@ def require_folder(out: Path) -> None:
 
 def vocab_size_of(folder: Path, tokenizer: Tokenizer) -> int:
     """Return the rows of the model's output head; for a folder with only a tokenizer, its number of tokens."""
+    from speculant.models import count, read_optional_config
+
     config = read_optional_config(folder)
     return count(config, "vocab_size") if config else tokenizer.vocab_size

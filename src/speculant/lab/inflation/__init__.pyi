@@ -1,13 +1,14 @@
-from .config import fitting_shape as fitting_shape
 from .heads import head_kind as head_kind, head_shape as head_shape, inflate_head as inflate_head
 from .kept import (
+    PAIRS as PAIRS,
     decoded_model as decoded_model,
+    inflated_head as inflated_head,
     inflated_model as inflated_model,
+    inflated_pair as inflated_pair,
     kept_model as kept_model,
     rescaled_model as rescaled_model,
+    write_rescaled as write_rescaled,
 )
 from .model import inflate as inflate, shape_of as shape_of
-from .pair import inflated_head as inflated_head, inflated_pair as inflated_pair
-from .rescaled import write_rescaled as write_rescaled
-from .shapes import Shape as Shape, named_shape as named_shape
+from .shapes import SHAPES as SHAPES, Shape as Shape, fitting_shape as fitting_shape, named_shape as named_shape
 from .successors import LLAMA_50M as LLAMA_50M, write_pair as write_pair

@@ -7,7 +7,6 @@ feed-forward blocks grows with the hidden size. The number of layers and the out
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import shutil
@@ -16,17 +15,16 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
 from torch import Tensor
 
 from speculant.drafting import FILE as SHORT_HEAD, HeadFolder, HeadParts, Part, head_parts
 from speculant.drafting.heads.folder import KIND
 from speculant.errors import ConfigError, ModelError
 from speculant.files import read_json
-from speculant.lab.inflation.config import decoder_shape
+from speculant.lab.checkpoints import write_json, write_tensors
 from speculant.lab.inflation.matrices import Enlargement, NoisyFiles
-from speculant.lab.inflation.model import make_folder
-from speculant.lab.inflation.shapes import Shape
+from speculant.lab.inflation.model import filled_card, make_folder
+from speculant.lab.inflation.shapes import Shape, decoder_shape
 from speculant.models import count, show
 from speculant.models.families.llama import read_config
 
@@ -51,8 +49,6 @@ are those of `{name}`.
 The states are the small head's {copies} times over. Further attention heads and rows of the MLP are random, and their
 results meet zeros. {function}
 """
-_EQUAL = "Logits are equal up to the order of floating-point sums."
-_NOISY = "Noise of {noise:g} times their standard deviation was added to the matrices, so that its answers differ."
 
 
 def head_kind(folder: Path) -> str | None:
@@ -85,14 +81,11 @@ def inflate_head(source: Path, folder: Path, shape: Shape, noise: float = 0.0) -
         for stored, part in found.items()
     }
     make_folder(folder)
-    file = folder / "model.safetensors"
-    save_file(tensors, file, metadata={"format": "pt"})
-    file.chmod(0o644)  # save_file makes it readable for its owner only
+    write_tensors(folder / "model.safetensors", tensors)
     if (source / SHORT_HEAD).exists():
         shutil.copyfile(source / SHORT_HEAD, folder / SHORT_HEAD)
     (folder / "README.md").write_text(_card(head, enlargement, tensors, noise), encoding="utf-8")
-    text = json.dumps(_grown_config(head.config, enlargement), indent=2, ensure_ascii=False)
-    (folder / "config.json").write_text(text + "\n", encoding="utf-8")
+    write_json(folder / "config.json", _grown_config(head.config, enlargement))
 
 
 def _open(source: Path) -> tuple[HeadFolder, HeadParts]:
@@ -160,11 +153,5 @@ def _grown_config(config: dict[str, Any], enlargement: Enlargement) -> dict[str,
 def _card(head: HeadFolder, enlargement: Enlargement, tensors: Mapping[str, Tensor], noise: float) -> str:
     before, after = _layer_config(head.config), _layer_config(_grown_config(head.config, enlargement))
     rows = [(key, before[key], after[key]) for key in before if after[key] != before[key]]
-    weights = [sum(math.prod(head.shape(name)) for name in tensors), sum(each.numel() for each in tensors.values())]
-    lines = [f"| {what} | {small:,} | {large:,} |" for what, small, large in [*rows, ("weights", *weights)]]
-    return _CARD.format(
-        name=head.folder.resolve().name,
-        sizes="\n".join(lines),
-        copies=enlargement.copies,
-        function=_NOISY.format(noise=noise) if noise else _EQUAL,
-    )
+    small, large = (math.prod(head.shape(name)) for name in tensors), (each.numel() for each in tensors.values())
+    return filled_card(_CARD, head.folder, enlargement, [*rows, ("weights", sum(small), sum(large))], noise)

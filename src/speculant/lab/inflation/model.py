@@ -10,7 +10,6 @@ compared with the small model's description, so a family whose arithmetic change
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import shutil
@@ -19,15 +18,13 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from speculant.drafting import Part, Role
 from speculant.errors import ConfigError, ModelError
-from speculant.lab.checkpoints import stored_tensors
-from speculant.lab.inflation.config import decoder_shape, grown_config
+from speculant.lab.checkpoints import stored_tensors, write_json, write_tensors
 from speculant.lab.inflation.matrices import Enlargement, NoisyFiles
-from speculant.lab.inflation.shapes import Shape
+from speculant.lab.inflation.shapes import Shape, decoder_shape, grown_config
 from speculant.models import (
     HEAD,
     LAYER,
@@ -97,14 +94,14 @@ def inflate(source: Path, folder: Path, shape: Shape, noise: float = 0.0) -> Non
     )
     grown, large = grown_config(files.config, decoder, shape)
     model = _Inflation(NoisyFiles(files.weights, noise), enlargement, decoder, large)
-    num_weights = [parameters(config) for config in (decoder, large)]
+    weights = ("weights", parameters(decoder), parameters(large))
     make_folder(folder)
     _copy_files(source, folder)
     _write_weights(folder, model)
-    card = _card(source.resolve().name, enlargement, num_weights, noise)
+    rows = [(key, size, getattr(shape, key)) for key, size in asdict(enlargement.small).items()]
+    card = filled_card(_CARD, source, enlargement, [*rows, weights], noise)
     (folder / "README.md").write_text(card, encoding="utf-8")
-    text = json.dumps(grown, indent=2, ensure_ascii=False)
-    (folder / "config.json").write_text(text + "\n", encoding="utf-8")  # the last: without it nothing loads
+    write_json(folder / "config.json", grown)  # the last: without it nothing loads
 
 
 class _Inflation:
@@ -185,17 +182,20 @@ def _write_weights(folder: Path, model: _Inflation) -> None:
     total = 0
     for number, tensors in enumerate(model.parts(), start=1):
         file = folder / f"model-{number:05}-of-{model.num_parts:05}.safetensors"
-        save_file(tensors, file, metadata={"format": "pt"})
-        file.chmod(0o644)  # save_file makes it readable for its owner only
+        write_tensors(file, tensors)
         files.update(dict.fromkeys(tensors, file.name))
         total += sum(tensor.nbytes for tensor in tensors.values())
     index = {"metadata": {"total_size": total}, "weight_map": files}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    write_json(folder / "model.safetensors.index.json", index)
 
 
-def _card(name: str, enlargement: Enlargement, num_weights: list[int], noise: float) -> str:
-    """Return the model card."""
-    rows = [(key, size, getattr(enlargement.large, key)) for key, size in asdict(enlargement.small).items()]
-    lines = [f"| {what} | {before:,} | {after:,} |" for what, before, after in [*rows, ("weights", *num_weights)]]
-    function = _NOISY.format(noise=noise) if noise else _EQUAL
-    return _CARD.format(name=name, sizes="\n".join(lines), copies=enlargement.copies, function=function)
+def filled_card(
+    card: str, source: Path, enlargement: Enlargement, sizes: Sequence[tuple[str, int, int]], noise: float
+) -> str:
+    """Return a model card. sizes: names of numbers, with the small and the large one."""
+    return card.format(
+        name=source.resolve().name,
+        sizes="\n".join(f"| {what} | {before:,} | {after:,} |" for what, before, after in sizes),
+        copies=enlargement.copies,
+        function=_NOISY.format(noise=noise) if noise else _EQUAL,
+    )

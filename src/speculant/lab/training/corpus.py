@@ -1,4 +1,15 @@
-"""Text files for training, and the fixed split that holds some of them out."""
+"""Text files for training: their split, their tokens, and windows of these.
+
+A fixed split holds some of the files out. The tokenizer is a byte-level BPE in the format of Hugging Face checkpoints.
+Windows are sections of equal length of a shuffled stream of documents:
+
+    stream      a a a a <end> b b b b b b b <end> c c c ...        documents, in another order in each epoch
+    window      <end> | t0 t1 t2 ... t(n-1)                        input is everything but the last token
+    targets             t0 t1 t2 ... t(n-1)
+
+Each window begins with END_OF_TEXT, as every prompt does, and if possible at the start of a line. So prompts have the
+form of the training text, even if they come from the middle of a file.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +19,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from torch import Tensor
+
 from speculant.errors import ConfigError
 
 HELD_OUT_PERCENT = 2
+END_OF_TEXT = "<|endoftext|>"
+SNAP = 64  # a window moves forward by fewer tokens than this to the start of a line
 
 
 @dataclass(frozen=True)
@@ -27,11 +46,6 @@ class Corpus:
 
     training: tuple[Document, ...]
     held_out: tuple[Document, ...]
-
-    @property
-    def training_bytes(self) -> int:
-        """Size of the training text in UTF-8."""
-        return sum(len(document.text.encode()) for document in self.training)
 
 
 def standard_library() -> Path:
@@ -86,3 +100,109 @@ def _read_file(path: Path, name: str) -> Iterable[Document]:
         return
     if text.strip():
         yield Document(name, text.replace("\r\n", "\n"))
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    """Train a byte-level BPE tokenizer; END_OF_TEXT is token 0 and precedes every text."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{END_OF_TEXT} $A", pair=f"{END_OF_TEXT} $A $B", special_tokens=[(END_OF_TEXT, 0)]
+    )
+    return tokenizer
+
+
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """Load tokenizer.json from a folder. Raises ConfigError if it isn't there or has no END_OF_TEXT."""
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise ConfigError(f"{folder} has no tokenizer.json", "name a folder that this command wrote.")
+    tokenizer = Tokenizer.from_file(str(path))
+    if tokenizer.token_to_id(END_OF_TEXT) is None:
+        raise ConfigError(f"{path} has no token {END_OF_TEXT}", "use a tokenizer that this command trained.")
+    return tokenizer
+
+
+def end_of_text(tokenizer: Tokenizer) -> int:
+    """Return the id of END_OF_TEXT."""
+    token_id: int = tokenizer.get_vocab()[END_OF_TEXT]
+    return token_id
+
+
+def encode(tokenizer: Tokenizer, documents: Sequence[Document]) -> list[NDArray[np.int64]]:
+    """Tokenise each document, with END_OF_TEXT after it and not before it."""
+    end = [end_of_text(tokenizer)]
+    encodings = tokenizer.encode_batch([document.text for document in documents], add_special_tokens=False)
+    return [np.array(encoding.ids + end, dtype=np.int64) for encoding in encodings]
+
+
+def line_starts(tokenizer: Tokenizer, tokens: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Mark the tokens [n] that begin a line or a text: those after a line feed or END_OF_TEXT."""
+    ends_line = np.zeros(tokenizer.get_vocab_size(), dtype=bool)
+    for token, token_id in tokenizer.get_vocab().items():
+        ends_line[token_id] = token.endswith("Ċ") or token == END_OF_TEXT
+    return np.concatenate(([True], ends_line[tokens[:-1]]))
+
+
+class Windows:
+    """Windows by number. They are a pure function of the seed, so a position in the data is one integer."""
+
+    def __init__(
+        self,
+        documents: Sequence[NDArray[np.int64]],
+        begins_line: Sequence[NDArray[np.bool_]],
+        length: int,
+        end_of_text: int,
+        seed: int,
+    ) -> None:
+        """Take tokens and line starts [n] of each document; every document ends with `end_of_text`."""
+        self._documents, self._begins_line = documents, begins_line
+        self._length, self._end, self._seed = length, end_of_text, seed
+        self.per_epoch = sum(map(len, documents)) // length - 2
+        self._epoch = -1
+        self._stream: NDArray[np.int64] = np.empty(0, dtype=np.int64)
+        self._starts: NDArray[np.int64] = np.empty(0, dtype=np.int64)
+
+    def batch(self, first: int, count: int) -> Tensor:
+        """Return windows first .. first + count - 1, each END_OF_TEXT and `length` tokens: [count, 1 + length]."""
+        return torch.from_numpy(np.stack([self._window(number) for number in range(first, first + count)]))
+
+    def _window(self, number: int) -> NDArray[np.int64]:
+        epoch, index = divmod(number, self.per_epoch)
+        if epoch != self._epoch:
+            self._begin(epoch)
+        start = self._starts[index]
+        return np.concatenate(([self._end], self._stream[start : start + self._length]))
+
+    def _begin(self, epoch: int) -> None:
+        generator = np.random.default_rng([self._seed, epoch])
+        order = generator.permutation(len(self._documents))
+        self._stream = np.concatenate([self._documents[i] for i in order])
+        cuts = generator.integers(self._length) + self._length * generator.permutation(self.per_epoch)
+        self._starts = _snap(cuts, np.concatenate([self._begins_line[i] for i in order]))
+        self._epoch = epoch
+
+
+def _snap(cuts: NDArray[np.int64], begins_line: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """Move each cut [n] to the next line start if it is less than SNAP tokens away."""
+    starts = np.flatnonzero(begins_line)
+    following = starts[np.minimum(np.searchsorted(starts, cuts), len(starts) - 1)]
+    near = (following >= cuts) & (following - cuts < SNAP)
+    return np.where(near, following, cuts)
+
+
+def held_out_windows(documents: Sequence[NDArray[np.int64]], length: int, end_of_text: int) -> list[Tensor]:
+    """Cut each document from its start into windows of up to `length` tokens, END_OF_TEXT before each."""
+    return [
+        torch.from_numpy(np.concatenate(([end_of_text], document[first : first + length])))
+        for document in documents
+        for first in range(0, len(document), length)
+    ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,11 +11,10 @@ from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
 from speculant.lab.training.passes import hidden_states
+from speculant.lab.training.trainer import Watch
 from speculant.models import Decoder
 
 _TOKENS_A_PASS = 2048
-
-Watcher = Callable[[float], None]  # called with the finished fraction
 
 
 @dataclass(frozen=True)
@@ -26,8 +25,13 @@ class Overlap:
     greedy_agreement: float  # share of positions where both have the same likeliest token
     positions: int
 
+    def summary(self) -> list[str]:
+        """Return the figures in a line for people."""
+        agreement = f"same likeliest token {self.greedy_agreement:.3f}"
+        return [f"sum min(p, q) with the target {self.alpha:.3f}, {agreement}"]
 
-def evaluate(model: Decoder, windows: Sequence[Tensor], watch: Watcher | None = None) -> float:
+
+def evaluate(model: Decoder, windows: Sequence[Tensor], watch: Watch | None = None) -> float:
     """Return the mean cross-entropy, in nats per token, of every token of windows [1 + n_i] but the first."""
     total, count = 0.0, 0
     with torch.inference_mode():
@@ -39,15 +43,21 @@ def evaluate(model: Decoder, windows: Sequence[Tensor], watch: Watcher | None = 
     return total / count
 
 
-def overlap(target: Decoder, draft: Decoder, windows: Sequence[Tensor], watch: Watcher | None = None) -> Overlap:
+def overlap(target: Decoder, draft: Decoder, windows: Sequence[Tensor], watch: Watch | None = None) -> Overlap:
     """Compare two models' distributions, p and q, at every token of windows [1 + n_i] but the first."""
+    models = (target, draft)
+    return mean_overlap([_logits(each, group) for each in models] for group in _grouped(windows, watch))
+
+
+@torch.inference_mode()
+def mean_overlap(logits: Iterable[Sequence[Tensor]]) -> Overlap:
+    """Compare distributions p and q, given as pairs of logits [r, V]."""
     common, agreed, count = 0.0, 0, 0
-    with torch.inference_mode():
-        for group in _grouped(windows, watch):
-            p, q = (_logits(model, group).softmax(-1) for model in (target, draft))  # [T, V]
-            agreed += int((p.argmax(-1) == q.argmax(-1)).sum())
-            common += float(torch.minimum(p, q).sum())
-            count += len(p)
+    for pair in logits:
+        p, q = (each.softmax(-1) for each in pair)
+        agreed += int((p.argmax(-1) == q.argmax(-1)).sum())
+        common += float(torch.minimum(p, q).sum())
+        count += len(p)
     return Overlap(common / count, agreed / count, count)
 
 
@@ -59,7 +69,7 @@ def _logits(model: Decoder, windows: Sequence[Tensor]) -> Tensor:
     return model.logits(hidden_states(model, padded)[real])
 
 
-def _grouped(windows: Sequence[Tensor], watch: Watcher | None) -> Iterator[list[Tensor]]:
+def _grouped(windows: Sequence[Tensor], watch: Watch | None) -> Iterator[list[Tensor]]:
     """Yield groups of windows, one per pass; call `watch` with the finished fraction."""
     group: list[Tensor] = []
     for number, window in enumerate(windows, start=1):

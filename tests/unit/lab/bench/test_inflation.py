@@ -17,8 +17,7 @@ from torch import Tensor
 from speculant import LLM, SamplingParams
 from speculant.errors import ConfigError, ModelError
 from speculant.kernels import usable_sets
-from speculant.lab.inflation import Shape, fitting_shape, inflate, named_shape
-from speculant.lab.inflation.shapes import SHAPES
+from speculant.lab.inflation import SHAPES, Shape, fitting_shape, inflate, named_shape
 from speculant.models import Experts, TensorFiles, load_model, read_description, read_model_config, resolve_source
 from tests.unit.models.families import FEW, Session, random_tokens, thinned_cases, write_variant
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from speculant.lab.training import TrainingConfig, job
-from tests.unit.lab.training.runs import tiny, train
+from speculant.lab.training import LanguageRun, TrainingConfig
+from tests.unit.lab.training.runs import tiny
 
 NAMES = [f"package/module_{i}.py" for i in range(90)]  # one of them, 64, falls under the held-out rule
 TEXT = "def get_{0}(self):\n    return self.value_{1}\n\n\nclass Item:\n    pass\n"
@@ -42,5 +42,5 @@ def config(corpus_folder: Path, tmp_path: Path) -> TrainingConfig:
 @pytest.fixture(scope="session")
 def target_folder(corpus_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = replace(tiny(corpus_folder, tmp_path_factory.mktemp("runs") / "target"), hidden=32, steps=60)
-    job.finish(config, *train(config))
+    LanguageRun(config).carry_out()
     return config.out

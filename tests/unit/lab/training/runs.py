@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from speculant.lab.training import Trainer, TrainingConfig, job
+from speculant.lab.training import LanguageRun, Trainer, TrainingConfig, begin_folder
 
 
 def tiny(corpus: Path, out: Path) -> TrainingConfig:
@@ -26,17 +26,16 @@ def tiny(corpus: Path, out: Path) -> TrainingConfig:
     )
 
 
-def prepare(config: TrainingConfig) -> tuple[job.Texts, Trainer]:
+def prepare(config: TrainingConfig) -> tuple[LanguageRun, Trainer]:
     """Do everything before the first step."""
-    job.check_folder(config, resume=True)
-    corpus = job.read_files(config)
-    texts = job.tokenise(corpus, job.choose_tokenizer(config, corpus))
-    return texts, job.new_trainer(config, texts)
+    begin_folder(config.out, resume=True)
+    run = LanguageRun(config)
+    return run, run.trainer()
 
 
-def train(config: TrainingConfig) -> tuple[job.Texts, Trainer]:
+def train(config: TrainingConfig) -> tuple[LanguageRun, Trainer]:
     """Train to the end, without measuring."""
-    texts, trainer = prepare(config)
+    run, trainer = prepare(config)
     for _ in trainer.run():
         pass
-    return texts, trainer
+    return run, trainer

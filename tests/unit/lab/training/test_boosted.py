@@ -15,17 +15,20 @@ from speculant.cli import app
 from speculant.errors import ConfigError, ModelError
 from speculant.lab.training import (
     BoostedConfig,
+    DraftRun,
+    DraftsRun,
     MissedObjective,
     OutputHead,
     Texts,
+    begin_folder,
     hidden_states,
     known_rows,
     likeliest,
     load_plain,
+    measure,
     open_texts,
     save_texts,
 )
-from speculant.lab.training.boosted import job
 from speculant.models import Decoder
 from tests.models import END, Shape, write_checkpoint
 from tests.unit.models.families import VARIANTS, thinned_cases
@@ -121,11 +124,11 @@ def test_figures_are_those_of_the_formulas(texts: Texts, target: Decoder, near: 
     tokens, states = texts.tokens[places], texts.states_of(places).flatten(0, 1)
     p, q = target.logits(states).softmax(-1), near.logits(hidden_states(near, tokens)).softmax(-1)
     best = p.argmax(-1)
-    found = job.measure([near, target], target, texts)
+    found = measure([near, target], target, texts)
     assert found["rows"] == len(best)
     assert found["covered"] == 1.0
     assert found["alone"] == pytest.approx(float((q.topk(2).indices == best[:, None]).any(-1).float().mean()))
-    alone = job.measure([near], target, texts)
+    alone = measure([near], target, texts)
     assert alone["alone"] == alone["covered"] == alone["agreement"]
     assert alone["agreement"] == pytest.approx(float((q.argmax(-1) == best).float().mean()))
     assert alone["alpha"] == pytest.approx(float(torch.minimum(p, q).sum(-1).mean()), abs=1e-4)
@@ -174,8 +177,9 @@ def test_each_draft_begins_with_the_weights_before(
     settings = tuple(VARIANTS.get(family, {}).get(variant, {}).items())
     start = write_checkpoint(tmp_path / "start", Shape(family=family, layers=3, seed=3, end=END, settings=settings))
     config = config_of(tmp_path / "out", target_folder, start=start)
-    job.check_folder(config, resume=False)
-    trainer = job.new_trainer(config, target, texts, 1)
+    first = DraftRun(config, 1, target, texts)
+    begin_folder(first.folder, resume=False)
+    trainer = first.trainer()
     begun, given = cast(Decoder, trainer.model), dict(load_plain(start).named_parameters())
     every = dict(begun.named_parameters(remove_duplicate=False))  # keys and values may be stored as one tensor
     assert {*given} <= {*every}
@@ -184,8 +188,8 @@ def test_each_draft_begins_with_the_weights_before(
         begun.model.norm.weight.fill_(2.0)
     for _ in trainer.run():
         pass
-    job.finish(config, target, trainer, 1)
-    second = dict(cast(Decoder, job.new_trainer(config, target, texts, 2).model).named_parameters())
+    first.finish(trainer)
+    second = dict(cast(Decoder, DraftRun(config, 2, target, texts).trainer().model).named_parameters())
     for name, parameter in begun.named_parameters():
         assert torch.equal(second[name], parameter.bfloat16().float())
     assert not torch.equal(
@@ -201,10 +205,10 @@ def test_errors_are_raised_before_a_run(tmp_path: Path, target_folder: str) -> N
     config.folder(1).mkdir(parents=True)
     (config.folder(1) / "checkpoint.pt").write_bytes(b"")
     with pytest.raises(ConfigError, match="holds a run already"):
-        job.check_folder(config, resume=False)
+        DraftsRun(config).carry_out()
     (tmp_path / "target.gguf").write_bytes(b"GGUF")
     with pytest.raises(ModelError, match="is a file, and a folder is needed here"):
-        job.check_folder(config_of(tmp_path, str(tmp_path / "target.gguf")), resume=True)
+        DraftsRun(config_of(tmp_path, str(tmp_path / "target.gguf"))).carry_out(resume=True)
     result = CliRunner().invoke(app, ["train", "draft", "--boosted", "2", "--out", str(tmp_path)])
     assert isinstance(result.exception, ConfigError)
     assert "--target is missing" in str(result.exception)

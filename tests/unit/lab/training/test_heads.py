@@ -17,10 +17,11 @@ from speculant import LLM, SamplingParams
 from speculant.cache import slotted_cache
 from speculant.cli import app
 from speculant.drafting import HeadFolder
-from speculant.drafting.heads import eagle3, three_states
+from speculant.drafting.heads import eagle3, page
 from speculant.errors import ConfigError
 from speculant.files import read_json
 from speculant.lab.training import (
+    HeadRun,
     HeadTrainingConfig,
     Optimizer,
     OutputHead,
@@ -36,7 +37,6 @@ from speculant.lab.training import (
     overlaps,
     save_texts,
 )
-from speculant.lab.training.heads import job
 from speculant.models import CausalLM, Decoder, Rope, SequenceInput, build_batch, inner_width, load_model, read_rope
 from speculant.types import DraftTree
 from tests.examples import examples
@@ -132,7 +132,7 @@ def new_objective(kind: str, folder: Path, target: Decoder, **changes: Any) -> t
 def test_rounds_are_drafts_from_every_row(kind: str, tmp_path: Path, target: Decoder) -> None:
     """Round m of training computes the same state for a row as the head for the m-th row of a draft."""
     objective, texts = new_objective(kind, tmp_path, target, depth=3)
-    made, own = objective._rounds(torch.tensor([1]))
+    made, own = objective.predicted(torch.tensor([1]))
     torch.testing.assert_close(own, texts.states_of(torch.tensor([1]))[0, 3:])
     states = objective._entering(torch.tensor([1]))[0]
     for row in range(2, SEQ - 1):
@@ -185,11 +185,14 @@ def test_an_eagle3_head_learns(tmp_path: Path, target: Decoder) -> None:
 
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])
-def test_an_interrupted_run_ends_with_the_same_bits(kind: str, tmp_path: Path, target: Decoder) -> None:
-    config = config_of(tmp_path, "target", kind, draft_vocab=40 if kind == "eagle3" else None)
+def test_an_interrupted_run_ends_with_the_same_bits(
+    kind: str, tmp_path: Path, target: Decoder, target_folder: str
+) -> None:
+    config = config_of(tmp_path, target_folder, kind, draft_vocab=40 if kind == "eagle3" else None)
 
     def new_trainer() -> Trainer:
-        return job.new_trainer(config, target, new_objective(kind, tmp_path, target, draft_vocab=config.draft_vocab)[0])
+        new_objective(kind, tmp_path, target, draft_vocab=config.draft_vocab)
+        return HeadRun(config).trainer()
 
     whole, first, second = new_trainer(), new_trainer(), new_trainer()
     assert len(list(whole.run())) == 4
@@ -209,9 +212,10 @@ def test_a_folder_has_the_measured_acceptance(
     """The drafter's head has the measured sum min(p, q) on the same texts, up to the rounding of its weights."""
     config = config_of(tmp_path, target_folder, "eagle3", depth=2, draft_vocab=draft_vocab)
     objective, texts = new_objective("eagle3", tmp_path, target, depth=2, draft_vocab=draft_vocab)
-    measured = job.finish(config, job.new_trainer(config, target, objective)).acceptance
+    run = HeadRun(config)
+    measured = run.finish(run.trainer()).acceptance
     folder = HeadFolder.open(str(tmp_path), "eagle3")
-    assert three_states.read_layers(folder, target) == objective.layers == (2, 1, 0)
+    assert page.three_layers(folder, target) == objective.layers == (2, 1, 0)
     model, encode = eagle3.load(folder, target)
     tokens = texts.tokens[2]
     states = encode(fresh_states(target, tokens.tolist(), objective.layers))
@@ -220,7 +224,7 @@ def test_a_folder_has_the_measured_acceptance(
         made = [draft_state(model, tokens, states, row - depth, depth) for row in range(1, SEQ - 1)]
         q = model.logits(torch.stack(made)).softmax(-1)
         assert float(torch.minimum(p[2:], q).sum(-1).mean()) == pytest.approx(measured.alpha[depth], abs=0.01)
-    known = three_states.read_tokens(folder, target)
+    known = page.read_tokens(folder, target)
     counts = texts.tokens[:2].flatten().bincount(minlength=target.vocab_size)
     assert len(known) == (draft_vocab or 0)
     if known:
@@ -320,14 +324,13 @@ def test_a_head_is_trained_for_any_family(case: tuple[str, str, str], tmp_path: 
     settings = tuple(VARIANTS.get(family, {}).get(variant, {}).items())
     folder = Path(write_checkpoint(tmp_path / "target", Shape(family=family, layers=3, end=END, settings=settings)))
     config = config_of(tmp_path / "head", str(folder), kind)
-    target = job.load_target(config)
-    job.check_folder(config, resume=False)
+    config.out.mkdir()
     generator = torch.Generator().manual_seed(0)
-    job.save_texts(config, torch.randint(0, 250, (40, SEQ), generator=generator).tolist())
-    trainer = job.new_trainer(config, target, job.new_head(config, target))
-    for _ in trainer.run():
-        pass
-    job.finish(config, trainer)
+    save_texts(config.out, torch.randint(0, 250, (40, SEQ), generator=generator).tolist(), SEQ, config.seed)
+    run = HeadRun(config)
+    target = run.target
+    open_texts(config.out, target, layers=run.head.layers)
+    run.carry_out()
     params = SamplingParams(temperature=0, max_tokens=examples(30, least=16), ignore_eos=True)
     common: dict[str, Any] = {"dtype": "float64"}
     plain = LLM(str(folder), use_speculative_decoding=False, **common).generate(["hello", "def f"], params)
@@ -339,14 +342,6 @@ def test_a_head_is_trained_for_any_family(case: tuple[str, str, str], tmp_path: 
         rope = target.config.ropes[0] if target.config.ropes else Rope(10000.0)
         assert read_rope(head, head["max_position_embeddings"]) == rope
         assert head["intermediate_size"] == inner_width(target.config.layers[0].mlp)
-
-
-def test_a_second_run_in_a_folder_is_refused(tmp_path: Path, target_folder: str) -> None:
-    (tmp_path / "checkpoint.pt").write_bytes(b"")
-    arguments = ["train", "head", "--kind", "medusa", "--target", target_folder, "--steps", "1", "--out", str(tmp_path)]
-    result = CliRunner().invoke(app, arguments)
-    assert result.exit_code
-    assert isinstance(result.exception, ConfigError | SystemExit)
 
 
 @torch.inference_mode()
@@ -368,7 +363,7 @@ def test_look_ahead_learns_later_distributions(tmp_path: Path, target: Decoder, 
     texts = open_texts(tmp_path, target)
     objective = load_kind("pass").make(config_of(tmp_path, target_folder, "pass"), target)
     objective.use(texts)
-    made, own = objective._predicted(torch.tensor([1]), 5)
+    made, own = objective.predicted(torch.tensor([1]), 5)
     states = texts.states_of(torch.tensor([1]))[0]
     torch.testing.assert_close(own, torch.stack([states[[6, 14]], states[[7, 15]]]))
     (inputs,) = objective.module.parameters()

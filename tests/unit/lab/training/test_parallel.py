@@ -16,6 +16,7 @@ from speculant.cache import slotted_cache
 from speculant.cli import app
 from speculant.errors import ConfigError
 from speculant.lab.training import (
+    STRIDE,
     BoostedConfig,
     ParallelObjective,
     Texts,
@@ -27,7 +28,6 @@ from speculant.lab.training import (
     save_texts,
     with_mask,
 )
-from speculant.lab.training.boosted import parallel
 from speculant.models import Decoder, SequenceInput, build_batch
 from speculant.types import DraftTree
 from tests.models import END, VOCAB_SIZE, Checkpoints, Shape, write_checkpoint
@@ -87,7 +87,7 @@ def test_the_loss_is_the_mean_distance_over_tokens_and_masks(
     loss = ParallelObjective(target, texts, DEPTH, seed=3).loss(model, windows, 0.0)
     generator = torch.Generator().manual_seed(3 + int(windows[:, 0].sum()))
     count = SEQ - DEPTH + 1
-    places = torch.randperm(count, generator=generator)[: count // parallel.STRIDE].sort().values.tolist()
+    places = torch.randperm(count, generator=generator)[: count // STRIDE].sort().values.tolist()
     own, expected = texts.states_of(windows[:, 0]), list[Tensor]()
     for text, states in zip(windows[:, 1:].tolist(), own, strict=True):
         p = target.logits(states).log_softmax(-1)
@@ -108,7 +108,7 @@ def test_the_overlap_at_each_depth(checkpoints: Checkpoints, target: Decoder, te
     model, sums, rows = draft_of(checkpoints), torch.zeros(DEPTH), 0
     for place in range(texts.num_training, len(texts.tokens)):
         text, states = texts.tokens[place].tolist(), texts.states_of(torch.tensor([place]))[0]
-        for i in range(0, SEQ - DEPTH + 1, parallel.STRIDE):
+        for i in range(0, SEQ - DEPTH + 1, STRIDE):
             p = target.logits(states[i : i + DEPTH]).softmax(-1)
             q = model.logits(drafted(model, text[: i + 1], DEPTH - 1))[:, :VOCAB_SIZE].softmax(-1)
             sums, rows = sums + torch.minimum(p, q).sum(-1), rows + 1

@@ -12,13 +12,15 @@ import torch
 from speculant.errors import ConfigError
 from speculant.lab.training import (
     FILE_NAME,
+    LanguageRun,
     Trainer,
     TrainingConfig,
+    begin_folder,
     evaluate,
     export_model,
     held_out_windows,
     hidden_states,
-    job,
+    load_plain,
     overlap,
 )
 from speculant.text import Tokenizer
@@ -26,12 +28,12 @@ from tests.unit.lab.training.runs import prepare, tiny, train
 
 
 @pytest.fixture(scope="module")
-def whole(corpus_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[job.Texts, Trainer]:
+def whole(corpus_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[LanguageRun, Trainer]:
     """A run that was not interrupted."""
     return train(tiny(corpus_folder, tmp_path_factory.mktemp("whole") / "model"))
 
 
-def test_the_loss_falls(whole: tuple[job.Texts, Trainer]) -> None:
+def test_the_loss_falls(whole: tuple[LanguageRun, Trainer]) -> None:
     _, trainer = whole
     losses = trainer.state.losses
     assert len(losses) == 30
@@ -39,7 +41,7 @@ def test_the_loss_falls(whole: tuple[job.Texts, Trainer]) -> None:
     assert trainer.recent_loss(5) < losses[0] - 0.8
 
 
-def test_a_resumed_run_ends_with_the_same_bits(config: TrainingConfig, whole: tuple[job.Texts, Trainer]) -> None:
+def test_a_resumed_run_ends_with_the_same_bits(config: TrainingConfig, whole: tuple[LanguageRun, Trainer]) -> None:
     _, first = prepare(config)
     for report in first.run():
         if report.step == 11:
@@ -96,7 +98,7 @@ def test_a_run_is_not_overwritten(config: TrainingConfig) -> None:
         trainer.resume()
     trainer.save()
     with pytest.raises(ConfigError, match="holds a run already"):
-        job.check_folder(config, resume=False)
+        begin_folder(config.out, resume=False)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +123,7 @@ def test_a_run_needs_an_end(config: TrainingConfig) -> None:
 
 
 def test_the_card_describes_the_written_folder(target_folder: Path, corpus_folder: Path) -> None:
-    model, tokenizer = job.load_decoder(target_folder), Tokenizer.from_folder(target_folder)
+    model, tokenizer = load_plain(str(target_folder)), Tokenizer.from_folder(target_folder)
     card = (target_folder / "README.md").read_text()
     held_out = (corpus_folder / "package/module_64.py").read_text()
     ids = [*tokenizer.encode(held_out, add_special_tokens=False), 0]
@@ -134,9 +136,10 @@ def test_the_card_describes_the_written_folder(target_folder: Path, corpus_folde
     assert prompt == "<|endoftext|># user:\nhi\n\n# assistant:\n"
 
 
-def test_transformers_reads_the_folder_the_same_way(whole: tuple[job.Texts, Trainer], tmp_path: Path) -> None:
+def test_transformers_reads_the_folder_the_same_way(whole: tuple[LanguageRun, Trainer], tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    texts, trainer = whole
+    run, trainer = whole
+    texts = run.texts
     folder = tmp_path / "float32"
     export_model(folder, trainer.model, trainer.settings["network"], texts.tokenizer, torch.float32)
     theirs = transformers.LlamaForCausalLM.from_pretrained(folder)
@@ -152,13 +155,13 @@ def test_transformers_reads_the_folder_the_same_way(whole: tuple[job.Texts, Trai
 @pytest.mark.slow
 def test_distillation_raises_the_overlap(config: TrainingConfig, target_folder: Path) -> None:
     config = replace(config, distill_from=target_folder, steps=40)
-    texts, trainer = prepare(config)
-    target = job.load_decoder(target_folder)
-    windows = held_out_windows(texts.held_out, config.seq, texts.end_of_text)
+    run, trainer = prepare(config)
+    target = load_plain(str(target_folder))
+    windows = held_out_windows(run.texts.held_out, config.seq, run.texts.end_of_text)
     before = overlap(target, trainer.model, windows)
     for _ in trainer.run():
         pass
-    outcome = job.finish(config, texts, trainer)
+    outcome = run.finish(trainer)
     assert outcome.overlap is not None
     assert outcome.overlap.alpha > before.alpha + 0.2
     assert outcome.overlap.positions == outcome.held_out_tokens == sum(len(window) - 1 for window in windows)
@@ -166,7 +169,7 @@ def test_distillation_raises_the_overlap(config: TrainingConfig, target_folder: 
 
 
 def test_a_model_overlaps_itself(target_folder: Path) -> None:
-    model = job.load_decoder(target_folder)
+    model = load_plain(str(target_folder))
     same = overlap(model, model, [torch.arange(20), torch.arange(7)])
     assert same.alpha == pytest.approx(1.0)
     assert same.greedy_agreement == 1.0

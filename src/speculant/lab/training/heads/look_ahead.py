@@ -10,17 +10,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
-from speculant.lab.training.heads.base import HeadAcceptance
-from speculant.lab.training.heads.distance import distances, overlaps, weighted
-from speculant.lab.training.heads.future import RANKS
-from speculant.lab.training.heads.texts import Texts
-from speculant.lab.training.output import OutputHead
+from speculant.lab.training.heads.objective import RANKS, HeadInTraining
+from speculant.lab.training.losses import distances, overlaps, weighted
 from speculant.lab.training.passes import attend_causally, attend_masked, within_window
 from speculant.models import Attention, Decoder, Learned
 
-STRIDE = 8  # tokens of a text from one place to the next
-_AT_A_TIME = 8
+_STRIDE = 8  # tokens of a text from one place to the next
 
 
 class LookAhead(nn.Module):
@@ -33,61 +30,48 @@ class LookAhead(nn.Module):
         self.embed_tokens = nn.Parameter(table.mean(0) + noise * table.std(0))
 
 
-class LookAheadObjective:
-    """See `HeadInTraining`."""
-
-    name = "distance to the target"
-    layers: tuple[int, ...] = ()
+class LookAheadObjective(HeadInTraining):
+    """The target is compared at each depth with its own state there, in training at every _STRIDE-th place."""
 
     def __init__(self, module: LookAhead, target: Decoder, seed: int = 0) -> None:
-        self.module: nn.Module = module
-        self._inputs, self._target, self._seed = module.embed_tokens, target.requires_grad_(False), seed
-        self._output = OutputHead.of(target).fixed()
-        self._texts: Texts | None = None
+        super().__init__(module, target.requires_grad_(False), len(module.embed_tokens))
+        self._inputs, self._seed = module.embed_tokens, seed
 
-    def use(self, texts: Texts) -> None:
-        """See `HeadInTraining.use`."""
-        self._texts = texts
-
+    @override
     def loss(self, model: Any, windows: Tensor, progress: float) -> Tensor:
-        """See `HeadInTraining.loss`."""
         generator = torch.Generator().manual_seed(self._seed + int(windows[:, 0].sum()))
-        assert self._texts is not None
-        offsets = min(STRIDE, windows.shape[1] - 1 - len(self._inputs) - max(0, self._texts.opening - 2))
+        offsets = min(_STRIDE, windows.shape[1] - 1 - self.depth - max(0, self._texts.opening - 2))
         first = int(torch.randint(offsets, (), generator=generator))
-        made, own = self._predicted(windows[:, 0], first)
-        each = torch.cat([distances(made[[t]], own[t], self._output, progress) for t in range(len(made))])
-        return weighted(each)
+        return weighted(self._each_depth(*self.predicted(windows[:, 0], first), progress))
 
-    def acceptance(self, rows: Tensor) -> HeadAcceptance:
-        """See `HeadInTraining.acceptance`; at every STRIDE-th place."""
-        count = len(self._inputs)
-        alpha, shares, total = torch.zeros(count), torch.zeros(count, RANKS), 0
-        with torch.inference_mode():
-            for part in torch.split(rows, _AT_A_TIME):
-                made, own = self._predicted(part, 0)
-                found = [overlaps(made[[t]], own[t], self._output, RANKS) for t in range(count)]
-                alpha = alpha + torch.cat([each[0] for each in found]).cpu()
-                shares, total = shares + torch.cat([each[1] for each in found]).cpu(), total + own.shape[1]
-        return HeadAcceptance((alpha / total).tolist(), (shares / total).tolist(), total)
+    @override
+    def _each_depth(self, made: Tensor, own: Tensor, progress: float) -> Tensor:
+        each = zip(made, own, strict=True)
+        return torch.cat([distances(one[None], its_own, self._output, progress) for one, its_own in each])
 
+    @override
+    def _overlaps(self, made: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
+        each = zip(made, own, strict=True)
+        alpha, shares = zip(*(overlaps(one[None], its_own, self._output, RANKS) for one, its_own in each), strict=True)
+        return torch.cat(alpha), torch.cat(shares)
+
+    @override
     def config(self) -> dict[str, Any]:
-        """See `HeadInTraining.config`."""
         count, hidden = self._inputs.shape
         return {"hidden_size": hidden, "vocab_size": self._target.vocab_size, "num_look_ahead": count}
 
+    @override
     def tensors(self) -> dict[str, Tensor]:
-        """See `HeadInTraining.tensors`."""
         return {"look_ahead.weight": self._inputs.detach()}
 
-    def _predicted(self, rows: Tensor, first: int) -> tuple[Tensor, Tensor]:
-        """Return the look-ahead states [T, r, hidden] at places of texts, and the target's states that they predict."""
-        assert self._texts is not None
-        count, states = len(self._inputs), self._texts.states_of(rows)
+    @override
+    def predicted(self, places: Tensor, first: int = 0) -> tuple[Tensor, Tensor]:
+        """Return both for every _STRIDE-th row after `first`; the target's states are [depth, r, hidden]."""
+        states = self._texts.states_of(places)
         first += max(0, self._texts.opening - 2)
-        places = torch.arange(first, states.shape[1] - count, STRIDE, device=states.device)
-        made = look_ahead_states(self._target, self._texts.tokens_of(rows), places, self._inputs)
-        own = torch.stack([states[:, places + 1 + t] for t in range(count)])
+        rows = torch.arange(first, states.shape[1] - self.depth, _STRIDE, device=states.device)
+        made = look_ahead_states(self._target, self._texts.tokens_of(places), rows, self._inputs)
+        own = torch.stack([states[:, rows + 1 + t] for t in range(self.depth)])
         return made.permute(2, 0, 1, 3).flatten(1, 2), own.flatten(1, 2)
 
 

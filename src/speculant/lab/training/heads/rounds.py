@@ -13,12 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from typing_extensions import override
 
-from speculant.lab.training.heads.base import HeadAcceptance
-from speculant.lab.training.heads.config import HeadTrainingConfig
-from speculant.lab.training.heads.distance import distances, overlaps, weighted
-from speculant.lab.training.heads.texts import Texts
-from speculant.lab.training.output import OutputHead
+from speculant.lab.training.config import HeadTrainingConfig
+from speculant.lab.training.heads.objective import HeadInTraining
 from speculant.models import (
     Attention,
     Decoder,
@@ -35,50 +33,23 @@ from speculant.models import (
     rope_entries,
 )
 
-RANKS = 8
 _PLAIN = Rope(10000.0)  # of a layer whose target has no rotary positions
-_AT_A_TIME = 8
 
 
-class RoundsObjective:
-    """See `HeadInTraining`; the first round reads the states after the target's final norm.
+class RoundsObjective(HeadInTraining):
+    """The states that each round makes; the first round reads the states after the target's final norm.
 
     own_config: entries of config.json besides the layer's sizes.
     """
 
-    name = "distance to the target"
-    layers: tuple[int, ...] = ()
-
     def __init__(
         self, module: nn.Module, head: HeadDecoder, target: Decoder, depth: int, own_config: Mapping[str, Any]
     ) -> None:
-        self.module = module
-        self._head, self._target, self._depth, self._own_config = head, target, depth, own_config
-        self._output = OutputHead.of(target).fixed()
-        self._texts: Texts | None = None
+        super().__init__(module, target, depth)
+        self._head, self._own_config = head, own_config
 
-    def use(self, texts: Texts) -> None:
-        """See `HeadInTraining.use`."""
-        self._texts = texts
-
-    def loss(self, model: Any, windows: Tensor, progress: float) -> Tensor:
-        """See `HeadInTraining.loss`."""
-        made, states = self._rounds(windows[:, 0])
-        return weighted(self._each_round(made, states, progress))
-
-    def acceptance(self, rows: Tensor) -> HeadAcceptance:
-        """See `HeadInTraining.acceptance`."""
-        assert self._texts is not None
-        alpha, shares, total = torch.zeros(self._depth), torch.zeros(self._depth, RANKS), 0
-        with torch.inference_mode():
-            for part in torch.split(rows, _AT_A_TIME):
-                made, states = self._rounds(part)
-                found = overlaps(made, states, self._output, RANKS, self._output_head())
-                alpha, shares, total = alpha + found[0].cpu(), shares + found[1].cpu(), total + len(states)
-        return HeadAcceptance((alpha / total).tolist(), (shares / total).tolist(), total)
-
+    @override
     def config(self) -> dict[str, Any]:
-        """See `HeadInTraining.config`."""
         own = self._head.config.decoder
         return {
             "model_type": "llama",
@@ -96,36 +67,26 @@ class RoundsObjective:
             **self._own_config,
         }
 
+    @override
     def tensors(self) -> dict[str, Tensor]:
-        """See `HeadInTraining.tensors`."""
         return {name: parameter.detach().contiguous() for name, parameter in self._head.named_parameters()}
-
-    def _each_round(self, made: Tensor, states: Tensor, progress: float) -> Tensor:
-        """Return the loss of each round [depth]."""
-        return distances(made, states, self._output, progress, self._output_head())
-
-    def _output_head(self) -> OutputHead | None:
-        """Return the head's own output head; None = the target's."""
-        return None
 
     def _entering(self, places: Tensor) -> Tensor:
         """Return the states [b, n, hidden] that the first round reads."""
-        assert self._texts is not None
         return self._texts.states_of(places)
 
-    def _rounds(self, places: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the states that each round makes [depth, r, hidden] and the target's [r, hidden], row for row."""
-        assert self._texts is not None
+    @override
+    def predicted(self, places: Tensor) -> tuple[Tensor, Tensor]:
         entering, tokens = self._entering(places), self._texts.tokens_of(places)[:, 1:]
         embedded = self._target.embed(tokens.flatten()).view(*tokens.shape, -1)
         positions, attend = torch.arange(embedded.shape[1], device=tokens.device), RoundsOfRows()
         taken, made = entering[:, :-1], list[Tensor]()
-        for _ in range(self._depth):
+        for _ in range(self.depth):
             out = self._head.states(embedded, taken, positions, attend)
             assert out.carried is not None
             made.append(out.last)
             taken = torch.cat((entering[:, :1], out.carried[:, :-1]), dim=1)
-        begun = self._depth - 1  # rows that later rounds began with a state of the target
+        begun = self.depth - 1  # rows that later rounds began with a state of the target
         skipped = max(begun, self._texts.opening - 2)
         own = torch.stack([out[:, skipped:] for out in made])
         return own.flatten(1, 2), self._texts.states_of(places)[:, 1 + skipped :].flatten(0, 1)

@@ -1,1 +1,1 @@
-"""The kinds of heads: one module each, with `make(config, target) -> HeadInTraining`."""
+"""The kinds of heads: one module each, named after the method that drafts with it, with a `KIND`."""

@@ -13,15 +13,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from speculant.errors import ConfigError
-from speculant.lab.training.heads.config import HeadTrainingConfig
+from speculant.lab.training.config import HeadTrainingConfig
+from speculant.lab.training.heads.objective import HeadKind
 from speculant.lab.training.heads.rounds import RoundsObjective, begin_small, layer_sizes
-from speculant.lab.training.heads.texts import Texts
-from speculant.lab.training.output import OutputHead
+from speculant.lab.training.losses import OutputHead
+from speculant.lab.training.texts import Texts
 from speculant.models import Decoder, HeadConfig, HeadDecoder, StateEntry, usual_taps
 
-OWN_OUTPUT_HEAD = True  # see `may_have_output_head`
 _MEASURED = 16  # texts for measuring the size of states
 
 
@@ -45,8 +46,9 @@ class Eagle3Objective(RoundsObjective):
         self._tokens: Tensor | None = None
         self._sizes = torch.ones(network.fc.in_features)
 
+    @override
     def use(self, texts: Texts) -> None:
-        """See `HeadInTraining.use`; a short output head begins with the target's rows of its tokens."""
+        """Use the states of these texts; a short output head begins with the target's rows of its tokens."""
         super().use(texts)
         self._sizes = state_sizes(texts, len(self.layers))
         if self._head.config.own_head:
@@ -55,8 +57,8 @@ class Eagle3Objective(RoundsObjective):
             with torch.no_grad():
                 self._head.lm_head.weight.copy_(self._output.rows(self._tokens))
 
+    @override
     def tensors(self) -> dict[str, Tensor]:
-        """See `HeadInTraining.tensors`; d2t is in int64, t2d in bool."""
         found = {_hub_name(name): tensor for name, tensor in super().tensors().items()}
         found["fc.weight"] = self._fc.weight.detach() / self._sizes
         if self._tokens is not None:
@@ -65,11 +67,12 @@ class Eagle3Objective(RoundsObjective):
             found["t2d"] = torch.zeros(self._target.vocab_size, dtype=torch.bool).index_fill(0, tokens, True)
         return found
 
+    @override
     def _output_head(self) -> OutputHead | None:
         return None if self._tokens is None else OutputHead(self._head.lm_head.weight, self._tokens)
 
+    @override
     def _entering(self, places: Tensor) -> Tensor:
-        assert self._texts is not None
         out: Tensor = self._fc(self._texts.taps_of(places) / self._sizes)
         return out
 
@@ -88,7 +91,7 @@ def frequent_tokens(texts: Texts, count: int, vocab_size: int) -> Tensor:
     return counts.argsort(descending=True, stable=True)[:count].sort().values
 
 
-def make(config: HeadTrainingConfig, target: Decoder) -> Eagle3Objective:
+def _make(config: HeadTrainingConfig, target: Decoder) -> Eagle3Objective:
     """Return a new layer of the target's own shape, with small random weights. Raises ConfigError."""
     known = config.draft_vocab
     if known is not None and known > target.vocab_size:
@@ -124,3 +127,6 @@ def _hub_name(name: str) -> str:
     if name == "hidden_norm.weight":
         return f"midlayer.{name}"
     return name.replace("layers.0.", "midlayer.")
+
+
+KIND = HeadKind(_make, own_output_head=True)

@@ -12,28 +12,31 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from speculant.lab.training.heads.look_ahead import look_ahead_mask
-from speculant.lab.training.heads.texts import Texts
-from speculant.lab.training.objective import distribution_distance
-from speculant.lab.training.output import OutputHead, chunks
+from speculant.lab.training.losses import Objective, OutputHead, chunks, distribution_distance
 from speculant.lab.training.passes import attend_masked, within_window
+from speculant.lab.training.texts import Texts
 from speculant.models import Attention, Decoder, Learned
 
 STRIDE = 4  # tokens from one chain of masks to the next, on average
 _AT_A_TIME = 8  # texts
 
 
-class ParallelObjective:
-    """The distance of a draft's distributions from the target's, at the tokens and at `depth` - 1 masks after some."""
+class ParallelObjective(Objective):
+    """The distance of a draft's distributions from the target's, at the tokens and at `depth` - 1 masks after some.
+
+    Windows are texts [b, 1 + n] with their places first (`Texts.batch`).
+    """
 
     name = "distance to the target"
 
     def __init__(self, target: Decoder, texts: Texts, depth: int, seed: int = 0) -> None:
         self._output, self._texts, self._depth, self._seed = OutputHead.of(target).fixed(), texts, depth, seed
 
+    @override
     def loss(self, model: Decoder, windows: Tensor, progress: float) -> Tensor:
-        """See `Objective.loss`; windows are texts [b, 1 + n] with their places first (`Texts.batch`)."""
         tokens = windows[:, 1:]
         own = self._texts.states_of(windows[:, 0])
         generator = torch.Generator().manual_seed(self._seed + int(windows[:, 0].sum()))

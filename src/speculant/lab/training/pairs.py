@@ -23,8 +23,7 @@ from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
 from speculant.errors import ConfigError
-from speculant.lab.training.corpus import is_held_out
-from speculant.lab.training.tokenizer import end_of_text
+from speculant.lab.training.corpus import end_of_text, is_held_out
 from speculant.text import read_lines
 
 _POOL = 32  # batches whose pairs are sorted by length together, so that a batch has little padding

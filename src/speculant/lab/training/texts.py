@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import IO, Protocol
 
 import numpy as np
 import torch
@@ -17,76 +15,24 @@ from numpy.typing import NDArray
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from typing_extensions import override
 
 from speculant.cache import slotted_cache
 from speculant.errors import ConfigError
+from speculant.lab.training.trainer import Batches, Watch
 from speculant.models import CausalLM, SequenceInput, build_batch
 from speculant.types import DraftTree
 
-FILE, PART, STATES = "texts.safetensors", "texts.part.jsonl", "states.f16"
+FILE, STATES = "texts.safetensors", "states.f16"
 HELD_OUT_SHARE = 0.05
-Watch = Callable[[float], None]  # the fraction that is done
-
-
-class TextsPlan(Protocol):
-    """The texts that a target writes, and their folder: see `HeadTrainingConfig`."""
-
-    @property
-    def out(self) -> Path:
-        """The folder."""
-        ...
-
-    @property
-    def target(self) -> str:
-        """The target's folder or id."""
-        ...
-
-    @property
-    def data(self) -> Sequence[Path]:
-        """Folders of texts to cut prompts from, none = the standard library; for conversations, files of questions."""
-        ...
-
-    @property
-    def suffix(self) -> str:
-        """How the names of these texts end."""
-        ...
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of all texts."""
-        ...
-
-    @property
-    def seq(self) -> int:
-        """Tokens in a text."""
-        ...
-
-    @property
-    def temperature(self) -> float:
-        """Of the texts."""
-        ...
-
-    @property
-    def cache_gib(self) -> float:
-        """The limit for hidden states on disk."""
-        ...
-
-    @property
-    def chat(self) -> bool:
-        """Whether the texts are conversations."""
-        ...
-
-    @property
-    def seed(self) -> int:
-        """Of the choice of prompts."""
-        ...
 
 
 @dataclass(frozen=True)
-class Texts:
+class Texts(Batches):
     """Texts of equal length. tokens [w, n] int64; states [w, n, hidden] float16, after the target's final norm.
 
-    taps: states of other layers, of the same form. The last `num_held_out` texts are not trained on. States are read
+    Batches [b, 1 + n] have the places of texts before their tokens, in another order in each epoch. taps: states of
+    other layers, of the same form. The last `num_held_out` texts are not trained on. States are read
     from disk when they are used, and given on `device`.
     """
 
@@ -122,8 +68,8 @@ class Texts:
         """Return the states of the other layers, side by side: [b, n, layers * hidden] in float32."""
         return torch.cat([self._read(states, rows) for states in self.taps], dim=-1)
 
+    @override
     def batch(self, first: int, count: int) -> Tensor:
-        """Return texts by number, in another order in each epoch: [count, 1 + n], their places before their tokens."""
         rows = torch.tensor([self._place(number) for number in range(first, first + count)])
         return torch.cat((rows[:, None], self.tokens[rows]), dim=1)
 
@@ -135,73 +81,9 @@ class Texts:
         return int(np.random.default_rng(epoch).permutation(self.num_training)[index])
 
 
-def most_texts(tokens: int, seq: int, width: int, cache_gib: float) -> int:
-    """Return the number of texts with this many tokens in total whose states fit on disk; at least 2.
-
-    width: how many numbers are kept for each token.
-    """
-    return max(2, min(tokens // seq, int(cache_gib * 2**30) // (2 * seq * width)))
-
-
-def wanted_texts(plan: TextsPlan, width: int) -> int | None:
-    """Return the number of texts to write; None = the folder has its texts. width: see `most_texts`."""
-    return None if (plan.out / FILE).exists() else most_texts(plan.tokens, plan.seq, width, plan.cache_gib)
-
-
 def num_held_out(count: int) -> int:
     """Return how many of `count` texts are held out; they are the last ones."""
     return max(1, round(HELD_OUT_SHARE * count))
-
-
-@dataclass
-class PartialTexts:
-    """The texts that a run has written so far, in a file: the run's plan in the first line, then one text per line."""
-
-    plan: TextsPlan
-    file: IO[str]
-    texts: list[list[int]]
-
-    @classmethod
-    @contextmanager
-    def open(cls, plan: TextsPlan, count: int) -> Iterator[PartialTexts]:
-        """Open the file of a run of `count` texts. An unfinished line is cut.
-
-        Raises ConfigError if the file can't be read, or if its texts are those of another plan.
-        """
-        path, wanted = plan.out / PART, _header(plan, count)
-        whole = path.read_bytes().rpartition(b"\n")[0] if path.exists() else b""
-        try:
-            known, *texts = [json.loads(line) for line in whole.splitlines()] or [wanted]
-        except ValueError as error:
-            raise ConfigError(f"the texts in {path} can't be read: {error}", "delete this file.") from None
-        if known != wanted:
-            raise ConfigError(
-                f"the texts in {path} were begun with other settings", "repeat these, or choose another --out."
-            )
-        with path.open("a", encoding="utf-8") as file:
-            file.truncate(len(whole) + 1 if whole else 0)
-            file.write("" if whole else f"{json.dumps(wanted)}\n")
-            yield cls(plan, file, texts)
-
-    def __len__(self) -> int:
-        return len(self.texts)
-
-    def add(self, texts: Sequence[list[int]]) -> None:
-        """Append texts."""
-        self.texts += texts
-        self.file.write("".join(f"{json.dumps(text)}\n" for text in texts))
-        self.file.flush()
-
-    def finish(self) -> None:
-        """Write the run's texts in their final form, see `save_texts`, and drop the file."""
-        save_texts(self.plan.out, self.texts, self.plan.seq, self.plan.seed)
-        (self.plan.out / PART).unlink()
-
-
-def _header(plan: TextsPlan, count: int) -> dict[str, object]:
-    names = ("target", "seq", "temperature", "chat", "seed")
-    own = {name: getattr(plan, name) for name in names}
-    return {"count": count, "data": [plan.suffix, *map(str, plan.data)], **own}
 
 
 def save_texts(folder: Path, texts: Sequence[Sequence[int]], seq: int, seed: int) -> None:

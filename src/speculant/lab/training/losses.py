@@ -1,0 +1,318 @@
+"""Output heads in training, and losses: cross-entropy on text, or the distance to a target's distributions.
+
+The losses need a distribution over the whole vocabulary for every token, which is far more data than the rest of a
+small model's pass. So value and gradients are computed together for a few rows at a time, which stay in the processor's
+cache between operations. The distance begins as the divergence KL(p, q), whose gradient is large where a draft's q is
+far from the target's p, and changes to total variation over a run. That is one minus the acceptance rate at temperature
+1: sum |p - q| / 2 = 1 - sum min(p, q) (arXiv 2211.17192, section 6).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from speculant.errors import ModelError
+from speculant.kernels import soft_cap
+from speculant.lab.training.passes import hidden_states
+from speculant.models import Decoder
+
+VARIATION_WEIGHT = 4.0  # total variation is below 1 where the divergence is a few nats
+DECAY = 0.8  # of the loss from one drafted token to the next, as nearer tokens decide more often
+_ROWS = 256  # distributions computed at a time
+
+
+@dataclass(frozen=True, eq=False)
+class OutputHead:
+    """Logits of states [r, hidden]: capped(scale * states @ matrix.T), where a soft cap c limits l to c * tanh(l / c).
+
+    matrix [n, hidden]; tokens [n]: the ids of its rows, None = all, in order. softcap: None = no limit.
+    """
+
+    matrix: Tensor
+    tokens: Tensor | None = None
+    scale: float = 1.0
+    softcap: float | None = None
+
+    @classmethod
+    def of(cls, model: Decoder, size: int | None = None) -> OutputHead:
+        """Return the output head of a model, of its first `size` tokens; None = all.
+
+        Raises ModelError for a model whose logits have a bias.
+        """
+        head = model.config.head
+        if head.bias:
+            raise ModelError(
+                "training is not implemented for models with a bias of logits", "use a model without final_logits_bias."
+            )
+        tokens = torch.tensor(head.tokens) if head.tokens else None
+        return cls(model.lm_head.weight[:size], tokens, head.scale, head.softcap)
+
+    def fixed(self) -> OutputHead:
+        """Return the same head without gradients."""
+        return OutputHead(self.matrix.detach(), self.tokens, self.scale, self.softcap)
+
+    def rows(self, tokens: Tensor) -> Tensor:
+        """Return the rows [n, hidden] of these ids, by which states are multiplied, without a soft cap."""
+        return self.matrix[tokens] * self.scale
+
+    def logits(self, states: Tensor) -> Tensor:
+        """Return logits [r, n]."""
+        products = states @ self.matrix.T
+        return soft_cap(products if self.scale == 1 else products * self.scale, self.softcap)
+
+    def of_products(self, gradient: Tensor, logits: Tensor) -> Tensor:
+        """Turn the gradient for the logits [r, n] into that for states @ matrix.T, in place."""
+        if self.softcap is not None:
+            gradient.mul_(1 - (logits / self.softcap).square_())
+        return gradient if self.scale == 1 else gradient.mul_(self.scale)
+
+
+def chunks(rows: int) -> Iterator[slice]:
+    """Yield slices of `rows` rows. The distributions of one slice fit into memory together."""
+    return (slice(first, first + _ROWS) for first in range(0, rows, _ROWS))
+
+
+class Objective(Protocol):
+    """A loss over a batch of windows."""
+
+    name: str  # of the quantity that `loss` measures
+
+    def loss(self, model: Decoder, windows: Tensor, progress: float) -> Tensor:
+        """Return the mean loss per token of windows [B, 1 + n]; `progress` of the run is in [0, 1]."""
+        ...
+
+
+class TextObjective(Objective):
+    """Cross-entropy of the text, in nats per token."""
+
+    name = "cross-entropy"
+
+    @override
+    def loss(self, model: Decoder, windows: Tensor, progress: float) -> Tensor:
+        hidden = hidden_states(model, windows[:, :-1])
+        return text_loss(hidden, OutputHead.of(model), windows[:, 1:].flatten())
+
+
+def text_loss(hidden: Tensor, head: OutputHead, tokens: Tensor) -> Tensor:
+    """Return the mean cross-entropy of tokens [r] that follow states hidden [r, h], of which the head makes logits."""
+    loss: Tensor = _TextLoss.apply(hidden, head.matrix, head, tokens)  # type: ignore[no-untyped-call]
+    return loss
+
+
+class DistillObjective(Objective):
+    """The distance of a draft's distributions from the target's."""
+
+    name = "distance to the target"
+
+    def __init__(self, target: Decoder) -> None:
+        self._target = target
+
+    @override
+    def loss(self, model: Decoder, windows: Tensor, progress: float) -> Tensor:
+        with torch.no_grad():
+            target_hidden = hidden_states(self._target, windows[:, :-1])
+        hidden = hidden_states(model, windows[:, :-1])
+        return distribution_distance(hidden, OutputHead.of(model), target_hidden, OutputHead.of(self._target), progress)
+
+
+def distribution_distance(
+    hidden: Tensor, head: OutputHead, target_hidden: Tensor, target_head: OutputHead, progress: float
+) -> Tensor:
+    """Return the mean distance of a draft's distributions from a target's, with gradients for the draft.
+
+    hidden [r, h], target_hidden [r, H]: states for the same tokens, of which the heads make logits [r, V].
+    """
+    weights = (1.0 - progress, VARIATION_WEIGHT * progress)
+    loss: Tensor = _DistributionDistance.apply(hidden, head.matrix, head, target_hidden, target_head, weights)  # type: ignore[no-untyped-call]
+    return loss
+
+
+class _HeadGradients:
+    """Gradients of a sum over rows, for hidden [T, h] and for the matrix [V, h] of the output head that reads it."""
+
+    def __init__(self, hidden: Tensor, head: OutputHead) -> None:
+        self._inputs = hidden, head
+        self._hidden, self._weight = torch.empty_like(hidden), torch.zeros_like(head.matrix)
+
+    def add(self, rows: slice, gradient: Tensor, logits: Tensor) -> None:
+        """Add the gradient [r, V] for the logits of some rows. Changes it."""
+        hidden, head = self._inputs
+        head.of_products(gradient, logits)
+        torch.mm(gradient, head.matrix, out=self._hidden[rows])
+        self._weight.addmm_(gradient.T, hidden[rows])
+
+    def mean(self) -> tuple[Tensor, Tensor]:
+        """Return the gradients of the mean over rows."""
+        scale = 1.0 / len(self._hidden)
+        return self._hidden.mul_(scale), self._weight.mul_(scale)
+
+
+class _TextLoss(torch.autograd.Function):
+    """Mean of -log q(token) over rows. `weight` is the output head's matrix, which has a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, head: OutputHead, tokens: Tensor) -> Tensor:
+        gradients, total = _HeadGradients(hidden, head), hidden.new_zeros(())
+        for rows in chunks(len(hidden)):
+            logits = head.logits(hidden[rows])
+            log_q = logits.log_softmax(-1)
+            total -= log_q.gather(1, tokens[rows, None]).sum()
+            difference = log_q.exp_()  # the gradient is q, minus one at the text's token
+            difference.scatter_add_(1, tokens[rows, None], -hidden.new_ones(len(difference), 1))
+            gradients.add(rows, difference, logits)
+        ctx.save_for_backward(*gradients.mean())
+        return total / len(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        hidden, weight = ctx.saved_tensors
+        return hidden * grads[0], weight * grads[0], None, None
+
+
+class _DistributionDistance(torch.autograd.Function):
+    """Mean over rows of w0 KL(p, q) + w1 TV(p, q), where p is the target's distribution and q the draft's."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        head: OutputHead,
+        target_hidden: Tensor,
+        target_head: OutputHead,
+        weights: tuple[float, float],
+    ) -> Tensor:
+        gradients, total = _HeadGradients(hidden, head), hidden.new_zeros(())
+        for rows in chunks(len(hidden)):
+            logits = head.logits(hidden[rows])
+            log_p = target_head.logits(target_hidden[rows]).log_softmax(-1)
+            distance, difference = _distance(logits.log_softmax(-1), log_p, weights)
+            total += distance
+            gradients.add(rows, difference, logits)
+        ctx.save_for_backward(*gradients.mean())
+        return total / len(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight = ctx.saved_tensors
+        return hidden * grads[0], weight * grads[0], None, None, None, None
+
+
+def _distance(log_q: Tensor, log_p: Tensor, weights: tuple[float, float]) -> tuple[Tensor, Tensor]:
+    """Return the summed distance of distributions [r, V] and its gradient [r, V] for the logits of q. Changes log_p.
+
+    d KL = q - p        d TV = q * (s - sum(q * s)), with s = sign(q - p) / 2
+    """
+    q, p = log_q.exp(), log_p.exp()
+    difference = q - p
+    sign = difference.sign().mul_(0.5)
+    divergence = (log_p.sub_(log_q).mul_(p)).sum()
+    variation = (difference * sign).sum()
+    gradient = (sign - (q * sign).sum(-1, keepdim=True)).mul_(q).mul_(weights[1])
+    return weights[0] * divergence + weights[1] * variation, gradient.add_(difference, alpha=weights[0])
+
+
+class _HeadDistance(torch.autograd.Function):
+    """Mean over rows and heads of w0 KL(p', q_i) + w1 TV(p, q_i) (arXiv 2211.17192, corollary 3.6: 1 - TV is accepted).
+
+    states [k, r, hidden] are those of k heads for the same r rows, target_states [r, hidden] the target's own. q_i is
+    of the ids of `head`, None = all; p' is the target's p among these ids alone. `matrix` is that of `head`, which has
+    a gradient.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        states: Tensor,
+        target_states: Tensor,
+        target: OutputHead,
+        weights: tuple[float, float],
+        matrix: Tensor,
+        head: OutputHead,
+    ) -> Tensor:
+        gradients, total = torch.empty_like(states), states.new_zeros(len(states))
+        learned = matrix.new_zeros(len(states), *matrix.shape) if ctx.needs_input_grad[4] else None
+        for rows in chunks(len(target_states)):
+            log_p = target.logits(target_states[rows]).log_softmax(-1)
+            p, log_among, missed = _restricted(log_p, head.tokens)
+            among = p if head.tokens is None else log_among.exp()
+            for i in range(len(states)):
+                logits = head.logits(states[i, rows])
+                log_q = logits.log_softmax(-1)
+                q = log_q.exp()
+                difference = q - p
+                sign = difference.sign().mul_(0.5)
+                total[i] += weights[0] * ((log_among - log_q) * among).sum()
+                total[i] += weights[1] * ((difference * sign).sum() + missed / 2)
+                gradient = (sign - (q * sign).sum(-1, keepdim=True)).mul_(q).mul_(weights[1])
+                gradient.add_(q, alpha=weights[0]).sub_(among, alpha=weights[0])
+                head.of_products(gradient, logits)
+                gradients[i, rows] = gradient @ matrix
+                if learned is not None:
+                    learned[i].addmm_(gradient.T, states[i, rows])
+        ctx.save_for_backward(gradients / len(target_states), None if learned is None else learned / len(target_states))
+        return total / len(target_states)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        gradients, learned = ctx.saved_tensors
+        own = None if learned is None else torch.einsum("k,knh->nh", grads[0], learned)
+        return gradients * grads[0][:, None, None], None, None, None, own, None
+
+
+def _restricted(log_p: Tensor, tokens: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return p and log p' of the ids `tokens` [r, n], and the sum over rows of p of the others; None = all ids."""
+    if tokens is None:
+        return log_p.exp(), log_p, log_p.new_zeros(())
+    log_p = log_p[:, tokens]
+    log_mass = log_p.logsumexp(-1, keepdim=True)
+    return log_p.exp(), log_p - log_mass, -torch.expm1(log_mass).sum()
+
+
+def distances(
+    states: Tensor, target_states: Tensor, target: OutputHead, progress: float, own: OutputHead | None = None
+) -> Tensor:
+    """Return each head's mean distance [k]: divergence at the start of a run, total variation at its end.
+
+    target: the target's output head; own: that of the heads, None = the target's.
+    """
+    weights = (1.0 - progress, VARIATION_WEIGHT * progress)
+    head = target.fixed() if own is None else own
+    found: Tensor = _HeadDistance.apply(states, target_states, target, weights, head.matrix, head)  # type: ignore[no-untyped-call]
+    return found
+
+
+def weighted(each: Tensor) -> Tensor:
+    """Return the mean of the distances of successive tokens [k], nearer ones with more weight."""
+    weights = DECAY ** torch.arange(len(each), device=each.device)
+    return (each * weights).sum() / weights.sum()
+
+
+@torch.inference_mode()
+def overlaps(
+    states: Tensor, target_states: Tensor, target: OutputHead, ranks: int, own: OutputHead | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return sums over rows of sum min(p, q_i) [k], and counts of the likeliest token's rank in each q_i [k, ranks].
+
+    own: see `distances`.
+    """
+    alpha, shares = states.new_zeros(len(states)), states.new_zeros(len(states), ranks)
+    head = own or target
+    tokens, ranks = head.tokens, min(ranks, len(head.matrix))
+    for rows in chunks(len(target_states)):
+        p = target.logits(target_states[rows]).softmax(-1)
+        best = p.argmax(-1, keepdim=True)
+        p = p if tokens is None else p[:, tokens]
+        for i in range(len(states)):
+            logits = head.logits(states[i, rows])
+            likeliest = logits.topk(ranks).indices
+            likeliest = likeliest if tokens is None else tokens[likeliest]
+            alpha[i] += torch.minimum(p, logits.softmax(-1)).sum()
+            shares[i, :ranks] += (likeliest == best).sum(0)
+    return alpha, shares

@@ -1,0 +1,284 @@
+"""Texts that a target writes for training, by continuing prompts or as conversations (arXiv 2406.08464).
+
+    begin                 question    asked                    answer    answered           question ...
+    <system><user>        ...         <end><assistant>         ...       <end><user>        ...
+
+A model that was trained on conversations continues `begin` with a question. So no data are needed, and the texts are
+like those that the model writes for its users.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import IO
+
+import torch
+
+from speculant.engine import LLM
+from speculant.errors import ConfigError, SpeculantError
+from speculant.lab.training.config import TargetRunConfig
+from speculant.lab.training.corpus import read_corpus, standard_library
+from speculant.lab.training.runs import SILENT, Show
+from speculant.lab.training.texts import FILE, missing_states, num_held_out, open_texts, save_texts
+from speculant.params import SamplingParams
+from speculant.text import Tokenizer, read_prompts
+
+PART = "texts.part.jsonl"
+PROMPT_SHARE = 8  # a prompt is the first eighth of a text
+MOST_OF_QUESTION = 4  # a question that the target writes takes at most a quarter of a text
+_AT_A_TIME = 256  # texts that are written together, and kept together
+_SEQUENCES = 64  # of a pass
+_MOST_DOCUMENTS = 400  # to cut prompts from
+_MARKS = ("first-question", "first-answer", "second-question")
+_FIX = "leave out --chat, or add a chat template to the target's folder that shows every message."
+
+Write = Callable[[int, int], list[list[int]]]  # the first text's number, the number of texts -> the texts
+# texts, the most tokens to add to each, the number of the turn -> the tokens that the target adds
+Continue = Callable[[Sequence[list[int]], Sequence[int], int], list[list[int]]]
+
+
+def prepare_texts(plan: TargetRunConfig, hidden_size: int, show: Show = SILENT, layers: Sequence[int] = ()) -> None:
+    """Let the target write missing texts, and compute missing hidden states.
+
+    hidden_size: the target's. layers: see `open_texts`. An interrupted run keeps the texts that it has written.
+    """
+    count = wanted_texts(plan, hidden_size * (1 + len(layers)))
+    if count is None and not missing_states(plan.out, hidden_size, layers):
+        return
+    with show.doing("Loading the target"):
+        llm = LLM(plan.target, max_model_len=plan.seq, max_num_seqs=_SEQUENCES, seed=plan.seed)
+    if count is not None:
+        _write_texts(llm, plan, count, show)
+    with show.watched("Computing hidden states") as watch:
+        open_texts(plan.out, llm.checkpoint.model, watch, layers)
+
+
+def _write_texts(llm: LLM, plan: TargetRunConfig, count: int, show: Show) -> None:
+    """Write texts in parts. The last texts are held out, and so are the files or questions of their prompts."""
+    with show.doing("Reading prompts"):
+        write = _conversations(llm, plan, count) if plan.chat else _continuations(llm, plan, count)
+    with show.watched("The target writes texts") as watch, PartialTexts.open(plan, count) as kept:
+        for first in range(len(kept), count, _AT_A_TIME):
+            kept.add(write(first, min(_AT_A_TIME, count - first)))
+            watch(len(kept) / count)
+        kept.finish()
+
+
+def _continuations(llm: LLM, plan: TargetRunConfig, count: int) -> Write:
+    """Return a function that continues prompts cut from files."""
+    held_out = num_held_out(count)
+    prompts = _prompts(plan, llm.tokenizer, (count - held_out, held_out))
+
+    def write(first: int, number: int) -> list[list[int]]:
+        chosen = prompts[first : first + number]
+        added = _continued(llm, plan, chosen, [plan.seq - len(prompt) for prompt in chosen], first, ignore_eos=True)
+        return [[*prompt, *each] for prompt, each in zip(chosen, added, strict=True)]
+
+    return write
+
+
+def _conversations(llm: LLM, plan: TargetRunConfig, count: int) -> Write:
+    """Return a function that writes conversations; without data, the target writes the first questions too."""
+    turns = Turns.of(llm.tokenizer)
+    questions = _questions(llm.tokenizer, plan, count)
+
+    def write(first: int, number: int) -> list[list[int]]:
+        def go_on(texts: Sequence[list[int]], most: Sequence[int], turn: int) -> list[list[int]]:
+            return _continued(llm, plan, texts, most, first + turn * count, ignore_eos=False)
+
+        ends = llm.checkpoint.eos_token_ids
+        return write_conversations(turns, questions[first : first + number], plan.seq, ends, go_on)
+
+    return write
+
+
+def _questions(tokenizer: Tokenizer, plan: TargetRunConfig, count: int) -> list[list[int]]:
+    """Return each conversation's first question; empty = the target writes it.
+
+    Held-out texts have questions of their own.
+    """
+    if not plan.data:
+        _check_variety(plan, count, 1)
+        return [[] for _ in range(count)]
+    for path in plan.data:
+        if not path.is_file():
+            raise ConfigError(f"{path} is not a file", "with --chat, --data names files with one question per line.")
+    read = [each.content for path in plan.data for each in read_prompts(path)]
+    known = [tokenizer.encode(each, add_special_tokens=False) if isinstance(each, str) else each for each in read]
+    fitting = [question for question in known if len(question) < plan.seq // 2]
+    if len(fitting) < 2:
+        raise ConfigError(
+            f"{len(fitting)} of {len(known)} questions have fewer than {plan.seq // 2} tokens",
+            "raise --seq, or name more questions.",
+        )
+    _check_variety(plan, count, len(fitting))
+    last = num_held_out(len(fitting))
+    parts = (fitting[:-last], count - num_held_out(count)), (fitting[-last:], num_held_out(count))
+    return [own[place % len(own)] for own, number in parts for place in range(number)]
+
+
+def _check_variety(plan: TargetRunConfig, count: int, beginnings: int) -> None:
+    """Check that no text is written twice: at temperature 0 its beginning determines it. Raises ConfigError."""
+    if plan.temperature == 0 and count > beginnings:
+        raise ConfigError(
+            f"at temperature 0, {count} texts would be {beginnings} different ones",
+            "set a --temperature, lower --tokens, or name more questions by --data.",
+        )
+
+
+def _prompts(plan: TargetRunConfig, tokenizer: Tokenizer, counts: tuple[int, int]) -> list[list[int]]:
+    """Return prompts from the files that `train lm` trains on, then from held-out ones; counts: how many of each."""
+    begins = tokenizer.encode("")[:1] or sorted(tokenizer.special_ids)[:1] or [0]
+    corpus = read_corpus(tuple(plan.data) or (standard_library(),), plan.suffix)
+    prompts = list[list[int]]()
+    for documents, count in zip((corpus.training, corpus.held_out), counts, strict=True):
+        read = [
+            tokenizer.encode(document.text, add_special_tokens=False)
+            for document in documents[:: max(1, len(documents) // _MOST_DOCUMENTS)]
+        ]
+        prompts += cut_prompts(read, plan, begins[0], count)
+    return prompts
+
+
+def _continued(
+    llm: LLM, plan: TargetRunConfig, texts: Sequence[list[int]], most: Sequence[int], seed: int, ignore_eos: bool
+) -> list[list[int]]:
+    """Return the tokens that the target adds to texts. seed: that of the first; each further text has the next one."""
+    params = [
+        SamplingParams(temperature=plan.temperature, max_tokens=each, ignore_eos=ignore_eos, seed=seed + place)
+        for place, each in enumerate(most)
+    ]
+    return [list(made.outputs[0].token_ids) for made in llm.generate(list(texts), params, use_tqdm=False)]
+
+
+def cut_prompts(documents: Sequence[Sequence[int]], config: TargetRunConfig, begin: int, count: int) -> list[list[int]]:
+    """Return prompts from random places of documents, each after `begin`."""
+    length = max(1, config.seq // PROMPT_SHARE - 1)
+    long = [document for document in documents if len(document) >= length]
+    if not long:
+        raise ConfigError(f"no text has {length} tokens, as a prompt takes", "lower --seq, or name longer files.")
+    generator = torch.Generator().manual_seed(config.seed)
+    prompts = []
+    for _ in range(count):
+        document = long[int(torch.randint(len(long), (), generator=generator))]
+        first = int(torch.randint(len(document) - length + 1, (), generator=generator))
+        prompts.append([begin, *(int(token) for token in document[first : first + length])])
+    return prompts
+
+
+@dataclass(frozen=True)
+class Turns:
+    """The tokens of a chat template around the messages of a conversation."""
+
+    begin: list[int]
+    asked: list[int]
+    answered: list[int]
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> Turns:
+        """Read a tokenizer's template. Raises ConfigError if it has none, or one that hides a message."""
+        roles = ("user", "assistant", "user")
+        messages = [{"role": role, "content": mark} for role, mark in zip(roles, _MARKS, strict=True)]
+        try:
+            opening = tokenizer.apply_chat_template(messages[:1])
+            whole = tokenizer.apply_chat_template(messages)
+        except SpeculantError as error:
+            raise ConfigError(f"the target writes no conversations: {error}", _FIX) from error
+        begin, _, asked = opening.partition(_MARKS[0])
+        answered = whole.partition(_MARKS[1])[2].partition(_MARKS[2])[0]
+        parts = [tokenizer.encode(part, add_special_tokens=False) for part in (begin, asked, answered)]
+        if not all(parts):
+            raise ConfigError("the target's chat template does not show the messages of a conversation", _FIX)
+        return cls(*parts)
+
+
+def write_conversations(
+    turns: Turns, questions: Sequence[Sequence[int]], seq: int, ends: frozenset[int], go_on: Continue
+) -> list[list[int]]:
+    """Return conversations of `seq` tokens, one for each question.
+
+    The target writes a first question where none is given, and all later ones. ends: the target's end tokens, which end
+    a message.
+    """
+    texts = [[*turns.begin, *question, *(turns.asked if question else ())] for question in questions]
+    asking, turn = [not question for question in questions], 0
+    while short := [place for place, text in enumerate(texts) if len(text) < seq]:
+        room = [seq - len(texts[place]) for place in short]
+        most = [
+            min(left, max(1, seq // MOST_OF_QUESTION)) if asking[place] else left
+            for place, left in zip(short, room, strict=True)
+        ]
+        added = go_on([texts[place] for place in short], most, turn)
+        for place, message in zip(short, added, strict=True):
+            ended = message[:-1] if message and message[-1] in ends else message
+            texts[place] += [*ended, *(turns.asked if asking[place] else turns.answered)]
+            asking[place] = not asking[place]
+        turn += 1
+    return [text[:seq] for text in texts]
+
+
+def most_texts(tokens: int, seq: int, width: int, cache_gib: float) -> int:
+    """Return the number of texts with this many tokens in total whose states fit on disk; at least 2.
+
+    width: how many numbers are kept for each token.
+    """
+    return max(2, min(tokens // seq, int(cache_gib * 2**30) // (2 * seq * width)))
+
+
+def wanted_texts(plan: TargetRunConfig, width: int) -> int | None:
+    """Return the number of texts to write; None = the folder has its texts. width: see `most_texts`."""
+    return None if (plan.out / FILE).exists() else most_texts(plan.tokens, plan.seq, width, plan.cache_gib)
+
+
+@dataclass
+class PartialTexts:
+    """The texts that a run has written so far, in a file: the run's plan in the first line, then one text per line."""
+
+    plan: TargetRunConfig
+    file: IO[str]
+    texts: list[list[int]]
+
+    @classmethod
+    @contextmanager
+    def open(cls, plan: TargetRunConfig, count: int) -> Iterator[PartialTexts]:
+        """Open the file of a run of `count` texts. An unfinished line is cut.
+
+        Raises ConfigError if the file can't be read, or if its texts are those of another plan.
+        """
+        path, wanted = plan.out / PART, _header(plan, count)
+        whole = path.read_bytes().rpartition(b"\n")[0] if path.exists() else b""
+        try:
+            known, *texts = [json.loads(line) for line in whole.splitlines()] or [wanted]
+        except ValueError as error:
+            raise ConfigError(f"the texts in {path} can't be read: {error}", "delete this file.") from None
+        if known != wanted:
+            raise ConfigError(
+                f"the texts in {path} were begun with other settings", "repeat these, or choose another --out."
+            )
+        with path.open("a", encoding="utf-8") as file:
+            file.truncate(len(whole) + 1 if whole else 0)
+            file.write("" if whole else f"{json.dumps(wanted)}\n")
+            yield cls(plan, file, texts)
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def add(self, texts: Sequence[list[int]]) -> None:
+        """Append texts."""
+        self.texts += texts
+        self.file.write("".join(f"{json.dumps(text)}\n" for text in texts))
+        self.file.flush()
+
+    def finish(self) -> None:
+        """Write the run's texts in their final form, see `save_texts`, and drop the file."""
+        save_texts(self.plan.out, self.texts, self.plan.seq, self.plan.seed)
+        (self.plan.out / PART).unlink()
+
+
+def _header(plan: TargetRunConfig, count: int) -> dict[str, object]:
+    names = ("target", "seq", "temperature", "chat", "seed")
+    own = {name: getattr(plan, name) for name in names}
+    return {"count": count, "data": [plan.suffix, *map(str, plan.data)], **own}
