@@ -30,11 +30,12 @@ from speculant.models.reference import Decoder
 from speculant.models.sizes import tensor_shapes
 from speculant.models.weights import load as loading
 from speculant.models.weights.load import load_model
-from speculant.models.weights.source import Mapped, ModuleWeights, QuantizedBlocks, WeightSource, kind_of
+from speculant.models.weights.source import Mapped, QuantizedBlocks, WeightSource, kind_of
 from speculant.sampling.chance import mix
 from tests.backends import FakeBackend
 from tests.descriptions import describe, describe_pair
 from tests.models import Checkpoints
+from tests.stored_weights import ModuleWeights
 from tests.unit.models.families import Session
 
 CPU = torch.device("cpu")

@@ -32,12 +32,12 @@ from speculant.models.families import gemma4_text
 from speculant.models.heads import HeadConfig, HeadDecoder, StateEntry, attach
 from speculant.models.native.decoder import NativeDecoder
 from speculant.models.reference import Decoder
-from speculant.models.weights.source import ModuleWeights
 from speculant.params import SamplingParams
 from speculant.sampling.chance import MostLikely
 from speculant.types import DraftTree
 from tests.examples import examples
 from tests.models import make_request
+from tests.stored_weights import ModuleWeights
 from tests.unit.models.families import FULL, GEMMA4, SLIDES, SMALL
 
 SETS = usable_sets()

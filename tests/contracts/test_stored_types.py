@@ -13,9 +13,8 @@ from speculant.models.native.packed import PackedDecoder, PackedMlp
 from speculant.models.reference import Decoder
 from speculant.models.weights import cache as weight_cache
 from speculant.models.weights.cache import WeightCache, WeightStore
-from speculant.models.weights.source import ModuleWeights
 from tests.exactness.test_native_decoder import CACHES, feed, make_decoder, packed, tokens_of
-from tests.stored_weights import StoredAs, decoded, stored
+from tests.stored_weights import ModuleWeights, StoredAs, decoded, stored
 
 SETS = usable_sets()
 pytestmark = pytest.mark.skipif(not SETS, reason="the native kernels are not built")

@@ -17,9 +17,9 @@ from speculant.models.description import Clamped, Experts
 from speculant.models.native.decoder import NativeDecoder
 from speculant.models.reference import Decoder
 from speculant.models.weights.reader import ROUNDINGS, Rounding
-from speculant.models.weights.source import ModuleWeights
 from speculant.types import DraftTree
 from tests.descriptions import describe
+from tests.stored_weights import ModuleWeights
 
 SETS = usable_sets()
 pytestmark = pytest.mark.skipif(not SETS, reason="the native kernels are not built")

@@ -22,7 +22,6 @@ from speculant.models.native.decoder import NativeDecoder
 from speculant.models.reference import Decoder
 from speculant.models.sizes import pass_matrices, tensor_shapes
 from speculant.models.weights.reader import ROUNDINGS, Rounding
-from speculant.models.weights.source import ModuleWeights
 from speculant.params import SamplingParams
 from speculant.sampling.chance import KeyedChances
 from speculant.sampling.distribution import sampling_settings
@@ -30,6 +29,7 @@ from speculant.types import DraftTree
 from tests.descriptions import BART, describe_pair
 from tests.heads import write_eagle
 from tests.models import make_request
+from tests.stored_weights import ModuleWeights
 
 SETS = usable_sets()
 pytestmark = pytest.mark.skipif(not SETS, reason="the native kernels are not built")

@@ -21,8 +21,7 @@ from speculant.kernels.base import Sampler
 from speculant.kernels.native import NativeSampler, usable_sets
 from speculant.kernels.reference import REFERENCE
 from speculant.lengths.fixed import Fixed
-from speculant.models.base import CausalLM
-from speculant.models.heads import Truncatable
+from speculant.models.base import CausalLM, Truncatable
 from speculant.models.native.decoder import NativeDecoder
 from speculant.sampling.chance import KeyedChances
 from speculant.types import Request

@@ -184,15 +184,6 @@ class RoundsHeads(Protocol):
         ...
 
 
-@runtime_checkable
-class Truncatable(Protocol):
-    """A `CausalLM` whose first layers can be used as a model."""
-
-    def truncated(self, num_layers: int) -> CausalLM:
-        """Return the model of the first layers, the final norm and the output head. It shares all weights."""
-        ...
-
-
 def usual_taps(num_layers: int) -> tuple[int, int, int]:
     """Return the target's layers whose inputs an EAGLE-3 head reads if its files name none."""
     return 2, num_layers // 2, num_layers - 3
@@ -257,12 +248,13 @@ class HeadDecoder(DescribedModule):
         """The shape of one position of this head's cache."""
         return head_cache_shape(self.config, self._target[0])
 
+    @override
     def embed(self, tokens: Tensor) -> Tensor:
-        """See `CausalLM.embed`."""
         return self.embed_tokens[tokens] if self.config.own_table else self._target[0].embed(tokens)
 
+    @override
     def forward(self, batch: Batch, storage: KVStorage, taps: Sequence[int] = ()) -> Hidden:
-        """See `CausalLM.forward`; there are no taps. With CONTEXT, rows of states have no result."""
+        """There are no taps. With CONTEXT, rows of states have no result."""
         if self.config.entry is StateEntry.CONTEXT:
             return self._block(batch, storage) if batch.hidden is None else self._store(batch, batch.hidden, storage)
         assert batch.hidden is not None, "a head reads a hidden state for each row"
@@ -321,8 +313,8 @@ class HeadDecoder(DescribedModule):
             return own
         return own / target.config.embedding.scale
 
+    @override
     def logits(self, hidden: Tensor) -> Tensor:
-        """See `CausalLM.logits`."""
         if not self.config.own_head:
             return self._target[0].logits(hidden)
         own = self.config.decoder.head

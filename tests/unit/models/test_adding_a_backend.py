@@ -12,10 +12,11 @@ from speculant import LLM, SamplingParams, plugins
 from speculant.models import backends
 from speculant.models.backends.base import KIND, Backend, choose_backend
 from speculant.models.sizes import tensor_shapes
-from speculant.models.weights.source import Mapped, ModuleWeights
+from speculant.models.weights.source import Mapped
 from tests.contracts.test_backends import VARIANTS, random_decoder
 from tests.descriptions import describe
 from tests.models import Checkpoints
+from tests.stored_weights import ModuleWeights
 from tests.unit.models.families import Session
 
 PAGE = (Path(__file__).parents[3] / "docs" / "adding-a-backend.md").read_text(encoding="utf-8")

@@ -17,12 +17,11 @@ from speculant.models.backends.native import NativeBackend
 from speculant.models.native import speeds
 from speculant.models.native.speeds import choose, fastest_packing, kept_gains, measure_gains, narrow_weights
 from speculant.models.sizes import matrix_weights
-from speculant.models.weights.source import ModuleWeights
 from tests.contracts.test_backends import CONFIG, SIZES
 from tests.descriptions import describe
 from tests.exactness.test_native_decoder import make_decoder
 from tests.models import Checkpoints
-from tests.stored_weights import StoredAs
+from tests.stored_weights import ModuleWeights, StoredAs
 
 native = pytest.mark.skipif(not usable_sets(), reason="the native kernels are not built")
 CPU = torch.device("cpu")

@@ -17,9 +17,9 @@ from speculant.models.description import Experts
 from speculant.models.native import speeds
 from speculant.models.sizes import matrix_weights, pass_matrices
 from speculant.models.weights.reader import ROUNDINGS
-from speculant.models.weights.source import ModuleWeights
 from tests.descriptions import describe, describe_pair
 from tests.exactness.test_native_decoder import make_decoder
+from tests.stored_weights import ModuleWeights
 
 native = pytest.mark.skipif(not usable_sets(), reason="the native kernels are not built")
 

@@ -19,8 +19,7 @@ from speculant.drafting.heads.folder import require_target
 from speculant.drafting.model.target_cache import TargetCacheDrafter, make_target_drafter
 from speculant.drafting.topology import growing_tree_option
 from speculant.errors import ConfigError
-from speculant.models.base import CausalLM
-from speculant.models.heads import Truncatable
+from speculant.models.base import CausalLM, Truncatable
 
 METHOD = Method(default_length=3, on_request=False)
 SHARE = 4  # the usual number of layers is the target's over this

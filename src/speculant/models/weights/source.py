@@ -24,7 +24,7 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from typing_extensions import override
 
 from speculant.errors import ModelError
@@ -331,29 +331,6 @@ def listed_kinds(kinds: Mapping[str, int]) -> str:
 def has_blocks(weights: WeightSource) -> bool:
     """Whether a source stores any of its tensors in blocks."""
     return any(weights.kind(name) not in FLOATS for name in weights.names())
-
-
-class ModuleWeights(WeightSource):
-    """The parameters of a module in memory; a parameter that two layers share has the name of the first."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._parameters = dict(module.named_parameters())
-
-    @override
-    def names(self) -> Collection[str]:
-        return self._parameters.keys()
-
-    @override
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._parameters[name].shape)
-
-    @override
-    def kind(self, name: str) -> str:
-        return kind_of(self._parameters[name])
-
-    @override
-    def read(self, name: str) -> Tensor:
-        return self._parameters[name].detach()
 
 
 @dataclass(frozen=True)
