@@ -55,12 +55,13 @@ from speculant.models.reference import (
     NormLayer,
     StoredKeys,
     angles_of,
+    fill,
     groups_of,
     rotaries,
     spread,
 )
 from speculant.models.sizes import cache_shape
-from speculant.models.weights.source import WeightSource, read_plain
+from speculant.models.weights.source import WeightSource
 
 
 class Linears(Protocol):
@@ -199,10 +200,7 @@ def attach(target: CausalLM, config: HeadConfig, weights: WeightSource) -> Causa
     shape = target.cache_shape
     with torch.device("meta"):
         head = HeadDecoder(config, target)
-    for name in [name for name, _ in head.named_parameters()]:
-        part, _, own = name.rpartition(".")
-        tensor = read_plain(weights, name).to(device=shape.device, dtype=shape.dtype, copy=True)
-        setattr(head.get_submodule(part), own, nn.Parameter(tensor, requires_grad=False))
+    fill(head, weights, shape.dtype, shape.device)
     return head.eval()
 
 

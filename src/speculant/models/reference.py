@@ -69,6 +69,7 @@ from speculant.models.sizes import (
     learned_positions,
     relative_reads,
 )
+from speculant.models.weights.source import WeightSource, read_plain
 from speculant.tree import ancestors_of, ids
 
 
@@ -599,6 +600,14 @@ def _table(rows: int, width: int) -> nn.Embedding:
     zeros = torch.zeros(rows, width)
     table: nn.Embedding = nn.Embedding.from_pretrained(zeros, freeze=False)  # type: ignore[no-untyped-call]
     return table
+
+
+def fill(model: nn.Module, weights: WeightSource, dtype: torch.dtype, device: torch.device) -> None:
+    """Give a module on the device "meta" its parameters, without gradients, in memory of their own."""
+    for name in [name for name, _ in model.named_parameters()]:
+        part, _, own = name.rpartition(".")
+        tensor = read_plain(weights, name).to(device=device, dtype=dtype, copy=True)
+        setattr(model.get_submodule(part), own, nn.Parameter(tensor, requires_grad=False))
 
 
 class DescribedModule(nn.Module, ABC, RunsPasses):

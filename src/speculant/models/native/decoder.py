@@ -447,17 +447,20 @@ class NativeDecoder(BackendModel, KeepsScratch, HeadHost, RoundsHeads, LinearHos
 
     @override
     def rounding_heads(self, quantization: str) -> NativeDecoder:
-        model = NativeDecoder.__new__(NativeDecoder)
-        model._begin(self.packed, self.cache_shape.dtype, self.kernels)
+        model = self._of(self.packed)
         model.head_rounding = ROUNDINGS[quantization]
+        return model
+
+    def _of(self, packed: PackedDecoder) -> NativeDecoder:
+        """Return a model of other packed weights."""
+        model = NativeDecoder.__new__(NativeDecoder)
+        model._begin(packed, self.cache_shape.dtype, self.kernels)
         return model
 
     @override
     def storing_keys_as(self, dtype: torch.dtype) -> NativeDecoder:
-        model = NativeDecoder.__new__(NativeDecoder)
         cache_type = next(type_ for type_, own in CACHE_TYPES.items() if own == dtype)
-        model._begin(replace(self.packed, cache_type=cache_type), self.cache_shape.dtype, self.kernels)
-        return model
+        return self._of(replace(self.packed, cache_type=cache_type))
 
     @override
     def linears(self, matrices: Sequence[Tensor], biases: Tensor | None) -> NativeLinears:
@@ -471,10 +474,8 @@ class NativeDecoder(BackendModel, KeepsScratch, HeadHost, RoundsHeads, LinearHos
 
     @override
     def truncated(self, num_layers: int) -> NativeDecoder:
-        whole, model = self.packed, NativeDecoder.__new__(NativeDecoder)
-        first = replace(whole, config=whole.config.truncated(num_layers), layers=whole.layers[:num_layers])
-        model._begin(first, self.cache_shape.dtype, self.kernels)
-        return model
+        whole = self.packed
+        return self._of(replace(whole, config=whole.config.truncated(num_layers), layers=whole.layers[:num_layers]))
 
     @override
     def embed(self, tokens: Tensor) -> Tensor:

@@ -35,10 +35,9 @@ from speculant.models.description import (
     Expression,
     Picked,
     Plus,
-    Rows,
+    RowOperation,
     Stacked,
     TensorMap,
-    Unpaired,
     stored_name,
 )
 
@@ -398,7 +397,7 @@ def _keeps_blocks(made: Expression, kind: str, is_ordered: bool = False) -> bool
     if isinstance(made, str):
         return True
     divides = isinstance(made, Columns) and (is_ordered or not _has_whole_blocks(made, kind))
-    selects = isinstance(made, Rows | Unpaired | Picked | Stacked | Columns) and not divides
+    selects = isinstance(made, RowOperation | Stacked | Columns) and not divides
     return selects and _keeps_blocks(made.of, kind, is_ordered)
 
 
@@ -416,7 +415,7 @@ def _made(source: WeightSource, made: Expression, shape: tuple[int, ...]) -> Ten
     match made:
         case str():
             return source.read(made)
-        case Rows() | Unpaired() | Picked():
+        case RowOperation():
             return take_rows(_made(source, made.of, made.stored_shape(shape)), made.rows(shape[0]))
         case Columns():
             return _take_columns(_made(source, made.of, made.stored_shape(shape)), made)
