@@ -142,7 +142,7 @@ class QuantizedBlocks:
     """A matrix that is stored as blocks of small integers with scales, as GGUF and GPTQ files have them.
 
     shape is the matrix's, [n, k], or that of stacked matrices [m, n, k]. `blocks` holds the bytes of each row,
-    [n, bytes] or [m n, bytes], in the order that `layout` names, such as "q4_0": see layouts.py. They may be mapped
+    [n, bytes] or [m n, bytes], in the order that `layout` names, such as "q4_0"; see the module. They may be mapped
     from a file. order: see `HasOrders.order`.
     """
 
