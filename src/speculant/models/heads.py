@@ -63,6 +63,8 @@ from speculant.models.reference import (
 from speculant.models.sizes import cache_shape
 from speculant.models.weights.source import WeightSource
 
+logger = logging.getLogger(__name__)
+
 
 class Linears(Protocol):
     """y = W x + b of several matrices side by side."""
@@ -100,9 +102,6 @@ def linears_of(model: CausalLM, matrices: Sequence[Tensor], biases: Tensor | Non
     if isinstance(model, LinearHost):
         return model.linears(matrices, biases)
     return TorchLinears(torch.stack(tuple(matrices)), biases)
-
-
-logger = logging.getLogger(__name__)
 
 
 class StateEntry(Enum):

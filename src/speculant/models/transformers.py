@@ -61,6 +61,8 @@ from speculant.models.reference import context_slots, visible_keys
 from speculant.models.vocabulary import TargetVocabulary
 from speculant.types import DraftTree
 
+logger = logging.getLogger(__name__)
+
 ATTENTION = "speculant"  # of the attention function, among those of transformers
 _HOLDER = "speculant_attention"  # the attribute of modules that has their `AttentionSwitch`
 _PLAIN = frozenset(
@@ -537,8 +539,6 @@ def leaf_paths(parents: Sequence[int]) -> list[list[int]]:
     inner = set(parents)
     return [path for node, path in enumerate(paths) if node not in inner] or [[]]
 
-
-logger = logging.getLogger(__name__)
 
 # The error that is allowed, as a share of the largest logit, and how many rows may have a larger one.
 _ALLOWED = 1e-4, 0
