@@ -82,8 +82,7 @@ def stored_names(names: Iterable[str], family: str) -> dict[str, list[str]]:
     for name in sorted(names, key=lambda name: [(int(part), "") if part.isdigit() else (0, part)
                                                 for part in name.split(".")]):  # fmt: skip
         stored = known.get_name(EXPERT.sub("experts.", name), try_suffixes=(".weight", ".bias"))
-        if name == "lm_head.weight":  # the map lacks it where llama.cpp's models share the embedding's
-            stored = "output.weight"
+        stored = "output.weight" if name == "lm_head.weight" else stored  # which not all architectures have
         assert stored is not None, name
         found.setdefault(stored, []).append(name)
     return found

@@ -8,10 +8,29 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from speculant.models import FLOATS, Decoder, ModuleWeights, QuantizedBlocks, WeightSource, read_plain, tensor_shapes
+from speculant.models import FLOATS, Decoder, QuantizedBlocks, WeightSource, kind_of, read_plain, tensor_shapes
 from tests.gguf_blocks import encode
+
+
+class ModuleWeights(WeightSource):
+    """The parameters of a module in memory; a parameter that two layers share has the name of the first."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._parameters = dict(module.named_parameters())
+
+    def names(self) -> Collection[str]:
+        return self._parameters.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._parameters[name].shape)
+
+    def kind(self, name: str) -> str:
+        return kind_of(self._parameters[name])
+
+    def read(self, name: str) -> Tensor:
+        return self._parameters[name].detach()
 
 
 @dataclass(frozen=True)

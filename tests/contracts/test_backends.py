@@ -28,7 +28,6 @@ from speculant.models import (
     DecoderConfig,
     Mapped,
     ModelNeeds,
-    ModuleWeights,
     QuantizedBlocks,
     ReferenceBackend,
     WeightSource,
@@ -43,6 +42,7 @@ from speculant.sampling import mix
 from tests.backends import FakeBackend
 from tests.descriptions import describe, describe_pair
 from tests.models import Checkpoints
+from tests.stored_weights import ModuleWeights
 from tests.unit.models.families import Session
 
 CPU = torch.device("cpu")

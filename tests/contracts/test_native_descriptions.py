@@ -27,7 +27,6 @@ from speculant.models import (
     HeadDecoder,
     Layer,
     Mlp,
-    ModuleWeights,
     NativeDecoder,
     Norm,
     Rope,
@@ -42,6 +41,7 @@ from speculant.sampling import MostLikely
 from speculant.types import DraftTree
 from tests.examples import examples
 from tests.models import make_request
+from tests.stored_weights import ModuleWeights
 from tests.unit.models.families import FULL, GEMMA4, SLIDES, SMALL
 
 SETS = usable_sets()

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from speculant.kernels import Code, Kernels, Type, open_kernels, usable_sets
-from speculant.models import Decoder, ModuleWeights, NativeDecoder, PackedDecoder, PackedMlp, WeightCache, WeightStore
+from speculant.models import Decoder, NativeDecoder, PackedDecoder, PackedMlp, WeightCache, WeightStore
 from speculant.models.weights import cache as weight_cache
 from tests.exactness.test_native_decoder import CACHES, feed, make_decoder, packed, tokens_of
-from tests.stored_weights import StoredAs, decoded, stored
+from tests.stored_weights import ModuleWeights, StoredAs, decoded, stored
 
 SETS = usable_sets()
 pytestmark = pytest.mark.skipif(not SETS, reason="the native kernels are not built")

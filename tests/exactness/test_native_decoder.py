@@ -11,19 +11,10 @@ from torch import Tensor
 from speculant.cache import CacheShape, KVCache, paged_cache, slotted_cache
 from speculant.errors import ModelError
 from speculant.kernels import Kernels, open_kernels, usable_sets
-from speculant.models import (
-    ROUNDINGS,
-    Clamped,
-    Decoder,
-    Experts,
-    ModuleWeights,
-    NativeDecoder,
-    Rounding,
-    SequenceInput,
-    build_batch,
-)
+from speculant.models import ROUNDINGS, Clamped, Decoder, Experts, NativeDecoder, Rounding, SequenceInput, build_batch
 from speculant.types import DraftTree
 from tests.descriptions import describe
+from tests.stored_weights import ModuleWeights
 
 SETS = usable_sets()
 pytestmark = pytest.mark.skipif(not SETS, reason="the native kernels are not built")

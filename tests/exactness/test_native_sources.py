@@ -19,7 +19,6 @@ from speculant.models import (
     ROUNDINGS,
     Chain,
     Decoder,
-    ModuleWeights,
     NativeDecoder,
     Norm,
     Rounding,
@@ -34,6 +33,7 @@ from speculant.types import DraftTree
 from tests.descriptions import BART, describe_pair
 from tests.heads import write_eagle
 from tests.models import make_request
+from tests.stored_weights import ModuleWeights
 
 SETS = usable_sets()
 pytestmark = pytest.mark.skipif(not SETS, reason="the native kernels are not built")

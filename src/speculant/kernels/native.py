@@ -353,26 +353,6 @@ class Kernels:
         self.library.sp_probs(self.index, self.threads, source, rows, width, width, settings_, edits or None, result)
         return out
 
-    def draw(self, weights: Tensor, shared_noise: bool, key: int) -> int:
-        """Return a token drawn with probability proportional to weights [V] in float64; see `Sampler.draw`."""
-        weights = weights.contiguous()
-        return int(self.library.sp_draw(self.index, weights.data_ptr(), weights.shape[0], shared_noise, key))
-
-    def draw_rows(self, weights: Tensor, draws: Sequence[RowDraw]) -> list[int]:
-        """Return a token for each draw from rows of weights [r, V] in float64; see `Sampler.draw_rows`."""
-        weights, asked = weights.contiguous(), array("Q", chain.from_iterable(draws))
-        tokens = array("q", bytes(8 * len(draws)))
-        source, width = weights.data_ptr(), weights.shape[1]
-        self.library.sp_draw_rows(self.index, self.threads, source, width, address(asked), len(draws), address(tokens))
-        return tokens.tolist()
-
-    def normalise(self, weights: Tensor) -> Tensor:
-        """Return weights [V] in float64 divided by their sum."""
-        weights = weights.contiguous()
-        out = torch.empty_like(weights)
-        self.library.sp_normalise(self.index, weights.data_ptr(), weights.shape[0], out.data_ptr())
-        return out
-
     def read_seconds(self, memory: Tensor) -> float:
         """Return the time to read a tensor's memory once, in seconds."""
         size = memory.numel() * memory.element_size()
@@ -505,17 +485,27 @@ class NativeSampler(Sampler):
     def draw(self, weights: Tensor, shared_noise: bool, key: int) -> int:
         if weights.dtype != torch.float64:
             return REFERENCE.draw(weights, shared_noise, key)
-        return self.kernels.draw(weights, shared_noise, key)
+        of, weights = self.kernels, weights.contiguous()
+        return int(of.library.sp_draw(of.index, weights.data_ptr(), weights.shape[0], shared_noise, key))
 
     @override
     def draw_rows(self, weights: Tensor, draws: Sequence[RowDraw]) -> list[int]:
         if weights.dtype != torch.float64:
             return REFERENCE.draw_rows(weights, draws)
-        return self.kernels.draw_rows(weights, draws)
+        of, weights, asked = self.kernels, weights.contiguous(), array("Q", chain.from_iterable(draws))
+        tokens = array("q", bytes(8 * len(draws)))
+        source, width = weights.data_ptr(), weights.shape[1]
+        of.library.sp_draw_rows(of.index, of.threads, source, width, address(asked), len(draws), address(tokens))
+        return tokens.tolist()
 
     @override
     def normalise(self, weights: Tensor) -> Tensor:
-        return REFERENCE.normalise(weights) if weights.dtype != torch.float64 else self.kernels.normalise(weights)
+        if weights.dtype != torch.float64:
+            return REFERENCE.normalise(weights)
+        of, weights = self.kernels, weights.contiguous()
+        out = torch.empty_like(weights)
+        of.library.sp_normalise(of.index, weights.data_ptr(), weights.shape[0], out.data_ptr())
+        return out
 
 
 class NativeEdits:

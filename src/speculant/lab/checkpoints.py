@@ -18,14 +18,12 @@ from speculant.models import (
     Columns,
     DecoderConfig,
     Expression,
-    Picked,
     Plus,
-    Rows,
+    RowOperation,
     Shape,
     Stacked,
     TensorMap,
     Transposed,
-    Unpaired,
     read_description,
     stored_name,
     stored_shape,
@@ -100,7 +98,7 @@ def _place(made: Expression, shape: Shape, stored: Tensor) -> _Place:
         return _Place(stored, 0, None, 0.0)
     view, dim, chosen, number = of = _place(made.of, made.stored_shape(shape), stored)
     match made:
-        case Rows() | Unpaired() | Picked():
+        case RowOperation():
             own = made.rows(shape[0])
             assert chosen is None or dim == 0, "one dimension alone is divided by indices"
             return of._replace(dim=0, chosen=own if chosen is None else [chosen[row] for row in own])
@@ -112,5 +110,5 @@ def _place(made: Expression, shape: Shape, stored: Tensor) -> _Place:
             return of._replace(view=view[made.index])
         case Transposed():
             return of._replace(view=view.t(), dim=view.ndim - 1 - dim)
-        case Plus():
-            return of._replace(number=number + made.number)
+    assert isinstance(made, Plus)
+    return of._replace(number=number + made.number)

@@ -235,7 +235,34 @@ class ModelNeeds:
         return f"{salt}\0long"
 
 
-class CausalLM(Protocol):
+class RunsPasses(Protocol):
+    """The methods of a `CausalLM`."""
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Return the input embeddings [k, hidden] of tokens [k]. Raises RequestError for an unknown token."""
+        ...
+
+    def forward(self, batch: Batch, storage: KVStorage, taps: Sequence[int] = ()) -> Hidden:
+        """Run a pass and write the batch's keys and values to the storage; `taps` are layers, see `Hidden`.
+
+        Raises ConfigError for a tap that the model does not have.
+        """
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return logits [r, vocab_size] of the given hidden rows [r, hidden]."""
+        ...
+
+    def grow(self, chains: Sequence[Chain], cache: KVCache, vocab_size: int) -> Sequence[Chain]:
+        """Draw the chains, and trees of known shapes, that this model can draw by itself, over `vocab_size` tokens.
+
+        Returns the others unchanged. The caller makes sure that the cache has room for all. Tokens and probs are the
+        same as with one pass per token, or per depth of a tree.
+        """
+        ...
+
+
+class CausalLM(RunsPasses, Protocol):
     """A decoder whose storage of keys and values is an argument."""
 
     @property
@@ -266,29 +293,6 @@ class CausalLM(Protocol):
     @property
     def hidden_size(self) -> int:
         """The width of a hidden state and of an input embedding."""
-        ...
-
-    def embed(self, tokens: Tensor) -> Tensor:
-        """Return the input embeddings [k, hidden] of tokens [k]. Raises RequestError for an unknown token."""
-        ...
-
-    def forward(self, batch: Batch, storage: KVStorage, taps: Sequence[int] = ()) -> Hidden:
-        """Run a pass and write the batch's keys and values to the storage; `taps` are layers, see `Hidden`.
-
-        Raises ConfigError for a tap that the model does not have.
-        """
-        ...
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Return logits [r, vocab_size] of the given hidden rows [r, hidden]."""
-        ...
-
-    def grow(self, chains: Sequence[Chain], cache: KVCache, vocab_size: int) -> Sequence[Chain]:
-        """Draw the chains, and trees of known shapes, that this model can draw by itself, over `vocab_size` tokens.
-
-        Returns the others unchanged. The caller makes sure that the cache has room for all. Tokens and probs are the
-        same as with one pass per token, or per depth of a tree.
-        """
         ...
 
 
@@ -355,6 +359,19 @@ class ConvertsKeys(Protocol):
     def storing_keys_as(self, dtype: torch.dtype) -> CausalLM:
         """Return this model, with the same weights, for caches of a type; see `CacheShape.stored`."""
         ...
+
+
+@runtime_checkable
+class Truncatable(Protocol):
+    """A `CausalLM` whose first layers can be used as a model."""
+
+    def truncated(self, num_layers: int) -> CausalLM:
+        """Return the model of the first layers, the final norm and the output head. It shares all weights."""
+        ...
+
+
+class BackendModel(RunsPasses, EncodesSources, ReadsByRows, HoldsWeights, ConvertsKeys, Truncatable, Protocol):
+    """What the models of this package's own backends can do."""
 
 
 def check_needs(needs: ModelNeeds) -> None:

@@ -19,12 +19,14 @@ A `TensorMap` says where a checkpoint's files hold the tensors, and how each is 
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
 
 import numpy as np
+from typing_extensions import override
 
 from speculant.errors import ModelError
 
@@ -35,118 +37,119 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Unpaired:
-    """A stored tensor of `heads` heads, in which two rows that rotate together are neighbours.
-
-    In the model, the first row of each pair is in the first half of its head, and the second row in the other half.
-    """
+class Operation:
+    """Makes a model's tensor from what an expression reads."""
 
     of: Expression
-    heads: int
 
     def stored_shape(self, shape: Shape) -> Shape:
         """Return the shape of `of`, from the shape of the result."""
         return shape
 
-    def rows(self, count: int) -> list[int]:
+
+class RowOperation(Operation, ABC):
+    """Takes rows."""
+
+    @abstractmethod
+    def rows(self, count: int) -> Sequence[int]:
         """Return the index of the stored row for each of the model tensor's `count` rows."""
+
+
+@dataclass(frozen=True)
+class Unpaired(RowOperation):
+    """A stored tensor of `heads` heads, in which two rows that rotate together are neighbours.
+
+    In the model, the first row of each pair is in the first half of its head, and the second row in the other half.
+    """
+
+    heads: int
+
+    @override
+    def rows(self, count: int) -> list[int]:
         found: list[int] = np.arange(count).reshape(self.heads, -1, 2).swapaxes(1, 2).ravel().tolist()
         return found
 
 
 @dataclass(frozen=True)
-class Rows:
+class Rows(RowOperation):
     """Rows of a stored tensor that holds several tensors: of each `period` rows, `size` from `first` on."""
 
-    of: Expression
     first: int
     size: int
     period: int
 
+    @override
     def stored_shape(self, shape: Shape) -> Shape:
-        """Return the shape of `of`, from the shape of the result."""
         return (shape[0] // self.size * self.period, *shape[1:])
 
+    @override
     def rows(self, count: int) -> list[int]:
-        """Return the index of the stored row for each of the model tensor's `count` rows."""
         periods = np.arange(count // self.size)[:, None] * self.period
         found: list[int] = (periods + self.first + np.arange(self.size)).ravel().tolist()
         return found
 
 
 @dataclass(frozen=True)
-class Picked:
+class Picked(RowOperation):
     """Rows of a stored tensor of `total` rows, by their indices; some may be there several times."""
 
-    of: Expression
     chosen: Sequence[int]
     total: int
 
+    @override
     def stored_shape(self, shape: Shape) -> Shape:
-        """Return the shape of `of`, from the shape of the result."""
         return (self.total, *shape[1:])
 
+    @override
     def rows(self, count: int) -> Sequence[int]:
-        """Return the index of the stored row for each of the result's rows."""
         return self.chosen
 
 
 @dataclass(frozen=True)
-class Transposed:
+class Transposed(Operation):
     """A stored matrix whose columns are the model's rows. A vector stays as it is."""
 
-    of: Expression
-
+    @override
     def stored_shape(self, shape: Shape) -> Shape:
-        """Return the shape of `of`, from the shape of the result."""
         return shape[::-1]
 
 
 @dataclass(frozen=True)
-class Plus:
+class Plus(Operation):
     """A stored tensor to which a number is added."""
 
-    of: Expression
     number: float
-
-    def stored_shape(self, shape: Shape) -> Shape:
-        """Return the shape of `of`, from the shape of the result."""
-        return shape
 
 
 @dataclass(frozen=True)
-class Columns:
+class Columns(Operation):
     """Columns of a stored matrix of `width` columns: `size` of them, from `first` on."""
 
-    of: Expression
     first: int
     size: int
     width: int
 
+    @override
     def stored_shape(self, shape: Shape) -> Shape:
-        """Return the shape of `of`, from the shape of the result."""
         return (*shape[:-1], self.width)
 
 
 @dataclass(frozen=True)
-class Stacked:
+class Stacked(Operation):
     """One of the `count` tensors that a stored tensor consists of, one for each index of its first dimension.
 
     index: which one it is. A `TensorMap` sets it to the last number in the name of the model's tensor, if it has one.
     """
 
-    of: Expression
     count: int
     index: int = 0
 
+    @override
     def stored_shape(self, shape: Shape) -> Shape:
-        """Return the shape of `of`, from the shape of the result."""
         return (self.count, *shape)
 
 
-# How a model's tensor is made: the name of a stored tensor, which is taken as it is, or an operation.
-Operation = Unpaired | Rows | Picked | Columns | Transposed | Plus | Stacked
-Expression = str | Operation
+Expression = str | Operation  # how a model's tensor is made; the name of a stored tensor, which is taken as it is
 
 
 def stored_name(made: Expression) -> str:

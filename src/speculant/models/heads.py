@@ -55,12 +55,15 @@ from speculant.models.reference import (
     NormLayer,
     StoredKeys,
     angles_of,
+    fill,
     groups_of,
     rotaries,
     spread,
 )
 from speculant.models.sizes import cache_shape
-from speculant.models.weights.source import WeightSource, read_plain
+from speculant.models.weights.source import WeightSource
+
+logger = logging.getLogger(__name__)
 
 
 class Linears(Protocol):
@@ -99,9 +102,6 @@ def linears_of(model: CausalLM, matrices: Sequence[Tensor], biases: Tensor | Non
     if isinstance(model, LinearHost):
         return model.linears(matrices, biases)
     return TorchLinears(torch.stack(tuple(matrices)), biases)
-
-
-logger = logging.getLogger(__name__)
 
 
 class StateEntry(Enum):
@@ -184,15 +184,6 @@ class RoundsHeads(Protocol):
         ...
 
 
-@runtime_checkable
-class Truncatable(Protocol):
-    """A `CausalLM` whose first layers can be used as a model."""
-
-    def truncated(self, num_layers: int) -> CausalLM:
-        """Return the model of the first layers, the final norm and the output head. It shares all weights."""
-        ...
-
-
 def usual_taps(num_layers: int) -> tuple[int, int, int]:
     """Return the target's layers whose inputs an EAGLE-3 head reads if its files name none."""
     return 2, num_layers // 2, num_layers - 3
@@ -208,10 +199,7 @@ def attach(target: CausalLM, config: HeadConfig, weights: WeightSource) -> Causa
     shape = target.cache_shape
     with torch.device("meta"):
         head = HeadDecoder(config, target)
-    for name in [name for name, _ in head.named_parameters()]:
-        part, _, own = name.rpartition(".")
-        tensor = read_plain(weights, name).to(device=shape.device, dtype=shape.dtype, copy=True)
-        setattr(head.get_submodule(part), own, nn.Parameter(tensor, requires_grad=False))
+    fill(head, weights, shape.dtype, shape.device)
     return head.eval()
 
 
@@ -257,12 +245,13 @@ class HeadDecoder(DescribedModule):
         """The shape of one position of this head's cache."""
         return head_cache_shape(self.config, self._target[0])
 
+    @override
     def embed(self, tokens: Tensor) -> Tensor:
-        """See `CausalLM.embed`."""
         return self.embed_tokens[tokens] if self.config.own_table else self._target[0].embed(tokens)
 
+    @override
     def forward(self, batch: Batch, storage: KVStorage, taps: Sequence[int] = ()) -> Hidden:
-        """See `CausalLM.forward`; there are no taps. With CONTEXT, rows of states have no result."""
+        """There are no taps. With CONTEXT, rows of states have no result."""
         if self.config.entry is StateEntry.CONTEXT:
             return self._block(batch, storage) if batch.hidden is None else self._store(batch, batch.hidden, storage)
         assert batch.hidden is not None, "a head reads a hidden state for each row"
@@ -321,8 +310,8 @@ class HeadDecoder(DescribedModule):
             return own
         return own / target.config.embedding.scale
 
+    @override
     def logits(self, hidden: Tensor) -> Tensor:
-        """See `CausalLM.logits`."""
         if not self.config.own_head:
             return self._target[0].logits(hidden)
         own = self.config.decoder.head

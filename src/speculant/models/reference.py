@@ -26,10 +26,12 @@ from typing_extensions import override
 from speculant.cache import CacheShape, KVCache, KVStorage, by_length, first_seen
 from speculant.kernels import attend, reference
 from speculant.models.base import (
+    BackendModel,
     Batch,
     Chain,
     Hidden,
     ModelNeeds,
+    RunsPasses,
     Segment,
     check_embeddings,
     check_sources,
@@ -66,6 +68,7 @@ from speculant.models.sizes import (
     learned_positions,
     relative_reads,
 )
+from speculant.models.weights.source import WeightSource, read_plain
 from speculant.tree import ancestors_of, ids
 
 
@@ -598,7 +601,15 @@ def _table(rows: int, width: int) -> nn.Embedding:
     return table
 
 
-class DescribedModule(nn.Module, ABC):
+def fill(model: nn.Module, weights: WeightSource, dtype: torch.dtype, device: torch.device) -> None:
+    """Give a module on the device "meta" its parameters, without gradients, in memory of their own."""
+    for name in [name for name, _ in model.named_parameters()]:
+        part, _, own = name.rpartition(".")
+        tensor = read_plain(weights, name).to(device=device, dtype=dtype, copy=True)
+        setattr(model.get_submodule(part), own, nn.Parameter(tensor, requires_grad=False))
+
+
+class DescribedModule(nn.Module, ABC, RunsPasses):
     """The sizes of a `CausalLM` that a description determines."""
 
     @property
@@ -626,12 +637,13 @@ class DescribedModule(nn.Module, ABC):
         """The longest context that the model was trained for, in positions."""
         return self.described.max_positions
 
+    @override
     def grow(self, chains: Sequence[Chain], cache: KVCache, vocab_size: int) -> Sequence[Chain]:
-        """See `CausalLM.grow`; this model draws none by itself."""
+        """This model draws none by itself."""
         return chains
 
 
-class Decoder(DescribedModule):
+class Decoder(DescribedModule, BackendModel):
     """A `CausalLM`: embedding, layers, norm, and a head that may share the embedding's weight."""
 
     def __init__(self, config: DecoderConfig) -> None:
@@ -662,8 +674,8 @@ class Decoder(DescribedModule):
         weight = self.model.embed_tokens.weight
         return cache_shape(self.config, weight.dtype, weight.device, self._cache_type)
 
+    @override
     def relative_reads(self, rows: int) -> float:
-        """See `ReadsByRows.relative_reads`."""
         return self._reads(rows)
 
     @cached_property
@@ -671,8 +683,8 @@ class Decoder(DescribedModule):
         return relative_reads(self.config)
 
     @property
+    @override
     def weight_bytes(self) -> int:
-        """See `HoldsWeights.weight_bytes`."""
         return sum(weight.nbytes for weight in self.parameters() if weight.ndim > 1)  # a shared one counts once
 
     @cached_property
@@ -684,13 +696,14 @@ class Decoder(DescribedModule):
         if self.config.head.tied:
             self.lm_head.weight = self.model.embed_tokens.weight
 
+    @override
     def embed(self, tokens: Tensor) -> Tensor:
-        """See `CausalLM.embed`; in the model's dtype."""
+        """In the model's dtype."""
         check_tokens(tokens, self.vocab_size)
         return self.look_up(tokens)
 
+    @override
     def forward(self, batch: Batch, storage: KVStorage, taps: Sequence[int] = ()) -> Hidden:
-        """See `CausalLM.forward`."""
         check_taps(taps, self.num_layers)
         check_sources(batch, self.needs)
         tokens, inputs = self._inputs(batch)
@@ -702,8 +715,9 @@ class Decoder(DescribedModule):
                 entering[index] = x
         return Hidden(self.model.norm(x), tuple(entering[tap] for tap in taps))
 
+    @override
     def encode(self, batch: Batch, storage: KVStorage) -> Tensor:
-        """See `EncodesSources.encode`. The encoder's own keys and values are in the first layer of the cache."""
+        """The encoder's own keys and values are in the first layer of the cache."""
         encoded = self._encoded(batch, storage) if batch.hidden is None else batch.hidden.to(self.cache_shape.dtype)
         for index, (key, value) in enumerate(self.source_keys(encoded)):
             storage.write(index, batch.slots_of(0), key, value)
@@ -754,15 +768,15 @@ class Decoder(DescribedModule):
         scale = self.config.embedding.scale
         return out if scale == 1 else out * torch.tensor(scale, dtype=out.dtype)
 
+    @override
     def logits(self, hidden: Tensor) -> Tensor:
-        """See `CausalLM.logits`."""
         head = self.config.head
         out: Tensor = self.lm_head(hidden)
         out = reference.soft_cap(out if head.scale == 1 else out * head.scale, head.softcap)
         return spread(out, self._head_tokens, self.vocab_size) if self.config.head.tokens else out
 
+    @override
     def truncated(self, num_layers: int) -> Decoder:
-        """See `Truncatable.truncated`."""
         with torch.device("meta"):
             model = Decoder(self.config.truncated(num_layers))
         model.model.embed_tokens, model.model.norm = self.model.embed_tokens, self.model.norm
@@ -773,8 +787,8 @@ class Decoder(DescribedModule):
         model._cache_type = self._cache_type
         return model.eval()
 
+    @override
     def storing_keys_as(self, dtype: torch.dtype) -> Decoder:
-        """See `ConvertsKeys.storing_keys_as`."""
         model = copy.copy(self)
         model._cache_type = dtype
         return model

@@ -46,6 +46,7 @@ from speculant.models.base import (
     Chain,
     Hidden,
     ModelNeeds,
+    RunsPasses,
     Segment,
     SequenceInput,
     build_batch,
@@ -57,6 +58,8 @@ from speculant.models.config import longest_context
 from speculant.models.reference import context_slots, visible_keys
 from speculant.models.vocabulary import TargetVocabulary
 from speculant.types import DraftTree
+
+logger = logging.getLogger(__name__)
 
 ATTENTION = "speculant"  # of the attention function, among those of transformers
 _HOLDER = "speculant_attention"  # the attribute of modules that has their `AttentionSwitch`
@@ -393,7 +396,7 @@ def growing_bounds(rope: object, config: object, longest: int) -> list[int]:
 _OTHER_METHOD = "use a drafting method that reads tokens."
 
 
-class TransformersDecoder(ABC):
+class TransformersDecoder(ABC, RunsPasses):
     """A `CausalLM`. how: how it runs, in words."""
 
     needs = ModelNeeds()
@@ -421,12 +424,12 @@ class TransformersDecoder(ABC):
         if drawn:
             self._drawn, self._head_rows = torch.tensor(drawn, device=device), torch.tensor(own, device=device)
 
+    @override
     def embed(self, tokens: Tensor) -> Tensor:
-        """See `CausalLM.embed`."""
         return self.network.embed(self.own_tokens(tokens))
 
+    @override
     def logits(self, hidden: Tensor) -> Tensor:
-        """See `CausalLM.logits`."""
         logits = self.network.logits(hidden)
         if self._drawn is None or self._head_rows is None:
             return logits
@@ -434,11 +437,12 @@ class TransformersDecoder(ABC):
         return logits.new_full((len(logits), self.vocab_size), -torch.inf).index_copy_(1, self._drawn, chosen)
 
     @abstractmethod
-    def forward(self, batch: Batch, storage: KVStorage, taps: Sequence[int] = ()) -> Hidden:
-        """See `CausalLM.forward`."""
+    @override
+    def forward(self, batch: Batch, storage: KVStorage, taps: Sequence[int] = ()) -> Hidden: ...
 
+    @override
     def grow(self, chains: Sequence[Chain], cache: KVCache, vocab_size: int) -> Sequence[Chain]:
-        """See `CausalLM.grow`; this model draws no tokens by itself."""
+        """This model draws no tokens by itself."""
         return chains
 
     def own_tokens(self, tokens: Tensor) -> Tensor:
@@ -533,8 +537,6 @@ def leaf_paths(parents: Sequence[int]) -> list[list[int]]:
     inner = set(parents)
     return [path for node, path in enumerate(paths) if node not in inner] or [[]]
 
-
-logger = logging.getLogger(__name__)
 
 # The error that is allowed, as a share of the largest logit, and how many rows may have a larger one.
 _ALLOWED = 1e-4, 0

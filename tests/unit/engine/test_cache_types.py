@@ -56,7 +56,10 @@ def test_transformers_refuses_it(checkpoints: Checkpoints) -> None:
 
 
 def test_a_backend_that_cannot_store_it_is_named(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr("speculant.models.reference.Decoder.storing_keys_as")
+    class Converting:
+        """A class that no model has, in place of the protocol."""
+
+    monkeypatch.setattr("speculant.models.weights.load.ConvertsKeys", Converting)
     with pytest.raises(ConfigError, match="kv_cache_dtype='int8' is impossible on the reference kernels"):
         load_model(checkpoints.target, kv_cache_dtype="int8")
     assert load_model(checkpoints.target, "bfloat16", kv_cache_dtype="bfloat16").model.cache_shape.stored is None

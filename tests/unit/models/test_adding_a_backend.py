@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from speculant import LLM, SamplingParams, plugins
-from speculant.models import KIND, Backend, Mapped, ModuleWeights, backends, choose_backend, tensor_shapes
+from speculant.models import KIND, Backend, Mapped, backends, choose_backend, tensor_shapes
 from tests.contracts.test_backends import VARIANTS, random_decoder
 from tests.descriptions import describe
 from tests.models import Checkpoints
+from tests.stored_weights import ModuleWeights
 from tests.unit.models.families import Session
 
 PAGE = (Path(__file__).parents[3] / "docs" / "adding-a-backend.md").read_text(encoding="utf-8")

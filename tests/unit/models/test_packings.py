@@ -17,7 +17,6 @@ from speculant.models import (
     AUTO,
     CODED,
     PLAIN,
-    ModuleWeights,
     NativeBackend,
     Packing,
     choose,
@@ -34,7 +33,7 @@ from tests.contracts.test_backends import CONFIG, SIZES
 from tests.descriptions import describe
 from tests.exactness.test_native_decoder import make_decoder
 from tests.models import Checkpoints
-from tests.stored_weights import StoredAs
+from tests.stored_weights import ModuleWeights, StoredAs
 
 native = pytest.mark.skipif(not usable_sets(), reason="the native kernels are not built")
 CPU = torch.device("cpu")

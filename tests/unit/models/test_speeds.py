@@ -12,10 +12,11 @@ import torch
 from speculant import files
 from speculant.files import cache_folder
 from speculant.kernels import Kernels, Type, likely_bytes, open_kernels, usable_sets
-from speculant.models import ROUNDINGS, Experts, ModuleWeights, matrix_weights, pass_matrices
+from speculant.models import ROUNDINGS, Experts, matrix_weights, pass_matrices
 from speculant.models.native import speeds
 from tests.descriptions import describe, describe_pair
 from tests.exactness.test_native_decoder import make_decoder
+from tests.stored_weights import ModuleWeights
 
 native = pytest.mark.skipif(not usable_sets(), reason="the native kernels are not built")
 

@@ -345,7 +345,7 @@ def _positions(config: Config, decoder: DecoderConfig) -> Entries:
         found["rope.freq_base_swa"] = sliding.theta
     if rope.original_max_positions:
         found["rope.scaling.original_context_length"] = rope.original_max_positions
-    return found | _scaling(config, rope)
+    return found | _scaling(config, decoder, rope)
 
 
 def _rope(decoder: DecoderConfig) -> tuple[Rope | None, int]:
@@ -362,44 +362,44 @@ def _settings(config: Config) -> Config:
     return {**nested, **scaling} if nested is not None else scaling or rope
 
 
-def _scaling(config: Config, rope: Rope) -> Entries:
+def _scaling(config: Config, decoder: DecoderConfig, rope: Rope) -> Entries:
     """Return the entries for the scaling of rotary positions; the rest of it is in tensors."""
     settings = _settings(config)
     if rope.long_factors:
         return {"rope.scaling.type": "longrope", "rope.scaling.attn_factor": rope.scale}
-    match _stated_kind(config):
+    match _stated_kind(config, decoder):
         case "linear":
             return {"rope.scaling.type": "linear", "rope.scaling.factor": float(settings["factor"])}
         case "yarn":
-            return _yarn(config, rope)
+            return _yarn(config, decoder, rope)
     return {} if rope.scale == 1 else {"rope.scaling.attn_factor": rope.scale}
 
 
-def _stated_kind(config: Config) -> str | None:
+def _stated_kind(config: Config, decoder: DecoderConfig) -> str | None:
     """Return the kind of scaling if entries describe all of it: linear, or YaRN with whole pairs as its bounds."""
     settings = _settings(config)
     kind = settings.get("rope_type") or settings.get("type")
     beside = config.get("rope_parameters") or {}
     is_truncated = False not in (settings.get("truncate"), beside.get("truncate"))
-    is_stated = settings.get("factor") is not None and _original(config) is not None and is_truncated
+    is_stated = settings.get("factor") is not None and _original(config, decoder) is not None and is_truncated
     return kind if kind == "linear" or (kind == "yarn" and is_stated) else None
 
 
-def _original(config: Config) -> int | None:
+def _original(config: Config, decoder: DecoderConfig) -> int | None:
     """Return the context length before scaling. An entry outside the settings goes first, unless layers differ."""
     stated: int | None = _settings(config).get(_ORIGINAL)
-    is_nested = FULL in (config.get("rope_parameters") or {})
-    return stated if is_nested else config.get(_ORIGINAL) or stated
+    differ = FULL in (config.get("rope_parameters") or {}) or len(decoder.ropes) > 1
+    return stated if differ else config.get(_ORIGINAL) or stated
 
 
-def _yarn(config: Config, rope: Rope) -> Entries:
+def _yarn(config: Config, decoder: DecoderConfig, rope: Rope) -> Entries:
     """Return the entries of YaRN. Its factor of cosines and sines has two entries, of which one is needed."""
     settings = _settings(config)
     factor = float(settings["factor"])
     found = {
         "rope.scaling.type": "yarn",
         "rope.scaling.factor": factor,
-        "rope.scaling.original_context_length": _original(config),
+        "rope.scaling.original_context_length": _original(config, decoder),
     }
     for key in ("beta_fast", "beta_slow"):
         if settings.get(key):
@@ -421,5 +421,5 @@ def rope_tensors(config: Config, decoder: DecoderConfig) -> dict[str, np.ndarray
     if rope.long_factors:
         names = {ROPE_LONG: rope.long_factors, ROPE_SHORT: rope.factors}
     else:
-        names = {} if _stated_kind(config) else {ROPE_FREQS: rope.factors}
+        names = {} if _stated_kind(config, decoder) else {ROPE_FREQS: rope.factors}
     return {name: np.array(factors, np.float32) for name, factors in names.items()}

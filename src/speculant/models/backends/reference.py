@@ -6,14 +6,13 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 from typing_extensions import override
 
 from speculant.kernels import REFERENCE, Sampler
 from speculant.models.backends.base import Backend
 from speculant.models.description import DecoderConfig
-from speculant.models.reference import Decoder
-from speculant.models.weights.source import WeightSource, read_plain
+from speculant.models.reference import Decoder, fill
+from speculant.models.weights.source import WeightSource
 
 
 @dataclass(frozen=True)
@@ -51,10 +50,7 @@ class ReferenceBackend(Backend):
         assert quantization is None, "the reference kernels do not quantise"
         with torch.device("meta"):
             model = Decoder(config)
-        for name in [name for name, _ in model.named_parameters()]:
-            part, _, own = name.rpartition(".")
-            tensor = read_plain(weights, name).to(device=device, dtype=dtype, copy=True)
-            setattr(model.get_submodule(part), own, nn.Parameter(tensor, requires_grad=False))
+        fill(model, weights, dtype, device)
         model.tie_head()
         return model.eval()
 

@@ -18,10 +18,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import chain as chained
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from speculant.cache import KVCache, KVStorage
 from speculant.kernels import (
@@ -45,10 +46,12 @@ from speculant.kernels import (
 )
 from speculant.models.base import (
     NO_TABLE,
+    BackendModel,
     Batch,
     CausalLM,
     Chain,
     Hidden,
+    KeepsScratch,
     ModelNeeds,
     check_embeddings,
     check_sources,
@@ -57,6 +60,7 @@ from speculant.models.base import (
     known,
 )
 from speculant.models.description import DecoderConfig
+from speculant.models.heads import HeadConfig, HeadHost, LinearHost, RoundsHeads
 from speculant.models.native.packed import PackedDecoder, embedding, linear
 from speculant.models.native.program import Buffers, EncoderProgram, NativeLinears, Program, SourceKeys, scratch_bytes
 from speculant.models.positions import Rotary
@@ -68,10 +72,6 @@ from speculant.models.weights.source import WeightSource
 from speculant.params import SamplingParams
 from speculant.sampling import KeyedNoise, MostLikely, Node, Stream, copied, edits_of, sampling_settings
 from speculant.tree import ids, parents_of
-
-if TYPE_CHECKING:
-    from speculant.models.heads import HeadConfig
-
 
 FEWEST_POSITIONS = 256  # in the tables at first
 
@@ -312,7 +312,7 @@ class Layout(NamedTuple):
     owners: tuple[object, ...]
 
 
-class NativeDecoder:
+class NativeDecoder(BackendModel, KeepsScratch, HeadHost, RoundsHeads, LinearHost):
     """A decoder whose weights are packed as they are read. Activations are float32 for every type of weights.
 
     dtype, float32 or bfloat16, is that of the cache, unless `storing_keys_as` chooses another one; for weights, see
@@ -384,20 +384,20 @@ class NativeDecoder:
         return self.packed.bytes_per_pass
 
     @property
+    @override
     def weight_bytes(self) -> int:
-        """See `HoldsWeights.weight_bytes`."""
         return self.packed.num_bytes
 
+    @override
     def relative_reads(self, rows: int) -> float:
-        """See `ReadsByRows.relative_reads`."""
         return self._reads(rows)
 
     @cached_property
     def _reads(self) -> Callable[[int], float]:
         return relative_reads(self.packed.config)
 
+    @override
     def scratch_bytes(self, rows: int, positions: int) -> int:
-        """See `KeepsScratch.scratch_bytes`."""
         return scratch_bytes(self.packed, self.kernels.threads, rows, positions)
 
     @property
@@ -439,28 +439,32 @@ class NativeDecoder:
                 return f"heads of {of.head_dim} in groups of {of.groups} are too large for them"
         return None
 
+    @override
     def attach(self, config: HeadConfig, weights: WeightSource) -> CausalLM:
-        """See `HeadHost.attach`."""
         from speculant.models.native.head import attach_head
 
         return attach_head(config, weights, self)
 
+    @override
     def rounding_heads(self, quantization: str) -> NativeDecoder:
-        """See `RoundsHeads.rounding_heads`."""
-        model = NativeDecoder.__new__(NativeDecoder)
-        model._begin(self.packed, self.cache_shape.dtype, self.kernels)
+        model = self._of(self.packed)
         model.head_rounding = ROUNDINGS[quantization]
         return model
 
-    def storing_keys_as(self, dtype: torch.dtype) -> NativeDecoder:
-        """See `ConvertsKeys.storing_keys_as`."""
+    def _of(self, packed: PackedDecoder) -> NativeDecoder:
+        """Return a model of other packed weights."""
         model = NativeDecoder.__new__(NativeDecoder)
-        cache_type = next(type_ for type_, own in CACHE_TYPES.items() if own == dtype)
-        model._begin(replace(self.packed, cache_type=cache_type), self.cache_shape.dtype, self.kernels)
+        model._begin(packed, self.cache_shape.dtype, self.kernels)
         return model
 
+    @override
+    def storing_keys_as(self, dtype: torch.dtype) -> NativeDecoder:
+        cache_type = next(type_ for type_, own in CACHE_TYPES.items() if own == dtype)
+        return self._of(replace(self.packed, cache_type=cache_type))
+
+    @override
     def linears(self, matrices: Sequence[Tensor], biases: Tensor | None) -> NativeLinears:
-        """See `LinearHost.linears`. Raises ModelError for matrices that are not finite and are to be rounded."""
+        """Raises ModelError for matrices that are not finite and are to be rounded."""
         dtype, rounding = self.cache_shape.dtype, self.head_rounding
         if rounding is None:
             return NativeLinears(self.kernels, TYPES[dtype], matrices, biases)
@@ -468,23 +472,23 @@ class NativeDecoder:
             require_finite(matrix, "a head's matrix", dtype, rounding)
         return NativeLinears(self.kernels, rounding.type_of("", matrices[0].shape[1]), matrices, biases)
 
+    @override
     def truncated(self, num_layers: int) -> NativeDecoder:
-        """See `Truncatable.truncated`."""
-        whole, model = self.packed, NativeDecoder.__new__(NativeDecoder)
-        first = replace(whole, config=whole.config.truncated(num_layers), layers=whole.layers[:num_layers])
-        model._begin(first, self.cache_shape.dtype, self.kernels)
-        return model
+        whole = self.packed
+        return self._of(replace(whole, config=whole.config.truncated(num_layers), layers=whole.layers[:num_layers]))
 
+    @override
     def embed(self, tokens: Tensor) -> Tensor:
-        """See `CausalLM.embed`; float32."""
+        """Float32."""
         check_tokens(tokens, self.vocab_size)
         tokens, out = tokens.long().contiguous(), torch.empty(len(tokens), self.hidden_size)
         ops = (Op * 1)(embedding(self.packed.table, out, self.packed.config.embedding.scale))
         self.kernels.run(ops, Pass(rows=len(tokens), tokens=tokens.data_ptr()))
         return out
 
+    @override
     def forward(self, batch: Batch, storage: KVStorage, taps: Sequence[int] = ()) -> Hidden:
-        """See `CausalLM.forward`; hidden states are float32."""
+        """Hidden states are float32."""
         check_sources(batch, self.needs)
         layout, rows = self.layout(batch, storage), batch.tokens.shape[0]
         program = self._program(tuple(taps))
@@ -492,8 +496,9 @@ class NativeDecoder:
         self.kernels.run(program.ops, layout.on)
         return Hidden(copied(program.hidden[:rows]), tapped)
 
+    @override
     def encode(self, batch: Batch, storage: KVStorage) -> Tensor:
-        """See `EncodesSources.encode`; float32."""
+        """Float32."""
         layout, rows = self.layout(batch, storage), batch.tokens.shape[0]
         kind = EncoderProgram if batch.hidden is None else SourceKeys
         program = self._encoders.get(kind)
@@ -553,8 +558,9 @@ class NativeDecoder:
         self._layers.point(on, storage)
         return on
 
+    @override
     def logits(self, hidden: Tensor) -> Tensor:
-        """See `CausalLM.logits`; float32. Raises ValueError for rows of another width."""
+        """Float32. Raises ValueError for rows of another width."""
         if hidden.shape[1:] != (self.hidden_size,):
             raise ValueError(f"hidden states are {list(hidden.shape)}, and the model's are [r, {self.hidden_size}]")
         hidden = hidden.float().contiguous()  # copies nothing if it is both already
@@ -564,8 +570,9 @@ class NativeDecoder:
         self.kernels.run(ops, Pass(rows=rows))
         return out if self._head_tokens is None else spread(out, self._head_tokens, self.vocab_size)
 
+    @override
     def grow(self, chains: Sequence[Chain], cache: KVCache, vocab_size: int) -> Sequence[Chain]:
-        """See `CausalLM.grow`: all foreseeable chains and trees are drawn in one call."""
+        """All foreseeable chains and trees are drawn in one call."""
         foreseen = [chain for chain in chains if is_foreseeable(chain)]
         if foreseen:
             self._draw_at_once(foreseen, cache, vocab_size)

@@ -68,7 +68,6 @@ from speculant.types import LayerStates
 
 FLOAT_BYTES = 4
 FEWEST_LINEAR_ROWS = 8  # that `NativeLinears` has room for at first
-INPUT_BUFFERS = ("embedded", "inputs", "projected")  # of layers with inputs by token
 TAPPED_ROWS = 32  # of one allocation, unless a pass has more
 
 

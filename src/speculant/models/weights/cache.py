@@ -39,6 +39,8 @@ from speculant import __version__
 from speculant.kernels import ALIGNMENT, Kernels, Type, Weight, library_path
 from speculant.models import background
 
+logger = logging.getLogger(__name__)
+
 MAGIC = b"speculant-weight"
 END = struct.Struct("<QQ16s")
 PIECE = 2**23  # bytes that are written at once
@@ -118,8 +120,6 @@ def _weight(data: Tensor, name: str, entry: Sequence[int], kernels: Kernels) -> 
 def _digest(table: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(table, digest_size=8).digest(), "little")
 
-
-logger = logging.getLogger(__name__)
 
 FORMAT = 2  # of the files, and of packed matrices
 SUFFIX, TEMPORARY = ".weights", ".part"

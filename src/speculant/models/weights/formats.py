@@ -18,6 +18,8 @@ from speculant.errors import ModelError
 from speculant.files import read_optional_json
 from speculant.models.config import is_whole, listed, show
 
+logger = logging.getLogger(__name__)
+
 _ROUNDS = '--quantization int4 (in Python quantization="int4") rounds it to 4 bits while it is loaded.'
 _MOST_NAME, _MOST_BITS = 60, 100  # that are shown
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
@@ -178,8 +180,6 @@ def _is_weights(file: str) -> bool:
 def _words(values: Iterable[object]) -> str:
     return " ".join(shlex.quote(str(value)) for value in values)
 
-
-logger = logging.getLogger(__name__)
 
 BELONGS = "use the config.json that belongs to these weights, or download the checkpoint again."
 OTHER = "use another checkpoint of the model, such as a GGUF file."

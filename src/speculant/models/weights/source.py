@@ -24,7 +24,7 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from typing_extensions import override
 
 from speculant.errors import ModelError
@@ -35,10 +35,9 @@ from speculant.models.description import (
     Expression,
     Picked,
     Plus,
-    Rows,
+    RowOperation,
     Stacked,
     TensorMap,
-    Unpaired,
     stored_name,
 )
 
@@ -143,7 +142,7 @@ class QuantizedBlocks:
     """A matrix that is stored as blocks of small integers with scales, as GGUF and GPTQ files have them.
 
     shape is the matrix's, [n, k], or that of stacked matrices [m, n, k]. `blocks` holds the bytes of each row,
-    [n, bytes] or [m n, bytes], in the order that `layout` names, such as "q4_0": see layouts.py. They may be mapped
+    [n, bytes] or [m n, bytes], in the order that `layout` names, such as "q4_0"; see the module. They may be mapped
     from a file. order: see `HasOrders.order`.
     """
 
@@ -333,29 +332,6 @@ def has_blocks(weights: WeightSource) -> bool:
     return any(weights.kind(name) not in FLOATS for name in weights.names())
 
 
-class ModuleWeights(WeightSource):
-    """The parameters of a module in memory; a parameter that two layers share has the name of the first."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._parameters = dict(module.named_parameters())
-
-    @override
-    def names(self) -> Collection[str]:
-        return self._parameters.keys()
-
-    @override
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._parameters[name].shape)
-
-    @override
-    def kind(self, name: str) -> str:
-        return kind_of(self._parameters[name])
-
-    @override
-    def read(self, name: str) -> Tensor:
-        return self._parameters[name].detach()
-
-
 @dataclass(frozen=True)
 class Mapped(WeightSource, HasOrders):
     """A source whose tensors have the model's names, and are made from stored ones.
@@ -421,7 +397,7 @@ def _keeps_blocks(made: Expression, kind: str, is_ordered: bool = False) -> bool
     if isinstance(made, str):
         return True
     divides = isinstance(made, Columns) and (is_ordered or not _has_whole_blocks(made, kind))
-    selects = isinstance(made, Rows | Unpaired | Picked | Stacked | Columns) and not divides
+    selects = isinstance(made, RowOperation | Stacked | Columns) and not divides
     return selects and _keeps_blocks(made.of, kind, is_ordered)
 
 
@@ -439,7 +415,7 @@ def _made(source: WeightSource, made: Expression, shape: tuple[int, ...]) -> Ten
     match made:
         case str():
             return source.read(made)
-        case Rows() | Unpaired() | Picked():
+        case RowOperation():
             return take_rows(_made(source, made.of, made.stored_shape(shape)), made.rows(shape[0]))
         case Columns():
             return _take_columns(_made(source, made.of, made.stored_shape(shape)), made)

@@ -17,13 +17,14 @@ import logging
 import mmap
 import os
 import re
+from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from safetensors import safe_open
@@ -38,6 +39,8 @@ from speculant.models.description import DecoderConfig, stored_name, stored_shap
 from speculant.models.sizes import HEAD, HEAD_BIAS, TABLE, tensor_shapes
 from speculant.models.weights.formats import method_of, no_weights, quantization_of
 from speculant.models.weights.source import FLOATS, HasOrders, QuantizedBlocks, ReadsStacks, StoredWeights, read_plain
+
+logger = logging.getLogger(__name__)
 
 CONFIG = "config.json"
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -362,8 +365,6 @@ def _check_shapes(
         )
 
 
-logger = logging.getLogger(__name__)
-
 SCHEMES = "speculant.models.weights.schemes"
 AGAIN = "download the checkpoint again."
 
@@ -444,7 +445,7 @@ class StoredMatrix(Protocol):
         ...
 
 
-class Scheme(Protocol):
+class Scheme(ABC):
     """A format of quantised weights.
 
     marks: the ends of the names of tensors that only a quantised matrix has. parts: the ends of all names of its
@@ -452,14 +453,14 @@ class Scheme(Protocol):
     are left out wherever they are, such as scales of activations.
     """
 
-    marks: Sequence[str]
-    parts: Sequence[str]
-    weight: str
-    unread: Sequence[str]
+    marks: ClassVar[Sequence[str]]
+    parts: ClassVar[Sequence[str]]
+    weight: ClassVar[str] = ".weight"
+    unread: ClassVar[Sequence[str]] = ()
 
+    @abstractmethod
     def matrix(self, parts: ModuleParts) -> StoredMatrix:
         """Return a matrix. Raises ModelError for headers that do not fit each other."""
-        ...
 
 
 def read_scheme(config: Mapping[str, Any]) -> Scheme | None:

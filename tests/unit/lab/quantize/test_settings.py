@@ -279,7 +279,7 @@ REFUSED: dict[str, set[str]] = {  # what GGUF has no key for
     "qwen3_moe": {"hidden_act", "mlp_only_layers", "decoder_sparse_step", *ROPE},
     "smollm3": {"hidden_act", "no_rope_layers", "no_rope_layer_interval", *ROPE},
     "gemma2": {*GEMMA, "final_logit_softcapping", *ROPE},
-    "gemma3_text": {*GEMMA, "rope_theta", *ROPE},
+    "gemma3_text": {*(GEMMA - {"attn_logit_softcapping"}), "rope_theta", *ROPE},
     "gpt2": {"activation_function", "scale_attn_weights"},
     "t5": T5,
     "umt5": {*T5, "model_type"},  # with one layer in the decoder, a file is one of T5

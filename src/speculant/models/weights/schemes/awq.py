@@ -9,16 +9,17 @@ The inputs of a group are adjacent.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from torch import Tensor
+from typing_extensions import override
 
 from speculant.models.weights.formats import HARMLESS, Options
 from speculant.models.weights.scaled import SCALES_OF_16, InputGroups, IntegerMatrix, unpacked
-from speculant.models.weights.tensors import ModuleParts
+from speculant.models.weights.tensors import ModuleParts, Scheme
 
 QWEIGHT, QZEROS, SCALES = ".qweight", ".qzeros", ".scales"
 BITS, PER_WORD = 4, 8
@@ -32,17 +33,15 @@ OWN = (
 
 
 @dataclass(frozen=True)
-class Awq:
+class Awq(Scheme):
     """See `Scheme`. size: inputs of a group; -1 = one group."""
 
     size: int
-    marks: Sequence[str] = (QWEIGHT,)
-    parts: Sequence[str] = (QWEIGHT, QZEROS, SCALES)
-    weight: str = ".weight"
-    unread: Sequence[str] = ()
+    marks = (QWEIGHT,)
+    parts = (QWEIGHT, QZEROS, SCALES)
 
+    @override
     def matrix(self, parts: ModuleParts) -> IntegerMatrix:
-        """See `Scheme.matrix`."""
         shape = parts.shape(QWEIGHT)
         if len(shape) != 2 or 0 in shape:
             raise parts.error(f"{parts.module}{QWEIGHT} is {list(shape)}, which is not a matrix")

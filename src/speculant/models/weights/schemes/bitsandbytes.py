@@ -14,18 +14,19 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from speculant.models.config import is_whole, show
 from speculant.models.weights.formats import OTHER, Options
 from speculant.models.weights.scaled import KnownMatrix, int8_rows, matrix_shape, read_scales
 from speculant.models.weights.source import DECODED_AT_ONCE
-from speculant.models.weights.tensors import ModuleParts
+from speculant.models.weights.tensors import ModuleParts, Scheme
 
 WEIGHT, SCB = ".weight", ".SCB"
 TILES = (".weight_format", ".weight.weight_format")  # 0 = rows; others are orders that GPUs had
@@ -129,18 +130,16 @@ def _int8(parts: ModuleParts) -> KnownMatrix:
 
 
 @dataclass(frozen=True)
-class BitsAndBytes:
+class BitsAndBytes(Scheme):
     """See `Scheme`."""
 
-    marks: Sequence[str] = (*STATE.values(), SCB)
-    parts: Sequence[str] = (
+    marks = (*STATE.values(), SCB)
+    parts = (
         WEIGHT, SCB, *TILES, MAP, ABSMAX, NESTED_MAP, NESTED, *STATE.values(),
     )  # fmt: skip
-    weight: str = WEIGHT
-    unread: Sequence[str] = ()
 
+    @override
     def matrix(self, parts: ModuleParts) -> KnownMatrix:
-        """See `Scheme.matrix`."""
         if parts.has(SCB):
             return _int8(parts)
         return _four_bits(parts, next(kind for kind, end in STATE.items() if parts.has(end)))

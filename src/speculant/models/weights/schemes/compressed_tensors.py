@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from speculant.errors import ModelError
 from speculant.models.config import is_whole, show
@@ -40,7 +41,7 @@ from speculant.models.weights.scaled import (
     unpacked,
 )  # fmt: skip
 from speculant.models.weights.schemes.mxfp4 import BLOCK, mxfp4_matrix
-from speculant.models.weights.tensors import ModuleParts, StoredMatrix
+from speculant.models.weights.tensors import ModuleParts, Scheme, StoredMatrix
 
 logger = logging.getLogger(__name__)
 
@@ -182,17 +183,17 @@ def _four_bits(parts: ModuleParts) -> StoredMatrix:
 
 
 @dataclass(frozen=True)
-class CompressedTensors:
+class CompressedTensors(Scheme):
     """See `Scheme`."""
 
     groups: tuple[WeightOptions, ...]
-    marks: Sequence[str] = (PACKED, SCALE)
-    parts: Sequence[str] = (WEIGHT, PACKED, SCALE, ZEROS, G_IDX, SHAPE, GLOBAL, *OF_ACTIVATIONS)
-    weight: str = WEIGHT
-    unread: Sequence[str] = field(default=(*OF_CACHE, *OF_ACTIVATIONS))
+    marks = (PACKED, SCALE)
+    parts = (WEIGHT, PACKED, SCALE, ZEROS, G_IDX, SHAPE, GLOBAL, *OF_ACTIVATIONS)
+    unread = (*OF_CACHE, *OF_ACTIVATIONS)
 
+    @override
     def matrix(self, parts: ModuleParts) -> StoredMatrix:
-        """See `Scheme.matrix`. The first options that the tensors fit are the module's."""
+        """The first options that the tensors fit are the module's."""
         problem: ModelError | None = None
         for group in sorted(self.groups, key=lambda each: each.symmetric == parts.has(ZEROS)):
             try:

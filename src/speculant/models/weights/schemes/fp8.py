@@ -9,14 +9,16 @@ Activations are not rounded, so their scales are left out.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from typing_extensions import override
 
 from speculant.models.config import is_whole
 from speculant.models.weights.formats import Options
 from speculant.models.weights.scaled import OF_CACHE, KnownMatrix, Tile, fp8_matrix
-from speculant.models.weights.tensors import ModuleParts
+from speculant.models.weights.tensors import ModuleParts, Scheme
 
 WEIGHT, INVERSE, SCALE = ".weight", ".weight_scale_inv", ".weight_scale"
 OF_ACTIVATIONS = (".input_scale", ".activation_scale", ".output_scale")
@@ -32,17 +34,16 @@ MOST_SIZE = 2**24  # of a block
 
 
 @dataclass(frozen=True)
-class Fp8:
+class Fp8(Scheme):
     """See `Scheme`. tile: the part of a matrix that has a scale; None = a row or the matrix."""
 
     tile: Tile | None
-    marks: Sequence[str] = (INVERSE, SCALE)
-    parts: Sequence[str] = (WEIGHT, INVERSE, SCALE, *OF_ACTIVATIONS)
-    weight: str = WEIGHT
-    unread: Sequence[str] = (*OF_CACHE, *OF_ACTIVATIONS)
+    marks = (INVERSE, SCALE)
+    parts = (WEIGHT, INVERSE, SCALE, *OF_ACTIVATIONS)
+    unread = (*OF_CACHE, *OF_ACTIVATIONS)
 
+    @override
     def matrix(self, parts: ModuleParts) -> KnownMatrix:
-        """See `Scheme.matrix`."""
         if parts.has(INVERSE) and parts.has(SCALE):
             raise parts.error(f"{parts.module} has both {INVERSE[1:]} and {SCALE[1:]}, of which one is its scale")
         return fp8_matrix(parts, WEIGHT, INVERSE if parts.has(INVERSE) else SCALE, self.tile)

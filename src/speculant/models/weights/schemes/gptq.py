@@ -12,17 +12,18 @@ The quantizer may sort the inputs before it forms groups (`desc_act`). Then the 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from speculant.models.weights.formats import BELONGS, HARMLESS, Options
 from speculant.models.weights.scaled import SCALES_OF_16, WORD, IntegerMatrix, read_groups, unpacked
-from speculant.models.weights.tensors import ModuleParts
+from speculant.models.weights.tensors import ModuleParts, Scheme
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +32,7 @@ BITS = (2, 4, 8)
 
 
 @dataclass(frozen=True)
-class Gptq:
+class Gptq(Scheme):
     """See `Scheme`. bits, size: of modules that `dynamic` does not change; size -1 = one group.
 
     add_one: whether the stored zeros are one too low, as config.json says. symmetric: whether all are 2^(bits - 1).
@@ -43,10 +44,8 @@ class Gptq:
     needs_g_idx: bool
     dynamic: bool
     symmetric: bool
-    marks: Sequence[str] = (QWEIGHT,)
-    parts: Sequence[str] = (QWEIGHT, QZEROS, SCALES, G_IDX)
-    weight: str = ".weight"
-    unread: Sequence[str] = ()
+    marks = (QWEIGHT,)
+    parts = (QWEIGHT, QZEROS, SCALES, G_IDX)
     _said: set[str] = field(default_factory=set, repr=False, compare=False)
 
     def _say_other_format(self, parts: ModuleParts) -> None:
@@ -60,8 +59,8 @@ class Gptq:
             )  # fmt: skip
             self._said.add(other)
 
+    @override
     def matrix(self, parts: ModuleParts) -> IntegerMatrix:
-        """See `Scheme.matrix`."""
         name, shape, zeros = parts.module, parts.shape(QWEIGHT), parts.shape(QZEROS)
         if len(shape) != 2 or len(zeros) != 2 or 0 in shape + zeros:
             raise parts.error(f"{name} has qweight {list(shape)} and qzeros {list(zeros)}, which are not matrices")

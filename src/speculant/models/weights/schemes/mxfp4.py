@@ -10,15 +10,16 @@ and the last 16 in the upper ones. The numbers stay the same.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from speculant.models.weights.scaled import KnownMatrix
 from speculant.models.weights.source import QuantizedBlocks
-from speculant.models.weights.tensors import AGAIN, ModuleParts
+from speculant.models.weights.tensors import AGAIN, ModuleParts, Scheme
 
 BLOCKS, SCALES = "_blocks", "_scales"
 BLOCK, BYTES = 32, 16  # numbers of a block, and their bytes
@@ -44,16 +45,15 @@ def mxfp4_matrix(parts: ModuleParts, pairs: str, scales: str, shape: tuple[int, 
 
 
 @dataclass(frozen=True)
-class Mxfp4:
+class Mxfp4(Scheme):
     """See `Scheme`."""
 
-    marks: Sequence[str] = (BLOCKS,)
-    parts: Sequence[str] = (BLOCKS, SCALES)
-    weight: str = ""
-    unread: Sequence[str] = ()
+    marks = (BLOCKS,)
+    parts = (BLOCKS, SCALES)
+    weight = ""
 
+    @override
     def matrix(self, parts: ModuleParts) -> KnownMatrix:
-        """See `Scheme.matrix`."""
         blocks, kind = parts.shape(BLOCKS), parts.kind(BLOCKS)
         scales = parts.shape(SCALES) if parts.has(SCALES) else ()
         if len(blocks) < 3 or (*scales, BYTES) != blocks or {kind, parts.kind(SCALES)} != {"U8"}:
