@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from speculant.constraints import Constraint
+
 
 @dataclass(frozen=True)
 class Automaton:
@@ -40,8 +42,8 @@ class ForcingAutomaton(Automaton):
         return ForcingConstraint(self)
 
 
-class AutomatonConstraint:
-    """A `Constraint` whose masks are as short as they can be; `taken` are the tokens that it was advanced by."""
+class AutomatonConstraint(Constraint):
+    """A constraint whose masks are as short as they can be; `taken` are the tokens that it was advanced by."""
 
     def __init__(self, automaton: Automaton) -> None:
         self.automaton = automaton
@@ -77,7 +79,7 @@ class ForcingConstraint(AutomatonConstraint):
     """A constraint that reports forced tokens."""
 
     def forced(self) -> list[int]:
-        """See `ForcingConstraint.forced` of the package: the tokens up to the next choice or a state once passed."""
+        """See `Constraint.forced`: the tokens up to the next choice or a state once passed."""
         state, passed, tokens = self._states[-1], set[int](), list[int]()
         while len(self.automaton.edges[state]) == 1 and state not in passed:
             passed.add(state)

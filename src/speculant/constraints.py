@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
 from itertools import takewhile
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -15,9 +15,10 @@ from speculant.tree import DraftTree
 _BITS = 32  # of a mask's words
 
 
-class Constraint(Protocol):
+class Constraint(ABC):
     """Restricts one sequence's output, by tokens, not text; draft and target get the same masks."""
 
+    @abstractmethod
     def mask(self, tokens: Sequence[int]) -> Tensor | None:
         """Return which tokens may follow the drafted `tokens`, which follow the advanced ones; None = all.
 
@@ -26,50 +27,38 @@ class Constraint(Protocol):
         must not change the constraint. It raises ConstraintError if the request has to end; another error ends it too,
         but the step is repeated for each sequence alone.
         """
-        ...
 
+    @abstractmethod
     def advance(self, tokens: Sequence[int]) -> None:
         """Advance by committed tokens; an end token may be the last one."""
-        ...
 
+    @abstractmethod
     def rollback(self, n: int) -> None:
         """Undo the last `n` of all advanced tokens."""
-        ...
 
     @property
+    @abstractmethod
     def is_done(self) -> bool:
         """Whether only an end token may follow the advanced tokens: the request ends."""
-        ...
-
-
-class ForcingConstraint(Constraint, Protocol):
-    """A constraint that can name the next tokens where there is no choice."""
 
     def forced(self) -> list[int]:
         """Return the tokens that must follow the advanced ones, as far as they are known; none if there is a choice."""
-        ...
+        return []
 
-
-class PreparingConstraint(Constraint, Protocol):
-    """A constraint that computes masks while the target's pass runs."""
-
-    def prepare(self, paths: Sequence[Sequence[int]]) -> None:
+    def prepare(self, paths: Iterable[Sequence[int]]) -> None:  # noqa: B027 - constraints may compute masks when needed
         """Begin to compute the masks after drafted paths, which are needed next; the call returns at once."""
-        ...
 
 
 def forced_tokens(constraint: Constraint | None, vocab_size: int) -> list[int]:
-    """Return the tokens that a constraint forces next, if it can name them, up to one outside of the vocabulary."""
-    forced = getattr(constraint, "forced", None)
-    tokens: list[int] = forced() if forced is not None else []
+    """Return the tokens that a constraint forces next, up to one outside of the vocabulary."""
+    tokens = () if constraint is None else constraint.forced()
     return list(takewhile(lambda token: 0 <= token < vocab_size, tokens))
 
 
 def prepare_masks(constraint: Constraint | None, tree: DraftTree) -> None:
-    """Let a constraint prepare the masks after the root and all nodes of a tree, if it can."""
-    prepare = getattr(constraint, "prepare", None)
-    if prepare is not None:
-        prepare([tree.tokens_to(node) for node in range(-1, tree.size)])
+    """Let a constraint prepare the masks after the root and all nodes of a tree."""
+    if constraint is not None:
+        constraint.prepare(tree.tokens_to(node) for node in range(-1, tree.size))
 
 
 def checked_mask(constraint: Constraint, tokens: Sequence[int]) -> Tensor | None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor
+from typing_extensions import override
 
 from speculant.constraints import Constraint
 from speculant.models import OutputRules
@@ -41,8 +42,8 @@ class OutputVocabulary:
         return self._first if len(request.prompt) == 1 else None
 
 
-class AfterFirst:
-    """See `Constraint`: it applies another one to the output after its first token, which is forced.
+class AfterFirst(Constraint):
+    """Applies another constraint to the output after its first token, which is forced.
 
     The other constraint does not see that token. This one reads the output of its request, as `OutputConstraint` does.
     """
@@ -54,42 +55,42 @@ class AfterFirst:
     def _begins(self) -> bool:
         return self._request.num_output == 0
 
+    @override
     def mask(self, tokens: Sequence[int]) -> Tensor | None:
-        """See `Constraint.mask`."""
         if self._begins and not tokens:
             return None
         return self._rest.mask(tokens[1:] if self._begins else tokens)
 
+    @override
     def advance(self, tokens: Sequence[int]) -> None:
-        """See `Constraint.advance`. The request gets the tokens afterwards."""
+        """The request gets the tokens afterwards."""
         rest = tokens[1:] if self._begins else tokens
         if rest:
             self._rest.advance(rest)
 
+    @override
     def rollback(self, n: int) -> None:
-        """See `Constraint.rollback`. The request drops the tokens afterwards."""
+        """The request drops the tokens afterwards."""
         count = min(n, self._request.num_output - 1)
         if count > 0:
             self._rest.rollback(count)
 
     @property
+    @override
     def is_done(self) -> bool:
-        """See `Constraint.is_done`."""
         return not self._begins and self._rest.is_done
 
+    @override
     def forced(self) -> list[int]:
-        """See `forced_tokens`."""
-        forced = getattr(self._rest, "forced", list[int])
-        return [*([self._first] if self._begins else []), *forced()]
+        return [*([self._first] if self._begins else []), *self._rest.forced()]
 
-    def prepare(self, paths: Sequence[Sequence[int]]) -> None:
-        """See `prepare_masks`."""
-        if hasattr(self._rest, "prepare"):
-            self._rest.prepare([path[1:] for path in paths if path] if self._begins else paths)
+    @override
+    def prepare(self, paths: Iterable[Sequence[int]]) -> None:
+        self._rest.prepare((path[1:] for path in paths if path) if self._begins else paths)
 
 
-class OutputConstraint:
-    """See `Constraint`. It reads the output of its request, so that it holds for beam searches too.
+class OutputConstraint(Constraint):
+    """A checkpoint's rules. It reads the output of its request, so that it holds for beam searches too.
 
     room: the most tokens of the output unless max_tokens is lower. The last one is forced unless end tokens are ignored
     or banned there. formed: the last one is not forced.
@@ -104,8 +105,8 @@ class OutputConstraint:
         self._last_place = longest - 1 if ends and vocabulary.last is not None else None
         self._first_place = None if vocabulary.first_of(request) is None else 0
 
+    @override
     def mask(self, tokens: Sequence[int]) -> Tensor | None:
-        """See `Constraint.mask`."""
         request, vocabulary = self._request, self._vocabulary
         place, chosen = request.num_output + len(tokens), vocabulary.banned
         if place == self._last_place and vocabulary.last is not None:
@@ -115,8 +116,10 @@ class OutputConstraint:
         known = request.tokens[max(len(request.prompt), len(request.tokens) - chosen.reach) :]
         return chosen.mask_after([*known, *tokens])
 
+    @override
     def advance(self, tokens: Sequence[int]) -> None:
-        """See `Constraint.advance`; the request has the tokens."""
+        """The request has the tokens."""
 
+    @override
     def rollback(self, n: int) -> None:
-        """See `Constraint.rollback`; the request drops the tokens."""
+        """The request drops the tokens."""

@@ -142,7 +142,7 @@ async def document_response(value: Any, send_timeout: float | None) -> Response:
         begun.append(piece)
         size += len(piece)
         if size > WHOLE:
-            return DocumentStream(_following(begun, pieces), send_timeout)
+            return EventStream(_following(begun, pieces), send_timeout, {"content-type": "application/json"})
     return Response(b"".join(begun), media_type="application/json")
 
 
@@ -155,7 +155,7 @@ async def _following(begun: Sequence[bytes], pieces: AsyncGenerator[bytes, None]
 
 
 class EventStream(Response):
-    """Sends events as they are made.
+    """Sends events, or pieces of another kind, as they are made.
 
     Data that a client does not read fills the buffers of the client's system and of the connection. Then the next event
     waits. If it waits longer than `send_timeout` seconds (None = for ever), the connection is closed.
@@ -200,12 +200,6 @@ class EventStream(Response):
     async def _send(self, send: Send, message: Mapping[str, object]) -> None:
         async with asyncio.timeout(self._send_timeout):
             await send(dict(message))
-
-
-class DocumentStream(EventStream):
-    """Sends the pieces of a JSON document as they are made."""
-
-    media_type = "application/json"
 
 
 class ClientGoneError(Exception):

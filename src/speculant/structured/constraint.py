@@ -12,7 +12,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from typing_extensions import override
 
+from speculant.constraints import Constraint
 from speculant.errors import ConstraintError, Converts, RequestError
 from speculant.structured.lanes import Allowance
 from speculant.structured.library import has_no_text, reason_of
@@ -48,8 +50,8 @@ class Grammar:
         return GrammarConstraint(self)
 
 
-class GrammarConstraint:
-    """See `Constraint`. The matcher has consumed the advanced tokens and then `_path`, which are drafted tokens.
+class GrammarConstraint(Constraint):
+    """The matcher has consumed the advanced tokens and then `_path`, which are drafted tokens.
 
     It does not consume end tokens. Masks along a draft are kept until the next tokens are advanced, so each is computed
     once for draft and target.
@@ -69,13 +71,15 @@ class GrammarConstraint:
         self._failure = ""  # the error of the matcher that was replaced last
         self._failed = False  # whether the mask after the advanced tokens exceeds the limits
 
+    @override
     def mask(self, tokens: Sequence[int]) -> Tensor:
-        """See `Constraint.mask`. Raises ConstraintError if the grammar exceeds its limits after the advanced tokens."""
+        """Raises ConstraintError if the grammar exceeds its limits after the advanced tokens."""
         self._await_work()
         return self._mask(tuple(tokens))
 
+    @override
     def advance(self, tokens: Sequence[int]) -> None:
-        """See `Constraint.advance`; raises RequestError for tokens that the grammar forbids."""
+        """Raises RequestError for tokens that the grammar forbids."""
         self._await_work()
         self._failure, self._failed = "", False
         with _MATCHING:
@@ -86,8 +90,8 @@ class GrammarConstraint:
         new, count = tuple(tokens), len(tokens)
         self._masks = {path[count:]: mask for path, mask in self._masks.items() if path[:count] == new}
 
+    @override
     def rollback(self, n: int) -> None:
-        """See `Constraint.rollback`."""
         self._await_work()
         self._failed = False
         self._masks.clear()
@@ -100,8 +104,8 @@ class GrammarConstraint:
             self._restart()
 
     @property
+    @override
     def is_done(self) -> bool:
-        """See `Constraint.is_done`; it depends on the advanced tokens alone."""
         if self._has_ended(()):
             return True
         self._await_work()
@@ -110,8 +114,9 @@ class GrammarConstraint:
                 return False
         return not without_tokens(self._mask(()), self._grammar.end_token_ids).any()
 
+    @override
     def forced(self) -> list[int]:
-        """See `forced_tokens`: the tokenizer's tokens for the only bytes that may follow."""
+        """The tokenizer's tokens for the only bytes that may follow."""
         self._await_work()
         if self._refusal is not None:
             return []
@@ -123,8 +128,9 @@ class GrammarConstraint:
         stop = next((place for place, token in enumerate(tokens) if not self._may_go_on(token)), len(tokens))
         return list(tokens[:stop])
 
-    def prepare(self, paths: Sequence[Sequence[int]]) -> None:
-        """See `prepare_masks`. Does nothing if computing the masks is faster than handing them over."""
+    @override
+    def prepare(self, paths: Iterable[Sequence[int]]) -> None:
+        """Does nothing if computing the masks is faster than handing them over."""
         self._await_work()
         missing = [path for path in map(tuple, paths) if path not in self._masks]
         if self._grammar.workers is not None and len(missing) * self.mask_s > HANDOVER_S:
@@ -281,8 +287,8 @@ class Reasoning:
     opened: bool = False
 
 
-class ReasonedConstraint:
-    """See `Constraint`. During the reasoning all tokens but end tokens are allowed; then the form begins."""
+class ReasonedConstraint(Constraint):
+    """A form after reasoning. During the reasoning all tokens but end tokens are allowed; then the form begins."""
 
     def __init__(self, grammar: Grammar, reasoning: Reasoning) -> None:
         self._form: GrammarConstraint = grammar.constrain()
@@ -292,8 +298,8 @@ class ReasonedConstraint:
         everything = torch.full((-(-grammar.vocab_size // WORD),), -1, dtype=torch.int32)
         self._free = without_tokens(everything, grammar.end_token_ids)
 
+    @override
     def mask(self, tokens: Sequence[int]) -> Tensor:
-        """See `Constraint.mask`."""
         before = self._before_form(tokens)
         if before is not None:
             return self._form.mask(tokens[before:])
@@ -301,8 +307,8 @@ class ReasonedConstraint:
             return self._free
         return with_tokens(self._form.mask(()), [self._reasoning.start])
 
+    @override
     def advance(self, tokens: Sequence[int]) -> None:
-        """See `Constraint.advance`."""
         before = self._before_form(tokens)
         if before is not None:
             if len(tokens) > before:
@@ -311,8 +317,8 @@ class ReasonedConstraint:
                 self._begins = self._count + before
         self._count += len(tokens)
 
+    @override
     def rollback(self, n: int) -> None:
-        """See `Constraint.rollback`."""
         kept = self._count - n
         if self._begins is not None:
             if undone := self._count - max(kept, self._begins):
@@ -322,16 +328,16 @@ class ReasonedConstraint:
         self._count = kept
 
     @property
+    @override
     def is_done(self) -> bool:
-        """See `Constraint.is_done`."""
         return self._begins is not None and self._form.is_done
 
+    @override
     def forced(self) -> list[int]:
-        """See `forced_tokens`."""
         return [] if self._begins is None else self._form.forced()
 
-    def prepare(self, paths: Sequence[Sequence[int]]) -> None:
-        """See `prepare_masks`."""
+    @override
+    def prepare(self, paths: Iterable[Sequence[int]]) -> None:
         if self._begins is not None:
             self._form.prepare(paths)
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import lru_cache, reduce
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from typing_extensions import override
 
-from speculant.constraints import Constraint, ForcingConstraint, PreparingConstraint
+from speculant.constraints import Constraint
 from speculant.errors import RequestError
 from speculant.structured.constraint import WORD, without_tokens
 
@@ -91,8 +92,8 @@ class Vocabulary:
         return self._allowed if node.banned is None else without_tokens(self._allowed, node.banned)
 
 
-class VocabularyConstraint:
-    """See `Constraint`. It never ends a text."""
+class VocabularyConstraint(Constraint):
+    """The constraint of a vocabulary, which never ends a text."""
 
     is_done = False
 
@@ -100,56 +101,55 @@ class VocabularyConstraint:
         self._vocabulary = vocabulary
         self._nodes = [vocabulary.root]  # after each advanced token
 
+    @override
     def mask(self, tokens: Sequence[int]) -> Tensor | None:
-        """See `Constraint.mask`."""
         return self._vocabulary.mask_at(reduce(_Node.after, tokens, self._nodes[-1]))
 
+    @override
     def advance(self, tokens: Sequence[int]) -> None:
-        """See `Constraint.advance`."""
         for token in tokens:
             self._nodes.append(self._nodes[-1].after(token))
 
+    @override
     def rollback(self, n: int) -> None:
-        """See `Constraint.rollback`."""
         del self._nodes[len(self._nodes) - n :]
 
 
-class JoinedConstraint:
-    """See `Constraint`: the form of an output together with its vocabulary. A token must be allowed by both."""
+class JoinedConstraint(Constraint):
+    """The form of an output together with its vocabulary. A token must be allowed by both."""
 
     def __init__(self, form: Constraint, vocabulary: Constraint) -> None:
         self._form, self._vocabulary = form, vocabulary
 
+    @override
     def mask(self, tokens: Sequence[int]) -> Tensor | None:
-        """See `Constraint.mask`."""
         masks = [each.mask(tokens) for each in (self._form, self._vocabulary)]
         return reduce(_both, masks)
 
+    @override
     def advance(self, tokens: Sequence[int]) -> None:
-        """See `Constraint.advance`. The form comes first: if it refuses the tokens, nothing has changed."""
+        """The form comes first: if it refuses the tokens, nothing has changed."""
         self._form.advance(tokens)
         self._vocabulary.advance(tokens)
 
+    @override
     def rollback(self, n: int) -> None:
-        """See `Constraint.rollback`."""
         self._vocabulary.rollback(n)
         self._form.rollback(n)
 
     @property
+    @override
     def is_done(self) -> bool:
-        """See `Constraint.is_done`."""
         return self._form.is_done
 
+    @override
     def forced(self) -> list[int]:
-        """See `forced_tokens`. The form's forced tokens are a draft, so a banned one among them is rejected."""
-        form: ForcingConstraint | Constraint = self._form
-        return form.forced() if hasattr(form, "forced") else []
+        """The form's forced tokens, which are a draft: a banned one among them is rejected."""
+        return self._form.forced()
 
-    def prepare(self, paths: Sequence[Sequence[int]]) -> None:
-        """See `prepare_masks`."""
-        form: PreparingConstraint | Constraint = self._form
-        if hasattr(form, "prepare"):
-            form.prepare(paths)
+    @override
+    def prepare(self, paths: Iterable[Sequence[int]]) -> None:
+        self._form.prepare(paths)
 
 
 def constrain_all(

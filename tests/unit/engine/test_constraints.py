@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import pytest
 import torch
@@ -263,7 +263,7 @@ class Forcing(AutomatonConstraint):
         self._tokens = list(tokens)
 
     def forced(self) -> list[int]:
-        """See `ForcingConstraint.forced`."""
+        """See `Constraint.forced`."""
         return self._tokens
 
 
@@ -361,8 +361,8 @@ class Preparing(AutomatonConstraint):
         self.prepared: list[list[list[int]]] = []
         self.asked: list[list[int]] = []
 
-    def prepare(self, paths: Sequence[Sequence[int]]) -> None:
-        """See `PreparingConstraint.prepare`."""
+    def prepare(self, paths: Iterable[Sequence[int]]) -> None:
+        """See `Constraint.prepare`."""
         self.prepared.append([list(path) for path in paths])
         self.asked = []
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from speculant.cache import KVStorage, Source
 from speculant.config import Limits
-from speculant.constraints import forced_tokens
+from speculant.constraints import Constraint, forced_tokens
 from speculant.drafting import DrafterNeeds, FallbackDrafter, SubDrafter
 from speculant.engine import Engine, EngineOptions, runner as runner_module
 from speculant.errors import RequestError
@@ -306,7 +306,7 @@ def test_a_request_s_words_hold_after_a_forced_token() -> None:
         assert (request.finish_reason, request.num_output) == ("length", 6), "no end is forced that is not allowed"
 
 
-class Counting:
+class Counting(Constraint):
     """A form: the tokens 1, 2 and 4 in turn, and then the end."""
 
     def __init__(self) -> None:

@@ -7,13 +7,13 @@ A head is its first line and its headers.
 from __future__ import annotations
 
 import asyncio
-import http
 import logging
 import re
 import select
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from typing import Any
 from urllib.parse import unquote
 
@@ -97,7 +97,7 @@ class HttpExchange:
     """A request and its answer, between an application and a connection; see ASGI."""
 
     def __init__(self, connection: HttpConnection, scope: Scope) -> None:
-        self._http, self._flow, self._transport = connection.conn.h11, connection.flow, connection.transport
+        self._http, self._flow, self._transport = connection.http, connection.flow, connection.transport
         self._date, self._scope = connection.server.date, scope
         self._on_complete: Callable[[], None] = connection.on_response_complete
         self.disconnected, self.keep_alive = False, True
@@ -194,7 +194,9 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._places = self._connections = server.places  # the latter has taken this connection in
         self._address, self._network = address, network_of(address[0])  # networks take turns
         self._accepted: socket.socket | None = None  # while it waits for its turn to begin
-        self.conn = CheckedHttp(server.options.max_header_bytes, self._refuse)
+        self._most_head_bytes = server.options.max_header_bytes
+        self.http, self._chunks = h11.Connection(h11.SERVER, self._most_head_bytes), ChunkCount()
+        self._events_left, self._has_blank = 0, False  # of this turn; before the request
         self._received = bytearray()  # and not parsed yet
         self._deadline: float | None = None  # of the next head, in the loop's time
         self._unread: tuple[int, float] | None = None  # bytes of an answer that the client had not read, and when
@@ -205,7 +207,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         """Begin, in the client's turn, with an accepted socket. connections: those that have taken this one in."""
         self._accepted, self._connections = accepted, connections
         if connections is not self._places:
-            self._ends, self.conn.admit = self.loop.time() + _PROVISIONALLY, self._admit
+            self._ends = self.loop.time() + _PROVISIONALLY
         self._turns.add(self._network, self, self._begin)
 
     def _begin(self) -> None:
@@ -241,7 +243,6 @@ class HttpConnection(asyncio.BufferedProtocol):
         self.transport.close()
         self._connections.remove(self)
         self._turns.withdraw(self._network, self)
-        self.conn.refuse, self.conn.admit = _ignore, _unchanged  # without the others the buffers are freed at once
 
     @override
     def get_buffer(self, sizehint: int) -> bytearray:
@@ -289,18 +290,58 @@ class HttpConnection(asyncio.BufferedProtocol):
     def _handle(self, data: bytes) -> None:
         """Parse data, and pass the events on. Many events take more than one turn."""
         if data:  # to h11 no data are the connection's end
-            self.conn.h11.receive_data(data)
-        self.conn.events_left = _MOST_EVENTS
-        while (found := self.conn.next_event()) is not h11.NEED_DATA:
+            self.http.receive_data(data)
+        self._events_left = _MOST_EVENTS
+        while (found := self._next_event()) is not h11.NEED_DATA:
             if found is h11.PAUSED:  # the next request waits for the end of this one's answer
                 self.flow.pause_reading()
                 break
             self._take(found)
-            if isinstance(found, h11.EndOfMessage) and self.conn.h11.their_state is h11.MUST_CLOSE:
+            if isinstance(found, h11.EndOfMessage) and self.http.their_state is h11.MUST_CLOSE:
                 break  # what follows the last request is no concern of ours
         self._follow()
-        if not (self.conn.events_left or self._refused):
+        if not (self._events_left or self._refused):
             self._take_turn()
+
+    def _next_event(self) -> Any:
+        """Return the parser's next event. If none is left for this turn, it seems to need more data."""
+        if not self._events_left:
+            return h11.NEED_DATA
+        self._events_left -= 1
+        try:
+            return self._checked_event()
+        except ApiError as error:
+            self._refuse(error)
+        except h11.RemoteProtocolError as error:
+            too_large, text = error.error_status_hint == 431, f"This is not HTTP/1.1: {error}."
+            self._refuse(headers_too_large(self._most_head_bytes) if too_large else refusal(text))
+        return h11.NEED_DATA
+
+    def _checked_event(self) -> Any:
+        """Return the parser's next event. Raises ApiError for a request that h11 accepts and this server does not."""
+        if self.http.their_state is h11.IDLE:
+            blank = 0 if self._has_blank else blank_line(self.http.trailing_data[0])
+            if blank is None:
+                return h11.NEED_DATA
+            if blank:
+                self._skip(blank)
+            if (head := find_head(self.http.trailing_data[0])) is not None:
+                check_head(head, self._most_head_bytes)
+        found = self.http.next_event()
+        if isinstance(found, h11.Request):
+            self._chunks, self._has_blank = ChunkCount(), False
+            request = check_request(found)
+            return request if self._connections is self._places else self._admit(request)
+        if isinstance(found, h11.Data):
+            self._chunks.add(found)
+        return found
+
+    def _skip(self, count: int) -> None:
+        """Begin anew, between two requests, without the first bytes of what was received."""
+        rest = self.http.trailing_data[0][count:]
+        self.http, self._has_blank = h11.Connection(h11.SERVER, self._most_head_bytes), True
+        if rest:
+            self.http.receive_data(rest)
 
     def _take(self, found: Any) -> None:
         """Take an event. After an answer that did not wait for its request's end, the rest of it is dropped."""
@@ -310,7 +351,7 @@ class HttpConnection(asyncio.BufferedProtocol):
             self.server.tasks.add(task)
             task.add_done_callback(self.server.tasks.discard)
             return
-        cycle, is_over = self.cycle, self.conn.h11.our_state is h11.DONE
+        cycle, is_over = self.cycle, self.http.our_state is h11.DONE
         assert cycle is not None, "a request comes before its body"
         if isinstance(found, h11.Data) and not is_over:
             cycle.body += found.data
@@ -319,7 +360,7 @@ class HttpConnection(asyncio.BufferedProtocol):
             cycle.arrived.set()
         elif isinstance(found, h11.EndOfMessage) and is_over:
             self.transport.resume_reading()
-            self.conn.h11.start_next_cycle()
+            self.http.start_next_cycle()
         elif isinstance(found, h11.EndOfMessage):
             cycle.more_body = False
             cycle.arrived.set()
@@ -345,12 +386,11 @@ class HttpConnection(asyncio.BufferedProtocol):
 
     def on_response_complete(self) -> None:
         """Begin to wait for the next request, which may have arrived."""
-        http = self.conn.h11
         if not self.transport.is_closing():
             self.flow.resume_reading()
-            if http.our_state is h11.DONE and http.their_state is h11.DONE:
-                http.start_next_cycle()
-                if http.trailing_data[0]:
+            if self.http.our_state is h11.DONE and self.http.their_state is h11.DONE:
+                self.http.start_next_cycle()
+                if self.http.trailing_data[0]:
                     self._take_turn()
         self._follow()
 
@@ -376,7 +416,7 @@ class HttpConnection(asyncio.BufferedProtocol):
             self._deadline = None
         elif self._deadline is None and self._options.header_timeout is not None:
             self._deadline = self.loop.time() + self._options.header_timeout
-        if self._answering and self.conn.h11.their_state is not h11.SEND_BODY:
+        if self._answering and self.http.their_state is not h11.SEND_BODY:
             self._connections.work(self)
         else:
             self._connections.wait(self)
@@ -389,7 +429,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         if not self._places.claim(self, self._address[0]):
             raise self._places.refusal(self._address[0])
         self._connections.remove(self)
-        self._connections, self._ends, self.conn.admit = self._places, None, _unchanged
+        self._connections, self._ends = self._places, None
         return request
 
     def _end_answer(self, cycle: HttpExchange) -> None:
@@ -397,9 +437,9 @@ class HttpConnection(asyncio.BufferedProtocol):
         error = unavailable("This connection is needed for another request. Try again later.", "connection_taken")
         if not cycle.response_started:
             self.transport.write(raw_error(error))
-        elif cycle.sends_events and self.conn.h11.our_state is h11.SEND_BODY:
+        elif cycle.sends_events and self.http.our_state is h11.SEND_BODY:
             for each in (h11.Data(data=event(error.body())), h11.EndOfMessage()):
-                self.transport.write(self.conn.h11.send(each))
+                self.transport.write(self.http.send(each))
         cycle.disconnected = True  # nothing else may be sent
 
     def drop(self) -> None:
@@ -425,7 +465,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         late = self._deadline is not None and now >= self._deadline
         waits_for_us = self._has_turn and not self._refused
         if late and not waits_for_us and not self.transport.is_closing():
-            if not self._refused and self.conn.h11.their_state is h11.IDLE and self.conn.h11.trailing_data[0]:
+            if not self._refused and self.http.their_state is h11.IDLE and self.http.trailing_data[0]:
                 self._refuse(ApiError(408, "The headers did not arrive in time.", code="timeout"))
             else:
                 self.transport.close()
@@ -452,64 +492,16 @@ class HttpConnection(asyncio.BufferedProtocol):
         if self.cycle is not None and self._answering:  # the body is malformed
             self.cycle.disconnected, self.cycle.waiting_for_100_continue = True, False
             self.cycle.arrived.set()
-        if self.conn.h11.our_state in (h11.IDLE, h11.SEND_RESPONSE):  # else the request's answer has begun
+        if self.http.our_state in (h11.IDLE, h11.SEND_RESPONSE):  # else the request's answer has begun
             self.transport.write(raw_error(error))
         self.transport.write_eof()
         self._deadline = self.loop.time() + _LINGER
         self._connections.wait(self)
 
 
-class CheckedHttp:
-    """h11's parser, with further checks. A malformed request is refused, instead of an error."""
-
-    def __init__(self, most_head_bytes: int, refuse: Callable[[ApiError], None]) -> None:
-        self._most, self.refuse, self._chunks = most_head_bytes, refuse, ChunkCount()
-        self.h11 = h11.Connection(h11.SERVER, most_head_bytes)
-        self.admit: Callable[[h11.Request], h11.Request] = _unchanged  # raises ApiError for a request without a place
-        self.events_left, self._has_blank = 0, False  # before the request
-
-    def next_event(self) -> Any:
-        """Return h11's next event. If no events are left for this turn, it seems to need more data."""
-        if not self.events_left:
-            return h11.NEED_DATA
-        self.events_left -= 1
-        try:
-            return self._checked_event()
-        except ApiError as error:
-            self.refuse(error)
-        except h11.RemoteProtocolError as error:
-            too_large = error.error_status_hint == 431
-            self.refuse(headers_too_large(self._most) if too_large else refusal(f"This is not HTTP/1.1: {error}."))
-        return h11.NEED_DATA
-
-    def _checked_event(self) -> Any:
-        if self.h11.their_state is h11.IDLE:
-            blank = 0 if self._has_blank else blank_line(self.h11.trailing_data[0])
-            if blank is None:
-                return h11.NEED_DATA
-            if blank:
-                self._skip(blank)
-            if (head := find_head(self.h11.trailing_data[0])) is not None:
-                check_head(head, self._most)
-        event = self.h11.next_event()
-        if isinstance(event, h11.Request):
-            self._chunks, self._has_blank = ChunkCount(), False
-            return self.admit(check_request(event))
-        if isinstance(event, h11.Data):
-            self._chunks.add(event)
-        return event
-
-    def _skip(self, count: int) -> None:
-        """Begin anew, between two requests, without the first bytes of what was received."""
-        rest = self.h11.trailing_data[0][count:]
-        self.h11, self._has_blank = h11.Connection(h11.SERVER, self._most), True
-        if rest:
-            self.h11.receive_data(rest)
-
-
 def _phrase(status: int) -> bytes:
     try:
-        return http.HTTPStatus(status).phrase.encode()
+        return HTTPStatus(status).phrase.encode()
     except ValueError:
         return b""
 
@@ -523,14 +515,6 @@ def _has_left(client: socket.socket) -> bool:
 
 def _nothing() -> None:
     pass
-
-
-def _ignore(_: ApiError) -> None:
-    pass
-
-
-def _unchanged(request: h11.Request) -> h11.Request:
-    return request
 
 
 MOST_HEADERS = 128  # each takes time in the event loop

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import Any
 
+from typing_extensions import override
+
 from speculant.engine import StreamPiece
 from speculant.params import SamplingParams
 from speculant.serving.openai.messages import MessageReader, joined_calls
@@ -191,8 +193,8 @@ class CompletionAnswer(Answer):
         self._id, self._echo, self._answers = new_id("cmpl-"), echo, answers
         self._choices: list[_CompletionChoice] = []
 
+    @override
     def begin(self, prompts: Sequence[Prompt]) -> list[Chunk]:
-        """See `Answer.begin`."""
         texts, params = self.call.texts, self.call.params
         for prompt in prompts:
             before = prompt.text or "" if self._echo else ""
@@ -210,15 +212,15 @@ class CompletionAnswer(Answer):
         text = "".join(choice.pieces)
         return self._chunk([{"index": index, "text": text, "logprobs": None, "finish_reason": None, **ids}])
 
+    @override
     def feed(self, prompt: int, piece: StreamPiece) -> list[Chunk]:
-        """See `Answer.feed`."""
         if not self._answers:
             reason = piece.finish_reason and ("error" if piece.finish_reason == "error" else "length")
             piece = replace(piece, token=None, text="", logprobs=None, finish_reason=reason)
         return super().feed(prompt, piece)
 
+    @override
     def read(self, index: int, piece: StreamPiece) -> list[Chunk]:
-        """See `Answer.read`."""
         choice, logprobs = self._choices[index], None
         choice.pieces.append(piece.text)
         if piece.token is not None and piece.logprobs is not None:
@@ -236,14 +238,14 @@ class CompletionAnswer(Answer):
         shown = {"index": index, "text": piece.text, "logprobs": logprobs, "finish_reason": reason, **stop, **ids}
         return [self._chunk([shown], **self.tokens_of(piece), **self.last_speculation(piece))]
 
+    @override
     def end(self) -> list[Chunk]:
-        """See `Answer.end`."""
         if not self.call.include_usage:
             return []
         return [self._chunk([], **self.speculation()) | {"usage": self.usage()}]
 
+    @override
     def document(self) -> dict[str, Any]:
-        """See `Answer.document`."""
         choices = [self._document(index, choice) for index, choice in enumerate(self._choices)]
         return self._named() | {"choices": choices, "usage": self.usage(), **self.speculation()}
 
@@ -277,8 +279,9 @@ class CompletionAnswer(Answer):
             return (), (), ()
         return output.prompt_token_ids, output.prompt_logprobs, self.prompts[prompt].offsets
 
+    @override
     def usage(self, reasoning_tokens: int = 0) -> dict[str, Any]:
-        """See `Answer.usage`; an answer that is left out does not count."""
+        """An answer that is left out does not count."""
         value = super().usage(reasoning_tokens)
         if not self._answers:
             value |= {"completion_tokens": 0, "total_tokens": value["prompt_tokens"]}
@@ -314,15 +317,15 @@ class ChatAnswer(Answer):
         self._id, self._make_reader, self._calls_reason = new_id("chatcmpl-"), make_reader, calls_reason
         self._choices: list[_ChatChoice] = []
 
+    @override
     def begin(self, prompts: Sequence[Prompt]) -> list[Chunk]:
-        """See `Answer.begin`."""
         self._choices = [_ChatChoice(self._make_reader(prompts[0])) for _ in range(self.call.params.n)]
         first = {"role": "assistant", "content": ""}
         ids = {"prompt_token_ids": list(prompts[0].tokens)} if self.call.returns_ids else {}
         return [self._chunk([_shown(index, first)], **ids) for index in range(self.call.params.n)]
 
+    @override
     def read(self, index: int, piece: StreamPiece) -> list[Chunk]:
-        """See `Answer.read`."""
         choice = self._choices[index]
         part = choice.reader.feed(piece.text, piece.token)
         chunks = [self._shown_piece(index, piece, part.as_delta())]
@@ -335,14 +338,14 @@ class ChatAnswer(Answer):
                 chunks.append(self._chunk([last], **self.last_speculation(piece)))
         return [chunk for chunk in chunks if chunk is not None]
 
+    @override
     def end(self) -> list[Chunk]:
-        """See `Answer.end`."""
         if not self.call.include_usage:
             return []
         return [self._chunk([], **self.speculation()) | {"usage": self._usage()}]
 
+    @override
     def document(self) -> dict[str, Any]:
-        """See `Answer.document`."""
         choices = [self._document(index, choice) for index, choice in enumerate(self._choices)]
         value = self._named("chat.completion") | {"choices": choices, "usage": self._usage(), **self.speculation()}
         if self.call.returns_ids:

@@ -13,6 +13,7 @@ from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
+from typing_extensions import override
 
 from speculant.engine import AsyncEngine, StreamPiece
 from speculant.serving.access_log import note_background
@@ -249,8 +250,8 @@ class ResponseRoutes:
         answer = job.answer
         assert isinstance(answer, ResponseAnswer)
         try:
-            async with aclosing(self._service.run(engine, request, job)) as pieces:
-                async for _ in pieces:
+            async with aclosing(self._service.chunks(engine, request, job)) as chunks:
+                async for _ in chunks:
                     if stored.status == "queued":
                         begins = await encode_in_parts(answer.unfinished("in_progress"))
                         self.store.update(stored, "in_progress", begins, needed=stored.needed)
@@ -383,16 +384,16 @@ class ResponseAnswer(Answer):
         self._number = -1
         self._document: dict[str, Any] | None = None
 
+    @override
     def begin(self, prompts: Sequence[Prompt]) -> list[Chunk]:
-        """See `Answer.begin`."""
         self._reader = self._make_reader(prompts[0])
         return [
             self._event(f"response.{kind}", response=self._response("in_progress", []))
             for kind in ("created", "in_progress")
         ]
 
+    @override
     def read(self, index: int, piece: StreamPiece) -> list[Chunk]:
-        """See `Answer.read`."""
         thought = self._reader.reasoning_tokens
         part = self._reader.feed(piece.text, piece.token)
         reasons = self._reader.reasoning_tokens > thought
@@ -406,14 +407,14 @@ class ResponseAnswer(Answer):
             events += self._shown(self._reader.finish(), "message")
         return events
 
+    @override
     def end(self) -> list[Chunk]:
-        """See `Answer.end`."""
         last = "response.incomplete" if self._status == "incomplete" else "response.completed"
         opened = [] if self._items else self._delta("message", "") if self._tokens else self._open("message")
         return [*opened, *self._close(self._status), self._event(last, response=self.document())]
 
+    @override
     def document(self) -> dict[str, Any]:
-        """See `Answer.document`."""
         if self._document is None:
             self._document = self._complete()
         return self._document

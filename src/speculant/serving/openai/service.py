@@ -163,7 +163,7 @@ class Service:
         """Generate, and return the response. Errors before the first piece set its status, later ones are an event."""
         if job.body.stream_options is not None and not job.body.stream:
             raise refusal("stream_options needs stream=true.", "stream_options")
-        chunks = self._chunks(engine, request, job)
+        chunks = self.chunks(engine, request, job)
         if not job.body.stream:
             return await while_connected(request.receive, self._whole(chunks, job.answer))
         first = await while_connected(request.receive, anext(chunks, None))
@@ -175,13 +175,7 @@ class Service:
                 pass
         return await document_response(answer.document(), self.options.send_timeout)
 
-    async def run(self, engine: AsyncEngine, request: Request, job: Job) -> AsyncGenerator[None, None]:
-        """Generate while no client waits for the answer. Yield whenever there are new pieces."""
-        async with aclosing(self._chunks(engine, request, job)) as chunks:
-            async for _ in chunks:
-                yield
-
-    async def _chunks(self, engine: AsyncEngine, request: Request, job: Job) -> AsyncGenerator[Sequence[Chunk], None]:
+    async def chunks(self, engine: AsyncEngine, request: Request, job: Job) -> AsyncGenerator[Sequence[Chunk], None]:
         """Yield the chunks of an answer while it is generated; its first chunks come with the first piece."""
         samples, answer = job.num_prompts * job.params.n, job.answer
         sequences = job.num_prompts * _num_sequences(job.params)

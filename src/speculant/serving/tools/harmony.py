@@ -11,6 +11,8 @@ import re
 from collections.abc import Callable, Generator
 from typing import Self
 
+from typing_extensions import override
+
 from speculant.serving.tools.base import Emit, MalformedError, Script, ToolParser, read_object, skip_space
 from speculant.serving.tools.schema import CallShape, TokenId, Tool, check_word, literals, parameters
 
@@ -33,8 +35,9 @@ class HarmonyParser(ToolParser):
         self._last: Emit | None = None  # where the newest text went
         super().__init__(new_id)
 
+    @override
     def after(self, prompt: str, calls: bool) -> Self:
-        """See `ToolParser.after`. A prompt may end within a message, which the answer continues."""
+        """A prompt may end within a message, which the answer continues."""
         self._allows_calls = calls
         header, found, text = prompt.rpartition(_START)[2].partition(_MESSAGE)
         if found and not any(end in text for end in _ENDS):
@@ -42,30 +45,32 @@ class HarmonyParser(ToolParser):
         return self
 
     @classmethod
+    @override
     def markers(cls) -> tuple[str, ...]:
-        """See `ToolParser.markers`."""
         return _TAGS
 
     @classmethod
+    @override
     def recognises(cls, template: str) -> bool:
-        """See `ToolParser.recognises`."""
         return all(tag in template for tag in (_CHANNEL, _MESSAGE, "<|call|>"))
 
     @classmethod
+    @override
     def shape(cls, tool: Tool, template: str | None = None) -> CallShape:
-        """See `ToolParser.shape`. An end token follows the arguments: `<|call|>` is one."""
+        """An end token follows the arguments: `<|call|>` is one."""
         check_word(tool)
         header = f"commentary to=functions.{tool.name} {_CONSTRAIN}json{_MESSAGE}"
         return CallShape(_CHANNEL, header, parameters(tool), "", _TAGS)
 
     @classmethod
+    @override
     def opening(cls, token_id: TokenId) -> str:
-        """See `ToolParser.opening`."""
         return " ".join(literals(f"{_CHANNEL}final{_MESSAGE}", _TAGS, token_id))
 
     @classmethod
+    @override
     def thought(cls, token_id: TokenId) -> str:
-        """See `ToolParser.thought`. Free text can only end at a tag that is one token."""
+        """Free text can only end at a tag that is one token."""
         if token_id(_ENDS[0]) is None:
             return ""
         before = literals(f"{_CHANNEL}analysis{_MESSAGE}", _TAGS, token_id)

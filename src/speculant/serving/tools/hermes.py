@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing_extensions import override
+
 from speculant.serving.tools.base import Script, ToolParser, skip_space
 from speculant.serving.tools.schema import CallShape, Tool, object_shape
 
@@ -14,18 +16,18 @@ class HermesParser(ToolParser):
     marker, closing = "<tool_call>", "</tool_call>"
 
     @classmethod
+    @override
     def recognises(cls, template: str) -> bool:
-        """See `ToolParser.recognises`."""
         return cls.marker in template and not any(other in template for other in _OTHERS)
 
     @classmethod
+    @override
     def shape(cls, tool: Tool, template: str | None = None) -> CallShape:
-        """See `ToolParser.shape`."""
         return object_shape(tool, cls.marker, before="\n", after="\n" + cls.closing, tags=(cls.closing,))
 
     @classmethod
+    @override
     def separator(cls, template: str | None = None) -> str | None:
-        """See `ToolParser.separator`."""
         return "\n"
 
     def _calls(self) -> Script:

@@ -5,6 +5,8 @@ No template uses this format. It is the form of calls that a request requires if
 
 from __future__ import annotations
 
+from typing_extensions import override
+
 from speculant.serving.tools.base import Script, ToolParser, drop, skip_space, take
 from speculant.serving.tools.schema import CallShape, Tool, object_shape
 
@@ -15,18 +17,18 @@ class JsonParser(ToolParser):
     marker = ""
 
     @classmethod
+    @override
     def markers(cls) -> tuple[str, ...]:
-        """See `ToolParser.markers`."""
         return ()
 
     @classmethod
+    @override
     def recognises(cls, template: str) -> bool:
-        """See `ToolParser.recognises`."""
         return False
 
     @classmethod
+    @override
     def shape(cls, tool: Tool, template: str | None = None) -> CallShape:
-        """See `ToolParser.shape`."""
         return object_shape(tool, "")
 
     def _begin(self) -> Script:

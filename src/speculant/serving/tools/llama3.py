@@ -5,6 +5,8 @@ Without the tag a call can only begin the text. Several calls are separated by "
 
 from __future__ import annotations
 
+from typing_extensions import override
+
 from speculant.serving.tools.json import JsonParser
 from speculant.serving.tools.schema import CallShape, Tool, object_shape
 
@@ -15,18 +17,18 @@ class LlamaParser(JsonParser):
     marker = "<|python_tag|>"
 
     @classmethod
+    @override
     def markers(cls) -> tuple[str, ...]:
-        """See `ToolParser.markers`."""
         return (cls.marker,)
 
     @classmethod
+    @override
     def recognises(cls, template: str) -> bool:
-        """See `ToolParser.recognises`."""
         return cls.marker in template or ("<|start_header_id|>" in template and '"parameters"' in template)
 
     @classmethod
+    @override
     def shape(cls, tool: Tool, template: str | None = None) -> CallShape:
-        """See `ToolParser.shape`."""
         return object_shape(tool, "", key="parameters")
 
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Generator
 
+from typing_extensions import override
+
 from speculant.serving.tools.base import (
     MalformedError,
     Script,
@@ -30,26 +32,26 @@ class MistralParser(ToolParser):
     default_id = staticmethod(short_id)
 
     @classmethod
+    @override
     def markers(cls) -> tuple[str, ...]:
-        """See `ToolParser.markers`."""
         return (cls.marker,)
 
     @classmethod
+    @override
     def recognises(cls, template: str) -> bool:
-        """See `ToolParser.recognises`."""
         return cls.marker in template
 
     @classmethod
+    @override
     def shape(cls, tool: Tool, template: str | None = None) -> CallShape:
-        """See `ToolParser.shape`."""
         if template is not None and _ARGUMENTS in template:
             check_word(tool)
             return CallShape(cls.marker, f"{tool.name}{_ARGUMENTS}", parameters(tool), "", (_ARGUMENTS,))
         return object_shape(tool, cls.marker, before="[", after="]")
 
     @classmethod
+    @override
     def separator(cls, template: str | None = None) -> str | None:
-        """See `ToolParser.separator`."""
         return "" if template is not None and _ARGUMENTS in template else None
 
     def _calls(self) -> Script:
