@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from speculant.kernels.native import TYPES, Code, Kernels, Op, Pass, address, open_kernels
-from speculant.lab.bench.runner import Benchmark
+from speculant.lab.bench.scripts import Benchmark
 
 BLOCK = 16
 PROMPT_ROWS = 256

@@ -22,9 +22,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from speculant.lab.bench.decoding import COMPLETION, EDIT, SHAPE, prompts_of
 from speculant.lab.bench.measuring import interleave
-from speculant.lab.bench.runner import Benchmark, quartiles
+from speculant.lab.bench.scripts import COMPLETION, EDIT, SHAPE, Benchmark, prompts_of, quartiles
 from speculant.lab.inflation.pair import inflated_pair
 from speculant.models.source import resolve_source
 from speculant.text.tokenizer import Tokenizer

@@ -15,10 +15,9 @@ from typing import Any
 from speculant import SamplingParams
 from speculant.config import EngineConfig
 from speculant.engine.build import build_engine
-from speculant.lab.bench.measuring import interleave, ratios, spreads
+from speculant.lab.bench.measuring import Bench, BenchRun, Mode, interleave, ratios, spreads
 from speculant.lab.bench.report import plain_values
-from speculant.lab.bench.runner import Benchmark
-from speculant.lab.bench.runs import Bench, BenchRun, Mode
+from speculant.lab.bench.scripts import Benchmark
 from speculant.lab.bench.workloads import Workload, code_prompt
 
 PROMPT, TOKENS = 1024, 8  # tokens of the prompt, and to generate

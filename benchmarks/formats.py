@@ -50,10 +50,18 @@ from speculant.config import EngineConfig
 from speculant.engine.build import build_around
 from speculant.files import cache_folder
 from speculant.lab.bench.acceptance import read_text
-from speculant.lab.bench.decoding import COMPLETION, PLAIN, decode, prompts_of
 from speculant.lab.bench.measuring import interleave
-from speculant.lab.bench.quality import Compared, QualityText, document
-from speculant.lab.bench.runner import Benchmark, markdown, quartiles, ratio
+from speculant.lab.bench.quality import Compared, QualityText, quality_document
+from speculant.lab.bench.scripts import (
+    COMPLETION,
+    WITHOUT_DRAFTS,
+    Benchmark,
+    decode,
+    markdown,
+    prompts_of,
+    quartiles,
+    ratio,
+)
 from speculant.lab.inflation.kept import decoded_model, rescaled_model
 from speculant.lab.quantize.job import TYPES, quantize
 from speculant.lab.training.corpus import read_corpus, standard_library
@@ -223,7 +231,7 @@ def write_base(reference: Checkpoint, text: QualityText, path: Path) -> BaseFile
 def quality(reference: Checkpoint, judged: Checkpoint, path: Path, text: QualityText) -> dict[str, Any]:
     """Return the figures of a model."""
     models = Compared(reference, judged, min(reference.model.vocab_size, judged.model.vocab_size))
-    found = document(models, path, text, list(models.scores(text)))
+    found = quality_document(models, path, text, list(models.scores(text)))
     return {
         "kernels": judged.kernels,
         "mib": found["judged"]["weight_bytes"] / MIB,
@@ -240,7 +248,7 @@ def speeds(
 
     def runner(checkpoint: Checkpoint) -> Callable[[], float]:
         config = EngineConfig.from_arguments(
-            model=str(folder), dtype="bfloat16", max_num_seqs=1, max_model_len=1024, **PLAIN
+            model=str(folder), dtype="bfloat16", max_num_seqs=1, max_model_len=1024, **WITHOUT_DRAFTS
         )
         runtime = build_around(config, checkpoint)
         decode(runtime, [prompt], 8)

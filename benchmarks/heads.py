@@ -32,12 +32,21 @@ from typing import Any, NamedTuple
 from speculant.engine.build import Runtime
 from speculant.errors import SpeculantError
 from speculant.files import read_json
-from speculant.lab.bench.decoding import DRAFT, HELD_OUT, PLAIN, SHAPE, TEXTS, LoadedPair, prompts_of
-from speculant.lab.bench.gains import gains
-from speculant.lab.bench.measuring import Spread
-from speculant.lab.bench.runner import Benchmark, markdown, quartiles
-from speculant.lab.bench.runs import Bench, BenchRun, Mode
-from speculant.lab.bench.step_costs import LengthCosts, measure_steps
+from speculant.lab.bench.costs import LengthCosts, measure_steps
+from speculant.lab.bench.measuring import Bench, BenchRun, Mode, Spread
+from speculant.lab.bench.report import gains
+from speculant.lab.bench.scripts import (
+    DRAFT,
+    HELD_OUT,
+    SHAPE,
+    TEXTS,
+    WITHOUT_DRAFTS,
+    Benchmark,
+    LoadedPair,
+    markdown,
+    prompts_of,
+    quartiles,
+)
 from speculant.lab.bench.workloads import Workload
 from speculant.lab.inflation.pair import inflated_head
 from speculant.lab.theory.curve import VerificationCurve
@@ -303,7 +312,7 @@ def measure(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     arguments.name = f"heads_{arguments.shape}"
     pair, rounds, size = LoadedPair.load(arguments.shape), arguments.rounds, arguments.prompts
     rounds = rounds or (32 if arguments.shape == "demo" else 3)
-    plain = pair.engine(**PLAIN)
+    plain = pair.engine(**WITHOUT_DRAFTS)
     params = SamplingParams(temperature=0, max_tokens=arguments.tokens, ignore_eos=True)
     texts = {text: prompts_of(text, plain.tokenizer, (1 + rounds) * size) for text in arguments.texts}
     seen: dict[str, Any] = {"rounds": 0, "skipped": {}, "texts": {text: {} for text in texts}}

@@ -33,7 +33,7 @@ from speculant.kernels.native import (
     Weight,
     open_kernels,
 )
-from speculant.lab.bench.runner import Benchmark, quartiles, ratio, timed
+from speculant.lab.bench.scripts import Benchmark, quartiles, ratio, timed
 from speculant.models.native.ops import linear
 from speculant.models.weights.rounding import ROUNDINGS
 

@@ -16,20 +16,21 @@ import argparse
 from collections.abc import Iterator
 from typing import Any
 
-from speculant.lab.bench.decoding import (
+from speculant.lab.bench.scripts import (
     DRAFT,
-    PLAIN,
     SHAPE,
     TARGET,
     TEXTS,
+    WITHOUT_DRAFTS,
+    Benchmark,
     Decoded,
     LoadedPair,
     alpha,
     by_text_and_method,
     decode,
     prompts_of,
+    ratio,
 )  # fmt: skip
-from speculant.lab.bench.runner import Benchmark, ratio
 
 METHODS: dict[str, dict[str, Any]] = {
     "draft_model": {"model": DRAFT, "method": "draft_model"},
@@ -47,7 +48,7 @@ METHODS: dict[str, dict[str, Any]] = {
 def compare(arguments: argparse.Namespace, pair: LoadedPair, text: str, method: str) -> dict[str, Any]:
     """Compare the lengths of one method on one kind of text."""
     base, batch, lengths = METHODS[method], arguments.batch, [str(length) for length in arguments.lengths]
-    engines = {"plain": pair.engine(batch, **PLAIN)}
+    engines = {"plain": pair.engine(batch, **WITHOUT_DRAFTS)}
     for length in arguments.lengths:
         engines[str(length)] = pair.engine(batch, {**base, "num_speculative_tokens": length, "draft_length": "fixed"})
     engines["adaptive"] = pair.engine(batch, base)

@@ -17,7 +17,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from speculant.lab.bench.runner import Benchmark, quartiles
+from speculant.lab.bench.scripts import Benchmark, quartiles
 from speculant.lab.inflation.pair import inflated_pair
 
 HERE = Path(__file__).parents[1]

@@ -35,11 +35,20 @@ import numpy as np
 from speculant.engine.build import Runtime
 from speculant.files import cache_folder
 from speculant.lab.bench.acceptance import Text, TextReader, estimate, measure_acceptance
-from speculant.lab.bench.decoding import COMPLETION, DRAFT, PLAIN, TARGET, LoadedPair, prompts_of
-from speculant.lab.bench.oracle_costs import oracle_seconds
-from speculant.lab.bench.runner import Benchmark, markdown, quartiles, ratio
-from speculant.lab.bench.runs import Bench, BenchRun, Mode
-from speculant.lab.bench.step_costs import LengthCosts, measure_steps
+from speculant.lab.bench.costs import LengthCosts, measure_steps, oracle_seconds
+from speculant.lab.bench.measuring import Bench, BenchRun, Mode
+from speculant.lab.bench.scripts import (
+    COMPLETION,
+    DRAFT,
+    TARGET,
+    WITHOUT_DRAFTS,
+    Benchmark,
+    LoadedPair,
+    markdown,
+    prompts_of,
+    quartiles,
+    ratio,
+)
 from speculant.lab.bench.workloads import Workload
 from speculant.lab.inflation.heads import head_kind, inflate_head
 from speculant.lab.inflation.kept import decoded_model, inflated_model, kept_model
@@ -131,7 +140,7 @@ def engines(pair: LoadedPair, batch: int) -> dict[str, Runtime]:
         "speculative_config": {"method": "fallback", "members": [*LOOKED_UP, {"method": kind, "model": str(own)}]}
     }
     return {
-        "plain": pair.engine(batch, **PLAIN, **settings),
+        "plain": pair.engine(batch, **WITHOUT_DRAFTS, **settings),
         "fixed": pair.engine(batch, drafting, **settings),
         DEFAULT: pair.engine(batch, **(beside if kind else {"draft_model": str(own)}), **settings),
         LOOKUPS: pair.engine(batch, use_speculative_decoding=True, **settings),
@@ -176,13 +185,13 @@ def oracle(
     readers = [TextReader(each.model, sampler, size) for each in (target, draft)]
     found = measure_acceptance(*readers, texts, params)
     costs = measure_costs(runtimes["fixed"], list(texts[0].prompt), params, batch)
-    given = [each.given[1:] for each in found]
+    given = [each.given for each in found]
     known = [(generator.random(len(each)) < each).astype(float) for each in given]  # accepted or not, as drawn
     seconds = sum(oracle_seconds(each, costs, costs.lengths[-1], batch) for each in known)
     rest = np.array(costs.other_s)
     return {
         "speed": costs.plain_s / batch * sum(map(len, given)) / seconds,
-        "alpha": asdict(estimate([each.overlap[1:] for each in found])),
+        "alpha": asdict(estimate([each.overlap for each in found])),
         "cost_ratio": costs.cost_ratio,
         "plain_s": costs.plain_s,
         "V": {str(n): float(v) for n, v in zip(costs.lengths, rest / rest[0], strict=True)},

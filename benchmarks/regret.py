@@ -26,7 +26,7 @@ from unittest.mock import patch
 sys.path.append(str(Path(__file__).parents[1]))  # for `tests`, however the script is started
 
 from speculant import plugins
-from speculant.lab.bench.runner import Benchmark, markdown
+from speculant.lab.bench.scripts import Benchmark, markdown
 from speculant.lengths import acceptance, adaptive, backlog, costs, explore
 from tests.unit.lengths.groups import PolicyScore, by_group, judge, make_machines
 from tests.unit.lengths.machines import Machine

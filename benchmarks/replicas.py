@@ -20,7 +20,7 @@ from typing import Any
 from ray import serve
 from ray.serve._private.request_router import PowerOfTwoChoicesRequestRouter
 
-from speculant.lab.bench.runner import Benchmark, quartiles
+from speculant.lab.bench.scripts import Benchmark, quartiles
 from speculant.ray.fleet import Fleet
 from speculant.ray.local import LocalReplicas
 from speculant.ray.options import ReplicaOptions

@@ -19,7 +19,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from speculant.lab.bench.runner import Benchmark, quartiles
+from speculant.lab.bench.scripts import Benchmark, quartiles
 from speculant.lab.inflation.successors import write_pair
 
 HERE = Path(__file__).parents[1]

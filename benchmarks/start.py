@@ -24,7 +24,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from speculant.lab.bench.runner import Benchmark, quartiles
+from speculant.lab.bench.scripts import Benchmark, quartiles
 from speculant.lab.inflation.pair import inflated_pair
 
 MIB, PAUSE_S = 2**20, 6.0  # during the pause the pages of the last process return to the host

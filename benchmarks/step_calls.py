@@ -18,7 +18,7 @@ from typing import Any
 
 import speculant
 from speculant import LLM, SamplingParams
-from speculant.lab.bench.runner import Benchmark
+from speculant.lab.bench.scripts import Benchmark
 
 ROOT = Path(speculant.__file__).parent
 PROMPT = "def read(path):\n"

@@ -33,12 +33,11 @@ from torch import Tensor
 from speculant.config import EngineConfig
 from speculant.drafting.lookup.tables import BigramTables
 from speculant.engine.build import Runtime, build_around
-from speculant.lab.bench.acceptance import Estimate, Text, TextAcceptance, TextReader, compare, pooled
-from speculant.lab.bench.measuring import PLAIN, SPECULATIVE, BenchCase, both_ways, measure, ways_of
-from speculant.lab.bench.pair import LENGTHS, SpeedPrediction, predict, write_texts
-from speculant.lab.bench.runner import Benchmark, markdown
-from speculant.lab.bench.runs import Bench
-from speculant.lab.bench.step_costs import measure_steps
+from speculant.lab.bench.acceptance import Estimate, Text, TextAcceptance, TextReader, compare_probs, pooled
+from speculant.lab.bench.costs import measure_steps
+from speculant.lab.bench.measuring import PLAIN, SPECULATIVE, Bench, BenchCase, both_ways, measure, ways_of
+from speculant.lab.bench.pair import STEP_LENGTHS, SpeedPrediction, predict, write_texts
+from speculant.lab.bench.scripts import Benchmark, markdown
 from speculant.lab.bench.workloads import Workload, WorkloadConfig, make_workload
 from speculant.lab.cli.train_static import decoder_texts
 from speculant.lab.theory.curve import FLAT, VerificationCurve
@@ -101,9 +100,11 @@ def run(subject: Subject, sources: Sequence[Sequence[int]], params: SamplingPara
     texts = write_texts(runtime, workload, params)
     sampler, size = subject.target.backend.sampler, subject.target.model.vocab_size
     reader = TextReader(subject.target.model, sampler, size)
-    found = [compare(reader.distributions(text, params), subject.read(text, params), text.output) for text in texts]
+    found = [
+        compare_probs(reader.distributions(text, params), subject.read(text, params), text.output) for text in texts
+    ]
     acceptance = [TextAcceptance(each.overlap[1:], each.given[1:]) for each in found]
-    costs = measure_steps({"": LENGTHS}, {"": runtime}, sources[0], params, COST_SECONDS)[""]
+    costs = measure_steps({"": STEP_LENGTHS}, {"": runtime}, sources[0], params, COST_SECONDS)[""]
     prediction = predict(acceptance, costs, costs)
     length = prediction.best_draft
     first_s = max(0.0, first_draft_s(runtime, sources, params, length) - costs.draft_s[costs.lengths.index(length)])

@@ -25,9 +25,8 @@ import speculant
 from speculant.config import EngineConfig
 from speculant.drafting.lookup.tables import BigramTables
 from speculant.lab.bench.acceptance import Text, TextReader, estimate
-from speculant.lab.bench.alpha import measure_alpha
-from speculant.lab.bench.pair import Candidate, load_pair, write_texts
-from speculant.lab.bench.runner import Benchmark, markdown
+from speculant.lab.bench.pair import Candidate, load_pair, measure_alpha, write_texts
+from speculant.lab.bench.scripts import Benchmark, markdown
 from speculant.lab.bench.workloads import WorkloadConfig, make_workload
 from speculant.lab.theory.acceptance import acceptance, divergence, greedy_acceptance, rejection_sampling_acceptance
 from speculant.lab.theory.correlation import correlated_tokens

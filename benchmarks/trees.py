@@ -19,9 +19,18 @@ from typing import Any, NamedTuple
 import torch
 
 from speculant.cache.factory import slotted_cache
-from speculant.lab.bench.decoding import DRAFT, HELD_OUT, PLAIN, SHAPE, LoadedPair, prompts_of
-from speculant.lab.bench.runner import Benchmark, markdown, ratio
-from speculant.lab.bench.runs import Bench, BenchRun, Mode
+from speculant.lab.bench.measuring import Bench, BenchRun, Mode
+from speculant.lab.bench.scripts import (
+    DRAFT,
+    HELD_OUT,
+    SHAPE,
+    WITHOUT_DRAFTS,
+    Benchmark,
+    LoadedPair,
+    markdown,
+    prompts_of,
+    ratio,
+)
 from speculant.lab.bench.workloads import Workload
 from speculant.lab.inflation.pair import inflated_head
 from speculant.metrics import SpeculationMetrics
@@ -62,7 +71,7 @@ def bench_of(arguments: argparse.Namespace, pair: LoadedPair, method: str, way: 
 
 def compare(arguments: argparse.Namespace, pair: LoadedPair, method: str) -> dict[str, Any]:
     """Run all ways of a method."""
-    benches = {UNDRAFTED: Bench(pair.engine(1, **PLAIN))}
+    benches = {UNDRAFTED: Bench(pair.engine(1, **WITHOUT_DRAFTS))}
     benches |= {name: bench_of(arguments, pair, method, way) for name, way in WAYS.items()}
     params = SamplingParams(temperature=0, max_tokens=arguments.tokens, ignore_eos=True)
     size = arguments.prompts

@@ -33,7 +33,7 @@ from benchmarks.peers.vllm_cpu import VLLM
 
 from speculant.cli.doctor import inspect_machine
 from speculant.files import cache_folder
-from speculant.lab.bench.runner import origin
+from speculant.lab.bench.scripts import origin
 from speculant.text.tokenizer import Tokenizer
 
 FEWEST_ROUNDS = 3

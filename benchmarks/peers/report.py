@@ -10,7 +10,7 @@ from typing import Any
 from benchmarks.peers.base import DEFAULT, plain_value
 from benchmarks.peers.compare import CaseResult, Entry, Run
 
-from speculant.lab.bench.runner import markdown, quartiles
+from speculant.lab.bench.scripts import markdown, quartiles
 
 MOST_SPREAD = 1.5  # largest over smallest round; for rounds that differ more, no median is printed
 FIGURES: Mapping[str, Callable[[Run, int], float]] = {

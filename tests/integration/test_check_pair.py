@@ -21,12 +21,11 @@ from speculant.config import EngineConfig
 from speculant.errors import ModelError, PairError, SpeculantError
 from speculant.kernels.native import usable_sets
 from speculant.kernels.reference_sampler import REFERENCE
-from speculant.lab.bench import pair, vocabularies
-from speculant.lab.bench import step_costs as steps
+from speculant.lab.bench import acceptance, pair
+from speculant.lab.bench import costs as steps
 from speculant.lab.bench.acceptance import Text, TextAcceptance, TextReader
-from speculant.lab.bench.measuring import SPECULATIVE, both_ways
-from speculant.lab.bench.runs import Bench
-from speculant.lab.bench.step_costs import LengthCosts
+from speculant.lab.bench.costs import LengthCosts
+from speculant.lab.bench.measuring import SPECULATIVE, Bench, both_ways
 from speculant.lab.bench.workloads import Workload
 from speculant.lab.theory.curve import FLAT
 from speculant.lab.theory.speedup import expected_costs, speedups, step_costs, survival
@@ -46,7 +45,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=40)
 @pytest.fixture(autouse=True)
 def _little_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(steps, "STEPS", 1)
-    monkeypatch.setattr(pair, "COST_SECONDS", 0.01)
+    monkeypatch.setattr(pair, "_COST_SECONDS", 0.01)
     monkeypatch.setattr(pair, "SPEED_SECONDS", 0.01)
 
 
@@ -282,7 +281,7 @@ def test_other_tokenizer_is_shown(checkpoints: Checkpoints, prompts: str, other:
 def test_mass_is_the_probability_of_the_shared_tokens(checkpoints: Checkpoints) -> None:
     reader, text = TextReader(load_model(checkpoints.target, "float32").model, REFERENCE, 264), Text([65, 66], [70, 90])
     whole = reader.distributions(text, SamplingParams())
-    found = vocabularies._mass(reader.logits, [text], [*range(100)])
+    found = acceptance._mass(reader.logits, [text], [*range(100)])
     assert found == pytest.approx(float(whole[:, :100].sum(-1).mean()), abs=1e-6)
 
 

@@ -11,7 +11,7 @@ from speculant import LLM
 from speculant.config import EngineConfig
 from speculant.engine.build import Runtime, build_engine
 from speculant.errors import CapacityError, RequestError
-from speculant.lab.bench.runs import Bench, BenchRun, Mode
+from speculant.lab.bench.measuring import Bench, BenchRun, Mode
 from speculant.lab.bench.workloads import Workload, WorkloadConfig, make_workload
 from speculant.params import SamplingParams
 from tests.models import EXACT_DTYPE, Checkpoints

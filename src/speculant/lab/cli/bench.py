@@ -13,7 +13,6 @@ from speculant.cli.generate import fetch
 from speculant.cli.terminal import command_group, examples, progress
 from speculant.config import EngineConfig
 from speculant.errors import ConfigError
-from speculant.lab.bench.outputs import OutputFiles
 from speculant.lab.bench.workloads import CODE, WorkloadConfig, make_workload, require_room
 from speculant.lab.cli import bench_compare, bench_history, bench_quality, bench_serve, bench_sweep
 from speculant.lab.cli.bench_io import (
@@ -25,6 +24,7 @@ from speculant.lab.cli.bench_io import (
     History,
     Lengths,
     Number,
+    OutputFiles,
     Prompts,
     Report,
     Rounds,
@@ -178,8 +178,7 @@ def _build(config: EngineConfig) -> Runtime:
 
 
 def _ways(plan: Plan, params: SamplingParams, runtime: Runtime) -> dict[str, Way]:
-    from speculant.lab.bench.measuring import both_ways, one_at_a_time, ways_of
-    from speculant.lab.bench.runs import Bench
+    from speculant.lab.bench.measuring import Bench, both_ways, one_at_a_time, ways_of
 
     modes = both_ways(params, runtime.drafting, sequential=plan.alone)
     return ways_of(Bench(runtime), {**modes, **one_at_a_time(modes)} if plan.alone_too else modes)

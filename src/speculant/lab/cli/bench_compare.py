@@ -12,7 +12,6 @@ from speculant.cli.generate import fetch
 from speculant.cli.terminal import examples, progress
 from speculant.config import EngineConfig
 from speculant.errors import ConfigError
-from speculant.lab.bench.outputs import OutputFiles
 from speculant.lab.bench.workloads import CODE, WorkloadConfig, make_workload, require_room
 from speculant.lab.cli.bench_io import (
     FEW,
@@ -21,6 +20,7 @@ from speculant.lab.cli.bench_io import (
     FewNumber,
     History,
     Lengths,
+    OutputFiles,
     Prompts,
     Report,
     Rounds,

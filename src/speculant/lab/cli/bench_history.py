@@ -65,7 +65,7 @@ def _document(comparison: Comparison) -> dict[str, Any]:
 
 
 def _show(benchmarks: Sequence[Mapping[str, Any]], slower: Sequence[Mapping[str, Any]]) -> None:
-    from speculant.lab.bench.tables import cell
+    from speculant.lab.bench.report import cell
 
     console = results()
     for each in benchmarks:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
@@ -10,7 +11,7 @@ import typer
 
 from speculant.cli.flags import SamplingFlags
 from speculant.cli.terminal import messages, print_json, results
-from speculant.lab.bench.outputs import OutputFiles
+from speculant.engine.profiling import check_trace_path
 from speculant.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -55,6 +56,56 @@ class BenchSampling(SamplingFlags):
         return super().params(defaults or SamplingParams(temperature=0.0, ignore_eos=True))
 
 
+@dataclass(frozen=True)
+class OutputFiles:
+    """profile: of torch's profiler. report: HTML. trace: the phases of steps. history: gets a line. None = not written.
+
+    Raises ConfigError for a file that can't be written, and for a report without matplotlib.
+    """
+
+    profile: Path | None = None
+    report: Path | None = None
+    trace: Path | None = None
+    history: Path | None = None
+
+    def __post_init__(self) -> None:
+        check_trace_path(self.profile)
+        check_trace_path(self.trace)
+        check_trace_path(self.report, "report", "report.html")
+        check_trace_path(self.history, "history", "history.jsonl")
+        if self.report is not None:
+            from speculant.lab.bench.page import require_charts
+
+            require_charts()
+
+    def write(
+        self, value: Mapping[str, Any], cases: Sequence[BenchCase], ways: Sequence[Mapping[str, Way]]
+    ) -> list[Path]:
+        """Write the report and the trace, from one more run per case and way, and the history; return the files.
+
+        value: `lab.bench.report.document` of the cases. ways: for each case the ways whose tokens and steps are shown.
+        """
+        self.record(value)
+        if self.report is not None or self.trace is not None:
+            from speculant.lab.bench.page import take_samples, write_trace
+
+            samples = [take_samples(case.workload, own) for case, own in zip(cases, ways, strict=True)]
+            if self.report is not None:
+                from speculant.lab.bench.page import write_page
+
+                write_page(self.report, value, cases, samples)
+            if self.trace is not None:
+                write_trace(self.trace, {each.mode: each.spans for each in samples[0]})
+        return [path for path in (self.report, self.trace, self.history) if path is not None]
+
+    def record(self, value: Mapping[str, Any]) -> None:
+        """Append a document's ratios to the history."""
+        if self.history is not None:
+            from speculant.lab.bench.history import append, machine
+
+            append(self.history, value, machine())
+
+
 def write_files(
     files: OutputFiles, value: Mapping[str, Any], cases: Sequence[BenchCase], ways: Sequence[Mapping[str, Way]]
 ) -> None:
@@ -68,8 +119,7 @@ def show(value: Mapping[str, Any], *, as_json: bool) -> None:
     if as_json:
         print_json(value)
         return
-    from speculant.lab.bench.report import conclusions, heading
-    from speculant.lab.bench.tables import tables
+    from speculant.lab.bench.report import conclusions, heading, tables
 
     console, speculation = results(), value["speculation"]
     console.print(f"speculation is {'on' if speculation['on'] else 'off'}: {speculation['detail']}")

@@ -16,9 +16,8 @@ from speculant.cli.generate import fetch
 from speculant.cli.terminal import examples, messages, print_json, progress, results
 from speculant.config import EngineConfig
 from speculant.errors import ConfigError
-from speculant.lab.bench.outputs import OutputFiles
 from speculant.lab.bench.workloads import CODE, server_prompts
-from speculant.lab.cli.bench_io import AsJson, BenchSampling, History
+from speculant.lab.cli.bench_io import AsJson, BenchSampling, History, OutputFiles
 from speculant.lab.cli.progress import progress_of_runs
 
 EXAMPLES = examples(
@@ -87,8 +86,7 @@ def serve(
 
     Without --url a server is started in a process of its own, which ends with the command.
     """
-    from speculant.lab.bench.http_load import Load, connector
-    from speculant.lab.bench.serving_load import LoadPlan, document, measure_serving
+    from speculant.lab.bench.serving_load import Load, LoadPlan, connector, measure_serving, serving_document
 
     files = OutputFiles(history=history)
     engine.name_model(target)
@@ -108,7 +106,7 @@ def serve(
         "speculation": server.served.get("speculation"),
         "prompts": {"source": prompts, "number": len(chosen)},
         "fields": fields,
-        **document(measured, plan, comparable=_comparable(sampling)),
+        **serving_document(measured, plan, comparable=_comparable(sampling)),
     }
     value["notes"] += [] if server.can_switch else [NO_SWITCH]
     files.record(value)
@@ -162,8 +160,7 @@ def _modes(server: RemoteChatBackend, fields: Mapping[str, Any]) -> dict[str, di
 
 
 def _show(introduction: str, value: Mapping[str, Any]) -> None:
-    from speculant.lab.bench.report import conclusions, described_rounds
-    from speculant.lab.bench.tables import tables
+    from speculant.lab.bench.report import conclusions, described_rounds, tables
 
     console, plan = results(), value["plan"]
     console.print(introduction)

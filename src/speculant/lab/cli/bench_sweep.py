@@ -10,7 +10,6 @@ from speculant.cli.flags import EngineFlags, accepts_flags
 from speculant.cli.generate import fetch
 from speculant.cli.terminal import examples, progress_of_parts
 from speculant.config import EngineConfig
-from speculant.lab.bench.outputs import OutputFiles
 from speculant.lab.bench.workloads import CODE, WorkloadConfig
 from speculant.lab.cli.bench_io import (
     FEW,
@@ -18,6 +17,7 @@ from speculant.lab.cli.bench_io import (
     BenchSampling,
     FewNumber,
     History,
+    OutputFiles,
     Prompts,
     Report,
     Rounds,

@@ -20,9 +20,9 @@ from speculant.lab.bench.workloads import CODE, WorkloadConfig
 from speculant.params import SamplingParams
 
 if TYPE_CHECKING:
-    from speculant.lab.bench.measuring import Spread
-    from speculant.lab.bench.pair import Findings, Notify, SpeedPrediction
-    from speculant.lab.bench.step_costs import LengthCosts
+    from speculant.lab.bench.costs import LengthCosts
+    from speculant.lab.bench.measuring import Notify, Spread
+    from speculant.lab.bench.pair import Findings, SpeedPrediction
 
 EXAMPLES = examples(
     "speculant check-pair demo demo",

@@ -20,7 +20,7 @@ from speculant.models.source import read_optional_config, resolve_source
 if TYPE_CHECKING:
     import numpy as np
 
-    from speculant.lab.bench.head_sizes import HeadSize
+    from speculant.lab.bench.drafting import HeadSize
 
 EXAMPLES = examples(
     "speculant train head-tokens README.md docs/*.md --target demo --out head.json",
@@ -140,7 +140,7 @@ def _keeping_first(sequences: Iterable[Sequence[int]], texts: list[Sequence[int]
 def _measure(
     config: EngineConfig, counts: np.ndarray[Any, Any], order: Sequence[int], least: int, texts: Sequence[Sequence[int]]
 ) -> list[HeadSize]:
-    from speculant.lab.bench.head_sizes import measure_sizes
+    from speculant.lab.bench.drafting import measure_sizes
 
     with progress_of_parts() as parts:
         return measure_sizes(config, counts, order, least, texts, parts.begin)
@@ -148,7 +148,7 @@ def _measure(
 
 def _best(sizes: Sequence[HeadSize]) -> int:
     """Return the fastest size; 0 = none was measured."""
-    from speculant.lab.bench.head_sizes import best_size
+    from speculant.lab.bench.drafting import best_size
 
     return best_size(sizes).size if sizes else 0
 

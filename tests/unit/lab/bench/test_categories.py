@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from speculant.lab.bench.measuring import BenchCase
+from speculant.lab.bench.measuring import BenchCase, BenchRun
 from speculant.lab.bench.report import by_category
-from speculant.lab.bench.runs import BenchRun
 from speculant.lab.bench.workloads import Workload
 from speculant.metrics import SpeculationMetrics, TimingMetrics
 from speculant.params import SamplingParams

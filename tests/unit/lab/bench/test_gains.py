@@ -8,9 +8,8 @@ import pytest
 
 from speculant.config import EngineConfig
 from speculant.engine.build import build_engine
-from speculant.lab.bench.gains import gain, gains
-from speculant.lab.bench.runs import BenchRun
-from speculant.lab.bench.sizes import Size, memory
+from speculant.lab.bench.measuring import BenchRun
+from speculant.lab.bench.report import Size, gain, gains, memory
 from speculant.metrics import SpeculationMetrics, TimingMetrics
 from tests.models import Checkpoints
 

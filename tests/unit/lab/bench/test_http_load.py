@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from speculant.lab.bench.http_load import Exchange, Load, LoadRun
+from speculant.lab.bench.serving_load import Exchange, Load, LoadRun
 from speculant.metrics import TimingMetrics
 
 Handler = Callable[[httpx.Request], Coroutine[Any, Any, httpx.Response]]

@@ -13,8 +13,7 @@ from torch import Tensor
 from speculant import LLM, SamplingParams
 from speculant.cache.factory import slotted_cache
 from speculant.errors import ModelError
-from speculant.lab.bench.oracle_costs import oracle_seconds
-from speculant.lab.bench.step_costs import LengthCosts
+from speculant.lab.bench.costs import LengthCosts, oracle_seconds
 from speculant.lab.inflation.kept import decoded_model, inflated_model, rescaled_model
 from speculant.lab.inflation.model import shape_of
 from speculant.lab.inflation.rescaled import write_rescaled

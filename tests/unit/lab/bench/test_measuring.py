@@ -9,7 +9,10 @@ import pytest
 from speculant.config import EngineConfig
 from speculant.engine.build import build_engine
 from speculant.lab.bench.measuring import (
+    Bench,
     BenchCase,
+    BenchRun,
+    Mode,
     Spread,
     both_ways,
     interleave,
@@ -19,7 +22,6 @@ from speculant.lab.bench.measuring import (
     spreads,
     ways_of,
 )
-from speculant.lab.bench.runs import Bench, BenchRun, Mode
 from speculant.lab.bench.workloads import Workload
 from speculant.metrics import SpeculationMetrics, TimingMetrics
 from speculant.params import SamplingParams

@@ -10,10 +10,8 @@ from rich.console import Console
 
 from speculant.config import EngineConfig
 from speculant.engine.build import build_engine
-from speculant.lab.bench.measuring import BenchCase, both_ways, measure, one_at_a_time, ways_of
-from speculant.lab.bench.report import conclusions, described_rounds, document, heading
-from speculant.lab.bench.runs import Bench
-from speculant.lab.bench.tables import ROWS, tables
+from speculant.lab.bench.measuring import Bench, BenchCase, both_ways, measure, one_at_a_time, ways_of
+from speculant.lab.bench.report import ROWS, conclusions, described_rounds, document, heading, tables
 from speculant.lab.bench.workloads import Workload
 from speculant.params import SamplingParams
 from tests.models import Checkpoints

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from speculant.lab.bench.runner import Benchmark, ratio, timed
+from speculant.lab.bench.scripts import Benchmark, ratio, timed
 
 ROOT = Path(__file__).parents[4]
 SCRIPTS = sorted(path.stem for path in (ROOT / "benchmarks").glob("*.py") if path.stem != "revision_worker")

@@ -7,10 +7,9 @@ import pytest
 from speculant.config import EngineConfig
 from speculant.engine.build import build_engine
 from speculant.engine.profiling import PHASES, unmarked
-from speculant.lab.bench import samples
-from speculant.lab.bench.measuring import both_ways, ways_of
-from speculant.lab.bench.runs import Bench
-from speculant.lab.bench.samples import LINE_END, Span, chrome_trace, recorded, take_samples
+from speculant.lab.bench import page
+from speculant.lab.bench.measuring import Bench, both_ways, ways_of
+from speculant.lab.bench.page import LINE_END, Span, chrome_trace, recorded, take_samples
 from speculant.lab.bench.workloads import Workload
 from speculant.params import SamplingParams
 from speculant.text.stream import IncrementalDetokenizer
@@ -95,7 +94,7 @@ def test_a_rejected_line_end_is_shown(checkpoints: Checkpoints) -> None:
     tokenizer = build_engine(EngineConfig(checkpoints.target)).tokenizer
     detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=False)
     first, end, other = tokenizer.encode("a\nb")
-    shown = [detokenizer.push(first), samples._text_of(end, detokenizer), samples._text_of(other, detokenizer)]
+    shown = [detokenizer.push(first), page._text_of(end, detokenizer), page._text_of(other, detokenizer)]
     assert [*shown, detokenizer.push(end), detokenizer.push(other)] == ["a", LINE_END, "b", "\n", "b"]
 
 

@@ -12,10 +12,8 @@ import pytest
 from rich.console import Console
 
 from speculant.errors import ConfigError, ServerError
-from speculant.lab.bench.http_load import Exchange, Load, LoadRun
-from speculant.lab.bench.report import conclusions
-from speculant.lab.bench.serving_load import Level, LoadPlan, document, measure_serving
-from speculant.lab.bench.tables import tables
+from speculant.lab.bench.report import conclusions, tables
+from speculant.lab.bench.serving_load import Exchange, Level, Load, LoadPlan, LoadRun, measure_serving, serving_document
 from speculant.metrics import TimingMetrics
 
 MODES = {"plain": {"speculation": False}, "speculative": {"x": 1}}
@@ -59,7 +57,7 @@ def _measure(load: ScriptedLoad, plan: LoadPlan, modes: Mapping[str, Any] = MODE
     told: list[str] = []
     measured = measure_serving(cast(Load, load), modes, plan, told.append)
     assert len(told) == plan.num_runs(len(modes))
-    return dict(json.loads(json.dumps(document(measured, plan, comparable=True))))
+    return dict(json.loads(json.dumps(serving_document(measured, plan, comparable=True))))
 
 
 def test_loads_are_multiples_of_the_plain_capacity() -> None:
