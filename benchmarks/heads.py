@@ -49,8 +49,7 @@ from speculant.lab.bench.scripts import (
 )
 from speculant.lab.bench.workloads import Workload
 from speculant.lab.inflation.pair import inflated_head
-from speculant.lab.theory.curve import VerificationCurve
-from speculant.lab.theory.speedup import speedups, step_costs, survival
+from speculant.lab.theory.speedup import VerificationCurve, speedups, step_costs, survival
 from speculant.metrics import SpeculationMetrics
 from speculant.models.source import embedded_heads, resolve_source
 from speculant.params import SamplingParams

@@ -40,8 +40,7 @@ from speculant.lab.bench.pair import STEP_LENGTHS, SpeedPrediction, predict, wri
 from speculant.lab.bench.scripts import Benchmark, markdown
 from speculant.lab.bench.workloads import Workload, WorkloadConfig, make_workload
 from speculant.lab.cli.train_static import decoder_texts
-from speculant.lab.theory.curve import FLAT, VerificationCurve
-from speculant.lab.theory.speedup import speedups, step_costs, survival
+from speculant.lab.theory.speedup import FLAT, VerificationCurve, speedups, step_costs, survival
 from speculant.lab.training.bigrams import count_bigrams
 from speculant.models.weights.load import Checkpoint, load_model
 from speculant.params import SamplingParams

@@ -28,11 +28,24 @@ from speculant.lab.bench.acceptance import Text, TextReader, estimate
 from speculant.lab.bench.pair import Candidate, load_pair, measure_alpha, write_texts
 from speculant.lab.bench.scripts import Benchmark, markdown
 from speculant.lab.bench.workloads import WorkloadConfig, make_workload
-from speculant.lab.theory.acceptance import acceptance, divergence, greedy_acceptance, rejection_sampling_acceptance
-from speculant.lab.theory.correlation import correlated_tokens
-from speculant.lab.theory.curve import FLAT, VerificationCurve
-from speculant.lab.theory.oracle import oracle_speedup
-from speculant.lab.theory.speedup import best_length, expected_tokens, operations, speedups, step_costs, survival
+from speculant.lab.theory.acceptance import (
+    acceptance,
+    correlated_tokens,
+    divergence,
+    greedy_acceptance,
+    rejection_sampling_acceptance,
+)
+from speculant.lab.theory.speedup import (
+    FLAT,
+    VerificationCurve,
+    best_length,
+    expected_tokens,
+    operations,
+    oracle_speedup,
+    speedups,
+    step_costs,
+    survival,
+)
 from speculant.lab.training.bigrams import count_bigrams
 from speculant.models.base import CausalLM
 from speculant.models.weights.load import Checkpoint

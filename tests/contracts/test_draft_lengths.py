@@ -10,8 +10,7 @@ import pytest
 from speculant import plugins
 from speculant.config import Limits
 from speculant.errors import ConfigError
-from speculant.lab.exactness.distributions import FULL_SUPPORT, Pair
-from speculant.lab.exactness.tables import TableModel
+from speculant.lab.exactness.tables import FULL_SUPPORT, Pair, TableModel
 from speculant.lengths.base import DraftLength, DraftLengthContext, DraftOutcome
 from speculant.metrics import StepTiming
 from speculant.params import SamplingParams

@@ -15,7 +15,7 @@ from speculant.drafting.base import Drafter
 from speculant.drafting.combine.composite import SubDrafter
 from speculant.drafting.model.cascade import InnerDrafter
 from speculant.drafting.model.runner import DraftModelRunner
-from speculant.lab.exactness.distributions import FULL_SUPPORT, Pair
+from speculant.lab.exactness.tables import FULL_SUPPORT, Pair
 from speculant.models.base import Chain
 from speculant.sampling.chance import KeyedChances
 from speculant.types import CommittedRows, Request

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from speculant.lab.exactness.distributions import NextProbs, softmax
-from speculant.lab.exactness.tables import History
+from speculant.lab.exactness.tables import History, NextProbs, softmax
 from speculant.params import SamplingParams
 
 

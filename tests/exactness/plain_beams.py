@@ -9,8 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from speculant.lab.exactness.distributions import NextProbs, Pair
-from speculant.lab.exactness.tables import History, Table
+from speculant.lab.exactness.tables import History, NextProbs, Pair, Table
 from speculant.params import SamplingParams
 from tests.exactness.distributions import transformed
 

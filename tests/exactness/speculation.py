@@ -7,11 +7,9 @@ from dataclasses import dataclass
 
 from speculant.config import Limits
 from speculant.drafting.base import Drafter
-from speculant.lab.exactness import speculation
-from speculant.lab.exactness.distributions import Pair
-from speculant.lab.exactness.enumeration import EnumeratingChances
-from speculant.lab.exactness.speculation import Enumerated
-from speculant.lab.exactness.tables import History, TableModel
+from speculant.lab.exactness import enumeration
+from speculant.lab.exactness.enumeration import Enumerated, EnumeratingChances
+from speculant.lab.exactness.tables import History, Pair, TableModel
 from speculant.lengths.base import DraftLength
 from speculant.sampling.chance import Chances
 from tests.exactness.distributions import transformed
@@ -26,7 +24,7 @@ def draft_model(pair: Pair, chances: Chances, limits: Limits, cache: MakeCache =
 
 
 @dataclass(frozen=True)
-class Case(speculation.Case):
+class Case(enumeration.Case):
     """A case with any drafter, cache and draft-length policy, whose distribution is worked out independently."""
 
     make_drafter: MakeDrafter = draft_model
@@ -40,7 +38,7 @@ class Case(speculation.Case):
 
 def enumerate_case(case: Case) -> Enumerated:
     """Follow every branch of a case."""
-    return speculation.enumerate_case(case, lambda chances: _Rigged(_rig(case, chances)))
+    return enumeration.enumerate_case(case, lambda chances: _Rigged(_rig(case, chances)))
 
 
 def _rig(case: Case, chances: EnumeratingChances) -> Rig:

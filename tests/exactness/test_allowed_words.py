@@ -13,8 +13,7 @@ from speculant.config import Limits
 from speculant.drafting.base import Drafter
 from speculant.drafting.lookup.ngram import NgramDrafter, NgramOptions
 from speculant.drafting.topology import ParallelChains, StaticTree, TreeTopology
-from speculant.lab.exactness.distributions import EXACT, FULL_SUPPORT, Pair
-from speculant.lab.exactness.tables import History, TableModel
+from speculant.lab.exactness.tables import EXACT, FULL_SUPPORT, History, Pair, TableModel
 from speculant.params import SamplingParams
 from speculant.sampling.chance import Chances
 from tests.exactness import speculation

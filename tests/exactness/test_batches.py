@@ -11,17 +11,18 @@ import torch
 
 from speculant.config import Limits
 from speculant.drafting.base import Drafter, DrafterNeeds
-from speculant.lab.exactness.distributions import (
+from speculant.lab.exactness.enumeration import Branches, EnumeratingChances, enumerate_outcomes
+from speculant.lab.exactness.tables import (
     EXACT,
     FULL_SUPPORT,
+    History,
     Joint,
     Pair,
+    TableModel,
     completed,
     deviation,
     joint_distribution,
 )
-from speculant.lab.exactness.enumeration import Branches, EnumeratingChances, enumerate_outcomes
-from speculant.lab.exactness.tables import History, TableModel
 from speculant.params import SamplingParams
 from speculant.types import DraftTree, Request
 from tests.exactness.distributions import transformed

@@ -11,8 +11,7 @@ import pytest
 
 from speculant.config import Limits
 from speculant.errors import RequestError
-from speculant.lab.exactness.distributions import FULL_SUPPORT, Pair
-from speculant.lab.exactness.tables import TableModel
+from speculant.lab.exactness.tables import FULL_SUPPORT, Pair, TableModel
 from speculant.metrics import RequestMetrics
 from speculant.params import SamplingParams
 from speculant.types import CommittedRows, DraftTree, Request

@@ -13,10 +13,9 @@ from speculant.config import Limits, SpeculativeConfig
 from speculant.drafting.base import Drafter
 from speculant.drafting.combine.fallback import FallbackDrafter
 from speculant.engine.drafters import Drafters
-from speculant.lab.exactness import speculation
-from speculant.lab.exactness.distributions import EXACT, FULL_SUPPORT, Pair
-from speculant.lab.exactness.drafts import of_method
-from speculant.lab.exactness.tables import TableModel
+from speculant.lab.exactness import enumeration
+from speculant.lab.exactness.proofs import of_method
+from speculant.lab.exactness.tables import EXACT, FULL_SUPPORT, Pair, TableModel
 from speculant.sampling.chance import Chances, KeyedChances
 from speculant.types import Request
 from tests.exactness.selection import combinations, slow_but
@@ -166,7 +165,7 @@ def test_constrained_composites_keep_the_distribution(name: str, verifier: str) 
         Pair(2, 4, FULL_SUPPORT), 2, verification=verifier, prompt=PROMPT, make_drafter=made_by(CHAINS[name]), idle=1,
         width=8,
     )  # fmt: skip
-    found = speculation.enumerate_case(case, functools.partial(Constrained, case))
+    found = enumeration.enumerate_case(case, functools.partial(Constrained, case))
     assert found.deviation() <= EXACT, case
 
 

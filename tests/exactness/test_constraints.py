@@ -15,10 +15,9 @@ from speculant.drafting.lookup.ngram import NgramDrafter, NgramOptions
 from speculant.drafting.lookup.synthetic import SyntheticDrafter
 from speculant.drafting.lookup.synthetic import SyntheticOptions as Rate
 from speculant.drafting.topology import ParallelChains, StaticTree
-from speculant.lab.exactness import speculation
-from speculant.lab.exactness.distributions import EXACT, FULL_SUPPORT, Pair
+from speculant.lab.exactness import enumeration
 from speculant.lab.exactness.enumeration import EnumeratingChances
-from speculant.lab.exactness.tables import History, TableModel
+from speculant.lab.exactness.tables import EXACT, FULL_SUPPORT, History, Pair, TableModel
 from speculant.params import SamplingParams
 from speculant.sampling.chance import Chances
 from speculant.types import Request
@@ -44,7 +43,7 @@ BRANCHING = [name for name in LOSSLESS if known_verifiers()[name].needs.branches
 
 
 @dataclass(frozen=True)
-class Case(speculation.Case):
+class Case(enumeration.Case):
     """A case whose output an automaton constrains; its distribution is worked out independently."""
 
     make_drafter: MakeDrafter = draft_model
@@ -88,7 +87,7 @@ class Constrained:
 
 
 def assert_exact(case: Case) -> float:
-    found = speculation.enumerate_case(case, functools.partial(Constrained, case))
+    found = enumeration.enumerate_case(case, functools.partial(Constrained, case))
     assert found.deviation() <= EXACT, case
     return found.mean_accepted
 

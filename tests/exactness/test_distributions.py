@@ -21,8 +21,7 @@ from speculant.drafting.lookup.ngram import NgramDrafter, NgramOptions
 from speculant.drafting.lookup.recent_match import LookupDrafter, LookupOptions
 from speculant.drafting.lookup.suffix import SuffixDrafter, SuffixOptions
 from speculant.drafting.model.drafter import ModelDrafter
-from speculant.lab.exactness.distributions import EXACT, FULL_SUPPORT, NODE_KINDS, Pair
-from speculant.lab.exactness.tables import TableModel
+from speculant.lab.exactness.tables import EXACT, FULL_SUPPORT, NODE_KINDS, Pair, TableModel
 from speculant.params import SamplingParams
 from speculant.sampling.chance import Chances
 from speculant.types import DraftTree, Request

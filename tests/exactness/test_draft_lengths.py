@@ -17,7 +17,7 @@ from speculant.drafting.combine.composite import SubDrafter
 from speculant.drafting.combine.fallback import FallbackDrafter
 from speculant.drafting.lookup.ngram import NgramDrafter, NgramOptions
 from speculant.drafting.selection import Selection
-from speculant.lab.exactness.distributions import EXACT, Pair
+from speculant.lab.exactness.tables import EXACT, Pair
 from speculant.lengths import adaptive as adaptive_length
 from speculant.lengths.adaptive import Adaptive
 from speculant.lengths.base import DraftOutcome, ScoredDraft

@@ -12,8 +12,8 @@ import torch
 
 from speculant import SpeculantError, speculate
 from speculant.errors import DistributionError
-from speculant.lab.exactness.distributions import EXACT, NODE_KINDS, two_distributions
 from speculant.lab.exactness.enumeration import Branches, EnumeratingChance, enumerate_outcomes
+from speculant.lab.exactness.tables import EXACT, NODE_KINDS, two_distributions
 from speculant.sampling.chance import Purpose, Stream
 from speculant.verification.execution import Weights
 from tests.examples import examples

@@ -19,8 +19,7 @@ from speculant.drafting.heads.folder import HeadFolder
 from speculant.drafting.model.runner import grow
 from speculant.drafting.topology import StaticTree
 from speculant.kernels.native_sampler import NativeSampler
-from speculant.lab.exactness.distributions import EXACT, FULL_SUPPORT, Pair
-from speculant.lab.exactness.tables import TableModel
+from speculant.lab.exactness.tables import EXACT, FULL_SUPPORT, Pair, TableModel
 from speculant.models.base import Chain
 from speculant.models.native import decoder as native_decoder
 from speculant.models.native.decoder import NativeDecoder

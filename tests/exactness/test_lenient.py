@@ -10,7 +10,7 @@ import torch
 from speculant import LLM, SamplingParams
 from speculant.engine.verify import verifier_for
 from speculant.errors import ConfigError
-from speculant.lab.exactness.distributions import EXACT, FULL_SUPPORT, Pair, softmax
+from speculant.lab.exactness.tables import EXACT, FULL_SUPPORT, Pair, softmax
 from speculant.params import SamplingParams as Params
 from speculant.types import DraftTree
 from speculant.verification.base import Verifier

@@ -7,8 +7,7 @@ import math
 import pytest
 
 from speculant.config import Limits
-from speculant.lab.exactness.distributions import FULL_SUPPORT, Pair, softmax
-from speculant.lab.exactness.tables import History, TableModel
+from speculant.lab.exactness.tables import FULL_SUPPORT, History, Pair, TableModel, softmax
 from speculant.params import SamplingParams
 from speculant.types import Logprobs, Request
 from tests.fakes import (

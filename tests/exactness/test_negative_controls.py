@@ -14,8 +14,8 @@ from torch import Tensor
 
 from speculant.config import Limits
 from speculant.drafting.base import Drafter
-from speculant.lab.exactness.distributions import EXACT, FULL_SUPPORT, Pair, softmax
 from speculant.lab.exactness.enumeration import EnumeratingChance
+from speculant.lab.exactness.tables import EXACT, FULL_SUPPORT, Pair, softmax
 from speculant.params import SamplingParams
 from speculant.sampling.chance import Chances
 from speculant.types import DraftTree, Request, Verdict

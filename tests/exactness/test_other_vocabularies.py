@@ -17,8 +17,7 @@ from speculant.drafting.model.drafter import ModelDrafter
 from speculant.drafting.model.runner import DraftModelRunner
 from speculant.drafting.topology import read_tree
 from speculant.kernels.native import usable_sets
-from speculant.lab.exactness.distributions import EXACT, FULL_SUPPORT, MIXED, Pair
-from speculant.lab.exactness.tables import TableModel
+from speculant.lab.exactness.tables import EXACT, FULL_SUPPORT, MIXED, Pair, TableModel
 from speculant.models.base import CausalLM
 from speculant.models.weights.load import load_model
 from speculant.params import SamplingParams

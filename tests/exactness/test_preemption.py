@@ -12,8 +12,7 @@ import torch
 
 from speculant.config import POLICIES, Limits
 from speculant.drafting.base import Drafter, DrafterNeeds
-from speculant.lab.exactness.distributions import FULL_SUPPORT, Pair
-from speculant.lab.exactness.tables import TableModel
+from speculant.lab.exactness.tables import FULL_SUPPORT, Pair, TableModel
 from speculant.params import SamplingParams
 from speculant.scheduling import scheduler as scheduler_module
 from speculant.types import ANYONE, Client, CommittedRows, DraftTree, Request

@@ -9,8 +9,7 @@ import torch
 
 from speculant.config import Limits
 from speculant.drafting.base import Drafter, DrafterNeeds
-from speculant.lab.exactness.distributions import FULL_SUPPORT, Pair
-from speculant.lab.exactness.tables import TableModel
+from speculant.lab.exactness.tables import FULL_SUPPORT, Pair, TableModel
 from speculant.params import SamplingParams
 from speculant.types import DraftTree, Request
 from tests.fakes import (

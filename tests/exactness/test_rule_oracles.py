@@ -7,8 +7,8 @@ import itertools
 import pytest
 import torch
 
-from speculant.lab.exactness.distributions import EXACT, FULL_SUPPORT, Pair, softmax
 from speculant.lab.exactness.enumeration import Branches, EnumeratingChance, enumerate_outcomes
+from speculant.lab.exactness.tables import EXACT, FULL_SUPPORT, Pair, softmax
 from speculant.types import DraftTree
 from speculant.verification.multi_draft import iterative_speculative_sample
 from tests.exactness.verdicts import MakeTree, Shape, chain_of, deterministic, sampled, target_distributions

@@ -8,8 +8,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from speculant.lab.exactness.distributions import EXACT, NODE_KINDS, Pair
 from speculant.lab.exactness.enumeration import EnumeratingChance, enumerate_outcomes
+from speculant.lab.exactness.tables import EXACT, NODE_KINDS, Pair
 from speculant.types import DraftTree, Verdict
 from speculant.verification.base import Verifier
 from speculant.verification.rejection import Rejection

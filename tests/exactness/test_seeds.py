@@ -10,8 +10,7 @@ import pytest
 from speculant.config import Limits
 from speculant.drafting.base import Drafter
 from speculant.drafting.lookup.ngram import NgramDrafter, NgramOptions
-from speculant.lab.exactness.distributions import FULL_SUPPORT, Pair
-from speculant.lab.exactness.tables import TableModel
+from speculant.lab.exactness.tables import FULL_SUPPORT, Pair, TableModel
 from speculant.params import SamplingParams
 from tests.exactness.selection import slow_but
 from tests.fakes import ScriptedDrafter, build_rig, model_drafter

@@ -25,8 +25,7 @@ from speculant.drafting.model.drafter import ModelDrafter
 from speculant.drafting.model.runner import DraftModelRunner
 from speculant.drafting.model.sources import DraftSources
 from speculant.drafting.topology import ParallelChains, StaticTree, TreeTopology
-from speculant.lab.exactness.distributions import EXACT, FULL_SUPPORT, Pair, deviation
-from speculant.lab.exactness.tables import TableModel, conditioned
+from speculant.lab.exactness.tables import EXACT, FULL_SUPPORT, Pair, TableModel, conditioned, deviation
 from speculant.models.base import Batch, Hidden
 from speculant.params import SamplingParams
 from speculant.sampling.chance import Chances, KeyedChances

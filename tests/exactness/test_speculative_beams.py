@@ -15,8 +15,7 @@ from speculant.drafting.base import DrafterNeeds
 from speculant.drafting.topology import StaticTree
 from speculant.errors import RequestError
 from speculant.kernels.native import usable_sets
-from speculant.lab.exactness.distributions import FULL_SUPPORT, Pair
-from speculant.lab.exactness.tables import Table, TableModel
+from speculant.lab.exactness.tables import FULL_SUPPORT, Pair, Table, TableModel
 from speculant.types import DraftTree, Request
 from tests.exactness.searches import (
     CROWD_ENDS,

@@ -15,9 +15,8 @@ from speculant.drafting.lookup.random import RandomDrafter
 from speculant.drafting.lookup.static import StaticDrafter
 from speculant.drafting.lookup.tables import BigramTables
 from speculant.engine.build import build_verifiers
-from speculant.lab.exactness.distributions import EXACT, FULL_SUPPORT, Pair
-from speculant.lab.exactness.drafts import choose_draft, of_method
-from speculant.lab.exactness.proofs import Claim, prove
+from speculant.lab.exactness.proofs import Claim, choose_draft, of_method, prove
+from speculant.lab.exactness.tables import EXACT, FULL_SUPPORT, Pair
 from speculant.lab.training.bigrams import count_bigrams
 from speculant.params import SamplingParams
 from speculant.sampling.chance import Chances

@@ -11,8 +11,7 @@ from speculant.drafting.base import Drafter
 from speculant.drafting.model.runner import DraftModelRunner
 from speculant.drafting.model.specinfer import SpecInfer
 from speculant.drafting.topology import ParallelChains, StaticTree, TreeTopology
-from speculant.lab.exactness.distributions import EXACT, FULL_SUPPORT, Pair
-from speculant.lab.exactness.tables import TableModel
+from speculant.lab.exactness.tables import EXACT, FULL_SUPPORT, Pair, TableModel
 from speculant.params import SamplingParams
 from speculant.sampling.chance import Chances, KeyedChances
 from tests.exactness.selection import combinations, slow_but

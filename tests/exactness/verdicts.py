@@ -7,9 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from speculant.lab.exactness.distributions import Joint, Pair, completed, deviation, joint_distribution, softmax
 from speculant.lab.exactness.enumeration import Branches, EnumeratingChance, enumerate_outcomes
-from speculant.lab.exactness.tables import History
+from speculant.lab.exactness.tables import History, Joint, Pair, completed, deviation, joint_distribution, softmax
 from speculant.types import DraftTree, Verdict
 from speculant.verification.base import Verifier
 

@@ -11,7 +11,7 @@ from speculant.config import EngineConfig
 from speculant.lab.bench.acceptance import Estimate, estimate, pooled
 from speculant.lab.bench.pair import Alpha, Candidate, load_pair, measure_alpha, write_texts
 from speculant.lab.bench.workloads import WorkloadConfig, make_workload
-from speculant.lab.theory.correlation import correlated_tokens
+from speculant.lab.theory.acceptance import correlated_tokens
 from speculant.metrics import SpeculationMetrics
 from speculant.models.weights.load import Checkpoint
 from speculant.params import SamplingParams

@@ -27,8 +27,7 @@ from speculant.lab.bench.acceptance import Text, TextAcceptance, TextReader
 from speculant.lab.bench.costs import LengthCosts
 from speculant.lab.bench.measuring import SPECULATIVE, Bench, both_ways
 from speculant.lab.bench.workloads import Workload
-from speculant.lab.theory.curve import FLAT
-from speculant.lab.theory.speedup import expected_costs, speedups, step_costs, survival
+from speculant.lab.theory.speedup import FLAT, expected_costs, speedups, step_costs, survival
 from speculant.models.weights.load import load_model
 from speculant.params import SamplingParams
 from tests.mapped import in_order

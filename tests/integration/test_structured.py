@@ -21,8 +21,7 @@ from speculant import LLM, AsyncEngine, RequestOutput, SamplingParams, Structure
 from speculant.config import Limits
 from speculant.errors import RequestError
 from speculant.kernels.native import usable_sets
-from speculant.lab.exactness.distributions import FULL_SUPPORT, Pair
-from speculant.lab.exactness.tables import TableModel
+from speculant.lab.exactness.tables import FULL_SUPPORT, Pair, TableModel
 from speculant.structured.grammars import Grammars
 from speculant.text.tokenizer import Tokenizer
 from tests.drafters import OPTIONS, UNSHIPPED, model_of, options_of, predicting

@@ -12,8 +12,17 @@ from torch import Tensor
 
 from speculant.config import EngineConfig
 from speculant.engine.build import Runtime, build_engine
-from speculant.lab.exactness.identity import ROUNDING, WAYS, TextComparison, compare, explained, first_gap
-from speculant.lab.exactness.texts import TargetReader, complete, reread
+from speculant.lab.exactness.texts import (
+    ROUNDING,
+    WAYS,
+    TargetReader,
+    TextComparison,
+    compare,
+    complete,
+    explained,
+    first_gap,
+    reread,
+)
 from speculant.params import SamplingParams
 from speculant.sampling.chance import Chance, KeyedNoise
 from speculant.sampling.distribution import Node

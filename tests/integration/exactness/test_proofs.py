@@ -13,9 +13,18 @@ from speculant.drafting.base import DrafterContext
 from speculant.drafting.model import draft_model
 from speculant.engine.build import build_verifiers, load_verifiers
 from speculant.lab.exactness import proofs
-from speculant.lab.exactness.distributions import EXACT
-from speculant.lab.exactness.drafts import Likeliest, TableDrafter, choose_draft
-from speculant.lab.exactness.proofs import CHAINS, TREES, Claim, Proof, claims, prove
+from speculant.lab.exactness.proofs import (
+    CHAINS,
+    TREES,
+    Claim,
+    Likeliest,
+    Proof,
+    TableDrafter,
+    choose_draft,
+    claims,
+    prove,
+)
+from speculant.lab.exactness.tables import EXACT
 from speculant.params import SamplingParams
 from speculant.sampling.chance import Chance
 from speculant.types import DraftTree, Request, Verdict

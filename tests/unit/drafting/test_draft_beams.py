@@ -7,8 +7,7 @@ import pytest
 from speculant.config import Limits
 from speculant.drafting.model.beams import draft_beams
 from speculant.drafting.model.runner import DraftModelRunner
-from speculant.lab.exactness.distributions import FULL_SUPPORT, Pair
-from speculant.lab.exactness.tables import TableModel
+from speculant.lab.exactness.tables import FULL_SUPPORT, Pair, TableModel
 from speculant.params import SamplingParams
 from speculant.sampling.chance import KeyedChances
 from speculant.types import DraftTree, Request

@@ -14,8 +14,7 @@ from speculant.drafting.base import DrafterNeeds
 from speculant.drafting.lookup.prediction import LONGEST_MATCH, Alignment, PredictionDrafter
 from speculant.engine.drafters import Drafters
 from speculant.errors import ConfigError, RequestError
-from speculant.lab.exactness.distributions import FULL_SUPPORT, Pair
-from speculant.lab.exactness.tables import TableModel
+from speculant.lab.exactness.tables import FULL_SUPPORT, Pair, TableModel
 from speculant.speculation import MAX_PREDICTION
 from tests.fakes import ScriptedDrafter, build_rig
 from tests.models import VOCAB_SIZE, Checkpoints, make_request

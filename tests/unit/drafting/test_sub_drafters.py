@@ -23,8 +23,7 @@ from speculant.drafting.combine.composite import (
 from speculant.drafting.combine.fallback import FallbackDrafter
 from speculant.engine.drafters import Drafters
 from speculant.errors import ConfigError
-from speculant.lab.exactness.distributions import FULL_SUPPORT, Pair
-from speculant.lab.exactness.tables import TableModel
+from speculant.lab.exactness.tables import FULL_SUPPORT, Pair, TableModel
 from speculant.sampling.chance import KeyedChances
 from speculant.types import CommittedRows, DraftTree, Request
 from tests.fakes import Rig, ScriptedDrafter, build_rig

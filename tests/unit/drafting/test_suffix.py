@@ -20,8 +20,7 @@ from speculant.errors import ConfigError
 from speculant.kernels.native_suffix_index import NativeSuffixIndex
 from speculant.kernels.suffix_index import SuffixSettings
 from speculant.kernels.suffix_indexes import open_suffix_index
-from speculant.lab.exactness.distributions import FULL_SUPPORT, Pair
-from speculant.lab.exactness.tables import TableModel
+from speculant.lab.exactness.tables import FULL_SUPPORT, Pair, TableModel
 from speculant.models.source import resolve_source
 from speculant.params import SamplingParams
 from speculant.text.tokenizer import Tokenizer

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from speculant.config import Limits
 from speculant.errors import ConstraintError, RequestError
-from speculant.lab.exactness.distributions import FULL_SUPPORT, Pair
-from speculant.lab.exactness.tables import TableModel
+from speculant.lab.exactness.tables import FULL_SUPPORT, Pair, TableModel
 from speculant.lengths.base import DraftOutcome
 from speculant.lengths.fixed import Fixed
 from speculant.metrics import StepTiming

@@ -13,8 +13,7 @@ from speculant.drafting.base import DrafterNeeds, StatelessDrafter, complete, li
 from speculant.drafting.guard import check_draft, check_extends
 from speculant.engine.drafters import Drafters
 from speculant.errors import ConfigError, DraftError
-from speculant.lab.exactness.distributions import FULL_SUPPORT, Pair
-from speculant.lab.exactness.tables import TableModel
+from speculant.lab.exactness.tables import FULL_SUPPORT, Pair, TableModel
 from speculant.lengths.base import ScoredDraft
 from speculant.lengths.fixed import Fixed
 from speculant.params import SamplingParams

@@ -21,8 +21,7 @@ from speculant.drafting.combine.fallback import FallbackDrafter
 from speculant.engine import runner as runner_module
 from speculant.engine.engine import Engine, EngineOptions
 from speculant.errors import RequestError
-from speculant.lab.exactness.distributions import FULL_SUPPORT, Pair
-from speculant.lab.exactness.tables import TableModel
+from speculant.lab.exactness.tables import FULL_SUPPORT, Pair, TableModel
 from speculant.lengths.base import DraftOutcome
 from speculant.lengths.fixed import Fixed
 from speculant.metrics import StepTiming

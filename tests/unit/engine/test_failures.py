@@ -20,8 +20,7 @@ from speculant.drafting.base import DrafterNeeds
 from speculant.engine.verify import advance_sound, verify_sound
 from speculant.errors import RequestError, SpeculantError
 from speculant.kernels.native import usable_sets
-from speculant.lab.exactness.distributions import FULL_SUPPORT, Pair
-from speculant.lab.exactness.tables import History, Table, TableModel
+from speculant.lab.exactness.tables import FULL_SUPPORT, History, Pair, Table, TableModel
 from speculant.sampling.chance import Purpose, Stream
 from speculant.types import DraftTree, Request, Verdict
 from tests.fakes import Rig, ScriptedDrafter, build_rig, known_verifiers, model_drafter

@@ -15,8 +15,7 @@ from speculant.config import Limits
 from speculant.drafting.base import Drafter
 from speculant.engine.engine import Engine
 from speculant.errors import SpeculantError
-from speculant.lab.exactness.distributions import FULL_SUPPORT, Pair
-from speculant.lab.exactness.tables import History, Table, TableModel
+from speculant.lab.exactness.tables import FULL_SUPPORT, History, Pair, Table, TableModel
 from speculant.models.base import Batch, Hidden
 from speculant.params import SamplingParams
 from speculant.sampling.chance import Chance

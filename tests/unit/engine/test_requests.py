@@ -14,8 +14,7 @@ from speculant.engine.drafters import Drafters
 from speculant.engine.engine import Engine, EngineOptions
 from speculant.engine.requests import CheckedRequest, RequestFactory
 from speculant.errors import CapacityError, RequestError, SpeculantError
-from speculant.lab.exactness.distributions import FULL_SUPPORT, Pair
-from speculant.lab.exactness.tables import TableModel
+from speculant.lab.exactness.tables import FULL_SUPPORT, Pair, TableModel
 from speculant.lengths.fixed import Fixed
 from speculant.sampling.chance import KeyedChances
 from tests.fakes import ScriptedDrafter, known_verifiers, paged

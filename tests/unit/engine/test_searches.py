@@ -8,8 +8,7 @@ import pytest
 
 from speculant.config import Limits
 from speculant.errors import CapacityError, RequestError
-from speculant.lab.exactness.distributions import FULL_SUPPORT, Pair
-from speculant.lab.exactness.tables import History, TableModel
+from speculant.lab.exactness.tables import FULL_SUPPORT, History, Pair, TableModel
 from speculant.params import SamplingParams
 from speculant.types import StepOutput
 from tests.beams import found_by

@@ -3,6 +3,10 @@
 `pair.py` compares a draft model's distributions with the target's along texts. Heads, lookups and trees have no such
 distributions, so the prompts are run once with each of several numbers of draft nodes. Several variants of a method are
 compared: types of a head's weights, and values of options that the method's module names in `alternatives`.
+
+`measure_sizes` finds how many tokens a draft's short output head should keep (arXiv 2502.14856). A head of n tokens
+draws from the draft's own distribution, renormalised over these tokens, so the acceptance of all sizes is computed from
+the same drafts of the whole head. The time of a draft is measured with a head of each size.
 """
 
 from __future__ import annotations

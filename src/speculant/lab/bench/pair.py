@@ -38,7 +38,7 @@ from speculant.lab.bench.measuring import (
 )
 from speculant.lab.bench.report import Size
 from speculant.lab.bench.workloads import Workload, WorkloadConfig, make_workload, require_room
-from speculant.lab.theory.correlation import correlation_of
+from speculant.lab.theory.acceptance import correlation_of
 from speculant.lab.theory.speedup import best_length, expected_costs
 from speculant.models.source import resolve_source
 from speculant.models.vocabulary import MappedVocabulary, TargetVocabulary
@@ -101,7 +101,7 @@ class Candidate:
 class SpeedPrediction:
     """The prediction for a draft model in one type: speeds, and tokens per pass, by length from 0 on.
 
-    correlation: of the acceptance of neighbours (`lab/theory/correlation.py`); None = not known. rates: the probability
+    correlation: of the acceptance of neighbours (`lab/theory/acceptance.py`); None = not known. rates: the probability
     that a node gains a token if the nodes before it did, for drafts in which it differs from node to node.
     """
 

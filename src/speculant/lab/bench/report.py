@@ -1,4 +1,4 @@
-"""The report of a benchmark: one dict for JSON, and the sentences that follow from it."""
+"""The report of a benchmark: one dict for JSON, with the gain from speculation, its tables and its conclusions."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ from speculant.lab.bench.measuring import (
     ratios,
     spreads,
 )
-from speculant.lab.theory.curve import VerificationCurve
-from speculant.lab.theory.speedup import best_length, expected_tokens, speedups, step_costs, survival
+from speculant.lab.theory.speedup import VerificationCurve, best_length, expected_tokens, speedups, step_costs, survival
 from speculant.models.description import DecoderConfig
 from speculant.models.sizes import parameters, values_per_position
 from speculant.models.source import read_model_config, resolve_source

@@ -1,4 +1,4 @@
-"""The parts that scripts of benchmarks/ share: the embedded pair, also inflated, and prompts of several kinds."""
+"""What scripts of benchmarks/ share: a command line, rounds and a file of results; the embedded pair, and prompts."""
 
 from __future__ import annotations
 

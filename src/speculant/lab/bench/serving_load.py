@@ -139,6 +139,10 @@ class LoadRun:
 class Load:
     """Sends prompts in turn, each run with a cache salt of its own, so that runs share no prefixes.
 
+    In a closed loop a number of clients send requests, each as soon as its last one is answered: the server is never
+    idle, and its rate of answers is its capacity. In an open loop requests come at their own times, whether or not
+    others were answered, like those of many users, so that a queue shows in the latencies.
+
     connect: makes a client whose base address is the server's. Each request has a client of its own, as the time in
     which httpx chooses among connections grows with the square of their number. The fields of a run are added to those
     of the prompt and the stream.

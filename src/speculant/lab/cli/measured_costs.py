@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from speculant.errors import ConfigError
 
 if TYPE_CHECKING:
-    from speculant.lab.theory.curve import VerificationCurve
+    from speculant.lab.theory.speedup import VerificationCurve
 
 LARGEST = 1e9  # of counts and costs
 FORMS = 'write {"1": 1.0, "2": 1.03, ...} or {"tokens": [1, 2, ...], "cost": [1.0, 1.03, ...]}.'
@@ -29,7 +29,7 @@ def read_curve(path: Path | None, key: str = "verify_curve") -> VerificationCurv
     The file has an object of costs by number of tokens, or one of two lists `tokens` and `cost`, or either of them
     under the key. Costs may be in any unit.
     """
-    from speculant.lab.theory.curve import FLAT, VerificationCurve
+    from speculant.lab.theory.speedup import FLAT, VerificationCurve
 
     if path is None:
         return FLAT

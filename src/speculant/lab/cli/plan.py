@@ -19,7 +19,7 @@ from speculant.lab.cli.measured_costs import read_curve, read_pair, read_rates
 from speculant.params import MAX_SPECULATIVE_TOKENS
 
 if TYPE_CHECKING:
-    from speculant.lab.theory.curve import VerificationCurve
+    from speculant.lab.theory.speedup import VerificationCurve
 
 EXAMPLES = examples(
     "speculant plan --alpha 0.8 --cost-ratio 0.05",
@@ -148,12 +148,12 @@ def plan(
 
 def document(given: Assumptions, curve: VerificationCurve) -> dict[str, Any]:
     """Return the plan as `--json` prints it."""
-    from speculant.lab.theory.oracle import oracle_speedup
     from speculant.lab.theory.speedup import (
         best_length,
         expected_tokens,
         least_acceptance,
         operations,
+        oracle_speedup,
         speedups,
         step_costs,
         survival,
@@ -195,7 +195,7 @@ def _simulated(given: Assumptions, costs: Sequence[float]) -> dict[str, float] |
     """Return the mean and the spread of the speed of simulated answers, with drafts of the last length in `costs`."""
     import numpy as np
 
-    from speculant.lab.theory.simulate import simulate
+    from speculant.lab.theory.acceptance import simulate
 
     if given.tokens is None:
         return None

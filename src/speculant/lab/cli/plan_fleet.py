@@ -18,9 +18,9 @@ from speculant.lab.cli.measured_costs import read_curve, read_object, read_pair,
 from speculant.lab.fleet.config import FleetConfig, ReplicaLimits, Routing, Scaling, TrafficConfig
 
 if TYPE_CHECKING:
-    from speculant.lab.fleet.costs import EngineCosts
+    from speculant.lab.fleet.replica import EngineCosts
     from speculant.lab.fleet.traffic import Arrival
-    from speculant.lab.theory.curve import VerificationCurve
+    from speculant.lab.theory.speedup import VerificationCurve
 
 EXAMPLES = examples(
     "speculant check-pair demo demo --json > pair.json",
@@ -79,7 +79,7 @@ class GivenCosts:
 
     def engine_costs(self, limits: ReplicaLimits) -> tuple[EngineCosts, list[str]]:
         """Return the costs, and notes about guesses among them. Raises ConfigError."""
-        from speculant.lab.fleet.costs import EngineCosts
+        from speculant.lab.fleet.replica import EngineCosts
 
         content = {} if self.costs is None else read_object(self.costs)
         rates, ratio = read_pair(self.costs)
@@ -104,7 +104,7 @@ class GivenCosts:
 
         prompt_rate is that of passes of `rows` tokens. Without a file, it gives the curve its second point.
         """
-        from speculant.lab.theory.curve import FLAT, VerificationCurve
+        from speculant.lab.theory.speedup import FLAT, VerificationCurve
 
         first_ms, rate = content.get("step_ms") if self.step_ms is None else self.step_ms, self.prompt_rate
         if not isinstance(first_ms, int | float) or not 0 < first_ms < float("inf"):
@@ -288,8 +288,7 @@ def _row(
     config: FleetConfig, costs: EngineCosts, limits: ReplicaLimits, requests: Sequence[Arrival], parts: Parts
 ) -> dict[str, Any]:
     """Simulate a fleet, and return its figures."""
-    from speculant.lab.fleet.fleet import simulate_fleet
-    from speculant.lab.fleet.report import figures
+    from speculant.lab.fleet.fleet import figures, simulate_fleet
 
     name = f"Simulating {config.replicas} replicas, {config.routing}"
     parts.begin(name)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from speculant.lab.exactness.scores import FALSE_ALARM, POWER, Score, Scores
+from speculant.lab.exactness.texts import FALSE_ALARM, POWER, Score, Scores
 
 V = 6
 NO_DRAFT = torch.zeros(0, V, dtype=torch.float64)

@@ -10,11 +10,10 @@ import pytest
 
 from speculant.errors import ConfigError
 from speculant.lab.fleet.config import FleetConfig, ReplicaLimits, Scaling, TrafficConfig
-from speculant.lab.fleet.costs import EngineCosts
-from speculant.lab.fleet.fleet import FleetRun, simulate_fleet
-from speculant.lab.fleet.report import figures
+from speculant.lab.fleet.fleet import FleetRun, figures, simulate_fleet
+from speculant.lab.fleet.replica import EngineCosts
 from speculant.lab.fleet.traffic import Arrival, arrivals
-from speculant.lab.theory.curve import VerificationCurve
+from speculant.lab.theory.speedup import VerificationCurve
 
 FLAT = EngineCosts(VerificationCurve((1, 2), (0.1, 0.1)))  # each step takes a tenth of a second
 SLOPED = EngineCosts(VerificationCurve((1, 8, 64, 512), (0.02, 0.022, 0.04, 0.2)), (0.8,), 0.05)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from speculant.lab.fleet.prefixes import PrefixStore
+from speculant.lab.fleet.replica import PrefixStore
 
 
 def _serve(store: PrefixStore, own: int, prefix: str, size: int) -> None:

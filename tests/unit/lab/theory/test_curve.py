@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from speculant.lab.theory.curve import FLAT, VerificationCurve
+from speculant.lab.theory.speedup import FLAT, VerificationCurve
 
 CURVE = VerificationCurve((1, 3, 4), (2.0, 2.4, 3.0))
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from speculant.lab.exactness.distributions import two_distributions
-from speculant.lab.theory.curve import FLAT
-from speculant.lab.theory.speedup import expected_costs, speedups, step_costs, survival
+from speculant.lab.exactness.tables import two_distributions
+from speculant.lab.theory.speedup import FLAT, expected_costs, speedups, step_costs, survival
 from tests.unit.lab.theory.process import accepted_in_a_step, within_three_errors
 
 COSTS = step_costs(0.2, FLAT, 4)

@@ -7,9 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from speculant.lab.theory.curve import FLAT, VerificationCurve
-from speculant.lab.theory.oracle import oracle_speedup
-from speculant.lab.theory.speedup import speedups, step_costs, survival
+from speculant.lab.theory.speedup import FLAT, VerificationCurve, oracle_speedup, speedups, step_costs, survival
 from tests.unit.lab.theory.process import simulated_knowing_speed, within_three_errors
 
 AHEAD = 200

@@ -7,10 +7,10 @@ from functools import partial
 import numpy as np
 import pytest
 
-from speculant.lab.theory.correlation import correlated_tokens, correlation_of, marks
-from speculant.lab.theory.curve import FLAT, VerificationCurve
-from speculant.lab.theory.simulate import Simulation, simulate
+from speculant.lab.theory.acceptance import Simulation, correlated_tokens, correlation_of, marks, simulate
 from speculant.lab.theory.speedup import (
+    FLAT,
+    VerificationCurve,
     accepted_lengths,
     expected_costs,
     expected_tokens,

@@ -7,8 +7,9 @@ import itertools
 import numpy as np
 import pytest
 
-from speculant.lab.theory.curve import FLAT, VerificationCurve
 from speculant.lab.theory.speedup import (
+    FLAT,
+    VerificationCurve,
     best_length,
     expected_tokens,
     least_acceptance,

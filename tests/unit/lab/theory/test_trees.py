@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from speculant.drafting.topology import StaticTree, read_tree
-from speculant.lab.exactness.distributions import EXACT, two_distributions
 from speculant.lab.exactness.enumeration import Branches, EnumeratingChance, enumerate_outcomes
+from speculant.lab.exactness.tables import EXACT, two_distributions
 from speculant.lab.theory.trees import best_tree, expected_accepted
 from speculant.types import DraftTree
 from speculant.verification.base import Verifier
