@@ -1,4 +1,4 @@
-"""How long functions and modules are. `python -m tests.architecture.figures` prints it."""
+"""How long functions are. `python -m tests.architecture.figures` prints it."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from tests.architecture.source import PACKAGE, Module, functions, load_package, num_lines
+from tests.architecture.source import Module, functions, load_package, num_lines
 
 MEDIAN_FUNCTION = 9  # lines; exclusive
 NINE_IN_TEN_FUNCTIONS = 30  # lines; exclusive
 LONGEST_FUNCTION = 60  # lines; inclusive
-LONGEST_MODULE = 500  # lines; exclusive
 
 
 @dataclass(frozen=True)
@@ -24,23 +23,20 @@ class Figures:
     median_function: float
     nine_in_ten: float
     longest_function: tuple[int, str]
-    longest_module: tuple[int, str]
 
 
 def measure(modules: Iterable[Module]) -> Figures:
-    """Measure functions and modules; there must be at least one of each."""
+    """Measure functions; there must be at least one."""
     modules = list(modules)
     lengths = [(num_lines(f), f"{module.at(f)} {f.name}") for module in modules for f in functions(module)]
     ordered = sorted(length for length, _ in lengths)
-    sizes = [(module.num_lines, module.name or PACKAGE) for module in modules]
     return Figures(
         num_modules=len(modules),
-        num_lines=sum(size for size, _ in sizes),
+        num_lines=sum(module.num_lines for module in modules),
         num_functions=len(ordered),
         median_function=statistics.median(ordered),
         nine_in_ten=ordered[-(-9 * len(ordered) // 10) - 1],
         longest_function=max(lengths),
-        longest_module=max(sizes),
     )
 
 
@@ -52,9 +48,6 @@ def over_budget(figures: Figures) -> list[str]:
         f"{figures.longest_function[1]} has {figures.longest_function[0]} lines": (
             figures.longest_function[0] <= LONGEST_FUNCTION
         ),
-        f"{figures.longest_module[1]} has {figures.longest_module[0]} lines": (
-            figures.longest_module[0] < LONGEST_MODULE
-        ),
     }
     return [message for message, holds in checks.items() if not holds]
 
@@ -62,14 +55,12 @@ def over_budget(figures: Figures) -> list[str]:
 def report(figures: Figures) -> str:
     """Lay the figures out for a terminal, each with its budget."""
     function_length, function_name = figures.longest_function
-    module_length, module_name = figures.longest_module
     return "\n".join(
         [
             f"{figures.num_modules} modules, {figures.num_lines} lines, {figures.num_functions} functions",
             f"  median function    {figures.median_function:5.1f} lines  (under {MEDIAN_FUNCTION})",
             f"  nine in ten up to  {figures.nine_in_ten:5.0f} lines  (under {NINE_IN_TEN_FUNCTIONS})",
             f"  longest function   {function_length:5d} lines  (at most {LONGEST_FUNCTION})  {function_name}",
-            f"  longest module     {module_length:5d} lines  (under {LONGEST_MODULE})  {module_name}",
         ]
     )
 

@@ -17,8 +17,8 @@ from typer.testing import CliRunner, Result
 from speculant import AsyncEngine
 from speculant.cli.main import app
 from speculant.errors import ConfigError, ServerError, SpeculantError
-from speculant.lab.cli import server_process
-from speculant.lab.cli.server_process import own_server
+from speculant.lab.cli import bench_serve
+from speculant.lab.cli.bench_serve import own_server
 from tests.models import Checkpoints
 from tests.servers import LiveServer, serve
 
@@ -89,7 +89,7 @@ def test_its_own_server_starts_and_ends(checkpoints: Checkpoints, monkeypatch: p
             super().__init__(*args, **kwargs)
             started.append(self)
 
-    monkeypatch.setattr(server_process.subprocess, "Popen", Popen)
+    monkeypatch.setattr(bench_serve.subprocess, "Popen", Popen)
     shown = _invoke(checkpoints.target, "--no-use-speculative-decoding", "--max-num-seqs", "2", *SHORT).stdout
     assert [process.returncode for process in started] == [0]
     assert shown.startswith("target at http://127.0.0.1:")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from speculant import LLM, SamplingParams
-from speculant.cli.describe import figures
+from speculant.cli.generate import figures
 from tests.figures import assert_figures, passes_of
 from tests.models import END, EXACT_DTYPE, Shape, write_checkpoint
 

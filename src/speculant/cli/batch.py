@@ -18,7 +18,7 @@ import typer
 from speculant.cli.entry import EXIT_INTERRUPTED
 from speculant.cli.flags import EngineFlags, FlagGroup, accepts_flags
 from speculant.cli.generate import fetch
-from speculant.cli.replica_flags import ReplicaFlags
+from speculant.cli.serve import ReplicaFlags
 from speculant.cli.terminal import counted_progress, end_at_once, examples, messages, print_json, progress
 from speculant.config import EngineConfig
 from speculant.errors import ConfigError

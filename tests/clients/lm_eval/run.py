@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from speculant import LLM, SamplingParams
-from speculant.lab.cli.server_process import own_server
+from speculant.lab.cli.bench_serve import own_server
 
 HERE = Path(__file__).resolve().parent
 TASKS = "speculant_choice,speculant_text"

@@ -16,8 +16,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from speculant import LLM, SamplingParams
-from speculant.cli.chat import Conversation
-from speculant.cli.chat_backends import Answer, AnswerPiece, LocalChatBackend, Messages, RemoteChatBackend, Summary
+from speculant.cli.chat import Answer, AnswerPiece, Conversation, LocalChatBackend, Messages, RemoteChatBackend, Summary
 from speculant.cli.main import app
 from speculant.errors import ConfigError, ModelError, RequestError, ServerError
 from tests.models import Checkpoints

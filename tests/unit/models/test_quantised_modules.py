@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from speculant.cli.model_report import inspect_model
+from speculant.cli.doctor import inspect_model
 from speculant.errors import ModelError
 from speculant.kernels.native import Type, usable_sets
 from speculant.models.native.experts import PackedExperts

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from speculant import LLM, SamplingParams
-from speculant.cli.describe import figures
+from speculant.cli.generate import figures
 from speculant.files import TICK, cache_folder
 from speculant.kernels.native import Kernels, Type, Weight, open_kernels, usable_sets
 from speculant.models.base import SequenceInput

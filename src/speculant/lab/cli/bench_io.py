@@ -9,40 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
-from speculant.cli.flags import SamplingFlags
-from speculant.cli.terminal import messages, print_json, results
+from speculant.cli.flags import FlagGroup, SamplingFlags
 from speculant.engine.profiling import check_trace_path
 from speculant.params import SamplingParams
 
 if TYPE_CHECKING:
     from speculant.lab.bench.measuring import BenchCase, Way
 
-MANY, FEW = 32, 4  # default numbers of prompts that run together, and one at a time
-
-Target = Annotated[str | None, typer.Argument(metavar="MODEL", help="The model: a folder, GGUF file, hub id or demo.")]
-Prompts = Annotated[
-    str,
-    typer.Option(
-        help="Built in: code, edit (code that begins again) or random (token ids)."
-        " Or a file: a prompt per line, or JSON lines in the form of Spec-Bench."
-    ),
-]
-Number = Annotated[int | None, typer.Option(help=f"How many prompts [default: {MANY}; all of a file].")]
-FewNumber = Annotated[int | None, typer.Option(help=f"How many prompts [default: {FEW}; all of a file].")]
-Lengths = Annotated[
-    list[int] | None,
-    typer.Option("--prompt-length", help="Tokens per prompt; can be repeated, each length is measured in turn."),
-]
-Rounds = Annotated[int, typer.Option(help="Runs of each mode.")]
-Report = Annotated[Path | None, typer.Option("--report", help="Write the figures and charts to this HTML file.")]
-Trace = Annotated[
-    Path | None,
-    typer.Option("--trace", help="Write the phases of one prompt's steps to this file, for ui.perfetto.dev."),
-]
-History = Annotated[
-    Path | None,
-    typer.Option("--history", help="Append a line with the ratios to this file, for speculant bench history."),
-]
 AsJson = Annotated[bool, typer.Option("--json", help="Print everything that was measured as JSON.")]
 
 
@@ -106,29 +79,30 @@ class OutputFiles:
             append(self.history, value, machine())
 
 
-def write_files(
-    files: OutputFiles, value: Mapping[str, Any], cases: Sequence[BenchCase], ways: Sequence[Mapping[str, Way]]
-) -> None:
-    """Write the requested files and print their paths; see `OutputFiles.write`."""
-    for path in files.write(value, cases, ways):
-        messages().print(f"written: {path}", style="dim")
+class OutputFlags(FlagGroup):
+    """The files that a benchmark writes."""
+
+    sets = OutputFiles
+
+    profile: Annotated[
+        Path, "Write a trace of the engine's steps here, for ui.perfetto.dev; profiling slows the run down."
+    ]
+    report: Annotated[Path, "Write the figures and charts to this HTML file."]
+    trace: Annotated[Path, "Write the phases of one prompt's steps to this file, for ui.perfetto.dev."]
+    history: Annotated[Path, "Append a line with the ratios to this file, for speculant bench history."]
+
+    def files(self) -> OutputFiles:
+        """Return the files; raises ConfigError for one that can't be written."""
+        return OutputFiles(**self.given)
 
 
-def show(value: Mapping[str, Any], *, as_json: bool) -> None:
-    """Print a document of `lab.bench.report`."""
-    if as_json:
-        print_json(value)
-        return
-    from speculant.lab.bench.report import conclusions, heading, tables
+class ReportFlags(OutputFlags):
+    """The files of several engines, which can't be profiled together."""
 
-    console, speculation = results(), value["speculation"]
-    console.print(f"speculation is {'on' if speculation['on'] else 'off'}: {speculation['detail']}")
-    for case in value["cases"]:
-        console.print(f"\n{heading(case)}\n", style="bold")
-        for table in tables(value["benchmark"], case):
-            console.print(table)
-            console.print()
-        for line in conclusions(case):
-            console.print(line)
-    for note in value["notes"]:
-        console.print(f"note: {note}", style="yellow")
+    left_out = ("profile",)
+
+
+class HistoryFlags(OutputFlags):
+    """The file of a server's figures."""
+
+    left_out = ("profile", "report", "trace")

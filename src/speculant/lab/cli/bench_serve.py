@@ -2,23 +2,114 @@
 
 from __future__ import annotations
 
+import http.client
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Any
+from urllib.parse import urlsplit
 
 import typer
 
-from speculant.cli.chat_backends import RemoteChatBackend
+from speculant.cli.chat import RemoteChatBackend
 from speculant.cli.flags import NEW_TOKENS, EngineFlags, accepts_flags
 from speculant.cli.generate import fetch
+from speculant.cli.serve import LISTENING
 from speculant.cli.terminal import examples, messages, print_json, progress, results
 from speculant.config import EngineConfig
-from speculant.errors import ConfigError
+from speculant.errors import ConfigError, ServerError
 from speculant.lab.bench.workloads import CODE, server_prompts
-from speculant.lab.cli.bench_io import AsJson, BenchSampling, History, OutputFiles
+from speculant.lab.cli.bench_io import AsJson, BenchSampling, HistoryFlags
 from speculant.lab.cli.progress import progress_of_runs
+
+_COMMAND = (sys.executable, "-m", "speculant.cli.main", "serve", "--host", "127.0.0.1", "--port", "0")
+_POLL = 0.05  # seconds between looks at a starting server
+_END = 40.0  # seconds before it is killed
+_MOST_QUOTED = 2000  # characters of its output in an error
+
+
+@contextmanager
+def own_server(settings: Mapping[str, str]) -> Iterator[str]:
+    """Run `speculant serve` on a free port of this machine, and yield its address once it serves requests.
+
+    settings: environment variables; every flag of the engine has one. The process ends with the block, after SIGTERM
+    too. Raises ServerError, with the server's output, if it ends before.
+    """
+    with tempfile.TemporaryDirectory() as folder, _sigterm_exits():
+        log = Path(folder) / "log"
+        with log.open("ab") as stderr:
+            process = subprocess.Popen(
+                _COMMAND,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=stderr,
+                env={**os.environ, **settings},
+            )
+        try:
+            yield _address(process, log)
+        finally:
+            _end(process)
+
+
+def _address(process: subprocess.Popen[bytes], log: Path) -> str:
+    """Wait until the server prints its address and answers there."""
+    while process.poll() is None:
+        found = re.search(rf"^{LISTENING} (\S+)", _text(log), re.MULTILINE)
+        if found and _is_healthy(found[1]):
+            return found[1]
+        time.sleep(_POLL)
+    text = _text(log)
+    if explained := re.search(r"^error: (.*)\n  fix: (.*)", text, re.MULTILINE):
+        raise ServerError(f"the server did not start: {explained[1]}", explained[2])
+    raise ServerError(f"the server ended at once: {text[-_MOST_QUOTED:].strip()}", "start it with `speculant serve`.")
+
+
+def _text(log: Path) -> str:
+    return log.read_text(encoding="utf-8", errors="replace")
+
+
+def _is_healthy(url: str) -> bool:
+    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=_END)
+    try:
+        connection.request("GET", "/health")
+        return connection.getresponse().status == http.client.OK
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(_END)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+@contextmanager
+def _sigterm_exits() -> Iterator[None]:
+    """Raise SystemExit at SIGTERM, which would end this process at once and leave the server running."""
+    if threading.current_thread() is not threading.main_thread():  # there are no signals
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
 
 EXAMPLES = examples(
     "speculant bench serve demo --draft-model demo",
@@ -72,8 +163,8 @@ def serve(
     clients: Clients = None,
     arrival_seed: Seed = 0,
     as_json: AsJson = False,
-    history: History = None,
     *,
+    output: HistoryFlags,
     sampling: BenchSampling,
     engine: EngineFlags,
 ) -> None:
@@ -88,7 +179,7 @@ def serve(
     """
     from speculant.lab.bench.serving_load import Load, LoadPlan, connector, measure_serving, serving_document
 
-    files = OutputFiles(history=history)
+    files = output.files()
     engine.name_model(target)
     config = None if url else EngineConfig.from_arguments(**engine.values())
     named = engine.remote_model() if url else None
@@ -110,8 +201,8 @@ def serve(
     }
     value["notes"] += [] if server.can_switch else [NO_SWITCH]
     files.record(value)
-    if history is not None:
-        messages().print(f"written: {history}", style="dim")
+    if files.history is not None:
+        messages().print(f"written: {files.history}", style="dim")
     if as_json:
         print_json(value)
     else:
@@ -139,8 +230,6 @@ def _running(url: str | None, config: EngineConfig | None, engine: EngineFlags) 
         assert url is not None
         yield url.rstrip("/").removesuffix("/v1")
         return
-    from speculant.lab.cli.server_process import own_server
-
     fetch(config)
     with ExitStack() as running:
         with progress("Starting the server"):
