@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
+from typing_extensions import override
 
 from speculant.cli.entry import EXIT_INTERRUPTED
 from speculant.cli.flags import EngineFlags, FlagGroup, accepts_flags
@@ -76,8 +77,8 @@ class BatchEngineFlags(EngineFlags):
 
     defaults: ClassVar[Mapping[str, object]] = {"max_num_seqs": _SEQS}
 
+    @override
     def parsed(self) -> dict[str, Any]:
-        """See `EngineFlags.parsed`."""
         return {"max_num_seqs": _SEQS, **super().parsed()}
 
 

@@ -17,6 +17,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import typer
+from typing_extensions import override
 
 from speculant.cli.demo import ACCEPTED
 from speculant.cli.flags import EngineFlags, SamplingFlags, accepts_flags
@@ -77,7 +78,7 @@ class ChatBackend(Protocol):
 
 
 @dataclass
-class LocalChatBackend:
+class LocalChatBackend(ChatBackend):
     """A model in this process."""
 
     llm: LLM
@@ -85,18 +86,18 @@ class LocalChatBackend:
     waits = False
 
     @property
+    @override
     def introduction(self) -> str:
-        """See `ChatBackend`."""
         state = f"speculation is {'on' if self.llm.speculating else 'off'}: {self.llm.speculation}"
         return f"{self.llm.config.model}; {state}; context: {self.llm.context}"
 
     @property
+    @override
     def can_switch(self) -> bool:
-        """See `ChatBackend`."""
         return self.llm.speculating
 
+    @override
     def answer(self, messages: Messages, speculating: bool | None) -> Answer:
-        """See `ChatBackend`."""
         params = self.params
         if speculating is not None and speculating != (params.speculation is not False):
             params = replace(params, speculation=None if speculating else False)
@@ -112,7 +113,7 @@ class LocalChatBackend:
 
 
 @dataclass
-class RemoteChatBackend:
+class RemoteChatBackend(ChatBackend):
     """A server with OpenAI's API. `model`: None = the first one that it lists; `settings` are added to each request.
 
     served: the model as the server lists it.
@@ -134,8 +135,8 @@ class RemoteChatBackend:
         self.served = self._find_model()
 
     @property
+    @override
     def introduction(self) -> str:
-        """See `ChatBackend`."""
         speculation = self.served.get("speculation")
         if not isinstance(speculation, dict):
             return f"{self.served['id']} at {self._base}"
@@ -147,8 +148,8 @@ class RemoteChatBackend:
         """See `ChatBackend`; only this package's server has a switch."""
         return self.served.get("owned_by") == "speculant"
 
+    @override
     def answer(self, messages: Messages, speculating: bool | None) -> Answer:
-        """See `ChatBackend`."""
         asked = {"model": self.served["id"], "messages": list(messages), "stream": True, **self.settings}
         asked["stream_options"] = {"include_usage": True}
         if self.can_switch:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
+from typing_extensions import override
 
 from speculant.cli.flags import FlagGroup, SamplingFlags
 from speculant.engine.profiling import check_trace_path
@@ -24,8 +25,8 @@ class BenchSampling(SamplingFlags):
 
     defaults: ClassVar[Mapping[str, object]] = {**SamplingFlags.defaults, "temperature": 0, "ignore_eos": "on"}
 
+    @override
     def params(self, defaults: SamplingParams | None = None) -> SamplingParams:
-        """See `SamplingFlags.params`."""
         return super().params(defaults or SamplingParams(temperature=0.0, ignore_eos=True))
 
 

@@ -11,6 +11,7 @@ from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from speculant.config import Limits
 from speculant.lab.exactness.tables import (
@@ -26,6 +27,7 @@ from speculant.lab.exactness.tables import (
 )
 from speculant.metrics import RequestMetrics, TimingMetrics
 from speculant.params import SamplingParams
+from speculant.sampling.chance import Chance, Chances
 from speculant.sampling.distribution import Node, distribution
 from speculant.types import Request, StepOutput
 
@@ -61,37 +63,37 @@ class Branches:
         return choice
 
 
-class EnumeratingChance:
+class EnumeratingChance(Chance):
     """A `Chance` whose decisions come from `Branches`."""
 
     def __init__(self, branches: Branches) -> None:
         self._branches = branches
 
+    @override
     def accept(self, probability: float) -> bool:
-        """See `Chance.accept`."""
         assert 0 <= probability <= 1, f"{probability} is not a probability"
         return self._branches.decide([1 - probability, probability]) == 1
 
+    @override
     def draw(self, weights: Tensor) -> int:
-        """See `Chance.draw`."""
         values = [float(weight) for weight in weights.tolist()]
         assert all(value >= 0 for value in values), f"{values} are not weights"
         assert sum(values) > 0, "nothing to draw from"
         return self._branches.decide(values)
 
 
-class EnumeratingChances:
+class EnumeratingChances(Chances):
     """A `Chances` whose decisions come from the branches set for the request's id."""
 
     def __init__(self) -> None:
         self.branches: dict[str, Branches] = {}
 
+    @override
     def draft(self, request: Request) -> EnumeratingChance:
-        """See `Chances.draft`."""
         return EnumeratingChance(self.branches[request.request_id])
 
+    @override
     def verify(self, request: Request) -> EnumeratingChance:
-        """See `Chances.verify`."""
         return EnumeratingChance(self.branches[request.request_id])
 
 

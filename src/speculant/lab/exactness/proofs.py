@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from speculant import plugins
 from speculant.cache.base import CacheShape, KVCache
@@ -72,8 +73,8 @@ class Separate(StatelessDrafter):
         self._make, self.needs = make, make().needs
         self._drafters: dict[int, Drafter] = {}
 
+    @override
     def begin(self, request: Request) -> None:
-        """See `Drafter.begin`."""
         self._drafters[request.seq_id] = self._make()
         self._drafters[request.seq_id].begin(request)
 
@@ -82,12 +83,12 @@ class Separate(StatelessDrafter):
         pairs = zip(requests, limits, strict=True)
         return [tree for request, limit in pairs for tree in self._drafters[request.seq_id].propose([request], [limit])]
 
+    @override
     def observe(self, request: Request, rows: CommittedRows) -> None:
-        """See `Drafter.observe`."""
         self._drafters[request.seq_id].observe(request, rows)
 
+    @override
     def end(self, request: Request) -> None:
-        """See `Drafter.end`."""
         self._drafters.pop(request.seq_id).end(request)
 
 
