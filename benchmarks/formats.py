@@ -51,6 +51,7 @@ from speculant.engine import build_around
 from speculant.files import cache_folder
 from speculant.lab.bench import (
     COMPLETION,
+    WITHOUT_DRAFTS,
     Benchmark,
     Compared,
     QualityText,
@@ -58,12 +59,11 @@ from speculant.lab.bench import (
     interleave,
     markdown,
     prompts_of,
+    quality_document,
     quartiles,
     ratio,
     read_text,
 )
-from speculant.lab.bench.decoding import PLAIN
-from speculant.lab.bench.quality import document
 from speculant.lab.inflation import decoded_model, rescaled_model
 from speculant.lab.quantize import TYPES, quantize
 from speculant.lab.training import read_corpus, standard_library
@@ -231,7 +231,7 @@ def write_base(reference: Checkpoint, text: QualityText, path: Path) -> BaseFile
 def quality(reference: Checkpoint, judged: Checkpoint, path: Path, text: QualityText) -> dict[str, Any]:
     """Return the figures of a model."""
     models = Compared(reference, judged, min(reference.model.vocab_size, judged.model.vocab_size))
-    found = document(models, path, text, list(models.scores(text)))
+    found = quality_document(models, path, text, list(models.scores(text)))
     return {
         "kernels": judged.kernels,
         "mib": found["judged"]["weight_bytes"] / MIB,
@@ -248,7 +248,7 @@ def speeds(
 
     def runner(checkpoint: Checkpoint) -> Callable[[], float]:
         config = EngineConfig.from_arguments(
-            model=str(folder), dtype="bfloat16", max_num_seqs=1, max_model_len=1024, **PLAIN
+            model=str(folder), dtype="bfloat16", max_num_seqs=1, max_model_len=1024, **WITHOUT_DRAFTS
         )
         runtime = build_around(config, checkpoint)
         decode(runtime, [prompt], 8)

@@ -37,6 +37,7 @@ from speculant.lab.bench import (
     HELD_OUT,
     SHAPE,
     TEXTS,
+    WITHOUT_DRAFTS,
     Bench,
     Benchmark,
     BenchRun,
@@ -45,13 +46,12 @@ from speculant.lab.bench import (
     Mode,
     Spread,
     Workload,
+    gains,
     markdown,
     measure_steps,
     prompts_of,
     quartiles,
 )
-from speculant.lab.bench.decoding import PLAIN
-from speculant.lab.bench.gains import gains
 from speculant.lab.inflation import inflated_head
 from speculant.lab.theory import VerificationCurve, speedups, step_costs, survival
 from speculant.metrics import SpeculationMetrics
@@ -315,7 +315,7 @@ def measure(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     arguments.name = f"heads_{arguments.shape}"
     pair, rounds, size = LoadedPair.load(arguments.shape), arguments.rounds, arguments.prompts
     rounds = rounds or (32 if arguments.shape == "demo" else 3)
-    plain = pair.engine(**PLAIN)
+    plain = pair.engine(**WITHOUT_DRAFTS)
     params = SamplingParams(temperature=0, max_tokens=arguments.tokens, ignore_eos=True)
     texts = {text: prompts_of(text, plain.tokenizer, (1 + rounds) * size) for text in arguments.texts}
     seen: dict[str, Any] = {"rounds": 0, "skipped": {}, "texts": {text: {} for text in texts}}

@@ -21,15 +21,16 @@ from speculant.lab.bench import (  # fmt: skip
     SHAPE,
     TARGET,
     TEXTS,
+    WITHOUT_DRAFTS,
     Benchmark,
     Decoded,
     LoadedPair,
+    alpha,
     by_text_and_method,
     decode,
     prompts_of,
     ratio,
 )
-from speculant.lab.bench.decoding import PLAIN, alpha  # fmt: skip
 
 METHODS: dict[str, dict[str, Any]] = {
     "draft_model": {"model": DRAFT, "method": "draft_model"},
@@ -47,7 +48,7 @@ METHODS: dict[str, dict[str, Any]] = {
 def compare(arguments: argparse.Namespace, pair: LoadedPair, text: str, method: str) -> dict[str, Any]:
     """Compare the lengths of one method on one kind of text."""
     base, batch, lengths = METHODS[method], arguments.batch, [str(length) for length in arguments.lengths]
-    engines = {"plain": pair.engine(batch, **PLAIN)}
+    engines = {"plain": pair.engine(batch, **WITHOUT_DRAFTS)}
     for length in arguments.lengths:
         engines[str(length)] = pair.engine(batch, {**base, "num_speculative_tokens": length, "draft_length": "fixed"})
     engines["adaptive"] = pair.engine(batch, base)

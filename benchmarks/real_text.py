@@ -38,6 +38,7 @@ from speculant.lab.bench import (
     COMPLETION,
     DRAFT,
     TARGET,
+    WITHOUT_DRAFTS,
     Bench,
     Benchmark,
     BenchRun,
@@ -56,7 +57,6 @@ from speculant.lab.bench import (
     quartiles,
     ratio,
 )
-from speculant.lab.bench.decoding import PLAIN
 from speculant.lab.inflation import Shape, decoded_model, head_kind, inflate_head, inflated_model, kept_model
 from speculant.metrics import SpeculationMetrics
 from speculant.models import Checkpoint, load_model, resolve_source
@@ -143,7 +143,7 @@ def engines(pair: LoadedPair, batch: int) -> dict[str, Runtime]:
         "speculative_config": {"method": "fallback", "members": [*LOOKED_UP, {"method": kind, "model": str(own)}]}
     }
     return {
-        "plain": pair.engine(batch, **PLAIN, **settings),
+        "plain": pair.engine(batch, **WITHOUT_DRAFTS, **settings),
         "fixed": pair.engine(batch, drafting, **settings),
         DEFAULT: pair.engine(batch, **(beside if kind else {"draft_model": str(own)}), **settings),
         LOOKUPS: pair.engine(batch, use_speculative_decoding=True, **settings),
@@ -188,13 +188,13 @@ def oracle(
     readers = [TextReader(each.model, sampler, size) for each in (target, draft)]
     found = measure_acceptance(*readers, texts, params)
     costs = measure_costs(runtimes["fixed"], list(texts[0].prompt), params, batch)
-    given = [each.given[1:] for each in found]
+    given = [each.given for each in found]
     known = [(generator.random(len(each)) < each).astype(float) for each in given]  # accepted or not, as drawn
     seconds = sum(oracle_seconds(each, costs, costs.lengths[-1], batch) for each in known)
     rest = np.array(costs.other_s)
     return {
         "speed": costs.plain_s / batch * sum(map(len, given)) / seconds,
-        "alpha": asdict(estimate([each.overlap[1:] for each in found])),
+        "alpha": asdict(estimate([each.overlap for each in found])),
         "cost_ratio": costs.cost_ratio,
         "plain_s": costs.plain_s,
         "V": {str(n): float(v) for n, v in zip(costs.lengths, rest / rest[0], strict=True)},

@@ -34,8 +34,9 @@ from speculant.config import EngineConfig
 from speculant.drafting import BigramTables
 from speculant.engine import Runtime, build_around
 from speculant.lab.bench import (
-    LENGTHS,
+    PLAIN,
     SPECULATIVE,
+    STEP_LENGTHS,
     Bench,
     BenchCase,
     Benchmark,
@@ -47,6 +48,7 @@ from speculant.lab.bench import (
     Workload,
     WorkloadConfig,
     both_ways,
+    compare_probs,
     make_workload,
     markdown,
     measure,
@@ -56,8 +58,6 @@ from speculant.lab.bench import (
     ways_of,
     write_texts,
 )
-from speculant.lab.bench.acceptance import compare
-from speculant.lab.bench.measuring import PLAIN
 from speculant.lab.cli import decoder_texts
 from speculant.lab.theory import FLAT, VerificationCurve, speedups, step_costs, survival
 from speculant.lab.training import count_bigrams
@@ -117,9 +117,11 @@ def run(subject: Subject, sources: Sequence[Sequence[int]], params: SamplingPara
     texts = write_texts(runtime, workload, params)
     sampler, size = subject.target.backend.sampler, subject.target.model.vocab_size
     reader = TextReader(subject.target.model, sampler, size)
-    found = [compare(reader.distributions(text, params), subject.read(text, params), text.output) for text in texts]
+    found = [
+        compare_probs(reader.distributions(text, params), subject.read(text, params), text.output) for text in texts
+    ]
     acceptance = [TextAcceptance(each.overlap[1:], each.given[1:]) for each in found]
-    costs = measure_steps({"": LENGTHS}, {"": runtime}, sources[0], params, COST_SECONDS)[""]
+    costs = measure_steps({"": STEP_LENGTHS}, {"": runtime}, sources[0], params, COST_SECONDS)[""]
     prediction = predict(acceptance, costs, costs)
     length = prediction.best_draft
     first_s = max(0.0, first_draft_s(runtime, sources, params, length) - costs.draft_s[costs.lengths.index(length)])

@@ -23,6 +23,7 @@ from speculant.lab.bench import (
     DRAFT,
     HELD_OUT,
     SHAPE,
+    WITHOUT_DRAFTS,
     Bench,
     Benchmark,
     BenchRun,
@@ -33,7 +34,6 @@ from speculant.lab.bench import (
     prompts_of,
     ratio,
 )
-from speculant.lab.bench.decoding import PLAIN
 from speculant.lab.inflation import inflated_head
 from speculant.metrics import SpeculationMetrics
 from speculant.models import CausalLM, SequenceInput, build_batch, embedded_heads, resolve_source
@@ -72,7 +72,7 @@ def bench_of(arguments: argparse.Namespace, pair: LoadedPair, method: str, way: 
 
 def compare(arguments: argparse.Namespace, pair: LoadedPair, method: str) -> dict[str, Any]:
     """Run all ways of a method."""
-    benches = {UNDRAFTED: Bench(pair.engine(1, **PLAIN))}
+    benches = {UNDRAFTED: Bench(pair.engine(1, **WITHOUT_DRAFTS))}
     benches |= {name: bench_of(arguments, pair, method, way) for name, way in WAYS.items()}
     params = SamplingParams(temperature=0, max_tokens=arguments.tokens, ignore_eos=True)
     size = arguments.prompts

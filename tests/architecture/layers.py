@@ -71,7 +71,7 @@ NATIVE = frozenset(
     }
 )
 CHOOSERS = frozenset({"kernels.suffix_index"})  # takes what is native where it was built, else the reference
-INSPECTORS = frozenset({"cli.doctor", "cli.model_report"})  # `speculant doctor` looks at the library itself
+INSPECTORS = frozenset({"cli.doctor"})  # `speculant doctor` looks at the library itself
 OUTSIDE_OF_THEORY = frozenset({"numpy", "lazy_loader"})
 
 

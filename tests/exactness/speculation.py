@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from speculant.config import Limits
 from speculant.drafting import Drafter
-from speculant.lab.exactness import Enumerated, EnumeratingChances, History, Pair, TableModel, speculation
+from speculant.lab.exactness import Enumerated, EnumeratingChances, History, Pair, TableModel, enumeration
 from speculant.lengths import DraftLength
 from speculant.sampling import Chances
 from tests.exactness.distributions import transformed
@@ -22,7 +22,7 @@ def draft_model(pair: Pair, chances: Chances, limits: Limits, cache: MakeCache =
 
 
 @dataclass(frozen=True)
-class Case(speculation.Case):
+class Case(enumeration.Case):
     """A case with any drafter, cache and draft-length policy, whose distribution is worked out independently."""
 
     make_drafter: MakeDrafter = draft_model
@@ -36,7 +36,7 @@ class Case(speculation.Case):
 
 def enumerate_case(case: Case) -> Enumerated:
     """Follow every branch of a case."""
-    return speculation.enumerate_case(case, lambda chances: _Rigged(_rig(case, chances)))
+    return enumeration.enumerate_case(case, lambda chances: _Rigged(_rig(case, chances)))
 
 
 def _rig(case: Case, chances: EnumeratingChances) -> Rig:

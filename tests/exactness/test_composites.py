@@ -11,7 +11,7 @@ import pytest
 from speculant import SamplingParams
 from speculant.config import Limits, SpeculativeConfig
 from speculant.drafting import Drafter, Drafters, FallbackDrafter
-from speculant.lab.exactness import EXACT, FULL_SUPPORT, Pair, TableModel, of_method, speculation
+from speculant.lab.exactness import EXACT, FULL_SUPPORT, Pair, TableModel, enumeration, of_method
 from speculant.sampling import Chances, KeyedChances
 from speculant.types import Request
 from tests.exactness.selection import combinations, slow_but
@@ -160,7 +160,7 @@ def test_constrained_composites_keep_the_distribution(name: str, verifier: str) 
         Pair(2, 4, FULL_SUPPORT), 2, verification=verifier, prompt=PROMPT, make_drafter=made_by(CHAINS[name]), idle=1,
         width=8,
     )  # fmt: skip
-    found = speculation.enumerate_case(case, functools.partial(Constrained, case))
+    found = enumeration.enumerate_case(case, functools.partial(Constrained, case))
     assert found.deviation() <= EXACT, case
 
 

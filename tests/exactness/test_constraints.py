@@ -19,7 +19,7 @@ from speculant.drafting import (
     SyntheticDrafter,
     SyntheticOptions as Rate,
 )
-from speculant.lab.exactness import EXACT, FULL_SUPPORT, EnumeratingChances, History, Pair, TableModel, speculation
+from speculant.lab.exactness import EXACT, FULL_SUPPORT, EnumeratingChances, History, Pair, TableModel, enumeration
 from speculant.params import SamplingParams
 from speculant.sampling import Chances
 from speculant.types import Request
@@ -45,7 +45,7 @@ BRANCHING = [name for name in LOSSLESS if known_verifiers()[name].needs.branches
 
 
 @dataclass(frozen=True)
-class Case(speculation.Case):
+class Case(enumeration.Case):
     """A case whose output an automaton constrains; its distribution is worked out independently."""
 
     make_drafter: MakeDrafter = draft_model
@@ -89,7 +89,7 @@ class Constrained:
 
 
 def assert_exact(case: Case) -> float:
-    found = speculation.enumerate_case(case, functools.partial(Constrained, case))
+    found = enumeration.enumerate_case(case, functools.partial(Constrained, case))
     assert found.deviation() <= EXACT, case
     return found.mean_accepted
 

@@ -11,7 +11,7 @@ from typer.testing import CliRunner, Result
 
 from speculant.cli import app
 from speculant.errors import SpeculantError
-from speculant.lab.bench import step_costs, sweep
+from speculant.lab.bench import costs, sweep
 from tests.integration.test_bench_report import Page
 from tests.models import EXACT_DTYPE, Checkpoints
 
@@ -20,8 +20,8 @@ SMALL = ("--num-prompts", "2", "--max-tokens", "16", "--rounds", "2", "--dtype",
 
 @pytest.fixture(autouse=True)
 def _little_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_costs, "STEPS", 1)
-    monkeypatch.setattr(sweep, "COST_SECONDS", 0.01)
+    monkeypatch.setattr(costs, "STEPS", 1)
+    monkeypatch.setattr(sweep, "_COST_SECONDS", 0.01)
     monkeypatch.delenv("SPECULANT_MODEL", raising=False)
 
 

@@ -17,7 +17,7 @@ from typer.testing import CliRunner, Result
 from speculant import AsyncEngine
 from speculant.cli import app
 from speculant.errors import ConfigError, ServerError, SpeculantError
-from speculant.lab.cli import own_server, server_process
+from speculant.lab.cli import bench_serve, own_server
 from tests.models import Checkpoints
 from tests.servers import LiveServer, serve
 
@@ -88,7 +88,7 @@ def test_its_own_server_starts_and_ends(checkpoints: Checkpoints, monkeypatch: p
             super().__init__(*args, **kwargs)
             started.append(self)
 
-    monkeypatch.setattr(server_process.subprocess, "Popen", Popen)
+    monkeypatch.setattr(bench_serve.subprocess, "Popen", Popen)
     shown = _invoke(checkpoints.target, "--no-use-speculative-decoding", "--max-num-seqs", "2", *SHORT).stdout
     assert [process.returncode for process in started] == [0]
     assert shown.startswith("target at http://127.0.0.1:")

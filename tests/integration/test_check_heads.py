@@ -17,7 +17,7 @@ from speculant.cli import app
 from speculant.config import EngineConfig
 from speculant.drafting.model import early_exit
 from speculant.errors import ConfigError, PairError, SpeculantError
-from speculant.lab.bench import Estimate, LengthCosts, Workload, drafting, pair, step_costs
+from speculant.lab.bench import Estimate, LengthCosts, Workload, costs, drafting, pair
 from speculant.lab.theory import expected_tokens, survival
 from speculant.models import CausalLM
 from speculant.params import SamplingParams
@@ -31,8 +31,8 @@ ALPHA = Estimate(0.5, 0.4, 0.6, 100)
 
 @pytest.fixture(autouse=True)
 def _little_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_costs, "STEPS", 1)
-    monkeypatch.setattr(drafting, "COST_SECONDS", 0.01)
+    monkeypatch.setattr(costs, "STEPS", 1)
+    monkeypatch.setattr(drafting, "_COST_SECONDS", 0.01)
     monkeypatch.setattr(drafting, "RUN_SECONDS", 0.01)
     monkeypatch.setattr(pair, "SPEED_SECONDS", 0.01)
 
@@ -154,7 +154,7 @@ def test_tokens_per_pass_are_those_of_the_engine(checkpoints: Checkpoints, tmp_p
 
 def test_prediction_is_tokens_over_costs() -> None:
     costs = LengthCosts((0, 1, 2, 4), [0.0, 0.1, 0.1, 0.1], [1.0, 1.1, 1.2, 1.4])
-    found = drafting.predict([1, 2, 4], np.array([1.5, 1.8, 2.0]), ALPHA, costs)
+    found = drafting.predict_drafts([1, 2, 4], np.array([1.5, 1.8, 2.0]), ALPHA, costs)
     assert found.tokens == pytest.approx([1, 1.5, 1.8, 1.9, 2.0])
     assert found.speeds == pytest.approx([1, 1.5 / 1.2, 1.8 / 1.3, 1.9 / 1.4, 2.0 / 1.5])
     assert found.rates == pytest.approx([0.5, 0.6, 1 / 3, 1.0, 0.0])
@@ -164,7 +164,7 @@ def test_prediction_is_tokens_over_costs() -> None:
 def test_more_nodes_never_bring_more_than_fewer() -> None:
     """A gain that grows with the number of nodes is chance, and so is a loss."""
     costs = LengthCosts((0, 1, 2, 3), [0.0] * 4, [1.0] * 4)
-    found = drafting.predict([1, 2, 3], np.array([1.2, 1.6, 1.5]), ALPHA, costs)
+    found = drafting.predict_drafts([1, 2, 3], np.array([1.2, 1.6, 1.5]), ALPHA, costs)
     assert found.tokens == pytest.approx([1, 1.2, 1.4, 1.4])
 
 

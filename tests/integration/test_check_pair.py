@@ -25,10 +25,10 @@ from speculant.lab.bench import (
     TextAcceptance,
     TextReader,
     Workload,
+    acceptance,
     both_ways,
+    costs as steps,
     pair,
-    step_costs as steps,
-    vocabularies,
 )
 from speculant.lab.theory import FLAT, expected_costs, speedups, step_costs, survival
 from speculant.models import load_model
@@ -47,7 +47,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=40)
 @pytest.fixture(autouse=True)
 def _little_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(steps, "STEPS", 1)
-    monkeypatch.setattr(pair, "COST_SECONDS", 0.01)
+    monkeypatch.setattr(pair, "_COST_SECONDS", 0.01)
     monkeypatch.setattr(pair, "SPEED_SECONDS", 0.01)
 
 
@@ -283,7 +283,7 @@ def test_other_tokenizer_is_shown(checkpoints: Checkpoints, prompts: str, other:
 def test_mass_is_the_probability_of_the_shared_tokens(checkpoints: Checkpoints) -> None:
     reader, text = TextReader(load_model(checkpoints.target, "float32").model, REFERENCE, 264), Text([65, 66], [70, 90])
     whole = reader.distributions(text, SamplingParams())
-    found = vocabularies._mass(reader.logits, [text], [*range(100)])
+    found = acceptance._mass(reader.logits, [text], [*range(100)])
     assert found == pytest.approx(float(whole[:, :100].sum(-1).mean()), abs=1e-6)
 
 

@@ -39,7 +39,7 @@ FOLLOWS_SIZES = {"gemma4_text"}
 
 @pytest.fixture(autouse=True)
 def _little_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pair, "COST_SECONDS", 0.01)
+    monkeypatch.setattr(pair, "_COST_SECONDS", 0.01)
     monkeypatch.setattr(pair, "SPEED_SECONDS", 0.01)
 
 

@@ -82,7 +82,7 @@ def command(*arguments: str) -> dict[str, Any]:
 
 
 def test_commands_take_files(files: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pair, "COST_SECONDS", 0.01)
+    monkeypatch.setattr(pair, "_COST_SECONDS", 0.01)
     monkeypatch.setattr(pair, "SPEED_SECONDS", 0.01)
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("def read(path):\nimport os\n")

@@ -1,7 +1,7 @@
-from .chat import Conversation as Conversation
-from .chat_backends import (
+from .chat import (
     Answer as Answer,
     AnswerPiece as AnswerPiece,
+    Conversation as Conversation,
     LocalChatBackend as LocalChatBackend,
     Messages as Messages,
     RemoteChatBackend as RemoteChatBackend,
@@ -19,15 +19,18 @@ from .demo import (
     run as run,
     summary as summary,
 )
-from .describe import figures as figures
-from .doctor import Speeds as Speeds, inspect_machine as inspect_machine, measure_speeds as measure_speeds
+from .doctor import (
+    Speeds as Speeds,
+    inspect_machine as inspect_machine,
+    inspect_model as inspect_model,
+    measure_speeds as measure_speeds,
+)
 from .entry import EXIT_INTERRUPTED as EXIT_INTERRUPTED
 from .flags import (
     NEW_TOKENS as NEW_TOKENS,
     EngineFlags as EngineFlags,
     FlagGroup as FlagGroup,
     LogLevel as LogLevel,
-    Profile as Profile,
     SamplingFlags as SamplingFlags,
     accepts_flags as accepts_flags,
     accepts_log_level as accepts_log_level,
@@ -35,9 +38,8 @@ from .flags import (
     parse_speculation as parse_speculation,
     profiling as profiling,
 )
-from .generate import fetch as fetch, read_prompt as read_prompt
+from .generate import fetch as fetch, figures as figures, read_prompt as read_prompt
 from .main import all_commands as all_commands, app as app
-from .model_report import inspect_model as inspect_model
 from .serve import LISTENING as LISTENING, LinePrinter as LinePrinter, ServerFlags as ServerFlags
 from .terminal import (
     LINE_S as LINE_S,

@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
+from typing_extensions import override
 
 from speculant.cli.entry import EXIT_INTERRUPTED
 from speculant.cli.flags import EngineFlags, FlagGroup, accepts_flags
 from speculant.cli.generate import fetch
-from speculant.cli.replica_flags import ReplicaFlags
+from speculant.cli.serve import ReplicaFlags
 from speculant.cli.terminal import counted_progress, end_at_once, examples, messages, print_json, progress
 from speculant.config import EngineConfig
 from speculant.errors import ConfigError
@@ -74,8 +75,8 @@ class BatchEngineFlags(EngineFlags):
 
     defaults: ClassVar[Mapping[str, object]] = {"max_num_seqs": _SEQS}
 
+    @override
     def parsed(self) -> dict[str, Any]:
-        """See `EngineFlags.parsed`."""
         return {"max_num_seqs": _SEQS, **super().parsed()}
 
 

@@ -2,24 +2,282 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from http.client import HTTPException, HTTPResponse
 from types import FrameType
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import typer
+from typing_extensions import override
 
-from speculant.cli.chat_backends import AnswerPiece, ChatBackend, LocalChatBackend, RemoteChatBackend
 from speculant.cli.demo import ACCEPTED
 from speculant.cli.flags import EngineFlags, SamplingFlags, accepts_flags
-from speculant.cli.generate import fetch, load
+from speculant.cli.generate import fetch, figures, load
 from speculant.cli.terminal import VerbatimConsole, examples, messages, progress, results, show_error
 from speculant.config import EngineConfig
-from speculant.errors import ConfigError, RequestError, SpeculantError, suggest
+from speculant.errors import ConfigError, RequestError, ServerError, SpeculantError, suggest
+
+if TYPE_CHECKING:
+    from speculant.engine import LLM
+    from speculant.params import SamplingParams
+
+
+Messages = Sequence[Mapping[str, Any]]
+_PATIENCE = 300.0  # seconds without data from a server
+_LONGEST_LINE = 2**22  # bytes of an event
+_LONGEST_ERROR = 2**16
+
+
+@dataclass(frozen=True)
+class AnswerPiece:
+    """A part of an answer. drafted: an accepted draft token; None = unknown. reasoning: it precedes the answer."""
+
+    text: str
+    drafted: bool | None = None
+    reasoning: bool = False
+
+
+@dataclass(frozen=True)
+class Summary:
+    """brief: the speed of an answer. full: the same with figures on speculation."""
+
+    brief: str
+    full: str
+
+
+Answer = Generator[AnswerPiece, None, Summary]
+
+
+class ChatBackend(Protocol):
+    """Answers conversations. waits: an exception may interrupt the call that waits for the next piece."""
+
+    waits: bool
+
+    @property
+    def introduction(self) -> str:
+        """The model's name, and whether speculation is on."""
+        ...
+
+    @property
+    def can_switch(self) -> bool:
+        """Whether speculation can be switched."""
+        ...
+
+    def answer(self, messages: Messages, speculating: bool | None) -> Answer:
+        """Yield the next answer; closing the generator ends it early. speculating: None = as the settings define."""
+        ...
+
+
+@dataclass
+class LocalChatBackend(ChatBackend):
+    """A model in this process."""
+
+    llm: LLM
+    params: SamplingParams
+    waits = False
+
+    @property
+    @override
+    def introduction(self) -> str:
+        state = f"speculation is {'on' if self.llm.speculating else 'off'}: {self.llm.speculation}"
+        return f"{self.llm.config.model}; {state}; context: {self.llm.context}"
+
+    @property
+    @override
+    def can_switch(self) -> bool:
+        return self.llm.speculating
+
+    @override
+    def answer(self, messages: Messages, speculating: bool | None) -> Answer:
+        params = self.params
+        if speculating is not None and speculating != (params.speculation is not False):
+            params = replace(params, speculation=None if speculating else False)
+        drafting, output = self.llm.speculating and params.speculation is not False, None
+        with closing(self.llm.stream_chat(messages, params)) as pieces:  # type: ignore[type-var]
+            for piece in pieces:
+                yield AnswerPiece(piece.text, piece.drafted if drafting else None)
+                output = piece.output
+        assert output is not None, "a stream ends with its output"
+        cut, timing = _cut(output.outputs[0].finish_reason == "length"), output.metrics.timing
+        seconds = (timing.ttft_s or 0.0) + timing.decode_s
+        return Summary(_speed(len(output.outputs[0].token_ids), seconds) + cut, figures(self.llm, output) + cut)
+
+
+@dataclass
+class RemoteChatBackend(ChatBackend):
+    """A server with OpenAI's API. `model`: None = the first one that it lists; `settings` are added to each request.
+
+    served: the model as the server lists it.
+
+    Raises ServerError if it can't be reached, RequestError for a model that it does not have.
+    """
+
+    url: str
+    model: str | None = None
+    api_key: str | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    waits = True
+
+    def __post_init__(self) -> None:
+        if not self.url.startswith(("http://", "https://")):
+            raise RequestError(f"{self.url!r} is not the address of a server", "write it like http://127.0.0.1:8000.")
+        base = self.url.rstrip("/")
+        self._base = base if base.endswith("/v1") else base + "/v1"
+        self.served = self._find_model()
+
+    @property
+    @override
+    def introduction(self) -> str:
+        speculation = self.served.get("speculation")
+        if not isinstance(speculation, dict):
+            return f"{self.served['id']} at {self._base}"
+        state = "on" if speculation.get("on") else "off"
+        return f"{self.served['id']} at {self._base}; speculation is {state}: {speculation.get('detail')}"
+
+    @property
+    def can_switch(self) -> bool:
+        """See `ChatBackend`; only this package's server has a switch."""
+        return self.served.get("owned_by") == "speculant"
+
+    @override
+    def answer(self, messages: Messages, speculating: bool | None) -> Answer:
+        asked = {"model": self.served["id"], "messages": list(messages), "stream": True, **self.settings}
+        asked["stream_options"] = {"include_usage": True}
+        if self.can_switch:
+            asked["speculant"] = {"tokens": True}
+            asked |= {} if speculating is None else {"speculation": speculating}
+        count = _Count()
+        with self._send("/chat/completions", asked) as response:
+            for chunk in _events(response):
+                yield from count.read(chunk)
+        return count.summary()
+
+    def _find_model(self) -> Mapping[str, Any]:
+        with self._send("/models") as response:
+            listed = _parsed(response.read(_LONGEST_LINE)).get("data")
+        models = {
+            each["id"]: each for each in listed or () if isinstance(each, dict) and isinstance(each.get("id"), str)
+        }
+        if not models:
+            raise ServerError(f"{self._base} lists no models", "name a server with OpenAI's API.")
+        if self.model is not None and self.model not in models:
+            raise RequestError(f"the server has no model {self.model!r}", f"it has: {', '.join(models)}.")
+        return models[self.model or next(iter(models))]
+
+    def _send(self, path: str, body: Mapping[str, Any] | None = None) -> HTTPResponse:
+        headers = {"Content-Type": "application/json", "Accept": "application/json, text/event-stream"}
+        if self.api_key is not None:
+            headers["Authorization"] = f"Bearer {self.api_key}"
+        data = None if body is None else json.dumps(body).encode("ascii")
+        request = urllib.request.Request(self._base + path, data, headers)
+        try:
+            response: HTTPResponse = urllib.request.urlopen(request, timeout=_PATIENCE)
+        except urllib.error.HTTPError as error:
+            with error:
+                raise _refused(error.code, _parsed(error.read(_LONGEST_ERROR))) from None
+        except (OSError, HTTPException) as error:
+            reason = getattr(error, "reason", error)
+            raise ServerError(
+                f"{self._base} can't be reached: {reason}", "start the server, or correct --url."
+            ) from error
+        return response
+
+
+@dataclass
+class _Count:
+    """Figures from the chunks of an answer."""
+
+    started: float = field(default_factory=time.perf_counter)
+    pieces: int = 0
+    usage: Mapping[str, Any] = field(default_factory=dict)
+    speculation: Mapping[str, Any] = field(default_factory=dict)
+    cut: bool = False
+
+    def read(self, chunk: Mapping[str, Any]) -> Iterator[AnswerPiece]:
+        """Yield the text of a chunk."""
+        self.usage = chunk.get("usage") or self.usage
+        self.speculation = (chunk.get("metrics") or {}).get("speculative_decoding") or self.speculation
+        tokens = chunk.get("speculant_tokens")
+        drafted = bool(tokens[-1].get("drafted")) if tokens else None
+        for choice in chunk.get("choices") or ():
+            self.cut = self.cut or choice.get("finish_reason") == "length"
+            delta = choice.get("delta") or {}
+            for name, reasoning in (("reasoning_content", True), ("reasoning", True), ("content", False)):
+                if text := delta.get(name):
+                    self.pieces += 1
+                    yield AnswerPiece(text, drafted, reasoning)
+
+    def summary(self) -> Summary:
+        """Return the speed, and figures on speculation if the server sent them."""
+        tokens = self.usage.get("completion_tokens") or self.pieces
+        made = _speed(tokens, time.perf_counter() - self.started) + _cut(self.cut)
+        if not self.speculation:
+            return Summary(made, made)
+        per_pass, length, rate = (
+            float(self.speculation.get(name) or 0)
+            for name in ("tokens_per_pass", "mean_acceptance_length", "acceptance_rate")
+        )
+        figure = f"{per_pass:.2f} tokens per pass" if per_pass else f"mean acceptance length {length:.2f}"
+        return Summary(made, f"{made}; {figure}, acceptance rate {rate:.2f}")
+
+
+def _speed(tokens: int, seconds: float) -> str:
+    return f"{tokens} tokens in {seconds:.2f} s ({tokens / seconds if seconds else 0.0:.1f} tokens/s)"
+
+
+def _cut(cut: bool) -> str:
+    return "; cut at --max-tokens" if cut else ""
+
+
+def _events(response: HTTPResponse) -> Iterator[Mapping[str, Any]]:
+    """Yield the chunks of a stream of server-sent events. Raises ServerError for an error event, or an early end."""
+    try:
+        while line := response.readline(_LONGEST_LINE):
+            if not line.startswith(b"data:"):
+                continue
+            data = line.removeprefix(b"data:").strip()
+            if data == b"[DONE]":
+                return
+            chunk = _parsed(data)
+            if "error" in chunk:
+                raise ServerError(f"the server ended the answer: {_message(chunk)}", "ask again.")
+            yield chunk
+    except (OSError, HTTPException) as error:
+        raise ServerError(f"the connection was lost: {error}", "ask again.") from error
+    raise ServerError("the server ended the answer early", "ask again.")
+
+
+def _parsed(data: bytes) -> Mapping[str, Any]:
+    """Return a JSON object; an empty one for anything else."""
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _refused(status: int, body: Mapping[str, Any]) -> RequestError | ServerError:
+    reason = f"the server refused the request: {_message(body)} ({status})"
+    if status == 401:
+        return RequestError(reason, "give --api-key.")
+    if status < 500 and status not in (408, 429):
+        return RequestError(reason, "correct the request, or --url.")
+    return ServerError(reason, "ask again later.")
+
+
+def _message(body: Mapping[str, Any]) -> str:
+    error = body.get("error")
+    return str(error.get("message") if isinstance(error, dict) else error or "no reason given")
+
 
 EXAMPLES = examples(
     "speculant chat --model demo --draft-model demo",

@@ -13,18 +13,18 @@ import typer
 
 from speculant.cli.flags import EngineFlags, FlagGroup, accepts_flags
 from speculant.cli.generate import fetch
-from speculant.cli.replica_flags import ReplicaFlags
 from speculant.cli.terminal import end_at_once, examples, messages
 from speculant.config import EngineConfig
 from speculant.errors import ConfigError
 from speculant.gguf_file import name_of
-from speculant.scale import ReplicaOptions, check_ray
+from speculant.ray import REPLICA_FIELDS, ReplicaOptions, check_ray, replica_range
 from speculant.serving import ServerOptions
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
     from speculant.engine import AsyncEngine
+
 
 LISTENING = "Listening at"  # the address follows
 EXAMPLES = examples(
@@ -107,6 +107,28 @@ def _range(text: str) -> tuple[int, int]:
         return int(low), int(high)
     except ValueError:
         raise ConfigError(f"--priority-range {text!r} is not LOW:HIGH", "write for example -10:10.") from None
+
+
+class ReplicaFlags(FlagGroup):
+    """Several engines on a Ray cluster."""
+
+    sets = ReplicaOptions
+
+    replicas: Annotated[str, "N engines on a Ray cluster (extra ray), or LOW:HIGH of them, as many as the load needs."]
+    cores: Annotated[int, "Cores that each replica has for itself [default: an equal share of all]."]
+    routing: Annotated[str, "Which replica answers: prefix (has seen a prompt that begins alike) or load."]
+    imbalance: Annotated[int, "Requests that a replica may have more than another for the sake of a prefix."]
+    address: Annotated[str, "The Ray cluster [env: RAY_ADDRESS; default: a new one on this machine]."]
+
+    renamed: ClassVar[Mapping[str, str]] = {field: name for name, field in REPLICA_FIELDS.items()}
+
+    def options(self) -> ReplicaOptions | None:
+        """Return the replicas' options; None = one engine in this process, without Ray."""
+        if not self.given:
+            return None
+        if "replicas" not in self.given:
+            raise ConfigError("options of replicas are given, and no number of them", "add --replicas N.")
+        return ReplicaOptions(**{**self.given, "replicas": replica_range(self.given["replicas"])})
 
 
 @accepts_flags

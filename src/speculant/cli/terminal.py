@@ -15,6 +15,7 @@ import typer
 import typer.core
 from rich.console import Console
 from rich.text import Text
+from typing_extensions import override
 
 from speculant.cli.entry import EXIT_INTERRUPTED
 from speculant.errors import SpeculantError
@@ -73,8 +74,8 @@ class VerbatimConsole(Console):
     def __init__(self, **settings: Any) -> None:
         super().__init__(highlight=False, markup=False, emoji=False, soft_wrap=True, **settings)
 
+    @override
     def render_str(self, text: str, **settings: Any) -> Text:
-        """See `rich.console.Console.render_str`."""
         return super().render_str(self._harmless(text), **settings)
 
     def write(self, text: str) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from speculant.cli import app, doctor, model_report
+from speculant.cli import app, doctor
 from speculant.errors import ModelError
 from speculant.kernels import usable_sets
 from speculant.models import GOOD, NativeDecoder, load_model
@@ -154,7 +154,7 @@ def test_doctor_names_what_is_slow(
     assert not caplog.records  # the report says it
     assert note["cost"] == "0.3 MiB in memory instead of 0.0, which each pass reads"
     assert not [each for each in report(source)["findings"] if each["status"] == "note"]
-    monkeypatch.setattr(model_report, "LEAST_WIDE", 0)
+    monkeypatch.setattr(doctor, "LEAST_WIDE", 0)
     (note,) = [each for each in report(source)["findings"] if each["status"] == "note"]
     assert "16 matrices are kept in float32" in note["what"]
     assert "--dtype bfloat16" in note["fix"]
@@ -165,7 +165,7 @@ def test_doctor_does_not_advise_to_round_matrices_beside_blocks(
     source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither --dtype nor --quantization rounds the matrices of such a file."""
-    monkeypatch.setattr(model_report, "LEAST_WIDE", 0)
+    monkeypatch.setattr(doctor, "LEAST_WIDE", 0)
     path = convert(source, tmp_path / "mixed.gguf", lambda name: "Q4_K" if "ffn" in name else "F32")
     (note,) = [each for each in report(str(path))["findings"] if each["status"] == "note"]
     assert "10 matrices are kept in float32" in note["what"]

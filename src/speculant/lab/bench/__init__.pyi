@@ -4,46 +4,29 @@ from .acceptance import (
     Text as Text,
     TextAcceptance as TextAcceptance,
     TextReader as TextReader,
+    compare_probs as compare_probs,
     estimate as estimate,
     measure_acceptance as measure_acceptance,
     pooled as pooled,
     read_text as read_text,
 )
-from .alpha import Alpha as Alpha, along_texts as along_texts, measure_alpha as measure_alpha
 from .compare import (
     Setting as Setting,
     build_ways as build_ways,
-    compared as compared,
     configured as configured,
     settings as settings,
     usual_settings as usual_settings,
 )
-from .decoding import (
-    COMPLETION as COMPLETION,
-    DRAFT as DRAFT,
-    EDIT as EDIT,
-    HELD_OUT as HELD_OUT,
-    SHAPE as SHAPE,
-    TARGET as TARGET,
-    TEXTS as TEXTS,
-    Decoded as Decoded,
-    LoadedPair as LoadedPair,
-    by_text_and_method as by_text_and_method,
-    decode as decode,
-    prompts_of as prompts_of,
-)
+from .costs import LengthCosts as LengthCosts, measure_steps as measure_steps, oracle_seconds as oracle_seconds
 from .drafting import (
-    check_drafts as check_drafts,
-    require_lengths as require_lengths,
-    stored_parameters as stored_parameters,
-)
-from .gains import gain as gain
-from .head_sizes import (
     HeadSize as HeadSize,
     best_size as best_size,
+    check_drafts as check_drafts,
     measure_sizes as measure_sizes,
     overlaps as overlaps,
+    require_lengths as require_lengths,
     sizes_of as sizes_of,
+    stored_parameters as stored_parameters,
 )
 from .history import (
     Change as Change,
@@ -52,13 +35,18 @@ from .history import (
     append as append,
     command_of as command_of,
     entry_of as entry_of,
+    machine as machine,
     read as read,
     typical as typical,
 )
-from .http_load import Exchange as Exchange, Load as Load, LoadRun as LoadRun, connector as connector
 from .measuring import (
+    PLAIN as PLAIN,
     SPECULATIVE as SPECULATIVE,
+    Bench as Bench,
     BenchCase as BenchCase,
+    BenchRun as BenchRun,
+    Mode as Mode,
+    Notify as Notify,
     Spread as Spread,
     Way as Way,
     both_ways as both_ways,
@@ -69,53 +57,89 @@ from .measuring import (
     spreads as spreads,
     ways_of as ways_of,
 )
-from .oracle_costs import oracle_seconds as oracle_seconds
-from .outputs import OutputFiles as OutputFiles
-from .pair import (
-    LENGTHS as LENGTHS,
-    Candidate as Candidate,
-    Findings as Findings,
-    Notify as Notify,
-    SpeedPrediction as SpeedPrediction,
-    check_pair as check_pair,
-    load_pair as load_pair,
-    predict as predict,
-    write_texts as write_texts,
-)
-from .quality import ChunkScores as ChunkScores, Compared as Compared, Interval as Interval, QualityText as QualityText
-from .report import (
-    by_category as by_category,
-    conclusions as conclusions,
-    described_rounds as described_rounds,
-    heading as heading,
-    plain_values as plain_values,
-)
-from .runner import (
-    Benchmark as Benchmark,
-    markdown as markdown,
-    origin as origin,
-    quartiles as quartiles,
-    ratio as ratio,
-    timed as timed,
-)
-from .runs import Bench as Bench, BenchRun as BenchRun, Mode as Mode
-from .samples import (
+from .page import (
     LINE_END as LINE_END,
     Span as Span,
     chrome_trace as chrome_trace,
     recorded as recorded,
+    require_charts as require_charts,
     take_samples as take_samples,
+    write_page as write_page,
+    write_trace as write_trace,
 )
-from .serving_load import Level as Level, LoadPlan as LoadPlan, measure_serving as measure_serving
-from .sizes import Size as Size, memory as memory
-from .step_costs import LengthCosts as LengthCosts, measure_steps as measure_steps
+from .pair import (
+    STEP_LENGTHS as STEP_LENGTHS,
+    Alpha as Alpha,
+    Candidate as Candidate,
+    Findings as Findings,
+    SpeedPrediction as SpeedPrediction,
+    check_pair as check_pair,
+    load_pair as load_pair,
+    measure_alpha as measure_alpha,
+    predict as predict,
+    write_texts as write_texts,
+)
+from .quality import (
+    ChunkScores as ChunkScores,
+    Compared as Compared,
+    Interval as Interval,
+    QualityText as QualityText,
+    compare_logits as compare_logits,
+    quality_document as quality_document,
+)
+from .report import (
+    ROWS as ROWS,
+    Size as Size,
+    by_category as by_category,
+    cell as cell,
+    conclusions as conclusions,
+    described_rounds as described_rounds,
+    document as document,
+    gain as gain,
+    gains as gains,
+    heading as heading,
+    memory as memory,
+    plain_values as plain_values,
+    tables as tables,
+)
+from .scripts import (
+    COMPLETION as COMPLETION,
+    DRAFT as DRAFT,
+    EDIT as EDIT,
+    HELD_OUT as HELD_OUT,
+    SHAPE as SHAPE,
+    TARGET as TARGET,
+    TEXTS as TEXTS,
+    WITHOUT_DRAFTS as WITHOUT_DRAFTS,
+    Benchmark as Benchmark,
+    Decoded as Decoded,
+    LoadedPair as LoadedPair,
+    alpha as alpha,
+    by_text_and_method as by_text_and_method,
+    decode as decode,
+    markdown as markdown,
+    origin as origin,
+    prompts_of as prompts_of,
+    quartiles as quartiles,
+    ratio as ratio,
+    timed as timed,
+)
+from .serving_load import (
+    Exchange as Exchange,
+    Level as Level,
+    Load as Load,
+    LoadPlan as LoadPlan,
+    LoadRun as LoadRun,
+    connector as connector,
+    measure_serving as measure_serving,
+    serving_document as serving_document,
+)
 from .sweep import (
     SweepPlan as SweepPlan,
     chains_of as chains_of,
     predict_sweep as predict_sweep,
     sweep_params as sweep_params,
 )
-from .tables import ROWS as ROWS, cell as cell
 from .workloads import (
     CODE as CODE,
     EDIT_LENGTH as EDIT_LENGTH,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -13,11 +14,21 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from speculant.cache import MEASURED, Source, slotted_cache
+from speculant.config import EngineConfig
 from speculant.drafting import fit_vocabulary
 from speculant.kernels import Sampler
 from speculant.lab.theory.acceptance import acceptance
 from speculant.metrics import SpeculationMetrics
-from speculant.models import CausalLM, SequenceInput, build_batch, encode_sources, known
+from speculant.models import (
+    CausalLM,
+    Checkpoint,
+    MappedVocabulary,
+    SequenceInput,
+    build_batch,
+    encode_sources,
+    known,
+    load_model,
+)
 from speculant.params import SamplingParams
 from speculant.sampling import sampling_settings
 from speculant.types import DraftTree
@@ -116,13 +127,15 @@ def _as_they_are(tokens: Sequence[int]) -> list[list[int]]:
 def measure_acceptance(
     target: TextReader, draft: TextReader, texts: Sequence[Text], params: SamplingParams
 ) -> list[TextAcceptance]:
-    """Return the acceptance along each text."""
-    return [
-        compare(target.distributions(text, params), draft.distributions(text, params), text.output) for text in texts
-    ]
+    """Return the acceptance along each text, without its first token, which comes with the prompt."""
+    found = list[TextAcceptance]()
+    for text in texts:
+        whole = compare_probs(target.distributions(text, params), draft.distributions(text, params), text.output)
+        found.append(TextAcceptance(whole.overlap[1:], whole.given[1:]))
+    return found
 
 
-def compare(p: Tensor, q: Tensor, output: Sequence[int]) -> TextAcceptance:
+def compare_probs(p: Tensor, q: Tensor, output: Sequence[int]) -> TextAcceptance:
     """Compare the target's probs p [T, V] and the draft model's q [T, V] at the output tokens [T].
 
     This pass may decide a near-tie otherwise, so that p excludes an output token; such a token counts as accepted with
@@ -171,3 +184,64 @@ def estimate(values: Sequence[Array]) -> Estimate:
     centre = (mean + share / 2) / (1 + share)
     half = quantile / (1 + share) * math.sqrt(alone / number + share / number / 4)
     return Estimate(mean, max(0.0, centre - half), min(1.0, centre + half), tokens)
+
+
+@dataclass(frozen=True)
+class SharedTokens:
+    """Figures along texts that the target writes.
+
+    shared: tokens that both have, of the target's `size`. target_mass, draft_mass: the mean probability of these tokens
+    in each model's own distribution, at temperature 1 and before the draft's is renormalised. No draft is accepted with
+    a higher probability than target_mass. draft_tokens_per_token: how many tokens the draft reads for each of the
+    target's. read_us_per_token: microseconds for each of the target's tokens to find them, if it has come before.
+    """
+
+    shared: int
+    size: int
+    target_mass: float
+    draft_mass: float
+    draft_tokens_per_token: float
+    read_us_per_token: float
+
+    @property
+    def verdict(self) -> str:
+        """The figures in words."""
+        return (
+            f"the vocabularies differ: they share {self.shared} of the target's {self.size} tokens, which have"
+            f" {self.target_mass:.1%} of the target's probability and {self.draft_mass:.1%} of the draft's, so at most"
+            f" {self.target_mass:.1%} of the drafted tokens can be accepted at temperature 1; for a token of the target"
+            f" the draft reads {self.draft_tokens_per_token:.2f} of its own, found in {self.read_us_per_token:.2g} us"
+        )
+
+
+def measure_shared(
+    config: EngineConfig, target: Checkpoint, vocabulary: MappedVocabulary, texts: Sequence[Text]
+) -> SharedTokens:
+    """Measure on texts how much the configured pair shares. Loads the draft again, with its whole head."""
+    draft = load_model(
+        str(config.draft_model), config.dtype, config.device, role="draft", kernels=config.kernels,
+        kv_cache_dtype=config.kv_cache_dtype,
+    )  # fmt: skip
+
+    def split(tokens: Sequence[int]) -> list[list[int]]:
+        return [vocabulary.draft_tokens(each) for each in vocabulary.split(tokens)]
+
+    sampler, tokens = target.backend.sampler, [each for text in texts for each in (*text.prompt, *text.output)]
+    rows = [row for row in vocabulary.shared.values() if row < draft.model.vocab_size]
+    vocabulary.read(tokens)  # each token is spelt once
+    started = time.perf_counter()
+    read = vocabulary.read(tokens)
+    seconds = time.perf_counter() - started
+    return SharedTokens(
+        len(vocabulary.shared),
+        vocabulary.size,
+        _mass(TextReader(target.model, sampler, vocabulary.size).logits, texts, [*vocabulary.shared]),
+        _mass(TextReader(draft.model, sampler, draft.model.vocab_size, split).logits, texts, rows),
+        len(read) / len(tokens),
+        1e6 * seconds / len(tokens),
+    )
+
+
+def _mass(logits: Callable[[Text], Tensor], texts: Sequence[Text], tokens: Sequence[int]) -> float:
+    """Return the mean probability of some tokens along texts."""
+    return float(torch.cat([logits(text).double().softmax(-1)[:, tokens].sum(-1) for text in texts]).mean())

@@ -11,9 +11,8 @@ from speculant.config import EngineConfig
 from speculant.drafting import LOOKUPS, WITH_MODEL, installed, takes_model
 from speculant.engine import build_around, load_target
 from speculant.errors import ConfigError
-from speculant.lab.bench.measuring import PLAIN, BenchCase, Way
+from speculant.lab.bench.measuring import PLAIN, Bench, BenchCase, Mode, Way
 from speculant.lab.bench.report import document, keeps_answers
-from speculant.lab.bench.runs import Bench, Mode
 from speculant.params import SamplingParams
 
 DEFAULT = "default"  # the way whose settings are those of the engine

@@ -3,24 +3,47 @@
 `pair.py` compares a draft model's distributions with the target's along texts. Heads, lookups and trees have no such
 distributions, so the prompts are run once with each of several numbers of draft nodes. Several variants of a method are
 compared: types of a head's weights, and values of options that the method's module names in `alternatives`.
+
+`measure_sizes` finds how many tokens a draft's short output head should keep (arXiv 2502.14856). A head of n tokens
+draws from the draft's own distribution, renormalised over these tokens, so the acceptance of all sizes is computed from
+the same drafts of the whole head. The time of a draft is measured with a head of each size.
 """
 
 from __future__ import annotations
 
+import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from speculant import plugins
+from speculant.cache import slotted_cache
 from speculant.config import EngineConfig
-from speculant.drafting import Method, method_facts
-from speculant.engine import UNCHANGED, build_around, load_target
+from speculant.drafting import FILE, KEY, Drafter, Method, method_facts, save_head_tokens
+from speculant.engine import (
+    LEAST_GAIN,
+    ROOM,
+    UNCHANGED,
+    DraftSample,
+    Precision,
+    build_around,
+    build_drafters,
+    load_target,
+    load_tokenizer,
+    method_name,
+    pass_seconds,
+)
 from speculant.errors import ConfigError, RequestError
-from speculant.lab.bench.acceptance import Estimate, pooled
+from speculant.lab.bench.acceptance import Array, Estimate, pooled
+from speculant.lab.bench.costs import LengthCosts, measure_steps
+from speculant.lab.bench.measuring import Bench, Mode, Notify
 from speculant.lab.bench.pair import (
     FEWEST_TOKENS,
     LONGEST,
@@ -28,21 +51,16 @@ from speculant.lab.bench.pair import (
     Candidate,
     Findings,
     Model,
-    Notify,
     SpeedPrediction,
     measure_speed,
 )
-from speculant.lab.bench.runs import Bench, Mode
-from speculant.lab.bench.step_costs import LengthCosts, measure_steps
 from speculant.lab.bench.workloads import Workload, WorkloadConfig, make_workload, require_room
 from speculant.metrics import TimingMetrics
 from speculant.models import Checkpoint, RoundsHeads
 from speculant.params import SamplingParams
 
-Array = NDArray[np.float64]
-
 SIZES = (1, 2, 3, 4, 6, 8, LONGEST)  # nodes of the drafts whose acceptance and costs are measured
-RUN_SECONDS, COST_SECONDS = 20.0, 4.0
+RUN_SECONDS, _COST_SECONDS = 20.0, 4.0
 FEWEST_PROMPTS = 2
 
 
@@ -68,8 +86,8 @@ def check_drafts(config: EngineConfig, prompts: WorkloadConfig, params: Sampling
     notify("Measuring the cost of steps")
     lengths = {name: (0, *sizes) for name, (sizes, _, _) in drafts.items()}
     runtimes = {name: each.runtime for name, each in candidates.items()}
-    costs = measure_steps(lengths, runtimes, part.prompts[0], params, COST_SECONDS)
-    predictions = {name: predict(*drafts[name], costs[name]) for name in candidates}
+    costs = measure_steps(lengths, runtimes, part.prompts[0], params, _COST_SECONDS)
+    predictions = {name: predict_drafts(*drafts[name], costs[name]) for name in candidates}
     notify("Measuring speed")
     chosen = max(predictions, key=lambda name: float(predictions[name].speeds[1:].max()))
     best = predictions[chosen].best_draft
@@ -153,7 +171,7 @@ def _tokens_per_pass(timings: Sequence[TimingMetrics]) -> float:
     return sum(each.num_tokens - 1 for each in timings) / max(1, passes)
 
 
-def predict(sizes: Sequence[int], tokens: Array, alpha: Estimate, costs: LengthCosts) -> SpeedPrediction:
+def predict_drafts(sizes: Sequence[int], tokens: Array, alpha: Estimate, costs: LengthCosts) -> SpeedPrediction:
     """Predict the speed of drafts of 0 to max(sizes) nodes from tokens per pass [n] and costs at some sizes.
 
     One more node never gains more than the node before: a larger measured gain is chance.
@@ -213,3 +231,123 @@ def stored_parameters(source: str | None, method: str) -> int:
         return sum(prod(weights.shape(name)) for name in weights.names())
     files = [TensorFiles.of_file(path) for path in sorted(folder.glob("*.safetensors"))]
     return sum(prod(each.shape(name)) for each in files for name in each.entries)
+
+
+HALVINGS = 6  # sizes below the whole vocabulary
+FEWEST = 32  # tokens of a head
+SECONDS = 30.0  # for comparing drafts along the texts; the first one is always read
+
+
+@dataclass(frozen=True)
+class HeadSize:
+    """A head of `size` tokens. coverage: their share of the counted tokens. speed: expected tokens per second.
+
+    acceptance, token_s, draft_s: see `Precision`.
+    """
+
+    size: int
+    coverage: float
+    acceptance: float
+    token_s: float
+    draft_s: float
+    speed: float
+
+
+def sizes_of(vocab_size: int, least: int) -> list[int]:
+    """Return the sizes to compare, the whole vocabulary first: each is half of the one before, and at least `least`."""
+    found = [vocab_size >> halvings for halvings in range(HALVINGS + 1)]
+    return [size for size in found if size >= max(least, FEWEST)] or [vocab_size]
+
+
+def best_size(found: Sequence[HeadSize]) -> HeadSize:
+    """Return the fastest head, among sizes of which the first one is the whole vocabulary.
+
+    A shorter head must gain LEAST_GAIN over the whole one.
+    """
+    best = max(found, key=lambda each: each.speed)
+    return best if best.speed > (1 + LEAST_GAIN) * found[0].speed else found[0]
+
+
+def overlaps(p: Tensor, q: Tensor, order: Tensor, sizes: Sequence[int]) -> list[float]:
+    """Return sum min(p, q_n) for each size n: q_n is q [V], renormalised over the first n tokens of `order` [V].
+
+    A q_n without a possible token drafts nothing.
+    """
+    p, q = p.double()[order], q.double()[order]
+    found = list[float]()
+    for size in sizes:
+        total = float(q[:size].sum())
+        found.append(float(torch.minimum(p[:size], q[:size] / total).sum()) if total > 0 else 0.0)
+    return found
+
+
+def measure_sizes(
+    config: EngineConfig,
+    counts: NDArray[np.int64],
+    order: Sequence[int],
+    least: int,
+    texts: Sequence[Sequence[int]],
+    notify: Callable[[str], None] = lambda part: None,
+) -> list[HeadSize]:
+    """Measure heads of several sizes, the whole vocabulary first.
+
+    config: names target, draft and method. counts [V]: of each token. order: all tokens, the most useful first; `least`
+    of them are always kept. texts: like the target's outputs, of at least two tokens each. Raises ConfigError if there
+    is none, or if the draft's folder already names the tokens of its head.
+    """
+    usual = Path(str(config.draft_model)).expanduser() / FILE
+    if usual.exists():
+        raise ConfigError(f"{usual} limits the head that is to be measured", "move it to another folder.")
+    notify("Loading the models")
+    target = load_target(config)
+    sizes = sizes_of(len(order), least)
+    notify("Measuring acceptance")
+    samples = [text[: target.model.max_positions] for text in texts]
+    if not samples:
+        raise ConfigError("the files hold no two tokens in a row", "name files with text.")
+    acceptance, sample = _acceptance(config, target, samples, order, sizes)
+    pass_s, found = pass_seconds(target.model, []), list[HeadSize]()
+    for size, own in zip(sizes, acceptance, strict=True):
+        notify(f"Timing a head of {size} tokens")
+        with torch.inference_mode():
+            drafter = _drafter(config, target, order[:size] if size < len(order) else (), len(sample.tokens))
+            token_s, draft_s = sample.seconds(drafter, [])
+        speed = Precision(None, own, token_s, draft_s).speed(pass_s)
+        coverage = float(counts[np.array(order[:size])].sum() / counts.sum())
+        found.append(HeadSize(size, coverage, own, token_s, draft_s, speed))
+    return found
+
+
+@torch.inference_mode()
+def _acceptance(
+    config: EngineConfig, target: Checkpoint, texts: Sequence[Sequence[int]], order: Sequence[int], sizes: Sequence[int]
+) -> tuple[list[float], DraftSample]:
+    """Return the mean overlap by size, and the first text."""
+    longest = max(map(len, texts))
+    drafter, ordered, rows = _drafter(config, target, (), longest), torch.tensor(order), list[list[float]]()
+    first, started = DraftSample.of(target, texts[0]), time.perf_counter()
+    for place, text in enumerate(texts):
+        sample = DraftSample.of(target, text) if place else first
+        for tree, probs in sample.drafts(drafter):
+            if tree.size and tree.probs is not None:
+                rows.append(overlaps(probs, tree.probs[0], ordered, sizes))
+            else:
+                rows.append([0.0] * len(sizes))
+        if time.perf_counter() - started > SECONDS:
+            break
+    return np.mean(rows, axis=0).tolist(), first
+
+
+def _drafter(config: EngineConfig, target: Checkpoint, tokens: Sequence[int], longest: int) -> Drafter:
+    """Build the drafter with a head of these tokens, () = all, for texts of up to `longest` tokens."""
+    with tempfile.TemporaryDirectory() as folder:
+        options = dict(config.speculative_config or {})
+        if tokens:
+            options[KEY] = str(Path(folder) / FILE)
+            save_head_tokens(Path(options[KEY]), tokens)
+        spec = replace(config, speculative_config={**options, "draft_length": "fixed"}).speculative()
+        assert spec is not None, "a draft is named"
+        tokenizer = load_tokenizer(config, target.folder)
+        length = 4 * longest + ROOM  # a draft of another tokenizer may read more tokens
+        drafters, _ = build_drafters(config, spec, target, tokenizer, lambda shape: slotted_cache(shape, 1, length))
+        return drafters.find(method_name(spec))

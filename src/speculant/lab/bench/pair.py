@@ -2,45 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from speculant.config import EngineConfig
 from speculant.engine import UNCHANGED, Runtime, build_around, draft_vocabulary, load_target
 from speculant.lab.bench.acceptance import (
+    Array,
     Estimate,
-    Split,
+    SharedTokens,
     Text,
     TextAcceptance,
     TextReader,
     estimate,
     measure_acceptance,
+    measure_shared,
     pooled,
 )
-from speculant.lab.bench.measuring import PLAIN, SPECULATIVE, BenchCase, Spread, both_ways, measure, ways_of
-from speculant.lab.bench.runs import Bench, Mode
-from speculant.lab.bench.sizes import Size
-from speculant.lab.bench.step_costs import LengthCosts, measure_steps
-from speculant.lab.bench.vocabularies import SharedTokens, measure_shared, split_of
+from speculant.lab.bench.costs import LengthCosts, measure_steps
+from speculant.lab.bench.measuring import (
+    PLAIN,
+    SPECULATIVE,
+    Bench,
+    BenchCase,
+    Mode,
+    Notify,
+    Spread,
+    both_ways,
+    measure,
+    ways_of,
+)
+from speculant.lab.bench.report import Size
 from speculant.lab.bench.workloads import Workload, WorkloadConfig, make_workload, require_room
 from speculant.lab.theory import best_length, correlation_of, expected_costs
 from speculant.models import Checkpoint, MappedVocabulary, TargetVocabulary, load_model, resolve_source
 from speculant.params import SamplingParams
 
-Array = NDArray[np.float64]
-Notify = Callable[[str], None]  # called with the name of each part before it starts
-
 LONGEST = 10  # the longest draft whose speed is predicted
-LENGTHS = (*range(LONGEST + 1), 12, 16)  # whose steps are measured
+STEP_LENGTHS = (*range(LONGEST + 1), 12, 16)  # whose steps are measured
 OTHER_LENGTHS = (0, 1, 2, 4, 7, 10)  # the same for drafts in other types: drafting alone differs, and is almost linear
 NUM_PROMPTS = 8  # of built-in code
-COST_SECONDS = 6.0  # for measuring steps
+_COST_SECONDS = 6.0  # for measuring steps
 SPEED_SECONDS = 8.0  # for measuring speed
-FEWEST_ROUNDS, MOST_ROUNDS = 3, 9
+_FEWEST_ROUNDS, MOST_ROUNDS = 3, 9
 FEWEST_TOKENS = 2  # per text: the first one comes with the prompt and is never drafted
 
 
@@ -78,17 +85,19 @@ class Candidate:
         """The name in the report."""
         return self.quantization or UNCHANGED
 
-    @property
-    def split(self) -> Split | None:
-        """How it reads a text, see `TextReader`."""
-        return split_of(self.vocabulary)
+    def acceptance(self, target: Checkpoint, texts: Sequence[Text], params: SamplingParams) -> list[TextAcceptance]:
+        """Return the acceptance of its tokens along texts of the target."""
+        sampler, size = target.backend.sampler, target.model.vocab_size
+        split = self.vocabulary.split if isinstance(self.vocabulary, MappedVocabulary) else None
+        reader = TextReader(self.checkpoint.model, sampler, size, split)
+        return measure_acceptance(TextReader(target.model, sampler, size), reader, texts, params)
 
 
 @dataclass(frozen=True)
 class SpeedPrediction:
     """The prediction for a draft model in one type: speeds, and tokens per pass, by length from 0 on.
 
-    correlation: of the acceptance of neighbours (`lab/theory/correlation.py`); None = not known. rates: the probability
+    correlation: of the acceptance of neighbours (`lab/theory/acceptance.py`); None = not known. rates: the probability
     that a node gains a token if the nodes before it did, for drafts in which it differs from node to node.
     """
 
@@ -169,7 +178,7 @@ def check_pair(config: EngineConfig, prompts: WorkloadConfig, params: SamplingPa
     notify("Generating texts with the target")
     texts = write_texts(candidates[0].runtime, workload, params)
     notify("Measuring acceptance")
-    acceptance = _acceptance(target, candidates, texts, params)
+    acceptance = {each.name: each.acceptance(target, texts, params) for each in candidates}
     notify("Measuring the cost of steps")
     costs = _costs(candidates, workload.prompts[0], params)
     predictions = {each.name: predict(acceptance[each.name], costs[each.name], costs[UNCHANGED]) for each in candidates}
@@ -194,16 +203,21 @@ def load_pair(config: EngineConfig) -> tuple[Checkpoint, list[Candidate]]:
 
 
 def _candidate(config: EngineConfig, target: Checkpoint, quantization: str | None) -> Candidate:
-    runtime = build_around(replace(config, draft_quantization=quantization), target)
+    config = replace(config, draft_quantization=quantization)
+    return load_draft(config, target, build_around(config, target))
+
+
+def load_draft(config: EngineConfig, target: Checkpoint, runtime: Runtime) -> Candidate:
+    """Load the configured draft model. runtime: an engine that drafts with it."""
     folder = resolve_source(str(config.draft_model), "draft")
     vocabulary = draft_vocabulary(folder, target, runtime.tokenizer)
     checkpoint = load_model(
         str(config.draft_model), config.dtype, config.device,
-        role="draft", kernels=config.kernels, quantization=quantization, weight_packing=config.weight_packing,
-        weight_cache=config.weight_cache_folder(), vocabulary=vocabulary, model_backend=config.draft_model_backend,
-        kv_cache_dtype=config.kv_cache_dtype,
+        role="draft", kernels=config.kernels, quantization=config.draft_quantization, vocabulary=vocabulary,
+        weight_packing=config.weight_packing, weight_cache=config.weight_cache_folder(),
+        model_backend=config.draft_model_backend, kv_cache_dtype=config.kv_cache_dtype,
     )  # fmt: skip
-    return Candidate(quantization, checkpoint, runtime, vocabulary)
+    return Candidate(config.draft_quantization, checkpoint, runtime, vocabulary)
 
 
 def write_texts(runtime: Runtime, workload: Workload, params: SamplingParams) -> list[Text]:
@@ -213,26 +227,9 @@ def write_texts(runtime: Runtime, workload: Workload, params: SamplingParams) ->
     return [Text(prompt, output, source) for (prompt, source), output in zip(given, outputs, strict=True)]
 
 
-def _acceptance(
-    target: Checkpoint, candidates: Sequence[Candidate], texts: Sequence[Text], params: SamplingParams
-) -> dict[str, list[TextAcceptance]]:
-    """Return the acceptance along the texts by precision, without first tokens, which are never drafted."""
-    sampler, size = target.backend.sampler, target.model.vocab_size
-    reader = TextReader(target.model, sampler, size)
-    return {
-        each.name: [
-            TextAcceptance(own.overlap[1:], own.given[1:])
-            for own in measure_acceptance(
-                reader, TextReader(each.checkpoint.model, sampler, size, each.split), texts, params
-            )
-        ]
-        for each in candidates
-    }
-
-
 def _costs(candidates: Sequence[Candidate], prompt: Sequence[int], params: SamplingParams) -> dict[str, LengthCosts]:
-    lengths = {each.name: LENGTHS if each.quantization is None else OTHER_LENGTHS for each in candidates}
-    return measure_steps(lengths, {each.name: each.runtime for each in candidates}, prompt, params, COST_SECONDS)
+    lengths = {each.name: STEP_LENGTHS if each.quantization is None else OTHER_LENGTHS for each in candidates}
+    return measure_steps(lengths, {each.name: each.runtime for each in candidates}, prompt, params, _COST_SECONDS)
 
 
 def predict(
@@ -291,9 +288,52 @@ def measure_speed(
     seconds: of plain decoding for each prompt. speed: the expected speed over plain decoding.
     """
     per_round = np.cumsum(seconds) * (1 + 1 / speed)
-    count = max(1, int(np.searchsorted(per_round, SPEED_SECONDS / FEWEST_ROUNDS)))
-    rounds = int(np.clip(SPEED_SECONDS / max(per_round[:count][-1], 1e-9), FEWEST_ROUNDS, MOST_ROUNDS))
+    count = max(1, int(np.searchsorted(per_round, SPEED_SECONDS / _FEWEST_ROUNDS)))
+    rounds = int(np.clip(SPEED_SECONDS / max(per_round[:count][-1], 1e-9), _FEWEST_ROUNDS, MOST_ROUNDS))
     part = workload.first(count)
     speculative = replace(params, speculation={"num_speculative_tokens": length})
     modes = both_ways(speculative, speculating=True, sequential=True)
     return measure(ways_of(Bench(runtime), modes), part, rounds, lambda name: None)
+
+
+RULE = "rejection"  # the verifier; both estimates are of its acceptance
+
+
+@dataclass(frozen=True)
+class Alpha:
+    """The estimates for drafts of `length` tokens.
+
+    overlap: mean of sum min(p, q) along texts that the target wrote. accepted: accepted / tested of drafts for the same
+    prompts, None if nothing was tested. correlation: of neighbours' acceptance. tokens_per_pass: of these drafts,
+    without the first token of a text, which comes with its prompt. expected_per_pass: its expectation along the texts
+    that the target wrote (`lab/theory/speedup.py`).
+    """
+
+    length: int
+    overlap: Estimate
+    accepted: Estimate | None
+    correlation: float
+    tokens_per_pass: float
+    expected_per_pass: float
+
+
+def measure_alpha(
+    target: Checkpoint, draft: Candidate, workload: Workload, params: SamplingParams, length: int
+) -> Alpha:
+    """Let the target write texts, compare the models' distributions along them, and draft for the same prompts.
+
+    params: temperature, top-k, top-p and min-p; other settings are not part of the distributions. Raises RequestError
+    if a prompt and `params.max_tokens` do not fit into the context.
+    """
+    found = draft.acceptance(target, write_texts(draft.runtime, workload, params), params)
+    drafting = replace(params, speculation={"num_speculative_tokens": length, "verification": RULE})
+    run = Bench(draft.runtime).run(workload, Mode(drafting, sequential=True))
+    passes = sum(expected_costs(each.given, np.ones(length + 1))[length] for each in found)
+    return Alpha(
+        length,
+        estimate([each.overlap for each in found]),
+        pooled(run.by_request),
+        correlation_of([each.overlap for each in found]),
+        sum(len(output) - 1 for output in run.outputs) / (run.steps - len(run.outputs)),
+        sum(len(each.given) for each in found) / float(passes),
+    )

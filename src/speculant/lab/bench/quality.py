@@ -19,20 +19,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from speculant.config import EngineConfig
 from speculant.errors import ConfigError, ModelError, PairError, RequestError
-from speculant.lab.bench.acceptance import NORMAL, read_text
+from speculant.lab.bench.acceptance import NORMAL, Array, read_text
 from speculant.lab.bench.pair import Model
 from speculant.models import PLAIN, CausalLM, Checkpoint, HoldsWeights, load_model, resolve_source
 from speculant.text import Tokenizer, compare_vocabularies
 
-Array = NDArray[np.float64]
-
 LEAST_CONTEXT = 8
-PERCENTILES = {"median": 50.0, "p90": 90.0, "p99": 99.0, "p99_9": 99.9, "max": 100.0}  # of the divergence
+_PERCENTILES = {"median": 50.0, "p90": 90.0, "p99": 99.0, "p99_9": 99.9, "max": 100.0}  # of the divergence
 _FEW = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646)  # Student's quantiles for 1 to 7
 _LOGITS = 2**23  # that are computed at a time: 64 MiB in float64
 
@@ -169,7 +166,7 @@ class Compared:
         for start in range(0, len(next_tokens), step):
             rows = slice(start, start + step)
             p, q = self._logits(self.reference, reference[rows]), self._logits(self.judged, judged[rows])
-            parts.append(compare(p, q, next_tokens[rows]))
+            parts.append(compare_logits(p, q, next_tokens[rows]))
         return ChunkScores(*(np.concatenate(each) for each in zip(*parts, strict=True)))
 
     def _logits(self, of: Checkpoint, states: Tensor) -> Tensor:
@@ -183,7 +180,7 @@ class Compared:
         return logits
 
 
-def compare(reference: Tensor, judged: Tensor, next_tokens: Tensor) -> ChunkScores:
+def compare_logits(reference: Tensor, judged: Tensor, next_tokens: Tensor) -> ChunkScores:
     """Compare logits [r, V] in float64 of positions that the tokens [r] follow."""
     p, q = reference.log_softmax(1), judged.log_softmax(1)
     divergence = (p.exp() * (p - q)).sum(1).clamp(min=0)  # rounding can make it negative
@@ -192,7 +189,7 @@ def compare(reference: Tensor, judged: Tensor, next_tokens: Tensor) -> ChunkScor
     return ChunkScores(*(each.double().cpu().numpy() for each in (divergence, agrees, *given)))
 
 
-def document(models: Compared, path: Path, text: QualityText, scores: Sequence[ChunkScores]) -> dict[str, Any]:
+def quality_document(models: Compared, path: Path, text: QualityText, scores: Sequence[ChunkScores]) -> dict[str, Any]:
     """Return the figures of the chunks that were compared, at least one, as `--json` prints them."""
     divergence, agrees, reference, judged = zip(*scores, strict=True)
     return {
@@ -231,7 +228,7 @@ def _student(free: int) -> float:
 
 
 def _tail(values: Array) -> dict[str, float]:
-    return {name: float(np.percentile(values, percent)) for name, percent in PERCENTILES.items()}
+    return {name: float(np.percentile(values, percent)) for name, percent in _PERCENTILES.items()}
 
 
 def _model(checkpoint: Checkpoint) -> dict[str, Any]:

@@ -2,18 +2,254 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
+import json
+import statistics
+import time
+import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from speculant.errors import ConfigError, ServerError
-from speculant.lab.bench.http_load import Fields, Load, LoadRun
 from speculant.lab.bench.measuring import PLAIN, SPECULATIVE, Notify, Spread, interleave, ratios, spreads
 from speculant.lab.bench.report import plain_values
 from speculant.lab.bench.workloads import poisson_process
+from speculant.metrics import TimingMetrics, percentile
+
+if TYPE_CHECKING:
+    import httpx
+
+
+_PERCENTILES = (50, 90, 99)
+REFUSED = 429  # the status of a full queue
+_PAUSE = 0.05  # seconds before the next request of a client that was refused
+_PATIENCE = 600.0  # seconds that a server may send nothing
+_EARLY = "the answer ended early"
+
+Fields = Mapping[str, Any]
+
+
+@dataclass
+class Exchange:
+    """One request and its answer. Times are readings of `time.perf_counter`, in seconds.
+
+    number: its place in the run. `timing.arrival` is the time when it was due, `sent` when it was sent. A token's time
+    is that of the event with its text. problem: the reason for an incomplete answer. tokens: of the output, by the
+    server's count.
+    """
+
+    number: int
+    timing: TimingMetrics
+    sent: float
+    ended: float = 0.0
+    status: int = 0
+    problem: str | None = _EARLY
+    tokens: int = 0
+    text: str = ""
+
+    @property
+    def completed(self) -> bool:
+        """Whether the answer is complete."""
+        return self.problem is None
+
+    @property
+    def refused(self) -> bool:
+        """Whether the server's queue was full."""
+        return self.status == REFUSED
+
+    def read(self, data: str, now: float) -> None:
+        """Read the data of an event. Raises ValueError if it is not a JSON object."""
+        if data == "[DONE]":
+            self.problem = None if self.problem == _EARLY else self.problem
+            self.tokens = self.tokens or self.timing.num_tokens
+            return
+        chunk = json.loads(data)
+        if not isinstance(chunk, dict):
+            raise ValueError("an event is not an object")
+        if "error" in chunk:
+            self.problem = _message(chunk)
+        self.tokens = (chunk.get("usage") or {}).get("completion_tokens") or self.tokens
+        for choice in chunk.get("choices") or ():
+            if text := choice.get("text"):
+                self.timing.record_tokens(now, 1)
+                self.text += text
+
+
+@dataclass(frozen=True)
+class LoadRun:
+    """The requests of one run. Rates are those of the `window` seconds after `started`.
+
+    A request that ends after the window counts by the share of its time inside the window.
+    """
+
+    exchanges: Sequence[Exchange]
+    started: float
+    window: float
+
+    @property
+    def completed(self) -> list[Exchange]:
+        """The requests with a complete answer."""
+        return [exchange for exchange in self.exchanges if exchange.completed]
+
+    @property
+    def problems(self) -> list[str]:
+        """The reasons why requests failed; refused requests did not fail."""
+        return [each.problem for each in self.exchanges if each.problem is not None and not each.refused]
+
+    def figures(self) -> dict[str, float]:
+        """Return the reported figures by name: rates per second, times in seconds, of completed requests.
+
+        Latencies start when a request was due. Figures that this run does not define are missing.
+        """
+        completed, refused = self.completed, sum(exchange.refused for exchange in self.exchanges)
+        shares = [self._share(exchange) for exchange in completed]
+        latencies = self._latencies()
+        figures = {
+            "requests": len(self.exchanges),
+            "completed": len(completed),
+            "refused": refused,
+            "failed": len(self.problems),
+            "seconds": self.window,
+            "requests_per_s": sum(shares) / self.window,
+            "tokens_per_s": sum(s * each.tokens for s, each in zip(shares, completed, strict=True)) / self.window,
+            **{f"{name}_p{q}_s": percentile(values, q) for name, values in latencies.items() for q in _PERCENTILES},
+            "itl_mean_s": statistics.mean(latencies["itl"]) if latencies["itl"] else None,
+            "lag_p99_s": percentile([each.sent - each.timing.arrival for each in self.exchanges], 99),
+        }
+        return {name: value for name, value in figures.items() if value is not None}
+
+    def _latencies(self) -> dict[str, list[float]]:
+        """Return the times to the first token, between tokens, and to the end."""
+        timings = [exchange.timing for exchange in self.completed]
+        return {
+            "ttft": [timing.ttft_s for timing in timings if timing.ttft_s is not None],
+            "itl": [gap for timing in timings for gap in timing.gaps],
+            "e2e": [exchange.ended - exchange.timing.arrival for exchange in self.completed],
+        }
+
+    def _share(self, exchange: Exchange) -> float:
+        inside = min(exchange.ended, self.started + self.window) - exchange.sent
+        return max(0.0, inside / (exchange.ended - exchange.sent))
+
+
+class Load:
+    """Sends prompts in turn, each run with a cache salt of its own, so that runs share no prefixes.
+
+    In a closed loop a number of clients send requests, each as soon as its last one is answered: the server is never
+    idle, and its rate of answers is its capacity. In an open loop requests come at their own times, whether or not
+    others were answered, like those of many users, so that a queue shows in the latencies.
+
+    connect: makes a client whose base address is the server's. Each request has a client of its own, as the time in
+    which httpx chooses among connections grows with the square of their number. The fields of a run are added to those
+    of the prompt and the stream.
+    """
+
+    def __init__(self, connect: Callable[[], httpx.AsyncClient], prompts: Sequence[str | Sequence[int]]) -> None:
+        self._connect, self._prompts = connect, prompts
+
+    def closed_loop(self, fields: Fields, clients: int, seconds: float) -> LoadRun:
+        """Let clients send requests for a time in seconds, and wait for their last answers."""
+        return asyncio.run(self._closed_loop(fields, clients, seconds))
+
+    def open_loop(self, fields: Fields, arrivals: Sequence[float]) -> LoadRun:
+        """Send a request at each of these times, in seconds from the start, and wait for all answers."""
+        return asyncio.run(self._open_loop(fields, arrivals))
+
+    async def _closed_loop(self, fields: Fields, clients: int, seconds: float) -> LoadRun:
+        numbers, sender, started = itertools.count(), self._sender(fields), time.perf_counter()
+
+        async def ask_again() -> list[Exchange]:
+            exchanges: list[Exchange] = []
+            while (now := time.perf_counter()) < started + seconds:
+                exchanges.append(await sender.send(next(numbers), now))
+                if not exchanges[-1].completed:
+                    await asyncio.sleep(_PAUSE)
+            return exchanges
+
+        every = await asyncio.gather(*(ask_again() for _ in range(clients)))
+        return LoadRun(sorted(itertools.chain(*every), key=lambda each: each.number), started, seconds)
+
+    async def _open_loop(self, fields: Fields, arrivals: Sequence[float]) -> LoadRun:
+        sender, sending, started = self._sender(fields), list[asyncio.Task[Exchange]](), time.perf_counter()
+        for number, arrival in enumerate(arrivals):
+            await asyncio.sleep(started + arrival - time.perf_counter())
+            sending.append(asyncio.create_task(sender.send(number, started + arrival)))
+        exchanges = await asyncio.gather(*sending)
+        return LoadRun(exchanges, started, max(exchange.ended for exchange in exchanges) - started)
+
+    def _sender(self, fields: Fields) -> _Sender:
+        own = {"stream": True, "stream_options": {"include_usage": True}, "cache_salt": uuid.uuid4().hex}
+        return _Sender(self._connect, self._prompts, {**fields, **own})
+
+
+@dataclass(frozen=True)
+class _Sender:
+    """Sends the requests of one run."""
+
+    connect: Callable[[], httpx.AsyncClient]
+    prompts: Sequence[str | Sequence[int]]
+    fields: Fields
+
+    async def send(self, number: int, due: float) -> Exchange:
+        """Send a request and read its answer."""
+        import httpx
+
+        exchange = Exchange(number, TimingMetrics(due), time.perf_counter())
+        body = {**self.fields, "prompt": self.prompts[number % len(self.prompts)]}
+        try:
+            async with self.connect() as client, client.stream("POST", "/v1/completions", json=body) as response:
+                exchange.status = response.status_code
+                if response.is_success:
+                    await _read_events(response, exchange)
+                else:
+                    exchange.problem = f"{_message(_parsed(await response.aread()))} ({exchange.status})"
+        except (httpx.HTTPError, ValueError) as error:
+            exchange.problem = f"{type(error).__name__}: {error}"
+        exchange.ended = time.perf_counter()
+        return exchange
+
+
+async def _read_events(response: httpx.Response, exchange: Exchange) -> None:
+    """Read a stream to its end."""
+    async for line in response.aiter_lines():
+        if line.startswith("data:"):
+            exchange.read(line.removeprefix("data:").strip(), time.perf_counter())
+
+
+def _parsed(data: bytes) -> Any:
+    try:
+        return json.loads(data)
+    except ValueError:
+        return None
+
+
+def _message(body: Any) -> str:
+    error = body.get("error") if isinstance(body, dict) else None
+    return str(error.get("message") if isinstance(error, dict) else error or "no reason given")
+
+
+def connector(api_key: str | None) -> Callable[[str], httpx.AsyncClient]:
+    """Return a function that makes a client of the server at an address; it connects without a proxy.
+
+    Raises ConfigError if httpx is not installed.
+    """
+    try:
+        import httpx
+    except ImportError as error:
+        raise ConfigError("httpx is not installed", 'pip install -c constraints.txt "speculant[bench]"') from error
+    trusted = httpx.create_ssl_context()  # once: it reads all certificates
+    return lambda url: httpx.AsyncClient(
+        base_url=url,
+        headers={} if api_key is None else {"Authorization": f"Bearer {api_key}"},
+        verify=trusted,
+        timeout=_PATIENCE,
+        trust_env=False,
+    )
+
 
 LATE = 0.05  # seconds; one request in a hundred may be sent this late
 _WARM_UP = 1.0  # seconds
@@ -123,7 +359,7 @@ def _checked(run: LoadRun) -> LoadRun:
     return run
 
 
-def document(measured: Measured, plan: LoadPlan, comparable: bool) -> dict[str, Any]:
+def serving_document(measured: Measured, plan: LoadPlan, comparable: bool) -> dict[str, Any]:
     """Return all measurements, as `--json` prints them. comparable: all modes must give the same texts."""
     return {
         "plan": asdict(plan),

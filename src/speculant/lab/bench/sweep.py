@@ -12,23 +12,18 @@ from typing import Any
 
 from speculant.config import EngineConfig
 from speculant.drafting import WITH_MODEL
-from speculant.engine import AUTO, Runtime, build_around, draft_vocabulary, load_target, rounded
+from speculant.engine import AUTO, Runtime, build_around, load_target, rounded
 from speculant.errors import ConfigError
-from speculant.lab.bench.acceptance import TextAcceptance, TextReader, measure_acceptance
-from speculant.lab.bench.measuring import PLAIN, BenchCase, Notify, Tell, Way, measure, ways_of
-from speculant.lab.bench.pair import FEWEST_TOKENS, SpeedPrediction, predict, write_texts
-from speculant.lab.bench.report import document
-from speculant.lab.bench.runs import Bench, Mode
-from speculant.lab.bench.step_costs import measure_steps
-from speculant.lab.bench.tables import SWEPT
-from speculant.lab.bench.vocabularies import split_of
+from speculant.lab.bench.costs import measure_steps
+from speculant.lab.bench.measuring import PLAIN, Bench, BenchCase, Mode, Notify, Tell, Way, measure, ways_of
+from speculant.lab.bench.pair import FEWEST_TOKENS, SpeedPrediction, load_draft, predict, write_texts
+from speculant.lab.bench.report import SWEPT, document
 from speculant.lab.bench.workloads import Workload, WorkloadConfig, make_workload, require_room
-from speculant.models import Checkpoint, load_model, resolve_source
 from speculant.params import MAX_SPECULATIVE_TOKENS, SamplingParams
 
 LENGTHS, BATCHES = (1, 2, 3, 4, 6, 8), (1,)  # defaults
 LARGEST_BATCH = 1024
-COST_SECONDS = 4.0  # for measuring steps, at each batch size
+_COST_SECONDS = 4.0  # for measuring steps, at each batch size
 
 
 @dataclass(frozen=True)
@@ -128,35 +123,19 @@ def predict_sweep(config: EngineConfig, plan: SweepPlan, params: SamplingParams,
     workload = make_workload(replace(plan.prompts, num_prompts=None), runtimes[0], most).first(most)
     require_room(workload, params.max_tokens or 1, runtimes[0].limits)
     notify("Generating texts with the target")
-    acceptance = _acceptance(config, target, runtimes[0], workload, params)
+    texts = write_texts(runtimes[0], workload, replace(params, speculation=False))
+    acceptance = load_draft(config, target, runtimes[0]).acceptance(target, texts, params)
     found = list[Predicted]()
     for batch, runtime in zip(plan.batches, runtimes, strict=True):
         notify(f"Measuring the cost of steps, {batch} at a time")
         places = [place % len(acceptance) for place in range(plan.num_prompts(batch))]
         lengths, own = {PLAIN: (0, *plan.lengths)}, {PLAIN: runtime}
-        costs = measure_steps(lengths, own, workload.prompts[0], params, COST_SECONDS, batch)[PLAIN]
+        costs = measure_steps(lengths, own, workload.prompts[0], params, _COST_SECONDS, batch)[PLAIN]
         prediction = predict([acceptance[place] for place in places], costs, costs, plan.lengths[-1])
         own_prompts = [workload.prompts[place] for place in places]
         part = Workload(workload.source, own_prompts, [0.0] * len(places), sources=workload.sources)
         found.append(Predicted(batch, runtime, part, prediction))
     return found
-
-
-def _acceptance(
-    config: EngineConfig, target: Checkpoint, runtime: Runtime, workload: Workload, params: SamplingParams
-) -> list[TextAcceptance]:
-    """Return the acceptance along the target's texts, without their first tokens, which are never drafted."""
-    folder = resolve_source(str(config.draft_model), "draft")
-    vocabulary = draft_vocabulary(folder, target, runtime.tokenizer)
-    draft = load_model(
-        str(config.draft_model), config.dtype, config.device,
-        role="draft", kernels=config.kernels, quantization=config.draft_quantization, vocabulary=vocabulary,
-        model_backend=config.draft_model_backend, kv_cache_dtype=config.kv_cache_dtype,
-    )  # fmt: skip
-    texts = write_texts(runtime, workload, replace(params, speculation=False))
-    sampler, size = target.backend.sampler, target.model.vocab_size
-    readers = TextReader(target.model, sampler, size), TextReader(draft.model, sampler, size, split_of(vocabulary))
-    return [TextAcceptance(own.overlap[1:], own.given[1:]) for own in measure_acceptance(*readers, texts, params)]
 
 
 def measure_sweep(

@@ -3,50 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from speculant.cli import (
     EngineFlags,
-    Profile,
-    SamplingFlags,
     accepts_flags,
     accepts_log_level,
     command_group,
     examples,
     fetch,
+    messages,
+    parse_mapping,
+    print_json,
     profiling,
     progress,
+    progress_of_parts,
+    results,
 )
 from speculant.config import EngineConfig
 from speculant.errors import ConfigError
-from speculant.lab.bench import CODE, OutputFiles, WorkloadConfig, make_workload, require_room
-from speculant.lab.cli import bench_compare, bench_history, bench_quality, bench_serve, bench_sweep
-from speculant.lab.cli.bench_io import (
-    FEW,
-    MANY,
-    AsJson,
-    BenchSampling,
-    FewNumber,
-    History,
-    Lengths,
-    Number,
-    Prompts,
-    Report,
-    Rounds,
-    Trace,
-    show,
-    write_files,
-)
+from speculant.lab.bench import CODE, WorkloadConfig, make_workload, require_room
+from speculant.lab.cli import bench_history, bench_quality, bench_serve
+from speculant.lab.cli.bench_io import AsJson, BenchSampling, OutputFiles, OutputFlags, ReportFlags
 from speculant.lab.cli.progress import progress_of_runs
-from speculant.params import SamplingParams
 
 if TYPE_CHECKING:
-    from speculant.engine import Runtime
-    from speculant.lab.bench import BenchCase, Way, Workload
+    from speculant.lab.bench import BenchCase, Way
+    from speculant.params import SamplingParams
 
+MANY, FEW = 32, 4  # default numbers of prompts that run together, and one at a time
 THROUGHPUT_EXAMPLES = examples(
     "speculant bench throughput --model demo --draft-model demo",
     "speculant bench throughput --model demo --draft-model demo --num-prompts 32 --max-num-seqs 32 --sequential",
@@ -59,31 +47,70 @@ LATENCY_EXAMPLES = examples(
     "speculant bench latency --model ./llama --speculative-config method=ngram --prompts prompts.txt --json",
     "speculant bench latency --model ./llama --draft-model ./llama-small --prompts spec_bench.jsonl --num-prompts 26",
 )
+COMPARE_EXAMPLES = examples(
+    "speculant bench compare demo --draft-model demo",
+    "speculant bench compare ./llama --draft-model ./llama-small --length 2 --length 4 --length 8",
+    "speculant bench compare ./llama --method ngram --method suffix --prompts spec_bench.jsonl --num-prompts 26",
+    "speculant bench compare ./llama --draft-model ./llama-small --setting draft_quantization=int4 --setting"
+    " verification=block --temperature 0.8",
+    "speculant bench compare demo --draft-model demo --report compare.html",
+)
+SWEEP_EXAMPLES = examples(
+    "speculant bench sweep demo --draft-model demo",
+    "speculant bench sweep ./llama --draft-model ./llama-small --length 2 --length 4 --length 8 --rounds 5",
+    "speculant bench sweep ./llama --draft-model ./llama-small --batch 1 --batch 4 --batch 16 --report sweep.html",
+)
 OTHERS: Mapping[str, tuple[Callable[..., None], str]] = {
-    "compare": (bench_compare.compare, bench_compare.EXAMPLES),
-    "sweep": (bench_sweep.sweep, bench_sweep.EXAMPLES),
     "serve": (bench_serve.serve, bench_serve.EXAMPLES),
     "history": (bench_history.history, bench_history.EXAMPLES),
     "quality": (bench_quality.quality, bench_quality.EXAMPLES),
 }
-EXAMPLES = examples(*(f"speculant bench {name} --help" for name in ("throughput", "latency", *OTHERS)))
+NAMES = ("throughput", "latency", "compare", "sweep", *OTHERS)
+EXAMPLES = examples(*(f"speculant bench {name} --help" for name in NAMES))
+
+Target = Annotated[str | None, typer.Argument(metavar="MODEL", help="The model: a folder, GGUF file, hub id or demo.")]
+Prompts = Annotated[
+    str,
+    typer.Option(
+        help="Built in: code, edit (code that begins again) or random (token ids)."
+        " Or a file: a prompt per line, or JSON lines in the form of Spec-Bench."
+    ),
+]
+Number = Annotated[int | None, typer.Option(help=f"How many prompts [default: {MANY}; all of a file].")]
+FewNumber = Annotated[int | None, typer.Option(help=f"How many prompts [default: {FEW}; all of a file].")]
+PromptLengths = Annotated[
+    list[int] | None,
+    typer.Option("--prompt-length", help="Tokens per prompt; can be repeated, each length is measured in turn."),
+]
+PromptLength = Annotated[int | None, typer.Option(help="Tokens per prompt.")]
+Rate = Annotated[float | None, typer.Option(help="Prompts that arrive per second; left out, all come at once.")]
+Rounds = Annotated[int, typer.Option(help="Runs of each mode.")]
+Sequential = Annotated[bool, typer.Option("--sequential", help="Also run the prompts one at a time, to compare.")]
+Methods = Annotated[list[str] | None, typer.Option("--method", help="A way to draft; can be repeated.")]
+DraftLengths = Annotated[
+    list[int] | None,
+    typer.Option("--length", help="Tokens to draft per step, for every method; can be repeated."),
+]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--setting",
+        metavar="KEY=VALUE,...",
+        help="Another way: keys of the speculative config, or draft_quantization; can be repeated.",
+    ),
+]
+Together = Annotated[bool, typer.Option("--together", help="Run the prompts together, max_num_seqs at a time.")]
+SweptLengths = Annotated[
+    list[int] | None,
+    typer.Option("--length", help="Tokens to draft per step; can be repeated. [default: 1, 2, 3, 4, 6, 8]"),
+]
+Batches = Annotated[
+    list[int] | None,
+    typer.Option("--batch", help="Sequences that run at a time; can be repeated. [default: 1]"),
+]
+
 
 app = command_group(epilog=EXAMPLES)
-for _name, (_command, _examples) in OTHERS.items():
-    app.command(_name, epilog=_examples)(accepts_log_level(_command))
-
-
-@app.callback()
-def bench() -> None:
-    """Measure how fast a model is on this machine, plain and speculative in the same run.
-
-    Both modes run in turn, round by round. Medians, quartiles and their ratio are printed, and whether
-    both gave the same tokens. Without a drafter only plain decoding is measured.
-    """
-
-
-Rate = Annotated[float | None, typer.Option(help="Prompts that arrive per second; left out, all come at once.")]
-Sequential = Annotated[bool, typer.Option("--sequential", help="Also run the prompts one at a time, to compare.")]
 
 
 @dataclass(frozen=True)
@@ -102,6 +129,27 @@ class Plan:
         if self.rounds < 1:
             raise ConfigError(f"rounds={self.rounds} is not above 0", "use --rounds 5, or 1 for a quick look.")
 
+    def measure(self, ways: Mapping[str, Way], params: SamplingParams) -> list[BenchCase]:
+        """Run each workload in all ways. Raises RequestError for one that does not fit."""
+        from speculant.lab.bench import measure
+
+        runtime = next(iter(ways.values())).bench.runtime
+        workloads = [make_workload(each, runtime, self.usual_number) for each in self.workloads]
+        for workload in workloads:
+            require_room(workload, params.max_tokens or 1, runtime.limits)
+        num_runs = len(workloads) * len(ways) * self.rounds
+        with profiling(runtime.engine, self.files.profile), progress_of_runs(num_runs) as runs:
+            return [measure(ways, workload, self.rounds, runs.begin, runs.show) for workload in workloads]
+
+
+@app.callback()
+def bench() -> None:
+    """Measure how fast a model is on this machine, plain and speculative in the same run.
+
+    Both modes run in turn, round by round. Medians, quartiles and their ratio are printed, and whether
+    both gave the same tokens. Without a drafter only plain decoding is measured.
+    """
+
 
 @app.command("throughput", epilog=THROUGHPUT_EXAMPLES)
 @accepts_log_level
@@ -109,16 +157,13 @@ class Plan:
 def throughput(
     prompts: Prompts = CODE,
     num_prompts: Number = None,
-    prompt_lengths: Lengths = None,
+    prompt_lengths: PromptLengths = None,
     request_rate: Rate = None,
     rounds: Rounds = 5,
     sequential: Sequential = False,
     as_json: AsJson = False,
-    profile: Profile = None,
-    report: Report = None,
-    trace: Trace = None,
-    history: History = None,
     *,
+    output: OutputFlags,
     sampling: BenchSampling,
     engine: EngineFlags,
 ) -> None:
@@ -128,8 +173,7 @@ def throughput(
     cache and the largest number of cache blocks in use. Each figure is a median over the rounds, with quartiles.
     """
     configs = [WorkloadConfig(prompts, num_prompts, length, request_rate) for length in _each(prompt_lengths)]
-    files = OutputFiles(profile, report, trace, history)
-    _run(Plan("throughput", configs, MANY, rounds, files, alone_too=sequential), sampling, engine, as_json)
+    _run(Plan("throughput", configs, MANY, rounds, output.files(), alone_too=sequential), sampling, engine, as_json)
 
 
 @app.command("latency", epilog=LATENCY_EXAMPLES)
@@ -138,14 +182,11 @@ def throughput(
 def latency(
     prompts: Prompts = CODE,
     num_prompts: FewNumber = None,
-    prompt_lengths: Lengths = None,
+    prompt_lengths: PromptLengths = None,
     rounds: Rounds = 5,
     as_json: AsJson = False,
-    profile: Profile = None,
-    report: Report = None,
-    trace: Trace = None,
-    history: History = None,
     *,
+    output: OutputFlags,
     sampling: BenchSampling,
     engine: EngineFlags,
 ) -> None:
@@ -155,54 +196,151 @@ def latency(
     the text grows, the percentiles how evenly.
     """
     configs = [WorkloadConfig(prompts, num_prompts, length) for length in _each(prompt_lengths)]
-    files = OutputFiles(profile, report, trace, history)
-    _run(Plan("latency", configs, FEW, rounds, files, alone=True), sampling, engine, as_json)
+    _run(Plan("latency", configs, FEW, rounds, output.files(), alone=True), sampling, engine, as_json)
 
 
 def _each(prompt_lengths: list[int] | None) -> Sequence[int | None]:
     return prompt_lengths or [None]
 
 
-def _run(plan: Plan, sampling: SamplingFlags, engine: EngineFlags, as_json: bool) -> None:
+def _run(plan: Plan, sampling: BenchSampling, engine: EngineFlags, as_json: bool) -> None:
+    """Measure plain and speculative decoding by one engine."""
+    from speculant.engine import build_engine
+    from speculant.lab.bench import Bench, both_ways, document, one_at_a_time, ways_of
+
     config, params = EngineConfig.from_arguments(**engine.values()), sampling.params()
     fetch(config)
     with progress("Loading the models"):
-        runtime = _build(config)
-    workloads = [make_workload(each, runtime, plan.usual_number) for each in plan.workloads]
-    for workload in workloads:
-        require_room(workload, params.max_tokens or 1, runtime.limits)
-    ways = _ways(plan, params, runtime)
-    cases = _measure(plan, runtime, workloads, ways)
-    value = _document(plan, config, runtime, cases)
-    write_files(plan.files, value, cases, [ways] * len(cases))
-    show(value, as_json=as_json)
-
-
-def _build(config: EngineConfig) -> Runtime:
-    from speculant.engine import build_engine
-
-    return build_engine(config)
-
-
-def _ways(plan: Plan, params: SamplingParams, runtime: Runtime) -> dict[str, Way]:
-    from speculant.lab.bench import Bench, both_ways, one_at_a_time, ways_of
-
+        runtime = build_engine(config)
     modes = both_ways(params, runtime.drafting, sequential=plan.alone)
-    return ways_of(Bench(runtime), {**modes, **one_at_a_time(modes)} if plan.alone_too else modes)
-
-
-def _measure(plan: Plan, runtime: Runtime, workloads: Sequence[Workload], ways: Mapping[str, Way]) -> list[BenchCase]:
-    from speculant.lab.bench import measure
-
-    num_runs = len(workloads) * len(ways) * plan.rounds
-    with profiling(runtime.engine, plan.files.profile), progress_of_runs(num_runs) as runs:
-        return [measure(ways, workload, plan.rounds, runs.begin, runs.show) for workload in workloads]
-
-
-def _document(plan: Plan, config: EngineConfig, runtime: Runtime, cases: Sequence[BenchCase]) -> dict[str, Any]:
-    from speculant.lab.bench.report import document
-
+    ways = ways_of(Bench(runtime), {**modes, **one_at_a_time(modes)} if plan.alone_too else modes)
+    cases = plan.measure(ways, params)
     value = document(plan.benchmark, config, runtime, cases)
     if plan.files.profile is not None:
         value["notes"].append("these figures were measured under the profiler, which slows steps down")
-    return value
+    _show(plan.files, value, cases, [ways] * len(cases), as_json)
+
+
+@app.command("compare", epilog=COMPARE_EXAMPLES)
+@accepts_log_level
+@accepts_flags
+def compare(
+    target: Target = None,
+    methods: Methods = None,
+    lengths: DraftLengths = None,
+    settings: Settings = None,
+    prompts: Prompts = CODE,
+    num_prompts: FewNumber = None,
+    prompt_lengths: PromptLengths = None,
+    together: Together = False,
+    rounds: Rounds = 5,
+    as_json: AsJson = False,
+    *,
+    output: ReportFlags,
+    sampling: BenchSampling,
+    engine: EngineFlags,
+) -> None:
+    """Measure several ways to draft, and plain decoding, in turn on the same prompts.
+
+    A way is a method, a method with a draft length, or a setting. Each has its own engine; all share the model. If none
+    is named, these are compared: the engine's default, the draft model alone if there is one, and the methods that
+    look up drafts in text.
+
+    The table shows the speed relative to plain decoding, measured with quartiles over the rounds and predicted by the
+    formula, then tokens per pass, and accepted / tested draft tokens with their 95% interval.
+    """
+    configs = [WorkloadConfig(prompts, num_prompts, length) for length in _each(prompt_lengths)]
+    plan = Plan("compare", configs, FEW, rounds, output.files(), alone=not together)
+    engine.name_model(target)
+    config, params = EngineConfig.from_arguments(**engine.values()), sampling.params()
+    if plan.alone:
+        config = replace(config, max_num_seqs=params.n)
+    others = [parse_mapping("--setting", text) for text in settings or []]
+    fetch(config)
+    with progress("Loading the models"):
+        from speculant.lab.bench import compare as comparing
+
+        chosen = comparing.settings(methods or [], lengths or [], others) or comparing.usual_settings(config)
+        ways = comparing.build_ways(config, chosen, params, sequential=plan.alone)
+    cases = plan.measure(ways, params)
+    value = comparing.compared(config, chosen, ways, cases)
+    _show(plan.files, value, cases, [ways] * len(cases), as_json)
+
+
+@app.command("sweep", epilog=SWEEP_EXAMPLES)
+@accepts_log_level
+@accepts_flags
+def sweep(
+    target: Target = None,
+    lengths: SweptLengths = None,
+    batches: Batches = None,
+    prompts: Prompts = CODE,
+    num_prompts: FewNumber = None,
+    prompt_length: PromptLength = None,
+    rounds: Rounds = 3,
+    as_json: AsJson = False,
+    *,
+    output: ReportFlags,
+    sampling: BenchSampling,
+    engine: EngineFlags,
+) -> None:
+    """Measure and predict a draft model's speed over plain decoding, by draft length and batch size.
+
+    The prediction comes first, from the acceptance rate on the target's own texts for these prompts and the time of
+    steps with drafts of these lengths. Then plain decoding and all lengths run in turn. Batches are always full, so the
+    number of prompts is rounded up to a multiple of the batch size. The draft's weights stay as they are unless
+    --draft-quantization names a type.
+    """
+    from speculant.lab.bench import PLAIN, sweep as sweeping
+
+    engine.name_model(target)
+    given, files = EngineConfig.from_arguments(**engine.values()), output.files()
+    config, params = sweeping.chains_of(given), sweeping.sweep_params(sampling.params())
+    plan = sweeping.SweepPlan(
+        WorkloadConfig(prompts, num_prompts, prompt_length),
+        FEW,
+        tuple(lengths or sweeping.LENGTHS),
+        tuple(batches or sweeping.BATCHES),
+        rounds,
+    )
+    fetch(config)
+    with progress_of_parts() as parts:
+        predicted = sweeping.predict_sweep(config, plan, params, parts.begin)
+    with progress_of_runs(plan.num_runs) as runs:
+        found = sweeping.measure_sweep(predicted, plan, params, runs.begin, runs.show)
+    value = sweeping.swept(config, plan, found)
+    best = [sweeping.way_of(case["best"]["found"]["length"]) for case in value["cases"]]
+    shown = [{name: each.ways[name] for name in (PLAIN, way)} for each, way in zip(found, best, strict=True)]
+    _show(files, value, [each.case for each in found], shown, as_json)
+
+
+for _name, (_command, _examples) in OTHERS.items():
+    app.command(_name, epilog=_examples)(accepts_log_level(_command))
+
+
+def _show(
+    files: OutputFiles,
+    value: Mapping[str, Any],
+    cases: Sequence[BenchCase],
+    ways: Sequence[Mapping[str, Way]],
+    as_json: bool,
+) -> None:
+    """Write the requested files, and print a document of `lab.bench.report`."""
+    from speculant.lab.bench import conclusions, heading, tables
+
+    for path in files.write(value, cases, ways):
+        messages().print(f"written: {path}", style="dim")
+    if as_json:
+        print_json(value)
+        return
+    console, speculation = results(), value["speculation"]
+    console.print(f"speculation is {'on' if speculation['on'] else 'off'}: {speculation['detail']}")
+    for case in value["cases"]:
+        console.print(f"\n{heading(case)}\n", style="bold")
+        for table in tables(value["benchmark"], case):
+            console.print(table)
+            console.print()
+        for line in conclusions(case):
+            console.print(line)
+    for note in value["notes"]:
+        console.print(f"note: {note}", style="yellow")

@@ -137,9 +137,9 @@ def _compare(models: Compared, text: QualityText) -> tuple[list[ChunkScores], bo
 
 
 def _document(models: Compared, path: Path, text: QualityText, scores: Sequence[ChunkScores]) -> dict[str, Any]:
-    from speculant.lab.bench.quality import document
+    from speculant.lab.bench import quality_document
 
-    return document(models, path, text, scores)
+    return quality_document(models, path, text, scores)
 
 
 def _show(console: Console, value: Mapping[str, Any]) -> None:

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import http.client
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Any
+from urllib.parse import urlsplit
 
 import typer
 
 from speculant.cli import (
+    LISTENING,
     NEW_TOKENS,
     EngineFlags,
     RemoteChatBackend,
@@ -23,10 +35,89 @@ from speculant.cli import (
     results,
 )
 from speculant.config import EngineConfig
-from speculant.errors import ConfigError
-from speculant.lab.bench import CODE, OutputFiles, server_prompts
-from speculant.lab.cli.bench_io import AsJson, BenchSampling, History
+from speculant.errors import ConfigError, ServerError
+from speculant.lab.bench import CODE, server_prompts
+from speculant.lab.cli.bench_io import AsJson, BenchSampling, HistoryFlags
 from speculant.lab.cli.progress import progress_of_runs
+
+_COMMAND = (sys.executable, "-m", "speculant.cli.main", "serve", "--host", "127.0.0.1", "--port", "0")
+_POLL = 0.05  # seconds between looks at a starting server
+_END = 40.0  # seconds before it is killed
+_MOST_QUOTED = 2000  # characters of its output in an error
+
+
+@contextmanager
+def own_server(settings: Mapping[str, str]) -> Iterator[str]:
+    """Run `speculant serve` on a free port of this machine, and yield its address once it serves requests.
+
+    settings: environment variables; every flag of the engine has one. The process ends with the block, after SIGTERM
+    too. Raises ServerError, with the server's output, if it ends before.
+    """
+    with tempfile.TemporaryDirectory() as folder, _sigterm_exits():
+        log = Path(folder) / "log"
+        with log.open("ab") as stderr:
+            process = subprocess.Popen(
+                _COMMAND,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=stderr,
+                env={**os.environ, **settings},
+            )
+        try:
+            yield _address(process, log)
+        finally:
+            _end(process)
+
+
+def _address(process: subprocess.Popen[bytes], log: Path) -> str:
+    """Wait until the server prints its address and answers there."""
+    while process.poll() is None:
+        found = re.search(rf"^{LISTENING} (\S+)", _text(log), re.MULTILINE)
+        if found and _is_healthy(found[1]):
+            return found[1]
+        time.sleep(_POLL)
+    text = _text(log)
+    if explained := re.search(r"^error: (.*)\n  fix: (.*)", text, re.MULTILINE):
+        raise ServerError(f"the server did not start: {explained[1]}", explained[2])
+    raise ServerError(f"the server ended at once: {text[-_MOST_QUOTED:].strip()}", "start it with `speculant serve`.")
+
+
+def _text(log: Path) -> str:
+    return log.read_text(encoding="utf-8", errors="replace")
+
+
+def _is_healthy(url: str) -> bool:
+    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=_END)
+    try:
+        connection.request("GET", "/health")
+        return connection.getresponse().status == http.client.OK
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(_END)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+@contextmanager
+def _sigterm_exits() -> Iterator[None]:
+    """Raise SystemExit at SIGTERM, which would end this process at once and leave the server running."""
+    if threading.current_thread() is not threading.main_thread():  # there are no signals
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
 
 EXAMPLES = examples(
     "speculant bench serve demo --draft-model demo",
@@ -80,8 +171,8 @@ def serve(
     clients: Clients = None,
     arrival_seed: Seed = 0,
     as_json: AsJson = False,
-    history: History = None,
     *,
+    output: HistoryFlags,
     sampling: BenchSampling,
     engine: EngineFlags,
 ) -> None:
@@ -94,10 +185,9 @@ def serve(
 
     Without --url a server is started in a process of its own, which ends with the command.
     """
-    from speculant.lab.bench import Load, LoadPlan, connector, measure_serving
-    from speculant.lab.bench.serving_load import document
+    from speculant.lab.bench import Load, LoadPlan, connector, measure_serving, serving_document
 
-    files = OutputFiles(history=history)
+    files = output.files()
     engine.name_model(target)
     config = None if url else EngineConfig.from_arguments(**engine.values())
     named = engine.remote_model() if url else None
@@ -115,12 +205,12 @@ def serve(
         "speculation": server.served.get("speculation"),
         "prompts": {"source": prompts, "number": len(chosen)},
         "fields": fields,
-        **document(measured, plan, comparable=_comparable(sampling)),
+        **serving_document(measured, plan, comparable=_comparable(sampling)),
     }
     value["notes"] += [] if server.can_switch else [NO_SWITCH]
     files.record(value)
-    if history is not None:
-        messages().print(f"written: {history}", style="dim")
+    if files.history is not None:
+        messages().print(f"written: {files.history}", style="dim")
     if as_json:
         print_json(value)
     else:
@@ -148,8 +238,6 @@ def _running(url: str | None, config: EngineConfig | None, engine: EngineFlags) 
         assert url is not None
         yield url.rstrip("/").removesuffix("/v1")
         return
-    from speculant.lab.cli.server_process import own_server
-
     fetch(config)
     with ExitStack() as running:
         with progress("Starting the server"):
@@ -159,8 +247,7 @@ def _running(url: str | None, config: EngineConfig | None, engine: EngineFlags) 
 
 def _modes(server: RemoteChatBackend, fields: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Return the fields of each mode's requests: plain ones and, if the server drafts for them, speculative ones."""
-    from speculant.lab.bench import SPECULATIVE
-    from speculant.lab.bench.measuring import PLAIN
+    from speculant.lab.bench import PLAIN, SPECULATIVE
 
     every = {"model": server.served["id"], **fields}
     modes = {PLAIN: {**every, "speculation": False} if server.can_switch else every}
@@ -170,8 +257,7 @@ def _modes(server: RemoteChatBackend, fields: Mapping[str, Any]) -> dict[str, di
 
 
 def _show(introduction: str, value: Mapping[str, Any]) -> None:
-    from speculant.lab.bench import conclusions, described_rounds
-    from speculant.lab.bench.tables import tables
+    from speculant.lab.bench import conclusions, described_rounds, tables
 
     console, plan = results(), value["plan"]
     console.print(introduction)

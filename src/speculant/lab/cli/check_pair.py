@@ -164,8 +164,7 @@ def _prediction(each: SpeedPrediction) -> dict[str, Any]:
 
 
 def _measured(findings: Findings) -> dict[str, Any]:
-    from speculant.lab.bench import SPECULATIVE
-    from speculant.lab.bench.measuring import PLAIN
+    from speculant.lab.bench import PLAIN, SPECULATIVE
 
     case = findings.case
     return {

@@ -194,7 +194,7 @@ def _simulated(given: Assumptions, costs: Sequence[float]) -> dict[str, float] |
     """Return the mean and the spread of the speed of simulated answers, with drafts of the last length in `costs`."""
     import numpy as np
 
-    from speculant.lab.theory.simulate import simulate
+    from speculant.lab.theory import simulate
 
     if given.tokens is None:
         return None

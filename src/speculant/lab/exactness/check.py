@@ -10,11 +10,16 @@ from typing import Any
 
 from speculant.config import EngineConfig
 from speculant.engine import Runtime, build_verifiers
-from speculant.lab.exactness.drafts import choose_draft
-from speculant.lab.exactness.identity import TextComparison, compare, is_filtered
-from speculant.lab.exactness.proofs import Proof, claims, prove
-from speculant.lab.exactness.scores import FALSE_ALARM, Scores
-from speculant.lab.exactness.texts import complete, score_texts
+from speculant.lab.exactness.proofs import Proof, choose_draft, claims, prove
+from speculant.lab.exactness.texts import (
+    FALSE_ALARM,
+    Scores,
+    TextComparison,
+    compare,
+    complete,
+    is_filtered,
+    score_texts,
+)
 from speculant.metrics import SpeculationMetrics
 from speculant.params import SamplingParams
 from speculant.types import Request

@@ -5,8 +5,11 @@ from .config import (
     Scaling as Scaling,
     TrafficConfig as TrafficConfig,
 )
-from .costs import EngineCosts as EngineCosts
-from .fleet import FleetRun as FleetRun, environment as environment, simulate_fleet as simulate_fleet
-from .prefixes import PrefixStore as PrefixStore
-from .report import figures as figures
+from .fleet import (
+    FleetRun as FleetRun,
+    environment as environment,
+    figures as figures,
+    simulate_fleet as simulate_fleet,
+)
+from .replica import EngineCosts as EngineCosts, PrefixStore as PrefixStore
 from .traffic import Arrival as Arrival, arrivals as arrivals, read_trace as read_trace

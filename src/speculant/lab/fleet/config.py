@@ -12,7 +12,7 @@ AUTO = "auto"
 
 
 class Routing(StrEnum):
-    """How a router chooses; see routing.py, where each is a method."""
+    """How a router chooses; each is a method of `Router`."""
 
     RANDOM = auto()
     LEAST = auto()
@@ -123,7 +123,7 @@ class Scaling:
 
 @dataclass(frozen=True)
 class FleetConfig:
-    """The settings of a fleet; see routing.py for routing and threshold.
+    """The settings of a fleet; see `Router` for routing and threshold.
 
     stale_s: seconds between reports of loads to the router, 0 = it always knows them. failure_s: mean time until a
     replica fails, None = never. lose, lose_at: this many replicas fail together at this second. start_s: until a failed

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-Array = NDArray[np.float64]
+from speculant.lab.theory.speedup import Array
 
 
 def expected_accepted(paths: Sequence[Sequence[int]], rates: Sequence[float]) -> float:

@@ -8,8 +8,7 @@ import pytest
 
 from speculant.config import EngineConfig
 from speculant.engine import build_engine
-from speculant.lab.bench import BenchRun, Size, gain, memory
-from speculant.lab.bench.gains import gains
+from speculant.lab.bench import BenchRun, Size, gain, gains, memory
 from speculant.metrics import SpeculationMetrics, TimingMetrics
 from tests.models import Checkpoints
 

@@ -14,8 +14,7 @@ from tokenizers.processors import TemplateProcessing
 from speculant.config import EngineConfig
 from speculant.errors import ConfigError, ModelError, PairError, RequestError
 from speculant.kernels import usable_sets
-from speculant.lab.bench import Compared, Interval, QualityText, quality, read_text
-from speculant.lab.bench.quality import compare, document
+from speculant.lab.bench import Compared, Interval, QualityText, compare_logits, quality, quality_document, read_text
 from speculant.models import load_model
 from speculant.text import Tokenizer
 from tests.models import ALPHABET, BEGIN, VOCAB_SIZE, Checkpoints, Shape, write_checkpoint
@@ -42,7 +41,7 @@ def cut(path: Path, source: str, context: int = CONTEXT, most: int = 1000) -> Qu
 def test_figures_of_a_table_are_those_by_hand() -> None:
     laws = torch.tensor([[[1, 2, 1], [1, 1, 2]], [[1, 1, 2], [1, 1, 2]]], dtype=torch.float64) / 4
     p, q = (law.log() + 5 for law in laws)  # a constant changes no distribution
-    found = compare(p, q, torch.tensor([2, 0]))
+    found = compare_logits(p, q, torch.tensor([2, 0]))
     # 1/4 log(1/1) + 1/2 log(2/1) + 1/4 log(1/2)
     np.testing.assert_allclose(found.divergence, [math.log(2) / 4, 0], atol=1e-15)
     assert found.agrees.tolist() == [0, 1]
@@ -83,7 +82,7 @@ def test_a_model_is_no_distance_from_itself(checkpoints: Checkpoints, path: Path
         pytest.skip("the native kernels are not built")
     config = EngineConfig(checkpoints.target, dtype="float32", kernels=kernels)
     models, text = Compared.load(config, config), cut(path, checkpoints.target)
-    value = document(models, path, text, list(models.scores(text)))
+    value = quality_document(models, path, text, list(models.scores(text)))
     assert {value["kl"][name] for name in ("mean", "error", "low", "high", "median", "p99_9", "max")} == {0}
     assert value["top_1"] == {"mean": 1, "low": 1, "high": 1, "error": 0}
     assert value["perplexity"]["ratio"] == {"mean": 1, "low": 1, "high": 1, "error": 0}
@@ -97,7 +96,7 @@ def test_rounded_keys_are_a_small_distance_away(checkpoints: Checkpoints, path: 
         pytest.skip("the native kernels are not built")
     config = EngineConfig(checkpoints.target, dtype="float32", kernels=kernels)
     models = Compared.load(config, replace(config, kv_cache_dtype="int8"))
-    value = document(models, path, (text := cut(path, checkpoints.target)), list(models.scores(text)))
+    value = quality_document(models, path, (text := cut(path, checkpoints.target)), list(models.scores(text)))
     assert 0 < value["kl"]["mean"] < 1e-3
     assert value["judged"]["kernels"] == f"{value['reference']['kernels']}, keys and values in int8"
 
@@ -107,7 +106,7 @@ def test_another_model_is_further_than_a_near_one(checkpoints: Checkpoints, path
     found = {}
     for name, judged in (("near", checkpoints.near), ("far", checkpoints.far)):
         models = load(checkpoints.target, judged)
-        found[name] = document(models, path, text, list(models.scores(text)))
+        found[name] = quality_document(models, path, text, list(models.scores(text)))
     near, far = found["near"], found["far"]
     assert 0 < near["kl"]["mean"] < near["kl"]["high"] < far["kl"]["low"]
     assert near["top_1"]["mean"] > far["top_1"]["mean"]
@@ -211,9 +210,9 @@ def test_memory_is_bounded_for_large_vocabularies(
 
     def counting(p: torch.Tensor, q: torch.Tensor, after: torch.Tensor) -> quality.ChunkScores:
         rows.append((len(p), len(q), len(after)))
-        return compare(p, q, after)
+        return compare_logits(p, q, after)
 
-    monkeypatch.setattr(quality, "compare", counting)
+    monkeypatch.setattr(quality, "compare_logits", counting)
     monkeypatch.setattr(quality, "_LOGITS", VOCAB_SIZE - 1)  # less than a row: one at a time
     next(models.scores(cut(path, checkpoints.target)))
     assert rows == [(1, 1, 1)] * (CONTEXT // 2 - 1)

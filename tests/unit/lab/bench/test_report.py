@@ -18,13 +18,13 @@ from speculant.lab.bench import (
     both_ways,
     conclusions,
     described_rounds,
+    document,
     heading,
     measure,
     one_at_a_time,
+    tables,
     ways_of,
 )
-from speculant.lab.bench.report import document
-from speculant.lab.bench.tables import tables
 from speculant.params import SamplingParams
 from tests.models import Checkpoints
 from tests.unit.lab.bench.test_measuring import make_run

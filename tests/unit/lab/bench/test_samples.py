@@ -13,8 +13,8 @@ from speculant.lab.bench import (
     Workload,
     both_ways,
     chrome_trace,
+    page,
     recorded,
-    samples,
     take_samples,
     ways_of,
 )
@@ -101,7 +101,7 @@ def test_a_rejected_line_end_is_shown(checkpoints: Checkpoints) -> None:
     tokenizer = build_engine(EngineConfig(checkpoints.target)).tokenizer
     detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=False)
     first, end, other = tokenizer.encode("a\nb")
-    shown = [detokenizer.push(first), samples._text_of(end, detokenizer), samples._text_of(other, detokenizer)]
+    shown = [detokenizer.push(first), page._text_of(end, detokenizer), page._text_of(other, detokenizer)]
     assert [*shown, detokenizer.push(end), detokenizer.push(other)] == ["a", LINE_END, "b", "\n", "b"]
 
 

@@ -12,9 +12,17 @@ import pytest
 from rich.console import Console
 
 from speculant.errors import ConfigError, ServerError
-from speculant.lab.bench import Exchange, Level, Load, LoadPlan, LoadRun, conclusions, measure_serving
-from speculant.lab.bench.serving_load import document
-from speculant.lab.bench.tables import tables
+from speculant.lab.bench import (
+    Exchange,
+    Level,
+    Load,
+    LoadPlan,
+    LoadRun,
+    conclusions,
+    measure_serving,
+    serving_document,
+    tables,
+)
 from speculant.metrics import TimingMetrics
 
 MODES = {"plain": {"speculation": False}, "speculative": {"x": 1}}
@@ -58,7 +66,7 @@ def _measure(load: ScriptedLoad, plan: LoadPlan, modes: Mapping[str, Any] = MODE
     told: list[str] = []
     measured = measure_serving(cast(Load, load), modes, plan, told.append)
     assert len(told) == plan.num_runs(len(modes))
-    return dict(json.loads(json.dumps(document(measured, plan, comparable=True))))
+    return dict(json.loads(json.dumps(serving_document(measured, plan, comparable=True))))
 
 
 def test_loads_are_multiples_of_the_plain_capacity() -> None:

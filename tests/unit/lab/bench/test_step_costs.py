@@ -7,7 +7,7 @@ import pytest
 from speculant.config import EngineConfig
 from speculant.engine import Runtime, build_around, build_engine
 from speculant.errors import RequestError
-from speculant.lab.bench import LengthCosts, measure_steps, step_costs
+from speculant.lab.bench import LengthCosts, costs, measure_steps
 from speculant.params import SamplingParams
 from tests.models import Checkpoints
 
@@ -20,10 +20,10 @@ def make_runtime(checkpoints: Checkpoints, draft: str, **arguments: object) -> R
 
 
 def test_costs_of_a_token_and_of_a_draft_are_a_line() -> None:
-    costs = LengthCosts((0, 1, 2, 4), (0.5, 3.0, 4.0, 6.0), (9.5, 10.0, 11.0, 12.0))
-    assert costs.plain_s == 10.0
-    assert costs.cost_ratio == pytest.approx(0.1)
-    assert costs.overhead == pytest.approx(0.2)
+    found = LengthCosts((0, 1, 2, 4), (0.5, 3.0, 4.0, 6.0), (9.5, 10.0, 11.0, 12.0))
+    assert found.plain_s == 10.0
+    assert found.cost_ratio == pytest.approx(0.1)
+    assert found.overhead == pytest.approx(0.2)
     falling = LengthCosts((0, 1, 3), (0.0, 3.0, 1.0), (10.0, 10.0, 10.0))
     assert (falling.cost_ratio, falling.overhead) == (0.0, pytest.approx(0.2))
     steep = LengthCosts((0, 1, 3), (0.0, 1.0, 7.0), (10.0, 10.0, 10.0))
@@ -36,11 +36,11 @@ def test_each_length_is_measured(checkpoints: Checkpoints) -> None:
     before = {name: runtime.engine.metrics.steps for name, runtime in runtimes.items()}
     found = measure_steps(lengths, runtimes, [65, 66, 67], GREEDY, seconds=0.0)
     assert set(found) == {"near", "far"}
-    for name, costs in found.items():
-        assert costs.lengths == lengths[name]
-        assert len(costs.draft_s) == len(costs.other_s) == len(lengths[name])
-        assert min(costs.other_s) > 0
-        assert costs.draft_s[0] < min(costs.draft_s[1:]), "plain steps draft nothing"
+    for name, each in found.items():
+        assert each.lengths == lengths[name]
+        assert len(each.draft_s) == len(each.other_s) == len(lengths[name])
+        assert min(each.other_s) > 0
+        assert each.draft_s[0] < min(each.draft_s[1:]), "plain steps draft nothing"
         assert not runtimes[name].engine.has_unfinished()
         assert runtimes[name].engine.metrics.steps > before[name]
     near = found["near"]
@@ -50,15 +50,15 @@ def test_each_length_is_measured(checkpoints: Checkpoints) -> None:
 def test_only_whole_drafts_count(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
     """The clock counts drafted tokens, so the costs show which steps count: none of prompts or shortened drafts."""
     runtime = make_runtime(checkpoints, checkpoints.near)
-    monkeypatch.setattr(step_costs, "_difference", lambda before, after: step_costs.StepTime(after.steps, 1.0))
-    times = step_costs._sample(runtime, [65, 66, 67], GREEDY, 5, iter(["a"]))
-    assert len(times) == step_costs.STEPS
+    monkeypatch.setattr(costs, "_difference", lambda before, after: costs.StepTime(after.steps, 1.0))
+    times = costs._sample(runtime, [65, 66, 67], GREEDY, 5, iter(["a"]))
+    assert len(times) == costs.STEPS
     assert times[0].draft_s >= 3, "the prompt's step and the first draft are left out"
 
 
 def test_lower_quartile_ignores_other_programs() -> None:
-    usual, hit = step_costs.StepTime(1.0, 2.0), step_costs.StepTime(9.0, 9.0)
-    found = step_costs._typical((0, 1), [[[usual, hit], [usual, hit, usual]], [[hit], [usual, usual]]])
+    usual, hit = costs.StepTime(1.0, 2.0), costs.StepTime(9.0, 9.0)
+    found = costs._typical((0, 1), [[[usual, hit], [usual, hit, usual]], [[hit], [usual, usual]]])
     assert found.draft_s == [1.0, 1.0]
     assert found.other_s == [2.0, 2.0]
 

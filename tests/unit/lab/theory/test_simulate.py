@@ -18,11 +18,11 @@ from speculant.lab.theory import (
     expected_tokens,
     marks,
     operations,
+    simulate,
     speedups,
     step_costs,
     survival,
 )
-from speculant.lab.theory.simulate import simulate
 from tests.unit.lab.theory.process import within_three_errors
 
 ANSWERS, TOKENS = 400, 1500

@@ -17,7 +17,7 @@ from speculant.config import EngineConfig
 from speculant.drafting import read_head_tokens, save_head_tokens
 from speculant.errors import ConfigError
 from speculant.kernels import usable_sets
-from speculant.lab.bench import HeadSize, best_size, head_sizes, overlaps, sizes_of
+from speculant.lab.bench import HeadSize, best_size, drafting, overlaps, sizes_of
 from tests.heads import write_eagle
 from tests.models import END, HIDDEN_SIZE, VOCAB_SIZE, Checkpoints, checkpoints
 
@@ -116,11 +116,11 @@ def test_acceptance_is_that_of_drafts_with_a_short_head(
     config = EngineConfig(
         checkpoints.target, draft, speculative_config=spec, dtype="float64", draft_quantization="none"
     )
-    target, order = head_sizes.load_target(config), torch.randperm(VOCAB_SIZE).tolist()
+    target, order = drafting.load_target(config), torch.randperm(VOCAB_SIZE).tolist()
     text = torch.randint(0, 256, (24,)).tolist()
-    found, sample = head_sizes._acceptance(config, target, [text], order, [VOCAB_SIZE, 40])
+    found, sample = drafting._acceptance(config, target, [text], order, [VOCAB_SIZE, 40])
     for tokens, own in zip(((), order[:40]), found, strict=True):
-        drafter = head_sizes._drafter(config, target, tokens, len(text))
+        drafter = drafting._drafter(config, target, tokens, len(text))
         with torch.inference_mode():
             assert sample.measure(None, drafter, []).acceptance == pytest.approx(own, abs=1e-9)
     assert found[0] > found[1] > 0
@@ -144,7 +144,7 @@ def texts_in(folder: Path) -> Path:
 def test_size_for_a_draft_is_the_fastest(
     checkpoints: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(head_sizes, "LEAST_GAIN", -1.0)  # the fastest of all, however little it gains
+    monkeypatch.setattr(drafting, "LEAST_GAIN", -1.0)  # the fastest of all, however little it gains
     file = tmp_path / "head.json"
     found = train(texts_in(tmp_path), "--target", checkpoints.target, "--draft", checkpoints.near, "--out", file)
     assert [each["size"] for each in found["sizes"]] == [264, 132, 66, 33]
