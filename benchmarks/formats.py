@@ -59,7 +59,7 @@ from speculant.lab.quantize.job import TYPES, quantize
 from speculant.lab.training.corpus import read_corpus, standard_library
 from speculant.models.source import resolve_source
 from speculant.models.weights.load import Checkpoint, load_model
-from speculant.text.prompt_files import read_prompts
+from speculant.text.text_files import read_prompts
 from speculant.text.tokenizer import Tokenizer
 from tests.gguf_models import convert
 from tests.quantised_folders import Gptq, awq_config, awq_module, edit_config, gptq_module, is_linear, rounded

@@ -48,7 +48,7 @@ from speculant.metrics import SpeculationMetrics
 from speculant.models.source import resolve_source
 from speculant.models.weights.load import Checkpoint, load_model
 from speculant.params import SamplingParams
-from speculant.text.prompt_files import read_prompts
+from speculant.text.text_files import read_prompts
 from speculant.text.tokenizer import Tokenizer
 
 MODEL = Path(os.environ.get("SPECULANT_REAL_MODELS") or cache_folder("models")) / "SmolLM2-135M-Instruct.Q4_1.gguf"

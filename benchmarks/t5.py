@@ -47,7 +47,7 @@ from speculant.lab.training.bigrams import count_bigrams
 from speculant.models.weights.load import Checkpoint, load_model
 from speculant.params import SamplingParams
 from speculant.sampling.distribution import sampling_settings
-from speculant.text.prompt_files import read_prompts
+from speculant.text.text_files import read_prompts
 from speculant.text.tokenizer import Tokenizer
 
 TASKS = ("docstring", "line")

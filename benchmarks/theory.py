@@ -39,7 +39,7 @@ from speculant.models.base import CausalLM
 from speculant.models.weights.load import Checkpoint
 from speculant.params import SamplingParams
 from speculant.sampling.distribution import sampling_settings
-from speculant.text.token_files import read_sequences
+from speculant.text.text_files import read_sequences
 
 Array = NDArray[np.float64]
 Source = Callable[[Text, SamplingParams], Array]

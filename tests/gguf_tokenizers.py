@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from speculant.text.unigram import TokenType
+from speculant.text.sentencepiece import TokenType
 
 ROLE_KEYS = {
     "bos_token": "bos_token_id",

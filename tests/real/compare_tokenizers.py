@@ -19,9 +19,8 @@ from typing import Any, NamedTuple
 from tokenizers import Regex, pre_tokenizers
 
 from speculant.gguf_file import GgufFile
-from speculant.text.gguf_splits import SPLITS, WordSplit
-from speculant.text.gguf_tokenizer import read_gguf_tokenizer
-from speculant.text.unigram import TokenType
+from speculant.text.gguf_tokenizer import SPLITS, WordSplit, read_gguf_tokenizer
+from speculant.text.sentencepiece import TokenType
 from tests.texts import texts
 
 PRE = b"tokenizer.ggml.pre"

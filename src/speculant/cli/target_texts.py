@@ -90,7 +90,7 @@ def _questions(tokenizer: Tokenizer, plan: TextsPlan, count: int) -> list[list[i
     Held-out texts have questions of their own.
     """
     from speculant.lab.training.heads.texts import num_held_out
-    from speculant.text.prompt_files import read_prompts
+    from speculant.text.text_files import read_prompts
 
     if not plan.data:
         _check_variety(plan, count, 1)

@@ -100,7 +100,7 @@ def _make(files: list[Path], config: EngineConfig, out: Path, size: int | None) 
 
     from speculant.drafting.model.head_tokens import save_head_tokens
     from speculant.lab.training.bigrams import count_tokens
-    from speculant.text.token_files import read_sequences
+    from speculant.text.text_files import read_sequences
     from speculant.text.tokenizer import Tokenizer
 
     require_folder(out)

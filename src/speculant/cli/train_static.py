@@ -74,7 +74,7 @@ def _make(files: list[Path], model: str, out: Path, continuations: int) -> dict[
 def _sequences(files: list[Path], folder: Path, tokenizer: Tokenizer) -> Iterator[Sequence[int]]:
     """Yield the sequences of files; those of an encoder-decoder model begin with its start token."""
     from speculant.models.weights.load import read_description
-    from speculant.text.token_files import read_sequences
+    from speculant.text.text_files import read_sequences
 
     config = read_optional_config(folder)
     if not config or read_description(config).encoder is None:
@@ -85,7 +85,7 @@ def _sequences(files: list[Path], folder: Path, tokenizer: Tokenizer) -> Iterato
 
 def decoder_texts(files: Sequence[Path], tokenizer: Tokenizer, start: Sequence[int]) -> Iterator[list[int]]:
     """Yield the text of each line after the start tokens, with the end tokens that the tokenizer adds to a text."""
-    from speculant.text.token_files import read_lines
+    from speculant.text.text_files import read_lines
 
     for path in files:
         for line in read_lines(path):

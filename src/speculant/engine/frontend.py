@@ -31,10 +31,17 @@ from speculant.structured.constraint import Grammar
 from speculant.structured.grammars import Grammars
 from speculant.structured.reasoned import ReasonedConstraint, Reasoning
 from speculant.structured.vocabulary import banned_tokens
-from speculant.text.chat import read_template
-from speculant.text.messages import check_roles, check_variables, read_messages, up_to_mark, with_mark
-from speculant.text.reasoning import ExpectedReasoning, expect_reasoning
-from speculant.text.stop import compile_stops
+from speculant.text.chat import (
+    ExpectedReasoning,
+    check_roles,
+    check_variables,
+    expect_reasoning,
+    read_messages,
+    read_template,
+    up_to_mark,
+    with_mark,
+)
+from speculant.text.stream import compile_stops
 from speculant.text.user_tokenizer import UserTokenizer
 from speculant.types import ANYONE, Client
 

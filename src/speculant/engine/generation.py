@@ -15,8 +15,7 @@ from speculant.engine.requests import CheckedRequest
 from speculant.errors import RequestError, SpeculantError
 from speculant.metrics import RequestMetrics
 from speculant.params import SamplingParams
-from speculant.text.stop import StopStrings
-from speculant.text.stream import TextStream
+from speculant.text.stream import StopStrings, TextStream
 from speculant.text.tokenizer import Tokenizer
 from speculant.types import ANYONE, Client, CompletionOutput, Logprobs, Request, RequestOutput, StepOutput
 

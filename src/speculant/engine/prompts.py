@@ -14,7 +14,7 @@ from torch import Tensor
 from speculant.errors import RequestError, suggest
 from speculant.speculation import is_whole
 from speculant.structured.reasoned import Reasoning
-from speculant.text.reasoning import ExpectedReasoning
+from speculant.text.chat import ExpectedReasoning
 
 
 class TextPrompt(TypedDict):

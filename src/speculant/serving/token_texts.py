@@ -8,8 +8,7 @@ from typing import Any
 
 from speculant.serving.wire import Deferred
 from speculant.text.stream import TokenOffsets
-from speculant.text.token_bytes import byte_table, fallback_byte
-from speculant.text.tokenizer import Tokenizer
+from speculant.text.tokenizer import Tokenizer, byte_table, fallback_byte
 from speculant.types import Logprob, Logprobs
 
 LOWEST = -9999.0  # in place of minus infinity, which JSON can't hold; OpenAI's value
@@ -22,9 +21,8 @@ class TokenTexts:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._added = frozenset(tokenizer.backend.get_added_tokens_decoder())
-        decoder = tokenizer.decoder_settings or {}
-        nested = [decoder, *decoder.get("decoders", ())]
-        self._bytes_of = byte_table() if any(each.get("type") == "ByteLevel" for each in nested) else None
+        is_byte_level = any(step["type"] == "ByteLevel" for step in tokenizer.decoder_steps)
+        self._bytes_of = byte_table() if is_byte_level else None
         self.of = lru_cache(_CACHED)(self._of)
 
     def places(self, skip_special_tokens: bool, start: int = 0) -> TokenOffsets:

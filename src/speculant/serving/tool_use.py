@@ -26,7 +26,7 @@ from speculant.serving.tools import (
     read_tools,
 )
 from speculant.structured.spec import StructuredOutputs
-from speculant.text.reasoning import TAGS, find_tags
+from speculant.text.chat import TAGS, find_tags
 from speculant.text.tokenizer import Tokenizer
 
 C = TypeVar("C", bound=ConversationBody)

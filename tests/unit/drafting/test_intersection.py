@@ -8,8 +8,7 @@ from tokenizers import decoders, models
 
 from speculant.drafting.model.intersection import intersect
 from speculant.errors import PairError
-from speculant.text.token_bytes import token_bytes
-from speculant.text.tokenizer import Tokenizer
+from speculant.text.tokenizer import Tokenizer, token_bytes
 from tests.unit.text.tokenizers_for_tests import byte_level, metaspace_style, sentencepiece_style
 
 TEXTS = ["ab é 世 the fox", " a  b\n\n\tab", "👍🏽 naïve <tool>", "größer", ""]

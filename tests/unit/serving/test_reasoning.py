@@ -13,7 +13,7 @@ from speculant.engine.prompts import RenderedPrompt
 from speculant.serving.reasoning import ReasoningDelta, ReasoningParser, find_reasoning
 from speculant.serving.tools import TextDelta
 from speculant.structured.reasoned import Reasoning
-from speculant.text.reasoning import expect_reasoning
+from speculant.text.chat import expect_reasoning
 from tests.examples import examples
 from tests.timing import cpu_seconds, is_within
 

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from speculant.errors import RequestError
-from speculant.text.chat import ChatTemplate
-from speculant.text.messages import read_messages, up_to_mark, with_mark
+from speculant.text.chat import ChatTemplate, read_messages, up_to_mark, with_mark
 
 MARK = "0123456789abcdef"
 EACH = "{%% for m in messages %%}<|{{ m.role }}|>%s{%% endfor %%}{{ '<|assistant|>' if add_generation_prompt }}"

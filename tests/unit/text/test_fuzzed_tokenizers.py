@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from speculant.errors import ModelError, RequestError
 from speculant.params import SamplingParams
-from speculant.text.stop import compile_stops
-from speculant.text.stream import TextStream
+from speculant.text.stream import TextStream, compile_stops
 from speculant.text.tokenizer import Tokenizer
 from tests.examples import examples
 from tests.json_faults import changed, changed_deep, values

@@ -16,11 +16,10 @@ from tokenizers import pre_tokenizers
 
 from speculant.errors import ModelError
 from speculant.models.source import resolve_source
-from speculant.text.gguf_splits import SPLITS
-from speculant.text.gguf_tokenizer import read_gguf_tokenizer
+from speculant.text.gguf_tokenizer import SPLITS, read_gguf_tokenizer
+from speculant.text.sentencepiece import TokenType
 from speculant.text.stream import IncrementalDetokenizer
 from speculant.text.tokenizer import Tokenizer
-from speculant.text.unigram import TokenType
 from tests.examples import examples
 from tests.gguf_tokenizers import metadata_of
 from tests.texts import texts

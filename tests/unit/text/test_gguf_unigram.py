@@ -14,9 +14,9 @@ from transformers import T5Tokenizer
 
 from speculant.errors import ModelError
 from speculant.text.gguf_tokenizer import read_gguf_tokenizer
+from speculant.text.sentencepiece import TokenType
 from speculant.text.stream import IncrementalDetokenizer
 from speculant.text.tokenizer import Tokenizer
-from speculant.text.unigram import TokenType
 from tests.texts import texts
 
 KEY = "tokenizer.ggml"

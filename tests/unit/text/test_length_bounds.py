@@ -12,8 +12,8 @@ from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, pro
 from tokenizers import Tokenizer as Backend
 
 from speculant.errors import ModelError
-from speculant.text.length_bounds import MOST_TIMES, check_length_bounds
 from speculant.text.tokenizer import Tokenizer
+from speculant.text.tokenizer_bounds import MOST_TIMES, check_length_bounds
 from tests.unit.text.tokenizers_for_tests import byte_level, metaspace_style, sentencepiece_style
 
 TEXTS = ["", "a", "a b", "aaaa", "é", "中ﷺ", "``''", "ab" * 20]

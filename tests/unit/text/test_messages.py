@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from speculant.errors import RequestError
-from speculant.text.messages import ROLES, check_roles, check_variables, read_messages
+from speculant.text.chat import ROLES, check_roles, check_variables, read_messages
 
 USER = {"role": "user", "content": "Hi"}
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from speculant.errors import RequestError
-from speculant.text.prompt_files import FilePrompt, read_prompts
+from speculant.text.text_files import FilePrompt, read_prompts
 
 
 def test_a_jsonl_file_has_texts_token_ids_or_objects(tmp_path: Path) -> None:

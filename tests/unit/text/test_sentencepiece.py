@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from speculant.errors import ModelError
+from speculant.text.sentencepiece import TokenType
 from speculant.text.stream import IncrementalDetokenizer
 from speculant.text.tokenizer import Tokenizer
-from speculant.text.unigram import TokenType
 from tests.texts import texts
 from tests.unit.text.test_gguf_unigram import AWKWARD, CHARSMAP, ENDS, SCORES, slow_tokens, theirs
 

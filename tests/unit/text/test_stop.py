@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from speculant.errors import RequestError
-from speculant.text.stop import Released, StopSearch, StopStrings
+from speculant.text.stream import Released, StopSearch, StopStrings
 from tests.examples import examples
 from tests.timing import cpu_seconds, is_within
 

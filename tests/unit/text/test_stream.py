@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from speculant.errors import RequestError
 from speculant.params import SamplingParams
-from speculant.text.stop import compile_stops
-from speculant.text.stream import TextStream
+from speculant.text.stream import TextStream, compile_stops
 from speculant.text.tokenizer import Tokenizer
 from tests.unit.text.tokenizers_for_tests import byte_level, sentencepiece_style
 

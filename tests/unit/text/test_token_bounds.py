@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from speculant.text.token_bounds import characters_per_token
 from speculant.text.tokenizer import Tokenizer
+from speculant.text.tokenizer_bounds import characters_per_token
 from tests.unit.text.tokenizers_for_tests import byte_level, metaspace_style, sentencepiece_style
 
 RUNS = ["a", "ab", " ", "  ", "\n", "the quick", "<tool>", "<s>", "é", "e\u0301", "世", "👍🏽", "\u1f82", "ab ab", "▁"]

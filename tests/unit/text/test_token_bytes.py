@@ -8,8 +8,7 @@ import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 
-from speculant.text.token_bytes import token_bytes
-from speculant.text.tokenizer import Tokenizer
+from speculant.text.tokenizer import Tokenizer, token_bytes
 from tests.unit.text.tokenizers_for_tests import byte_level, metaspace_style, sentencepiece_style
 
 TEXT = " abé 世 naïve 👍🏽 <tool>\n\tab"

@@ -27,7 +27,7 @@ from speculant.drafting.lookup.reading import ReadingDrafter, match_score
 from speculant.errors import ConfigError
 from speculant.kernels.suffix_index import Continuation, SuffixIndex, SuffixSettings
 from speculant.kernels.suffix_indexes import open_suffix_index
-from speculant.text.token_files import read_sequences
+from speculant.text.text_files import read_sequences
 from speculant.types import DraftTree, Request
 
 METHOD = Method(default_length=8, learns=True, varies=True)

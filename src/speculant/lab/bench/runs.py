@@ -15,8 +15,7 @@ from speculant.lab.bench.workloads import Workload
 from speculant.metrics import SpeculationMetrics, TimingMetrics, percentile
 from speculant.params import SamplingParams
 from speculant.structured.vocabulary import banned_tokens
-from speculant.text.stop import compile_stops
-from speculant.text.stream import TextStream
+from speculant.text.stream import TextStream, compile_stops
 from speculant.types import Request, StepOutput
 
 WARM_UP_TOKENS = 8

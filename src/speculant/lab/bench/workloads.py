@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from speculant.errors import ConfigError, RequestError
-from speculant.text.prompt_files import FilePrompt, read_prompts
+from speculant.text.text_files import FilePrompt, read_prompts
 
 if TYPE_CHECKING:
     from speculant.config import Limits

@@ -22,8 +22,7 @@ from speculant.models.encoding import encode_sources
 from speculant.params import SamplingParams
 from speculant.sampling.distribution import Node, distribution
 from speculant.scheduling.schedule import Scheduled
-from speculant.text.stop import compile_stops
-from speculant.text.stream import TextStream
+from speculant.text.stream import TextStream, compile_stops
 from speculant.types import CommittedRows, DraftTree, Request
 
 

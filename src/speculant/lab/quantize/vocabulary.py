@@ -18,10 +18,8 @@ from speculant.models.entries import text_config
 from speculant.models.generation import read_generation
 from speculant.models.gguf import END_KEYS, ENDS
 from speculant.text.chat import TOOL_USE, find_template
-from speculant.text.gguf_splits import SPLITS
-from speculant.text.gguf_tokenizer import ROLE_KEYS
-from speculant.text.sentencepiece import ROLES, find_sentencepiece
-from speculant.text.unigram import BYTES, TokenType
+from speculant.text.gguf_tokenizer import ROLE_KEYS, SPLITS
+from speculant.text.sentencepiece import BYTES, SENTENCEPIECE_ROLES, TokenType, find_sentencepiece
 
 _FOLDER = "name a folder as OUT instead of a .gguf file."
 _EOS, *_OTHER_ENDS = (f"tokenizer.ggml.{key}" for key in END_KEYS)
@@ -41,7 +39,7 @@ def tokenizer_entries(folder: Path, vocab_size: int) -> dict[str, Any]:
         found = find_sentencepiece(folder, settings)
         if found is None:
             raise ModelError(f"{folder} has no tokenizer.json, which a GGUF file needs", _FOLDER)
-        content, settings = json.loads(found.to_str()), {**ROLES, **settings}
+        content, settings = json.loads(found.to_str()), {**SENTENCEPIECE_ROLES, **settings}
     model = content.get("model") or {}
     if model.get("type") == "Unigram":
         return _unigram_entries(folder, content, settings, vocab_size)

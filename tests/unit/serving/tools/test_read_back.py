@@ -8,7 +8,7 @@ import pytest
 
 from speculant.serving.tool_use import unknown_formats
 from speculant.serving.tools import find_format
-from speculant.text.reasoning import find_tags
+from speculant.text.chat import find_tags
 from tests.tagged import HARMONY_TEMPLATE, tokenizer_with_tags
 
 FRAME = """{%% for m in messages %%}<|im_start|>{{ m.role }}

@@ -25,7 +25,7 @@ from torch.nn.utils.rnn import pad_sequence
 from speculant.errors import ConfigError
 from speculant.lab.training.corpus import is_held_out
 from speculant.lab.training.tokenizer import end_of_text
-from speculant.text.token_files import read_lines
+from speculant.text.text_files import read_lines
 
 _POOL = 32  # batches whose pairs are sorted by length together, so that a batch has little padding
 _NO_TOKEN = -1
