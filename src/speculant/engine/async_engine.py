@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import uuid
 import weakref
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from types import TracebackType
 from typing import Any, Self
 
-from speculant.engine.frontend import Frontend, Message
+from speculant.engine.frontend import Frontend, takes
 from speculant.engine.generation import StreamPiece
 from speculant.engine.prompts import Prompt
 from speculant.engine.thread import EngineThread, PieceStream
@@ -19,7 +19,7 @@ from speculant.params import SamplingParams
 from speculant.types import ANYONE, Client, RequestOutput
 
 
-class AsyncEngine(Frontend):
+class AsyncEngine(Frontend[AsyncGenerator[StreamPiece, None]]):
     """Serves requests from any number of tasks, event loops and threads, all in one batch.
 
     Arguments are the fields of `EngineConfig`, see `Frontend`. As a context manager it drains when the
@@ -85,75 +85,15 @@ class AsyncEngine(Frontend):
         finally:
             self._thread.abort(stream)
 
-    async def generate(
-        self,
-        prompt: Prompt,
-        sampling_params: SamplingParams | None = None,
-        *,
-        request_id: str | None = None,
-        priority: int = 0,
-        cache_salt: str = "",
-        client: Client = ANYONE,
-    ) -> RequestOutput:
+    @takes(stream)
+    async def generate(self, *arguments: Any, **named: Any) -> RequestOutput:
         """Complete one prompt; arguments and errors are those of `stream`."""
-        output: RequestOutput | None = None
-        pieces = self.stream(
-            prompt, sampling_params, request_id=request_id, priority=priority, cache_salt=cache_salt, client=client
-        )
-        async with aclosing(pieces):
-            async for piece in pieces:
-                output = piece.output
-        assert output is not None, "a request ended without its result"
-        return output
+        return await _output(self.stream(*arguments, **named))
 
-    def stream_chat(
-        self,
-        messages: Sequence[Message],
-        sampling_params: SamplingParams | None = None,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        *,
-        continue_final_message: bool = False,
-        chat_template: str | None = None,
-        **named: Any,
-    ) -> AsyncGenerator[StreamPiece, None]:
-        """Yield the answer to a conversation as `stream` does; `named` are its keyword arguments.
-
-        The template is rendered at once, in the caller's thread, with the arguments and errors of `render_chat`.
-        """
-        prompt = self.render_chat(
-            messages,
-            tools,
-            add_generation_prompt,
-            chat_template_kwargs,
-            continue_final_message=continue_final_message,
-            chat_template=chat_template,
-        )
-        return self.stream(prompt, sampling_params, **named)
-
-    async def chat(
-        self,
-        messages: Sequence[Message],
-        sampling_params: SamplingParams | None = None,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        *,
-        continue_final_message: bool = False,
-        chat_template: str | None = None,
-        **named: Any,
-    ) -> RequestOutput:
+    @takes(Frontend.stream_chat)
+    async def chat(self, *arguments: Any, **named: Any) -> RequestOutput:
         """Answer one conversation; arguments and errors are those of `stream_chat`."""
-        prompt = self.render_chat(
-            messages,
-            tools,
-            add_generation_prompt,
-            chat_template_kwargs,
-            continue_final_message=continue_final_message,
-            chat_template=chat_template,
-        )
-        return await self.generate(prompt, sampling_params, **named)
+        return await _output(self.stream_chat(*arguments, **named))
 
     async def shutdown(self, drain: bool) -> None:
         """Refuse new requests, finish the accepted ones (drain) or abort them, and end the thread.
@@ -173,6 +113,16 @@ class AsyncEngine(Frontend):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         await self.shutdown(drain=kind is None)
+
+
+async def _output(pieces: AsyncGenerator[StreamPiece, None]) -> RequestOutput:
+    """Read a stream to its end and return the result, which its last piece has."""
+    output: RequestOutput | None = None
+    async with aclosing(pieces):
+        async for piece in pieces:
+            output = piece.output
+    assert output is not None, "a request ended without its result"
+    return output
 
 
 def _abandon(thread: EngineThread) -> None:

@@ -27,7 +27,7 @@ from speculant.types import RequestOutput, StepOutput
 ShowProgress = bool | Callable[..., Any]
 
 
-class LLM(Frontend):
+class LLM(Frontend[Iterator[StreamPiece]]):
     """Runs prompts to their end, or streams them, in the caller's own thread.
 
     Arguments are the fields of `EngineConfig`, see `Frontend`. Several threads may use one `LLM`: their prompts run in
@@ -170,28 +170,6 @@ class LLM(Frontend):
             for conversation in _as_conversations(messages)
         ]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
-
-    def stream_chat(
-        self,
-        messages: Sequence[Message],
-        sampling_params: SamplingParams | None = None,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        *,
-        continue_final_message: bool = False,
-        chat_template: str | None = None,
-    ) -> Iterator[StreamPiece]:
-        """Yield the answer to one conversation as `stream` does; the other arguments are those of `render_chat`."""
-        prompt = self.render_chat(
-            messages,
-            tools,
-            add_generation_prompt,
-            chat_template_kwargs,
-            continue_final_message=continue_final_message,
-            chat_template=chat_template,
-        )
-        return self.stream(prompt, sampling_params)
 
     def _params_for(
         self, prompts: Sequence[Prompt], given: SamplingParams | Sequence[SamplingParams] | None
