@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from speculant.config import EngineConfig
     from speculant.engine.async_engine import AsyncEngine
-    from speculant.engine.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
     from speculant.engine.generation import StreamPiece
-    from speculant.engine.llm import LLM
+    from speculant.engine.llm import LLM, BeamSearchOutput, BeamSearchParams, BeamSearchSequence
     from speculant.engine.prompts import ExplicitEncoderDecoderPrompt, TextPrompt, TokensPrompt
     from speculant.engine.readings import Counter, Gauge, Histogram, Metric, Vector
     from speculant.errors import SpeculantError
@@ -25,7 +24,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "AsyncEngine": "speculant.engine.async_engine",
-    **dict.fromkeys(("BeamSearchOutput", "BeamSearchParams", "BeamSearchSequence"), "speculant.engine.beam_search"),
+    **dict.fromkeys(("BeamSearchOutput", "BeamSearchParams", "BeamSearchSequence"), "speculant.engine.llm"),
     **dict.fromkeys(("Counter", "Gauge", "Histogram", "Metric", "Vector"), "speculant.engine.readings"),
     **dict.fromkeys(("ExplicitEncoderDecoderPrompt", "TextPrompt", "TokensPrompt"), "speculant.engine.prompts"),
     "LLM": "speculant.engine.llm",

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from speculant import LLM, AsyncEngine, SamplingParams, cache
-from speculant.engine.beam_search import BeamSearchParams
+from speculant.engine.llm import BeamSearchParams
 from speculant.engine.prompts import PlainPrompt
 from tests.async_engines import MakeEngine, core, engine_of, until_idle
 from tests.models import EXACT_DTYPE, Checkpoints

@@ -199,11 +199,6 @@ class Tokenizer:
         """Return the source of the template for conversations with or without tools; None if there is none."""
         return self._tool_template if tools and self._tool_template is not None else self._template
 
-    @property
-    def has_chat_template(self) -> bool:
-        """Whether the checkpoint has a chat template."""
-        return self._template is not None
-
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **variables: Any
     ) -> str:

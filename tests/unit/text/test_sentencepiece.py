@@ -70,7 +70,7 @@ def test_tokens_of_t5_are_those_of_transformers(tmp_path: Path) -> None:
     for text in [*AWKWARD, *texts(30, ENDS)]:
         assert ours.encode(text) == other(text)["input_ids"], text
     assert ours.vocab() == other.get_vocab()
-    assert (ours.eos_id, ours.special_token("pad_token"), ours.has_chat_template) == (1, "<pad>", False)
+    assert (ours.eos_id, ours.special_token("pad_token"), ours.chat_template) == (1, "<pad>", None)
 
 
 def test_sentinels_of_t5_follow_its_pieces(tmp_path: Path) -> None:

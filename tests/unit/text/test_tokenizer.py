@@ -63,7 +63,7 @@ def test_end_token_from_the_special_tokens_map(folder: Path) -> None:
     tokenizer = Tokenizer.from_folder(folder)
     assert tokenizer.eos_id == 1
     assert tokenizer.bos_id is None
-    assert not tokenizer.has_chat_template
+    assert tokenizer.chat_template is None
 
 
 @pytest.mark.parametrize(
