@@ -10,7 +10,7 @@ from tests.architecture.source import PACKAGE, Function, Module
 
 # Words of other programs' formats that are spelt like a drafter's name, by module.
 FOREIGN_WORDS = {
-    ("text.costs", "random"),  # a filter of jinja2
+    ("text.sandbox", "random"),  # a filter of jinja2
     ("text.tokenizer_bounds", "suffix"),  # a key of tokenizer.json
     ("text.tokenizer", "suffix"),  # the same
     ("serving.sampling", "suffix"),  # a field of OpenAI's requests

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from speculant import AsyncEngine, Client, SamplingParams, StreamPiece
+from speculant.engine.async_engine import PieceStream
 from speculant.engine.generation import Generation
-from speculant.engine.thread import PieceStream
 from speculant.errors import CapacityError, ConfigError, RequestError
 from speculant.text.tokenizer import Tokenizer
 from tests.async_engines import MakeEngine, core, engine_of, read_into, run, until, until_idle

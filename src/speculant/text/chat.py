@@ -24,8 +24,7 @@ from jinja2.runtime import Context
 
 from speculant.errors import ConfigError, Converts, ModelError, RequestError, SpeculantError, suggest
 from speculant.files import parse_json
-from speculant.text.costs import Budget
-from speculant.text.sandbox import BoundedEnvironment
+from speculant.text.sandbox import BoundedEnvironment, Budget
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _CUSTOM_ROLE = re.compile(r"[A-Za-z][\w.-]{0,63}", re.ASCII)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from speculant import AsyncEngine
-from speculant.engine.thread import PieceStream
+from speculant.engine.async_engine import PieceStream
 from tests.async_engines import assert_nothing_is_held, core
 from tests.examples import sizes
 from tests.models import Checkpoints, checkpoints
