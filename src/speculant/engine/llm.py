@@ -66,12 +66,9 @@ class LLM(Frontend[Iterator[StreamPiece]]):
         use_tqdm: see `progress`. priority: one number per prompt; a lower one is served sooner. The other arguments are
         vLLM's and must be None.
         """
-        if not (lora_request is tokenization_kwargs is mm_processor_kwargs is None):
-            check_call(
-                lora_request=lora_request,
-                tokenization_kwargs=tokenization_kwargs,
-                mm_processor_kwargs=mm_processor_kwargs,
-            )
+        check_call(
+            lora_request=lora_request, tokenization_kwargs=tokenization_kwargs, mm_processor_kwargs=mm_processor_kwargs
+        )
         listed = split_prompts(prompts)
         each = zip(listed, self._params_for(listed, sampling_params), _priorities(listed, priority), strict=True)
         made = deque(

@@ -21,6 +21,7 @@ from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.runtime import Context
+from typing_extensions import override
 
 from speculant.errors import ConfigError, Converts, ModelError, RequestError, SpeculantError, suggest
 from speculant.files import parse_json
@@ -296,6 +297,7 @@ class _GenerationBlock(Extension):
 
     tags = {"generation"}  # noqa: RUF012 - Jinja declares it as an instance variable
 
+    @override
     def parse(self, parser: Parser) -> list[nodes.Node]:
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)

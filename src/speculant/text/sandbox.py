@@ -35,6 +35,7 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace, _PassArg
 from jinja2.visitor import NodeTransformer
+from typing_extensions import override
 
 LEAST_BUDGET, BUDGET_PER_INPUT = 2**24, 64  # characters, and characters per character of the input
 MOST_ELEMENTS = 2**20  # of one value, over all levels; the input may contain itself
@@ -245,18 +246,19 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         """Add a filter; `cost` takes the budget and then the filter's arguments."""
         self.filters[name] = _charging(function, cost)
 
+    @override
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         template: nodes.Template = _Insertions(self).visit(super()._parse(source, name, filename))
         return template
 
+    @override
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """Compute an operator whose result may be large."""
         budget = Budget.of(context)
         budget.charge(operator_cost(budget, operator, left, right))
         return super().call_binop(context, operator, left, right)
 
+    @override
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805 - Jinja's names
-        """Make a call of a template."""
         budget = Budget.of(__context)
         method = getattr(__obj, "__wrapped__", __obj)  # the sandbox wraps str.format
         if isinstance(getattr(method, "__self__", None), str | bytes | int):
@@ -272,6 +274,7 @@ class _Insertions(NodeTransformer):
     def __init__(self, environment: BoundedEnvironment) -> None:
         self._environment = environment
 
+    @override
     def visit(self, node: nodes.Node, *args: Any, **kwargs: Any) -> Any:
         """Return the node with its parts visited, or its replacement."""
         self.generic_visit(node)

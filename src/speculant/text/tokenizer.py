@@ -145,7 +145,7 @@ class Tokenizer:
 
     @cached_property
     def characters_per_token(self) -> int | None:
-        """The most characters of a text for each of its tokens; None = there is no bound, see `token_bounds`."""
+        """The most characters of a text for each of its tokens; None = there is no bound, see `tokenizer_bounds`."""
         return characters_per_token(self.backend)
 
     @property
